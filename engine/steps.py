@@ -1,0 +1,72 @@
+"""What a worker asks of the engine, and what it gets back. No torch here: these types cross into services/."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine.pages import PageTable
+from scheduler.sampling import SamplingParameters
+
+
+@dataclass(slots=True)
+class VerifyRow:
+    """Feed `tokens`, then `draft_tokens`, after the `table.length` positions already computed.
+
+    `history` is prompt plus committed output up to and including `tokens`; only penalties look at it. With `choose`
+    false (all but the last chunk of a prefill) nothing is chosen and `draft_tokens` is empty.
+    """
+
+    table: PageTable
+    tokens: Sequence[int]
+    draft_tokens: Sequence[int]
+    choose: bool
+    history: Sequence[int]
+    prompt_length: int
+    sampling: SamplingParameters
+    logits_digests: bool = False
+
+
+@dataclass(slots=True)
+class ProposeRow:
+    """Feed `tokens`, then propose `draft_length` tokens (0 only feeds)."""
+
+    table: PageTable
+    tokens: Sequence[int]
+    draft_length: int
+    history: Sequence[int]
+    prompt_length: int
+    sampling: SamplingParameters
+
+
+@dataclass(slots=True)
+class RowOutcome:
+    """What became of a row. `table.length` has moved accordingly; a row with an `error` changed nothing.
+
+    Target: `tokens` are the accepted drafts and the bonus token, `accepted` of them drafts; the table ends before the
+    bonus token. Draft: `tokens` is the proposal; the table covers all of it but its last token.
+    """
+
+    tokens: list[int]
+    accepted: int = 0
+    logits_digests: Sequence[int] = ()
+    error: str | None = None
+    out_of_pages: bool = False
+
+
+@dataclass(slots=True)
+class EngineTimings:
+    """Seconds of one step, and its packed rows; `realign` is the part of `prepare` that unequal lengths cost."""
+
+    prepare: float = 0.0
+    realign: float = 0.0
+    forward: float = 0.0
+    sample: float = 0.0
+    packed_rows: int = 0
+    padding_rows: int = 0
+
+
+@dataclass(slots=True)
+class StepOutcome:
+    rows: list[RowOutcome]
+    timings: EngineTimings

@@ -1,0 +1,230 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Role(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ROLE_UNSPECIFIED: _ClassVar[Role]
+    ROLE_DRAFT: _ClassVar[Role]
+    ROLE_TARGET: _ClassVar[Role]
+
+class RowStatus(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    ROW_STATUS_UNSPECIFIED: _ClassVar[RowStatus]
+    ROW_STATUS_OK: _ClassVar[RowStatus]
+    ROW_STATUS_UNKNOWN_SEQUENCE: _ClassVar[RowStatus]
+    ROW_STATUS_KV_MISMATCH: _ClassVar[RowStatus]
+    ROW_STATUS_OUT_OF_PAGES: _ClassVar[RowStatus]
+    ROW_STATUS_INVALID: _ClassVar[RowStatus]
+    ROW_STATUS_FAILED: _ClassVar[RowStatus]
+
+class StepStatus(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    STEP_STATUS_UNSPECIFIED: _ClassVar[StepStatus]
+    STEP_STATUS_OK: _ClassVar[StepStatus]
+    STEP_STATUS_WRONG_EPOCH: _ClassVar[StepStatus]
+    STEP_STATUS_FENCED: _ClassVar[StepStatus]
+    STEP_STATUS_INVALID: _ClassVar[StepStatus]
+ROLE_UNSPECIFIED: Role
+ROLE_DRAFT: Role
+ROLE_TARGET: Role
+ROW_STATUS_UNSPECIFIED: RowStatus
+ROW_STATUS_OK: RowStatus
+ROW_STATUS_UNKNOWN_SEQUENCE: RowStatus
+ROW_STATUS_KV_MISMATCH: RowStatus
+ROW_STATUS_OUT_OF_PAGES: RowStatus
+ROW_STATUS_INVALID: RowStatus
+ROW_STATUS_FAILED: RowStatus
+STEP_STATUS_UNSPECIFIED: StepStatus
+STEP_STATUS_OK: StepStatus
+STEP_STATUS_WRONG_EPOCH: StepStatus
+STEP_STATUS_FENCED: StepStatus
+STEP_STATUS_INVALID: StepStatus
+
+class DescribeRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class WorkerDescription(_message.Message):
+    __slots__ = ("role", "model_id", "tokenizer_digest", "vocabulary_size", "dtype", "device", "worker_epoch", "page_size", "total_pages", "free_pages", "max_sequence_length", "max_packed_rows", "exact_row_counts", "process_id", "threads", "kv_bytes_per_token")
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    MODEL_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKENIZER_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    VOCABULARY_SIZE_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    WORKER_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_PAGES_FIELD_NUMBER: _ClassVar[int]
+    FREE_PAGES_FIELD_NUMBER: _ClassVar[int]
+    MAX_SEQUENCE_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    MAX_PACKED_ROWS_FIELD_NUMBER: _ClassVar[int]
+    EXACT_ROW_COUNTS_FIELD_NUMBER: _ClassVar[int]
+    PROCESS_ID_FIELD_NUMBER: _ClassVar[int]
+    THREADS_FIELD_NUMBER: _ClassVar[int]
+    KV_BYTES_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    role: Role
+    model_id: str
+    tokenizer_digest: bytes
+    vocabulary_size: int
+    dtype: str
+    device: str
+    worker_epoch: int
+    page_size: int
+    total_pages: int
+    free_pages: int
+    max_sequence_length: int
+    max_packed_rows: int
+    exact_row_counts: _containers.RepeatedScalarFieldContainer[int]
+    process_id: int
+    threads: int
+    kv_bytes_per_token: int
+    def __init__(self, role: _Optional[_Union[Role, str]] = ..., model_id: _Optional[str] = ..., tokenizer_digest: _Optional[bytes] = ..., vocabulary_size: _Optional[int] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., worker_epoch: _Optional[int] = ..., page_size: _Optional[int] = ..., total_pages: _Optional[int] = ..., free_pages: _Optional[int] = ..., max_sequence_length: _Optional[int] = ..., max_packed_rows: _Optional[int] = ..., exact_row_counts: _Optional[_Iterable[int]] = ..., process_id: _Optional[int] = ..., threads: _Optional[int] = ..., kv_bytes_per_token: _Optional[int] = ...) -> None: ...
+
+class StepRequest(_message.Message):
+    __slots__ = ("worker_epoch", "step_id", "scheduler_epoch", "released_sequence_ids", "rows")
+    WORKER_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    STEP_ID_FIELD_NUMBER: _ClassVar[int]
+    SCHEDULER_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    RELEASED_SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    worker_epoch: int
+    step_id: int
+    scheduler_epoch: int
+    released_sequence_ids: _containers.RepeatedScalarFieldContainer[int]
+    rows: _containers.RepeatedCompositeFieldContainer[Row]
+    def __init__(self, worker_epoch: _Optional[int] = ..., step_id: _Optional[int] = ..., scheduler_epoch: _Optional[int] = ..., released_sequence_ids: _Optional[_Iterable[int]] = ..., rows: _Optional[_Iterable[_Union[Row, _Mapping]]] = ...) -> None: ...
+
+class Row(_message.Message):
+    __slots__ = ("sequence_id", "kv_len", "prefix_digest", "tokens", "draft_tokens", "draft_length", "choose", "parameters")
+    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
+    KV_LEN_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    CHOOSE_FIELD_NUMBER: _ClassVar[int]
+    PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+    sequence_id: int
+    kv_len: int
+    prefix_digest: int
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    draft_tokens: _containers.RepeatedScalarFieldContainer[int]
+    draft_length: int
+    choose: bool
+    parameters: SequenceParameters
+    def __init__(self, sequence_id: _Optional[int] = ..., kv_len: _Optional[int] = ..., prefix_digest: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., draft_tokens: _Optional[_Iterable[int]] = ..., draft_length: _Optional[int] = ..., choose: _Optional[bool] = ..., parameters: _Optional[_Union[SequenceParameters, _Mapping]] = ...) -> None: ...
+
+class SequenceParameters(_message.Message):
+    __slots__ = ("prompt_length", "sampling", "logits_digests")
+    PROMPT_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    LOGITS_DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    prompt_length: int
+    sampling: SamplingParameters
+    logits_digests: bool
+    def __init__(self, prompt_length: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParameters, _Mapping]] = ..., logits_digests: _Optional[bool] = ...) -> None: ...
+
+class SamplingParameters(_message.Message):
+    __slots__ = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "seed")
+    class LogitBiasEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: int
+        value: float
+        def __init__(self, key: _Optional[int] = ..., value: _Optional[float] = ...) -> None: ...
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    TOP_P_FIELD_NUMBER: _ClassVar[int]
+    MIN_P_FIELD_NUMBER: _ClassVar[int]
+    REPETITION_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    PRESENCE_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    FREQUENCY_PENALTY_FIELD_NUMBER: _ClassVar[int]
+    LOGIT_BIAS_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: _containers.ScalarMap[int, float]
+    seed: int
+    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., seed: _Optional[int] = ...) -> None: ...
+
+class RowReply(_message.Message):
+    __slots__ = ("sequence_id", "status", "kv_len", "prefix_digest", "tokens", "accepted", "logits_digests", "error")
+    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    KV_LEN_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    LOGITS_DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    sequence_id: int
+    status: RowStatus
+    kv_len: int
+    prefix_digest: int
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    accepted: int
+    logits_digests: _containers.RepeatedScalarFieldContainer[int]
+    error: str
+    def __init__(self, sequence_id: _Optional[int] = ..., status: _Optional[_Union[RowStatus, str]] = ..., kv_len: _Optional[int] = ..., prefix_digest: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., accepted: _Optional[int] = ..., logits_digests: _Optional[_Iterable[int]] = ..., error: _Optional[str] = ...) -> None: ...
+
+class StepReply(_message.Message):
+    __slots__ = ("worker_epoch", "step_id", "status", "rows", "timings", "free_pages", "error")
+    WORKER_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    STEP_ID_FIELD_NUMBER: _ClassVar[int]
+    STATUS_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    TIMINGS_FIELD_NUMBER: _ClassVar[int]
+    FREE_PAGES_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    worker_epoch: int
+    step_id: int
+    status: StepStatus
+    rows: _containers.RepeatedCompositeFieldContainer[RowReply]
+    timings: StepTimings
+    free_pages: int
+    error: str
+    def __init__(self, worker_epoch: _Optional[int] = ..., step_id: _Optional[int] = ..., status: _Optional[_Union[StepStatus, str]] = ..., rows: _Optional[_Iterable[_Union[RowReply, _Mapping]]] = ..., timings: _Optional[_Union[StepTimings, _Mapping]] = ..., free_pages: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
+
+class StepTimings(_message.Message):
+    __slots__ = ("queued", "idle", "prepare", "realign", "forward", "sample", "total", "packed_rows", "padding_rows")
+    QUEUED_FIELD_NUMBER: _ClassVar[int]
+    IDLE_FIELD_NUMBER: _ClassVar[int]
+    PREPARE_FIELD_NUMBER: _ClassVar[int]
+    REALIGN_FIELD_NUMBER: _ClassVar[int]
+    FORWARD_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_FIELD_NUMBER: _ClassVar[int]
+    PACKED_ROWS_FIELD_NUMBER: _ClassVar[int]
+    PADDING_ROWS_FIELD_NUMBER: _ClassVar[int]
+    queued: float
+    idle: float
+    prepare: float
+    realign: float
+    forward: float
+    sample: float
+    total: float
+    packed_rows: int
+    padding_rows: int
+    def __init__(self, queued: _Optional[float] = ..., idle: _Optional[float] = ..., prepare: _Optional[float] = ..., realign: _Optional[float] = ..., forward: _Optional[float] = ..., sample: _Optional[float] = ..., total: _Optional[float] = ..., packed_rows: _Optional[int] = ..., padding_rows: _Optional[int] = ...) -> None: ...
+
+class DrainRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DrainReply(_message.Message):
+    __slots__ = ("sequences_left",)
+    SEQUENCES_LEFT_FIELD_NUMBER: _ClassVar[int]
+    sequences_left: int
+    def __init__(self, sequences_left: _Optional[int] = ...) -> None: ...

@@ -1,0 +1,196 @@
+"""The vocabulary between the scheduler core and the service around it: events in, commands out.
+
+Plain frozen dataclasses. Times are seconds on any monotonic clock, always passed in.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+
+from scheduler.sampling import SamplingParameters
+
+
+class Role(Enum):
+    DRAFT = "draft"
+    TARGET = "target"
+
+
+class RowStatus(Enum):
+    OK = "ok"
+    UNKNOWN_SEQUENCE = "unknown_sequence"
+    KV_MISMATCH = "kv_mismatch"
+    OUT_OF_PAGES = "out_of_pages"
+    INVALID = "invalid"
+    FAILED = "failed"
+
+
+class FinishReason(Enum):
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """What the core must know of a worker to plan steps for it."""
+
+    worker_id: str
+    role: Role
+    page_size: int
+    total_pages: int
+    max_sequence_length: int
+    max_packed_rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceRequest:
+    """One prompt to continue.
+
+    `sequence_id` is unique for the life of the core. `committed_output` holds tokens of the output that were already
+    delivered (resubmission after a scheduler's death): they count towards `max_tokens` and are not emitted again.
+    """
+
+    sequence_id: int
+    prompt: tuple[int, ...]
+    max_tokens: int
+    stop_token_ids: frozenset[int] = frozenset()
+    sampling: SamplingParameters = field(default_factory=SamplingParameters)
+    draft_length: int | None = None
+    logits_digests: bool = False
+    committed_output: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RowResult:
+    """A worker's answer for one row of a step; fields as in protos/worker.proto, RowReply."""
+
+    sequence_id: int
+    status: RowStatus
+    kv_len: int
+    prefix_digest: int
+    tokens: tuple[int, ...] = ()
+    accepted: int = 0
+    logits_digests: tuple[int, ...] = ()
+    error: str = ""
+
+
+# --- events -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceSubmitted:
+    request: SequenceRequest
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceCancelled:
+    sequence_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerJoined:
+    worker: WorkerSpec
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLost:
+    worker_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class StepCompleted:
+    """`seconds` is the time the worker spent on the step itself, without queueing."""
+
+    worker_id: str
+    step_id: int
+    results: tuple[RowResult, ...]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed: due when `SchedulerCore.next_deadline()` says so."""
+
+
+Event = SequenceSubmitted | SequenceCancelled | WorkerJoined | WorkerLost | StepCompleted | Tick
+
+
+# --- commands ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One sequence's part in a step; fields as in protos/worker.proto, Row.
+
+    `opening` is set when the worker does not know the sequence yet.
+    """
+
+    sequence_id: int
+    kv_len: int
+    prefix_digest: int
+    tokens: tuple[int, ...]
+    draft_tokens: tuple[int, ...] = ()
+    draft_length: int = 0
+    choose: bool = False
+    opening: SequenceRequest | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GroupFormed:
+    """How the rows to verify in a step were chosen, for metrics. `rows` does not count prefill chunks."""
+
+    rows: int
+    equal_length: bool
+    forced_by_bound: bool
+    seconds_waited: float
+
+
+@dataclass(frozen=True, slots=True)
+class SendStep:
+    worker_id: str
+    step_id: int
+    rows: tuple[Row, ...]
+    released: tuple[int, ...] = ()
+    group: GroupFormed | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EmitTokens:
+    """Newly committed output of a sequence, in order, each token once. `drafted` and `accepted` describe the round."""
+
+    sequence_id: int
+    tokens: tuple[int, ...]
+    drafted: int
+    accepted: int
+    logits_digests: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class FinishSequence:
+    sequence_id: int
+    reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class FailSequence:
+    sequence_id: int
+    error: str
+
+
+class RefusalCause(Enum):
+    QUEUE_FULL = "queue_full"
+    TOO_LONG = "too_long"
+    INVALID = "invalid"
+
+
+@dataclass(frozen=True, slots=True)
+class RefuseSequence:
+    """The sequence never entered the pool."""
+
+    sequence_id: int
+    cause: RefusalCause
+    message: str
+
+
+Command = SendStep | EmitTokens | FinishSequence | FailSequence | RefuseSequence

@@ -1,0 +1,61 @@
+"""Sampling parameters of a request: opaque to the scheduler core, applied by the engine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+MAX_SEED = 2**64 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParameters:
+    """How the next token is chosen from the target's logits.
+
+    `temperature` 0 is greedy. `top_k` 0, `top_p` 1, `min_p` 0 and the penalties 1, 0, 0 leave the distribution alone.
+    `repetition_penalty` looks at prompt and output, the other two penalties at the output only. `seed` is any unsigned
+    64-bit number; equal seeds give equal text, whatever the batch, the draft or the workers.
+
+    Raises `ValueError` naming field, value and limit.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        def require(name: str, holds: bool, limit: str) -> None:
+            if not holds:
+                raise ValueError(f"{name} is {getattr(self, name)!r}, must be {limit}")
+
+        finite = math.isfinite
+        require("temperature", finite(self.temperature) and 0 <= self.temperature <= 100, "between 0 and 100")
+        require("top_k", self.top_k >= 0, "0 (off) or more")
+        require("top_p", 0 < self.top_p <= 1, "above 0 and at most 1")
+        require("min_p", 0 <= self.min_p <= 1, "between 0 and 1")
+        require("repetition_penalty", 0 < self.repetition_penalty <= 100, "above 0 and at most 100")
+        require("presence_penalty", -2 <= self.presence_penalty <= 2, "between -2 and 2")
+        require("frequency_penalty", -2 <= self.frequency_penalty <= 2, "between -2 and 2")
+        require("seed", 0 <= self.seed <= MAX_SEED, f"between 0 and {MAX_SEED}")
+        for token_id, bias in self.logit_bias.items():
+            if token_id < 0 or not finite(bias) or not -100 <= bias <= 100:
+                raise ValueError(
+                    f"logit_bias[{token_id}] is {bias!r}, must be a token id with a value between -100 and 100"
+                )
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+    @property
+    def uses_history(self) -> bool:
+        """Whether the choice depends on which tokens came before, beyond the logits."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
