@@ -1,0 +1,139 @@
+"""From the name of a model to the folder that holds it. No torch here: names are resolved wherever settings are read."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+
+from platformdirs import user_cache_dir
+
+from scheduler.messages import Role
+
+DEMO = "demo"
+CACHE_VARIABLE = "SPOOL_CACHE"
+
+# Raised when the recipe of the demo models changes, so that folders built by an older one are built again.
+DEMO_RECIPE = 1
+DEMO_MARKER = "spool_demo.json"
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+_HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
+
+Progress = Callable[[str, float | None], None]
+"""Called with what is being done and the part of it that is done, in [0, 1]; None where that is not known."""
+
+
+class ModelNotFoundError(ValueError):
+    """The name is neither a built-in model, nor a folder with a model, nor a model that the hub has."""
+
+
+class SourceKind(Enum):
+    DEMO = "demo"
+    FOLDER = "folder"
+    HUB = "hub"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """Where a model comes from. `folder` is where it is or will be; None for one still to be found on the hub."""
+
+    name: str
+    kind: SourceKind
+    folder: Path | None
+
+    @property
+    def ready(self) -> bool:
+        """Whether the model can be loaded without building or downloading anything."""
+        if self.folder is None:
+            return False
+        return self.kind is not SourceKind.DEMO or demo_is_built(self.folder)
+
+
+def cache_folder() -> Path:
+    """The folder for models Spool builds itself: `$SPOOL_CACHE`, or the user's cache folder."""
+    chosen = os.environ.get(CACHE_VARIABLE)
+    return Path(chosen).expanduser() if chosen else Path(user_cache_dir("spool"))
+
+
+def demo_folder(role: Role) -> Path:
+    return cache_folder() / f"demo-{role.value}"
+
+
+def demo_is_built(folder: Path) -> bool:
+    """Whether `folder` holds a demo model of the present recipe with all its files in full length."""
+    try:
+        marker = json.loads((folder / DEMO_MARKER).read_text(encoding="utf-8"))
+        if marker["recipe"] != DEMO_RECIPE:
+            return False
+        return all((folder / name).stat().st_size == size for name, size in marker["files"].items())
+    except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError, KeyError, TypeError, AttributeError):
+        return False
+
+
+def resolve_model(name: str, role: Role) -> ModelSource:
+    """Finds out what `name` means: `demo`, a folder, or a hub id (looked up in the local hub cache only).
+
+    Raises `ModelNotFoundError` for a name that cannot be any of them.
+    """
+    if name == DEMO:
+        return ModelSource(name, SourceKind.DEMO, demo_folder(role))
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelNotFoundError(f"{name}: the folder holds no config.json, so no model")
+        return ModelSource(name, SourceKind.FOLDER, path.resolve())
+    if path.exists():
+        raise ModelNotFoundError(f"{name} is a file, must be a folder with a Hugging Face model")
+    if not _HUB_ID.fullmatch(name):
+        raise ModelNotFoundError(f"{name}: no such folder, and not a hub id (organisation/model)")
+    return ModelSource(name, SourceKind.HUB, _in_hub_cache(name))
+
+
+def fetch_model(source: ModelSource, progress: Progress) -> Path:
+    """Makes the model of `source` loadable, building or downloading it where needed, and returns its folder.
+
+    Raises `ModelNotFoundError` if the hub does not have it, `engine.demo.DemoBuildError` if the demo cannot be built.
+    """
+    if source.ready and source.folder is not None:
+        return source.folder
+    if source.kind is SourceKind.DEMO:
+        from engine.demo import build_demo_models
+
+        build_demo_models(progress)
+        if source.folder is not None:
+            return source.folder
+    return _download(source.name, progress)
+
+
+def _in_hub_cache(name: str) -> Path | None:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, local_files_only=True, allow_patterns=list(_HUB_FILES)))
+    except LocalEntryNotFoundError:
+        return None
+    except HFValidationError as error:
+        raise ModelNotFoundError(f"{name}: not a hub id: {error}") from error
+
+
+def _download(name: str, progress: Progress) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    progress(f"downloading {name}", None)
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(_HUB_FILES)))
+    except RepositoryNotFoundError as error:
+        raise ModelNotFoundError(f"{name}: no such folder, and the hub has no such model") from error
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise ModelNotFoundError(f"{name}: no such folder, and the hub did not give it: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n", 1)[0] or type(error).__name__
