@@ -1,0 +1,163 @@
+"""Starts worker processes on this machine, and makes sure that none outlives its parent."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from scheduler.messages import Role
+from services.worker_child import WorkerChild, WorkerLaunch, WorkerStartError
+
+__all__ = ["LoadingMessage", "RunningWorker", "WorkerLaunch", "WorkerLauncher", "WorkerStartError"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadingMessage:
+    """What a worker does on its way to being ready; `fraction` in [0, 1], None where it is not known."""
+
+    worker_id: str
+    role: Role
+    message: str
+    fraction: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class RunningWorker:
+    """A worker that was ready when it was last heard of."""
+
+    worker_id: str
+    role: Role
+    address: str
+    process_id: int
+
+
+class WorkerLauncher:
+    """Runs workers as child processes for as long as the `async with` block lasts.
+
+    Entering starts them all at once and waits until the last is ready; WorkerStartError carries the reason of the
+    first that is not, and then none is left running. Leaving, for whatever reason, stops them. With `restart_seconds`
+    a worker that dies later is started again, on the same address, after that time; `on_exit` hears of every death.
+
+    `log_folder` gets one log a worker; without it logs go to a folder that is removed at the end.
+    """
+
+    def __init__(
+        self,
+        launches: Sequence[WorkerLaunch],
+        *,
+        on_loading: Callable[[LoadingMessage], None] | None = None,
+        on_exit: Callable[[str, str], None] | None = None,
+        log_folder: Path | None = None,
+        start_timeout_seconds: float = 900.0,
+        stop_timeout_seconds: float = 10.0,
+        restart_seconds: float | None = None,
+    ) -> None:
+        self._launches = {_worker_id(launches, index): launch for index, launch in enumerate(launches)}
+        if len(self._launches) < len(launches):
+            raise ValueError(f"launches hold the same name twice: {', '.join(launch.name for launch in launches)}")
+        self._on_loading = on_loading
+        self._on_exit = on_exit
+        self._log_folder = log_folder
+        self._start_timeout = start_timeout_seconds
+        self._stop_timeout = stop_timeout_seconds
+        self._restart_seconds = restart_seconds
+        self._own_folder: tempfile.TemporaryDirectory[str] | None = None
+        self._children: dict[str, WorkerChild] = {}
+        self._watchers: list[asyncio.Task[None]] = []
+
+    @property
+    def workers(self) -> tuple[RunningWorker, ...]:
+        """In the order of the launches; the address of a worker does not change over a restart."""
+        return tuple(
+            RunningWorker(worker_id, child.launch.role, child.address, child.process_id)
+            for worker_id, child in self._children.items()
+        )
+
+    def log_path(self, worker_id: str) -> Path:
+        return self._children[worker_id].log_path
+
+    async def __aenter__(self) -> Self:
+        if self._log_folder is None:
+            self._own_folder = tempfile.TemporaryDirectory(prefix="spool-workers-", ignore_cleanup_errors=True)
+        folder = self._log_folder or Path(self._own_folder.name if self._own_folder else ".")
+        folder.mkdir(parents=True, exist_ok=True)
+        for worker_id, launch in self._launches.items():
+            self._children[worker_id] = WorkerChild(
+                worker_id, launch, folder / f"{worker_id}.log", self._hear(worker_id, launch.role)
+            )
+        try:
+            await self._start_all()
+        except BaseException:
+            await self._stop_all()
+            raise
+        self._watchers = [asyncio.create_task(self._watch(child)) for child in self._children.values()]
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for watcher in self._watchers:
+            watcher.cancel()
+        await self._stop_all()
+        for outcome in await asyncio.gather(*self._watchers, return_exceptions=True):
+            if isinstance(outcome, Exception):
+                raise outcome
+
+    async def _start_all(self) -> None:
+        starts = [asyncio.create_task(child.start(self._start_timeout)) for child in self._children.values()]
+        try:
+            done, _ = await asyncio.wait(starts, return_when=asyncio.FIRST_EXCEPTION)
+            for start in done:
+                start.result()
+        finally:
+            for start in starts:
+                start.cancel()
+            await asyncio.gather(*starts, return_exceptions=True)
+
+    async def _stop_all(self) -> None:
+        try:
+            await asyncio.gather(*(child.stop(self._stop_timeout) for child in self._children.values()))
+        finally:
+            for child in self._children.values():
+                child.kill()
+            if self._own_folder is not None:
+                self._own_folder.cleanup()
+
+    async def _watch(self, child: WorkerChild) -> None:
+        """Reports the death of a ready worker and, where asked to, starts it again until that works."""
+        while True:
+            reason = await child.wait()
+            logger.warning("%s died: %s", child.worker_id, reason)
+            if self._on_exit is not None:
+                self._on_exit(child.worker_id, reason)
+            if self._restart_seconds is None:
+                return
+            restarted = False
+            while not restarted:
+                await asyncio.sleep(self._restart_seconds)
+                try:
+                    await child.start(self._start_timeout)
+                    restarted = True
+                except WorkerStartError as error:
+                    logger.warning("%s", error)
+
+    def _hear(self, worker_id: str, role: Role) -> Callable[[str, float | None], None]:
+        def hear(message: str, fraction: float | None) -> None:
+            if self._on_loading is not None:
+                self._on_loading(LoadingMessage(worker_id, role, message, fraction))
+
+        return hear
+
+
+def _worker_id(launches: Sequence[WorkerLaunch], index: int) -> str:
+    launch = launches[index]
+    before = sum(1 for other in launches[:index] if other.role is launch.role)
+    return launch.name or f"{launch.role.value}-{before}"

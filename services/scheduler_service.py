@@ -1,0 +1,364 @@
+"""Drives the scheduler core over the workers' step streams: the core decides, this module carries its commands out."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import itertools
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Self
+
+from scheduler.core import SchedulerCore
+
+from protos import worker_pb2
+from scheduler.config import SchedulerConfig
+from scheduler.messages import (
+    Command,
+    EmitTokens,
+    Event,
+    FailSequence,
+    FinishSequence,
+    RefusalCause,
+    RefuseSequence,
+    RowResult,
+    SendStep,
+    SequenceCancelled,
+    SequenceRequest,
+    SequenceSubmitted,
+    StepCompleted,
+    Tick,
+    WorkerJoined,
+    WorkerLost,
+    WorkerSpec,
+)
+from scheduler.sampling import SamplingParameters
+from services.pairing import check_pairing
+from services.sequence_stream import AdmissionRefused, SequenceFailed, SequenceStream, TokenDelta
+from services.statistics import ServiceStatistics, StatisticsSnapshot
+from services.worker_link import LinkOptions, WorkerEndpoint, WorkerLink, WorkerUnreachable
+
+logger = logging.getLogger(__name__)
+
+# A core that asks for a tick in the past again and again must not keep the event loop from its other work.
+_SHORTEST_TICK_SECONDS = 0.0005
+
+
+class ServiceClosed(RuntimeError):
+    """The service takes no sequences (any more); the message says why."""
+
+
+class SchedulerService:
+    """One cell: a scheduler core with its draft and target workers.
+
+    `scheduler_epoch` must be higher than that of every scheduler that spoke to the workers before, with room for one
+    number for each connection made: `time.time_ns()` of the start. Lower ones are fenced off by the workers.
+
+    All methods belong to one event loop. Leaving the `async with` block, or `close`, fails what is unfinished.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        *,
+        scheduler_epoch: int,
+        link_options: LinkOptions | None = None,
+    ) -> None:
+        self._core = SchedulerCore(config)
+        self._epochs = itertools.count(scheduler_epoch)
+        self._link_options = link_options or LinkOptions()
+        self._links: dict[str, WorkerLink] = {}
+        self._runs: dict[str, asyncio.Task[None]] = {}
+        self._up: dict[str, asyncio.Event] = {}
+        self._streams: dict[int, SequenceStream] = {}
+        self._ids = itertools.count(1)
+        self._ticker: asyncio.TimerHandle | None = None
+        self._closed_because: str | None = None
+        self._statistics = ServiceStatistics(time.monotonic())
+
+    # Workers.
+
+    async def add_workers(self, endpoints: Sequence[WorkerEndpoint]) -> None:
+        """Connects to workers and returns once each of them has taken part.
+
+        Raises WorkerUnreachable, or PairingError where one does not fit another; then none of them is added. From then
+        on a worker that is lost is looked for again until `remove_worker`.
+        """
+        self._check_open()
+        added: dict[str, WorkerLink] = {}
+        for endpoint in endpoints:
+            if endpoint.worker_id in self._links or endpoint.worker_id in added:
+                raise ValueError(f"worker_id {endpoint.worker_id} is taken")
+            added[endpoint.worker_id] = WorkerLink(endpoint, self._link_options, lambda: next(self._epochs), self)
+        try:
+            descriptions = dict(
+                zip(added, await asyncio.gather(*(link.describe() for link in added.values())), strict=True)
+            )
+            known = {**self.descriptions, **descriptions}
+            for worker_id, description in descriptions.items():
+                _check_against(worker_id, description, known)
+        except BaseException:
+            for link in added.values():
+                await link.close()
+            raise
+        self._links |= added
+        for worker_id, link in added.items():
+            self._up[worker_id] = asyncio.Event()
+            self._runs[worker_id] = run = asyncio.create_task(link.run(descriptions[worker_id]))
+            run.add_done_callback(functools.partial(self._run_ended, worker_id))
+        try:
+            async with asyncio.timeout(self._link_options.connect_timeout):
+                for worker_id in added:
+                    await self._up[worker_id].wait()
+        except BaseException as error:
+            missing = [worker_id for worker_id in added if not added[worker_id].up]
+            for worker_id in added:
+                await self.remove_worker(worker_id)
+            if isinstance(error, TimeoutError):
+                limit = self._link_options.connect_timeout
+                raise WorkerUnreachable(
+                    f"workers without an answer to a first step within {limit:g} s: {', '.join(missing)}"
+                ) from error
+            raise
+        self._check_open()
+
+    async def remove_worker(self, worker_id: str) -> None:
+        """Stops using a worker; its sequences go on elsewhere. An unknown one is no error."""
+        link = self._links.pop(worker_id, None)
+        if link is None:
+            return
+        was_up = link.up
+        run = self._runs.pop(worker_id)
+        self._up.pop(worker_id)
+        run.cancel()
+        await asyncio.gather(run, return_exceptions=True)
+        await link.close()
+        if was_up:
+            self._lost(link, "it was removed")
+
+    @property
+    def descriptions(self) -> Mapping[str, worker_pb2.WorkerDescription]:
+        """Of every worker that was up at least once, as it was when it last came up."""
+        return {worker_id: link.description for worker_id, link in self._links.items() if link.description is not None}
+
+    @property
+    def workers_up(self) -> frozenset[str]:
+        return frozenset(worker_id for worker_id, link in self._links.items() if link.up)
+
+    # Sequences.
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        max_tokens: int,
+        *,
+        stop_token_ids: frozenset[int] = frozenset(),
+        sampling: SamplingParameters | None = None,
+        draft_length: int | None = None,
+        logits_digests: bool = False,
+        committed_output: Sequence[int] = (),
+    ) -> SequenceStream:
+        """Enters a sequence; fields as in scheduler.messages.SequenceRequest.
+
+        Raises AdmissionRefused, or ServiceClosed.
+        """
+        self._check_open()
+        request = SequenceRequest(
+            sequence_id=next(self._ids),
+            prompt=tuple(prompt),
+            max_tokens=max_tokens,
+            stop_token_ids=stop_token_ids,
+            sampling=sampling or SamplingParameters(),
+            draft_length=draft_length,
+            logits_digests=logits_digests,
+            committed_output=tuple(committed_output),
+        )
+        self._check_vocabulary(request)
+        stream = self._streams[request.sequence_id] = SequenceStream(request.sequence_id, self.cancel)
+        self._statistics.sequence_started(time.monotonic())
+        self._handle(SequenceSubmitted(request))
+        stream.raise_if_refused()
+        return stream
+
+    def cancel(self, sequence_id: int) -> None:
+        """The sequence's stream ends at once; one that has ended, or never was, is no error."""
+        if sequence_id in self._streams:
+            self._handle(SequenceCancelled(sequence_id))
+
+    # Life and numbers.
+
+    def statistics(self) -> StatisticsSnapshot:
+        return self._statistics.snapshot(time.monotonic())
+
+    def reset_statistics(self) -> None:
+        """Counts from here on, for measurements after a warm-up."""
+        self._statistics.reset(time.monotonic())
+
+    @property
+    def core(self) -> SchedulerCore:
+        """To look at (`snapshot`, `check_integrity`); events go through this service alone."""
+        return self._core
+
+    @property
+    def closed_because(self) -> str | None:
+        """Why the service takes no sequences any more; None while it does."""
+        return self._closed_because
+
+    async def close(self, reason: str = "the scheduler service is shutting down") -> None:
+        """Fails every unfinished sequence with the reason, and leaves the workers."""
+        self._shut(reason)
+        runs = list(self._runs.values())
+        for run in runs:
+            run.cancel()
+        await asyncio.gather(*runs, return_exceptions=True)
+        await asyncio.gather(*(link.close() for link in self._links.values()))
+        self._links.clear()
+        self._runs.clear()
+        self._up.clear()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    # What links say (LinkListener).
+
+    def check_admission(self, link: WorkerLink, description: worker_pb2.WorkerDescription) -> None:
+        _check_against(link.endpoint.worker_id, description, self.descriptions)
+
+    def link_up(self, link: WorkerLink, description: worker_pb2.WorkerDescription) -> None:
+        endpoint = link.endpoint
+        logger.info("worker %s is up at %s", endpoint.worker_id, endpoint.address)
+        if endpoint.worker_id in self._up:
+            self._up[endpoint.worker_id].set()
+        spec = WorkerSpec(
+            worker_id=endpoint.worker_id,
+            role=endpoint.role,
+            page_size=description.page_size,
+            total_pages=description.total_pages,
+            max_sequence_length=description.max_sequence_length,
+            max_packed_rows=description.max_packed_rows,
+        )
+        self._handle(WorkerJoined(spec))
+
+    def link_down(self, link: WorkerLink, reason: str) -> None:
+        self._lost(link, reason)
+
+    def step_replied(
+        self, link: WorkerLink, step: SendStep, results: tuple[RowResult, ...], timings: worker_pb2.StepTimings
+    ) -> None:
+        endpoint = link.endpoint
+        self._statistics.step_replied(endpoint.role, endpoint.worker_id, step.step_id, timings, time.monotonic())
+        self._statistics.rows_answered(results)
+        self._handle(StepCompleted(endpoint.worker_id, step.step_id, results, timings.total))
+
+    # The core.
+
+    def _handle(self, event: Event) -> None:
+        """Gives the core an event and carries out what it commands."""
+        if self._closed_because is not None:
+            return
+        loop = asyncio.get_running_loop()
+        began = time.perf_counter()
+        try:
+            commands = self._core.handle(event, loop.time())
+        except Exception as error:
+            # A core that has lost its way must not go on deciding what is committed.
+            logger.exception("the scheduler core failed on %s", event)
+            self._shut(f"the scheduler core failed: {type(error).__name__}: {error}")
+            return
+        self._statistics.core_ran(time.perf_counter() - began)
+        for command in commands:
+            self._carry_out(command)
+        self._plan_tick(loop)
+
+    def _carry_out(self, command: Command) -> None:
+        now = time.monotonic()
+        match command:
+            case SendStep():
+                link = self._links.get(command.worker_id)
+                if link is not None and link.up:
+                    self._statistics.step_sent(
+                        link.endpoint.role, command.worker_id, command.step_id, command.group, now
+                    )
+                    link.send(command)
+            case EmitTokens():
+                self._statistics.tokens_emitted(command)
+                delta = TokenDelta(command.tokens, command.drafted, command.accepted, command.logits_digests)
+                self._streams[command.sequence_id].push(delta)
+            case FinishSequence():
+                self._statistics.sequence_finished(command.sequence_id, now)
+                self._streams.pop(command.sequence_id).end(command.reason)
+            case FailSequence():
+                self._statistics.sequence_failed(command.sequence_id, now)
+                self._streams.pop(command.sequence_id).end(SequenceFailed(command.error))
+            case RefuseSequence():
+                self._statistics.sequence_refused(command.sequence_id, now)
+                self._streams.pop(command.sequence_id).end(AdmissionRefused(command.cause, command.message))
+
+    def _plan_tick(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self._ticker is not None:
+            self._ticker.cancel()
+            self._ticker = None
+        deadline = self._core.next_deadline()
+        if deadline is not None and self._closed_because is None:
+            self._ticker = loop.call_at(max(deadline, loop.time() + _SHORTEST_TICK_SECONDS), self._handle, Tick())
+
+    def _lost(self, link: WorkerLink, reason: str) -> None:
+        endpoint = link.endpoint
+        logger.warning("worker %s left: %s", endpoint.worker_id, reason)
+        self._statistics.worker_lost(endpoint.role, endpoint.worker_id)
+        self._handle(WorkerLost(endpoint.worker_id))
+
+    def _run_ended(self, worker_id: str, run: asyncio.Task[None]) -> None:
+        """A link's task ends by being cancelled; anything else is the end of the service."""
+        if not run.cancelled() and (error := run.exception()) is not None:
+            logger.error("the link to worker %s ended", worker_id, exc_info=error)
+            self._shut(f"the link to worker {worker_id} ended: {type(error).__name__}: {error}")
+
+    def _shut(self, reason: str) -> None:
+        """Takes no more events, and fails what is unfinished. The first reason counts."""
+        if self._closed_because is not None:
+            return
+        self._closed_because = reason
+        if self._ticker is not None:
+            self._ticker.cancel()
+            self._ticker = None
+        now = time.monotonic()
+        for sequence_id, stream in self._streams.items():
+            self._statistics.sequence_failed(sequence_id, now)
+            stream.end(SequenceFailed(reason))
+        self._streams.clear()
+
+    def _check_open(self) -> None:
+        if self._closed_because is not None:
+            raise ServiceClosed(self._closed_because)
+
+    def _check_vocabulary(self, request: SequenceRequest) -> None:
+        """The core takes tokens as they come; a worker would fail the sequence on the first that means nothing."""
+        sizes = [d.vocabulary_size for d in self.descriptions.values() if d.role == worker_pb2.ROLE_TARGET]
+        size = min(sizes, default=0)
+        if not size:
+            return
+        for name, tokens in (
+            ("prompt", request.prompt),
+            ("committed_output", request.committed_output),
+            ("logit_bias", request.sampling.logit_bias),
+        ):
+            for token in tokens:
+                if not 0 <= token < size:
+                    message = f"{name} holds token id {token}, must be between 0 and {size - 1}"
+                    raise AdmissionRefused(RefusalCause.INVALID, message)
+
+
+def _check_against(
+    worker_id: str,
+    description: worker_pb2.WorkerDescription,
+    known: Mapping[str, worker_pb2.WorkerDescription],
+) -> None:
+    check_pairing(worker_id, description, [(name, other) for name, other in known.items() if name != worker_id])

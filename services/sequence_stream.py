@@ -1,0 +1,106 @@
+"""The output of one sequence as its client reads it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from scheduler.messages import FinishReason, RefusalCause
+
+
+@dataclass(frozen=True, slots=True)
+class TokenDelta:
+    """Newly committed tokens, from one round with `drafted` proposed tokens of which `accepted` survived.
+
+    `logits_digests` holds one digest for each token where the request asked for them.
+    """
+
+    tokens: tuple[int, ...]
+    drafted: int
+    accepted: int
+    logits_digests: tuple[int, ...] = ()
+
+
+class SequenceFailed(RuntimeError):
+    """The sequence could not be brought to its end; the tokens delivered before stay right."""
+
+
+class AdmissionRefused(RuntimeError):
+    """The sequence never entered the pool; `cause` says whether trying again later can help (QUEUE_FULL)."""
+
+    def __init__(self, cause: RefusalCause, message: str) -> None:
+        super().__init__(message)
+        self.cause = cause
+
+
+class SequenceStream:
+    """Async iterator over TokenDelta, for one consumer.
+
+    Ends when the sequence is finished; `finish_reason` is known from then on. Raises SequenceFailed or
+    AdmissionRefused.
+    Leaving an `async with` block before the end cancels the sequence.
+    """
+
+    def __init__(self, sequence_id: int, on_cancel: Callable[[int], None]) -> None:
+        self.sequence_id = sequence_id
+        self.finish_reason: FinishReason | None = None
+        self._on_cancel = on_cancel
+        self._deltas: asyncio.Queue[TokenDelta | FinishReason | Exception] = asyncio.Queue()
+        # What the service said, and what of it the consumer has seen.
+        self._outcome: FinishReason | Exception | None = None
+        self._seen: FinishReason | Exception | None = None
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing more will come; deltas that came before may still be unread."""
+        return self._outcome is not None
+
+    def cancel(self) -> None:
+        """Asks for an early end; the stream then ends with `FinishReason.CANCELLED`, unless it had ended before."""
+        if self._outcome is None:
+            self._on_cancel(self.sequence_id)
+
+    async def collect(self) -> list[int]:
+        """All tokens from here to the end."""
+        return [token async for delta in self for token in delta.tokens]
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> TokenDelta:
+        item = self._seen if self._seen is not None else await self._deltas.get()
+        if isinstance(item, TokenDelta):
+            return item
+        self._seen = item
+        if isinstance(item, Exception):
+            raise item
+        self.finish_reason = item
+        raise StopAsyncIteration
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.cancel()
+
+    # For the service that feeds the stream.
+
+    def push(self, delta: TokenDelta) -> None:
+        if self._outcome is None:
+            self._deltas.put_nowait(delta)
+
+    def raise_if_refused(self) -> None:
+        """Raises the refusal of a sequence that was turned away on the spot."""
+        if isinstance(self._outcome, AdmissionRefused):
+            raise self._outcome
+
+    def end(self, outcome: FinishReason | Exception) -> None:
+        """The first end counts."""
+        if self._outcome is None:
+            self._outcome = outcome
+            self._deltas.put_nowait(outcome)

@@ -1,0 +1,264 @@
+"""What the service counts: tokens, rounds, groups, and where the workers' time went."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from protos import worker_pb2
+from scheduler.messages import EmitTokens, GroupFormed, Role, RowResult, RowStatus
+
+
+@dataclass(frozen=True, slots=True)
+class StatisticsSnapshot:
+    """Counts since the start, or since the last reset. Times are seconds; every share lies in [0, 1].
+
+    Tokens. `tokens` counts committed output tokens delivered. `seconds` is the time in which at least one sequence was
+    unfinished, and `tokens_per_second` their quotient.
+
+    Rounds. A round is one verification of one sequence: every delivery of tokens but a sequence's first, which comes
+    out of its prefill. `committed_per_round` is tokens of rounds over rounds, `acceptance_rate` accepted over drafted
+    tokens, `accepted_lengths` the number of rounds for each number of accepted tokens, rounds without a draft left out.
+
+    Groups. A group is the rows that one step verifies, prefill chunks not counted. `mean_group_size` is rows over
+    groups; `equal_length_share` is, of the groups of at least two rows, the part whose rows all had the same length
+    (a single row is equal to itself and says nothing).
+
+    Time of the targets. The whole of it is, for each target, the time from the start of its first step to the end of
+    its last, less the time in which no sequence was unfinished; with several targets both parts of a quotient are sums.
+    Four shares add up to 1:
+    - `target_busy_share`: forward passes and sampling;
+    - `realignment_share`: what rows of unequal length cost on top, in the worker's preparation;
+    - `scheduling_share`: the worker's preparation otherwise (checking rows, packing, replies), and the time the
+      scheduler core computed while the target had no step, running or queued;
+    - `waiting_share`: the target had no step for other reasons: drafts not ready, the wire.
+    `lost_share` is 1 - `target_busy_share`. `draft_busy_share` is forward passes and sampling over the same whole of
+    the drafts' time. `core_seconds` is all the time the scheduler core computed.
+    """
+
+    tokens: int = 0
+    seconds: float = 0.0
+    tokens_per_second: float = 0.0
+    finished: int = 0
+    failed: int = 0
+    refused: int = 0
+    unfinished: int = 0
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    committed_per_round: float = 0.0
+    acceptance_rate: float = 0.0
+    accepted_lengths: dict[int, int] = field(default_factory=dict)
+    groups: int = 0
+    mean_group_size: float = 0.0
+    group_sizes: dict[int, int] = field(default_factory=dict)
+    equal_length_share: float = 0.0
+    forced_groups: int = 0
+    target_steps: int = 0
+    draft_steps: int = 0
+    packed_rows: int = 0
+    padding_rows: int = 0
+    target_busy_share: float = 0.0
+    waiting_share: float = 0.0
+    realignment_share: float = 0.0
+    scheduling_share: float = 0.0
+    lost_share: float = 0.0
+    draft_busy_share: float = 0.0
+    core_seconds: float = 0.0
+    workers_lost: int = 0
+    row_errors: dict[str, int] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            name: {str(key): count for key, count in value.items()} if isinstance(value, dict) else value
+            for name, value in asdict(self).items()
+        }
+
+
+@dataclass(slots=True)
+class _WorkerTime:
+    """Seconds of one worker. `vacant_at_reply` is where the vacancy clock stood at the last reply."""
+
+    steps: int = 0
+    total: float = 0.0
+    idle: float = 0.0
+    busy: float = 0.0
+    realign: float = 0.0
+    core_while_idle: float = 0.0
+    packed_rows: int = 0
+    padding_rows: int = 0
+    vacant_at_reply: float | None = None
+    vacant_at_send: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def whole(self) -> float:
+        return self.total + self.idle
+
+
+class ServiceStatistics:
+    """Collects while the service runs. Times are passed in, on one monotonic clock."""
+
+    def __init__(self, now: float) -> None:
+        self._workers: dict[tuple[Role, str], _WorkerTime] = {}
+        self._begun: set[int] = set()
+        self._unfinished = 0
+        # When the number of unfinished sequences last left 0 or came back to it.
+        self._turned = now
+        self._vacant_seconds = 0.0
+        self._clear(now)
+
+    def reset(self, now: float) -> None:
+        """Starts again from nothing; sequences and steps under way count from here on."""
+        for key, worker in self._workers.items():
+            self._workers[key] = _WorkerTime(vacant_at_send=dict.fromkeys(worker.vacant_at_send, 0.0))
+        self._clear(now)
+
+    def sequence_started(self, now: float) -> None:
+        if self._unfinished == 0:
+            self._vacant_seconds += now - self._turned
+            self._turned = now
+        self._unfinished += 1
+
+    def sequence_finished(self, sequence_id: int, now: float) -> None:
+        self._finished += 1
+        self._ended(sequence_id, now)
+
+    def sequence_failed(self, sequence_id: int, now: float) -> None:
+        self._failed += 1
+        self._ended(sequence_id, now)
+
+    def sequence_refused(self, sequence_id: int, now: float) -> None:
+        self._refused += 1
+        self._ended(sequence_id, now)
+
+    def tokens_emitted(self, emitted: EmitTokens) -> None:
+        self._tokens += len(emitted.tokens)
+        if emitted.sequence_id not in self._begun:
+            self._begun.add(emitted.sequence_id)
+            return
+        self._rounds += 1
+        self._round_tokens += len(emitted.tokens)
+        if emitted.drafted:
+            self._drafted += emitted.drafted
+            self._accepted += emitted.accepted
+            self._accepted_lengths[emitted.accepted] += 1
+
+    def step_sent(self, role: Role, worker_id: str, step_id: int, group: GroupFormed | None, now: float) -> None:
+        worker = self._workers.setdefault((role, worker_id), _WorkerTime())
+        worker.vacant_at_send[step_id] = self._vacant(now)
+        if group is not None and group.rows:
+            self._group_sizes[group.rows] += 1
+            self._forced_groups += group.forced_by_bound
+            if group.rows > 1:
+                self._equal_groups += group.equal_length
+
+    def step_replied(
+        self, role: Role, worker_id: str, step_id: int, timings: worker_pb2.StepTimings, now: float
+    ) -> None:
+        worker = self._workers.setdefault((role, worker_id), _WorkerTime())
+        sent = worker.vacant_at_send.pop(step_id, None)
+        if worker.vacant_at_reply is not None and sent is not None:
+            worker.idle += max(timings.idle - max(sent - worker.vacant_at_reply, 0.0), 0.0)
+        worker.vacant_at_reply = self._vacant(now)
+        worker.steps += 1
+        worker.total += timings.total
+        worker.busy += timings.forward + timings.sample
+        worker.realign += timings.realign
+        worker.packed_rows += timings.packed_rows
+        worker.padding_rows += timings.padding_rows
+
+    def rows_answered(self, results: tuple[RowResult, ...]) -> None:
+        for result in results:
+            if result.status is not RowStatus.OK:
+                self._row_errors[result.status.value] += 1
+
+    def worker_lost(self, role: Role, worker_id: str) -> None:
+        self._workers_lost += 1
+        worker = self._workers.setdefault((role, worker_id), _WorkerTime())
+        worker.vacant_at_send.clear()
+        worker.vacant_at_reply = None
+
+    def core_ran(self, seconds: float) -> None:
+        """The scheduler core computed for so long, just now."""
+        self._core_seconds += seconds
+        if self._unfinished == 0:
+            return
+        for (role, _), worker in self._workers.items():
+            if role is Role.TARGET and worker.steps and not worker.vacant_at_send:
+                worker.core_while_idle += seconds
+
+    def snapshot(self, now: float) -> StatisticsSnapshot:
+        targets = [worker for (role, _), worker in self._workers.items() if role is Role.TARGET]
+        drafts = [worker for (role, _), worker in self._workers.items() if role is Role.DRAFT]
+        whole = sum(worker.whole for worker in targets)
+        busy = sum(worker.busy for worker in targets)
+        realign = sum(worker.realign for worker in targets)
+        core_idle = sum(min(worker.core_while_idle, worker.idle) for worker in targets)
+        waiting = sum(worker.idle for worker in targets) - core_idle
+        busy_share = _share(busy, whole)
+        seconds = now - self._since - self._vacant(now)
+        groups = sum(self._group_sizes.values())
+        return StatisticsSnapshot(
+            tokens=self._tokens,
+            seconds=seconds,
+            tokens_per_second=_quotient(self._tokens, seconds),
+            finished=self._finished,
+            failed=self._failed,
+            refused=self._refused,
+            unfinished=self._unfinished,
+            rounds=self._rounds,
+            drafted=self._drafted,
+            accepted=self._accepted,
+            committed_per_round=_quotient(self._round_tokens, self._rounds),
+            acceptance_rate=_quotient(self._accepted, self._drafted),
+            accepted_lengths=dict(sorted(self._accepted_lengths.items())),
+            groups=groups,
+            mean_group_size=_quotient(sum(rows * count for rows, count in self._group_sizes.items()), groups),
+            group_sizes=dict(sorted(self._group_sizes.items())),
+            equal_length_share=_quotient(self._equal_groups, groups - self._group_sizes[1]),
+            forced_groups=self._forced_groups,
+            target_steps=sum(worker.steps for worker in targets),
+            draft_steps=sum(worker.steps for worker in drafts),
+            packed_rows=sum(worker.packed_rows for worker in targets),
+            padding_rows=sum(worker.padding_rows for worker in targets),
+            target_busy_share=busy_share,
+            waiting_share=_share(waiting, whole),
+            realignment_share=_share(realign, whole),
+            scheduling_share=_share(whole - busy - realign - waiting, whole),
+            lost_share=1.0 - busy_share if whole else 0.0,
+            draft_busy_share=_share(sum(worker.busy for worker in drafts), sum(worker.whole for worker in drafts)),
+            core_seconds=self._core_seconds,
+            workers_lost=self._workers_lost,
+            row_errors=dict(self._row_errors),
+        )
+
+    def _clear(self, now: float) -> None:
+        self._since = now
+        self._turned = now
+        self._vacant_seconds = 0.0
+        self._tokens = self._finished = self._failed = self._refused = 0
+        self._rounds = self._round_tokens = self._drafted = self._accepted = 0
+        self._accepted_lengths: Counter[int] = Counter()
+        self._group_sizes: Counter[int] = Counter()
+        self._equal_groups = self._forced_groups = self._workers_lost = 0
+        self._row_errors: Counter[str] = Counter()
+        self._core_seconds = 0.0
+
+    def _ended(self, sequence_id: int, now: float) -> None:
+        self._begun.discard(sequence_id)
+        self._unfinished -= 1
+        if self._unfinished == 0:
+            self._turned = now
+
+    def _vacant(self, now: float) -> float:
+        """Seconds up to now in which no sequence was unfinished."""
+        return self._vacant_seconds + (now - self._turned if self._unfinished == 0 else 0.0)
+
+
+def _quotient(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
+
+
+def _share(part: float, whole: float) -> float:
+    return min(max(part / whole, 0.0), 1.0) if whole else 0.0

@@ -1,0 +1,297 @@
+"""Runs the steps of one worker: protocol rows in, engine rows through, protocol rows out.
+
+Not thread-safe: `execute` is called from one thread. The counters that other threads read (`sequences`, `free_pages`)
+are plain lengths.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Generic, Protocol, TypeVar
+
+from engine.description import EngineDescription
+from engine.pages import PagePool
+from engine.steps import EngineTimings, ProposeRow, RowOutcome, StepOutcome, VerifyRow
+from protos import worker_pb2
+from scheduler.digests import EMPTY_DIGEST
+from scheduler.messages import Role, RowStatus
+from services.wire import role_to_wire, status_to_wire
+from services.worker_sequences import RowRejected, WorkerSequence, WorkerSequences
+
+logger = logging.getLogger(__name__)
+
+_CACHED_REPLIES = 16
+
+EngineRow = TypeVar("EngineRow", VerifyRow, ProposeRow)
+EngineRowIn = TypeVar("EngineRowIn", VerifyRow, ProposeRow, contravariant=True)
+
+
+class Engine(Protocol[EngineRowIn]):
+    """What a worker needs of an engine. Rows fail singly, through `RowOutcome.error`."""
+
+    @property
+    def description(self) -> EngineDescription: ...
+
+    @property
+    def pool(self) -> PagePool: ...
+
+    def step(self, rows: Sequence[EngineRowIn]) -> StepOutcome: ...
+
+
+class StepExecutor(ABC, Generic[EngineRow]):
+    """Executes one step at a time for one engine, and remembers the last replies so that a retry is safe.
+
+    `worker_epoch` must differ between two starts of a worker. `clock` is a monotonic clock in seconds.
+    """
+
+    role: Role
+
+    def __init__(
+        self, engine: Engine[EngineRow], worker_epoch: int | None = None, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._engine: Engine[EngineRow] = engine
+        self._clock = clock
+        self.worker_epoch = time.time_ns() if worker_epoch is None else worker_epoch
+        description = engine.description
+        self._book = WorkerSequences(
+            engine.pool, self.role, description.vocabulary_size, description.max_sequence_length
+        )
+        self._scheduler_epoch = 0
+        self._last_step_id = -1
+        self._replies: OrderedDict[int, worker_pb2.StepReply] = OrderedDict()
+        self._ended: float | None = None
+        self.draining = False
+
+    @property
+    def sequences(self) -> int:
+        return len(self._book)
+
+    @property
+    def free_pages(self) -> int:
+        return self._engine.pool.free_pages
+
+    def clock(self) -> float:
+        """The clock on which `execute` expects arrival times."""
+        return self._clock()
+
+    def describe(self) -> worker_pb2.WorkerDescription:
+        description = self._engine.description
+        return worker_pb2.WorkerDescription(
+            role=role_to_wire(self.role),
+            model_id=description.model_id,
+            tokenizer_digest=description.tokenizer_digest,
+            vocabulary_size=description.vocabulary_size,
+            dtype=description.dtype,
+            device=description.device,
+            worker_epoch=self.worker_epoch,
+            page_size=description.page_size,
+            total_pages=description.total_pages,
+            free_pages=self.free_pages,
+            max_sequence_length=description.max_sequence_length,
+            max_packed_rows=description.max_packed_rows,
+            exact_row_counts=description.exact_row_counts,
+            process_id=os.getpid(),
+            threads=description.threads,
+            kv_bytes_per_token=description.kv_bytes_per_token,
+        )
+
+    def execute(self, request: worker_pb2.StepRequest, arrived: float) -> worker_pb2.StepReply:
+        """Runs a step that arrived at `arrived`; a repeated one gets the reply it had."""
+        if request.worker_epoch != self.worker_epoch:
+            error = f"worker_epoch is {request.worker_epoch}, this worker's is {self.worker_epoch}"
+            return self._refuse(request, worker_pb2.STEP_STATUS_WRONG_EPOCH, error)
+        if request.scheduler_epoch < self._scheduler_epoch:
+            error = f"scheduler_epoch is {request.scheduler_epoch}, one with {self._scheduler_epoch} has taken over"
+            return self._refuse(request, worker_pb2.STEP_STATUS_FENCED, error)
+        if request.scheduler_epoch > self._scheduler_epoch:
+            self._book.drop_all()
+            self._replies.clear()
+            self._last_step_id = -1
+            self._scheduler_epoch = request.scheduler_epoch
+        cached = self._replies.get(request.step_id)
+        if cached is not None:
+            return cached
+        if request.step_id <= self._last_step_id:
+            error = f"step_id is {request.step_id}, must be above {self._last_step_id} or one of the last replies'"
+            return self._refuse(request, worker_pb2.STEP_STATUS_INVALID, error)
+        self._last_step_id = request.step_id
+        reply = self._run(request, arrived)
+        self._replies[request.step_id] = reply
+        while len(self._replies) > _CACHED_REPLIES:
+            self._replies.popitem(last=False)
+        return reply
+
+    def check_integrity(self) -> None:
+        """To be called between steps. Raises RuntimeError where tokens, tables and pages do not agree."""
+        self._book.check_integrity()
+
+    @abstractmethod
+    def _engine_row(self, sequence: WorkerSequence, row: worker_pb2.Row) -> EngineRow: ...
+
+    @abstractmethod
+    def _computed(self, outcome: RowOutcome) -> Sequence[int]:
+        """The tokens after the row's own that have valid KV now."""
+
+    def _run(self, request: worker_pb2.StepRequest, arrived: float) -> worker_pb2.StepReply:
+        started = self._clock()
+        idle = 0.0 if self._ended is None else started - self._ended
+        self._book.release(request.released_sequence_ids)
+        replies, running = self._prepare(request.rows)
+        prepared = self._clock()
+        timings = EngineTimings()
+        if running:
+            try:
+                outcome = self._engine.step([self._engine_row(sequence, row) for _, sequence, row in running])
+                if len(outcome.rows) != len(running):
+                    raise RuntimeError(f"the engine answered {len(outcome.rows)} of {len(running)} rows")
+            except Exception as error:
+                # Nobody knows how far the step came: no KV of its sequences is trusted any more.
+                logger.exception("step %d failed as a whole", request.step_id)
+                for index, sequence, _ in running:
+                    self._book.drop(sequence.sequence_id)
+                    replies[index] = _failure(sequence.sequence_id, one_line(error))
+            else:
+                timings = outcome.timings
+                for (index, sequence, row), row_outcome in zip(running, outcome.rows, strict=True):
+                    replies[index] = self._settle(sequence, row.kv_len, row_outcome)
+        ended = self._ended = self._clock()
+        return worker_pb2.StepReply(
+            worker_epoch=self.worker_epoch,
+            step_id=request.step_id,
+            status=worker_pb2.STEP_STATUS_OK,
+            rows=[replies[index] for index in range(len(request.rows))],
+            timings=worker_pb2.StepTimings(
+                queued=max(started - arrived, 0.0),
+                idle=idle,
+                prepare=timings.prepare + prepared - started,
+                realign=timings.realign,
+                forward=timings.forward,
+                sample=timings.sample,
+                total=ended - started,
+                packed_rows=timings.packed_rows,
+                padding_rows=timings.padding_rows,
+            ),
+            free_pages=self.free_pages,
+        )
+
+    def _prepare(
+        self, rows: Sequence[worker_pb2.Row]
+    ) -> tuple[dict[int, worker_pb2.RowReply], list[tuple[int, WorkerSequence, worker_pb2.Row]]]:
+        """Replies of the rows that cannot run, and the others with their sequences, both by place in the step."""
+        replies: dict[int, worker_pb2.RowReply] = {}
+        running: list[tuple[int, WorkerSequence, worker_pb2.Row]] = []
+        seen: set[int] = set()
+        for index, row in enumerate(rows):
+            if row.sequence_id in seen:
+                replies[index] = _failure(
+                    row.sequence_id, f"sequence_id {row.sequence_id} comes twice in the step", RowStatus.INVALID
+                )
+                continue
+            seen.add(row.sequence_id)
+            try:
+                running.append((index, self._book.prepare(row, accept_new=not self.draining), row))
+            except RowRejected as rejected:
+                replies[index] = worker_pb2.RowReply(
+                    sequence_id=row.sequence_id,
+                    status=status_to_wire(rejected.status),
+                    kv_len=rejected.kv_len,
+                    prefix_digest=rejected.digest,
+                    error=rejected.error,
+                )
+        return replies, running
+
+    def _settle(self, sequence: WorkerSequence, kv_len: int, outcome: RowOutcome) -> worker_pb2.RowReply:
+        status, error = RowStatus.OK, ""
+        if outcome.out_of_pages:
+            status, error = RowStatus.OUT_OF_PAGES, outcome.error or f"{self.free_pages} pages are free"
+        elif outcome.error is not None:
+            status, error = RowStatus.FAILED, outcome.error
+        try:
+            if status is RowStatus.OK:
+                self._book.settle(sequence, self._computed(outcome))
+            else:
+                self._book.revert(sequence, kv_len)
+        except RuntimeError as broken:
+            logger.error("sequence %d: %s", sequence.sequence_id, broken)
+            return _failure(sequence.sequence_id, one_line(broken))
+        return worker_pb2.RowReply(
+            sequence_id=sequence.sequence_id,
+            status=status_to_wire(status),
+            kv_len=sequence.table.length,
+            prefix_digest=sequence.digest,
+            tokens=outcome.tokens if status is RowStatus.OK else (),
+            accepted=outcome.accepted if status is RowStatus.OK else 0,
+            logits_digests=outcome.logits_digests if status is RowStatus.OK else (),
+            error=error,
+        )
+
+    def _refuse(
+        self, request: worker_pb2.StepRequest, status: worker_pb2.StepStatus, error: str
+    ) -> worker_pb2.StepReply:
+        return worker_pb2.StepReply(
+            worker_epoch=self.worker_epoch,
+            step_id=request.step_id,
+            status=status,
+            error=error,
+            free_pages=self.free_pages,
+        )
+
+
+class TargetStepExecutor(StepExecutor[VerifyRow]):
+    """Steps of a target worker: feed, verify, choose."""
+
+    role = Role.TARGET
+
+    def _engine_row(self, sequence: WorkerSequence, row: worker_pb2.Row) -> VerifyRow:
+        return VerifyRow(
+            table=sequence.table,
+            tokens=list(row.tokens),
+            draft_tokens=list(row.draft_tokens),
+            choose=row.choose,
+            history=sequence.history,
+            prompt_length=sequence.prompt_length,
+            sampling=sequence.sampling,
+            logits_digests=sequence.logits_digests,
+        )
+
+    def _computed(self, outcome: RowOutcome) -> Sequence[int]:
+        return outcome.tokens[: outcome.accepted]
+
+
+class DraftStepExecutor(StepExecutor[ProposeRow]):
+    """Steps of a draft worker: feed, propose."""
+
+    role = Role.DRAFT
+
+    def _engine_row(self, sequence: WorkerSequence, row: worker_pb2.Row) -> ProposeRow:
+        return ProposeRow(
+            table=sequence.table,
+            tokens=list(row.tokens),
+            draft_length=row.draft_length,
+            history=sequence.history,
+            prompt_length=sequence.prompt_length,
+            sampling=sequence.sampling,
+        )
+
+    def _computed(self, outcome: RowOutcome) -> Sequence[int]:
+        return outcome.tokens[:-1]
+
+
+def one_line(error: BaseException) -> str:
+    """The reason of an exception as one line; its type where it has no text."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _failure(sequence_id: int, error: str, status: RowStatus = RowStatus.FAILED) -> worker_pb2.RowReply:
+    return worker_pb2.RowReply(
+        sequence_id=sequence_id,
+        status=status_to_wire(status),
+        kv_len=0,
+        prefix_digest=EMPTY_DIGEST,
+        error=error,
+    )

@@ -1,0 +1,111 @@
+"""Between the scheduler core's messages and the protocol buffers of protos/worker.proto."""
+
+from __future__ import annotations
+
+from protos import worker_pb2
+from scheduler.messages import Role, Row, RowResult, RowStatus, SendStep, SequenceRequest
+from scheduler.sampling import SamplingParameters
+
+_ROLES = {Role.DRAFT: worker_pb2.ROLE_DRAFT, Role.TARGET: worker_pb2.ROLE_TARGET}
+_STATUSES = {
+    RowStatus.OK: worker_pb2.ROW_STATUS_OK,
+    RowStatus.UNKNOWN_SEQUENCE: worker_pb2.ROW_STATUS_UNKNOWN_SEQUENCE,
+    RowStatus.KV_MISMATCH: worker_pb2.ROW_STATUS_KV_MISMATCH,
+    RowStatus.OUT_OF_PAGES: worker_pb2.ROW_STATUS_OUT_OF_PAGES,
+    RowStatus.INVALID: worker_pb2.ROW_STATUS_INVALID,
+    RowStatus.FAILED: worker_pb2.ROW_STATUS_FAILED,
+}
+_STATUSES_BACK = {number: status for status, number in _STATUSES.items()}
+
+
+def role_to_wire(role: Role) -> worker_pb2.Role:
+    return _ROLES[role]
+
+
+def role_from_wire(role: int) -> Role:
+    """Raises ValueError for a role that is neither draft nor target."""
+    for known, number in _ROLES.items():
+        if number == role:
+            return known
+    raise ValueError(f"role is {role}, must be ROLE_DRAFT or ROLE_TARGET")
+
+
+def status_to_wire(status: RowStatus) -> worker_pb2.RowStatus:
+    return _STATUSES[status]
+
+
+def sampling_to_wire(sampling: SamplingParameters) -> worker_pb2.SamplingParameters:
+    return worker_pb2.SamplingParameters(
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        logit_bias=dict(sampling.logit_bias),
+        seed=sampling.seed,
+    )
+
+
+def sampling_from_wire(sampling: worker_pb2.SamplingParameters) -> SamplingParameters:
+    """Raises ValueError naming the field that is out of range."""
+    return SamplingParameters(
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        logit_bias=dict(sampling.logit_bias),
+        seed=sampling.seed,
+    )
+
+
+def opening_to_wire(request: SequenceRequest) -> worker_pb2.SequenceParameters:
+    return worker_pb2.SequenceParameters(
+        prompt_length=len(request.prompt),
+        sampling=sampling_to_wire(request.sampling),
+        logits_digests=request.logits_digests,
+    )
+
+
+def row_to_wire(row: Row) -> worker_pb2.Row:
+    return worker_pb2.Row(
+        sequence_id=row.sequence_id,
+        kv_len=row.kv_len,
+        prefix_digest=row.prefix_digest,
+        tokens=row.tokens,
+        draft_tokens=row.draft_tokens,
+        draft_length=row.draft_length,
+        choose=row.choose,
+        parameters=opening_to_wire(row.opening) if row.opening is not None else None,
+    )
+
+
+def step_to_wire(step: SendStep, worker_epoch: int, scheduler_epoch: int) -> worker_pb2.StepRequest:
+    return worker_pb2.StepRequest(
+        worker_epoch=worker_epoch,
+        step_id=step.step_id,
+        scheduler_epoch=scheduler_epoch,
+        released_sequence_ids=step.released,
+        rows=[row_to_wire(row) for row in step.rows],
+    )
+
+
+def result_from_wire(reply: worker_pb2.RowReply) -> RowResult:
+    """Raises ValueError for a status that this version does not know."""
+    status = _STATUSES_BACK.get(reply.status)
+    if status is None:
+        raise ValueError(f"status of the row of sequence {reply.sequence_id} is {reply.status}, which is not known")
+    return RowResult(
+        sequence_id=reply.sequence_id,
+        status=status,
+        kv_len=reply.kv_len,
+        prefix_digest=reply.prefix_digest,
+        tokens=tuple(reply.tokens),
+        accepted=reply.accepted,
+        logits_digests=tuple(reply.logits_digests),
+        error=reply.error,
+    )

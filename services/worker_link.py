@@ -1,0 +1,234 @@
+"""The scheduler's end of one worker: connects, streams steps, notices loss, connects again."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import grpc
+import grpc.aio
+
+from protos import worker_pb2, worker_pb2_grpc
+from scheduler.digests import EMPTY_DIGEST
+from scheduler.messages import Role, RowResult, RowStatus, SendStep
+from services.channel_options import CHANNEL_OPTIONS
+from services.pairing import PairingError, check_role
+from services.wire import result_from_wire, role_to_wire, step_to_wire
+
+logger = logging.getLogger(__name__)
+
+# The step that opens a stream; the core's own ids are higher.
+_OPENING_STEP_ID = 0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerEndpoint:
+    """Where a worker listens, and what it is expected to be."""
+
+    worker_id: str
+    role: Role
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class LinkOptions:
+    """Times in seconds. A worker that leaves a step unanswered for `step_timeout` is treated as lost."""
+
+    connect_timeout: float = 10.0
+    step_timeout: float = 60.0
+    first_backoff: float = 0.1
+    longest_backoff: float = 5.0
+
+    def __post_init__(self) -> None:
+        for name in ("connect_timeout", "step_timeout", "first_backoff", "longest_backoff"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} is {getattr(self, name)}, must be above 0")
+
+
+class WorkerUnreachable(ConnectionError):
+    """The worker did not answer, or not as the protocol asks."""
+
+
+class SchedulerFenced(RuntimeError):
+    """Another scheduler with a higher epoch has taken the worker over."""
+
+
+class LinkListener(Protocol):
+    """Who hears of a link's fate. All calls come from the event loop and must not block."""
+
+    def check_admission(self, link: WorkerLink, description: worker_pb2.WorkerDescription) -> None:
+        """Raises PairingError if the worker does not fit the others."""
+
+    def link_up(self, link: WorkerLink, description: worker_pb2.WorkerDescription) -> None: ...
+
+    def link_down(self, link: WorkerLink, reason: str) -> None: ...
+
+    def step_replied(
+        self, link: WorkerLink, step: SendStep, results: tuple[RowResult, ...], timings: worker_pb2.StepTimings
+    ) -> None:
+        """`results` answer the rows of the step one by one."""
+
+
+class WorkerLink:
+    """One worker's step stream, kept up until `close`.
+
+    Each connection speaks with a scheduler epoch of its own, so that steps of a broken stream that still run or wait at
+    the worker are fenced off, and the worker drops the sequences that nobody would release any more. A connection
+    counts as up only when the worker has answered an empty step: a worker with a stuck step describes itself happily.
+    """
+
+    def __init__(
+        self, endpoint: WorkerEndpoint, options: LinkOptions, next_epoch: Callable[[], int], listener: LinkListener
+    ) -> None:
+        self.endpoint = endpoint
+        self.description: worker_pb2.WorkerDescription | None = None
+        self._options = options
+        self._next_epoch = next_epoch
+        self._listener = listener
+        self._channel = grpc.aio.insecure_channel(endpoint.address, options=CHANNEL_OPTIONS)
+        self._stub = worker_pb2_grpc.WorkerStub(self._channel)
+        self._outgoing: asyncio.Queue[SendStep] | None = None
+        self._in_flight: OrderedDict[int, SendStep] = OrderedDict()
+        self._deadline: asyncio.Timeout | None = None
+
+    @property
+    def up(self) -> bool:
+        return self._outgoing is not None
+
+    async def describe(self) -> worker_pb2.WorkerDescription:
+        """Raises WorkerUnreachable, or PairingError for the wrong role."""
+        endpoint = self.endpoint
+        try:
+            description: worker_pb2.WorkerDescription = await self._stub.Describe(
+                worker_pb2.DescribeRequest(), timeout=self._options.connect_timeout, wait_for_ready=True
+            )
+        except grpc.aio.AioRpcError as error:
+            raise WorkerUnreachable(
+                f"worker {endpoint.worker_id} at {endpoint.address} does not answer: {_reason(error)}"
+            ) from error
+        check_role(endpoint.worker_id, role_to_wire(endpoint.role), description)
+        return description
+
+    async def run(self, description: worker_pb2.WorkerDescription) -> None:
+        """Keeps the link up, from the description just received on, until cancelled. Raises SchedulerFenced."""
+        backoff = self._options.first_backoff
+        while True:
+            try:
+                self._listener.check_admission(self, description)
+                await self._session(description)
+            except WorkerUnreachable as error:
+                logger.warning("%s", error)
+                was_up = self.up
+                self._outgoing = None
+                self._in_flight.clear()
+                if was_up:
+                    backoff = self._options.first_backoff
+                    self._listener.link_down(self, str(error))
+            except PairingError as error:
+                logger.error("%s", error)
+                backoff = self._options.longest_backoff
+            while True:
+                await asyncio.sleep(backoff)
+                backoff = min(backoff * 2, self._options.longest_backoff)
+                try:
+                    description = await self.describe()
+                    break
+                except (WorkerUnreachable, PairingError) as error:
+                    logger.info("%s", error)
+
+    def send(self, step: SendStep) -> None:
+        """Queues a step for sending. On a link that is down nothing happens: its loss is known or about to be."""
+        if self._outgoing is None:
+            return
+        self._in_flight[step.step_id] = step
+        self._outgoing.put_nowait(step)
+        if len(self._in_flight) == 1:
+            self._expect_reply()
+
+    async def close(self) -> None:
+        await self._channel.close(None)
+
+    async def _session(self, description: worker_pb2.WorkerDescription) -> None:
+        """One stream from its opening to its end, which is always a WorkerUnreachable or SchedulerFenced."""
+        outgoing: asyncio.Queue[SendStep] = asyncio.Queue()
+        call = self._stub.Steps(self._requests(outgoing, description.worker_epoch, self._next_epoch()))
+        try:
+            async with asyncio.timeout(self._options.step_timeout) as self._deadline:
+                async for reply in call:
+                    self._check_reply(reply)
+                    if not self.up:
+                        self._open(outgoing, description)
+                    else:
+                        self._take(reply)
+                    self._expect_reply()
+            raise self._unreachable("it ended the stream")
+        except TimeoutError:
+            step_id = next(iter(self._in_flight), _OPENING_STEP_ID)
+            raise self._unreachable(f"no reply to step {step_id} within {self._options.step_timeout:g} s") from None
+        except grpc.aio.AioRpcError as error:
+            raise self._unreachable(_reason(error)) from error
+        except asyncio.InvalidStateError as error:
+            raise self._unreachable(f"the stream broke: {error}") from error
+        finally:
+            self._deadline = None
+            call.cancel()
+
+    async def _requests(
+        self, outgoing: asyncio.Queue[SendStep], worker_epoch: int, scheduler_epoch: int
+    ) -> AsyncIterator[worker_pb2.StepRequest]:
+        yield worker_pb2.StepRequest(
+            worker_epoch=worker_epoch, step_id=_OPENING_STEP_ID, scheduler_epoch=scheduler_epoch
+        )
+        while True:
+            yield step_to_wire(await outgoing.get(), worker_epoch, scheduler_epoch)
+
+    def _open(self, outgoing: asyncio.Queue[SendStep], description: worker_pb2.WorkerDescription) -> None:
+        self._outgoing = outgoing
+        self.description = description
+        self._listener.link_up(self, description)
+
+    def _check_reply(self, reply: worker_pb2.StepReply) -> None:
+        if reply.status == worker_pb2.STEP_STATUS_FENCED:
+            raise SchedulerFenced(f"worker {self.endpoint.worker_id}: {reply.error}")
+        if reply.status not in (worker_pb2.STEP_STATUS_OK, worker_pb2.STEP_STATUS_INVALID):
+            raise self._unreachable(f"it refused step {reply.step_id}: {reply.error or f'status {reply.status}'}")
+
+    def _take(self, reply: worker_pb2.StepReply) -> None:
+        step = self._in_flight.pop(reply.step_id, None)
+        if step is None:
+            raise self._unreachable(f"it answered step {reply.step_id}, which was not asked")
+        try:
+            results = _results(step, reply)
+        except ValueError as error:
+            raise self._unreachable(f"reply to step {reply.step_id}: {error}") from error
+        self._listener.step_replied(self, step, results, reply.timings)
+
+    def _expect_reply(self) -> None:
+        """Moves the deadline: each step gets the whole time, counted from when the worker could turn to it."""
+        if self._deadline is not None and not self._deadline.expired():
+            now = asyncio.get_running_loop().time()
+            self._deadline.reschedule(now + self._options.step_timeout if self._in_flight else None)
+
+    def _unreachable(self, reason: str) -> WorkerUnreachable:
+        return WorkerUnreachable(f"worker {self.endpoint.worker_id} at {self.endpoint.address} is lost: {reason}")
+
+
+def _reason(error: grpc.aio.AioRpcError) -> str:
+    details = " ".join((error.details() or "").split())
+    return f"{error.code().name}: {details}" if details else error.code().name
+
+
+def _results(step: SendStep, reply: worker_pb2.StepReply) -> tuple[RowResult, ...]:
+    """Raises ValueError where the reply does not answer the step."""
+    if reply.status == worker_pb2.STEP_STATUS_INVALID:
+        return tuple(
+            RowResult(row.sequence_id, RowStatus.FAILED, 0, EMPTY_DIGEST, error=reply.error) for row in step.rows
+        )
+    asked, answered = [row.sequence_id for row in step.rows], [row.sequence_id for row in reply.rows]
+    if asked != answered:
+        raise ValueError(f"rows are of sequences {answered}, must be of {asked}")
+    return tuple(result_from_wire(row) for row in reply.rows)

@@ -1,0 +1,163 @@
+"""The process of one worker: `python -m services.worker_process --role target --settings '{"model": "..."}'`.
+
+The process says what it does in JSON lines on its standard output, for the launcher:
+
+    {"event": "loading", "message": "loading weights", "fraction": 0.4}     (fraction null where it is not known)
+    {"event": "ready", "address": "127.0.0.1:40123", "process_id": 4711}
+    {"event": "failed", "error": "one line"}
+
+Everything else that is printed goes to standard error. When standard input ends (`--watch-stdin`), the process that
+started this one is gone, and the worker stops. SIGTERM and SIGINT stop it too; a running step may end first.
+
+Another engine becomes a worker by a module of its own that ends in `run_worker(role_title, load)`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+from scheduler.messages import Role
+from services.step_executor import StepExecutor, one_line
+from services.worker_server import WorkerServer
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[str, float | None], None]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerArguments:
+    """What the command line of a worker says. `settings` is handed to the engine as it is."""
+
+    role: Role
+    settings: dict[str, Any]
+    host: str = "127.0.0.1"
+    port: int = 0
+    cpus: tuple[int, ...] = ()
+    watch_stdin: bool = False
+    grace_seconds: float = 5.0
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> WorkerArguments:
+    parser = argparse.ArgumentParser(prog="services.worker_process", description="Runs one draft or target worker.")
+    parser.add_argument("--role", required=True, choices=[role.value for role in Role])
+    parser.add_argument("--settings", default="{}", help="settings of the engine, a JSON object")
+    parser.add_argument("--host", default="127.0.0.1", help="interface to listen on")
+    parser.add_argument("--port", type=int, default=0, help="port to listen on; 0 takes a free one")
+    parser.add_argument("--cpus", default="", help="CPUs to stay on, separated by commas")
+    parser.add_argument("--watch-stdin", action="store_true", help="stop when standard input ends")
+    parser.add_argument("--grace-seconds", type=float, default=5.0, help="time for a running step at a stop")
+    parser.add_argument("--log-level", default="WARNING")
+    parsed = parser.parse_args(argv)
+    logging.basicConfig(
+        level=parsed.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    try:
+        settings = json.loads(parsed.settings)
+    except ValueError as error:
+        parser.error(f"--settings is not JSON: {error}")
+    if not isinstance(settings, dict):
+        parser.error(f"--settings is a JSON {type(settings).__name__}, must be an object")
+    try:
+        cpus = tuple(int(cpu) for cpu in parsed.cpus.split(",") if cpu.strip())
+    except ValueError:
+        parser.error(f"--cpus is {parsed.cpus!r}, must be numbers separated by commas")
+    return WorkerArguments(
+        Role(parsed.role), settings, parsed.host, parsed.port, cpus, parsed.watch_stdin, parsed.grace_seconds
+    )
+
+
+class EventPipe:
+    """JSON lines to the launcher, on what was standard output; what others print goes to standard error from now on."""
+
+    def __init__(self) -> None:
+        sys.stdout.flush()
+        self._pipe: TextIO = os.fdopen(os.dup(1), "w", encoding="utf-8")
+        os.dup2(2, 1)
+        self._lock = threading.Lock()
+
+    def send(self, event: str, **fields: object) -> None:
+        with self._lock:
+            self._pipe.write(json.dumps({"event": event, **fields}) + "\n")
+            self._pipe.flush()
+
+    def loading(self, message: str, fraction: float | None = None) -> None:
+        self.send("loading", message=message, fraction=fraction)
+
+
+def run_worker(arguments: WorkerArguments, load: Callable[[WorkerArguments, Progress], StepExecutor[Any]]) -> int:
+    """Loads an executor, serves it until told to stop, and returns the exit code of the process.
+
+    A reason for which `load` or the start of the server fails goes to the launcher as one line.
+    """
+    events = EventPipe()
+    try:
+        if arguments.cpus:
+            os.sched_setaffinity(0, arguments.cpus)
+        if arguments.watch_stdin:
+            _stop_when_stdin_ends()
+        executor = load(arguments, events.loading)
+        return asyncio.run(serve_worker(executor, events, arguments.host, arguments.port, arguments.grace_seconds))
+    except Exception as error:
+        logger.exception("the %s worker did not start", arguments.role.value)
+        events.send("failed", error=one_line(error))
+        return 1
+
+
+async def serve_worker(
+    executor: StepExecutor[Any],
+    events: EventPipe,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    grace_seconds: float = 5.0,
+) -> int:
+    """Serves until SIGTERM or SIGINT. Exit code 0, or 1 if a step was still running after the grace."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    server = WorkerServer(executor, host, port)
+    address = await server.start()
+    events.send("ready", address=address, process_id=os.getpid())
+    await stop.wait()
+    await server.stop(grace_seconds)
+    if server.busy:
+        # A thread cannot be stopped, and the interpreter would wait for it.
+        logger.error("a step still runs %.1f s after the stop was asked for; leaving it", grace_seconds)
+        logging.shutdown()
+        os._exit(1)
+    return 0
+
+
+def load_executor(arguments: WorkerArguments, progress: Progress) -> StepExecutor[Any]:
+    """The executor of a real engine; the only place where a service reaches for torch, in a process of its own."""
+    raise NotImplementedError
+
+
+def _stop_when_stdin_ends() -> None:
+    """SIGTERM to oneself: it ends the process at once while it loads, and gracefully while it serves."""
+
+    def watch() -> None:
+        while os.read(0, 4096):
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, name="stdin-watch", daemon=True).start()
+
+
+def main() -> int:
+    return run_worker(parse_arguments(), load_executor)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,137 @@
+"""The gRPC server of one worker: steps in order in a thread of their own, the event loop always live."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import aio as health_aio  # type: ignore[attr-defined]
+
+from protos import worker_pb2, worker_pb2_grpc
+from services.channel_options import SERVER_OPTIONS
+from services.step_executor import StepExecutor
+
+logger = logging.getLogger(__name__)
+
+SERVICE_NAME = "spool.v1.Worker"
+
+# Steps of one stream that are read before the first of them has its reply; what is beyond stays with the sender.
+_QUEUED_STEPS = 32
+
+# A drain answers this long before its caller gives up on it.
+_DRAIN_MARGIN_SECONDS = 0.5
+
+
+class WorkerServer(worker_pb2_grpc.WorkerServicer):
+    """Serves one step executor on `host`:`port` (0: a free port), and grpc.health.v1 beside it.
+
+    `start` returns the address; `stop` lets the running step end, for at most the grace given.
+    """
+
+    def __init__(self, executor: StepExecutor[Any], host: str = "127.0.0.1", port: int = 0) -> None:
+        self._executor = executor
+        self._host = host
+        self._port = port
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="step")
+        self._health = health_aio.HealthServicer()
+        self._server: grpc.aio.Server | None = None
+        self._step_done = asyncio.Event()
+        self._busy = False
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step is running."""
+        return self._busy
+
+    async def start(self) -> str:
+        """Raises OSError if the port cannot be bound."""
+        server = grpc.aio.server(options=SERVER_OPTIONS)
+        worker_pb2_grpc.add_WorkerServicer_to_server(self, server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        try:
+            port = server.add_insecure_port(f"{self._host}:{self._port}")
+        except RuntimeError as error:
+            raise OSError(f"host {self._host}, port {self._port}: cannot be bound: {error}") from error
+        await server.start()
+        self._server = server
+        await self._set_health(health_pb2.HealthCheckResponse.SERVING)
+        return f"{self._host}:{port}"
+
+    async def stop(self, grace_seconds: float) -> None:
+        await self._health.enter_graceful_shutdown()
+        if self._server is not None:
+            await self._server.stop(grace_seconds)
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def Describe(  # noqa: N802
+        self, request: worker_pb2.DescribeRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.WorkerDescription:
+        return self._executor.describe()
+
+    async def Steps(  # noqa: N802
+        self, request_iterator: AsyncIterator[worker_pb2.StepRequest], context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[worker_pb2.StepReply]:
+        queue: asyncio.Queue[asyncio.Future[worker_pb2.StepReply] | None] = asyncio.Queue(_QUEUED_STEPS)
+        receiver = asyncio.create_task(self._receive(request_iterator, queue))
+        try:
+            while (reply := await queue.get()) is not None:
+                yield await reply
+            await receiver
+        finally:
+            receiver.cancel()
+            while not queue.empty():
+                if (unsent := queue.get_nowait()) is not None:
+                    unsent.cancel()
+
+    async def Drain(  # noqa: N802
+        self, request: worker_pb2.DrainRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.DrainReply:
+        self._executor.draining = True
+        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        remaining = context.time_remaining()
+        wait = None if remaining is None else max(remaining - _DRAIN_MARGIN_SECONDS, 0)
+        try:
+            async with asyncio.timeout(wait):
+                while self._executor.sequences:
+                    self._step_done.clear()
+                    await self._step_done.wait()
+        except TimeoutError:
+            logger.warning("drain: %d sequences are left at the deadline", self._executor.sequences)
+        return worker_pb2.DrainReply(sequences_left=self._executor.sequences)
+
+    async def _receive(
+        self,
+        requests: AsyncIterator[worker_pb2.StepRequest],
+        queue: asyncio.Queue[asyncio.Future[worker_pb2.StepReply] | None],
+    ) -> None:
+        try:
+            async for request in requests:
+                await queue.put(asyncio.ensure_future(self._execute(request)))
+        finally:
+            await queue.put(None)
+
+    async def _execute(self, request: worker_pb2.StepRequest) -> worker_pb2.StepReply:
+        # Cancelling the stream takes a step off the thread's queue, but lets a running one end.
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._thread, self._run, request, self._executor.clock(), loop)
+
+    def _run(
+        self, request: worker_pb2.StepRequest, arrived: float, loop: asyncio.AbstractEventLoop
+    ) -> worker_pb2.StepReply:
+        """Runs in the step thread."""
+        self._busy = True
+        try:
+            return self._executor.execute(request, arrived)
+        finally:
+            self._busy = False
+            loop.call_soon_threadsafe(self._step_done.set)
+
+    async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
+        for service in ("", SERVICE_NAME):
+            await self._health.set(service, status)
