@@ -1,4 +1,4 @@
-"""From the name of a model to the folder that holds it. No torch here: names are resolved wherever settings are read."""
+"""From the name of a model to its folder. No torch here: names are resolved wherever settings are read."""
 
 from __future__ import annotations
 
@@ -132,7 +132,9 @@ def _download(name: str, progress: Progress) -> Path:
     except RepositoryNotFoundError as error:
         raise ModelNotFoundError(f"{name}: no such folder, and the hub has no such model") from error
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
-        raise ModelNotFoundError(f"{name}: no such folder, and the hub did not give it: {_first_line(error)}") from error
+        raise ModelNotFoundError(
+            f"{name}: no such folder, and the hub did not give it: {_first_line(error)}"
+        ) from error
 
 
 def _first_line(error: Exception) -> str:

@@ -65,6 +65,15 @@ class EngineTimings:
     packed_rows: int = 0
     padding_rows: int = 0
 
+    def add(self, other: EngineTimings) -> None:
+        """Adds another pass of the same step."""
+        self.prepare += other.prepare
+        self.realign += other.realign
+        self.forward += other.forward
+        self.sample += other.sample
+        self.packed_rows += other.packed_rows
+        self.padding_rows += other.padding_rows
+
 
 @dataclass(slots=True)
 class StepOutcome:

@@ -1,0 +1,23 @@
+"""What an engine tells about itself. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class EngineDescription:
+    """Fields as in protos/worker.proto, WorkerDescription. An empty `tokenizer_digest` fits any vocabulary."""
+
+    model_id: str
+    tokenizer_digest: bytes
+    vocabulary_size: int
+    dtype: str
+    device: str
+    page_size: int
+    total_pages: int
+    max_sequence_length: int
+    max_packed_rows: int
+    exact_row_counts: tuple[int, ...] = ()
+    threads: int = 1
+    kv_bytes_per_token: int = 0

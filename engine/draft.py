@@ -1,0 +1,90 @@
+"""The draft engine: a small model that proposes tokens one by one, keeping its KV from round to round."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from engine.description import EngineDescription
+from engine.packing import make_room, rolled_back_on_error, split_by_rows
+from engine.pages import PagePool
+from engine.runner import ModelRunner, PackedSequence
+from engine.sampling import ChoiceContext, choose_tokens
+from engine.steps import EngineTimings, ProposeRow, RowOutcome, StepOutcome
+
+
+class DraftEngine:
+    """Proposes for rows in packed passes; see `ProposeRow` and `RowOutcome` for what goes in and comes out.
+
+    The draft chooses with the target's sampling parameters and the same noise, so that its guesses tend to be the
+    target's choices (coupled sampling, arXiv 2408.07978).
+    """
+
+    def __init__(self, description: EngineDescription, runner: ModelRunner, pool: PagePool) -> None:
+        self.description = description
+        self.pool = pool
+        self._runner = runner
+
+    def step(self, rows: Sequence[ProposeRow]) -> StepOutcome:
+        """One step: a pass over the missing tokens, then one for each further token proposed.
+
+        A row without pages for its missing tokens fails alone; one that runs out while proposing proposes less.
+        """
+        outcomes = [RowOutcome([]) for _ in rows]
+        timings = EngineTimings()
+        with rolled_back_on_error(self.pool, [row.table for row in rows]) as starts:
+            drafting = make_room(self.pool, [(row.table, len(row.tokens)) for row in rows], outcomes)
+            feed: dict[int, Sequence[int]] = {index: rows[index].tokens for index in drafting}
+            while drafting:
+                self._pass(rows, drafting, feed, outcomes, timings)
+                drafting = [index for index in drafting if self._goes_on(rows[index], outcomes[index])]
+                feed = {index: outcomes[index].tokens[-1:] for index in drafting}
+            for row, outcome, start in zip(rows, outcomes, starts, strict=True):
+                if outcome.error is not None and not outcome.out_of_pages:
+                    self._runner.discard(self.pool, row.table, start)
+        return StepOutcome(outcomes, timings)
+
+    def _pass(
+        self,
+        rows: Sequence[ProposeRow],
+        indices: Sequence[int],
+        feed: dict[int, Sequence[int]],
+        outcomes: Sequence[RowOutcome],
+        timings: EngineTimings,
+    ) -> None:
+        """Feeds every row its tokens and appends one proposed token to each that wants one."""
+        for batch in split_by_rows(indices, [len(feed[i]) for i in indices], self.description.max_packed_rows):
+            choosing = [index for index in batch if rows[index].draft_length > 0]
+            result = self._runner.run(
+                [PackedSequence(rows[i].table, feed[i], 1 if rows[i].draft_length > 0 else 0) for i in batch]
+            )
+            timings.add(result.timings)
+            if not choosing:
+                continue
+            started = time.perf_counter()
+            contexts = [_context(rows[index], outcomes[index]) for index in choosing]
+            chosen = choose_tokens(result.logits[:, : self.description.vocabulary_size], contexts)
+            for index, token in zip(choosing, chosen, strict=True):
+                _record(outcomes[index], token)
+            timings.sample += time.perf_counter() - started
+
+    def _goes_on(self, row: ProposeRow, outcome: RowOutcome) -> bool:
+        if outcome.error is not None or len(outcome.tokens) >= row.draft_length:
+            return False
+        if not self.pool.can_append(row.table, 1):
+            return False
+        self.pool.append(row.table, 1)
+        return True
+
+
+def _context(row: ProposeRow, outcome: RowOutcome) -> ChoiceContext:
+    history = [*row.history, *outcome.tokens] if row.sampling.uses_history else row.history
+    return ChoiceContext(row.sampling, len(row.history) + len(outcome.tokens), history, row.prompt_length)
+
+
+def _record(outcome: RowOutcome, token: int | None) -> None:
+    if token is None:
+        outcome.error = "the draft's logits are not finite"
+    else:
+        outcome.tokens.append(token)
+

@@ -1,0 +1,13 @@
+"""Reasons for which an engine does not start; each message is one line that a user can act on."""
+
+
+class EngineError(Exception):
+    """Base of all of them."""
+
+
+class UnsupportedModelError(EngineError):
+    """The model needs something that the paged engine does not do (sliding windows, soft caps, attention sinks ...)."""
+
+
+class ExactModeUnavailableError(EngineError):
+    """No set of shapes gives the same bits on this device."""

@@ -1,0 +1,255 @@
+"""Exact mode: finds shapes on which this device gives the same bits for a row, whatever shares the pass with it.
+
+In low precision a matrix kernel's last bits depend on the row count it was called with, and near-ties then flip. Exact
+mode keeps every pass to packed row counts of one class, whose members were seen to give equal bits, and attention to one
+form; then it checks whole logits end to end, over several ways to compute the same sequences.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from engine.attention import AttentionForm
+from engine.errors import ExactModeUnavailableError
+from engine.pages import PagePool, PageTable
+from engine.runner import ModelRunner, PackedSequence
+
+# Fused CPU attention works through keys in blocks of 512: up to there several lengths, beyond only multiples of it, so
+# that a position's inner products have one shape however it came to be computed.
+_KV_LENGTHS = (128, 256, 384, 512)
+_PROBE_SEED = 20251022
+_SHIFTS = (0, 1, 7)
+# Length, and how many of the last positions are compared.
+_PROBE_SEQUENCES = ((592, 20), (140, 30), (75, 75), (40, 40), (9, 9))
+
+MakeRunner = Callable[[PagePool, AttentionForm, Sequence[int]], ModelRunner]
+
+
+@dataclass(frozen=True, slots=True)
+class ExactShapes:
+    """`row_counts`, ascending: every pass and LM head call runs on one of these. `attention`: the form of its calls."""
+
+    row_counts: tuple[int, ...]
+    attention: AttentionForm
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """What was chosen, and median milliseconds of small passes with free and with exact shapes (its price)."""
+
+    shapes: ExactShapes
+    checked_logit_rows: int
+    decode_ms_free: float
+    decode_ms_exact: float
+    verify_ms_free: float
+    verify_ms_exact: float
+
+    def summary(self) -> str:
+        counts = self.shapes.row_counts
+        form = self.shapes.attention
+        most = "any number of" if form.most_query_rows is None else f"at most {form.most_query_rows}"
+        return (
+            f"{len(counts)} row counts from {counts[0]} to {counts[-1]}, attention with at least {form.least_query_rows} "
+            f"and {most} query rows over KV lengths {', '.join(map(str, form.kv_lengths))} and multiples; "
+            f"{self.checked_logit_rows} logit rows bit-equal; costs "
+            f"{self.decode_ms_exact:.1f} instead of {self.decode_ms_free:.1f} ms for 1 row, "
+            f"{self.verify_ms_exact:.1f} instead of {self.verify_ms_free:.1f} ms for 40"
+        )
+
+
+def calibrate(model: PreTrainedModel, make_runner: MakeRunner, page_size: int, max_packed_rows: int) -> Calibration:
+    """Tries classes of row counts and forms of attention, cheapest first. Raises ExactModeUnavailableError."""
+    classes = row_count_classes(model, candidate_row_counts(max_packed_rows))
+    failures: list[str] = []
+    for form in attention_forms(page_size):
+        for row_counts in classes:
+            probe = _EndToEndProbe(model, make_runner, page_size, form, row_counts)
+            difference = probe.first_difference()
+            if difference is None:
+                return _priced(ExactShapes(row_counts, form), probe.compared, model, make_runner, page_size)
+            failures.append(f"{len(row_counts)} row counts up to {row_counts[-1]} with {form}: {difference}")
+    raise ExactModeUnavailableError(
+        f"exact mode found no shapes that give equal logits on {model.device} in {model.dtype}: {'; '.join(failures)}"
+    )
+
+
+def candidate_row_counts(max_packed_rows: int) -> tuple[int, ...]:
+    """Even counts to 16, multiples of 8 to 64 and of 16 beyond, up to `max_packed_rows`. 1 is left out: kernels for a
+    matrix and a single vector are their own."""
+    counts = [*range(2, 16, 2), *range(16, 64, 8), *range(64, max_packed_rows + 16, 16)]
+    return tuple(sorted({min(count, max_packed_rows) for count in counts}))
+
+
+def attention_forms(page_size: int) -> Iterator[AttentionForm]:
+    """Cheapest first. Few query rows are odd like a single packed row is; how few, the end-to-end check finds."""
+    kv_lengths = tuple(-(-length // page_size) * page_size for length in _KV_LENGTHS)
+    for least in (1, 2, 4, 8):
+        yield AttentionForm(least, None, kv_lengths)
+    yield AttentionForm(8, 8, kv_lengths)
+    yield AttentionForm(8, 8, kv_lengths[-1:])
+
+
+@torch.inference_mode()
+def row_count_classes(model: PreTrainedModel, candidates: Sequence[int]) -> list[tuple[int, ...]]:
+    """Candidates split into classes of equal bits in every distinct linear layer, the class with most members first.
+
+    Every row position is compared, at several offsets: the tail of a tile can run on another kernel than its middle.
+    """
+    classes = [tuple(candidates)]
+    for layer in _distinct_linears(model):
+        classes = [part for members in classes for part in _split_by_bits(layer, members)]
+    return sorted(classes, key=lambda members: (len(members), members[-1]), reverse=True)
+
+
+def _distinct_linears(model: nn.Module) -> Iterable[nn.Linear]:
+    by_shape = {
+        (module.in_features, module.out_features, module.bias is not None): module
+        for module in model.modules()
+        if isinstance(module, nn.Linear)
+    }
+    return by_shape.values()
+
+
+def _split_by_bits(layer: nn.Linear, row_counts: tuple[int, ...]) -> list[tuple[int, ...]]:
+    generator = torch.Generator().manual_seed(_PROBE_SEED)
+    inputs = torch.randn(2 * row_counts[-1], layer.in_features, generator=generator)
+    inputs = inputs.to(dtype=layer.weight.dtype, device=layer.weight.device)
+    left = list(row_counts)
+    classes = []
+    while left:
+        # The largest count stands for its class: it computes the reference of every probe row.
+        reference = torch.cat([_pass(layer, inputs[: left[-1]]), _pass(layer, inputs[left[-1] : 2 * left[-1]])])
+        members = tuple(count for count in left if _agrees(layer, inputs, reference, count))
+        if not members:
+            left.pop()  # not even equal to itself at another offset
+            continue
+        classes.append(members)
+        left = [count for count in left if count not in members]
+    return classes
+
+
+def _agrees(layer: nn.Linear, inputs: torch.Tensor, reference: torch.Tensor, count: int) -> bool:
+    return all(
+        torch.equal(_pass(layer, inputs[shift : shift + count]), reference[shift : shift + count])
+        for shift in _SHIFTS
+        if shift + count <= len(reference)
+    )
+
+
+class _EndToEndProbe:
+    """Computes the logits of a few random sequences in several ways and compares all of them bit by bit.
+
+    Of each sequence, the logits of the last positions are compared: all of the short ones, few of the longest.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        make_runner: MakeRunner,
+        page_size: int,
+        form: AttentionForm,
+        row_counts: Sequence[int],
+    ) -> None:
+        positions = int(getattr(model.config, "max_position_embeddings", 2048))
+        plans = [(min(length, positions), compared) for length, compared in _PROBE_SEQUENCES if compared <= positions]
+        generator = torch.Generator().manual_seed(_PROBE_SEED)
+        vocabulary = model.get_input_embeddings().num_embeddings
+        self._sequences = [torch.randint(vocabulary, (length,), generator=generator).tolist() for length, _ in plans]
+        self._first_compared = [length - compared for length, compared in plans]
+        self._tables = [PageTable() for _ in plans]
+        self._pool = PagePool(sum(-(-length // page_size) for length, _ in plans), page_size)
+        self._runner = make_runner(self._pool, form, row_counts)
+        self._max_rows = row_counts[-1]
+        self.compared = 0
+
+    def first_difference(self) -> str | None:
+        """None when all ways agree; otherwise one line on where they do not."""
+        every = list(range(len(self._sequences)))
+        reference = dict(chain.from_iterable(self._together([index], 1) for index in every))
+        ways = {
+            "prefill in chunks of 24": [([index], 24) for index in every],
+            "prefill in the largest chunks": [([index], self._max_rows) for index in every],
+            "verification of 5 rows in a batch": [(every, 5)],
+            "verification of 8 rows in a batch": [(every, 8)],
+        }
+        for name, batches in ways.items():
+            for key, logits in chain.from_iterable(self._together(*batch) for batch in batches):
+                self.compared += 1
+                if not torch.equal(logits, reference[key]):
+                    return f"{name} differs from plain decoding at position {key[1]} of sequence {key[0]}"
+        return None
+
+    def _together(self, indices: Sequence[int], rows: int) -> Iterator[tuple[tuple[int, int], torch.Tensor]]:
+        """Logits of the compared positions, computed `rows` tokens of each sequence a pass; the rest by prefill."""
+        rows = min(rows, self._max_rows // len(indices))
+        self._prefill(indices, 40 if rows <= 8 else rows)
+        while batch := [packed for index in indices if (packed := self._next(index, rows)) is not None]:
+            logits = self._runner.run([sequence for _, sequence in batch]).logits
+            for index, sequence in batch:
+                part, logits = logits[: sequence.logits], logits[sequence.logits :]
+                first = sequence.table.length - sequence.logits
+                for offset, row in enumerate(part):
+                    if first + offset >= self._first_compared[index]:
+                        yield (index, first + offset), row
+        for index in indices:
+            self._pool.free(self._tables[index])
+
+    def _prefill(self, indices: Sequence[int], rows: int) -> None:
+        """Feeds what comes before the compared positions, in whole chunks: the last one may reach into them."""
+        rows = min(rows, self._max_rows)
+        for index in indices:
+            while self._tables[index].length + rows <= self._first_compared[index]:
+                packed = self._next(index, rows)
+                if packed is not None:
+                    packed[1].logits = 0
+                    self._runner.run([packed[1]])
+
+    def _next(self, index: int, rows: int) -> tuple[int, PackedSequence] | None:
+        table = self._tables[index]
+        fed = self._sequences[index][table.length : table.length + rows]
+        if not fed:
+            return None
+        self._pool.append(table, len(fed))
+        return index, PackedSequence(table, fed, len(fed))
+
+
+def _priced(
+    shapes: ExactShapes, compared: int, model: PreTrainedModel, make_runner: MakeRunner, page_size: int
+) -> Calibration:
+    def median_ms(form: AttentionForm, row_counts: Sequence[int], sequences: int, rows: int) -> float:
+        pool = PagePool(sequences * (-(-160 // page_size)), page_size)
+        runner = make_runner(pool, form, row_counts)
+        batch = []
+        for _ in range(sequences):
+            table = PageTable()
+            pool.append(table, 128 + rows)
+            batch.append(PackedSequence(table, [1] * rows, rows))
+        samples = []
+        for _ in range(7):
+            started = time.perf_counter()
+            runner.run(batch)
+            samples.append(time.perf_counter() - started)
+        return sorted(samples)[3] * 1000
+
+    free = AttentionForm()
+    verify = (8, 5) if shapes.row_counts[-1] >= 40 else (1, min(5, shapes.row_counts[-1]))
+    return Calibration(
+        shapes,
+        compared,
+        decode_ms_free=median_ms(free, (), 1, 1),
+        decode_ms_exact=median_ms(shapes.attention, shapes.row_counts, 1, 1),
+        verify_ms_free=median_ms(free, (), *verify),
+        verify_ms_exact=median_ms(shapes.attention, shapes.row_counts, *verify),
+    )
+
+
+def _pass(layer: nn.Linear, rows: torch.Tensor) -> torch.Tensor:
+    """`[rows, in]` through the layer in the packed shape `[1, rows, in]` that passes have."""
+    return layer(rows.unsqueeze(0))[0]

@@ -1,0 +1,173 @@
+"""Chooses tokens from logits, each row for itself: equal logits and context give the same token in any batch.
+
+Greedy choice is an argmax. Otherwise the token is the argmax of log probability + Gumbel noise, which draws exactly
+from the distribution; the noise depends on seed, position and token id alone, so a draft that uses it too tends to
+guess what the target will choose (coupled sampling, arXiv 2408.07978).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.logits_shaping import change_scores, changes_scores, deficits, filters_tokens, kept_tokens
+from engine.noise import gumbel, noise_bits, row_key
+from scheduler.sampling import SamplingParameters
+
+_BUCKET = 128
+# Rows are taken in blocks whose scratch fits a CPU core's cache; a GPU takes all rows at once.
+_CPU_BLOCK_ELEMENTS = 65536
+# Above the largest -log(1 - t) / t that 32 bits of noise give (22.874), by far more than float32 errs.
+_RACE_MARGIN = 24.0
+_NO_TOKEN = 2**62
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceContext:
+    """What the choice of one token depends on besides the logits.
+
+    `position` is the absolute position of the token being chosen. `history` is what comes before it, prompt and output;
+    only penalties look at it.
+    """
+
+    sampling: SamplingParameters
+    position: int
+    history: Sequence[int]
+    prompt_length: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidates:
+    """Tokens that may win, of several rows: flat tensors of equal length, `rows` indexing into the rows of logits."""
+
+    rows: Tensor
+    token_ids: Tensor
+    deficits: Tensor
+
+
+@torch.no_grad()
+def choose_tokens(
+    logits: Tensor, rows: Sequence[ChoiceContext], vocabulary_size: int | None = None
+) -> list[int | None]:
+    """The next token of each row of `logits` [R, V]; None for a row that holds NaN or +inf, or nothing but -inf.
+
+    Columns from `vocabulary_size` on are padding and never chosen. Ties go to the lowest id. Raises `ValueError` if
+    shapes do not fit.
+    """
+    if logits.dim() != 2 or logits.shape[0] != len(rows):
+        raise ValueError(f"logits have shape {tuple(logits.shape)}, must be [{len(rows)}, vocabulary]")
+    if vocabulary_size is not None:
+        if not 0 < vocabulary_size <= logits.shape[1]:
+            raise ValueError(f"vocabulary_size is {vocabulary_size}, must be between 1 and {logits.shape[1]}")
+        logits = logits[:, :vocabulary_size]
+    if not rows:
+        return []
+    largest = torch.empty(len(rows), dtype=torch.float32, device=logits.device)
+    chosen = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
+    as_they_are = [i for i, row in enumerate(rows) if row.sampling.greedy and not changes_scores(row.sampling)]
+    changed = [i for i, row in enumerate(rows) if row.sampling.greedy and changes_scores(row.sampling)]
+    drawn = [i for i, row in enumerate(rows) if not row.sampling.greedy]
+    if as_they_are:
+        index = _tensor(as_they_are, logits)
+        chosen[index], largest[index] = _first_largest(logits if len(as_they_are) == len(rows) else logits[index])
+    for block in _blocks(changed, logits):
+        index = _tensor(block, logits)
+        chosen[index], largest[index] = _first_largest(_scores(logits, index, [rows[i] for i in block]))
+    if drawn:
+        keys = _tensor([0 if row.sampling.greedy else row_key(row.sampling.seed, row.position) for row in rows], logits)
+        candidates = list(_candidates(logits, rows, drawn, keys, largest))
+        chosen[_tensor(drawn, logits)] = _winners(candidates, keys)[_tensor(drawn, logits)]
+    finite = torch.isfinite(largest).tolist()
+    return [token if whole else None for token, whole in zip(chosen.tolist(), finite, strict=True)]
+
+
+def _candidates(
+    logits: Tensor, rows: Sequence[ChoiceContext], drawn: Sequence[int], keys: Tensor, largest: Tensor
+) -> Iterator[_Candidates]:
+    """The candidates of the rows `drawn`, block by block; writes the largest score of each to `largest`."""
+    for filtering in (False, True):
+        for block in _blocks([i for i in drawn if filters_tokens(rows[i].sampling) == filtering], logits):
+            index = _tensor(block, logits)
+            scores = _scores(logits, index, [rows[i] for i in block])
+            largest[index] = scores.amax(1)
+            sampling = [rows[i].sampling for i in block]
+            deficit = deficits(scores, largest[index], sampling)
+            if filtering:
+                order, kept = kept_tokens(deficit, sampling)
+                row, rank = kept.nonzero(as_tuple=True)
+                token_ids = order[row, rank]
+            else:
+                row, token_ids = _front_runners(deficit, keys[index])
+            yield _Candidates(index[row], token_ids, deficit[row, token_ids])
+
+
+def _front_runners(deficit: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows and token ids, flat, among which the winner of each row [R, V] is certain to be.
+
+    Adding Gumbel noise and taking the largest is a race: token v arrives at -log(1 - t_v) * e^deficit_v and the first
+    one wins. As t <= -log(1 - t) < 22.88 t for all t that occur, no token whose t_v * e^deficit_v exceeds 24 times the
+    least can be first, nor come near enough for rounding to decide.
+    """
+    count, vocabulary_size = deficit.shape
+    buckets = -(-vocabulary_size // _BUCKET)
+    bits = noise_bits(keys[:, None], torch.arange(vocabulary_size, device=deficit.device))
+    race = deficit.new_full((count, buckets * _BUCKET), torch.inf)
+    arrival = race[:, :vocabulary_size]
+    # The upper halves of the 64 bits: (x + 0.5) is t, but for a factor that all tokens share.
+    arrival.copy_(bits.view(torch.uint32)[:, 1::2]).add_(0.5).mul_(torch.exp(deficit))
+    race = race.view(count, buckets, _BUCKET)
+    first = race.amin(2)
+    limit = first.amin(1) * _RACE_MARGIN
+    row, bucket = (first <= limit[:, None]).nonzero(as_tuple=True)
+    which, lane = (race[row, bucket] <= limit[row, None]).nonzero(as_tuple=True)
+    return row[which], bucket[which] * _BUCKET + lane
+
+
+def _winners(candidates: Sequence[_Candidates], keys: Tensor) -> Tensor:
+    """For each row the candidate with the largest log probability + noise, the lowest id on ties."""
+    rows = torch.cat([part.rows for part in candidates])
+    token_ids = torch.cat([part.token_ids for part in candidates])
+    scores = gumbel(keys[rows], token_ids) - torch.cat([part.deficits for part in candidates])
+    best = torch.full(keys.shape, -torch.inf, device=keys.device).scatter_reduce(0, rows, scores, "amax")
+    tied = torch.where(scores == best[rows], token_ids, _NO_TOKEN)
+    return torch.full_like(keys, _NO_TOKEN).scatter_reduce(0, rows, tied, "amin")
+
+
+def _first_largest(scores: Tensor) -> tuple[Tensor, Tensor]:
+    """Id and value of the first largest score of each row [R, V]; a row with NaN has the value NaN.
+
+    Looks for the bucket first: maxima without their place are many times faster on a CPU.
+    """
+    vocabulary_size = scores.shape[1]
+    whole = vocabulary_size // _BUCKET
+    if whole == 0:
+        return scores.argmax(1), scores.amax(1).to(torch.float32)
+    maxima = scores[:, : whole * _BUCKET].unflatten(1, (whole, _BUCKET)).amax(2)
+    if vocabulary_size % _BUCKET:
+        maxima = torch.cat([maxima, scores[:, whole * _BUCKET :].amax(1, keepdim=True)], 1)
+    # The last bucket is moved left to be whole: had a maximum been in what it now shares, the one before would lead.
+    start = (maxima.argmax(1, keepdim=True) * _BUCKET).clamp(max=vocabulary_size - _BUCKET)
+    lanes = start + torch.arange(_BUCKET, device=scores.device)
+    return start[:, 0] + scores.gather(1, lanes).argmax(1), maxima.amax(1).to(torch.float32)
+
+
+def _scores(logits: Tensor, index: Tensor, rows: Sequence[ChoiceContext]) -> Tensor:
+    """A float32 copy of some rows of the logits, with penalties and bias applied."""
+    scores = logits[index].to(torch.float32)
+    for line, row in zip(scores, rows, strict=True):
+        if changes_scores(row.sampling):
+            change_scores(line, row.sampling, row.history, row.prompt_length)
+    return scores
+
+
+def _blocks(indices: Sequence[int], logits: Tensor) -> Iterator[Sequence[int]]:
+    size = max(1, _CPU_BLOCK_ELEMENTS // logits.shape[1]) if logits.device.type == "cpu" else max(1, len(indices))
+    for start in range(0, len(indices), size):
+        yield indices[start : start + size]
+
+
+def _tensor(values: Sequence[int], like: Tensor) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64, device=like.device)

@@ -1,0 +1,39 @@
+"""What a worker's engine is to load and how. Torch-free, so that launchers can build and check it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """Settings of one engine. Raises `ValueError` naming field, value and limit.
+
+    `model` is a folder with a Hugging Face model, or a hub id. `kv_pages` overrides the number of pages that
+    `kv_memory_bytes` (None: a share of what is free after warm-up) would give. `max_packed_rows` bounds the tokens of
+    one forward pass. `threads` 0 leaves the number to torch.
+    """
+
+    model: str
+    dtype: str = "bfloat16"
+    device: str = "cpu"
+    threads: int = 0
+    page_size: int = 16
+    kv_pages: int | None = None
+    kv_memory_bytes: int | None = None
+    exact: bool = True
+    max_packed_rows: int = 192
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype is {self.dtype!r}, must be one of {', '.join(DTYPES)}")
+        for name, low, high in (("threads", 0, 1024), ("page_size", 1, 1024), ("max_packed_rows", 8, 65536)):
+            value = getattr(self, name)
+            if not low <= value <= high:
+                raise ValueError(f"{name} is {value}, must be between {low} and {high}")
+        if self.kv_pages is not None and self.kv_pages < 1:
+            raise ValueError(f"kv_pages is {self.kv_pages}, must be at least 1")
+        if self.kv_memory_bytes is not None and self.kv_memory_bytes < 1:
+            raise ValueError(f"kv_memory_bytes is {self.kv_memory_bytes}, must be at least 1")
