@@ -1,0 +1,237 @@
+"""Worker processes on their own: started by the launcher, spoken to over gRPC as a scheduler would."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import psutil
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from protos import worker_pb2, worker_pb2_grpc
+from scheduler.digests import EMPTY_DIGEST
+from scheduler.messages import Role
+from services.launcher import LoadingMessage, WorkerLaunch, WorkerLauncher, WorkerStartError
+from tests.stand_in_worker import continuation
+
+ROOT = Path(__file__).parents[2]
+PROMPT = [5, 6, 7, 8, 9]
+
+
+def stand_in(role: Role, name: str = "", **settings: Any) -> WorkerLaunch:
+    return WorkerLaunch(
+        role, settings, threads=1, name=name, module="tests.stand_in_worker", environment={"PYTHONPATH": str(ROOT)}
+    )
+
+
+@asynccontextmanager
+async def stub_of(address: str) -> AsyncIterator[worker_pb2_grpc.WorkerStub]:
+    async with grpc.aio.insecure_channel(address) as channel:
+        yield worker_pb2_grpc.WorkerStub(channel)
+
+
+def opening(sequence_id: int = 1, **fields: Any) -> worker_pb2.Row:
+    parameters = worker_pb2.SequenceParameters(prompt_length=len(PROMPT))
+    return worker_pb2.Row(
+        sequence_id=sequence_id, prefix_digest=EMPTY_DIGEST, tokens=PROMPT, parameters=parameters, **fields
+    )
+
+
+def step(description: worker_pb2.WorkerDescription, step_id: int, *rows: worker_pb2.Row) -> worker_pb2.StepRequest:
+    return worker_pb2.StepRequest(worker_epoch=description.worker_epoch, scheduler_epoch=1, step_id=step_id, rows=rows)
+
+
+async def exchange(
+    stub: worker_pb2_grpc.WorkerStub, requests: Iterable[worker_pb2.StepRequest]
+) -> list[worker_pb2.StepReply]:
+    return [reply async for reply in stub.Steps(iter(requests), timeout=20)]
+
+
+async def until(condition: Callable[[], bool], seconds: float = 10) -> None:
+    """For what other processes do, which no event of ours announces."""
+    async with asyncio.timeout(seconds):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+
+
+def alive(process_id: int) -> bool:
+    return psutil.pid_exists(process_id) and psutil.Process(process_id).status() != psutil.STATUS_ZOMBIE
+
+
+def test_draft_and_target_are_processes_of_their_own() -> None:
+    async def run() -> None:
+        messages: list[LoadingMessage] = []
+        launches = [stand_in(Role.DRAFT), stand_in(Role.TARGET), stand_in(Role.TARGET)]
+        async with WorkerLauncher(launches, on_loading=messages.append) as launcher:
+            workers = launcher.workers
+            assert [worker.worker_id for worker in workers] == ["draft-0", "target-0", "target-1"]
+            assert len({os.getpid(), *(worker.process_id for worker in workers)}) == 4
+            epochs = set()
+            for worker in workers:
+                async with stub_of(worker.address) as stub:
+                    description = await stub.Describe(worker_pb2.DescribeRequest(), timeout=5)
+                assert description.process_id == worker.process_id
+                assert description.role == (
+                    worker_pb2.ROLE_DRAFT if worker.role is Role.DRAFT else worker_pb2.ROLE_TARGET
+                )
+                epochs.add(description.worker_epoch)
+            assert len(epochs) == 3
+        assert {message.worker_id for message in messages} == {"draft-0", "target-0", "target-1"}
+        assert {(message.message, message.fraction) for message in messages} == {("thinking", None), ("thinking", 1.0)}
+        assert not any(alive(worker.process_id) for worker in workers)
+
+    asyncio.run(run())
+
+
+def test_steps_run_in_order_and_the_server_stays_live() -> None:
+    async def run() -> None:
+        async with (
+            WorkerLauncher([stand_in(Role.TARGET, step_seconds=0.2)]) as launcher,
+            stub_of(launcher.workers[0].address) as stub,
+        ):
+            description = await stub.Describe(worker_pb2.DescribeRequest(), timeout=5)
+            requests = [step(description, n, opening(n, choose=True)) for n in (1, 2, 3)]
+            running = asyncio.create_task(exchange(stub, requests))
+            await asyncio.sleep(0.05)
+            await stub.Describe(worker_pb2.DescribeRequest(), timeout=0.1)
+            replies = await running
+            assert [reply.step_id for reply in replies] == [1, 2, 3]
+            for reply in replies:
+                assert list(reply.rows[0].tokens) == continuation(PROMPT, 1)
+            assert replies[2].timings.queued > 0.3
+            assert replies[2].timings.idle < 0.1
+
+            # A stream of its own, as after a broken connection, repeats a step.
+            assert await exchange(stub, [requests[2]]) == [replies[2]]
+
+    asyncio.run(run())
+
+
+def test_health_and_drain() -> None:
+    async def run() -> None:
+        async with (
+            WorkerLauncher([stand_in(Role.TARGET)]) as launcher,
+            grpc.aio.insecure_channel(launcher.workers[0].address) as channel,
+        ):
+            stub, health = worker_pb2_grpc.WorkerStub(channel), health_pb2_grpc.HealthStub(channel)
+            request = health_pb2.HealthCheckRequest(service="spool.v1.Worker")
+            assert (await health.Check(request, timeout=5)).status == health_pb2.HealthCheckResponse.SERVING
+            description = await stub.Describe(worker_pb2.DescribeRequest(), timeout=5)
+            await exchange(stub, [step(description, 1, opening(1))])
+
+            assert (await stub.Drain(worker_pb2.DrainRequest(), timeout=0.7)).sequences_left == 1
+            assert (await health.Check(request, timeout=5)).status == health_pb2.HealthCheckResponse.NOT_SERVING
+            draining = asyncio.ensure_future(stub.Drain(worker_pb2.DrainRequest(), timeout=20))
+            release = step(description, 2)
+            release.released_sequence_ids.append(1)
+            await exchange(stub, [release])
+            assert (await asyncio.wait_for(draining, 5)).sequences_left == 0
+
+    asyncio.run(run())
+
+
+def test_failure_to_load_reaches_the_parent_and_nothing_is_left() -> None:
+    async def run() -> None:
+        launches = [stand_in(Role.DRAFT), stand_in(Role.TARGET, fail="model: no such\n  folder")]
+        launcher = WorkerLauncher(launches)
+        with pytest.raises(WorkerStartError) as caught:
+            await launcher.__aenter__()
+        assert str(caught.value) == "worker target-0: model: no such folder"
+        assert not any(alive(worker.process_id) for worker in launcher.workers if worker.process_id)
+
+    asyncio.run(run())
+
+
+def test_worker_that_dies_without_a_word_is_reported_with_its_last_words() -> None:
+    async def run() -> None:
+        launcher = WorkerLauncher([stand_in(Role.TARGET, die="out of luck")])
+        with pytest.raises(WorkerStartError, match="worker target-0: exit code 1: out of luck"):
+            await launcher.__aenter__()
+
+    asyncio.run(run())
+
+
+def test_worker_that_never_gets_ready_is_given_up() -> None:
+    async def run() -> None:
+        launcher = WorkerLauncher([stand_in(Role.TARGET, hang=60)], start_timeout_seconds=1.5)
+        with pytest.raises(WorkerStartError, match=r"worker target-0: not ready after 1.5 s"):
+            await launcher.__aenter__()
+        assert not alive(launcher.workers[0].process_id)
+
+    asyncio.run(run())
+
+
+def test_cancelled_start_leaves_nothing() -> None:
+    async def run() -> None:
+        launcher = WorkerLauncher([stand_in(Role.TARGET, hang=60)])
+        start = asyncio.create_task(launcher.__aenter__())
+        await until(lambda: bool(launcher.workers) and launcher.workers[0].process_id > 0)
+        start.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await start
+        assert not alive(launcher.workers[0].process_id)
+
+    asyncio.run(run())
+
+
+def test_worker_started_again_keeps_its_address() -> None:
+    async def run() -> None:
+        deaths: list[tuple[str, str]] = []
+        launcher = WorkerLauncher(
+            [stand_in(Role.TARGET)], restart_seconds=0.05, on_exit=lambda *death: deaths.append(death)
+        )
+        async with launcher:
+            (before,) = launcher.workers
+            os.kill(before.process_id, signal.SIGKILL)
+            async with stub_of(before.address) as stub:
+                await until(lambda: launcher.workers[0].process_id != before.process_id)
+                description = await stub.Describe(worker_pb2.DescribeRequest(), timeout=10, wait_for_ready=True)
+            assert description.process_id == launcher.workers[0].process_id
+            assert launcher.workers[0].address == before.address
+            assert deaths == [("target-0", "killed by signal 9")]
+
+    asyncio.run(run())
+
+
+PARENT = """
+import asyncio, sys
+sys.path.insert(0, {root!r})
+from tests.integration.test_workers_processes import stand_in
+from services.launcher import WorkerLauncher
+from scheduler.messages import Role
+async def main():
+    async with WorkerLauncher([stand_in(Role.TARGET, **{settings!r})]) as launcher:
+        print(launcher.workers[0].process_id, flush=True)
+        await asyncio.Event().wait()
+asyncio.run(main())
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_worker_does_not_outlive_its_parent(number: signal.Signals) -> None:
+    async def run() -> None:
+        parent = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", PARENT.format(root=str(ROOT), settings={})),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,
+        )
+        try:
+            assert parent.stdout is not None
+            worker = int(await asyncio.wait_for(parent.stdout.readline(), 30))
+            assert alive(worker)
+            parent.send_signal(number)
+            await asyncio.wait_for(parent.wait(), 10)
+            await until(lambda: not alive(worker))
+        finally:
+            if parent.returncode is None:
+                parent.kill()
+
+    asyncio.run(run())
