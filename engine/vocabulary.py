@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenizers import Tokenizer
 
 
 def vocabulary_digest(table: Mapping[str, int]) -> bytes:
@@ -20,3 +24,20 @@ def vocabulary_digest(table: Mapping[str, int]) -> bytes:
 def vocabulary_size(table: Mapping[str, int]) -> int:
     """Token ids lie in [0, size); holes in the table count, padded embedding rows behind it do not."""
     return max(table.values(), default=-1) + 1
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """The token ids of a model folder. `digest` is empty where the folder has no tokenizer to take it of."""
+
+    digest: bytes
+    size: int
+
+
+def read_vocabulary(folder: Path, embedding_rows: int) -> Vocabulary:
+    """The vocabulary of the model in `folder`, whose embedding has `embedding_rows` rows, padding included."""
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        return Vocabulary(b"", embedding_rows)
+    table = Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True)
+    return Vocabulary(vocabulary_digest(table), min(vocabulary_size(table), embedding_rows))
