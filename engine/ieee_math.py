@@ -1,8 +1,8 @@
 """Logarithm and exponential out of operations that IEEE 754 fixes to the last bit.
 
-A library's `log` and `exp` differ between devices, and between the vector body and the tail of one loop. These do not:
-every step is one elementwise addition, multiplication, division or bit operation, so equal inputs give equal bits on any
-device, in any batch and with any number of threads.
+A library's `log` and `exp` differ between devices, and between the vector body and the tail of one loop. These do
+not: every step is one elementwise addition, multiplication, division or bit operation, so equal inputs give equal bits
+on any device, in any batch and with any number of threads.
 """
 
 from __future__ import annotations
