@@ -105,7 +105,12 @@ class SdpaBackend:
     """Gathers each sequence's pages and calls `scaled_dot_product_attention` in the shapes that `form` allows."""
 
     def __init__(
-        self, form: AttentionForm, query_heads_per_kv_head: int, page_size: int, dtype: torch.dtype, device: torch.device
+        self,
+        form: AttentionForm,
+        query_heads_per_kv_head: int,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         self._form = form
         self._group = query_heads_per_kv_head

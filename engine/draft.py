@@ -87,4 +87,3 @@ def _record(outcome: RowOutcome, token: int | None) -> None:
         outcome.error = "the draft's logits are not finite"
     else:
         outcome.tokens.append(token)
-

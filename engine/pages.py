@@ -83,7 +83,11 @@ class PagePool:
                 expected[page] += 1
         wrong = [page for page in range(self.total_pages) if expected[page] != self._references[page]]
         free = set(self._free)
-        if wrong or len(free) != len(self._free) or any((expected[p] == 0) != (p in free) for p in range(self.total_pages)):
+        if (
+            wrong
+            or len(free) != len(self._free)
+            or any((expected[p] == 0) != (p in free) for p in range(self.total_pages))
+        ):
             raise RuntimeError(f"page accounting is broken; reference counts differ on pages {wrong[:10]}")
 
     def _drop(self, page: int) -> None:

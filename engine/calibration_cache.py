@@ -1,0 +1,75 @@
+"""Calibrations on disk, one file each, named after everything that the bits of a pass may depend on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+from engine.attention import AttentionForm
+from engine.exactness import Calibration, ExactShapes
+from engine.model_source import cache_folder
+
+# Raised when calibration itself changes, so that older results are not believed.
+_CALIBRATION_RECIPE = 1
+
+
+def calibration_file(model: PreTrainedModel, page_size: int, max_packed_rows: int) -> Path:
+    """Where the calibration of this model on this device, with these library versions and threads, belongs."""
+    config = {k: v for k, v in model.config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
+    conditions = {
+        "recipe": _CALIBRATION_RECIPE,
+        "model": config,
+        "dtype": str(model.dtype),
+        "device": _device_name(model.device),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "page_size": page_size,
+        "max_packed_rows": max_packed_rows,
+    }
+    digest = hashlib.sha256(json.dumps(conditions, sort_keys=True, default=str).encode()).hexdigest()
+    return cache_folder() / "calibrations" / f"{digest[:32]}.json"
+
+
+def read_calibration(file: Path) -> Calibration | None:
+    """None where there is no file, or one that cannot be read as a calibration."""
+    try:
+        stored = json.loads(file.read_text(encoding="utf-8"))
+        shapes = stored.pop("shapes")
+        form = shapes["attention"]
+        attention = AttentionForm(form["least_query_rows"], form["most_query_rows"], tuple(form["kv_lengths"]))
+        return Calibration(ExactShapes(tuple(shapes["row_counts"]), attention), **stored)
+    except (FileNotFoundError, json.JSONDecodeError, KeyError, TypeError):
+        return None
+
+
+def write_calibration(file: Path, calibration: Calibration) -> None:
+    """Whole or not at all: another worker may read at the same time."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False, encoding="utf-8") as scratch:
+        json.dump(asdict(calibration), scratch)
+    os.replace(scratch.name, file)
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()} {_cpu_model()} {torch.backends.cpu.get_cpu_capability()}"
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    identity = ("vendor_id", "cpu family", "model", "model name", "stepping")
+    return " ".join(sorted({line for line in lines if line.split("\t")[0].strip() in identity}))
