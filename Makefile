@@ -1,0 +1,47 @@
+# make test    sets up everything, then runs the tests
+# make lint    style and types
+# make stubs   regenerates the protobuf stubs
+#
+# PYTHON chooses the interpreter of the virtual environment, TORCH_OPTIONS further options for installing torch
+# (for instance an index of wheels for another CUDA version), TESTS what is run.
+
+PYTHON ?= python3
+TORCH_OPTIONS ?=
+TESTS ?= tests
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/installed
+TORCH := $(shell sed -n 's/^ *"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
+
+.DELETE_ON_ERROR:
+.PHONY: setup test lint format stubs clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml
+	@echo "== virtual environment in $(VENV)"
+	$(PYTHON) -m venv $(VENV)
+	@echo "== $(TORCH) (large)"
+	$(BIN)/python -m pip install --disable-pip-version-check $(TORCH_OPTIONS) "$(TORCH)"
+	@echo "== Spool and what it needs"
+	$(BIN)/python -m pip install --disable-pip-version-check -e ".[dev]"
+	touch $@
+
+test: $(STAMP)
+	$(BIN)/python -m pytest $(TESTS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+stubs: $(STAMP)
+	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. protos/*.proto
+
+clean:
+	rm -rf $(VENV) *.egg-info build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -1,0 +1,83 @@
+"""Who may import whom, and what must start without torch."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("protos", "scheduler", "engine", "services", "deploy", "bench")
+
+ALLOWED = {
+    "protos": {"protos"},
+    "scheduler": {"scheduler"},
+    "engine": {"engine", "scheduler"},
+    "services": {"services", "protos", "scheduler", "engine"},
+    "deploy": {"deploy", "services", "engine", "scheduler", "protos"},
+    "bench": {"bench", "services", "engine", "scheduler", "protos"},
+}
+HEAVY = ("torch", "transformers")
+
+
+def imported_modules(source: Path) -> Iterator[str]:
+    """Full names of everything a file imports, at any depth of nesting."""
+    for node in ast.walk(ast.parse(source.read_text(encoding="utf-8"), str(source))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            if node.level:
+                raise AssertionError(f"{source}:{node.lineno}: relative import")
+            yield node.module or ""
+
+
+def sources(package: str) -> list[Path]:
+    found = sorted((ROOT / package).rglob("*.py"))
+    assert found, package
+    return found
+
+
+def offences(package: str, forbidden: set[str]) -> list[str]:
+    return [
+        f"{source.relative_to(ROOT)} imports {name}"
+        for source in sources(package)
+        for name in imported_modules(source)
+        if name.split(".")[0] in forbidden
+    ]
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_packages_import_only_what_they_may(package: str) -> None:
+    assert offences(package, {*PACKAGES, "tests"} - ALLOWED[package]) == []
+
+
+@pytest.mark.parametrize("package", [name for name in PACKAGES if name != "engine"])
+def test_only_the_engine_imports_torch(package: str) -> None:
+    assert offences(package, set(HEAVY)) == []
+
+
+def test_the_scheduler_core_needs_the_standard_library_only() -> None:
+    outside = [
+        f"{source.relative_to(ROOT)} imports {name}"
+        for source in sources("scheduler")
+        for name in imported_modules(source)
+        if name.split(".")[0] not in sys.stdlib_module_names | {"scheduler"}
+    ]
+    assert outside == []
+
+
+def test_the_scheduler_core_has_neither_clock_nor_randomness_nor_io() -> None:
+    banned = {"time", "random", "secrets", "datetime", "asyncio", "threading", "socket", "os", "subprocess"}
+    assert offences("scheduler", banned) == []
+
+
+@pytest.mark.parametrize("module", ["services.scheduler_service", "deploy.cli", "engine.model_source"])
+def test_starts_without_torch(module: str) -> None:
+    program = f"import sys, {module}; print([name for name in {HEAVY} if name in sys.modules])"
+    outcome = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    if f"No module named '{module}'" in outcome.stderr:
+        pytest.skip(f"{module} does not exist yet")
+    assert outcome.returncode == 0, outcome.stderr
+    assert outcome.stdout.strip() == "[]"

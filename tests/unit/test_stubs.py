@@ -1,0 +1,19 @@
+"""The checked-in protobuf stubs are what the .proto files give."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_stubs_are_up_to_date(tmp_path: Path) -> None:
+    protos = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "protos").glob("*.proto"))
+    out = str(tmp_path)
+    command = [sys.executable, "-m", "grpc_tools.protoc", "-I."]
+    command += [f"--python_out={out}", f"--pyi_out={out}", f"--grpc_python_out={out}", *protos]
+    subprocess.run(command, cwd=ROOT, check=True)
+    generated = {path.name: path.read_text(encoding="utf-8") for path in (tmp_path / "protos").iterdir()}
+    checked_in = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "protos").glob("*_pb2*.py*")}
+    assert generated.keys() == checked_in.keys()
+    assert [name for name in generated if generated[name] != checked_in[name]] == [], "run `make stubs`"
