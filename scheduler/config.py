@@ -1,0 +1,62 @@
+"""How a scheduler is set up. Checked once, at construction."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import Enum
+
+
+class Policy(Enum):
+    """How the rows of a verify group are chosen; see scheduler/policies.py."""
+
+    EQSPEC = "eqspec"
+    EXSPEC = "exspec"
+    RAGGED = "ragged"
+    AUTO = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Limits and choices of one scheduler core.
+
+    `batch_size` bounds the rows of a verify group, `draft_batch_size` the sequences that one draft step proposes for
+    (None: as many as the window holds), `prefill_chunk` the tokens that catch up in one step of any worker.
+    `max_queued_sequences` and `max_queued_tokens` bound what waits outside the window; beyond them submissions are
+    refused. No sequence waits voluntarily for longer than `wait_bound_steps` times the verify step time, which is
+    taken to be `initial_step_seconds` until it was measured. `steps_in_flight` counts the step a worker runs.
+
+    Raises `ValueError` naming field, value and limit.
+    """
+
+    batch_size: int = 8
+    window: int = 48
+    policy: Policy = Policy.AUTO
+    draft_length: int = 4
+    prefill_chunk: int = 64
+    max_queued_sequences: int = 1024
+    max_queued_tokens: int | None = None
+    wait_bound_steps: float = 1.5
+    initial_step_seconds: float = 0.05
+    steps_in_flight: int = 2
+    draft_batch_size: int | None = None
+
+    def __post_init__(self) -> None:
+        def require(name: str, holds: bool, limit: str) -> None:
+            if not holds:
+                raise ValueError(f"{name} is {getattr(self, name)!r}, must be {limit}")
+
+        for name in ("batch_size", "window", "prefill_chunk", "max_queued_sequences", "steps_in_flight"):
+            require(name, getattr(self, name) >= 1, "at least 1")
+        for name in ("max_queued_tokens", "draft_batch_size"):
+            value = getattr(self, name)
+            require(name, value is None or value >= 1, "None or at least 1")
+        require("policy", isinstance(self.policy, Policy), f"one of {', '.join(p.value for p in Policy)}")
+        require("draft_length", self.draft_length >= 0, "0 (no drafting) or more")
+        finite = math.isfinite
+        require("wait_bound_steps", finite(self.wait_bound_steps) and self.wait_bound_steps >= 0, "finite, 0 or more")
+        require("initial_step_seconds", finite(self.initial_step_seconds) and self.initial_step_seconds > 0, "above 0")
+
+    @property
+    def proposals_per_step(self) -> int:
+        return self.window if self.draft_batch_size is None else self.draft_batch_size

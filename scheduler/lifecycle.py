@@ -1,0 +1,212 @@
+"""How sequences move between states and between workers. Every change of state passes here."""
+
+from __future__ import annotations
+
+from scheduler.config import SchedulerConfig
+from scheduler.fleet import Fleet
+from scheduler.messages import Command, FailSequence, FinishReason, FinishSequence
+from scheduler.policies import GroupingPolicy
+from scheduler.pool import Pool
+from scheduler.sequence import Sequence, SequenceState
+from scheduler.statistics import Counters
+
+_ON_THE_WAY_TO_DRAFTED = (SequenceState.READY, SequenceState.DRAFTING)
+
+
+class Lifecycle:
+    """Moves sequences, and writes down in `commands` what the outside must know of it."""
+
+    def __init__(
+        self, config: SchedulerConfig, pool: Pool, fleet: Fleet, policy: GroupingPolicy, counters: Counters
+    ) -> None:
+        self._config = config
+        self._pool = pool
+        self._fleet = fleet
+        self._most_per_target = config.batch_size if policy.lockstep else None
+        self._counters = counters
+        self.commands: list[Command] = []
+
+    # --- rounds -------------------------------------------------------------------------------------------------------
+
+    def move(self, sequence: Sequence, state: SequenceState) -> None:
+        """Changes the state, and with it the sequence's place in the books of its workers."""
+        self._leave_state(sequence)
+        sequence.state = state
+        target, draft = sequence.target, sequence.draft
+        if target is None:
+            return
+        if state is SequenceState.PREFILLING:
+            target.prefilling[sequence.sequence_id] = sequence
+        elif state in _ON_THE_WAY_TO_DRAFTED:
+            target.coming.add(sequence.length)
+            if state is SequenceState.READY and draft is not None:
+                draft.ready[sequence.sequence_id] = sequence
+        elif state is SequenceState.DRAFTED:
+            target.drafted.add(sequence)
+        elif state is SequenceState.VERIFYING:
+            target.verifying += 1
+            if draft is not None:
+                draft.verifying += 1
+
+    def _leave_state(self, sequence: Sequence) -> None:
+        """Takes the sequence out of the indexes. Only now may its homes change; WAITING stands for no index."""
+        state, target, draft = sequence.state, sequence.target, sequence.draft
+        sequence.state = SequenceState.WAITING
+        if target is None:
+            return
+        if state is SequenceState.PREFILLING:
+            del target.prefilling[sequence.sequence_id]
+        elif state in _ON_THE_WAY_TO_DRAFTED:
+            target.coming.remove(sequence.length)
+            if state is SequenceState.READY and draft is not None:
+                del draft.ready[sequence.sequence_id]
+        elif state is SequenceState.DRAFTED:
+            target.drafted.remove(sequence)
+        elif state is SequenceState.VERIFYING:
+            target.verifying -= 1
+            if draft is not None:
+                draft.verifying -= 1
+
+    def begin_round(self, sequence: Sequence, now: float) -> None:
+        """Sends a sequence whose target is up to date to its draft worker, or straight to the target."""
+        self._leave_state(sequence)
+        if sequence.draft is not None and sequence.length >= sequence.draft.spec.max_sequence_length:
+            self.leave_draft(sequence)
+        wished = self.draft_length(sequence)
+        if wished and sequence.draft is None:
+            self._find_draft(sequence)
+        draft = sequence.draft
+        if not wished or draft is None:
+            self.skip_draft(sequence, now)
+            return
+        flight = draft.in_flight.get(sequence.sequence_id)
+        lack = draft.lack(sequence)
+        if flight is not None and not flight.abandoned:
+            lack -= len(flight.row.tokens)
+        # A draft that is far behind catches up beside plain rounds instead of holding the sequence up.
+        if lack > draft.chunk:
+            self.skip_draft(sequence, now)
+        else:
+            self.move(sequence, SequenceState.READY)
+
+    def skip_draft(self, sequence: Sequence, now: float) -> None:
+        """A plain decoding round."""
+        self.become_drafted(sequence, (), now)
+
+    def become_drafted(self, sequence: Sequence, draft_tokens: tuple[int, ...], now: float) -> None:
+        sequence.draft_tokens = draft_tokens
+        sequence.drafted_at = now
+        self.move(sequence, SequenceState.DRAFTED)
+
+    def catch_up(self, sequence: Sequence) -> None:
+        """Back to feeding the target committed tokens; a proposal that was pending is dropped."""
+        sequence.draft_tokens = ()
+        if sequence.draft is not None:
+            sequence.draft.kv[sequence.sequence_id].discard_proposal()
+        self.move(sequence, SequenceState.PREFILLING)
+
+    def draft_length(self, sequence: Sequence) -> int:
+        """Tokens to propose in the sequence's next round, if its draft worker can."""
+        if sequence.drafting_refused:
+            return 0
+        asked = sequence.request.draft_length
+        length = min(self._config.draft_length if asked is None else asked, sequence.remaining - 1)
+        if sequence.target is not None:
+            length = min(length, sequence.target.longest_draft)
+        if sequence.draft is not None:
+            length = min(length, max(0, sequence.draft.spec.max_sequence_length - sequence.length))
+        return length
+
+    # --- homes --------------------------------------------------------------------------------------------------------
+
+    def admit(self) -> bool:
+        """Fills the window from the queue, first come first served; whether anyone came in."""
+        pool, admitted = self._pool, False
+        while len(pool.window) < self._config.window:
+            sequence = pool.queue.oldest()
+            if sequence is None or not self._fleet.targets:
+                break
+            if not self.fits_somewhere(sequence):
+                self.fail(sequence, self.too_long(sequence))
+                continue
+            positions = sequence.length + self.draft_length(sequence) + 1
+            target = self._fleet.choose_target(positions, self._most_per_target)
+            if target is None:
+                break
+            pool.queue.remove(sequence)
+            pool.window[sequence.sequence_id] = sequence
+            target.house(sequence, positions)
+            sequence.target = target
+            if self.draft_length(sequence):
+                self._find_draft(sequence)
+            self.move(sequence, SequenceState.PREFILLING)
+            admitted = True
+        return admitted
+
+    def fits_somewhere(self, sequence: Sequence) -> bool:
+        request = sequence.request
+        return len(request.prompt) + request.max_tokens <= self._fleet.largest_capacity()
+
+    def too_long(self, sequence: Sequence) -> str:
+        request = sequence.request
+        prompt, most = len(request.prompt), request.max_tokens
+        limit = self._fleet.largest_capacity()
+        return f"prompt of {prompt} and max_tokens of {most} need {prompt + most} positions, the limit is {limit}"
+
+    def _find_draft(self, sequence: Sequence) -> None:
+        """Finds a draft home, if there is room. READY and VERIFYING are indexed by it: not in those states."""
+        positions = sequence.length + self.draft_length(sequence)
+        draft = self._fleet.choose_draft(positions)
+        if draft is not None:
+            draft.house(sequence, positions)
+            sequence.draft = draft
+
+    def leave_draft(self, sequence: Sequence) -> None:
+        """Gives up the draft home; a sequence that was READY or DRAFTING must begin its round again."""
+        draft = sequence.draft
+        if draft is None:
+            return
+        if sequence.state is SequenceState.READY:
+            del draft.ready[sequence.sequence_id]
+        elif sequence.state is SequenceState.VERIFYING:
+            draft.verifying -= 1
+        draft.evict(sequence)
+        sequence.draft = None
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Takes a sequence out of the window to give its pages to others."""
+        self._counters.preemptions += 1
+        self.return_to_queue(sequence)
+
+    def return_to_queue(self, sequence: Sequence) -> None:
+        """Takes a sequence out of the window, to its old place in the queue, with the tokens it has."""
+        self._leave_window(sequence)
+        self._pool.queue.push(sequence)
+
+    def _leave_window(self, sequence: Sequence) -> None:
+        self._leave_state(sequence)
+        self.leave_draft(sequence)
+        if sequence.target is not None:
+            sequence.target.evict(sequence)
+            sequence.target = None
+        sequence.draft_tokens = ()
+        del self._pool.window[sequence.sequence_id]
+
+    # --- ends ---------------------------------------------------------------------------------------------------------
+
+    def finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        cancelled = reason is FinishReason.CANCELLED
+        self._end(sequence, SequenceState.CANCELLED if cancelled else SequenceState.FINISHED)
+        self.commands.append(FinishSequence(sequence.sequence_id, reason))
+
+    def fail(self, sequence: Sequence, error: str) -> None:
+        self._end(sequence, SequenceState.FAILED)
+        self.commands.append(FailSequence(sequence.sequence_id, error))
+
+    def _end(self, sequence: Sequence, state: SequenceState) -> None:
+        if sequence.state is SequenceState.WAITING:
+            self._pool.queue.remove(sequence)
+        else:
+            self._leave_window(sequence)
+        sequence.state = state
+        del self._pool.sequences[sequence.sequence_id]

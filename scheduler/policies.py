@@ -1,0 +1,142 @@
+"""Which of a target's DRAFTED sequences to verify next: the grouping policies.
+
+All of them hold the bound: once the oldest DRAFTED sequence has waited for `bound` seconds, the oldest rows go,
+whatever their lengths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+from scheduler.config import Policy
+from scheduler.drafted import CountByLength, DraftedIndex, group_key
+from scheduler.sequence import Sequence
+from scheduler.step_times import VerifyTimes, expected_commit
+
+
+@dataclass(frozen=True, slots=True)
+class GroupingView:
+    """What a policy may look at.
+
+    `coming` counts the target's READY and DRAFTING sequences, `verifying` those in steps not answered yet.
+    `may_wait` is false where waiting cannot pay: the step goes anyway, for a prefill. `arrivals` gives the seconds
+    until the next draft step for this target is expected to end and the number of sequences it brings.
+    """
+
+    drafted: DraftedIndex
+    coming: CountByLength
+    verifying: int
+    batch_size: int
+    now: float
+    bound: float
+    may_wait: bool
+    times: VerifyTimes
+    acceptance: float
+    arrivals: Callable[[], tuple[float, int]]
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """Rows to verify, oldest first. `forced` when the bound left no choice."""
+
+    rows: list[Sequence]
+    forced: bool = False
+
+
+def equal_lengths(rows: Iterable[Sequence]) -> bool:
+    return len({group_key(sequence) for sequence in rows}) <= 1
+
+
+class GroupingPolicy(Protocol):
+    """Chooses a verify group, or None to wait or when there is nothing. Never waits past the view's bound."""
+
+    lockstep: bool
+    """Whether a target's sequences go round together, a batch at most of them in the window."""
+
+    def choose(self, view: GroupingView) -> Choice | None: ...
+
+
+class Ragged:
+    """The oldest rows, whatever their lengths: best where rows are packed."""
+
+    lockstep = False
+
+    def choose(self, view: GroupingView) -> Choice | None:
+        oldest = view.drafted.oldest()
+        if oldest is None:
+            return None
+        return Choice(view.drafted.first(view.batch_size), forced=view.now >= oldest.drafted_at + view.bound)
+
+
+class LockstepRagged(Ragged):
+    """EQSPEC: one cohort per target, verified together when all of it that can be drafted is."""
+
+    lockstep = True
+
+    def choose(self, view: GroupingView) -> Choice | None:
+        choice = super().choose(view)
+        if choice is None or choice.forced:
+            return choice
+        return None if view.coming.total or view.verifying else choice
+
+
+class EqualLength(Ragged):
+    """EXSPEC: the largest equal-length group, waiting for members still being drafted; else a ragged batch."""
+
+    def choose(self, view: GroupingView) -> Choice | None:
+        oldest_rows = super().choose(view)
+        if oldest_rows is None or oldest_rows.forced:
+            return oldest_rows
+        group = view.drafted.largest_group()
+        if len(group) < min(2, view.batch_size):
+            return oldest_rows
+        if len(group) < view.batch_size and view.may_wait and view.coming.at(group[0].length):
+            return None
+        return Choice(group)
+
+
+class BestRate(Ragged):
+    """AUTO: whatever is expected to commit the most tokens per second: an equal group, the oldest rows, or waiting."""
+
+    def choose(self, view: GroupingView) -> Choice | None:
+        oldest_rows = super().choose(view)
+        if oldest_rows is None or oldest_rows.forced:
+            return oldest_rows
+        best, best_rate = oldest_rows, _rate(oldest_rows.rows, equal_lengths(oldest_rows.rows), view)
+        group = view.drafted.largest_group()
+        if len(group) >= 2 and (group_rate := _rate(group, True, view)) > best_rate:
+            best, best_rate = Choice(group), group_rate
+        if len(best.rows) < view.batch_size and view.may_wait and view.coming.total:
+            seconds, count = view.arrivals()
+            in_time = view.now + seconds <= oldest_rows.rows[0].drafted_at + view.bound
+            if count and in_time and _rate(oldest_rows.rows, False, view, seconds, count) > best_rate:
+                return None
+        return best
+
+
+def _rate(
+    rows: list[Sequence], equal: bool, view: GroupingView, seconds_before: float = 0.0, more_rows: int = 0
+) -> float:
+    """Expected committed tokens per second of `rows`, joined after a wait by `more_rows` that look like them."""
+    packed = 0
+    tokens = 0.0
+    for sequence in rows:
+        packed += 1 + len(sequence.draft_tokens)
+        tokens += expected_commit(view.acceptance, len(sequence.draft_tokens))
+    growth = min(len(rows) + more_rows, view.batch_size) / len(rows)
+    seconds = seconds_before + view.times.predict(round(packed * growth), equal)
+    return tokens * growth / max(seconds, 1e-9)
+
+
+def make_policy(policy: Policy) -> GroupingPolicy:
+    match policy:
+        case Policy.EQSPEC:
+            return LockstepRagged()
+        case Policy.EXSPEC:
+            return EqualLength()
+        case Policy.RAGGED:
+            return Ragged()
+        case Policy.AUTO:
+            return BestRate()

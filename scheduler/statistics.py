@@ -1,0 +1,92 @@
+"""Counters of the core, and the snapshot that progress displays read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from scheduler.messages import GroupFormed, Role
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since the start."""
+
+    steps: int = 0
+    groups: int = 0
+    grouped_rows: int = 0
+    equal_groups: int = 0
+    equal_rows: int = 0
+    forced_groups: int = 0
+    rounds: int = 0
+    emitted_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    preemptions: int = 0
+
+    def count_step(self, group: GroupFormed | None) -> None:
+        self.steps += 1
+        if group is None:
+            return
+        self.groups += 1
+        self.grouped_rows += group.rows
+        self.forced_groups += group.forced_by_bound
+        if group.equal_length and group.rows > 1:
+            self.equal_groups += 1
+            self.equal_rows += group.rows
+
+    def count_round(self, emitted: int, drafted: int, accepted: int) -> None:
+        self.rounds += 1
+        self.emitted_tokens += emitted
+        self.drafted_tokens += drafted
+        self.accepted_tokens += accepted
+
+
+@dataclass(frozen=True, slots=True)
+class GroupStatistics:
+    """Verify groups since the start. Equal groups are those of at least two rows of one length."""
+
+    groups: int
+    rows: int
+    equal_groups: int
+    equal_rows: int
+    forced_groups: int
+
+    @property
+    def mean_rows(self) -> float:
+        return self.rows / self.groups if self.groups else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSnapshot:
+    worker_id: str
+    role: Role
+    sequences: int
+    free_pages: int
+    total_pages: int
+    steps_in_flight: int
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """The core at one moment. `pool` counts all live sequences: those `waiting` and those in the `window`.
+
+    `prefilling`, `drafting` (ready or being proposed for), `drafted` and `verifying` add up to `window`.
+    `acceptance` is the measured chance that a draft token is taken, given those before it were.
+    """
+
+    waiting: int
+    window: int
+    pool: int
+    prefilling: int
+    drafting: int
+    drafted: int
+    verifying: int
+    acceptance: float
+    rounds: int
+    emitted_tokens: int
+    drafted_tokens: int
+    accepted_tokens: int
+    preemptions: int
+    steps: int
+    groups: GroupStatistics
+    workers: tuple[WorkerSnapshot, ...]

@@ -1,0 +1,429 @@
+"""Workers in virtual time, in plain Python, and a simulation that drives a scheduler core against them.
+
+Nothing here shares code with the services or the engine but the page pool: the worker below is a second reading of
+the protocol, which refuses what the protocol forbids.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from engine.pages import PagePool, PageTable
+from scheduler.config import Policy, SchedulerConfig
+from scheduler.core import SchedulerCore
+from scheduler.digests import DigestedTokens
+from scheduler.messages import (
+    EmitTokens,
+    Event,
+    FailSequence,
+    FinishReason,
+    FinishSequence,
+    RefuseSequence,
+    Role,
+    Row,
+    RowResult,
+    RowStatus,
+    SendStep,
+    SequenceCancelled,
+    SequenceRequest,
+    SequenceSubmitted,
+    StepCompleted,
+    Tick,
+    WorkerJoined,
+    WorkerLost,
+    WorkerSpec,
+)
+
+VOCABULARY = 50
+_MIX = 0x9E3779B97F4A7C15
+
+
+def _mixed(digest: int, salt: int) -> int:
+    value = ((digest ^ salt) * _MIX) % (1 << 64)
+    return ((value ^ (value >> 29)) * 0xBF58476D1CE4E5B9 % (1 << 64)) >> 20
+
+
+def target_token(digest: int) -> int:
+    """What the target says after a prefix."""
+    return _mixed(digest, 1) % VOCABULARY
+
+
+def draft_token(digest: int, acceptance: float) -> int:
+    """The draft's guess at the same: right with the chance given."""
+    right = _mixed(digest, 2) % 1000 < acceptance * 1000
+    return target_token(digest) if right else (target_token(digest) + 1) % VOCABULARY
+
+
+def plain_decoding(request: SequenceRequest) -> tuple[list[int], FinishReason]:
+    """The whole output that a request must get."""
+    tokens = DigestedTokens(request.prompt)
+    output: list[int] = []
+    while len(output) < request.max_tokens:
+        output.append(target_token(tokens.digest(len(tokens))))
+        tokens.extend(output[-1:])
+        if output[-1] in request.stop_token_ids:
+            return output, FinishReason.STOP
+    return output, FinishReason.LENGTH
+
+
+@dataclass(eq=False)
+class Held:
+    """What a worker has of one sequence: the tokens whose KV it holds."""
+
+    tokens: DigestedTokens
+    table: PageTable
+
+
+class ModelWorker:
+    """Executes steps as protos/worker.proto demands. `guess` is the draft's acceptance; targets ignore it.
+
+    A short-sighted worker is like prompt lookup: it keeps tokens but no pages, and proposes as many as it likes.
+    """
+
+    def __init__(self, spec: WorkerSpec, guess: float = 0.7, short_sighted: bool = False) -> None:
+        self.spec = spec
+        self.guess = guess
+        self.short_sighted = short_sighted
+        self.held: dict[int, Held] = {}
+        self.pool = PagePool(spec.total_pages, spec.page_size)
+
+    def run(self, step: SendStep) -> tuple[RowResult, ...]:
+        for sequence_id in step.released:
+            self.forget(sequence_id)
+        return tuple(self.run_row(row) for row in step.rows)
+
+    def forget(self, sequence_id: int) -> None:
+        held = self.held.pop(sequence_id, None)
+        if held is not None:
+            self.pool.free(held.table)
+
+    def run_row(self, row: Row) -> RowResult:
+        if row.sequence_id not in self.held:
+            if row.opening is None:
+                return RowResult(row.sequence_id, RowStatus.UNKNOWN_SEQUENCE, 0, 0)
+            self.held[row.sequence_id] = Held(DigestedTokens(), PageTable())
+        held = self.held[row.sequence_id]
+        length = len(held.tokens)
+        if row.kv_len > length or held.tokens.digest(row.kv_len) != row.prefix_digest:
+            return self._result(row, RowStatus.KV_MISMATCH)
+        held.tokens.truncate(row.kv_len)
+        if not self.short_sighted:
+            self.pool.truncate(held.table, row.kv_len)
+        if not row.tokens:
+            return self._result(row, RowStatus.INVALID, error="nothing to feed")
+        return self._verify(row, held) if self.spec.role is Role.TARGET else self._propose(row, held)
+
+    def _append(self, held: Held, tokens: tuple[int, ...]) -> bool:
+        if not self.short_sighted:
+            if not self.pool.can_append(held.table, len(tokens)):
+                return False
+            self.pool.append(held.table, len(tokens))
+        held.tokens.extend(tokens)
+        return True
+
+    def _verify(self, row: Row, held: Held) -> RowResult:
+        if row.draft_length or (row.draft_tokens and not row.choose):
+            return self._result(row, RowStatus.INVALID, error="not a row for a target")
+        if not self._append(held, row.tokens + row.draft_tokens):
+            return self._result(row, RowStatus.OUT_OF_PAGES)
+        if not row.choose:
+            return self._result(row, RowStatus.OK)
+        fed, accepted = row.kv_len + len(row.tokens), 0
+        while accepted < len(row.draft_tokens):
+            if row.draft_tokens[accepted] != target_token(held.tokens.digest(fed + accepted)):
+                break
+            accepted += 1
+        held.tokens.truncate(fed + accepted)
+        self.pool.truncate(held.table, fed + accepted)
+        bonus = target_token(held.tokens.digest(fed + accepted))
+        tokens = (*row.draft_tokens[:accepted], bonus)
+        return self._result(row, RowStatus.OK, tokens, accepted)
+
+    def _propose(self, row: Row, held: Held) -> RowResult:
+        if row.draft_tokens or row.choose:
+            return self._result(row, RowStatus.INVALID, error="not a row for a draft")
+        if not self._append(held, row.tokens):
+            return self._result(row, RowStatus.OUT_OF_PAGES)
+        proposal: list[int] = []
+        count = row.draft_length
+        if self.short_sighted:
+            count = min(count, _mixed(held.tokens.digest(len(held.tokens)), 3) % (count + 1))
+        for _ in range(count):
+            # The last proposed token is never fed.
+            if proposal and not self._append(held, (proposal[-1],)):
+                held.tokens.truncate(row.kv_len)
+                self.pool.truncate(held.table, row.kv_len)
+                return self._result(row, RowStatus.OUT_OF_PAGES)
+            proposal.append(draft_token(held.tokens.digest(len(held.tokens)), self.guess))
+        return self._result(row, RowStatus.OK, tuple(proposal))
+
+    def _result(
+        self, row: Row, status: RowStatus, tokens: tuple[int, ...] = (), accepted: int = 0, error: str = ""
+    ) -> RowResult:
+        held = self.held[row.sequence_id].tokens
+        digests = tuple(token * 7 for token in tokens) if self.spec.role is Role.TARGET else ()
+        kv_len = len(held)
+        return RowResult(row.sequence_id, status, kv_len, held.digest(kv_len), tokens, accepted, digests, error)
+
+
+@dataclass(eq=False)
+class Seat:
+    """A worker's place in the simulation: its steps in order, of which the first is running."""
+
+    worker: ModelWorker
+    steps: deque[SendStep] = field(default_factory=deque)
+    unanswered: dict[int, SendStep] = field(default_factory=dict)
+    alive: bool = True
+
+
+@dataclass
+class Output:
+    request: SequenceRequest
+    tokens: list[int] = field(default_factory=list)
+    digests: list[int] = field(default_factory=list)
+    end: FinishSequence | FailSequence | RefuseSequence | None = None
+    cancelled: bool = False
+
+
+Fault = Callable[[ModelWorker, Row], RowResult | None]
+
+
+class Simulation:
+    """One core, its workers, and the clock. Checks what must hold at every command."""
+
+    def __init__(self, config: SchedulerConfig, seed: int = 0, latency: float = 0.001, check_bound: bool = True) -> None:
+        self.config = config
+        self.core = SchedulerCore(config)
+        self.random = random.Random(seed)
+        self.latency = latency
+        self.now = 0.0
+        self.seats: dict[str, Seat] = {}
+        self.outputs: dict[int, Output] = {}
+        self.fault: Fault | None = None
+        self.check_bound = check_bound
+        self.sent: list[tuple[float, SendStep]] = []
+        self.proposed_at: dict[int, float] = {}
+        self._heap: list[tuple[float, int, Callable[[], None]]] = []
+        self._count = 0
+
+    # --- scripting ---
+
+    def at(self, time: float, action: Callable[[], None]) -> None:
+        self._count += 1
+        heapq.heappush(self._heap, (time, self._count, action))
+
+    def submit(self, time: float, request: SequenceRequest) -> None:
+        def action() -> None:
+            assert request.sequence_id not in self.outputs
+            self.outputs[request.sequence_id] = Output(request, list(request.committed_output))
+            self.handle(SequenceSubmitted(request))
+
+        self.at(time, action)
+
+    def cancel(self, time: float, sequence_id: int) -> None:
+        def action() -> None:
+            output = self.outputs.get(sequence_id)
+            if output is not None and output.end is None:
+                output.cancelled = True
+            self.handle(SequenceCancelled(sequence_id))
+
+        self.at(time, action)
+
+    def join(self, time: float, worker: ModelWorker) -> None:
+        def action() -> None:
+            old = self.seats.get(worker.spec.worker_id)
+            if old is not None:
+                old.alive = False
+            self.seats[worker.spec.worker_id] = Seat(worker)
+            self.handle(WorkerJoined(worker.spec))
+
+        self.at(time, action)
+
+    def lose(self, time: float, worker_id: str) -> None:
+        def action() -> None:
+            seat = self.seats.pop(worker_id, None)
+            if seat is not None:
+                seat.alive = False
+                self.handle(WorkerLost(worker_id))
+                # Answers that were on the wire when the worker died must do no harm.
+                for step in list(seat.unanswered.values()):
+                    self.handle(StepCompleted(worker_id, step.step_id, seat.worker.run(step), 0.01))
+
+        self.at(time, action)
+
+    def run(self, most_events: int = 200_000) -> None:
+        """Until nothing is left to happen."""
+        for _ in range(most_events):
+            deadline = self.core.next_deadline()
+            if deadline is not None and (not self._heap or deadline < self._heap[0][0]):
+                assert deadline >= self.now, "a deadline in the past that handle() did not act on"
+                self.now = deadline
+                self.handle(Tick())
+                after = self.core.next_deadline()
+                assert after is None or after > deadline, "a tick changed nothing"
+            elif self._heap:
+                self.now, _, action = heapq.heappop(self._heap)
+                action()
+            else:
+                return
+        raise AssertionError(f"the simulation does not end: {self.core.snapshot()}")
+
+    # --- commands ---
+
+    def handle(self, event: Event) -> None:
+        commands = self.core.handle(event, self.now)
+        for command in commands:
+            match command:
+                case SendStep():
+                    self._send(command)
+                case EmitTokens():
+                    output = self.outputs[command.sequence_id]
+                    assert output.end is None and not output.cancelled, "tokens after the end"
+                    assert command.tokens, "an empty emission"
+                    assert 0 <= command.accepted <= command.drafted
+                    output.tokens.extend(command.tokens)
+                    output.digests.extend(command.logits_digests)
+                case FinishSequence() | FailSequence() | RefuseSequence():
+                    output = self.outputs[command.sequence_id]
+                    assert output.end is None, "a second end"
+                    output.end = command
+        self._check_window()
+        self._check_waits(commands)
+
+    def _send(self, step: SendStep) -> None:
+        seat = self.seats[step.worker_id]
+        self._check_step(seat, step)
+        self.sent.append((self.now, step))
+        seat.unanswered[step.step_id] = step
+        seat.steps.append(step)
+        if len(seat.steps) == 1:
+            self._start(seat)
+
+    def _start(self, seat: Seat) -> None:
+        step = seat.steps[0]
+        packed = sum(len(row.tokens) + len(row.draft_tokens) for row in step.rows)
+        passes = max((row.draft_length for row in step.rows), default=0)
+        target = seat.worker.spec.role is Role.TARGET
+        seconds = (0.01 + 0.0002 * packed) if target else (0.001 + 0.0001 * packed + 0.001 * passes)
+        seconds = seconds * self.random.uniform(0.8, 1.2) if step.rows else 0.0
+
+        def finish() -> None:
+            if not seat.alive:
+                return
+            results = self._execute(seat, step)
+            seat.steps.popleft()
+            if seat.steps:
+                self._start(seat)
+            self.at(self.now + self.latency, lambda: self._answer(seat, step, results, seconds))
+
+        self.at(self.now + self.latency + seconds, finish)
+
+    def _execute(self, seat: Seat, step: SendStep) -> tuple[RowResult, ...]:
+        worker = seat.worker
+        if self.fault is None:
+            return worker.run(step)
+        for sequence_id in step.released:
+            worker.forget(sequence_id)
+        return tuple(self.fault(worker, row) or worker.run_row(row) for row in step.rows)
+
+    def _answer(self, seat: Seat, step: SendStep, results: tuple[RowResult, ...], seconds: float) -> None:
+        if not seat.alive:
+            return
+        del seat.unanswered[step.step_id]
+        for row, result in zip(step.rows, results, strict=True):
+            if row.draft_length and result.status is RowStatus.OK:
+                self.proposed_at[row.sequence_id] = self.now
+        event = StepCompleted(step.worker_id, step.step_id, results, seconds)
+        self.handle(event)
+        if self.random.random() < 0.05:
+            before = len(self.sent)
+            self.handle(event)  # repeated answers do no harm
+            assert len(self.sent) == before
+
+    # --- checks ---
+
+    def _check_step(self, seat: Seat, step: SendStep) -> None:
+        config, spec = self.config, seat.worker.spec
+        assert all(step.step_id > earlier for earlier in seat.unanswered)
+        assert len(seat.unanswered) < config.steps_in_flight, "too many steps in flight"
+        assert step.rows or step.released, "an empty step"
+        ids = [row.sequence_id for row in step.rows]
+        waiting = {row.sequence_id for other in seat.unanswered.values() for row in other.rows}
+        assert len(set(ids)) == len(ids) and waiting.isdisjoint(ids), "a sequence is twice on its way"
+        assert sum(len(row.tokens) + len(row.draft_tokens) for row in step.rows) <= spec.max_packed_rows
+        steady = 1 if spec.role is Role.TARGET else 2
+        catching_up = sum(len(row.tokens) for row in step.rows if len(row.tokens) > steady)
+        assert catching_up <= config.prefill_chunk, "too much catching up in one step"
+        if spec.role is Role.DRAFT:
+            assert sum(row.draft_length > 0 for row in step.rows) <= config.proposals_per_step
+        elif step.group is not None:
+            assert 1 <= step.group.rows <= config.batch_size
+        for row in step.rows:
+            output = self.outputs[row.sequence_id]
+            assert output.end is None, "a row for a sequence that ended"
+            known = [*output.request.prompt, *output.tokens]
+            assert list(row.tokens) == known[row.kv_len : row.kv_len + len(row.tokens)], "not the committed tokens"
+            if row.choose or row.draft_length:
+                assert row.kv_len + len(row.tokens) == len(known), "chooses before the last committed token"
+            most = len(output.request.prompt) + output.request.max_tokens
+            assert len(known) + max(row.draft_length, len(row.draft_tokens)) < max(most, len(known) + 1), "γ too large"
+
+    def _check_window(self) -> None:
+        snapshot = self.core.snapshot()
+        assert snapshot.window <= self.config.window
+        assert snapshot.prefilling + snapshot.drafting + snapshot.drafted + snapshot.verifying == snapshot.window
+        if self.config.policy is Policy.EQSPEC:
+            for worker in snapshot.workers:
+                assert worker.role is Role.DRAFT or worker.sequences <= self.config.batch_size
+
+    def _check_waits(self, commands: list[object]) -> None:
+        """No drafted sequence is passed over, or left on an idle target, for longer than the bound."""
+        if not self.check_bound:
+            return
+        for target in self.core._fleet.targets.values():
+            waiting = target.drafted.first(len(target.drafted))
+            bound = self.core.wait_bound(target.worker_id)
+            overdue = [sequence for sequence in waiting if self.now >= sequence.drafted_at + bound]
+            if not overdue:
+                continue
+            seat = self.seats[target.worker_id]
+            assert any(step.rows for step in seat.unanswered.values()), "overdue on an idle target"
+            for step in commands:
+                if isinstance(step, SendStep) and step.worker_id == target.worker_id and step.rows:
+                    self._check_full_of_older(step, overdue[0].drafted_at, 1 + len(overdue[0].draft_tokens))
+
+    def _check_full_of_older(self, step: SendStep, drafted_at: float, packed: int) -> None:
+        group = step.rows[: step.group.rows] if step.group is not None else ()
+        for row in group:
+            assert self.core._pool.sequences[row.sequence_id].drafted_at <= drafted_at, "an overdue row was passed over"
+        if len(group) < self.config.batch_size:
+            used = sum(1 + len(row.draft_tokens) for row in group)
+            most = self.seats[step.worker_id].worker.spec.max_packed_rows
+            kept = min(self.config.prefill_chunk, most // 2)
+            assert used + packed > most - kept, "an overdue row was left out of a step that had room"
+
+    def check_end(self) -> None:
+        """Everything ended, rightly; and nothing is left on any worker."""
+        self.core.check_integrity()
+        assert self.core.snapshot().pool == 0, self.core.snapshot()
+        for output in self.outputs.values():
+            expected, reason = plain_decoding(output.request)
+            match output.end:
+                case FinishSequence(reason=FinishReason.CANCELLED):
+                    assert output.cancelled
+                    assert output.tokens == expected[: len(output.tokens)]
+                case FinishSequence():
+                    assert (output.tokens, output.end.reason) == (expected, reason)
+                    assert output.digests == [t * 7 for t in expected[len(output.request.committed_output) :]]
+                case RefuseSequence():
+                    assert output.tokens == list(output.request.committed_output)
+                case _:
+                    raise AssertionError(f"ended with {output.end}")
+        for seat in self.seats.values():
+            assert not seat.worker.held, f"{seat.worker.spec.worker_id} still holds {list(seat.worker.held)}"
+            assert not seat.unanswered
+            seat.worker.pool.check_conservation([])

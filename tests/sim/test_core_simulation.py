@@ -1,0 +1,165 @@
+"""The scheduler core against model workers in virtual time: whatever happens, the output is plain decoding's."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from scheduler.config import Policy, SchedulerConfig
+from scheduler.messages import (
+    FailSequence,
+    FinishReason,
+    FinishSequence,
+    RefusalCause,
+    RefuseSequence,
+    Role,
+    Row,
+    RowResult,
+    RowStatus,
+    SequenceRequest,
+    WorkerSpec,
+)
+from tests.sim.model import VOCABULARY, ModelWorker, Simulation
+
+
+@dataclass(frozen=True)
+class Scenario:
+    seed: int
+    policy: Policy
+    batch_size: int
+    window: int
+    draft_length: int
+    prefill_chunk: int
+    steps_in_flight: int
+    sequences: int
+    targets: int
+    drafts: int
+    short_sighted: bool
+    acceptance: float
+    longest_prompt: int
+    most_tokens: int
+    page_size: int
+    spare_pages: int
+    packed_rows: int
+    losses: int
+    cancels: int
+    faults: bool
+    late_workers: bool
+
+
+scenarios = st.builds(
+    Scenario,
+    seed=st.integers(0, 2**32),
+    policy=st.sampled_from(Policy),
+    batch_size=st.integers(1, 6),
+    window=st.sampled_from([1, 3, 8, 16, 64]),
+    draft_length=st.integers(0, 7),
+    prefill_chunk=st.sampled_from([1, 2, 5, 16, 64]),
+    steps_in_flight=st.integers(1, 3),
+    sequences=st.integers(1, 24),
+    targets=st.integers(1, 3),
+    drafts=st.integers(0, 3),
+    short_sighted=st.booleans(),
+    acceptance=st.sampled_from([0.0, 0.4, 0.7, 0.95, 1.0]),
+    longest_prompt=st.sampled_from([1, 4, 30, 120]),
+    most_tokens=st.sampled_from([1, 2, 9, 30]),
+    page_size=st.sampled_from([1, 4, 16]),
+    spare_pages=st.sampled_from([0, 1, 10, 1000]),
+    packed_rows=st.sampled_from([2, 3, 8, 24, 256]),
+    losses=st.integers(0, 3),
+    cancels=st.integers(0, 4),
+    faults=st.booleans(),
+    late_workers=st.booleans(),
+)
+
+
+def few_faults(rng: random.Random, most_per_sequence: int = 3):
+    """Workers that now and then lose KV, run short of pages or fail a draft row; never often enough to give up."""
+    counts: dict[int, int] = {}
+
+    def fault(worker: ModelWorker, row: Row) -> RowResult | None:
+        if rng.random() > 0.1 or counts.get(row.sequence_id, 0) >= most_per_sequence:
+            return None
+        counts[row.sequence_id] = counts.get(row.sequence_id, 0) + 1
+        kind = rng.randrange(4)
+        held = worker.held.get(row.sequence_id)
+        if kind == 0:
+            worker.forget(row.sequence_id)
+            return RowResult(row.sequence_id, RowStatus.UNKNOWN_SEQUENCE, 0, 0)
+        if kind == 1 and held is not None:
+            length = rng.randrange(len(held.tokens) + 1)
+            held.tokens.truncate(length)
+            if not worker.short_sighted:
+                worker.pool.truncate(held.table, length)
+            return RowResult(row.sequence_id, RowStatus.KV_MISMATCH, length, held.tokens.digest(length))
+        if kind == 2 and (held is not None or row.opening is None):
+            return RowResult(row.sequence_id, RowStatus.OUT_OF_PAGES, 0, 0)
+        if kind == 3 and worker.spec.role is Role.DRAFT:
+            worker.forget(row.sequence_id)
+            return RowResult(row.sequence_id, RowStatus.FAILED, 0, 0, error="injected")
+        return None
+
+    return fault
+
+
+def build(scenario: Scenario) -> Simulation:
+    rng = random.Random(scenario.seed)
+    config = SchedulerConfig(
+        batch_size=scenario.batch_size,
+        window=scenario.window,
+        policy=scenario.policy,
+        draft_length=scenario.draft_length,
+        prefill_chunk=scenario.prefill_chunk,
+        steps_in_flight=scenario.steps_in_flight,
+        max_queued_sequences=1000,
+    )
+    ample = scenario.spare_pages == 1000
+    simulation = Simulation(config, seed=scenario.seed, check_bound=ample)
+    longest = scenario.longest_prompt + scenario.most_tokens
+    pages = -(-longest // scenario.page_size) + scenario.spare_pages + (longest * 30 if ample else 0)
+    workers = []
+    for role, count in ((Role.TARGET, scenario.targets), (Role.DRAFT, scenario.drafts)):
+        for index in range(count):
+            length = longest if role is Role.TARGET else rng.choice([longest, longest, max(1, longest // 2)])
+            spec = WorkerSpec(f"{role.value}{index}", role, scenario.page_size, pages, length, scenario.packed_rows)
+            workers.append((spec, role is Role.DRAFT and scenario.short_sighted and index % 2 == 0))
+
+    def join(time: float, spec: WorkerSpec, short_sighted: bool) -> None:
+        simulation.join(time, ModelWorker(spec, scenario.acceptance, short_sighted))
+
+    for spec, short_sighted in workers:
+        join(rng.uniform(0, 0.3) if scenario.late_workers else 0.0, spec, short_sighted)
+    for sequence_id in range(scenario.sequences):
+        prompt = tuple(rng.randrange(VOCABULARY) for _ in range(rng.randint(1, scenario.longest_prompt)))
+        request = SequenceRequest(
+            sequence_id,
+            prompt,
+            max_tokens=rng.randint(1, scenario.most_tokens),
+            stop_token_ids=frozenset(rng.sample(range(VOCABULARY), rng.choice([0, 0, 1, 5]))),
+            draft_length=rng.choice([None, None, None, 0, 1, 6]),
+            logits_digests=True,
+        )
+        simulation.submit(rng.uniform(0, 0.5), request)
+    for _ in range(scenario.cancels):
+        simulation.cancel(rng.uniform(0, 1.0), rng.randrange(scenario.sequences))
+    for _ in range(scenario.losses):
+        spec, short_sighted = rng.choice(workers)
+        time = rng.uniform(0, 1.0)
+        if rng.random() < 0.7:
+            simulation.lose(time, spec.worker_id)
+        join(time + rng.choice([0.0, 0.01, 0.3]), spec, short_sighted)
+    if scenario.faults:
+        simulation.fault = few_faults(rng)
+    return simulation
+
+
+@settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck))
+@given(scenarios)
+def test_output_is_that_of_plain_decoding_whatever_happens(scenario: Scenario) -> None:
+    simulation = build(scenario)
+    simulation.run()
+    simulation.check_end()
+    assert all(isinstance(output.end, FinishSequence) for output in simulation.outputs.values())
