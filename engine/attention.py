@@ -41,8 +41,8 @@ class AttentionForm:
     """Shapes that attention calls keep to.
 
     Each sequence's rows are padded to at least `least_query_rows` and cut to at most `most_query_rows`. With
-    `kv_lengths` (ascending; past the last, its multiples) the KV length of a call depends on nothing but the position of
-    the row: the smallest of them that holds it. Without, KV is padded to whole pages of the longest sequence in the call.
+    `kv_lengths` (ascending; past the last, its multiples) the KV length of a call depends on nothing but the position
+    of the row: the smallest of them that holds it. Without, KV is padded to whole pages of the call's longest sequence.
     """
 
     least_query_rows: int = 1
@@ -58,7 +58,7 @@ class AttentionForm:
 
 class AttentionPlan(Protocol):
     def attend(self, keys: torch.Tensor, values: torch.Tensor, query: torch.Tensor, scaling: float) -> torch.Tensor:
-        """`keys`, `values`: a layer's pages. `query`: `[1, heads, rows, head_dim]`. Returns `[1, rows, heads, head_dim]`."""
+        """`query` `[1, heads, rows, head_dim]` over a layer's pages; gives `[1, rows, heads, head_dim]`."""
         ...
 
 
@@ -70,7 +70,7 @@ class AttentionBackend(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """One batched SDPA call: `queries` `[n, q]` packed rows, `pages` `[n, p]`, `mask` `[n, 1, q * group, p * page_size]`."""
+    """A batched SDPA call: `queries` `[n, q]` packed rows, `pages` `[n, p]`, `mask` `[n, 1, q * group, kv length]`."""
 
     queries: torch.Tensor
     pages: torch.Tensor

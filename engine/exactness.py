@@ -1,8 +1,8 @@
 """Exact mode: finds shapes on which this device gives the same bits for a row, whatever shares the pass with it.
 
 In low precision a matrix kernel's last bits depend on the row count it was called with, and near-ties then flip. Exact
-mode keeps every pass to packed row counts of one class, whose members were seen to give equal bits, and attention to one
-form; then it checks whole logits end to end, over several ways to compute the same sequences.
+mode keeps every pass to packed row counts of one class, whose members were seen to give equal bits, and attention to
+one form; then it checks whole logits end to end, over several ways to compute the same sequences.
 """
 
 from __future__ import annotations
@@ -56,8 +56,9 @@ class Calibration:
         form = self.shapes.attention
         most = "any number of" if form.most_query_rows is None else f"at most {form.most_query_rows}"
         return (
-            f"{len(counts)} row counts from {counts[0]} to {counts[-1]}, attention with at least {form.least_query_rows} "
-            f"and {most} query rows over KV lengths {', '.join(map(str, form.kv_lengths))} and multiples; "
+            f"{len(counts)} row counts from {counts[0]} to {counts[-1]}, attention with at least "
+            f"{form.least_query_rows} and {most} query rows over KV lengths {', '.join(map(str, form.kv_lengths))} "
+            f"and multiples; "
             f"{self.checked_logit_rows} logit rows bit-equal; costs "
             f"{self.decode_ms_exact:.1f} instead of {self.decode_ms_free:.1f} ms for 1 row, "
             f"{self.verify_ms_exact:.1f} instead of {self.verify_ms_free:.1f} ms for 40"

@@ -48,7 +48,7 @@ class NgramEngine:
 
 
 def continuation(history: Sequence[int], count: int) -> list[int]:
-    """Up to `count` tokens that followed the latest earlier place where the longest possible ending of `history` stood."""
+    """The `count` tokens after the latest earlier place where the longest possible ending of `history` stood."""
     if count < 1:
         return []
     tokens = list(history)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from engine.pages import OutOfPages, PagePool, PageTable
+from engine.pages import OutOfPagesError, PagePool, PageTable
 from engine.steps import RowOutcome
 
 
@@ -27,7 +27,7 @@ def make_room(pool: PagePool, needs: Sequence[tuple[PageTable, int]], outcomes: 
     for index, (table, positions) in enumerate(needs):
         try:
             pool.append(table, positions)
-        except OutOfPages as error:
+        except OutOfPagesError as error:
             outcomes[index].error = str(error)
             outcomes[index].out_of_pages = True
         else:

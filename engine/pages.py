@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 
-class OutOfPages(Exception):
+class OutOfPagesError(Exception):
     """The pool has fewer free pages than an append needs; nothing was changed."""
 
 
@@ -39,10 +39,10 @@ class PagePool:
         return self.pages_for(table.length + positions) - len(table.pages) <= len(self._free)
 
     def append(self, table: PageTable, positions: int) -> None:
-        """Makes room for `positions` more and moves `length` past them. Raises OutOfPages."""
+        """Makes room for `positions` more and moves `length` past them. Raises OutOfPagesError."""
         needed = self.pages_for(table.length + positions) - len(table.pages)
         if needed > len(self._free):
-            raise OutOfPages(f"{needed} more pages needed, {len(self._free)} of {self.total_pages} are free")
+            raise OutOfPagesError(f"{needed} more pages needed, {len(self._free)} of {self.total_pages} are free")
         for _ in range(needed):
             page = self._free.pop()
             self._references[page] = 1
@@ -50,17 +50,22 @@ class PagePool:
         table.length += positions
 
     def truncate(self, table: PageTable, length: int) -> None:
-        """Drops the positions from `length` on, and the pages that hold none any more."""
+        """Drops the positions from `length` on, and the pages that hold none any more.
+
+        Raises ValueError for a length inside a page that another table shares: an append would write to that page.
+        """
         if not 0 <= length <= table.length:
             raise ValueError(f"length is {length}, must be between 0 and the table's {table.length}")
         keep = self.pages_for(length)
+        if length % self.page_size and self._references[table.pages[keep - 1]] > 1:
+            raise ValueError(f"length is {length}, must not lie inside a page that is shared")
         for page in reversed(table.pages[keep:]):
             self._drop(page)
         del table.pages[keep:]
         table.length = length
 
     def fork(self, table: PageTable, length: int) -> PageTable:
-        """A table that shares the full pages of the first `length` positions; `length` must be a whole number of pages."""
+        """A table that shares the pages of the first `length` positions, which must be a whole number of pages."""
         if length % self.page_size or not 0 <= length <= table.length:
             raise ValueError(
                 f"length is {length}, must be a multiple of the page size {self.page_size} and at most {table.length}"

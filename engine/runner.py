@@ -11,15 +11,15 @@ import torch
 from transformers import PreTrainedModel
 
 from engine.attention import AttentionBackend, Span
-from engine.pages import PagePool, PageTable
 from engine.paged_kv import PagedKv, PagedStep
+from engine.pages import PagePool, PageTable
 from engine.steps import EngineTimings
 
 
 @dataclass(slots=True)
 class PackedSequence:
-    """`tokens` to feed at the last `len(tokens)` positions of `table` (room was made already); logits are wanted for the
-    last `logits` of them."""
+    """`tokens` to feed at the last `len(tokens)` positions of `table`, where room was made already; logits are wanted
+    for the last `logits` of them."""
 
     table: PageTable
     tokens: Sequence[int]
@@ -46,7 +46,7 @@ class ModelRunner:
         self._row_counts = tuple(row_counts)
 
     def padded(self, rows: int) -> int:
-        """The row count that a pass or an LM head call with `rows` real rows runs on. Raises ValueError past the last."""
+        """The row count that a pass or LM head call with `rows` real rows runs on. Raises ValueError past the last."""
         if not self._row_counts:
             return rows
         index = bisect_left(self._row_counts, rows)
@@ -55,7 +55,7 @@ class ModelRunner:
         return self._row_counts[index]
 
     def discard(self, pool: PagePool, table: PageTable, length: int) -> None:
-        """Truncates a table whose KV from `length` on may not be finite, leaving nothing of it to the pages' next owner."""
+        """Truncates a table whose KV from `length` on may not be finite, and leaves none of it to the next owner."""
         self.kv.scrub(table.pages[length // pool.page_size :], length % pool.page_size)
         pool.truncate(table, length)
 
