@@ -11,10 +11,9 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
-from scheduler.core import SchedulerCore
-
 from protos import worker_pb2
 from scheduler.config import SchedulerConfig
+from scheduler.core import SchedulerCore
 from scheduler.messages import (
     Command,
     EmitTokens,

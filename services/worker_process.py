@@ -22,15 +22,18 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import Any, TextIO
 
+from engine.settings import EngineSettings
 from scheduler.messages import Role
-from services.step_executor import StepExecutor, one_line
+from services.step_executor import DraftStepExecutor, StepExecutor, TargetStepExecutor, one_line
 from services.worker_server import WorkerServer
 
 logger = logging.getLogger(__name__)
+
+NGRAM_MODEL = "ngram"
 
 Progress = Callable[[str, float | None], None]
 
@@ -140,8 +143,32 @@ async def serve_worker(
 
 
 def load_executor(arguments: WorkerArguments, progress: Progress) -> StepExecutor[Any]:
-    """The executor of a real engine; the only place where a service reaches for torch, in a process of its own."""
-    raise NotImplementedError
+    """The executor of a real engine, by the role and the settings (see engine/settings.py).
+
+    The model `ngram` is a draft that needs no model. Engines are imported here and not above: torch belongs into this
+    process alone, and only when its environment is set up.
+    """
+    if arguments.role is Role.DRAFT and arguments.settings.get("model") == NGRAM_MODEL:
+        from engine.ngram import NgramEngine
+
+        return DraftStepExecutor(NgramEngine())
+    settings = _engine_settings(arguments.settings)
+    from engine.loading import load_draft_engine, load_target_engine
+
+    if arguments.role is Role.DRAFT:
+        return DraftStepExecutor(load_draft_engine(settings, progress))
+    return TargetStepExecutor(load_target_engine(settings, progress))
+
+
+def _engine_settings(settings: Mapping[str, Any]) -> EngineSettings:
+    """Raises ValueError for a setting that is missing, unknown or out of range."""
+    known = {field.name for field in fields(EngineSettings)}
+    unknown = sorted(settings.keys() - known)
+    if unknown:
+        raise ValueError(f"settings hold {', '.join(unknown)}, must be among {', '.join(sorted(known))}")
+    if "model" not in settings:
+        raise ValueError("settings hold no model")
+    return EngineSettings(**settings)
 
 
 def _stop_when_stdin_ends() -> None:
