@@ -35,9 +35,9 @@ from scheduler.messages import (
 )
 from scheduler.sampling import SamplingParameters
 from services.pairing import check_pairing
-from services.sequence_stream import AdmissionRefused, SequenceFailed, SequenceStream, TokenDelta
+from services.sequence_stream import AdmissionRefusedError, SequenceFailedError, SequenceStream, TokenDelta
 from services.statistics import ServiceStatistics, StatisticsSnapshot
-from services.worker_link import LinkOptions, WorkerEndpoint, WorkerLink, WorkerUnreachable
+from services.worker_link import LinkOptions, WorkerEndpoint, WorkerLink, WorkerUnreachableError
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 _SHORTEST_TICK_SECONDS = 0.0005
 
 
-class ServiceClosed(RuntimeError):
+class ServiceClosedError(RuntimeError):
     """The service takes no sequences (any more); the message says why."""
 
 
@@ -82,8 +82,8 @@ class SchedulerService:
     async def add_workers(self, endpoints: Sequence[WorkerEndpoint]) -> None:
         """Connects to workers and returns once each of them has taken part.
 
-        Raises WorkerUnreachable, or PairingError where one does not fit another; then none of them is added. From then
-        on a worker that is lost is looked for again until `remove_worker`.
+        Raises WorkerUnreachableError, or PairingError where one does not fit another; then none of them is added. From
+        then on a worker that is lost is looked for again until `remove_worker`.
         """
         self._check_open()
         added: dict[str, WorkerLink] = {}
@@ -117,7 +117,7 @@ class SchedulerService:
                 await self.remove_worker(worker_id)
             if isinstance(error, TimeoutError):
                 limit = self._link_options.connect_timeout
-                raise WorkerUnreachable(
+                raise WorkerUnreachableError(
                     f"workers without an answer to a first step within {limit:g} s: {', '.join(missing)}"
                 ) from error
             raise
@@ -161,7 +161,7 @@ class SchedulerService:
     ) -> SequenceStream:
         """Enters a sequence; fields as in scheduler.messages.SequenceRequest.
 
-        Raises AdmissionRefused, or ServiceClosed.
+        Raises AdmissionRefusedError, or ServiceClosedError.
         """
         self._check_open()
         request = SequenceRequest(
@@ -295,10 +295,10 @@ class SchedulerService:
                 self._streams.pop(command.sequence_id).end(command.reason)
             case FailSequence():
                 self._statistics.sequence_failed(command.sequence_id, now)
-                self._streams.pop(command.sequence_id).end(SequenceFailed(command.error))
+                self._streams.pop(command.sequence_id).end(SequenceFailedError(command.error))
             case RefuseSequence():
                 self._statistics.sequence_refused(command.sequence_id, now)
-                self._streams.pop(command.sequence_id).end(AdmissionRefused(command.cause, command.message))
+                self._streams.pop(command.sequence_id).end(AdmissionRefusedError(command.cause, command.message))
 
     def _plan_tick(self, loop: asyncio.AbstractEventLoop) -> None:
         if self._ticker is not None:
@@ -331,12 +331,12 @@ class SchedulerService:
         now = time.monotonic()
         for sequence_id, stream in self._streams.items():
             self._statistics.sequence_failed(sequence_id, now)
-            stream.end(SequenceFailed(reason))
+            stream.end(SequenceFailedError(reason))
         self._streams.clear()
 
     def _check_open(self) -> None:
         if self._closed_because is not None:
-            raise ServiceClosed(self._closed_because)
+            raise ServiceClosedError(self._closed_because)
 
     def _check_vocabulary(self, request: SequenceRequest) -> None:
         """The core takes tokens as they come; a worker would fail the sequence on the first that means nothing."""
@@ -352,7 +352,7 @@ class SchedulerService:
             for token in tokens:
                 if not 0 <= token < size:
                     message = f"{name} holds token id {token}, must be between 0 and {size - 1}"
-                    raise AdmissionRefused(RefusalCause.INVALID, message)
+                    raise AdmissionRefusedError(RefusalCause.INVALID, message)
 
 
 def _check_against(

@@ -24,11 +24,11 @@ class TokenDelta:
     logits_digests: tuple[int, ...] = ()
 
 
-class SequenceFailed(RuntimeError):
+class SequenceFailedError(RuntimeError):
     """The sequence could not be brought to its end; the tokens delivered before stay right."""
 
 
-class AdmissionRefused(RuntimeError):
+class AdmissionRefusedError(RuntimeError):
     """The sequence never entered the pool; `cause` says whether trying again later can help (QUEUE_FULL)."""
 
     def __init__(self, cause: RefusalCause, message: str) -> None:
@@ -39,8 +39,8 @@ class AdmissionRefused(RuntimeError):
 class SequenceStream:
     """Async iterator over TokenDelta, for one consumer.
 
-    Ends when the sequence is finished; `finish_reason` is known from then on. Raises SequenceFailed or
-    AdmissionRefused.
+    Ends when the sequence is finished; `finish_reason` is known from then on. Raises SequenceFailedError or
+    AdmissionRefusedError.
     Leaving an `async with` block before the end cancels the sequence.
     """
 
@@ -96,7 +96,7 @@ class SequenceStream:
 
     def raise_if_refused(self) -> None:
         """Raises the refusal of a sequence that was turned away on the spot."""
-        if isinstance(self._outcome, AdmissionRefused):
+        if isinstance(self._outcome, AdmissionRefusedError):
             raise self._outcome
 
     def end(self, outcome: FinishReason | Exception) -> None:

@@ -21,7 +21,7 @@ from protos import worker_pb2
 from scheduler.digests import EMPTY_DIGEST
 from scheduler.messages import Role, RowStatus
 from services.wire import role_to_wire, status_to_wire
-from services.worker_sequences import RowRejected, WorkerSequence, WorkerSequences
+from services.worker_sequences import RowRejectedError, WorkerSequence, WorkerSequences
 
 logger = logging.getLogger(__name__)
 
@@ -195,7 +195,7 @@ class StepExecutor(ABC, Generic[EngineRow]):
             seen.add(row.sequence_id)
             try:
                 running.append((index, self._book.prepare(row, accept_new=not self.draining), row))
-            except RowRejected as rejected:
+            except RowRejectedError as rejected:
                 replies[index] = worker_pb2.RowReply(
                     sequence_id=row.sequence_id,
                     status=status_to_wire(rejected.status),

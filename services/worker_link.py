@@ -49,11 +49,11 @@ class LinkOptions:
                 raise ValueError(f"{name} is {getattr(self, name)}, must be above 0")
 
 
-class WorkerUnreachable(ConnectionError):
+class WorkerUnreachableError(ConnectionError):
     """The worker did not answer, or not as the protocol asks."""
 
 
-class SchedulerFenced(RuntimeError):
+class SchedulerFencedError(RuntimeError):
     """Another scheduler with a higher epoch has taken the worker over."""
 
 
@@ -100,27 +100,27 @@ class WorkerLink:
         return self._outgoing is not None
 
     async def describe(self) -> worker_pb2.WorkerDescription:
-        """Raises WorkerUnreachable, or PairingError for the wrong role."""
+        """Raises WorkerUnreachableError, or PairingError for the wrong role."""
         endpoint = self.endpoint
         try:
             description: worker_pb2.WorkerDescription = await self._stub.Describe(
                 worker_pb2.DescribeRequest(), timeout=self._options.connect_timeout, wait_for_ready=True
             )
         except grpc.aio.AioRpcError as error:
-            raise WorkerUnreachable(
+            raise WorkerUnreachableError(
                 f"worker {endpoint.worker_id} at {endpoint.address} does not answer: {_reason(error)}"
             ) from error
         check_role(endpoint.worker_id, role_to_wire(endpoint.role), description)
         return description
 
     async def run(self, description: worker_pb2.WorkerDescription) -> None:
-        """Keeps the link up, from the description just received on, until cancelled. Raises SchedulerFenced."""
+        """Keeps the link up, from the description just received on, until cancelled. Raises SchedulerFencedError."""
         backoff = self._options.first_backoff
         while True:
             try:
                 self._listener.check_admission(self, description)
                 await self._session(description)
-            except WorkerUnreachable as error:
+            except WorkerUnreachableError as error:
                 logger.warning("%s", error)
                 was_up = self.up
                 self._outgoing = None
@@ -137,7 +137,7 @@ class WorkerLink:
                 try:
                     description = await self.describe()
                     break
-                except (WorkerUnreachable, PairingError) as error:
+                except (WorkerUnreachableError, PairingError) as error:
                     logger.info("%s", error)
 
     def send(self, step: SendStep) -> None:
@@ -153,7 +153,7 @@ class WorkerLink:
         await self._channel.close(None)
 
     async def _session(self, description: worker_pb2.WorkerDescription) -> None:
-        """One stream from its opening to its end, which is always a WorkerUnreachable or SchedulerFenced."""
+        """One stream from its opening to its end, which is always a WorkerUnreachableError or SchedulerFencedError."""
         outgoing: asyncio.Queue[SendStep] = asyncio.Queue()
         call = self._stub.Steps(self._requests(outgoing, description.worker_epoch, self._next_epoch()))
         try:
@@ -193,7 +193,7 @@ class WorkerLink:
 
     def _check_reply(self, reply: worker_pb2.StepReply) -> None:
         if reply.status == worker_pb2.STEP_STATUS_FENCED:
-            raise SchedulerFenced(f"worker {self.endpoint.worker_id}: {reply.error}")
+            raise SchedulerFencedError(f"worker {self.endpoint.worker_id}: {reply.error}")
         if reply.status not in (worker_pb2.STEP_STATUS_OK, worker_pb2.STEP_STATUS_INVALID):
             raise self._unreachable(f"it refused step {reply.step_id}: {reply.error or f'status {reply.status}'}")
 
@@ -213,8 +213,8 @@ class WorkerLink:
             now = asyncio.get_running_loop().time()
             self._deadline.reschedule(now + self._options.step_timeout if self._in_flight else None)
 
-    def _unreachable(self, reason: str) -> WorkerUnreachable:
-        return WorkerUnreachable(f"worker {self.endpoint.worker_id} at {self.endpoint.address} is lost: {reason}")
+    def _unreachable(self, reason: str) -> WorkerUnreachableError:
+        return WorkerUnreachableError(f"worker {self.endpoint.worker_id} at {self.endpoint.address} is lost: {reason}")
 
 
 def _reason(error: grpc.aio.AioRpcError) -> str:

@@ -38,7 +38,7 @@ class WorkerSequence:
         return self.tokens.digest(self.table.length)
 
 
-class RowRejected(Exception):
+class RowRejectedError(Exception):
     """A row that cannot run; says what the worker has of its sequence."""
 
     def __init__(self, status: RowStatus, error: str, held: WorkerSequence | None = None) -> None:
@@ -71,29 +71,29 @@ class WorkerSequences:
     def prepare(self, row: worker_pb2.Row, accept_new: bool = True) -> WorkerSequence:
         """Checks a row, truncates its sequence to the row's `kv_len` and appends the row's tokens to its list.
 
-        Raises RowRejected, with the KV state unchanged.
+        Raises RowRejectedError, with the KV state unchanged.
         """
         held = self._sequences.get(row.sequence_id)
         try:
             self._check_shape(row)
             opened = self._open(row) if row.HasField("parameters") else None
         except ValueError as error:
-            raise RowRejected(RowStatus.INVALID, str(error), held) from error
+            raise RowRejectedError(RowStatus.INVALID, str(error), held) from error
         if held is None:
             if opened is None:
-                raise RowRejected(RowStatus.UNKNOWN_SEQUENCE, "no parameters came for a sequence not known here")
+                raise RowRejectedError(RowStatus.UNKNOWN_SEQUENCE, "no parameters came for a sequence not known here")
             if not accept_new:
-                raise RowRejected(RowStatus.FAILED, "the worker is draining and takes no new sequences")
+                raise RowRejectedError(RowStatus.FAILED, "the worker is draining and takes no new sequences")
             self._sequences[row.sequence_id] = held = opened
         elif opened is not None:
             held.prompt_length, held.sampling = opened.prompt_length, opened.sampling
             held.logits_digests = opened.logits_digests
         if row.kv_len > held.table.length:
-            raise RowRejected(
+            raise RowRejectedError(
                 RowStatus.KV_MISMATCH, f"kv_len is {row.kv_len}, the worker has {held.table.length}", held
             )
         if row.prefix_digest != held.tokens.digest(row.kv_len):
-            raise RowRejected(
+            raise RowRejectedError(
                 RowStatus.KV_MISMATCH, f"the worker has other tokens than expected in [0, {row.kv_len})", held
             )
         self._pool.truncate(held.table, row.kv_len)

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from engine.description import EngineDescription
-from engine.pages import OutOfPages, PagePool, PageTable
+from engine.pages import OutOfPagesError, PagePool, PageTable
 from engine.steps import EngineTimings, ProposeRow, RowOutcome, StepOutcome, VerifyRow
 from scheduler.digests import DigestedTokens
 from scheduler.messages import Role
@@ -93,7 +93,7 @@ class StandInEngine:
         start = row.table.length
         try:
             outcome = self._run(row)
-        except OutOfPages as error:
+        except OutOfPagesError as error:
             self.pool.truncate(row.table, start)
             return RowOutcome([], error=str(error), out_of_pages=True)
         assert self.read(row.table) == [*row.history, *outcome.tokens][: row.table.length]

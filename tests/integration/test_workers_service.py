@@ -20,9 +20,9 @@ from scheduler.config import Policy, SchedulerConfig
 from scheduler.messages import FinishReason, RefusalCause, Role
 from services.launcher import RunningWorker, WorkerLauncher
 from services.pairing import PairingError
-from services.scheduler_service import SchedulerService, ServiceClosed
-from services.sequence_stream import AdmissionRefused, SequenceFailed, SequenceStream
-from services.worker_link import LinkOptions, WorkerEndpoint, WorkerUnreachable
+from services.scheduler_service import SchedulerService, ServiceClosedError
+from services.sequence_stream import AdmissionRefusedError, SequenceFailedError, SequenceStream
+from services.worker_link import LinkOptions, WorkerEndpoint, WorkerUnreachableError
 from tests.integration.test_workers_processes import ROOT, stand_in, until
 from tests.stand_in_worker import MAX_LENGTH, STEP_FAILS, VOCABULARY, continuation
 
@@ -188,7 +188,7 @@ def test_hung_worker_is_lost_and_comes_back_only_when_it_answers() -> None:
 def test_failed_engine_step_reaches_the_client_with_its_reason() -> None:
     async def run() -> None:
         async with cell() as (service, _):
-            with pytest.raises(SequenceFailed, match="the step exploded"):
+            with pytest.raises(SequenceFailedError, match="the step exploded"):
                 await service.submit([30, STEP_FAILS], 20).collect()
             await check(service.submit([30, 31], 20), [30, 31], 20)
 
@@ -199,16 +199,18 @@ def test_refusals_name_their_cause() -> None:
     async def run() -> None:
         config = SchedulerConfig(window=1, max_queued_sequences=1)
         async with cell(config=config, step_seconds=0.02) as (service, _):
-            with pytest.raises(AdmissionRefused, match=f"token id {VOCABULARY}, must be between 0 and 999") as refusal:
+            with pytest.raises(
+                AdmissionRefusedError, match=f"token id {VOCABULARY}, must be between 0 and 999"
+            ) as refusal:
                 service.submit([VOCABULARY], 5)
             assert refusal.value.cause is RefusalCause.INVALID
-            with pytest.raises(AdmissionRefused, match="prompt is empty"):
+            with pytest.raises(AdmissionRefusedError, match="prompt is empty"):
                 service.submit([], 5)
-            with pytest.raises(AdmissionRefused, match=f"the limit is {MAX_LENGTH}") as refusal:
+            with pytest.raises(AdmissionRefusedError, match=f"the limit is {MAX_LENGTH}") as refusal:
                 service.submit([1], MAX_LENGTH)
             assert refusal.value.cause is RefusalCause.TOO_LONG
             running, queued = service.submit([1], 50), service.submit([2], 5)
-            with pytest.raises(AdmissionRefused) as refusal:
+            with pytest.raises(AdmissionRefusedError) as refusal:
                 service.submit([3], 5)
             assert refusal.value.cause is RefusalCause.QUEUE_FULL
             running.cancel()
@@ -236,9 +238,9 @@ def test_closing_fails_what_is_unfinished() -> None:
             stream = service.submit([1], 500)
             await anext(stream)
             await service.close("maintenance")
-            with pytest.raises(SequenceFailed, match="maintenance"):
+            with pytest.raises(SequenceFailedError, match="maintenance"):
                 await stream.collect()
-            with pytest.raises(ServiceClosed, match="maintenance"):
+            with pytest.raises(ServiceClosedError, match="maintenance"):
                 service.submit([1], 5)
 
     asyncio.run(run())
@@ -264,7 +266,7 @@ def test_second_scheduler_takes_the_workers_over() -> None:
             await anext(stream)
             async with SchedulerService(SchedulerConfig(), scheduler_epoch=time.time_ns()) as second:
                 await second.add_workers(endpoints(launcher.workers))
-                with pytest.raises(SequenceFailed, match="has taken over"):
+                with pytest.raises(SequenceFailedError, match="has taken over"):
                     await stream.collect()
                 assert "has taken over" in (service.closed_because or "")
                 await check(second.submit([1], 20), [1], 20)
@@ -303,7 +305,7 @@ def test_worker_of_the_wrong_role_and_worker_that_is_not_there() -> None:
             address = launcher.workers[0].address
             with pytest.raises(PairingError, match="worker a is target, must be draft"):
                 await service.add_workers([WorkerEndpoint("a", Role.DRAFT, address)])
-            with pytest.raises(WorkerUnreachable, match=r"worker b at 127.0.0.1:1 does not answer"):
+            with pytest.raises(WorkerUnreachableError, match=r"worker b at 127.0.0.1:1 does not answer"):
                 await service.add_workers([WorkerEndpoint("b", Role.TARGET, "127.0.0.1:1")])
 
     asyncio.run(run())
