@@ -96,6 +96,8 @@ class Lifecycle:
     def become_drafted(self, sequence: Sequence, draft_tokens: tuple[int, ...], now: float) -> None:
         sequence.draft_tokens = draft_tokens
         sequence.drafted_at = now
+        if sequence.target is not None:
+            sequence.due = sequence.target.due(now, self._config.wait_bound_steps)
         self.move(sequence, SequenceState.DRAFTED)
 
     def catch_up(self, sequence: Sequence) -> None:

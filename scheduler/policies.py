@@ -1,7 +1,7 @@
 """Which of a target's DRAFTED sequences to verify next: the grouping policies.
 
-All of them hold the bound: once the oldest DRAFTED sequence has waited for `bound` seconds, the oldest rows go,
-whatever their lengths.
+All of them hold the bound: once the oldest DRAFTED sequence is due (see TargetBook.due), the oldest rows go, whatever
+their lengths.
 """
 
 from __future__ import annotations
@@ -30,11 +30,13 @@ class GroupingView:
     verifying: int
     batch_size: int
     now: float
-    bound: float
     may_wait: bool
     times: VerifyTimes
     acceptance: float
     arrivals: Callable[[], tuple[float, int]]
+
+    def overdue(self, sequence: Sequence) -> bool:
+        return self.now >= sequence.due
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,7 @@ def equal_lengths(rows: Iterable[Sequence]) -> bool:
 
 
 class GroupingPolicy(Protocol):
-    """Chooses a verify group, or None to wait or when there is nothing. Never waits past the view's bound."""
+    """Chooses a verify group, or None to wait or when there is nothing. Never waits once the oldest is due."""
 
     lockstep: bool
     """Whether a target's sequences go round together, a batch at most of them in the window."""
@@ -64,56 +66,63 @@ class Ragged:
     lockstep = False
 
     def choose(self, view: GroupingView) -> Choice | None:
-        oldest = view.drafted.oldest()
-        if oldest is None:
-            return None
-        return Choice(view.drafted.first(view.batch_size), forced=view.now >= oldest.drafted_at + view.bound)
+        return Choice(view.drafted.first(view.batch_size)) if view.drafted else None
 
 
-class LockstepRagged(Ragged):
+class LockstepRagged:
     """EQSPEC: one cohort per target, verified together when all of it that can be drafted is."""
 
     lockstep = True
 
     def choose(self, view: GroupingView) -> Choice | None:
-        choice = super().choose(view)
-        if choice is None or choice.forced:
-            return choice
-        return None if view.coming.total or view.verifying else choice
+        if not view.drafted:
+            return None
+        oldest_rows = view.drafted.first(view.batch_size)
+        if view.overdue(oldest_rows[0]):
+            return Choice(oldest_rows, forced=True)
+        return None if view.coming.total or view.verifying else Choice(oldest_rows)
 
 
-class EqualLength(Ragged):
+class EqualLength:
     """EXSPEC: the largest equal-length group, waiting for members still being drafted; else a ragged batch."""
 
+    lockstep = False
+
     def choose(self, view: GroupingView) -> Choice | None:
-        oldest_rows = super().choose(view)
-        if oldest_rows is None or oldest_rows.forced:
-            return oldest_rows
+        if not view.drafted:
+            return None
+        oldest_rows = view.drafted.first(view.batch_size)
+        if view.overdue(oldest_rows[0]):
+            return Choice(oldest_rows, forced=True)
         group = view.drafted.largest_group()
         if len(group) < min(2, view.batch_size):
-            return oldest_rows
+            return Choice(oldest_rows)
         if len(group) < view.batch_size and view.may_wait and view.coming.at(group[0].length):
             return None
         return Choice(group)
 
 
-class BestRate(Ragged):
+class BestRate:
     """AUTO: whatever is expected to commit the most tokens per second: an equal group, the oldest rows, or waiting."""
 
+    lockstep = False
+
     def choose(self, view: GroupingView) -> Choice | None:
-        oldest_rows = super().choose(view)
-        if oldest_rows is None or oldest_rows.forced:
-            return oldest_rows
-        best, best_rate = oldest_rows, _rate(oldest_rows.rows, equal_lengths(oldest_rows.rows), view)
+        if not view.drafted:
+            return None
+        oldest_rows = view.drafted.first(view.batch_size)
+        if view.overdue(oldest_rows[0]):
+            return Choice(oldest_rows, forced=True)
+        best, best_rate = oldest_rows, _rate(oldest_rows, equal_lengths(oldest_rows), view)
         group = view.drafted.largest_group()
         if len(group) >= 2 and (group_rate := _rate(group, True, view)) > best_rate:
-            best, best_rate = Choice(group), group_rate
-        if len(best.rows) < view.batch_size and view.may_wait and view.coming.total:
+            best, best_rate = group, group_rate
+        if len(best) < view.batch_size and view.may_wait and view.coming.total:
             seconds, count = view.arrivals()
-            in_time = view.now + seconds <= oldest_rows.rows[0].drafted_at + view.bound
-            if count and in_time and _rate(oldest_rows.rows, False, view, seconds, count) > best_rate:
+            in_time = view.now + seconds <= oldest_rows[0].due
+            if count and in_time and _rate(oldest_rows, False, view, seconds, count) > best_rate:
                 return None
-        return best
+        return Choice(best)
 
 
 def _rate(

@@ -43,6 +43,7 @@ class Sequence:
         "drafted_at",
         "drafted_order",
         "drafting_refused",
+        "due",
         "order",
         "request",
         "sequence_id",
@@ -64,6 +65,7 @@ class Sequence:
         self.draft_tokens: tuple[int, ...] = ()
         self.drafted_at = 0.0
         self.drafted_order = 0
+        self.due = 0.0
         self.target_failures = 0
         self.draft_failures = 0
         self.drafting_refused = False

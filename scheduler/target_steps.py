@@ -38,7 +38,7 @@ class TargetPlanner:
         oldest = target.drafted.oldest()
         if oldest is None or target.busy or not target.can_take_step:
             return None
-        return oldest.drafted_at + self.bound(target)
+        return oldest.due
 
     def plan(self, target: TargetBook, step_id: int, now: float) -> SendStep | None:
         """The next step for this worker, or None when it waits or has nothing to do."""
@@ -71,7 +71,6 @@ class TargetPlanner:
             verifying=target.verifying,
             batch_size=self._config.batch_size,
             now=now,
-            bound=self.bound(target),
             may_wait=may_wait,
             times=target.times,
             acceptance=self._acceptance.rate,

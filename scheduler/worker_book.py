@@ -223,11 +223,23 @@ class TargetBook(WorkerBook):
         """READY and DRAFTING sequences."""
         self.verifying = 0
         self.times = VerifyTimes(initial_seconds)
+        self._batch_size = batch_size
+        self._latest_due = 0.0
 
     @property
     def longest_draft(self) -> int:
         """Draft tokens of a row at most, so that two rows always fit a step and prefill cannot be shut out."""
         return max(0, self.spec.max_packed_rows // 2 - 1)
+
+    def due(self, now: float, wait_bound_steps: float) -> float:
+        """Until when a sequence drafted now may be made to wait: the bound, after its turn by order of age.
+
+        Those drafted before it go first in any case, a batch in a step; that wait is not the scheduler's choice.
+        Nobody is due before one that was drafted earlier.
+        """
+        turn = len(self.drafted) // self._batch_size
+        self._latest_due = max(self._latest_due, now + (wait_bound_steps + turn) * self.times.typical)
+        return self._latest_due
 
     def can_prefill(self) -> bool:
         """Whether a sequence lacks committed tokens and has no row in flight."""

@@ -11,6 +11,7 @@ import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from engine.pages import PagePool, PageTable
 from scheduler.config import Policy, SchedulerConfig
@@ -195,7 +196,9 @@ Fault = Callable[[ModelWorker, Row], RowResult | None]
 class Simulation:
     """One core, its workers, and the clock. Checks what must hold at every command."""
 
-    def __init__(self, config: SchedulerConfig, seed: int = 0, latency: float = 0.001, check_bound: bool = True) -> None:
+    def __init__(
+        self, config: SchedulerConfig, seed: int = 0, latency: float = 0.001, check_bound: bool = True
+    ) -> None:
         self.config = config
         self.core = SchedulerCore(config)
         self.random = random.Random(seed)
@@ -386,8 +389,8 @@ class Simulation:
             return
         for target in self.core._fleet.targets.values():
             waiting = target.drafted.first(len(target.drafted))
-            bound = self.core.wait_bound(target.worker_id)
-            overdue = [sequence for sequence in waiting if self.now >= sequence.drafted_at + bound]
+            overdue = [sequence for sequence in waiting if self.now >= sequence.due]
+            assert all(earlier.due <= later.due for earlier, later in pairwise(waiting))
             if not overdue:
                 continue
             seat = self.seats[target.worker_id]

@@ -10,11 +10,7 @@ from hypothesis import strategies as st
 
 from scheduler.config import Policy, SchedulerConfig
 from scheduler.messages import (
-    FailSequence,
-    FinishReason,
     FinishSequence,
-    RefusalCause,
-    RefuseSequence,
     Role,
     Row,
     RowResult,
