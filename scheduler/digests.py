@@ -32,8 +32,10 @@ class DigestedTokens:
         return len(self.tokens)
 
     def extend(self, tokens: Iterable[int]) -> None:
+        digest = self._digests[-1]
         for token in tokens:
-            self._digests.append(extend_digest(self._digests[-1], token))
+            digest = (digest * _BASE + token + 1) % _MODULUS
+            self._digests.append(digest)
             self.tokens.append(token)
 
     def truncate(self, length: int) -> None:

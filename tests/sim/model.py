@@ -285,7 +285,7 @@ class Simulation:
                     self._send(command)
                 case EmitTokens():
                     output = self.outputs[command.sequence_id]
-                    assert output.end is None and not output.cancelled, "tokens after the end"
+                    assert output.end is None, "tokens after the end"
                     assert command.tokens, "an empty emission"
                     assert 0 <= command.accepted <= command.drafted
                     output.tokens.extend(command.tokens)
@@ -356,7 +356,8 @@ class Simulation:
         assert step.rows or step.released, "an empty step"
         ids = [row.sequence_id for row in step.rows]
         waiting = {row.sequence_id for other in seat.unanswered.values() for row in other.rows}
-        assert len(set(ids)) == len(ids) and waiting.isdisjoint(ids), "a sequence is twice on its way"
+        assert len(set(ids)) == len(ids), "a sequence is twice in a step"
+        assert waiting.isdisjoint(ids), "a sequence is twice on its way"
         assert sum(len(row.tokens) + len(row.draft_tokens) for row in step.rows) <= spec.max_packed_rows
         steady = 1 if spec.role is Role.TARGET else 2
         catching_up = sum(len(row.tokens) for row in step.rows if len(row.tokens) > steady)
@@ -373,7 +374,9 @@ class Simulation:
             if row.choose or row.draft_length:
                 assert row.kv_len + len(row.tokens) == len(known), "chooses before the last committed token"
             most = len(output.request.prompt) + output.request.max_tokens
-            assert len(known) + max(row.draft_length, len(row.draft_tokens)) < max(most, len(known) + 1), "γ too large"
+            assert len(known) + max(row.draft_length, len(row.draft_tokens)) < max(most, len(known) + 1), (
+                "drafts past max_tokens"
+            )
 
     def _check_window(self) -> None:
         snapshot = self.core.snapshot()
