@@ -124,7 +124,7 @@ class SchedulerService:
         self._check_open()
 
     async def remove_worker(self, worker_id: str) -> None:
-        """Stops using a worker; its sequences go on elsewhere. An unknown one is no error."""
+        """Stops using a worker: its sequences go on elsewhere, and it drops them. An unknown one is no error."""
         link = self._links.pop(worker_id, None)
         if link is None:
             return
@@ -133,9 +133,10 @@ class SchedulerService:
         self._up.pop(worker_id)
         run.cancel()
         await asyncio.gather(run, return_exceptions=True)
-        await link.close()
         if was_up:
             self._lost(link, "it was removed")
+            await link.dismiss()
+        await link.close()
 
     @property
     def descriptions(self) -> Mapping[str, worker_pb2.WorkerDescription]:

@@ -149,6 +149,21 @@ class WorkerLink:
         if len(self._in_flight) == 1:
             self._expect_reply()
 
+    async def dismiss(self) -> None:
+        """Tells the worker to drop every sequence, after `run` was cancelled. One that is gone has dropped them."""
+        if self.description is None:
+            return
+        opening = worker_pb2.StepRequest(
+            worker_epoch=self.description.worker_epoch,
+            step_id=_OPENING_STEP_ID,
+            scheduler_epoch=self._next_epoch(),
+        )
+        try:
+            async for _ in self._stub.Steps(iter([opening]), timeout=self._options.connect_timeout):
+                return
+        except grpc.aio.AioRpcError as error:
+            logger.info("worker %s was not told that it is dismissed: %s", self.endpoint.worker_id, _reason(error))
+
     async def close(self) -> None:
         await self._channel.close(None)
 

@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,53 @@ def test_health_and_drain() -> None:
             release.released_sequence_ids.append(1)
             await exchange(stub, [release])
             assert (await asyncio.wait_for(draining, 5)).sequences_left == 0
+
+    asyncio.run(run())
+
+
+def test_steps_of_a_broken_stream_that_wait_are_not_run() -> None:
+    async def run() -> None:
+        async with (
+            WorkerLauncher([stand_in(Role.TARGET, step_seconds=0.2)]) as launcher,
+            stub_of(launcher.workers[0].address) as stub,
+        ):
+            description = await stub.Describe(worker_pb2.DescribeRequest(), timeout=5)
+            call = stub.Steps(iter([step(description, n, opening(n)) for n in (1, 2, 3, 4)]))
+            assert (await call.read()).step_id == 1
+            call.cancel()
+            (reply,) = await exchange(stub, [step(description, 4, opening(40, choose=True))])
+            assert [row.sequence_id for row in reply.rows] == [40]
+            assert (await stub.Describe(worker_pb2.DescribeRequest())).free_pages >= 1000 - 3 * 2
+
+    asyncio.run(run())
+
+
+def test_threads_and_cpus_are_the_launchers_choice() -> None:
+    async def run() -> None:
+        cpu = min(os.sched_getaffinity(0))
+        launch = replace(stand_in(Role.TARGET), threads=3, cpus=(cpu,))
+        async with WorkerLauncher([launch]) as launcher, stub_of(launcher.workers[0].address) as stub:
+            process_id = launcher.workers[0].process_id
+            assert os.sched_getaffinity(process_id) == {cpu}
+            assert psutil.Process(process_id).environ()["OMP_NUM_THREADS"] == "3"
+            assert (await stub.Describe(worker_pb2.DescribeRequest(), timeout=5)).threads == 3
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, "worker target-0: settings hold no model"),
+        ({"model": "m", "colour": "red"}, "worker target-0: settings hold colour, must be among"),
+        ({"model": "m", "dtype": "int3"}, "worker target-0: dtype is 'int3', must be one of"),
+    ],
+)
+def test_wrong_settings_are_named(settings: dict[str, Any], message: str) -> None:
+    async def run() -> None:
+        with pytest.raises(WorkerStartError) as caught:
+            await WorkerLauncher([WorkerLaunch(Role.TARGET, settings)]).__aenter__()
+        assert str(caught.value).startswith(message)
 
     asyncio.run(run())
 

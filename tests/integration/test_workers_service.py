@@ -18,7 +18,7 @@ import pytest
 from protos import worker_pb2, worker_pb2_grpc
 from scheduler.config import Policy, SchedulerConfig
 from scheduler.messages import FinishReason, RefusalCause, Role
-from services.launcher import RunningWorker, WorkerLauncher
+from services.launcher import RunningWorker, WorkerLaunch, WorkerLauncher
 from services.pairing import PairingError
 from services.scheduler_service import SchedulerService, ServiceClosedError
 from services.sequence_stream import AdmissionRefusedError, SequenceFailedError, SequenceStream
@@ -103,6 +103,22 @@ def test_without_a_draft_worker() -> None:
         async with cell(drafts=0) as (service, _):
             await check(service.submit([30, 31], 20), [30, 31], 20)
             assert service.statistics().committed_per_round == 1
+
+    asyncio.run(run())
+
+
+def test_prompt_lookup_drafts_without_a_model() -> None:
+    async def run() -> None:
+        launches = [WorkerLaunch(Role.DRAFT, {"model": "ngram"}), stand_in(Role.TARGET)]
+        async with (
+            WorkerLauncher(launches) as launcher,
+            SchedulerService(SchedulerConfig(), scheduler_epoch=time.time_ns(), link_options=LINKS) as service,
+        ):
+            await service.add_workers(endpoints(launcher.workers))
+            prompt = [40, 41, 42, 43, 40, 41]
+            await check(service.submit(prompt, 20), prompt, 20)
+            assert service.statistics().drafted > 0
+            assert not service.statistics().row_errors
 
     asyncio.run(run())
 
@@ -248,11 +264,15 @@ def test_closing_fails_what_is_unfinished() -> None:
 
 def test_removed_worker_leaves_its_sequences_to_others() -> None:
     async def run() -> None:
-        async with cell(targets=2, step_seconds=0.005) as (service, _):
+        async with cell(targets=2, step_seconds=0.005) as (service, launcher):
             streams = [(service.submit(prompt, 40), prompt) for prompt in prompts(8)]
             await anext(streams[0][0])
             await service.remove_worker("target-0")
             assert service.workers_up == {"draft-0", "target-1"}
+            address = next(worker.address for worker in launcher.workers if worker.worker_id == "target-0")
+            async with grpc.aio.insecure_channel(address) as channel:
+                drained = await worker_pb2_grpc.WorkerStub(channel).Drain(worker_pb2.DrainRequest(), timeout=5)
+                assert drained.sequences_left == 0
             for stream, prompt in streams[1:]:
                 await check(stream, prompt, 40)
 
@@ -314,7 +334,7 @@ def test_worker_of_the_wrong_role_and_worker_that_is_not_there() -> None:
 def test_the_service_needs_no_torch() -> None:
     code = (
         "import sys, services.scheduler_service, services.launcher, services.tokenizer; "
-        "sys.exit(', '.join({'torch', 'transformers'} & sys.modules.keys()))"
+        "sys.exit(', '.join({'torch', 'transformers'} & sys.modules.keys()) or 0)"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
