@@ -26,6 +26,8 @@ from engine.runner import ModelRunner, PackedSequence
 _KV_LENGTHS = (128, 256, 384, 512)
 _PROBE_SEED = 20251022
 _SHIFTS = (0, 1, 7)
+# A class that ends below this cannot verify a draft of usual length.
+_LEAST_USEFUL_ROWS = 16
 # Length, and how many of the last positions are compared.
 _PROBE_SEQUENCES = ((592, 20), (140, 30), (75, 75), (40, 40), (9, 9))
 
@@ -66,18 +68,20 @@ class Calibration:
 
 
 def calibrate(model: PreTrainedModel, make_runner: MakeRunner, page_size: int, max_packed_rows: int) -> Calibration:
-    """Tries classes of row counts and forms of attention, cheapest first. Raises ExactModeUnavailableError."""
+    """Tries classes of row counts and forms of attention, best first. Raises ExactModeUnavailableError."""
     classes = row_count_classes(model, candidate_row_counts(max_packed_rows))
+    useful = [row_counts for row_counts in classes if row_counts[-1] >= min(_LEAST_USEFUL_ROWS, max_packed_rows)]
     failures: list[str] = []
-    for form in attention_forms(page_size):
-        for row_counts in classes:
+    for row_counts in useful:
+        for form in attention_forms(page_size):
             probe = _EndToEndProbe(model, make_runner, page_size, form, row_counts)
             difference = probe.first_difference()
             if difference is None:
                 return _priced(ExactShapes(row_counts, form), probe.compared, model, make_runner, page_size)
             failures.append(f"{len(row_counts)} row counts up to {row_counts[-1]} with {form}: {difference}")
     raise ExactModeUnavailableError(
-        f"exact mode found no shapes that give equal logits on {model.device} in {model.dtype}: {'; '.join(failures)}"
+        f"exact mode found no shapes that give equal logits on {model.device} in {model.dtype}: "
+        f"{'; '.join(failures) or 'no row counts agree'}"
     )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.utils.logging import disable_progress_bar
 
 from engine.attention import ATTENTION_NAME, AttentionForm, SdpaBackend
 from engine.calibration_cache import calibration_file, read_calibration, write_calibration
@@ -51,6 +52,7 @@ def _load_model(settings: EngineSettings, role: Role, progress: Progress) -> tup
         torch.set_num_threads(settings.threads)
     folder = fetch_model(resolve_model(settings.model, role), progress)
     progress(f"loading {settings.model}", None)
+    disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=getattr(torch, settings.dtype), attn_implementation=ATTENTION_NAME
     )

@@ -1,0 +1,188 @@
+"""Output against `model.generate`, float32, token for token, for every policy, batch size and draft length."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from engine.loading import load_draft_engine, load_target_engine
+from engine.ngram import NgramEngine
+from engine.settings import EngineSettings
+from scheduler.config import Policy, SchedulerConfig
+from scheduler.messages import FinishReason, SequenceRequest
+from scheduler.sampling import SamplingParameters
+from services.step_executor import DraftStepExecutor, TargetStepExecutor
+from tests.support.in_process import run_in_process
+from tests.support.tiny_models import CONFIGS, VOCABULARY, save_tiny_pair
+
+PREFILL_CHUNK = 16
+PROMPT_LENGTHS = (1, 2, 3, 7, 15, 16, 17, 30, 45, 70, 5, 16)
+MAX_TOKENS = 20
+
+
+@dataclass
+class Pair:
+    """A tiny pair ready to run, its prompts, and what `model.generate` makes of them without and with an end token."""
+
+    settings: dict[str, EngineSettings]
+    prompts: list[list[int]]
+    plain: list[list[int]]
+    stop_token: int
+
+
+@pytest.fixture(scope="module", params=sorted(CONFIGS))
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    folder: Path = tmp_path_factory.mktemp("tiny")
+    target, draft = save_tiny_pair(request.param, folder)
+    rng = random.Random(7)
+    prompts = [[rng.randrange(VOCABULARY) for _ in range(length)] for length in PROMPT_LENGTHS]
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    plain = [generated(model, prompt, None) for prompt in prompts]
+    settings = {
+        role: EngineSettings(str(path), "float32", page_size=8, kv_pages=400, max_packed_rows=96)
+        for role, path in (("target", target), ("draft", draft))
+    }
+    # A token that stands in the middle of many outputs ends some sequences there, in whatever run it turns up.
+    counts = {token: sum(token in output[2:-2] for output in plain) for output in plain for token in output}
+    return Pair(settings, prompts, plain, max(counts, key=lambda token: counts[token]))
+
+
+def generated(model: torch.nn.Module, prompt: list[int], stop_token: int | None) -> list[int]:
+    ids = torch.tensor([prompt])
+    with torch.no_grad():
+        output = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=MAX_TOKENS,
+            do_sample=False,
+            eos_token_id=stop_token,
+            pad_token_id=0,
+        )
+    return output[0, len(prompt) :].tolist()
+
+
+@pytest.fixture(scope="module")
+def target(pair: Pair) -> TargetStepExecutor:
+    return TargetStepExecutor(load_target_engine(pair.settings["target"], lambda *_: None), worker_epoch=1)
+
+
+@pytest.fixture(scope="module")
+def draft(pair: Pair) -> DraftStepExecutor:
+    return DraftStepExecutor(load_draft_engine(pair.settings["draft"], lambda *_: None), worker_epoch=1)
+
+
+def test_stop_token_ends_some_sequences_early(pair: Pair) -> None:
+    ended = [pair.stop_token in output[:-1] for output in pair.plain]
+    assert any(ended)
+    assert not all(ended)
+
+
+@pytest.mark.parametrize("draft_length", [0, 1, 4, 7])
+@pytest.mark.parametrize("batch_size", [1, 4, 8])
+@pytest.mark.parametrize("policy", list(Policy))
+def test_output_is_that_of_generate(
+    pair: Pair,
+    target: TargetStepExecutor,
+    draft: DraftStepExecutor,
+    policy: Policy,
+    batch_size: int,
+    draft_length: int,
+) -> None:
+    config = SchedulerConfig(
+        batch_size=batch_size, window=10, policy=policy, draft_length=draft_length, prefill_chunk=PREFILL_CHUNK
+    )
+    count = len(pair.prompts)
+    # The second half of the ids asks for the same prompts with a token that ends the output.
+    requests = [
+        SequenceRequest(
+            sequence_id=index + half * count,
+            prompt=tuple(prompt),
+            max_tokens=MAX_TOKENS,
+            stop_token_ids=frozenset([pair.stop_token] if half else []),
+        )
+        for half in (0, 1)
+        for index, prompt in enumerate(pair.prompts)
+    ]
+    outputs = run_in_process(config, {"target": target, "draft": draft}, requests)
+    for index, plain in enumerate(pair.plain):
+        assert outputs[index].tokens == plain
+        assert outputs[index].reason is FinishReason.LENGTH
+        ended = outputs[index + count]
+        if pair.stop_token in plain:
+            assert ended.tokens == plain[: plain.index(pair.stop_token) + 1]
+            assert ended.reason is FinishReason.STOP
+        else:
+            assert ended.tokens == plain
+            assert ended.reason is FinishReason.LENGTH
+    if draft_length:
+        accepted = [a for output in outputs.values() for drafted, a in output.rounds if drafted]
+        assert sum(accepted) > 0
+        assert any(a < drafted for output in outputs.values() for drafted, a in output.rounds)
+    assert target.free_pages == 400
+    assert draft.free_pages == 400
+
+
+def test_stop_tokens_fall_inside_accepted_runs(pair: Pair, target: TargetStepExecutor) -> None:
+    """With the target as its own draft everything is accepted, so the end comes in the middle of a run."""
+    perfect = DraftStepExecutor(load_draft_engine(pair.settings["target"], lambda *_: None), worker_epoch=1)
+    requests = [
+        SequenceRequest(index, tuple(prompt), MAX_TOKENS, frozenset([pair.stop_token]))
+        for index, prompt in enumerate(pair.prompts)
+    ]
+    config = SchedulerConfig(batch_size=4, window=10, draft_length=7, prefill_chunk=PREFILL_CHUNK)
+    outputs = run_in_process(config, {"target": target, "draft": perfect}, requests)
+    cut_short = 0
+    for index, plain in enumerate(pair.plain):
+        end = plain.index(pair.stop_token) + 1 if pair.stop_token in plain else MAX_TOKENS
+        assert outputs[index].tokens == plain[:end]
+        assert all(drafted == accepted for drafted, accepted in outputs[index].rounds[:-1])
+        cut_short += sum(drafted + 1 for drafted, _ in outputs[index].rounds) > end
+    assert cut_short > 0
+
+
+@pytest.mark.parametrize("policy", list(Policy))
+def test_prompt_lookup_changes_nothing(pair: Pair, target: TargetStepExecutor, policy: Policy) -> None:
+    ngram = DraftStepExecutor(NgramEngine(), worker_epoch=1)
+    requests = [SequenceRequest(index, tuple(prompt), MAX_TOKENS) for index, prompt in enumerate(pair.prompts)]
+    config = SchedulerConfig(batch_size=4, window=10, policy=policy, prefill_chunk=PREFILL_CHUNK)
+    outputs = run_in_process(config, {"target": target, "draft": ngram}, requests)
+    assert [outputs[index].tokens for index in range(len(pair.plain))] == pair.plain
+
+
+@pytest.mark.parametrize("family", sorted(CONFIGS))
+def test_exact_logits_do_not_depend_on_the_schedule(family: str, tmp_path: Path) -> None:
+    """bfloat16, exact mode: the bits of every committed token's logits, plain at batch 1 against speculation."""
+    target_folder, draft_folder = save_tiny_pair(family, tmp_path)
+    target = TargetStepExecutor(
+        load_target_engine(EngineSettings(str(target_folder), page_size=8, kv_pages=400), lambda *_: None)
+    )
+    draft = DraftStepExecutor(
+        load_draft_engine(EngineSettings(str(draft_folder), page_size=8, kv_pages=400), lambda *_: None)
+    )
+    rng = random.Random(3)
+    prompts = [tuple(rng.randrange(VOCABULARY) for _ in range(length)) for length in (1, 5, 40, 130, 17, 64)]
+    for temperature in (0.0, 0.8):
+        requests = [
+            SequenceRequest(
+                index,
+                prompt,
+                40,
+                sampling=SamplingParameters(temperature=temperature, seed=index),
+                logits_digests=True,
+            )
+            for index, prompt in enumerate(prompts)
+        ]
+        plain_config = SchedulerConfig(batch_size=1, window=1, draft_length=0)
+        plain = run_in_process(plain_config, {"target": target}, requests)
+        for policy in Policy:
+            config = SchedulerConfig(batch_size=4, window=6, policy=policy, prefill_chunk=24)
+            outputs = run_in_process(config, {"target": target, "draft": draft}, requests)
+            for index in range(len(prompts)):
+                assert outputs[index].tokens == plain[index].tokens
+                assert outputs[index].logits_digests == plain[index].logits_digests
+                assert len(outputs[index].logits_digests) == 40

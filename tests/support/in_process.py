@@ -1,0 +1,104 @@
+"""Scheduler core and step executors in one process, in virtual time: the services' work without gRPC between them."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from scheduler.config import SchedulerConfig
+from scheduler.core import SchedulerCore
+from scheduler.messages import (
+    EmitTokens,
+    Event,
+    FailSequence,
+    FinishReason,
+    FinishSequence,
+    Role,
+    SendStep,
+    SequenceRequest,
+    SequenceSubmitted,
+    StepCompleted,
+    Tick,
+    WorkerJoined,
+    WorkerSpec,
+)
+from services.step_executor import StepExecutor
+from services.wire import result_from_wire, step_to_wire
+
+# Workers live on from run to run; every run is a new scheduler to them.
+_scheduler_epochs = itertools.count(1)
+_STEP_SECONDS = {Role.DRAFT: 0.004, Role.TARGET: 0.010}
+
+
+@dataclass
+class Output:
+    tokens: list[int] = field(default_factory=list)
+    logits_digests: list[int] = field(default_factory=list)
+    rounds: list[tuple[int, int]] = field(default_factory=list)
+    """(drafted, accepted) of each round."""
+    reason: FinishReason | None = None
+    error: str | None = None
+
+
+def run_in_process(
+    config: SchedulerConfig, workers: Mapping[str, StepExecutor[Any]], requests: Iterable[SequenceRequest]
+) -> dict[int, Output]:
+    """Runs all requests to their end. Raises RuntimeError if the core comes to a standstill before."""
+    core = SchedulerCore(config)
+    scheduler_epoch = next(_scheduler_epochs)
+    outputs: dict[int, Output] = {}
+    running: list[tuple[float, int, StepCompleted]] = []
+    free_at = dict.fromkeys(workers, 0.0)
+
+    def handle(event: Event, now: float) -> None:
+        for command in core.handle(event, now):
+            match command:
+                case SendStep():
+                    executor = workers[command.worker_id]
+                    reply = executor.execute(step_to_wire(command, executor.worker_epoch, scheduler_epoch), now)
+                    seconds = _STEP_SECONDS[executor.role]
+                    free_at[command.worker_id] = end = max(now, free_at[command.worker_id]) + seconds
+                    results = tuple(result_from_wire(row) for row in reply.rows)
+                    completed = StepCompleted(command.worker_id, command.step_id, results, seconds)
+                    heapq.heappush(running, (end, command.step_id, completed))
+                case EmitTokens():
+                    output = outputs[command.sequence_id]
+                    output.tokens.extend(command.tokens)
+                    output.logits_digests.extend(command.logits_digests)
+                    output.rounds.append((command.drafted, command.accepted))
+                case FinishSequence():
+                    outputs[command.sequence_id].reason = command.reason
+                case FailSequence():
+                    outputs[command.sequence_id].error = command.error
+                case _:
+                    raise RuntimeError(f"unexpected {command}")
+
+    for worker_id, executor in workers.items():
+        handle(WorkerJoined(_spec(worker_id, executor)), 0.0)
+    for request in requests:
+        outputs[request.sequence_id] = Output()
+        handle(SequenceSubmitted(request), 0.0)
+    now = 0.0
+    while running or core.next_deadline() is not None:
+        deadline = core.next_deadline()
+        if running and (deadline is None or running[0][0] <= deadline):
+            now, _, completed = heapq.heappop(running)
+            handle(completed, now)
+        elif deadline is not None:
+            now = max(now, deadline)
+            handle(Tick(), now)
+    for sequence_id, output in outputs.items():
+        if output.reason is None and output.error is None:
+            raise RuntimeError(f"standstill: sequence {sequence_id} never ended")
+    core.check_integrity()
+    for executor in workers.values():
+        executor.check_integrity()
+    return outputs
+
+
+def _spec(worker_id: str, executor: StepExecutor[Any]) -> WorkerSpec:
+    d = executor.describe()
+    return WorkerSpec(worker_id, executor.role, d.page_size, d.total_pages, d.max_sequence_length, d.max_packed_rows)

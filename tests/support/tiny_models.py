@@ -1,0 +1,56 @@
+"""Tiny models with random weights, saved as Hugging Face folders: the paper's three families in miniature."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Glm4Config,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen3Config,
+)
+
+VOCABULARY = 96
+_SHAPE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 512,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+
+CONFIGS: dict[str, type[PreTrainedConfig]] = {"llama": LlamaConfig, "qwen3": Qwen3Config, "glm4": Glm4Config}
+
+
+def tiny_model(family: str, seed: int = 0) -> PreTrainedModel:
+    """Weights spread widely enough that the next token depends on the context and no two logits are nearly equal."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(CONFIGS[family](**_SHAPE, tie_word_embeddings=False), dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.25)
+    return model.eval()
+
+
+def save_tiny_pair(family: str, folder: Path, disagreement: float = 0.02) -> tuple[Path, Path]:
+    """Target and draft; the draft is the target with noise on its weights, so that it is right some of the time."""
+    target = tiny_model(family)
+    target_folder, draft_folder = folder / f"{family}-target", folder / f"{family}-draft"
+    target.save_pretrained(target_folder)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in target.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=disagreement)
+    target.save_pretrained(draft_folder)
+    return target_folder, draft_folder
