@@ -31,12 +31,12 @@ from scheduler.messages import (
     Tick,
     WorkerJoined,
     WorkerLost,
-    WorkerSpec,
 )
 from scheduler.sampling import SamplingParameters
 from services.pairing import check_pairing
 from services.sequence_stream import AdmissionRefusedError, SequenceFailedError, SequenceStream, TokenDelta
 from services.statistics import ServiceStatistics, StatisticsSnapshot
+from services.wire import spec_from_wire
 from services.worker_link import LinkOptions, WorkerEndpoint, WorkerLink, WorkerUnreachableError
 
 logger = logging.getLogger(__name__)
@@ -236,15 +236,7 @@ class SchedulerService:
         logger.info("worker %s is up at %s", endpoint.worker_id, endpoint.address)
         if endpoint.worker_id in self._up:
             self._up[endpoint.worker_id].set()
-        spec = WorkerSpec(
-            worker_id=endpoint.worker_id,
-            role=endpoint.role,
-            page_size=description.page_size,
-            total_pages=description.total_pages,
-            max_sequence_length=description.max_sequence_length,
-            max_packed_rows=description.max_packed_rows,
-        )
-        self._handle(WorkerJoined(spec))
+        self._handle(WorkerJoined(spec_from_wire(endpoint.worker_id, description)))
 
     def link_down(self, link: WorkerLink, reason: str) -> None:
         self._lost(link, reason)

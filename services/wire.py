@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from protos import worker_pb2
-from scheduler.messages import Role, Row, RowResult, RowStatus, SendStep, SequenceRequest
+from scheduler.messages import Role, Row, RowResult, RowStatus, SendStep, SequenceRequest, WorkerSpec
 from scheduler.sampling import SamplingParameters
 
 _ROLES = {Role.DRAFT: worker_pb2.ROLE_DRAFT, Role.TARGET: worker_pb2.ROLE_TARGET}
@@ -32,6 +32,18 @@ def role_from_wire(role: int) -> Role:
 
 def status_to_wire(status: RowStatus) -> worker_pb2.RowStatus:
     return _STATUSES[status]
+
+
+def spec_from_wire(worker_id: str, description: worker_pb2.WorkerDescription) -> WorkerSpec:
+    """Raises ValueError naming the field that is out of range."""
+    return WorkerSpec(
+        worker_id=worker_id,
+        role=role_from_wire(description.role),
+        page_size=description.page_size,
+        total_pages=description.total_pages,
+        max_sequence_length=description.max_sequence_length,
+        max_packed_rows=description.max_packed_rows,
+    )
 
 
 def sampling_to_wire(sampling: SamplingParameters) -> worker_pb2.SamplingParameters:

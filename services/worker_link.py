@@ -17,7 +17,7 @@ from scheduler.digests import EMPTY_DIGEST
 from scheduler.messages import Role, RowResult, RowStatus, SendStep
 from services.channel_options import CHANNEL_OPTIONS
 from services.pairing import PairingError, check_role
-from services.wire import result_from_wire, role_to_wire, step_to_wire
+from services.wire import result_from_wire, role_to_wire, spec_from_wire, step_to_wire
 
 logger = logging.getLogger(__name__)
 
@@ -111,6 +111,10 @@ class WorkerLink:
                 f"worker {endpoint.worker_id} at {endpoint.address} does not answer: {_reason(error)}"
             ) from error
         check_role(endpoint.worker_id, role_to_wire(endpoint.role), description)
+        try:
+            spec_from_wire(endpoint.worker_id, description)
+        except ValueError as error:
+            raise WorkerUnreachableError(f"worker {endpoint.worker_id} describes itself wrongly: {error}") from error
         return description
 
     async def run(self, description: worker_pb2.WorkerDescription) -> None:

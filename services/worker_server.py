@@ -31,7 +31,7 @@ _DRAIN_MARGIN_SECONDS = 0.5
 class WorkerServer(worker_pb2_grpc.WorkerServicer):
     """Serves one step executor on `host`:`port` (0: a free port), and grpc.health.v1 beside it.
 
-    `start` returns the address; `stop` lets the running step end, for at most the grace given.
+    `start` returns the address; `stop` lets the steps that have arrived end, for at most the grace given.
     """
 
     def __init__(self, executor: StepExecutor[Any], host: str = "127.0.0.1", port: int = 0) -> None:
@@ -41,6 +41,7 @@ class WorkerServer(worker_pb2_grpc.WorkerServicer):
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="step")
         self._health = health_aio.HealthServicer()
         self._server: grpc.aio.Server | None = None
+        self._receivers: set[asyncio.Task[None]] = set()
         self._step_done = asyncio.Event()
         self._busy = False
 
@@ -65,6 +66,9 @@ class WorkerServer(worker_pb2_grpc.WorkerServicer):
 
     async def stop(self, grace_seconds: float) -> None:
         await self._health.enter_graceful_shutdown()
+        # A step stream has no end of its own: reading no more lets it end with the replies it still owes.
+        for receiver in self._receivers:
+            receiver.cancel()
         if self._server is not None:
             await self._server.stop(grace_seconds)
         self._thread.shutdown(wait=False, cancel_futures=True)
@@ -79,11 +83,15 @@ class WorkerServer(worker_pb2_grpc.WorkerServicer):
     ) -> AsyncIterator[worker_pb2.StepReply]:
         queue: asyncio.Queue[asyncio.Future[worker_pb2.StepReply] | None] = asyncio.Queue(_QUEUED_STEPS)
         receiver = asyncio.create_task(self._receive(request_iterator, queue))
+        self._receivers.add(receiver)
         try:
             while (reply := await queue.get()) is not None:
                 yield await reply
-            await receiver
+            await asyncio.wait([receiver])
+            if not receiver.cancelled():
+                receiver.result()
         finally:
+            self._receivers.discard(receiver)
             receiver.cancel()
             while not queue.empty():
                 if (unsent := queue.get_nowait()) is not None:

@@ -156,6 +156,25 @@ def test_steps_of_a_broken_stream_that_wait_are_not_run() -> None:
     asyncio.run(run())
 
 
+def test_worker_that_is_stopped_still_answers_what_has_arrived() -> None:
+    async def run() -> None:
+        async with (
+            WorkerLauncher([stand_in(Role.TARGET, step_seconds=0.2)]) as launcher,
+            stub_of(launcher.workers[0].address) as stub,
+        ):
+            description = await stub.Describe(worker_pb2.DescribeRequest(), timeout=5)
+            call = stub.Steps()
+            for step_id in (1, 2):
+                await call.write(step(description, step_id, opening(step_id)))
+            assert (await call.read()).step_id == 1
+            os.kill(launcher.workers[0].process_id, signal.SIGTERM)
+            assert (await call.read()).step_id == 2
+            assert await call.read() is grpc.aio.EOF
+            await until(lambda: not alive(launcher.workers[0].process_id), 3)
+
+    asyncio.run(run())
+
+
 def test_threads_and_cpus_are_the_launchers_choice() -> None:
     async def run() -> None:
         cpu = min(os.sched_getaffinity(0))
