@@ -95,20 +95,20 @@ def test_draft_and_target_are_processes_of_their_own() -> None:
 def test_steps_run_in_order_and_the_server_stays_live() -> None:
     async def run() -> None:
         async with (
-            WorkerLauncher([stand_in(Role.TARGET, step_seconds=0.2)]) as launcher,
+            WorkerLauncher([stand_in(Role.TARGET, step_seconds=0.5)]) as launcher,
             stub_of(launcher.workers[0].address) as stub,
         ):
             description = await stub.Describe(worker_pb2.DescribeRequest(), timeout=5)
             requests = [step(description, n, opening(n, choose=True)) for n in (1, 2, 3)]
             running = asyncio.create_task(exchange(stub, requests))
             await asyncio.sleep(0.05)
-            await stub.Describe(worker_pb2.DescribeRequest(), timeout=0.1)
+            await stub.Describe(worker_pb2.DescribeRequest(), timeout=0.4)
             replies = await running
             assert [reply.step_id for reply in replies] == [1, 2, 3]
             for reply in replies:
                 assert list(reply.rows[0].tokens) == continuation(PROMPT, 1)
-            assert replies[2].timings.queued > 0.3
-            assert replies[2].timings.idle < 0.1
+            assert replies[2].timings.queued > 0.8
+            assert replies[2].timings.idle < 0.3
 
             # A stream of its own, as after a broken connection, repeats a step.
             assert await exchange(stub, [requests[2]]) == [replies[2]]

@@ -185,7 +185,7 @@ def test_only_target_killed_and_back() -> None:
 
 def test_hung_worker_is_lost_and_comes_back_only_when_it_answers() -> None:
     async def run() -> None:
-        links = LinkOptions(connect_timeout=0.3, step_timeout=0.3, first_backoff=0.02, longest_backoff=0.1)
+        links = LinkOptions(connect_timeout=1, step_timeout=0.5, first_backoff=0.02, longest_backoff=0.1)
         async with cell(links=links, step_seconds=0.005) as (service, launcher):
             stream = service.submit([30, 31], 100)
             await anext(stream)
