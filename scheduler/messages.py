@@ -33,7 +33,10 @@ class FinishReason(Enum):
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """What the core must know of a worker to plan steps for it."""
+    """What the core must know of a worker to plan steps for it.
+
+    Raises `ValueError` naming field, value and limit.
+    """
 
     worker_id: str
     role: Role
@@ -41,6 +44,11 @@ class WorkerSpec:
     total_pages: int
     max_sequence_length: int
     max_packed_rows: int
+
+    def __post_init__(self) -> None:
+        for name in ("page_size", "total_pages", "max_sequence_length", "max_packed_rows"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} of worker {self.worker_id} is {getattr(self, name)}, must be at least 1")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,111 @@
+"""A core under manual control: the test decides when which worker answers what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from scheduler.config import Policy, SchedulerConfig
+from scheduler.core import SchedulerCore
+from scheduler.messages import (
+    Command,
+    Event,
+    Role,
+    Row,
+    RowResult,
+    SendStep,
+    SequenceCancelled,
+    SequenceRequest,
+    SequenceSubmitted,
+    StepCompleted,
+    Tick,
+    WorkerJoined,
+    WorkerLost,
+    WorkerSpec,
+)
+from tests.sim.model import ModelWorker
+
+C = TypeVar("C", bound=Command)
+Answer = Callable[[Row], RowResult | None]
+
+
+class Driver:
+    """Collects commands, keeps each worker's unanswered steps in order, and answers the first of them on demand."""
+
+    def __init__(self, **config: object) -> None:
+        settings: dict[str, object] = {"policy": Policy.RAGGED, "wait_bound_steps": 1.0, **config}
+        self.core = SchedulerCore(SchedulerConfig(**settings))  # type: ignore[arg-type]
+        self.now = 0.0
+        self.log: list[Command] = []
+        self.workers: dict[str, ModelWorker] = {}
+        self.steps: dict[str, list[SendStep]] = {}
+
+    def handle(self, event: Event) -> list[Command]:
+        commands = self.core.handle(event, self.now)
+        self.log.extend(commands)
+        for command in commands:
+            if isinstance(command, SendStep):
+                self.steps[command.worker_id].append(command)
+        self.core.check_integrity()
+        return commands
+
+    def join(
+        self,
+        worker_id: str,
+        role: Role = Role.TARGET,
+        pages: int = 1000,
+        page_size: int = 4,
+        max_length: int = 4000,
+        packed: int = 512,
+        guess: float = 1.0,
+    ) -> list[Command]:
+        spec = WorkerSpec(worker_id, role, page_size, pages, max_length, packed)
+        self.workers[worker_id] = ModelWorker(spec, guess)
+        self.steps[worker_id] = []
+        return self.handle(WorkerJoined(spec))
+
+    def lose(self, worker_id: str) -> list[Command]:
+        return self.handle(WorkerLost(worker_id))
+
+    def submit(self, sequence_id: int, prompt_length: int = 3, max_tokens: int = 20, **more: object) -> list[Command]:
+        prompt = tuple((sequence_id * 7 + i) % 50 for i in range(prompt_length))
+        request = SequenceRequest(sequence_id, prompt, max_tokens, **more)  # type: ignore[arg-type]
+        return self.handle(SequenceSubmitted(request))
+
+    def cancel(self, sequence_id: int) -> list[Command]:
+        return self.handle(SequenceCancelled(sequence_id))
+
+    def tick(self) -> list[Command]:
+        return self.handle(Tick())
+
+    def answer(self, worker_id: str, instead: Answer | None = None, seconds: float = 0.05) -> list[Command]:
+        """The worker's oldest step is done; `instead` may answer a row in the worker's place."""
+        step = self.steps[worker_id].pop(0)
+        worker = self.workers[worker_id]
+        for sequence_id in step.released:
+            worker.forget(sequence_id)
+        results = tuple((instead and instead(row)) or worker.run_row(row) for row in step.rows)
+        return self.handle(StepCompleted(worker_id, step.step_id, results, seconds))
+
+    def settle(self, *worker_ids: str, most: int = 1000) -> None:
+        """Answers all steps, worker by worker in turn, until none is left."""
+        ids = worker_ids or tuple(self.steps)
+        for _ in range(most):
+            waiting = [worker_id for worker_id in ids if self.steps[worker_id]]
+            if not waiting:
+                return
+            for worker_id in waiting:
+                if self.steps[worker_id]:
+                    self.answer(worker_id)
+        raise AssertionError("the workers never come to rest")
+
+    def outstanding(self, worker_id: str) -> list[SendStep]:
+        return self.steps[worker_id]
+
+    def only_step(self, worker_id: str) -> SendStep:
+        (step,) = self.steps[worker_id]
+        return step
+
+
+def of_type(commands: list[Command], kind: type[C]) -> list[C]:
+    return [command for command in commands if isinstance(command, kind)]
