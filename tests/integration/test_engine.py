@@ -1,0 +1,241 @@
+"""The engine by itself: paged passes against transformers, rows that fail singly, exact shapes."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig
+
+from engine import exactness
+from engine.attention import AttentionForm
+from engine.calibration_cache import read_calibration
+from engine.draft import DraftEngine
+from engine.errors import ExactModeUnavailableError, UnsupportedModelError
+from engine.loading import load_draft_engine, load_target_engine
+from engine.pages import PageTable
+from engine.runner import PackedSequence
+from engine.settings import EngineSettings
+from engine.steps import ProposeRow, RowOutcome, VerifyRow
+from engine.target import TargetEngine
+from scheduler.sampling import SamplingParameters
+from tests.support.tiny_models import CONFIGS, VOCABULARY, save_tiny_pair, tiny_model
+
+GREEDY = SamplingParameters()
+
+
+def silent(*_: object) -> None:
+    pass
+
+
+def load(folder: Path, **changes: object) -> TargetEngine:
+    fields = {"dtype": "float32", "page_size": 8, "kv_pages": 64, "exact": False, "max_packed_rows": 96} | changes
+    return load_target_engine(EngineSettings(str(folder), **fields), silent)  # type: ignore[arg-type]
+
+
+def verify(
+    engine: TargetEngine, table: PageTable, tokens: list[int], drafts: list[int], history: list[int]
+) -> VerifyRow:
+    return VerifyRow(table, tokens, drafts, True, history, len(history), GREEDY)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    return {family: save_tiny_pair(family, folder)[0] for family in CONFIGS}
+
+
+@pytest.mark.parametrize("family", sorted(CONFIGS))
+def test_paged_logits_are_those_of_transformers(family: str, folders: dict[str, Path]) -> None:
+    """Sequences fed in random pieces, packed in random company, against one plain forward pass each."""
+    rng = random.Random(5)
+    engine = load(folders[family])
+    reference = AutoModelForCausalLM.from_pretrained(folders[family], dtype=torch.float32)
+    sequences = [[rng.randrange(VOCABULARY) for _ in range(length)] for length in (1, 7, 30, 61, 90)]
+    tables = [PageTable() for _ in sequences]
+    collected: list[list[torch.Tensor]] = [[] for _ in sequences]
+    while unfinished := [i for i, tokens in enumerate(sequences) if tables[i].length < len(tokens)]:
+        packed = []
+        for index in rng.sample(unfinished, rng.randint(1, len(unfinished))):
+            fed = sequences[index][tables[index].length :][: rng.choice((1, 3, 17))]
+            engine.pool.append(tables[index], len(fed))
+            packed.append((index, PackedSequence(tables[index], fed, len(fed))))
+        logits = engine._runner.run([sequence for _, sequence in packed]).logits
+        for index, sequence in packed:
+            collected[index].append(logits[: sequence.logits])
+            logits = logits[sequence.logits :]
+    for tokens, parts in zip(sequences, collected, strict=True):
+        with torch.no_grad():
+            expected = reference(input_ids=torch.tensor([tokens])).logits[0]
+        torch.testing.assert_close(torch.cat(parts), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_rejected_tokens_leave_no_trace(folders: dict[str, Path]) -> None:
+    engine = load(folders["llama"])
+    prompt = [3, 1, 4, 1, 5, 9, 2, 6, 5]
+    table = PageTable()
+    (first,) = engine.step([verify(engine, table, prompt, [], prompt)]).rows
+    history = prompt + first.tokens
+    assert table.length == len(prompt)
+    wrong = [(first.tokens[0] + 1) % VOCABULARY] * 12
+    engine.step([verify(engine, table, first.tokens, wrong, history)])
+    assert table.length <= len(history) + 1
+    engine.pool.truncate(table, len(prompt))
+    (again,) = engine.step([verify(engine, table, first.tokens, [], history)]).rows
+    fresh = PageTable()
+    (recomputed,) = engine.step([verify(engine, fresh, history, [], history)]).rows
+    assert again.tokens == recomputed.tokens
+    engine.pool.check_conservation([table, fresh])
+
+
+def test_a_row_without_pages_fails_alone(folders: dict[str, Path]) -> None:
+    engine = load(folders["llama"], kv_pages=6)
+    long, short = [1] * 60, [2, 3]
+    tables = [PageTable(), PageTable()]
+    rows = [verify(engine, table, prompt, [], prompt) for table, prompt in zip(tables, (long, short), strict=True)]
+    failed, fine = engine.step(rows).rows
+    assert failed.out_of_pages
+    assert tables[0].length == 0
+    assert len(fine.tokens) == 1
+    engine.pool.check_conservation(tables)
+
+
+def test_a_row_that_is_not_finite_fails_alone_and_spoils_no_page(folders: dict[str, Path]) -> None:
+    engine = load(folders["llama"], kv_pages=8)
+    poison, prompt = 7, [1, 2, 3, 4, 5]
+    expected = engine.step([verify(engine, PageTable(), prompt, [], prompt)]).rows[0].tokens
+    engine.pool = type(engine.pool)(8, 8)
+    with torch.no_grad():
+        engine._runner.model.get_input_embeddings().weight[poison] = torch.nan
+    bad, good = PageTable(), PageTable()
+    rows = [verify(engine, bad, [poison] * 20, [], [poison] * 20), verify(engine, good, prompt, [], prompt)]
+    failed, fine = engine.step(rows).rows
+    assert failed.error == "the target's logits are not finite"
+    assert bad.length == 0
+    assert fine.tokens == expected
+    engine.pool.free(good)
+    # Every page has had the chance to be reused: nothing of the poison is left on any.
+    whole = [1, 2, 3, 4, 5, 6] * 10
+    (outcome,) = engine.step([verify(engine, PageTable(), whole, [], whole)]).rows
+    assert outcome.error is None
+
+
+def test_a_model_that_raises_leaves_tables_as_they_were(folders: dict[str, Path]) -> None:
+    engine = load(folders["llama"])
+    table = PageTable()
+    engine.step([verify(engine, table, [1, 2, 3], [], [1, 2, 3])])
+    with pytest.raises(IndexError):
+        engine.step([verify(engine, table, [VOCABULARY + 1], [], [1, 2, 3, VOCABULARY + 1])])
+    assert table.length == 3
+    engine.pool.check_conservation([table])
+
+
+def test_a_step_larger_than_a_pass_is_cut(folders: dict[str, Path]) -> None:
+    engine = load(folders["llama"], max_packed_rows=16, kv_pages=64)
+    prompts = [[index] * 9 for index in range(6)]
+    tables = [PageTable() for _ in prompts]
+    together = engine.step([verify(engine, t, p, [], p) for t, p in zip(tables, prompts, strict=True)]).rows
+    alone = [engine.step([verify(engine, PageTable(), p, [], p)]).rows[0] for p in prompts]
+    assert [row.tokens for row in together] == [row.tokens for row in alone]
+
+
+def test_draft_proposes_less_when_pages_run_out(folders: dict[str, Path]) -> None:
+    engine: DraftEngine = load_draft_engine(
+        EngineSettings(str(folders["llama"]), "float32", page_size=4, kv_pages=2), silent
+    )
+    table = PageTable()
+    (row,) = engine.step([ProposeRow(table, [1, 2, 3, 4, 5], 7, [1, 2, 3, 4, 5], 5, GREEDY)]).rows
+    assert row.error is None
+    assert len(row.tokens) == 4
+    assert table.length == 8
+
+
+def test_chunks_without_choice_choose_nothing(folders: dict[str, Path]) -> None:
+    engine = load(folders["llama"])
+    table = PageTable()
+    row = VerifyRow(table, [1, 2, 3], [], False, [1, 2, 3], 5, GREEDY)
+    assert engine.step([row]).rows == [RowOutcome([])]
+    assert table.length == 3
+
+
+# --- exact mode -------------------------------------------------------------------------------------------------------
+
+
+def test_calibration_is_stored_and_read_again(
+    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SPOOL_CACHE", str(tmp_path))
+    first = load(folders["llama"], exact=True)
+    (file,) = (tmp_path / "calibrations").iterdir()
+    stored = read_calibration(file)
+    assert stored is not None
+    assert stored.shapes.row_counts == first.description.exact_row_counts
+    monkeypatch.setattr("engine.loading.calibrate", lambda *_: pytest.fail("calibrated again"))
+    assert load(folders["llama"], exact=True).description == first.description
+    with pytest.raises(pytest.fail.Exception):
+        load(folders["llama"], exact=True, dtype="bfloat16")
+
+
+def test_a_broken_calibration_file_is_not_believed(tmp_path: Path) -> None:
+    file = tmp_path / "calibration.json"
+    file.write_text('{"shapes": {}}')
+    assert read_calibration(file) is None
+
+
+class _BatchDependentLinear(torch.nn.Linear):
+    """A device whose results depend on how many rows a call has, in the last bits."""
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return super().forward(rows) * (1 + rows.shape[-2] * 1e-6)
+
+
+def test_row_counts_with_other_bits_are_told_apart() -> None:
+    model = torch.nn.Sequential(_BatchDependentLinear(16, 16))
+    classes = exactness.row_count_classes(model, (2, 4, 8))  # type: ignore[arg-type]
+    assert sorted(classes) == [(2,), (4,), (8,)]
+
+
+def test_exact_mode_refuses_a_device_on_which_nothing_agrees(folders: dict[str, Path]) -> None:
+    """Rows whose bits depend on their place in the pass pass no end-to-end check, whatever the shapes."""
+    engine = load(folders["llama"])
+    norm = engine._runner.model.model.norm
+    norm.register_forward_hook(lambda _, __, out: out * (1 + torch.arange(out.shape[1])[None, :, None] * 1e-5))
+
+    def make_runner(pool: object, form: AttentionForm, row_counts: object) -> object:
+        from engine.loading import _runner
+
+        return _runner(engine._runner.model, pool, form, row_counts)  # type: ignore[arg-type]
+
+    with pytest.raises(ExactModeUnavailableError, match="differs from plain decoding at position"):
+        exactness.calibrate(engine._runner.model, make_runner, 8, 96)  # type: ignore[arg-type]
+
+
+def test_kv_length_of_a_call_depends_on_the_position_alone() -> None:
+    form = AttentionForm(2, None, (16, 32, 64))
+    assert [form.kv_length(n) for n in (1, 16, 17, 32, 33, 64, 65, 128, 129)] == [16, 16, 32, 32, 64, 64, 128, 128, 192]
+
+
+# --- models that do not fit -------------------------------------------------------------------------------------------
+
+
+def test_sliding_windows_are_refused(tmp_path: Path) -> None:
+    shape = tiny_model("llama").config.to_dict()
+    config = MistralConfig(
+        **{key: shape[key] for key in ("vocab_size", "hidden_size", "intermediate_size")},
+        sliding_window=4,
+        num_hidden_layers=1,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match="sliding"):
+        load(tmp_path)
+
+
+def test_a_model_without_tokenizer_counts_every_embedding(folders: dict[str, Path]) -> None:
+    description = load(folders["llama"]).description
+    assert description.vocabulary_size == VOCABULARY
+    assert description.tokenizer_digest == b""
+    assert LlamaConfig.model_type == "llama"
