@@ -1,0 +1,96 @@
+"""Starts the workers of a run and hands out scheduler services over them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict
+
+from deploy.devices import worker_devices
+from deploy.errors import RunError, UsageError
+from deploy.options import NGRAM, RunSettings
+from deploy.progress import Reporter
+from scheduler.config import SchedulerConfig
+from scheduler.messages import Role
+from services.launcher import LoadingMessage, RunningWorker, WorkerLaunch, WorkerLauncher, WorkerStartError
+from services.pairing import PairingError
+from services.scheduler_service import SchedulerService
+from services.worker_link import LinkOptions, WorkerEndpoint, WorkerUnreachableError
+
+# A first step on a busy machine takes long; a worker that died is noticed by its stream, not by this.
+_STEP_SECONDS = 600.0
+
+
+class Cell:
+    """Running workers, used by one scheduler service after the other."""
+
+    def __init__(self, workers: Sequence[RunningWorker]) -> None:
+        self._workers = {worker.worker_id: worker for worker in workers}
+        self._last_death = ""
+
+    @asynccontextmanager
+    async def service(self, config: SchedulerConfig, drafting: bool) -> AsyncIterator[SchedulerService]:
+        """A scheduler with an empty pool over all workers, or over the targets alone."""
+        endpoints = [
+            WorkerEndpoint(worker.worker_id, worker.role, worker.address)
+            for worker in self._workers.values()
+            if drafting or worker.role is Role.TARGET
+        ]
+        links = LinkOptions(step_timeout=_STEP_SECONDS)
+        async with SchedulerService(config, scheduler_epoch=time.time_ns(), link_options=links) as service:
+            try:
+                await service.add_workers(endpoints)
+            except PairingError as error:
+                raise UsageError(str(error)) from error
+            except WorkerUnreachableError as error:
+                raise RunError(str(error)) from error
+            yield service
+
+    def bury(self, worker_id: str, reason: str) -> None:
+        """The worker's process has ended."""
+        self._workers.pop(worker_id, None)
+        self._last_death = f"worker {worker_id} died: {reason}"
+
+    def check_alive(self) -> None:
+        """Raises `RunError` if no target is left. Draft workers may die: their sequences decode without."""
+        if not any(worker.role is Role.TARGET for worker in self._workers.values()):
+            raise RunError(f"{self._last_death}; no target worker is left")
+
+
+@asynccontextmanager
+async def running_cell(settings: RunSettings, reporter: Reporter) -> AsyncIterator[Cell]:
+    """Starts the workers that the settings ask for; they stop at the end of the block. Raises `RunError`."""
+    cell = Cell(())
+
+    def on_loading(loading: LoadingMessage) -> None:
+        reporter.stage(loading.worker_id, loading.message, loading.fraction)
+
+    def on_exit(worker_id: str, reason: str) -> None:
+        reporter.stage(worker_id, f"died: {reason}", None)
+        cell.bury(worker_id, reason)
+
+    try:
+        async with WorkerLauncher(worker_launches(settings), on_loading=on_loading, on_exit=on_exit) as launcher:
+            cell = Cell(launcher.workers)
+            yield cell
+    except WorkerStartError as error:
+        raise RunError(str(error)) from error
+
+
+def worker_launches(settings: RunSettings) -> list[WorkerLaunch]:
+    """Targets first, so that they get the first GPUs."""
+    models, workers = settings.models, settings.workers
+    drafts = workers.draft_workers if settings.drafting else 0
+    on_gpu = drafts if models.drafts_with_model else 0
+    devices = worker_devices(models.device, workers.target_workers + on_gpu)
+    threads = settings.threads_per_worker()
+    launches = []
+    for device in devices[: workers.target_workers]:
+        engine = asdict(settings.engine_settings(models.target, device))
+        launches.append(WorkerLaunch(Role.TARGET, engine, threads=threads))
+    for device in devices[workers.target_workers :]:
+        engine = asdict(settings.engine_settings(models.draft_name, device))
+        launches.append(WorkerLaunch(Role.DRAFT, engine, threads=threads))
+    launches += [WorkerLaunch(Role.DRAFT, {"model": NGRAM}, threads=1)] * (drafts - on_gpu)
+    return launches

@@ -1,0 +1,92 @@
+"""`spool generate`: answers prompts and writes the answers down."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from rich.padding import Padding
+from rich.text import Text
+
+from deploy.cell import running_cell
+from deploy.decoding import Completion, DecodingPlan, Job, decode, make_jobs
+from deploy.models import ReadyModels, prepare_models
+from deploy.options import GenerateSettings
+from deploy.progress import Reporter, error_console, reporting
+from deploy.prompts import load_prompts
+from deploy.results import InOrder, ResultFile, result_line, settings_digest
+from deploy.tables import statistics_table
+from services.statistics import StatisticsSnapshot
+
+
+def generate(settings: GenerateSettings) -> int:
+    """Exit code 0. Raises `UsageError` and `RunError`."""
+    prompts = load_prompts(settings.inputs.prompts, settings.inputs.limit)
+    console = error_console()
+    with reporting(console) as reporter:
+        models = prepare_models(settings.models, settings.drafting, reporter)
+        jobs = make_jobs(prompts, models.tokenizer, settings.sampling, models.most_positions)
+        digest = settings_digest(settings, models.tokenizer.vocabulary_digest)
+        finished = 0
+        write = _writer_to_stdout(settings, jobs, reporter)
+        if settings.output is not None:
+            file = ResultFile(settings.output)
+            finished = file.keep_finished(jobs, digest)
+            write = file.write
+        statistics = _run(settings, models, jobs[finished:], digest, reporter, write)
+    if finished:
+        console.print(f"{finished} of {len(jobs)} answers were there already", highlight=False)
+    if statistics.tokens:
+        console.print(statistics_table(statistics))
+    if settings.output is not None:
+        console.print(f"answers are in {settings.output}", highlight=False, markup=False)
+    if settings.json_output:
+        summary = {"command": "generate", "sequences": len(jobs), "kept": finished} | statistics.to_json()
+        print(json.dumps(summary), flush=True)
+    return 0
+
+
+def _run(
+    settings: GenerateSettings,
+    models: ReadyModels,
+    jobs: list[Job],
+    digest: str,
+    reporter: Reporter,
+    write: Callable[[dict[str, Any]], None],
+) -> StatisticsSnapshot:
+    if not jobs:
+        return StatisticsSnapshot()
+    lines = InOrder(write)
+
+    def on_done(index: int, completion: Completion) -> None:
+        lines.add(index, result_line(jobs[index], completion, models.tokenizer, digest))
+
+    async def run() -> StatisticsSnapshot:
+        plan = DecodingPlan(
+            title="generating",
+            config=settings.scheduling.config(settings.policy, settings.drafting),
+            stop_token_ids=models.tokenizer.stop_token_ids,
+            drafting=settings.drafting,
+        )
+        async with running_cell(settings, reporter) as cell:
+            return await decode(cell, plan, jobs, reporter, on_done)
+
+    return asyncio.run(run())
+
+
+def _writer_to_stdout(
+    settings: GenerateSettings, jobs: list[Job], reporter: Reporter
+) -> Callable[[dict[str, Any]], None]:
+    """Readable text for the built-in prompts and on a terminal, JSON lines else."""
+    if settings.inputs.prompts is not None and not sys.stdout.isatty():
+        return lambda line: print(json.dumps(line, ensure_ascii=False), flush=True)
+    by_index = {job.prompt.index: job.prompt for job in jobs}
+
+    def show(line: dict[str, Any]) -> None:
+        reporter.show(Text(by_index[line["index"]].shown, style="bold"))
+        reporter.show(Padding(Text(line["text"]), (0, 0, 1, 2)))
+
+    return show

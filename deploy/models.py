@@ -1,0 +1,73 @@
+"""Gets the models of a run ready and checks, before any worker starts, that they go together."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from deploy.errors import RunError, UsageError
+from deploy.options import NGRAM, NO_DRAFT, ModelSettings
+from deploy.progress import Reporter
+from engine.demo import DemoBuildError
+from engine.model_source import ModelNotFoundError, fetch_model, resolve_model
+from scheduler.messages import Role
+from services.tokenizer import ModelTokenizer, TokenizerError
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyModels:
+    """Folders of the models; `draft_folder` is None for prompt lookup and without a draft."""
+
+    target_folder: Path
+    draft_folder: Path | None
+    tokenizer: ModelTokenizer
+    most_positions: int
+
+
+def prepare_models(settings: ModelSettings, drafting: bool, reporter: Reporter) -> ReadyModels:
+    """Builds or downloads what is missing.
+
+    Raises `UsageError` for a model that does not exist or a draft that does not fit the target.
+    """
+    target_folder = fetch(settings.target, Role.TARGET, reporter)
+    draft_folder = None
+    if drafting and settings.drafts_with_model:
+        draft_folder = fetch(settings.draft_name, Role.DRAFT, reporter)
+    try:
+        tokenizer = ModelTokenizer(target_folder)
+        if draft_folder is not None and draft_folder != target_folder:
+            digest = ModelTokenizer(draft_folder).vocabulary_digest
+            if digest != tokenizer.vocabulary_digest:
+                raise UsageError(
+                    f"the draft {settings.draft_name} does not fit the target {settings.target}: their tokenizers "
+                    f"differ (--draft {NGRAM} and --draft {NO_DRAFT} fit any target)"
+                )
+    except TokenizerError as error:
+        raise UsageError(str(error)) from error
+    return ReadyModels(target_folder, draft_folder, tokenizer, _most_positions(target_folder))
+
+
+def fetch(name: str, role: Role, reporter: Reporter) -> Path:
+    """The folder of a model, built or downloaded where it has to be."""
+    try:
+        source = resolve_model(name, role)
+        return fetch_model(source, lambda message, fraction: reporter.stage(name, message, fraction))
+    except ModelNotFoundError as error:
+        raise UsageError(f"{role.value} model {error}") from error
+    except DemoBuildError as error:
+        raise RunError(str(error)) from error
+
+
+def _most_positions(folder: Path) -> int:
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        positions = config.get("text_config", config)["max_position_embeddings"]
+    except (OSError, ValueError, AttributeError) as error:
+        raise UsageError(f"{path} cannot be read: {error}") from error
+    except KeyError as error:
+        raise UsageError(f"{path} has no max_position_embeddings") from error
+    if not isinstance(positions, int) or positions < 1:
+        raise UsageError(f"{path}: max_position_embeddings is {positions!r}, must be a positive number")
+    return positions

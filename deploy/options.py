@@ -1,0 +1,202 @@
+"""The settings of the commands: what each may be, its default and its help, in one place."""
+
+from __future__ import annotations
+
+import os
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+import typer
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from engine.settings import EngineSettings
+from scheduler.config import Policy, SchedulerConfig
+from scheduler.sampling import MAX_SEED, SamplingParameters
+
+DEMO = "demo"
+NGRAM = "ngram"
+NO_DRAFT = "none"
+
+
+class Dtype(Enum):
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+    FLOAT32 = "float32"
+
+
+class Reference(Enum):
+    GENERATE = "generate"
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+def _option(help_text: str, *names: str, **more: Any) -> Any:
+    return typer.Option(*names, help=help_text, **more)
+
+
+class ModelSettings(_Frozen):
+    """Which models, and in which numbers they compute."""
+
+    target: Annotated[str, _option("Target model: `demo`, a folder or a hub id.")] = DEMO
+    draft: Annotated[
+        str | None,
+        _option(
+            "Draft model: `demo`, a folder, a hub id, `ngram` (prompt lookup) or `none`.",
+            show_default="demo for the demo target, else ngram",
+        ),
+    ] = None
+    dtype: Annotated[Dtype, _option("Number format of weights and KV.")] = Dtype.BFLOAT16
+    device: Annotated[str, _option("`auto`, `cpu`, `cuda` or `cuda:N`; workers are spread over GPUs.")] = "auto"
+    exact: Annotated[
+        bool, _option("Bit-equal logits whatever the batch, by calibrated shapes.", "--exact/--no-exact")
+    ] = True
+
+    @property
+    def draft_name(self) -> str:
+        return self.draft if self.draft is not None else DEMO if self.target == DEMO else NGRAM
+
+    @property
+    def drafts_with_model(self) -> bool:
+        return self.draft_name not in (NGRAM, NO_DRAFT)
+
+
+class WorkerSettings(_Frozen):
+    """How many workers, and their share of the machine."""
+
+    draft_workers: Annotated[int, Field(ge=1, le=256), _option("Draft worker processes.")] = 1
+    target_workers: Annotated[int, Field(ge=1, le=256), _option("Target worker processes.")] = 1
+    threads: Annotated[
+        int | None, Field(ge=1, le=1024), _option("Threads of each worker.", show_default="cores shared out evenly")
+    ] = None
+
+
+class SchedulingSettings(_Frozen):
+    """How sequences are grouped."""
+
+    batch_size: Annotated[int, _option("Rows of one verify batch.")] = 8
+    window: Annotated[
+        int | None, _option("Sequences worked on at a time.", show_default="48, at least four batches")
+    ] = None
+    draft_length: Annotated[int, Field(le=64), _option("Tokens proposed per round; 0 decodes plainly.")] = 4
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        self.config(Policy.AUTO, drafting=True)
+        if self.window is not None and self.window < self.batch_size:
+            raise ValueError(f"window is {self.window}, must be at least batch_size, which is {self.batch_size}")
+        return self
+
+    def config(self, policy: Policy, drafting: bool) -> SchedulerConfig:
+        return SchedulerConfig(
+            batch_size=self.batch_size,
+            window=max(48, 4 * self.batch_size) if self.window is None else self.window,
+            policy=policy,
+            draft_length=self.draft_length if drafting else 0,
+        )
+
+
+class SamplingSettings(_Frozen):
+    """How tokens are chosen."""
+
+    max_tokens: Annotated[int, Field(ge=1), _option("Tokens generated per prompt at most.")] = 128
+    temperature: Annotated[float, _option("0 is greedy.")] = 0.0
+    top_k: Annotated[int, _option("Keep the k most likely tokens; 0 keeps all.")] = 0
+    top_p: Annotated[float, _option("Keep the most likely tokens that make up this probability.")] = 1.0
+    min_p: Annotated[float, _option("Keep tokens at least this likely, relative to the likeliest.")] = 0.0
+    seed: Annotated[int, _option("Seed of the first prompt; prompt i uses seed + i.")] = 0
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        self.parameters(0)
+        return self
+
+    def parameters(self, index: int) -> SamplingParameters:
+        """For the prompt with this index. Raises ValueError naming field, value and limit."""
+        return SamplingParameters(
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            min_p=self.min_p,
+            seed=self.seed + index if self.seed < 0 else (self.seed + index) % (MAX_SEED + 1),
+        )
+
+
+class InputSettings(_Frozen):
+    """What is generated from."""
+
+    prompts: Annotated[
+        Path | None,
+        _option(
+            "JSON lines with `prompt` (raw text), `messages` (chat) or `turns` (the first is asked).",
+            show_default="a few built-in ones",
+        ),
+    ] = None
+    limit: Annotated[int | None, Field(ge=1), _option("Take the first N prompts only.", show_default="all")] = None
+
+
+class RunSettings(_Frozen):
+    """What `generate` and `verify` have in common."""
+
+    models: ModelSettings = ModelSettings()
+    workers: WorkerSettings = WorkerSettings()
+    scheduling: SchedulingSettings = SchedulingSettings()
+    sampling: SamplingSettings = SamplingSettings()
+    inputs: InputSettings = InputSettings()
+    json_output: Annotated[bool, _option("Print one JSON object as the last line of standard output.", "--json")] = (
+        False
+    )
+
+    @property
+    def drafting(self) -> bool:
+        return self.models.draft_name != NO_DRAFT and self.scheduling.draft_length > 0
+
+    def threads_per_worker(self) -> int:
+        """As asked for, or an even share of the cores this process may use; prompt lookup hardly needs any."""
+        if self.workers.threads is not None:
+            return self.workers.threads
+        busy = self.workers.target_workers
+        if self.drafting and self.models.drafts_with_model:
+            busy += self.workers.draft_workers
+        return max(1, len(os.sched_getaffinity(0)) // busy)
+
+    def engine_settings(self, model: str, device: str) -> EngineSettings:
+        return EngineSettings(
+            model=model,
+            dtype=self.models.dtype.value,
+            device=device,
+            threads=self.threads_per_worker(),
+            exact=self.models.exact,
+        )
+
+
+class GenerateSettings(RunSettings):
+    """`spool generate`."""
+
+    policy: Annotated[Policy, _option("How verify batches are formed.")] = Policy.AUTO
+    output: Annotated[
+        Path | None,
+        _option("JSON lines file; what it holds already is kept.", "--output", "-o", show_default="the terminal"),
+    ] = None
+
+
+class VerifySettings(RunSettings):
+    """`spool verify`."""
+
+    policy: Annotated[
+        list[Policy], Field(min_length=1), _option("How verify batches are formed; repeat for several.")
+    ] = Field(default_factory=lambda: [Policy.AUTO])
+    reference: Annotated[
+        Reference | None, _option("`generate` also compares with transformers' own model.generate.")
+    ] = None
+
+    @model_validator(mode="after")
+    def _check_reference(self) -> Self:
+        if self.reference is not None and self.sampling.temperature > 0:
+            raise ValueError(
+                f"temperature is {self.sampling.temperature}, must be 0 with --reference generate: "
+                "transformers draws other random numbers"
+            )
+        return self
