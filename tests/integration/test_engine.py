@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig
+from transformers import AutoModelForCausalLM, MistralConfig
 
 from engine import exactness
 from engine.attention import AttentionForm
@@ -21,7 +21,7 @@ from engine.settings import EngineSettings
 from engine.steps import ProposeRow, RowOutcome, VerifyRow
 from engine.target import TargetEngine
 from scheduler.sampling import SamplingParameters
-from tests.support.tiny_models import CONFIGS, VOCABULARY, save_tiny_pair, tiny_model
+from tests.support.tiny_models import CONFIGS, VOCABULARY, save_tiny_pair
 
 GREEDY = SamplingParameters()
 
@@ -35,9 +35,7 @@ def load(folder: Path, **changes: object) -> TargetEngine:
     return load_target_engine(EngineSettings(str(folder), **fields), silent)  # type: ignore[arg-type]
 
 
-def verify(
-    engine: TargetEngine, table: PageTable, tokens: list[int], drafts: list[int], history: list[int]
-) -> VerifyRow:
+def verify(table: PageTable, tokens: list[int], drafts: list[int], history: list[int]) -> VerifyRow:
     return VerifyRow(table, tokens, drafts, True, history, len(history), GREEDY)
 
 
@@ -76,16 +74,16 @@ def test_rejected_tokens_leave_no_trace(folders: dict[str, Path]) -> None:
     engine = load(folders["llama"])
     prompt = [3, 1, 4, 1, 5, 9, 2, 6, 5]
     table = PageTable()
-    (first,) = engine.step([verify(engine, table, prompt, [], prompt)]).rows
+    (first,) = engine.step([verify(table, prompt, [], prompt)]).rows
     history = prompt + first.tokens
     assert table.length == len(prompt)
     wrong = [(first.tokens[0] + 1) % VOCABULARY] * 12
-    engine.step([verify(engine, table, first.tokens, wrong, history)])
+    engine.step([verify(table, first.tokens, wrong, history)])
     assert table.length <= len(history) + 1
     engine.pool.truncate(table, len(prompt))
-    (again,) = engine.step([verify(engine, table, first.tokens, [], history)]).rows
+    (again,) = engine.step([verify(table, first.tokens, [], history)]).rows
     fresh = PageTable()
-    (recomputed,) = engine.step([verify(engine, fresh, history, [], history)]).rows
+    (recomputed,) = engine.step([verify(fresh, history, [], history)]).rows
     assert again.tokens == recomputed.tokens
     engine.pool.check_conservation([table, fresh])
 
@@ -94,7 +92,7 @@ def test_a_row_without_pages_fails_alone(folders: dict[str, Path]) -> None:
     engine = load(folders["llama"], kv_pages=6)
     long, short = [1] * 60, [2, 3]
     tables = [PageTable(), PageTable()]
-    rows = [verify(engine, table, prompt, [], prompt) for table, prompt in zip(tables, (long, short), strict=True)]
+    rows = [verify(table, prompt, [], prompt) for table, prompt in zip(tables, (long, short), strict=True)]
     failed, fine = engine.step(rows).rows
     assert failed.out_of_pages
     assert tables[0].length == 0
@@ -105,12 +103,12 @@ def test_a_row_without_pages_fails_alone(folders: dict[str, Path]) -> None:
 def test_a_row_that_is_not_finite_fails_alone_and_spoils_no_page(folders: dict[str, Path]) -> None:
     engine = load(folders["llama"], kv_pages=8)
     poison, prompt = 7, [1, 2, 3, 4, 5]
-    expected = engine.step([verify(engine, PageTable(), prompt, [], prompt)]).rows[0].tokens
+    expected = engine.step([verify(PageTable(), prompt, [], prompt)]).rows[0].tokens
     engine.pool = type(engine.pool)(8, 8)
     with torch.no_grad():
         engine._runner.model.get_input_embeddings().weight[poison] = torch.nan
     bad, good = PageTable(), PageTable()
-    rows = [verify(engine, bad, [poison] * 20, [], [poison] * 20), verify(engine, good, prompt, [], prompt)]
+    rows = [verify(bad, [poison] * 20, [], [poison] * 20), verify(good, prompt, [], prompt)]
     failed, fine = engine.step(rows).rows
     assert failed.error == "the target's logits are not finite"
     assert bad.length == 0
@@ -118,16 +116,16 @@ def test_a_row_that_is_not_finite_fails_alone_and_spoils_no_page(folders: dict[s
     engine.pool.free(good)
     # Every page has had the chance to be reused: nothing of the poison is left on any.
     whole = [1, 2, 3, 4, 5, 6] * 10
-    (outcome,) = engine.step([verify(engine, PageTable(), whole, [], whole)]).rows
+    (outcome,) = engine.step([verify(PageTable(), whole, [], whole)]).rows
     assert outcome.error is None
 
 
 def test_a_model_that_raises_leaves_tables_as_they_were(folders: dict[str, Path]) -> None:
     engine = load(folders["llama"])
     table = PageTable()
-    engine.step([verify(engine, table, [1, 2, 3], [], [1, 2, 3])])
+    engine.step([verify(table, [1, 2, 3], [], [1, 2, 3])])
     with pytest.raises(IndexError):
-        engine.step([verify(engine, table, [VOCABULARY + 1], [], [1, 2, 3, VOCABULARY + 1])])
+        engine.step([verify(table, [VOCABULARY + 1], [], [1, 2, 3, VOCABULARY + 1])])
     assert table.length == 3
     engine.pool.check_conservation([table])
 
@@ -136,8 +134,8 @@ def test_a_step_larger_than_a_pass_is_cut(folders: dict[str, Path]) -> None:
     engine = load(folders["llama"], max_packed_rows=16, kv_pages=64)
     prompts = [[index] * 9 for index in range(6)]
     tables = [PageTable() for _ in prompts]
-    together = engine.step([verify(engine, t, p, [], p) for t, p in zip(tables, prompts, strict=True)]).rows
-    alone = [engine.step([verify(engine, PageTable(), p, [], p)]).rows[0] for p in prompts]
+    together = engine.step([verify(t, p, [], p) for t, p in zip(tables, prompts, strict=True)]).rows
+    alone = [engine.step([verify(PageTable(), p, [], p)]).rows[0] for p in prompts]
     assert [row.tokens for row in together] == [row.tokens for row in alone]
 
 
@@ -221,13 +219,14 @@ def test_kv_length_of_a_call_depends_on_the_position_alone() -> None:
 
 
 def test_sliding_windows_are_refused(tmp_path: Path) -> None:
-    shape = tiny_model("llama").config.to_dict()
     config = MistralConfig(
-        **{key: shape[key] for key in ("vocab_size", "hidden_size", "intermediate_size")},
-        sliding_window=4,
+        vocab_size=VOCABULARY,
+        hidden_size=48,
+        intermediate_size=80,
         num_hidden_layers=1,
         num_attention_heads=6,
         num_key_value_heads=2,
+        sliding_window=4,
     )
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModelError, match="sliding"):
@@ -238,4 +237,3 @@ def test_a_model_without_tokenizer_counts_every_embedding(folders: dict[str, Pat
     description = load(folders["llama"]).description
     assert description.vocabulary_size == VOCABULARY
     assert description.tokenizer_digest == b""
-    assert LlamaConfig.model_type == "llama"
