@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from itertools import pairwise
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -18,7 +20,7 @@ from scheduler.messages import (
     SequenceRequest,
     WorkerSpec,
 )
-from tests.sim.model import VOCABULARY, ModelWorker, Simulation
+from tests.sim.model import VOCABULARY, ModelWorker, Simulation, plain_decoding
 
 
 @dataclass(frozen=True)
@@ -152,10 +154,79 @@ def build(scenario: Scenario) -> Simulation:
     return simulation
 
 
-@settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
 @given(scenarios)
 def test_output_is_that_of_plain_decoding_whatever_happens(scenario: Scenario) -> None:
     simulation = build(scenario)
     simulation.run()
     simulation.check_end()
     assert all(isinstance(output.end, FinishSequence) for output in simulation.outputs.values())
+
+
+@pytest.mark.parametrize("policy", list(Policy))
+def test_three_hundred_sequences_pass_through_pages_for_forty(policy: Policy) -> None:
+    rng = random.Random(7)
+    config = SchedulerConfig(policy=policy, window=128, batch_size=8, draft_length=3, prefill_chunk=32)
+    simulation = Simulation(config, seed=1, check_bound=False)
+    mean_length, page_size = 89, 8
+    pages = 40 * mean_length // page_size
+    simulation.join(0.0, ModelWorker(WorkerSpec("target", Role.TARGET, page_size, pages, 1000, 128)))
+    simulation.join(0.0, ModelWorker(WorkerSpec("draft", Role.DRAFT, page_size, pages // 2, 1000, 128), 0.8))
+    for sequence_id in range(300):
+        prompt = tuple(rng.randrange(VOCABULARY) for _ in range(rng.choice([1, 5, 20, 90])))
+        simulation.submit(rng.uniform(0, 1), SequenceRequest(sequence_id, prompt, rng.choice([1, 8, 30, 200])))
+    simulation.run()
+    assert all(isinstance(output.end, FinishSequence) for output in simulation.outputs.values())
+    for output in simulation.outputs.values():
+        assert output.tokens == plain_decoding(output.request)[0]
+    simulation.core.check_integrity()
+    if policy is not Policy.EQSPEC:  # a cohort of one batch is too small to run out of pages
+        assert simulation.core.snapshot().preemptions > 0
+
+
+@pytest.mark.parametrize("policy", list(Policy))
+def test_a_cancelled_sequence_is_off_every_worker_within_a_second(policy: Policy) -> None:
+    config = SchedulerConfig(policy=policy, window=16, batch_size=4)
+    simulation = Simulation(config, seed=3)
+    target = ModelWorker(WorkerSpec("target", Role.TARGET, 4, 1000, 1000, 128))
+    draft = ModelWorker(WorkerSpec("draft", Role.DRAFT, 4, 1000, 1000, 128), 0.8)
+    simulation.join(0.0, target)
+    simulation.join(0.0, draft)
+    for sequence_id in range(12):
+        simulation.submit(0.0, SequenceRequest(sequence_id, (1, 2, sequence_id), 400, logits_digests=True))
+
+    def check(sequence_id: int) -> None:
+        assert sequence_id not in target.held
+        assert sequence_id not in draft.held
+
+    for sequence_id in range(12):
+        time = 0.05 + 0.037 * sequence_id
+        simulation.cancel(time, sequence_id)
+        simulation.at(time + 1.0, lambda gone=sequence_id: check(gone))
+    simulation.run()
+    simulation.check_end()
+
+
+def verify_rows_sent(simulation: Simulation) -> list[tuple[float, tuple[int, ...]]]:
+    return [
+        (time, tuple(row.sequence_id for row in step.rows[: step.group.rows]))
+        for time, step in simulation.sent
+        if step.group is not None
+    ]
+
+
+def test_a_lone_odd_sequence_is_not_starved_by_a_crowd_of_equals() -> None:
+    """The paper's tail: equal-length groups keep forming, and one sequence never finds a partner."""
+    config = SchedulerConfig(policy=Policy.EXSPEC, window=64, batch_size=4, draft_length=0, wait_bound_steps=1.5)
+    simulation = Simulation(config, seed=5)
+    simulation.join(0.0, ModelWorker(WorkerSpec("target", Role.TARGET, 16, 10_000, 1000, 256)))
+    for sequence_id in range(24):
+        simulation.submit(0.0, SequenceRequest(sequence_id, (1,) * 10, 120, logits_digests=True))
+    simulation.submit(0.0, SequenceRequest(99, (1,) * 33, 60, logits_digests=True))
+    simulation.run()
+    simulation.check_end()
+    times = [time for time, rows in verify_rows_sent(simulation) if 99 in rows]
+    gaps = [later - earlier for earlier, later in pairwise(times)]
+    step = 0.01 + 0.0002 * 4
+    # Its turn comes after six groups of the others; then 1.5 steps, the two steps in flight, and jitter.
+    assert max(gaps) < (6 + 1.5 + 2 + 1.5) * step * 1.2
