@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from deploy.devices import worker_devices
 from deploy.errors import RunError, UsageError
@@ -20,6 +20,9 @@ from services.worker_link import LinkOptions, WorkerEndpoint, WorkerUnreachableE
 
 # A first step on a busy machine takes long; a worker that died is noticed by its stream, not by this.
 _STEP_SECONDS = 600.0
+
+# Positions whose KV is small beside any model's weights.
+_SMALL_KV_POSITIONS = 65536
 
 
 class Cell:
@@ -59,8 +62,11 @@ class Cell:
 
 
 @asynccontextmanager
-async def running_cell(settings: RunSettings, reporter: Reporter) -> AsyncIterator[Cell]:
-    """Starts the workers that the settings ask for; they stop at the end of the block. Raises `RunError`."""
+async def running_cell(settings: RunSettings, lengths: Sequence[int], reporter: Reporter) -> AsyncIterator[Cell]:
+    """Starts the workers that the settings ask for; they stop at the end of the block. Raises `RunError`.
+
+    `lengths` are the positions of the longest sequences that can be under way at once.
+    """
     cell = Cell(())
 
     def on_loading(loading: LoadingMessage) -> None:
@@ -71,14 +77,16 @@ async def running_cell(settings: RunSettings, reporter: Reporter) -> AsyncIterat
         cell.bury(worker_id, reason)
 
     try:
-        async with WorkerLauncher(worker_launches(settings), on_loading=on_loading, on_exit=on_exit) as launcher:
+        async with WorkerLauncher(
+            worker_launches(settings, lengths), on_loading=on_loading, on_exit=on_exit
+        ) as launcher:
             cell = Cell(launcher.workers)
             yield cell
     except WorkerStartError as error:
         raise RunError(str(error)) from error
 
 
-def worker_launches(settings: RunSettings) -> list[WorkerLaunch]:
+def worker_launches(settings: RunSettings, lengths: Sequence[int]) -> list[WorkerLaunch]:
     """Targets first, so that they get the first GPUs."""
     models, workers = settings.models, settings.workers
     drafts = workers.draft_workers if settings.drafting else 0
@@ -86,11 +94,16 @@ def worker_launches(settings: RunSettings) -> list[WorkerLaunch]:
     devices = worker_devices(models.device, workers.target_workers + on_gpu)
     threads = settings.threads_per_worker()
     launches = []
-    for device in devices[: workers.target_workers]:
-        engine = asdict(settings.engine_settings(models.target, device))
-        launches.append(WorkerLaunch(Role.TARGET, engine, threads=threads))
-    for device in devices[workers.target_workers :]:
-        engine = asdict(settings.engine_settings(models.draft_name, device))
-        launches.append(WorkerLaunch(Role.DRAFT, engine, threads=threads))
+    for number, device in enumerate(devices):
+        role, model = (
+            (Role.TARGET, models.target) if number < workers.target_workers else (Role.DRAFT, models.draft_name)
+        )
+        engine = settings.engine_settings(model, device)
+        # Every sequence may leave a page partly filled.
+        pages = sum(-(-length // engine.page_size) + 1 for length in lengths)
+        if device == "cpu" and pages * engine.page_size <= _SMALL_KV_POSITIONS:
+            # Memory is shared with everything else here, and filling it with zeros takes seconds.
+            engine = replace(engine, kv_pages=pages)
+        launches.append(WorkerLaunch(role, asdict(engine), threads=threads))
     launches += [WorkerLaunch(Role.DRAFT, {"model": NGRAM}, threads=1)] * (drafts - on_gpu)
     return launches

@@ -58,6 +58,12 @@ def make_jobs(
     return jobs
 
 
+def longest_lengths(jobs: Sequence[Job], config: SchedulerConfig) -> list[int]:
+    """Positions, drafts included, of the sequences that need the most of them, as many as a window holds."""
+    lengths = sorted((len(job.tokens) + job.max_tokens + config.draft_length for job in jobs), reverse=True)
+    return lengths[: config.window]
+
+
 @dataclass(frozen=True, slots=True)
 class DecodingPlan:
     """How one pass over the jobs is run; `title` is for the progress display."""

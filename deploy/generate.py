@@ -6,13 +6,13 @@ import asyncio
 import json
 import sys
 from collections.abc import Callable
+from textwrap import indent
 from typing import Any
 
-from rich.padding import Padding
 from rich.text import Text
 
 from deploy.cell import running_cell
-from deploy.decoding import Completion, DecodingPlan, Job, decode, make_jobs
+from deploy.decoding import Completion, DecodingPlan, Job, decode, longest_lengths, make_jobs
 from deploy.models import ReadyModels, prepare_models
 from deploy.options import GenerateSettings
 from deploy.progress import Reporter, error_console, reporting
@@ -71,7 +71,7 @@ def _run(
             stop_token_ids=models.tokenizer.stop_token_ids,
             drafting=settings.drafting,
         )
-        async with running_cell(settings, reporter) as cell:
+        async with running_cell(settings, longest_lengths(jobs, plan.config), reporter) as cell:
             return await decode(cell, plan, jobs, reporter, on_done)
 
     return asyncio.run(run())
@@ -87,6 +87,6 @@ def _writer_to_stdout(
 
     def show(line: dict[str, Any]) -> None:
         reporter.show(Text(by_index[line["index"]].shown, style="bold"))
-        reporter.show(Padding(Text(line["text"]), (0, 0, 1, 2)))
+        reporter.show(Text(indent(line["text"], "  ") + "\n"))
 
     return show

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.table import Table
 
+from deploy.comparison import Comparison
 from services.statistics import StatisticsSnapshot
 
 
@@ -24,6 +27,35 @@ def statistics_table(statistics: StatisticsSnapshot) -> Table:
     table.add_row("lost to realignment", f"{statistics.realignment_share:.1%}")
     table.add_row("lost to scheduling", f"{statistics.scheduling_share:.1%}")
     return table
+
+
+def verification_table(
+    reference: StatisticsSnapshot,
+    policies: Sequence[tuple[str, Comparison, StatisticsSnapshot]],
+    generate: Comparison | None,
+) -> Table:
+    """One row for each way of decoding."""
+    table = Table(title="against plain decoding, one sequence at a time", title_justify="left")
+    table.add_column("", style="bold", no_wrap=True)
+    for heading in ("same text", "same logits", "tokens/s", "a round", "equal length"):
+        table.add_column(heading, justify="right")
+    table.add_row("reference", "", "", f"{reference.tokens_per_second:.1f}", "", "")
+    for name, comparison, statistics in policies:
+        table.add_row(
+            name,
+            _part(comparison.equal_sequences, comparison.sequences),
+            _part(comparison.equal_logits, comparison.compared_logits),
+            f"{statistics.tokens_per_second:.1f}",
+            f"{statistics.committed_per_round:.2f}",
+            f"{statistics.equal_length_share:.0%}",
+        )
+    if generate is not None:
+        table.add_row("model.generate", _part(generate.equal_sequences, generate.sequences), "", "", "", "")
+    return table
+
+
+def _part(count: int, total: int) -> str:
+    return f"{count} of {total}"
 
 
 def _table(title: str) -> Table:
