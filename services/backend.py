@@ -1,0 +1,134 @@
+"""What the gateway needs of a scheduler, wherever that runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from scheduler.messages import FinishReason, Role
+from scheduler.sampling import SamplingParameters
+from services.sequence_stream import TokenDelta
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """One prompt to continue.
+
+    `max_tokens` is at least 1 and counts a stop token. `draft_length` None leaves the choice to the scheduler, 0 turns
+    speculation off. `top_logprobs` None: no log probabilities; 0: those of the chosen tokens alone; n: those of the n
+    most likely tokens as well. `deadline_seconds` counts from `Backend.submit`; None: no deadline.
+
+    Raises `ValueError` naming field, value and limit. Limits that depend on the model are the backend's to check.
+    """
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+    stop_token_ids: frozenset[int] = frozenset()
+    sampling: SamplingParameters = field(default_factory=SamplingParameters)
+    draft_length: int | None = None
+    top_logprobs: int | None = None
+    deadline_seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        def require(name: str, holds: bool, limit: str) -> None:
+            if not holds:
+                raise ValueError(f"{name} is {getattr(self, name)!r}, must be {limit}")
+
+        if not self.prompt:
+            raise ValueError("prompt is empty, must have at least 1 token")
+        require("max_tokens", self.max_tokens >= 1, "at least 1")
+        require("draft_length", self.draft_length is None or self.draft_length >= 0, "None or at least 0")
+        require("top_logprobs", self.top_logprobs is None or self.top_logprobs >= 0, "None or at least 0")
+        seconds = self.deadline_seconds
+        require("deadline_seconds", seconds is None or (math.isfinite(seconds) and seconds > 0), "None or above 0")
+
+
+class BackendUnavailableError(RuntimeError):
+    """There is nobody to generate: no target worker, or no scheduler. Trying again later can help."""
+
+
+class DeadlineExceededError(RuntimeError):
+    """The request's deadline passed before its sequence was finished; the sequence is cancelled."""
+
+
+class TokenStream(Protocol):
+    """Async iterator over the output of one sequence, for one consumer.
+
+    Ends when the sequence is finished; `finish_reason` is known from then on. Raises SequenceFailedError,
+    AdmissionRefusedError, BackendUnavailableError or DeadlineExceededError (services.sequence_stream has the first
+    two); what was delivered before stays right. Whoever stops reading before the end calls `cancel`.
+    """
+
+    @property
+    def finish_reason(self) -> FinishReason | None: ...
+
+    def cancel(self) -> None:
+        """Frees what the sequence holds, at once. The iteration then ends; after the end, no effect."""
+        ...
+
+    def __aiter__(self) -> AsyncIterator[TokenDelta]: ...
+
+    async def __anext__(self) -> TokenDelta: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What the target workers serve. `max_sequence_length` bounds prompt and output together, in tokens.
+
+    `tokenizer_digest` is SHA-256 of the token-to-id table, as `ModelTokenizer.vocabulary_digest` gives it.
+    """
+
+    model_id: str
+    vocabulary_size: int
+    max_sequence_length: int
+    tokenizer_digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerLoad:
+    worker_id: str
+    role: Role
+    sequences: int
+    pages_in_use: int
+    total_pages: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadFigures:
+    """`live_sequences` counts all unfinished ones, the `waiting` ones among them; `workers` are those that are up."""
+
+    live_sequences: int
+    waiting: int
+    workers: tuple[WorkerLoad, ...]
+
+    @property
+    def pages_in_use(self) -> int:
+        return sum(worker.pages_in_use for worker in self.workers)
+
+    @property
+    def total_pages(self) -> int:
+        return sum(worker.total_pages for worker in self.workers)
+
+    def workers_of(self, role: Role) -> int:
+        return sum(1 for worker in self.workers if worker.role is role)
+
+
+class Backend(Protocol):
+    """A scheduler as the gateway sees it. All methods belong to one event loop."""
+
+    async def submit(self, request: GenerationRequest) -> TokenStream:
+        """Enters a sequence. Raises AdmissionRefusedError or BackendUnavailableError.
+
+        A caller that is cancelled while it waits leaves no sequence behind.
+        """
+        ...
+
+    async def model(self) -> ModelInfo:
+        """Raises BackendUnavailableError while no target worker is up and none was seen before."""
+        ...
+
+    async def load(self) -> LoadFigures:
+        """Raises BackendUnavailableError."""
+        ...

@@ -1,0 +1,115 @@
+"""The backend over a scheduler in the same process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Self
+
+from protos import worker_pb2
+from scheduler.messages import FinishReason, Role
+from services.backend import (
+    BackendUnavailableError,
+    DeadlineExceededError,
+    GenerationRequest,
+    LoadFigures,
+    ModelInfo,
+    WorkerLoad,
+)
+from services.scheduler_service import SchedulerService, ServiceClosedError
+from services.sequence_stream import SequenceStream, TokenDelta
+
+
+class LocalBackend:
+    """Implements services.backend.Backend. The service stays its owner's: closing it is not done here."""
+
+    def __init__(self, service: SchedulerService) -> None:
+        self._service = service
+        self._last_model: ModelInfo | None = None
+
+    async def submit(self, request: GenerationRequest) -> LocalStream:
+        if not any(worker.role is Role.TARGET for worker in (await self.load()).workers):
+            raise BackendUnavailableError("no target worker is up")
+        try:
+            stream = self._service.submit(
+                request.prompt,
+                request.max_tokens,
+                stop_token_ids=request.stop_token_ids,
+                sampling=request.sampling,
+                draft_length=request.draft_length,
+            )
+        except ServiceClosedError as error:
+            raise BackendUnavailableError(str(error)) from error
+        return LocalStream(stream, self._service.cancel, request.deadline_seconds)
+
+    async def model(self) -> ModelInfo:
+        targets = [d for d in self._service.descriptions.values() if d.role == worker_pb2.ROLE_TARGET]
+        if targets:
+            # Targets of one scheduler hold the same model; their page pools may differ.
+            self._last_model = ModelInfo(
+                model_id=targets[0].model_id,
+                vocabulary_size=targets[0].vocabulary_size,
+                max_sequence_length=max(target.max_sequence_length for target in targets),
+                tokenizer_digest=targets[0].tokenizer_digest,
+            )
+        if self._last_model is None:
+            raise BackendUnavailableError("no target worker is up")
+        return self._last_model
+
+    async def load(self) -> LoadFigures:
+        if self._service.closed_because is not None:
+            raise BackendUnavailableError(self._service.closed_because)
+        snapshot = self._service.core.snapshot()
+        workers = tuple(
+            WorkerLoad(
+                worker.worker_id,
+                worker.role,
+                worker.sequences,
+                worker.total_pages - worker.free_pages,
+                worker.total_pages,
+            )
+            for worker in snapshot.workers
+        )
+        return LoadFigures(snapshot.pool, snapshot.waiting, workers)
+
+
+class LocalStream:
+    """Implements services.backend.TokenStream."""
+
+    def __init__(
+        self, stream: SequenceStream, cancel: Callable[[int], None], deadline_seconds: float | None = None
+    ) -> None:
+        self._stream = stream
+        self._cancel = cancel
+        self._timer: asyncio.TimerHandle | None = None
+        if deadline_seconds is not None:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(deadline_seconds, self._expire, deadline_seconds)
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return self._stream.finish_reason
+
+    def cancel(self) -> None:
+        self._stop_timer()
+        self._stream.cancel()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> TokenDelta:
+        try:
+            return await anext(self._stream)
+        except Exception:
+            self._stop_timer()
+            raise
+
+    def _expire(self, seconds: float) -> None:
+        if not self._stream.closed:
+            self._stream.end(DeadlineExceededError(f"the request was not finished within its {seconds:g} s"))
+            self._cancel(self._stream.sequence_id)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
