@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.pages import PageTable
+from scheduler.messages import TokenLogprobs
 from scheduler.sampling import SamplingParameters
 
 
@@ -25,6 +26,7 @@ class VerifyRow:
     prompt_length: int
     sampling: SamplingParameters
     logits_digests: bool = False
+    top_logprobs: int | None = None
 
 
 @dataclass(slots=True)
@@ -50,6 +52,7 @@ class RowOutcome:
     tokens: list[int]
     accepted: int = 0
     logits_digests: Sequence[int] = ()
+    logprobs: Sequence[TokenLogprobs] = ()
     error: str | None = None
     out_of_pages: bool = False
 

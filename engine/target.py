@@ -14,6 +14,7 @@ from engine.pages import PagePool
 from engine.runner import ModelRunner, PackedSequence, PassResult
 from engine.sampling import ChoiceContext, choose_tokens
 from engine.steps import EngineTimings, RowOutcome, StepOutcome, VerifyRow
+from scheduler.messages import TokenLogprobs
 
 _NOT_A_NUMBER = "the target's logits are not finite"
 
@@ -62,6 +63,11 @@ class TargetEngine:
             outcome = _accept(row.draft_tokens, choices)
             if row.logits_digests and outcome.error is None:
                 outcome.logits_digests = [_digest(line) for line in logits[first : first + len(outcome.tokens)]]
+            if row.top_logprobs is not None and outcome.error is None:
+                outcome.logprobs = [
+                    _logprobs(line, token, row.top_logprobs)
+                    for line, token in zip(logits[first:], outcome.tokens, strict=False)
+                ]
             yield outcome
             first += len(choices)
 
@@ -92,6 +98,13 @@ def _accept(draft_tokens: Sequence[int], choices: Sequence[int | None]) -> RowOu
         if position == len(draft_tokens) or choice != draft_tokens[position]:
             break
     return RowOutcome(tokens, accepted=len(tokens) - 1)
+
+
+def _logprobs(logits: torch.Tensor, token: int, count: int) -> TokenLogprobs:
+    """Of one row of logits `[vocabulary]`; computed row by row, so that it does not depend on the batch either."""
+    logprobs = torch.log_softmax(logits.float(), dim=-1)
+    values, ids = torch.topk(logprobs, min(count, logprobs.numel()))
+    return TokenLogprobs(token, logprobs[token].item(), tuple(zip(ids.tolist(), values.tolist(), strict=True)))
 
 
 def _digest(logits: torch.Tensor) -> int:

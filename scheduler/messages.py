@@ -52,11 +52,22 @@ class WorkerSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log probability of a committed token in the target's own distribution, and the likeliest (token id, log
+    probability) beside it, likeliest first."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class SequenceRequest:
     """One prompt to continue.
 
     `sequence_id` is unique for the life of the core. `committed_output` holds tokens of the output that were already
     delivered (resubmission after a scheduler's death): they count towards `max_tokens` and are not emitted again.
+    `top_logprobs` None asks for no log probabilities, a number for those of the tokens and of that many likeliest ones.
     """
 
     sequence_id: int
@@ -66,6 +77,7 @@ class SequenceRequest:
     sampling: SamplingParameters = field(default_factory=SamplingParameters)
     draft_length: int | None = None
     logits_digests: bool = False
+    top_logprobs: int | None = None
     committed_output: tuple[int, ...] = ()
 
 
@@ -80,6 +92,7 @@ class RowResult:
     tokens: tuple[int, ...] = ()
     accepted: int = 0
     logits_digests: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
     error: str = ""
 
 
@@ -172,6 +185,7 @@ class EmitTokens:
     drafted: int
     accepted: int
     logits_digests: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

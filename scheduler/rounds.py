@@ -124,7 +124,14 @@ class Rounds:
         accepted = min(accepted, len(emitted))
         self._counters.count_round(len(emitted), drafted, accepted)
         self._lifecycle.commands.append(
-            EmitTokens(sequence.sequence_id, emitted, drafted, accepted, result.logits_digests[: len(emitted)])
+            EmitTokens(
+                sequence.sequence_id,
+                emitted,
+                drafted,
+                accepted,
+                result.logits_digests[: len(emitted)],
+                result.logprobs[: len(emitted)],
+            )
         )
         if reason is not None:
             self._lifecycle.finish(sequence, reason)

@@ -158,6 +158,7 @@ class SchedulerService:
         sampling: SamplingParameters | None = None,
         draft_length: int | None = None,
         logits_digests: bool = False,
+        top_logprobs: int | None = None,
         committed_output: Sequence[int] = (),
     ) -> SequenceStream:
         """Enters a sequence; fields as in scheduler.messages.SequenceRequest.
@@ -173,6 +174,7 @@ class SchedulerService:
             sampling=sampling or SamplingParameters(),
             draft_length=draft_length,
             logits_digests=logits_digests,
+            top_logprobs=top_logprobs,
             committed_output=tuple(committed_output),
         )
         self._check_vocabulary(request)
@@ -281,7 +283,9 @@ class SchedulerService:
                     link.send(command)
             case EmitTokens():
                 self._statistics.tokens_emitted(command)
-                delta = TokenDelta(command.tokens, command.drafted, command.accepted, command.logits_digests)
+                delta = TokenDelta(
+                    command.tokens, command.drafted, command.accepted, command.logits_digests, command.logprobs
+                )
                 self._streams[command.sequence_id].push(delta)
             case FinishSequence():
                 self._statistics.sequence_finished(command.sequence_id, now)

@@ -8,20 +8,21 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-from scheduler.messages import FinishReason, RefusalCause
+from scheduler.messages import FinishReason, RefusalCause, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
 class TokenDelta:
     """Newly committed tokens, from one round with `drafted` proposed tokens of which `accepted` survived.
 
-    `logits_digests` holds one digest for each token where the request asked for them.
+    `logits_digests` and `logprobs` hold one entry for each token where the request asked for them.
     """
 
     tokens: tuple[int, ...]
     drafted: int
     accepted: int
     logits_digests: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 class SequenceFailedError(RuntimeError):

@@ -20,7 +20,7 @@ from engine.steps import EngineTimings, ProposeRow, RowOutcome, StepOutcome, Ver
 from protos import worker_pb2
 from scheduler.digests import EMPTY_DIGEST
 from scheduler.messages import Role, RowStatus
-from services.wire import role_to_wire, status_to_wire
+from services.wire import logprobs_to_wire, role_to_wire, status_to_wire
 from services.worker_sequences import RowRejectedError, WorkerSequence, WorkerSequences
 
 logger = logging.getLogger(__name__)
@@ -227,6 +227,7 @@ class StepExecutor(ABC, Generic[EngineRow]):
             tokens=outcome.tokens if status is RowStatus.OK else (),
             accepted=outcome.accepted if status is RowStatus.OK else 0,
             logits_digests=outcome.logits_digests if status is RowStatus.OK else (),
+            logprobs=[logprobs_to_wire(logprobs) for logprobs in outcome.logprobs] if status is RowStatus.OK else (),
             error=error,
         )
 
@@ -257,6 +258,7 @@ class TargetStepExecutor(StepExecutor[VerifyRow]):
             prompt_length=sequence.prompt_length,
             sampling=sequence.sampling,
             logits_digests=sequence.logits_digests,
+            top_logprobs=sequence.top_logprobs,
         )
 
     def _computed(self, outcome: RowOutcome) -> Sequence[int]:

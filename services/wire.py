@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from protos import worker_pb2
-from scheduler.messages import Role, Row, RowResult, RowStatus, SendStep, SequenceRequest, WorkerSpec
+from scheduler.messages import Role, Row, RowResult, RowStatus, SendStep, SequenceRequest, TokenLogprobs, WorkerSpec
 from scheduler.sampling import SamplingParameters
 
 _ROLES = {Role.DRAFT: worker_pb2.ROLE_DRAFT, Role.TARGET: worker_pb2.ROLE_TARGET}
@@ -80,6 +80,7 @@ def opening_to_wire(request: SequenceRequest) -> worker_pb2.SequenceParameters:
         prompt_length=len(request.prompt),
         sampling=sampling_to_wire(request.sampling),
         logits_digests=request.logits_digests,
+        top_logprobs=request.top_logprobs,
     )
 
 
@@ -106,6 +107,21 @@ def step_to_wire(step: SendStep, worker_epoch: int, scheduler_epoch: int) -> wor
     )
 
 
+def logprobs_to_wire(logprobs: TokenLogprobs) -> worker_pb2.TokenLogprobs:
+    return worker_pb2.TokenLogprobs(
+        token_id=logprobs.token_id,
+        logprob=logprobs.logprob,
+        top_token_ids=[token_id for token_id, _ in logprobs.top],
+        top_logprobs=[logprob for _, logprob in logprobs.top],
+    )
+
+
+def logprobs_from_wire(logprobs: worker_pb2.TokenLogprobs) -> TokenLogprobs:
+    """Raises ValueError where ids and values differ in number."""
+    top = tuple(zip(logprobs.top_token_ids, logprobs.top_logprobs, strict=True))
+    return TokenLogprobs(logprobs.token_id, logprobs.logprob, top)
+
+
 def result_from_wire(reply: worker_pb2.RowReply) -> RowResult:
     """Raises ValueError for a status that this version does not know."""
     status = _STATUSES_BACK.get(reply.status)
@@ -119,5 +135,6 @@ def result_from_wire(reply: worker_pb2.RowReply) -> RowResult:
         tokens=tuple(reply.tokens),
         accepted=reply.accepted,
         logits_digests=tuple(reply.logits_digests),
+        logprobs=tuple(logprobs_from_wire(logprobs) for logprobs in reply.logprobs),
         error=reply.error,
     )

@@ -26,6 +26,7 @@ class WorkerSequence:
     prompt_length: int
     sampling: SamplingParameters
     logits_digests: bool
+    top_logprobs: int | None
     tokens: DigestedTokens = field(default_factory=DigestedTokens)
     table: PageTable = field(default_factory=PageTable)
 
@@ -87,7 +88,7 @@ class WorkerSequences:
             self._sequences[row.sequence_id] = held = opened
         elif opened is not None:
             held.prompt_length, held.sampling = opened.prompt_length, opened.sampling
-            held.logits_digests = opened.logits_digests
+            held.logits_digests, held.top_logprobs = opened.logits_digests, opened.top_logprobs
         if row.kv_len > held.table.length:
             raise RowRejectedError(
                 RowStatus.KV_MISMATCH, f"kv_len is {row.kv_len}, the worker has {held.table.length}", held
@@ -155,6 +156,7 @@ class WorkerSequences:
             parameters.prompt_length,
             sampling_from_wire(parameters.sampling) if parameters.HasField("sampling") else SamplingParameters(),
             parameters.logits_digests,
+            parameters.top_logprobs if parameters.HasField("top_logprobs") else None,
         )
 
     def _check_shape(self, row: worker_pb2.Row) -> None:

@@ -237,3 +237,20 @@ def test_a_model_without_tokenizer_counts_every_embedding(folders: dict[str, Pat
     description = load(folders["llama"]).description
     assert description.vocabulary_size == VOCABULARY
     assert description.tokenizer_digest == b""
+
+
+def test_log_probabilities_are_of_the_targets_own_distribution(folders: dict[str, Path]) -> None:
+    engine = load(folders["llama"])
+    prompt = [5, 4, 3]
+    row = verify(PageTable(), prompt, [], prompt)
+    row.top_logprobs = 4
+    row.sampling = SamplingParameters(temperature=0.7, seed=3, top_k=5)
+    (outcome,) = engine.step([row]).rows
+    reference = AutoModelForCausalLM.from_pretrained(folders["llama"], dtype=torch.float32)
+    with torch.no_grad():
+        expected = torch.log_softmax(reference(input_ids=torch.tensor([prompt])).logits[0, -1], dim=-1)
+    (logprobs,) = outcome.logprobs
+    assert logprobs.token_id == outcome.tokens[0]
+    assert logprobs.logprob == pytest.approx(expected[logprobs.token_id].item(), abs=1e-4)
+    assert [token for token, _ in logprobs.top] == expected.topk(4).indices.tolist()
+    assert [value for _, value in logprobs.top] == pytest.approx(expected.topk(4).values.tolist(), abs=1e-4)
