@@ -81,7 +81,8 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _complain(message: str, code: int) -> int:
-    print(f"spool: {' '.join(message.split())}", file=sys.stderr)
+    # "Value error" is how typer's validation introduces what is wrong.
+    print(f"spool: {' '.join(message.replace('Value error, ', '').split())}", file=sys.stderr)
     return code
 
 

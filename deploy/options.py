@@ -120,7 +120,7 @@ class SamplingSettings(_Frozen):
             top_k=self.top_k,
             top_p=self.top_p,
             min_p=self.min_p,
-            seed=self.seed + index if self.seed < 0 else (self.seed + index) % (MAX_SEED + 1),
+            seed=(self.seed + index) % (MAX_SEED + 1) if index else self.seed,
         )
 
 

@@ -94,8 +94,8 @@ def read_prompts(path: Path) -> Iterator[Prompt]:
 def _parse(line: str, index: int, place: str) -> Prompt:
     try:
         content = json.loads(line)
-    except ValueError as error:
-        raise UsageError(f"{place}: not JSON: {error}") from error
+    except json.JSONDecodeError as error:
+        raise UsageError(f"{place}: not JSON: {error.msg} at column {error.colno}") from error
     if not isinstance(content, dict):
         raise UsageError(f"{place}: a JSON {type(content).__name__}, must be an object")
     present = [kind for kind in _KINDS if kind in content]

@@ -87,6 +87,8 @@ def resolve_model(name: str, role: Role) -> ModelSource:
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ModelNotFoundError(f"{name}: the folder holds no config.json, so no model")
+        if not _has_weights(path):
+            raise ModelNotFoundError(f"{name}: the folder holds no weights (*.safetensors)")
         return ModelSource(name, SourceKind.FOLDER, path.resolve())
     if path.exists():
         raise ModelNotFoundError(f"{name} is a file, must be a folder with a Hugging Face model")

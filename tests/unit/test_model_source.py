@@ -63,6 +63,7 @@ def test_damaged_and_outdated_demo_folders_do_not_count(cache: Path) -> None:
 def test_a_folder_with_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "model" / "model.safetensors").write_text("")
     monkeypatch.chdir(tmp_path)
     source = resolve_model("model", Role.TARGET)
     assert (source.kind, source.folder, source.ready) == (SourceKind.FOLDER, tmp_path / "model", True)
@@ -78,12 +79,15 @@ def test_a_folder_with_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         ("", "no config.json"),
         ("file.txt", "is a file, must be a folder"),
         ("empty", "holds no config.json"),
+        ("light", "holds no weights"),
     ],
 )
 def test_names_that_are_no_model(name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file.txt").write_text("")
     (tmp_path / "empty").mkdir()
+    (tmp_path / "light").mkdir()
+    (tmp_path / "light" / "config.json").write_text("{}")
     with pytest.raises(ModelNotFoundError, match=message):
         resolve_model(name, Role.TARGET)
 

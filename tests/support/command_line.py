@@ -1,0 +1,64 @@
+"""Runs `spool` as a user does, and makes a small model with a tokenizer for it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+SPOOL = Path(sys.executable).with_name("spool")
+CHAT_TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}assistant:"
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a run of `spool` ended."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """The JSON object in the last line of standard output."""
+        found: dict[str, Any] = json.loads(self.out.splitlines()[-1])
+        return found
+
+
+def spool(
+    *arguments: object, cwd: Path | None = None, environment: Mapping[str, str] | None = None, timeout: float = 300
+) -> Ended:
+    outcome = subprocess.run(
+        [str(SPOOL), *map(str, arguments)],
+        cwd=cwd,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", **(environment or {})},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+    return Ended(outcome.returncode, outcome.stdout, outcome.stderr)
+
+
+def save_tokenizer(folder: Path, reverse: bool = False) -> None:
+    """One token a character, for the 96 characters that ASCII text needs; `reverse` numbers them the other way."""
+    characters = [chr(code) for code in range(33, 127)] + ["Ġ", "Ċ"]
+    if reverse:
+        characters.reverse()
+    backend = Tokenizer(models.BPE({character: number for number, character in enumerate(characters)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=CHAT_TEMPLATE).save_pretrained(folder)
+
+
+def write_lines(path: Path, *lines: object) -> Path:
+    path.write_text("".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines))
+    return path
