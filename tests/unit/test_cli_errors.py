@@ -7,8 +7,6 @@ import pytest
 
 from tests.support.command_line import save_tokenizer, spool, write_lines
 
-COMMANDS = ("generate", "verify")
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -47,55 +45,57 @@ def check(folder: Path, command: str, message: str, *arguments: object) -> None:
     assert ended.out == ""
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--prompts", "missing.jsonl"], "cannot read missing.jsonl: No such file"),
-        (["--prompts", "."], "cannot read .: Is a directory"),
-        (["--prompts", "bad-json.jsonl"], "bad-json.jsonl:3: not JSON: "),
-        (["--prompts", "list.jsonl"], "list.jsonl:1: a JSON list, must be an object"),
-        (["--prompts", "empty.jsonl"], "empty.jsonl holds no prompts"),
-        (["--prompts", "both.jsonl"], "both.jsonl:1: has prompt and turns"),
-        (["--prompts", "neither.jsonl"], "neither.jsonl:1: has none of prompt, messages, turns"),
-        (["--prompts", "not-text.jsonl"], "not-text.jsonl:1: prompt must be a text"),
-        (["--prompts", "no-content.jsonl"], "no-content.jsonl:1: messages[0] must be an object with role and content"),
-        (["--prompts", "no-turns.jsonl"], "no-turns.jsonl:1: turns must be a list"),
-        (["--prompts", "binary.jsonl"], "binary.jsonl is not UTF-8 text"),
-        (["--limit", "0"], "--limit is 0"),
-        (["--policy", "best"], "'best' is not one of 'eqspec', 'exspec', 'ragged', 'auto'"),
-        (["--batch-size", "-1"], "batch_size is -1, must be at least 1"),
-        (["--window", "4"], "window is 4, must be at least batch_size, which is 8"),
-        (["--draft-length", "-1"], "draft_length is -1"),
-        (["--draft-length", "65"], "--draft-length is 65"),
-        (["--max-tokens", "-3"], "--max-tokens is -3"),
-        (["--temperature", "-0.5"], "temperature is -0.5, must be between 0 and 100"),
-        (["--temperature", "warm"], "Invalid value for '--temperature'"),
-        (["--top-k", "-1"], "top_k is -1"),
-        (["--top-p", "0"], "top_p is 0.0"),
-        (["--min-p", "2"], "min_p is 2.0"),
-        (["--seed", "-1"], "seed is -1"),
-        (["--seed", str(2**64)], "must be between 0 and 18446744073709551615"),
-        (["--threads", "0"], "--threads is 0"),
-        (["--draft-workers", "0"], "--draft-workers is 0"),
-        (["--target-workers", "-2"], "--target-workers is -2"),
-        (["--dtype", "int8"], "'int8' is not one of"),
-        (["--target", "/no/such/model"], "target model /no/such/model: no such folder"),
-        (["--target", "no-weights"], "target model no-weights: the folder holds no weights"),
-        (["--target", "no-tokenizer"], "holds no tokenizer.json"),
-        (["--target", "good.jsonl"], "good.jsonl is a file"),
-        (["--target", "target", "--draft", "/no/such/model"], "draft model /no/such/model: no such folder"),
-        (["--target", "target", "--draft", "other"], "the draft other does not fit the target target"),
-        (
-            ["--target", "target", "--prompts", "long.jsonl"],
-            "long.jsonl:2: the prompt has 200 tokens, the model takes 200",
-        ),
-        (["--target", "target", "--device", "gpu"], "device is 'gpu', must be auto, cpu, cuda or cuda:N"),
-        (["--unknown"], "No such option: --unknown"),
-        (["--seed"], "requires an argument"),
-        (["extra"], "unexpected extra argument"),
-    ],
-)
+BAD_INPUT = [
+    (["--prompts", "missing.jsonl"], "cannot read missing.jsonl: No such file"),
+    (["--prompts", "."], "cannot read .: Is a directory"),
+    (["--prompts", "bad-json.jsonl"], "bad-json.jsonl:3: not JSON: "),
+    (["--prompts", "list.jsonl"], "list.jsonl:1: a JSON list, must be an object"),
+    (["--prompts", "empty.jsonl"], "empty.jsonl holds no prompts"),
+    (["--prompts", "both.jsonl"], "both.jsonl:1: has prompt and turns"),
+    (["--prompts", "neither.jsonl"], "neither.jsonl:1: has none of prompt, messages, turns"),
+    (["--prompts", "not-text.jsonl"], "not-text.jsonl:1: prompt must be a text"),
+    (["--prompts", "no-content.jsonl"], "no-content.jsonl:1: messages[0] must be an object with role and content"),
+    (["--prompts", "no-turns.jsonl"], "no-turns.jsonl:1: turns must be a list"),
+    (["--prompts", "binary.jsonl"], "binary.jsonl is not UTF-8 text"),
+    (["--limit", "0"], "--limit is 0"),
+    (["--policy", "best"], "'best' is not one of 'eqspec', 'exspec', 'ragged', 'auto'"),
+    (["--batch-size", "-1"], "batch_size is -1, must be at least 1"),
+    (["--window", "4"], "window is 4, must be at least batch_size, which is 8"),
+    (["--draft-length", "-1"], "draft_length is -1"),
+    (["--draft-length", "65"], "--draft-length is 65"),
+    (["--max-tokens", "-3"], "--max-tokens is -3"),
+    (["--temperature", "-0.5"], "temperature is -0.5, must be between 0 and 100"),
+    (["--temperature", "warm"], "Invalid value for '--temperature'"),
+    (["--top-k", "-1"], "top_k is -1"),
+    (["--top-p", "0"], "top_p is 0.0"),
+    (["--min-p", "2"], "min_p is 2.0"),
+    (["--seed", "-1"], "seed is -1"),
+    (["--seed", str(2**64)], "must be between 0 and 18446744073709551615"),
+    (["--threads", "0"], "--threads is 0"),
+    (["--draft-workers", "0"], "--draft-workers is 0"),
+    (["--target-workers", "-2"], "--target-workers is -2"),
+    (["--dtype", "int8"], "'int8' is not one of"),
+    (["--target", "/no/such/model"], "target model /no/such/model: no such folder"),
+    (["--target", "no-weights"], "target model no-weights: the folder holds no weights"),
+    (["--target", "no-tokenizer"], "holds no tokenizer.json"),
+    (["--target", "good.jsonl"], "good.jsonl is a file"),
+    (["--target", "target", "--draft", "/no/such/model"], "draft model /no/such/model: no such folder"),
+    (["--target", "target", "--draft", "other"], "the draft other does not fit the target target"),
+    (
+        ["--target", "target", "--prompts", "long.jsonl"],
+        "long.jsonl:2: the prompt has 200 tokens, the model takes 200",
+    ),
+    (["--target", "target", "--device", "gpu"], "device is 'gpu', must be auto, cpu, cuda or cuda:N"),
+    (["--unknown"], "No such option: --unknown"),
+    (["--seed"], "requires an argument"),
+    (["extra"], "unexpected extra argument"),
+]
+
+# The commands share these options; every third is tried with the second command too.
+CASES = [("generate", *case) for case in BAD_INPUT] + [("verify", *case) for case in BAD_INPUT[::3]]
+
+
+@pytest.mark.parametrize(("command", "arguments", "message"), CASES)
 def test_bad_input(folder: Path, command: str, arguments: list[str], message: str) -> None:
     check(folder, command, message, *arguments)
 
@@ -108,7 +108,7 @@ def test_bad_input(folder: Path, command: str, arguments: list[str], message: st
         ("models fetch", "Missing argument"),
         ("models fetch /no/such/model", "no such folder"),
         ("models fetch demo --unknown", "No such option"),
-        ("verify --reference oracle", "'oracle' is not 'generate'"),
+        ("verify --reference oracle", "'oracle' is not one of 'generate'"),
         ("verify --reference generate --temperature 1", "temperature is 1.0, must be 0 with --reference generate"),
         ("generate --target target --output /no/such/folder/out.jsonl", "cannot write /no/such/folder/out.jsonl"),
         ("generate --target target --output .", "cannot read .: Is a directory"),
