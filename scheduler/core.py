@@ -214,11 +214,14 @@ class SchedulerCore:
         """Draft workers first: what they take on decides for what a target may wait."""
         progress = True
         while progress:
+            preemptions = self._counters.preemptions
             progress = self._lifecycle.admit()
             for draft in self._fleet.drafts.values():
                 progress |= self._send(self._drafts.plan(draft, self._last_step_id + 1, now))
             for target in self._fleet.targets.values():
                 progress |= self._send(self._targets.plan(target, self._last_step_id + 1, now))
+            # Pages that came free without a step may let somebody in.
+            progress |= self._counters.preemptions > preemptions
         for book in self._fleet.books():
             if book.releases and not book.outstanding:
                 self._send(book.send(self._last_step_id + 1, {}, now))

@@ -39,7 +39,7 @@ class DraftPlanner:
             if sequence.sequence_id in draft.in_flight:
                 continue
             lack = draft.lack(sequence)
-            if lack > draft.chunk or (lack > STEADY_LACK and lack > budget):
+            if not draft.can_propose_after(lack) or (lack > STEADY_LACK and lack > budget):
                 self._lifecycle.skip_draft(sequence, now)
                 continue
             if lack > room:

@@ -25,9 +25,6 @@ class KvEntry:
         self.valid += min(accepted, self.ahead)
         self.ahead = 0
 
-    def discard_proposal(self) -> None:
-        self.ahead = 0
-
     def reset(self) -> None:
         self.valid = self.ahead = 0
 

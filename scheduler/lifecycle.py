@@ -84,10 +84,10 @@ class Lifecycle:
         if flight is not None and not flight.abandoned:
             lack -= len(flight.row.tokens)
         # A draft that is far behind catches up beside plain rounds instead of holding the sequence up.
-        if lack > draft.chunk:
-            self.skip_draft(sequence, now)
-        else:
+        if draft.can_propose_after(lack):
             self.move(sequence, SequenceState.READY)
+        else:
+            self.skip_draft(sequence, now)
 
     def skip_draft(self, sequence: Sequence, now: float) -> None:
         """A plain decoding round."""
@@ -103,8 +103,6 @@ class Lifecycle:
     def catch_up(self, sequence: Sequence) -> None:
         """Back to feeding the target committed tokens; a proposal that was pending is dropped."""
         sequence.draft_tokens = ()
-        if sequence.draft is not None:
-            sequence.draft.kv[sequence.sequence_id].discard_proposal()
         self.move(sequence, SequenceState.PREFILLING)
 
     def draft_length(self, sequence: Sequence) -> int:

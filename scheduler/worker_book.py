@@ -183,6 +183,10 @@ class DraftBook(WorkerBook):
         """Committed tokens whose KV is missing; at least 1, since proposing takes the logits of the last one."""
         return max(1, len(sequence.tokens.tokens) - self.kv[sequence.sequence_id].valid)
 
+    def can_propose_after(self, lack: int) -> bool:
+        """Whether one step can feed that many tokens and propose after them."""
+        return lack <= min(max(self.chunk, STEADY_LACK), self.spec.max_packed_rows)
+
     def note_lack(self, sequence: Sequence) -> None:
         """Files the sequence by whether it must catch up; to be called when its length or its KV has changed."""
         if self.lack(sequence) > STEADY_LACK:

@@ -359,6 +359,8 @@ class Simulation:
         assert len(set(ids)) == len(ids), "a sequence is twice in a step"
         assert waiting.isdisjoint(ids), "a sequence is twice on its way"
         assert sum(len(row.tokens) + len(row.draft_tokens) for row in step.rows) <= spec.max_packed_rows
+        if any(other.rows for other in seat.unanswered.values()) and spec.max_packed_rows >= 256:
+            self._check_worth_queueing(step)
         steady = 1 if spec.role is Role.TARGET else 2
         catching_up = sum(len(row.tokens) for row in step.rows if len(row.tokens) > steady)
         assert catching_up <= config.prefill_chunk, "too much catching up in one step"
@@ -375,6 +377,13 @@ class Simulation:
                 assert row.kv_len + len(row.tokens) == len(known), "chooses before the last committed token"
             most = len(output.request.prompt) + output.request.max_tokens
             assert len(known) + max(row.draft_length, len(row.draft_tokens)) < most, "drafts past max_tokens"
+
+    def _check_worth_queueing(self, step: SendStep) -> None:
+        """Behind a target's running step only a full one is queued, or one that nothing more could have joined."""
+        target = self.core._fleet.targets.get(step.worker_id)
+        if target is not None and step.rows and target.coming.total:
+            assert step.group is not None, "queued without a group"
+            assert step.group.rows == self.config.batch_size, "queued too early"
 
     def _check_window(self) -> None:
         snapshot = self.core.snapshot()

@@ -3,9 +3,10 @@
 import pytest
 
 from scheduler.ledger import KvEntry, PageBook
-from scheduler.messages import SequenceRequest
+from scheduler.messages import FinishReason, Role, SequenceRequest, WorkerSpec
 from scheduler.pool import WaitingQueue
 from scheduler.sequence import Sequence
+from scheduler.worker_book import WorkerBook
 
 
 @pytest.mark.parametrize(
@@ -25,9 +26,9 @@ def test_what_a_draft_keeps_of_its_proposal(proposed: int, accepted: int, valid:
     assert (entry.valid, entry.ahead) == (valid, 0)
 
 
-def test_a_proposal_that_was_dropped_is_not_credited_later() -> None:
+def test_a_proposal_is_credited_once() -> None:
     entry = KvEntry(valid=10, ahead=3)
-    entry.discard_proposal()
+    entry.settle_proposal(0)
     entry.settle_proposal(2)
     assert entry.valid == 10
 
@@ -61,6 +62,37 @@ def test_lost_pages_are_noticed() -> None:
     book.free_pages += 1
     with pytest.raises(RuntimeError, match="2 pages reserved and 2 free of 3"):
         book.check_integrity()
+
+
+def test_a_newcomer_leaves_pages_for_the_others_to_grow_into() -> None:
+    book = WorkerBook(WorkerSpec("w", Role.TARGET, 4, 10, 1000, 64), prefill_chunk=8, steps_in_flight=2)
+    assert book.has_room(40)
+    assert not book.has_room(41)
+    for sequence_id in range(5):
+        book.house(waiting(sequence_id, sequence_id), positions=4)
+    assert book.pages.free_pages == 5
+    assert book.has_room(12)
+    assert not book.has_room(13)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "stop", "kept", "reason"),
+    [
+        ((5, 6), (), 2, None),
+        ((5, 6, 7), (), 3, FinishReason.LENGTH),
+        ((5, 6, 7, 8, 9), (), 3, FinishReason.LENGTH),
+        ((5, 6, 7, 8, 9), (6, 7), 2, FinishReason.STOP),
+        ((5, 6, 7, 8, 9), (7,), 3, FinishReason.STOP),
+        ((5, 6, 7, 8, 9), (8,), 3, FinishReason.LENGTH),
+        ((5,), (5,), 1, FinishReason.STOP),
+    ],
+)
+def test_what_is_committed_of_a_run(
+    tokens: tuple[int, ...], stop: tuple[int, ...], kept: int, reason: FinishReason | None
+) -> None:
+    sequence = Sequence(SequenceRequest(1, (1, 2), 3, frozenset(stop)), 0)
+    assert sequence.commit(tokens) == (tokens[:kept], reason)
+    assert sequence.tokens.tokens == [1, 2, *tokens[:kept]]
 
 
 def waiting(sequence_id: int, order: int, length: int = 1) -> Sequence:

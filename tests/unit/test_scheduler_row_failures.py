@@ -149,6 +149,16 @@ def test_endless_mismatches_end_in_an_error_for_that_sequence_alone() -> None:
     check_outputs(driver, 2)
 
 
+def test_now_and_then_a_mismatch_is_no_reason_to_fail() -> None:
+    driver = pair(draft_length=0)
+    driver.submit(1, prompt_length=9, max_tokens=40)
+    driver.answer("target")
+    for _ in range(3 * MOST_TARGET_FAILURES):
+        driver.answer("target", instead=status(RowStatus.KV_MISMATCH))
+        driver.answer("target")
+    check_outputs(driver, 1)
+
+
 def test_a_target_that_says_ok_without_progress_is_not_asked_for_ever() -> None:
     driver = pair(prefill_chunk=4)
     driver.submit(1, prompt_length=9)
