@@ -14,6 +14,7 @@ from typer.exceptions import TyperException
 from deploy.command_options import takes_settings
 from deploy.errors import RunError, UsageError
 from deploy.options import GenerateSettings, VerifySettings
+from deploy.serving_commands import add_serving_commands
 
 _USAGE, _FAILED, _INTERRUPTED = 2, 1, 130
 
@@ -60,6 +61,9 @@ def fetch_command(
     if json_output:
         print(json.dumps({"command": "models fetch", "folders": folders}), flush=True)
     return 0
+
+
+add_serving_commands(app)
 
 
 def run(arguments: Sequence[str]) -> int:
