@@ -167,9 +167,9 @@ class SchedulerCore:
         return None
 
     def _queue_full(self, sequence: Sequence) -> str | None:
-        """A sequence that had output already was admitted before: it is let in again whatever the queue holds."""
+        """A sequence that was admitted before, or had output, is let in again whatever the queue holds."""
         queue, config = self._pool.queue, self._config
-        if sequence.request.committed_output:
+        if sequence.request.admitted_before or sequence.request.committed_output:
             return None
         if len(queue) >= config.max_queued_sequences:
             return f"{len(queue)} sequences wait, the limit is {config.max_queued_sequences}"

@@ -68,6 +68,7 @@ class SequenceRequest:
     `sequence_id` is unique for the life of the core. `committed_output` holds tokens of the output that were already
     delivered (resubmission after a scheduler's death): they count towards `max_tokens` and are not emitted again.
     `top_logprobs` None asks for no log probabilities, a number for those of the tokens and of that many likeliest ones.
+    One that was `admitted_before`, by a scheduler that is gone, is not refused for a full queue.
     """
 
     sequence_id: int
@@ -79,6 +80,7 @@ class SequenceRequest:
     logits_digests: bool = False
     top_logprobs: int | None = None
     committed_output: tuple[int, ...] = ()
+    admitted_before: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 from protos import worker_pb2
 from scheduler.config import SchedulerConfig
@@ -19,9 +19,11 @@ from scheduler.messages import (
     EmitTokens,
     Event,
     FailSequence,
+    FinishReason,
     FinishSequence,
     RefusalCause,
     RefuseSequence,
+    Role,
     RowResult,
     SendStep,
     SequenceCancelled,
@@ -33,20 +35,43 @@ from scheduler.messages import (
     WorkerLost,
 )
 from scheduler.sampling import SamplingParameters
+from services.channel_security import ChannelSecurity
 from services.pairing import check_pairing
 from services.sequence_stream import AdmissionRefusedError, SequenceFailedError, SequenceStream, TokenDelta
 from services.statistics import ServiceStatistics, StatisticsSnapshot
 from services.wire import spec_from_wire
-from services.worker_link import LinkOptions, WorkerEndpoint, WorkerLink, WorkerUnreachableError
+from services.worker_link import (
+    LinkOptions,
+    SchedulerFencedError,
+    WorkerEndpoint,
+    WorkerLink,
+    WorkerUnreachableError,
+)
 
 logger = logging.getLogger(__name__)
 
 # A core that asks for a tick in the past again and again must not keep the event loop from its other work.
 _SHORTEST_TICK_SECONDS = 0.0005
 
+# Between the epoch of a scheduler and one that takes its place: room for the connections that the former still makes.
+_EPOCH_ROOM = 1_000_000_000
+
 
 class ServiceClosedError(RuntimeError):
     """The service takes no sequences (any more); the message says why."""
+
+
+class SchedulerStoppedError(SequenceFailedError):
+    """The service was closed before the sequence was finished; another scheduler can go on with it."""
+
+
+class SequenceSink(Protocol):
+    """Who takes the output of a sequence. Calls come from the event loop and must not block."""
+
+    def push(self, delta: TokenDelta) -> None: ...
+
+    def end(self, outcome: FinishReason | Exception) -> None:
+        """Nothing follows. An exception is a SequenceFailedError or an AdmissionRefusedError."""
 
 
 class SchedulerService:
@@ -55,7 +80,8 @@ class SchedulerService:
     `scheduler_epoch` must be higher than that of every scheduler that spoke to the workers before, with room for one
     number for each connection made: `time.time_ns()` of the start. Lower ones are fenced off by the workers.
 
-    All methods belong to one event loop. Leaving the `async with` block, or `close`, fails what is unfinished.
+    `security` is that of the workers' channels. All methods belong to one event loop. Leaving the `async with` block,
+    or `close`, fails what is unfinished.
     """
 
     def __init__(
@@ -64,17 +90,23 @@ class SchedulerService:
         *,
         scheduler_epoch: int,
         link_options: LinkOptions | None = None,
+        security: ChannelSecurity | None = None,
     ) -> None:
+        self.config = config
         self._core = SchedulerCore(config)
-        self._epochs = itertools.count(scheduler_epoch)
+        self._epoch = scheduler_epoch
         self._link_options = link_options or LinkOptions()
+        self._security = security or ChannelSecurity()
         self._links: dict[str, WorkerLink] = {}
         self._runs: dict[str, asyncio.Task[None]] = {}
         self._up: dict[str, asyncio.Event] = {}
-        self._streams: dict[int, SequenceStream] = {}
+        self._sinks: dict[int, SequenceSink] = {}
         self._ids = itertools.count(1)
         self._ticker: asyncio.TimerHandle | None = None
         self._closed_because: str | None = None
+        self._closed = asyncio.Event()
+        self._fenced = False
+        self._targetless_since: float | None = time.monotonic()
         self._statistics = ServiceStatistics(time.monotonic())
 
     # Workers.
@@ -90,7 +122,7 @@ class SchedulerService:
         for endpoint in endpoints:
             if endpoint.worker_id in self._links or endpoint.worker_id in added:
                 raise ValueError(f"worker_id {endpoint.worker_id} is taken")
-            added[endpoint.worker_id] = WorkerLink(endpoint, self._link_options, lambda: next(self._epochs), self)
+            added[endpoint.worker_id] = WorkerLink(endpoint, self._link_options, self._take_epoch, self, self._security)
         try:
             descriptions = dict(
                 zip(added, await asyncio.gather(*(link.describe() for link in added.values())), strict=True)
@@ -123,8 +155,11 @@ class SchedulerService:
             raise
         self._check_open()
 
-    async def remove_worker(self, worker_id: str) -> None:
-        """Stops using a worker: its sequences go on elsewhere, and it drops them. An unknown one is no error."""
+    async def remove_worker(self, worker_id: str, *, dismiss: bool = True) -> None:
+        """Stops using a worker: its sequences go on elsewhere, and it drops them. An unknown one is no error.
+
+        Without `dismiss` the worker is not told, for one that is known to be gone.
+        """
         link = self._links.pop(worker_id, None)
         if link is None:
             return
@@ -135,8 +170,40 @@ class SchedulerService:
         await asyncio.gather(run, return_exceptions=True)
         if was_up:
             self._lost(link, "it was removed")
-            await link.dismiss()
+            if dismiss:
+                await link.dismiss()
         await link.close()
+
+    def retry_worker(self, worker_id: str) -> None:
+        """A worker that is down is said to be there: looks for it at once. An unknown one is no error."""
+        if worker_id in self._links:
+            self._links[worker_id].retry_now()
+
+    def trouble_of(self, worker_id: str) -> str:
+        """Why a worker that was added is not up."""
+        return self._links[worker_id].trouble if worker_id in self._links else ""
+
+    def hear_of_epoch(self, highest: int, speaking: int) -> None:
+        """A worker says which scheduler epochs it knows: the highest that ever spoke, and the highest that does now.
+
+        One that speaks now with a higher epoch than this scheduler's has taken its place. One that is silent is gone,
+        whatever its clock said, and this scheduler goes above it.
+        """
+        if speaking > self._epoch:
+            self._fenced = True
+            self._shut(f"a scheduler with epoch {speaking} has taken over, this one's is {self._epoch}")
+        elif highest > self._epoch:
+            self._epoch = highest + _EPOCH_ROOM
+
+    @property
+    def epoch(self) -> int:
+        """The highest that was used."""
+        return self._epoch
+
+    @property
+    def targetless_seconds(self) -> float:
+        """For how long no target worker has been up; 0 while there is one."""
+        return 0.0 if self._targetless_since is None else time.monotonic() - self._targetless_since
 
     @property
     def descriptions(self) -> Mapping[str, worker_pb2.WorkerDescription]:
@@ -165,9 +232,8 @@ class SchedulerService:
 
         Raises AdmissionRefusedError, or ServiceClosedError.
         """
-        self._check_open()
         request = SequenceRequest(
-            sequence_id=next(self._ids),
+            sequence_id=self.new_sequence_id(),
             prompt=tuple(prompt),
             max_tokens=max_tokens,
             stop_token_ids=stop_token_ids,
@@ -177,16 +243,29 @@ class SchedulerService:
             top_logprobs=top_logprobs,
             committed_output=tuple(committed_output),
         )
-        self._check_vocabulary(request)
-        stream = self._streams[request.sequence_id] = SequenceStream(request.sequence_id, self.cancel)
-        self._statistics.sequence_started(time.monotonic())
-        self._handle(SequenceSubmitted(request))
+        stream = SequenceStream(request.sequence_id, self.cancel)
+        self.enter(request, stream)
         stream.raise_if_refused()
         return stream
 
+    def new_sequence_id(self) -> int:
+        """For a request to `enter`."""
+        return next(self._ids)
+
+    def enter(self, request: SequenceRequest, sink: SequenceSink) -> None:
+        """Enters a sequence whose output goes to `sink`, at once if it is refused or ends here.
+
+        Raises AdmissionRefusedError for tokens that mean nothing, and ServiceClosedError; then `sink` hears nothing.
+        """
+        self._check_open()
+        self._check_vocabulary(request)
+        self._sinks[request.sequence_id] = sink
+        self._statistics.sequence_started(time.monotonic())
+        self._handle(SequenceSubmitted(request))
+
     def cancel(self, sequence_id: int) -> None:
         """The sequence's stream ends at once; one that has ended, or never was, is no error."""
-        if sequence_id in self._streams:
+        if sequence_id in self._sinks:
             self._handle(SequenceCancelled(sequence_id))
 
     # Life and numbers.
@@ -207,6 +286,16 @@ class SchedulerService:
     def closed_because(self) -> str | None:
         """Why the service takes no sequences any more; None while it does."""
         return self._closed_because
+
+    @property
+    def fenced(self) -> bool:
+        """Whether another scheduler has taken the workers over; the service is closed then."""
+        return self._fenced
+
+    async def wait_closed(self) -> str:
+        """Waits until the service takes no sequences any more, and says why."""
+        await self._closed.wait()
+        return self._closed_because or ""
 
     async def close(self, reason: str = "the scheduler service is shutting down") -> None:
         """Fails every unfinished sequence with the reason, and leaves the workers."""
@@ -238,6 +327,8 @@ class SchedulerService:
         logger.info("worker %s is up at %s", endpoint.worker_id, endpoint.address)
         if endpoint.worker_id in self._up:
             self._up[endpoint.worker_id].set()
+        if endpoint.role is Role.TARGET:
+            self._targetless_since = None
         self._handle(WorkerJoined(spec_from_wire(endpoint.worker_id, description)))
 
     def link_down(self, link: WorkerLink, reason: str) -> None:
@@ -286,16 +377,16 @@ class SchedulerService:
                 delta = TokenDelta(
                     command.tokens, command.drafted, command.accepted, command.logits_digests, command.logprobs
                 )
-                self._streams[command.sequence_id].push(delta)
+                self._sinks[command.sequence_id].push(delta)
             case FinishSequence():
                 self._statistics.sequence_finished(command.sequence_id, now)
-                self._streams.pop(command.sequence_id).end(command.reason)
+                self._sinks.pop(command.sequence_id).end(command.reason)
             case FailSequence():
                 self._statistics.sequence_failed(command.sequence_id, now)
-                self._streams.pop(command.sequence_id).end(SequenceFailedError(command.error))
+                self._sinks.pop(command.sequence_id).end(SequenceFailedError(command.error))
             case RefuseSequence():
                 self._statistics.sequence_refused(command.sequence_id, now)
-                self._streams.pop(command.sequence_id).end(AdmissionRefusedError(command.cause, command.message))
+                self._sinks.pop(command.sequence_id).end(AdmissionRefusedError(command.cause, command.message))
 
     def _plan_tick(self, loop: asyncio.AbstractEventLoop) -> None:
         if self._ticker is not None:
@@ -309,11 +400,14 @@ class SchedulerService:
         endpoint = link.endpoint
         logger.warning("worker %s left: %s", endpoint.worker_id, reason)
         self._statistics.worker_lost(endpoint.role, endpoint.worker_id)
+        if endpoint.role is Role.TARGET and not self._target_is_up(without=endpoint.worker_id):
+            self._targetless_since = time.monotonic()
         self._handle(WorkerLost(endpoint.worker_id))
 
     def _run_ended(self, worker_id: str, run: asyncio.Task[None]) -> None:
         """A link's task ends by being cancelled; anything else is the end of the service."""
         if not run.cancelled() and (error := run.exception()) is not None:
+            self._fenced = self._fenced or isinstance(error, SchedulerFencedError)
             logger.error("the link to worker %s ended", worker_id, exc_info=error)
             self._shut(f"the link to worker {worker_id} ended: {type(error).__name__}: {error}")
 
@@ -326,10 +420,26 @@ class SchedulerService:
             self._ticker.cancel()
             self._ticker = None
         now = time.monotonic()
-        for sequence_id, stream in self._streams.items():
+        sinks = dict(self._sinks)
+        self._sinks.clear()
+        for sequence_id, sink in sinks.items():
             self._statistics.sequence_failed(sequence_id, now)
-            stream.end(SequenceFailedError(reason))
-        self._streams.clear()
+            sink.end(SchedulerStoppedError(reason))
+        # It must not speak to workers any more that may have another scheduler now.
+        for run in self._runs.values():
+            run.cancel()
+        self._closed.set()
+
+    def _take_epoch(self) -> int:
+        self._epoch += 1
+        return self._epoch
+
+    def _target_is_up(self, without: str) -> bool:
+        return any(
+            link.up and link.endpoint.role is Role.TARGET
+            for worker_id, link in self._links.items()
+            if worker_id != without
+        )
 
     def _check_open(self) -> None:
         if self._closed_because is not None:

@@ -75,6 +75,11 @@ class StepExecutor(ABC, Generic[EngineRow]):
     def free_pages(self) -> int:
         return self._engine.pool.free_pages
 
+    @property
+    def scheduler_epoch(self) -> int:
+        """The highest that has spoken to this worker; 0 before the first."""
+        return self._scheduler_epoch
+
     def clock(self) -> float:
         """The clock on which `execute` expects arrival times."""
         return self._clock()
@@ -101,7 +106,10 @@ class StepExecutor(ABC, Generic[EngineRow]):
         )
 
     def execute(self, request: worker_pb2.StepRequest, arrived: float) -> worker_pb2.StepReply:
-        """Runs a step that arrived at `arrived`; a repeated one gets the reply it had."""
+        """Runs a step that arrived at `arrived`; a repeated one gets the reply it had.
+
+        An empty one with id 0 only says who speaks, and may come at any time.
+        """
         if request.worker_epoch != self.worker_epoch:
             error = f"worker_epoch is {request.worker_epoch}, this worker's is {self.worker_epoch}"
             return self._refuse(request, worker_pb2.STEP_STATUS_WRONG_EPOCH, error)
@@ -113,6 +121,10 @@ class StepExecutor(ABC, Generic[EngineRow]):
             self._replies.clear()
             self._last_step_id = -1
             self._scheduler_epoch = request.scheduler_epoch
+        if not request.step_id and not request.rows and not request.released_sequence_ids:
+            return worker_pb2.StepReply(
+                worker_epoch=self.worker_epoch, status=worker_pb2.STEP_STATUS_OK, free_pages=self.free_pages
+            )
         cached = self._replies.get(request.step_id)
         if cached is not None:
             return cached

@@ -15,14 +15,14 @@ import grpc.aio
 from protos import worker_pb2, worker_pb2_grpc
 from scheduler.digests import EMPTY_DIGEST
 from scheduler.messages import Role, RowResult, RowStatus, SendStep
-from services.channel_options import CHANNEL_OPTIONS
+from services.channel_security import ChannelSecurity
 from services.pairing import PairingError, check_role
 from services.wire import result_from_wire, role_to_wire, spec_from_wire, step_to_wire
 
 logger = logging.getLogger(__name__)
 
-# The step that opens a stream; the core's own ids are higher.
-_OPENING_STEP_ID = 0
+# The step that opens a stream, and any empty one that asks for a sign of life; the core's own ids are higher.
+_EMPTY_STEP_ID = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +36,19 @@ class WorkerEndpoint:
 
 @dataclass(frozen=True, slots=True)
 class LinkOptions:
-    """Times in seconds. A worker that leaves a step unanswered for `step_timeout` is treated as lost."""
+    """Times in seconds. A worker that leaves a step unanswered for `step_timeout` is treated as lost.
+
+    One that had no step for `ping_interval` gets an empty one: so a hung worker is noticed, and another scheduler.
+    """
 
     connect_timeout: float = 10.0
     step_timeout: float = 60.0
     first_backoff: float = 0.1
     longest_backoff: float = 5.0
+    ping_interval: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("connect_timeout", "step_timeout", "first_backoff", "longest_backoff"):
+        for name in ("connect_timeout", "step_timeout", "first_backoff", "longest_backoff", "ping_interval"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}, must be above 0")
 
@@ -82,18 +86,28 @@ class WorkerLink:
     """
 
     def __init__(
-        self, endpoint: WorkerEndpoint, options: LinkOptions, next_epoch: Callable[[], int], listener: LinkListener
+        self,
+        endpoint: WorkerEndpoint,
+        options: LinkOptions,
+        next_epoch: Callable[[], int],
+        listener: LinkListener,
+        security: ChannelSecurity,
     ) -> None:
         self.endpoint = endpoint
         self.description: worker_pb2.WorkerDescription | None = None
+        # Why the link is not up.
+        self.trouble = ""
         self._options = options
         self._next_epoch = next_epoch
         self._listener = listener
-        self._channel = grpc.aio.insecure_channel(endpoint.address, options=CHANNEL_OPTIONS)
+        self._channel = security.open_channel(endpoint.address)
+        self._metadata = security.metadata
         self._stub = worker_pb2_grpc.WorkerStub(self._channel)
         self._outgoing: asyncio.Queue[SendStep] | None = None
         self._in_flight: OrderedDict[int, SendStep] = OrderedDict()
         self._deadline: asyncio.Timeout | None = None
+        self._pinging = False
+        self._hurry = asyncio.Event()
 
     @property
     def up(self) -> bool:
@@ -104,7 +118,10 @@ class WorkerLink:
         endpoint = self.endpoint
         try:
             description: worker_pb2.WorkerDescription = await self._stub.Describe(
-                worker_pb2.DescribeRequest(), timeout=self._options.connect_timeout, wait_for_ready=True
+                worker_pb2.DescribeRequest(),
+                timeout=self._options.connect_timeout,
+                wait_for_ready=True,
+                metadata=self._metadata,
             )
         except grpc.aio.AioRpcError as error:
             raise WorkerUnreachableError(
@@ -126,6 +143,7 @@ class WorkerLink:
                 await self._session(description)
             except WorkerUnreachableError as error:
                 logger.warning("%s", error)
+                self.trouble = str(error)
                 was_up = self.up
                 self._outgoing = None
                 self._in_flight.clear()
@@ -134,15 +152,21 @@ class WorkerLink:
                     self._listener.link_down(self, str(error))
             except PairingError as error:
                 logger.error("%s", error)
+                self.trouble = str(error)
                 backoff = self._options.longest_backoff
             while True:
-                await asyncio.sleep(backoff)
+                await self._pause(backoff)
                 backoff = min(backoff * 2, self._options.longest_backoff)
                 try:
                     description = await self.describe()
                     break
                 except (WorkerUnreachableError, PairingError) as error:
                     logger.info("%s", error)
+                    self.trouble = str(error)
+
+    def retry_now(self) -> None:
+        """Cuts the pause before the next attempt short; no effect on a link that is up."""
+        self._hurry.set()
 
     def send(self, step: SendStep) -> None:
         """Queues a step for sending. On a link that is down nothing happens: its loss is known or about to be."""
@@ -159,11 +183,12 @@ class WorkerLink:
             return
         opening = worker_pb2.StepRequest(
             worker_epoch=self.description.worker_epoch,
-            step_id=_OPENING_STEP_ID,
+            step_id=_EMPTY_STEP_ID,
             scheduler_epoch=self._next_epoch(),
         )
         try:
-            async for _ in self._stub.Steps(iter([opening]), timeout=self._options.connect_timeout):
+            limit = self._options.connect_timeout
+            async for _ in self._stub.Steps(iter([opening]), timeout=limit, metadata=self._metadata):
                 return
         except grpc.aio.AioRpcError as error:
             logger.info("worker %s was not told that it is dismissed: %s", self.endpoint.worker_id, _reason(error))
@@ -174,7 +199,10 @@ class WorkerLink:
     async def _session(self, description: worker_pb2.WorkerDescription) -> None:
         """One stream from its opening to its end, which is always a WorkerUnreachableError or SchedulerFencedError."""
         outgoing: asyncio.Queue[SendStep] = asyncio.Queue()
-        call = self._stub.Steps(self._requests(outgoing, description.worker_epoch, self._next_epoch()))
+        self._pinging = False
+        call = self._stub.Steps(
+            self._requests(outgoing, description.worker_epoch, self._next_epoch()), metadata=self._metadata
+        )
         try:
             async with asyncio.timeout(self._options.step_timeout) as self._deadline:
                 async for reply in call:
@@ -186,7 +214,7 @@ class WorkerLink:
                     self._expect_reply()
             raise self._unreachable("it ended the stream")
         except TimeoutError:
-            step_id = next(iter(self._in_flight), _OPENING_STEP_ID)
+            step_id = next(iter(self._in_flight), _EMPTY_STEP_ID)
             raise self._unreachable(f"no reply to step {step_id} within {self._options.step_timeout:g} s") from None
         except grpc.aio.AioRpcError as error:
             raise self._unreachable(_reason(error)) from error
@@ -199,13 +227,27 @@ class WorkerLink:
     async def _requests(
         self, outgoing: asyncio.Queue[SendStep], worker_epoch: int, scheduler_epoch: int
     ) -> AsyncIterator[worker_pb2.StepRequest]:
-        yield worker_pb2.StepRequest(
-            worker_epoch=worker_epoch, step_id=_OPENING_STEP_ID, scheduler_epoch=scheduler_epoch
+        empty = worker_pb2.StepRequest(
+            worker_epoch=worker_epoch, step_id=_EMPTY_STEP_ID, scheduler_epoch=scheduler_epoch
         )
+        yield empty
         while True:
-            yield step_to_wire(await outgoing.get(), worker_epoch, scheduler_epoch)
+            try:
+                async with asyncio.timeout(self._options.ping_interval):
+                    step = await outgoing.get()
+            except TimeoutError:
+                if self.up and not self._in_flight and not self._pinging:
+                    self._pinging = True
+                    self._expect_reply()
+                    yield empty
+            else:
+                yield step_to_wire(step, worker_epoch, scheduler_epoch)
 
     def _open(self, outgoing: asyncio.Queue[SendStep], description: worker_pb2.WorkerDescription) -> None:
+        # Others may have come up since the check before the connection was made.
+        self._listener.check_admission(self, description)
+        self._hurry.clear()
+        self.trouble = ""
         self._outgoing = outgoing
         self.description = description
         self._listener.link_up(self, description)
@@ -217,6 +259,9 @@ class WorkerLink:
             raise self._unreachable(f"it refused step {reply.step_id}: {reply.error or f'status {reply.status}'}")
 
     def _take(self, reply: worker_pb2.StepReply) -> None:
+        if reply.step_id == _EMPTY_STEP_ID and self._pinging:
+            self._pinging = False
+            return
         step = self._in_flight.pop(reply.step_id, None)
         if step is None:
             raise self._unreachable(f"it answered step {reply.step_id}, which was not asked")
@@ -230,7 +275,17 @@ class WorkerLink:
         """Moves the deadline: each step gets the whole time, counted from when the worker could turn to it."""
         if self._deadline is not None and not self._deadline.expired():
             now = asyncio.get_running_loop().time()
-            self._deadline.reschedule(now + self._options.step_timeout if self._in_flight else None)
+            waiting = self._in_flight or self._pinging
+            self._deadline.reschedule(now + self._options.step_timeout if waiting else None)
+
+    async def _pause(self, seconds: float) -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                await self._hurry.wait()
+        except TimeoutError:
+            return
+        finally:
+            self._hurry.clear()
 
     def _unreachable(self, reason: str) -> WorkerUnreachableError:
         return WorkerUnreachableError(f"worker {self.endpoint.worker_id} at {self.endpoint.address} is lost: {reason}")

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio  # type: ignore[attr-defined]
 
 from protos import worker_pb2, worker_pb2_grpc
+from services.call_guards import guards, refuse_malformed
 from services.channel_options import SERVER_OPTIONS
+from services.channel_security import ChannelSecurity
 from services.step_executor import StepExecutor
 
 logger = logging.getLogger(__name__)
@@ -31,19 +34,50 @@ _DRAIN_MARGIN_SECONDS = 0.5
 class WorkerServer(worker_pb2_grpc.WorkerServicer):
     """Serves one step executor on `host`:`port` (0: a free port), and grpc.health.v1 beside it.
 
-    `start` returns the address; `stop` lets the steps that have arrived end, for at most the grace given.
+    `security` says who may call; health checks need no token. `start` returns the address; `stop` lets the steps that
+    have arrived end, for at most the grace given.
     """
 
-    def __init__(self, executor: StepExecutor[Any], host: str = "127.0.0.1", port: int = 0) -> None:
+    def __init__(
+        self,
+        executor: StepExecutor[Any],
+        host: str = "127.0.0.1",
+        port: int = 0,
+        *,
+        security: ChannelSecurity | None = None,
+    ) -> None:
         self._executor = executor
         self._host = host
         self._port = port
+        self._security = security or ChannelSecurity()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="step")
         self._health = health_aio.HealthServicer()
         self._server: grpc.aio.Server | None = None
         self._receivers: set[asyncio.Task[None]] = set()
         self._step_done = asyncio.Event()
         self._busy = False
+        # The scheduler epoch that speaks on each open step stream.
+        self._speaking: dict[int, int] = {}
+        self._stream_ids = itertools.count()
+        self.stream_ended = asyncio.Event()
+        """Set whenever a step stream ends; to be cleared by whoever waits for it."""
+
+    @property
+    def speaking_epoch(self) -> int:
+        """The highest scheduler epoch that speaks on an open step stream; 0 where none does."""
+        return max(self._speaking.values(), default=0)
+
+    @property
+    def highest_epoch(self) -> int:
+        """The highest scheduler epoch that ever spoke; 0 before the first."""
+        return self._executor.scheduler_epoch
+
+    @property
+    def sequences(self) -> int:
+        return self._executor.sequences
+
+    def describe(self) -> worker_pb2.WorkerDescription:
+        return self._executor.describe()
 
     @property
     def busy(self) -> bool:
@@ -51,18 +85,15 @@ class WorkerServer(worker_pb2_grpc.WorkerServicer):
         return self._busy
 
     async def start(self) -> str:
-        """Raises OSError if the port cannot be bound."""
-        server = grpc.aio.server(options=SERVER_OPTIONS)
+        """Raises OSError if the port cannot be bound, and InsecureListenError for a host open to strangers."""
+        server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=guards(self._security))
         worker_pb2_grpc.add_WorkerServicer_to_server(self, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        try:
-            port = server.add_insecure_port(f"{self._host}:{self._port}")
-        except RuntimeError as error:
-            raise OSError(f"host {self._host}, port {self._port}: cannot be bound: {error}") from error
+        address = self._security.listen(server, self._host, self._port)
         await server.start()
         self._server = server
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
-        return f"{self._host}:{port}"
+        return address
 
     async def stop(self, grace_seconds: float) -> None:
         await self._health.enter_graceful_shutdown()
@@ -76,13 +107,14 @@ class WorkerServer(worker_pb2_grpc.WorkerServicer):
     async def Describe(  # noqa: N802
         self, request: worker_pb2.DescribeRequest, context: grpc.aio.ServicerContext
     ) -> worker_pb2.WorkerDescription:
-        return self._executor.describe()
+        return self.describe()
 
     async def Steps(  # noqa: N802
         self, request_iterator: AsyncIterator[worker_pb2.StepRequest], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[worker_pb2.StepReply]:
         queue: asyncio.Queue[asyncio.Future[worker_pb2.StepReply] | None] = asyncio.Queue(_QUEUED_STEPS)
-        receiver = asyncio.create_task(self._receive(request_iterator, queue))
+        stream_id = next(self._stream_ids)
+        receiver = asyncio.create_task(self._receive(stream_id, request_iterator, queue))
         self._receivers.add(receiver)
         try:
             while (reply := await queue.get()) is not None:
@@ -90,7 +122,11 @@ class WorkerServer(worker_pb2_grpc.WorkerServicer):
             await asyncio.wait([receiver])
             if not receiver.cancelled():
                 receiver.result()
+        except DecodeError as error:
+            await refuse_malformed(context, error)
         finally:
+            self._speaking.pop(stream_id, None)
+            self.stream_ended.set()
             self._receivers.discard(receiver)
             receiver.cancel()
             while not queue.empty():
@@ -100,26 +136,32 @@ class WorkerServer(worker_pb2_grpc.WorkerServicer):
     async def Drain(  # noqa: N802
         self, request: worker_pb2.DrainRequest, context: grpc.aio.ServicerContext
     ) -> worker_pb2.DrainReply:
+        remaining = context.time_remaining()
+        left = await self.drain(None if remaining is None else max(remaining - _DRAIN_MARGIN_SECONDS, 0))
+        return worker_pb2.DrainReply(sequences_left=left)
+
+    async def drain(self, timeout_seconds: float | None) -> int:
+        """Takes no new sequences, and waits until none is left or the time is over. Returns how many are left."""
         self._executor.draining = True
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
-        remaining = context.time_remaining()
-        wait = None if remaining is None else max(remaining - _DRAIN_MARGIN_SECONDS, 0)
         try:
-            async with asyncio.timeout(wait):
+            async with asyncio.timeout(timeout_seconds):
                 while self._executor.sequences:
                     self._step_done.clear()
                     await self._step_done.wait()
         except TimeoutError:
             logger.warning("drain: %d sequences are left at the deadline", self._executor.sequences)
-        return worker_pb2.DrainReply(sequences_left=self._executor.sequences)
+        return self._executor.sequences
 
     async def _receive(
         self,
+        stream_id: int,
         requests: AsyncIterator[worker_pb2.StepRequest],
         queue: asyncio.Queue[asyncio.Future[worker_pb2.StepReply] | None],
     ) -> None:
         try:
             async for request in requests:
+                self._speaking[stream_id] = max(request.scheduler_epoch, self._speaking.get(stream_id, 0))
                 await queue.put(asyncio.ensure_future(self._execute(request)))
         finally:
             await queue.put(None)

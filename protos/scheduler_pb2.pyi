@@ -1,0 +1,342 @@
+from protos import worker_pb2 as _worker_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class SequenceEnd(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    SEQUENCE_END_UNSPECIFIED: _ClassVar[SequenceEnd]
+    SEQUENCE_END_STOP: _ClassVar[SequenceEnd]
+    SEQUENCE_END_LENGTH: _ClassVar[SequenceEnd]
+    SEQUENCE_END_CANCELLED: _ClassVar[SequenceEnd]
+
+class FailureCause(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    FAILURE_CAUSE_UNSPECIFIED: _ClassVar[FailureCause]
+    FAILURE_CAUSE_WORKER: _ClassVar[FailureCause]
+    FAILURE_CAUSE_DEADLINE_EXCEEDED: _ClassVar[FailureCause]
+    FAILURE_CAUSE_NO_TARGET: _ClassVar[FailureCause]
+
+class RefusalCause(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    REFUSAL_CAUSE_UNSPECIFIED: _ClassVar[RefusalCause]
+    REFUSAL_CAUSE_QUEUE_FULL: _ClassVar[RefusalCause]
+    REFUSAL_CAUSE_TOO_LONG: _ClassVar[RefusalCause]
+    REFUSAL_CAUSE_INVALID: _ClassVar[RefusalCause]
+    REFUSAL_CAUSE_NO_TARGET: _ClassVar[RefusalCause]
+
+class WorkerState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    WORKER_STATE_UNSPECIFIED: _ClassVar[WorkerState]
+    WORKER_STATE_CONNECTING: _ClassVar[WorkerState]
+    WORKER_STATE_IN_USE: _ClassVar[WorkerState]
+    WORKER_STATE_REFUSED: _ClassVar[WorkerState]
+    WORKER_STATE_UNREACHABLE: _ClassVar[WorkerState]
+    WORKER_STATE_LEAVING: _ClassVar[WorkerState]
+
+class SchedulerState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+    __slots__ = ()
+    SCHEDULER_STATE_UNSPECIFIED: _ClassVar[SchedulerState]
+    SCHEDULER_STATE_SERVING: _ClassVar[SchedulerState]
+    SCHEDULER_STATE_FENCED: _ClassVar[SchedulerState]
+    SCHEDULER_STATE_CLOSED: _ClassVar[SchedulerState]
+SEQUENCE_END_UNSPECIFIED: SequenceEnd
+SEQUENCE_END_STOP: SequenceEnd
+SEQUENCE_END_LENGTH: SequenceEnd
+SEQUENCE_END_CANCELLED: SequenceEnd
+FAILURE_CAUSE_UNSPECIFIED: FailureCause
+FAILURE_CAUSE_WORKER: FailureCause
+FAILURE_CAUSE_DEADLINE_EXCEEDED: FailureCause
+FAILURE_CAUSE_NO_TARGET: FailureCause
+REFUSAL_CAUSE_UNSPECIFIED: RefusalCause
+REFUSAL_CAUSE_QUEUE_FULL: RefusalCause
+REFUSAL_CAUSE_TOO_LONG: RefusalCause
+REFUSAL_CAUSE_INVALID: RefusalCause
+REFUSAL_CAUSE_NO_TARGET: RefusalCause
+WORKER_STATE_UNSPECIFIED: WorkerState
+WORKER_STATE_CONNECTING: WorkerState
+WORKER_STATE_IN_USE: WorkerState
+WORKER_STATE_REFUSED: WorkerState
+WORKER_STATE_UNREACHABLE: WorkerState
+WORKER_STATE_LEAVING: WorkerState
+SCHEDULER_STATE_UNSPECIFIED: SchedulerState
+SCHEDULER_STATE_SERVING: SchedulerState
+SCHEDULER_STATE_FENCED: SchedulerState
+SCHEDULER_STATE_CLOSED: SchedulerState
+
+class SessionRequest(_message.Message):
+    __slots__ = ("opening", "submissions", "cancelled_request_ids")
+    OPENING_FIELD_NUMBER: _ClassVar[int]
+    SUBMISSIONS_FIELD_NUMBER: _ClassVar[int]
+    CANCELLED_REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
+    opening: SessionOpening
+    submissions: _containers.RepeatedCompositeFieldContainer[SequenceSubmission]
+    cancelled_request_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, opening: _Optional[_Union[SessionOpening, _Mapping]] = ..., submissions: _Optional[_Iterable[_Union[SequenceSubmission, _Mapping]]] = ..., cancelled_request_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class SessionOpening(_message.Message):
+    __slots__ = ("gateway_id",)
+    GATEWAY_ID_FIELD_NUMBER: _ClassVar[int]
+    gateway_id: str
+    def __init__(self, gateway_id: _Optional[str] = ...) -> None: ...
+
+class SequenceSubmission(_message.Message):
+    __slots__ = ("request_id", "prompt", "max_tokens", "stop_token_ids", "sampling", "draft_length", "top_logprobs", "committed_output", "admitted_before", "timeout_seconds")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_OUTPUT_FIELD_NUMBER: _ClassVar[int]
+    ADMITTED_BEFORE_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    request_id: int
+    prompt: _containers.RepeatedScalarFieldContainer[int]
+    max_tokens: int
+    stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    sampling: _worker_pb2.SamplingParameters
+    draft_length: int
+    top_logprobs: int
+    committed_output: _containers.RepeatedScalarFieldContainer[int]
+    admitted_before: bool
+    timeout_seconds: float
+    def __init__(self, request_id: _Optional[int] = ..., prompt: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_worker_pb2.SamplingParameters, _Mapping]] = ..., draft_length: _Optional[int] = ..., top_logprobs: _Optional[int] = ..., committed_output: _Optional[_Iterable[int]] = ..., admitted_before: _Optional[bool] = ..., timeout_seconds: _Optional[float] = ...) -> None: ...
+
+class SessionReply(_message.Message):
+    __slots__ = ("scheduler_epoch", "opened", "events")
+    SCHEDULER_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    OPENED_FIELD_NUMBER: _ClassVar[int]
+    EVENTS_FIELD_NUMBER: _ClassVar[int]
+    scheduler_epoch: int
+    opened: SessionOpened
+    events: _containers.RepeatedCompositeFieldContainer[SequenceEvent]
+    def __init__(self, scheduler_epoch: _Optional[int] = ..., opened: _Optional[_Union[SessionOpened, _Mapping]] = ..., events: _Optional[_Iterable[_Union[SequenceEvent, _Mapping]]] = ...) -> None: ...
+
+class SessionOpened(_message.Message):
+    __slots__ = ("lease_seconds",)
+    LEASE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    lease_seconds: float
+    def __init__(self, lease_seconds: _Optional[float] = ...) -> None: ...
+
+class SequenceEvent(_message.Message):
+    __slots__ = ("request_id", "admitted", "tokens", "drafted", "accepted", "logprobs", "finished", "failed", "refused")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    ADMITTED_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DRAFTED_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    request_id: int
+    admitted: bool
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    drafted: int
+    accepted: int
+    logprobs: _containers.RepeatedCompositeFieldContainer[_worker_pb2.TokenLogprobs]
+    finished: SequenceEnd
+    failed: SequenceFailure
+    refused: SequenceRefusal
+    def __init__(self, request_id: _Optional[int] = ..., admitted: _Optional[bool] = ..., tokens: _Optional[_Iterable[int]] = ..., drafted: _Optional[int] = ..., accepted: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[_worker_pb2.TokenLogprobs, _Mapping]]] = ..., finished: _Optional[_Union[SequenceEnd, str]] = ..., failed: _Optional[_Union[SequenceFailure, _Mapping]] = ..., refused: _Optional[_Union[SequenceRefusal, _Mapping]] = ...) -> None: ...
+
+class SequenceFailure(_message.Message):
+    __slots__ = ("cause", "message")
+    CAUSE_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    cause: FailureCause
+    message: str
+    def __init__(self, cause: _Optional[_Union[FailureCause, str]] = ..., message: _Optional[str] = ...) -> None: ...
+
+class SequenceRefusal(_message.Message):
+    __slots__ = ("cause", "message", "retry_after_seconds")
+    CAUSE_FIELD_NUMBER: _ClassVar[int]
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    RETRY_AFTER_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    cause: RefusalCause
+    message: str
+    retry_after_seconds: float
+    def __init__(self, cause: _Optional[_Union[RefusalCause, str]] = ..., message: _Optional[str] = ..., retry_after_seconds: _Optional[float] = ...) -> None: ...
+
+class RegisterRequest(_message.Message):
+    __slots__ = ("worker_id", "address", "description", "highest_scheduler_epoch", "speaking_scheduler_epoch")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    DESCRIPTION_FIELD_NUMBER: _ClassVar[int]
+    HIGHEST_SCHEDULER_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SPEAKING_SCHEDULER_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    address: str
+    description: _worker_pb2.WorkerDescription
+    highest_scheduler_epoch: int
+    speaking_scheduler_epoch: int
+    def __init__(self, worker_id: _Optional[str] = ..., address: _Optional[str] = ..., description: _Optional[_Union[_worker_pb2.WorkerDescription, _Mapping]] = ..., highest_scheduler_epoch: _Optional[int] = ..., speaking_scheduler_epoch: _Optional[int] = ...) -> None: ...
+
+class RegisterReply(_message.Message):
+    __slots__ = ("scheduler_epoch", "state", "reason")
+    SCHEDULER_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    scheduler_epoch: int
+    state: WorkerState
+    reason: str
+    def __init__(self, scheduler_epoch: _Optional[int] = ..., state: _Optional[_Union[WorkerState, str]] = ..., reason: _Optional[str] = ...) -> None: ...
+
+class DeregisterRequest(_message.Message):
+    __slots__ = ("worker_id", "worker_epoch")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    WORKER_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    worker_epoch: int
+    def __init__(self, worker_id: _Optional[str] = ..., worker_epoch: _Optional[int] = ...) -> None: ...
+
+class DeregisterReply(_message.Message):
+    __slots__ = ("scheduler_epoch",)
+    SCHEDULER_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    scheduler_epoch: int
+    def __init__(self, scheduler_epoch: _Optional[int] = ...) -> None: ...
+
+class StatusRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class StatusReply(_message.Message):
+    __slots__ = ("scheduler_epoch", "uptime_seconds", "state", "reason", "sessions", "workers", "model", "pool", "groups", "throughput")
+    SCHEDULER_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    UPTIME_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    SESSIONS_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_FIELD_NUMBER: _ClassVar[int]
+    MODEL_FIELD_NUMBER: _ClassVar[int]
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    THROUGHPUT_FIELD_NUMBER: _ClassVar[int]
+    scheduler_epoch: int
+    uptime_seconds: float
+    state: SchedulerState
+    reason: str
+    sessions: int
+    workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
+    model: ServedModel
+    pool: PoolFigures
+    groups: GroupFigures
+    throughput: ThroughputFigures
+    def __init__(self, scheduler_epoch: _Optional[int] = ..., uptime_seconds: _Optional[float] = ..., state: _Optional[_Union[SchedulerState, str]] = ..., reason: _Optional[str] = ..., sessions: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., model: _Optional[_Union[ServedModel, _Mapping]] = ..., pool: _Optional[_Union[PoolFigures, _Mapping]] = ..., groups: _Optional[_Union[GroupFigures, _Mapping]] = ..., throughput: _Optional[_Union[ThroughputFigures, _Mapping]] = ...) -> None: ...
+
+class WorkerStatus(_message.Message):
+    __slots__ = ("worker_id", "role", "address", "state", "reason", "model_id", "device", "dtype", "worker_epoch", "process_id", "sequences", "free_pages", "total_pages", "page_size", "steps_in_flight")
+    WORKER_ID_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    MODEL_ID_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    WORKER_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    PROCESS_ID_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    FREE_PAGES_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_PAGES_FIELD_NUMBER: _ClassVar[int]
+    PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
+    STEPS_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+    worker_id: str
+    role: _worker_pb2.Role
+    address: str
+    state: WorkerState
+    reason: str
+    model_id: str
+    device: str
+    dtype: str
+    worker_epoch: int
+    process_id: int
+    sequences: int
+    free_pages: int
+    total_pages: int
+    page_size: int
+    steps_in_flight: int
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[_Union[_worker_pb2.Role, str]] = ..., address: _Optional[str] = ..., state: _Optional[_Union[WorkerState, str]] = ..., reason: _Optional[str] = ..., model_id: _Optional[str] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., worker_epoch: _Optional[int] = ..., process_id: _Optional[int] = ..., sequences: _Optional[int] = ..., free_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., page_size: _Optional[int] = ..., steps_in_flight: _Optional[int] = ...) -> None: ...
+
+class ServedModel(_message.Message):
+    __slots__ = ("model_id", "vocabulary_size", "max_sequence_length", "tokenizer_digest")
+    MODEL_ID_FIELD_NUMBER: _ClassVar[int]
+    VOCABULARY_SIZE_FIELD_NUMBER: _ClassVar[int]
+    MAX_SEQUENCE_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    TOKENIZER_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    model_id: str
+    vocabulary_size: int
+    max_sequence_length: int
+    tokenizer_digest: bytes
+    def __init__(self, model_id: _Optional[str] = ..., vocabulary_size: _Optional[int] = ..., max_sequence_length: _Optional[int] = ..., tokenizer_digest: _Optional[bytes] = ...) -> None: ...
+
+class PoolFigures(_message.Message):
+    __slots__ = ("pool", "waiting", "window", "prefilling", "drafting", "drafted", "verifying", "window_limit", "queue_limit")
+    POOL_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_FIELD_NUMBER: _ClassVar[int]
+    PREFILLING_FIELD_NUMBER: _ClassVar[int]
+    DRAFTING_FIELD_NUMBER: _ClassVar[int]
+    DRAFTED_FIELD_NUMBER: _ClassVar[int]
+    VERIFYING_FIELD_NUMBER: _ClassVar[int]
+    WINDOW_LIMIT_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_LIMIT_FIELD_NUMBER: _ClassVar[int]
+    pool: int
+    waiting: int
+    window: int
+    prefilling: int
+    drafting: int
+    drafted: int
+    verifying: int
+    window_limit: int
+    queue_limit: int
+    def __init__(self, pool: _Optional[int] = ..., waiting: _Optional[int] = ..., window: _Optional[int] = ..., prefilling: _Optional[int] = ..., drafting: _Optional[int] = ..., drafted: _Optional[int] = ..., verifying: _Optional[int] = ..., window_limit: _Optional[int] = ..., queue_limit: _Optional[int] = ...) -> None: ...
+
+class GroupFigures(_message.Message):
+    __slots__ = ("groups", "mean_size", "equal_length_share", "forced", "batch_size")
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    MEAN_SIZE_FIELD_NUMBER: _ClassVar[int]
+    EQUAL_LENGTH_SHARE_FIELD_NUMBER: _ClassVar[int]
+    FORCED_FIELD_NUMBER: _ClassVar[int]
+    BATCH_SIZE_FIELD_NUMBER: _ClassVar[int]
+    groups: int
+    mean_size: float
+    equal_length_share: float
+    forced: int
+    batch_size: int
+    def __init__(self, groups: _Optional[int] = ..., mean_size: _Optional[float] = ..., equal_length_share: _Optional[float] = ..., forced: _Optional[int] = ..., batch_size: _Optional[int] = ...) -> None: ...
+
+class ThroughputFigures(_message.Message):
+    __slots__ = ("tokens", "tokens_per_second", "finished", "failed", "refused", "rounds", "acceptance_rate", "committed_per_round", "target_busy_share", "draft_busy_share", "preemptions", "workers_lost")
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    FINISHED_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_FIELD_NUMBER: _ClassVar[int]
+    ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTANCE_RATE_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_PER_ROUND_FIELD_NUMBER: _ClassVar[int]
+    TARGET_BUSY_SHARE_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_BUSY_SHARE_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_LOST_FIELD_NUMBER: _ClassVar[int]
+    tokens: int
+    tokens_per_second: float
+    finished: int
+    failed: int
+    refused: int
+    rounds: int
+    acceptance_rate: float
+    committed_per_round: float
+    target_busy_share: float
+    draft_busy_share: float
+    preemptions: int
+    workers_lost: int
+    def __init__(self, tokens: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., finished: _Optional[int] = ..., failed: _Optional[int] = ..., refused: _Optional[int] = ..., rounds: _Optional[int] = ..., acceptance_rate: _Optional[float] = ..., committed_per_round: _Optional[float] = ..., target_busy_share: _Optional[float] = ..., draft_busy_share: _Optional[float] = ..., preemptions: _Optional[int] = ..., workers_lost: _Optional[int] = ...) -> None: ...
