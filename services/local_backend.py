@@ -37,6 +37,7 @@ class LocalBackend:
                 stop_token_ids=request.stop_token_ids,
                 sampling=request.sampling,
                 draft_length=request.draft_length,
+                top_logprobs=request.top_logprobs,
             )
         except ServiceClosedError as error:
             raise BackendUnavailableError(str(error)) from error

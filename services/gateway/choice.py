@@ -1,0 +1,151 @@
+"""The text of one sequence as it grows."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from scheduler.messages import FinishReason, TokenLogprobs
+from services.backend import TokenStream
+from services.gateway.metrics import SequenceMeter
+from services.gateway.stop_strings import StopStringCutter
+from services.incremental_decoder import IncrementalDecoder
+from services.sequence_stream import SequenceFailedError, TokenDelta
+
+EndReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Text of a choice that is certain now, and the tokens that are delivered with it.
+
+    A token is delivered with the first text that is certain after it. `offsets` say where in the choice's text each
+    token begins; `logprobs` are there if asked for. The last piece of a choice has `finish_reason` "stop" or "length";
+    `stop_reason` is then the stop string or the id of the stop token, None for the model's own end.
+    """
+
+    index: int
+    text: str
+    tokens: tuple[int, ...] = ()
+    offsets: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    finish_reason: EndReason | None = None
+    stop_reason: str | int | None = None
+
+
+class Choice:
+    """Reads one sequence and counts what it delivers.
+
+    `completion_tokens` counts tokens up to and including the one that completed a stop string, or the stop token; what
+    the same round brought beyond them is not delivered, not counted, and not among `accepted`.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        stream: TokenStream,
+        decoder: IncrementalDecoder,
+        meter: SequenceMeter,
+        *,
+        stop: Sequence[str] = (),
+        stop_token_ids: frozenset[int] = frozenset(),
+        asked_token_ids: frozenset[int] = frozenset(),
+        echo: str = "",
+    ) -> None:
+        """`asked_token_ids` are those of `stop_token_ids` that the client named; `echo` goes before the output."""
+        self.index = index
+        self.completion_tokens = 0
+        self.drafted = 0
+        self.accepted = 0
+        self.finish_reason: EndReason | None = None
+        self._stream = stream
+        self._decoder = decoder
+        self._meter = meter
+        self._cutter = StopStringCutter(stop)
+        self._stop_token_ids = stop_token_ids
+        self._asked_token_ids = asked_token_ids
+        self._echo = echo
+        self._characters = len(echo)
+        self._text: list[str] = []
+        self._tokens: list[int] = []
+        self._offsets: list[int] = []
+        self._logprobs: list[TokenLogprobs] = []
+
+    def cancel(self) -> None:
+        """Frees the sequence; no effect after its end."""
+        if self.finish_reason is None:
+            self._stream.cancel()
+            self._meter.aborted()
+
+    async def pieces(self) -> AsyncGenerator[Piece, None]:
+        """Raises what the stream raises. The sequence is ended when a stop string is complete."""
+        if self._echo:
+            yield Piece(self.index, self._echo)
+        stop_token: int | None = None
+        async for delta in self._stream:
+            stop_token = self._take(delta)
+            if self._cutter.hit is not None:
+                break
+            if any(self._text):
+                yield self._piece()
+        if self._cutter.hit is None:
+            self._add(self._decoder.finish())
+        if self._cutter.hit is not None:
+            self._stream.cancel()
+            yield self._last("stop", self._cutter.hit)
+            return
+        self._text.append(self._cutter.finish())
+        match self._stream.finish_reason:
+            case FinishReason.STOP:
+                yield self._last("stop", stop_token if stop_token in self._asked_token_ids else None)
+            case FinishReason.LENGTH:
+                yield self._last("length", None)
+            case reason:
+                raise SequenceFailedError(f"the sequence ended early: {reason}")
+
+    def _take(self, delta: TokenDelta) -> int | None:
+        """Takes tokens in up to the end of the text; the stop token, if one came."""
+        taken = 0
+        stop_token = None
+        for place, token in enumerate(delta.tokens):
+            taken += 1
+            self._tokens.append(token)
+            self._offsets.append(self._characters)
+            if delta.logprobs:
+                self._logprobs.append(delta.logprobs[place])
+            if token in self._stop_token_ids:
+                stop_token = token
+                break
+            self._add(self._decoder.push((token,)))
+            if self._cutter.hit is not None:
+                break
+        accepted = min(delta.accepted, taken)
+        self.completion_tokens += taken
+        self.drafted += delta.drafted
+        self.accepted += accepted
+        self._meter.round(taken, delta.drafted, accepted)
+        return stop_token
+
+    def _add(self, text: str) -> None:
+        self._characters += len(text)
+        self._text.append(self._cutter.push(text))
+
+    def _last(self, finish_reason: EndReason, stop_reason: str | int | None) -> Piece:
+        self.finish_reason = finish_reason
+        self._meter.finished(finish_reason)
+        return self._piece(stop_reason)
+
+    def _piece(self, stop_reason: str | int | None = None) -> Piece:
+        piece = Piece(
+            self.index,
+            "".join(self._text),
+            tuple(self._tokens),
+            tuple(self._offsets),
+            tuple(self._logprobs),
+            self.finish_reason,
+            stop_reason,
+        )
+        for pending in (self._text, self._tokens, self._offsets, self._logprobs):
+            pending.clear()
+        return piece

@@ -1,0 +1,244 @@
+"""From a request to growing text: what both APIs are built on."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from scheduler.messages import Role
+from scheduler.sampling import SamplingParameters
+from services.backend import Backend, BackendUnavailableError, DeadlineExceededError, GenerationRequest, ModelInfo
+from services.gateway.choice import Choice, Piece
+from services.gateway.errors import ErrorKind, RequestError
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.options import (
+    ChatPrompt,
+    GenerationOptions,
+    Prompt,
+    TextPrompt,
+    check_options,
+    check_token_ids,
+    sampling_parameters,
+    with_seed_of,
+)
+from services.gateway.prompts import PreparedPrompt, encode_chat, prepare_prompts, too_long
+from services.gateway.settings import GatewaySettings
+from services.tokenizer import ModelTokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Each prompt counts once, however many choices continue it. `seed` is the one of choice 0."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    drafted: int
+    accepted: int
+    seed: int
+
+
+class Completion:
+    """A request under way: choices times prompts, the choices of the first prompt first.
+
+    Leaving the `with` block, or `cancel`, frees whatever is unfinished.
+    """
+
+    def __init__(self, model: str, prompt_tokens: int, seed: int) -> None:
+        self.request_id = uuid.uuid4().hex
+        self.created = int(time.time())
+        self.model = model
+        self.seed = seed
+        self.choices: list[Choice] = []
+        self._prompt_tokens = prompt_tokens
+
+    def cancel(self) -> None:
+        for choice in self.choices:
+            choice.cancel()
+
+    def usage(self) -> Usage:
+        """Up to now."""
+        return Usage(
+            prompt_tokens=self._prompt_tokens,
+            completion_tokens=sum(choice.completion_tokens for choice in self.choices),
+            drafted=sum(choice.drafted for choice in self.choices),
+            accepted=sum(choice.accepted for choice in self.choices),
+            seed=self.seed,
+        )
+
+    async def pieces(self) -> AsyncGenerator[Piece, None]:
+        """Of all choices, as they come. When one fails, its error is raised and the others are cancelled."""
+        try:
+            if len(self.choices) == 1:
+                async with aclosing(self.choices[0].pieces()) as pieces:
+                    async for piece in pieces:
+                        yield piece
+            else:
+                async with aclosing(_merged(self.choices)) as pieces:
+                    async for piece in pieces:
+                        yield piece
+        finally:
+            self.cancel()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.cancel()
+
+
+class CompletionEngine:
+    """Starts completions on a backend, within the settings' limits. Safe for any number of requests at once."""
+
+    def __init__(
+        self, backend: Backend, tokenizer: ModelTokenizer, settings: GatewaySettings, metrics: GatewayMetrics
+    ) -> None:
+        self.backend = backend
+        self.tokenizer = tokenizer
+        self.settings = settings
+        self.metrics = metrics
+
+    async def model(self, name: str | None) -> tuple[str, ModelInfo]:
+        """The model by one of its names, or its own name for None. Raises RequestError or BackendUnavailableError."""
+        info = await self.backend.model()
+        names = self.settings.model_names or (info.model_id,)
+        if name and name not in names:
+            shown = name[:200].encode("utf-8", "backslashreplace").decode()
+            message = f"the model {shown!r} does not exist, there is {', '.join(names)}"
+            raise RequestError(ErrorKind.NOT_FOUND, message, param="model", code="model_not_found")
+        return name or names[0], info
+
+    async def check_ready(self) -> None:
+        """Raises BackendUnavailableError unless a target worker is up."""
+        if not (await self.backend.load()).workers_of(Role.TARGET):
+            raise BackendUnavailableError("no target worker is up")
+
+    async def tokenize(self, prompt: TextPrompt | ChatPrompt, add_special_tokens: bool) -> list[int]:
+        """A chat's template writes its special tokens itself. Raises RequestError or ChatTemplateError."""
+        if isinstance(prompt, ChatPrompt):
+            return await asyncio.to_thread(encode_chat, prompt, self.tokenizer, self.settings.limits)
+        return await asyncio.to_thread(self.tokenizer.encode, prompt.text, add_special_tokens)
+
+    async def detokenize(self, tokens: Sequence[int], info: ModelInfo) -> str:
+        """Raises RequestError."""
+        check_token_ids("tokens", tokens, info.vocabulary_size)
+        return await asyncio.to_thread(self.tokenizer.decode, tokens, False)
+
+    async def start(self, model_name: str | None, prompts: Sequence[Prompt], options: GenerationOptions) -> Completion:
+        """Returns once every sequence is admitted. Raises RequestError, or errors of services.backend."""
+        arrived = time.perf_counter()
+        name, info = await self.model(model_name)
+        limits = self.settings.limits
+        check_options(options, limits, info.vocabulary_size)
+        sampling = sampling_parameters(options, self.settings.sampling, info.vocabulary_size)
+        if len(prompts) * options.n > limits.sequences:
+            message = (
+                f"{len(prompts)} prompts with n of {options.n} make {len(prompts) * options.n} sequences, "
+                f"must be at most {limits.sequences}"
+            )
+            raise RequestError(ErrorKind.INVALID, message, param="n")
+        prepared = await prepare_prompts(prompts, self.tokenizer, info, limits, options.echo)
+        budgets = [self._max_tokens(prompt, one, options, info) for prompt, one in zip(prompts, prepared, strict=True)]
+        deadline = arrived + self._timeout(options)
+        completion = Completion(name, sum(len(one.tokens) for one in prepared), sampling.seed)
+        try:
+            for one, max_tokens in zip(prepared, budgets, strict=True):
+                await self._add_choices(completion, one, max_tokens, options, sampling, arrived, deadline)
+        except BaseException:
+            completion.cancel()
+            raise
+        return completion
+
+    async def _add_choices(
+        self,
+        completion: Completion,
+        prompt: PreparedPrompt,
+        max_tokens: int,
+        options: GenerationOptions,
+        sampling: SamplingParameters,
+        arrived: float,
+        deadline: float,
+    ) -> None:
+        asked = frozenset(options.stop_token_ids)
+        stops = asked if options.ignore_eos else asked | self.tokenizer.stop_token_ids
+        for number in range(options.n):
+            seconds_left = deadline - time.perf_counter()
+            if seconds_left <= 0:
+                raise DeadlineExceededError("the request was not admitted before its deadline")
+            request = GenerationRequest(
+                prompt=prompt.tokens,
+                max_tokens=max_tokens,
+                stop_token_ids=stops,
+                sampling=with_seed_of(sampling, number),
+                draft_length=options.draft_length,
+                top_logprobs=options.top_logprobs,
+                deadline_seconds=seconds_left,
+            )
+            stream = await self.backend.submit(request)
+            decoder = self.tokenizer.decoder(prompt.tokens, options.skip_special_tokens)
+            choice = Choice(
+                len(completion.choices),
+                stream,
+                decoder,
+                self.metrics.sequence(arrived),
+                stop=options.stop,
+                stop_token_ids=stops,
+                asked_token_ids=asked,
+                echo=prompt.text or "",
+            )
+            completion.choices.append(choice)
+        self.metrics.prompt(len(prompt.tokens))
+
+    def _max_tokens(self, prompt: Prompt, prepared: PreparedPrompt, options: GenerationOptions, info: ModelInfo) -> int:
+        """A chat may use all the length there is, a text continuation is short unless asked for more."""
+        room = info.max_sequence_length - len(prepared.tokens)
+        most = self.settings.limits.output_tokens or room
+        if options.max_tokens is not None:
+            if options.max_tokens > room:
+                name = "messages" if isinstance(prompt, ChatPrompt) else "prompt"
+                raise too_long(name, len(prepared.tokens), options.max_tokens, info.max_sequence_length)
+            return options.max_tokens
+        if not isinstance(prompt, ChatPrompt):
+            most = min(most, self.settings.default_completion_tokens)
+        return min(most, room)
+
+    def _timeout(self, options: GenerationOptions) -> float:
+        longest = self.settings.limits.timeout_seconds
+        asked = options.timeout_seconds or self.settings.default_timeout_seconds
+        return longest if asked is None else min(asked, longest)
+
+
+async def _merged(choices: Sequence[Choice]) -> AsyncGenerator[Piece, None]:
+    arrived: asyncio.Queue[Piece | Exception | None] = asyncio.Queue()
+
+    async def read(choice: Choice) -> None:
+        try:
+            async for piece in choice.pieces():
+                arrived.put_nowait(piece)
+        except Exception as error:  # handed to the reader
+            arrived.put_nowait(error)
+        else:
+            arrived.put_nowait(None)
+
+    readers = [asyncio.create_task(read(choice)) for choice in choices]
+    unfinished = len(readers)
+    try:
+        while unfinished:
+            item = await arrived.get()
+            if isinstance(item, Exception):
+                raise item
+            if item is None:
+                unfinished -= 1
+            else:
+                yield item
+    finally:
+        for reader in readers:
+            reader.cancel()
+        await asyncio.gather(*readers, return_exceptions=True)

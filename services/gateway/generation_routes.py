@@ -1,0 +1,134 @@
+"""OpenAI's two ways to generate."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import ExitStack, aclosing
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Header
+from pydantic import BaseModel
+from starlette.responses import Response
+
+from services.gateway.completion import Completion, CompletionEngine
+from services.gateway.errors import invalid, request_error
+from services.gateway.event_stream import EventStreamResponse, data_event
+from services.gateway.http_errors import UNEXPECTED, error_body
+from services.gateway.openai_requests import ChatBody, CompletionBody
+from services.gateway.openai_responses import ChatChunk, ChatCompletion, CompletionShape, ErrorResponse
+from services.gateway.openai_shapes import ChatShaper, CompletionShaper
+from services.gateway.options import GenerationOptions, Prompt, shown
+from services.gateway.token_strings import TokenStrings
+
+logger = logging.getLogger(__name__)
+
+TIMEOUT_HEADER = "x-request-timeout-seconds"
+SEED_HEADER = "x-spool-seed"
+ERRORS: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": ErrorResponse, "description": "Refused"},
+    "5XX": {"model": ErrorResponse, "description": "Failed"},
+}
+_DONE = data_event("[DONE]")
+
+
+def timeout_seconds(
+    value: Annotated[str | None, Header(alias=TIMEOUT_HEADER, description="Time for the whole request")] = None,
+) -> float | None:
+    if value is None:
+        return None
+    try:
+        seconds = float(value)
+    except ValueError:
+        seconds = math.nan
+    if not (math.isfinite(seconds) and seconds > 0):
+        raise invalid(f"{TIMEOUT_HEADER} is {shown(value)}, must be a number of seconds above 0", TIMEOUT_HEADER)
+    return seconds
+
+
+async def request_scope() -> AsyncIterator[ExitStack]:
+    """What is entered here is left when the response is sent, or will never be."""
+    with ExitStack() as stack:
+        yield stack
+
+
+TimeLimit = Annotated[float | None, Depends(timeout_seconds)]
+RequestScope = Annotated[ExitStack, Depends(request_scope)]
+
+
+def generation_router(engine: CompletionEngine, strings: TokenStrings) -> APIRouter:
+    router = APIRouter(responses=ERRORS)
+
+    async def start(
+        scope: ExitStack, model: str | None, prompts: Sequence[Prompt], options: GenerationOptions
+    ) -> Completion:
+        return scope.enter_context(await engine.start(model, prompts, options))
+
+    def stream(shaper: ChatShaper | CompletionShaper, completion: Completion, include_usage: bool) -> Response:
+        events = _events(shaper, completion, include_usage, engine)
+        return EventStreamResponse(events, engine.settings.ping_seconds, _headers(completion))
+
+    @router.post(
+        "/v1/chat/completions", response_model=ChatCompletion, responses={200: _streamed("chat.completion.chunk")}
+    )
+    async def chat(body: ChatBody, time_limit: TimeLimit, scope: RequestScope) -> Response:
+        options = body.options(time_limit)
+        completion = await start(scope, body.model, [body.prompt()], options)
+        shaper = ChatShaper(completion, strings, options.top_logprobs is not None)
+        if body.stream:
+            return stream(shaper, completion, body.include_usage)
+        return _json(await shaper.whole(), completion)
+
+    @router.post("/v1/completions", response_model=CompletionShape, responses={200: _streamed("text_completion")})
+    async def complete(body: CompletionBody, time_limit: TimeLimit, scope: RequestScope) -> Response:
+        options = body.options(time_limit)
+        completion = await start(scope, body.model, body.prompt, options)
+        shaper = CompletionShaper(completion, strings, options.top_logprobs is not None)
+        if body.stream:
+            return stream(shaper, completion, body.include_usage)
+        return _json(await shaper.whole(), completion)
+
+    return router
+
+
+def _json(shape: BaseModel, completion: Completion) -> Response:
+    text = shape.model_dump_json(exclude_unset=True)
+    return Response(text, headers=_headers(completion), media_type="application/json")
+
+
+def _headers(completion: Completion) -> dict[str, str]:
+    return {SEED_HEADER: str(completion.seed)}
+
+
+def _streamed(kind: str) -> dict[str, Any]:
+    example = f'data: {{"object": "{kind}", ...}}\n\ndata: [DONE]\n\n'
+    return {"content": {"text/event-stream": {"schema": {"type": "string"}, "example": example}}}
+
+
+async def _events(
+    shaper: ChatShaper | CompletionShaper, completion: Completion, include_usage: bool, engine: CompletionEngine
+) -> AsyncGenerator[bytes, None]:
+    """Headers are out, so an error is an event too; the stream ends in the usual way."""
+
+    def event(chunk: ChatChunk | CompletionShape) -> bytes:
+        if include_usage and chunk.usage is None:
+            chunk.usage = None  # set, so that it is there as null
+        return data_event(chunk.model_dump_json(exclude_unset=True))
+
+    try:
+        for chunk in shaper.first_chunks():
+            yield event(chunk)
+        async with aclosing(completion.pieces()) as pieces:
+            async for piece in pieces:
+                yield event(shaper.chunk(piece))
+        if include_usage:
+            yield event(shaper.usage_chunk())
+    except Exception as error:
+        told = request_error(error)
+        if told is None:
+            logger.exception("a stream failed")
+            told = UNEXPECTED
+        engine.metrics.failed(told.kind)
+        yield data_event(error_body(told))
+    yield _DONE

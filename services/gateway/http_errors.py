@@ -1,0 +1,133 @@
+"""Errors in OpenAI's shape."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from services.backend import BackendUnavailableError, DeadlineExceededError
+from services.chat_template import ChatTemplateError
+from services.gateway.errors import ErrorKind, RequestError, invalid, request_error
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.openai_responses import ErrorDetail, ErrorResponse
+from services.gateway.options import shown
+from services.sequence_stream import AdmissionRefusedError, SequenceFailedError
+
+logger = logging.getLogger(__name__)
+
+_KINDS = {
+    ErrorKind.INVALID: (400, "invalid_request_error"),
+    ErrorKind.UNAUTHENTICATED: (401, "invalid_request_error"),
+    ErrorKind.NOT_FOUND: (404, "invalid_request_error"),
+    ErrorKind.METHOD: (405, "invalid_request_error"),
+    ErrorKind.SLOW_BODY: (408, "invalid_request_error"),
+    ErrorKind.TOO_LARGE: (413, "invalid_request_error"),
+    ErrorKind.QUEUE_FULL: (429, "rate_limit_error"),
+    ErrorKind.FAILED: (500, "server_error"),
+    ErrorKind.UNAVAILABLE: (503, "server_error"),
+    ErrorKind.DEADLINE: (504, "timeout_error"),
+}
+_RETRY = (ErrorKind.QUEUE_FULL, ErrorKind.UNAVAILABLE)
+_OF_STATUS = {404: ErrorKind.NOT_FOUND, 405: ErrorKind.METHOD}
+_SHOWN_FAULTS = 3
+
+UNEXPECTED = RequestError(ErrorKind.FAILED, "the server failed on this request; its log says why", code="internal")
+
+
+def error_body(error: RequestError) -> str:
+    _, kind = _KINDS[error.kind]
+    detail = ErrorDetail(message=error.message, type=kind, param=error.param, code=error.code)
+    return ErrorResponse(error=detail).model_dump_json()
+
+
+def error_response(error: RequestError, retry_after_seconds: int) -> Response:
+    status, _ = _KINDS[error.kind]
+    headers = {}
+    if error.kind in _RETRY:
+        headers["retry-after"] = str(retry_after_seconds)
+    if error.kind is ErrorKind.UNAUTHENTICATED:
+        headers["www-authenticate"] = "Bearer"
+    return Response(error_body(error), status, headers, media_type="application/json")
+
+
+def validation_error(faults: Sequence[Any]) -> RequestError:
+    """What is wrong with a body, from pydantic's list of faults."""
+    params, messages = [], []
+    for fault in faults[:_SHOWN_FAULTS]:
+        param, message = _fault(fault)
+        params.append(param)
+        messages.append(message)
+    if len(faults) > _SHOWN_FAULTS:
+        messages.append(f"and {len(faults) - _SHOWN_FAULTS} more")
+    return invalid("; ".join(messages), params[0], "invalid_value")
+
+
+def _fault(fault: Any) -> tuple[str | None, str]:
+    place = [_printable(str(part)) for part in fault["loc"] if part not in ("body", "header", "path", "query")]
+    kind, message = fault["type"], _printable(str(fault["msg"]))
+    if kind == "json_invalid":
+        return None, f"the body is not JSON: {_printable(str(fault['ctx']['error']))} at character {place[0]}"
+    param = ".".join(place) or None
+    if kind == "wrong_form":
+        return param, message if param is None else f"{param} {message}"
+    if param is None:
+        return None, f"the body must be a JSON object, sent with content-type application/json: {message}"
+    if kind == "missing":
+        return param, f"{param} is missing"
+    if kind == "extra_forbidden":
+        return param, f"{param} is not a known field"
+    return param, f"{param} is {shown(fault['input'])}, {message.replace('Input should', 'must', 1)}"
+
+
+def _printable(text: str) -> str:
+    return text[:200].encode("utf-8", "backslashreplace").decode()
+
+
+def install_error_handlers(app: FastAPI, metrics: GatewayMetrics, retry_after_seconds: int) -> None:
+    """Every error of a route leaves as OpenAI's."""
+
+    def answer(error: RequestError, headers: dict[str, str] | None = None) -> Response:
+        metrics.failed(error.kind)
+        response = error_response(error, retry_after_seconds)
+        response.headers.update(headers or {})
+        return response
+
+    async def known(request: Request, error: Exception) -> Response:
+        return answer(request_error(error) or UNEXPECTED)
+
+    async def wrong_body(request: Request, error: Exception) -> Response:
+        faults = error.errors() if isinstance(error, RequestValidationError) else []
+        return answer(validation_error(faults))
+
+    async def http(request: Request, error: Exception) -> Response:
+        status = error.status_code if isinstance(error, HTTPException) else 500
+        kind = _OF_STATUS.get(status, ErrorKind.INVALID if status < 500 else ErrorKind.FAILED)
+        detail = str(error.detail) if isinstance(error, HTTPException) else ""
+        if kind in (ErrorKind.NOT_FOUND, ErrorKind.METHOD):
+            detail = f"{HTTPStatus(status).phrase}: {request.method} {_printable(request.url.path)}"
+        headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
+        return answer(RequestError(kind, detail), headers)
+
+    async def unexpected(request: Request, error: Exception) -> Response:
+        logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
+        return answer(UNEXPECTED)
+
+    for kind in (
+        RequestError,
+        AdmissionRefusedError,
+        BackendUnavailableError,
+        DeadlineExceededError,
+        SequenceFailedError,
+        ChatTemplateError,
+    ):
+        app.add_exception_handler(kind, known)
+    app.add_exception_handler(RequestValidationError, wrong_body)
+    app.add_exception_handler(HTTPException, http)
+    app.add_exception_handler(Exception, unexpected)

@@ -1,0 +1,170 @@
+"""What stands around every HTTP request: its id, who may call, how much it may send, and whether anyone still waits."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import uuid
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from services.gateway.api_keys import ApiKeys
+from services.gateway.errors import ErrorKind, RequestError
+from services.gateway.http_errors import error_response
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.settings import GatewaySettings, Limits
+
+OPEN_PATHS = ("/health", "/ping")
+REQUEST_ID = "x-request-id"
+
+_REQUEST_ID_FORM = re.compile(r"[\x21-\x7e]{1,128}")
+
+# A client that sends on while the answer is written would find its connection reset instead of the answer.
+_DISCARDED_BYTES = 64 * 1024 * 1024
+
+
+class RequestIds:
+    """Gives every response the request's x-request-id, or one of ours where it has none of a usable form."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get(REQUEST_ID, "")
+        request_id = given if _REQUEST_ID_FORM.fullmatch(given) else uuid.uuid4().hex
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)[REQUEST_ID] = request_id
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)
+
+
+class Gate:
+    """Lets in who has a key. What is open to all are /health and /ping."""
+
+    def __init__(self, app: ASGIApp, keys: ApiKeys, settings: GatewaySettings, metrics: GatewayMetrics) -> None:
+        self._app = app
+        self._keys = keys
+        self._settings = settings
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan" or (scope["type"] == "http" and _path_of_route(scope) in OPEN_PATHS):
+            await self._app(scope, receive, send)
+            return
+        if scope["type"] != "http":
+            # There is no route for web sockets.
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        shown = [value for name, value in scope["headers"] if name.lower() == b"authorization"]
+        try:
+            self._keys.check(shown[0] if len(shown) == 1 else None)
+        except RequestError as error:
+            self._metrics.failed(error.kind)
+            await error_response(error, self._settings.retry_after_seconds)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+
+def _path_of_route(scope: Scope) -> str:
+    """The path as the router sees it, without what the application is mounted under."""
+    path: str = scope["path"]
+    root: str = scope.get("root_path", "")
+    return path[len(root) :] if root and path.startswith(f"{root}/") else path
+
+
+class _ClientGoneError(Exception):
+    pass
+
+
+class WholeBodies:
+    """Takes the body in within its limits before the application sees the request, and cancels the application when
+    the client goes away, whether a response has begun or not."""
+
+    def __init__(self, app: ASGIApp, settings: GatewaySettings, metrics: GatewayMetrics) -> None:
+        self._app = app
+        self._settings = settings
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            body = await _read(Headers(scope=scope), receive, self._settings.limits)
+        except RequestError as error:
+            self._metrics.failed(error.kind)
+            await error_response(error, self._settings.retry_after_seconds)(scope, receive, send)
+            return
+        except _ClientGoneError:
+            return
+        await self._run(scope, receive, send, body)
+
+    async def _run(self, scope: Scope, receive: Receive, send: Send, body: bytes) -> None:
+        unread: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def wait_for_disconnect() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+
+        async def receive_again() -> Message:
+            if unread:
+                return unread.pop()
+            await asyncio.wait({watcher})
+            return {"type": "http.disconnect"}
+
+        watcher = asyncio.create_task(wait_for_disconnect())
+        run = asyncio.create_task(self._application(scope, receive_again, send))
+        try:
+            await asyncio.wait({run, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            watcher.cancel()
+            run.cancel()
+            await asyncio.gather(watcher, run, return_exceptions=True)
+        if not run.cancelled():
+            run.result()
+
+    async def _application(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app(scope, receive, send)
+
+
+async def _read(headers: Headers, receive: Receive, limits: Limits) -> bytes:
+    """Raises RequestError for a body that is too large or takes too long, _ClientGoneError for one that never ends."""
+    limit = limits.body_bytes
+    length = headers.get("content-length", "")
+    if headers.get("expect") and length.isascii() and length.isdigit() and int(length[:20]) > limit:
+        # The client waits for a word from here before it sends.
+        raise _too_large(f"{length[:20]} bytes", limit)
+    chunks: list[bytes] = []
+    size = 0
+    try:
+        async with asyncio.timeout(limits.body_seconds):
+            more = True
+            while more and size <= _DISCARDED_BYTES:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise _ClientGoneError
+                chunk = message.get("body", b"")
+                size += len(chunk)
+                more = message.get("more_body", False)
+                if size <= limit:
+                    chunks.append(chunk)
+                else:
+                    chunks.clear()
+    except TimeoutError as error:
+        raise RequestError(
+            ErrorKind.SLOW_BODY, f"the body did not arrive within {limits.body_seconds:g} s", code="body_timeout"
+        ) from error
+    if size > limit:
+        raise _too_large(f"more than {limit} bytes" if more else f"{size} bytes", limit)
+    return b"".join(chunks)
+
+
+def _too_large(size: str, limit: int) -> RequestError:
+    return RequestError(ErrorKind.TOO_LARGE, f"the body has {size}, must have at most {limit}", code="body_too_large")

@@ -1,0 +1,162 @@
+"""What a request asks for, in one form for both APIs."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from scheduler.sampling import MAX_SEED, SamplingParameters
+from services.gateway.errors import invalid
+from services.gateway.settings import Limits, SamplingDefaults
+
+# Seeds drawn here are reported in JSON, where numbers beyond 53 bits do not survive every reader.
+_DRAWN_SEED_BITS = 53
+_LOWEST_SEED = -(2**63)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class TextPrompt:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class TokenPrompt:
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ChatPrompt:
+    """A conversation; `template_options` are handed to the model's chat template."""
+
+    messages: tuple[Mapping[str, Any], ...]
+    template_options: Mapping[str, Any] = field(default_factory=dict)
+
+
+Prompt = TextPrompt | TokenPrompt | ChatPrompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationOptions:
+    """How to continue each prompt. None stands for the server's default.
+
+    Choice i of a prompt is drawn with `seed` + i. `draft_length` 0 turns speculation off. `top_logprobs` as in
+    services.backend.GenerationRequest. `names` has what the client calls a field where that is not its name here.
+    """
+
+    max_tokens: int | None = None
+    n: int = 1
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    echo: bool = False
+    seed: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    top_logprobs: int | None = None
+    draft_length: int | None = None
+    timeout_seconds: float | None = None
+    names: Mapping[str, str] = field(default_factory=dict)
+
+    def first_seed(self) -> int:
+        """The seed of choice 0. Negative ones, which OpenAI's clients may give, stand for themselves plus 2**64."""
+        if self.seed is None:
+            return secrets.randbits(_DRAWN_SEED_BITS)
+        return self.seed % (MAX_SEED + 1)
+
+
+def check_options(options: GenerationOptions, limits: Limits, vocabulary_size: int) -> None:
+    """Raises RequestError naming field, value and limit. Sampling values are checked by SamplingParameters."""
+    for name, value, least, most in (
+        ("max_tokens", options.max_tokens, 1, limits.output_tokens),
+        ("n", options.n, 1, limits.sequences),
+        ("top_logprobs", options.top_logprobs, 0, limits.top_logprobs),
+        ("draft_length", options.draft_length, 0, None),
+        ("seed", options.seed, _LOWEST_SEED, MAX_SEED),
+    ):
+        _check_range(options.names.get(name, name), value, least, most)
+    _check_count("stop", options.stop, limits.stop_strings, "strings")
+    for index, stop in enumerate(options.stop):
+        if not 1 <= len(stop) <= limits.stop_string_characters:
+            raise invalid(
+                f"stop[{index}] has {len(stop)} characters, must have between 1 and {limits.stop_string_characters}",
+                "stop",
+            )
+    _check_count("stop_token_ids", options.stop_token_ids, limits.stop_token_ids, "token ids")
+    check_token_ids("stop_token_ids", options.stop_token_ids, vocabulary_size)
+    _check_count("logit_bias", options.logit_bias, limits.logit_bias, "entries")
+    for token in options.logit_bias:
+        if not 0 <= token < vocabulary_size:
+            raise invalid(
+                f"logit_bias names token id {token}, must be between 0 and {vocabulary_size - 1}", "logit_bias"
+            )
+
+
+def check_token_ids(name: str, tokens: Sequence[int], vocabulary_size: int) -> None:
+    for index, token in enumerate(tokens):
+        if not 0 <= token < vocabulary_size:
+            raise invalid(
+                f"{name}[{index}] is {shown(token)}, must be a token id between 0 and {vocabulary_size - 1}",
+                name.split("[")[0],
+            )
+
+
+def sampling_parameters(
+    options: GenerationOptions, defaults: SamplingDefaults, vocabulary_size: int
+) -> SamplingParameters:
+    """For choice 0; see `with_seed_of`. Raises RequestError."""
+
+    def given(value: T | None, default: T) -> T:
+        return default if value is None else value
+
+    try:
+        sampling = SamplingParameters(
+            temperature=given(options.temperature, defaults.temperature),
+            top_k=given(options.top_k, defaults.top_k),
+            top_p=given(options.top_p, defaults.top_p),
+            min_p=given(options.min_p, defaults.min_p),
+            repetition_penalty=given(options.repetition_penalty, defaults.repetition_penalty),
+            presence_penalty=given(options.presence_penalty, 0.0),
+            frequency_penalty=given(options.frequency_penalty, 0.0),
+            logit_bias=dict(options.logit_bias),
+            seed=options.first_seed(),
+        )
+    except ValueError as error:
+        message = str(error)
+        raise invalid(message, message.split()[0].split("[")[0]) from error
+    # More than there are keeps all of them.
+    return replace(sampling, top_k=min(sampling.top_k, vocabulary_size))
+
+
+def with_seed_of(sampling: SamplingParameters, choice: int) -> SamplingParameters:
+    return replace(sampling, seed=(sampling.seed + choice) % (MAX_SEED + 1))
+
+
+def shown(value: object) -> str:
+    """A value of a request for a message: short, and text that can be sent."""
+    text = repr(value)
+    if len(text) > 80:
+        text = f"{text[:60]}... ({len(text)} characters)"
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def _check_range(name: str, value: int | None, least: int, most: int | None) -> None:
+    if value is None or (value >= least and (most is None or value <= most)):
+        return
+    limit = f"at least {least}" if most is None else f"between {least} and {most}"
+    raise invalid(f"{name} is {shown(value)}, must be {limit}", name)
+
+
+def _check_count(name: str, values: Sequence[object] | Mapping[Any, Any], most: int, what: str) -> None:
+    if len(values) > most:
+        raise invalid(f"{name} has {len(values)} {what}, must have at most {most}", name)

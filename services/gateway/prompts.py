@@ -1,0 +1,70 @@
+"""Turns the prompts of a request into tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from services.backend import ModelInfo
+from services.gateway.errors import invalid
+from services.gateway.options import ChatPrompt, Prompt, TextPrompt, TokenPrompt, check_token_ids
+from services.gateway.settings import Limits
+from services.tokenizer import ModelTokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedPrompt:
+    """`text` is the prompt as echoed; None where that was not asked for."""
+
+    tokens: tuple[int, ...]
+    text: str | None
+
+
+async def prepare_prompts(
+    prompts: Sequence[Prompt], tokenizer: ModelTokenizer, model: ModelInfo, limits: Limits, echo: bool
+) -> list[PreparedPrompt]:
+    """Raises RequestError, or ChatTemplateError for messages that the model has no form for."""
+    if not prompts:
+        raise invalid("prompt is empty, must hold at least 1 prompt", "prompt")
+    prepared = []
+    for index, prompt in enumerate(prompts):
+        name = "messages" if isinstance(prompt, ChatPrompt) else "prompt" if len(prompts) == 1 else f"prompt[{index}]"
+        if isinstance(prompt, TokenPrompt):
+            check_token_ids(name, prompt.tokens, model.vocabulary_size)
+        # Long texts take long, and other streams must go on meanwhile.
+        one = await asyncio.to_thread(_prepare, prompt, tokenizer, limits, echo)
+        if not one.tokens:
+            raise invalid(f"{name} is empty, must have at least 1 token", name.split("[")[0])
+        if len(one.tokens) >= model.max_sequence_length:
+            raise too_long(name, len(one.tokens), 1, model.max_sequence_length)
+        prepared.append(one)
+    return prepared
+
+
+def too_long(name: str, prompt_tokens: int, max_tokens: int, limit: int) -> Exception:
+    return invalid(
+        f"{name} has {prompt_tokens} tokens, which with max_tokens of {max_tokens} makes {prompt_tokens + max_tokens}; "
+        f"the model's limit is {limit}",
+        name.split("[")[0],
+        "context_length_exceeded",
+    )
+
+
+def encode_chat(prompt: ChatPrompt, tokenizer: ModelTokenizer, limits: Limits) -> list[int]:
+    """Raises RequestError or ChatTemplateError."""
+    if not 1 <= len(prompt.messages) <= limits.messages:
+        raise invalid(
+            f"messages has {len(prompt.messages)} entries, must have between 1 and {limits.messages}", "messages"
+        )
+    return tokenizer.encode_chat(prompt.messages, **prompt.template_options)
+
+
+def _prepare(prompt: Prompt, tokenizer: ModelTokenizer, limits: Limits, echo: bool) -> PreparedPrompt:
+    match prompt:
+        case TextPrompt():
+            return PreparedPrompt(tuple(tokenizer.encode(prompt.text)), prompt.text if echo else None)
+        case TokenPrompt():
+            return PreparedPrompt(prompt.tokens, tokenizer.decode(prompt.tokens) if echo else None)
+        case ChatPrompt():
+            return PreparedPrompt(tuple(encode_chat(prompt, tokenizer, limits)), None)

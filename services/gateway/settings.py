@@ -1,0 +1,116 @@
+"""How a gateway is set up: what it serves, to whom, and within which limits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Self
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
+
+Port = Annotated[int, Field(ge=0, le=65535)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class TlsFiles(_Frozen):
+    """PEM files of a server's TLS."""
+
+    certificate: Path
+    """Certificate chain of the server."""
+    key: Path
+    """Private key of the certificate."""
+    client_ca: Path | None = None
+    """Only clients with a certificate of one of these authorities are let in."""
+
+
+class ListenSettings(_Frozen):
+    """Where a server listens."""
+
+    host: str = "127.0.0.1"
+    """Address or name of the interface; only this machine unless changed."""
+    port: Port = 0
+    """0: any free port."""
+    tls: TlsFiles | None = None
+    """Without it the connection is not encrypted."""
+
+
+class SamplingDefaults(_Frozen):
+    """What holds for a request that does not say. OpenAI's defaults, unless the model's author knows better."""
+
+    temperature: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] = 1.0
+    """0 is greedy."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Keeps the likeliest tokens that together have this probability; 1 keeps all."""
+    top_k: Annotated[int, Field(ge=0)] = 0
+    """Keeps so many likeliest tokens; 0 keeps all."""
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Keeps tokens at least this likely, as a fraction of the likeliest one's probability; 0 keeps all."""
+    repetition_penalty: Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)] = 1.0
+    """Above 1 makes tokens of the prompt and the output less likely."""
+
+
+class Limits(_Frozen):
+    """The most that one request may ask for."""
+
+    body_bytes: Annotated[int, Field(ge=1024)] = 4 * 1024 * 1024
+    """Size of a request's body over HTTP, and of its message over gRPC."""
+    body_seconds: Seconds = 30.0
+    """Time to send the body in."""
+    output_tokens: Annotated[int, Field(ge=1)] | None = None
+    """Output tokens of each choice; None: what the model's length leaves."""
+    sequences: Annotated[int, Field(ge=1)] = 128
+    """Prompts times choices."""
+    stop_strings: Annotated[int, Field(ge=0)] = 16
+    """Stop strings."""
+    stop_string_characters: Annotated[int, Field(ge=1)] = 512
+    """Characters of each stop string."""
+    stop_token_ids: Annotated[int, Field(ge=0)] = 256
+    """Stop token ids."""
+    logit_bias: Annotated[int, Field(ge=0)] = 1024
+    """Entries of logit_bias."""
+    top_logprobs: Annotated[int, Field(ge=0)] = 20
+    """Likeliest tokens reported beside each token."""
+    messages: Annotated[int, Field(ge=1)] = 4096
+    """Messages of a conversation."""
+    timeout_seconds: Seconds = 3600.0
+    """Time for the whole request; a client that asks for more gets this much."""
+
+
+class GatewaySettings(_Frozen):
+    """One gateway, over HTTP and gRPC."""
+
+    model_names: tuple[str, ...] = ()
+    """Names that clients may give for the model, the first one being its own; empty: what the target workers say."""
+    api_keys: tuple[SecretStr, ...] = ()
+    """Keys of which a client must show one; empty: everybody may call."""
+    sampling: SamplingDefaults = SamplingDefaults()
+    """What holds for requests that do not say."""
+    limits: Limits = Limits()
+    """The most that one request may ask for."""
+    default_completion_tokens: Annotated[int, Field(ge=1)] = 16
+    """Output tokens of a text continuation that names no max_tokens; chats go on until the model ends them."""
+    default_timeout_seconds: Seconds | None = None
+    """Time for a request that names none; None: `limits.timeout_seconds`."""
+    retry_after_seconds: Annotated[int, Field(ge=1)] = 1
+    """What clients are told to wait when the queue is full or no target is there."""
+    ping_seconds: Seconds = 15.0
+    """A stream that has been silent for so long sends a comment, which keeps proxies from closing it."""
+    http: ListenSettings = ListenSettings(port=8000)
+    """Where the HTTP server listens, when it is not Ray Serve's."""
+    grpc: ListenSettings = ListenSettings(port=9000)
+    """Where the gRPC server listens."""
+    grpc_reflection: bool = True
+    """Lets clients ask the gRPC server for its methods."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if not all(self.model_names):
+            raise ValueError("model_names holds an empty name")
+        if not all(key.get_secret_value() for key in self.api_keys):
+            raise ValueError("api_keys holds an empty key")
+        if not all(0x21 <= ord(letter) <= 0x7E for key in self.api_keys for letter in key.get_secret_value()):
+            raise ValueError("api_keys holds a key with other characters than printable ASCII without spaces")
+        return self

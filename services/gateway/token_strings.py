@@ -1,0 +1,65 @@
+"""Text and bytes of single tokens, as log probabilities are reported."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+
+from services.tokenizer import ModelTokenizer
+
+_REPLACEMENT = "\ufffd"
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_WORD_MARK = "▁"
+_KEPT_TOKENS = 65536
+
+
+@dataclass(frozen=True, slots=True)
+class TokenString:
+    """`text` is the token's own text; of a token that is part of a character, its bytes as \\xe2\\x80."""
+
+    text: str
+    data: bytes
+
+
+class TokenStrings:
+    """Looks tokens up, and remembers them."""
+
+    def __init__(self, tokenizer: ModelTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._alphabet = _byte_alphabet()
+        self.of = lru_cache(_KEPT_TOKENS)(self._look_up)
+
+    def _look_up(self, token: int) -> TokenString:
+        text = self._tokenizer.decode([token], skip_special_tokens=False)
+        entry = self._tokenizer.token_text(token)
+        if entry is None:
+            return TokenString(text, text.encode())
+        data = self._bytes(entry) if _REPLACEMENT in text and _REPLACEMENT not in entry else None
+        if data is not None:
+            try:
+                return TokenString(data.decode(), data)
+            except UnicodeDecodeError:
+                return TokenString("".join(f"\\x{byte:02x}" for byte in data), data)
+        if entry.startswith(_WORD_MARK) and not text.startswith(" "):
+            # Decoders take the first word of a text to need no space.
+            text = f" {text}"
+        return TokenString(text, text.encode())
+
+    def _bytes(self, entry: str) -> bytes | None:
+        """What a vocabulary's entry stands for where that is no whole character."""
+        byte = _BYTE_TOKEN.fullmatch(entry)
+        if byte is not None:
+            return bytes([int(byte[1], 16)])
+        if all(letter in self._alphabet for letter in entry):
+            return bytes(self._alphabet[letter] for letter in entry)
+        return None
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """How byte-level vocabularies write bytes: printable ones as themselves, the others as letters from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    alphabet = {chr(byte): byte for byte in printable}
+    others = [byte for byte in range(256) if byte not in printable]
+    alphabet.update({chr(0x100 + number): byte for number, byte in enumerate(others)})
+    return alphabet
