@@ -183,3 +183,30 @@ def test_an_interrupted_run_leaves_no_workers_and_can_go_on(folder: Path, number
         time.sleep(0.1)
     kept = [json.loads(line)["index"] for line in output.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
     assert kept == list(range(len(kept)))
+
+
+@pytest.mark.parametrize("role", ["draft", "target"])
+def test_a_worker_that_dies(folder: Path, role: str) -> None:
+    """Without its draft worker the run goes on plainly; without its last target it ends with one line."""
+    output = folder / f"killed-{role}.jsonl"
+    write_lines(folder / "some.jsonl", *PROMPTS * 12)
+    command = [str(SPOOL), "generate", "--target", "llama-target", "--draft", "llama-draft"]
+    command += ["--prompts", "some.jsonl", "--output", str(output), *FAST, "--max-tokens", "60"]
+    environment = {**os.environ, "SPOOL_CACHE": str(folder / "cache")}
+    process = subprocess.Popen(command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while not output.exists() or not output.read_bytes():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    for worker in children(process.pid):
+        if f"--role\0{role}\0" in Path(f"/proc/{worker}/cmdline").read_text():
+            os.kill(worker, signal.SIGKILL)
+    error = process.communicate(timeout=120)[1]
+    assert "Traceback" not in error
+    if role == "target":
+        assert process.returncode == 1
+        assert error.splitlines()[-1] == "spool: worker target-0 died: killed by signal 9; no target worker is left"
+    else:
+        assert process.returncode == 0
+        assert "draft-0: died: killed by signal 9" in error
+        assert len(answers(output)) == 60
