@@ -15,6 +15,7 @@ from deploy.configuration.section import FieldProblem, Section, described
 from services.gateway.settings import Limits, SamplingDefaults
 
 _SHORTEST_TOKEN = 16
+_KEY = re.compile(r"[!-~]+")
 
 
 class ProxyLocation(Enum):
@@ -59,17 +60,20 @@ class GatewaySettings(Placement):
         return self.host == "localhost" or (_is_address(self.host) and ipaddress.ip_address(self.host).is_loopback)
 
 
-class TlsFiles(Section):
-    """A certificate of ours, PEM files on every node."""
+class ServerTlsFiles(Section):
+    """What we show, PEM files on every node."""
 
-    cert_file: Path = described(..., "Certificate, with those between it and its authority.")
-    key_file: Path = described(..., "Its private key.")
+    certificate: Path = described(..., "Certificate, with those between it and its authority.")
+    key: Path = described(..., "Its private key.")
 
 
-class MutualTlsFiles(TlsFiles):
-    """A certificate of ours and the authority that signed those of our peers."""
+class MutualTlsFiles(ServerTlsFiles):
+    """What we show, and what our peers must show."""
 
-    ca_file: Path = described(..., "Certificate of the authority that signs the certificates of all replicas.")
+    ca: Path = described(..., "Certificate of the authority that signs the certificates of all replicas.")
+    server_name: str | None = described(
+        None, "Name that all certificates carry, where they do not carry the nodes' addresses.", min_length=1
+    )
 
 
 class AuthSettings(Section):
@@ -80,11 +84,11 @@ class AuthSettings(Section):
         None, "Environment variable of the gateway with more keys, separated by commas.", min_length=1
     )
     api_keys_file: Path | None = described(None, "File on the gateway's node with more keys, one a line.")
-    tls: TlsFiles | None = described(None, "Certificate for HTTP and gRPC; unset: no encryption.")
+    tls: ServerTlsFiles | None = described(None, "Certificate for HTTP and gRPC; unset: no encryption.")
 
     def problems(self) -> Iterator[FieldProblem]:
         for number, key in enumerate(self.api_keys):
-            if not re.fullmatch(r"[!-~]+", key.get_secret_value()):
+            if not _KEY.fullmatch(key.get_secret_value()):
                 yield FieldProblem(
                     ("api_keys", str(number)), "is a key with other characters than ASCII ones one can see"
                 )
@@ -114,9 +118,11 @@ class InternalSettings(Section):
         given = [name for name in ("token", "token_env", "token_file") if getattr(self, name) is not None]
         for name in given[1:]:
             yield FieldProblem((name,), f"is given beside {given[0]}, must be unset: one token is enough")
-        if self.token is not None and len(self.token.get_secret_value()) < _SHORTEST_TOKEN:
-            length = len(self.token.get_secret_value())
-            yield FieldProblem(("token",), f"has {length} characters, must have at least {_SHORTEST_TOKEN}")
+        token = self.token.get_secret_value() if self.token is not None else None
+        if token is not None and len(token) < _SHORTEST_TOKEN:
+            yield FieldProblem(("token",), f"has {len(token)} characters, must have at least {_SHORTEST_TOKEN}")
+        if token is not None and not _KEY.fullmatch(token):
+            yield FieldProblem(("token",), "has other characters than ASCII ones one can see")
 
     @property
     def chosen(self) -> bool:

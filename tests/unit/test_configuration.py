@@ -104,7 +104,7 @@ internal:
         ("engine:\n  page_size: 0", "2: engine.page_size is 0, must be at least 1"),
         ("scheduling:\n  window: 4", "2: scheduling.window is 4, must be at least batch_size, which is 8"),
         ("scheduling:\n  wait_bound_steps: .nan", "2: scheduling.wait_bound_steps is nan"),
-        ("auth:\n  tls: {cert_file: a}", "2: auth.tls.key_file is missing"),
+        ("auth:\n  tls: {certificate: a}", "2: auth.tls.key is missing"),
         ("auth:\n  api_keys: [1]", "2: auth.api_keys.0 is 1, must be text"),
         ("groups:\n  draft:\n    resources:\n      gpu: 0", "4: groups.draft.resources.gpu is 0, must be above 0"),
         ("ray:\n  address: here", "2: ray.address is 'here', must be `auto` or host:port"),
