@@ -72,7 +72,11 @@ class DraftPlanner:
     ) -> bool:
         """Makes room for a proposal. Where pages are short, the youngest do without a draft until some are free."""
         while not draft.pages.reserve(sequence.sequence_id, positions):
-            victim = draft.youngest_idle(sequence.order, rows) or sequence
+            victim = draft.youngest_idle(sequence.order, rows)
+            if victim is None:
+                if draft.has_younger(sequence):
+                    return False  # it has a row in flight: when that is back, it can make room
+                victim = sequence
             was_ready = victim.state is SequenceState.READY
             self._lifecycle.leave_draft(victim)
             if was_ready:

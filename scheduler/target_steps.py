@@ -126,7 +126,7 @@ class TargetPlanner:
             victim = target.youngest_idle(sequence.order, rows)
             if victim is not None:
                 self._lifecycle.preempt(victim)
-            elif any(other.order > sequence.order for other in target.sequences.values()):
+            elif target.has_younger(sequence):
                 return False  # a younger one has a row in flight: when it is back, it can make room
             else:
                 self._lifecycle.preempt(sequence)

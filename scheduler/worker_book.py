@@ -90,6 +90,9 @@ class WorkerBook:
         if flight is not None:
             flight.abandoned = True
 
+    def has_younger(self, sequence: Sequence) -> bool:
+        return any(other.order > sequence.order for other in self.sequences.values())
+
     def youngest_idle(self, younger_than: int, besides: Container[int]) -> Sequence | None:
         """The youngest sequence here that arrived after `younger_than` and has no row in flight or in `besides`."""
         youngest = None

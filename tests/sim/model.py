@@ -168,7 +168,7 @@ class ModelWorker:
         held = self.held[row.sequence_id].tokens
         digests = tuple(token * 7 for token in tokens) if self.spec.role is Role.TARGET else ()
         kv_len = len(held)
-        return RowResult(row.sequence_id, status, kv_len, held.digest(kv_len), tokens, accepted, digests, error)
+        return RowResult(row.sequence_id, status, kv_len, held.digest(kv_len), tokens, accepted, digests, error=error)
 
 
 @dataclass(eq=False)

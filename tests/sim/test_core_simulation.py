@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from scheduler.config import Policy, SchedulerConfig
@@ -154,8 +154,34 @@ def build(scenario: Scenario) -> Simulation:
     return simulation
 
 
+PREEMPTED_WITHOUT_A_STEP = Scenario(
+    seed=8984,
+    policy=Policy.AUTO,
+    batch_size=3,
+    window=8,
+    draft_length=7,
+    prefill_chunk=16,
+    steps_in_flight=3,
+    sequences=12,
+    targets=2,
+    drafts=0,
+    short_sighted=True,
+    acceptance=0.0,
+    longest_prompt=120,
+    most_tokens=30,
+    page_size=1,
+    spare_pages=0,
+    packed_rows=2,
+    losses=2,
+    cancels=1,
+    faults=False,
+    late_workers=False,
+)
+
+
 @settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
 @given(scenarios)
+@example(PREEMPTED_WITHOUT_A_STEP)
 def test_output_is_that_of_plain_decoding_whatever_happens(scenario: Scenario) -> None:
     simulation = build(scenario)
     simulation.run()
@@ -182,6 +208,20 @@ def test_three_hundred_sequences_pass_through_pages_for_forty(policy: Policy) ->
     simulation.core.check_integrity()
     if policy is not Policy.EQSPEC:  # a cohort of one batch is too small to run out of pages
         assert simulation.core.snapshot().preemptions > 0
+
+
+@pytest.mark.parametrize("policy", list(Policy))
+def test_a_busy_cell_keeps_its_rules(policy: Policy) -> None:
+    config = SchedulerConfig(policy=policy, window=48, batch_size=4, prefill_chunk=32)
+    simulation = Simulation(config, seed=11)
+    simulation.join(0.0, ModelWorker(WorkerSpec("target", Role.TARGET, 16, 10_000, 1000, 256)))
+    simulation.join(0.0, ModelWorker(WorkerSpec("draft", Role.DRAFT, 16, 10_000, 1000, 256), 0.7))
+    rng = random.Random(11)
+    for sequence_id in range(60):
+        prompt = tuple(rng.randrange(VOCABULARY) for _ in range(rng.randint(1, 40)))
+        simulation.submit(rng.uniform(0, 1), SequenceRequest(sequence_id, prompt, 60, logits_digests=True))
+    simulation.run()
+    simulation.check_end()
 
 
 @pytest.mark.parametrize("policy", list(Policy))

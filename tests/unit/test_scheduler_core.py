@@ -145,6 +145,8 @@ def test_a_resubmitted_sequence_goes_on_where_its_output_stopped() -> None:
     fresh.settle()
     whole = outputs(fresh, 7)
     assert driver.submit(7, max_tokens=12, committed_output=tuple(whole[:5])) == []  # was admitted once: let in again
+    assert driver.submit(8, admitted_before=True) == []
+    assert refusal(driver.submit(9)).cause is RefusalCause.QUEUE_FULL
     driver.settle()
     assert outputs(driver, 7) == whole[5:]
     assert FinishSequence(7, FinishReason.LENGTH) in driver.log
@@ -271,6 +273,8 @@ def test_two_missing_tokens_are_no_catching_up() -> None:
     driver.settle()
     rows = [row for step in of_type(driver.log, SendStep) if step.worker_id == "draft" for row in step.rows]
     assert sum(len(row.tokens) == 2 for row in rows) > 6
+    steps = [step for step in of_type(driver.log, SendStep) if step.worker_id == "draft"]
+    assert max(sum(len(row.tokens) == 2 for row in step.rows) for step in steps) >= 3
     plain = [e for e in of_type(driver.log, EmitTokens) if not e.drafted]
     assert len(plain) <= 2 * 6  # the prefill of each, and perhaps one round at the end
 
@@ -339,6 +343,25 @@ def test_a_second_step_waits_for_what_may_still_join_it() -> None:
     assert [step.group.rows for step in driver.steps["target"]] == [1, 2]
 
 
+def test_a_drafts_second_step_waits_for_what_is_being_verified() -> None:
+    driver = Driver()
+    driver.join("one")
+    driver.join("two")
+    driver.join("draft", Role.DRAFT)
+    driver.submit(0, prompt_length=1)
+    driver.answer("one")
+    driver.answer("draft")
+    assert driver.core.snapshot().verifying == 1
+    for sequence_id in (1, 2, 3):
+        driver.submit(sequence_id, prompt_length=1, max_tokens=9)
+    for drafting in (1, 2):
+        driver.answer("two")
+        assert driver.core.snapshot().drafting == drafting
+        assert len(driver.steps["draft"]) == 1
+    driver.answer("one")
+    assert [len(step.rows) for step in driver.steps["draft"]] == [1, 2]
+
+
 def test_no_more_steps_than_allowed_are_in_flight() -> None:
     driver = Driver(batch_size=1, draft_length=0, steps_in_flight=2)
     driver.join("target")
@@ -351,16 +374,25 @@ def test_no_more_steps_than_allowed_are_in_flight() -> None:
 
 
 def test_packed_rows_are_bounded_and_prefill_is_not_shut_out() -> None:
-    driver = Driver(batch_size=8, draft_length=7, prefill_chunk=64)
-    driver.join("target", packed=12)
-    driver.join("draft", Role.DRAFT, packed=12)
-    for sequence_id in range(4):
-        driver.submit(sequence_id, prompt_length=4, max_tokens=300)
-    driver.submit(9, prompt_length=100, max_tokens=3)
-    driver.settle()
+    driver = Driver(batch_size=8, draft_length=0, prefill_chunk=64)
+    driver.join("target", packed=8)
+    for sequence_id in range(20):
+        driver.submit(sequence_id, prompt_length=4, max_tokens=100)
+    driver.submit(99, prompt_length=100, max_tokens=3)
+    driver.settle(most=5000)
     steps = of_type(driver.log, SendStep)
-    assert all(sum(len(row.tokens) + len(row.draft_tokens) for row in step.rows) <= 12 for step in steps)
-    assert of_type(driver.log, FinishSequence)[0].sequence_id == 9
+    assert all(sum(len(row.tokens) + len(row.draft_tokens) for row in step.rows) <= 8 for step in steps)
+    assert of_type(driver.log, FinishSequence)[0].sequence_id == 99
+
+
+def test_a_row_with_drafts_fits_a_small_worker() -> None:
+    driver = Driver(draft_length=7)
+    driver.join("target", packed=8)
+    driver.join("draft", Role.DRAFT, packed=8)
+    driver.submit(1, max_tokens=40)
+    driver.settle()
+    assert outputs(driver, 1) == expected(driver, 1)
+    assert max(emitted.drafted for emitted in of_type(driver.log, EmitTokens)) == 3
 
 
 def eqspec_waiting() -> Driver:
@@ -471,6 +503,33 @@ def test_a_draft_short_of_pages_costs_drafts_not_progress() -> None:
     drafted = {emitted.drafted > 0 for emitted in of_type(driver.log, EmitTokens)}
     assert drafted == {True, False}
     assert not driver.workers["draft"].held
+
+
+def test_the_youngest_gives_up_its_draft_for_an_older_one() -> None:
+    driver = Driver()
+    driver.join("target", pages=1000)
+    driver.join("draft", Role.DRAFT, pages=8, page_size=4)
+    for sequence_id in (1, 2):
+        driver.submit(sequence_id, prompt_length=8, max_tokens=20)
+    driver.settle()
+    rounds = {i: [e for e in of_type(driver.log, EmitTokens) if e.sequence_id == i] for i in (1, 2)}
+    assert all(e.drafted for e in rounds[1][1:-1])
+    assert any(e.drafted for e in rounds[2])
+    assert not all(e.drafted for e in rounds[2][1:-1])
+
+
+def test_a_draft_that_catches_up_slowly_holds_nobody_up() -> None:
+    driver = Driver(prefill_chunk=8)
+    driver.join("target")
+    driver.submit(1, prompt_length=60, max_tokens=60)
+    for _ in range(9):
+        driver.answer("target")
+    driver.join("draft", Role.DRAFT)
+    before = len(outputs(driver, 1))
+    for _ in range(5):
+        driver.answer("target")
+    assert len(outputs(driver, 1)) == before + 5
+    assert len(driver.steps["draft"]) == 1
 
 
 def test_a_sequence_longer_than_the_drafts_model_goes_on_without_it() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from scheduler.messages import EmitTokens, FailSequence, FinishSequence, Role, Row, RowResult, RowStatus, SendStep
@@ -166,6 +168,23 @@ def test_a_target_that_says_ok_without_progress_is_not_asked_for_ever() -> None:
         if driver.steps["target"]:
             driver.answer("target", instead=lambda row: RowResult(1, RowStatus.OK, 0, 1))
     assert [failed.sequence_id for failed in of_type(driver.log, FailSequence)] == [1]
+
+
+def test_tokens_count_also_when_the_target_lost_kv_after_choosing_them() -> None:
+    driver = pair()
+    driver.submit(1, prompt_length=9)
+    until_verifying(driver)
+
+    def lossy(row: Row) -> RowResult:
+        result = driver.workers["target"].run_row(row)
+        driver.workers["target"].forget(1)
+        return replace(result, kv_len=0, prefix_digest=1)
+
+    commands = driver.answer("target", instead=lossy)
+    assert of_type(commands, EmitTokens)
+    row = next_row(driver, "target")
+    assert (row.kv_len, row.draft_tokens, row.choose) == (0, (), True)
+    check_outputs(driver, 1)
 
 
 @pytest.mark.parametrize("kind", [RowStatus.INVALID, RowStatus.FAILED])
