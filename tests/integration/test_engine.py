@@ -31,7 +31,14 @@ def silent(*_: object) -> None:
 
 
 def load(folder: Path, **changes: object) -> TargetEngine:
-    fields = {"dtype": "float32", "page_size": 8, "kv_pages": 64, "exact": False, "max_packed_rows": 96} | changes
+    fields = {
+        "dtype": "float32",
+        "threads": 1,
+        "page_size": 8,
+        "kv_pages": 64,
+        "exact": False,
+        "max_packed_rows": 96,
+    } | changes
     return load_target_engine(EngineSettings(str(folder), **fields), silent)  # type: ignore[arg-type]
 
 
@@ -141,7 +148,7 @@ def test_a_step_larger_than_a_pass_is_cut(folders: dict[str, Path]) -> None:
 
 def test_draft_proposes_less_when_pages_run_out(folders: dict[str, Path]) -> None:
     engine: DraftEngine = load_draft_engine(
-        EngineSettings(str(folders["llama"]), "float32", page_size=4, kv_pages=2), silent
+        EngineSettings(str(folders["llama"]), "float32", threads=1, page_size=4, kv_pages=2), silent
     )
     table = PageTable()
     (row,) = engine.step([ProposeRow(table, [1, 2, 3, 4, 5], 7, [1, 2, 3, 4, 5], 5, GREEDY)]).rows

@@ -44,7 +44,7 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
     plain = [generated(model, prompt, None) for prompt in prompts]
     settings = {
-        role: EngineSettings(str(path), "float32", page_size=8, kv_pages=400, max_packed_rows=96)
+        role: EngineSettings(str(path), "float32", threads=1, page_size=8, kv_pages=400, max_packed_rows=96)
         for role, path in (("target", target), ("draft", draft))
     }
     # A token that stands in the middle of many outputs ends some sequences there, in whatever run it turns up.
@@ -159,10 +159,10 @@ def test_exact_logits_do_not_depend_on_the_schedule(family: str, tmp_path: Path)
     """bfloat16, exact mode: the bits of every committed token's logits, plain at batch 1 against speculation."""
     target_folder, draft_folder = save_tiny_pair(family, tmp_path)
     target = TargetStepExecutor(
-        load_target_engine(EngineSettings(str(target_folder), page_size=8, kv_pages=400), lambda *_: None)
+        load_target_engine(EngineSettings(str(target_folder), threads=1, page_size=8, kv_pages=400), lambda *_: None)
     )
     draft = DraftStepExecutor(
-        load_draft_engine(EngineSettings(str(draft_folder), page_size=8, kv_pages=400), lambda *_: None)
+        load_draft_engine(EngineSettings(str(draft_folder), threads=1, page_size=8, kv_pages=400), lambda *_: None)
     )
     rng = random.Random(3)
     prompts = [tuple(rng.randrange(VOCABULARY) for _ in range(length)) for length in (1, 5, 40, 130, 17, 64)]
