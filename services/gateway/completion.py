@@ -108,6 +108,10 @@ class CompletionEngine:
     async def model(self, name: str | None) -> tuple[str, ModelInfo]:
         """The model by one of its names, or its own name for None. Raises RequestError or BackendUnavailableError."""
         info = await self.backend.model()
+        if info.tokenizer_digest not in (b"", self.tokenizer.vocabulary_digest):
+            raise RequestError(
+                ErrorKind.FAILED, "the gateway's tokenizer is not that of the model served", code="wrong_tokenizer"
+            )
         names = self.settings.model_names or (info.model_id,)
         if name and name not in names:
             shown = name[:200].encode("utf-8", "backslashreplace").decode()
@@ -126,9 +130,9 @@ class CompletionEngine:
             return await asyncio.to_thread(encode_chat, prompt, self.tokenizer, self.settings.limits)
         return await asyncio.to_thread(self.tokenizer.encode, prompt.text, add_special_tokens)
 
-    async def detokenize(self, tokens: Sequence[int], info: ModelInfo) -> str:
-        """Raises RequestError."""
-        check_token_ids("tokens", tokens, info.vocabulary_size)
+    async def detokenize(self, name: str, tokens: Sequence[int], info: ModelInfo) -> str:
+        """`name` is what the client calls the tokens. Raises RequestError."""
+        check_token_ids(name, tokens, info.vocabulary_size)
         return await asyncio.to_thread(self.tokenizer.decode, tokens, False)
 
     async def start(self, model_name: str | None, prompts: Sequence[Prompt], options: GenerationOptions) -> Completion:

@@ -33,6 +33,13 @@ class RequestError(Exception):
         self.param = param
         self.code = code
 
+    @property
+    def retry_helps(self) -> bool:
+        return self.kind in (ErrorKind.QUEUE_FULL, ErrorKind.UNAVAILABLE)
+
+
+UNEXPECTED = RequestError(ErrorKind.FAILED, "the server failed on this request; its log says why", code="internal")
+
 
 def invalid(message: str, param: str | None, code: str | None = None) -> RequestError:
     return RequestError(ErrorKind.INVALID, message, param=param, code=code)

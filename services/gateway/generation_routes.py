@@ -13,9 +13,9 @@ from pydantic import BaseModel
 from starlette.responses import Response
 
 from services.gateway.completion import Completion, CompletionEngine
-from services.gateway.errors import invalid, request_error
+from services.gateway.errors import UNEXPECTED, invalid, request_error
 from services.gateway.event_stream import EventStreamResponse, data_event
-from services.gateway.http_errors import UNEXPECTED, error_body
+from services.gateway.http_errors import error_body
 from services.gateway.openai_requests import ChatBody, CompletionBody
 from services.gateway.openai_responses import ChatChunk, ChatCompletion, CompletionShape, ErrorResponse
 from services.gateway.openai_shapes import ChatShaper, CompletionShaper

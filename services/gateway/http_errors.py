@@ -14,7 +14,7 @@ from starlette.responses import Response
 
 from services.backend import BackendUnavailableError, DeadlineExceededError
 from services.chat_template import ChatTemplateError
-from services.gateway.errors import ErrorKind, RequestError, invalid, request_error
+from services.gateway.errors import UNEXPECTED, ErrorKind, RequestError, invalid, request_error
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.openai_responses import ErrorDetail, ErrorResponse
 from services.gateway.options import shown
@@ -34,11 +34,10 @@ _KINDS = {
     ErrorKind.UNAVAILABLE: (503, "server_error"),
     ErrorKind.DEADLINE: (504, "timeout_error"),
 }
-_RETRY = (ErrorKind.QUEUE_FULL, ErrorKind.UNAVAILABLE)
 _OF_STATUS = {404: ErrorKind.NOT_FOUND, 405: ErrorKind.METHOD}
 _SHOWN_FAULTS = 3
-
-UNEXPECTED = RequestError(ErrorKind.FAILED, "the server failed on this request; its log says why", code="internal")
+# FastAPI says no more about these than that they cannot be read.
+_UNREADABLE = "the body cannot be read as JSON in UTF-8: broken text, a number of thousands of digits, or deep nesting"
 
 
 def error_body(error: RequestError) -> str:
@@ -50,7 +49,7 @@ def error_body(error: RequestError) -> str:
 def error_response(error: RequestError, retry_after_seconds: int) -> Response:
     status, _ = _KINDS[error.kind]
     headers = {}
-    if error.kind in _RETRY:
+    if error.retry_helps:
         headers["retry-after"] = str(retry_after_seconds)
     if error.kind is ErrorKind.UNAUTHENTICATED:
         headers["www-authenticate"] = "Bearer"
@@ -74,10 +73,12 @@ def _fault(fault: Any) -> tuple[str | None, str]:
     kind, message = fault["type"], _printable(str(fault["msg"]))
     if kind == "json_invalid":
         return None, f"the body is not JSON: {_printable(str(fault['ctx']['error']))} at character {place[0]}"
-    param = ".".join(place) or None
+    param = ".".join(place) or fault.get("ctx", {}).get("param")
     if kind == "wrong_form":
-        return param, message if param is None else f"{param} {message}"
+        return param, f"{'.'.join(place)} {message}" if place else message
     if param is None:
+        if kind == "missing":
+            return None, "the body is empty, must be a JSON object"
         return None, f"the body must be a JSON object, sent with content-type application/json: {message}"
     if kind == "missing":
         return param, f"{param} is missing"
@@ -109,7 +110,7 @@ def install_error_handlers(app: FastAPI, metrics: GatewayMetrics, retry_after_se
     async def http(request: Request, error: Exception) -> Response:
         status = error.status_code if isinstance(error, HTTPException) else 500
         kind = _OF_STATUS.get(status, ErrorKind.INVALID if status < 500 else ErrorKind.FAILED)
-        detail = str(error.detail) if isinstance(error, HTTPException) else ""
+        detail = _UNREADABLE if status == 400 else str(getattr(error, "detail", ""))
         if kind in (ErrorKind.NOT_FOUND, ErrorKind.METHOD):
             detail = f"{HTTPStatus(status).phrase}: {request.method} {_printable(request.url.path)}"
         headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from services.gateway.options import ChatPrompt, GenerationOptions, TextPrompt, shown
+from services.gateway.options import ChatPrompt, ChatRole, GenerationOptions, TextPrompt, chat_message, shown
 from services.gateway.request_forms import (
     Content,
     LogitBias,
@@ -55,7 +55,7 @@ class SpoolOptions(Body):
     @model_validator(mode="after")
     def _check(self) -> SpoolOptions:
         if self.speculation is False and self.draft_length:
-            raise wrong(f"asks for a draft_length of {self.draft_length} with speculation off")
+            raise wrong(f"asks for a draft_length of {self.draft_length} with speculation off", "spool")
         return self
 
 
@@ -102,7 +102,7 @@ def _refuse_unsupported(body: Any, unsupported: Mapping[str, tuple[Any, ...]]) -
     for name, value in body.items():
         if name in unsupported:
             if value is not None and value not in unsupported[name]:
-                raise wrong(f"{name} is {shown(value)}: {name} is not supported by this server")
+                raise wrong(f"{name} is {shown(value)}: {name} is not supported by this server", name)
         elif name not in _WITHOUT_EFFECT:
             known[name] = value
     return known
@@ -149,7 +149,7 @@ class _Generation(Body):
     @model_validator(mode="after")
     def _check_stream_options(self) -> _Generation:
         if self.stream_options is not None and not self.stream:
-            raise wrong("stream_options is given, which needs stream to be true")
+            raise wrong("stream_options is given, which needs stream to be true", "stream_options")
         return self
 
     @property
@@ -192,9 +192,9 @@ class CompletionBody(_Generation):
     @model_validator(mode="after")
     def _check(self) -> CompletionBody:
         if self.echo and self.logprobs is not None:
-            raise wrong("logprobs is given with echo: log probabilities of a prompt are not supported")
+            raise wrong("logprobs is given with echo: log probabilities of a prompt are not supported", "logprobs")
         if self.best_of is not None and self.best_of != (self.n or 1):
-            raise wrong(f"best_of is {shown(self.best_of)}, must equal n, which is {shown(self.n or 1)}")
+            raise wrong(f"best_of is {shown(self.best_of)}, must equal n, which is {shown(self.n or 1)}", "best_of")
         return self
 
     def options(self, timeout_seconds: float | None) -> GenerationOptions:
@@ -208,7 +208,7 @@ class CompletionBody(_Generation):
 
 
 class Message(Body):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: ChatRole
     """`developer` is what newer clients call `system`."""
     content: Content
     name: str | None = None
@@ -217,14 +217,8 @@ class Message(Body):
     refusal: None = None
 
     def for_template(self) -> dict[str, Any]:
-        """Templates know no developer."""
-        role = "system" if self.role == "developer" else self.role
-        message: dict[str, Any] = {"role": role, "content": self.content}
-        for name in ("name", "tool_call_id"):
-            value = getattr(self, name)
-            if value is not None:
-                message[name] = value
-        return message
+        more = {"name": self.name, "tool_call_id": self.tool_call_id}
+        return chat_message(self.role, self.content, **{key: value for key, value in more.items() if value is not None})
 
 
 class _TemplateSettings(Body):
@@ -257,10 +251,12 @@ class ChatBody(_TemplateSettings, _Generation):
     @model_validator(mode="after")
     def _check(self) -> ChatBody:
         if self.top_logprobs is not None and not self.logprobs:
-            raise wrong("top_logprobs is given, which needs logprobs to be true")
+            raise wrong("top_logprobs is given, which needs logprobs to be true", "top_logprobs")
         both = self.max_tokens is not None and self.max_completion_tokens is not None
         if both and self.max_tokens != self.max_completion_tokens:
-            raise wrong("max_tokens and max_completion_tokens differ, must be one or the other")
+            raise wrong(
+                "max_tokens and max_completion_tokens differ, must be one or the other", "max_completion_tokens"
+            )
         return self
 
     def prompt(self) -> ChatPrompt:
@@ -289,7 +285,7 @@ class TokenizeBody(_TemplateSettings):
     @model_validator(mode="after")
     def _check(self) -> TokenizeBody:
         if (self.prompt is None) == (self.messages is None):
-            raise wrong("prompt or messages must be given, and only one of them")
+            raise wrong("prompt or messages must be given, and only one of them", "prompt")
         return self
 
     def prompt_given(self) -> TextPrompt | ChatPrompt:

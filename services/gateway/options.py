@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 from scheduler.sampling import MAX_SEED, SamplingParameters
 from services.gateway.errors import invalid
@@ -37,6 +37,16 @@ class ChatPrompt:
 
 
 Prompt = TextPrompt | TokenPrompt | ChatPrompt
+ChatRole = Literal["system", "developer", "user", "assistant", "tool"]
+
+
+def chat_message(role: str, content: str, **more: Any) -> dict[str, Any]:
+    """A message as templates know it: `developer` is what newer clients call `system`. Raises RequestError."""
+    if role not in get_args(ChatRole):
+        raise invalid(
+            f"messages has the role {shown(role)}, must be one of {', '.join(get_args(ChatRole))}", "messages"
+        )
+    return {"role": "system" if role == "developer" else role, "content": content, **more}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,10 +14,10 @@ _TEMPLATE_NAMES = {"messages", "tools", "documents", "add_generation_prompt"}
 _TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
 
 
-def wrong(message: str) -> PydanticCustomError:
-    """A fault for a validator to raise; the field's name goes before the message."""
+def wrong(message: str, param: str | None = None) -> PydanticCustomError:
+    """A fault for a validator to raise. Those of one field have its name put before the message, others give it."""
     # The library would take braces of the message for places to fill in.
-    return PydanticCustomError("wrong_form", "{message}", {"message": message})
+    return PydanticCustomError("wrong_form", "{message}", {"message": message, "param": param})
 
 
 def _is_int(value: object) -> bool:

@@ -61,7 +61,7 @@ def service_router(engine: CompletionEngine, strings: TokenStrings) -> APIRouter
     @router.post("/detokenize")
     async def detokenize(body: DetokenizeBody) -> DetokenizeResponse:
         _, info = await engine.model(body.model)
-        return DetokenizeResponse(prompt=await engine.detokenize(body.tokens, info))
+        return DetokenizeResponse(prompt=await engine.detokenize("tokens", body.tokens, info))
 
     @router.get("/ping")
     async def ping() -> Status:

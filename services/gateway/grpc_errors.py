@@ -1,0 +1,53 @@
+"""Errors as gRPC has them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable
+from typing import TypeVar
+
+import grpc
+import grpc.aio
+
+from services.gateway.errors import UNEXPECTED, ErrorKind, request_error
+from services.gateway.metrics import GatewayMetrics
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_CODES = {
+    ErrorKind.INVALID: grpc.StatusCode.INVALID_ARGUMENT,
+    ErrorKind.UNAUTHENTICATED: grpc.StatusCode.UNAUTHENTICATED,
+    ErrorKind.NOT_FOUND: grpc.StatusCode.NOT_FOUND,
+    ErrorKind.QUEUE_FULL: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    ErrorKind.UNAVAILABLE: grpc.StatusCode.UNAVAILABLE,
+    ErrorKind.DEADLINE: grpc.StatusCode.DEADLINE_EXCEEDED,
+    ErrorKind.FAILED: grpc.StatusCode.INTERNAL,
+}
+
+
+async def answer(
+    work: Awaitable[T], context: grpc.aio.ServicerContext, metrics: GatewayMetrics, retry_after_seconds: int
+) -> T:
+    """What the work gives; ends the call with the status of an error that it raises."""
+    try:
+        return await work
+    except (grpc.aio.AbortError, grpc.aio.UsageError):
+        raise
+    except Exception as error:
+        told = request_error(error)
+        if told is None:
+            logger.exception("a call failed")
+            told = UNEXPECTED
+        metrics.failed(told.kind)
+        trailing = [("spool-error-code", told.code), ("spool-error-param", told.param)]
+        if told.retry_helps:
+            trailing.append(("retry-after", str(retry_after_seconds)))
+        metadata = tuple((name, _header(value)) for name, value in trailing if value)
+        await context.abort(_CODES.get(told.kind, grpc.StatusCode.INTERNAL), told.message, metadata)
+
+
+def _header(text: str) -> str:
+    """Metadata is ASCII."""
+    return text.encode("ascii", "backslashreplace").decode()
