@@ -194,11 +194,12 @@ Fault = Callable[[ModelWorker, Row], RowResult | None]
 
 
 class Simulation:
-    """One core, its workers, and the clock. Checks what must hold at every command."""
+    """One core, its workers, and the clock. Checks what must hold at every command.
 
-    def __init__(
-        self, config: SchedulerConfig, seed: int = 0, latency: float = 0.001, check_bound: bool = True
-    ) -> None:
+    Not `ample` are simulations in which pages run short: rows may then have to wait for pages.
+    """
+
+    def __init__(self, config: SchedulerConfig, seed: int = 0, latency: float = 0.001, ample: bool = True) -> None:
         self.config = config
         self.core = SchedulerCore(config)
         self.random = random.Random(seed)
@@ -207,7 +208,7 @@ class Simulation:
         self.seats: dict[str, Seat] = {}
         self.outputs: dict[int, Output] = {}
         self.fault: Fault | None = None
-        self.check_bound = check_bound
+        self.ample = ample
         self.sent: list[tuple[float, SendStep]] = []
         self.proposed_at: dict[int, float] = {}
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
@@ -359,7 +360,8 @@ class Simulation:
         assert len(set(ids)) == len(ids), "a sequence is twice in a step"
         assert waiting.isdisjoint(ids), "a sequence is twice on its way"
         assert sum(len(row.tokens) + len(row.draft_tokens) for row in step.rows) <= spec.max_packed_rows
-        if any(other.rows for other in seat.unanswered.values()) and spec.max_packed_rows >= 256:
+        busy = any(other.rows for other in seat.unanswered.values())
+        if busy and self.ample and spec.max_packed_rows >= 256:
             self._check_worth_queueing(step)
         steady = 1 if spec.role is Role.TARGET else 2
         catching_up = sum(len(row.tokens) for row in step.rows if len(row.tokens) > steady)
@@ -395,7 +397,7 @@ class Simulation:
 
     def _check_waits(self, commands: list[object]) -> None:
         """No drafted sequence is passed over, or left on an idle target, for longer than the bound."""
-        if not self.check_bound:
+        if not self.ample:
             return
         for target in self.core._fleet.targets.values():
             waiting = target.drafted.first(len(target.drafted))

@@ -115,7 +115,7 @@ def build(scenario: Scenario) -> Simulation:
         max_queued_sequences=1000,
     )
     ample = scenario.spare_pages == 1000
-    simulation = Simulation(config, seed=scenario.seed, check_bound=ample)
+    simulation = Simulation(config, seed=scenario.seed, ample=ample)
     longest = scenario.longest_prompt + scenario.most_tokens
     pages = -(-longest // scenario.page_size) + scenario.spare_pages + (longest * 30 if ample else 0)
     workers = []
@@ -193,7 +193,7 @@ def test_output_is_that_of_plain_decoding_whatever_happens(scenario: Scenario) -
 def test_three_hundred_sequences_pass_through_pages_for_forty(policy: Policy) -> None:
     rng = random.Random(7)
     config = SchedulerConfig(policy=policy, window=128, batch_size=8, draft_length=3, prefill_chunk=32)
-    simulation = Simulation(config, seed=1, check_bound=False)
+    simulation = Simulation(config, seed=1, ample=False)
     mean_length, page_size = 89, 8
     pages = 40 * mean_length // page_size
     simulation.join(0.0, ModelWorker(WorkerSpec("target", Role.TARGET, page_size, pages, 1000, 128)))
