@@ -8,6 +8,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from deploy import serve_options
 from deploy.configuration.example import example_file, shown_value
 from deploy.configuration.fields import documents
 from deploy.configuration.loading import load_configuration
@@ -48,6 +49,11 @@ def explain() -> None:
             default = "(required)" if document.required else shown_value(document.default)
             table.add_row(document.name, document.type, default.replace("[", r"\["), document.description)
     Console(width=width).print(table)
+
+
+def serve_file(file: Path | None, overrides: list[str]) -> None:
+    """Prints the file for `serve deploy`. Raises ConfigurationError."""
+    print(serve_options.serve_file(load_configuration(file, overrides)), end="")
 
 
 def example() -> None:

@@ -37,6 +37,9 @@ class GatewaySettings(Placement):
         None, "Bounds of a number of replicas that follows the open requests; unset: it does not change."
     )
     max_ongoing_requests: int = described(1024, "Open HTTP requests of one replica; more wait.", ge=1, le=1_000_000)
+    drain_seconds: float = described(
+        30.0, "Time that a replica that is to go has for ending its requests.", ge=1, le=86400
+    )
     allow_unauthenticated: bool = described(False, "Listen beyond loopback although nobody has to show a key.")
     default_timeout_seconds: float | None = described(
         600.0, "Time for a request that names none; null: limits.timeout_seconds.", gt=0

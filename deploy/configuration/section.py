@@ -75,9 +75,9 @@ class Section(BaseModel):
                 return [item.get_secret_value() for item in value]
         return handler(value)
 
-    def dump(self, *, reveal: bool = False, exclude_defaults: bool = False) -> dict[str, Any]:
+    def dump(self, *, reveal: bool = False) -> dict[str, Any]:
         """Plain data, as a file would hold it; with `reveal` secrets and all."""
-        return self.model_dump(mode="json", context={REVEAL: reveal}, exclude_defaults=exclude_defaults)
+        return self.model_dump(mode="json", context={REVEAL: reveal})
 
 
 def described(default: Any, description: str, **limits: Any) -> Any:

@@ -21,6 +21,9 @@ from scheduler.messages import Role
 # What KV gets on a CPU without a setting: memory there is everybody's, and filling it with zeros takes a while.
 _CPU_KV_BYTES = {Role.TARGET: 1 << 30, Role.DRAFT: 1 << 29}
 
+# Fields that are mappings themselves, and not sections.
+_MAPPINGS = ("resources", "node_labels", "environment")
+
 _DEVICES = ("auto", "cpu", "cuda")
 
 
@@ -220,9 +223,28 @@ class SpoolConfig(Section):
             max_packed_rows=self.engine.max_packed_rows,
         )
 
+    def on_one_machine(self) -> SpoolConfig:
+        """Replicas speak over loopback, unless the file says otherwise."""
+        if self.internal.host is not None:
+            return self
+        return self.model_copy(update={"internal": self.internal.model_copy(update={"host": "127.0.0.1"})})
+
     def plain(self) -> dict[str, Any]:
         """Plain data from which another process makes the same configuration, secrets and all."""
-        return self.dump(reveal=True)
+        return _changes(self.dump(reveal=True), SpoolConfig().dump())
+
+
+def _changes(data: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    """What differs from the defaults; sections that do not are left out."""
+    changes = {}
+    for name, value in data.items():
+        default = defaults.get(name)
+        if isinstance(value, dict) and isinstance(default, dict) and name not in _MAPPINGS:
+            value = _changes(value, default)
+            default = {}
+        if value != default:
+            changes[name] = value
+    return changes
 
 
 def _one_of(names: tuple[str, ...]) -> str:

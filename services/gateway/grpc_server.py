@@ -29,13 +29,15 @@ from services.tokenizer import ModelTokenizer
 SERVICE = generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 _RECEIVE_LIMIT = "grpc.max_receive_message_length"
+_REUSE_PORT = "grpc.so_reuseport"
 
 
 class GrpcServer:
     """Serves spool.v1.Generation, health and reflection for as long as the `async with` block lasts.
 
     At the end calls under way have `drain_seconds` to end. Raises OSError for an address that cannot be bound or TLS
-    files that cannot be read.
+    files that cannot be read. With `share_port` several servers of one user can listen on the same address; the kernel
+    spreads connections over them.
     """
 
     def __init__(
@@ -45,11 +47,14 @@ class GrpcServer:
         settings: GatewaySettings,
         metrics: GatewayMetrics | None = None,
         drain_seconds: float = 10.0,
+        *,
+        share_port: bool = False,
     ) -> None:
         metrics = metrics or GatewayMetrics()
         self._engine = CompletionEngine(backend, tokenizer, settings, metrics)
         self._strings = TokenStrings(tokenizer)
         self._drain_seconds = drain_seconds
+        self._share_port = share_port
         self._guards = [KeyGuard(ApiKeys(settings.api_keys), metrics), MessageGuard(), StreamMessageGuard()]
         self._server: grpc.aio.Server | None = None
         self._port = 0
@@ -62,8 +67,8 @@ class GrpcServer:
 
     async def __aenter__(self) -> Self:
         settings = self._engine.settings
-        options = [(name, value) for name, value in SERVER_OPTIONS if name != _RECEIVE_LIMIT]
-        options.append((_RECEIVE_LIMIT, settings.limits.body_bytes))
+        own = {_RECEIVE_LIMIT: settings.limits.body_bytes, _REUSE_PORT: int(self._share_port)}
+        options = [*(dict(SERVER_OPTIONS) | own).items()]
         self._server = server = grpc.aio.server(interceptors=self._guards, options=options)
         generation_pb2_grpc.add_GenerationServicer_to_server(GenerationService(self._engine, self._strings), server)
         health_pb2_grpc.add_HealthServicer_to_server(_Health(self._engine), server)

@@ -1,0 +1,88 @@
+"""Deploys an application on a Ray that this process has joined, and watches it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from deploy.cluster import ApplicationState, application_state, first_line, reason_of_failure
+from deploy.configuration.tree import SpoolConfig
+from deploy.errors import RunError, UsageError
+from deploy.progress import Reporter
+from deploy.serve_options import http_options, proxy_location
+
+_POLL_SECONDS = 0.3
+_WATCH_SECONDS = 2.0
+
+
+def deploy(config: SpoolConfig, reporter: Reporter) -> None:
+    """Returns once every replica is up. Raises RunError with the reason of one that does not start."""
+    from ray import serve
+
+    from deploy.serve_app import application
+
+    app_name = config.ray.app_name
+    serve.start(proxy_location=proxy_location(config), http_options=http_options(config))
+    _check_serve(config)
+    target = serve.RunTarget(target=application(config), name=app_name, route_prefix="/")
+    try:
+        serve.run_many([target], wait_for_applications_running=False)
+    except Exception as error:  # Ray's errors have no common ancestor
+        raise RunError(f"{app_name} cannot be deployed: {first_line(error)}") from error
+    pause = threading.Event()
+    while (state := application_state(app_name)).status != "RUNNING":
+        report(state, reporter)
+        if state.status == "DEPLOY_FAILED":
+            raise RunError(_failure(state))
+        pause.wait(_POLL_SECONDS)
+    report(state, reporter)
+
+
+def report(state: ApplicationState, reporter: Reporter) -> None:
+    """How far each deployment is."""
+    for name, deployment in state.deployments.items():
+        total = max(deployment.total, 1)
+        what = "up" if deployment.running == total else deployment.message or "starting"
+        reporter.stage(name, f"{deployment.running} of {total} up, {what}" if what != "up" else what, None)
+
+
+def watch(app_name: str, tell: Callable[[str], None]) -> None:
+    """Tells whenever the number of replicas that are up changes. Returns when the application is gone."""
+    pause = threading.Event()
+    known: dict[str, tuple[int, int]] = {}
+    while True:
+        try:
+            state = application_state(app_name)
+        except Exception as error:  # Ray's errors have no common ancestor
+            raise RunError(f"Ray does not answer any more: {first_line(error)}") from error
+        if state.status in ("NOT_STARTED", "DELETING"):
+            return
+        for name, deployment in state.deployments.items():
+            now = (deployment.running, deployment.total)
+            if known.get(name, now) != now:
+                tell(f"{name}: {now[0]} of {now[1]} replicas up")
+            known[name] = now
+        pause.wait(_WATCH_SECONDS)
+
+
+def _check_serve(config: SpoolConfig) -> None:
+    """A Serve that ran before keeps its own HTTP options, whatever is asked for."""
+    from ray.serve.context import _get_global_client
+
+    client = _get_global_client()
+    if client is None:
+        raise RunError("Serve did not start")
+    for name, wanted in http_options(config).items():
+        found = getattr(client.http_config, name)
+        if found != wanted:
+            raise UsageError(
+                f"Serve runs on this Ray already with {name} {found!r}, and the configuration asks for {wanted!r}: "
+                "change gateway.* or auth.tls, or shut Serve down"
+            )
+
+
+def _failure(state: ApplicationState) -> str:
+    for name, deployment in state.deployments.items():
+        if deployment.status in ("DEPLOY_FAILED", "UNHEALTHY"):
+            return f"{name} does not start: {reason_of_failure(deployment.message)}"
+    return f"the application does not start: {reason_of_failure(state.message)}"

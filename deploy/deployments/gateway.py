@@ -1,0 +1,95 @@
+"""The HTTP and gRPC entrance as a Serve replica."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+from typing import Any
+
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+from starlette.types import ASGIApp
+
+from deploy.configuration.tree import SpoolConfig
+from deploy.deployments.plan import Plan, channel_security, secret_from_environment, secret_from_file
+from deploy.deployments.scheduler_address import SchedulerAddress
+from engine.model_source import SourceKind, fetch_model, resolve_model
+from scheduler.messages import Role
+from services.gateway.app import create_app
+from services.gateway.grpc_server import GrpcServer
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.settings import GatewaySettings, ListenSettings, TlsFiles
+from services.scheduler_client import SchedulerClient
+from services.tokenizer import ModelTokenizer, load_tokenizer
+
+
+@serve.ingress()
+class Gateway:
+    """Serves OpenAI's API through Serve's HTTP proxies, and gRPC on a port of its own.
+
+    Serve's gRPC proxy loses some cancellations and has no authentication, so it is not used. Replicas on one node
+    share the port: the kernel spreads connections over them.
+    """
+
+    async def __init__(self, plan: Plan, scheduler: DeploymentHandle, *others: DeploymentHandle) -> None:  # type: ignore[misc]  # Serve awaits it
+        """`others` are only tied to the application here."""
+        config = plan.config
+        settings = gateway_settings(config)
+        tokenizer = await asyncio.to_thread(_tokenizer, config.models.target)
+        metrics = GatewayMetrics()
+        backend = SchedulerClient(
+            resolve=SchedulerAddress(scheduler),
+            gateway_id=serve.get_replica_context().replica_id.unique_id,
+            security=channel_security(config.internal),
+        )
+        self._app = create_app(backend, tokenizer, settings, metrics)
+        self._running = AsyncExitStack()
+        await self._running.enter_async_context(backend)
+        if config.gateway.grpc_port is not None:
+            grpc_server = GrpcServer(
+                backend, tokenizer, settings, metrics, config.gateway.drain_seconds / 2, share_port=True
+            )
+            await self._running.enter_async_context(grpc_server)
+
+    def __serve_build_asgi_app__(self) -> ASGIApp:
+        return self._app
+
+    async def __del__(self) -> None:
+        await self._running.aclose()
+
+
+def gateway_settings(config: SpoolConfig) -> GatewaySettings:
+    """Reads the keys that the configuration names. Raises SecretError."""
+    gateway, tls = config.gateway, config.auth.tls
+    listen: dict[str, Any] = {"host": gateway.host}
+    if tls is not None:
+        listen["tls"] = TlsFiles(certificate=tls.certificate, key=tls.key)
+    return GatewaySettings(
+        model_names=(config.served_name,),
+        api_keys=tuple(_api_keys(config)),  # type: ignore[arg-type]  # pydantic hides them
+        sampling=gateway.sampling,
+        limits=gateway.limits,
+        default_timeout_seconds=gateway.default_timeout_seconds,
+        retry_after_seconds=gateway.retry_after_seconds,
+        http=ListenSettings(port=gateway.http_port, **listen),
+        grpc=ListenSettings(port=gateway.grpc_port or 0, **listen),
+    )
+
+
+def _api_keys(config: SpoolConfig) -> list[str]:
+    auth = config.auth
+    keys = [key.get_secret_value() for key in auth.api_keys]
+    if auth.api_keys_env is not None:
+        named = secret_from_environment("auth.api_keys_env", auth.api_keys_env)
+        keys += [key.strip() for key in named.split(",") if key.strip()]
+    if auth.api_keys_file is not None:
+        keys += secret_from_file("auth.api_keys_file", auth.api_keys_file).split()
+    return keys
+
+
+def _tokenizer(model: str) -> ModelTokenizer:
+    """Only the tokenizer is needed here, and only the demo model's does not come without the weights."""
+    source = resolve_model(model, Role.TARGET)
+    if source.kind is SourceKind.DEMO:
+        return ModelTokenizer(fetch_model(source, lambda message, fraction: None))
+    return load_tokenizer(str(source.folder or model))

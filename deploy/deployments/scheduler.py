@@ -1,0 +1,51 @@
+"""The one scheduler as a Serve replica."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from google.protobuf.json_format import MessageToDict
+
+from deploy.deployments.plan import Plan, channel_security, internal_host
+from services.scheduler_server import SchedulerServer
+from services.scheduler_service import SchedulerService
+from services.worker_link import LinkOptions
+
+
+class Scheduler:
+    """Runs the scheduler service on its node's address.
+
+    Serve keeps one replica of it. One that hangs may live on for seconds beside its successor; the successor's epoch
+    is higher, and the workers turn the old one away.
+    """
+
+    async def __init__(self, plan: Plan) -> None:  # type: ignore[misc]  # Serve awaits it
+        config = plan.config
+        security = channel_security(config.internal)
+        self._service = SchedulerService(
+            config.scheduling.scheduler_config(config.models.drafts),
+            scheduler_epoch=time.time_ns(),
+            link_options=LinkOptions(step_timeout=config.scheduling.step_timeout_seconds),
+            security=security,
+        )
+        self._server = SchedulerServer(self._service, internal_host(config.internal), security=security)
+        self._address = await self._server.start()
+
+    async def locate(self) -> str:
+        """The address of the gRPC server."""
+        return self._address
+
+    async def status(self) -> dict[str, Any]:
+        """What it knows of itself and its workers, as plain data."""
+        return MessageToDict(
+            self._server.status(), preserving_proto_field_name=True, always_print_fields_with_no_presence=True
+        )
+
+    async def check_health(self) -> None:
+        """Serve replaces the replica where this raises: also one that another scheduler has taken over from."""
+        self._server.check_health()
+
+    async def __del__(self) -> None:
+        await self._server.stop(1.0)
+        await self._service.close()

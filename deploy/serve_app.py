@@ -1,0 +1,140 @@
+"""The Ray Serve application: `serve run deploy.serve_app:build config=spool.yaml`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import SecretStr
+from ray import serve
+from ray.serve import Application
+
+from deploy.configuration.entrance import GatewaySettings
+from deploy.configuration.loading import configuration_from, load_configuration
+from deploy.configuration.placement import Autoscaling, GatewayAutoscaling, WorkerGroup
+from deploy.configuration.tree import SpoolConfig
+from deploy.deployments.gateway import Gateway
+from deploy.deployments.gpus import gpus_per_replica
+from deploy.deployments.plan import GATEWAY, SCHEDULER, WORKERS, Plan
+from deploy.deployments.scheduler import Scheduler
+from deploy.deployments.worker import WorkerReplica
+from deploy.errors import UsageError
+from scheduler.messages import Role
+from services.channel_security import random_token
+
+logger = logging.getLogger(__name__)
+
+# Read by numeric libraries when they are loaded, so they have to stand in the environment before.
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+
+# Every gateway and worker may ask at once; none of these calls takes long.
+_SCHEDULER_CALLS = 10_000
+
+# A worker that does not start twice will not the third time, and each time costs a loading of weights.
+_START_ATTEMPTS = 2
+
+_HEALTH = {"health_check_period_s": 1.0, "health_check_timeout_s": 10.0}
+
+
+def build(args: dict[str, Any]) -> Application:
+    """The application that a configuration describes.
+
+    `config` is the path of a file, `settings` its content as plain data; every other argument is an override as in
+    `scheduling.batch_size=16`. Raises `UsageError` for what is no configuration.
+    """
+    arguments = dict(args)
+    file, settings = arguments.pop("config", None), arguments.pop("settings", None)
+    if file is not None and settings is not None:
+        raise UsageError("config and settings are given, must be one of them")
+    overrides = [f"{name}={value}" for name, value in arguments.items()]
+    if settings is None:
+        return application(load_configuration(None if file is None else Path(file), overrides))
+    if overrides:
+        raise UsageError(f"{overrides[0]}: overrides go with config, not with settings")
+    return application(configuration_from(settings))
+
+
+def application(config: SpoolConfig) -> Application:
+    """All deployments, tied together by the gateway, through which Serve sees them as one application."""
+    if not config.internal.chosen:
+        internal = config.internal.model_copy(update={"token": SecretStr(random_token())})
+        config = config.model_copy(update={"internal": internal})
+    config = _with_folders_found(config)
+    threads = {role: config.threads(role) for role in config.roles}
+    plan = Plan(config, gpus_per_replica(config), threads)
+    scheduler = _scheduler(plan).bind(plan)
+    workers = [_worker(plan, role).bind(plan, role, scheduler) for role in config.roles]
+    return _gateway(plan).bind(plan, scheduler, *workers)
+
+
+def _with_folders_found(config: SpoolConfig) -> SpoolConfig:
+    """Replicas have other working directories than this process, from which folders of models are meant."""
+    named = {"target": config.models.target, "draft": config.models.draft}
+    found = {field: str(Path(name).resolve()) for field, name in named.items() if name and Path(name).is_dir()}
+    if config.models.served_name is None:
+        found["served_name"] = config.models.target
+    return config.model_copy(update={"models": config.models.model_copy(update=found)})
+
+
+def _scheduler(plan: Plan) -> serve.Deployment:
+    return serve.deployment(Scheduler).options(
+        name=SCHEDULER,
+        num_replicas=1,
+        ray_actor_options=plan.config.scheduler.actor_options(),
+        max_ongoing_requests=_SCHEDULER_CALLS,
+        graceful_shutdown_timeout_s=5.0,
+        **_HEALTH,
+    )
+
+
+def _worker(plan: Plan, role: Role) -> serve.Deployment:
+    group = plan.config.group(role)
+    return serve.deployment(WorkerReplica).options(
+        name=WORKERS[role],
+        ray_actor_options=_worker_options(plan, role, group),
+        graceful_shutdown_timeout_s=group.drain_seconds,
+        max_constructor_retry_count=_START_ATTEMPTS,
+        graceful_shutdown_wait_loop_s=0.1,
+        **_replicas(group.replicas, group.autoscaling),
+        **_HEALTH,
+    )
+
+
+def _worker_options(plan: Plan, role: Role, group: WorkerGroup) -> dict[str, Any]:
+    options = group.actor_options()
+    options["num_gpus"] = plan.gpus[role]
+    if group.accelerator_type is not None:
+        options["accelerator_type"] = group.accelerator_type
+    variables = {"TOKENIZERS_PARALLELISM": "false", **dict.fromkeys(_THREAD_VARIABLES, str(plan.threads[role]))}
+    options["runtime_env"] = {"env_vars": variables | group.environment}
+    return options
+
+
+def _gateway(plan: Plan) -> serve.Deployment:
+    gateway: GatewaySettings = plan.config.gateway
+    return serve.deployment(Gateway).options(
+        name=GATEWAY,
+        ray_actor_options=gateway.actor_options(),
+        max_ongoing_requests=gateway.max_ongoing_requests,
+        graceful_shutdown_timeout_s=gateway.drain_seconds,
+        graceful_shutdown_wait_loop_s=0.1,
+        **_replicas(gateway.replicas, gateway.autoscaling),
+        **_HEALTH,
+    )
+
+
+def _replicas(replicas: int, autoscaling: Autoscaling | None) -> Mapping[str, Any]:
+    if autoscaling is None:
+        return {"num_replicas": replicas}
+    settings: dict[str, Any] = {
+        "min_replicas": autoscaling.min_replicas,
+        "initial_replicas": replicas,
+        "max_replicas": autoscaling.max_replicas,
+        "upscale_delay_s": autoscaling.upscale_delay_seconds,
+        "downscale_delay_s": autoscaling.downscale_delay_seconds,
+    }
+    if isinstance(autoscaling, GatewayAutoscaling):
+        settings["target_ongoing_requests"] = autoscaling.target_ongoing_requests
+    return {"autoscaling_config": settings}

@@ -1,0 +1,131 @@
+"""`spool serve`: from a configuration to a running application."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+
+from deploy.addresses import check_ports, curl_line, grpc_address, http_url
+from deploy.cluster import connected
+from deploy.configuration.loading import load_configuration
+from deploy.configuration.tree import SpoolConfig
+from deploy.deployment import deploy, watch
+from deploy.errors import UsageError
+from deploy.local_ray import LocalRay, start_ray
+from deploy.models import prepare_models
+from deploy.progress import error_console, reporting
+from deploy.served_state import Served, StateFolder
+
+
+def serve_application(file: Path | None, overrides: list[str], detach: bool) -> int:
+    """Exit code 0 once it was stopped, or with `detach` once it serves. Raises UsageError and RunError."""
+    config = load_configuration(file, overrides)
+    with _terminated_like_interrupted():
+        if config.ray.address is None:
+            return _on_own_ray(config, detach)
+        return _on_ray_of_others(config, config.ray.address, detach)
+
+
+def _on_own_ray(config: SpoolConfig, detach: bool) -> int:
+    state, console, app_name = StateFolder(), error_console(), config.ray.app_name
+    if state.ray_is_alive(app_name):
+        raise UsageError(f"{app_name} is served already (`spool down` stops it; ray.app_name names another)")
+    check_ports(config)
+    with reporting(console) as reporter:
+        prepare_models(config.models, config.models.drafts, reporter)
+        reporter.stage("ray", "starting", None)
+        ray = start_ray(app_name, config.ray, state)
+        reporter.stage("ray", "started", 1.0)
+    try:
+        with connected(ray.address, config.ray.namespace, state):
+            _deploy(config.on_one_machine(), console)
+            served = _served(config, ray.address, ray)
+            state.write(served)
+            _announce(config, served, console, detach)
+            if detach:
+                ray.detach()
+            else:
+                _stay(app_name, console)
+    finally:
+        if ray.attached:
+            ray.stop()
+            state.forget(app_name)
+    return 0
+
+
+def _on_ray_of_others(config: SpoolConfig, address: str, detach: bool) -> int:
+    from ray import serve
+
+    state, console, app_name = StateFolder(), error_console(), config.ray.app_name
+    stays = False
+    with connected(address, config.ray.namespace, None):
+        try:
+            _deploy(config, console)
+            served = _served(config, address, None)
+            state.write(served)
+            _announce(config, served, console, detach)
+            stays = detach
+            if not detach:
+                _stay(app_name, console)
+        finally:
+            if not stays:
+                serve.delete(app_name)
+                state.forget(app_name)
+    return 0
+
+
+def _deploy(config: SpoolConfig, console: Console) -> None:
+    with reporting(console) as reporter:
+        deploy(config, reporter)
+
+
+def _stay(app_name: str, console: Console) -> None:
+    """Until Ctrl-C, or until somebody else stops the application."""
+    try:
+        watch(app_name, lambda line: console.print(line, highlight=False, markup=False))
+        console.print(f"{app_name} was stopped")
+    except KeyboardInterrupt:
+        console.print("stopping; requests under way may end")
+
+
+def _served(config: SpoolConfig, address: str, ray: LocalRay | None) -> Served:
+    return Served(
+        app_name=config.ray.app_name,
+        ray_address=address,
+        process_id=None if ray is None else ray.process_id,
+        http_url=http_url(config),
+        grpc_address=grpc_address(config),
+        model=config.served_name,
+    )
+
+
+def _announce(config: SpoolConfig, served: Served, console: Console, detach: bool) -> None:
+    drafted = f", drafted by {config.models.draft_name}" if config.models.drafts else ""
+    lines = [f"{config.models.target} is served{drafted}", f"  HTTP  {served.http_url}/v1"]
+    if served.grpc_address is not None:
+        lines.append(f"  gRPC  {served.grpc_address}")
+    lines.append(f"  try   {curl_line(config, served.http_url)}")
+    lines.append("  chat  spool chat")
+    lines.append("`spool down` stops it." if detach else "Ctrl-C stops it.")
+    for line in lines:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+@contextmanager
+def _terminated_like_interrupted() -> Iterator[None]:
+    """SIGTERM and a closed terminal do what Ctrl-C does."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    before = [signal.signal(number, interrupt) for number in numbers]
+    try:
+        yield
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
