@@ -13,6 +13,7 @@ from deploy.options import NGRAM, RunSettings
 from deploy.progress import Reporter
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Role
+from services.channel_security import ChannelSecurity, random_token
 from services.launcher import LoadingMessage, RunningWorker, WorkerLaunch, WorkerLauncher, WorkerStartError
 from services.pairing import PairingError
 from services.scheduler_service import SchedulerService
@@ -28,8 +29,9 @@ _SMALL_KV_POSITIONS = 65536
 class Cell:
     """Running workers, used by one scheduler service after the other."""
 
-    def __init__(self, workers: Sequence[RunningWorker]) -> None:
+    def __init__(self, workers: Sequence[RunningWorker], security: ChannelSecurity) -> None:
         self._workers = {worker.worker_id: worker for worker in workers}
+        self._security = security
         self._last_death = ""
 
     @asynccontextmanager
@@ -41,7 +43,9 @@ class Cell:
             if drafting or worker.role is Role.TARGET
         ]
         links = LinkOptions(step_timeout=_STEP_SECONDS)
-        async with SchedulerService(config, scheduler_epoch=time.time_ns(), link_options=links) as service:
+        async with SchedulerService(
+            config, scheduler_epoch=time.time_ns(), link_options=links, security=self._security
+        ) as service:
             try:
                 await service.add_workers(endpoints)
             except PairingError as error:
@@ -67,7 +71,9 @@ async def running_cell(settings: RunSettings, lengths: Sequence[int], reporter: 
 
     `lengths` are the positions of the longest sequences that can be under way at once.
     """
-    cell = Cell(())
+    # Loopback is open to every user of the machine.
+    security = ChannelSecurity(token=random_token())
+    cell = Cell((), security)
 
     def on_loading(loading: LoadingMessage) -> None:
         reporter.stage(loading.worker_id, loading.message, loading.fraction)
@@ -78,9 +84,9 @@ async def running_cell(settings: RunSettings, lengths: Sequence[int], reporter: 
 
     try:
         async with WorkerLauncher(
-            worker_launches(settings, lengths), on_loading=on_loading, on_exit=on_exit
+            worker_launches(settings, lengths), on_loading=on_loading, on_exit=on_exit, security=security
         ) as launcher:
-            cell = Cell(launcher.workers)
+            cell = Cell(launcher.workers, security)
             yield cell
     except WorkerStartError as error:
         raise RunError(str(error)) from error

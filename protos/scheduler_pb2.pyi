@@ -28,7 +28,6 @@ class RefusalCause(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REFUSAL_CAUSE_QUEUE_FULL: _ClassVar[RefusalCause]
     REFUSAL_CAUSE_TOO_LONG: _ClassVar[RefusalCause]
     REFUSAL_CAUSE_INVALID: _ClassVar[RefusalCause]
-    REFUSAL_CAUSE_NO_TARGET: _ClassVar[RefusalCause]
 
 class WorkerState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -57,7 +56,6 @@ REFUSAL_CAUSE_UNSPECIFIED: RefusalCause
 REFUSAL_CAUSE_QUEUE_FULL: RefusalCause
 REFUSAL_CAUSE_TOO_LONG: RefusalCause
 REFUSAL_CAUSE_INVALID: RefusalCause
-REFUSAL_CAUSE_NO_TARGET: RefusalCause
 WORKER_STATE_UNSPECIFIED: WorkerState
 WORKER_STATE_CONNECTING: WorkerState
 WORKER_STATE_IN_USE: WorkerState

@@ -17,6 +17,9 @@ from services.channel_options import CHANNEL_OPTIONS
 
 TOKEN_METADATA_KEY = "authorization"
 
+SECURITY_VARIABLE = "SPOOL_CHANNEL_SECURITY"
+"""Environment variable by which a process gets its channel security, as JSON."""
+
 _SHORTEST_TOKEN = 16
 _FILES = ("ca_file", "certificate_file", "key_file")
 

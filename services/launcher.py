@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Self
 
 from scheduler.messages import Role
+from services.channel_security import ChannelSecurity
 from services.worker_child import WorkerChild, WorkerLaunch, WorkerStartError
 
 __all__ = ["LoadingMessage", "RunningWorker", "WorkerLaunch", "WorkerLauncher", "WorkerStartError"]
@@ -46,7 +47,8 @@ class WorkerLauncher:
     first that is not, and then none is left running. Leaving, for whatever reason, stops them. With `restart_seconds`
     a worker that dies later is started again, on the same address, after that time; `on_exit` hears of every death.
 
-    `log_folder` gets one log a worker; without it logs go to a folder that is removed at the end.
+    `security` says who may call the workers. `log_folder` gets one log a worker; without it logs go to a folder that is
+    removed at the end.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class WorkerLauncher:
         start_timeout_seconds: float = 900.0,
         stop_timeout_seconds: float = 10.0,
         restart_seconds: float | None = None,
+        security: ChannelSecurity | None = None,
     ) -> None:
         self._launches = {_worker_id(launches, index): launch for index, launch in enumerate(launches)}
         if len(self._launches) < len(launches):
@@ -69,6 +72,7 @@ class WorkerLauncher:
         self._start_timeout = start_timeout_seconds
         self._stop_timeout = stop_timeout_seconds
         self._restart_seconds = restart_seconds
+        self._security = security or ChannelSecurity()
         self._own_folder: tempfile.TemporaryDirectory[str] | None = None
         self._children: dict[str, WorkerChild] = {}
         self._watchers: list[asyncio.Task[None]] = []
@@ -91,7 +95,7 @@ class WorkerLauncher:
         folder.mkdir(parents=True, exist_ok=True)
         for worker_id, launch in self._launches.items():
             self._children[worker_id] = WorkerChild(
-                worker_id, launch, folder / f"{worker_id}.log", self._hear(worker_id, launch.role)
+                worker_id, launch, folder / f"{worker_id}.log", self._hear(worker_id, launch.role), self._security
             )
         try:
             await self._start_all()

@@ -130,6 +130,7 @@ class SchedulerService:
             known = {**self.descriptions, **descriptions}
             for worker_id, description in descriptions.items():
                 _check_against(worker_id, description, known)
+            self._check_open()
         except BaseException:
             for link in added.values():
                 await link.close()
@@ -209,6 +210,11 @@ class SchedulerService:
     def descriptions(self) -> Mapping[str, worker_pb2.WorkerDescription]:
         """Of every worker that was up at least once, as it was when it last came up."""
         return {worker_id: link.description for worker_id, link in self._links.items() if link.description is not None}
+
+    @property
+    def endpoints(self) -> Mapping[str, WorkerEndpoint]:
+        """Of every worker that was added and not removed, up or not."""
+        return {worker_id: link.endpoint for worker_id, link in self._links.items()}
 
     @property
     def workers_up(self) -> frozenset[str]:

@@ -30,11 +30,15 @@ class SequenceFailedError(RuntimeError):
 
 
 class AdmissionRefusedError(RuntimeError):
-    """The sequence never entered the pool; `cause` says whether trying again later can help (QUEUE_FULL)."""
+    """The sequence never entered the pool; `cause` says whether trying again later can help (QUEUE_FULL).
 
-    def __init__(self, cause: RefusalCause, message: str) -> None:
+    `retry_after_seconds` says when, where that is known.
+    """
+
+    def __init__(self, cause: RefusalCause, message: str, *, retry_after_seconds: float | None = None) -> None:
         super().__init__(message)
         self.cause = cause
+        self.retry_after_seconds = retry_after_seconds
 
 
 class SequenceStream:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from scheduler.messages import Role
+from services.channel_security import SECURITY_VARIABLE, ChannelSecurity
 
 # Read by the libraries when they are loaded, so they have to stand in the environment before the process starts.
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
@@ -55,12 +56,14 @@ class WorkerChild:
         launch: WorkerLaunch,
         log_path: Path,
         on_loading: Callable[[str, float | None], None],
+        security: ChannelSecurity,
     ) -> None:
         self.worker_id = worker_id
         self.launch = launch
         self.log_path = log_path
         self.address = ""
         self._on_loading = on_loading
+        self._security = security
         self._process: asyncio.subprocess.Process | None = None
 
     @property
@@ -125,7 +128,12 @@ class WorkerChild:
     async def _spawn(self) -> asyncio.subprocess.Process:
         launch = self.launch
         settings = dict(launch.settings)
-        environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false"}
+        # Not on the command line, which every user of the machine can read.
+        environment = {
+            **os.environ,
+            "TOKENIZERS_PARALLELISM": "false",
+            SECURITY_VARIABLE: self._security.to_json(),
+        }
         if launch.threads:
             environment |= dict.fromkeys(_THREAD_VARIABLES, str(launch.threads))
             settings["threads"] = launch.threads

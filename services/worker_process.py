@@ -6,6 +6,7 @@ The process says what it does in JSON lines on its standard output, for the laun
     {"event": "ready", "address": "127.0.0.1:40123", "process_id": 4711}
     {"event": "failed", "error": "one line"}
 
+Who may call it stands in the environment variable SPOOL_CHANNEL_SECURITY (services/channel_security.py, to_json).
 Everything else that is printed goes to standard error. When standard input ends (`--watch-stdin`), the process that
 started this one is gone, and the worker stops. SIGTERM and SIGINT stop it too; a running step may end first.
 
@@ -28,6 +29,7 @@ from typing import Any, TextIO
 
 from engine.settings import EngineSettings
 from scheduler.messages import Role
+from services.channel_security import SECURITY_VARIABLE, ChannelSecurity
 from services.step_executor import DraftStepExecutor, StepExecutor, TargetStepExecutor, one_line
 from services.worker_server import WorkerServer
 
@@ -105,12 +107,14 @@ def run_worker(arguments: WorkerArguments, load: Callable[[WorkerArguments, Prog
     """
     events = EventPipe()
     try:
+        # Taken out, so that processes which the libraries start do not inherit it.
+        security = ChannelSecurity.from_json(os.environ.pop(SECURITY_VARIABLE, "{}"))
         if arguments.cpus:
             os.sched_setaffinity(0, arguments.cpus)
         if arguments.watch_stdin:
             _stop_when_stdin_ends()
         executor = load(arguments, events.loading)
-        return asyncio.run(serve_worker(executor, events, arguments.host, arguments.port, arguments.grace_seconds))
+        return asyncio.run(serve_worker(executor, events, arguments, security))
     except Exception as error:
         logger.exception("the %s worker did not start", arguments.role.value)
         events.send("failed", error=one_line(error))
@@ -120,23 +124,22 @@ def run_worker(arguments: WorkerArguments, load: Callable[[WorkerArguments, Prog
 async def serve_worker(
     executor: StepExecutor[Any],
     events: EventPipe,
-    host: str = "127.0.0.1",
-    port: int = 0,
-    grace_seconds: float = 5.0,
+    arguments: WorkerArguments,
+    security: ChannelSecurity,
 ) -> int:
     """Serves until SIGTERM or SIGINT. Exit code 0, or 1 if a step was still running after the grace."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    server = WorkerServer(executor, host, port)
+    server = WorkerServer(executor, arguments.host, arguments.port, security=security)
     address = await server.start()
     events.send("ready", address=address, process_id=os.getpid())
     await stop.wait()
-    await server.stop(grace_seconds)
+    await server.stop(arguments.grace_seconds)
     if server.busy:
         # A thread cannot be stopped, and the interpreter would wait for it.
-        logger.error("a step still runs %.1f s after the stop was asked for; leaving it", grace_seconds)
+        logger.error("a step still runs %.1f s after the stop was asked for; leaving it", arguments.grace_seconds)
         logging.shutdown()
         os._exit(1)
     return 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import time
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -35,7 +36,7 @@ class WorkerServer(worker_pb2_grpc.WorkerServicer):
     """Serves one step executor on `host`:`port` (0: a free port), and grpc.health.v1 beside it.
 
     `security` says who may call; health checks need no token. `start` returns the address; `stop` lets the steps that
-    have arrived end, for at most the grace given.
+    have arrived end, for at most the grace given. A step that takes longer than `longest_step_seconds` hangs.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class WorkerServer(worker_pb2_grpc.WorkerServicer):
         port: int = 0,
         *,
         security: ChannelSecurity | None = None,
+        longest_step_seconds: float = 600.0,
     ) -> None:
         self._executor = executor
         self._host = host
@@ -55,7 +57,8 @@ class WorkerServer(worker_pb2_grpc.WorkerServicer):
         self._server: grpc.aio.Server | None = None
         self._receivers: set[asyncio.Task[None]] = set()
         self._step_done = asyncio.Event()
-        self._busy = False
+        self._longest_step = longest_step_seconds
+        self._step_began: float | None = None
         # The scheduler epoch that speaks on each open step stream.
         self._speaking: dict[int, int] = {}
         self._stream_ids = itertools.count()
@@ -82,7 +85,13 @@ class WorkerServer(worker_pb2_grpc.WorkerServicer):
     @property
     def busy(self) -> bool:
         """Whether a step is running."""
-        return self._busy
+        return self._step_began is not None
+
+    def check_health(self) -> None:
+        """Raises RuntimeError when a step hangs: the engine's thread cannot be used any more."""
+        began = self._step_began
+        if began is not None and (seconds := time.monotonic() - began) > self._longest_step:
+            raise RuntimeError(f"a step has been running for {seconds:.0f} s, the limit is {self._longest_step:g} s")
 
     async def start(self) -> str:
         """Raises OSError if the port cannot be bound, and InsecureListenError for a host open to strangers."""
@@ -175,11 +184,11 @@ class WorkerServer(worker_pb2_grpc.WorkerServicer):
         self, request: worker_pb2.StepRequest, arrived: float, loop: asyncio.AbstractEventLoop
     ) -> worker_pb2.StepReply:
         """Runs in the step thread."""
-        self._busy = True
+        self._step_began = time.monotonic()
         try:
             return self._executor.execute(request, arrived)
         finally:
-            self._busy = False
+            self._step_began = None
             loop.call_soon_threadsafe(self._step_done.set)
 
     async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:

@@ -1,0 +1,116 @@
+"""One session with a scheduler, as the gateway sees it: from the opening of the stream to its break."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+import grpc.aio
+
+from protos import scheduler_pb2, scheduler_pb2_grpc
+
+# Prompts of this many tokens together fit a message, several times over.
+_TOKENS_PER_REQUEST = 500_000
+
+_FIRST_INTERVAL_SECONDS = 1.0
+
+
+class SessionBrokenError(ConnectionError):
+    """The session is over; the message says why."""
+
+
+class ClientSession:
+    """Sends submissions and cancellations, many in one message where many wait, and signs of life in between."""
+
+    def __init__(self, channel: grpc.aio.Channel, metadata: tuple[tuple[str, str], ...], gateway_id: str) -> None:
+        self._stub = scheduler_pb2_grpc.SchedulerStub(channel)
+        self._metadata = metadata
+        self._gateway_id = gateway_id
+        self._interval = _FIRST_INTERVAL_SECONDS
+        self._submissions: dict[int, scheduler_pb2.SequenceSubmission] = {}
+        self._cancellations: set[int] = set()
+        self._more = asyncio.Event()
+        self.scheduler_epoch = 0
+
+    def submit(self, submission: scheduler_pb2.SequenceSubmission) -> None:
+        self._submissions[submission.request_id] = submission
+        self._more.set()
+
+    def cancel(self, request_id: int) -> None:
+        if self._submissions.pop(request_id, None) is None:
+            self._cancellations.add(request_id)
+            self._more.set()
+
+    async def status(self, timeout_seconds: float) -> scheduler_pb2.StatusReply:
+        """Raises SessionBrokenError."""
+        try:
+            return await self._stub.Status(
+                scheduler_pb2.StatusRequest(), timeout=timeout_seconds, metadata=self._metadata
+            )
+        except grpc.aio.AioRpcError as error:
+            raise SessionBrokenError(_reason(error)) from error
+
+    async def run(
+        self,
+        open_timeout_seconds: float,
+        on_open: Callable[[], None],
+        on_event: Callable[[scheduler_pb2.SequenceEvent], None],
+    ) -> None:
+        """Reads until the session breaks, which raises SessionBrokenError with the reason."""
+        clock = asyncio.get_running_loop().time
+        silence = open_timeout_seconds
+        call = self._stub.Session(self._requests(), metadata=self._metadata)
+        try:
+            async with asyncio.timeout(silence) as deadline:
+                async for reply in call:
+                    self.scheduler_epoch = reply.scheduler_epoch
+                    if reply.HasField("opened"):
+                        silence = reply.opened.lease_seconds
+                        self._interval = silence / 3
+                        self._more.set()
+                        on_open()
+                    for event in reply.events:
+                        on_event(event)
+                    deadline.reschedule(clock() + silence)
+            raise SessionBrokenError("the scheduler ended the session")
+        except TimeoutError:
+            raise SessionBrokenError(f"nothing came from the scheduler for {silence:g} s") from None
+        except grpc.aio.AioRpcError as error:
+            raise SessionBrokenError(_reason(error)) from error
+        except asyncio.InvalidStateError as error:
+            raise SessionBrokenError(f"the stream broke: {error}") from error
+        except ValueError as error:
+            raise SessionBrokenError(f"the scheduler's reply cannot be understood: {error}") from error
+        finally:
+            call.cancel()
+
+    async def _requests(self) -> AsyncIterator[scheduler_pb2.SessionRequest]:
+        opening = scheduler_pb2.SessionOpening(gateway_id=self._gateway_id)
+        yield scheduler_pb2.SessionRequest(opening=opening)
+        while True:
+            try:
+                async with asyncio.timeout(self._interval):
+                    await self._more.wait()
+            except TimeoutError:
+                # An empty message keeps the lease.
+                yield scheduler_pb2.SessionRequest()
+            else:
+                yield self._next_request()
+
+    def _next_request(self) -> scheduler_pb2.SessionRequest:
+        request = scheduler_pb2.SessionRequest()
+        tokens = 0
+        while self._submissions and tokens < _TOKENS_PER_REQUEST:
+            submission = self._submissions.pop(next(iter(self._submissions)))
+            tokens += len(submission.prompt) + len(submission.committed_output)
+            request.submissions.append(submission)
+        request.cancelled_request_ids.extend(sorted(self._cancellations))
+        self._cancellations.clear()
+        if not self._submissions:
+            self._more.clear()
+        return request
+
+
+def _reason(error: grpc.aio.AioRpcError) -> str:
+    details = " ".join((error.details() or "").split())
+    return f"{error.code().name}: {details}" if details else error.code().name

@@ -1,0 +1,237 @@
+"""The scheduler's end of one gateway's session: its sequences live as long as the gateway's stream does."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+from protos import scheduler_pb2
+from scheduler.messages import FinishReason, RefusalCause
+from services.backend import BackendUnavailableError, DeadlineExceededError
+from services.retry_advice import RetryAdvice
+from services.scheduler_service import SchedulerService, SchedulerStoppedError, ServiceClosedError
+from services.scheduler_wire import request_from_wire
+from services.sequence_stream import AdmissionRefusedError, TokenDelta
+from services.session_outbox import SessionOutbox
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class SessionOptions:
+    """`lease_seconds`: a gateway from which nothing came for so long has lost its sequences.
+
+    New sequences are refused when no target worker was up for `refuse_without_target_seconds`, and those that wait fail
+    after `fail_without_target_seconds`. `max_pending_events`: no more is read from a gateway that leaves events of so
+    many sequences unread.
+    """
+
+    lease_seconds: float = 10.0
+    refuse_without_target_seconds: float = 10.0
+    fail_without_target_seconds: float = 120.0
+    max_pending_events: int = 8192
+
+    def __post_init__(self) -> None:
+        for name in ("lease_seconds", "refuse_without_target_seconds", "fail_without_target_seconds"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} is {getattr(self, name)}, must be above 0")
+        if self.max_pending_events < 1:
+            raise ValueError(f"max_pending_events is {self.max_pending_events}, must be at least 1")
+
+
+class SessionEndedError(RuntimeError):
+    """The session is over, with the status that its stream ends with."""
+
+    def __init__(self, code: grpc.StatusCode, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class GatewaySession:
+    """Runs one session. Whatever ends it, its sequences are cancelled before `run` comes back."""
+
+    def __init__(self, service: SchedulerService, options: SessionOptions, advice: RetryAdvice) -> None:
+        self.gateway_id = ""
+        self._service = service
+        self._options = options
+        self._advice = advice
+        self._outbox = SessionOutbox(options.max_pending_events)
+        self._live: dict[int, _SessionSequence] = {}
+        self._opened = asyncio.Event()
+        self._closing: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    async def run(
+        self,
+        requests: AsyncIterator[scheduler_pb2.SessionRequest],
+        write: Callable[[scheduler_pb2.SessionReply], Awaitable[None]],
+    ) -> None:
+        """Returns when the gateway ends the session. Raises SessionEndedError, and what reading and writing raise."""
+        reader = asyncio.create_task(self._read(requests))
+        writer = asyncio.create_task(self._write(write))
+        try:
+            ends: set[asyncio.Future[Any]] = {reader, writer, self._closing}
+            await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._drop_all()
+            # What ended by itself says why; the other is cancelled and has nothing to say.
+            ended = [task for task in (reader, writer) if task.done()]
+            for task in (reader, writer):
+                task.cancel()
+            await asyncio.gather(reader, writer, return_exceptions=True)
+        if self._closing.done():
+            raise SessionEndedError(grpc.StatusCode.UNAVAILABLE, self._closing.result())
+        for task in ended:
+            task.result()
+
+    def close(self, reason: str) -> None:
+        """Ends the session; its sequences may go on elsewhere."""
+        if not self._closing.done():
+            self._closing.set_result(reason)
+
+    def fail_all(self, message: str) -> None:
+        """For want of target workers."""
+        for sequence in list(self._live.values()):
+            sequence.stop(BackendUnavailableError(message))
+
+    async def _read(self, requests: AsyncIterator[scheduler_pb2.SessionRequest]) -> None:
+        lease = self._options.lease_seconds
+        clock = asyncio.get_running_loop().time
+        try:
+            async with asyncio.timeout(lease) as deadline:
+                async for request in requests:
+                    deadline.reschedule(clock() + lease)
+                    self._take(request)
+                    await self._outbox.room.wait()
+        except TimeoutError:
+            reason = f"nothing came from the gateway for {lease:g} s"
+            logger.warning("session of gateway %s: %s", self.gateway_id, reason)
+            raise SessionEndedError(grpc.StatusCode.UNAVAILABLE, reason) from None
+
+    async def _write(self, write: Callable[[scheduler_pb2.SessionReply], Awaitable[None]]) -> None:
+        await self._opened.wait()
+        opened = scheduler_pb2.SessionOpened(lease_seconds=self._options.lease_seconds)
+        await write(scheduler_pb2.SessionReply(scheduler_epoch=self._service.epoch, opened=opened))
+        while True:
+            events: list[scheduler_pb2.SequenceEvent] = []
+            try:
+                async with asyncio.timeout(self._options.lease_seconds / 3):
+                    events = await self._outbox.take()
+            except TimeoutError:
+                logger.debug("nothing to tell gateway %s", self.gateway_id)
+            await write(scheduler_pb2.SessionReply(scheduler_epoch=self._service.epoch, events=events))
+
+    def _take(self, request: scheduler_pb2.SessionRequest) -> None:
+        if request.HasField("opening") == self._opened.is_set():
+            problem = "the session is open already" if self._opened.is_set() else "the first message has no opening"
+            raise SessionEndedError(grpc.StatusCode.INVALID_ARGUMENT, problem)
+        if not self._opened.is_set():
+            self.gateway_id = request.opening.gateway_id
+            self._opened.set()
+        for submission in request.submissions:
+            self._submit(submission)
+        for request_id in request.cancelled_request_ids:
+            sequence = self._live.get(request_id)
+            if sequence is not None:
+                sequence.stop(FinishReason.CANCELLED)
+
+    def _submit(self, submission: scheduler_pb2.SequenceSubmission) -> None:
+        request_id = submission.request_id
+        if request_id in self._live:
+            message = f"request_id {request_id} is taken by a live sequence of the session"
+            raise SessionEndedError(grpc.StatusCode.INVALID_ARGUMENT, message)
+        sequence = _SessionSequence(self, request_id, self._service.new_sequence_id())
+        self._live[request_id] = sequence
+        try:
+            request = request_from_wire(sequence.sequence_id, submission)
+            timeout = submission.timeout_seconds if submission.HasField("timeout_seconds") else None
+            if timeout is not None and not (math.isfinite(timeout) and timeout > 0):
+                raise ValueError(f"timeout_seconds is {timeout}, must be above 0")
+            targetless = self._service.targetless_seconds
+            if targetless > self._options.refuse_without_target_seconds and not submission.admitted_before:
+                sequence.end(BackendUnavailableError(f"no target worker has been up for {targetless:.0f} s"))
+                return
+            self._service.enter(request, sequence)
+        except ValueError as error:
+            sequence.end(AdmissionRefusedError(RefusalCause.INVALID, str(error)))
+        except AdmissionRefusedError as error:
+            sequence.end(error)
+        except ServiceClosedError as error:
+            self.close(str(error))
+        else:
+            sequence.entered(timeout)
+
+    def _drop_all(self) -> None:
+        for sequence in list(self._live.values()):
+            sequence.stop(FinishReason.CANCELLED)
+
+    # What the session's sequences say.
+
+    def sequence_entered(self, request_id: int) -> None:
+        self._outbox.admitted(request_id)
+
+    def sequence_pushed(self, request_id: int, delta: TokenDelta) -> None:
+        self._outbox.push(request_id, delta)
+
+    def sequence_ended(self, request_id: int, outcome: FinishReason | Exception) -> None:
+        del self._live[request_id]
+        if isinstance(outcome, SchedulerStoppedError):
+            # The session ends with it, in a way that lets the gateway submit the sequence elsewhere.
+            self.close(str(outcome))
+            return
+        now = asyncio.get_running_loop().time()
+        retry_after = 0.0
+        if isinstance(outcome, AdmissionRefusedError):
+            retry_after = self._advice.seconds(self._service.core.snapshot().waiting, now)
+        else:
+            self._advice.sequence_ended(now)
+        self._outbox.end(request_id, outcome, retry_after)
+
+    def cancel_in_service(self, sequence_id: int) -> None:
+        self._service.cancel(sequence_id)
+
+
+class _SessionSequence:
+    """Takes the output of one sequence for its session (services.scheduler_service.SequenceSink)."""
+
+    def __init__(self, session: GatewaySession, request_id: int, sequence_id: int) -> None:
+        self.sequence_id = sequence_id
+        self._session = session
+        self._request_id = request_id
+        self._ended = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    def entered(self, timeout_seconds: float | None) -> None:
+        """The service has the sequence, unless it has ended it already."""
+        if self._ended:
+            return
+        self._session.sequence_entered(self._request_id)
+        if timeout_seconds is not None:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(timeout_seconds, self._expire, timeout_seconds)
+
+    def stop(self, outcome: FinishReason | Exception) -> None:
+        """Ends the sequence from outside, with the outcome given."""
+        self.end(outcome)
+        self._session.cancel_in_service(self.sequence_id)
+
+    def push(self, delta: TokenDelta) -> None:
+        if not self._ended:
+            self._session.sequence_pushed(self._request_id, delta)
+
+    def end(self, outcome: FinishReason | Exception) -> None:
+        """The first end counts."""
+        if self._ended:
+            return
+        self._ended = True
+        if self._timer is not None:
+            self._timer.cancel()
+        self._session.sequence_ended(self._request_id, outcome)
+
+    def _expire(self, seconds: float) -> None:
+        self.stop(DeadlineExceededError(f"the request was not finished within its {seconds:g} s"))

@@ -1,0 +1,266 @@
+"""A gateway's scheduler, wherever that lives at the moment."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from protos import scheduler_pb2
+from services.backend import BackendUnavailableError, GenerationRequest, LoadFigures, ModelInfo, WorkerLoad
+from services.channel_security import ChannelSecurity
+from services.client_session import ClientSession, SessionBrokenError
+from services.remote_stream import RemoteStream
+from services.scheduler_wire import read_delta, read_end
+from services.sequence_stream import SequenceFailedError
+from services.wire import role_from_wire
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ClientOptions:
+    """Times in seconds. Sequences fail when no scheduler was reached for `give_up`.
+
+    `connect_timeout` bounds finding a scheduler's address, opening a session and asking for the status. A sequence that
+    was submitted in `most_fruitless_submissions` sessions, and got no token before they broke, fails: it may be what
+    breaks them.
+    """
+
+    give_up: float = 30.0
+    connect_timeout: float = 5.0
+    first_backoff: float = 0.05
+    longest_backoff: float = 1.0
+    model_age: float = 5.0
+    most_fruitless_submissions: int = 8
+
+    def __post_init__(self) -> None:
+        for name in ("give_up", "connect_timeout", "first_backoff", "longest_backoff", "model_age"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} is {getattr(self, name)}, must be above 0")
+        if self.most_fruitless_submissions < 1:
+            raise ValueError(f"most_fruitless_submissions is {self.most_fruitless_submissions}, must be at least 1")
+
+
+class SchedulerClient:
+    """Implements services.backend.Backend over a session with the scheduler that `resolve` names.
+
+    When the session breaks, `resolve` is asked again, and every unfinished sequence is submitted with the tokens that
+    have come so far: its stream pauses and then goes on where it was. What comes of that is exact, because the output
+    depends on the request alone. `async with`, or `start` and `close`; all methods belong to one event loop.
+    """
+
+    def __init__(
+        self,
+        resolve: Callable[[], Awaitable[str]],
+        *,
+        security: ChannelSecurity | None = None,
+        options: ClientOptions | None = None,
+        gateway_id: str = "",
+    ) -> None:
+        self._resolve = resolve
+        self._security = security or ChannelSecurity()
+        self._options = options or ClientOptions()
+        self._gateway_id = gateway_id
+        self._ids = itertools.count(1)
+        self._live: dict[int, RemoteStream] = {}
+        self._session: ClientSession | None = None
+        self._trouble = "no scheduler was reached yet"
+        self._gave_up = False
+        self._patience: asyncio.TimerHandle | None = None
+        self._run: asyncio.Task[None] | None = None
+        self._model: ModelInfo | None = None
+        self._model_time = float("-inf")
+
+    def start(self) -> None:
+        """Begins to look for a scheduler."""
+        self._lose_patience_later()
+        self._run = asyncio.create_task(self._keep_connected())
+
+    async def close(self) -> None:
+        """Ends the session. Unfinished sequences fail."""
+        run, self._run = self._run, None
+        if self._patience is not None:
+            self._patience.cancel()
+        self._fail_all("the gateway is shutting down")
+        if run is not None:
+            run.cancel()
+            (outcome,) = await asyncio.gather(run, return_exceptions=True)
+            if isinstance(outcome, Exception):
+                raise outcome
+
+    async def __aenter__(self) -> Self:
+        self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    @property
+    def connected(self) -> bool:
+        return self._session is not None
+
+    @property
+    def scheduler_epoch(self) -> int:
+        """Of the scheduler that the session is with; 0 where there is none."""
+        return self._session.scheduler_epoch if self._session is not None else 0
+
+    async def submit(self, request: GenerationRequest) -> RemoteStream:
+        if self._run is None or self._run.done():
+            raise BackendUnavailableError("the connection to the scheduler is closed")
+        if self._gave_up:
+            raise BackendUnavailableError(self._given_up())
+        stream = RemoteStream(next(self._ids), request, self._ended)
+        self._live[stream.request_id] = stream
+        if self._session is not None:
+            self._session.submit(stream.submission())
+        try:
+            await stream.admission
+        except asyncio.CancelledError:
+            stream.cancel()
+            raise
+        return stream
+
+    async def model(self) -> ModelInfo:
+        now = asyncio.get_running_loop().time()
+        if self._model is not None and now - self._model_time < self._options.model_age:
+            return self._model
+        try:
+            status = await self.status()
+        except BackendUnavailableError:
+            if self._model is not None:
+                return self._model
+            raise
+        if status.HasField("model"):
+            served = status.model
+            self._model_time = now
+            self._model = ModelInfo(
+                served.model_id, served.vocabulary_size, served.max_sequence_length, served.tokenizer_digest
+            )
+        if self._model is None:
+            raise BackendUnavailableError("no target worker is up")
+        return self._model
+
+    async def load(self) -> LoadFigures:
+        status = await self.status()
+        workers = tuple(
+            WorkerLoad(
+                worker.worker_id,
+                role_from_wire(worker.role),
+                worker.sequences,
+                worker.total_pages - worker.free_pages,
+                worker.total_pages,
+            )
+            for worker in status.workers
+            if worker.state == scheduler_pb2.WORKER_STATE_IN_USE
+        )
+        return LoadFigures(status.pool.pool, status.pool.waiting, workers)
+
+    async def status(self) -> scheduler_pb2.StatusReply:
+        """Raises BackendUnavailableError."""
+        if self._session is None:
+            raise BackendUnavailableError(f"there is no scheduler: {self._trouble}")
+        try:
+            status = await self._session.status(self._options.connect_timeout)
+        except SessionBrokenError as error:
+            raise BackendUnavailableError(f"the scheduler does not answer: {error}") from error
+        if status.state != scheduler_pb2.SCHEDULER_STATE_SERVING:
+            raise BackendUnavailableError(f"the scheduler is closed: {status.reason}")
+        return status
+
+    async def _keep_connected(self) -> None:
+        backoff = self._options.first_backoff
+        while True:
+            address = await self._find()
+            if address is not None and await self._hold_session(address):
+                backoff = self._options.first_backoff
+            logger.debug("%s; trying again in %.2f s", self._trouble, backoff)
+            await asyncio.sleep(backoff)
+            backoff = min(backoff * 2, self._options.longest_backoff)
+
+    async def _find(self) -> str | None:
+        limit = self._options.connect_timeout
+        try:
+            async with asyncio.timeout(limit):
+                return await self._resolve()
+        except TimeoutError:
+            self._trouble = f"no address of a scheduler within {limit:g} s"
+        except Exception as error:
+            # Whatever a resolver raises, there may be a scheduler the next time.
+            self._trouble = f"no address of a scheduler: {type(error).__name__}: {error}"
+        return None
+
+    async def _hold_session(self, address: str) -> bool:
+        """One session, from opening to break. Returns whether it was opened."""
+        try:
+            channel = self._security.open_channel(address)
+        except OSError as error:
+            self._trouble = f"scheduler at {address}: no channel: {error}"
+            return False
+        session = ClientSession(channel, self._security.metadata, self._gateway_id)
+        was_open = False
+        try:
+            await session.run(self._options.connect_timeout, lambda: self._opened(session), self._take)
+        except SessionBrokenError as error:
+            self._trouble = f"scheduler at {address}: {error}"
+            if self._session is session:
+                logger.warning("the session is over, looking for a scheduler: %s", self._trouble)
+        finally:
+            if self._session is session:
+                was_open = True
+                self._session = None
+                self._lose_patience_later()
+            await channel.close(None)
+        return was_open
+
+    def _opened(self, session: ClientSession) -> None:
+        self._session = session
+        self._gave_up = False
+        if self._patience is not None:
+            self._patience.cancel()
+        most = self._options.most_fruitless_submissions
+        for stream in list(self._live.values()):
+            if stream.fruitless_submissions >= most:
+                message = f"{stream.fruitless_submissions} sessions broke without a token for the sequence"
+                stream.end(SequenceFailedError(f"{message}; the last: {self._trouble}"), known_there=True)
+            else:
+                session.submit(stream.submission())
+
+    def _take(self, event: scheduler_pb2.SequenceEvent) -> None:
+        """Raises ValueError for an event that cannot be understood."""
+        stream = self._live.get(event.request_id)
+        if stream is None:
+            return
+        outcome = read_end(event)
+        if event.admitted:
+            stream.admit()
+        if event.tokens:
+            stream.push(read_delta(event))
+        if outcome is not None:
+            stream.end(outcome, known_there=True)
+
+    def _ended(self, stream: RemoteStream, known_there: bool) -> None:
+        self._live.pop(stream.request_id, None)
+        if self._session is not None and not known_there:
+            self._session.cancel(stream.request_id)
+
+    def _lose_patience_later(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._patience = loop.call_later(self._options.give_up, self._give_up)
+
+    def _give_up(self) -> None:
+        self._gave_up = True
+        self._fail_all(self._given_up())
+
+    def _given_up(self) -> str:
+        return f"no scheduler was reached for {self._options.give_up:g} s: {self._trouble}"
+
+    def _fail_all(self, reason: str) -> None:
+        for stream in list(self._live.values()):
+            stream.end(BackendUnavailableError(reason), known_there=False)

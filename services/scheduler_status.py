@@ -1,0 +1,131 @@
+"""What a scheduler says about itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from protos import scheduler_pb2, worker_pb2
+from scheduler.statistics import WorkerSnapshot
+from services.scheduler_service import SchedulerService
+from services.wire import role_to_wire
+from services.worker_link import WorkerEndpoint
+from services.worker_registry import WorkerRecord, WorkerState
+
+_STATES = {
+    WorkerState.CONNECTING: scheduler_pb2.WORKER_STATE_CONNECTING,
+    WorkerState.IN_USE: scheduler_pb2.WORKER_STATE_IN_USE,
+    WorkerState.REFUSED: scheduler_pb2.WORKER_STATE_REFUSED,
+    WorkerState.UNREACHABLE: scheduler_pb2.WORKER_STATE_UNREACHABLE,
+    WorkerState.LEAVING: scheduler_pb2.WORKER_STATE_LEAVING,
+}
+
+
+def worker_state_to_wire(state: WorkerState) -> scheduler_pb2.WorkerState:
+    return _STATES[state]
+
+
+def status_of(
+    service: SchedulerService, records: Iterable[WorkerRecord], sessions: int, uptime_seconds: float
+) -> scheduler_pb2.StatusReply:
+    """`records` are the workers that registered; those that the service was given otherwise are told as well."""
+    core, totals = service.core.snapshot(), service.statistics()
+    snapshots = {worker.worker_id: worker for worker in core.workers}
+    reply = scheduler_pb2.StatusReply(
+        scheduler_epoch=service.epoch,
+        uptime_seconds=uptime_seconds,
+        state=_scheduler_state(service),
+        reason=service.closed_because or "",
+        sessions=sessions,
+        workers=[_worker(record, snapshots.get(record.endpoint.worker_id)) for record in _all(service, records)],
+        pool=scheduler_pb2.PoolFigures(
+            pool=core.pool,
+            waiting=core.waiting,
+            window=core.window,
+            prefilling=core.prefilling,
+            drafting=core.drafting,
+            drafted=core.drafted,
+            verifying=core.verifying,
+            window_limit=service.config.window,
+            queue_limit=service.config.max_queued_sequences,
+        ),
+        groups=scheduler_pb2.GroupFigures(
+            groups=totals.groups,
+            mean_size=totals.mean_group_size,
+            equal_length_share=totals.equal_length_share,
+            forced=totals.forced_groups,
+            batch_size=service.config.batch_size,
+        ),
+        throughput=scheduler_pb2.ThroughputFigures(
+            tokens=totals.tokens,
+            tokens_per_second=totals.tokens_per_second,
+            finished=totals.finished,
+            failed=totals.failed,
+            refused=totals.refused,
+            rounds=totals.rounds,
+            acceptance_rate=totals.acceptance_rate,
+            committed_per_round=totals.committed_per_round,
+            target_busy_share=totals.target_busy_share,
+            draft_busy_share=totals.draft_busy_share,
+            preemptions=core.preemptions,
+            workers_lost=totals.workers_lost,
+        ),
+    )
+    targets = [d for d in service.descriptions.values() if d.role == worker_pb2.ROLE_TARGET]
+    if targets:
+        # Targets of one scheduler hold the same model; their page pools may differ.
+        reply.model.model_id = targets[0].model_id
+        reply.model.vocabulary_size = targets[0].vocabulary_size
+        reply.model.max_sequence_length = max(target.max_sequence_length for target in targets)
+        reply.model.tokenizer_digest = targets[0].tokenizer_digest
+    return reply
+
+
+def _scheduler_state(service: SchedulerService) -> scheduler_pb2.SchedulerState:
+    if service.fenced:
+        return scheduler_pb2.SCHEDULER_STATE_FENCED
+    if service.closed_because is not None:
+        return scheduler_pb2.SCHEDULER_STATE_CLOSED
+    return scheduler_pb2.SCHEDULER_STATE_SERVING
+
+
+def _all(service: SchedulerService, records: Iterable[WorkerRecord]) -> Iterator[WorkerRecord]:
+    registered = set()
+    for record in records:
+        registered.add(record.endpoint.worker_id)
+        yield record
+    for worker_id, endpoint in service.endpoints.items():
+        if worker_id not in registered:
+            yield _unregistered(service, endpoint)
+
+
+def _unregistered(service: SchedulerService, endpoint: WorkerEndpoint) -> WorkerRecord:
+    worker_id = endpoint.worker_id
+    description = service.descriptions.get(worker_id) or worker_pb2.WorkerDescription()
+    if worker_id in service.workers_up:
+        return WorkerRecord(endpoint, description, WorkerState.IN_USE, "")
+    return WorkerRecord(endpoint, description, WorkerState.UNREACHABLE, service.trouble_of(worker_id))
+
+
+def _worker(record: WorkerRecord, snapshot: WorkerSnapshot | None) -> scheduler_pb2.WorkerStatus:
+    endpoint, description = record.endpoint, record.description
+    status = scheduler_pb2.WorkerStatus(
+        worker_id=endpoint.worker_id,
+        role=role_to_wire(endpoint.role),
+        address=endpoint.address,
+        state=worker_state_to_wire(record.state),
+        reason=record.reason,
+        model_id=description.model_id,
+        device=description.device,
+        dtype=description.dtype,
+        worker_epoch=description.worker_epoch,
+        process_id=description.process_id,
+        page_size=description.page_size,
+        total_pages=description.total_pages,
+        free_pages=description.free_pages,
+    )
+    if snapshot is not None:
+        status.sequences = snapshot.sequences
+        status.free_pages = snapshot.free_pages
+        status.total_pages = snapshot.total_pages
+        status.steps_in_flight = snapshot.steps_in_flight
+    return status
