@@ -15,7 +15,7 @@ from engine.description import EngineDescription
 from engine.pages import OutOfPagesError, PagePool, PageTable
 from engine.steps import EngineTimings, ProposeRow, RowOutcome, StepOutcome, VerifyRow
 from scheduler.digests import DigestedTokens
-from scheduler.messages import Role
+from scheduler.messages import Role, TokenLogprobs
 from services.step_executor import DraftStepExecutor, StepExecutor, TargetStepExecutor
 from services.worker_process import Progress, WorkerArguments, parse_arguments, run_worker
 
@@ -36,6 +36,12 @@ def guess(tokens: Sequence[int]) -> int:
     """The draft model: right in about seven of ten cases."""
     right = next_token(tokens)
     return right if right % 10 < 7 else (right + 1) % VOCABULARY
+
+
+def logprobs(token: int, count: int) -> TokenLogprobs:
+    """The chosen token is the likeliest, the ones after it follow."""
+    top = tuple(((token + place) % VOCABULARY, -0.25 - place) for place in range(count))
+    return TokenLogprobs(token, -0.25, top)
 
 
 def continuation(prompt: Sequence[int], count: int) -> list[int]:
@@ -118,7 +124,10 @@ class StandInEngine:
         self.pool.truncate(row.table, base + accepted)
         tokens = [*row.draft_tokens[:accepted], next_token(known[: base + accepted])]
         digests = [token + 5 for token in tokens] if row.logits_digests else []
-        return RowOutcome(tokens, accepted, digests)
+        count = row.top_logprobs
+        return RowOutcome(
+            tokens, accepted, digests, [] if count is None else [logprobs(token, count) for token in tokens]
+        )
 
     def feed(self, table: PageTable, tokens: Iterable[int]) -> None:
         for token in tokens:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from enum import Enum
 
 from scheduler.messages import RefusalCause
@@ -24,18 +25,32 @@ class ErrorKind(Enum):
 
 
 class RequestError(Exception):
-    """A request that does not end as asked for. `param` names the field at fault, `code` is for programs."""
+    """A request that does not end as asked for. `param` names the field at fault, `code` is for programs.
 
-    def __init__(self, kind: ErrorKind, message: str, *, param: str | None = None, code: str | None = None) -> None:
+    `retry_after_seconds` says when to try again, where that is known.
+    """
+
+    def __init__(
+        self,
+        kind: ErrorKind,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_seconds: float | None = None,
+    ) -> None:
         super().__init__(message)
         self.kind = kind
         self.message = message
         self.param = param
         self.code = code
+        self._retry_after_seconds = retry_after_seconds
 
-    @property
-    def retry_helps(self) -> bool:
-        return self.kind in (ErrorKind.QUEUE_FULL, ErrorKind.UNAVAILABLE)
+    def retry_after(self, default_seconds: int) -> int | None:
+        """Whole seconds after which to try again; None where that does not help."""
+        if self.kind not in (ErrorKind.QUEUE_FULL, ErrorKind.UNAVAILABLE):
+            return None
+        return default_seconds if self._retry_after_seconds is None else max(1, math.ceil(self._retry_after_seconds))
 
 
 UNEXPECTED = RequestError(ErrorKind.FAILED, "the server failed on this request; its log says why", code="internal")
@@ -59,7 +74,8 @@ def request_error(error: Exception) -> RequestError | None:
             return error
         case AdmissionRefusedError():
             kind, code, param = _REFUSALS[error.cause]
-            return RequestError(kind, str(error), param=param, code=code)
+            later = error.retry_after_seconds
+            return RequestError(kind, str(error), param=param, code=code, retry_after_seconds=later)
         case BackendUnavailableError():
             return RequestError(ErrorKind.UNAVAILABLE, str(error), code="unavailable")
         case DeadlineExceededError():

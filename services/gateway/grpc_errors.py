@@ -42,8 +42,9 @@ async def answer(
             told = UNEXPECTED
         metrics.failed(told.kind)
         trailing = [("spool-error-code", told.code), ("spool-error-param", told.param)]
-        if told.retry_helps:
-            trailing.append(("retry-after", str(retry_after_seconds)))
+        later = told.retry_after(retry_after_seconds)
+        if later is not None:
+            trailing.append(("retry-after", str(later)))
         metadata = tuple((name, _header(value)) for name, value in trailing if value)
         await context.abort(_CODES.get(told.kind, grpc.StatusCode.INTERNAL), told.message, metadata)
 

@@ -49,8 +49,9 @@ def error_body(error: RequestError) -> str:
 def error_response(error: RequestError, retry_after_seconds: int) -> Response:
     status, _ = _KINDS[error.kind]
     headers = {}
-    if error.retry_helps:
-        headers["retry-after"] = str(retry_after_seconds)
+    later = error.retry_after(retry_after_seconds)
+    if later is not None:
+        headers["retry-after"] = str(later)
     if error.kind is ErrorKind.UNAUTHENTICATED:
         headers["www-authenticate"] = "Bearer"
     return Response(error_body(error), status, headers, media_type="application/json")
@@ -76,6 +77,8 @@ def _fault(fault: Any) -> tuple[str | None, str]:
     param = ".".join(place) or fault.get("ctx", {}).get("param")
     if kind == "wrong_form":
         return param, f"{'.'.join(place)} {message}" if place else message
+    if kind == "string_unicode":
+        return param, f"{param or 'the body'} holds half a surrogate pair, which is no character"
     if param is None:
         if kind == "missing":
             return None, "the body is empty, must be a JSON object"

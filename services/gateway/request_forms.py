@@ -48,7 +48,7 @@ def _prompts(value: object) -> tuple[Prompt, ...]:
 
 def _text(value: str) -> str:
     if not value.isascii() and any(0xD800 <= ord(letter) <= 0xDFFF for letter in value):
-        raise wrong("holds half of a surrogate pair, which is no character")
+        raise wrong("holds half a surrogate pair, which is no character")
     return value
 
 

@@ -1,0 +1,348 @@
+"""spool.v1.Generation from outside, with grpcio's stubs."""
+
+from __future__ import annotations
+
+import random
+import re
+import ssl
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+import trustme
+from google.protobuf import empty_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from pydantic import SecretStr
+
+from protos import generation_pb2 as pb
+from protos import generation_pb2_grpc
+from services.backend import BackendUnavailableError, GenerationRequest
+from services.gateway.settings import GatewaySettings, TlsFiles
+from services.local_backend import LocalStream
+from tests.integration.test_gateway_http import NoTarget, Recorder, expected_text, expected_tokens, stop_cases
+from tests.stand_in_worker import MAX_LENGTH, ROW_FAILS, VOCABULARY
+from tests.support.gateway import MODEL, Gateways, Served
+
+PROMPT = "once upon a time"
+NEVER_ENDING = {"max_tokens": 1900, "ignore_eos": True, "draft_length": 0}
+
+
+@pytest.fixture(scope="module")
+def gateways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateways]:
+    gateways = Gateways(tmp_path_factory.mktemp("model"), step_seconds=0.001)
+    yield gateways
+    gateways.close()
+
+
+@pytest.fixture(scope="module")
+def served(gateways: Gateways) -> Iterator[Served]:
+    with gateways.serve() as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def channel(served: Served) -> Iterator[grpc.Channel]:
+    with grpc.insecure_channel(served.address) as channel:
+        yield channel
+
+
+@pytest.fixture(scope="module")
+def stub(channel: grpc.Channel) -> generation_pb2_grpc.GenerationStub:
+    return generation_pb2_grpc.GenerationStub(channel)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays_behind(gateways: Gateways) -> Iterator[None]:
+    yield
+    gateways.wait_until_idle()
+
+
+def refusal(call: Any) -> grpc.RpcError:
+    with pytest.raises(grpc.RpcError) as caught:
+        call()
+    return caught.value
+
+
+def trailing(error: grpc.RpcError) -> dict[str, str]:
+    return dict(error.trailing_metadata() or ())
+
+
+def test_generate(gateways: Gateways, stub: generation_pb2_grpc.GenerationStub) -> None:
+    prompt = gateways.tokenizer.encode(PROMPT)
+    tokens = expected_tokens(gateways, prompt, 40)
+    done = stub.Generate(pb.GenerateRequest(text=PROMPT, max_tokens=40, n=2, seed=3, top_logprobs=2), timeout=30)
+    assert done.model == MODEL
+    assert [choice.text for choice in done.choices] == [gateways.tokenizer.decode(tokens)] * 2
+    assert [list(choice.token_ids) for choice in done.choices] == [tokens] * 2
+    assert done.choices[0].finish_reason == pb.FINISH_REASON_LENGTH
+    assert [entry.chosen.token_id for entry in done.choices[0].logprobs] == tokens
+    assert [len(entry.top) for entry in done.choices[0].logprobs] == [2] * 40
+    assert (done.usage.prompt_tokens, done.usage.completion_tokens, done.usage.seed) == (len(prompt), 80, 3)
+    assert 0 < done.usage.accepted_tokens < done.usage.drafted_tokens
+
+
+def test_stream(gateways: Gateways, stub: generation_pb2_grpc.GenerationStub) -> None:
+    prompt = gateways.tokenizer.encode(PROMPT)
+    parts = list(stub.GenerateStream(pb.GenerateRequest(tokens=pb.TokenIds(token_ids=prompt), max_tokens=40)))
+    assert "".join(part.choice.text for part in parts) == expected_text(gateways, prompt, 40)
+    tokens = [token for part in parts for token in part.choice.token_ids]
+    assert tokens == expected_tokens(gateways, prompt, 40)
+    reasons = [part.choice.finish_reason for part in parts]
+    assert reasons[-2:] == [pb.FINISH_REASON_LENGTH, pb.FINISH_REASON_UNSPECIFIED]
+    assert not any(part.HasField("usage") for part in parts[:-1])
+    assert not parts[-1].HasField("choice")
+    assert parts[-1].usage.completion_tokens == len(tokens)
+
+
+def test_chat_and_stops(gateways: Gateways, stub: generation_pb2_grpc.GenerationStub) -> None:
+    messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
+    chat = pb.Chat(messages=[pb.ChatMessage(role="developer", content="be brief"), pb.ChatMessage(**messages[1])])
+    done = stub.Generate(pb.GenerateRequest(chat=chat, max_tokens=30))
+    prompt = gateways.tokenizer.encode_chat(messages)
+    assert done.choices[0].text == expected_text(gateways, prompt, 30)
+    for stop, before, count in stop_cases(gateways)[::5]:
+        done = stub.Generate(pb.GenerateRequest(text=PROMPT, max_tokens=40, stop=[stop]))
+        assert (done.choices[0].text, done.usage.completion_tokens) == (before, count)
+        assert (done.choices[0].finish_reason, done.choices[0].stop_string) == (pb.FINISH_REASON_STOP, stop)
+        assert len(done.choices[0].token_ids) == count
+    token = expected_tokens(gateways, gateways.tokenizer.encode(PROMPT), 10)[4]
+    done = stub.Generate(pb.GenerateRequest(text=PROMPT, max_tokens=40, stop_token_ids=[token]))
+    assert done.choices[0].stop_token_id == token
+
+
+class Refuser(Recorder):
+    async def submit(self, request: GenerationRequest) -> LocalStream:
+        self.requests.append(request)
+        raise BackendUnavailableError("nothing more than asking was wanted")
+
+
+def test_defaults_are_those_of_http(gateways: Gateways) -> None:
+    refuser = Refuser(gateways)
+    with (
+        gateways.serve(backend=refuser) as served,
+        grpc.insecure_channel(served.address) as channel,
+        httpx.Client(base_url=served.url) as http,
+    ):
+        stub = generation_pb2_grpc.GenerationStub(channel)
+        chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="hi")])
+        for request in (pb.GenerateRequest(text=PROMPT, seed=1), pb.GenerateRequest(chat=chat, seed=1)):
+            assert refusal(lambda: stub.Generate(request)).code() is grpc.StatusCode.UNAVAILABLE  # noqa: B023
+        http.post("/v1/completions", json={"prompt": PROMPT, "seed": 1})
+        http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "hi"}], "seed": 1})
+    assert len(refuser.requests) == 4
+    for ours, theirs in zip(refuser.requests[:2], refuser.requests[2:], strict=True):
+        assert (ours.prompt, ours.max_tokens, ours.sampling) == (theirs.prompt, theirs.max_tokens, theirs.sampling)
+        assert (ours.stop_token_ids, ours.draft_length) == (theirs.stop_token_ids, theirs.draft_length)
+
+
+def test_tokens_and_models(gateways: Gateways, stub: generation_pb2_grpc.GenerationStub) -> None:
+    tokens = stub.Tokenize(pb.TokenizeRequest(text="the é"))
+    assert list(tokens.token_ids) == gateways.tokenizer.encode("the é")
+    assert tokens.max_sequence_length == MAX_LENGTH
+    assert stub.Detokenize(pb.DetokenizeRequest(token_ids=tokens.token_ids)).text == "the é"
+    [model] = stub.ListModels(pb.ListModelsRequest()).models
+    assert (model.id, model.vocabulary_size, model.max_sequence_length) == (MODEL, VOCABULARY, MAX_LENGTH)
+
+
+BAD = [
+    (pb.GenerateRequest(), "prompt", "prompt is missing"),
+    (pb.GenerateRequest(text=""), "prompt", "prompt is empty"),
+    (pb.GenerateRequest(tokens=pb.TokenIds(token_ids=[1, 1000])), "prompt", r"prompt\[1\] is 1000, must be .* 999"),
+    (pb.GenerateRequest(text="a", max_tokens=0), "max_tokens", "max_tokens is 0, must be at least 1"),
+    (pb.GenerateRequest(text="a", max_tokens=5000), "prompt", "max_tokens of 5000 makes 5001; .* limit is 2000"),
+    (pb.GenerateRequest(text="a", n=1000), "n", "n is 1000, must be between 1 and 128"),
+    (pb.GenerateRequest(text="a", temperature=float("nan")), "temperature", "temperature is nan"),
+    (pb.GenerateRequest(text="a", temperature=-1), "temperature", "temperature is -1.0, must be between 0 and 100"),
+    (pb.GenerateRequest(text="a", logit_bias={5000: 1}), "logit_bias", "token id 5000"),
+    (pb.GenerateRequest(text="a", logit_bias={5: float("inf")}), "logit_bias", "logit_bias"),
+    (pb.GenerateRequest(text="a", stop=[""]), "stop", r"stop\[0\] has 0 characters"),
+    (pb.GenerateRequest(text="a", top_logprobs=99), "top_logprobs", "is 99, must be between 0 and 20"),
+    (pb.GenerateRequest(chat=pb.Chat()), "messages", "messages has 0 entries"),
+    (pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="x")])), "messages", "role 'x'"),
+    (pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="tool")])), "messages", "no tools here"),
+]
+
+
+@pytest.mark.parametrize(("request_", "param", "message"), BAD)
+def test_bad_requests(
+    stub: generation_pb2_grpc.GenerationStub, request_: pb.GenerateRequest, param: str, message: str
+) -> None:
+    for call in (lambda: stub.Generate(request_), lambda: list(stub.GenerateStream(request_))):
+        error = refusal(call)
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert trailing(error).get("spool-error-param") == param
+        assert re.search(message, error.details()), error.details()
+
+
+def test_unknown_model_and_failed_sequence(stub: generation_pb2_grpc.GenerationStub) -> None:
+    error = refusal(lambda: stub.Generate(pb.GenerateRequest(model="gpt é", text="a")))
+    assert error.code() is grpc.StatusCode.NOT_FOUND
+    assert trailing(error)["spool-error-code"] == "model_not_found"
+    error = refusal(lambda: stub.Generate(pb.GenerateRequest(tokens=pb.TokenIds(token_ids=[ROW_FAILS]))))
+    assert error.code() is grpc.StatusCode.INTERNAL
+    assert "unlucky token" in error.details()
+
+
+def raw(channel: grpc.Channel, method: str, content: bytes, stream: bool) -> Any:
+    path = f"/spool.v1.Generation/{method}"
+    if stream:
+        return lambda: list(channel.unary_stream(path, lambda _: content)(empty_pb2.Empty()))
+    return lambda: channel.unary_unary(path, lambda _: content)(empty_pb2.Empty())
+
+
+@pytest.mark.parametrize("content", [b"\xff" * 9, b"\x12\x03ab\xff", b"\x08"])
+def test_bytes_that_are_no_message(
+    channel: grpc.Channel, stub: generation_pb2_grpc.GenerationStub, content: bytes
+) -> None:
+    for method in ("Generate", "GenerateStream", "Tokenize"):
+        error = refusal(raw(channel, method, content, method == "GenerateStream"))
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "cannot be read" in error.details()
+    # A negative token id as int32 would have it: it comes as a number past the vocabulary.
+    negative = b"\x1a\x0c\x0a\x0a" + b"\xff" * 9 + b"\x01"
+    error = refusal(raw(channel, "Generate", negative, False))
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "must be a token id between 0 and 999" in error.details()
+    assert stub.Generate(pb.GenerateRequest(text="a")).choices
+
+
+def test_large_messages_are_refused(stub: generation_pb2_grpc.GenerationStub) -> None:
+    error = refusal(lambda: stub.Generate(pb.GenerateRequest(text="a" * 10_000_000)))
+    assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert stub.Generate(pb.GenerateRequest(text="a")).choices
+
+
+def test_nobody_to_generate(gateways: Gateways) -> None:
+    with (
+        gateways.serve(backend=NoTarget(gateways.service)) as served,
+        grpc.insecure_channel(served.address) as channel,
+    ):
+        error = refusal(lambda: generation_pb2_grpc.GenerationStub(channel).Generate(pb.GenerateRequest(text="a")))
+        assert error.code() is grpc.StatusCode.UNAVAILABLE
+        assert trailing(error)["retry-after"] == "1"
+        health = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+        assert health.status == health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+# --- clients that go away ---------------------------------------------------------------------------------------------
+
+
+def test_deadline_frees_everything(gateways: Gateways, stub: generation_pb2_grpc.GenerationStub) -> None:
+    request = pb.GenerateRequest(text=PROMPT, n=3, **NEVER_ENDING)
+    for call in (lambda: stub.Generate(request, timeout=0.2), lambda: list(stub.GenerateStream(request, timeout=0.2))):
+        assert refusal(call).code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        gateways.wait_until_idle(2)
+
+
+def test_cancelled_stream_frees_everything(gateways: Gateways, stub: generation_pb2_grpc.GenerationStub) -> None:
+    stream = stub.GenerateStream(pb.GenerateRequest(text=PROMPT, n=3, **NEVER_ENDING))
+    next(stream)
+    stream.cancel()
+    gateways.wait_until_idle(2)
+
+
+def test_many_cancelled_at_any_moment(gateways: Gateways, stub: generation_pb2_grpc.GenerationStub) -> None:
+    request = pb.GenerateRequest(text=PROMPT, **NEVER_ENDING)
+
+    def cancel(number: int) -> None:
+        seconds = random.Random(number).uniform(0, 0.05)
+        if number % 2:
+            call = stub.Generate.future(request)
+            time.sleep(seconds)
+            call.cancel()
+            return
+        stream = stub.GenerateStream(request)
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            next(stream)
+        stream.cancel()
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(cancel, range(200)))
+    gateways.wait_until_idle(2)
+
+
+# --- security, health, reflection -------------------------------------------------------------------------------------
+
+
+def services(channel: grpc.Channel, metadata: Sequence[tuple[str, str]] = ()) -> set[str]:
+    stub = reflection_pb2_grpc.ServerReflectionStub(channel)
+    requests = iter([reflection_pb2.ServerReflectionRequest(list_services="")])
+    [reply] = stub.ServerReflectionInfo(requests, metadata=metadata)
+    return {service.name for service in reply.list_services_response.service}
+
+
+def test_health_and_reflection(channel: grpc.Channel) -> None:
+    health = health_pb2_grpc.HealthStub(channel)
+    for name in ("", "spool.v1.Generation"):
+        status = health.Check(health_pb2.HealthCheckRequest(service=name)).status
+        assert status == health_pb2.HealthCheckResponse.SERVING
+    error = refusal(lambda: health.Check(health_pb2.HealthCheckRequest(service="other")))
+    assert error.code() is grpc.StatusCode.NOT_FOUND
+    error = refusal(lambda: list(health.Watch(health_pb2.HealthCheckRequest())))
+    assert error.code() is grpc.StatusCode.UNIMPLEMENTED
+    assert {"spool.v1.Generation", "grpc.health.v1.Health"} <= services(channel)
+
+
+def test_every_method_but_health_takes_a_key(gateways: Gateways) -> None:
+    with (
+        gateways.serve(GatewaySettings(api_keys=(SecretStr("key"),))) as served,
+        grpc.insecure_channel(served.address) as channel,
+    ):
+        stub = generation_pb2_grpc.GenerationStub(channel)
+        request = pb.GenerateRequest(text="a")
+        for metadata in (
+            [],
+            [("authorization", "key")],
+            [("authorization", "Bearer kez")],
+            [("authorization", "Bearer key"), ("authorization", "Bearer kez")],
+        ):
+            for call in (
+                lambda: stub.Generate(request, metadata=metadata),  # noqa: B023
+                lambda: list(stub.GenerateStream(request, metadata=metadata)),  # noqa: B023
+                lambda: stub.ListModels(pb.ListModelsRequest(), metadata=metadata),  # noqa: B023
+                lambda: services(channel, metadata),  # noqa: B023
+                lambda: channel.unary_unary("/no.such/Method", lambda _: b"")(request, metadata=metadata),  # noqa: B023
+            ):
+                assert refusal(call).code() is grpc.StatusCode.UNAUTHENTICATED
+        good = [("authorization", "Bearer key")]
+        assert stub.Generate(request, metadata=good).choices
+        assert "spool.v1.Generation" in services(channel, good)
+        assert health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest()).status
+
+
+def test_tls(gateways: Gateways, tmp_path: Path) -> None:
+    authority = trustme.CA()
+    ours, theirs = authority.issue_cert("localhost"), authority.issue_cert("client")
+    files = {name: tmp_path / name for name in ("ca.pem", "chain.pem", "key.pem", "client.pem")}
+    authority.cert_pem.write_to_path(str(files["ca.pem"]))
+    ours.private_key_pem.write_to_path(str(files["key.pem"]))
+    files["chain.pem"].write_bytes(b"".join(blob.bytes() for blob in ours.cert_chain_pems))
+    theirs.private_key_and_cert_chain_pem.write_to_path(str(files["client.pem"]))
+    tls = TlsFiles(certificate=files["chain.pem"], key=files["key.pem"], client_ca=files["ca.pem"])
+    with gateways.serve(tls=tls) as served:
+        root = authority.cert_pem.bytes()
+        chain = b"".join(blob.bytes() for blob in theirs.cert_chain_pems)
+        address = served.address.replace("127.0.0.1", "localhost")
+        for identity in ((None, None), (theirs.private_key_pem.bytes(), chain)):
+            credentials = grpc.ssl_channel_credentials(root, *identity)
+            with grpc.secure_channel(address, credentials) as channel:
+                stub = generation_pb2_grpc.GenerationStub(channel)
+                if identity[0] is None:
+                    error = refusal(lambda: stub.Generate(pb.GenerateRequest(text="a"), timeout=5))  # noqa: B023
+                    assert error.code() is grpc.StatusCode.UNAVAILABLE
+                else:
+                    assert stub.Generate(pb.GenerateRequest(text="a"), timeout=10).choices
+        url = served.url.replace("127.0.0.1", "localhost")
+        context = ssl.create_default_context(cafile=str(files["ca.pem"]))
+        with httpx.Client(base_url=url, verify=context) as http, pytest.raises(httpx.TransportError):
+            http.get("/ping")
+        context.load_cert_chain(str(files["client.pem"]))
+        with httpx.Client(base_url=url, verify=context) as http:
+            assert http.get("/ping").status_code == 200

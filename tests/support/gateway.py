@@ -1,0 +1,153 @@
+"""A gateway over a cell of stand-in workers, and a tokenizer for their tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import string
+import threading
+import time
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from scheduler.config import SchedulerConfig
+from scheduler.messages import Role
+from services.backend import Backend
+from services.gateway.app import create_app
+from services.gateway.grpc_server import GrpcServer
+from services.gateway.http_server import HttpServer
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.settings import GatewaySettings, ListenSettings, TlsFiles
+from services.launcher import WorkerLaunch, WorkerLauncher
+from services.local_backend import LocalBackend
+from services.scheduler_service import SchedulerService
+from services.tokenizer import ModelTokenizer
+from services.worker_link import LinkOptions, WorkerEndpoint
+from tests.stand_in_worker import VOCABULARY
+
+T = TypeVar("T")
+
+ROOT = Path(__file__).parents[2]
+MODEL = "stand-in"
+LINKS = LinkOptions(connect_timeout=10, step_timeout=10, first_backoff=0.02, longest_backoff=0.2)
+
+TEMPLATE = """\
+{% for message in messages %}
+{% if message.role == "tool" %}{{ raise_exception("no tools here") }}{% endif %}
+[{{ message.role }}] {{ message.content }}
+{% endfor %}
+{% if add_generation_prompt %}
+[assistant] {% endif %}"""
+
+
+def save_tokenizer(folder: Path) -> ModelTokenizer:
+    """As many tokens as the stand-in has: bytes, pairs of letters, special ones. What it chooses at random makes text
+    with broken characters, and characters in several tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    pairs = [(one, two) for one, two in itertools.product(string.ascii_lowercase, repeat=2)]
+    vocabulary = {token: index for index, token in enumerate([*alphabet, *("".join(pair) for pair in pairs)])}
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary, pairs))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([f"<{number}>" for number in range(VOCABULARY - len(vocabulary))])
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {"eos_token": "<0>", "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    return ModelTokenizer(folder)
+
+
+@asynccontextmanager
+async def stand_in_cell(
+    tokenizer: ModelTokenizer, config: SchedulerConfig | None = None, drafts: int = 1, **worker: Any
+) -> AsyncIterator[SchedulerService]:
+    worker = {"tokenizer_digest": tokenizer.vocabulary_digest.hex(), "model_id": MODEL, **worker}
+    environment = {"PYTHONPATH": str(ROOT)}
+    launches = [
+        WorkerLaunch(role, worker, threads=1, module="tests.stand_in_worker", environment=environment)
+        for role in [Role.DRAFT] * drafts + [Role.TARGET]
+    ]
+    async with (
+        WorkerLauncher(launches) as launcher,
+        SchedulerService(config or SchedulerConfig(), scheduler_epoch=time.time_ns(), link_options=LINKS) as service,
+    ):
+        await service.add_workers(
+            [WorkerEndpoint(worker.worker_id, worker.role, worker.address) for worker in launcher.workers]
+        )
+        yield service
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """Where a gateway listens."""
+
+    url: str
+    address: str
+
+
+class Gateways:
+    """A cell of stand-in workers and gateways over it, on an event loop in a thread of its own: tests use blocking
+    clients, as users do."""
+
+    def __init__(self, folder: Path, config: SchedulerConfig | None = None, **worker: Any) -> None:
+        self.tokenizer = save_tokenizer(folder)
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+        self._cell = stand_in_cell(self.tokenizer, config, **worker)
+        self.service = self.run(self._cell.__aenter__())
+        self.backend = LocalBackend(self.service)
+
+    def close(self) -> None:
+        self.run(self._cell.__aexit__(None, None, None))
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(10)
+        self._loop.close()
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """What a coroutine gives that runs on the loop of the gateways."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(60)
+
+    @contextmanager
+    def serve(
+        self, settings: GatewaySettings | None = None, backend: Backend | None = None, tls: TlsFiles | None = None
+    ) -> Iterator[Served]:
+        """A gateway over HTTP and gRPC, on free ports."""
+        free = {"http": ListenSettings(tls=tls), "grpc": ListenSettings(tls=tls)}
+        settings = (settings or GatewaySettings()).model_copy(update=free)
+        backend = backend or self.backend
+        metrics = GatewayMetrics()
+        http = HttpServer(create_app(backend, self.tokenizer, settings, metrics), settings.http, drain_seconds=1)
+        grpc = GrpcServer(backend, self.tokenizer, settings, metrics, drain_seconds=1)
+        self.run(http.__aenter__())
+        try:
+            self.run(grpc.__aenter__())
+            try:
+                yield Served(http.url, grpc.address)
+            finally:
+                self.run(grpc.__aexit__(None, None, None))
+        finally:
+            self.run(http.__aexit__(None, None, None))
+
+    def wait_until_idle(self, seconds: float = 10) -> None:
+        """Until no sequence is left and no page in use."""
+
+        async def wait() -> None:
+            async with asyncio.timeout(seconds):
+                load = await self.backend.load()
+                while load.live_sequences or load.pages_in_use:
+                    await asyncio.sleep(0.01)
+                    load = await self.backend.load()
+
+        self.run(wait())
+        self.run(self._check_integrity())
+
+    async def _check_integrity(self) -> None:
+        self.service.core.check_integrity()
