@@ -40,12 +40,12 @@ class Span:
 class AttentionForm:
     """Shapes that attention calls keep to.
 
-    Each sequence's rows are padded to at least `least_query_rows` and cut to at most `most_query_rows`. With
+    Each sequence's rows are padded to a multiple of `query_multiple` and cut to at most `most_query_rows`. With
     `kv_lengths` (ascending; past the last, its multiples) the KV length of a call depends on nothing but the position
     of the row: the smallest of them that holds it. Without, KV is padded to whole pages of the call's longest sequence.
     """
 
-    least_query_rows: int = 1
+    query_multiple: int = 1
     most_query_rows: int | None = None
     kv_lengths: tuple[int, ...] = ()
 
@@ -123,7 +123,8 @@ class SdpaBackend:
         output_rows = [0] * packed_rows
         base = 0
         for blocks in self._partition(spans):
-            query_rows = max(self._form.least_query_rows, *(block.rows for block in blocks))
+            multiple = self._form.query_multiple
+            query_rows = -(-max(block.rows for block in blocks) // multiple) * multiple
             calls.append(self._call(blocks, query_rows))
             for index, block in enumerate(blocks):
                 first = base + index * query_rows

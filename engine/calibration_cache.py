@@ -19,7 +19,7 @@ from engine.exactness import Calibration, ExactShapes
 from engine.model_source import cache_folder
 
 # Raised when calibration itself changes, so that older results are not believed.
-_CALIBRATION_RECIPE = 1
+_CALIBRATION_RECIPE = 2
 
 
 def calibration_file(model: PreTrainedModel, page_size: int, max_packed_rows: int) -> Path:
@@ -46,7 +46,7 @@ def read_calibration(file: Path) -> Calibration | None:
         stored = json.loads(file.read_text(encoding="utf-8"))
         shapes = stored.pop("shapes")
         form = shapes["attention"]
-        attention = AttentionForm(form["least_query_rows"], form["most_query_rows"], tuple(form["kv_lengths"]))
+        attention = AttentionForm(form["query_multiple"], form["most_query_rows"], tuple(form["kv_lengths"]))
         return Calibration(ExactShapes(tuple(shapes["row_counts"]), attention), **stored)
     except (FileNotFoundError, json.JSONDecodeError, KeyError, TypeError):
         return None

@@ -17,6 +17,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from engine.attention import AttentionForm
+from engine.attention_probe import AttentionProbe
 from engine.errors import ExactModeUnavailableError
 from engine.pages import PagePool, PageTable
 from engine.runner import ModelRunner, PackedSequence
@@ -58,9 +59,8 @@ class Calibration:
         form = self.shapes.attention
         most = "any number of" if form.most_query_rows is None else f"at most {form.most_query_rows}"
         return (
-            f"{len(counts)} row counts from {counts[0]} to {counts[-1]}, attention with at least "
-            f"{form.least_query_rows} and {most} query rows over KV lengths {', '.join(map(str, form.kv_lengths))} "
-            f"and multiples; "
+            f"{len(counts)} row counts from {counts[0]} to {counts[-1]}, attention with {most} query rows in multiples "
+            f"of {form.query_multiple} over KV lengths {', '.join(map(str, form.kv_lengths))} and multiples; "
             f"{self.checked_logit_rows} logit rows bit-equal; costs "
             f"{self.decode_ms_exact:.1f} instead of {self.decode_ms_free:.1f} ms for 1 row, "
             f"{self.verify_ms_exact:.1f} instead of {self.verify_ms_free:.1f} ms for 40"
@@ -72,8 +72,12 @@ def calibrate(model: PreTrainedModel, make_runner: MakeRunner, page_size: int, m
     classes = row_count_classes(model, candidate_row_counts(max_packed_rows))
     useful = [row_counts for row_counts in classes if row_counts[-1] >= min(_LEAST_USEFUL_ROWS, max_packed_rows)]
     failures: list[str] = []
-    for row_counts in useful:
-        for form in attention_forms(page_size):
+    for form in attention_forms(page_size):
+        difference = _attention_difference(model, make_runner, page_size, form, max_packed_rows)
+        if difference is not None:
+            failures.append(f"{form}: {difference}")
+            continue
+        for row_counts in useful:
             probe = _EndToEndProbe(model, make_runner, page_size, form, row_counts)
             difference = probe.first_difference()
             if difference is None:
@@ -93,10 +97,10 @@ def candidate_row_counts(max_packed_rows: int) -> tuple[int, ...]:
 
 
 def attention_forms(page_size: int) -> Iterator[AttentionForm]:
-    """Cheapest first. Few query rows are odd like a single packed row is; how few, the end-to-end check finds."""
+    """Cheapest first. A few query rows at the end of a kernel's block are odd like a single packed row is."""
     kv_lengths = tuple(-(-length // page_size) * page_size for length in _KV_LENGTHS)
-    for least in (1, 2, 4, 8):
-        yield AttentionForm(least, None, kv_lengths)
+    for multiple in (1, 2, 4, 8):
+        yield AttentionForm(multiple, None, kv_lengths)
     yield AttentionForm(8, 8, kv_lengths)
     yield AttentionForm(8, 8, kv_lengths[-1:])
 
@@ -148,6 +152,15 @@ def _agrees(layer: nn.Linear, inputs: torch.Tensor, reference: torch.Tensor, cou
     )
 
 
+def _attention_difference(
+    model: PreTrainedModel, make_runner: MakeRunner, page_size: int, form: AttentionForm, most_rows: int
+) -> str | None:
+    longest = 2 * _KV_LENGTHS[-1]
+    runner = make_runner(PagePool(AttentionProbe.pages(longest, page_size), page_size), form, ())
+    probe = AttentionProbe(runner.backend, runner.kv, model.config.num_attention_heads, longest)
+    return probe.first_difference(most_rows)
+
+
 class _EndToEndProbe:
     """Computes the logits of a few random sequences in several ways and compares all of them bit by bit.
 
@@ -179,7 +192,8 @@ class _EndToEndProbe:
         every = list(range(len(self._sequences)))
         reference = dict(chain.from_iterable(self._together([index], 1) for index in every))
         ways = {
-            "prefill in chunks of 24": [([index], 24) for index in every],
+            "prefill in chunks of 11": [([index], 11) for index in every],
+            "prefill in chunks of 43": [([index], 43) for index in every],
             "prefill in the largest chunks": [([index], self._max_rows) for index in every],
             "verification of 5 rows in a batch": [(every, 5)],
             "verification of 8 rows in a batch": [(every, 8)],

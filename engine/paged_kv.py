@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from transformers import Cache
 
@@ -27,14 +29,21 @@ class PagedKv:
         self.page_size = page_size
         self.padding_slot = pages * page_size
         # Zeros, not garbage: masked positions are multiplied by 0, and 0 times NaN would be NaN.
-        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
-        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
+        self.keys = [_zeros(shape, dtype, device) for _ in range(layers)]
+        self.values = [_zeros(shape, dtype, device) for _ in range(layers)]
 
     def scrub(self, pages: Sequence[int], first_offset: int) -> None:
         """Zeroes the pages, the first of them from position `first_offset` on."""
         for offset, group in ((first_offset, pages[:1]), (0, pages[1:])):
             for pool in (*self.keys, *self.values):
                 pool[list(group), offset:] = 0
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """On a CPU numpy's zeros, which take memory only as they are written to; torch's would touch the whole pool."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 
 
 class PagedStep(Cache):

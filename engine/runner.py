@@ -42,7 +42,7 @@ class ModelRunner:
     ) -> None:
         self.model = model
         self.kv = kv
-        self._backend = backend
+        self.backend = backend
         self._row_counts = tuple(row_counts)
 
     def padded(self, rows: int) -> int:
@@ -91,7 +91,7 @@ class ModelRunner:
             torch.tensor(values, device=device) for values in (tokens, positions, slots, logits_rows)
         )
         aligned_from = time.perf_counter()
-        plan = self._backend.plan(spans, rows + padding)
+        plan = self.backend.plan(spans, rows + padding)
         planned = time.perf_counter()
         unequal = len({(span.start, span.rows) for span in spans}) > 1
         step = PagedStep(self.kv, slot_ids, plan)

@@ -218,7 +218,7 @@ def test_exact_mode_refuses_a_device_on_which_nothing_agrees(folders: dict[str, 
 
 
 def test_kv_length_of_a_call_depends_on_the_position_alone() -> None:
-    form = AttentionForm(2, None, (16, 32, 64))
+    form = AttentionForm(4, None, (16, 32, 64))
     assert [form.kv_length(n) for n in (1, 16, 17, 32, 33, 64, 65, 128, 129)] == [16, 16, 32, 32, 64, 64, 128, 128, 192]
 
 

@@ -1,0 +1,74 @@
+"""Does attention in a given form give a row the same bits whatever shares its call? Tried on random keys and values."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from engine.attention import AttentionBackend, Span
+from engine.paged_kv import PagedKv
+
+_SEED = 2510
+_SEQUENCES = 3
+_STARTS = 3
+_REFERENCE_SPANS = 16
+
+
+class AttentionProbe:
+    """Sequences of random K/V as long as the KV lengths in use, and each position's query by itself as the reference.
+
+    Kernels work through query rows in blocks, and the last rows of a block may run on another kernel than the others.
+    So every number of rows that a step can have is tried, at several places, and every row of it is compared.
+    """
+
+    def __init__(self, backend: AttentionBackend, kv: PagedKv, query_heads: int, longest: int) -> None:
+        """`longest` positions a sequence; `kv` has at least one layer and pages for `_SEQUENCES` of them."""
+        self._backend = backend
+        self._keys, self._values = kv.keys[0], kv.values[0]
+        pages = -(-longest // kv.page_size)
+        self._pages = [range(index * pages, (index + 1) * pages) for index in range(_SEQUENCES)]
+        self._longest = longest
+        head_dim = self._keys.shape[-1]
+        generator = torch.Generator().manual_seed(_SEED)
+        for pool in (self._keys, self._values):
+            pool.copy_(torch.randn(pool.shape, generator=generator))
+        queries = torch.randn(_SEQUENCES, longest, query_heads, head_dim, generator=generator)
+        self._queries = queries.to(self._keys)
+        self._scaling = head_dim**-0.5
+
+    @staticmethod
+    def pages(longest: int, page_size: int) -> int:
+        return _SEQUENCES * -(-longest // page_size)
+
+    @torch.inference_mode()
+    def first_difference(self, most_rows: int) -> str | None:
+        """None when every row keeps its bits in every call of up to `most_rows` rows a sequence."""
+        reference = torch.stack([torch.cat(list(self._alone(index))) for index in range(_SEQUENCES)])
+        rng = random.Random(_SEED)
+        for rows in range(1, min(most_rows, self._longest) + 1):
+            for _ in range(_STARTS):
+                starts = [rng.randint(0, self._longest - rows) for _ in range(_SEQUENCES)]
+                together = self._attend([(index, start, rows) for index, start in enumerate(starts)])
+                for index, (start, outcome) in enumerate(zip(starts, together.split(rows), strict=True)):
+                    if not torch.equal(outcome, reference[index, start : start + rows]):
+                        return f"attention of {rows} rows from position {start} on differs from row by row"
+        return None
+
+    def _alone(self, index: int) -> Iterator[torch.Tensor]:
+        for first in range(0, self._longest, _REFERENCE_SPANS):
+            last = min(first + _REFERENCE_SPANS, self._longest)
+            yield self._attend([(index, position, 1) for position in range(first, last)])
+
+    def _attend(self, parts: Sequence[tuple[int, int, int]]) -> torch.Tensor:
+        """Output `[rows, heads, head_dim]` of (sequence, start, rows) packed one after the other."""
+        spans = []
+        queries = []
+        packed = 0
+        for index, start, rows in parts:
+            spans.append(Span(packed, rows, start, self._pages[index]))
+            queries.append(self._queries[index, start : start + rows])
+            packed += rows
+        query = torch.cat(queries).transpose(0, 1).unsqueeze(0)
+        return self._backend.plan(spans, packed).attend(self._keys, self._values, query, self._scaling)[0]
