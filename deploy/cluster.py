@@ -48,6 +48,7 @@ def connected(address: str, namespace: str, own: StateFolder | None) -> Iterator
     if own is not None:
         os.environ.update(own_ray_environment(own))
     import ray
+    import ray.serve  # sets up its logger
 
     # What Ray and Serve tell the terminal is not for users of Spool; errors reach them as exceptions.
     for name in ("ray", "ray.serve"):

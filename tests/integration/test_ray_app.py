@@ -1,0 +1,174 @@
+"""The application on real Ray: a cluster of logical nodes, and `spool serve` on its own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import psutil
+import pytest
+import yaml
+
+from protos import generation_pb2, generation_pb2_grpc
+from tests.support.command_line import save_tokenizer, spool
+from tests.support.ray_cluster import RayCluster
+from tests.support.serving import ENGINE, Ask, free_ports, plain_decoding, requests, stream_all
+from tests.support.tiny_models import save_tiny_pair
+
+MODEL = "tiny"
+NODES = [{"control": 1.0}, {"small_gpu": 1.0}, {"small_gpu": 1.0}, {"large_gpu": 1.0}, {"large_gpu": 1.0}]
+
+
+@dataclass(frozen=True)
+class Served:
+    """An application with two replicas of each kind but the scheduler."""
+
+    cluster: RayCluster
+    environment: dict[str, str]
+    target: Path
+    url: str
+    grpc_port: int
+
+    def replicas(self, deployment: str) -> list[dict[str, Any]]:
+        """The live actors of a deployment."""
+        actors = self.cluster.actors()
+        return [one for one in actors if f"spool#{deployment}#" in one["name"] and one["state"] == "ALIVE"]
+
+    def workers(self, role: str) -> list[dict[str, Any]]:
+        """Workers in use, as the scheduler knows them; none while there is no scheduler."""
+        status = self.cluster.scheduler()
+        workers = status["workers"] if status is not None else []
+        return [one for one in workers if one["role"] == f"ROLE_{role}" and one["state"] == "WORKER_STATE_IN_USE"]
+
+    def stream(self, asked: list[Ask], on_start: Callable[[], None] | None = None) -> list[str]:
+        return asyncio.run(stream_all(self.url, MODEL, asked, on_start))
+
+
+def wait_until(holds: Callable[[], bool], what: str, seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, f"{what}: not within {seconds:g} s"
+        time.sleep(0.2)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folders = save_tiny_pair("llama", tmp_path_factory.mktemp("models"))
+    for folder in folders:
+        save_tokenizer(folder)
+    return folders
+
+
+@pytest.fixture(scope="module")
+def served(pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    target, draft = pair
+    http_port, grpc_port = free_ports(2)
+    folder = tmp_path_factory.mktemp("served")
+    with RayCluster(NODES) as cluster:
+        configuration = {
+            "models": {"target": str(target), "draft": str(draft), "served_name": MODEL, "dtype": "float32"},
+            "engine": ENGINE,
+            "scheduling": {"batch_size": 4, "window": 16},
+            "groups": {
+                "draft": {"replicas": 2, "resources": {"small_gpu": 1}, "threads": 1, "drain_seconds": 5},
+                "target": {"replicas": 2, "resources": {"large_gpu": 1}, "threads": 1, "drain_seconds": 5},
+            },
+            "scheduler": {"resources": {"control": 0.1}},
+            "gateway": {
+                "replicas": 2,
+                "resources": {"control": 0.1},
+                "http_port": http_port,
+                "grpc_port": grpc_port,
+                "http_on": "head_node",
+                "drain_seconds": 2,
+            },
+            "ray": {"address": cluster.address},
+        }
+        file = folder / "spool.yaml"
+        file.write_text(yaml.safe_dump(configuration))
+        environment = {**cluster.environment, "SPOOL_STATE": str(folder / "state")}
+        ended = spool("serve", "--config", file, "--detach", environment=environment)
+        assert ended.code == 0, ended.err
+        yield Served(cluster, environment, target, f"http://127.0.0.1:{http_port}", grpc_port)
+        assert spool("down", environment=environment).code == 0
+        wait_until(
+            lambda: not any("spool#" in one["name"] for one in cluster.actors() if one["state"] == "ALIVE"), "down"
+        )
+
+
+def test_drafts_and_targets_sit_on_the_nodes_made_for_them(served: Served) -> None:
+    drafts, targets = served.replicas("DraftWorker"), served.replicas("TargetWorker")
+    assert [one["resources"] for one in drafts] == [["small_gpu"]] * 2
+    assert [one["resources"] for one in targets] == [["large_gpu"]] * 2
+    assert len({one["node"] for one in drafts + targets}) == 4
+
+
+def test_gateways_and_scheduler_have_not_loaded_torch(served: Served) -> None:
+    def loaded(deployment: str) -> list[bool]:
+        processes = [one["process_id"] for one in served.replicas(deployment)]
+        return ["libtorch" in Path(f"/proc/{process}/maps").read_text() for process in processes]
+
+    assert loaded("Gateway") == [False, False]
+    assert loaded("Scheduler") == [False]
+    assert loaded("TargetWorker") == [True, True]
+
+
+def test_answers_are_plain_decoding_over_both_targets(served: Served) -> None:
+    asked = requests(12, max_tokens=60)
+    busy: set[str] = set()
+
+    def look() -> None:
+        busy.update(one["worker_id"] for one in served.workers("TARGET") if one["sequences"])
+
+    assert served.stream(asked, on_start=look) == plain_decoding(served.target, asked)
+    assert len(busy) == 2
+    status = served.cluster.scheduler()
+    assert status["throughput"]["acceptance_rate"] > 0.2
+    assert status["pool"]["pool"] == 0
+    assert [one["free_pages"] for one in served.workers("TARGET")] == [ENGINE["kv_pages"]] * 2
+
+
+def test_two_gateways_on_one_node_share_the_grpc_port(served: Served) -> None:
+    asked = requests(1, max_tokens=8)
+    channels = [
+        # Channels with the same options would share one connection.
+        grpc.insecure_channel(f"127.0.0.1:{served.grpc_port}", [("grpc.use_local_subchannel_pool", 1)])
+        for _ in range(24)
+    ]
+    request = generation_pb2.GenerateRequest(model=MODEL, text=asked[0].prompt, max_tokens=8, temperature=0)
+    texts = {generation_pb2_grpc.GenerationStub(channel).Generate(request).choices[0].text for channel in channels}
+    assert texts == set(plain_decoding(served.target, asked))
+    for gateway in served.replicas("Gateway"):
+        connections = psutil.Process(gateway["process_id"]).net_connections("tcp")
+        taken = [one for one in connections if one.status == "ESTABLISHED" and one.laddr.port == served.grpc_port]
+        assert taken, "the kernel gave one of the gateways no connection"
+    for channel in channels:
+        channel.close()
+
+
+@pytest.mark.parametrize("deployment", ["workers", "scheduler"])
+def test_killed_processes_change_no_text(served: Served, deployment: str) -> None:
+    asked = requests(10, max_tokens=250)
+    killed: list[int] = []
+
+    def kill() -> None:
+        assert served.cluster.scheduler()["pool"]["pool"] == len(asked)
+        if deployment == "scheduler":
+            killed.extend(one["process_id"] for one in served.replicas("Scheduler"))
+        else:
+            busy = [one for one in served.workers("TARGET") if one["sequences"]]
+            killed.extend(one["process_id"] for one in (busy[0], served.workers("DRAFT")[0]))
+        for process in killed:
+            os.kill(process, signal.SIGKILL)
+
+    assert served.stream(asked, on_start=kill) == plain_decoding(served.target, asked)
+    assert killed
+    wait_until(lambda: len(served.workers("TARGET")) == len(served.workers("DRAFT")) == 2, "workers are back")
+    assert served.stream(asked[:2]) == plain_decoding(served.target, asked[:2])
