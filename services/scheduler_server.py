@@ -114,6 +114,8 @@ class SchedulerServer(scheduler_pb2_grpc.SchedulerServicer):
     ) -> None:
         # A coroutine and not a generator: one that is cancelled while it writes would be closed only some time later.
         await self._check_open(context)
+        # Else the status of a session that ends in its first write could not be sent: both would carry the metadata.
+        await context.send_initial_metadata(())
         session = GatewaySession(self._service, self._options.sessions, self._advice)
         self._sessions.add(session)
         try:

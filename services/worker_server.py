@@ -155,12 +155,16 @@ class WorkerServer(worker_pb2_grpc.WorkerServicer):
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
         try:
             async with asyncio.timeout(timeout_seconds):
-                while self._executor.sequences:
-                    self._step_done.clear()
-                    await self._step_done.wait()
+                await self.wait_empty()
         except TimeoutError:
             logger.warning("drain: %d sequences are left at the deadline", self._executor.sequences)
         return self._executor.sequences
+
+    async def wait_empty(self) -> None:
+        """Waits until no sequence is left here."""
+        while self._executor.sequences:
+            self._step_done.clear()
+            await self._step_done.wait()
 
     async def _receive(
         self,

@@ -1,0 +1,218 @@
+"""Whole cells for tests: schedulers here or in processes of their own, and stand-in workers that register with them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from scheduler.config import SchedulerConfig
+from scheduler.messages import FinishReason, Role
+from services.backend import GenerationRequest
+from services.channel_security import SECURITY_VARIABLE, ChannelSecurity
+from services.gateway_session import SessionOptions
+from services.remote_stream import RemoteStream
+from services.scheduler_client import ClientOptions, SchedulerClient
+from services.scheduler_server import SchedulerServer, SchedulerServerOptions
+from services.scheduler_service import SchedulerService
+from services.step_executor import DraftStepExecutor, StepExecutor, TargetStepExecutor
+from services.worker_link import LinkOptions
+from services.worker_registration import RegistrationOptions, WorkerRegistration
+from services.worker_registry import RegistryOptions
+from services.worker_server import WorkerServer
+from tests.stand_in_worker import StandInEngine, continuation
+
+ROOT = Path(__file__).parents[2]
+OPEN = ChannelSecurity()
+LINKS = LinkOptions(connect_timeout=5, step_timeout=5, first_backoff=0.02, longest_backoff=0.2, ping_interval=0.1)
+REGISTRATION = RegistrationOptions(interval=0.1, retry_interval=0.05, call_timeout=2)
+REGISTRY = RegistryOptions(retry_seconds=0.2, forget_seconds=1, answer_seconds=1)
+CLIENT = ClientOptions(connect_timeout=2, first_backoff=0.02, longest_backoff=0.2)
+
+
+@dataclass
+class Whereabouts:
+    """Where the scheduler is, as everybody is told; to be changed by tests."""
+
+    address: str = ""
+
+    async def __call__(self) -> str:
+        if not self.address:
+            raise LookupError("nobody knows")
+        return self.address
+
+
+@dataclass
+class Worker:
+    """One worker in this process, its steps in a thread."""
+
+    worker_id: str
+    executor: StepExecutor[Any]
+    server: WorkerServer
+    registration: WorkerRegistration
+    address: str
+
+    @property
+    def pages_in_use(self) -> int:
+        description = self.executor.describe()
+        return description.total_pages - description.free_pages
+
+
+@asynccontextmanager
+async def running_worker(
+    worker_id: str, role: Role, resolve: Whereabouts, security: ChannelSecurity = OPEN, **settings: Any
+) -> AsyncIterator[Worker]:
+    engine = StandInEngine(**settings)
+    executor = TargetStepExecutor(engine) if role is Role.TARGET else DraftStepExecutor(engine)
+    server = WorkerServer(executor, security=security)
+    address = await server.start()
+    registration = WorkerRegistration(worker_id, address, server, resolve, security=security, options=REGISTRATION)
+    registration.start()
+    try:
+        yield Worker(worker_id, executor, server, registration, address)
+    finally:
+        await registration.close()
+        await server.stop(1)
+
+
+@dataclass
+class Cell:
+    service: SchedulerService
+    server: SchedulerServer
+    resolve: Whereabouts
+    workers: list[Worker]
+    security: ChannelSecurity
+
+    @property
+    def live_sequences(self) -> int:
+        return self.service.core.snapshot().pool
+
+    @property
+    def pages_in_use(self) -> int:
+        """By the scheduler's books and by the workers' own, whichever is more."""
+        booked = sum(worker.total_pages - worker.free_pages for worker in self.service.core.snapshot().workers)
+        return max(booked, sum(worker.pages_in_use for worker in self.workers))
+
+    async def wait_empty(self, seconds: float = 5.0) -> None:
+        """Waits until the workers have let go of every sequence."""
+        async with asyncio.timeout(seconds):
+            for worker in self.workers:
+                await worker.server.wait_empty()
+
+
+@asynccontextmanager
+async def running_scheduler(
+    resolve: Whereabouts,
+    config: SchedulerConfig | None = None,
+    security: ChannelSecurity = OPEN,
+    sessions: SessionOptions | None = None,
+    epoch: int | None = None,
+) -> AsyncIterator[tuple[SchedulerService, SchedulerServer]]:
+    async with SchedulerService(
+        config or SchedulerConfig(),
+        scheduler_epoch=time.time_ns() if epoch is None else epoch,
+        link_options=LINKS,
+        security=security,
+    ) as service:
+        options = SchedulerServerOptions(sessions=sessions or SessionOptions(), registry=REGISTRY)
+        server = SchedulerServer(service, security=security, options=options)
+        resolve.address = await server.start()
+        try:
+            yield service, server
+        finally:
+            await server.stop(0.2)
+
+
+@asynccontextmanager
+async def running_cell(
+    drafts: int = 1,
+    targets: int = 1,
+    config: SchedulerConfig | None = None,
+    security: ChannelSecurity = OPEN,
+    sessions: SessionOptions | None = None,
+    **settings: Any,
+) -> AsyncIterator[Cell]:
+    """A scheduler and workers that are in use."""
+    resolve = Whereabouts()
+    async with AsyncExitStack() as stack:
+        service, server = await stack.enter_async_context(running_scheduler(resolve, config, security, sessions))
+        roles = [(Role.DRAFT, index) for index in range(drafts)] + [(Role.TARGET, index) for index in range(targets)]
+        workers = [
+            await stack.enter_async_context(
+                running_worker(f"{role.value}-{index}", role, resolve, security, **settings)
+            )
+            for role, index in roles
+        ]
+        await all_in_use(workers)
+        yield Cell(service, server, resolve, workers, security)
+
+
+async def all_in_use(workers: Sequence[Worker], seconds: float = 10) -> None:
+    async with asyncio.timeout(seconds):
+        for worker in workers:
+            await worker.registration.wait_in_use()
+
+
+def client(
+    resolve: Whereabouts, security: ChannelSecurity = OPEN, options: ClientOptions = CLIENT, name: str = "gateway"
+) -> SchedulerClient:
+    return SchedulerClient(resolve, security=security, options=options, gateway_id=name)
+
+
+def prompt_of(index: int) -> tuple[int, ...]:
+    return (20 + index % 50, *range(21 + index // 50, 25 + index % 7))
+
+
+def request_of(index: int, count: int, **fields: Any) -> GenerationRequest:
+    return GenerationRequest(prompt_of(index), count, **fields)
+
+
+async def read(stream: RemoteStream) -> list[int]:
+    return [token async for delta in stream for token in delta.tokens]
+
+
+async def check(backend: SchedulerClient, index: int, count: int) -> None:
+    """One request from submission to end."""
+    stream = await backend.submit(request_of(index, count))
+    assert await read(stream) == continuation(prompt_of(index), count)
+    assert stream.finish_reason is FinishReason.LENGTH
+
+
+@dataclass
+class SchedulerProcess:
+    """A scheduler in a process of its own."""
+
+    process: asyncio.subprocess.Process
+    address: str
+
+    async def kill(self) -> None:
+        self.process.send_signal(signal.SIGKILL)
+        await self.process.wait()
+
+
+@asynccontextmanager
+async def scheduler_process(security: ChannelSecurity = OPEN) -> AsyncIterator[SchedulerProcess]:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "tests.support.scheduler_process"),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(ROOT), SECURITY_VARIABLE: security.to_json()},
+    )
+    try:
+        if process.stdout is None:
+            raise RuntimeError("the process was started without a pipe")
+        line = await asyncio.wait_for(process.stdout.readline(), 30)
+        yield SchedulerProcess(process, json.loads(line)["address"])
+    finally:
+        if process.returncode is None:
+            process.send_signal(signal.SIGCONT)
+            process.kill()
+            await process.wait()
