@@ -14,7 +14,7 @@ from services.gateway.generation_routes import generation_router
 from services.gateway.http_errors import install_error_handlers
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.middleware import Gate, RequestIds, WholeBodies
-from services.gateway.service_routes import DISTRIBUTION, service_router
+from services.gateway.service_routes import DISTRIBUTION, open_router, service_router
 from services.gateway.settings import GatewaySettings
 from services.gateway.token_strings import TokenStrings
 from services.tokenizer import ModelTokenizer
@@ -32,10 +32,12 @@ def create_app(
         version=version(DISTRIBUTION),
         summary="OpenAI's API over batch speculative decoding",
         redirect_slashes=False,
-        dependencies=[Security(HTTPBearer(auto_error=False))] if settings.api_keys else [],
     )
-    app.include_router(generation_router(engine, strings))
-    app.include_router(service_router(engine, strings))
+    # For the description alone; the gate before all routes is what checks.
+    keys = [Security(HTTPBearer(auto_error=False))] if settings.api_keys else []
+    app.include_router(generation_router(engine, strings), dependencies=keys)
+    app.include_router(service_router(engine, strings), dependencies=keys)
+    app.include_router(open_router(engine))
     install_error_handlers(app, metrics, settings.retry_after_seconds)
     # The last one added is the first that a request passes.
     app.add_middleware(WholeBodies, settings=settings, metrics=metrics)

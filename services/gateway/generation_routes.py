@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import ExitStack, aclosing
 from typing import Annotated, Any
@@ -13,13 +12,13 @@ from pydantic import BaseModel
 from starlette.responses import Response
 
 from services.gateway.completion import Completion, CompletionEngine
-from services.gateway.errors import UNEXPECTED, invalid, request_error
+from services.gateway.errors import UNEXPECTED, request_error
 from services.gateway.event_stream import EventStreamResponse, data_event
 from services.gateway.http_errors import error_body
 from services.gateway.openai_requests import ChatBody, CompletionBody
 from services.gateway.openai_responses import ChatChunk, ChatCompletion, CompletionShape, ErrorResponse
 from services.gateway.openai_shapes import ChatShaper, CompletionShaper
-from services.gateway.options import GenerationOptions, Prompt, shown
+from services.gateway.options import GenerationOptions, Prompt
 from services.gateway.token_strings import TokenStrings
 
 logger = logging.getLogger(__name__)
@@ -33,27 +32,16 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 _DONE = data_event("[DONE]")
 
 
-def timeout_seconds(
-    value: Annotated[str | None, Header(alias=TIMEOUT_HEADER, description="Time for the whole request")] = None,
-) -> float | None:
-    if value is None:
-        return None
-    try:
-        seconds = float(value)
-    except ValueError:
-        seconds = math.nan
-    if not (math.isfinite(seconds) and seconds > 0):
-        raise invalid(f"{TIMEOUT_HEADER} is {shown(value)}, must be a number of seconds above 0", TIMEOUT_HEADER)
-    return seconds
-
-
 async def request_scope() -> AsyncIterator[ExitStack]:
     """What is entered here is left when the response is sent, or will never be."""
     with ExitStack() as stack:
         yield stack
 
 
-TimeLimit = Annotated[float | None, Depends(timeout_seconds)]
+TimeLimit = Annotated[
+    float | None,
+    Header(alias=TIMEOUT_HEADER, description="Time for the whole request", gt=0, allow_inf_nan=False),
+]
 RequestScope = Annotated[ExitStack, Depends(request_scope)]
 
 
@@ -72,7 +60,7 @@ def generation_router(engine: CompletionEngine, strings: TokenStrings) -> APIRou
     @router.post(
         "/v1/chat/completions", response_model=ChatCompletion, responses={200: _streamed("chat.completion.chunk")}
     )
-    async def chat(body: ChatBody, time_limit: TimeLimit, scope: RequestScope) -> Response:
+    async def chat(body: ChatBody, scope: RequestScope, time_limit: TimeLimit = None) -> Response:
         options = body.options(time_limit)
         completion = await start(scope, body.model, [body.prompt()], options)
         shaper = ChatShaper(completion, strings, options.top_logprobs is not None)
@@ -81,7 +69,7 @@ def generation_router(engine: CompletionEngine, strings: TokenStrings) -> APIRou
         return _json(await shaper.whole(), completion)
 
     @router.post("/v1/completions", response_model=CompletionShape, responses={200: _streamed("text_completion")})
-    async def complete(body: CompletionBody, time_limit: TimeLimit, scope: RequestScope) -> Response:
+    async def complete(body: CompletionBody, scope: RequestScope, time_limit: TimeLimit = None) -> Response:
         options = body.options(time_limit)
         completion = await start(scope, body.model, body.prompt, options)
         shaper = CompletionShaper(completion, strings, options.top_logprobs is not None)

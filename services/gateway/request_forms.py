@@ -11,7 +11,7 @@ from pydantic_core import PydanticCustomError
 from services.gateway.options import Prompt, TextPrompt, TokenPrompt, shown
 
 _TEMPLATE_NAMES = {"messages", "tools", "documents", "add_generation_prompt"}
-_TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+_TOKEN_IDS = {"type": "array", "items": {"type": "integer", "minimum": 0}}
 
 
 def wrong(message: str, param: str | None = None) -> PydanticCustomError:
@@ -108,8 +108,8 @@ _PROMPT_SCHEMA = {
     "anyOf": [
         {"type": "string"},
         {"type": "array", "items": {"type": "string"}, "minItems": 1},
-        _TOKEN_IDS,
-        {"type": "array", "items": _TOKEN_IDS, "minItems": 1},
+        {**_TOKEN_IDS, "minItems": 1},
+        {"type": "array", "items": {**_TOKEN_IDS, "minItems": 1}, "minItems": 1},
     ]
 }
 _STOP_SCHEMA = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}, {"type": "null"}]}
@@ -127,7 +127,7 @@ TokenIds = Annotated[Any, BeforeValidator(_token_ids), WithJsonSchema(_TOKEN_IDS
 OptionalTokenIds = Annotated[
     Any,
     BeforeValidator(lambda value: () if value is None else _token_ids(value)),
-    WithJsonSchema({"anyOf": [{"type": "array", "items": _TOKEN_IDS["items"]}, {"type": "null"}]}),
+    WithJsonSchema({"anyOf": [_TOKEN_IDS, {"type": "null"}]}),
 ]
 Stop = Annotated[
     Any, BeforeValidator(lambda value: () if value is None else _stop(value)), WithJsonSchema(_STOP_SCHEMA)

@@ -31,6 +31,7 @@ DISTRIBUTION = "spool-serve"
 
 
 def service_router(engine: CompletionEngine, strings: TokenStrings) -> APIRouter:
+    """What a key is needed for, where there are any."""
     router = APIRouter(responses=ERRORS)
     started = int(time.time())
 
@@ -63,17 +64,6 @@ def service_router(engine: CompletionEngine, strings: TokenStrings) -> APIRouter
         _, info = await engine.model(body.model)
         return DetokenizeResponse(prompt=await engine.detokenize("tokens", body.tokens, info))
 
-    @router.get("/ping")
-    async def ping() -> Status:
-        """The gateway answers; for liveness probes."""
-        return Status(status="ok")
-
-    @router.get("/health")
-    async def health() -> Status:
-        """A target worker is up; for readiness probes. 503 otherwise."""
-        await engine.check_ready()
-        return Status(status="ok")
-
     @router.get("/version")
     async def server_version() -> Version:
         return Version(version=version(DISTRIBUTION))
@@ -91,6 +81,24 @@ def service_router(engine: CompletionEngine, strings: TokenStrings) -> APIRouter
             figures = None
         exposition = await asyncio.to_thread(engine.metrics.exposition, figures)
         return Response(exposition, headers={"content-type": CONTENT_TYPE})
+
+    return router
+
+
+def open_router(engine: CompletionEngine) -> APIRouter:
+    """What needs no key."""
+    router = APIRouter(responses=ERRORS)
+
+    @router.get("/ping")
+    async def ping() -> Status:
+        """The gateway answers; for liveness probes."""
+        return Status(status="ok")
+
+    @router.get("/health")
+    async def health() -> Status:
+        """A target worker is up; for readiness probes. 503 otherwise."""
+        await engine.check_ready()
+        return Status(status="ok")
 
     return router
 

@@ -1,0 +1,41 @@
+"""Whatever a client sends, the HTTP API answers as its own description says, and never with a fault of its own."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+from pydantic import SecretStr
+
+from services.gateway.settings import GatewaySettings
+from tests.support.gateway import Gateways
+
+# Limits depend on the model, so the description lets through what the server may refuse.
+NOT_CHECKED = "positive_data_acceptance"
+
+# Clients may give deadlines that nobody can keep.
+CONFIGURATION = """\
+[checks]
+not_a_server_error.expected-statuses = ["2xx", "3xx", "4xx", "504"]
+"""
+
+
+def test_generated_requests(tmp_path: Path) -> None:
+    (tmp_path / "schemathesis.toml").write_text(CONFIGURATION, encoding="utf-8")
+    gateways = Gateways(tmp_path / "model", unlucky=False)
+    try:
+        with gateways.serve(GatewaySettings(api_keys=(SecretStr("key"),))) as served:
+            command = [sys.executable, "-c", "from schemathesis.cli import schemathesis; schemathesis()", "run"]
+            command += [f"{served.url}/openapi.json", "--header", "Authorization: Bearer key", "--no-color"]
+            command += ["--phases", "coverage,fuzzing", "--max-examples", "40", "--seed", "1", "--max-failures", "5"]
+            command += ["--exclude-checks", NOT_CHECKED, "--generation-database", "none", "--request-timeout", "20"]
+            done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300)
+            assert done.returncode == 0, done.stdout[-10_000:] + done.stderr
+            metrics = httpx.get(f"{served.url}/metrics", headers={"authorization": "Bearer key"}).text
+            assert 'spool_request_failure_total{kind="failed"}' not in metrics
+            assert 'spool_request_success_total{finished_reason="length"}' in metrics
+        gateways.wait_until_idle()
+    finally:
+        gateways.close()
