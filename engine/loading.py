@@ -78,13 +78,12 @@ def _check_supported(model: PreTrainedModel) -> None:
 def _exact_shapes(model: PreTrainedModel, settings: EngineSettings, progress: Progress) -> ExactShapes:
     file = calibration_file(model, settings.page_size, settings.max_packed_rows)
     calibration = read_calibration(file)
-    found = "read from the cache"
     if calibration is None:
         progress("calibrating exact mode", None)
         calibration = _calibrate(model, settings)
         write_calibration(file, calibration)
-        found = "calibrated"
-    logger.info("exact mode %s: %s", found, calibration.summary())
+    progress(f"exact mode: {calibration.summary()}", None)
+    logger.info("exact mode: %s", calibration.summary())
     return calibration.shapes
 
 

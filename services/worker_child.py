@@ -38,7 +38,7 @@ class WorkerLaunch:
     name: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
     module: str = "services.worker_process"
-    log_level: str = "WARNING"
+    log_level: str = "INFO"
 
     def __post_init__(self) -> None:
         if not 0 <= self.threads <= 1024:

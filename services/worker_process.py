@@ -62,7 +62,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> WorkerArguments:
     parser.add_argument("--cpus", default="", help="CPUs to stay on, separated by commas")
     parser.add_argument("--watch-stdin", action="store_true", help="stop when standard input ends")
     parser.add_argument("--grace-seconds", type=float, default=5.0, help="time for a running step at a stop")
-    parser.add_argument("--log-level", default="WARNING")
+    parser.add_argument("--log-level", default="INFO")
     parsed = parser.parse_args(argv)
     logging.basicConfig(
         level=parsed.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"

@@ -261,3 +261,13 @@ def test_log_probabilities_are_of_the_targets_own_distribution(folders: dict[str
     assert logprobs.logprob == pytest.approx(expected[logprobs.token_id].item(), abs=1e-4)
     assert [token for token, _ in logprobs.top] == expected.topk(4).indices.tolist()
     assert [value for _, value in logprobs.top] == pytest.approx(expected.topk(4).values.tolist(), abs=1e-4)
+
+
+def test_loading_says_what_exact_mode_chose_and_costs(folders: dict[str, Path]) -> None:
+    said: list[str] = []
+    settings = EngineSettings(str(folders["llama"]), threads=1, page_size=8, kv_pages=8)
+    load_target_engine(settings, lambda stage, _: said.append(stage))
+    (summary,) = [stage for stage in said if stage.startswith("exact mode:")]
+    assert "row counts from" in summary
+    assert "logit rows bit-equal" in summary
+    assert "ms for 1 row" in summary
