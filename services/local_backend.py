@@ -16,7 +16,7 @@ from services.backend import (
     ModelInfo,
     WorkerLoad,
 )
-from services.scheduler_service import SchedulerService, ServiceClosedError
+from services.scheduler_service import SchedulerService, SchedulerStoppedError, ServiceClosedError
 from services.sequence_stream import SequenceStream, TokenDelta
 
 
@@ -101,6 +101,9 @@ class LocalStream:
     async def __anext__(self) -> TokenDelta:
         try:
             return await anext(self._stream)
+        except SchedulerStoppedError as error:
+            self._stop_timer()
+            raise BackendUnavailableError(str(error)) from error
         except Exception:
             self._stop_timer()
             raise

@@ -27,7 +27,7 @@ from services.gateway.settings import GatewaySettings, TlsFiles
 from services.local_backend import LocalStream
 from tests.integration.test_gateway_http import NoTarget, Recorder, expected_text, expected_tokens, stop_cases
 from tests.stand_in_worker import MAX_LENGTH, ROW_FAILS, VOCABULARY
-from tests.support.gateway import MODEL, Gateways, Served
+from tests.support.gateway import MODEL, Gateways, Served, stand_in_gateways
 
 PROMPT = "once upon a time"
 NEVER_ENDING = {"max_tokens": 1900, "ignore_eos": True, "draft_length": 0}
@@ -35,7 +35,7 @@ NEVER_ENDING = {"max_tokens": 1900, "ignore_eos": True, "draft_length": 0}
 
 @pytest.fixture(scope="module")
 def gateways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateways]:
-    gateways = Gateways(tmp_path_factory.mktemp("model"), step_seconds=0.001)
+    gateways = stand_in_gateways(tmp_path_factory.mktemp("model"), step_seconds=0.001)
     yield gateways
     gateways.close()
 

@@ -22,7 +22,7 @@ from services.backend import BackendUnavailableError, GenerationRequest, LoadFig
 from services.gateway.settings import GatewaySettings, SamplingDefaults
 from services.local_backend import LocalBackend, LocalStream
 from tests.stand_in_worker import MAX_LENGTH, ROW_FAILS, VOCABULARY, continuation
-from tests.support.gateway import MODEL, Gateways, Served
+from tests.support.gateway import MODEL, Gateways, Served, stand_in_gateways
 
 PROMPT = "once upon a time"
 CHAT: list[dict[str, Any]] = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
@@ -30,7 +30,7 @@ CHAT: list[dict[str, Any]] = [{"role": "system", "content": "be brief"}, {"role"
 
 @pytest.fixture(scope="module")
 def gateways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateways]:
-    gateways = Gateways(tmp_path_factory.mktemp("model"), step_seconds=0.001)
+    gateways = stand_in_gateways(tmp_path_factory.mktemp("model"), step_seconds=0.001)
     yield gateways
     gateways.close()
 
@@ -667,7 +667,7 @@ def test_nobody_to_generate(gateways: Gateways, kind: type[LocalBackend]) -> Non
 
 def test_full_queue(tmp_path_factory: pytest.TempPathFactory) -> None:
     config = SchedulerConfig(window=1, max_queued_sequences=1)
-    gateways = Gateways(tmp_path_factory.mktemp("small"), config, step_seconds=0.01)
+    gateways = stand_in_gateways(tmp_path_factory.mktemp("small"), config, step_seconds=0.01)
     try:
         settings = GatewaySettings(retry_after_seconds=3)
         with gateways.serve(settings) as served, httpx.Client(base_url=served.url) as http:

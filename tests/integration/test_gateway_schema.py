@@ -10,7 +10,7 @@ import httpx
 from pydantic import SecretStr
 
 from services.gateway.settings import GatewaySettings
-from tests.support.gateway import Gateways
+from tests.support.gateway import stand_in_gateways
 
 # Limits depend on the model, so the description lets through what the server may refuse.
 NOT_CHECKED = "positive_data_acceptance"
@@ -24,7 +24,7 @@ not_a_server_error.expected-statuses = ["2xx", "3xx", "4xx", "504"]
 
 def test_generated_requests(tmp_path: Path) -> None:
     (tmp_path / "schemathesis.toml").write_text(CONFIGURATION, encoding="utf-8")
-    gateways = Gateways(tmp_path / "model", unlucky=False)
+    gateways = stand_in_gateways(tmp_path / "model", unlucky=False)
     try:
         with gateways.serve(GatewaySettings(api_keys=(SecretStr("key"),))) as served:
             command = [sys.executable, "-c", "from schemathesis.cli import schemathesis; schemathesis()", "run"]

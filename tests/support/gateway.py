@@ -8,7 +8,7 @@ import json
 import string
 import threading
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,18 +65,10 @@ def save_tokenizer(folder: Path) -> ModelTokenizer:
 
 
 @asynccontextmanager
-async def stand_in_cell(
-    tokenizer: ModelTokenizer, config: SchedulerConfig | None = None, drafts: int = 1, **worker: Any
-) -> AsyncIterator[SchedulerService]:
-    worker = {"tokenizer_digest": tokenizer.vocabulary_digest.hex(), "model_id": MODEL, **worker}
-    environment = {"PYTHONPATH": str(ROOT)}
-    launches = [
-        WorkerLaunch(role, worker, threads=1, module="tests.stand_in_worker", environment=environment)
-        for role in [Role.DRAFT] * drafts + [Role.TARGET]
-    ]
+async def cell(launches: Sequence[WorkerLaunch], config: SchedulerConfig) -> AsyncIterator[SchedulerService]:
     async with (
         WorkerLauncher(launches) as launcher,
-        SchedulerService(config or SchedulerConfig(), scheduler_epoch=time.time_ns(), link_options=LINKS) as service,
+        SchedulerService(config, scheduler_epoch=time.time_ns(), link_options=LINKS) as service,
     ):
         await service.add_workers(
             [WorkerEndpoint(worker.worker_id, worker.role, worker.address) for worker in launcher.workers]
@@ -93,15 +85,16 @@ class Served:
 
 
 class Gateways:
-    """A cell of stand-in workers and gateways over it, on an event loop in a thread of its own: tests use blocking
-    clients, as users do."""
+    """A cell and gateways over it, on an event loop in a thread of its own: tests use blocking clients, as users do."""
 
-    def __init__(self, folder: Path, config: SchedulerConfig | None = None, **worker: Any) -> None:
-        self.tokenizer = save_tokenizer(folder)
+    def __init__(
+        self, tokenizer: ModelTokenizer, launches: Sequence[WorkerLaunch], config: SchedulerConfig | None = None
+    ) -> None:
+        self.tokenizer = tokenizer
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
-        self._cell = stand_in_cell(self.tokenizer, config, **worker)
+        self._cell = cell(launches, config or SchedulerConfig())
         self.service = self.run(self._cell.__aenter__())
         self.backend = LocalBackend(self.service)
 
@@ -151,3 +144,14 @@ class Gateways:
 
     async def _check_integrity(self) -> None:
         self.service.core.check_integrity()
+
+
+def stand_in_gateways(folder: Path, config: SchedulerConfig | None = None, **worker: Any) -> Gateways:
+    """Over a draft and a target whose output is known beforehand; `worker` are the stand-in's settings."""
+    tokenizer = save_tokenizer(folder)
+    settings = {"tokenizer_digest": tokenizer.vocabulary_digest.hex(), "model_id": MODEL, **worker}
+    launches = [
+        WorkerLaunch(role, settings, threads=1, module="tests.stand_in_worker", environment={"PYTHONPATH": str(ROOT)})
+        for role in (Role.DRAFT, Role.TARGET)
+    ]
+    return Gateways(tokenizer, launches, config)

@@ -73,7 +73,16 @@ def test_the_scheduler_core_has_neither_clock_nor_randomness_nor_io() -> None:
     assert offences("scheduler", banned) == []
 
 
-@pytest.mark.parametrize("module", ["services.scheduler_service", "deploy.cli", "engine.model_source"])
+@pytest.mark.parametrize(
+    "module",
+    [
+        "services.scheduler_service",
+        "services.gateway.app",
+        "services.gateway.grpc_server",
+        "deploy.cli",
+        "engine.model_source",
+    ],
+)
 def test_starts_without_torch(module: str) -> None:
     program = f"import sys, {module}; print([name for name in {HEAVY} if name in sys.modules])"
     outcome = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
