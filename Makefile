@@ -1,13 +1,16 @@
+# make serve   sets up everything, then serves the demo model until Ctrl-C
 # make test    sets up everything, then runs the tests
 # make lint    style and types
 # make stubs   regenerates the protobuf stubs
 #
 # PYTHON chooses the interpreter of the virtual environment, TORCH_OPTIONS further options for installing torch
-# (for instance an index of wheels for another CUDA version), TESTS what is run.
+# (for instance an index of wheels for another CUDA version), TESTS what is run,
+# SERVE further options for `spool serve`.
 
 PYTHON ?= python3
 TORCH_OPTIONS ?=
 TESTS ?= tests
+SERVE ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -15,7 +18,7 @@ STAMP := $(VENV)/installed
 TORCH := $(shell sed -n 's/^ *"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 
 .DELETE_ON_ERROR:
-.PHONY: setup test lint format stubs clean
+.PHONY: setup serve test lint format stubs clean
 
 setup: $(STAMP)
 
@@ -27,6 +30,9 @@ $(STAMP): pyproject.toml
 	@echo "== Spool and what it needs"
 	$(BIN)/python -m pip install --disable-pip-version-check -e ".[dev]"
 	touch $@
+
+serve: $(STAMP)
+	$(BIN)/spool serve $(SERVE)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(TESTS)

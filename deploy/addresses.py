@@ -27,7 +27,8 @@ def grpc_address(config: SpoolConfig) -> str | None:
 
 def curl_line(config: SpoolConfig, url: str) -> str:
     """A command to try the server with."""
-    body = json.dumps({"model": config.served_name, "messages": [{"role": "user", "content": _ASK}]})
+    question = [{"role": "user", "content": _ASK}]
+    body = json.dumps({"model": config.served_name, "messages": question, "temperature": 0})
     key = " -H 'Authorization: Bearer YOUR-KEY'" if config.auth.required else ""
     return f"curl {url}/v1/chat/completions{key} -H 'Content-Type: application/json' -d '{body}'"
 

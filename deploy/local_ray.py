@@ -16,6 +16,7 @@ from filelock import Timeout
 
 from deploy.configuration.tree import RaySettings
 from deploy.errors import RunError, UsageError
+from deploy.proxy_middleware import IMPORT_PATH
 from deploy.ray_process import DETACH, RayOptions
 from deploy.served_state import StateFolder
 
@@ -29,13 +30,15 @@ def own_ray_environment(state: StateFolder) -> dict[str, str]:
     """The environment in which Ray is started, and joined, when it is Spool's own.
 
     Calls within Ray carry a token, which lies in Spool's folder. A scheduler that hangs is killed at once when another
-    takes its place. Nothing is reported to Ray's makers.
+    takes its place. Serve's proxies keep the list of
+    applications to themselves. Nothing is reported to Ray's makers.
     """
     return {
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(state.ray_token_file()),
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
+        "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": IMPORT_PATH,
     }
 
 

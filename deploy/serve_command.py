@@ -20,6 +20,8 @@ from deploy.models import prepare_models
 from deploy.progress import error_console, reporting
 from deploy.served_state import Served, StateFolder
 
+_DOWN_STOPS = "`spool down` stops it."
+
 
 def serve_application(file: Path | None, overrides: list[str], detach: bool) -> int:
     """Exit code 0 once it was stopped, or with `detach` once it serves. Raises UsageError and RunError."""
@@ -45,11 +47,11 @@ def _on_own_ray(config: SpoolConfig, detach: bool) -> int:
             _deploy(config.on_one_machine(), console)
             served = _served(config, ray.address, ray)
             state.write(served)
-            _announce(config, served, console, detach)
             if detach:
                 ray.detach()
+                _announce(config, served, console, _DOWN_STOPS)
             else:
-                _stay(app_name, console)
+                _stay(config, served, console)
     finally:
         if ray.attached:
             ray.stop()
@@ -67,10 +69,11 @@ def _on_ray_of_others(config: SpoolConfig, address: str, detach: bool) -> int:
             _deploy(config, console)
             served = _served(config, address, None)
             state.write(served)
-            _announce(config, served, console, detach)
             stays = detach
-            if not detach:
-                _stay(app_name, console)
+            if detach:
+                _announce(config, served, console, _DOWN_STOPS)
+            else:
+                _stay(config, served, console)
         finally:
             if not stays:
                 serve.delete(app_name)
@@ -83,11 +86,12 @@ def _deploy(config: SpoolConfig, console: Console) -> None:
         deploy(config, reporter)
 
 
-def _stay(app_name: str, console: Console) -> None:
+def _stay(config: SpoolConfig, served: Served, console: Console) -> None:
     """Until Ctrl-C, or until somebody else stops the application."""
     try:
-        watch(app_name, lambda line: console.print(line, highlight=False, markup=False))
-        console.print(f"{app_name} was stopped")
+        _announce(config, served, console, "Ctrl-C stops it.")
+        watch(served.app_name, lambda line: console.print(line, highlight=False, markup=False))
+        console.print(f"{served.app_name} was stopped", highlight=False)
     except KeyboardInterrupt:
         console.print("stopping; requests under way may end")
 
@@ -103,14 +107,14 @@ def _served(config: SpoolConfig, address: str, ray: LocalRay | None) -> Served:
     )
 
 
-def _announce(config: SpoolConfig, served: Served, console: Console, detach: bool) -> None:
+def _announce(config: SpoolConfig, served: Served, console: Console, end: str) -> None:
     drafted = f", drafted by {config.models.draft_name}" if config.models.drafts else ""
     lines = [f"{config.models.target} is served{drafted}", f"  HTTP  {served.http_url}/v1"]
     if served.grpc_address is not None:
         lines.append(f"  gRPC  {served.grpc_address}")
     lines.append(f"  try   {curl_line(config, served.http_url)}")
     lines.append("  chat  spool chat")
-    lines.append("`spool down` stops it." if detach else "Ctrl-C stops it.")
+    lines.append(end)
     for line in lines:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 

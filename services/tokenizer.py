@@ -28,6 +28,7 @@ class ModelTokenizer:
     """
 
     def __init__(self, folder: Path) -> None:
+        self.folder = folder
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise TokenizerError(f"{folder} holds no tokenizer.json")

@@ -45,7 +45,9 @@ class GatewaySettings(Placement):
         600.0, "Time for a request that names none; null: limits.timeout_seconds.", gt=0
     )
     retry_after_seconds: int = described(1, "What clients are told to wait when the queue is full.", ge=1, le=86400)
-    sampling: SamplingDefaults = described(SamplingDefaults(), "What holds for requests that do not say.")
+    sampling: SamplingDefaults | None = described(
+        None, "What holds for requests that do not say. Unset: what the model's author recommends, else as OpenAI does."
+    )
     limits: Limits = described(Limits(), "The most that one request may ask for.")
 
     def problems(self) -> Iterator[FieldProblem]:

@@ -18,9 +18,13 @@ from scheduler.messages import Role
 from services.gateway.app import create_app
 from services.gateway.grpc_server import GrpcServer
 from services.gateway.metrics import GatewayMetrics
-from services.gateway.settings import GatewaySettings, ListenSettings, TlsFiles
+from services.gateway.sampling_defaults import model_sampling_defaults
+from services.gateway.settings import GatewaySettings, ListenSettings, SamplingDefaults, TlsFiles
 from services.scheduler_client import SchedulerClient
 from services.tokenizer import ModelTokenizer, load_tokenizer
+
+# From the model card of SmolLM2-135M-Instruct; its folder does not say so.
+_DEMO_SAMPLING = SamplingDefaults(temperature=0.2, top_p=0.9)
 
 
 @serve.ingress()
@@ -34,8 +38,8 @@ class Gateway:
     async def __init__(self, plan: Plan, scheduler: DeploymentHandle, *others: DeploymentHandle) -> None:  # type: ignore[misc]  # Serve awaits it
         """`others` are only tied to the application here."""
         config = plan.config
-        settings = gateway_settings(config)
-        tokenizer = await asyncio.to_thread(_tokenizer, config.models.target)
+        tokenizer, sampling = await asyncio.to_thread(_model_files, config)
+        settings = gateway_settings(config, sampling)
         metrics = GatewayMetrics()
         backend = SchedulerClient(
             resolve=SchedulerAddress(scheduler),
@@ -58,7 +62,7 @@ class Gateway:
         await self._running.aclose()
 
 
-def gateway_settings(config: SpoolConfig) -> GatewaySettings:
+def gateway_settings(config: SpoolConfig, sampling: SamplingDefaults) -> GatewaySettings:
     """Reads the keys that the configuration names. Raises SecretError."""
     gateway, tls = config.gateway, config.auth.tls
     listen: dict[str, Any] = {"host": gateway.host}
@@ -67,7 +71,7 @@ def gateway_settings(config: SpoolConfig) -> GatewaySettings:
     return GatewaySettings(
         model_names=(config.served_name,),
         api_keys=tuple(_api_keys(config)),  # type: ignore[arg-type]  # pydantic hides them
-        sampling=gateway.sampling,
+        sampling=sampling,
         limits=gateway.limits,
         default_timeout_seconds=gateway.default_timeout_seconds,
         retry_after_seconds=gateway.retry_after_seconds,
@@ -87,9 +91,11 @@ def _api_keys(config: SpoolConfig) -> list[str]:
     return keys
 
 
-def _tokenizer(model: str) -> ModelTokenizer:
-    """Only the tokenizer is needed here, and only the demo model's does not come without the weights."""
-    source = resolve_model(model, Role.TARGET)
+def _model_files(config: SpoolConfig) -> tuple[ModelTokenizer, SamplingDefaults]:
+    """The tokenizer, and how to sample where a request does not say; only the demo's come with the weights alone."""
+    source = resolve_model(config.models.target, Role.TARGET)
     if source.kind is SourceKind.DEMO:
-        return ModelTokenizer(fetch_model(source, lambda message, fraction: None))
-    return load_tokenizer(str(source.folder or model))
+        tokenizer = ModelTokenizer(fetch_model(source, lambda message, fraction: None))
+        return tokenizer, config.gateway.sampling or _DEMO_SAMPLING
+    tokenizer = load_tokenizer(str(source.folder or config.models.target))
+    return tokenizer, config.gateway.sampling or model_sampling_defaults(tokenizer.folder)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from google.protobuf.json_format import MessageToDict
-
 from deploy.deployments.plan import Plan, channel_security, internal_host
+from deploy.plain_messages import plain_message
 from services.scheduler_server import SchedulerServer
 from services.scheduler_service import SchedulerService
 from services.worker_link import LinkOptions
@@ -38,9 +37,7 @@ class Scheduler:
 
     async def status(self) -> dict[str, Any]:
         """What it knows of itself and its workers, as plain data."""
-        return MessageToDict(
-            self._server.status(), preserving_proto_field_name=True, always_print_fields_with_no_presence=True
-        )
+        return plain_message(self._server.status())
 
     async def check_health(self) -> None:
         """Serve replaces the replica where this raises: also one that another scheduler has taken over from."""

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import shlex
 import signal
+import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,12 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx
 import psutil
 import pytest
 import yaml
 
+from engine.model_source import cache_folder
 from protos import generation_pb2, generation_pb2_grpc
-from tests.support.command_line import save_tokenizer, spool
+from tests.support.command_line import SPOOL, save_tokenizer, spool
 from tests.support.ray_cluster import RayCluster
 from tests.support.serving import ENGINE, Ask, free_ports, plain_decoding, requests, stream_all
 from tests.support.tiny_models import save_tiny_pair
@@ -172,3 +178,86 @@ def test_killed_processes_change_no_text(served: Served, deployment: str) -> Non
     assert killed
     wait_until(lambda: len(served.workers("TARGET")) == len(served.workers("DRAFT")) == 2, "workers are back")
     assert served.stream(asked[:2]) == plain_decoding(served.target, asked[:2])
+
+
+@dataclass(frozen=True)
+class OwnRay:
+    """Where `spool serve` keeps its own things in a test, and what it is told."""
+
+    environment: dict[str, str]
+    options: tuple[str, ...]
+    url: str
+
+    def left(self) -> list[str]:
+        """Processes that belong to its Ray."""
+        folder = self.environment["TMPDIR"]
+        return [one.name() for one in psutil.process_iter() if folder in " ".join(_command(one))]
+
+
+def _command(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+@pytest.fixture
+def own_ray(tmp_path: Path) -> Iterator[OwnRay]:
+    http_port, grpc_port = free_ports(2)
+    with tempfile.TemporaryDirectory(prefix="spool-") as folder:
+        environment = {"SPOOL_STATE": str(tmp_path / "state"), "HOME": str(tmp_path), "TMPDIR": folder}
+        ports = ("--set", f"gateway.http_port={http_port}", "--set", f"gateway.grpc_port={grpc_port}")
+        own = OwnRay(environment, ports, f"http://127.0.0.1:{http_port}")
+        yield own
+        spool("down", environment=environment)
+        wait_until(lambda: own.left() == [], "nothing is left of Ray", 20)
+
+
+def test_serve_until_interrupted(own_ray: OwnRay, pair: tuple[Path, Path]) -> None:
+    target = pair[0]
+    asked = requests(2, max_tokens=20)
+    models = ("--set", f"models={{target: {target}, draft: ngram, dtype: float32, served_name: {MODEL}}}")
+    command = [str(SPOOL), "serve", *own_ray.options, *models, "--set", f"engine={json.dumps(ENGINE)}"]
+    environment = {**os.environ, **own_ray.environment}
+    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        told = ""
+        for line in process.stderr:
+            told += line
+            if "Ctrl-C stops it" in line:
+                break
+        assert f"HTTP  {own_ray.url}/v1" in told, told
+        assert asyncio.run(stream_all(own_ray.url, MODEL, asked)) == plain_decoding(target, asked)
+        assert httpx.get(f"{own_ray.url}/-/routes").status_code == 404
+        assert spool("serve", *own_ray.options, environment=own_ray.environment).err == (
+            "spool: spool is served already (`spool down` stops it; ray.app_name names another)\n"
+        )
+        process.send_signal(signal.SIGINT)
+        rest = process.stderr.read()
+        assert process.wait(60) == 0, rest
+    assert spool("status", environment=own_ray.environment).code == 1
+    assert not (Path(own_ray.environment["HOME"]) / ".ray").exists()
+
+
+def test_the_demo_detached(own_ray: OwnRay) -> None:
+    fetched = spool("models", "fetch", "demo")
+    if fetched.code != 0:
+        pytest.skip(f"the demo model is not to be had: {fetched.err}")
+    environment = {**own_ray.environment, "SPOOL_CACHE": str(cache_folder())}
+    ended = spool("serve", "--detach", *own_ray.options, environment=environment)
+    assert ended.code == 0, ended.err
+    assert "curl http" in ended.err
+    curl = next(line for line in ended.err.splitlines() if "curl " in line)
+    answer = subprocess.run(shlex.split(curl[curl.index("curl ") :]), capture_output=True, text=True, check=True)
+    assert "Paris" in json.loads(answer.stdout)["choices"][0]["message"]["content"]
+    shown = spool("status", "--json", environment=environment)
+    assert shown.code == 0, shown.err
+    names = ("Gateway", "Scheduler", "TargetWorker", "DraftWorker")
+    replicas = {name: one["replicas"] for name, one in shown.summary["deployments"].items()}
+    assert replicas == {name: {"RUNNING": 1} for name in names}
+    assert shown.summary["scheduler"]["throughput"]["finished"] == 1
+    chatted = spool("chat", given="What is the capital of France?\n", environment=environment)
+    assert "Paris" in chatted.out
+    assert spool("down", environment=environment).code == 0
+    assert spool("status", environment=environment).code == 1
+    assert spool("down", environment=environment).code == 0

@@ -34,14 +34,20 @@ class Ended:
 
 
 def spool(
-    *arguments: object, cwd: Path | None = None, environment: Mapping[str, str] | None = None, timeout: float = 300
+    *arguments: object,
+    cwd: Path | None = None,
+    environment: Mapping[str, str] | None = None,
+    timeout: float = 300,
+    given: str | None = None,
 ) -> Ended:
+    """`given` is its standard input."""
     outcome = subprocess.run(
         [str(SPOOL), *map(str, arguments)],
         cwd=cwd,
         env={**os.environ, "HF_HUB_OFFLINE": "1", **(environment or {})},
         capture_output=True,
         text=True,
+        input=given,
         timeout=timeout,
         check=False,
     )

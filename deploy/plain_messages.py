@@ -1,0 +1,30 @@
+"""Protobuf messages as plain data for JSON. The library's own form makes texts of long integers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from google.protobuf.message import Message
+
+
+def plain_message(message: Message) -> dict[str, Any]:
+    """Every field by its name: enums as their names, bytes in hexadecimal, absent messages as None."""
+    data: dict[str, Any] = {}
+    for field in message.DESCRIPTOR.fields:
+        value = getattr(message, field.name)
+        if field.is_repeated:
+            data[field.name] = [_plain(field, item) for item in value]
+        elif field.has_presence and not message.HasField(field.name):
+            data[field.name] = None
+        else:
+            data[field.name] = _plain(field, value)
+    return data
+
+
+def _plain(field: Any, value: Any) -> Any:
+    if field.message_type is not None:
+        return plain_message(value)
+    if field.enum_type is not None:
+        known = field.enum_type.values_by_number.get(value)
+        return known.name if known is not None else value
+    return value.hex() if isinstance(value, bytes) else value
