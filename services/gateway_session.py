@@ -152,7 +152,7 @@ class GatewaySession:
             timeout = submission.timeout_seconds if submission.HasField("timeout_seconds") else None
             if timeout is not None and not (math.isfinite(timeout) and timeout > 0):
                 raise ValueError(f"timeout_seconds is {timeout}, must be above 0")
-            targetless = self._service.targetless_seconds
+            targetless = self._service.workers.targetless_seconds
             if targetless > self._options.refuse_without_target_seconds and not submission.admitted_before:
                 sequence.end(BackendUnavailableError(f"no target worker has been up for {targetless:.0f} s"))
                 return

@@ -171,7 +171,7 @@ class SchedulerServer(scheduler_pb2_grpc.SchedulerServicer):
         while True:
             await asyncio.sleep(_SWEEP_SECONDS)
             await self._registry.sweep()
-            if self._service.targetless_seconds > limit:
+            if self._service.workers.targetless_seconds > limit:
                 for session in list(self._sessions):
                     session.fail_all(f"no target worker has been up for {limit:g} s")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import itertools
 import logging
 import time
@@ -23,7 +22,6 @@ from scheduler.messages import (
     FinishSequence,
     RefusalCause,
     RefuseSequence,
-    Role,
     RowResult,
     SendStep,
     SequenceCancelled,
@@ -36,25 +34,16 @@ from scheduler.messages import (
 )
 from scheduler.sampling import SamplingParameters
 from services.channel_security import ChannelSecurity
-from services.pairing import check_pairing
 from services.sequence_stream import AdmissionRefusedError, SequenceFailedError, SequenceStream, TokenDelta
 from services.statistics import ServiceStatistics, StatisticsSnapshot
 from services.wire import spec_from_wire
-from services.worker_link import (
-    LinkOptions,
-    SchedulerFencedError,
-    WorkerEndpoint,
-    WorkerLink,
-    WorkerUnreachableError,
-)
+from services.worker_link import LinkOptions, SchedulerFencedError, WorkerEndpoint
+from services.worker_set import WorkerSet
 
 logger = logging.getLogger(__name__)
 
 # A core that asks for a tick in the past again and again must not keep the event loop from its other work.
 _SHORTEST_TICK_SECONDS = 0.0005
-
-# Between the epoch of a scheduler and one that takes its place: room for the connections that the former still makes.
-_EPOCH_ROOM = 1_000_000_000
 
 
 class ServiceClosedError(RuntimeError):
@@ -94,95 +83,40 @@ class SchedulerService:
     ) -> None:
         self.config = config
         self._core = SchedulerCore(config)
-        self._epoch = scheduler_epoch
-        self._link_options = link_options or LinkOptions()
-        self._security = security or ChannelSecurity()
-        self._links: dict[str, WorkerLink] = {}
-        self._runs: dict[str, asyncio.Task[None]] = {}
-        self._up: dict[str, asyncio.Event] = {}
+        self.workers = WorkerSet(
+            self, self._check_open, link_options or LinkOptions(), security or ChannelSecurity(), scheduler_epoch
+        )
         self._sinks: dict[int, SequenceSink] = {}
         self._ids = itertools.count(1)
         self._ticker: asyncio.TimerHandle | None = None
         self._closed_because: str | None = None
         self._closed = asyncio.Event()
         self._fenced = False
-        self._targetless_since: float | None = time.monotonic()
         self._statistics = ServiceStatistics(time.monotonic())
 
     # Workers.
 
     async def add_workers(self, endpoints: Sequence[WorkerEndpoint]) -> None:
-        """Connects to workers and returns once each of them has taken part.
+        """As WorkerSet.add."""
+        await self.workers.add(endpoints)
 
-        Raises WorkerUnreachableError, or PairingError where one does not fit another; then none of them is added. From
-        then on a worker that is lost is looked for again until `remove_worker`.
-        """
-        self._check_open()
-        added: dict[str, WorkerLink] = {}
-        for endpoint in endpoints:
-            if endpoint.worker_id in self._links or endpoint.worker_id in added:
-                raise ValueError(f"worker_id {endpoint.worker_id} is taken")
-            added[endpoint.worker_id] = WorkerLink(endpoint, self._link_options, self._take_epoch, self, self._security)
-        try:
-            descriptions = dict(
-                zip(added, await asyncio.gather(*(link.describe() for link in added.values())), strict=True)
-            )
-            known = {**self.descriptions, **descriptions}
-            for worker_id, description in descriptions.items():
-                _check_against(worker_id, description, known)
-            self._check_open()
-        except BaseException:
-            for link in added.values():
-                await link.close()
-            raise
-        self._links |= added
-        for worker_id, link in added.items():
-            self._up[worker_id] = asyncio.Event()
-            self._runs[worker_id] = run = asyncio.create_task(link.run(descriptions[worker_id]))
-            run.add_done_callback(functools.partial(self._run_ended, worker_id))
-        try:
-            async with asyncio.timeout(self._link_options.connect_timeout):
-                for worker_id in added:
-                    await self._up[worker_id].wait()
-        except BaseException as error:
-            missing = [worker_id for worker_id in added if not added[worker_id].up]
-            for worker_id in added:
-                await self.remove_worker(worker_id)
-            if isinstance(error, TimeoutError):
-                limit = self._link_options.connect_timeout
-                raise WorkerUnreachableError(
-                    f"workers without an answer to a first step within {limit:g} s: {', '.join(missing)}"
-                ) from error
-            raise
-        self._check_open()
+    async def remove_worker(self, worker_id: str) -> None:
+        """As WorkerSet.remove."""
+        await self.workers.remove(worker_id)
 
-    async def remove_worker(self, worker_id: str, *, dismiss: bool = True) -> None:
-        """Stops using a worker: its sequences go on elsewhere, and it drops them. An unknown one is no error.
+    @property
+    def descriptions(self) -> Mapping[str, worker_pb2.WorkerDescription]:
+        """Of every worker that was up at least once, as it was when it last came up."""
+        return self.workers.descriptions
 
-        Without `dismiss` the worker is not told, for one that is known to be gone.
-        """
-        link = self._links.pop(worker_id, None)
-        if link is None:
-            return
-        was_up = link.up
-        run = self._runs.pop(worker_id)
-        self._up.pop(worker_id)
-        run.cancel()
-        await asyncio.gather(run, return_exceptions=True)
-        if was_up:
-            self._lost(link, "it was removed")
-            if dismiss:
-                await link.dismiss()
-        await link.close()
+    @property
+    def workers_up(self) -> frozenset[str]:
+        return self.workers.up
 
-    def retry_worker(self, worker_id: str) -> None:
-        """A worker that is down is said to be there: looks for it at once. An unknown one is no error."""
-        if worker_id in self._links:
-            self._links[worker_id].retry_now()
-
-    def trouble_of(self, worker_id: str) -> str:
-        """Why a worker that was added is not up."""
-        return self._links[worker_id].trouble if worker_id in self._links else ""
+    @property
+    def epoch(self) -> int:
+        """The highest with which it spoke to a worker."""
+        return self.workers.epoch
 
     def hear_of_epoch(self, highest: int, speaking: int) -> None:
         """A worker says which scheduler epochs it knows: the highest that ever spoke, and the highest that does now.
@@ -190,35 +124,11 @@ class SchedulerService:
         One that speaks now with a higher epoch than this scheduler's has taken its place. One that is silent is gone,
         whatever its clock said, and this scheduler goes above it.
         """
-        if speaking > self._epoch:
+        if speaking > self.epoch:
             self._fenced = True
-            self._shut(f"a scheduler with epoch {speaking} has taken over, this one's is {self._epoch}")
-        elif highest > self._epoch:
-            self._epoch = highest + _EPOCH_ROOM
-
-    @property
-    def epoch(self) -> int:
-        """The highest that was used."""
-        return self._epoch
-
-    @property
-    def targetless_seconds(self) -> float:
-        """For how long no target worker has been up; 0 while there is one."""
-        return 0.0 if self._targetless_since is None else time.monotonic() - self._targetless_since
-
-    @property
-    def descriptions(self) -> Mapping[str, worker_pb2.WorkerDescription]:
-        """Of every worker that was up at least once, as it was when it last came up."""
-        return {worker_id: link.description for worker_id, link in self._links.items() if link.description is not None}
-
-    @property
-    def endpoints(self) -> Mapping[str, WorkerEndpoint]:
-        """Of every worker that was added and not removed, up or not."""
-        return {worker_id: link.endpoint for worker_id, link in self._links.items()}
-
-    @property
-    def workers_up(self) -> frozenset[str]:
-        return frozenset(worker_id for worker_id, link in self._links.items() if link.up)
+            self._shut(f"a scheduler with epoch {speaking} has taken over, this one's is {self.epoch}")
+        elif highest > self.epoch:
+            self.workers.raise_epoch(highest)
 
     # Sequences.
 
@@ -306,14 +216,7 @@ class SchedulerService:
     async def close(self, reason: str = "the scheduler service is shutting down") -> None:
         """Fails every unfinished sequence with the reason, and leaves the workers."""
         self._shut(reason)
-        runs = list(self._runs.values())
-        for run in runs:
-            run.cancel()
-        await asyncio.gather(*runs, return_exceptions=True)
-        await asyncio.gather(*(link.close() for link in self._links.values()))
-        self._links.clear()
-        self._runs.clear()
-        self._up.clear()
+        await self.workers.close()
 
     async def __aenter__(self) -> Self:
         return self
@@ -323,30 +226,29 @@ class SchedulerService:
     ) -> None:
         await self.close()
 
-    # What links say (LinkListener).
+    # What workers say (WorkerSetListener).
 
-    def check_admission(self, link: WorkerLink, description: worker_pb2.WorkerDescription) -> None:
-        _check_against(link.endpoint.worker_id, description, self.descriptions)
-
-    def link_up(self, link: WorkerLink, description: worker_pb2.WorkerDescription) -> None:
-        endpoint = link.endpoint
-        logger.info("worker %s is up at %s", endpoint.worker_id, endpoint.address)
-        if endpoint.worker_id in self._up:
-            self._up[endpoint.worker_id].set()
-        if endpoint.role is Role.TARGET:
-            self._targetless_since = None
+    def worker_up(self, endpoint: WorkerEndpoint, description: worker_pb2.WorkerDescription) -> None:
         self._handle(WorkerJoined(spec_from_wire(endpoint.worker_id, description)))
 
-    def link_down(self, link: WorkerLink, reason: str) -> None:
-        self._lost(link, reason)
+    def worker_lost(self, endpoint: WorkerEndpoint, reason: str) -> None:
+        self._statistics.worker_lost(endpoint.role, endpoint.worker_id)
+        self._handle(WorkerLost(endpoint.worker_id))
 
     def step_replied(
-        self, link: WorkerLink, step: SendStep, results: tuple[RowResult, ...], timings: worker_pb2.StepTimings
+        self,
+        endpoint: WorkerEndpoint,
+        step: SendStep,
+        results: tuple[RowResult, ...],
+        timings: worker_pb2.StepTimings,
     ) -> None:
-        endpoint = link.endpoint
         self._statistics.step_replied(endpoint.role, endpoint.worker_id, step.step_id, timings, time.monotonic())
         self._statistics.rows_answered(results)
         self._handle(StepCompleted(endpoint.worker_id, step.step_id, results, timings.total))
+
+    def link_broken(self, endpoint: WorkerEndpoint, error: BaseException) -> None:
+        self._fenced = self._fenced or isinstance(error, SchedulerFencedError)
+        self._shut(f"the link to worker {endpoint.worker_id} ended: {type(error).__name__}: {error}")
 
     # The core.
 
@@ -372,8 +274,8 @@ class SchedulerService:
         now = time.monotonic()
         match command:
             case SendStep():
-                link = self._links.get(command.worker_id)
-                if link is not None and link.up:
+                link = self.workers.find(command.worker_id)
+                if link is not None:
                     self._statistics.step_sent(
                         link.endpoint.role, command.worker_id, command.step_id, command.group, now
                     )
@@ -402,21 +304,6 @@ class SchedulerService:
         if deadline is not None and self._closed_because is None:
             self._ticker = loop.call_at(max(deadline, loop.time() + _SHORTEST_TICK_SECONDS), self._handle, Tick())
 
-    def _lost(self, link: WorkerLink, reason: str) -> None:
-        endpoint = link.endpoint
-        logger.warning("worker %s left: %s", endpoint.worker_id, reason)
-        self._statistics.worker_lost(endpoint.role, endpoint.worker_id)
-        if endpoint.role is Role.TARGET and not self._target_is_up(without=endpoint.worker_id):
-            self._targetless_since = time.monotonic()
-        self._handle(WorkerLost(endpoint.worker_id))
-
-    def _run_ended(self, worker_id: str, run: asyncio.Task[None]) -> None:
-        """A link's task ends by being cancelled; anything else is the end of the service."""
-        if not run.cancelled() and (error := run.exception()) is not None:
-            self._fenced = self._fenced or isinstance(error, SchedulerFencedError)
-            logger.error("the link to worker %s ended", worker_id, exc_info=error)
-            self._shut(f"the link to worker {worker_id} ended: {type(error).__name__}: {error}")
-
     def _shut(self, reason: str) -> None:
         """Takes no more events, and fails what is unfinished. The first reason counts."""
         if self._closed_because is not None:
@@ -432,20 +319,8 @@ class SchedulerService:
             self._statistics.sequence_failed(sequence_id, now)
             sink.end(SchedulerStoppedError(reason))
         # It must not speak to workers any more that may have another scheduler now.
-        for run in self._runs.values():
-            run.cancel()
+        self.workers.stop()
         self._closed.set()
-
-    def _take_epoch(self) -> int:
-        self._epoch += 1
-        return self._epoch
-
-    def _target_is_up(self, without: str) -> bool:
-        return any(
-            link.up and link.endpoint.role is Role.TARGET
-            for worker_id, link in self._links.items()
-            if worker_id != without
-        )
 
     def _check_open(self) -> None:
         if self._closed_because is not None:
@@ -466,11 +341,3 @@ class SchedulerService:
                 if not 0 <= token < size:
                     message = f"{name} holds token id {token}, must be between 0 and {size - 1}"
                     raise AdmissionRefusedError(RefusalCause.INVALID, message)
-
-
-def _check_against(
-    worker_id: str,
-    description: worker_pb2.WorkerDescription,
-    known: Mapping[str, worker_pb2.WorkerDescription],
-) -> None:
-    check_pairing(worker_id, description, [(name, other) for name, other in known.items() if name != worker_id])

@@ -93,7 +93,7 @@ def _all(service: SchedulerService, records: Iterable[WorkerRecord]) -> Iterator
     for record in records:
         registered.add(record.endpoint.worker_id)
         yield record
-    for worker_id, endpoint in service.endpoints.items():
+    for worker_id, endpoint in service.workers.endpoints.items():
         if worker_id not in registered:
             yield _unregistered(service, endpoint)
 
@@ -103,7 +103,7 @@ def _unregistered(service: SchedulerService, endpoint: WorkerEndpoint) -> Worker
     description = service.descriptions.get(worker_id) or worker_pb2.WorkerDescription()
     if worker_id in service.workers_up:
         return WorkerRecord(endpoint, description, WorkerState.IN_USE, "")
-    return WorkerRecord(endpoint, description, WorkerState.UNREACHABLE, service.trouble_of(worker_id))
+    return WorkerRecord(endpoint, description, WorkerState.UNREACHABLE, service.workers.trouble_of(worker_id))
 
 
 def _worker(record: WorkerRecord, snapshot: WorkerSnapshot | None) -> scheduler_pb2.WorkerStatus:

@@ -136,6 +136,12 @@ class WorkerLink:
 
     async def run(self, description: worker_pb2.WorkerDescription) -> None:
         """Keeps the link up, from the description just received on, until cancelled. Raises SchedulerFencedError."""
+        try:
+            await self._keep_up(description)
+        finally:
+            self._outgoing = None
+
+    async def _keep_up(self, description: worker_pb2.WorkerDescription) -> None:
         backoff = self._options.first_backoff
         while True:
             try:

@@ -101,7 +101,7 @@ class WorkerRegistry:
             return
         entry.state, entry.reason = WorkerState.LEAVING, "it asked to be removed"
         await _stop(entry)
-        await self._service.remove_worker(worker_id)
+        await self._service.workers.remove(worker_id)
 
     def records(self) -> Iterator[WorkerRecord]:
         """Of every worker that is known, in the order in which they came."""
@@ -118,7 +118,7 @@ class WorkerRegistry:
                 logger.info("worker %s is forgotten: %s", worker_id, entry.reason or entry.state.value)
                 del self._entries[worker_id]
                 await _stop(entry)
-                await self._service.remove_worker(worker_id, dismiss=False)
+                await self._service.workers.remove(worker_id, dismiss=False)
 
     async def close(self) -> None:
         for entry in self._entries.values():
@@ -127,9 +127,9 @@ class WorkerRegistry:
     def _try_again(self, entry: _Entry, now: float) -> None:
         if now - entry.tried < self._options.retry_seconds:
             return
-        if entry.endpoint.worker_id in self._service.endpoints:
+        if entry.endpoint.worker_id in self._service.workers.endpoints:
             entry.tried = now
-            self._service.retry_worker(entry.endpoint.worker_id)
+            self._service.workers.retry(entry.endpoint.worker_id)
         else:
             self._try(entry, None)
 
@@ -140,9 +140,9 @@ class WorkerRegistry:
     async def _add(self, entry: _Entry, old: _Entry | None) -> None:
         if old is not None:
             await _stop(old)
-            await self._service.remove_worker(entry.endpoint.worker_id, dismiss=False)
+            await self._service.workers.remove(entry.endpoint.worker_id, dismiss=False)
         try:
-            await self._service.add_workers([entry.endpoint])
+            await self._service.workers.add([entry.endpoint])
         except PairingError as error:
             logger.error("%s", error)
             entry.state, entry.reason = WorkerState.REFUSED, str(error)
@@ -160,10 +160,10 @@ class WorkerRegistry:
         if entry.attempt is not None or entry.state is WorkerState.LEAVING:
             return
         worker_id = entry.endpoint.worker_id
-        if worker_id in self._service.workers_up:
+        if worker_id in self._service.workers.up:
             entry.state, entry.reason = WorkerState.IN_USE, ""
-        elif worker_id in self._service.endpoints:
-            entry.state, entry.reason = WorkerState.UNREACHABLE, self._service.trouble_of(worker_id)
+        elif worker_id in self._service.workers.endpoints:
+            entry.state, entry.reason = WorkerState.UNREACHABLE, self._service.workers.trouble_of(worker_id)
 
 
 async def _stop(entry: _Entry) -> None:

@@ -89,7 +89,7 @@ def test_worker_that_is_gone_is_forgotten_and_another_takes_its_name() -> None:
                 await check(backend, 1, 10)
                 cell.service.core.check_integrity()
             await until(lambda: not cell.server.status().workers, 5)
-            assert not cell.service.endpoints
+            assert not cell.service.workers.endpoints
 
     asyncio.run(run())
 
