@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 class ClientOptions:
     """Times in seconds. Sequences fail when no scheduler was reached for `give_up`.
 
+    While a session lasts, `resolve` is asked every `watch_interval` whether its scheduler is still the one.
     `connect_timeout` bounds finding a scheduler's address, opening a session and asking for the status. A sequence that
     was submitted in `most_fruitless_submissions` sessions, and got no token before they broke, fails: it may be what
     breaks them.
@@ -35,11 +36,12 @@ class ClientOptions:
     connect_timeout: float = 5.0
     first_backoff: float = 0.05
     longest_backoff: float = 1.0
+    watch_interval: float = 1.0
     model_age: float = 5.0
     most_fruitless_submissions: int = 8
 
     def __post_init__(self) -> None:
-        for name in ("give_up", "connect_timeout", "first_backoff", "longest_backoff", "model_age"):
+        for name in ("give_up", "connect_timeout", "first_backoff", "longest_backoff", "watch_interval", "model_age"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}, must be above 0")
         if self.most_fruitless_submissions < 1:
@@ -206,7 +208,7 @@ class SchedulerClient:
         session = ClientSession(channel, self._security.metadata, self._gateway_id)
         was_open = False
         try:
-            await session.run(self._options.connect_timeout, lambda: self._opened(session), self._take)
+            await self._run_until_moved(session, address)
         except SessionBrokenError as error:
             self._trouble = f"scheduler at {address}: {error}"
             if self._session is session:
@@ -218,6 +220,21 @@ class SchedulerClient:
                 self._lose_patience_later()
             await channel.close(None)
         return was_open
+
+    async def _run_until_moved(self, session: ClientSession, address: str) -> None:
+        """Ends with SessionBrokenError; also when another address is named, since a hung scheduler breaks nothing."""
+        running = asyncio.create_task(
+            session.run(self._options.connect_timeout, lambda: self._opened(session), self._take)
+        )
+        try:
+            while not running.done():
+                await asyncio.wait([running], timeout=self._options.watch_interval)
+                if not running.done() and await self._find() not in (address, None):
+                    raise SessionBrokenError("another scheduler has taken its place")
+            running.result()
+        finally:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
 
     def _opened(self, session: ClientSession) -> None:
         self._session = session

@@ -30,7 +30,7 @@ class RegistrationOptions:
 
     interval: float = 1.0
     retry_interval: float = 0.25
-    call_timeout: float = 5.0
+    call_timeout: float = 3.0
 
     def __post_init__(self) -> None:
         for name in ("interval", "retry_interval", "call_timeout"):
@@ -102,15 +102,19 @@ class WorkerRegistration:
             run.cancel()
             await asyncio.wait([run], timeout=timeout_seconds)
         self._not_in_use("the worker is leaving")
+        let_go = False
         try:
             async with asyncio.timeout(timeout_seconds * (1 - _DRAIN_PART)):
                 await self._deregister(timeout_seconds * (1 - _DRAIN_PART))
+            let_go = True
         except TimeoutError:
             logger.warning("worker %s: the scheduler has not let go of it in time", self._worker_id)
         except Exception as error:
             # There may be no scheduler any more; the worker leaves all the same.
             logger.warning("worker %s was not deregistered: %s", self._worker_id, _reason(error))
-        left = await self._server.drain(max(end - loop.time(), 0.0))
+        # Where nobody speaks to the worker, nobody will tell it to drop what it has.
+        wait = let_go or self._server.speaking_epoch
+        left = await self._server.drain(max(end - loop.time(), 0.0) if wait else 0.0)
         await self._forget_channel()
         return left
 

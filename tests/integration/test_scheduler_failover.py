@@ -80,6 +80,40 @@ def test_scheduler_killed_and_another_elsewhere_costs_no_token() -> None:
     asyncio.run(run())
 
 
+def test_scheduler_that_hangs_is_replaced_and_turned_away_when_it_wakes() -> None:
+    async def run() -> None:
+        resolve = Whereabouts()
+        async with (
+            scheduler_process() as first,
+            scheduler_process() as second,
+            running_worker("target-0", Role.TARGET, resolve, step_seconds=0.005) as worker,
+            client(resolve) as backend,
+        ):
+            resolve.address = first.address
+            await all_in_use([worker])
+            streams = [await backend.submit(request_of(index, 150)) for index in range(10)]
+            begun = [await read_some(stream, 5) for stream in streams]
+            first.hang()
+            resolve.address = second.address
+            async with asyncio.timeout(30):
+                for index, stream in enumerate(streams):
+                    assert begun[index] + await read(stream) == continuation(prompt_of(index), 150)
+            # The old one still believes that it has the worker and the sequences.
+            first.wake()
+            async with grpc.aio.insecure_channel(first.address) as channel, asyncio.timeout(10):
+                stub = scheduler_pb2_grpc.SchedulerStub(channel)
+                status = await stub.Status(scheduler_pb2.StatusRequest())
+                while status.state == scheduler_pb2.SCHEDULER_STATE_SERVING:
+                    await asyncio.sleep(0.05)
+                    status = await stub.Status(scheduler_pb2.StatusRequest())
+                assert status.state == scheduler_pb2.SCHEDULER_STATE_FENCED
+                assert "has taken over" in status.reason
+            await check(backend, 1, 20)
+            assert worker.registration.in_use
+
+    asyncio.run(run())
+
+
 def test_older_of_two_schedulers_is_fenced_and_its_gateways_move() -> None:
     async def run() -> None:
         everyone, old_only = Whereabouts(), Whereabouts()

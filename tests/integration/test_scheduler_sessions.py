@@ -337,6 +337,36 @@ def test_thousand_sequences_cancelled_at_random_moments_leave_nothing() -> None:
     asyncio.run(run())
 
 
+def test_sessions_cancelled_at_random_moments_leave_nothing() -> None:
+    async def run() -> None:
+        chance = random.Random(6)
+        async with (
+            running_cell(step_seconds=0.001) as cell,
+            client(cell.resolve) as backend,
+            grpc.aio.insecure_channel(cell.resolve.address) as channel,
+        ):
+            stub = scheduler_pb2_grpc.SchedulerStub(channel)
+
+            async def one(number: int) -> None:
+                call = stub.Session()
+                await call.write(opening(*(submission(10 * number + place, 1500) for place in range(3))))
+                try:
+                    async with asyncio.timeout(chance.uniform(0, 2)):
+                        async for _ in events_of(call):
+                            pass
+                except TimeoutError:
+                    call.cancel()
+
+            await asyncio.gather(*(one(number) for number in range(200)))
+            await check(backend, 1, 10)
+            await cell.wait_empty(2)
+            assert cell.live_sequences == 0
+            assert cell.pages_in_use == 0
+            assert cell.server.status().sessions == 1
+
+    asyncio.run(run())
+
+
 def test_no_target_for_long_is_told_to_new_and_old_sequences() -> None:
     async def run() -> None:
         sessions = SessionOptions(refuse_without_target_seconds=0.2, fail_without_target_seconds=0.8)

@@ -35,7 +35,7 @@ OPEN = ChannelSecurity()
 LINKS = LinkOptions(connect_timeout=5, step_timeout=5, first_backoff=0.02, longest_backoff=0.2, ping_interval=0.1)
 REGISTRATION = RegistrationOptions(interval=0.1, retry_interval=0.05, call_timeout=2)
 REGISTRY = RegistryOptions(retry_seconds=0.2, forget_seconds=1, answer_seconds=1)
-CLIENT = ClientOptions(connect_timeout=2, first_backoff=0.02, longest_backoff=0.2)
+CLIENT = ClientOptions(connect_timeout=2, first_backoff=0.02, longest_backoff=0.2, watch_interval=0.1)
 
 
 @dataclass
@@ -192,6 +192,12 @@ class SchedulerProcess:
 
     process: asyncio.subprocess.Process
     address: str
+
+    def hang(self) -> None:
+        self.process.send_signal(signal.SIGSTOP)
+
+    def wake(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
 
     async def kill(self) -> None:
         self.process.send_signal(signal.SIGKILL)
