@@ -13,7 +13,7 @@ from protos import worker_pb2
 from scheduler.messages import Role, RowResult, SendStep
 from services.channel_security import ChannelSecurity
 from services.pairing import check_pairing
-from services.worker_link import LinkOptions, WorkerEndpoint, WorkerLink, WorkerUnreachableError
+from services.worker_link import LinkOptions, SchedulerFencedError, WorkerEndpoint, WorkerLink, WorkerUnreachableError
 
 logger = logging.getLogger(__name__)
 
@@ -214,7 +214,8 @@ class WorkerSet:
     def _run_ended(self, link: WorkerLink, run: asyncio.Task[None]) -> None:
         """A link's task ends by being cancelled; anything else is the end of the scheduler."""
         if not run.cancelled() and (error := run.exception()) is not None:
-            logger.error("the link to worker %s ended", link.endpoint.worker_id, exc_info=error)
+            trace = None if isinstance(error, SchedulerFencedError) else error
+            logger.error("the link to worker %s ended: %s", link.endpoint.worker_id, error, exc_info=trace)
             self._listener.link_broken(link.endpoint, error)
 
     def _take_epoch(self) -> int:
