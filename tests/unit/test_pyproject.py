@@ -1,11 +1,12 @@
-"""Every dependency in pyproject.toml is pinned to one version."""
+"""What pyproject.toml promises: exact pins, and every package listed."""
 
 import tomllib
 from pathlib import Path
 
 from packaging.requirements import Requirement
 
-PYPROJECT = Path(__file__).parents[2] / "pyproject.toml"
+ROOT = Path(__file__).parents[2]
+PYPROJECT = ROOT / "pyproject.toml"
 
 
 def test_pins_are_exact() -> None:
@@ -21,3 +22,14 @@ def test_pins_are_exact() -> None:
         if [clause.operator for clause in requirement.specifier] != ["=="] or "*" in str(requirement.specifier)
     ]
     assert loose == []
+
+
+def test_every_package_is_listed() -> None:
+    listed = tomllib.loads(PYPROJECT.read_text(encoding="utf-8"))["tool"]["setuptools"]["packages"]
+    folders = {name.split(".")[0] for name in listed}
+    found = {
+        ".".join(init.parent.relative_to(ROOT).parts)
+        for folder in folders
+        for init in (ROOT / folder).rglob("__init__.py")
+    }
+    assert set(listed) == found
