@@ -11,7 +11,7 @@ from typing import Any, TextIO
 
 import httpx
 
-from deploy.errors import RunError
+from deploy.errors import RunError, UsageError
 from deploy.served_state import StateFolder
 
 KEY_VARIABLE = "SPOOL_API_KEY"
@@ -82,8 +82,8 @@ def chat(options: ChatOptions, source: TextIO = sys.stdin, sink: TextIO = sys.st
                 conversation.ask(question)
                 body = {"model": model, "messages": conversation.messages, "stream": True, **options.parameters()}
                 conversation.answered(_answer(client, body, sink))
-    except httpx.InvalidURL as error:
-        raise RunError(f"{url} is no address of a server: {error}") from error
+    except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
+        raise UsageError(f"--url is {url!r}, must be as in {_FALLBACK_URL}: {error}") from error
     except httpx.HTTPError as error:
         raise RunError(f"{url} does not answer: {error or type(error).__name__}") from error
     return 0

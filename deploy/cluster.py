@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from deploy.local_ray import own_ray_environment
 from deploy.served_state import StateFolder
 
 _CALL_SECONDS = 10.0
+_CONNECT_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,7 @@ def connected(address: str, namespace: str, own: StateFolder | None) -> Iterator
     """Joins Ray for the length of the block; `own` where it is Spool's. Raises RunError."""
     if own is not None:
         os.environ.update(own_ray_environment(own))
+    _check_listening(address)
     import ray
     import ray.serve  # sets up its logger
 
@@ -63,6 +66,35 @@ def connected(address: str, namespace: str, own: StateFolder | None) -> Iterator
         yield
     finally:
         ray.shutdown()
+
+
+def _check_listening(address: str) -> None:
+    """Ray itself takes minutes to find that nobody is there."""
+    host, colon, port = address.rpartition(":")
+    if not colon:
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS).close()
+    except OSError as error:
+        raise RunError(f"Ray at {address} cannot be joined: {error.strerror or error}") from error
+
+
+def serve_is_running() -> bool:
+    """Whether Ray Serve runs on the Ray joined."""
+    from ray.serve.context import _get_global_client
+
+    return _get_global_client(raise_if_no_controller_running=False) is not None
+
+
+def stop_application(app_name: str, started_serve: bool) -> None:
+    """Takes the application down, and Serve with it where that was started for it and nobody else uses it."""
+    from ray import serve
+
+    if not serve_is_running():
+        return
+    serve.delete(app_name)
+    if started_serve and not serve.status().applications:
+        serve.shutdown()
 
 
 def application_state(app_name: str) -> ApplicationState:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import shutil
@@ -14,14 +15,11 @@ from pathlib import Path
 
 from filelock import Timeout
 
-from deploy.configuration.tree import RaySettings
+from deploy.configuration.tree import LONGEST_RAY_FOLDER, RaySettings
 from deploy.errors import RunError, UsageError
 from deploy.proxy_middleware import IMPORT_PATH
 from deploy.ray_process import DETACH, RayOptions
 from deploy.served_state import StateFolder
-
-# Ray puts sockets below its folder, and the path of a socket has 107 characters at most.
-_LONGEST_FOLDER = 40
 
 _STOP_SECONDS = 120.0
 
@@ -139,10 +137,12 @@ def _wait_for_end(app_name: str, state: StateFolder, seconds: float) -> bool:
 def _folder(app_name: str, settings: RaySettings) -> Path:
     if settings.folder is not None:
         folder = settings.folder.expanduser().absolute()
-        if len(str(folder)) > _LONGEST_FOLDER:
-            raise UsageError(f"ray.folder is {folder}, must have at most {_LONGEST_FOLDER} characters (sockets)")
     else:
         folder = Path(tempfile.gettempdir()) / f"spool-{os.getuid()}" / app_name
+        if len(str(folder)) > LONGEST_RAY_FOLDER:
+            folder = folder.with_name(hashlib.sha256(app_name.encode()).hexdigest()[:8])
+        if len(str(folder)) > LONGEST_RAY_FOLDER:
+            raise UsageError(f"{folder} is too long for Ray's sockets: ray.folder names another folder")
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:

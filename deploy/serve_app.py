@@ -37,6 +37,9 @@ _START_ATTEMPTS = 2
 
 _HEALTH = {"health_check_period_s": 1.0, "health_check_timeout_s": 10.0}
 
+# The scheduler is asked for its address by every worker, every second.
+_QUIET = {"logging_config": {"enable_access_log": False}}
+
 
 def build(args: dict[str, Any]) -> Application:
     """The application that a configuration describes.
@@ -85,6 +88,7 @@ def _scheduler(plan: Plan) -> serve.Deployment:
         ray_actor_options=plan.config.scheduler.actor_options(),
         max_ongoing_requests=_SCHEDULER_CALLS,
         graceful_shutdown_timeout_s=5.0,
+        **_QUIET,
         **_HEALTH,
     )
 

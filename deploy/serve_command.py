@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from deploy.addresses import check_ports, curl_line, grpc_address, http_url
-from deploy.cluster import connected
+from deploy.cluster import connected, serve_is_running, stop_application
 from deploy.configuration.loading import load_configuration
 from deploy.configuration.tree import SpoolConfig
 from deploy.deployment import deploy, watch
@@ -45,7 +45,7 @@ def _on_own_ray(config: SpoolConfig, detach: bool) -> int:
     try:
         with connected(ray.address, config.ray.namespace, state):
             _deploy(config.on_one_machine(), console)
-            served = _served(config, ray.address, ray)
+            served = _served(config, ray.address, ray, started_serve=True)
             state.write(served)
             if detach:
                 ray.detach()
@@ -60,14 +60,13 @@ def _on_own_ray(config: SpoolConfig, detach: bool) -> int:
 
 
 def _on_ray_of_others(config: SpoolConfig, address: str, detach: bool) -> int:
-    from ray import serve
-
     state, console, app_name = StateFolder(), error_console(), config.ray.app_name
     stays = False
     with connected(address, config.ray.namespace, None):
+        started_serve = not serve_is_running()
         try:
             _deploy(config, console)
-            served = _served(config, address, None)
+            served = _served(config, address, None, started_serve)
             state.write(served)
             stays = detach
             if detach:
@@ -76,7 +75,7 @@ def _on_ray_of_others(config: SpoolConfig, address: str, detach: bool) -> int:
                 _stay(config, served, console)
         finally:
             if not stays:
-                serve.delete(app_name)
+                stop_application(app_name, started_serve)
                 state.forget(app_name)
     return 0
 
@@ -93,10 +92,10 @@ def _stay(config: SpoolConfig, served: Served, console: Console) -> None:
         watch(served.app_name, lambda line: console.print(line, highlight=False, markup=False))
         console.print(f"{served.app_name} was stopped", highlight=False)
     except KeyboardInterrupt:
-        console.print("stopping; requests under way may end")
+        console.print("stopping")
 
 
-def _served(config: SpoolConfig, address: str, ray: LocalRay | None) -> Served:
+def _served(config: SpoolConfig, address: str, ray: LocalRay | None, started_serve: bool) -> Served:
     return Served(
         app_name=config.ray.app_name,
         ray_address=address,
@@ -104,6 +103,7 @@ def _served(config: SpoolConfig, address: str, ray: LocalRay | None) -> Served:
         http_url=http_url(config),
         grpc_address=grpc_address(config),
         model=config.served_name,
+        started_serve=started_serve,
     )
 
 

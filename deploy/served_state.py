@@ -21,7 +21,9 @@ _APP_NAME = re.compile(r"[\w.-]{1,64}")
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """One application. `process_id` is that of the Ray started for it, None where it runs on another's."""
+    """One application. `process_id` is that of the Ray started for it, None where it runs on another's; there
+    `started_serve` says whether Ray Serve was started for it.
+    """
 
     app_name: str
     ray_address: str
@@ -29,6 +31,7 @@ class Served:
     http_url: str
     grpc_address: str | None
     model: str
+    started_serve: bool
 
 
 class StateFolder:

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from deploy.cluster import ApplicationState, application_state, connected, scheduler_status
+from deploy.cluster import ApplicationState, application_state, connected, scheduler_status, stop_application
 from deploy.errors import RunError
 from deploy.local_ray import stop_ray
 from deploy.progress import error_console
@@ -53,10 +53,8 @@ def down(app_name: str) -> int:
     if served.process_id is not None:
         stop_ray(app_name, served.process_id, state)
     else:
-        from ray import serve
-
         with connected(served.ray_address, _NAMESPACE, None):
-            serve.delete(app_name)
+            stop_application(app_name, served.started_serve)
     state.forget(app_name)
     console.print(f"{app_name} is stopped", highlight=False)
     return 0

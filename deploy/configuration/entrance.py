@@ -36,7 +36,9 @@ class GatewaySettings(Placement):
     autoscaling: GatewayAutoscaling | None = described(
         None, "Bounds of a number of replicas that follows the open requests; unset: it does not change."
     )
-    max_ongoing_requests: int = described(1024, "Open HTTP requests of one replica; more wait.", ge=1, le=1_000_000)
+    max_ongoing_requests: int = described(
+        8192, "Open HTTP requests of one replica; more wait, with nobody to refuse them.", ge=1, le=1_000_000
+    )
     drain_seconds: float = described(
         30.0, "Time that a replica that is to go has for ending its requests.", ge=1, le=86400
     )

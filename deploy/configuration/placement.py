@@ -60,7 +60,9 @@ class WorkerGroup(Placement):
 
     replicas: int = described(1, "Replicas of the group; with autoscaling, those at the start.", ge=1, le=4096)
     autoscaling: Autoscaling | None = described(
-        None, "Bounds of a number of replicas that follows the load; unset: it does not change."
+        None,
+        "Bounds for a policy that chooses the number of replicas. Without such a policy in the application the number "
+        "falls to min_replicas. Unset: it does not change.",
     )
     num_gpus: float | None = described(
         None,

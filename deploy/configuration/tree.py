@@ -24,6 +24,9 @@ _CPU_KV_BYTES = {Role.TARGET: 1 << 30, Role.DRAFT: 1 << 29}
 # Fields that are mappings themselves, and not sections.
 _MAPPINGS = ("resources", "node_labels", "environment")
 
+# The path of a socket has 107 characters at most, and Ray's names below its folder take the rest.
+LONGEST_RAY_FOLDER = 40
+
 _DEVICES = ("auto", "cpu", "cuda")
 
 
@@ -121,10 +124,15 @@ class RaySettings(Section):
     )
 
     def problems(self) -> Iterator[FieldProblem]:
-        if self.address is None:
-            return
-        if self.address != "auto" and not re.fullmatch(r"[\w.\[\]:-]+:\d{1,5}", self.address):
-            yield FieldProblem(("address",), f"is {self.address!r}, must be `auto` or host:port")
+        address = self.address
+        if address is not None and address != "auto" and not re.fullmatch(r"[\w.\[\]:-]+:\d{1,5}", address):
+            yield FieldProblem(("address",), f"is {address!r}, must be `auto` or host:port")
+        if not re.fullmatch(r"[\w.-]{1,64}", self.app_name):
+            limit = "must be up to 64 letters, digits, '.', '_' and '-'"
+            yield FieldProblem(("app_name",), f"is {self.app_name!r}, {limit}")
+        if self.folder is not None and len(str(self.folder.expanduser().absolute())) > LONGEST_RAY_FOLDER:
+            limit = f"must have at most {LONGEST_RAY_FOLDER} characters: Ray puts sockets below it"
+            yield FieldProblem(("folder",), f"is {self.folder}, {limit}")
 
 
 class SpoolConfig(Section):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import random
 import shlex
 import signal
 import subprocess
@@ -157,6 +158,47 @@ def test_two_gateways_on_one_node_share_the_grpc_port(served: Served) -> None:
         assert taken, "the kernel gave one of the gateways no connection"
     for channel in channels:
         channel.close()
+
+
+def test_clients_that_go_away_leave_nothing(served: Served) -> None:
+    asked = requests(120, max_tokens=300)
+    rng = random.Random(1)
+    delays = [rng.uniform(0, 1.5) for _ in asked]
+
+    async def over_http(client: httpx.AsyncClient, ask: Ask) -> None:
+        body = {"model": MODEL, "prompt": ask.prompt, "max_tokens": ask.max_tokens, "seed": ask.seed, "stream": True}
+        async with client.stream("POST", "/v1/completions", json=body) as response:
+            async for _ in response.aiter_lines():
+                pass
+
+    async def over_grpc(stub: generation_pb2_grpc.GenerationStub, ask: Ask) -> None:
+        request = generation_pb2.GenerateRequest(model=MODEL, text=ask.prompt, max_tokens=ask.max_tokens, seed=ask.seed)
+        async for _ in stub.GenerateStream(request):
+            pass
+
+    async def run() -> int:
+        async with (
+            httpx.AsyncClient(base_url=served.url, timeout=60) as client,
+            grpc.aio.insecure_channel(f"127.0.0.1:{served.grpc_port}") as channel,
+        ):
+            stub = generation_pb2_grpc.GenerationStub(channel)
+            calls = [
+                asyncio.create_task(over_grpc(stub, ask) if number % 2 else over_http(client, ask))
+                for number, ask in enumerate(asked)
+            ]
+            loop = asyncio.get_running_loop()
+            for call, delay in zip(calls, delays, strict=True):
+                loop.call_later(delay, call.cancel)
+            outcomes = await asyncio.gather(*calls, return_exceptions=True)
+            return sum(isinstance(outcome, asyncio.CancelledError) for outcome in outcomes)
+
+    assert asyncio.run(run()) > len(asked) / 2
+
+    def nothing_left() -> bool:
+        pages = [one["total_pages"] - one["free_pages"] for one in served.workers("TARGET")]
+        return served.cluster.scheduler()["pool"]["pool"] == 0 and pages == [0, 0]
+
+    wait_until(nothing_left, "no sequence and no page", 2)
 
 
 @pytest.mark.parametrize("deployment", ["workers", "scheduler"])
