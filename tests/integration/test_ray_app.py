@@ -6,10 +6,13 @@ import asyncio
 import json
 import os
 import random
+import re
 import shlex
 import signal
 import subprocess
+import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -29,6 +32,7 @@ from tests.support.ray_cluster import RayCluster
 from tests.support.serving import ENGINE, Ask, free_ports, plain_decoding, requests, stream_all
 from tests.support.tiny_models import save_tiny_pair
 
+ROOT = Path(__file__).parents[2]
 MODEL = "tiny"
 NODES = [{"control": 1.0}, {"small_gpu": 1.0}, {"small_gpu": 1.0}, {"large_gpu": 1.0}, {"large_gpu": 1.0}]
 
@@ -229,6 +233,7 @@ class OwnRay:
     environment: dict[str, str]
     options: tuple[str, ...]
     url: str
+    grpc_address: str
 
     def left(self) -> list[str]:
         """Processes that belong to its Ray."""
@@ -249,7 +254,7 @@ def own_ray(tmp_path: Path) -> Iterator[OwnRay]:
     with tempfile.TemporaryDirectory(prefix="spool-") as folder:
         environment = {"SPOOL_STATE": str(tmp_path / "state"), "HOME": str(tmp_path), "TMPDIR": folder}
         ports = ("--set", f"gateway.http_port={http_port}", "--set", f"gateway.grpc_port={grpc_port}")
-        own = OwnRay(environment, ports, f"http://127.0.0.1:{http_port}")
+        own = OwnRay(environment, ports, f"http://127.0.0.1:{http_port}", f"127.0.0.1:{grpc_port}")
         yield own
         spool("down", environment=environment)
         wait_until(lambda: own.left() == [], "nothing is left of Ray", 20)
@@ -281,6 +286,18 @@ def test_serve_until_interrupted(own_ray: OwnRay, pair: tuple[Path, Path]) -> No
     assert not (Path(own_ray.environment["HOME"]) / ".ray").exists()
 
 
+def readme_programs(own: OwnRay) -> dict[str, list[str]]:
+    """What README.md says to try, against the ports of a test."""
+    section = (ROOT / "README.md").read_text().partition("## Serve\n")[2].partition("\n## ")[0]
+    section = section.replace("http://127.0.0.1:8000", own.url).replace("127.0.0.1:8001", own.grpc_address)
+    blocks = re.findall(r"(?:^(?:    .*)?\n)+", section, re.MULTILINE)
+    texts = [textwrap.dedent(block).strip() for block in blocks]
+    programs = {text.split()[0]: ["bash", "-c", text] for text in texts if text.startswith("curl ")}
+    programs |= {text.split()[1]: [sys.executable, "-c", text] for text in texts if "import " in text}
+    assert sorted(programs) == ["curl", "grpc", "openai"]
+    return programs
+
+
 def test_the_demo_detached(own_ray: OwnRay) -> None:
     fetched = spool("models", "fetch", "demo")
     if fetched.code != 0:
@@ -298,7 +315,11 @@ def test_the_demo_detached(own_ray: OwnRay) -> None:
     replicas = {name: one["replicas"] for name, one in shown.summary["deployments"].items()}
     assert replicas == {name: {"RUNNING": 1} for name in names}
     assert shown.summary["scheduler"]["throughput"]["finished"] == 1
-    chatted = spool("chat", given="What is the capital of France?\n", environment=environment)
+    for name, program in readme_programs(own_ray).items():
+        outcome = subprocess.run(program, capture_output=True, text=True, check=False)
+        assert outcome.returncode == 0, outcome.stderr
+        assert "Paris" in outcome.stdout, f"{name}: {outcome.stdout}"
+    chatted = spool("chat", "--temperature", "0", given="What is the capital of France?\n", environment=environment)
     assert "Paris" in chatted.out
     assert spool("down", environment=environment).code == 0
     assert spool("status", environment=environment).code == 1
