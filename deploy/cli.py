@@ -81,6 +81,9 @@ def run(arguments: Sequence[str]) -> int:
         # Whoever read standard output has gone; the interpreter must not try to flush it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _FAILED
+    # Typer makes this of Ctrl-C, without a word.
+    if outcome == _INTERRUPTED:
+        return _complain("interrupted", _INTERRUPTED)
     return outcome if isinstance(outcome, int) else 0
 
 

@@ -42,8 +42,11 @@ def report(state: ApplicationState, reporter: Reporter) -> None:
     """How far each deployment is."""
     for name, deployment in state.deployments.items():
         total = max(deployment.total, 1)
-        what = "up" if deployment.running == total else deployment.message or "starting"
-        reporter.stage(name, f"{deployment.running} of {total} up, {what}" if what != "up" else what, None)
+        if deployment.running == total:
+            reporter.stage(name, "up", 1.0)
+        else:
+            what = reason_of_failure(deployment.message) if deployment.message else "starting"
+            reporter.stage(name, f"{deployment.running} of {total} up, {what}", None)
 
 
 def watch(app_name: str, tell: Callable[[str], None]) -> None:

@@ -45,8 +45,7 @@ def main() -> int:
     options = RayOptions(**json.loads(sys.argv[1]))
     events = EventPipe()
     stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+    _stop_at_signals(stop)
     threading.Thread(target=_watch_stdin, args=(stop,), name="stdin-watch", daemon=True).start()
     try:
         with FileLock(options.lock, timeout=0):
@@ -76,12 +75,19 @@ def _run(options: RayOptions, events: EventPipe, stop: threading.Event) -> None:
         log_to_driver=False,
         _temp_dir=options.folder,
     )
+    # Ray has taken them for itself.
+    _stop_at_signals(stop)
     try:
         events.send("ready", address=context.address_info["gcs_address"], process_id=os.getpid())
         stop.wait()
         serve.shutdown()
     finally:
         ray.shutdown()
+
+
+def _stop_at_signals(stop: threading.Event) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
 
 
 def _watch_stdin(stop: threading.Event) -> None:

@@ -43,7 +43,7 @@ def _on_own_ray(config: SpoolConfig, detach: bool) -> int:
         ray = start_ray(app_name, config.ray, state)
         reporter.stage("ray", "started", 1.0)
     try:
-        with connected(ray.address, config.ray.namespace, state):
+        with connected(ray.address, config.ray.namespace, state), _terminated_like_interrupted():
             _deploy(config.on_one_machine(), console)
             served = _served(config, ray.address, ray, started_serve=True)
             state.write(served)
@@ -62,7 +62,7 @@ def _on_own_ray(config: SpoolConfig, detach: bool) -> int:
 def _on_ray_of_others(config: SpoolConfig, address: str, detach: bool) -> int:
     state, console, app_name = StateFolder(), error_console(), config.ray.app_name
     stays = False
-    with connected(address, config.ray.namespace, None):
+    with connected(address, config.ray.namespace, None), _terminated_like_interrupted():
         started_serve = not serve_is_running()
         try:
             _deploy(config, console)
@@ -121,7 +121,7 @@ def _announce(config: SpoolConfig, served: Served, console: Console, end: str) -
 
 @contextmanager
 def _terminated_like_interrupted() -> Iterator[None]:
-    """SIGTERM and a closed terminal do what Ctrl-C does."""
+    """SIGTERM and a closed terminal do what Ctrl-C does. Once Ray is joined again: it takes the signals for itself."""
 
     def interrupt(number: int, frame: object) -> None:
         raise KeyboardInterrupt
