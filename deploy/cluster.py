@@ -119,7 +119,7 @@ def scheduler_status(app_name: str) -> dict[str, Any] | None:
     """What the scheduler says of itself and its workers; None while there is none to ask."""
     from ray import serve
 
-    from deploy.deployments.plan import SCHEDULER
+    from deploy.deployments.names import SCHEDULER
 
     try:
         handle = serve.get_deployment_handle(SCHEDULER, app_name=app_name)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,16 @@ from ray.serve import Application
 
 from deploy.configuration.entrance import GatewaySettings
 from deploy.configuration.loading import configuration_from, load_configuration
-from deploy.configuration.placement import Autoscaling, GatewayAutoscaling, WorkerGroup
+from deploy.configuration.placement import WorkerGroup
 from deploy.configuration.tree import SpoolConfig
 from deploy.deployments.gateway import Gateway
 from deploy.deployments.gpus import gpus_per_replica
-from deploy.deployments.plan import GATEWAY, SCHEDULER, WORKERS, Plan
+from deploy.deployments.names import GATEWAY, SCHEDULER, WORKERS
+from deploy.deployments.plan import Plan
 from deploy.deployments.scheduler import Scheduler
 from deploy.deployments.worker import WorkerReplica
 from deploy.errors import UsageError
+from deploy.serve_options import replica_options
 from scheduler.messages import Role
 from services.channel_security import random_token
 
@@ -101,7 +102,7 @@ def _worker(plan: Plan, role: Role) -> serve.Deployment:
         graceful_shutdown_timeout_s=group.drain_seconds,
         max_constructor_retry_count=_START_ATTEMPTS,
         graceful_shutdown_wait_loop_s=0.1,
-        **_replicas(group.replicas, group.autoscaling),
+        **replica_options(group),
         **_HEALTH,
     )
 
@@ -124,21 +125,6 @@ def _gateway(plan: Plan) -> serve.Deployment:
         max_ongoing_requests=gateway.max_ongoing_requests,
         graceful_shutdown_timeout_s=gateway.drain_seconds,
         graceful_shutdown_wait_loop_s=0.1,
-        **_replicas(gateway.replicas, gateway.autoscaling),
+        **replica_options(gateway),
         **_HEALTH,
     )
-
-
-def _replicas(replicas: int, autoscaling: Autoscaling | None) -> Mapping[str, Any]:
-    if autoscaling is None:
-        return {"num_replicas": replicas}
-    settings: dict[str, Any] = {
-        "min_replicas": autoscaling.min_replicas,
-        "initial_replicas": replicas,
-        "max_replicas": autoscaling.max_replicas,
-        "upscale_delay_s": autoscaling.upscale_delay_seconds,
-        "downscale_delay_s": autoscaling.downscale_delay_seconds,
-    }
-    if isinstance(autoscaling, GatewayAutoscaling):
-        settings["target_ongoing_requests"] = autoscaling.target_ongoing_requests
-    return {"autoscaling_config": settings}

@@ -6,8 +6,10 @@ from typing import Any
 
 import yaml
 
-from deploy.configuration.entrance import ProxyLocation
+from deploy.configuration.entrance import GatewaySettings, ProxyLocation
+from deploy.configuration.placement import GatewayAutoscaling, WorkerGroup
 from deploy.configuration.tree import SpoolConfig
+from deploy.deployments.names import GATEWAY, WORKERS
 
 _LOCATIONS = {ProxyLocation.EVERY_NODE: "EveryNode", ProxyLocation.HEAD_NODE: "HeadOnly"}
 
@@ -28,13 +30,37 @@ def http_options(config: SpoolConfig) -> dict[str, Any]:
     return options
 
 
+def replica_options(settings: WorkerGroup | GatewaySettings) -> dict[str, Any]:
+    """How many replicas a deployment has."""
+    autoscaling = settings.autoscaling
+    if autoscaling is None:
+        return {"num_replicas": settings.replicas}
+    options: dict[str, Any] = {
+        "min_replicas": autoscaling.min_replicas,
+        "initial_replicas": settings.replicas,
+        "max_replicas": autoscaling.max_replicas,
+        "upscale_delay_s": autoscaling.upscale_delay_seconds,
+        "downscale_delay_s": autoscaling.downscale_delay_seconds,
+    }
+    if isinstance(autoscaling, GatewayAutoscaling):
+        options["target_ongoing_requests"] = autoscaling.target_ongoing_requests
+    return {"autoscaling_config": options}
+
+
 def serve_file(config: SpoolConfig) -> str:
-    """The file for `serve deploy`, or a RayService's serveConfigV2, secrets and all."""
+    """The file for `serve deploy`, or a RayService's serveConfigV2, secrets and all.
+
+    Numbers of replicas stand beside the arguments and not among them: Serve changes the former in place, and replaces
+    every replica when one of the latter changes.
+    """
+    settings: dict[str, WorkerGroup | GatewaySettings] = {GATEWAY: config.gateway}
+    settings |= {WORKERS[role]: config.group(role) for role in config.roles}
     application = {
         "name": config.ray.app_name,
         "route_prefix": "/",
         "import_path": IMPORT_PATH,
-        "args": {"settings": config.plain()},
+        "args": {"settings": config.without_replicas().plain()},
+        "deployments": [{"name": name, **replica_options(one)} for name, one in settings.items()],
     }
     content = {
         "proxy_location": proxy_location(config),

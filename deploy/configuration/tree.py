@@ -237,6 +237,13 @@ class SpoolConfig(Section):
             return self
         return self.model_copy(update={"internal": self.internal.model_copy(update={"host": "127.0.0.1"})})
 
+    def without_replicas(self) -> SpoolConfig:
+        """One replica of each kind, and what else is set about them as it is."""
+        one = {"replicas": 1, "autoscaling": None}
+        draft, target = self.groups.draft.model_copy(update=one), self.groups.target.model_copy(update=one)
+        groups = self.groups.model_copy(update={"draft": draft, "target": target})
+        return self.model_copy(update={"groups": groups, "gateway": self.gateway.model_copy(update=one)})
+
     def plain(self) -> dict[str, Any]:
         """Plain data from which another process makes the same configuration, secrets and all."""
         return _changes(self.dump(reveal=True), SpoolConfig().dump())

@@ -14,10 +14,6 @@ from deploy.configuration.tree import SpoolConfig
 from scheduler.messages import Role
 from services.channel_security import ChannelSecurity
 
-GATEWAY = "Gateway"
-SCHEDULER = "Scheduler"
-WORKERS: Mapping[Role, str] = {Role.TARGET: "TargetWorker", Role.DRAFT: "DraftWorker"}
-
 
 class SecretError(ValueError):
     """A secret that the configuration names is not there; the message says which."""

@@ -73,12 +73,18 @@ def test_secrets_come_from_where_the_file_says(tmp_path: Path, monkeypatch: pyte
 
 def test_the_file_for_serve_makes_the_same_configuration() -> None:
     overrides = ["auth.api_keys=[k]", "scheduling.batch_size=3", "gateway={http_port: 81, http_on: head_node}"]
+    scaled = [*overrides, "groups.target.replicas=3", "gateway.autoscaling.max_replicas=5"]
     config = load_configuration(None, overrides)
     content = yaml.safe_load(serve_file(config))
     assert content["http_options"] == {"host": "127.0.0.1", "port": 81}
     assert content["proxy_location"] == "HeadOnly"
     [application] = content["applications"]
     assert configuration_from(application["args"]["settings"]) == config
+    [changed] = yaml.safe_load(serve_file(load_configuration(None, scaled)))["applications"]
+    assert changed["args"] == application["args"]
+    replicas = {one["name"]: one for one in changed["deployments"]}
+    assert replicas["TargetWorker"]["num_replicas"] == 3
+    assert replicas["Gateway"]["autoscaling_config"]["max_replicas"] == 5
 
 
 def test_addresses(tmp_path: Path) -> None:

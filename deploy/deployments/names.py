@@ -1,0 +1,11 @@
+"""Names of the deployments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from scheduler.messages import Role
+
+GATEWAY = "Gateway"
+SCHEDULER = "Scheduler"
+WORKERS: Mapping[Role, str] = {Role.TARGET: "TargetWorker", Role.DRAFT: "DraftWorker"}
