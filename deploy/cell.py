@@ -21,6 +21,7 @@ from services.worker_link import LinkOptions, WorkerEndpoint, WorkerUnreachableE
 
 # A first step on a busy machine takes long; a worker that died is noticed by its stream, not by this.
 _STEP_SECONDS = 600.0
+_CONNECT_SECONDS = 60.0
 
 # Positions whose KV is small beside any model's weights.
 _SMALL_KV_POSITIONS = 65536
@@ -42,7 +43,7 @@ class Cell:
             for worker in self._workers.values()
             if drafting or worker.role is Role.TARGET
         ]
-        links = LinkOptions(step_timeout=_STEP_SECONDS)
+        links = LinkOptions(connect_timeout=_CONNECT_SECONDS, step_timeout=_STEP_SECONDS)
         async with SchedulerService(
             config, scheduler_epoch=time.time_ns(), link_options=links, security=self._security
         ) as service:
