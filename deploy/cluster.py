@@ -14,6 +14,8 @@ from deploy.errors import RunError
 from deploy.local_ray import own_ray_environment
 from deploy.served_state import StateFolder
 
+NOT_STARTED = "NOT_STARTED"
+
 _CALL_SECONDS = 10.0
 _CONNECT_SECONDS = 5.0
 
@@ -39,9 +41,14 @@ class DeploymentState:
 class ApplicationState:
     """The application as Serve sees it; `status` is NOT_STARTED where Serve does not know it."""
 
-    status: str = "NOT_STARTED"
+    status: str = NOT_STARTED
     message: str = ""
     deployments: Mapping[str, DeploymentState] = field(default_factory=dict)
+
+    @property
+    def known(self) -> bool:
+        """Whether Serve knows the application."""
+        return self.status != NOT_STARTED
 
 
 @contextmanager
@@ -139,4 +146,4 @@ def reason_of_failure(message: str) -> str:
     """The one line of Serve's message, with its tracebacks, that says why a replica does not start."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     errors = [line for line in lines if line.partition(":")[0].endswith(("Error", "Exception")) and ": " in line]
-    return errors[-1] if errors else lines[-1] if lines else "no reason is known"
+    return errors[-1] if errors else lines[0] if lines else "no reason is known"

@@ -49,23 +49,22 @@ def report(state: ApplicationState, reporter: Reporter) -> None:
             reporter.stage(name, f"{deployment.running} of {total} up, {what}", None)
 
 
-def watch(app_name: str, tell: Callable[[str], None]) -> None:
-    """Tells whenever the number of replicas that are up changes. Returns when the application is gone."""
-    pause = threading.Event()
+def watch(app_name: str, tell: Callable[[str], None], stop: threading.Event) -> None:
+    """Tells whenever the number of replicas that are up changes, until told to stop or the application is gone."""
     known: dict[str, tuple[int, int]] = {}
-    while True:
+    while not stop.is_set():
         try:
             state = application_state(app_name)
         except Exception as error:  # Ray's errors have no common ancestor
             raise RunError(f"Ray does not answer any more: {first_line(error)}") from error
-        if state.status in ("NOT_STARTED", "DELETING"):
+        if not state.known or state.status == "DELETING":
             return
         for name, deployment in state.deployments.items():
             now = (deployment.running, deployment.total)
             if known.get(name, now) != now:
                 tell(f"{name}: {now[0]} of {now[1]} replicas up")
             known[name] = now
-        pause.wait(_WATCH_SECONDS)
+        stop.wait(_WATCH_SECONDS)
 
 
 def _check_serve(config: SpoolConfig) -> None:

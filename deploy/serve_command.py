@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
 
 from deploy.addresses import check_ports, curl_line, grpc_address, http_url
-from deploy.cluster import connected, serve_is_running, stop_application
+from deploy.cluster import application_state, connected, serve_is_running, stop_application
 from deploy.configuration.loading import load_configuration
 from deploy.configuration.tree import SpoolConfig
 from deploy.deployment import deploy, watch
@@ -22,11 +23,14 @@ from deploy.served_state import Served, StateFolder
 
 _DOWN_STOPS = "`spool down` stops it."
 
+# A closed terminal, and what service managers send.
+_LIKE_INTERRUPT = (signal.SIGTERM, signal.SIGHUP)
+
 
 def serve_application(file: Path | None, overrides: list[str], detach: bool) -> int:
     """Exit code 0 once it was stopped, or with `detach` once it serves. Raises UsageError and RunError."""
     config = load_configuration(file, overrides)
-    with _terminated_like_interrupted():
+    with _handling(_LIKE_INTERRUPT, _interrupt):
         if config.ray.address is None:
             return _on_own_ray(config, detach)
         return _on_ray_of_others(config, config.ray.address, detach)
@@ -35,7 +39,7 @@ def serve_application(file: Path | None, overrides: list[str], detach: bool) -> 
 def _on_own_ray(config: SpoolConfig, detach: bool) -> int:
     state, console, app_name = StateFolder(), error_console(), config.ray.app_name
     if state.ray_is_alive(app_name):
-        raise UsageError(f"{app_name} is served already (`spool down` stops it; ray.app_name names another)")
+        raise UsageError(_served_already(app_name))
     check_ports(config)
     with reporting(console) as reporter:
         prepare_models(config.models, config.models.drafts, reporter)
@@ -43,7 +47,7 @@ def _on_own_ray(config: SpoolConfig, detach: bool) -> int:
         ray = start_ray(app_name, config.ray, state)
         reporter.stage("ray", "started", 1.0)
     try:
-        with connected(ray.address, config.ray.namespace, state), _terminated_like_interrupted():
+        with connected(ray.address, config.ray.namespace, state), _handling(_LIKE_INTERRUPT, _interrupt):
             _deploy(config.on_one_machine(), console)
             served = _served(config, ray.address, ray, started_serve=True)
             state.write(served)
@@ -62,8 +66,10 @@ def _on_own_ray(config: SpoolConfig, detach: bool) -> int:
 def _on_ray_of_others(config: SpoolConfig, address: str, detach: bool) -> int:
     state, console, app_name = StateFolder(), error_console(), config.ray.app_name
     stays = False
-    with connected(address, config.ray.namespace, None), _terminated_like_interrupted():
+    with connected(address, config.ray.namespace, None), _handling(_LIKE_INTERRUPT, _interrupt):
         started_serve = not serve_is_running()
+        if not started_serve and application_state(app_name).known:
+            raise UsageError(_served_already(app_name))
         try:
             _deploy(config, console)
             served = _served(config, address, None, started_serve)
@@ -80,6 +86,10 @@ def _on_ray_of_others(config: SpoolConfig, address: str, detach: bool) -> int:
     return 0
 
 
+def _served_already(app_name: str) -> str:
+    return f"{app_name} is served already (`spool down` stops it; ray.app_name names another)"
+
+
 def _deploy(config: SpoolConfig, console: Console) -> None:
     with reporting(console) as reporter:
         deploy(config, reporter)
@@ -87,12 +97,12 @@ def _deploy(config: SpoolConfig, console: Console) -> None:
 
 def _stay(config: SpoolConfig, served: Served, console: Console) -> None:
     """Until Ctrl-C, or until somebody else stops the application."""
-    try:
+    stop = threading.Event()
+    # An exception in the midst of Ray's own code would be its to handle.
+    with _handling((signal.SIGINT, *_LIKE_INTERRUPT), stop.set):
         _announce(config, served, console, "Ctrl-C stops it.")
-        watch(served.app_name, lambda line: console.print(line, highlight=False, markup=False))
-        console.print(f"{served.app_name} was stopped", highlight=False)
-    except KeyboardInterrupt:
-        console.print("stopping")
+        watch(served.app_name, lambda line: console.print(line, highlight=False, markup=False), stop)
+    console.print("stopping" if stop.is_set() else f"{served.app_name} was stopped", highlight=False)
 
 
 def _served(config: SpoolConfig, address: str, ray: LocalRay | None, started_serve: bool) -> Served:
@@ -119,15 +129,14 @@ def _announce(config: SpoolConfig, served: Served, console: Console, end: str) -
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
+def _interrupt() -> None:
+    raise KeyboardInterrupt
+
+
 @contextmanager
-def _terminated_like_interrupted() -> Iterator[None]:
-    """SIGTERM and a closed terminal do what Ctrl-C does. Once Ray is joined again: it takes the signals for itself."""
-
-    def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    numbers = (signal.SIGTERM, signal.SIGHUP)
-    before = [signal.signal(number, interrupt) for number in numbers]
+def _handling(numbers: Sequence[signal.Signals], handle: Callable[[], None]) -> Iterator[None]:
+    """Calls `handle` at these signals. Once Ray is joined it has taken them for itself, until this is used again."""
+    before = [signal.signal(number, lambda *_: handle()) for number in numbers]
     try:
         yield
     finally:

@@ -25,15 +25,16 @@ import psutil
 import pytest
 import yaml
 
-from engine.model_source import cache_folder
+from engine.model_source import CACHE_VARIABLE, cache_folder
 from protos import generation_pb2, generation_pb2_grpc
 from tests.support.command_line import SPOOL, save_tokenizer, spool
 from tests.support.ray_cluster import RayCluster
-from tests.support.serving import ENGINE, Ask, free_ports, plain_decoding, requests, stream_all
+from tests.support.serving import ENGINE, Ask, PlainDecoder, free_ports, requests, stream_all
 from tests.support.tiny_models import save_tiny_pair
 
 ROOT = Path(__file__).parents[2]
 MODEL = "tiny"
+DEMO_CACHE = cache_folder()
 NODES = [{"control": 1.0}, {"small_gpu": 1.0}, {"small_gpu": 1.0}, {"large_gpu": 1.0}, {"large_gpu": 1.0}]
 
 
@@ -43,7 +44,7 @@ class Served:
 
     cluster: RayCluster
     environment: dict[str, str]
-    target: Path
+    plain: PlainDecoder
     url: str
     grpc_port: int
 
@@ -70,15 +71,23 @@ def wait_until(holds: Callable[[], bool], what: str, seconds: float = 60) -> Non
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Path]]:
+    """Target and draft; what is calibrated for them is kept for all that is started here."""
     folders = save_tiny_pair("llama", tmp_path_factory.mktemp("models"))
     for folder in folders:
         save_tokenizer(folder)
-    return folders
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(CACHE_VARIABLE, str(tmp_path_factory.mktemp("cache")))
+        yield folders
 
 
 @pytest.fixture(scope="module")
-def served(pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+def plain(pair: tuple[Path, Path]) -> PlainDecoder:
+    return PlainDecoder(pair[0])
+
+
+@pytest.fixture(scope="module")
+def served(pair: tuple[Path, Path], plain: PlainDecoder, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     target, draft = pair
     http_port, grpc_port = free_ports(2)
     folder = tmp_path_factory.mktemp("served")
@@ -107,7 +116,9 @@ def served(pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) ->
         environment = {**cluster.environment, "SPOOL_STATE": str(folder / "state")}
         ended = spool("serve", "--config", file, "--detach", environment=environment)
         assert ended.code == 0, ended.err
-        yield Served(cluster, environment, target, f"http://127.0.0.1:{http_port}", grpc_port)
+        again = spool("serve", "--config", file, environment=environment)
+        assert (again.code, "is served already" in again.err) == (2, True)
+        yield Served(cluster, environment, plain, f"http://127.0.0.1:{http_port}", grpc_port)
         assert spool("down", environment=environment).code == 0
         wait_until(
             lambda: not any("spool#" in one["name"] for one in cluster.actors() if one["state"] == "ALIVE"), "down"
@@ -138,7 +149,7 @@ def test_answers_are_plain_decoding_over_both_targets(served: Served) -> None:
     def look() -> None:
         busy.update(one["worker_id"] for one in served.workers("TARGET") if one["sequences"])
 
-    assert served.stream(asked, on_start=look) == plain_decoding(served.target, asked)
+    assert served.stream(asked, on_start=look) == served.plain(asked)
     assert len(busy) == 2
     status = served.cluster.scheduler()
     assert status["throughput"]["acceptance_rate"] > 0.2
@@ -155,7 +166,7 @@ def test_two_gateways_on_one_node_share_the_grpc_port(served: Served) -> None:
     ]
     request = generation_pb2.GenerateRequest(model=MODEL, text=asked[0].prompt, max_tokens=8, temperature=0)
     texts = {generation_pb2_grpc.GenerationStub(channel).Generate(request).choices[0].text for channel in channels}
-    assert texts == set(plain_decoding(served.target, asked))
+    assert texts == set(served.plain(asked))
     for gateway in served.replicas("Gateway"):
         connections = psutil.Process(gateway["process_id"]).net_connections("tcp")
         taken = [one for one in connections if one.status == "ESTABLISHED" and one.laddr.port == served.grpc_port]
@@ -220,10 +231,10 @@ def test_killed_processes_change_no_text(served: Served, deployment: str) -> Non
         for process in killed:
             os.kill(process, signal.SIGKILL)
 
-    assert served.stream(asked, on_start=kill) == plain_decoding(served.target, asked)
+    assert served.stream(asked, on_start=kill) == served.plain(asked)
     assert killed
     wait_until(lambda: len(served.workers("TARGET")) == len(served.workers("DRAFT")) == 2, "workers are back")
-    assert served.stream(asked[:2]) == plain_decoding(served.target, asked[:2])
+    assert served.stream(asked[:2]) == served.plain(asked[:2])
 
 
 @dataclass(frozen=True)
@@ -260,7 +271,7 @@ def own_ray(tmp_path: Path) -> Iterator[OwnRay]:
         wait_until(lambda: own.left() == [], "nothing is left of Ray", 20)
 
 
-def test_serve_until_interrupted(own_ray: OwnRay, pair: tuple[Path, Path]) -> None:
+def test_serve_until_interrupted(own_ray: OwnRay, pair: tuple[Path, Path], plain: PlainDecoder) -> None:
     target = pair[0]
     asked = requests(2, max_tokens=20)
     models = ("--set", f"models={{target: {target}, draft: ngram, dtype: float32, served_name: {MODEL}}}")
@@ -274,7 +285,7 @@ def test_serve_until_interrupted(own_ray: OwnRay, pair: tuple[Path, Path]) -> No
             if "Ctrl-C stops it" in line:
                 break
         assert f"HTTP  {own_ray.url}/v1" in told, told
-        assert asyncio.run(stream_all(own_ray.url, MODEL, asked)) == plain_decoding(target, asked)
+        assert asyncio.run(stream_all(own_ray.url, MODEL, asked)) == plain(asked)
         assert httpx.get(f"{own_ray.url}/-/routes").status_code == 404
         assert spool("serve", *own_ray.options, environment=own_ray.environment).err == (
             "spool: spool is served already (`spool down` stops it; ray.app_name names another)\n"
@@ -299,10 +310,10 @@ def readme_programs(own: OwnRay) -> dict[str, list[str]]:
 
 
 def test_the_demo_detached(own_ray: OwnRay) -> None:
-    fetched = spool("models", "fetch", "demo")
+    environment = {**own_ray.environment, CACHE_VARIABLE: str(DEMO_CACHE)}
+    fetched = spool("models", "fetch", "demo", environment=environment)
     if fetched.code != 0:
         pytest.skip(f"the demo model is not to be had: {fetched.err}")
-    environment = {**own_ray.environment, "SPOOL_CACHE": str(cache_folder())}
     ended = spool("serve", "--detach", *own_ray.options, environment=environment)
     assert ended.code == 0, ended.err
     assert "curl http" in ended.err

@@ -41,24 +41,28 @@ def requests(count: int, max_tokens: int) -> list[Ask]:
     ]
 
 
-def plain_decoding(folder: Path, asked: Sequence[Ask]) -> list[str]:
+class PlainDecoder:
     """One sequence at a time, one token at a time, by the engine alone."""
-    tokenizer = ModelTokenizer(folder)
-    settings = EngineSettings(str(folder), dtype="float32", threads=1, **ENGINE)
-    executor = TargetStepExecutor(load_target_engine(settings, lambda *_: None))
-    config = SchedulerConfig(batch_size=1, window=1, policy=Policy.RAGGED, draft_length=0)
-    sequences = [
-        SequenceRequest(
-            sequence_id=number,
-            prompt=tuple(tokenizer.encode(ask.prompt)),
-            max_tokens=ask.max_tokens,
-            stop_token_ids=tokenizer.stop_token_ids,
-            sampling=SamplingParameters(temperature=ask.temperature, seed=ask.seed),
-        )
-        for number, ask in enumerate(asked)
-    ]
-    outputs = run_in_process(config, {"target-0": executor}, sequences)
-    return [tokenizer.decode(outputs[number].tokens) for number in range(len(asked))]
+
+    def __init__(self, folder: Path) -> None:
+        self._tokenizer = ModelTokenizer(folder)
+        settings = EngineSettings(str(folder), dtype="float32", threads=1, **ENGINE)
+        self._executor = TargetStepExecutor(load_target_engine(settings, lambda *_: None))
+
+    def __call__(self, asked: Sequence[Ask]) -> list[str]:
+        config = SchedulerConfig(batch_size=1, window=1, policy=Policy.RAGGED, draft_length=0)
+        sequences = [
+            SequenceRequest(
+                sequence_id=number,
+                prompt=tuple(self._tokenizer.encode(ask.prompt)),
+                max_tokens=ask.max_tokens,
+                stop_token_ids=self._tokenizer.stop_token_ids,
+                sampling=SamplingParameters(temperature=ask.temperature, seed=ask.seed),
+            )
+            for number, ask in enumerate(asked)
+        ]
+        outputs = run_in_process(config, {"target-0": self._executor}, sequences)
+        return [self._tokenizer.decode(outputs[number].tokens) for number in range(len(asked))]
 
 
 async def stream_all(
