@@ -4,5 +4,5 @@ import signal
 
 
 def pytest_configure() -> None:
-    # In the background of a shell SIGINT is ignored, and so it would be by every process that a test starts to interrupt.
+    # Shells let background programs ignore SIGINT, and then every process that a test starts to interrupt does too.
     signal.signal(signal.SIGINT, signal.default_int_handler)
