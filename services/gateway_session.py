@@ -133,12 +133,13 @@ class GatewaySession:
         if not self._opened.is_set():
             self.gateway_id = request.opening.gateway_id
             self._opened.set()
-        for submission in request.submissions:
-            self._submit(submission)
+        # First, so that the submissions beside them find the room that they make.
         for request_id in request.cancelled_request_ids:
             sequence = self._live.get(request_id)
             if sequence is not None:
                 sequence.stop(FinishReason.CANCELLED)
+        for submission in request.submissions:
+            self._submit(submission)
 
     def _submit(self, submission: scheduler_pb2.SequenceSubmission) -> None:
         request_id = submission.request_id
