@@ -26,16 +26,15 @@ class AttentionProbe:
     def __init__(self, backend: AttentionBackend, kv: PagedKv, query_heads: int, longest: int) -> None:
         """`longest` positions a sequence; `kv` has at least one layer and pages for `_SEQUENCES` of them."""
         self._backend = backend
-        self._keys, self._values = kv.keys[0], kv.values[0]
+        self._layer = kv.layers[0]
         pages = -(-longest // kv.page_size)
         self._pages = [range(index * pages, (index + 1) * pages) for index in range(_SEQUENCES)]
         self._longest = longest
-        head_dim = self._keys.shape[-1]
+        head_dim = self._layer.pool.shape[-1]
         generator = torch.Generator().manual_seed(_SEED)
-        for pool in (self._keys, self._values):
-            pool.copy_(torch.randn(pool.shape, generator=generator))
+        self._layer.pool.copy_(torch.randn(self._layer.pool.shape, generator=generator))
         queries = torch.randn(_SEQUENCES, longest, query_heads, head_dim, generator=generator)
-        self._queries = queries.to(self._keys)
+        self._queries = queries.to(self._layer.pool)
         self._scaling = head_dim**-0.5
 
     @staticmethod
@@ -70,5 +69,5 @@ class AttentionProbe:
             spans.append(Span(packed, rows, start, self._pages[index]))
             queries.append(self._queries[index, start : start + rows])
             packed += rows
-        query = torch.cat(queries).transpose(0, 1).unsqueeze(0)
-        return self._backend.plan(spans, packed).attend(self._keys, self._values, query, self._scaling)[0]
+        query = torch.cat(queries)
+        return self._backend.plan(spans, packed).attend(self._layer, query, self._scaling)

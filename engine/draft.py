@@ -5,11 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from engine.description import EngineDescription
 from engine.packing import make_room, rolled_back_on_error, split_by_rows
 from engine.pages import PagePool
 from engine.runner import ModelRunner, PackedSequence
 from engine.sampling import ChoiceContext, choose_tokens
+from engine.settings import LONGEST_LOOKUP_MATCH
 from engine.steps import EngineTimings, ProposeRow, RowOutcome, StepOutcome
 
 
@@ -17,13 +20,24 @@ class DraftEngine:
     """Proposes for rows in packed passes; see `ProposeRow` and `RowOutcome` for what goes in and comes out.
 
     The draft chooses with the target's sampling parameters and the same noise, so that its guesses tend to be the
-    target's choices (coupled sampling, arXiv 2408.07978).
+    target's choices (coupled sampling, arXiv 2408.07978). `token_ids` names the tokens of the columns of the model's
+    logits, where those are not the whole vocabulary. With `lookup_match`, a row of which at least so many of the last
+    tokens stood in its history before proposes what followed them there, and the model only computes their KV.
     """
 
-    def __init__(self, description: EngineDescription, runner: ModelRunner, pool: PagePool) -> None:
+    def __init__(
+        self,
+        description: EngineDescription,
+        runner: ModelRunner,
+        pool: PagePool,
+        token_ids: Tensor | None = None,
+        lookup_match: int | None = None,
+    ) -> None:
         self.description = description
         self.pool = pool
         self._runner = runner
+        self._token_ids = token_ids
+        self._lookup_match = lookup_match
 
     def step(self, rows: Sequence[ProposeRow]) -> StepOutcome:
         """One step: a pass over the missing tokens, then one for each further token proposed.
@@ -34,7 +48,7 @@ class DraftEngine:
         timings = EngineTimings()
         with rolled_back_on_error(self.pool, [row.table for row in rows]) as starts:
             drafting = make_room(self.pool, [(row.table, len(row.tokens)) for row in rows], outcomes)
-            feed: dict[int, Sequence[int]] = {index: rows[index].tokens for index in drafting}
+            feed = {index: self._first_feed(rows[index], outcomes[index]) for index in drafting}
             while drafting:
                 self._pass(rows, drafting, feed, outcomes, timings)
                 drafting = [index for index in drafting if self._goes_on(rows[index], outcomes[index])]
@@ -43,6 +57,25 @@ class DraftEngine:
                 if outcome.error is not None and not outcome.out_of_pages:
                     self._runner.discard(self.pool, row.table, start)
         return StepOutcome(outcomes, timings)
+
+    def _first_feed(self, row: ProposeRow, outcome: RowOutcome) -> Sequence[int]:
+        """What the row feeds in the first pass: its missing tokens and, of a proposal looked up, all but the last."""
+        outcome.tokens = self._look_up(row)
+        ahead = outcome.tokens[:-1]
+        if not ahead:
+            return row.tokens
+        self.pool.append(row.table, len(ahead))
+        return [*row.tokens, *ahead]
+
+    def _look_up(self, row: ProposeRow) -> list[int]:
+        """A proposal out of the row's own history; empty where the model has to make it."""
+        length = row.draft_length
+        if self._lookup_match is None or length < 1 or not self.pool.can_append(row.table, length - 1):
+            return []
+        if len(row.tokens) + length - 1 > self.description.max_packed_rows:
+            return []
+        row.places.follow(row.history)
+        return row.places.continuation(length, self._lookup_match, LONGEST_LOOKUP_MATCH)
 
     def _pass(
         self,
@@ -53,17 +86,17 @@ class DraftEngine:
         timings: EngineTimings,
     ) -> None:
         """Feeds every row its tokens and appends one proposed token to each that wants one."""
+        wanting = {index for index in indices if len(outcomes[index].tokens) < rows[index].draft_length}
         for batch in split_by_rows(indices, [len(feed[i]) for i in indices], self.description.max_packed_rows):
-            choosing = [index for index in batch if rows[index].draft_length > 0]
-            result = self._runner.run(
-                [PackedSequence(rows[i].table, feed[i], 1 if rows[i].draft_length > 0 else 0) for i in batch]
-            )
+            choosing = [index for index in batch if index in wanting]
+            result = self._runner.run([PackedSequence(rows[i].table, feed[i], 1 if i in wanting else 0) for i in batch])
             timings.add(result.timings)
             if not choosing:
                 continue
             started = time.perf_counter()
             contexts = [_context(rows[index], outcomes[index]) for index in choosing]
-            chosen = choose_tokens(result.logits[:, : self.description.vocabulary_size], contexts)
+            logits = result.logits[:, : self.description.vocabulary_size]
+            chosen = choose_tokens(logits, contexts, token_ids=self._token_ids)
             for index, token in zip(choosing, chosen, strict=True):
                 _record(outcomes[index], token)
             timings.sample += time.perf_counter() - started

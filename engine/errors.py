@@ -11,3 +11,7 @@ class UnsupportedModelError(EngineError):
 
 class ExactModeUnavailableError(EngineError):
     """No set of shapes gives the same bits on this device."""
+
+
+class DraftVocabularyError(EngineError):
+    """The file that names the tokens of a draft's head does not hold what it must."""

@@ -11,36 +11,40 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import TypeAlias
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from engine.attention import AttentionForm
+from engine.attention import AttentionForm, free_form, kv_lengths, padded_form
 from engine.attention_probe import AttentionProbe
 from engine.errors import ExactModeUnavailableError
+from engine.packed_linear import PackedLinear
 from engine.pages import PagePool, PageTable
 from engine.runner import ModelRunner, PackedSequence
+from engine.settings import EngineSettings
 
-# Fused CPU attention works through keys in blocks of 512: up to there several lengths, beyond only multiples of it, so
-# that a position's inner products have one shape however it came to be computed.
-_KV_LENGTHS = (128, 256, 384, 512)
 _PROBE_SEED = 20251022
+_LONGEST_PROBE = 1024
 _SHIFTS = (0, 1, 7)
 # A class that ends below this cannot verify a draft of usual length.
 _LEAST_USEFUL_ROWS = 16
 # Length, and how many of the last positions are compared.
 _PROBE_SEQUENCES = ((592, 20), (140, 30), (75, 75), (40, 40), (9, 9))
 
+AnyLinear: TypeAlias = nn.Linear | PackedLinear
 MakeRunner = Callable[[PagePool, AttentionForm, Sequence[int]], ModelRunner]
 
 
 @dataclass(frozen=True, slots=True)
 class ExactShapes:
-    """`row_counts`, ascending: every pass and LM head call runs on one of these. `attention`: the form of its calls."""
+    """`row_counts`, ascending: every pass and LM head call runs on one of these. `attention`: the form of its calls.
+    `thread_counts`: with any of these."""
 
     row_counts: tuple[int, ...]
     attention: AttentionForm
+    thread_counts: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,17 +64,24 @@ class Calibration:
         most = "any number of" if form.most_query_rows is None else f"at most {form.most_query_rows}"
         return (
             f"{len(counts)} row counts from {counts[0]} to {counts[-1]}, attention with {most} query rows in multiples "
-            f"of {form.query_multiple} over KV lengths {', '.join(map(str, form.kv_lengths))} and multiples; "
+            f"of {form.query_multiple} over KV lengths {', '.join(map(str, form.kv_lengths))} and multiples, "
+            f"padded to {form.longest_padded} at most; "
             f"{self.checked_logit_rows} logit rows bit-equal; costs "
             f"{self.decode_ms_exact:.1f} instead of {self.decode_ms_free:.1f} ms for 1 row, "
             f"{self.verify_ms_exact:.1f} instead of {self.verify_ms_free:.1f} ms for 40"
         )
 
 
-def calibrate(model: PreTrainedModel, make_runner: MakeRunner, page_size: int, max_packed_rows: int) -> Calibration:
+def calibrate(model: PreTrainedModel, make_runner: MakeRunner, settings: EngineSettings) -> Calibration:
     """Tries classes of row counts and forms of attention, best first. Raises ExactModeUnavailableError."""
+    page_size, max_packed_rows = settings.page_size, settings.max_packed_rows
     classes = row_count_classes(model, candidate_row_counts(max_packed_rows))
-    useful = [row_counts for row_counts in classes if row_counts[-1] >= min(_LEAST_USEFUL_ROWS, max_packed_rows)]
+    useful = [
+        row_counts
+        for members in classes
+        for row_counts in _thinned(members)
+        if row_counts[-1] >= min(_LEAST_USEFUL_ROWS, max_packed_rows)
+    ]
     failures: list[str] = []
     for form in attention_forms(page_size):
         difference = _attention_difference(model, make_runner, page_size, form, max_packed_rows)
@@ -81,7 +92,9 @@ def calibrate(model: PreTrainedModel, make_runner: MakeRunner, page_size: int, m
             probe = _EndToEndProbe(model, make_runner, page_size, form, row_counts)
             difference = probe.first_difference()
             if difference is None:
-                return _priced(ExactShapes(row_counts, form), probe.compared, model, make_runner, page_size)
+                thread_counts = (torch.get_num_threads(), *probe.agreeing(settings.threads_alone))
+                shapes = ExactShapes(row_counts, form, thread_counts)
+                return _priced(shapes, probe.compared, model, make_runner, page_size)
             failures.append(f"{len(row_counts)} row counts up to {row_counts[-1]} with {form}: {difference}")
     raise ExactModeUnavailableError(
         f"exact mode found no shapes that give equal logits on {model.device} in {model.dtype}: "
@@ -90,19 +103,29 @@ def calibrate(model: PreTrainedModel, make_runner: MakeRunner, page_size: int, m
 
 
 def candidate_row_counts(max_packed_rows: int) -> tuple[int, ...]:
-    """Even counts to 16, multiples of 8 to 64 and of 16 beyond, up to `max_packed_rows`. 1 is left out: kernels for a
-    matrix and a single vector are their own."""
-    counts = [*range(2, 16, 2), *range(16, 64, 8), *range(64, max_packed_rows + 16, 16)]
+    """Few, close together where they are small. 1 is left out: for a single row, kernels of their own are common."""
+    counts = [*range(2, 8), *range(8, 48, 2), *range(48, 96, 8), *range(96, max_packed_rows + 16, 16)]
     return tuple(sorted({min(count, max_packed_rows) for count in counts}))
 
 
-def attention_forms(page_size: int) -> Iterator[AttentionForm]:
-    """Cheapest first. A few query rows at the end of a kernel's block are odd like a single packed row is."""
-    kv_lengths = tuple(-(-length // page_size) * page_size for length in _KV_LENGTHS)
+def _thinned(row_counts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    """All of them, then fewer: what is between the linear layers can ask for multiples, of a vector's length say."""
+    seen = set()
     for multiple in (1, 2, 4, 8):
-        yield AttentionForm(multiple, None, kv_lengths)
-    yield AttentionForm(8, 8, kv_lengths)
-    yield AttentionForm(8, 8, kv_lengths[-1:])
+        members = tuple(count for count in row_counts if count % multiple == 0)
+        if members and members not in seen:
+            seen.add(members)
+            yield members
+
+
+def attention_forms(page_size: int) -> Iterator[AttentionForm]:
+    """Cheapest first; the last has one shape only."""
+    lengths = kv_lengths(page_size)
+    yield padded_form(page_size, _LONGEST_PROBE)
+    for multiple in (1, 2, 4, 8):
+        yield AttentionForm(lengths, multiple)
+    yield AttentionForm(lengths, 8, 8)
+    yield AttentionForm(lengths[-1:], 8, 8)
 
 
 @torch.inference_mode()
@@ -112,24 +135,24 @@ def row_count_classes(model: PreTrainedModel, candidates: Sequence[int]) -> list
     Every row position is compared, at several offsets: the tail of a tile can run on another kernel than its middle.
     """
     classes = [tuple(candidates)]
+    like = next(model.parameters())
     for layer in _distinct_linears(model):
-        classes = [part for members in classes for part in _split_by_bits(layer, members)]
+        classes = [part for members in classes for part in _split_by_bits(layer, members, like)]
     return sorted(classes, key=lambda members: (len(members), members[-1]), reverse=True)
 
 
-def _distinct_linears(model: nn.Module) -> Iterable[nn.Linear]:
+def _distinct_linears(model: nn.Module) -> Iterable[AnyLinear]:
     by_shape = {
         (module.in_features, module.out_features, module.bias is not None): module
         for module in model.modules()
-        if isinstance(module, nn.Linear)
+        if isinstance(module, nn.Linear | PackedLinear)
     }
     return by_shape.values()
 
 
-def _split_by_bits(layer: nn.Linear, row_counts: tuple[int, ...]) -> list[tuple[int, ...]]:
+def _split_by_bits(layer: AnyLinear, row_counts: tuple[int, ...], like: torch.Tensor) -> list[tuple[int, ...]]:
     generator = torch.Generator().manual_seed(_PROBE_SEED)
-    inputs = torch.randn(2 * row_counts[-1], layer.in_features, generator=generator)
-    inputs = inputs.to(dtype=layer.weight.dtype, device=layer.weight.device)
+    inputs = torch.randn(2 * row_counts[-1], layer.in_features, generator=generator).to(like)
     left = list(row_counts)
     classes = []
     while left:
@@ -144,7 +167,7 @@ def _split_by_bits(layer: nn.Linear, row_counts: tuple[int, ...]) -> list[tuple[
     return classes
 
 
-def _agrees(layer: nn.Linear, inputs: torch.Tensor, reference: torch.Tensor, count: int) -> bool:
+def _agrees(layer: AnyLinear, inputs: torch.Tensor, reference: torch.Tensor, count: int) -> bool:
     return all(
         torch.equal(_pass(layer, inputs[shift : shift + count]), reference[shift : shift + count])
         for shift in _SHIFTS
@@ -155,7 +178,7 @@ def _agrees(layer: nn.Linear, inputs: torch.Tensor, reference: torch.Tensor, cou
 def _attention_difference(
     model: PreTrainedModel, make_runner: MakeRunner, page_size: int, form: AttentionForm, most_rows: int
 ) -> str | None:
-    longest = 2 * _KV_LENGTHS[-1]
+    longest = form.kv_length(_LONGEST_PROBE)
     runner = make_runner(PagePool(AttentionProbe.pages(longest, page_size), page_size), form, ())
     probe = AttentionProbe(runner.backend, runner.kv, model.config.num_attention_heads, longest)
     return probe.first_difference(most_rows)
@@ -185,12 +208,12 @@ class _EndToEndProbe:
         self._pool = PagePool(sum(-(-length // page_size) for length, _ in plans), page_size)
         self._runner = make_runner(self._pool, form, row_counts)
         self._max_rows = row_counts[-1]
+        self._reference: dict[tuple[int, int], torch.Tensor] = {}
         self.compared = 0
 
     def first_difference(self) -> str | None:
         """None when all ways agree; otherwise one line on where they do not."""
         every = list(range(len(self._sequences)))
-        reference = dict(chain.from_iterable(self._together([index], 1) for index in every))
         ways = {
             "prefill in chunks of 11": [([index], 11) for index in every],
             "prefill in chunks of 43": [([index], 43) for index in every],
@@ -198,12 +221,29 @@ class _EndToEndProbe:
             "verification of 5 rows in a batch": [(every, 5)],
             "verification of 8 rows in a batch": [(every, 8)],
         }
+        one_by_one = [([index], 1) for index in every]
+        if self._reference:
+            # It was computed on another number of threads.
+            ways["one token at a time"] = one_by_one
+        else:
+            self._reference = dict(chain.from_iterable(self._together(*batch) for batch in one_by_one))
         for name, batches in ways.items():
             for key, logits in chain.from_iterable(self._together(*batch) for batch in batches):
                 self.compared += 1
-                if not torch.equal(logits, reference[key]):
+                if not torch.equal(logits, self._reference[key]):
                     return f"{name} differs from plain decoding at position {key[1]} of sequence {key[0]}"
         return None
+
+    def agreeing(self, threads: int) -> tuple[int, ...]:
+        """This number of threads, if it is another one that gives the same bits in all ways."""
+        before = torch.get_num_threads()
+        if threads in (0, before):
+            return ()
+        torch.set_num_threads(threads)
+        try:
+            return () if self.first_difference() else (threads,)
+        finally:
+            torch.set_num_threads(before)
 
     def _together(self, indices: Sequence[int], rows: int) -> Iterator[tuple[tuple[int, int], torch.Tensor]]:
         """Logits of the compared positions, computed `rows` tokens of each sequence a pass; the rest by prefill."""
@@ -257,7 +297,7 @@ def _priced(
             samples.append(time.perf_counter() - started)
         return sorted(samples)[3] * 1000
 
-    free = AttentionForm()
+    free = free_form(page_size)
     verify = (8, 5) if shapes.row_counts[-1] >= 40 else (1, min(5, shapes.row_counts[-1]))
     return Calibration(
         shapes,
@@ -269,6 +309,6 @@ def _priced(
     )
 
 
-def _pass(layer: nn.Linear, rows: torch.Tensor) -> torch.Tensor:
+def _pass(layer: AnyLinear, rows: torch.Tensor) -> torch.Tensor:
     """`[rows, in]` through the layer in the packed shape `[1, rows, in]` that passes have."""
     return layer(rows.unsqueeze(0))[0]

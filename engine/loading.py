@@ -10,13 +10,15 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from engine.attention import ATTENTION_NAME, AttentionForm, SdpaBackend
+from engine.attention import ATTENTION_NAME, AttentionForm, MatmulBackend, free_form
 from engine.calibration_cache import calibration_file, read_calibration, write_calibration
 from engine.description import EngineDescription
 from engine.draft import DraftEngine
+from engine.draft_vocabulary import read_draft_vocabulary, restrict_head
 from engine.errors import UnsupportedModelError
 from engine.exactness import Calibration, ExactShapes, calibrate
 from engine.model_source import Progress, fetch_model, resolve_model
+from engine.packed_layers import pack_layers
 from engine.paged_kv import PagedKv
 from engine.pages import PagePool, PageTable
 from engine.runner import ModelRunner, PackedSequence
@@ -32,24 +34,46 @@ logger = logging.getLogger(__name__)
 _KV_MEMORY_SHARE = {"cpu": 0.2, "cuda": 0.85}
 _CPU_KV_BYTES = 4 << 30
 
+# Sizes to warm up where every size is free, and the most rows that verification usually wants logits of.
+_WARM_ROWS = (1, 2, 4, 8, 16, 32, 64)
+_MOST_WARM_LOGITS = 48
+
 
 def load_target_engine(settings: EngineSettings, progress: Progress) -> TargetEngine:
     """Raises `engine.errors.EngineError` or `ModelNotFoundError` with the reason, one line."""
     model, vocabulary = _load_model(settings, Role.TARGET, progress)
+    pack_layers(model)
     shapes = _exact_shapes(model, settings, progress) if settings.exact else None
     description, runner, pool = _assemble(model, vocabulary, settings, shapes)
+    progress("warming up", None)
+    _warm_up(description, runner, pool)
     return TargetEngine(description, runner, pool)
 
 
 def load_draft_engine(settings: EngineSettings, progress: Progress) -> DraftEngine:
     """As `load_target_engine`. A draft has no use for exact shapes: whatever it proposes, the target decides."""
     model, vocabulary = _load_model(settings, Role.DRAFT, progress)
-    return DraftEngine(*_assemble(model, vocabulary, settings, None))
+    folder = fetch_model(resolve_model(settings.model, Role.DRAFT), progress)
+    token_ids = read_draft_vocabulary(folder, vocabulary.size)
+    if token_ids is not None:
+        progress(f"drafting with {token_ids.numel()} of {vocabulary.size} tokens", None)
+        token_ids = token_ids.to(model.device)
+        restrict_head(model, token_ids)
+    pack_layers(model)
+    description, runner, pool = _assemble(model, vocabulary, settings, None)
+    progress("warming up", None)
+    _warm_up(description, runner, pool)
+    return DraftEngine(description, runner, pool, token_ids, settings.lookup_match)
+
+
+def use_threads(count: int) -> None:
+    """For the operations that the calling thread starts from now on."""
+    torch.set_num_threads(count)
 
 
 def _load_model(settings: EngineSettings, role: Role, progress: Progress) -> tuple[PreTrainedModel, Vocabulary]:
     if settings.threads:
-        torch.set_num_threads(settings.threads)
+        use_threads(settings.threads)
     folder = fetch_model(resolve_model(settings.model, role), progress)
     progress(f"loading {settings.model}", None)
     disable_progress_bar()
@@ -72,11 +96,11 @@ def _check_supported(model: PreTrainedModel) -> None:
     pool = PagePool(1, 8)
     table = PageTable()
     pool.append(table, 2)
-    _runner(model, pool, AttentionForm(), ()).run([PackedSequence(table, [0, 0], 1)])
+    _runner(model, pool, free_form(pool.page_size), ()).run([PackedSequence(table, [0, 0], 1)])
 
 
 def _exact_shapes(model: PreTrainedModel, settings: EngineSettings, progress: Progress) -> ExactShapes:
-    file = calibration_file(model, settings.page_size, settings.max_packed_rows)
+    file = calibration_file(model, settings)
     calibration = read_calibration(file)
     if calibration is None:
         progress("calibrating exact mode", None)
@@ -91,14 +115,15 @@ def _calibrate(model: PreTrainedModel, settings: EngineSettings) -> Calibration:
     def make_runner(pool: PagePool, form: AttentionForm, row_counts: Sequence[int]) -> ModelRunner:
         return _runner(model, pool, form, row_counts)
 
-    return calibrate(model, make_runner, settings.page_size, settings.max_packed_rows)
+    return calibrate(model, make_runner, settings)
 
 
 def _runner(model: PreTrainedModel, pool: PagePool, form: AttentionForm, row_counts: Sequence[int]) -> ModelRunner:
     layers, kv_heads, head_dim = _kv_shape(model)
     kv = PagedKv(layers, pool.total_pages, pool.page_size, kv_heads, head_dim, model.dtype, model.device)
-    group = model.config.num_attention_heads // kv_heads
-    return ModelRunner(model, kv, SdpaBackend(form, group, pool.page_size, model.dtype, model.device), row_counts)
+    heads = model.config.num_attention_heads
+    backend = MatmulBackend(form, heads, kv_heads, pool.page_size, kv.pages, model.dtype, model.device)
+    return ModelRunner(model, kv, backend, row_counts)
 
 
 def _kv_shape(model: PreTrainedModel) -> tuple[int, int, int]:
@@ -116,7 +141,12 @@ def _assemble(
     pages = settings.kv_pages or max(1, _kv_bytes(settings, model.device) // (bytes_per_token * settings.page_size))
     pool = PagePool(pages, settings.page_size)
     row_counts = shapes.row_counts if shapes else ()
-    runner = _runner(model, pool, shapes.attention if shapes else AttentionForm(), row_counts)
+    threads = torch.get_num_threads()
+    threads_alone = settings.threads_alone or threads
+    if shapes and threads_alone not in shapes.thread_counts:
+        logger.warning("%d threads give other bits than %d: steps that are alone use no more", threads_alone, threads)
+        threads_alone = threads
+    runner = _runner(model, pool, shapes.attention if shapes else free_form(pool.page_size), row_counts)
     description = EngineDescription(
         model_id=settings.model,
         tokenizer_digest=vocabulary.digest,
@@ -128,10 +158,24 @@ def _assemble(
         max_sequence_length=min(int(model.config.max_position_embeddings), pages * settings.page_size),
         max_packed_rows=row_counts[-1] if row_counts else settings.max_packed_rows,
         exact_row_counts=row_counts,
-        threads=torch.get_num_threads(),
+        threads=threads,
+        threads_alone=threads_alone,
         kv_bytes_per_token=bytes_per_token,
     )
     return description, runner, pool
+
+
+def _warm_up(description: EngineDescription, runner: ModelRunner, pool: PagePool) -> None:
+    """One pass of every size in use, on every number of threads: kernels are made now and not in the first steps."""
+    sizes = [size for size in description.exact_row_counts or _WARM_ROWS if size <= pool.total_pages * pool.page_size]
+    sizes = [size for size in sizes if size <= description.max_sequence_length]
+    for threads in dict.fromkeys((description.threads_alone, description.threads)):
+        use_threads(threads)
+        for size in sizes:
+            table = PageTable()
+            pool.append(table, size)
+            runner.run([PackedSequence(table, [0] * size, min(size, _MOST_WARM_LOGITS))])
+            pool.free(table)
 
 
 def _kv_bytes(settings: EngineSettings, device: torch.device) -> int:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from importlib import resources
+from importlib.resources.abc import Traversable
 from pathlib import Path
 
 from platformdirs import user_cache_dir
@@ -17,9 +20,10 @@ from scheduler.messages import Role
 DEMO = "demo"
 CACHE_VARIABLE = "SPOOL_CACHE"
 
-# Raised when the recipe of the demo models changes, so that folders built by an older one are built again.
+# Raised when the way of building the demo models changes, so that folders built in an older one are built again.
 DEMO_RECIPE = 1
 DEMO_MARKER = "spool_demo.json"
+_ASSETS = (".safetensors", ".json")
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 # Weights in pickle files (.bin) are taken only from models that have no others.
@@ -41,18 +45,19 @@ class SourceKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """Where a model comes from. `folder` is where it is or will be; None for one still to be found on the hub."""
+    """Where a model for `role` comes from. `folder` is where it is or will be; None for one to be found on the hub."""
 
     name: str
     kind: SourceKind
     folder: Path | None
+    role: Role
 
     @property
     def ready(self) -> bool:
         """Whether the model can be loaded without building or downloading anything."""
         if self.folder is None:
             return False
-        return self.kind is not SourceKind.DEMO or demo_is_built(self.folder)
+        return self.kind is not SourceKind.DEMO or demo_is_built(self.role)
 
 
 def cache_folder() -> Path:
@@ -65,11 +70,33 @@ def demo_folder(role: Role) -> Path:
     return cache_folder() / f"demo-{role.value}"
 
 
-def demo_is_built(folder: Path) -> bool:
-    """Whether `folder` holds a demo model of the present recipe with all its files in full length."""
+def demo_assets() -> Traversable:
+    """The folder of what this package ships of the demo draft: trained layers and, if there is one, a vocabulary."""
+    return resources.files("engine") / "demo_assets"
+
+
+def demo_marker(role: Role) -> dict[str, object]:
+    """What the marker in the folder of a demo model says about how it was built.
+
+    The draft's names its assets by their contents, so that a folder made of others is built again.
+    """
+    if role is Role.TARGET:
+        return {"recipe": DEMO_RECIPE}
+    assets = sorted(
+        (file for file in demo_assets().iterdir() if file.name.endswith(_ASSETS)), key=lambda file: file.name
+    )
+    return {
+        "recipe": DEMO_RECIPE,
+        "assets": {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in assets},
+    }
+
+
+def demo_is_built(role: Role) -> bool:
+    """Whether the demo model is there as it would be built now, with all its files in full length."""
+    folder = demo_folder(role)
     try:
         marker = json.loads((folder / DEMO_MARKER).read_text(encoding="utf-8"))
-        if marker["recipe"] != DEMO_RECIPE:
+        if any(marker.get(name) != value for name, value in demo_marker(role).items()):
             return False
         return all((folder / name).stat().st_size == size for name, size in marker["files"].items())
     except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError, KeyError, TypeError, AttributeError):
@@ -82,19 +109,19 @@ def resolve_model(name: str, role: Role) -> ModelSource:
     Raises `ModelNotFoundError` for a name that cannot be any of them.
     """
     if name == DEMO:
-        return ModelSource(name, SourceKind.DEMO, demo_folder(role))
+        return ModelSource(name, SourceKind.DEMO, demo_folder(role), role)
     path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
             raise ModelNotFoundError(f"{name}: the folder holds no config.json, so no model")
         if not _has_weights(path):
             raise ModelNotFoundError(f"{name}: the folder holds no weights (*.safetensors)")
-        return ModelSource(name, SourceKind.FOLDER, path.resolve())
+        return ModelSource(name, SourceKind.FOLDER, path.resolve(), role)
     if path.exists():
         raise ModelNotFoundError(f"{name} is a file, must be a folder with a Hugging Face model")
     if not _HUB_ID.fullmatch(name):
         raise ModelNotFoundError(f"{name}: no such folder, and not a hub id (organisation/model)")
-    return ModelSource(name, SourceKind.HUB, _in_hub_cache(name))
+    return ModelSource(name, SourceKind.HUB, _in_hub_cache(name), role)
 
 
 def fetch_model(source: ModelSource, progress: Progress) -> Path:

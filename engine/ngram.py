@@ -8,10 +8,13 @@ from collections.abc import Sequence
 from engine.description import EngineDescription
 from engine.packing import make_room
 from engine.pages import PagePool
+from engine.prompt_lookup import TokenPlaces
 from engine.steps import EngineTimings, ProposeRow, RowOutcome, StepOutcome
 
 MODEL_ID = "ngram"
-_LONGEST_MATCH = 4
+# A single token that stood before is seldom followed by the same again, less often than pays for a row of a full batch.
+_SHORTEST_MATCH = 2
+_LONGEST_MATCH = 32
 _PAGE_SIZE = 16
 # It keeps no KV; the pages only carry the lengths that the protocol speaks of.
 _PAGES = 1 << 18
@@ -39,7 +42,7 @@ class NgramEngine:
         outcomes = [RowOutcome([]) for _ in rows]
         for index in make_room(self.pool, [(row.table, len(row.tokens)) for row in rows], outcomes):
             row = rows[index]
-            proposal = continuation(row.history, row.draft_length)
+            proposal = continuation(row.history, row.draft_length, row.places)
             # As with a model, the last proposed token is not part of the state yet.
             self.pool.append(row.table, max(0, len(proposal) - 1))
             outcomes[index].tokens = proposal
@@ -47,18 +50,11 @@ class NgramEngine:
         return StepOutcome(outcomes, EngineTimings(forward=time.perf_counter() - started, packed_rows=fed))
 
 
-def continuation(history: Sequence[int], count: int) -> list[int]:
-    """The `count` tokens after the latest earlier place where the longest possible ending of `history` stood."""
-    if count < 1:
-        return []
-    tokens = list(history)
-    for length in range(min(_LONGEST_MATCH, len(tokens) - 1), 0, -1):
-        ending = tokens[-length:]
-        for start in range(len(tokens) - length - 1, -1, -1):
-            if tokens[start : start + length] == ending:
-                # Copied one by one, so that a match that reaches its own end goes on periodically.
-                for _ in range(count):
-                    tokens.append(tokens[start + length])
-                    start += 1
-                return tokens[-count:]
-    return []
+def continuation(history: Sequence[int], count: int, places: TokenPlaces | None = None) -> list[int]:
+    """The `count` tokens after the latest earlier place where the longest ending of `history`, of two at least, stood.
+
+    `places` are those of an earlier state of the same history: with them only what is new takes time.
+    """
+    places = TokenPlaces() if places is None else places
+    places.follow(history)
+    return places.continuation(count, _SHORTEST_MATCH, _LONGEST_MATCH)

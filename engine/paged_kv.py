@@ -12,8 +12,25 @@ from transformers import Cache
 from engine.attention import AttentionPlan
 
 
+class LayerKv:
+    """K and V of one layer: K's `[pages, kv_heads, page_size, head_dim]`, then V's, in one tensor.
+
+    Head by head within a page, so that gathered pages of a sequence are matrices as they stand.
+    """
+
+    def __init__(
+        self, pages: int, kv_heads: int, page_size: int, head_dim: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.kv_heads = kv_heads
+        self.pool = _zeros((2, pages, kv_heads, page_size, head_dim), dtype, device)
+        self.chunks = self.pool.view(2 * pages * kv_heads, page_size * head_dim)
+        """One row for a page and KV head: what a gather takes."""
+        self.rows = self.pool.view(2, pages * kv_heads * page_size, head_dim)
+        """One row for a position and KV head of K and of V: what a pass writes."""
+
+
 class PagedKv:
-    """K and V of every layer, each `[pages + 1, page_size, kv_heads, head_dim]`; the last page takes padding rows."""
+    """The KV pool of a model, one more page than asked for in every layer: it takes what padding rows write."""
 
     def __init__(
         self,
@@ -25,18 +42,25 @@ class PagedKv:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        shape = (pages + 1, page_size, kv_heads, head_dim)
         self.page_size = page_size
+        self.pages = pages + 1
         self.padding_slot = pages * page_size
         # Zeros, not garbage: masked positions are multiplied by 0, and 0 times NaN would be NaN.
-        self.keys = [_zeros(shape, dtype, device) for _ in range(layers)]
-        self.values = [_zeros(shape, dtype, device) for _ in range(layers)]
+        self.layers = [LayerKv(pages + 1, kv_heads, page_size, head_dim, dtype, device) for _ in range(layers)]
+        self._head_offsets = torch.arange(kv_heads, device=device) * page_size
+        self._page_stride = kv_heads * page_size
+
+    def rows(self, slots: torch.Tensor) -> torch.Tensor:
+        """`slots` `[rows]`, positions of the pool counted through its pages, as rows of `LayerKv.rows`: slot by slot,
+        `[rows * kv_heads]`."""
+        pages, offsets = slots // self.page_size, slots % self.page_size
+        return ((pages * self._page_stride + offsets).unsqueeze(1) + self._head_offsets).flatten()
 
     def scrub(self, pages: Sequence[int], first_offset: int) -> None:
         """Zeroes the pages, the first of them from position `first_offset` on."""
         for offset, group in ((first_offset, pages[:1]), (0, pages[1:])):
-            for pool in (*self.keys, *self.values):
-                pool[list(group), offset:] = 0
+            for layer in self.layers:
+                layer.pool[:, list(group), :, offset:] = 0
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -54,16 +78,31 @@ class PagedStep(Cache):
     """
 
     def __init__(self, kv: PagedKv, slots: torch.Tensor, plan: AttentionPlan) -> None:
-        """`slots`: int64 `[rows]`, flat position in the pool of each packed row's K/V."""
+        """`slots`: int64 `[rows]`, position in the pool of each packed row's K/V."""
         super().__init__(layers=[])
         self.kv = kv
-        self.slots = slots
         self.plan = plan
+        self._rows = kv.rows(slots)
+        self._rotation: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Writes `[1, kv_heads, rows, head_dim]` to the pages; the attention reads them from there."""
-        for pool, states in ((self.kv.keys[layer_idx], key_states), (self.kv.values[layer_idx], value_states)):
-            pool.flatten(0, 1).index_copy_(0, self.slots, states[0].transpose(0, 1))
+        """transformers' way to `write`: `[1, kv_heads, rows, head_dim]`; the attention reads them from the pages."""
+        self.write(layer_idx, key_states[0].transpose(0, 1), value_states[0].transpose(0, 1))
         return key_states, value_states
+
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Writes `[rows, kv_heads, head_dim]` to the pages."""
+        pools = self.kv.layers[layer].rows
+        for pool, states in zip(pools, (keys, values), strict=True):
+            pool.index_copy_(0, self._rows, states.reshape(-1, states.shape[-1]))
+
+    def rotation(self, position_embeddings: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines, and sines whose first half is negated, float32 `[rows, 1, head_dim]`: what a rotation by halves
+        multiplies a row and its halves swapped with. The same for every layer of the pass."""
+        if self._rotation is None:
+            cos, sin = (values[0].unsqueeze(1).float() for values in position_embeddings)
+            first, second = sin.chunk(2, dim=-1)
+            self._rotation = (cos, torch.cat((-first, second), dim=-1))
+        return self._rotation

@@ -50,12 +50,16 @@ class _Candidates:
 
 @torch.no_grad()
 def choose_tokens(
-    logits: Tensor, rows: Sequence[ChoiceContext], vocabulary_size: int | None = None
+    logits: Tensor,
+    rows: Sequence[ChoiceContext],
+    vocabulary_size: int | None = None,
+    token_ids: Tensor | None = None,
 ) -> list[int | None]:
     """The next token of each row of `logits` [R, V]; None for a row that holds NaN or +inf, or nothing but -inf.
 
-    Columns from `vocabulary_size` on are padding and never chosen. Ties go to the lowest id. Raises `ValueError` if
-    shapes do not fit.
+    Columns from `vocabulary_size` on are padding and never chosen. Ties go to the lowest id. Where only some tokens
+    have a column, `token_ids` [V] names them: int64, ascending, on the device of the logits; the choice is that from
+    the whole vocabulary with -inf for every other token. Raises `ValueError` if shapes do not fit.
     """
     if logits.dim() != 2 or logits.shape[0] != len(rows):
         raise ValueError(f"logits have shape {tuple(logits.shape)}, must be [{len(rows)}, vocabulary]")
@@ -63,6 +67,8 @@ def choose_tokens(
         if not 0 < vocabulary_size <= logits.shape[1]:
             raise ValueError(f"vocabulary_size is {vocabulary_size}, must be between 1 and {logits.shape[1]}")
         logits = logits[:, :vocabulary_size]
+    if token_ids is not None and token_ids.shape != logits.shape[1:]:
+        raise ValueError(f"token_ids have shape {tuple(token_ids.shape)}, must be [{logits.shape[1]}]")
     if not rows:
         return []
     largest = torch.empty(len(rows), dtype=torch.float32, device=logits.device)
@@ -70,42 +76,52 @@ def choose_tokens(
     as_they_are = [i for i, row in enumerate(rows) if row.sampling.greedy and not changes_scores(row.sampling)]
     changed = [i for i, row in enumerate(rows) if row.sampling.greedy and changes_scores(row.sampling)]
     drawn = [i for i, row in enumerate(rows) if not row.sampling.greedy]
-    if as_they_are:
+    if len(as_they_are) == len(rows):
+        columns, largest = _first_largest(logits)
+        chosen = _ids(columns, token_ids)
+    elif as_they_are:
         index = _tensor(as_they_are, logits)
-        chosen[index], largest[index] = _first_largest(logits if len(as_they_are) == len(rows) else logits[index])
+        columns, largest[index] = _first_largest(logits[index])
+        chosen[index] = _ids(columns, token_ids)
     for block in _blocks(changed, logits):
         index = _tensor(block, logits)
-        chosen[index], largest[index] = _first_largest(_scores(logits, index, [rows[i] for i in block]))
+        columns, largest[index] = _first_largest(_scores(logits, index, [rows[i] for i in block], token_ids))
+        chosen[index] = _ids(columns, token_ids)
     if drawn:
         keys = _tensor([0 if row.sampling.greedy else row_key(row.sampling.seed, row.position) for row in rows], logits)
-        candidates = list(_candidates(logits, rows, drawn, keys, largest))
+        candidates = list(_candidates(logits, rows, drawn, keys, largest, token_ids))
         chosen[_tensor(drawn, logits)] = _winners(candidates, keys)[_tensor(drawn, logits)]
     finite = torch.isfinite(largest).tolist()
     return [token if whole else None for token, whole in zip(chosen.tolist(), finite, strict=True)]
 
 
 def _candidates(
-    logits: Tensor, rows: Sequence[ChoiceContext], drawn: Sequence[int], keys: Tensor, largest: Tensor
+    logits: Tensor,
+    rows: Sequence[ChoiceContext],
+    drawn: Sequence[int],
+    keys: Tensor,
+    largest: Tensor,
+    token_ids: Tensor | None,
 ) -> Iterator[_Candidates]:
     """The candidates of the rows `drawn`, block by block; writes the largest score of each to `largest`."""
     for filtering in (False, True):
         for block in _blocks([i for i in drawn if filters_tokens(rows[i].sampling) == filtering], logits):
             index = _tensor(block, logits)
-            scores = _scores(logits, index, [rows[i] for i in block])
+            scores = _scores(logits, index, [rows[i] for i in block], token_ids)
             largest[index] = scores.amax(1)
             sampling = [rows[i].sampling for i in block]
             deficit = deficits(scores, largest[index], sampling)
             if filtering:
                 order, kept = kept_tokens(deficit, sampling)
                 row, rank = kept.nonzero(as_tuple=True)
-                token_ids = order[row, rank]
+                columns = order[row, rank]
             else:
-                row, token_ids = _front_runners(deficit, keys[index])
-            yield _Candidates(index[row], token_ids, deficit[row, token_ids])
+                row, columns = _front_runners(deficit, keys[index], token_ids)
+            yield _Candidates(index[row], _ids(columns, token_ids), deficit[row, columns])
 
 
-def _front_runners(deficit: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows and token ids, flat, among which the winner of each row [R, V] is certain to be.
+def _front_runners(deficit: Tensor, keys: Tensor, token_ids: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Rows and columns, flat, among which the winner of each row [R, V] is certain to be.
 
     Adding Gumbel noise and taking the largest is a race: token v arrives at -log(1 - t_v) * e^deficit_v and the first
     one wins. As t <= -log(1 - t) < 22.88 t for all t that occur, no token whose t_v * e^deficit_v exceeds 24 times the
@@ -113,7 +129,9 @@ def _front_runners(deficit: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
     """
     count, vocabulary_size = deficit.shape
     buckets = -(-vocabulary_size // _BUCKET)
-    bits = noise_bits(keys[:, None], torch.arange(vocabulary_size, device=deficit.device))
+    if token_ids is None:
+        token_ids = torch.arange(vocabulary_size, device=deficit.device)
+    bits = noise_bits(keys[:, None], token_ids)
     race = deficit.new_full((count, buckets * _BUCKET), torch.inf)
     arrival = race[:, :vocabulary_size]
     # The upper halves of the 64 bits: (x + 0.5) is t, but for a factor that all tokens share.
@@ -137,7 +155,7 @@ def _winners(candidates: Sequence[_Candidates], keys: Tensor) -> Tensor:
 
 
 def _first_largest(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Id and value of the first largest score of each row [R, V]; a row with NaN has the value NaN.
+    """Column and value of the first largest score of each row [R, V]; a row with NaN has the value NaN.
 
     Looks for the bucket first: maxima without their place are many times faster on a CPU.
     """
@@ -154,13 +172,17 @@ def _first_largest(scores: Tensor) -> tuple[Tensor, Tensor]:
     return start[:, 0] + scores.gather(1, lanes).argmax(1), maxima.amax(1).to(torch.float32)
 
 
-def _scores(logits: Tensor, index: Tensor, rows: Sequence[ChoiceContext]) -> Tensor:
+def _scores(logits: Tensor, index: Tensor, rows: Sequence[ChoiceContext], token_ids: Tensor | None) -> Tensor:
     """A float32 copy of some rows of the logits, with penalties and bias applied."""
     scores = logits[index].to(torch.float32)
     for line, row in zip(scores, rows, strict=True):
         if changes_scores(row.sampling):
-            change_scores(line, row.sampling, row.history, row.prompt_length)
+            change_scores(line, row.sampling, row.history, row.prompt_length, token_ids)
     return scores
+
+
+def _ids(columns: Tensor, token_ids: Tensor | None) -> Tensor:
+    return columns if token_ids is None else token_ids[columns]
 
 
 def _blocks(indices: Sequence[int], logits: Tensor) -> Iterator[Sequence[int]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 DTYPES = ("bfloat16", "float16", "float32")
+LONGEST_LOOKUP_MATCH = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,23 +14,33 @@ class EngineSettings:
 
     `model` is a folder with a Hugging Face model, or a hub id. `kv_pages` overrides the number of pages that
     `kv_memory_bytes` (None: a share of what is free after warm-up) would give. `max_packed_rows` bounds the tokens of
-    one forward pass. `threads` 0 leaves the number to torch.
+    one forward pass. `threads` 0 leaves the number to torch; `threads_alone` is for steps during which no other
+    worker of the machine computes, 0: as many as otherwise. `lookup_match` is for drafts: where at least that many of
+    the last tokens stood in the sequence before, what followed them is proposed instead of the model's tokens.
     """
 
     model: str
     dtype: str = "bfloat16"
     device: str = "cpu"
     threads: int = 0
+    threads_alone: int = 0
     page_size: int = 16
     kv_pages: int | None = None
     kv_memory_bytes: int | None = None
     exact: bool = True
     max_packed_rows: int = 192
+    lookup_match: int | None = None
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype is {self.dtype!r}, must be one of {', '.join(DTYPES)}")
-        for name, low, high in (("threads", 0, 1024), ("page_size", 1, 1024), ("max_packed_rows", 8, 65536)):
+        limits = (
+            ("threads", 0, 1024),
+            ("threads_alone", 0, 1024),
+            ("page_size", 1, 1024),
+            ("max_packed_rows", 8, 65536),
+        )
+        for name, low, high in limits:
             value = getattr(self, name)
             if not low <= value <= high:
                 raise ValueError(f"{name} is {value}, must be between {low} and {high}")
@@ -37,3 +48,5 @@ class EngineSettings:
             raise ValueError(f"kv_pages is {self.kv_pages}, must be at least 1")
         if self.kv_memory_bytes is not None and self.kv_memory_bytes < 1:
             raise ValueError(f"kv_memory_bytes is {self.kv_memory_bytes}, must be at least 1")
+        if self.lookup_match is not None and not 1 <= self.lookup_match <= LONGEST_LOOKUP_MATCH:
+            raise ValueError(f"lookup_match is {self.lookup_match}, must be between 1 and {LONGEST_LOOKUP_MATCH}")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from engine.pages import PageTable
+from engine.prompt_lookup import TokenPlaces
 from scheduler.messages import TokenLogprobs
 from scheduler.sampling import SamplingParameters
 
@@ -31,7 +32,10 @@ class VerifyRow:
 
 @dataclass(slots=True)
 class ProposeRow:
-    """Feed `tokens`, then propose `draft_length` tokens (0 only feeds)."""
+    """Feed `tokens`, then propose `draft_length` tokens (0 only feeds).
+
+    `places` are those of the sequence in steps before; prompt lookup keeps them up with `history`.
+    """
 
     table: PageTable
     tokens: Sequence[int]
@@ -39,6 +43,7 @@ class ProposeRow:
     history: Sequence[int]
     prompt_length: int
     sampling: SamplingParameters
+    places: TokenPlaces = field(default_factory=TokenPlaces)
 
 
 @dataclass(slots=True)
