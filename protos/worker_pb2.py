@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13protos/worker.proto\x12\x08spool.v1\"\x11\n\x0f\x44\x65scribeRequest\"\xf8\x02\n\x11WorkerDescription\x12\x1c\n\x04role\x18\x01 \x01(\x0e\x32\x0e.spool.v1.Role\x12\x10\n\x08model_id\x18\x02 \x01(\t\x12\x18\n\x10tokenizer_digest\x18\x03 \x01(\x0c\x12\x17\n\x0fvocabulary_size\x18\x04 \x01(\r\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x06 \x01(\t\x12\x14\n\x0cworker_epoch\x18\x07 \x01(\x04\x12\x11\n\tpage_size\x18\x08 \x01(\r\x12\x13\n\x0btotal_pages\x18\t \x01(\r\x12\x12\n\nfree_pages\x18\n \x01(\r\x12\x1b\n\x13max_sequence_length\x18\x0b \x01(\r\x12\x17\n\x0fmax_packed_rows\x18\x0c \x01(\r\x12\x18\n\x10\x65xact_row_counts\x18\r \x03(\r\x12\x12\n\nprocess_id\x18\x0e \x01(\r\x12\x0f\n\x07threads\x18\x0f \x01(\r\x12\x1a\n\x12kv_bytes_per_token\x18\x10 \x01(\x04\"\x89\x01\n\x0bStepRequest\x12\x14\n\x0cworker_epoch\x18\x01 \x01(\x04\x12\x0f\n\x07step_id\x18\x02 \x01(\x04\x12\x17\n\x0fscheduler_epoch\x18\x03 \x01(\x04\x12\x1d\n\x15released_sequence_ids\x18\x04 \x03(\x04\x12\x1b\n\x04rows\x18\x05 \x03(\x0b\x32\r.spool.v1.Row\"\xbf\x01\n\x03Row\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x0e\n\x06kv_len\x18\x02 \x01(\r\x12\x15\n\rprefix_digest\x18\x03 \x01(\x06\x12\x0e\n\x06tokens\x18\x04 \x03(\r\x12\x14\n\x0c\x64raft_tokens\x18\x05 \x03(\r\x12\x14\n\x0c\x64raft_length\x18\x06 \x01(\r\x12\x0e\n\x06\x63hoose\x18\x07 \x01(\x08\x12\x30\n\nparameters\x18\x08 \x01(\x0b\x32\x1c.spool.v1.SequenceParameters\"\x9f\x01\n\x12SequenceParameters\x12\x15\n\rprompt_length\x18\x01 \x01(\r\x12.\n\x08sampling\x18\x02 \x01(\x0b\x32\x1c.spool.v1.SamplingParameters\x12\x16\n\x0elogits_digests\x18\x03 \x01(\x08\x12\x19\n\x0ctop_logprobs\x18\x04 \x01(\rH\x00\x88\x01\x01\x42\x0f\n\r_top_logprobs\"\xa8\x02\n\x12SamplingParameters\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x01\x12\r\n\x05min_p\x18\x04 \x01(\x01\x12\x1a\n\x12repetition_penalty\x18\x05 \x01(\x01\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x01\x12?\n\nlogit_bias\x18\x08 \x03(\x0b\x32+.spool.v1.SamplingParameters.LogitBiasEntry\x12\x0c\n\x04seed\x18\t \x01(\x04\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xdf\x01\n\x08RowReply\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12#\n\x06status\x18\x02 \x01(\x0e\x32\x13.spool.v1.RowStatus\x12\x0e\n\x06kv_len\x18\x03 \x01(\r\x12\x15\n\rprefix_digest\x18\x04 \x01(\x06\x12\x0e\n\x06tokens\x18\x05 \x03(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x06 \x01(\r\x12\x16\n\x0elogits_digests\x18\x07 \x03(\x06\x12\r\n\x05\x65rror\x18\x08 \x01(\t\x12)\n\x08logprobs\x18\t \x03(\x0b\x32\x17.spool.v1.TokenLogprobs\"_\n\rTokenLogprobs\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x15\n\rtop_token_ids\x18\x03 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x04 \x03(\x02\"\xc5\x01\n\tStepReply\x12\x14\n\x0cworker_epoch\x18\x01 \x01(\x04\x12\x0f\n\x07step_id\x18\x02 \x01(\x04\x12$\n\x06status\x18\x03 \x01(\x0e\x32\x14.spool.v1.StepStatus\x12 \n\x04rows\x18\x04 \x03(\x0b\x32\x12.spool.v1.RowReply\x12&\n\x07timings\x18\x05 \x01(\x0b\x32\x15.spool.v1.StepTimings\x12\x12\n\nfree_pages\x18\x06 \x01(\r\x12\r\n\x05\x65rror\x18\x07 \x01(\t\"\xa8\x01\n\x0bStepTimings\x12\x0e\n\x06queued\x18\x01 \x01(\x01\x12\x0c\n\x04idle\x18\x02 \x01(\x01\x12\x0f\n\x07prepare\x18\x03 \x01(\x01\x12\x0f\n\x07realign\x18\x04 \x01(\x01\x12\x0f\n\x07\x66orward\x18\x05 \x01(\x01\x12\x0e\n\x06sample\x18\x06 \x01(\x01\x12\r\n\x05total\x18\x07 \x01(\x01\x12\x13\n\x0bpacked_rows\x18\x08 \x01(\r\x12\x14\n\x0cpadding_rows\x18\t \x01(\r\"\x0e\n\x0c\x44rainRequest\"$\n\nDrainReply\x12\x16\n\x0esequences_left\x18\x01 \x01(\r*=\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0e\n\nROLE_DRAFT\x10\x01\x12\x0f\n\x0bROLE_TARGET\x10\x02*\xc3\x01\n\tRowStatus\x12\x1a\n\x16ROW_STATUS_UNSPECIFIED\x10\x00\x12\x11\n\rROW_STATUS_OK\x10\x01\x12\x1f\n\x1bROW_STATUS_UNKNOWN_SEQUENCE\x10\x02\x12\x1a\n\x16ROW_STATUS_KV_MISMATCH\x10\x03\x12\x1b\n\x17ROW_STATUS_OUT_OF_PAGES\x10\x04\x12\x16\n\x12ROW_STATUS_INVALID\x10\x05\x12\x15\n\x11ROW_STATUS_FAILED\x10\x06*\x8b\x01\n\nStepStatus\x12\x1b\n\x17STEP_STATUS_UNSPECIFIED\x10\x00\x12\x12\n\x0eSTEP_STATUS_OK\x10\x01\x12\x1b\n\x17STEP_STATUS_WRONG_EPOCH\x10\x02\x12\x16\n\x12STEP_STATUS_FENCED\x10\x03\x12\x17\n\x13STEP_STATUS_INVALID\x10\x04\x32\xbc\x01\n\x06Worker\x12\x42\n\x08\x44\x65scribe\x12\x19.spool.v1.DescribeRequest\x1a\x1b.spool.v1.WorkerDescription\x12\x37\n\x05Steps\x12\x15.spool.v1.StepRequest\x1a\x13.spool.v1.StepReply(\x01\x30\x01\x12\x35\n\x05\x44rain\x12\x16.spool.v1.DrainRequest\x1a\x14.spool.v1.DrainReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13protos/worker.proto\x12\x08spool.v1\"\x11\n\x0f\x44\x65scribeRequest\"\x8f\x03\n\x11WorkerDescription\x12\x1c\n\x04role\x18\x01 \x01(\x0e\x32\x0e.spool.v1.Role\x12\x10\n\x08model_id\x18\x02 \x01(\t\x12\x18\n\x10tokenizer_digest\x18\x03 \x01(\x0c\x12\x17\n\x0fvocabulary_size\x18\x04 \x01(\r\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x06 \x01(\t\x12\x14\n\x0cworker_epoch\x18\x07 \x01(\x04\x12\x11\n\tpage_size\x18\x08 \x01(\r\x12\x13\n\x0btotal_pages\x18\t \x01(\r\x12\x12\n\nfree_pages\x18\n \x01(\r\x12\x1b\n\x13max_sequence_length\x18\x0b \x01(\r\x12\x17\n\x0fmax_packed_rows\x18\x0c \x01(\r\x12\x18\n\x10\x65xact_row_counts\x18\r \x03(\r\x12\x12\n\nprocess_id\x18\x0e \x01(\r\x12\x0f\n\x07threads\x18\x0f \x01(\r\x12\x1a\n\x12kv_bytes_per_token\x18\x10 \x01(\x04\x12\x15\n\rthreads_alone\x18\x11 \x01(\r\"\x98\x01\n\x0bStepRequest\x12\x14\n\x0cworker_epoch\x18\x01 \x01(\x04\x12\x0f\n\x07step_id\x18\x02 \x01(\x04\x12\x17\n\x0fscheduler_epoch\x18\x03 \x01(\x04\x12\x1d\n\x15released_sequence_ids\x18\x04 \x03(\x04\x12\x1b\n\x04rows\x18\x05 \x03(\x0b\x32\r.spool.v1.Row\x12\r\n\x05\x61lone\x18\x06 \x01(\x08\"\xbf\x01\n\x03Row\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x0e\n\x06kv_len\x18\x02 \x01(\r\x12\x15\n\rprefix_digest\x18\x03 \x01(\x06\x12\x0e\n\x06tokens\x18\x04 \x03(\r\x12\x14\n\x0c\x64raft_tokens\x18\x05 \x03(\r\x12\x14\n\x0c\x64raft_length\x18\x06 \x01(\r\x12\x0e\n\x06\x63hoose\x18\x07 \x01(\x08\x12\x30\n\nparameters\x18\x08 \x01(\x0b\x32\x1c.spool.v1.SequenceParameters\"\x9f\x01\n\x12SequenceParameters\x12\x15\n\rprompt_length\x18\x01 \x01(\r\x12.\n\x08sampling\x18\x02 \x01(\x0b\x32\x1c.spool.v1.SamplingParameters\x12\x16\n\x0elogits_digests\x18\x03 \x01(\x08\x12\x19\n\x0ctop_logprobs\x18\x04 \x01(\rH\x00\x88\x01\x01\x42\x0f\n\r_top_logprobs\"\xa8\x02\n\x12SamplingParameters\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x01\x12\r\n\x05min_p\x18\x04 \x01(\x01\x12\x1a\n\x12repetition_penalty\x18\x05 \x01(\x01\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x01\x12?\n\nlogit_bias\x18\x08 \x03(\x0b\x32+.spool.v1.SamplingParameters.LogitBiasEntry\x12\x0c\n\x04seed\x18\t \x01(\x04\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"\xdf\x01\n\x08RowReply\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12#\n\x06status\x18\x02 \x01(\x0e\x32\x13.spool.v1.RowStatus\x12\x0e\n\x06kv_len\x18\x03 \x01(\r\x12\x15\n\rprefix_digest\x18\x04 \x01(\x06\x12\x0e\n\x06tokens\x18\x05 \x03(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x06 \x01(\r\x12\x16\n\x0elogits_digests\x18\x07 \x03(\x06\x12\r\n\x05\x65rror\x18\x08 \x01(\t\x12)\n\x08logprobs\x18\t \x03(\x0b\x32\x17.spool.v1.TokenLogprobs\"_\n\rTokenLogprobs\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x15\n\rtop_token_ids\x18\x03 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x04 \x03(\x02\"\xc5\x01\n\tStepReply\x12\x14\n\x0cworker_epoch\x18\x01 \x01(\x04\x12\x0f\n\x07step_id\x18\x02 \x01(\x04\x12$\n\x06status\x18\x03 \x01(\x0e\x32\x14.spool.v1.StepStatus\x12 \n\x04rows\x18\x04 \x03(\x0b\x32\x12.spool.v1.RowReply\x12&\n\x07timings\x18\x05 \x01(\x0b\x32\x15.spool.v1.StepTimings\x12\x12\n\nfree_pages\x18\x06 \x01(\r\x12\r\n\x05\x65rror\x18\x07 \x01(\t\"\xa8\x01\n\x0bStepTimings\x12\x0e\n\x06queued\x18\x01 \x01(\x01\x12\x0c\n\x04idle\x18\x02 \x01(\x01\x12\x0f\n\x07prepare\x18\x03 \x01(\x01\x12\x0f\n\x07realign\x18\x04 \x01(\x01\x12\x0f\n\x07\x66orward\x18\x05 \x01(\x01\x12\x0e\n\x06sample\x18\x06 \x01(\x01\x12\r\n\x05total\x18\x07 \x01(\x01\x12\x13\n\x0bpacked_rows\x18\x08 \x01(\r\x12\x14\n\x0cpadding_rows\x18\t \x01(\r\"\x0e\n\x0c\x44rainRequest\"$\n\nDrainReply\x12\x16\n\x0esequences_left\x18\x01 \x01(\r*=\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0e\n\nROLE_DRAFT\x10\x01\x12\x0f\n\x0bROLE_TARGET\x10\x02*\xc3\x01\n\tRowStatus\x12\x1a\n\x16ROW_STATUS_UNSPECIFIED\x10\x00\x12\x11\n\rROW_STATUS_OK\x10\x01\x12\x1f\n\x1bROW_STATUS_UNKNOWN_SEQUENCE\x10\x02\x12\x1a\n\x16ROW_STATUS_KV_MISMATCH\x10\x03\x12\x1b\n\x17ROW_STATUS_OUT_OF_PAGES\x10\x04\x12\x16\n\x12ROW_STATUS_INVALID\x10\x05\x12\x15\n\x11ROW_STATUS_FAILED\x10\x06*\x8b\x01\n\nStepStatus\x12\x1b\n\x17STEP_STATUS_UNSPECIFIED\x10\x00\x12\x12\n\x0eSTEP_STATUS_OK\x10\x01\x12\x1b\n\x17STEP_STATUS_WRONG_EPOCH\x10\x02\x12\x16\n\x12STEP_STATUS_FENCED\x10\x03\x12\x17\n\x13STEP_STATUS_INVALID\x10\x04\x32\xbc\x01\n\x06Worker\x12\x42\n\x08\x44\x65scribe\x12\x19.spool.v1.DescribeRequest\x1a\x1b.spool.v1.WorkerDescription\x12\x37\n\x05Steps\x12\x15.spool.v1.StepRequest\x1a\x13.spool.v1.StepReply(\x01\x30\x01\x12\x35\n\x05\x44rain\x12\x16.spool.v1.DrainRequest\x1a\x14.spool.v1.DrainReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,38 +33,38 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGPARAMETERS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMETERS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_ROLE']._serialized_start=1974
-  _globals['_ROLE']._serialized_end=2035
-  _globals['_ROWSTATUS']._serialized_start=2038
-  _globals['_ROWSTATUS']._serialized_end=2233
-  _globals['_STEPSTATUS']._serialized_start=2236
-  _globals['_STEPSTATUS']._serialized_end=2375
+  _globals['_ROLE']._serialized_start=2012
+  _globals['_ROLE']._serialized_end=2073
+  _globals['_ROWSTATUS']._serialized_start=2076
+  _globals['_ROWSTATUS']._serialized_end=2271
+  _globals['_STEPSTATUS']._serialized_start=2274
+  _globals['_STEPSTATUS']._serialized_end=2413
   _globals['_DESCRIBEREQUEST']._serialized_start=33
   _globals['_DESCRIBEREQUEST']._serialized_end=50
   _globals['_WORKERDESCRIPTION']._serialized_start=53
-  _globals['_WORKERDESCRIPTION']._serialized_end=429
-  _globals['_STEPREQUEST']._serialized_start=432
-  _globals['_STEPREQUEST']._serialized_end=569
-  _globals['_ROW']._serialized_start=572
-  _globals['_ROW']._serialized_end=763
-  _globals['_SEQUENCEPARAMETERS']._serialized_start=766
-  _globals['_SEQUENCEPARAMETERS']._serialized_end=925
-  _globals['_SAMPLINGPARAMETERS']._serialized_start=928
-  _globals['_SAMPLINGPARAMETERS']._serialized_end=1224
-  _globals['_SAMPLINGPARAMETERS_LOGITBIASENTRY']._serialized_start=1176
-  _globals['_SAMPLINGPARAMETERS_LOGITBIASENTRY']._serialized_end=1224
-  _globals['_ROWREPLY']._serialized_start=1227
-  _globals['_ROWREPLY']._serialized_end=1450
-  _globals['_TOKENLOGPROBS']._serialized_start=1452
-  _globals['_TOKENLOGPROBS']._serialized_end=1547
-  _globals['_STEPREPLY']._serialized_start=1550
-  _globals['_STEPREPLY']._serialized_end=1747
-  _globals['_STEPTIMINGS']._serialized_start=1750
-  _globals['_STEPTIMINGS']._serialized_end=1918
-  _globals['_DRAINREQUEST']._serialized_start=1920
-  _globals['_DRAINREQUEST']._serialized_end=1934
-  _globals['_DRAINREPLY']._serialized_start=1936
-  _globals['_DRAINREPLY']._serialized_end=1972
-  _globals['_WORKER']._serialized_start=2378
-  _globals['_WORKER']._serialized_end=2566
+  _globals['_WORKERDESCRIPTION']._serialized_end=452
+  _globals['_STEPREQUEST']._serialized_start=455
+  _globals['_STEPREQUEST']._serialized_end=607
+  _globals['_ROW']._serialized_start=610
+  _globals['_ROW']._serialized_end=801
+  _globals['_SEQUENCEPARAMETERS']._serialized_start=804
+  _globals['_SEQUENCEPARAMETERS']._serialized_end=963
+  _globals['_SAMPLINGPARAMETERS']._serialized_start=966
+  _globals['_SAMPLINGPARAMETERS']._serialized_end=1262
+  _globals['_SAMPLINGPARAMETERS_LOGITBIASENTRY']._serialized_start=1214
+  _globals['_SAMPLINGPARAMETERS_LOGITBIASENTRY']._serialized_end=1262
+  _globals['_ROWREPLY']._serialized_start=1265
+  _globals['_ROWREPLY']._serialized_end=1488
+  _globals['_TOKENLOGPROBS']._serialized_start=1490
+  _globals['_TOKENLOGPROBS']._serialized_end=1585
+  _globals['_STEPREPLY']._serialized_start=1588
+  _globals['_STEPREPLY']._serialized_end=1785
+  _globals['_STEPTIMINGS']._serialized_start=1788
+  _globals['_STEPTIMINGS']._serialized_end=1956
+  _globals['_DRAINREQUEST']._serialized_start=1958
+  _globals['_DRAINREQUEST']._serialized_end=1972
+  _globals['_DRAINREPLY']._serialized_start=1974
+  _globals['_DRAINREPLY']._serialized_end=2010
+  _globals['_WORKER']._serialized_start=2416
+  _globals['_WORKER']._serialized_end=2604
 # @@protoc_insertion_point(module_scope)

@@ -51,7 +51,7 @@ class DescribeRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class WorkerDescription(_message.Message):
-    __slots__ = ("role", "model_id", "tokenizer_digest", "vocabulary_size", "dtype", "device", "worker_epoch", "page_size", "total_pages", "free_pages", "max_sequence_length", "max_packed_rows", "exact_row_counts", "process_id", "threads", "kv_bytes_per_token")
+    __slots__ = ("role", "model_id", "tokenizer_digest", "vocabulary_size", "dtype", "device", "worker_epoch", "page_size", "total_pages", "free_pages", "max_sequence_length", "max_packed_rows", "exact_row_counts", "process_id", "threads", "kv_bytes_per_token", "threads_alone")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     MODEL_ID_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_DIGEST_FIELD_NUMBER: _ClassVar[int]
@@ -68,6 +68,7 @@ class WorkerDescription(_message.Message):
     PROCESS_ID_FIELD_NUMBER: _ClassVar[int]
     THREADS_FIELD_NUMBER: _ClassVar[int]
     KV_BYTES_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    THREADS_ALONE_FIELD_NUMBER: _ClassVar[int]
     role: Role
     model_id: str
     tokenizer_digest: bytes
@@ -84,21 +85,24 @@ class WorkerDescription(_message.Message):
     process_id: int
     threads: int
     kv_bytes_per_token: int
-    def __init__(self, role: _Optional[_Union[Role, str]] = ..., model_id: _Optional[str] = ..., tokenizer_digest: _Optional[bytes] = ..., vocabulary_size: _Optional[int] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., worker_epoch: _Optional[int] = ..., page_size: _Optional[int] = ..., total_pages: _Optional[int] = ..., free_pages: _Optional[int] = ..., max_sequence_length: _Optional[int] = ..., max_packed_rows: _Optional[int] = ..., exact_row_counts: _Optional[_Iterable[int]] = ..., process_id: _Optional[int] = ..., threads: _Optional[int] = ..., kv_bytes_per_token: _Optional[int] = ...) -> None: ...
+    threads_alone: int
+    def __init__(self, role: _Optional[_Union[Role, str]] = ..., model_id: _Optional[str] = ..., tokenizer_digest: _Optional[bytes] = ..., vocabulary_size: _Optional[int] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., worker_epoch: _Optional[int] = ..., page_size: _Optional[int] = ..., total_pages: _Optional[int] = ..., free_pages: _Optional[int] = ..., max_sequence_length: _Optional[int] = ..., max_packed_rows: _Optional[int] = ..., exact_row_counts: _Optional[_Iterable[int]] = ..., process_id: _Optional[int] = ..., threads: _Optional[int] = ..., kv_bytes_per_token: _Optional[int] = ..., threads_alone: _Optional[int] = ...) -> None: ...
 
 class StepRequest(_message.Message):
-    __slots__ = ("worker_epoch", "step_id", "scheduler_epoch", "released_sequence_ids", "rows")
+    __slots__ = ("worker_epoch", "step_id", "scheduler_epoch", "released_sequence_ids", "rows", "alone")
     WORKER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     SCHEDULER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     RELEASED_SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
+    ALONE_FIELD_NUMBER: _ClassVar[int]
     worker_epoch: int
     step_id: int
     scheduler_epoch: int
     released_sequence_ids: _containers.RepeatedScalarFieldContainer[int]
     rows: _containers.RepeatedCompositeFieldContainer[Row]
-    def __init__(self, worker_epoch: _Optional[int] = ..., step_id: _Optional[int] = ..., scheduler_epoch: _Optional[int] = ..., released_sequence_ids: _Optional[_Iterable[int]] = ..., rows: _Optional[_Iterable[_Union[Row, _Mapping]]] = ...) -> None: ...
+    alone: bool
+    def __init__(self, worker_epoch: _Optional[int] = ..., step_id: _Optional[int] = ..., scheduler_epoch: _Optional[int] = ..., released_sequence_ids: _Optional[_Iterable[int]] = ..., rows: _Optional[_Iterable[_Union[Row, _Mapping]]] = ..., alone: _Optional[bool] = ...) -> None: ...
 
 class Row(_message.Message):
     __slots__ = ("sequence_id", "kv_len", "prefix_digest", "tokens", "draft_tokens", "draft_length", "choose", "parameters")

@@ -6,6 +6,10 @@ import math
 from dataclasses import dataclass
 from enum import Enum
 
+# Larger draft steps would cost the scheduler milliseconds at once, and save a draft little.
+_LEAST_DRAFT_BATCH = 64
+_DRAFT_BATCHES = 4
+
 
 class Policy(Enum):
     """How the rows of a verify group are chosen; see scheduler/policies.py."""
@@ -21,7 +25,8 @@ class SchedulerConfig:
     """Limits and choices of one scheduler core.
 
     `batch_size` bounds the rows of a verify group, `draft_batch_size` the sequences that one draft step proposes for
-    (None: as many as the window holds), `prefill_chunk` the tokens that catch up in one step of any worker.
+    (None: four batches, at least 64), `prefill_chunk` the tokens that catch up in one step of any worker.
+    `draft_length` is what every round drafts, under AUTO at most.
     `max_queued_sequences` and `max_queued_tokens` bound what waits outside the window; beyond them submissions are
     refused. No sequence waits voluntarily for longer than `wait_bound_steps` times the verify step time, which is
     taken to be `initial_step_seconds` until it was measured. `steps_in_flight` counts the step a worker runs.
@@ -59,4 +64,5 @@ class SchedulerConfig:
 
     @property
     def proposals_per_step(self) -> int:
-        return self.window if self.draft_batch_size is None else self.draft_batch_size
+        default = max(_LEAST_DRAFT_BATCH, _DRAFT_BATCHES * self.batch_size)
+        return min(self.window, default if self.draft_batch_size is None else self.draft_batch_size)

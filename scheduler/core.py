@@ -6,6 +6,7 @@ The rest of the package does the work; this module only says what follows from w
 from __future__ import annotations
 
 from scheduler.config import SchedulerConfig
+from scheduler.draft_lengths import make_draft_lengths
 from scheduler.draft_steps import DraftPlanner
 from scheduler.fleet import Fleet
 from scheduler.integrity import check_integrity
@@ -51,10 +52,11 @@ class SchedulerCore:
         self._counters = Counters()
         self._acceptance = Acceptance()
         policy = make_policy(config.policy)
-        self._lifecycle = Lifecycle(config, self._pool, self._fleet, policy, self._counters)
-        self._drafts = DraftPlanner(config, self._lifecycle)
-        self._targets = TargetPlanner(config, self._fleet, self._lifecycle, policy, self._acceptance)
-        self._rounds = Rounds(self._lifecycle, self._acceptance, self._counters)
+        lengths = make_draft_lengths(config, self._fleet, self._acceptance, self._counters)
+        self._lifecycle = Lifecycle(config, self._pool, self._fleet, policy, lengths, self._counters)
+        self._drafts = DraftPlanner(config, self._fleet, self._lifecycle)
+        self._targets = TargetPlanner(config, self._fleet, self._lifecycle, lengths, policy)
+        self._rounds = Rounds(self._lifecycle, lengths, self._counters)
         self._last_step_id = 0
         self._now = float("-inf")
 
@@ -82,8 +84,9 @@ class SchedulerCore:
         return commands
 
     def next_deadline(self) -> float | None:
-        """When a `Tick` is due: a target waits for a larger group and must stop waiting then. None: never."""
+        """When a `Tick` is due: a worker waits for a larger step and must stop waiting then. None: never."""
         deadlines = [self._targets.deadline(target) for target in self._fleet.targets.values()]
+        deadlines += [self._drafts.deadline(draft) for draft in self._fleet.drafts.values()]
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
     def wait_bound(self, target_id: str) -> float:
@@ -107,6 +110,8 @@ class SchedulerCore:
             accepted_tokens=counters.accepted_tokens,
             preemptions=counters.preemptions,
             steps=counters.steps,
+            probes=counters.probes,
+            draft_lengths=dict(sorted(counters.draft_lengths.items())),
             groups=GroupStatistics(
                 counters.groups,
                 counters.grouped_rows,
@@ -122,6 +127,8 @@ class SchedulerCore:
                     book.pages.free_pages,
                     book.spec.total_pages,
                     len(book.outstanding),
+                    book.times.base,
+                    book.times.per_row,
                 )
                 for book in self._fleet.books()
             ),
@@ -179,15 +186,12 @@ class SchedulerCore:
         return None
 
     def _complete(self, event: StepCompleted, now: float) -> None:
-        book = self._fleet.find(event.worker_id)
-        step = None if book is None else book.take_answered(event.step_id, now)
-        if step is None:
-            return
         results = {result.sequence_id: result for result in event.results}
+        book = self._fleet.find(event.worker_id)
         if isinstance(book, TargetBook):
-            self._rounds.target_step(book, step, results, event.seconds, now)
+            self._rounds.target_step(book, event.step_id, results, event.seconds, now)
         elif isinstance(book, DraftBook):
-            self._rounds.draft_step(book, step, results, event.seconds, now)
+            self._rounds.draft_step(book, event.step_id, results, event.seconds, now)
 
     def _join(self, spec: WorkerSpec) -> None:
         self._fleet.add(spec)
@@ -224,7 +228,7 @@ class SchedulerCore:
             progress |= self._counters.preemptions > preemptions
         for book in self._fleet.books():
             if book.releases and not book.outstanding:
-                self._send(book.send(self._last_step_id + 1, {}, now))
+                self._send(book.release(self._last_step_id + 1, now))
 
     def _send(self, step: SendStep | None) -> bool:
         if step is None:

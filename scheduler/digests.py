@@ -6,6 +6,7 @@ digest at hand, so truncation costs nothing.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable
 
 _MODULUS = (1 << 61) - 1
@@ -25,18 +26,18 @@ class DigestedTokens:
 
     def __init__(self, tokens: Iterable[int] = ()) -> None:
         self.tokens: list[int] = []
-        self._digests: list[int] = [EMPTY_DIGEST]
+        # Machine integers: a fifth of the memory of a list of int objects, and nothing for the collector to visit.
+        self._digests = array("Q", (EMPTY_DIGEST,))
         self.extend(tokens)
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def extend(self, tokens: Iterable[int]) -> None:
+        added = tuple(tokens)
         digest = self._digests[-1]
-        for token in tokens:
-            digest = (digest * _BASE + token + 1) % _MODULUS
-            self._digests.append(digest)
-            self.tokens.append(token)
+        self._digests.extend([digest := (digest * _BASE + token + 1) % _MODULUS for token in added])
+        self.tokens += added
 
     def truncate(self, length: int) -> None:
         del self.tokens[length:]

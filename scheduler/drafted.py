@@ -11,7 +11,7 @@ GroupKey = tuple[int, int]
 
 def group_key(sequence: Sequence) -> GroupKey:
     """Rows with the same key need neither padding nor realignment in one batch."""
-    return len(sequence.tokens.tokens), len(sequence.draft_tokens)
+    return sequence.length, len(sequence.draft_tokens)
 
 
 class DraftedIndex:
@@ -37,19 +37,29 @@ class DraftedIndex:
         self._added += 1
         sequence.drafted_order = self._added
         self._by_age[sequence.sequence_id] = sequence
-        key = group_key(sequence)
-        group = self._groups.setdefault(key, {})
+        key = sequence.length, len(sequence.draft_tokens)
+        group = self._groups.get(key)
+        if group is None:
+            group = self._groups[key] = {}
         group[sequence.sequence_id] = sequence
-        self._file(key, len(group) - 1, len(group))
+        size = len(group)
+        if size <= self._batch_size:
+            if size > 1:
+                del self._by_size[size - 1][key]
+            self._by_size[size][key] = None
 
     def remove(self, sequence: Sequence) -> None:
         del self._by_age[sequence.sequence_id]
-        key = group_key(sequence)
+        key = sequence.length, len(sequence.draft_tokens)
         group = self._groups[key]
         del group[sequence.sequence_id]
-        if not group:
-            del self._groups[key]
-        self._file(key, len(group) + 1, len(group))
+        size = len(group)
+        if size < self._batch_size:
+            del self._by_size[size + 1][key]
+            if size:
+                self._by_size[size][key] = None
+            else:
+                del self._groups[key]
 
     def oldest(self) -> Sequence | None:
         return next(iter(self._by_age.values()), None)
@@ -67,14 +77,6 @@ class DraftedIndex:
                 oldest = min(keys, key=lambda key: next(iter(groups[key].values())).drafted_order)
                 return list(islice(groups[oldest].values(), self._batch_size))
         return []
-
-    def _file(self, key: GroupKey, old_size: int, new_size: int) -> None:
-        old, new = min(old_size, self._batch_size), min(new_size, self._batch_size)
-        if old != new:
-            if old:
-                del self._by_size[old][key]
-            if new:
-                self._by_size[new][key] = None
 
     def check_integrity(self) -> None:
         """Raises RuntimeError when the two views differ."""

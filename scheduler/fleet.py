@@ -16,6 +16,8 @@ class Fleet:
         self._config = config
         self.targets: dict[str, TargetBook] = {}
         self.drafts: dict[str, DraftBook] = {}
+        self.shares_cores = False
+        """Whether a target, or a target and a draft, are alone and each faster while the other is idle."""
 
     def books(self) -> Iterator[WorkerBook]:
         yield from self.drafts.values()
@@ -31,9 +33,31 @@ class Fleet:
             self.targets[spec.worker_id] = TargetBook(*shared, config.batch_size)
         else:
             self.drafts[spec.worker_id] = DraftBook(*shared)
+        self._note_sharing()
 
     def remove(self, worker_id: str) -> WorkerBook | None:
-        return self.targets.pop(worker_id, None) or self.drafts.pop(worker_id, None)
+        book = self.targets.pop(worker_id, None) or self.drafts.pop(worker_id, None)
+        self._note_sharing()
+        return book
+
+    def _note_sharing(self) -> None:
+        small = len(self.targets) == 1 and len(self.drafts) <= 1
+        self.shares_cores = small and all(book.spec.shares_cores for book in self.books())
+        if not self.shares_cores:
+            self.take_turns(False)
+
+    def take_turns(self, turns: bool) -> None:
+        """Whether steps are to be run one at a time from now on."""
+        for book in self.books():
+            book.turns = turns
+
+    @property
+    def sole_target(self) -> TargetBook | None:
+        return next(iter(self.targets.values())) if len(self.targets) == 1 else None
+
+    @property
+    def sole_draft(self) -> DraftBook | None:
+        return next(iter(self.drafts.values())) if len(self.drafts) == 1 else None
 
     def largest_capacity(self) -> int:
         """Tokens of the longest sequence that any target can hold; 0 without targets."""

@@ -3,26 +3,38 @@
 from __future__ import annotations
 
 from scheduler.config import SchedulerConfig
+from scheduler.draft_lengths import DraftLengths
 from scheduler.fleet import Fleet
 from scheduler.messages import Command, FailSequence, FinishReason, FinishSequence
 from scheduler.policies import GroupingPolicy
 from scheduler.pool import Pool
 from scheduler.sequence import Sequence, SequenceState
 from scheduler.statistics import Counters
+from scheduler.worker_book import DraftBook
 
-_ON_THE_WAY_TO_DRAFTED = (SequenceState.READY, SequenceState.DRAFTING)
+# Looked up for every row: names are faster than attributes of the enumeration.
+WAITING, PREFILLING = SequenceState.WAITING, SequenceState.PREFILLING
+READY, DRAFTING = SequenceState.READY, SequenceState.DRAFTING
+DRAFTED, VERIFYING = SequenceState.DRAFTED, SequenceState.VERIFYING
 
 
 class Lifecycle:
     """Moves sequences, and writes down in `commands` what the outside must know of it."""
 
     def __init__(
-        self, config: SchedulerConfig, pool: Pool, fleet: Fleet, policy: GroupingPolicy, counters: Counters
+        self,
+        config: SchedulerConfig,
+        pool: Pool,
+        fleet: Fleet,
+        policy: GroupingPolicy,
+        lengths: DraftLengths,
+        counters: Counters,
     ) -> None:
         self._config = config
         self._pool = pool
         self._fleet = fleet
         self._most_per_target = config.batch_size if policy.lockstep else None
+        self._lengths = lengths
         self._counters = counters
         self.commands: list[Command] = []
 
@@ -31,90 +43,116 @@ class Lifecycle:
     def move(self, sequence: Sequence, state: SequenceState) -> None:
         """Changes the state, and with it the sequence's place in the books of its workers."""
         self._leave_state(sequence)
+        self._enter_state(sequence, state)
+
+    def _enter_state(self, sequence: Sequence, state: SequenceState) -> None:
         sequence.state = state
         target, draft = sequence.target, sequence.draft
         if target is None:
             return
-        if state is SequenceState.PREFILLING:
-            target.prefilling[sequence.sequence_id] = sequence
-        elif state in _ON_THE_WAY_TO_DRAFTED:
-            target.coming.add(sequence.length)
-            if state is SequenceState.READY and draft is not None:
-                draft.ready[sequence.sequence_id] = sequence
-        elif state is SequenceState.DRAFTED:
+        if state is DRAFTED:
             target.drafted.add(sequence)
-        elif state is SequenceState.VERIFYING:
+        elif state is VERIFYING:
             target.verifying += 1
             if draft is not None:
                 draft.verifying += 1
+        elif state is READY or state is DRAFTING:
+            target.coming.add(sequence.length)
+            if state is READY and draft is not None:
+                draft.ready[sequence.sequence_id] = sequence
+        elif state is PREFILLING:
+            target.prefilling[sequence.sequence_id] = sequence
 
     def _leave_state(self, sequence: Sequence) -> None:
         """Takes the sequence out of the indexes. Only now may its homes change; WAITING stands for no index."""
         state, target, draft = sequence.state, sequence.target, sequence.draft
-        sequence.state = SequenceState.WAITING
-        if target is None:
+        if state is WAITING or target is None:
             return
-        if state is SequenceState.PREFILLING:
-            del target.prefilling[sequence.sequence_id]
-        elif state in _ON_THE_WAY_TO_DRAFTED:
-            target.coming.remove(sequence.length)
-            if state is SequenceState.READY and draft is not None:
-                del draft.ready[sequence.sequence_id]
-        elif state is SequenceState.DRAFTED:
+        sequence.state = WAITING
+        if state is DRAFTED:
             target.drafted.remove(sequence)
-        elif state is SequenceState.VERIFYING:
+        elif state is VERIFYING:
             target.verifying -= 1
             if draft is not None:
                 draft.verifying -= 1
+        elif state is READY or state is DRAFTING:
+            target.coming.remove(sequence.length)
+            if state is READY and draft is not None:
+                del draft.ready[sequence.sequence_id]
+        elif state is PREFILLING:
+            del target.prefilling[sequence.sequence_id]
 
     def begin_round(self, sequence: Sequence, now: float) -> None:
         """Sends a sequence whose target is up to date to its draft worker, or straight to the target."""
         self._leave_state(sequence)
         if sequence.draft is not None and sequence.length >= sequence.draft.spec.max_sequence_length:
             self.leave_draft(sequence)
-        wished = self.draft_length(sequence)
+        wished = self._wish(sequence)
         if wished and sequence.draft is None:
             self._find_draft(sequence)
+            wished = min(wished, self.longest_draft(sequence))
+        sequence.wished_length = wished
         draft = sequence.draft
-        if not wished or draft is None:
+        if draft is None:
+            self.skip_draft(sequence, now)
+            return
+        lack = draft.note_lack(sequence)
+        if not wished:
             self.skip_draft(sequence, now)
             return
         flight = draft.in_flight.get(sequence.sequence_id)
-        lack = draft.lack(sequence)
-        if flight is not None and not flight.abandoned:
-            lack -= len(flight.row.tokens)
+        fed = 0 if flight is None or flight.abandoned else len(flight.row.tokens)
         # A draft that is far behind catches up beside plain rounds instead of holding the sequence up.
-        if draft.can_propose_after(lack):
-            self.move(sequence, SequenceState.READY)
+        if lack - fed <= draft.most_lack and lack <= self._lengths.eager_lack:
+            sequence.ready_at = now
+            self._enter_state(sequence, READY)
         else:
             self.skip_draft(sequence, now)
 
+    def start_drafting(self, sequence: Sequence, draft: DraftBook) -> None:
+        """From READY, where it is counted as on its way to DRAFTED already."""
+        del draft.ready[sequence.sequence_id]
+        sequence.state = DRAFTING
+
     def skip_draft(self, sequence: Sequence, now: float) -> None:
         """A plain decoding round."""
-        self.become_drafted(sequence, (), now)
+        self.become_drafted(sequence, (), 0, now)
 
-    def become_drafted(self, sequence: Sequence, draft_tokens: tuple[int, ...], now: float) -> None:
+    def become_drafted(self, sequence: Sequence, draft_tokens: tuple[int, ...], asked: int, now: float) -> None:
         sequence.draft_tokens = draft_tokens
+        sequence.asked_length = asked
+        sequence.expected_tokens = self._lengths.expected_tokens(sequence, len(draft_tokens))
         sequence.drafted_at = now
         if sequence.target is not None:
             sequence.due = sequence.target.due(now, self._config.wait_bound_steps)
-        self.move(sequence, SequenceState.DRAFTED)
+        self.move(sequence, DRAFTED)
 
     def catch_up(self, sequence: Sequence) -> None:
         """Back to feeding the target committed tokens; a proposal that was pending is dropped."""
         sequence.draft_tokens = ()
-        self.move(sequence, SequenceState.PREFILLING)
+        if sequence.draft is not None:
+            sequence.draft.note_lack(sequence)
+        self.move(sequence, PREFILLING)
 
-    def draft_length(self, sequence: Sequence) -> int:
-        """Tokens to propose in the sequence's next round, if its draft worker can."""
+    def _wish(self, sequence: Sequence) -> int:
+        """Tokens to draft in the round that begins. A number that the request gives is kept to."""
+        longest = self.longest_draft(sequence)
+        if longest == 0 or sequence.request.draft_length is not None:
+            return longest
+        return self._lengths.for_round(sequence, longest)
+
+    def longest_draft(self, sequence: Sequence) -> int:
+        """Tokens that may be proposed in the sequence's next round, if its draft worker can."""
         if sequence.drafting_refused:
             return 0
-        asked = sequence.request.draft_length
-        length = min(self._config.draft_length if asked is None else asked, sequence.remaining - 1)
-        if sequence.target is not None:
-            length = min(length, sequence.target.longest_draft)
-        if sequence.draft is not None:
-            length = min(length, max(0, sequence.draft.spec.max_sequence_length - sequence.length))
+        asked, target, draft = sequence.request.draft_length, sequence.target, sequence.draft
+        length = self._config.draft_length if asked is None else asked
+        if length >= (rest := sequence.end - sequence.length):
+            length = rest - 1
+        if target is not None and length > target.longest_draft:
+            length = target.longest_draft
+        if draft is not None and length > (rest := draft.spec.max_sequence_length - sequence.length):
+            length = max(0, rest)
         return length
 
     # --- homes --------------------------------------------------------------------------------------------------------
@@ -129,7 +167,8 @@ class Lifecycle:
             if not self.fits_somewhere(sequence):
                 self.fail(sequence, self.too_long(sequence))
                 continue
-            positions = sequence.length + self.draft_length(sequence) + 1
+            longest = self.longest_draft(sequence)
+            positions = sequence.length + longest + 1
             target = self._fleet.choose_target(positions, self._most_per_target)
             if target is None:
                 break
@@ -137,9 +176,11 @@ class Lifecycle:
             pool.window[sequence.sequence_id] = sequence
             target.house(sequence, positions)
             sequence.target = target
-            if self.draft_length(sequence):
+            asked = sequence.request.draft_length is not None
+            sequence.wished_length = longest if asked else self._lengths.for_newcomer(target, longest)
+            if sequence.wished_length:
                 self._find_draft(sequence)
-            self.move(sequence, SequenceState.PREFILLING)
+            self.move(sequence, PREFILLING)
             admitted = True
         return admitted
 
@@ -155,7 +196,7 @@ class Lifecycle:
 
     def _find_draft(self, sequence: Sequence) -> None:
         """Finds a draft home, if there is room. READY and VERIFYING are indexed by it: not in those states."""
-        positions = sequence.length + self.draft_length(sequence)
+        positions = sequence.length + self.longest_draft(sequence)
         draft = self._fleet.choose_draft(positions)
         if draft is not None:
             draft.house(sequence, positions)
@@ -166,9 +207,9 @@ class Lifecycle:
         draft = sequence.draft
         if draft is None:
             return
-        if sequence.state is SequenceState.READY:
+        if sequence.state is READY:
             del draft.ready[sequence.sequence_id]
-        elif sequence.state is SequenceState.VERIFYING:
+        elif sequence.state is VERIFYING:
             draft.verifying -= 1
         draft.evict(sequence)
         sequence.draft = None
@@ -204,7 +245,7 @@ class Lifecycle:
         self.commands.append(FailSequence(sequence.sequence_id, error))
 
     def _end(self, sequence: Sequence, state: SequenceState) -> None:
-        if sequence.state is SequenceState.WAITING:
+        if sequence.state is WAITING:
             self._pool.queue.remove(sequence)
         else:
             self._leave_window(sequence)

@@ -35,6 +35,8 @@ class FinishReason(Enum):
 class WorkerSpec:
     """What the core must know of a worker to plan steps for it.
 
+    `shares_cores`: a step that is alone on the machine runs on the cores of the other workers there as well.
+
     Raises `ValueError` naming field, value and limit.
     """
 
@@ -44,6 +46,7 @@ class WorkerSpec:
     total_pages: int
     max_sequence_length: int
     max_packed_rows: int
+    shares_cores: bool = False
 
     def __post_init__(self) -> None:
         for name in ("page_size", "total_pages", "max_sequence_length", "max_packed_rows"):
@@ -171,11 +174,14 @@ class GroupFormed:
 
 @dataclass(frozen=True, slots=True)
 class SendStep:
+    """`alone`: no other worker computes meanwhile, and this one may use the cores of all."""
+
     worker_id: str
     step_id: int
     rows: tuple[Row, ...]
     released: tuple[int, ...] = ()
     group: GroupFormed | None = None
+    alone: bool = False
 
 
 @dataclass(frozen=True, slots=True)

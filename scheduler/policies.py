@@ -11,9 +11,20 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from scheduler.config import Policy
+from scheduler.draft_plan import DraftPlan
 from scheduler.drafted import CountByLength, DraftedIndex, group_key
 from scheduler.sequence import Sequence
-from scheduler.step_times import VerifyTimes, expected_commit
+from scheduler.step_times import TargetTimes
+
+
+@dataclass(frozen=True, slots=True)
+class Arrivals:
+    """What the next draft step for a target is expected to bring: when, sequences, their packed rows and tokens."""
+
+    seconds: float
+    rows: int
+    packed: int
+    tokens: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +32,8 @@ class GroupingView:
     """What a policy may look at.
 
     `coming` counts the target's READY and DRAFTING sequences, `verifying` those in steps not answered yet.
-    `may_wait` is false where waiting cannot pay: the step goes anyway, for a prefill. `arrivals` gives the seconds
-    until the next draft step for this target is expected to end and the number of sequences it brings.
+    `may_wait` is false where waiting cannot pay: the step goes anyway, for a prefill. `plan` is AUTO's, once it has
+    one. `arrivals` tells what the draft step that runs will bring.
     """
 
     drafted: DraftedIndex
@@ -31,9 +42,9 @@ class GroupingView:
     batch_size: int
     now: float
     may_wait: bool
-    times: VerifyTimes
-    acceptance: float
-    arrivals: Callable[[], tuple[float, int]]
+    times: TargetTimes
+    plan: DraftPlan | None
+    arrivals: Callable[[], Arrivals | None]
 
     def overdue(self, sequence: Sequence) -> bool:
         return self.now >= sequence.due
@@ -48,7 +59,9 @@ class Choice:
 
 
 def equal_lengths(rows: Iterable[Sequence]) -> bool:
-    return len({group_key(sequence) for sequence in rows}) <= 1
+    several = iter(rows)
+    first = next(several, None)
+    return first is None or all(group_key(sequence) == group_key(first) for sequence in several)
 
 
 class GroupingPolicy(Protocol):
@@ -103,40 +116,61 @@ class EqualLength:
 
 
 class BestRate:
-    """AUTO: whatever is expected to commit the most tokens per second: an equal group, the oldest rows, or waiting."""
+    """AUTO: whatever is expected to commit the most tokens per second: an equal group, the oldest rows, or waiting.
+
+    Where all sequences of a target fit one step, its plan says how they go round: merged in one step, or in two halves.
+    Merged, those in a running step are waited for, since what is queued behind it would need a step of its own from
+    then on. Any other wait must pay at once: more tokens per second over the wait and the step after it than by going
+    now; and in a merged plan it must take less than what a step costs before its first row.
+    """
 
     lockstep = False
 
     def choose(self, view: GroupingView) -> Choice | None:
-        if not view.drafted:
+        drafted = view.drafted
+        if not drafted:
             return None
-        oldest_rows = view.drafted.first(view.batch_size)
-        if view.overdue(oldest_rows[0]):
-            return Choice(oldest_rows, forced=True)
-        best, best_rate = oldest_rows, _rate(oldest_rows, equal_lengths(oldest_rows), view)
-        group = view.drafted.largest_group()
-        if len(group) >= 2 and (group_rate := _rate(group, True, view)) > best_rate:
-            best, best_rate = group, group_rate
-        if len(best) < view.batch_size and view.may_wait and view.coming.total:
-            seconds, count = view.arrivals()
-            in_time = view.now + seconds <= oldest_rows[0].due
-            if count and in_time and _rate(oldest_rows, False, view, seconds, count) > best_rate:
-                return None
-        return Choice(best)
+        rows = drafted.first(view.batch_size)
+        if view.overdue(rows[0]):
+            return Choice(rows, forced=True)
+        here, plan = len(drafted), view.plan
+        everyone = here + view.coming.total + view.verifying
+        one_step = everyone <= view.batch_size
+        merged = one_step and (plan is None or plan.merged)
+        if merged and view.may_wait and view.verifying:
+            return None
+        if plan is not None and one_step and plan.split and not view.verifying:
+            rows = rows[: (everyone + 1) // 2]
+        packed, tokens = _worth(rows)
+        seconds = view.times.predict(packed, not view.times.ragged_extra or equal_lengths(rows))
+        if view.times.ragged_extra:
+            group = drafted.largest_group()
+            if len(group) >= 2:
+                group_packed, group_tokens = _worth(group)
+                group_seconds = view.times.predict(group_packed, True)
+                if group_tokens * seconds > tokens * group_seconds:
+                    rows, packed, tokens, seconds = group, group_packed, group_tokens, group_seconds
+        if len(rows) < view.batch_size and view.may_wait and view.coming.total:
+            more = view.arrivals()
+            if more is not None and view.now + more.seconds <= rows[0].due:
+                part = min(1.0, (view.batch_size - len(rows)) / more.rows)
+                together = view.times.predict(packed + part * more.packed, False)
+                pays = (tokens + part * more.tokens) * seconds > tokens * (more.seconds + together)
+                if plan is not None and one_step:
+                    pays = pays and merged and more.seconds < view.times.base
+                if pays:
+                    return None
+        return Choice(rows)
 
 
-def _rate(
-    rows: list[Sequence], equal: bool, view: GroupingView, seconds_before: float = 0.0, more_rows: int = 0
-) -> float:
-    """Expected committed tokens per second of `rows`, joined after a wait by `more_rows` that look like them."""
-    packed = 0
+def _worth(rows: list[Sequence]) -> tuple[int, float]:
+    """Packed rows, and the tokens that they are expected to commit."""
+    packed = len(rows)
     tokens = 0.0
     for sequence in rows:
-        packed += 1 + len(sequence.draft_tokens)
-        tokens += expected_commit(view.acceptance, len(sequence.draft_tokens))
-    growth = min(len(rows) + more_rows, view.batch_size) / len(rows)
-    seconds = seconds_before + view.times.predict(round(packed * growth), equal)
-    return tokens * growth / max(seconds, 1e-9)
+        packed += len(sequence.draft_tokens)
+        tokens += sequence.expected_tokens
+    return packed, tokens
 
 
 def make_policy(policy: Policy) -> GroupingPolicy:

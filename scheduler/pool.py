@@ -74,7 +74,9 @@ class Pool:
     def check_integrity(self) -> None:
         """Raises RuntimeError unless every sequence is in exactly one place."""
         self.queue.check_integrity()
-        for sequence_id in self.sequences:
+        for sequence_id, sequence in self.sequences.items():
+            if sequence.length != len(sequence.tokens):
+                raise RuntimeError(f"sequence {sequence_id} has {len(sequence.tokens)} tokens, not {sequence.length}")
             if (sequence_id in self.queue) == (sequence_id in self.window):
                 raise RuntimeError(f"sequence {sequence_id} is not in exactly one of queue and window")
         if len(self.queue) + len(self.window) != len(self.sequences):

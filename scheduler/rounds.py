@@ -2,48 +2,74 @@
 
 from __future__ import annotations
 
-from scheduler.lifecycle import Lifecycle
+from scheduler.draft_lengths import DraftLengths
+from scheduler.ledger import KvEntry
+from scheduler.lifecycle import DRAFTING, READY, VERIFYING, Lifecycle
 from scheduler.messages import EmitTokens, Row, RowResult, RowStatus
-from scheduler.sequence import Sequence, SequenceState
+from scheduler.sequence import Sequence
 from scheduler.statistics import Counters
-from scheduler.step_times import Acceptance
-from scheduler.worker_book import DraftBook, InFlightRow, OutstandingStep, TargetBook, WorkerBook
+from scheduler.worker_book import (
+    STEADY_LACK,
+    DraftBook,
+    InFlightRow,
+    TargetBook,
+)
 
 MOST_TARGET_FAILURES = 5
 """Rows of one sequence in a row that a target may answer with lost KV before the sequence fails."""
 MOST_DRAFT_FAILURES = 3
 """The same on draft workers, before the sequence goes on without a draft."""
 
+_SLOW = 2.0
+"""A step is late for reasons of its own when it takes longer than expected by so many times that."""
+
 
 class Rounds:
     """One answered step at a time."""
 
-    def __init__(self, lifecycle: Lifecycle, acceptance: Acceptance, counters: Counters) -> None:
+    def __init__(self, lifecycle: Lifecycle, lengths: DraftLengths, counters: Counters) -> None:
         self._lifecycle = lifecycle
-        self._acceptance = acceptance
+        self._lengths = lengths
         self._counters = counters
 
     def draft_step(
-        self, draft: DraftBook, step: OutstandingStep, results: dict[int, RowResult], seconds: float, now: float
+        self, draft: DraftBook, step_id: int, results: dict[int, RowResult], seconds: float, now: float
     ) -> None:
-        if step.proposals:
-            draft.times.observe(step.packed_rows, seconds)
+        step = draft.take_answered(step_id, now)
+        if step is None:
+            return
+        draft.note_overhead(step, seconds, now)
+        late = seconds - draft.expected_seconds(step)
+        if late > _SLOW * (seconds - late):
+            for target in {flight.sequence.target for flight in step.rows if not flight.abandoned}:
+                if target is not None:
+                    target.record.forgive(late)
+        draft.observe(step, seconds)
         for flight in step.rows:
-            del draft.in_flight[flight.row.sequence_id]
+            sequence_id = flight.row.sequence_id
+            del draft.in_flight[sequence_id]
             if not flight.abandoned:
-                result = results.get(flight.row.sequence_id) or _missing(flight.row)
-                self._draft_row(draft, flight, result, now)
+                self._draft_row(draft, flight, results.get(sequence_id) or _missing(flight.row), now)
 
     def target_step(
-        self, target: TargetBook, step: OutstandingStep, results: dict[int, RowResult], seconds: float, now: float
+        self, target: TargetBook, step_id: int, results: dict[int, RowResult], seconds: float, now: float
     ) -> None:
+        step = target.take_answered(step_id, now)
+        if step is None:
+            return
+        target.note_overhead(step, seconds, now)
+        late = seconds - target.expected_seconds(step)
+        if late > _SLOW * (seconds - late):
+            target.record.forgive(late)
+        target.observe(step, seconds)
         if step.group is not None:
-            target.times.observe(step.packed_rows, step.group.equal_length, seconds)
+            target.verify_steps += 1
+            self._lengths.step_answered(target, now)
         for flight in step.rows:
-            del target.in_flight[flight.row.sequence_id]
+            sequence_id = flight.row.sequence_id
+            del target.in_flight[sequence_id]
             if not flight.abandoned:
-                result = results.get(flight.row.sequence_id) or _missing(flight.row)
-                self._target_row(target, flight, result, now)
+                self._target_row(target, flight, results.get(sequence_id) or _missing(flight.row), now)
 
     # --- draft rows ---------------------------------------------------------------------------------------------------
 
@@ -51,16 +77,15 @@ class Rounds:
         sequence, row = flight.sequence, flight.row
         entry = draft.kv[sequence.sequence_id]
         fed = row.kv_len + len(row.tokens)
-        proposed = sequence.state is SequenceState.DRAFTING
+        proposed = sequence.state is DRAFTING
         match result.status:
             case RowStatus.OK:
                 sequence.draft_failures = 0 if result.kv_len >= fed else sequence.draft_failures + 1
-                entry.valid = max(0, min(fed, result.kv_len))
+                entry.valid = fed if result.kv_len >= fed else max(0, result.kv_len)
                 if proposed:
                     proposal = result.tokens[: row.draft_length]
                     entry.ahead = max(0, min(result.kv_len - fed, len(proposal) - 1))
-                    draft.note_lack(sequence)
-                    self._lifecycle.become_drafted(sequence, proposal, now)
+                    self._lifecycle.become_drafted(sequence, proposal, row.draft_length, now)
             case RowStatus.UNKNOWN_SEQUENCE:
                 sequence.draft_failures += 1
                 entry.reset()
@@ -76,11 +101,9 @@ class Rounds:
         if sequence.drafting_refused or sequence.draft_failures >= MOST_DRAFT_FAILURES:
             sequence.drafting_refused = True
             self._lifecycle.leave_draft(sequence)
-        if sequence.draft is not None:
+        if sequence.draft is not None and (draft.lagging or entry.valid + STEADY_LACK < sequence.length):
             draft.note_lack(sequence)
-        if sequence.state is SequenceState.DRAFTING or (
-            sequence.state is SequenceState.READY and sequence.draft is None
-        ):
+        if sequence.state is DRAFTING or (sequence.state is READY and sequence.draft is None):
             self._lifecycle.begin_round(sequence, now)
 
     # --- target rows --------------------------------------------------------------------------------------------------
@@ -90,7 +113,7 @@ class Rounds:
         entry = target.kv[sequence.sequence_id]
         match result.status:
             case RowStatus.OK if row.choose:
-                self._commit(target, sequence, row, result, now)
+                self._commit(target, entry, sequence, row, result, now)
             case RowStatus.OK if result.kv_len >= row.kv_len + len(row.tokens):
                 entry.valid = row.kv_len + len(row.tokens)
             case RowStatus.OK | RowStatus.KV_MISMATCH:
@@ -106,40 +129,37 @@ class Rounds:
             case _:
                 self._lifecycle.fail(sequence, _error(target, result))
 
-    def _commit(self, target: TargetBook, sequence: Sequence, row: Row, result: RowResult, now: float) -> None:
-        accepted, drafted = result.accepted, len(row.draft_tokens)
-        legal = 0 <= accepted <= drafted and len(result.tokens) == accepted + 1
-        if not legal or result.tokens[:accepted] != row.draft_tokens[:accepted]:
-            error = (
-                f"{accepted} of {drafted} draft tokens accepted and {len(result.tokens)} tokens returned do not match"
-            )
+    def _commit(
+        self, target: TargetBook, entry: KvEntry, sequence: Sequence, row: Row, result: RowResult, now: float
+    ) -> None:
+        accepted, drafted, tokens = result.accepted, len(row.draft_tokens), result.tokens
+        legal = 0 <= accepted <= drafted and len(tokens) == accepted + 1
+        if not legal or (accepted and tokens[:accepted] != row.draft_tokens[:accepted]):
+            error = f"{accepted} of {drafted} draft tokens accepted and {len(tokens)} tokens returned do not match"
             self._lifecycle.fail(sequence, f"target worker {target.worker_id}: {error}")
             return
-        fed = row.kv_len + len(row.tokens)
-        target.kv[sequence.sequence_id].valid = max(0, min(fed + accepted, result.kv_len))
+        fed = row.kv_len + len(row.tokens) + accepted
+        entry.valid = fed if result.kv_len >= fed else max(0, result.kv_len)
         sequence.target_failures = 0
         sequence.draft_tokens = ()
-        self._acceptance.observe(drafted, accepted)
-        emitted, reason = sequence.commit(result.tokens)
-        accepted = min(accepted, len(emitted))
-        self._counters.count_round(len(emitted), drafted, accepted)
-        self._lifecycle.commands.append(
-            EmitTokens(
-                sequence.sequence_id,
-                emitted,
-                drafted,
-                accepted,
-                result.logits_digests[: len(emitted)],
-                result.logprobs[: len(emitted)],
-            )
-        )
+        if sequence.state is VERIFYING:
+            self._lengths.observe(sequence, sequence.asked_length, drafted, accepted)
+            self._counters.count_draft_length(sequence.asked_length)
+        emitted, reason = sequence.commit(tokens)
+        count = len(emitted)
+        kept = accepted if accepted < count else count
+        self._counters.count_round(count, drafted, kept)
+        digests, logprobs = result.logits_digests, result.logprobs
+        if count < len(tokens):
+            digests, logprobs = digests[:count], logprobs[:count]
+        emission = EmitTokens(sequence.sequence_id, emitted, drafted, kept, digests, logprobs)
+        self._lifecycle.commands.append(emission)
         if reason is not None:
             self._lifecycle.finish(sequence, reason)
             return
         if sequence.draft is not None:
-            sequence.draft.kv[sequence.sequence_id].settle_proposal(result.accepted)
-            sequence.draft.note_lack(sequence)
-        if target.kv[sequence.sequence_id].valid < sequence.length - 1:
+            sequence.draft.kv[sequence.sequence_id].settle_proposal(accepted)
+        if entry.valid < sequence.length - 1:
             self._lifecycle.catch_up(sequence)
         else:
             self._lifecycle.begin_round(sequence, now)
@@ -174,6 +194,6 @@ def _missing(row: Row) -> RowResult:
     return RowResult(row.sequence_id, RowStatus.FAILED, 0, 0, error="the worker's answer lacks this row")
 
 
-def _error(book: WorkerBook, result: RowResult) -> str:
+def _error(book: TargetBook | DraftBook, result: RowResult) -> str:
     detail = f": {result.error}" if result.error else ""
     return f"{book.spec.role.value} worker {book.worker_id} answered {result.status.value}{detail}"

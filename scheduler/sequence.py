@@ -33,10 +33,16 @@ class Sequence:
     """Mutable record; its state changes only through scheduler/lifecycle.py, which keeps the indexes in step.
 
     `order` is the order of arrival: smaller is older. `length` changes only in PREFILLING and VERIFYING, so that
-    indexes of the other states may use it as a key.
+    indexes of the other states may use it as a key; at `end` the sequence has all the tokens it may get.
+
+    Drafting: `wished_length` is what it is to draft in its present round; 0 says that its draft KV need not catch up.
+    `asked_length` is what its draft was asked for in the round that waits for verification, `expected_tokens` what that
+    round is expected to commit. `taken` and `tried` count its draft tokens, older ones less (draft_lengths.py),
+    `plain_rounds` those since it last drafted; `probing` when it drafts only to see what that yields.
     """
 
     __slots__ = (
+        "asked_length",
         "draft",
         "draft_failures",
         "draft_tokens",
@@ -44,13 +50,22 @@ class Sequence:
         "drafted_order",
         "drafting_refused",
         "due",
+        "end",
+        "expected_tokens",
+        "length",
         "order",
+        "plain_rounds",
+        "probing",
+        "ready_at",
         "request",
         "sequence_id",
         "state",
+        "taken",
         "target",
         "target_failures",
         "tokens",
+        "tried",
+        "wished_length",
     )
 
     def __init__(self, request: SequenceRequest, order: int) -> None:
@@ -59,39 +74,40 @@ class Sequence:
         self.order = order
         self.tokens = DigestedTokens(request.prompt)
         self.tokens.extend(request.committed_output)
+        self.length = len(self.tokens)
+        self.end = len(request.prompt) + request.max_tokens
         self.state = SequenceState.WAITING
         self.target: TargetBook | None = None
         self.draft: DraftBook | None = None
         self.draft_tokens: tuple[int, ...] = ()
+        self.ready_at = 0.0
         self.drafted_at = 0.0
         self.drafted_order = 0
         self.due = 0.0
         self.target_failures = 0
         self.draft_failures = 0
         self.drafting_refused = False
-
-    @property
-    def length(self) -> int:
-        return len(self.tokens.tokens)
-
-    @property
-    def remaining(self) -> int:
-        """Output tokens that may still be committed."""
-        request = self.request
-        return len(request.prompt) + request.max_tokens - len(self.tokens.tokens)
+        self.wished_length = 0
+        self.asked_length = 0
+        self.expected_tokens = 1.0
+        self.taken = 0.0
+        self.tried = 0.0
+        self.plain_rounds = 0
+        self.probing = False
 
     def commit(self, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], FinishReason | None]:
         """Appends `tokens` up to the end of the sequence; returns what was appended, and why it ends if it does."""
-        request = self.request
+        stop_token_ids, remaining = self.request.stop_token_ids, self.end - self.length
         reason = None
-        if request.stop_token_ids:
-            for index, token in enumerate(tokens[: self.remaining]):
-                if token in request.stop_token_ids:
+        if stop_token_ids:
+            for index, token in enumerate(tokens[:remaining]):
+                if token in stop_token_ids:
                     tokens, reason = tokens[: index + 1], FinishReason.STOP
                     break
-        if reason is None and len(tokens) >= self.remaining:
-            tokens, reason = tokens[: self.remaining], FinishReason.LENGTH
+        if reason is None and len(tokens) >= remaining:
+            tokens, reason = tokens[:remaining], FinishReason.LENGTH
         self.tokens.extend(tokens)
+        self.length += len(tokens)
         return tokens, reason
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from scheduler.messages import GroupFormed, Role
 
@@ -22,6 +22,8 @@ class Counters:
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     preemptions: int = 0
+    probes: int = 0
+    draft_lengths: dict[int, int] = field(default_factory=dict)
 
     def count_step(self, group: GroupFormed | None) -> None:
         self.steps += 1
@@ -39,6 +41,9 @@ class Counters:
         self.emitted_tokens += emitted
         self.drafted_tokens += drafted
         self.accepted_tokens += accepted
+
+    def count_draft_length(self, asked: int) -> None:
+        self.draft_lengths[asked] = self.draft_lengths.get(asked, 0) + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +63,17 @@ class GroupStatistics:
 
 @dataclass(frozen=True, slots=True)
 class WorkerSnapshot:
+    """`base_seconds` and `row_seconds` are the measured law of its steps: a target's takes base + row · rows to verify,
+    a draft's that much for every pass."""
+
     worker_id: str
     role: Role
     sequences: int
     free_pages: int
     total_pages: int
     steps_in_flight: int
+    base_seconds: float
+    row_seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +81,9 @@ class Snapshot:
     """The core at one moment. `pool` counts all live sequences: those `waiting` and those in the `window`.
 
     `prefilling`, `drafting` (ready or being proposed for), `drafted` and `verifying` add up to `window`.
-    `acceptance` is the measured chance that a draft token is taken, given those before it were.
+    `acceptance` is the measured chance that a token asked of a draft is proposed and taken, given those before it were.
+    `draft_lengths` counts
+    verified rounds by the tokens asked of a draft, 0 for plain ones; `probes` are drafts only to see what they yield.
     """
 
     waiting: int
@@ -88,5 +100,11 @@ class Snapshot:
     accepted_tokens: int
     preemptions: int
     steps: int
+    probes: int
+    draft_lengths: dict[int, int]
     groups: GroupStatistics
     workers: tuple[WorkerSnapshot, ...]
+
+    @property
+    def plain_rounds(self) -> int:
+        return self.draft_lengths.get(0, 0)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from itertools import islice
+
 from scheduler.config import SchedulerConfig
+from scheduler.draft_lengths import DraftLengths
 from scheduler.fleet import Fleet
-from scheduler.lifecycle import Lifecycle
+from scheduler.lifecycle import DRAFTED, PREFILLING, VERIFYING, Lifecycle
 from scheduler.messages import GroupFormed, SendStep
-from scheduler.policies import GroupingPolicy, GroupingView, equal_lengths
-from scheduler.sequence import Sequence, SequenceState
-from scheduler.step_times import Acceptance
-from scheduler.worker_book import InFlightRow, TargetBook
+from scheduler.policies import Arrivals, GroupingPolicy, GroupingView, equal_lengths
+from scheduler.sequence import Sequence
+from scheduler.turns import target_may_go
+from scheduler.worker_book import InFlightRow, TargetBook, TargetWork
 
 
 class TargetPlanner:
@@ -20,14 +23,14 @@ class TargetPlanner:
         config: SchedulerConfig,
         fleet: Fleet,
         lifecycle: Lifecycle,
+        lengths: DraftLengths,
         policy: GroupingPolicy,
-        acceptance: Acceptance,
     ) -> None:
         self._config = config
         self._fleet = fleet
         self._lifecycle = lifecycle
+        self._lengths = lengths
         self._policy = policy
-        self._acceptance = acceptance
 
     def bound(self, target: TargetBook) -> float:
         """Seconds that a DRAFTED sequence of this target may wait voluntarily."""
@@ -36,13 +39,15 @@ class TargetPlanner:
     def deadline(self, target: TargetBook) -> float | None:
         """When a target that waits for more rows must stop waiting."""
         oldest = target.drafted.oldest()
-        if oldest is None or target.busy or not target.can_take_step:
+        if oldest is None or target.busy or not target.can_take_step or not target_may_go(target, self._fleet):
             return None
         return oldest.due
 
     def plan(self, target: TargetBook, step_id: int, now: float) -> SendStep | None:
         """The next step for this worker, or None when it waits or has nothing to do."""
         if not target.can_take_step or not (target.drafted or target.prefilling):
+            return None
+        if not target_may_go(target, self._fleet):
             return None
         batch_size = self._config.batch_size
         may_grow = target.busy and target.coming.total > 0
@@ -59,10 +64,12 @@ class TargetPlanner:
         if may_grow and not full:
             return None
         rows: dict[int, InFlightRow] = {}
-        self._add_group(target, chosen, rows)
-        group = self._describe(rows, choice is not None and choice.forced, now)
-        self._add_prefill(target, rows, min(target.chunk, left + kept))
-        return target.send(step_id, rows, now, group) if rows else None
+        work = TargetWork()
+        self._add_group(target, chosen, rows, work)
+        group = self._describe(rows, work, choice is not None and choice.forced, now)
+        if can_prefill:
+            self._add_prefill(target, rows, work, min(target.chunk, left + kept))
+        return target.send(step_id, rows, work, now, group) if rows else None
 
     def _view(self, target: TargetBook, now: float, may_wait: bool) -> GroupingView:
         return GroupingView(
@@ -73,51 +80,68 @@ class TargetPlanner:
             now=now,
             may_wait=may_wait,
             times=target.times,
-            acceptance=self._acceptance.rate,
+            plan=target.plan,
             arrivals=lambda: self._arrivals(target, now),
         )
 
-    def _arrivals(self, target: TargetBook, now: float) -> tuple[float, int]:
-        seconds, count = 0.0, 0
+    def _arrivals(self, target: TargetBook, now: float) -> Arrivals | None:
+        """The first draft step to bring proposals for this target."""
+        first = None
         for draft in self._fleet.drafts.values():
             running = next(iter(draft.outstanding.values()), None)
-            coming = 0 if running is None else running.proposals.get(target.worker_id, 0)
-            if running is not None and coming:
-                end = max(0.0, draft.expected_end(running) - now)
-                if not count or end < seconds:
-                    seconds, count = end, coming
-        return seconds, count
+            if running is None:
+                continue
+            rows, packed, tokens = 0, 0, 0.0
+            for flight in running.rows:
+                sequence, length = flight.sequence, flight.row.draft_length
+                if length and sequence.target is target and not flight.abandoned:
+                    rows += 1
+                    packed += 1 + length
+                    tokens += self._lengths.expected_tokens(sequence, length)
+            seconds = max(0.0, draft.expected_end(running) - now)
+            if rows and (first is None or seconds < first.seconds):
+                first = Arrivals(seconds, rows, packed, tokens)
+        return first
 
-    def _add_group(self, target: TargetBook, chosen: list[Sequence], rows: dict[int, InFlightRow]) -> None:
+    def _add_group(
+        self, target: TargetBook, chosen: list[Sequence], rows: dict[int, InFlightRow], work: TargetWork
+    ) -> None:
         for sequence in chosen:
-            if sequence.state is not SequenceState.DRAFTED:
+            if sequence.state is not DRAFTED:
                 continue  # it lost its place to the pages of an older one
-            if self._reserve(target, sequence, sequence.length + len(sequence.draft_tokens), rows):
-                row = target.make_row(sequence, sequence.length, sequence.draft_tokens, choose=True)
+            length, drafted = sequence.length, len(sequence.draft_tokens)
+            if target.pages.reserve(sequence.sequence_id, length + drafted) or self._make_room(
+                target, sequence, length + drafted, rows
+            ):
+                row = target.make_row(sequence, length, sequence.draft_tokens, choose=True)
                 rows[sequence.sequence_id] = InFlightRow(sequence, row)
-                self._lifecycle.move(sequence, SequenceState.VERIFYING)
+                work.verify_rows += 1 + drafted
+                self._lifecycle.move(sequence, VERIFYING)
 
-    def _describe(self, rows: dict[int, InFlightRow], forced: bool, now: float) -> GroupFormed | None:
+    def _describe(self, rows: dict[int, InFlightRow], work: TargetWork, forced: bool, now: float) -> GroupFormed | None:
         if not rows:
             return None
         sequences = [flight.sequence for flight in rows.values()]
-        waited = now - min(sequence.drafted_at for sequence in sequences)
-        return GroupFormed(len(rows), equal_lengths(sequences), forced, waited)
+        work.equal_length = equal_lengths(sequences)
+        return GroupFormed(len(rows), work.equal_length, forced, now - sequences[0].drafted_at)
 
-    def _add_prefill(self, target: TargetBook, rows: dict[int, InFlightRow], budget: int) -> None:
-        for sequence in list(target.prefilling.values()):
+    def _add_prefill(self, target: TargetBook, rows: dict[int, InFlightRow], work: TargetWork, budget: int) -> None:
+        # A copy, since making room may take some out; each but those in flight takes at least one token of the chunk.
+        most = (1 + self._config.steps_in_flight) * target.chunk
+        for sequence in list(islice(target.prefilling.values(), most)):
             if budget <= 0:
                 break
-            if sequence.state is not SequenceState.PREFILLING or sequence.sequence_id in target.in_flight:
+            if sequence.state is not PREFILLING or sequence.sequence_id in target.in_flight:
                 continue
             start = target.kv[sequence.sequence_id].valid
             end = min(sequence.length, start + budget)
-            if self._reserve(target, sequence, end, rows):
+            if self._make_room(target, sequence, end, rows):
                 budget -= end - start
+                work.prefill_rows += end - start
                 row = target.make_row(sequence, end, choose=end == sequence.length)
                 rows[sequence.sequence_id] = InFlightRow(sequence, row)
 
-    def _reserve(self, target: TargetBook, sequence: Sequence, positions: int, rows: dict[int, InFlightRow]) -> bool:
+    def _make_room(self, target: TargetBook, sequence: Sequence, positions: int, rows: dict[int, InFlightRow]) -> bool:
         """Makes room for the row, at the cost of the youngest; False when the sequence cannot be part of this step.
 
         The oldest sequence of a target always gets through, at the latest when the steps in flight are back.

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Container
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
+from scheduler.draft_plan import DraftPlan
 from scheduler.drafted import CountByLength, DraftedIndex
 from scheduler.ledger import KvEntry, PageBook
 from scheduler.messages import GroupFormed, Row, SendStep, WorkerSpec
+from scheduler.plan_record import PlanRecord
 from scheduler.sequence import Sequence
-from scheduler.step_times import LinearFit, VerifyTimes
+from scheduler.step_times import DraftTimes, RecentMedian, TargetTimes
+
+_FIRST_PLAIN_STEP = 12
 
 STEADY_LACK = 2
 """Committed tokens a draft lacks at most between rounds: its own last proposal and the bonus token."""
@@ -24,17 +31,49 @@ class InFlightRow:
     abandoned: bool = False
 
 
+@dataclass(slots=True)
+class TargetWork:
+    """Packed rows of a target step: those to verify, whether of one length, and those of prefill."""
+
+    verify_rows: int = 0
+    equal_length: bool = True
+    prefill_rows: int = 0
+
+
+@dataclass(slots=True)
+class DraftWork:
+    """What a draft step does: passes, rows times their passes, and rows that catch up."""
+
+    passes: int = 1
+    row_passes: int = 0
+    catch_up_rows: int = 0
+
+    def add(self, fed: int, draft_length: int) -> None:
+        if draft_length:
+            if draft_length > self.passes:
+                self.passes = draft_length
+            self.row_passes += draft_length
+            self.catch_up_rows += fed - 1
+        else:
+            self.catch_up_rows += fed
+
+
+Work = TypeVar("Work", TargetWork, DraftWork)
+
+
 @dataclass(slots=True, eq=False)
-class OutstandingStep:
-    """A step sent and not answered. `proposals` counts its proposing rows by the target they are for."""
+class OutstandingStep(Generic[Work]):
+    """A step sent and not answered; `to_idle_worker` when nothing was before it, `alone` as in `SendStep`."""
 
     rows: list[InFlightRow]
-    packed_rows: int
+    work: Work
     group: GroupFormed | None
-    proposals: dict[str, int]
+    sent_at: float
+    to_idle_worker: bool
+    alone: bool
 
 
-class WorkerBook:
+class WorkerBook(ABC, Generic[Work]):
     """Books of one worker. `sequences` are those that have their home here."""
 
     def __init__(self, spec: WorkerSpec, prefill_chunk: int, steps_in_flight: int) -> None:
@@ -45,10 +84,19 @@ class WorkerBook:
         self.kv: dict[int, KvEntry] = {}
         self.sequences: dict[int, Sequence] = {}
         self.in_flight: dict[int, InFlightRow] = {}
-        self.outstanding: dict[int, OutstandingStep] = {}
+        self.outstanding: dict[int, OutstandingStep[Work]] = {}
         self.releases: dict[int, None] = {}
         self.running_since = 0.0
+        self.overhead = RecentMedian(0.0)
+        """Seconds from sending a step to an idle worker to its answer, beyond those of the step itself."""
+        self.turns = False
+        """Whether target and draft take turns, each computing alone on the cores of both."""
         self._steps_in_flight = steps_in_flight
+
+    @property
+    @abstractmethod
+    def times(self) -> TargetTimes | DraftTimes:
+        """What steps take the way they are run now."""
 
     @property
     def capacity(self) -> int:
@@ -110,13 +158,13 @@ class WorkerBook:
         choose: bool = False,
     ) -> Row:
         """A row that feeds committed tokens up to position `end`, which must leave one to feed."""
-        entry = self.kv[sequence.sequence_id]
-        start = min(entry.valid, end - 1)
+        entry, tokens = self.kv[sequence.sequence_id], sequence.tokens
+        start = entry.valid if entry.valid < end else end - 1
         return Row(
             sequence.sequence_id,
             start,
-            sequence.tokens.digest(start),
-            tuple(sequence.tokens.tokens[start:end]),
+            tokens.digest(start),
+            tuple(tokens.tokens[start:end]),
             draft_tokens,
             draft_length,
             choose,
@@ -124,33 +172,38 @@ class WorkerBook:
         )
 
     def send(
-        self, step_id: int, rows: dict[int, InFlightRow], now: float, group: GroupFormed | None = None
+        self, step_id: int, rows: dict[int, InFlightRow], work: Work, now: float, group: GroupFormed | None = None
     ) -> SendStep:
         """Books a step with these rows and all pending releases, and returns the command for it."""
         released = tuple(self.releases)
         self.releases.clear()
-        packed_rows = 0
-        proposals: dict[str, int] = {}
-        for sequence_id, flight in rows.items():
+        for sequence_id in rows:
             self.kv[sequence_id].opened = True
-            row = flight.row
-            packed_rows += len(row.tokens) + len(row.draft_tokens)
-            target = flight.sequence.target
-            if row.draft_length and target is not None:
-                proposals[target.worker_id] = proposals.get(target.worker_id, 0) + 1
         self.in_flight.update(rows)
-        if not self.outstanding:
+        idle = not self.outstanding
+        if idle:
             self.running_since = now
         flights = list(rows.values())
-        self.outstanding[step_id] = OutstandingStep(flights, packed_rows, group, proposals)
-        return SendStep(self.worker_id, step_id, tuple(flight.row for flight in flights), released, group)
+        self.outstanding[step_id] = OutstandingStep(flights, work, group, now, idle, self.turns)
+        return SendStep(self.worker_id, step_id, tuple(flight.row for flight in flights), released, group, self.turns)
 
-    def take_answered(self, step_id: int, now: float) -> OutstandingStep | None:
+    def release(self, step_id: int, now: float) -> SendStep:
+        """A step that only carries the pending releases."""
+        return self.send(step_id, {}, self._no_work(), now)
+
+    @abstractmethod
+    def _no_work(self) -> Work: ...
+
+    def take_answered(self, step_id: int, now: float) -> OutstandingStep[Work] | None:
         """The step that was answered, out of the books; its rows stay in flight until each was looked at."""
         step = self.outstanding.pop(step_id, None)
         if step is not None:
             self.running_since = now
         return step
+
+    def note_overhead(self, step: OutstandingStep[Work], seconds: float, now: float) -> None:
+        if step.to_idle_worker and step.rows and math.isfinite(seconds):
+            self.overhead.observe(max(0.0, now - step.sent_at - max(0.0, seconds)))
 
     def check_integrity(self) -> None:
         """Raises RuntimeError when the books of this worker disagree."""
@@ -171,31 +224,59 @@ class WorkerBook:
                 raise RuntimeError(f"worker {self.worker_id}: a row is in flight for a sequence that left")
 
 
-class DraftBook(WorkerBook):
+class DraftBook(WorkerBook[DraftWork]):
     """A draft worker: what is ready to be proposed for, and whose KV lags behind its committed tokens."""
 
     def __init__(self, spec: WorkerSpec, prefill_chunk: int, steps_in_flight: int, initial_seconds: float) -> None:
         super().__init__(spec, prefill_chunk, steps_in_flight)
         self.ready: dict[int, Sequence] = {}
         self.lagging: dict[int, Sequence] = {}
+        self.most_lack = min(max(self.chunk, STEADY_LACK), spec.max_packed_rows)
+        """Committed tokens that one step can feed and propose after."""
         self.verifying = 0
         """Sequences at home here that a target is verifying: they may come back any moment."""
-        self.times = LinearFit(initial_seconds)
+        self.times_alone = DraftTimes(initial_seconds)
+        self.times_beside = DraftTimes(initial_seconds, self.times_alone) if spec.shares_cores else self.times_alone
+        self.waiting_since: float | None = None
+        self.waiting_until: float | None = None
+        """Set while it is idle for the sake of sequences that are about to come back from a target."""
+
+    @property
+    def times(self) -> DraftTimes:
+        return self.times_alone if self.turns else self.times_beside
+
+    def observe(self, step: OutstandingStep[DraftWork], seconds: float) -> None:
+        """Learns from what an answered step took."""
+        work = step.work
+        if step.rows:
+            self._times_of(step).observe(work.passes, work.row_passes, work.catch_up_rows, seconds)
+
+    def expected_seconds(self, step: OutstandingStep[DraftWork]) -> float:
+        work = step.work
+        return self._times_of(step).predict(work.passes, work.row_passes, work.catch_up_rows)
+
+    def _times_of(self, step: OutstandingStep[DraftWork]) -> DraftTimes:
+        return self.times_alone if step.alone else self.times_beside
+
+    def _no_work(self) -> DraftWork:
+        return DraftWork()
 
     def lack(self, sequence: Sequence) -> int:
         """Committed tokens whose KV is missing; at least 1, since proposing takes the logits of the last one."""
-        return max(1, len(sequence.tokens.tokens) - self.kv[sequence.sequence_id].valid)
+        missing = sequence.length - self.kv[sequence.sequence_id].valid
+        return missing if missing > 1 else 1
 
-    def can_propose_after(self, lack: int) -> bool:
-        """Whether one step can feed that many tokens and propose after them."""
-        return lack <= min(max(self.chunk, STEADY_LACK), self.spec.max_packed_rows)
+    def note_lack(self, sequence: Sequence) -> int:
+        """Files the sequence by whether it must catch up; to be called when its length, KV or wish has changed.
 
-    def note_lack(self, sequence: Sequence) -> None:
-        """Files the sequence by whether it must catch up; to be called when its length or its KV has changed."""
-        if self.lack(sequence) > STEADY_LACK:
+        Returns its lack.
+        """
+        lack = self.lack(sequence)
+        if lack > STEADY_LACK and sequence.wished_length:
             self.lagging.setdefault(sequence.sequence_id, sequence)
-        else:
+        elif self.lagging:
             self.lagging.pop(sequence.sequence_id, None)
+        return lack
 
     def house(self, sequence: Sequence, positions: int) -> None:
         super().house(sequence, positions)
@@ -205,38 +286,74 @@ class DraftBook(WorkerBook):
         super().evict(sequence)
         self.lagging.pop(sequence.sequence_id, None)
 
-    def expected_end(self, step: OutstandingStep) -> float:
-        return self.running_since + self.times.predict(step.packed_rows)
+    def expected_end(self, step: OutstandingStep[DraftWork]) -> float:
+        """When the answer to the step that runs is expected."""
+        return self.running_since + self.expected_seconds(step) + self.overhead.value
+
+    def stop_waiting(self) -> None:
+        self.waiting_since = self.waiting_until = None
 
     def check_integrity(self) -> None:
         super().check_integrity()
         for sequence_id, sequence in self.sequences.items():
-            if (self.lack(sequence) > STEADY_LACK) != (sequence_id in self.lagging):
+            lags = sequence.wished_length > 0 and self.lack(sequence) > STEADY_LACK
+            if lags != (sequence_id in self.lagging):
                 raise RuntimeError(f"draft worker {self.worker_id}: sequence {sequence_id} is filed wrongly")
         if not (self.ready.keys() <= self.sequences.keys() and self.lagging.keys() <= self.sequences.keys()):
             raise RuntimeError(f"draft worker {self.worker_id}: work is filed for sequences that left")
 
 
-class TargetBook(WorkerBook):
+class TargetBook(WorkerBook[TargetWork]):
     """A target worker: what it must prefill, what it can verify, and what is on its way to that."""
 
     def __init__(
         self, spec: WorkerSpec, prefill_chunk: int, steps_in_flight: int, initial_seconds: float, batch_size: int
     ) -> None:
         super().__init__(spec, prefill_chunk, steps_in_flight)
+        self.longest_draft = max(0, spec.max_packed_rows // 2 - 1)
+        """Draft tokens of a row at most, so that two rows always fit a step and prefill cannot be shut out."""
         self.prefilling: dict[int, Sequence] = {}
         self.drafted = DraftedIndex(batch_size)
         self.coming = CountByLength()
         """READY and DRAFTING sequences."""
         self.verifying = 0
-        self.times = VerifyTimes(initial_seconds)
+        self.times_alone = TargetTimes(initial_seconds)
+        self.times_beside = TargetTimes(initial_seconds, self.times_alone) if spec.shares_cores else self.times_alone
+        self.verify_steps = 0
+        self.plan: DraftPlan | None = None
+        """How its sequences draft and group under AUTO; None while that is being tried out."""
+        self.plain_step = False
+        self.plain_step_due = _FIRST_PLAIN_STEP
+        """Counted in verify steps: when the rounds that begin are plain for the sake of learning what that costs."""
+        self.record = PlanRecord()
+        self.planned_for = 0
+        self.chosen_tokens = 0
+        self.rounds_since_plan = 0
+        self.probe_credit = 0.0
+        self.probe_income = 0.0
+        """Seconds for probes that each plain round earns."""
         self._batch_size = batch_size
         self._latest_due = 0.0
 
     @property
-    def longest_draft(self) -> int:
-        """Draft tokens of a row at most, so that two rows always fit a step and prefill cannot be shut out."""
-        return max(0, self.spec.max_packed_rows // 2 - 1)
+    def times(self) -> TargetTimes:
+        return self.times_alone if self.turns else self.times_beside
+
+    def observe(self, step: OutstandingStep[TargetWork], seconds: float) -> None:
+        """Learns from what an answered step took."""
+        work = step.work
+        if step.rows:
+            self._times_of(step).observe(work.verify_rows, work.equal_length, work.prefill_rows, seconds)
+
+    def expected_seconds(self, step: OutstandingStep[TargetWork]) -> float:
+        work = step.work
+        return self._times_of(step).predict(work.verify_rows, work.equal_length, work.prefill_rows)
+
+    def _times_of(self, step: OutstandingStep[TargetWork]) -> TargetTimes:
+        return self.times_alone if step.alone else self.times_beside
+
+    def _no_work(self) -> TargetWork:
+        return TargetWork()
 
     def due(self, now: float, wait_bound_steps: float) -> float:
         """Until when a sequence drafted now may be made to wait: the bound, after its turn by order of age.
@@ -245,8 +362,17 @@ class TargetBook(WorkerBook):
         Nobody is due before one that was drafted earlier.
         """
         turn = len(self.drafted) // self._batch_size
-        self._latest_due = max(self._latest_due, now + (wait_bound_steps + turn) * self.times.typical)
+        due = now + (wait_bound_steps + turn) * self.times.typical
+        if due > self._latest_due:
+            self._latest_due = due
         return self._latest_due
+
+    def expected_end(self) -> float | None:
+        """When the answer to the step that runs is expected; None when none does."""
+        running = next(iter(self.outstanding.values()), None)
+        if running is None:
+            return None
+        return self.running_since + self.expected_seconds(running) + self.overhead.value
 
     def can_prefill(self) -> bool:
         """Whether a sequence lacks committed tokens and has no row in flight."""

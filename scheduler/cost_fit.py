@@ -1,0 +1,135 @@
+"""What a step costs, learnt while running: a robust linear law over a few features."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass, field
+from operator import mul
+
+_RECENT = 5
+_HALF_LIFE = 400
+"""Observations after which what a bin said counts half, where other bins speak of the same."""
+_LEAST_WEIGHT = 0.05
+_PRIOR_WEIGHT = 0.001
+_BINS_PER_DOUBLING = 3
+_MOST_BINS = 64
+_REFIT_AT_LEAST_EVERY = 64
+
+Features = tuple[float, ...]
+
+
+@dataclass(slots=True)
+class _Bin:
+    """The last observations with about the same features, as (seconds, features), and when the latest came."""
+
+    recent: deque[tuple[float, Features]] = field(default_factory=lambda: deque(maxlen=_RECENT))
+    latest: int = 0
+
+    def median(self) -> tuple[float, Features]:
+        """The lower one: a slow step (a compilation, say) does not count once there is a second one."""
+        return sorted(self.recent)[(len(self.recent) - 1) // 2]
+
+
+class CostFit:
+    """Seconds = coefficients · features, all coefficients at least 0.
+
+    Observations are kept in bins of similar features, the last few in each, and the law is fitted to the bins' medians.
+    So a slow step does not poison the law, and the bins of one way of working remember what it costs while another one
+    is in use: plain least squares with forgetting would lose the slope as soon as all steps have the same size.
+    Where the bins leave coefficients open, `prior_shares` says how the time divides among the features.
+    """
+
+    def __init__(self, initial_seconds: float, prior_shares: Features) -> None:
+        self._initial = initial_seconds
+        self._prior_shares = prior_shares
+        self._bins: dict[tuple[int, ...], _Bin] = {}
+        self._refit_at = 0
+        self.observations = 0
+        self.coefficients: Features | None = None
+        """None before the first observation."""
+
+    def observe(self, features: Features, seconds: float) -> None:
+        if not math.isfinite(seconds) or seconds < 0:
+            return
+        self.observations += 1
+        key = tuple(round(_BINS_PER_DOUBLING * math.log2(1 + value)) for value in features)
+        found = self._bins.get(key)
+        if found is None:
+            if len(self._bins) == _MOST_BINS:
+                del self._bins[min(self._bins, key=lambda other: self._bins[other].latest)]
+            found = self._bins[key] = _Bin()
+        found.recent.append((seconds, features))
+        found.latest = self.observations
+        if self.observations >= self._refit_at:
+            self.coefficients = self._fit()
+            self._refit_at = self.observations + min(_REFIT_AT_LEAST_EVERY, 1 + self.observations // 8)
+
+    def predict(self, features: Features) -> float:
+        if self.coefficients is None:
+            return self._initial
+        return sum(map(mul, self.coefficients, features))
+
+    def _fit(self) -> Features:
+        bins = list(self._bins.values())
+        points = [found.median() for found in bins]
+        weights = [
+            len(found.recent) / _RECENT * max(_LEAST_WEIGHT, 0.5 ** ((self.observations - found.latest) / _HALF_LIFE))
+            for found in bins
+        ]
+        coefficients = self._solve(points, weights)
+        if len(points) <= len(coefficients):
+            return coefficients
+        # Bins that are far off the law, beyond the common scatter, count less: Huber's weights, once.
+        residuals = [abs(sum(map(mul, coefficients, features)) - seconds) for seconds, features in points]
+        scale = 2 * sorted(residuals)[len(residuals) // 2] + 1e-9
+        robust = [w * scale / r if r > scale else w for w, r in zip(weights, residuals, strict=True)]
+        return self._solve(points, robust)
+
+    def _solve(self, points: list[tuple[float, Features]], weights: list[float]) -> Features:
+        """Weighted least squares with the prior as weak observations. A negative coefficient is noise: 0 instead."""
+        total = sum(weights)
+        mean_seconds = sum(w * seconds for w, (seconds, _) in zip(weights, points, strict=True)) / total
+        size = len(self._prior_shares)
+        means = [sum(w * x[i] for w, (_, x) in zip(weights, points, strict=True)) / total for i in range(size)]
+        active = [i for i in range(size) if means[i] > 0]
+        result = [0.0] * size
+        while active:
+            matrix = [[0.0] * (len(active) + 1) for _ in active]
+            for weight, (seconds, x) in zip(weights, points, strict=True):
+                for row, i in zip(matrix, active, strict=True):
+                    scaled = weight * x[i]
+                    if scaled:
+                        for column, j in enumerate(active):
+                            row[column] += scaled * x[j]
+                        row[-1] += scaled * seconds
+            for place, i in enumerate(active):
+                # The weight is relative, so that fading all bins alike changes nothing.
+                matrix[place][place] += total * _PRIOR_WEIGHT * means[i] ** 2
+                matrix[place][-1] += total * _PRIOR_WEIGHT * means[i] * self._prior_shares[i] * mean_seconds
+            solution = _eliminate(matrix)
+            worst = min(range(len(active)), key=lambda place: solution[place] * means[active[place]])
+            if solution[worst] >= 0:
+                for place, i in enumerate(active):
+                    result[i] = solution[place]
+                break
+            del active[worst]
+        return tuple(result)
+
+
+def _eliminate(matrix: list[list[float]]) -> list[float]:
+    """Solves a small positive definite system, given as rows with the right side in the last column."""
+    size = len(matrix)
+    for pivot in range(size):
+        row = matrix[pivot]
+        for below in matrix[pivot + 1 :]:
+            factor = below[pivot] / row[pivot]
+            if factor:
+                for column in range(pivot, size + 1):
+                    below[column] -= factor * row[column]
+    solution = [0.0] * size
+    for pivot in range(size - 1, -1, -1):
+        row = matrix[pivot]
+        known = sum(row[column] * solution[column] for column in range(pivot + 1, size))
+        solution[pivot] = (row[size] - known) / row[pivot]
+    return solution

@@ -1,0 +1,270 @@
+"""How many tokens to draft, by cost: the plan with which one target is expected to commit most tokens a second.
+
+The model of a round is a simple one. With n sequences on a target, a *cycle* is the time in which each of them has one
+round, and the rate is the tokens that all are expected to commit in it, divided by its seconds. Costs are linear: a
+target step takes base + per_row · packed rows, a draft step passes · (per_pass + per_row · rows); each worker answers
+an idle scheduler `overhead` seconds later than its step ends (the wire).
+
+- One group (n fits a step). *Merged*: all draft, then all are verified, one after the other: cycle = draft + verify.
+  *Split*: two halves take turns, one drafts while the other is verified: cycle = the longest of the two verifications,
+  the two drafts, and the way of one half through both. *Free*, where some decode plainly: these go round again while
+  the others draft.
+- Several groups: draft and target overlap. cycle = the longest of all verifications, all drafts (two draft steps: one
+  for those that were verified while the other ran), and the way of one group through both.
+- Where the two share cores they may also take *turns*, each alone on all of them, at costs of its own: cycle = all
+  drafts in one step + all verifications. Without drafts, the target computes like that anyway.
+
+The k-th draft token of a row adds acceptance**k expected tokens and costs its packed row on the target, if the draft
+proposes it at all, and on the draft where the draft is not hidden. At the best rate λ a second is worth λ tokens, so
+the token pays if acceptance**k is at least λ · its seconds (Dinkelbach's method for ratios). For each number of passes,
+such a price and a least acceptance below which sequences decode plainly, the rate is computed as above; the best one is
+the plan.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from scheduler.step_times import expected_commit
+
+GAIN_TO_STAY = 1.02
+GAIN_TO_START = 1.06
+"""Speculation must promise so much more than plain decoding: predictions are not exact, and the best look too good."""
+_LEAST_PRICE = 0.02
+_LEAST_SECONDS = 1e-9
+_ROUNDS_OF_PRICING = 2
+_DRAFT_MATTERS = 0.7
+"""Of the target's time in a cycle, the draft's; from there on fragments of draft steps would hold the cell up."""
+_CYCLES_TO_REPAY = 100
+"""Plain ones, in the time of which a change to speculation must have repaid what it cost."""
+_DOUBT_OF_TURNS = 0.04
+"""Added to what a change to speculation in turns must promise, for a wrong one costs most: nothing hides the draft."""
+_PREFER_FIRST = 1.1
+"""A more intricate way to go round must be so much faster."""
+
+Population = list[tuple[float, int]]
+"""Acceptance, and how many sequences have about that one; ascending."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepCosts:
+    """Seconds of target and draft steps."""
+
+    base: float
+    per_row: float
+    draft_per_pass: float
+    draft_per_row: float
+
+    def verify(self, packed: float) -> float:
+        return self.base + self.per_row * packed
+
+    def draft(self, passes: int, row_passes: float) -> float:
+        return passes * self.draft_per_pass + self.draft_per_row * row_passes
+
+
+@dataclass(frozen=True, slots=True)
+class CellCosts:
+    """One target as the plan sees it. Times are seconds.
+
+    `sequences` decode on it, a step takes `batch_size` of them and `packed_rows` rows. `targets_per_draft` is how many
+    targets share a draft worker. Of the tokens asked of drafts, `proposed_share` come to be verified. `beside`: what
+    steps cost while the other kind of worker computes as well; `alone`: while it does not, where that makes a
+    difference.
+    """
+
+    sequences: int
+    batch_size: int
+    packed_rows: int
+    overhead: float
+    draft_overhead: float
+    targets_per_draft: float
+    beside: StepCosts
+    alone: StepCosts | None = None
+    proposed_share: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class DraftPlan:
+    """Draft lengths by acceptance, and how groups are formed to fit.
+
+    `thresholds` are ascending: a k-th token is drafted where the acceptance is at least the k-th of them. `merged`: the
+    sequences fit one step and do best in one. `split`: they do best in two halves. `turns`: draft and target take
+    turns. `draft_rows`: so many sequences make a full draft step, where drafting may be what holds the cell up; else 0.
+    `rate` and `plain_rate` are
+    expected tokens per second, with this plan and without any draft, and
+    `cycle` the seconds of a round of all.
+    """
+
+    thresholds: tuple[float, ...]
+    merged: bool
+    split: bool
+    turns: bool
+    draft_rows: float
+    rate: float
+    plain_rate: float
+    cycle: float
+
+    def length(self, acceptance: float) -> int:
+        return bisect_right(self.thresholds, acceptance)
+
+
+@dataclass(frozen=True, slots=True)
+class _Cycle:
+    """A way to go round: its seconds, and the rounds that plain rows have in it (the others have one)."""
+
+    seconds: float
+    plain_rounds: float = 1.0
+    merged: bool = False
+    split: bool = False
+    turns: bool = False
+    draft_rows: float = 0.0
+
+
+def best_plan(
+    costs: CellCosts,
+    population: Population,
+    longest: int,
+    trust: float = 1.0,
+    least_gain: float = GAIN_TO_START,
+    catch_up: float = 0.0,
+) -> DraftPlan:
+    """The plan with the highest expected rate; no drafting where that is not `least_gain` times as good.
+
+    `trust` is what the rate of a plan with drafts is worth beside that of plain decoding. Before one in turns can
+    begin, the draft has to catch up for `catch_up` seconds, during which nothing is verified.
+    """
+    acceptances = [acceptance for acceptance, _ in population]
+    nothing = (0,) * len(population)
+    plain_rate, plain_cycle = _rate(costs, population, nothing)
+    best_rate, best_cycle = plain_rate, plain_cycle
+    best_thresholds: tuple[float, ...] = ()
+    seen = {nothing}
+    for _ in range(_ROUNDS_OF_PRICING if longest else 0):
+        for price in _prices(costs, best_rate):
+            natural = [price ** (1 / place) for place in range(1, longest + 1)]
+            worthwhile = [bisect_right(natural, acceptance) for acceptance in acceptances]
+            for passes in _passes(max(worthwhile)):
+                for cut in range(len(population)):
+                    lengths = (*nothing[:cut], *(min(passes, length) for length in worthwhile[cut:]))
+                    if lengths in seen:
+                        continue
+                    seen.add(lengths)
+                    rate, cycle = _rate(costs, population, lengths)
+                    if rate > best_rate:
+                        best_rate, best_cycle = rate, cycle
+                        least = acceptances[cut] if cut else 0.0
+                        best_thresholds = tuple(max(least, threshold) for threshold in natural[:passes])
+    if best_cycle.turns and catch_up:
+        least_gain += _DOUBT_OF_TURNS + catch_up / max(_CYCLES_TO_REPAY * plain_cycle.seconds, _LEAST_SECONDS)
+    if best_rate * trust < least_gain * plain_rate:
+        best_rate, best_cycle, best_thresholds = plain_rate, plain_cycle, ()
+    return DraftPlan(
+        best_thresholds,
+        best_cycle.merged,
+        best_cycle.split,
+        best_cycle.turns,
+        best_cycle.draft_rows,
+        best_rate,
+        plain_rate,
+        best_cycle.seconds,
+    )
+
+
+def _prices(costs: CellCosts, rate: float) -> set[float]:
+    """What a draft token must be worth, by which of the two kinds of worker is short of time."""
+    prices = set()
+    for steps in (costs.beside, costs.alone):
+        if steps is not None:
+            on_target = rate * steps.per_row * costs.proposed_share
+            on_draft = rate * steps.draft_per_row * costs.targets_per_draft
+            prices |= {max(_LEAST_PRICE, price) for price in (on_target, on_draft, on_target + on_draft)}
+    return prices
+
+
+def _passes(most: int) -> Iterable[int]:
+    return range(1, most + 1) if most <= 8 else (1, 2, 3, 4, 6, 8, *range(12, most, 8), most)
+
+
+def _rate(costs: CellCosts, population: Population, lengths: tuple[int, ...]) -> tuple[float, _Cycle]:
+    """With these lengths: expected tokens per second, and the best way to go round."""
+    total = sum(count for _, count in population)
+    speculating, draft_tokens, committed = 0, 0, 0.0
+    for (acceptance, count), length in zip(population, lengths, strict=True):
+        if length:
+            speculating += count
+            draft_tokens += length * count
+            committed += expected_commit(acceptance, length) * count
+    share = costs.sequences / total
+    plain = costs.sequences - speculating * share
+    best, best_rate = None, 0.0
+    for cycle in _cycles(costs, speculating * share, draft_tokens * share, max(lengths)):
+        rate = (committed * share + plain * cycle.plain_rounds) / max(cycle.seconds, _LEAST_SECONDS)
+        if best is None or rate > best_rate * _PREFER_FIRST:
+            best, best_rate = cycle, rate
+    assert best is not None
+    return best_rate, best
+
+
+def _cycles(costs: CellCosts, speculating: float, draft_tokens: float, passes: int) -> Iterator[_Cycle]:
+    count = costs.sequences
+    packed = count + draft_tokens * costs.proposed_share
+    per_step = min(costs.batch_size, costs.packed_rows * count / packed)
+    draft_overhead = costs.draft_overhead if passes else 0.0
+    draft_load = draft_tokens * costs.targets_per_draft
+    parts = count / per_step
+    if costs.alone is not None:
+        yield _in_turns(costs, costs.alone, draft_load, packed, passes, parts)
+        if not passes:
+            return
+    steps = costs.beside
+    if count <= per_step:
+        drafting = steps.draft(passes, draft_load) + draft_overhead
+        if costs.alone is None:
+            yield _Cycle(drafting + steps.verify(packed) + costs.overhead, merged=True)
+        if count >= 2:
+            yield _overlapped(costs, 2, 2, speculating, draft_tokens, passes, split=True)
+        plain = count - speculating
+        if passes and plain > 0.5:
+            plain_step = steps.verify(plain)
+            rounds = max(1.0, (drafting + costs.overhead) / max(plain_step + costs.overhead, _LEAST_SECONDS))
+            between = plain_step if rounds == 1 else rounds * (plain_step + costs.overhead)
+            yield _Cycle(steps.verify(packed - plain) + between, rounds)
+    else:
+        yield _overlapped(costs, max(2.0, parts), parts, speculating, draft_tokens, passes)
+
+
+def _in_turns(
+    costs: CellCosts, steps: StepCosts, draft_load: float, packed: float, passes: int, parts: float
+) -> _Cycle:
+    merged = parts <= 1
+    verifying = max(1.0, parts) * steps.base + steps.per_row * packed
+    if not passes:
+        # Steps are queued one ahead: only where there is one at a time does the wire show.
+        return _Cycle(verifying + (costs.overhead if merged else 0.0), merged=merged, turns=True)
+    drafting = steps.draft(passes, draft_load) + costs.draft_overhead
+    return _Cycle(drafting + verifying + costs.overhead, merged=merged, turns=True)
+
+
+def _overlapped(
+    costs: CellCosts,
+    steps: float,
+    parts: float,
+    speculating: float,
+    draft_tokens: float,
+    passes: int,
+    split: bool = False,
+) -> _Cycle:
+    """A cycle of so many target steps, while two draft steps run; one step takes one of `parts` of all rows."""
+    law = costs.beside
+    packed = costs.sequences + draft_tokens * costs.proposed_share
+    verifying = steps * law.base + law.per_row * packed
+    way = law.verify(packed / parts) + costs.overhead
+    if not passes:
+        return _Cycle(max(verifying, way), split=split)
+    draft_load = draft_tokens * costs.targets_per_draft
+    drafting = 2 * (law.draft(passes, draft_load / 2) + costs.draft_overhead)
+    way += law.draft(passes, draft_load / parts) + costs.draft_overhead
+    draft_rows = speculating * costs.targets_per_draft / 2 if drafting > _DRAFT_MATTERS * verifying else 0.0
+    return _Cycle(max(verifying, drafting, way), split=split, draft_rows=draft_rows)
