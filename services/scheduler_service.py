@@ -36,6 +36,7 @@ from scheduler.sampling import SamplingParameters
 from services.channel_security import ChannelSecurity
 from services.sequence_stream import AdmissionRefusedError, SequenceFailedError, SequenceStream, TokenDelta
 from services.statistics import ServiceStatistics, StatisticsSnapshot
+from services.step_trace import StepTrace
 from services.wire import spec_from_wire
 from services.worker_link import LinkOptions, SchedulerFencedError, WorkerEndpoint
 from services.worker_set import WorkerSet
@@ -69,8 +70,8 @@ class SchedulerService:
     `scheduler_epoch` must be higher than that of every scheduler that spoke to the workers before, with room for one
     number for each connection made: `time.time_ns()` of the start. Lower ones are fenced off by the workers.
 
-    `security` is that of the workers' channels. All methods belong to one event loop. Leaving the `async with` block,
-    or `close`, fails what is unfinished.
+    `security` is that of the workers' channels. `trace` records every step, for measurements. All methods belong to one
+    event loop. Leaving the `async with` block, or `close`, fails what is unfinished.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class SchedulerService:
         scheduler_epoch: int,
         link_options: LinkOptions | None = None,
         security: ChannelSecurity | None = None,
+        trace: StepTrace | None = None,
     ) -> None:
         self.config = config
         self._core = SchedulerCore(config)
@@ -93,6 +95,7 @@ class SchedulerService:
         self._closed = asyncio.Event()
         self._fenced = False
         self._statistics = ServiceStatistics(time.monotonic())
+        self._trace = trace
 
     # Workers.
 
@@ -242,7 +245,10 @@ class SchedulerService:
         results: tuple[RowResult, ...],
         timings: worker_pb2.StepTimings,
     ) -> None:
-        self._statistics.step_replied(endpoint.role, endpoint.worker_id, step.step_id, timings, time.monotonic())
+        now = time.monotonic()
+        self._statistics.step_replied(endpoint.role, endpoint.worker_id, step.step_id, timings, now)
+        if self._trace is not None:
+            self._trace.step_replied(endpoint.role, endpoint.worker_id, step.step_id, timings, now)
         self._statistics.rows_answered(results)
         self._handle(StepCompleted(endpoint.worker_id, step.step_id, results, timings.total))
 
@@ -279,6 +285,8 @@ class SchedulerService:
                     self._statistics.step_sent(
                         link.endpoint.role, command.worker_id, command.step_id, command.group, now
                     )
+                    if self._trace is not None:
+                        self._trace.step_sent(command, now)
                     link.send(command)
             case EmitTokens():
                 self._statistics.tokens_emitted(command)

@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 _CACHED_REPLIES = 16
 
+_DRAINING = "the worker is draining and takes no new sequences"
+
 EngineRow = TypeVar("EngineRow", VerifyRow, ProposeRow)
 EngineRowIn = TypeVar("EngineRowIn", VerifyRow, ProposeRow, contravariant=True)
 
@@ -46,15 +48,22 @@ class Engine(Protocol[EngineRowIn]):
 class StepExecutor(ABC, Generic[EngineRow]):
     """Executes one step at a time for one engine, and remembers the last replies so that a retry is safe.
 
-    `worker_epoch` must differ between two starts of a worker. `clock` is a monotonic clock in seconds.
+    `worker_epoch` must differ between two starts of a worker. `clock` is a monotonic clock in seconds. `use_threads`
+    is called before a step that is to run on another number of threads than the one before it.
     """
 
     role: Role
 
     def __init__(
-        self, engine: Engine[EngineRow], worker_epoch: int | None = None, clock: Callable[[], float] = time.perf_counter
+        self,
+        engine: Engine[EngineRow],
+        worker_epoch: int | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+        use_threads: Callable[[int], None] = lambda _: None,
     ) -> None:
         self._engine: Engine[EngineRow] = engine
+        self._use_threads = use_threads
+        self._threads = engine.description.threads
         self._clock = clock
         self.worker_epoch = time.time_ns() if worker_epoch is None else worker_epoch
         description = engine.description
@@ -102,13 +111,15 @@ class StepExecutor(ABC, Generic[EngineRow]):
             exact_row_counts=description.exact_row_counts,
             process_id=os.getpid(),
             threads=description.threads,
+            threads_alone=description.threads_alone,
             kv_bytes_per_token=description.kv_bytes_per_token,
         )
 
     def execute(self, request: worker_pb2.StepRequest, arrived: float) -> worker_pb2.StepReply:
         """Runs a step that arrived at `arrived`; a repeated one gets the reply it had.
 
-        An empty one with id 0 only says who speaks, and may come at any time.
+        An empty one with id 0 only says who speaks, and may come at any time. A draining worker refuses whole steps
+        that bring new sequences, and schedulers that are new to it: whoever is refused goes elsewhere with all it has.
         """
         if request.worker_epoch != self.worker_epoch:
             error = f"worker_epoch is {request.worker_epoch}, this worker's is {self.worker_epoch}"
@@ -116,11 +127,14 @@ class StepExecutor(ABC, Generic[EngineRow]):
         if request.scheduler_epoch < self._scheduler_epoch:
             error = f"scheduler_epoch is {request.scheduler_epoch}, one with {self._scheduler_epoch} has taken over"
             return self._refuse(request, worker_pb2.STEP_STATUS_FENCED, error)
-        if request.scheduler_epoch > self._scheduler_epoch:
+        newcomer = request.scheduler_epoch > self._scheduler_epoch
+        if newcomer:
             self._book.drop_all()
             self._replies.clear()
             self._last_step_id = -1
             self._scheduler_epoch = request.scheduler_epoch
+        if newcomer and self.draining:
+            return self._refuse(request, worker_pb2.STEP_STATUS_INVALID, _DRAINING)
         if not request.step_id and not request.rows and not request.released_sequence_ids:
             return worker_pb2.StepReply(
                 worker_epoch=self.worker_epoch, status=worker_pb2.STEP_STATUS_OK, free_pages=self.free_pages
@@ -128,6 +142,8 @@ class StepExecutor(ABC, Generic[EngineRow]):
         cached = self._replies.get(request.step_id)
         if cached is not None:
             return cached
+        if self.draining and any(row.sequence_id not in self._book for row in request.rows):
+            return self._refuse(request, worker_pb2.STEP_STATUS_INVALID, _DRAINING)
         if request.step_id <= self._last_step_id:
             error = f"step_id is {request.step_id}, must be above {self._last_step_id} or one of the last replies'"
             return self._refuse(request, worker_pb2.STEP_STATUS_INVALID, error)
@@ -157,6 +173,7 @@ class StepExecutor(ABC, Generic[EngineRow]):
         prepared = self._clock()
         timings = EngineTimings()
         if running:
+            self._spread(request.alone)
             try:
                 outcome = self._engine.step([self._engine_row(sequence, row) for _, sequence, row in running])
                 if len(outcome.rows) != len(running):
@@ -191,6 +208,13 @@ class StepExecutor(ABC, Generic[EngineRow]):
             free_pages=self.free_pages,
         )
 
+    def _spread(self, alone: bool) -> None:
+        description = self._engine.description
+        threads = description.threads_alone if alone else description.threads
+        if threads and threads != self._threads:
+            self._use_threads(threads)
+            self._threads = threads
+
     def _prepare(
         self, rows: Sequence[worker_pb2.Row]
     ) -> tuple[dict[int, worker_pb2.RowReply], list[tuple[int, WorkerSequence, worker_pb2.Row]]]:
@@ -206,7 +230,7 @@ class StepExecutor(ABC, Generic[EngineRow]):
                 continue
             seen.add(row.sequence_id)
             try:
-                running.append((index, self._book.prepare(row, accept_new=not self.draining), row))
+                running.append((index, self._book.prepare(row), row))
             except RowRejectedError as rejected:
                 replies[index] = worker_pb2.RowReply(
                     sequence_id=row.sequence_id,
@@ -290,6 +314,7 @@ class DraftStepExecutor(StepExecutor[ProposeRow]):
             history=sequence.history,
             prompt_length=sequence.prompt_length,
             sampling=sequence.sampling,
+            places=sequence.places,
         )
 
     def _computed(self, outcome: RowOutcome) -> Sequence[int]:

@@ -43,6 +43,7 @@ def spec_from_wire(worker_id: str, description: worker_pb2.WorkerDescription) ->
         total_pages=description.total_pages,
         max_sequence_length=description.max_sequence_length,
         max_packed_rows=description.max_packed_rows,
+        shares_cores=description.threads_alone > description.threads,
     )
 
 
@@ -104,6 +105,7 @@ def step_to_wire(step: SendStep, worker_epoch: int, scheduler_epoch: int) -> wor
         scheduler_epoch=scheduler_epoch,
         released_sequence_ids=step.released,
         rows=[row_to_wire(row) for row in step.rows],
+        alone=step.alone,
     )
 
 

@@ -13,9 +13,7 @@ from typing import Any
 
 from scheduler.messages import Role
 from services.channel_security import SECURITY_VARIABLE, ChannelSecurity
-
-# Read by the libraries when they are loaded, so they have to stand in the environment before the process starts.
-_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+from services.compute_environment import compute_environment
 
 
 class WorkerStartError(RuntimeError):
@@ -131,11 +129,10 @@ class WorkerChild:
         # Not on the command line, which every user of the machine can read.
         environment = {
             **os.environ,
-            "TOKENIZERS_PARALLELISM": "false",
+            **compute_environment(launch.threads),
             SECURITY_VARIABLE: self._security.to_json(),
         }
         if launch.threads:
-            environment |= dict.fromkeys(_THREAD_VARIABLES, str(launch.threads))
             settings["threads"] = launch.threads
         command = [
             # -P: a folder named `services` where the user happens to be must not come before ours.

@@ -13,8 +13,7 @@ import grpc
 import grpc.aio
 
 from protos import worker_pb2, worker_pb2_grpc
-from scheduler.digests import EMPTY_DIGEST
-from scheduler.messages import Role, RowResult, RowStatus, SendStep
+from scheduler.messages import Role, RowResult, SendStep
 from services.channel_security import ChannelSecurity
 from services.pairing import PairingError, check_role
 from services.wire import result_from_wire, role_to_wire, spec_from_wire, step_to_wire
@@ -261,7 +260,8 @@ class WorkerLink:
     def _check_reply(self, reply: worker_pb2.StepReply) -> None:
         if reply.status == worker_pb2.STEP_STATUS_FENCED:
             raise SchedulerFencedError(f"worker {self.endpoint.worker_id}: {reply.error}")
-        if reply.status not in (worker_pb2.STEP_STATUS_OK, worker_pb2.STEP_STATUS_INVALID):
+        # Also a step that came out of turn: what it released would stay, and its sequences have done nothing wrong.
+        if reply.status != worker_pb2.STEP_STATUS_OK:
             raise self._unreachable(f"it refused step {reply.step_id}: {reply.error or f'status {reply.status}'}")
 
     def _take(self, reply: worker_pb2.StepReply) -> None:
@@ -304,10 +304,6 @@ def _reason(error: grpc.aio.AioRpcError) -> str:
 
 def _results(step: SendStep, reply: worker_pb2.StepReply) -> tuple[RowResult, ...]:
     """Raises ValueError where the reply does not answer the step."""
-    if reply.status == worker_pb2.STEP_STATUS_INVALID:
-        return tuple(
-            RowResult(row.sequence_id, RowStatus.FAILED, 0, EMPTY_DIGEST, error=reply.error) for row in step.rows
-        )
     asked, answered = [row.sequence_id for row in step.rows], [row.sequence_id for row in reply.rows]
     if asked != answered:
         raise ValueError(f"rows are of sequences {answered}, must be of {asked}")

@@ -24,6 +24,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from typing import Any, TextIO
 
@@ -31,7 +32,7 @@ from engine.settings import EngineSettings
 from scheduler.messages import Role
 from services.channel_security import SECURITY_VARIABLE, ChannelSecurity
 from services.step_executor import DraftStepExecutor, StepExecutor, TargetStepExecutor, one_line
-from services.worker_server import WorkerServer
+from services.worker_server import WorkerServer, step_thread
 
 logger = logging.getLogger(__name__)
 
@@ -113,8 +114,9 @@ def run_worker(arguments: WorkerArguments, load: Callable[[WorkerArguments, Prog
             os.sched_setaffinity(0, arguments.cpus)
         if arguments.watch_stdin:
             _stop_when_stdin_ends()
-        executor = load(arguments, events.loading)
-        return asyncio.run(serve_worker(executor, events, arguments, security))
+        thread = step_thread()
+        executor = thread.submit(load, arguments, events.loading).result()
+        return asyncio.run(serve_worker(executor, thread, events, arguments, security))
     except Exception as error:
         logger.exception("the %s worker did not start", arguments.role.value)
         events.send("failed", error=one_line(error))
@@ -123,6 +125,7 @@ def run_worker(arguments: WorkerArguments, load: Callable[[WorkerArguments, Prog
 
 async def serve_worker(
     executor: StepExecutor[Any],
+    thread: ThreadPoolExecutor,
     events: EventPipe,
     arguments: WorkerArguments,
     security: ChannelSecurity,
@@ -132,7 +135,7 @@ async def serve_worker(
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    server = WorkerServer(executor, arguments.host, arguments.port, security=security)
+    server = WorkerServer(executor, arguments.host, arguments.port, thread=thread, security=security)
     address = await server.start()
     events.send("ready", address=address, process_id=os.getpid())
     await stop.wait()
@@ -156,11 +159,13 @@ def load_executor(arguments: WorkerArguments, progress: Progress) -> StepExecuto
 
         return DraftStepExecutor(NgramEngine())
     settings = _engine_settings(arguments.settings)
-    from engine.loading import load_draft_engine, load_target_engine
+    if arguments.role is Role.TARGET and settings.lookup_match is not None:
+        raise ValueError(f"lookup_match is {settings.lookup_match}, must be unset for a target")
+    from engine.loading import load_draft_engine, load_target_engine, use_threads
 
     if arguments.role is Role.DRAFT:
-        return DraftStepExecutor(load_draft_engine(settings, progress))
-    return TargetStepExecutor(load_target_engine(settings, progress))
+        return DraftStepExecutor(load_draft_engine(settings, progress), use_threads=use_threads)
+    return TargetStepExecutor(load_target_engine(settings, progress), use_threads=use_threads)
 
 
 def _engine_settings(settings: Mapping[str, Any]) -> EngineSettings:

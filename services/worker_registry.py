@@ -125,7 +125,7 @@ class WorkerRegistry:
             await _stop(entry)
 
     def _try_again(self, entry: _Entry, now: float) -> None:
-        if now - entry.tried < self._options.retry_seconds:
+        if entry.attempt is not None or now - entry.tried < self._options.retry_seconds:
             return
         if entry.endpoint.worker_id in self._service.workers.endpoints:
             entry.tried = now
@@ -134,7 +134,8 @@ class WorkerRegistry:
             self._try(entry, None)
 
     def _try(self, entry: _Entry, old: _Entry | None) -> None:
-        entry.state, entry.reason, entry.tried = WorkerState.CONNECTING, "", self._clock()
+        """Starts an attempt; what the last one came to stands until this one has ended."""
+        entry.tried = self._clock()
         entry.attempt = asyncio.create_task(self._add(entry, old))
 
     async def _add(self, entry: _Entry, old: _Entry | None) -> None:

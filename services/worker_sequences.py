@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from engine.pages import PagePool, PageTable
+from engine.prompt_lookup import TokenPlaces
 from protos import worker_pb2
 from scheduler.digests import EMPTY_DIGEST, DigestedTokens
 from scheduler.messages import Role, RowStatus
@@ -29,6 +30,7 @@ class WorkerSequence:
     top_logprobs: int | None
     tokens: DigestedTokens = field(default_factory=DigestedTokens)
     table: PageTable = field(default_factory=PageTable)
+    places: TokenPlaces = field(default_factory=TokenPlaces)
 
     @property
     def history(self) -> Sequence[int]:
@@ -37,6 +39,10 @@ class WorkerSequence:
     @property
     def digest(self) -> int:
         return self.tokens.digest(self.table.length)
+
+    def truncate_tokens(self, length: int) -> None:
+        self.tokens.truncate(length)
+        self.places.truncate(length)
 
 
 class RowRejectedError(Exception):
@@ -69,7 +75,7 @@ class WorkerSequences:
     def __contains__(self, sequence_id: int) -> bool:
         return sequence_id in self._sequences
 
-    def prepare(self, row: worker_pb2.Row, accept_new: bool = True) -> WorkerSequence:
+    def prepare(self, row: worker_pb2.Row) -> WorkerSequence:
         """Checks a row, truncates its sequence to the row's `kv_len` and appends the row's tokens to its list.
 
         Raises RowRejectedError, with the KV state unchanged.
@@ -83,8 +89,6 @@ class WorkerSequences:
         if held is None:
             if opened is None:
                 raise RowRejectedError(RowStatus.UNKNOWN_SEQUENCE, "no parameters came for a sequence not known here")
-            if not accept_new:
-                raise RowRejectedError(RowStatus.FAILED, "the worker is draining and takes no new sequences")
             self._sequences[row.sequence_id] = held = opened
         elif opened is not None:
             held.prompt_length, held.sampling = opened.prompt_length, opened.sampling
@@ -98,7 +102,7 @@ class WorkerSequences:
                 RowStatus.KV_MISMATCH, f"the worker has other tokens than expected in [0, {row.kv_len})", held
             )
         self._pool.truncate(held.table, row.kv_len)
-        held.tokens.truncate(row.kv_len)
+        held.truncate_tokens(row.kv_len)
         held.tokens.extend(row.tokens)
         return held
 
@@ -122,7 +126,7 @@ class WorkerSequences:
         if length != kv_len:
             self.drop(sequence.sequence_id)
             raise RuntimeError(f"the engine refused a row but moved its KV from {kv_len} to {length}")
-        sequence.tokens.truncate(kv_len)
+        sequence.truncate_tokens(kv_len)
 
     def drop(self, sequence_id: int) -> None:
         """Forgets a sequence and frees its pages; an unknown one is no error."""

@@ -32,11 +32,21 @@ _QUEUED_STEPS = 32
 _DRAIN_MARGIN_SECONDS = 0.5
 
 
+def step_thread() -> ThreadPoolExecutor:
+    """The one thread of a worker that computes.
+
+    An engine is to be loaded on it as well: OpenMP keeps a team of threads for each thread that ever computed, and
+    with more of them than cores, waiting for one another takes longer than a second core saves.
+    """
+    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="step")
+
+
 class WorkerServer(worker_pb2_grpc.WorkerServicer):
     """Serves one step executor on `host`:`port` (0: a free port), and grpc.health.v1 beside it.
 
-    `security` says who may call; health checks need no token. `start` returns the address; `stop` lets the steps that
-    have arrived end, for at most the grace given. A step that takes longer than `longest_step_seconds` hangs.
+    Steps run on `thread`, a `step_thread()`, which ends with the server. `security` says who may call; health
+    checks need no token. `start` returns the address; `stop` lets the steps that have arrived end, for at most the
+    grace given. A step that takes longer than `longest_step_seconds` hangs.
     """
 
     def __init__(
@@ -45,6 +55,7 @@ class WorkerServer(worker_pb2_grpc.WorkerServicer):
         host: str = "127.0.0.1",
         port: int = 0,
         *,
+        thread: ThreadPoolExecutor | None = None,
         security: ChannelSecurity | None = None,
         longest_step_seconds: float = 600.0,
     ) -> None:
@@ -52,7 +63,7 @@ class WorkerServer(worker_pb2_grpc.WorkerServicer):
         self._host = host
         self._port = port
         self._security = security or ChannelSecurity()
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="step")
+        self._thread = thread or step_thread()
         self._health = health_aio.HealthServicer()
         self._server: grpc.aio.Server | None = None
         self._receivers: set[asyncio.Task[None]] = set()
