@@ -8,13 +8,18 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-from bench.machine import describe_machine
+from services.machine import describe_machine
 
 RESULTS = Path(__file__).parent / "results"
+
+
+def origin(command: str, machine: Mapping[str, object]) -> dict[str, object]:
+    """What no result goes without: the command that made it, when, and the machine it ran on."""
+    return {"command": command, "date": datetime.now(UTC).date().isoformat(), "machine": dict(machine)}
 
 
 def keep(name: str, command: Sequence[str], printed: str) -> Path:
@@ -22,12 +27,7 @@ def keep(name: str, command: Sequence[str], printed: str) -> Path:
     lines = printed.strip().splitlines()
     if not lines:
         raise ValueError(f"{' '.join(command)} printed nothing")
-    result = {
-        "command": " ".join(command),
-        "date": datetime.now(UTC).date().isoformat(),
-        "machine": describe_machine(),
-        "result": json.loads(lines[-1]),
-    }
+    result = origin(" ".join(command), describe_machine()) | {"result": json.loads(lines[-1])}
     RESULTS.mkdir(exist_ok=True)
     file = RESULTS / f"{name}.json"
     file.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,279 @@
+"""How fast the scheduler core decides, with workers that only count. JSON on the last line with `--json`.
+
+A *row decision* is one row of a draft or target step: planned into the step, and its answer applied. Simulated workers
+answer in virtual time; only `SchedulerCore.handle` is on the stopwatch. The pool is kept full: a sequence that ends is
+replaced by a new one at once, as the same kind of event.
+
+    python -m bench.core_speed --pool 10000 --window 512
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import json
+import sys
+import time
+from array import array
+from collections import Counter, deque
+from dataclasses import asdict, dataclass
+
+from rich.console import Console
+from rich.table import Table
+
+from scheduler.config import Policy, SchedulerConfig
+from scheduler.core import SchedulerCore
+from scheduler.messages import (
+    Event,
+    FailSequence,
+    FinishSequence,
+    RefuseSequence,
+    Role,
+    Row,
+    RowResult,
+    RowStatus,
+    SendStep,
+    SequenceRequest,
+    SequenceSubmitted,
+    StepCompleted,
+    Tick,
+    WorkerJoined,
+    WorkerSpec,
+)
+
+_LATENCY_SECONDS = 0.001
+_LONGEST_OUTPUT = 300
+_PROMPT_LENGTHS = (16, 40, 90, 200)
+
+
+@dataclass(frozen=True)
+class Load:
+    """What the core is given. `acceptance` is the chance of every draft token, given those before it."""
+
+    pool: int = 10_000
+    window: int = 512
+    batch_size: int = 8
+    draft_length: int = 4
+    policy: str = "auto"
+    targets: int = 1
+    drafts: int = 1
+    acceptance: float = 0.7
+    rows: int = 200_000
+
+    def config(self) -> SchedulerConfig:
+        return SchedulerConfig(
+            batch_size=self.batch_size,
+            window=self.window,
+            policy=Policy(self.policy),
+            draft_length=self.draft_length,
+            max_queued_sequences=self.pool,
+        )
+
+
+@dataclass(frozen=True)
+class CoreSpeed:
+    """What was measured, after a warm-up that filled the window. Times are seconds of single `handle` calls: those on
+    the wall clock, in which other processes of a busy machine may have run, and those of the processor.
+
+    `target_rows` and `draft_rows` are the row decisions made; `rounds` those that committed tokens. `commands` counts
+    what the core commanded. Pool sizes are those at the end.
+    """
+
+    rows: int
+    target_rows: int
+    draft_rows: int
+    events: int
+    rounds: int
+    emitted_tokens: int
+    finished: int
+    commands: dict[str, int]
+    pool: int
+    window: int
+    waiting: int
+    rows_per_second: float
+    events_per_second: float
+    handle_seconds_p50: float
+    handle_seconds_p99: float
+    handle_seconds_max: float
+    rows_per_processor_second: float
+    processor_seconds_p50: float
+    processor_seconds_p99: float
+    processor_seconds_max: float
+
+
+class CountingWorker:
+    """Answers rows without looking at their tokens; step times follow a simple law."""
+
+    def __init__(self, spec: WorkerSpec, acceptance: float) -> None:
+        self.spec = spec
+        self._acceptance = int(acceptance * 1024)
+        self.steps: deque[SendStep] = deque()
+
+    def seconds(self, step: SendStep) -> float:
+        packed = sum(len(row.tokens) + len(row.draft_tokens) for row in step.rows)
+        if self.spec.role is Role.TARGET:
+            return 0.01 + 0.00005 * packed if step.rows else 0.0
+        passes = max((row.draft_length for row in step.rows), default=0)
+        return max(1, passes) * 0.0005 + 0.00001 * packed if step.rows else 0.0
+
+    def answer(self, row: Row) -> RowResult:
+        fed = row.kv_len + len(row.tokens)
+        if self.spec.role is Role.DRAFT:
+            ahead = max(row.draft_length - 1, 0)
+            return RowResult(row.sequence_id, RowStatus.OK, fed + ahead, 0, (7,) * row.draft_length)
+        if not row.choose:
+            return RowResult(row.sequence_id, RowStatus.OK, fed, 0)
+        accepted = 0
+        for place in range(len(row.draft_tokens)):
+            if _mixed(row.sequence_id, fed + place) & 1023 >= self._acceptance:
+                break
+            accepted += 1
+        return RowResult(row.sequence_id, RowStatus.OK, fed + accepted, 0, (7,) * (accepted + 1), accepted)
+
+
+class _Run:
+    """The core, its workers and the virtual clock."""
+
+    def __init__(self, load: Load) -> None:
+        self.core = SchedulerCore(load.config())
+        self._load = load
+        self._workers: dict[str, CountingWorker] = {}
+        self._now = 0.0
+        self._due: list[tuple[float, int, CountingWorker, StepCompleted]] = []
+        self._submitted = 0
+        self._clear()
+        for role, count in ((Role.TARGET, load.targets), (Role.DRAFT, load.drafts)):
+            for index in range(count):
+                self._join(WorkerSpec(f"{role.value}-{index}", role, 16, 2_000_000, 4096, 4096))
+        for _ in range(load.pool):
+            self._submit()
+
+    def warm_up(self) -> None:
+        """Until as many rounds were decided as the window holds, several times over."""
+        while self.core.snapshot().rounds < 4 * self._load.window:
+            self._next()
+        self._clear()
+
+    def measure(self) -> CoreSpeed:
+        before = self.core.snapshot()
+        while self.rows["target"] + self.rows["draft"] < self._load.rows:
+            self._next()
+        after = self.core.snapshot()
+        rows, seconds, processor_seconds = self.rows.total(), sum(self._wall), sum(self._processor)
+        wall, processor = sorted(self._wall), sorted(self._processor)
+        return CoreSpeed(
+            rows=rows,
+            target_rows=self.rows["target"],
+            draft_rows=self.rows["draft"],
+            events=len(wall),
+            rounds=after.rounds - before.rounds,
+            emitted_tokens=after.emitted_tokens - before.emitted_tokens,
+            finished=self.commands["FinishSequence"],
+            commands=dict(sorted(self.commands.items())),
+            pool=after.pool,
+            window=after.window,
+            waiting=after.waiting,
+            rows_per_second=rows / seconds,
+            events_per_second=len(wall) / seconds,
+            handle_seconds_p50=wall[len(wall) // 2],
+            handle_seconds_p99=wall[len(wall) * 99 // 100],
+            handle_seconds_max=wall[-1],
+            rows_per_processor_second=rows / processor_seconds,
+            processor_seconds_p50=processor[len(processor) // 2],
+            processor_seconds_p99=processor[len(processor) * 99 // 100],
+            processor_seconds_max=processor[-1],
+        )
+
+    def _clear(self) -> None:
+        self._wall, self._processor = array("d"), array("d")
+        self.rows: Counter[str] = Counter()
+        self.commands: Counter[str] = Counter()
+
+    def _join(self, spec: WorkerSpec) -> None:
+        self._workers[spec.worker_id] = CountingWorker(spec, self._load.acceptance)
+        self._handle(WorkerJoined(spec))
+
+    def _submit(self) -> None:
+        self._submitted += 1
+        number = _mixed(self._submitted, 0)
+        prompt = (1,) * _PROMPT_LENGTHS[number % len(_PROMPT_LENGTHS)]
+        max_tokens = 1 + number // 8 % _LONGEST_OUTPUT
+        self._handle(SequenceSubmitted(SequenceRequest(self._submitted, prompt, max_tokens)))
+
+    def _next(self) -> None:
+        deadline = self.core.next_deadline()
+        if deadline is not None and (not self._due or deadline < self._due[0][0]):
+            self._now = deadline
+            self._handle(Tick())
+            return
+        self._now, _, worker, answer = heapq.heappop(self._due)
+        worker.steps.popleft()
+        if worker.steps:
+            self._start(worker)
+        self._handle(answer)
+
+    def _handle(self, event: Event) -> None:
+        began, processor_began = time.perf_counter(), time.thread_time()
+        commands = self.core.handle(event, self._now)
+        processor_ended, ended_at = time.thread_time(), time.perf_counter()
+        self._wall.append(ended_at - began)
+        self._processor.append(processor_ended - processor_began)
+        ended = 0
+        for command in commands:
+            self.commands[type(command).__name__] += 1
+            match command:
+                case SendStep():
+                    worker = self._workers[command.worker_id]
+                    self.rows[worker.spec.role.value] += len(command.rows)
+                    worker.steps.append(command)
+                    if len(worker.steps) == 1:
+                        self._start(worker)
+                case FinishSequence():
+                    ended += 1
+                case FailSequence() | RefuseSequence():
+                    raise RuntimeError(f"the core commanded {command}")
+        for _ in range(ended):
+            self._submit()
+
+    def _start(self, worker: CountingWorker) -> None:
+        step = worker.steps[0]
+        seconds = worker.seconds(step)
+        answer = StepCompleted(step.worker_id, step.step_id, tuple(map(worker.answer, step.rows)), seconds)
+        heapq.heappush(self._due, (self._now + seconds + _LATENCY_SECONDS, step.step_id, worker, answer))
+
+
+def _mixed(number: int, salt: int) -> int:
+    """Looks random, and is the same in every run."""
+    value = (number * 0x9E3779B97F4A7C15 + salt * 0xBF58476D1CE4E5B9) & (2**64 - 1)
+    return (value ^ (value >> 31)) * 0x94D049BB133111EB % 2**64 >> 24
+
+
+def measure(load: Load) -> CoreSpeed:
+    """Runs the load; the same load makes the same decisions. Raises RuntimeError where the core fails a sequence."""
+    run = _Run(load)
+    run.warm_up()
+    return run.measure()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    defaults = Load()
+    for name, value in asdict(defaults).items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(value), default=value)
+    parser.add_argument("--json", action="store_true", help="print load and figures as JSON, on one line")
+    arguments = vars(parser.parse_args())
+    as_json = arguments.pop("json")
+    load = Load(**arguments)
+    speed = measure(load)
+    if as_json:
+        print(json.dumps({"load": asdict(load), **asdict(speed)}))
+        return 0
+    table = Table("figure", "value", title=f"scheduler core, {load.pool} sequences, window {load.window}")
+    for name, value in asdict(speed).items():
+        table.add_row(name.replace("_", " "), f"{value:.6g}" if isinstance(value, float) else str(value))
+    Console().print(table)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,53 @@
+"""Bars on a terminal, and a line now and then elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich import progress as rich_progress
+from rich.console import Console
+
+Progress = Callable[[float, str], None]
+"""Called with the part that is done, in [0, 1], and what is worth telling."""
+
+Stage = Callable[[str], Progress]
+"""Called when a stage begins; gives what hears of its progress."""
+
+_SECONDS_BETWEEN_LINES = 30.0
+
+
+@contextmanager
+def showing(console: Console) -> Iterator[Stage]:
+    """Shows stages on `console` for as long as the block lasts."""
+    if not console.is_terminal:
+        yield lambda name: _lines(console, name)
+        return
+    columns = (
+        rich_progress.TextColumn("{task.description}", markup=False),
+        rich_progress.BarColumn(bar_width=32),
+        rich_progress.TaskProgressColumn(),
+        rich_progress.TimeElapsedColumn(),
+        rich_progress.TimeRemainingColumn(),
+        rich_progress.TextColumn("{task.fields[note]}", markup=False),
+    )
+    with rich_progress.Progress(*columns, console=console) as bars:
+        yield lambda name: _bar(bars, name)
+
+
+def _bar(bars: rich_progress.Progress, name: str) -> Progress:
+    task = bars.add_task(name, total=1.0, note="")
+    return lambda share, note: bars.update(task, completed=share, note=note)
+
+
+def _lines(console: Console, name: str) -> Progress:
+    next_line, ended = 0.0, False
+
+    def show(share: float, note: str) -> None:
+        nonlocal next_line, ended
+        if time.monotonic() >= next_line or (share >= 1 and not ended):
+            next_line, ended = time.monotonic() + _SECONDS_BETWEEN_LINES, share >= 1
+            console.print(f"{name} {share:.0%}: {note}", highlight=False, markup=False, soft_wrap=True)
+
+    return show
