@@ -17,6 +17,7 @@ from services.channel_security import ChannelSecurity, random_token
 from services.launcher import LoadingMessage, RunningWorker, WorkerLaunch, WorkerLauncher, WorkerStartError
 from services.pairing import PairingError
 from services.scheduler_service import SchedulerService
+from services.step_trace import StepTrace
 from services.worker_link import LinkOptions, WorkerEndpoint, WorkerUnreachableError
 
 # A first step on a busy machine takes long; a worker that died is noticed by its stream, not by this.
@@ -36,7 +37,9 @@ class Cell:
         self._last_death = ""
 
     @asynccontextmanager
-    async def service(self, config: SchedulerConfig, drafting: bool) -> AsyncIterator[SchedulerService]:
+    async def service(
+        self, config: SchedulerConfig, drafting: bool, trace: StepTrace | None = None
+    ) -> AsyncIterator[SchedulerService]:
         """A scheduler with an empty pool over all workers, or over the targets alone."""
         endpoints = [
             WorkerEndpoint(worker.worker_id, worker.role, worker.address)
@@ -45,7 +48,7 @@ class Cell:
         ]
         links = LinkOptions(connect_timeout=_CONNECT_SECONDS, step_timeout=_STEP_SECONDS)
         async with SchedulerService(
-            config, scheduler_epoch=time.time_ns(), link_options=links, security=self._security
+            config, scheduler_epoch=time.time_ns(), link_options=links, security=self._security, trace=trace
         ) as service:
             try:
                 await service.add_workers(endpoints)
@@ -102,10 +105,8 @@ def worker_launches(settings: RunSettings, lengths: Sequence[int]) -> list[Worke
     threads = settings.threads_per_worker()
     launches = []
     for number, device in enumerate(devices):
-        role, model = (
-            (Role.TARGET, models.target) if number < workers.target_workers else (Role.DRAFT, models.draft_name)
-        )
-        engine = settings.engine_settings(model, device)
+        role = Role.TARGET if number < workers.target_workers else Role.DRAFT
+        engine = settings.engine_settings(role, device)
         # Every sequence may leave a page partly filled.
         pages = sum(-(-length // engine.page_size) + 1 for length in lengths)
         if device == "cpu" and pages * engine.page_size <= _SMALL_KV_POSITIONS:

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 from typer.exceptions import TyperException
 
+from deploy.bench_command import bench_app
 from deploy.command_options import takes_settings
 from deploy.errors import RunError, UsageError
 from deploy.options import GenerateSettings, VerifySettings
@@ -24,6 +25,7 @@ app = typer.Typer(
 )
 models_app = typer.Typer(help="Models on this machine.")
 app.add_typer(models_app, name="models")
+app.add_typer(bench_app, name="bench")
 
 
 @app.command("generate")

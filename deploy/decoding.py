@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from deploy.cell import Cell
 from deploy.errors import RunError, UsageError
@@ -16,8 +16,9 @@ from scheduler.config import SchedulerConfig
 from scheduler.messages import FinishReason
 from scheduler.sampling import SamplingParameters
 from services.scheduler_service import SchedulerService, ServiceClosedError
-from services.sequence_stream import AdmissionRefusedError, SequenceFailedError
+from services.sequence_stream import AdmissionRefusedError, SequenceFailedError, TokenDelta
 from services.statistics import StatisticsSnapshot
+from services.step_trace import StepTrace
 from services.tokenizer import ModelTokenizer
 
 _SECONDS_BETWEEN_REPORTS = 0.25
@@ -66,13 +67,20 @@ def longest_lengths(jobs: Sequence[Job], config: SchedulerConfig) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class DecodingPlan:
-    """How one pass over the jobs is run; `title` is for the progress display."""
+    """How one pass over the jobs is run; `title` is for the progress display.
+
+    `warm_up` is decoded first, by the same scheduler, and counts nowhere. `trace` records the steps; `on_delta` hears
+    of each delivery of tokens, with the job's index.
+    """
 
     title: str
     config: SchedulerConfig
     stop_token_ids: frozenset[int]
     drafting: bool = True
     logits_digests: bool = False
+    warm_up: Sequence[Job] = ()
+    trace: StepTrace | None = None
+    on_delta: Callable[[int, TokenDelta], None] | None = None
 
 
 async def decode(
@@ -93,12 +101,19 @@ async def decode(
         on_done(index, completion)
         done += 1
 
-    async with cell.service(plan.config, plan.drafting) as service:
+    async with cell.service(plan.config, plan.drafting, plan.trace) as service:
 
         def report() -> None:
             reporter.run(plan.title, done, len(jobs), service.statistics())
 
         try:
+            if plan.warm_up:
+                quiet = replace(plan, on_delta=None)
+                async with _every(_SECONDS_BETWEEN_REPORTS, cell.check_alive), asyncio.TaskGroup() as group:
+                    await _submit_all(service, quiet, plan.warm_up, group, lambda *_: None)
+                service.reset_statistics()
+                if plan.trace is not None:
+                    plan.trace.clear()
             async with _every(_SECONDS_BETWEEN_REPORTS, cell.check_alive, report), asyncio.TaskGroup() as group:
                 await _submit_all(service, plan, jobs, group, count)
         except* RunError as errors:
@@ -121,7 +136,7 @@ async def _submit_all(
 
     async def run(index: int, job: Job) -> None:
         try:
-            on_done(index, await _run_job(service, plan, job))
+            on_done(index, await _run_job(service, plan, index, job))
         finally:
             places.release()
 
@@ -130,7 +145,7 @@ async def _submit_all(
         group.create_task(run(index, job))
 
 
-async def _run_job(service: SchedulerService, plan: DecodingPlan, job: Job) -> Completion:
+async def _run_job(service: SchedulerService, plan: DecodingPlan, index: int, job: Job) -> Completion:
     completion = Completion()
     try:
         stream = service.submit(
@@ -142,6 +157,8 @@ async def _run_job(service: SchedulerService, plan: DecodingPlan, job: Job) -> C
         )
         async with stream:
             async for delta in stream:
+                if plan.on_delta is not None:
+                    plan.on_delta(index, delta)
                 completion.tokens += delta.tokens
                 completion.logits_digests += delta.logits_digests
     except AdmissionRefusedError as error:

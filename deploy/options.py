@@ -10,8 +10,9 @@ from typing import Annotated, Any, Self
 import typer
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from engine.settings import EngineSettings
+from engine.settings import LONGEST_LOOKUP_MATCH, EngineSettings
 from scheduler.config import Policy, SchedulerConfig
+from scheduler.messages import Role
 from scheduler.sampling import MAX_SEED, SamplingParameters
 
 DEMO = "demo"
@@ -37,6 +38,10 @@ def _option(help_text: str, *names: str, **more: Any) -> Any:
     return typer.Option(*names, help=help_text, **more)
 
 
+# What was best with the demo pair (docs/performance.md).
+_DEMO_LOOKUP = 2
+
+
 class ModelSettings(_Frozen):
     """Which models, and in which numbers they compute."""
 
@@ -48,15 +53,37 @@ class ModelSettings(_Frozen):
             show_default="demo for the demo target, else ngram",
         ),
     ] = None
+    draft_lookup: Annotated[
+        int | None,
+        Field(ge=0, le=LONGEST_LOOKUP_MATCH),
+        _option(
+            "Prompt lookup beside the draft model: where at least this many of the last tokens stood in the sequence "
+            "before, what followed them is proposed. 0: nowhere.",
+            show_default=f"{_DEMO_LOOKUP} with the demo draft, else 0",
+        ),
+    ] = None
     dtype: Annotated[Dtype, _option("Number format of weights and KV.")] = Dtype.BFLOAT16
     device: Annotated[str, _option("`auto`, `cpu`, `cuda` or `cuda:N`; workers are spread over GPUs.")] = "auto"
     exact: Annotated[
         bool, _option("Bit-equal logits whatever the batch, by calibrated shapes.", "--exact/--no-exact")
     ] = True
 
+    @model_validator(mode="after")
+    def _check_lookup(self) -> Self:
+        if self.draft_lookup and not self.drafts_with_model:
+            raise ValueError(f"draft_lookup is {self.draft_lookup}, must be unset where draft is {self.draft_name}")
+        return self
+
     @property
     def draft_name(self) -> str:
         return self.draft if self.draft is not None else DEMO if self.target == DEMO else NGRAM
+
+    @property
+    def lookup_match(self) -> int | None:
+        """What the draft's engine is told."""
+        if self.draft_lookup is None:
+            return _DEMO_LOOKUP if self.draft_name == DEMO else None
+        return self.draft_lookup or None
 
     @property
     def drafts_with_model(self) -> bool:
@@ -71,6 +98,10 @@ class WorkerSettings(_Frozen):
     threads: Annotated[
         int | None, Field(ge=1, le=1024), _option("Threads of each worker.", show_default="cores shared out evenly")
     ] = None
+    share_cores: Annotated[
+        bool,
+        _option("One draft and one target on a CPU: policy auto may let each use the other's cores while it is idle."),
+    ] = True
 
 
 class SchedulingSettings(_Frozen):
@@ -162,13 +193,25 @@ class RunSettings(_Frozen):
             busy += self.workers.draft_workers
         return max(1, len(os.sched_getaffinity(0)) // busy)
 
-    def engine_settings(self, model: str, device: str) -> EngineSettings:
+    def threads_alone(self, device: str) -> int:
+        """Threads of a step during which the other worker is idle; 0 where it makes no difference."""
+        workers = self.workers
+        pair = self.drafting and workers.draft_workers == workers.target_workers == 1
+        if not (workers.share_cores and pair and device == "cpu"):
+            return 0
+        return min(len(os.sched_getaffinity(0)), 2 * self.threads_per_worker())
+
+    def engine_settings(self, role: Role, device: str) -> EngineSettings:
+        """For a worker that has a model."""
+        models = self.models
         return EngineSettings(
-            model=model,
-            dtype=self.models.dtype.value,
+            model=models.target if role is Role.TARGET else models.draft_name,
+            dtype=models.dtype.value,
             device=device,
             threads=self.threads_per_worker(),
-            exact=self.models.exact,
+            threads_alone=self.threads_alone(device),
+            exact=models.exact,
+            lookup_match=models.lookup_match if role is Role.DRAFT else None,
         )
 
 

@@ -28,7 +28,8 @@ _KINDS = ("prompt", "messages", "turns")
 class Prompt:
     """One thing to answer: `text` to continue, or the `messages` of a chat.
 
-    `place` says where it came from, for messages to the user. `identity` is the line's own `id` or `question_id`.
+    `place` says where it came from, for messages to the user. `identity` is the line's own `id` or `question_id`,
+    `category` its own `category`, for measurements.
     """
 
     index: int
@@ -36,6 +37,7 @@ class Prompt:
     text: str | None
     messages: tuple[dict[str, Any], ...]
     identity: Any = None
+    category: str | None = None
 
     @property
     def digest(self) -> str:
@@ -102,15 +104,17 @@ def _parse(line: str, index: int, place: str) -> Prompt:
     if len(present) != 1:
         raise UsageError(f"{place}: has {' and '.join(present) or 'none'} of prompt, messages, turns; must have one")
     identity = content.get("id", content.get("question_id"))
+    category = str(content["category"]) if "category" in content else None
     kind = present[0]
     if kind == "prompt":
-        return Prompt(index, place, _text(content["prompt"], "prompt", place), (), identity)
+        return Prompt(index, place, _text(content["prompt"], "prompt", place), (), identity, category)
     if kind == "turns":
         turns = content["turns"]
         if not isinstance(turns, list) or not turns:
             raise UsageError(f"{place}: turns must be a list of at least one text")
-        return Prompt(index, place, None, ({"role": "user", "content": _text(turns[0], "turns[0]", place)},), identity)
-    return Prompt(index, place, None, _messages(content["messages"], place), identity)
+        question = {"role": "user", "content": _text(turns[0], "turns[0]", place)}
+        return Prompt(index, place, None, (question,), identity, category)
+    return Prompt(index, place, None, _messages(content["messages"], place), identity, category)
 
 
 def _messages(messages: Any, place: str) -> tuple[dict[str, Any], ...]:

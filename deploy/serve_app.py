@@ -24,11 +24,9 @@ from deploy.errors import UsageError
 from deploy.serve_options import replica_options
 from scheduler.messages import Role
 from services.channel_security import random_token
+from services.compute_environment import compute_environment
 
 logger = logging.getLogger(__name__)
-
-# Read by numeric libraries when they are loaded, so they have to stand in the environment before.
-_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
 # Every gateway and worker may ask at once; none of these calls takes long.
 _SCHEDULER_CALLS = 10_000
@@ -112,8 +110,7 @@ def _worker_options(plan: Plan, role: Role, group: WorkerGroup) -> dict[str, Any
     options["num_gpus"] = plan.gpus[role]
     if group.accelerator_type is not None:
         options["accelerator_type"] = group.accelerator_type
-    variables = {"TOKENIZERS_PARALLELISM": "false", **dict.fromkeys(_THREAD_VARIABLES, str(plan.threads[role]))}
-    options["runtime_env"] = {"env_vars": variables | group.environment}
+    options["runtime_env"] = {"env_vars": compute_environment(plan.threads[role]) | group.environment}
     return options
 
 

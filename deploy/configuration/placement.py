@@ -77,6 +77,12 @@ class WorkerGroup(Placement):
     threads: int | None = described(
         None, "Threads that a replica computes with. Unset: num_cpus if that is 1 or more, else an even share.", ge=1
     )
+    threads_alone: int | None = described(
+        None,
+        "Threads of a step during which no other worker computes, for a draft and a target replica that share the "
+        "cores of one machine; policy auto makes use of it. Unset: on one machine the threads of both, else no more.",
+        ge=1,
+    )
     kv_pages: int | None = described(None, "Pages of KV in this group; goes before engine.kv_pages.", ge=1)
     kv_memory: ByteSize | None = described(
         None, "Memory for KV of a replica in this group; goes before engine.kv_memory.", ge=1

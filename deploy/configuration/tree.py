@@ -71,7 +71,7 @@ class SchedulingSection(SchedulingSettings, Section):
         1.5, "How long a sequence may wait for others of its length, in verify steps.", ge=0, le=1000
     )
     draft_batch_size: int | None = described(
-        None, "Sequences that one draft step proposes for at most. Unset: as many as the window holds.", ge=1
+        None, "Sequences that one draft step proposes for at most. Unset: four batches, at least 64.", ge=1
     )
     max_queued_sequences: int = described(1024, "Sequences that may wait outside the window; more are refused.", ge=1)
     max_queued_tokens: int | None = described(
@@ -224,18 +224,32 @@ class SpoolConfig(Section):
             dtype=self.models.dtype.value,
             device=device,
             threads=threads,
+            threads_alone=(group.threads_alone or 0) if device == "cpu" else 0,
             page_size=self.engine.page_size,
             kv_pages=pages,
             kv_memory_bytes=None if memory is None else int(memory),
             exact=self.models.exact,
             max_packed_rows=self.engine.max_packed_rows,
+            lookup_match=self.models.lookup_match if role is Role.DRAFT else None,
         )
 
     def on_one_machine(self) -> SpoolConfig:
-        """Replicas speak over loopback, unless the file says otherwise."""
+        """Replicas speak over loopback and share the cores, unless the file says otherwise."""
+        config = self._sharing_cores()
         if self.internal.host is not None:
+            return config
+        return config.model_copy(update={"internal": self.internal.model_copy(update={"host": "127.0.0.1"})})
+
+    def _sharing_cores(self) -> SpoolConfig:
+        """A draft and a target that are alone on the machine may each use the cores of both."""
+        if not self.models.drafts_with_model or any(self.group(role).most_replicas != 1 for role in self.roles):
             return self
-        return self.model_copy(update={"internal": self.internal.model_copy(update={"host": "127.0.0.1"})})
+        both = min(len(os.sched_getaffinity(0)), sum(self.threads(role) for role in self.roles))
+        groups = {
+            role.value: self.group(role).model_copy(update={"threads_alone": self.group(role).threads_alone or both})
+            for role in self.roles
+        }
+        return self.model_copy(update={"groups": self.groups.model_copy(update=groups)})
 
     def without_replicas(self) -> SpoolConfig:
         """One replica of each kind, and what else is set about them as it is."""

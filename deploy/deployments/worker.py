@@ -15,7 +15,7 @@ from engine.settings import EngineSettings
 from scheduler.messages import Role
 from services.worker_process import NGRAM_MODEL, WorkerArguments, load_executor
 from services.worker_registration import WorkerRegistration
-from services.worker_server import WorkerServer
+from services.worker_server import WorkerServer, step_thread
 
 logger = logging.getLogger(__name__)
 
@@ -37,8 +37,10 @@ class WorkerReplica:
         config = plan.config
         self._drain_seconds = config.group(role).drain_seconds
         security = channel_security(config.internal)
-        executor = await asyncio.to_thread(load_executor, _arguments(plan, role), _log_progress)
-        self._server = WorkerServer(executor, internal_host(config.internal), security=security)
+        thread = step_thread()
+        loading = thread.submit(load_executor, _arguments(plan, role), _log_progress)
+        executor = await asyncio.wrap_future(loading)
+        self._server = WorkerServer(executor, internal_host(config.internal), thread=thread, security=security)
         address = await self._server.start()
         worker_id = f"{role.value}-{serve.get_replica_context().replica_id.unique_id}"
         resolve = SchedulerAddress(scheduler)
