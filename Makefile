@@ -1,16 +1,20 @@
 # make serve   sets up everything, then serves the demo model until Ctrl-C
 # make test    sets up everything, then runs the tests
 # make lint    style and types
+# make sim     runs SEEDS schedules of faults in virtual time, on JOBS processes
 # make stubs   regenerates the protobuf stubs
 #
 # PYTHON chooses the interpreter of the virtual environment, TORCH_OPTIONS further options for installing torch
 # (for instance an index of wheels for another CUDA version), TESTS what is run,
-# SERVE further options for `spool serve`.
+# SERVE further options for `spool serve`, SIM for the simulation (--first SEED, --sequences).
 
 PYTHON ?= python3
 TORCH_OPTIONS ?=
 TESTS ?= tests
 SERVE ?=
+SEEDS ?= 1000
+JOBS ?= $(shell nproc 2>/dev/null || echo 1)
+SIM ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -18,7 +22,7 @@ STAMP := $(VENV)/installed
 TORCH := $(shell sed -n 's/^ *"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
 
 .DELETE_ON_ERROR:
-.PHONY: setup serve test lint format stubs clean
+.PHONY: setup serve test sim lint format stubs clean
 
 setup: $(STAMP)
 
@@ -36,6 +40,9 @@ serve: $(STAMP)
 
 test: $(STAMP)
 	$(BIN)/python -m pytest $(TESTS)
+
+sim: $(STAMP)
+	$(BIN)/python -m tests.sim.soak --seeds $(SEEDS) --jobs $(JOBS) $(SIM)
 
 lint: $(STAMP)
 	$(BIN)/ruff check

@@ -2,15 +2,19 @@
 
 import json
 import multiprocessing
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engine import demo
 from engine.demo import DemoBuildError, build_demo_models
-from engine.model_source import demo_is_built
+from engine.demo_convert import TRAINED_LAYERS, assemble_draft
+from engine.draft_vocabulary import FILE_NAME, read_draft_vocabulary
+from engine.model_source import DEMO_MARKER, demo_assets, demo_is_built
 from scheduler.messages import Role
 
 
@@ -21,7 +25,7 @@ def folders() -> dict[Role, Path]:
 
 def test_building_again_does_nothing(folders: dict[Role, Path]) -> None:
     assert build_demo_models(lambda stage, fraction: pytest.fail("nothing to do")) == folders
-    assert all(demo_is_built(folder) for folder in folders.values())
+    assert all(demo_is_built(role) for role in folders)
 
 
 def test_the_target_answers(folders: dict[Role, Path]) -> None:
@@ -49,6 +53,72 @@ def test_the_draft_is_the_target_cut_short(folders: dict[Role, Path]) -> None:
     assert all(torch.equal(draft[name], target[name]) for name in shared)
     trained = [name for name in draft if "layers.6." in name or "layers.7." in name or name == "model.norm.weight"]
     assert not any(torch.equal(draft[name], target[name]) for name in trained)
+
+
+def test_the_draft_has_no_safetensors_but_its_weights(folders: dict[Role, Path]) -> None:
+    """Other servers read every such file in a model's folder as weights."""
+    (weights,) = folders[Role.DRAFT].glob("*.safetensors")
+    model = AutoModelForCausalLM.from_pretrained(folders[Role.DRAFT])
+    assert set(load_file(weights)) == set(model.state_dict()) - {"lm_head.weight"}
+    assert read_draft_vocabulary(folders[Role.DRAFT], model.config.vocab_size) is not None
+
+
+def test_a_draft_of_older_assets_is_built_anew(
+    folders: dict[Role, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it was when the vocabulary was a safetensors file: that one must not stay."""
+    (tmp_path / "demo-target").symlink_to(folders[Role.TARGET])
+    older = tmp_path / "demo-draft"
+    shutil.copytree(folders[Role.DRAFT], older)
+    before = (older / FILE_NAME).rename(older / "draft_vocabulary.safetensors")
+    marker = json.loads((older / DEMO_MARKER).read_text())
+    for names in (marker["assets"], marker["files"]):
+        names[before.name] = names.pop(FILE_NAME)
+    (older / DEMO_MARKER).write_text(json.dumps(marker))
+    monkeypatch.setenv("SPOOL_CACHE", str(tmp_path))
+    assert demo_is_built(Role.TARGET)
+    assert not demo_is_built(Role.DRAFT)
+    stages: list[str] = []
+    build_demo_models(lambda stage, fraction: stages.append(stage))
+    assert stages == ["waiting for other builds of the demo models", "assembling the draft", "demo models ready"]
+    assert demo_is_built(Role.DRAFT)
+    assert {file.name for file in older.iterdir()} == {file.name for file in folders[Role.DRAFT].iterdir()}
+    assert (older / FILE_NAME).read_bytes() == (folders[Role.DRAFT] / FILE_NAME).read_bytes()
+
+
+def test_a_draft_takes_its_vocabulary_along(folders: dict[Role, Path], tmp_path: Path) -> None:
+    """With the shipped layers and a made-up vocabulary: plain transformers computes the whole head all the same."""
+    assets = tmp_path / "assets"
+    shutil.copytree(Path(str(demo_assets())), assets)
+    token_ids = list(range(5, 4000, 7))
+    (assets / FILE_NAME).write_text(json.dumps({"token_ids": token_ids}))
+    assemble_draft(folders[Role.TARGET], tmp_path / "draft", assets)
+    shipped = AutoModelForCausalLM.from_pretrained(folders[Role.DRAFT])
+    assembled = AutoModelForCausalLM.from_pretrained(tmp_path / "draft")
+    expected = shipped.state_dict()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in assembled.state_dict().items())
+    assert assembled(torch.tensor([[1, 2, 3]])).logits.shape[-1] == shipped.config.vocab_size
+    found = read_draft_vocabulary(tmp_path / "draft", shipped.config.vocab_size)
+    assert found is not None
+    assert found.tolist() == token_ids
+
+
+def test_a_draft_without_vocabulary_has_none(folders: dict[Role, Path], tmp_path: Path) -> None:
+    assets = tmp_path / "assets"
+    assets.mkdir()
+    shutil.copy(Path(str(demo_assets())) / TRAINED_LAYERS, assets)
+    assemble_draft(folders[Role.TARGET], tmp_path / "draft", assets)
+    assert read_draft_vocabulary(tmp_path / "draft", 49152) is None
+
+
+def test_what_is_shipped_of_the_draft_fits_together() -> None:
+    assets = Path(str(demo_assets()))
+    trained = load_file(assets / TRAINED_LAYERS)
+    assert all(tensor.dtype == torch.bfloat16 for tensor in trained.values())
+    assert (assets / TRAINED_LAYERS).stat().st_size <= 16 << 20
+    token_ids = read_draft_vocabulary(assets, 49152)
+    # The special tokens, which end turns.
+    assert token_ids is None or set(range(17)) <= set(token_ids.tolist())
 
 
 def test_tokenizers_agree_and_keep_text(folders: dict[Role, Path]) -> None:

@@ -213,12 +213,13 @@ def test_exact_mode_refuses_a_device_on_which_nothing_agrees(folders: dict[str, 
 
         return _runner(engine._runner.model, pool, form, row_counts)  # type: ignore[arg-type]
 
+    settings = EngineSettings(str(folders["llama"]), page_size=8, max_packed_rows=96)
     with pytest.raises(ExactModeUnavailableError, match="differs from plain decoding at position"):
-        exactness.calibrate(engine._runner.model, make_runner, 8, 96)  # type: ignore[arg-type]
+        exactness.calibrate(engine._runner.model, make_runner, settings)  # type: ignore[arg-type]
 
 
 def test_kv_length_of_a_call_depends_on_the_position_alone() -> None:
-    form = AttentionForm(4, None, (16, 32, 64))
+    form = AttentionForm((16, 32, 64), 4)
     assert [form.kv_length(n) for n in (1, 16, 17, 32, 33, 64, 65, 128, 129)] == [16, 16, 32, 32, 64, 64, 128, 128, 192]
 
 

@@ -33,6 +33,9 @@ SAMPLED: dict[str, Any] = {
     "logit_bias": NEVER_END,
 }
 
+# The draft is as large as the target, so the scheduler would not draft of its own accord.
+DRAFTED: dict[str, Any] = SAMPLED | {"extra_body": {"spool": {"draft_length": 4}}}
+
 
 def save_tokenizer(folder: Path) -> None:
     """A token for each character one can type."""
@@ -76,7 +79,7 @@ def test_sampled_text_depends_on_its_seed_alone(client: openai.OpenAI, model: st
         )
         for number in range(4)
     ]
-    several = client.completions.create(model=model, **SAMPLED, n=4)
+    several = client.completions.create(model=model, **DRAFTED, n=4)
     texts = [choice.text for choice in several.choices]
     assert texts == [one.choices[0].text for one in plain]
     assert len(set(texts)) == 4
@@ -89,7 +92,7 @@ def test_sampled_text_depends_on_its_seed_alone(client: openai.OpenAI, model: st
 def test_log_probabilities_are_the_models(client: openai.OpenAI, model: str) -> None:
     arguments: dict[str, Any] = {"model": model, "prompt": PROMPT, "max_tokens": 30, "temperature": 0, "logprobs": 5}
     arguments["logit_bias"] = NEVER_END
-    drafted = client.completions.create(**arguments).choices[0].logprobs
+    drafted = client.completions.create(**arguments, extra_body=DRAFTED["extra_body"]).choices[0].logprobs
     plain = client.completions.create(**arguments, extra_body={"spool": {"draft_length": 0}}).choices[0].logprobs
     assert drafted is not None
     assert plain is not None
@@ -110,7 +113,7 @@ def test_stop_strings_inside_accepted_runs(client: openai.OpenAI, model: str) ->
     accepted = 0
     for start in range(5, 50, 5):
         stops = [whole[start : start + 3], whole[start + 1 : start + 6]]
-        done = client.completions.create(model=model, **SAMPLED, stop=stops)
+        done = client.completions.create(model=model, **DRAFTED, stop=stops)
         expected, stop = cut(whole, stops)
         assert stop is not None
         assert done.choices[0].text == expected

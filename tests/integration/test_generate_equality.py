@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -152,6 +152,31 @@ def test_prompt_lookup_changes_nothing(pair: Pair, target: TargetStepExecutor, p
     config = SchedulerConfig(batch_size=4, window=10, policy=policy, prefill_chunk=PREFILL_CHUNK)
     outputs = run_in_process(config, {"target": target, "draft": ngram}, requests)
     assert [outputs[index].tokens for index in range(len(pair.plain))] == pair.plain
+
+
+@pytest.mark.parametrize("policy", list(Policy))
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_prompt_lookup_beside_a_model_changes_nothing(
+    pair: Pair, target: TargetStepExecutor, policy: Policy, temperature: float
+) -> None:
+    settings = replace(pair.settings["draft"], lookup_match=2)
+    draft = DraftStepExecutor(load_draft_engine(settings, lambda *_: None), worker_epoch=1)
+    requests = [
+        SequenceRequest(
+            # Prompts that say something twice, so that there is something to be found from the start.
+            index,
+            tuple(prompt * 2),
+            MAX_TOKENS,
+            sampling=SamplingParameters(temperature=temperature, seed=index),
+        )
+        for index, prompt in enumerate(pair.prompts)
+    ]
+    plainly = run_in_process(SchedulerConfig(batch_size=1, window=1, draft_length=0), {"target": target}, requests)
+    config = SchedulerConfig(batch_size=4, window=10, policy=policy, prefill_chunk=PREFILL_CHUNK)
+    outputs = run_in_process(config, {"target": target, "draft": draft}, requests)
+    for index in range(len(requests)):
+        assert outputs[index].tokens == plainly[index].tokens
+    assert draft.free_pages == 400
 
 
 @pytest.mark.parametrize("family", sorted(CONFIGS))

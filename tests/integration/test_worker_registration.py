@@ -140,6 +140,8 @@ def test_unreachable_worker_is_reported() -> None:
                     assert reply.state == scheduler_pb2.WORKER_STATE_CONNECTING
                     reply = await stub.Register(request, timeout=5)
             assert "worker ghost at 127.0.0.1:1 does not answer" in states(cell)["ghost"][1]
+            while_tried_again = await stub.Register(request, timeout=5)
+            assert while_tried_again.state == scheduler_pb2.WORKER_STATE_UNREACHABLE
             assert reply.scheduler_epoch <= cell.service.epoch
             for changes, message in (
                 ({"worker_id": ""}, "worker_id is empty"),

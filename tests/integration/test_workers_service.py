@@ -26,6 +26,8 @@ from services.worker_link import LinkOptions, WorkerEndpoint, WorkerUnreachableE
 from tests.integration.test_workers_processes import ROOT, stand_in, until
 from tests.stand_in_worker import MAX_LENGTH, STEP_FAILS, VOCABULARY, continuation
 
+# Drafts always; `auto` would weigh what stand-in workers happen to cost.
+DRAFTING = SchedulerConfig(policy=Policy.RAGGED)
 LINKS = LinkOptions(connect_timeout=5, step_timeout=5, first_backoff=0.02, longest_backoff=0.2)
 
 
@@ -45,7 +47,7 @@ async def cell(
     launches = [stand_in(Role.DRAFT, **settings)] * drafts + [stand_in(Role.TARGET, **settings)] * targets
     async with (
         WorkerLauncher(launches, restart_seconds=restart_seconds) as launcher,
-        SchedulerService(config or SchedulerConfig(), scheduler_epoch=time.time_ns(), link_options=links) as service,
+        SchedulerService(config or DRAFTING, scheduler_epoch=time.time_ns(), link_options=links) as service,
     ):
         await service.add_workers(endpoints(launcher.workers))
         yield service, launcher
@@ -72,8 +74,9 @@ def test_output_is_the_targets_own(policy: Policy) -> None:
             assert statistics.tokens == 24 * 40
             assert statistics.finished == 24
             assert statistics.unfinished == 0
-            assert 0.3 < statistics.acceptance_rate < 0.7
-            assert 1.5 < statistics.committed_per_round < 5
+            # What `auto` chooses to draft is accepted more often than what a fixed length makes it draft.
+            assert 0.3 < statistics.acceptance_rate < (0.9 if policy is Policy.AUTO else 0.7)
+            assert 1.2 < statistics.committed_per_round < 5
             assert statistics.mean_group_size > 1
             shares = (
                 statistics.target_busy_share,
@@ -112,10 +115,11 @@ def test_prompt_lookup_drafts_without_a_model() -> None:
         launches = [WorkerLaunch(Role.DRAFT, {"model": "ngram"}), stand_in(Role.TARGET)]
         async with (
             WorkerLauncher(launches) as launcher,
-            SchedulerService(SchedulerConfig(), scheduler_epoch=time.time_ns(), link_options=LINKS) as service,
+            SchedulerService(DRAFTING, scheduler_epoch=time.time_ns(), link_options=LINKS) as service,
         ):
             await service.add_workers(endpoints(launcher.workers))
-            prompt = list(range(100, 1000))  # whatever comes, it stands here too
+            # Whatever comes after the 5 at the end, the two of them stand here too.
+            prompt = [token for follower in range(100, VOCABULARY) for token in (5, follower)] + [5]
             await check(service.submit(prompt, 20), prompt, 20)
             assert service.statistics().drafted > 0
             assert not service.statistics().row_errors

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scheduler.config import SchedulerConfig
+from scheduler.config import Policy, SchedulerConfig
 from scheduler.messages import FinishReason, Role
 from services.backend import GenerationRequest
 from services.channel_security import SECURITY_VARIABLE, ChannelSecurity
@@ -117,7 +117,7 @@ async def running_scheduler(
     epoch: int | None = None,
 ) -> AsyncIterator[tuple[SchedulerService, SchedulerServer]]:
     async with SchedulerService(
-        config or SchedulerConfig(),
+        config or SchedulerConfig(policy=Policy.RAGGED),
         scheduler_epoch=time.time_ns() if epoch is None else epoch,
         link_options=LINKS,
         security=security,

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from scheduler.config import SchedulerConfig
+from scheduler.config import Policy, SchedulerConfig
 from scheduler.messages import Role
 from services.backend import Backend
 from services.gateway.app import create_app
@@ -36,6 +36,8 @@ T = TypeVar("T")
 
 ROOT = Path(__file__).parents[2]
 MODEL = "stand-in"
+# Drafts always; `auto` would weigh what stand-in workers happen to cost.
+DRAFTING = SchedulerConfig(policy=Policy.RAGGED)
 LINKS = LinkOptions(connect_timeout=10, step_timeout=10, first_backoff=0.02, longest_backoff=0.2)
 
 TEMPLATE = """\
@@ -94,7 +96,7 @@ class Gateways:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
-        self._cell = cell(launches, config or SchedulerConfig())
+        self._cell = cell(launches, config or DRAFTING)
         self.service = self.run(self._cell.__aenter__())
         self.backend = LocalBackend(self.service)
 

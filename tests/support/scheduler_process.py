@@ -8,7 +8,7 @@ import os
 import sys
 import time
 
-from scheduler.config import SchedulerConfig
+from scheduler.config import Policy, SchedulerConfig
 from services.channel_security import SECURITY_VARIABLE, ChannelSecurity
 from services.scheduler_server import SchedulerServer, SchedulerServerOptions
 from services.scheduler_service import SchedulerService
@@ -18,7 +18,7 @@ from tests.support.cells import LINKS, REGISTRY
 async def main() -> None:
     security = ChannelSecurity.from_json(os.environ.get(SECURITY_VARIABLE, "{}"))
     async with SchedulerService(
-        SchedulerConfig(), scheduler_epoch=time.time_ns(), link_options=LINKS, security=security
+        SchedulerConfig(policy=Policy.RAGGED), scheduler_epoch=time.time_ns(), link_options=LINKS, security=security
     ) as service:
         server = SchedulerServer(service, security=security, options=SchedulerServerOptions(registry=REGISTRY))
         print(json.dumps({"address": await server.start()}), flush=True)

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from deploy.cell import worker_launches
+from deploy.command_options import settings_from
 from deploy.comparison import compare
 from deploy.decoding import Completion, Job, longest_lengths, make_jobs
 from deploy.devices import worker_devices
@@ -16,6 +18,7 @@ from deploy.progress import reporting
 from deploy.prompts import Prompt, load_prompts
 from deploy.results import InOrder, settings_digest
 from scheduler.config import Policy, SchedulerConfig
+from scheduler.messages import Role
 from scheduler.sampling import SamplingParameters
 from services.statistics import StatisticsSnapshot
 from services.tokenizer import ModelTokenizer
@@ -116,6 +119,19 @@ def test_threads_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
     assert RunSettings(models=ModelSettings(draft="ngram")).threads_per_worker() == 8
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0})
     assert RunSettings().threads_per_worker() == 1
+
+
+@pytest.mark.parametrize(("asked", "told"), [(5, 5), (None, 2), (0, None)])
+def test_lookup_beside_a_model_reaches_the_drafts_alone(asked: int | None, told: int | None) -> None:
+    launches = worker_launches(RunSettings(models=ModelSettings(device="cpu", draft_lookup=asked)), [40])
+    matches = {launch.role: launch.settings["lookup_match"] for launch in launches}
+    assert matches == {Role.TARGET: None, Role.DRAFT: told}
+
+
+@pytest.mark.parametrize("models", [{"draft": "ngram"}, {"draft": "none"}, {"target": "some/model"}])
+def test_lookup_beside_a_model_needs_a_model(models: dict[str, str]) -> None:
+    with pytest.raises(UsageError, match="draft_lookup is 5, must be unset where draft is n"):
+        settings_from(ModelSettings, vars(ModelSettings(**models)) | {"draft_lookup": 5})
 
 
 def test_seeds_count_up() -> None:

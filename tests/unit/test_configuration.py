@@ -110,6 +110,8 @@ internal:
         ("ray:\n  address: here", "2: ray.address is 'here', must be `auto` or host:port"),
         ("gateway:\n  grpc_port: 8000", "2: gateway.grpc_port is 8000, must differ from http_port"),
         ("models:\n  device: cuda:1", "2: models.device is 'cuda:1', must be auto, cpu or cuda"),
+        ("models:\n  draft_lookup: 33", "2: models.draft_lookup is 33, must be at most 32"),
+        ("models:\n  draft: none\n  draft_lookup: 3", "3: models.draft_lookup is 3, must be unset where draft is none"),
         ("models:\n  target: ngram", "2: models.target is 'ngram', must be a model"),
         ("internal:\n  token_env: A\n  token_file: b", "3: internal.token_file is given beside token_env"),
     ],
@@ -219,6 +221,7 @@ def test_what_the_scheduler_and_the_engines_get() -> None:
             "scheduling={batch_size: 2, window: 6, policy: ragged, draft_length: 3, max_queued_tokens: 99}",
             "groups.target={kv_pages: 7, threads: 3}",
             "engine={page_size: 8, kv_memory: 3MiB}",
+            "models.draft_lookup=4",
         ],
     )
     expected = SchedulerConfig(batch_size=2, window=6, policy=Policy.RAGGED, draft_length=3, max_queued_tokens=99)
@@ -226,6 +229,7 @@ def test_what_the_scheduler_and_the_engines_get() -> None:
     assert config.scheduling.scheduler_config(drafting=False).draft_length == 0
     target = config.engine_settings(Role.TARGET, "cpu", config.threads(Role.TARGET))
     assert (target.kv_pages, target.kv_memory_bytes, target.threads, target.page_size) == (7, None, 3, 8)
+    assert (target.lookup_match, config.engine_settings(Role.DRAFT, "cpu", 1).lookup_match) == (None, 4)
     assert config.engine_settings(Role.DRAFT, "cuda:0", 1).kv_memory_bytes == 3 << 20
     assert SpoolConfig().engine_settings(Role.DRAFT, "cuda:0", 1).kv_memory_bytes is None
     assert SpoolConfig().engine_settings(Role.DRAFT, "cpu", 1).kv_memory_bytes == 1 << 29

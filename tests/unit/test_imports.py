@@ -17,7 +17,7 @@ ALLOWED = {
     "engine": {"engine", "scheduler"},
     "services": {"services", "protos", "scheduler", "engine"},
     "deploy": {"deploy", "services", "engine", "scheduler", "protos"},
-    "bench": {"bench", "services", "engine", "scheduler", "protos"},
+    "bench": {"bench", "deploy", "services", "engine", "scheduler", "protos"},
 }
 HEAVY = ("torch", "transformers")
 

@@ -1,18 +1,21 @@
 """Names of models, without network and without torch."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
+from engine import model_source
 from engine.model_source import (
     DEMO_MARKER,
-    DEMO_RECIPE,
     ModelNotFoundError,
     SourceKind,
     cache_folder,
+    demo_assets,
     demo_folder,
     demo_is_built,
+    demo_marker,
     fetch_model,
     resolve_model,
 )
@@ -25,10 +28,12 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def build(folder: Path, recipe: int = DEMO_RECIPE) -> None:
+def build(role: Role, **changes: object) -> None:
+    folder = demo_folder(role)
     folder.mkdir(parents=True)
     (folder / "config.json").write_text("{}")
-    (folder / DEMO_MARKER).write_text(json.dumps({"recipe": recipe, "files": {"config.json": 2}}))
+    marker = {**demo_marker(role), "files": {"config.json": 2}, **changes}
+    (folder / DEMO_MARKER).write_text(json.dumps(marker))
 
 
 def test_cache_folder_follows_the_environment(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,24 +45,50 @@ def test_cache_folder_follows_the_environment(cache: Path, monkeypatch: pytest.M
 def test_demo_is_resolved_before_it_is_built(cache: Path) -> None:
     source = resolve_model("demo", Role.DRAFT)
     assert (source.kind, source.folder, source.ready) == (SourceKind.DEMO, cache / "demo-draft", False)
-    build(cache / "demo-draft")
+    build(Role.DRAFT)
     assert source.ready
     assert fetch_model(source, lambda stage, fraction: pytest.fail("nothing to do")) == cache / "demo-draft"
 
 
 def test_damaged_and_outdated_demo_folders_do_not_count(cache: Path) -> None:
     folder = demo_folder(Role.TARGET)
-    assert not demo_is_built(folder)
-    build(folder)
-    assert demo_is_built(folder)
+    assert not demo_is_built(Role.TARGET)
+    build(Role.TARGET)
+    assert demo_is_built(Role.TARGET)
     (folder / "config.json").write_text("{")
-    assert not demo_is_built(folder)
+    assert not demo_is_built(Role.TARGET)
     (folder / "config.json").unlink()
-    assert not demo_is_built(folder)
+    assert not demo_is_built(Role.TARGET)
     (folder / DEMO_MARKER).write_text("[]")
-    assert not demo_is_built(folder)
-    build(demo_folder(Role.DRAFT), recipe=DEMO_RECIPE - 1)
-    assert not demo_is_built(demo_folder(Role.DRAFT))
+    assert not demo_is_built(Role.TARGET)
+    build(Role.DRAFT, recipe=0)
+    assert not demo_is_built(Role.DRAFT)
+
+
+def test_a_draft_of_other_assets_does_not_count(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assets = tmp_path / "assets"
+    shutil.copytree(Path(str(demo_assets())), assets)
+    monkeypatch.setattr(model_source, "demo_assets", lambda: assets)
+    build(Role.TARGET)
+    build(Role.DRAFT)
+    assert demo_is_built(Role.DRAFT)
+    (assets / "README.md").write_text("other words")
+    assert demo_is_built(Role.DRAFT)
+    trained = assets / "trained_layers.safetensors"
+    content = trained.read_bytes()
+    trained.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert not demo_is_built(Role.DRAFT)
+    trained.write_bytes(content)
+    assert demo_is_built(Role.DRAFT)
+    vocabulary = assets / "draft_vocabulary.json"
+    content = vocabulary.read_bytes()
+    vocabulary.write_text('{"token_ids":[0,1]}')
+    assert not demo_is_built(Role.DRAFT)
+    vocabulary.write_bytes(content)
+    assert demo_is_built(Role.DRAFT)
+    (assets / "another.safetensors").write_bytes(b"")
+    assert not demo_is_built(Role.DRAFT)
+    assert demo_is_built(Role.TARGET)
 
 
 def test_a_folder_with_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

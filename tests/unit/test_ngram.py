@@ -12,7 +12,8 @@ from scheduler.sampling import SamplingParameters
     ("history", "count", "expected"),
     [
         ([1, 2, 3, 9, 1, 2, 3], 2, [9, 1]),
-        ([5, 6, 1, 5, 7, 2, 5], 2, [7, 2]),  # the latest match
+        ([9, 5, 6, 1, 9, 5, 7, 2, 9, 5], 2, [7, 2]),  # the latest match
+        ([5, 6, 1, 5], 2, []),  # one token alone is none
         ([1, 2, 8, 3, 2, 9, 4, 1, 2], 1, [8]),  # the longer match, although a shorter one is later
         ([4, 4, 4], 3, [4, 4, 4]),
         ([1, 2, 1, 2, 1], 5, [2, 1, 2, 1, 2]),

@@ -154,7 +154,7 @@ def test_repetition_penalty_is_that_of_transformers(penalty: float) -> None:
     torch.testing.assert_close(scores, expected, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("vocabulary_size", [50, 3000])
+@pytest.mark.parametrize("vocabulary_size", [50, 3000, 20000])
 @pytest.mark.parametrize("spread", [0.5, 3.0, 8.0])
 def test_filters_keep_what_transformers_keeps(vocabulary_size: int, spread: float) -> None:
     logits = torch.randn(20, vocabulary_size, generator=torch.Generator().manual_seed(9)) * spread
@@ -216,5 +216,57 @@ def test_a_gpu_chooses_what_a_cpu_chooses(settings: dict[str, float], spread: fl
     history = list(range(0, 600, 3))
     rows = [context(position=200 + i, history=history, prompt_length=100, seed=i, **settings) for i in range(40)]
     assert choose_tokens(logits.cuda(), rows) == choose_tokens(logits, rows)
+    some = torch.arange(0, 49152, 6)
+    expected = choose_tokens(logits[:, some], rows, token_ids=some)
+    assert choose_tokens(logits[:, some].cuda(), rows, token_ids=some.cuda()) == expected
     keys, ids = torch.tensor([[row_key(1, 2)], [row_key(3, 4)]]), torch.arange(100_000)
     assert torch.equal(gumbel(keys.cuda(), ids.cuda()).cpu(), gumbel(keys, ids))
+
+
+# --- columns for some tokens only -------------------------------------------------------------------------------------
+
+SOME_TOKENS_KINDS: list[dict[str, object]] = [
+    *KINDS,
+    {"frequency_penalty": 0.7, "presence_penalty": -0.4},
+    {"logit_bias": {0: 3.0, 40: -2.0, 41: 5.0, 4999: 4.0, 10**9: 9.0}},
+    {"temperature": 0.9, "repetition_penalty": 1.2, "frequency_penalty": 0.3, "logit_bias": {41: 6.0, 44: 6.0}},
+    {"temperature": 0.9, "top_k": 2000, "top_p": 0.95, "min_p": 0.001},
+    {"temperature": 1e-300},
+]
+
+
+@pytest.mark.parametrize("count", [1, 2, 127, 128, 700, 3000])
+@pytest.mark.parametrize("grid", [False, True])
+def test_choice_among_some_tokens_is_that_with_minus_infinity_elsewhere(count: int, grid: bool) -> None:
+    """The same rows with a column for each of 5000 tokens; history and bias name tokens on both sides."""
+    generator = torch.Generator().manual_seed(count)
+    token_ids = torch.randperm(5000, generator=generator)[:count].sort().values
+    rows_per_kind = 6
+    rows = [
+        ChoiceContext(
+            SamplingParameters(**settings, seed=10 * kind + i),  # type: ignore[arg-type]
+            position=100 + i,
+            history=[*range(0, 300, 3), *token_ids[:50].tolist(), 40, 41, 41],
+            prompt_length=60,
+        )
+        for i in range(rows_per_kind)
+        for kind, settings in enumerate(SOME_TOKENS_KINDS)
+    ]
+    logits = torch.randn(len(rows), count, generator=generator) * 2
+    # On a coarse grid ties are the rule.
+    logits = (logits.round() if grid else logits).bfloat16()
+    logits[3] = math.nan
+    logits[7] = -math.inf
+    everywhere = torch.full((len(rows), 5000), -math.inf, dtype=torch.bfloat16)
+    everywhere[:, token_ids] = logits
+    expected = choose_tokens(everywhere, rows)
+    assert choose_tokens(logits, rows, token_ids=token_ids) == expected
+    assert [index for index, token in enumerate(expected) if token is None] == [3, 7]
+    for kind in range(len(SOME_TOKENS_KINDS)):
+        alone = slice(kind, None, len(SOME_TOKENS_KINDS))
+        assert choose_tokens(logits[alone], rows[alone], token_ids=token_ids) == expected[alone]
+
+
+def test_tokens_and_columns_must_be_as_many() -> None:
+    with pytest.raises(ValueError, match=r"token_ids have shape \(3,\), must be \[4\]"):
+        choose_tokens(torch.zeros(1, 4), [context()], token_ids=torch.arange(3))

@@ -46,3 +46,9 @@ def test_a_worker_without_room_is_refused(field: str) -> None:
     values = {"page_size": 1, "total_pages": 1, "max_sequence_length": 1, "max_packed_rows": 1, field: 0}
     with pytest.raises(ValueError, match=f"{field} of worker w is 0"):
         WorkerSpec("w", Role.TARGET, **values)
+
+
+def test_draft_steps_are_bounded_by_default() -> None:
+    assert SchedulerConfig(window=10_000, batch_size=8).proposals_per_step == 64
+    assert SchedulerConfig(window=10_000, batch_size=64).proposals_per_step == 256
+    assert SchedulerConfig(window=10_000, draft_batch_size=5000).proposals_per_step == 5000

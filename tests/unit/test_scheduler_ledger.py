@@ -6,7 +6,7 @@ from scheduler.ledger import KvEntry, PageBook
 from scheduler.messages import FinishReason, Role, SequenceRequest, WorkerSpec
 from scheduler.pool import WaitingQueue
 from scheduler.sequence import Sequence
-from scheduler.worker_book import WorkerBook
+from scheduler.worker_book import TargetBook
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_lost_pages_are_noticed() -> None:
 
 
 def test_a_newcomer_leaves_pages_for_the_others_to_grow_into() -> None:
-    book = WorkerBook(WorkerSpec("w", Role.TARGET, 4, 10, 1000, 64), prefill_chunk=8, steps_in_flight=2)
+    book = TargetBook(WorkerSpec("w", Role.TARGET, 4, 10, 1000, 64), 8, 2, initial_seconds=0.1, batch_size=4)
     assert book.has_room(40)
     assert not book.has_room(41)
     for sequence_id in range(5):

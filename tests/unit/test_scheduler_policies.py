@@ -5,16 +5,18 @@ from __future__ import annotations
 import pytest
 
 from scheduler.config import Policy
+from scheduler.draft_plan import DraftPlan
 from scheduler.drafted import CountByLength, DraftedIndex
 from scheduler.messages import SequenceRequest
-from scheduler.policies import GroupingView, make_policy
+from scheduler.policies import Arrivals, GroupingView, make_policy
 from scheduler.sequence import Sequence
-from scheduler.step_times import Acceptance, LinearFit, VerifyTimes, expected_commit
+from scheduler.step_times import TargetTimes, expected_commit
 
 
-def drafted(sequence_id: int, length: int, drafts: int = 4, due: float = 10.0) -> Sequence:
+def drafted(sequence_id: int, length: int, drafts: int = 4, due: float = 10.0, acceptance: float = 0.7) -> Sequence:
     sequence = Sequence(SequenceRequest(sequence_id, (1,) * length, 50), sequence_id)
     sequence.draft_tokens = (1,) * drafts
+    sequence.expected_tokens = expected_commit(acceptance, drafts)
     sequence.due = due
     return sequence
 
@@ -27,8 +29,9 @@ def view(
     batch_size: int = 4,
     now: float = 0.0,
     may_wait: bool = True,
-    times: VerifyTimes | None = None,
-    arrivals: tuple[float, int] = (0.0, 0),
+    times: TargetTimes | None = None,
+    plan: DraftPlan | None = None,
+    arrivals: Arrivals | None = None,
 ) -> GroupingView:
     index = DraftedIndex(batch_size)
     for sequence in sequences:
@@ -37,8 +40,12 @@ def view(
     for length in coming:
         counts.add(length)
     return GroupingView(
-        index, counts, verifying, batch_size, now, may_wait, times or VerifyTimes(0.1), 0.7, lambda: arrivals
+        index, counts, verifying, batch_size, now, may_wait, times or TargetTimes(0.1), plan, lambda: arrivals
     )
+
+
+def arrivals(seconds: float, rows: int, drafts: int = 4, acceptance: float = 0.7) -> Arrivals:
+    return Arrivals(seconds, rows, rows * (1 + drafts), rows * expected_commit(acceptance, drafts))
 
 
 def chosen(policy: Policy, grouping: GroupingView) -> list[int] | None:
@@ -103,7 +110,7 @@ def test_exspec_waits_only_for_members_of_the_same_length() -> None:
 def test_an_overdue_row_goes_at_once_with_the_oldest(policy: Policy) -> None:
     sequences = mixed()
     sequences[0].due = 5.0
-    waiting = {"coming": (20, 20, 20), "verifying": 1, "arrivals": (0.001, 3)}
+    waiting = {"coming": (20, 20, 20), "verifying": 1, "arrivals": arrivals(0.001, 3)}
     before = make_policy(policy).choose(view(sequences, now=4.999, **waiting))
     assert before is None or not before.forced
     at = make_policy(policy).choose(view(sequences, now=5.0, **waiting))
@@ -112,11 +119,11 @@ def test_an_overdue_row_goes_at_once_with_the_oldest(policy: Policy) -> None:
     assert [sequence.sequence_id for sequence in at.rows] == [1, 2, 3, 4]
 
 
-def measured(equal: float, ragged: float, per_row: float = 0.0) -> VerifyTimes:
-    times = VerifyTimes(0.1)
+def measured(equal: float, ragged: float, per_row: float = 0.0) -> TargetTimes:
+    times = TargetTimes(0.1)
     for rows in (5, 20, 10, 15, 40):
-        times.observe(rows, True, equal + rows * per_row)
-        times.observe(rows, False, ragged + rows * per_row)
+        times.observe(rows, True, 0, equal + rows * per_row)
+        times.observe(rows, False, 0, ragged + rows * per_row)
     return times
 
 
@@ -128,19 +135,60 @@ def test_auto_takes_the_equal_group_where_realignment_is_dear() -> None:
     assert chosen(Policy.AUTO, view(mixed(), times=measured(0.1, 0.3))) == [2, 4, 6]
 
 
+def test_auto_counts_what_each_row_is_expected_to_commit() -> None:
+    """Three equal rows against four of other lengths, where an unequal step takes half as long again."""
+    times = measured(0.1, 0.15)
+    assert chosen(Policy.AUTO, view(mixed(), times=times)) == [2, 4, 6]
+    hopeless = [drafted(i, length, acceptance=0.0 if length == 20 else 0.9) for i, length in MIXED]
+    assert chosen(Policy.AUTO, view(hopeless, times=times)) == [1, 2, 3, 4]
+
+
 def test_auto_waits_when_what_is_coming_comes_soon_enough() -> None:
     times = measured(0.1, 0.1)
     two = mixed()[:2]
-    assert chosen(Policy.AUTO, view(two, coming=(7, 8), arrivals=(0.01, 2), times=times)) is None
-    assert chosen(Policy.AUTO, view(two, coming=(7, 8), arrivals=(0.5, 2), times=times)) == [1, 2]
-    assert chosen(Policy.AUTO, view(two, coming=(7, 8), arrivals=(0.0, 0), times=times)) == [1, 2]
-    assert chosen(Policy.AUTO, view(two, coming=(7, 8), arrivals=(0.01, 2), may_wait=False, times=times)) == [1, 2]
+    soon, late = arrivals(0.01, 2), arrivals(0.5, 2)
+    assert chosen(Policy.AUTO, view(two, coming=(7, 8), arrivals=soon, times=times)) is None
+    assert chosen(Policy.AUTO, view(two, coming=(7, 8), arrivals=late, times=times)) == [1, 2]
+    assert chosen(Policy.AUTO, view(two, coming=(7, 8), arrivals=None, times=times)) == [1, 2]
+    assert chosen(Policy.AUTO, view(two, coming=(7, 8), arrivals=soon, may_wait=False, times=times)) == [1, 2]
+
+
+def test_auto_does_not_wait_for_proposals_that_are_worth_little() -> None:
+    """Every row costs as much as the step's base: two more rows of plain value do not pay for the time they take."""
+    times = measured(0.01, 0.01, per_row=0.01)
+    two = [drafted(1, 10, drafts=0), drafted(2, 20, drafts=0)]
+    poor, rich = arrivals(0.01, 2, acceptance=0.05), arrivals(0.01, 2, acceptance=1.0)
+    assert chosen(Policy.AUTO, view(two, coming=(7, 8), arrivals=poor, times=times)) == [1, 2]
+    assert chosen(Policy.AUTO, view(two, coming=(7, 8), arrivals=rich, times=times)) is None
+
+
+def plan(merged: bool = False, split: bool = False) -> DraftPlan:
+    return DraftPlan((), merged, split, turns=False, draft_rows=0.0, rate=1.0, plain_rate=1.0, cycle=0.1)
+
+
+def test_a_merged_plan_keeps_those_that_fit_one_step_together() -> None:
+    times = measured(0.1, 0.1)
+    two, merged = mixed()[:2], plan(merged=True)
+    assert chosen(Policy.AUTO, view(two, verifying=2, plan=merged, times=times)) is None
+    assert chosen(Policy.AUTO, view(two, verifying=3, plan=merged, times=times)) == [1, 2]  # five do not fit
+    assert chosen(Policy.AUTO, view(two, verifying=2, plan=plan(), times=times)) == [1, 2]
+    assert chosen(Policy.AUTO, view(two, verifying=2, plan=merged, may_wait=False, times=times)) == [1, 2]
+    for seconds, expected in ((0.09, None), (0.11, [1, 2])):  # an own step costs 0.1 s before its first row
+        waiting = view(two, coming=(7, 8), arrivals=arrivals(seconds, 2), plan=merged, times=times)
+        assert chosen(Policy.AUTO, waiting) == expected
+
+
+def test_a_split_plan_sends_half_and_then_the_other_half() -> None:
+    times = measured(0.1, 0.1)
+    four = mixed()[:4]
+    assert chosen(Policy.AUTO, view(four, plan=plan(split=True), times=times)) == [1, 2]
+    assert chosen(Policy.AUTO, view(four[2:], verifying=2, plan=plan(split=True), times=times)) == [3, 4]
 
 
 def test_auto_does_not_wait_past_the_bound() -> None:
     two = mixed()[:2]
     two[0].due = 0.005
-    grouping = view(two, coming=(7, 8), arrivals=(0.01, 2), times=measured(0.1, 0.1))
+    grouping = view(two, coming=(7, 8), arrivals=arrivals(0.01, 2), times=measured(0.1, 0.1))
     assert chosen(Policy.AUTO, grouping) == [1, 2]
 
 
@@ -162,48 +210,6 @@ def test_a_length_that_changes_while_drafted_is_noticed() -> None:
     index = DraftedIndex(3)
     sequence = drafted(1, 10)
     index.add(sequence)
-    sequence.tokens.extend([1])
+    sequence.commit((1,))
     with pytest.raises(RuntimeError, match="changed its length"):
         index.check_integrity()
-
-
-def test_the_fit_finds_base_and_slope() -> None:
-    fit = LinearFit(9.0)
-    assert fit.predict(100) == 9.0
-    for rows in (8, 40, 16, 80, 24):
-        fit.observe(rows, 0.02 + 0.0005 * rows)
-    assert fit.predict(60) == pytest.approx(0.05, rel=1e-6)
-
-
-def test_equal_sizes_give_their_mean_and_a_falling_cost_is_taken_for_noise() -> None:
-    fit = LinearFit(9.0)
-    fit.observe(8, 0.1)
-    fit.observe(8, 0.2)
-    assert 0.1 < fit.predict(1000) < 0.2
-    falling = LinearFit(9.0)
-    falling.observe(8, 0.2)
-    falling.observe(80, 0.1)
-    assert falling.predict(1000) == pytest.approx(falling.predict(8))
-
-
-def test_one_slow_step_does_not_stretch_the_bound() -> None:
-    times = VerifyTimes(0.05)
-    times.observe(8, True, 40.0)
-    assert times.typical == 0.05
-    for _ in range(5):
-        times.observe(8, True, 0.02)
-    assert times.typical == 0.02
-    for seconds in (float("nan"), float("inf"), -1.0):
-        times.observe(8, True, seconds)
-    assert times.typical == 0.02
-
-
-def test_acceptance_counts_the_tokens_that_were_tried() -> None:
-    acceptance = Acceptance()
-    for _ in range(2000):
-        acceptance.observe(4, 3)  # three taken, the fourth refused
-        acceptance.observe(0, 0)
-    assert acceptance.rate == pytest.approx(0.75, abs=0.01)
-    assert expected_commit(1.0, 4) == 5
-    assert expected_commit(0.0, 4) == 1
-    assert expected_commit(0.5, 2) == pytest.approx(1.75)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
+from engine import ngram
+from engine.ngram import NgramEngine
 from engine.steps import RowOutcome, StepOutcome, VerifyRow
 from protos import worker_pb2
 from scheduler.digests import EMPTY_DIGEST, DigestedTokens
@@ -264,12 +268,24 @@ def test_engine_that_breaks_its_word_loses_the_sequence() -> None:
     assert target.executor.sequences == 1
 
 
-def test_draining_worker_takes_no_new_sequences(target: Conversation) -> None:
+def test_draining_worker_refuses_steps_with_new_sequences_whole(target: Conversation) -> None:
+    known = row(1, [*PROMPT, 3], 5, choose=True)
     target.step(opening(1))
     target.executor.draining = True
-    new, known = target.step(opening(2), row(1, [*PROMPT, 3], 5, choose=True)).rows
-    assert (new.status, known.status) == (worker_pb2.ROW_STATUS_FAILED, worker_pb2.ROW_STATUS_OK)
-    assert "draining" in new.error
+    refused = target.step(known, opening(2))
+    assert refused.status == worker_pb2.STEP_STATUS_INVALID
+    assert "draining" in refused.error
+    assert target.executor.sequences == 1
+    (reply,) = target.step(known).rows
+    assert reply.status == worker_pb2.ROW_STATUS_OK
+
+
+def test_draining_worker_drops_everything_for_a_scheduler_that_it_refuses(target: Conversation) -> None:
+    target.step(opening(1))
+    target.executor.draining = True
+    assert target.step(scheduler_epoch=2, step_id=0).status == worker_pb2.STEP_STATUS_INVALID
+    assert target.executor.sequences == 0
+    assert target.step(scheduler_epoch=1).status == worker_pb2.STEP_STATUS_FENCED
 
 
 def test_timings_tell_queueing_idleness_and_work() -> None:
@@ -288,3 +304,35 @@ def test_timings_tell_queueing_idleness_and_work() -> None:
     now[0] += 3.0
     second = executor.execute(worker_pb2.StepRequest(worker_epoch=EPOCH, step_id=2), arrived=now[0]).timings
     assert (second.queued, second.idle, second.total) == (0.0, 3.0, 0.0)
+
+
+def test_prompt_lookup_keeps_up_with_rollbacks() -> None:
+    """Rounds that keep any prefix of the proposal, against a look at the whole history each time."""
+    rng = random.Random(2)
+    draft = Conversation(DraftStepExecutor(NgramEngine(), EPOCH))
+    committed, kv_len, proposals = list(PROMPT), 0, 0
+    for round_number in range(60):
+        opens = {"parameters": PARAMETERS} if round_number == 0 else {}
+        (reply,) = draft.step(row(1, committed, kv_len, draft_length=4, **opens)).rows
+        assert list(reply.tokens) == ngram.continuation(committed, 4)
+        proposals += bool(reply.tokens)
+        accepted = rng.randint(0, len(reply.tokens))
+        kv_len = min(len(committed) + accepted, reply.kv_len)
+        if round_number % 9 == 8:
+            # An earlier state of the sequence, as after a scheduler that was replaced.
+            kv_len = rng.randrange(len(PROMPT))
+            committed, accepted = committed[: kv_len + 1], 0
+        committed += [*reply.tokens[:accepted], rng.randrange(2)]
+    assert proposals > 15
+
+
+def test_threads_change_with_steps_that_are_alone() -> None:
+    used: list[int] = []
+    engine = StandInEngine()
+    engine.description = replace(engine.description, threads=1, threads_alone=2)
+    executor = TargetStepExecutor(engine, EPOCH, use_threads=used.append)
+    for step_id, alone in enumerate((False, True, True, False), 1):
+        request = worker_pb2.StepRequest(worker_epoch=EPOCH, step_id=step_id, rows=[opening(step_id)], alone=alone)
+        executor.execute(request, arrived=0.0)
+    assert used == [2, 1]
+    assert executor.describe().threads_alone == 2

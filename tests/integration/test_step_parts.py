@@ -1,0 +1,33 @@
+"""The breakdown of a step, on a tiny model and a real worker process."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from bench.step_page import STEP_HEADINGS, step_columns
+from bench.step_parts import parts_of, wire_ms
+from engine.loading import load_target_engine
+from engine.settings import EngineSettings
+from tests.support.tiny_models import tiny_model
+
+
+def test_parts_add_up_to_the_pass(tmp_path: Path) -> None:
+    tiny_model("llama").save_pretrained(tmp_path)
+    engine = load_target_engine(EngineSettings(str(tmp_path), threads=1, kv_pages=256), lambda *_: None)
+    found = parts_of(engine, 2, 3)
+    assert engine.pool.free_pages == 256
+    assert found["step"] > 0
+    assert all(milliseconds >= 0 for milliseconds in found["parts"].values())
+    assert found["parts"]["linear layers"] > 0
+    # What the profiler adds up and what is left make the pass, or the profiler slowed the operations themselves.
+    assert sum(found["parts"].values()) >= found["forward"] * 0.999
+    assert len(step_columns(found)) == len(STEP_HEADINGS)
+
+
+def test_the_wire_takes_time_beyond_the_step() -> None:
+    found = asyncio.run(wire_ms(3, 2))
+    assert 0 < found["of_it_encoding"] < found["round_trip"] <= found["round_trip_p99"]
+    assert found["request_bytes"] == pytest.approx(100, abs=60)

@@ -1,0 +1,335 @@
+"""gRPC without a network: calls between simulated processes, over connections that can be slow, silent or cut.
+
+Covers what the services use of grpc.aio: unary calls and bidirectional streams, deadlines, cancellation, and the errors
+that a broken connection ends them with. Messages are handed over as they are, not serialised.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import grpc
+import grpc.aio
+
+from tests.sim.cell.virtual_time import VirtualLoop
+
+if TYPE_CHECKING:
+    from tests.sim.cell.network import Listener
+    from tests.sim.cell.process import Process
+
+_METADATA = grpc.aio.Metadata()
+
+
+def rpc_error(code: grpc.StatusCode, details: str) -> grpc.aio.AioRpcError:
+    return grpc.aio.AioRpcError(code, _METADATA, _METADATA, details=details)
+
+
+def unavailable(details: str) -> grpc.aio.AioRpcError:
+    return rpc_error(grpc.StatusCode.UNAVAILABLE, details)
+
+
+class Channel:
+    """What the generated stubs need of a grpc.aio channel."""
+
+    def __init__(self, client: Process, address: str) -> None:
+        self._client = client
+        self._address = address
+        self._calls: list[StreamCall] = []
+
+    def unary_unary(self, method: str, **_: Any) -> Callable[..., Coroutine[Any, Any, Any]]:
+        def call(
+            request: Any, timeout: float | None = None, wait_for_ready: bool = False, metadata: Any = ()
+        ) -> Coroutine[Any, Any, Any]:
+            return _unary(self._client, self._address, method, request, timeout, wait_for_ready)
+
+        return call
+
+    def stream_stream(self, method: str, **_: Any) -> Callable[..., StreamCall]:
+        def call(requests: Any, timeout: float | None = None, metadata: Any = ()) -> StreamCall:
+            stream = StreamCall(self._client, self._address, method, requests, timeout)
+            self._calls.append(stream)
+            return stream
+
+        return call
+
+    async def close(self, _grace: float | None = None) -> None:
+        for call in self._calls:
+            call.cancel()
+
+
+async def _unary(
+    client: Process, address: str, method: str, request: Any, seconds: float | None, wait_for_ready: bool
+) -> Any:
+    network, loop = client.network, client.network.loop
+    answer: asyncio.Future[Any] = loop.create_future()
+
+    def settle(result: Any) -> None:
+        if answer.done() or not client.alive:
+            return
+        if isinstance(result, Exception):
+            answer.set_exception(result)
+        else:
+            answer.set_result(result)
+
+    async def serve(listener: Listener) -> None:
+        try:
+            result = await listener.methods[method](request, ServerContext(None))
+        except _AbortedError as aborted:
+            result = rpc_error(aborted.code, aborted.details)
+        except Exception as error:
+            if listener.process.alive:
+                network.handler_errors.append(f"{method}: {error!r}")
+            result = rpc_error(grpc.StatusCode.UNKNOWN, repr(error))
+        if listener.process.alive:
+            loop.call_at(network.arrival(listener.process, client.name), settle, result)
+
+    def arrive() -> None:
+        listener = network.listeners.get(address)
+        if listener is not None and listener.process.alive:
+            listener.process.spawn(serve(listener))
+        elif wait_for_ready:
+            if not answer.done():
+                loop.call_later(0.1, arrive)
+        else:
+            settle(unavailable(f"nobody listens at {address}"))
+
+    if client.alive:
+        server = network.listeners.get(address)
+        loop.call_at(network.arrival(client, server.process.name if server is not None else address), arrive)
+    expiry = None
+    if seconds is not None:
+        expiry = loop.call_later(seconds, settle, rpc_error(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded"))
+    try:
+        return await answer
+    finally:
+        if expiry is not None:
+            expiry.cancel()
+
+
+class _AbortedError(Exception):
+    def __init__(self, code: grpc.StatusCode, details: str) -> None:
+        super().__init__(details)
+        self.code = code
+        self.details = details
+
+
+class ServerContext:
+    """What the services use of a grpc.aio.ServicerContext."""
+
+    def __init__(self, call: StreamCall | None) -> None:
+        self._call = call
+
+    async def abort(self, code: grpc.StatusCode, details: str = "") -> NoReturn:
+        raise _AbortedError(code, details)
+
+    async def send_initial_metadata(self, _metadata: Any) -> None:
+        return
+
+    async def write(self, message: Any) -> None:
+        assert self._call is not None
+        self._call.reply(message)
+
+    def time_remaining(self) -> float | None:
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class _End:
+    error: grpc.aio.AioRpcError | None = None
+
+
+class _Inbox:
+    __slots__ = ("_items", "_loop", "_waiter")
+
+    def __init__(self, loop: VirtualLoop) -> None:
+        self._loop = loop
+        self._items: deque[Any] = deque()
+        self._waiter: asyncio.Future[None] | None = None
+
+    def put(self, item: Any) -> None:
+        self._items.append(item)
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def get(self) -> Any:
+        """The end, once there, stays."""
+        items = self._items
+        while not items:
+            self._waiter = self._loop.create_future()
+            await self._waiter
+        return items[0] if isinstance(items[0], _End) else items.popleft()
+
+
+class StreamCall:
+    """A bidirectional stream: the client's end of it, and the task that serves it at the other."""
+
+    def __init__(self, client: Process, address: str, method: str, requests: Any, timeout: float | None) -> None:
+        network = client.network
+        self._client = client
+        self._server: Process | None = None
+        self._address = address
+        self._method = method
+        self._steps = method.endswith("/Steps")
+        self._network = network
+        self._loop = network.loop
+        self._replies = _Inbox(self._loop)
+        self._requests = _Inbox(self._loop)
+        self._handler: asyncio.Task[Any] | None = None
+        self._last_up = self._last_down = 0.0
+        self._ended = False
+        self._expiry = None if timeout is None else self._loop.call_later(timeout, self._expire)
+        listener = network.listeners.get(address)
+        self._far_name = listener.process.name if listener is not None else address
+        if client.alive:
+            client.calls[self] = None
+            self._up(self._open, straight=True)
+            self._pump = client.spawn(self._send(requests))
+
+    def joins(self, other: Process) -> bool:
+        return other in (self._client, self._server)
+
+    # The client's end.
+
+    def __aiter__(self) -> AsyncIterator[Any]:
+        return self
+
+    async def __anext__(self) -> Any:
+        item = await self._replies.get()
+        if isinstance(item, _End):
+            if item.error is not None:
+                raise item.error
+            raise StopAsyncIteration
+        return item
+
+    def cancel(self) -> None:
+        if not self._ended and self._client.alive:
+            self._up(self._stop_handler, straight=True)
+        self._finish(None)
+
+    async def _send(self, requests: Any) -> None:
+        if hasattr(requests, "__aiter__"):
+            try:
+                async for request in requests:
+                    self._up(self._requests.put, request)
+            finally:
+                await requests.aclose()
+        else:
+            for request in requests:
+                self._up(self._requests.put, request)
+        self._up(self._requests.put, _End(), straight=True)
+
+    def _expire(self) -> None:
+        self.cancel()
+        self._replies.put(_End(rpc_error(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")))
+
+    def _finish(self, error: grpc.aio.AioRpcError | None) -> None:
+        """The client knows that the call is over."""
+        if self._ended:
+            return
+        self._ended = True
+        self._client.calls.pop(self, None)
+        if self._expiry is not None:
+            self._expiry.cancel()
+        if self._client.alive:
+            self._pump.cancel()
+        self._replies.put(_End(error))
+
+    # The server's end.
+
+    def _open(self) -> None:
+        listener = self._network.listeners.get(self._address)
+        if listener is None or not listener.process.alive:
+            self._finish(unavailable(f"nobody listens at {self._address}"))
+            return
+        self._server = listener.process
+        listener.process.calls[self] = None
+        self._handler = listener.process.spawn(self._serve(listener))
+
+    async def _serve(self, listener: Listener) -> None:
+        context = ServerContext(self)
+        end = _End()
+        try:
+            result = listener.methods[self._method](self._incoming(), context)
+            if hasattr(result, "__aiter__"):
+                try:
+                    async for reply in result:
+                        self.reply(reply)
+                finally:
+                    await result.aclose()
+            else:
+                await result
+        except _AbortedError as aborted:
+            end = _End(rpc_error(aborted.code, aborted.details))
+        except Exception as error:
+            if listener.process.alive:
+                self._network.handler_errors.append(f"{self._method}: {error!r}")
+            end = _End(rpc_error(grpc.StatusCode.UNKNOWN, repr(error)))
+        finally:
+            listener.process.calls.pop(self, None)
+        self._down(self._end, end, straight=True)
+
+    async def _incoming(self) -> AsyncIterator[Any]:
+        while not isinstance(item := await self._requests.get(), _End):
+            yield item
+
+    def reply(self, message: Any) -> None:
+        self._down(self._take, message)
+
+    def _take(self, message: Any) -> None:
+        if not self._ended:
+            self._replies.put(message)
+
+    def _end(self, end: _End) -> None:
+        self._finish(end.error)
+
+    def _stop_handler(self) -> None:
+        if self._handler is not None:
+            self._handler.cancel()
+
+    # Between them.
+
+    def break_off(self, reason: str) -> None:
+        """The connection is gone. Each end notices in its own time; the server may still read what was on the way."""
+        rng, loop = self._network.rng, self._loop
+        loop.call_later(rng.choice((0.001, 0.05, 0.5)), self._finish, unavailable(reason))
+        loop.call_later(rng.choice((0.001, 0.05, 2.0)), self._stop_handler)
+
+    def _up(self, action: Callable[..., None], *args: Any, straight: bool = False) -> None:
+        if not self._client.alive:
+            return
+        far = self._server.name if self._server is not None else self._far_name
+        at = max(self._network.arrival(self._client, far), self._last_up)
+        kind = "" if straight or not self._steps else self._network.mischief(self._client.name, far)
+        if kind == "late":
+            self._loop.call_at(at + 0.05 * self._network.rng.random(), self._arrive_up, action, *args)
+            return
+        self._last_up = at
+        self._loop.call_at(at, self._arrive_up, action, *args)
+        if kind == "twice":
+            self._loop.call_at(at + 0.05 * self._network.rng.random(), self._arrive_up, action, *args)
+
+    def _arrive_up(self, action: Callable[..., None], *args: Any) -> None:
+        if self._server is None or self._server.alive:
+            action(*args)
+
+    def _down(self, action: Callable[..., None], *args: Any, straight: bool = False) -> None:
+        server = self._server
+        if server is None or not server.alive:
+            return
+        at = max(self._network.arrival(server, self._client.name), self._last_down)
+        kind = "" if straight or not self._steps else self._network.mischief(server.name, self._client.name)
+        if kind == "late":
+            self._loop.call_at(at + 0.05 * self._network.rng.random(), self._arrive_down, action, *args)
+            return
+        self._last_down = at
+        self._loop.call_at(at, self._arrive_down, action, *args)
+        if kind == "twice":
+            self._loop.call_at(at + 0.05 * self._network.rng.random(), self._arrive_down, action, *args)
+
+    def _arrive_down(self, action: Callable[..., None], *args: Any) -> None:
+        if self._client.alive:
+            action(*args)

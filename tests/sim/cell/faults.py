@@ -1,0 +1,139 @@
+"""What goes wrong in a simulated cell, and how it is mended."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from engine.steps import ProposeRow, RowOutcome, VerifyRow
+from tests.sim.cell.plan import Fault
+from tests.sim.cell.worker import SimulatedWorker
+
+if TYPE_CHECKING:
+    from tests.sim.cell.world import World
+
+CUTTING = {"partition", "reset", "delay", "scheduler freezes"}
+"""Faults after which somebody may not hear what was said."""
+DISTURBING = CUTTING | {"scheduler crash", "two schedulers"}
+
+_MOST_LOST = 2
+"""Times that the KV of one sequence is lost on one worker; the core gives up on it at six in a row."""
+
+
+class Faults:
+    """Strikes when it is told to. `struck` counts by kind."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self.struck: Counter[str] = Counter()
+        self._lost: Counter[tuple[str, int]] = Counter()
+
+    def strike(self, fault: Fault) -> None:
+        """Does what the fault says to whom it picks, unless that one is down already."""
+        self._world.note("fault", fault.kind, round(fault.seconds, 3), round(fault.pick, 3), round(fault.strength, 3))
+        workers = [worker for worker in self._world.workers.values() if worker.process.alive and not worker.leaving]
+        worker = workers[int(fault.pick * len(workers))] if workers else None
+        scheduler = self._world.current
+        self.struck[fault.kind] += 1
+        match fault.kind:
+            case "scheduler crash" if scheduler is not None and scheduler.process.alive:
+                self._world.kill_scheduler(scheduler)
+                self._world.loop.call_later(fault.seconds, self._world.replace_scheduler, scheduler)
+            case "scheduler freezes" if scheduler is not None and scheduler.process.alive:
+                for other in self._world.others():
+                    self._world.network.block(scheduler.process.name, other.name, fault.seconds)
+                if fault.strength < 0.7:
+                    self._world.add_scheduler(scheduler, fault.seconds)
+            case "two schedulers" if scheduler is not None and scheduler.process.alive:
+                self._world.old_name = (scheduler.address, self._world.loop.now + fault.seconds)
+                self._world.add_scheduler(scheduler, fault.seconds + fault.strength)
+            case "gateway crash":
+                self._world.crash_gateway(int(fault.pick * len(self._world.gateways)))
+            case "partition" | "reset" | "delay" | "duplicate and reorder":
+                self._disturb(fault)
+            case _ if worker is not None:
+                self._strike_worker(worker, fault)
+
+    def _strike_worker(self, worker: SimulatedWorker, fault: Fault) -> None:
+        match fault.kind:
+            case "worker crash":
+                self._world.stop_worker(worker, fault.seconds)
+            case "worker leaves":
+                leaving = worker.process.spawn(worker.leave(2 * fault.seconds))
+                leaving.add_done_callback(lambda _: self._world.stop_worker(worker, fault.strength))
+            case "worker drains":
+                # Nobody has told the scheduler.
+                draining = worker.process.spawn(worker.server.drain(fault.seconds))
+                draining.add_done_callback(lambda _: self._world.stop_worker(worker, fault.strength))
+            case "worker stalls":
+                worker.stalled_until = self._world.loop.now + fault.seconds
+            case "worker slow":
+                worker.slowness = 1.0 + 10.0 * fault.strength
+            case "lost kv":
+                self._lose_kv(worker, 1 + int(fault.strength * 20))
+            case "row trouble":
+                self._trouble(worker, self._world.loop.now + fault.seconds, 0.05 * fault.strength)
+
+    def _disturb(self, fault: Fault) -> None:
+        """Between the scheduler and one of those it has to do with."""
+        if self._world.current is None:
+            return
+        scheduler = self._world.current.process
+        others = self._world.others()
+        other = others[int(fault.pick * len(others))]
+        self._world.note("between", scheduler.name, other.name)
+        match fault.kind:
+            case "partition":
+                self._world.network.block(scheduler.name, other.name, fault.seconds)
+                if fault.strength < 0.5:
+                    self._world.loop.call_later(fault.seconds, self._world.network.cut, scheduler, other)
+            case "reset":
+                self._world.network.cut(scheduler, other)
+            case "delay":
+                self._world.network.slow_down(scheduler.name, other.name, fault.seconds, fault.strength)
+            case "duplicate and reorder":
+                self._world.network.meddle(other.name, fault.seconds, 0.1 * fault.strength)
+
+    def _lose_kv(self, worker: SimulatedWorker, most: int) -> None:
+        held = list(worker.executor._book._sequences)
+        for sequence_id in self._world.rng.sample(held, min(most, len(held))):
+            key = (worker.plan.worker_id, sequence_id)
+            if self._lost[key] < _MOST_LOST:
+                self._lost[key] += 1
+                self._world.note("kv lost", *key)
+                worker.watch.forgotten.add(sequence_id)
+                worker.executor._book.drop(sequence_id)
+
+    def _trouble(self, worker: SimulatedWorker, until: float, chance: float) -> None:
+        rng = self._world.rng
+
+        def trouble(rows: Sequence[VerifyRow | ProposeRow]) -> dict[int, RowOutcome]:
+            wrong: dict[int, RowOutcome] = {}
+            if self._world.loop.now > until:
+                worker.model.trouble = None
+                return wrong
+            if rng.random() < 0.1 * chance:
+                raise RuntimeError("injected: the step failed")
+            for place in range(len(rows)):
+                if rng.random() < chance:
+                    if rng.random() < 0.5:
+                        wrong[place] = RowOutcome([], error="injected: a logit is not a number")
+                    else:
+                        wrong[place] = RowOutcome([], error="injected: no page is free", out_of_pages=True)
+            return wrong
+
+        worker.model.trouble = trouble
+
+    def mend(self) -> None:
+        """From here on nothing goes wrong."""
+        self._world.note("mended")
+        self._world.network.heal()
+        self._world.old_name = ("", 0.0)
+        for scheduler in self._world.schedulers:
+            if scheduler is not self._world.current:
+                self._world.kill_scheduler(scheduler)
+        for worker in self._world.workers.values():
+            worker.slowness = 1.0
+            worker.stalled_until = 0.0
+            worker.model.trouble = None

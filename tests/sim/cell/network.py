@@ -1,0 +1,93 @@
+"""Who listens where, how long messages take between simulated processes, and what goes wrong on the way."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tests.sim.cell.process import Process
+from tests.sim.cell.virtual_time import VirtualLoop
+
+
+@dataclass(frozen=True, slots=True)
+class Listener:
+    process: Process
+    methods: Mapping[str, Callable[..., Any]]
+    """Handlers by full method name, as in the generated servicers."""
+
+
+@dataclass(slots=True)
+class Meddling:
+    """What happens to messages of step streams beyond what gRPC allows: each may come twice, or too late."""
+
+    until: float
+    chance: float
+
+
+class Network:
+    """Who listens where, and how long messages take. `latency` is the longest of an undisturbed one, in seconds."""
+
+    def __init__(self, loop: VirtualLoop, rng: random.Random, latency: float) -> None:
+        self.loop = loop
+        self.rng = rng
+        self.listeners: dict[str, Listener] = {}
+        self.processes: list[Process] = []
+        self.handler_errors: list[str] = []
+        self.meddled = 0
+        self._latency = latency
+        self._blocked: dict[frozenset[str], float] = {}
+        self._slow: dict[frozenset[str], tuple[float, float]] = {}
+        self._meddling: dict[str, Meddling] = {}
+
+    def listen(self, address: str, listener: Listener) -> None:
+        self.listeners[address] = listener
+
+    # Faults.
+
+    def block(self, one: str, other: str, seconds: float) -> None:
+        """Nothing sent between the two arrives before the time is over."""
+        self._blocked[frozenset((one, other))] = self.loop.now + seconds
+
+    def slow_down(self, one: str, other: str, seconds: float, delay: float) -> None:
+        """What is sent between the two within `seconds` takes up to `delay` longer; later messages may overtake it."""
+        self._slow[frozenset((one, other))] = (self.loop.now + seconds, delay)
+
+    def meddle(self, name: str, seconds: float, chance: float) -> None:
+        """With step streams of the process named."""
+        self._meddling[name] = Meddling(self.loop.now + seconds, chance)
+
+    def heal(self) -> None:
+        self._blocked.clear()
+        self._slow.clear()
+        self._meddling.clear()
+
+    def cut(self, one: Process, other: Process) -> None:
+        """Every open stream between the two breaks; each end notices in its own time."""
+        for call in list(one.calls):
+            if call.joins(other):
+                call.break_off("the connection was reset")
+
+    # Messages.
+
+    def arrival(self, sender: Process, receiver_name: str) -> float:
+        """When what is sent now arrives, if nothing sent before is still on the way."""
+        at = self.loop.now + self.rng.random() * self._latency
+        if self._blocked or self._slow:
+            pair = frozenset((sender.name, receiver_name))
+            slow = self._slow.get(pair)
+            if slow is not None and self.loop.now < slow[0]:
+                at += self.rng.random() * slow[1]
+            at = max(at, self._blocked.get(pair, 0.0))
+        return at
+
+    def mischief(self, one: str, other: str) -> str:
+        """What happens to a message of a step stream between the two: "", "twice" or "late"."""
+        if not self._meddling:
+            return ""
+        meddling = self._meddling.get(one) or self._meddling.get(other)
+        if meddling is None or self.loop.now > meddling.until or self.rng.random() > meddling.chance:
+            return ""
+        self.meddled += 1
+        return self.rng.choice(("twice", "late"))

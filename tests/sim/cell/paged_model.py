@@ -1,0 +1,165 @@
+"""A model whose KV is numbers on real pages, and what it must say, computed without any pages.
+
+The KV of a position is a digest of the tokens up to it, taken on from the KV before; the next token depends on the KV
+of every position. So a page that is overwritten, a rejected token left in place or a token fed twice changes all that
+follows, as it does in a transformer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from engine.description import EngineDescription
+from engine.pages import OutOfPagesError, PagePool, PageTable
+from engine.steps import EngineTimings, ProposeRow, RowOutcome, StepOutcome, VerifyRow
+
+VOCABULARY = 64
+
+_MODULUS = (1 << 61) - 1
+_STEP = 0x2545F4914F6CDD1D % _MODULUS
+_CHOICE = 0x9E3779B97F4A7C15
+
+Trouble = Callable[[Sequence[VerifyRow | ProposeRow]], dict[int, RowOutcome]]
+"""Given the rows of a step, the outcomes of those that go wrong, by place; may raise."""
+
+
+def _kv(before: int, token: int) -> int:
+    return (before * _STEP + token + 7) % _MODULUS
+
+
+def _choice(total: int) -> int:
+    """Sixty-odd bits that look random, of the sum of all KV."""
+    value = (total ^ (total >> 31)) * _CHOICE & 0xFFFFFFFFFFFFFFFF
+    return value ^ (value >> 29)
+
+
+def _target_token(total: int) -> int:
+    return _choice(total) % VOCABULARY
+
+
+def _draft_token(total: int, acceptance: float) -> int:
+    choice = _choice(total)
+    right = (choice >> 32) % 1000 < acceptance * 1000
+    return choice % VOCABULARY if right else (choice + 1) % VOCABULARY
+
+
+def true_output(prompt: Sequence[int], most: int, stop_token_ids: frozenset[int]) -> list[int]:
+    """The oracle: plain decoding, one token at a time."""
+    last, total = 0, 0
+    for token in prompt:
+        last = _kv(last, token)
+        total += last
+    output: list[int] = []
+    while len(output) < most:
+        token = _target_token(total)
+        output.append(token)
+        if token in stop_token_ids:
+            break
+        last = _kv(last, token)
+        total += last
+    return output
+
+
+class PagedModel:
+    """Engine of a target or, with an `acceptance`, of a draft. `spent` is told that the step's time has passed."""
+
+    def __init__(
+        self,
+        pages: int,
+        page_size: int,
+        max_sequence_length: int,
+        max_packed_rows: int,
+        acceptance: float,
+        spent: Callable[[], None],
+        threads_alone: int,
+    ) -> None:
+        self.pool = PagePool(pages, page_size)
+        self.trouble: Trouble | None = None
+        self.description = EngineDescription(
+            model_id="paged",
+            tokenizer_digest=b"paged",
+            vocabulary_size=VOCABULARY,
+            dtype="none",
+            device="none",
+            page_size=page_size,
+            total_pages=pages,
+            max_sequence_length=max_sequence_length,
+            max_packed_rows=max_packed_rows,
+            threads_alone=threads_alone,
+        )
+        self._page_size = page_size
+        self._memory = [0] * (pages * page_size)
+        self._acceptance = acceptance
+        self._spent = spent
+
+    def step(self, rows: Sequence[VerifyRow | ProposeRow]) -> StepOutcome:
+        self._spent()
+        wrong = self.trouble(rows) if self.trouble is not None else {}
+        outcomes = []
+        for place, row in enumerate(rows):
+            outcomes.append(wrong[place] if place in wrong else self._run(row))
+        return StepOutcome(outcomes, EngineTimings())
+
+    def _run(self, row: VerifyRow | ProposeRow) -> RowOutcome:
+        table, start = row.table, row.table.length
+        try:
+            if isinstance(row, ProposeRow):
+                return self._propose(row)
+            return self._verify(row)
+        except OutOfPagesError as error:
+            self.pool.truncate(table, start)
+            return RowOutcome([], error=str(error), out_of_pages=True)
+
+    def _verify(self, row: VerifyRow) -> RowOutcome:
+        table = row.table
+        self._feed(table, row.tokens)
+        if not row.choose:
+            return RowOutcome([])
+        base = table.length
+        total = self._attend(table)
+        tokens = [_target_token(total)]
+        if row.draft_tokens:
+            for kv, token in zip(self._feed(table, row.draft_tokens), row.draft_tokens, strict=True):
+                if token != tokens[-1]:
+                    break
+                total += kv
+                tokens.append(_target_token(total))
+            self.pool.truncate(table, base + len(tokens) - 1)
+        return RowOutcome(tokens, len(tokens) - 1)
+
+    def _propose(self, row: ProposeRow) -> RowOutcome:
+        table = row.table
+        self._feed(table, row.tokens)
+        proposal: list[int] = []
+        if row.draft_length:
+            total = self._attend(table)
+            proposal.append(_draft_token(total, self._acceptance))
+            while len(proposal) < row.draft_length:
+                total += self._feed(table, proposal[-1:])[0]
+                proposal.append(_draft_token(total, self._acceptance))
+        return RowOutcome(proposal)
+
+    def _feed(self, table: PageTable, tokens: Sequence[int]) -> list[int]:
+        """The KV of the tokens, which is written to the pages."""
+        place, size, memory = table.length, self._page_size, self._memory
+        self.pool.append(table, len(tokens))
+        pages = table.pages
+        last = memory[pages[(place - 1) // size] * size + (place - 1) % size] if place else 0
+        written = []
+        for token in tokens:
+            last = memory[pages[place // size] * size + place % size] = _kv(last, token)
+            written.append(last)
+            place += 1
+        return written
+
+    def _attend(self, table: PageTable) -> int:
+        """The sum of the KV of all positions."""
+        size, memory = self._page_size, self._memory
+        whole, rest = divmod(table.length, size)
+        total = 0
+        for page in table.pages[:whole]:
+            total += sum(memory[page * size : page * size + size])
+        if rest:
+            start = table.pages[whole] * size
+            total += sum(memory[start : start + rest])
+        return total

@@ -1,0 +1,165 @@
+"""What a schedule is made of, all of it drawn from one seed: the cell, its load, and what goes wrong when."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from scheduler.config import Policy, SchedulerConfig
+from scheduler.messages import Role
+from services.backend import GenerationRequest
+from tests.sim.cell.paged_model import VOCABULARY
+
+LONGEST_PROMPT = 24
+MOST_TOKENS = 8
+LONGEST = LONGEST_PROMPT + MOST_TOKENS
+
+FAULTS = (
+    "worker crash",
+    "worker leaves",
+    "worker drains",
+    "worker stalls",
+    "worker slow",
+    "scheduler crash",
+    "scheduler freezes",
+    "two schedulers",
+    "gateway crash",
+    "partition",
+    "reset",
+    "delay",
+    "duplicate and reorder",
+    "lost kv",
+    "row trouble",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerPlan:
+    worker_id: str
+    role: Role
+    pages: int
+    page_size: int
+    max_packed_rows: int
+    acceptance: float
+    base_seconds: float
+    row_seconds: float
+    threads_alone: int
+
+
+@dataclass(frozen=True, slots=True)
+class RequestPlan:
+    """`cancel_after` seconds the client goes away, in one of two ways."""
+
+    number: int
+    gateway: int
+    arrival: float
+    request: GenerationRequest
+    cancel_after: float | None
+    cancel_abruptly: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    time: float
+    kind: str
+    seconds: float
+    pick: float
+    """Of [0, 1): whom it hits, among those that are there."""
+    strength: float
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    seed: int
+    config: SchedulerConfig
+    workers: tuple[WorkerPlan, ...]
+    gateways: int
+    requests: tuple[RequestPlan, ...]
+    faults: tuple[Fault, ...]
+    latency: float
+    horizon: float
+    """Until then things go wrong; afterwards everything is mended."""
+    most_clock_error: float
+    """Seconds by which the clock of a scheduler that starts may be behind, from which it takes its epoch."""
+
+
+def make_plan(rng: random.Random, seed: int, sequences: int, kinds: tuple[str, ...] = FAULTS) -> Plan:
+    config = SchedulerConfig(
+        batch_size=rng.choice((4, 8, 16, 32)),
+        window=rng.choice((16, 48, 128, 256)),
+        policy=rng.choice(tuple(Policy)),
+        draft_length=rng.choice((0, 2, 3, 4)),
+        prefill_chunk=rng.choice((16, 64, 128)),
+        steps_in_flight=rng.choice((1, 2, 2, 3)),
+        max_queued_sequences=rng.choice((1000, 1000, 1000, 60)),
+        initial_step_seconds=0.01,
+    )
+    tight = rng.random() < 0.3
+    page_size = rng.choice((1, 2) if tight else (4, 8))
+    workers = []
+    for role, count in ((Role.TARGET, rng.choice((1, 2, 2, 3))), (Role.DRAFT, rng.choice((0, 1, 1, 2)))):
+        for index in range(count):
+            lengths = rng.randint(2, 8) if tight else 150
+            target = role is Role.TARGET
+            workers.append(
+                WorkerPlan(
+                    f"{role.value}{index}",
+                    role,
+                    lengths * -(-LONGEST // page_size),
+                    page_size,
+                    rng.choice((64, 256)),
+                    rng.choice((0.3, 0.7, 0.9)),
+                    0.01 if target else 0.003,
+                    0.0001,
+                    # Every other cell has its workers on shared cores.
+                    threads_alone=1 + seed % 2,
+                )
+            )
+    gateways = rng.choice((1, 2, 3))
+    load_seconds = rng.choice((0.05, 0.4, 1.2))
+    requests = tuple(_request(rng, number, gateways, load_seconds) for number in range(sequences))
+    horizon = load_seconds + 0.8
+    chosen = rng.sample(kinds, rng.randint(1, min(4, len(kinds)))) if kinds else []
+    faults = []
+    for _ in range(rng.randint(2, 8) if chosen else 0):
+        seconds = rng.choice((0.02, 0.2, 1.0, 2.5))
+        faults.append(Fault(rng.random() * horizon, rng.choice(chosen), seconds, rng.random(), rng.random()))
+    faults.sort(key=lambda fault: fault.time)
+    return Plan(
+        seed,
+        config,
+        tuple(workers),
+        gateways,
+        requests,
+        tuple(faults),
+        latency=rng.choice((0.0005, 0.002, 0.01)),
+        horizon=horizon,
+        most_clock_error=rng.choice((0.0, 0.0, 5.0)),
+    )
+
+
+def _request(rng: random.Random, number: int, gateways: int, load_seconds: float) -> RequestPlan:
+    # Quicker than a call for each token.
+    bits = rng.getrandbits(6 * LONGEST_PROMPT)
+    length = rng.randint(1, LONGEST_PROMPT)
+    prompt = tuple((bits >> 6 * place) % VOCABULARY for place in range(length))
+    most_tokens = rng.randint(1, MOST_TOKENS)
+    odd = rng.random()
+    if odd < 0.01:
+        most_tokens = 100_000
+    chance = rng.random()
+    cancel_after = rng.choice((0.0, 0.01, 0.1, 0.5)) * rng.random() if chance < 0.06 else None
+    return RequestPlan(
+        number,
+        rng.randrange(gateways),
+        rng.random() * load_seconds,
+        GenerationRequest(
+            prompt,
+            most_tokens,
+            stop_token_ids=frozenset((bits % VOCABULARY, (bits >> 8) % VOCABULARY)) if odd > 0.8 else frozenset(),
+            draft_length=(0, 1, 5)[bits % 3] if 0.7 < odd < 0.8 else None,
+            deadline_seconds=rng.choice((0.02, 0.3, 3.0)) if 0.06 < chance < 0.1 else None,
+        ),
+        cancel_after,
+        rng.random() < 0.5,
+    )

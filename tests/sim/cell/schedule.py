@@ -1,0 +1,110 @@
+"""One schedule from its seed: the plan, the run, and what came of it."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import random
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import services.scheduler_server
+import services.worker_set
+from tests.sim.cell.plan import FAULTS, make_plan
+from tests.sim.cell.virtual_time import OWNER, StandstillError, VirtualLoop
+from tests.sim.cell.world import World
+
+_TAIL = 60
+
+
+class ScheduleError(AssertionError):
+    """A schedule that broke a rule; the message has the seed, the rule and the last events."""
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduleResult:
+    seed: int
+    outcomes: Counter[str]
+    faults: Counter[str]
+    events: tuple[tuple[Any, ...], ...]
+    """Each with its time; equal for two runs of the same seed."""
+    virtual_seconds: float
+    tokens: int
+    fenced_replies: int
+
+
+@contextmanager
+def _quiet(loop: VirtualLoop) -> Iterator[None]:
+    """The services' clocks are the loop's, their logs are off, and nothing is collected at times of its own."""
+    modules: list[Any] = [services.worker_set, services.scheduler_server]
+    clock = SimpleNamespace(monotonic=loop.time)
+    real = [module.time for module in modules]
+    disabled = logging.root.manager.disable
+    collecting = gc.isenabled()
+    gc.disable()
+    logging.disable(logging.CRITICAL)
+    for module in modules:
+        module.time = clock
+    try:
+        yield
+    finally:
+        for module, time in zip(modules, real, strict=True):
+            module.time = time
+        logging.disable(disabled)
+        if collecting:
+            gc.enable()
+
+
+def run_schedule(seed: int, sequences: int = 200, kinds: tuple[str, ...] = FAULTS) -> ScheduleResult:
+    """Raises ScheduleError."""
+    rng = random.Random(seed)
+    plan = make_plan(rng, seed, sequences, kinds)
+    loop = VirtualLoop()
+    with _quiet(loop):
+        world = World(loop, plan, rng)
+
+        def loop_error(_loop: object, context: dict[str, Any]) -> None:
+            handle = context.get("handle")
+            owner = handle._context.get(OWNER) if handle is not None else None
+            if owner is not None and owner.alive:
+                world.fail(f"{context.get('message')}: {context.get('exception')!r}")
+
+        loop.set_exception_handler(loop_error)
+        try:
+            loop.run_until_complete(world.run())
+        except StandstillError as error:
+            world.fail(str(error))
+        finally:
+            virtual_seconds = loop.now
+            loop.run_until_complete(world.end())
+            loop.close()
+    if world.failure is not None:
+        raise ScheduleError(_report(world, sequences))
+    return ScheduleResult(
+        seed,
+        Counter(_kind(call.outcome or "") for call in world.calls),
+        world.faults.struck,
+        tuple(world.events),
+        virtual_seconds,
+        sum(len(call.tokens) for call in world.calls),
+        world.fenced_replies,
+    )
+
+
+def _kind(outcome: str) -> str:
+    return outcome.partition(":")[0]
+
+
+def _report(world: World, sequences: int) -> str:
+    lines = [
+        f"seed {world.plan.seed} with {sequences} sequences: {world.failure}",
+        f"  {world.plan.config}",
+        *(f"  {fault}" for fault in world.plan.faults),
+        "last events:",
+        *(f"  {event[0]:9.5f}  {'  '.join(map(str, event[1:]))}" for event in world.events[-_TAIL:]),
+    ]
+    return "\n".join(lines)

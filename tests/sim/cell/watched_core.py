@@ -1,0 +1,102 @@
+"""A scheduler core that is checked while it works."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from scheduler.core import SchedulerCore
+from scheduler.messages import Command, Event, StepCompleted, WorkerLost
+from scheduler.sequence import Sequence
+from scheduler.worker_book import WorkerBook
+
+if TYPE_CHECKING:
+    from tests.sim.cell.scheduler import SimulatedScheduler
+    from tests.sim.cell.world import World
+
+_HARMLESS_TO_LINKS = {"gateway crash", "lost kv", "row trouble", "worker slow"}
+
+_SLACK = 1e-3
+
+# Books are compared every so many events, since that touches all of them.
+_CHECK_EVERY = 61
+
+
+class WatchedCore(SchedulerCore):
+    """Checks after each event what must always hold."""
+
+    def __init__(self, world: World, scheduler: SimulatedScheduler) -> None:
+        super().__init__(world.plan.config)
+        self._world = world
+        self._scheduler = scheduler
+        self._events = 0
+
+    def handle(self, event: Event, now: float) -> list[Command]:
+        self._check_waits(now)
+        if isinstance(event, WorkerLost) and not self._world.faults.struck.keys() - _HARMLESS_TO_LINKS:
+            self._world.fail(f"{self._scheduler.process.name} lost {event.worker_id} unprovoked")
+        try:
+            commands = super().handle(event, now)
+        except Exception as error:
+            self._world.fail(f"the core failed on {type(event).__name__}: {error!r}")
+            raise
+        self._events += 1
+        if self._events % _CHECK_EVERY == 0:
+            self._check_books()
+        if len(self._pool.window) > self._config.window:
+            self._world.fail(f"{len(self._pool.window)} sequences in a window of {self._config.window}")
+        return commands
+
+    def _check_books(self) -> None:
+        try:
+            self.check_integrity()
+        except RuntimeError as error:
+            self._world.fail(f"{self._scheduler.process.name}: {error}")
+        links = self._scheduler.service.workers
+        down = [book.worker_id for book in self._fleet.books() if book.worker_id in links.endpoints.keys() - links.up]
+        if down:
+            self._world.fail(f"{self._scheduler.process.name} counts on {down}, which are lost")
+        orphans = self._scheduler.orphans()
+        if orphans:
+            self._world.fail(f"{self._scheduler.process.name}: sequences {orphans} of sessions that are over")
+
+    def _check_waits(self, now: float) -> None:
+        """No sequence has been left waiting on an idle target for longer than its bound, but for a draft's turn."""
+        drafting = any(draft.busy for draft in self._fleet.drafts.values())
+        for target in self._fleet.targets.values():
+            if target.turns and drafting:
+                continue
+            oldest = target.drafted.oldest()
+            if oldest is not None and oldest.due + _SLACK < now and not target.busy and target.can_take_step:
+                late = now - oldest.due
+                self._world.fail(
+                    f"sequence {oldest.sequence_id} waits on idle {target.worker_id}, {late:.4f} s overdue"
+                )
+
+    def _complete(self, event: StepCompleted, now: float) -> None:
+        super()._complete(event, now)
+        # Before anything new is sent: what the ledger says of a sequence is then what its workers have.
+        for result in event.results:
+            sequence = self._pool.sequences.get(result.sequence_id)
+            if sequence is not None:
+                for home in (sequence.target, sequence.draft):
+                    if home is not None and result.sequence_id not in home.in_flight:
+                        self._check_ledger(sequence, home)
+
+    def _check_ledger(self, sequence: Sequence, home: WorkerBook[Any]) -> None:
+        """What counts as valid KV is there, and of the committed tokens."""
+        sequence_id, valid = sequence.sequence_id, home.kv[sequence.sequence_id].valid
+        worker = self._world.workers[home.worker_id]
+        if not valid or not self._scheduler.speaks_to(worker) or worker.watch.lost(sequence_id):
+            return
+        held = worker.executor._book._sequences.get(sequence_id)
+        tokens = sequence.tokens
+        if (
+            held is None
+            or min(len(held.tokens), len(tokens)) < valid
+            or held.tokens.digest(valid) != tokens.digest(valid)
+        ):
+            has = list(held.history) if held is not None else None
+            self._world.fail(
+                f"the ledger counts {valid} positions of sequence {sequence_id} on {home.worker_id} as valid, "
+                f"which has {has}, of {tokens.tokens}"
+            )

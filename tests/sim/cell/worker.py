@@ -1,0 +1,165 @@
+"""A simulated worker: the real server, registration, step executor and page pool, over a model that is arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from protos import worker_pb2
+from scheduler.messages import Role
+from services.step_executor import DraftStepExecutor, StepExecutor, TargetStepExecutor
+from services.worker_registration import RegistrationOptions, WorkerRegistration
+from services.worker_server import WorkerServer
+from tests.sim.cell.network import Listener
+from tests.sim.cell.paged_model import PagedModel
+from tests.sim.cell.plan import LONGEST, WorkerPlan
+from tests.sim.cell.process import Process
+from tests.sim.cell.virtual_time import VirtualThread
+
+if TYPE_CHECKING:
+    from tests.sim.cell.world import World
+
+# Shorter than in service, so that what they wait for happens within a schedule.
+REGISTRATION_OPTIONS = RegistrationOptions(interval=0.5, retry_interval=0.2, call_timeout=1.0)
+
+# Books are compared every so many steps, since that touches all of them.
+_CHECK_EVERY = 61
+
+
+class StepWatch:
+    """What must hold of every reply of a worker, whatever happens around it."""
+
+    def __init__(self, world: World, worker_id: str, draining: Callable[[], bool]) -> None:
+        self.draining = draining
+        self._world = world
+        self._worker_id = worker_id
+        self._highest_epoch = 0
+        self._last_step = (0, 0)
+        self.forgotten: set[int] = set()
+        self.troubled: set[int] = set()
+
+    def lost(self, sequence_id: int) -> bool:
+        """Whether a fault has taken the sequence's KV, or may have."""
+        return sequence_id in self.forgotten or sequence_id in self.troubled
+
+    def check(self, request: worker_pb2.StepRequest, reply: worker_pb2.StepReply) -> None:
+        fenced = request.scheduler_epoch < self._highest_epoch
+        self._highest_epoch = max(self._highest_epoch, request.scheduler_epoch)
+        world, worker_id = self._world, self._worker_id
+        if len(request.rows) or len(request.released_sequence_ids) or reply.status != worker_pb2.STEP_STATUS_OK:
+            statuses = tuple(row.status for row in reply.rows if row.status != worker_pb2.ROW_STATUS_OK)
+            ids = tuple(row.sequence_id for row in request.rows)
+            world.note("step", worker_id, request.scheduler_epoch, request.step_id, ids, reply.status, statuses)
+        if fenced:
+            if reply.status not in (worker_pb2.STEP_STATUS_FENCED, worker_pb2.STEP_STATUS_WRONG_EPOCH):
+                world.fail(f"{worker_id} answered a fenced scheduler with status {reply.status}")
+            world.fenced_replies += 1
+            world.expect_close(request.scheduler_epoch)
+            return
+        if reply.status == worker_pb2.STEP_STATUS_INVALID and not (world.network.meddled or self.draining()):
+            world.fail(f"{worker_id} refused step {request.step_id}: {reply.error}")
+        step = (request.scheduler_epoch, request.step_id)
+        if step > self._last_step:  # else it is the reply of before, which says nothing of the present
+            self._last_step = step
+            for row in reply.rows:
+                self._check_row(row)
+
+    def _check_row(self, row: worker_pb2.RowReply) -> None:
+        match row.status:
+            case worker_pb2.ROW_STATUS_OK:
+                self.forgotten.discard(row.sequence_id)
+            case worker_pb2.ROW_STATUS_UNKNOWN_SEQUENCE | worker_pb2.ROW_STATUS_KV_MISMATCH:
+                if not self.lost(row.sequence_id):
+                    self._world.fail(f"{self._worker_id}: KV of {row.sequence_id} was lost unprovoked: {row.error}")
+            case worker_pb2.ROW_STATUS_OUT_OF_PAGES | worker_pb2.ROW_STATUS_FAILED:
+                # A release that was overtaken leaves less room than the scheduler reckons with.
+                overtaken = row.status == worker_pb2.ROW_STATUS_OUT_OF_PAGES and self._world.network.meddled
+                if "injected" not in row.error and not overtaken:
+                    self._world.fail(f"{self._worker_id}: row of {row.sequence_id} failed unprovoked: {row.error}")
+                self.troubled.add(row.sequence_id)
+            case _:
+                self._world.fail(f"{self._worker_id}: row of {row.sequence_id} has status {row.status}: {row.error}")
+
+
+class SimulatedWorker:
+    """One start of a worker."""
+
+    def __init__(self, world: World, plan: WorkerPlan, epoch: int) -> None:
+        self.world = world
+        self.plan = plan
+        self.process = Process(world.network, plan.worker_id)
+        self.slowness = 1.0
+        self.stalled_until = 0.0
+        self.leaving = False
+        loop = world.loop
+        self.thread = VirtualThread(loop, self._seconds)
+        self.model = PagedModel(
+            plan.pages,
+            plan.page_size,
+            LONGEST,
+            plan.max_packed_rows,
+            plan.acceptance,
+            self.thread.computed,
+            plan.threads_alone,
+        )
+        self.watch = StepWatch(world, plan.worker_id, lambda: self.executor.draining)
+        watch = self.watch
+        kind: type[StepExecutor[Any]] = TargetStepExecutor if plan.role is Role.TARGET else DraftStepExecutor
+
+        class Watched(kind):  # type: ignore[misc,valid-type]
+            def execute(self, request: worker_pb2.StepRequest, arrived: float) -> worker_pb2.StepReply:
+                reply = super().execute(request, arrived)
+                watch.check(request, reply)
+                if request.step_id % _CHECK_EVERY == 0:
+                    try:
+                        self.check_integrity()
+                    except RuntimeError as error:
+                        world.fail(f"{plan.worker_id}: {error}")
+                return reply
+
+        self.executor: StepExecutor[Any] = Watched(self.model, epoch, self.thread.clock)
+        self.address = f"{plan.worker_id}:1"
+        self.process.run(self._start)
+
+    def _start(self) -> None:
+        self.server = WorkerServer(self.executor, thread=self.thread, security=self.process)  # type: ignore[arg-type]
+        methods = {f"/spool.v1.Worker/{name}": getattr(self.server, name) for name in ("Describe", "Steps", "Drain")}
+        self.world.network.listen(self.address, Listener(self.process, methods))
+        self.registration = WorkerRegistration(
+            self.plan.worker_id,
+            self.address,
+            self.server,
+            lambda: self.world.resolve(self.process),
+            security=self.process,  # type: ignore[arg-type]
+            options=REGISTRATION_OPTIONS,
+        )
+        self.registration.start()
+
+    async def leave(self, seconds: float) -> None:
+        self.leaving = True
+        await self.registration.leave(seconds)
+
+    def _seconds(self, request: worker_pb2.StepRequest) -> float:
+        now = self.world.loop.now
+        packed = passes = 0
+        for row in request.rows:
+            packed += len(row.tokens) + len(row.draft_tokens)
+            passes = max(passes, row.draft_length)
+        seconds = 0.0
+        if packed:
+            seconds = self.plan.base_seconds * max(1, passes) + self.plan.row_seconds * packed
+            seconds *= self.slowness * (0.8 + 0.4 * self.world.rng.random())
+        return max(seconds, self.stalled_until - now)
+
+    def check_idle(self) -> str | None:
+        """What is left here that should not be, once all sequences have ended."""
+        try:
+            self.executor.check_integrity()
+        except RuntimeError as error:
+            return f"{self.plan.worker_id}: {error}"
+        if self.executor.sequences or self.executor.free_pages != self.plan.pages:
+            return (
+                f"{self.plan.worker_id} holds {self.executor.sequences} sequences and "
+                f"{self.plan.pages - self.executor.free_pages} pages"
+            )
+        return None

@@ -1,0 +1,240 @@
+"""A cell of simulated processes under load: who lives, what happens to them, and what must hold of all of them."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import random
+from typing import Any
+
+from services.gateway_session import GatewaySession
+from tests.sim.cell.faults import CUTTING, DISTURBING, Faults
+from tests.sim.cell.gateway import ClientCall, SimulatedGateway
+from tests.sim.cell.network import Network
+from tests.sim.cell.plan import Plan, WorkerPlan
+from tests.sim.cell.process import Process
+from tests.sim.cell.scheduler import SimulatedScheduler
+from tests.sim.cell.virtual_time import VirtualLoop
+from tests.sim.cell.worker import SimulatedWorker
+
+MOST_SECONDS = 30.0
+"""Virtual seconds within which everything must have ended once nothing goes wrong any more."""
+MOST_IDLE_SECONDS = 8.0
+"""After that, within which everything that was held must be free: leases run out, lost connections are noticed."""
+
+_NOTICED_AFTER = 0.3
+"""Seconds until a scheduler that has closed is replaced, as a health check would."""
+_CLOSED_AFTER = 0.2
+"""Seconds until a scheduler that was fenced off has heard of it."""
+_FIRST_EPOCH = 10**18
+
+
+class World:
+    def __init__(self, loop: VirtualLoop, plan: Plan, rng: random.Random) -> None:
+        self.loop = loop
+        self.plan = plan
+        self.rng = rng
+        self.network = Network(loop, rng, plan.latency)
+        self.calls: list[ClientCall] = []
+        self.fenced_replies = 0
+        self.events: list[tuple[Any, ...]] = []
+        self.failure: str | None = None
+        self._failed = loop.create_future()
+        self._all_ended: asyncio.Future[None] = loop.create_future()
+        self._unended = len(plan.requests)
+        self._worker_epochs = 0
+        self._gateway_starts = 0
+        self.schedulers: list[SimulatedScheduler] = []
+        self.current: SimulatedScheduler | None = None
+        self.old_name: tuple[str, float] = ("", 0.0)
+        """What half of the processes take for the scheduler's address, and until when."""
+        self.workers: dict[str, SimulatedWorker] = {}
+        self.gateways: list[SimulatedGateway] = []
+        self.faults = Faults(self)
+
+    # What processes say.
+
+    def note(self, *event: Any) -> None:
+        """For the record, which ends with the first broken rule."""
+        if self.failure is None:
+            self.events.append((self.loop.now, *event))
+
+    def fail(self, text: str) -> None:
+        """A rule is broken. The first counts."""
+        if self.failure is None:
+            self.note("BROKEN", text)
+            self.failure = text
+            self._failed.set_result(None)
+
+    @property
+    def undisturbed(self) -> bool:
+        """Whether nothing has happened yet to schedulers and connections."""
+        return not self.faults.struck.keys() & DISTURBING
+
+    @property
+    def sessions(self) -> list[GatewaySession]:
+        return self.current.sessions if self.current is not None else []
+
+    def ended(self, call: ClientCall) -> None:
+        self._count_end()
+
+    def scheduler_closed(self, scheduler: SimulatedScheduler, reason: str) -> None:
+        if not scheduler.process.alive:
+            return
+        self.note("scheduler closed", scheduler.process.name, reason)
+        fenced = "Fenced" in reason or "has taken over" in reason
+        if not fenced or len(self.schedulers) == 1:
+            self.fail(f"{scheduler.process.name} closed: {reason}")
+        self.loop.call_later(_NOTICED_AFTER, self.replace_scheduler, scheduler)
+
+    def expect_close(self, epoch: int) -> None:
+        """The scheduler that spoke with this epoch was refused for another's sake: it closes, if it hears of it."""
+        others = [scheduler for scheduler in self.schedulers if scheduler.process.alive and scheduler.open]
+        for scheduler in others:
+            if scheduler.epoch <= epoch <= scheduler.service.epoch < self._highest_epoch():
+                self.loop.call_later(_CLOSED_AFTER, self._check_closed, scheduler)
+
+    def _highest_epoch(self) -> int:
+        return max(scheduler.service.epoch for scheduler in self.schedulers)
+
+    def _check_closed(self, scheduler: SimulatedScheduler) -> None:
+        heard = not self.faults.struck.keys() & (
+            CUTTING | {"worker crash", "worker leaves", "worker drains", "duplicate and reorder"}
+        )
+        if heard and scheduler.process.alive and scheduler.open:
+            self.fail(f"{scheduler.process.name} was fenced off and goes on")
+
+    async def resolve(self, process: Process) -> str:
+        """Where the scheduler is; some hear late of a new one."""
+        await asyncio.sleep(0.001)
+        old, until = self.old_name
+        if self.loop.now < until and _of_two(process.name, old):
+            return old
+        if self.current is None:
+            raise OSError("no scheduler has a name")
+        return self.current.address
+
+    # The course of things.
+
+    async def run(self) -> None:
+        loop, plan = self.loop, self.plan
+        for worker in plan.workers:
+            self.start_worker(worker)
+        self.start_scheduler()
+        self.gateways = [SimulatedGateway(self, f"gateway{index}") for index in range(plan.gateways)]
+        for request in plan.requests:
+            loop.call_at(request.arrival, self._begin, request)
+        for fault in plan.faults:
+            loop.call_at(fault.time, self.faults.strike, fault)
+        loop.call_at(plan.horizon, self.faults.mend)
+        await asyncio.wait(
+            [self._failed, self._all_ended],
+            timeout=plan.horizon + MOST_SECONDS,
+            return_when=asyncio.FIRST_COMPLETED,
+        )
+        if self.failure is None and not self._all_ended.done():
+            open_ones = [call.plan.number for call in self.calls if call.outcome is None]
+            self.fail(f"requests {open_ones[:20]} have not ended")
+        await self._settle()
+
+    async def _settle(self) -> None:
+        limit = max(self.loop.now, self.plan.horizon) + MOST_IDLE_SECONDS
+        while self.failure is None:
+            if self.network.handler_errors:
+                self.fail(f"a handler failed: {self.network.handler_errors[0]}")
+                return
+            left = self._left()
+            if not left and self.loop.now >= self.plan.horizon:
+                return
+            if self.loop.now > limit:
+                self.fail(f"left over: {left}")
+            await asyncio.sleep(0.25)
+
+    def _left(self) -> list[str]:
+        """What is not as it was before the first request."""
+        problems: list[str | None] = []
+        up = self.current.service.workers_up if self.current is not None else frozenset()
+        problems += [f"{worker_id} is not in use" for worker_id in self.workers if worker_id not in up]
+        problems += [worker.check_idle() for worker in self.workers.values()]
+        if self.current is not None:
+            problems.append(self.current.check_idle())
+        for gateway in self.gateways:
+            if gateway.client._live:
+                problems.append(f"{gateway.process.name} has {len(gateway.client._live)} live streams")
+        return [problem for problem in problems if problem]
+
+    async def end(self) -> None:
+        """Every task comes to its end, so that none outlives the loop."""
+        for scheduler in self.schedulers:
+            scheduler.kill()
+        processes = self.network.processes
+        for process in processes:
+            process.kill()
+        for _ in range(20):
+            if not any(process.busy for process in processes):
+                return
+            await asyncio.sleep(0)
+        raise RuntimeError(f"seed {self.plan.seed}: tasks of dead processes live on")
+
+    def _begin(self, request: Any) -> None:
+        gateway = self.gateways[request.gateway]
+        if gateway.process.alive:
+            gateway.begin(request)
+        else:
+            self._count_end()
+
+    def _count_end(self) -> None:
+        self._unended -= 1
+        if not self._unended:
+            self._all_ended.set_result(None)
+
+    def start_worker(self, plan: WorkerPlan) -> None:
+        self._worker_epochs += 1
+        self.note("worker starts", plan.worker_id)
+        self.workers[plan.worker_id] = SimulatedWorker(self, plan, self._worker_epochs)
+
+    def start_scheduler(self) -> None:
+        index = len(self.schedulers)
+        error = self.plan.most_clock_error * self.rng.random() if index else 0.0
+        epoch = _FIRST_EPOCH + int((self.loop.now - error) * 1e9)
+        self.note("scheduler starts", index, epoch)
+        self.current = SimulatedScheduler(self, index, epoch)
+        self.schedulers.append(self.current)
+
+    def add_scheduler(self, beside: SimulatedScheduler, seconds: float) -> None:
+        """A new one gets the name, while the old one lives on for some time after `seconds`."""
+        self.start_scheduler()
+        self.loop.call_later(seconds + 0.5, self.kill_scheduler, beside)
+
+    def others(self) -> list[Process]:
+        """All but schedulers."""
+        return [*(w.process for w in self.workers.values()), *(g.process for g in self.gateways)]
+
+    def kill_scheduler(self, scheduler: SimulatedScheduler) -> None:
+        if scheduler.process.alive:
+            self.note("scheduler dies", scheduler.process.name)
+            scheduler.kill()
+
+    def replace_scheduler(self, scheduler: SimulatedScheduler) -> None:
+        self.kill_scheduler(scheduler)
+        if scheduler is self.current:
+            self.start_scheduler()
+
+    def stop_worker(self, worker: SimulatedWorker, seconds: float) -> None:
+        if worker.process.alive:
+            self.note("worker dies", worker.plan.worker_id)
+            worker.process.kill()
+            worker.thread.shutdown()
+            self.loop.call_later(seconds, self.start_worker, worker.plan)
+
+    def crash_gateway(self, index: int) -> None:
+        gateway = self.gateways[index]
+        self.note("gateway dies", gateway.process.name)
+        gateway.process.kill()
+        self._gateway_starts += 1
+        self.gateways[index] = SimulatedGateway(self, f"gateway{index}.{self._gateway_starts}")
+
+
+def _of_two(*parts: str) -> bool:
+    """One half of all, the same in every process."""
+    return hashlib.blake2b("/".join(parts).encode(), digest_size=1).digest()[0] % 2 == 1

@@ -1,0 +1,232 @@
+"""Tokens per virtual second of a cell with known costs: the oracle for what AUTO decides.
+
+Workers here only count: whether the target takes a draft token is fixed by sequence and position, so that every
+policy meets the same luck.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from scheduler.config import Policy, SchedulerConfig
+from scheduler.core import SchedulerCore
+from scheduler.messages import (
+    EmitTokens,
+    Event,
+    FailSequence,
+    FinishSequence,
+    RefuseSequence,
+    Role,
+    Row,
+    RowResult,
+    RowStatus,
+    SendStep,
+    SequenceRequest,
+    SequenceSubmitted,
+    StepCompleted,
+    Tick,
+    WorkerJoined,
+    WorkerSpec,
+)
+from scheduler.statistics import Snapshot
+
+_ENDLESS = 90_000
+_PROMPT_LENGTHS = (5, 30, 12, 60)
+
+AcceptanceOf = Callable[[int, int], float]
+"""The chance of a draft token by sequence id and position."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of steps: a target's base + row · packed rows, a draft's passes · (draft_base + draft_row · rows)."""
+
+    base: float
+    row: float
+    draft_base: float
+    draft_row: float
+    latency: float = 0.0005
+    jitter: float = 0.05
+    """Relative spread of step times."""
+    slow_share: float = 0.0
+    """Of the steps, that take twenty times as long."""
+    row_alone: float | None = None
+    """A target's seconds a packed row when it computes on the draft's cores too. None: they share none."""
+
+
+FLAT = Costs(base=0.005, row=0.00002, draft_base=0.0008, draft_row=0.000005)
+"""Like a GPU: rows are nearly free."""
+STEEP = Costs(base=0.004, row=0.0025, draft_base=0.0008, draft_row=0.0001)
+"""Every verified row costs: drafting pays for few rows that are nearly always right."""
+CPU = Costs(base=0.015, row=0.0007, draft_base=0.003, draft_row=0.0002)
+"""As measured on two cores with a model of 135 million parameters and a draft of a quarter of its layers."""
+SHARED_CPU = Costs(base=0.0165, row=0.0008, draft_base=0.0025, draft_row=0.0002, row_alone=0.0004)
+"""The same, where one that is alone computes on both cores: less for a row, but what reads weights takes as long."""
+SLOW_DRAFT = Costs(base=0.010, row=0.0002, draft_base=0.006, draft_row=0.0002)
+"""A pass of the draft takes more than half of one of the target."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Committed tokens per virtual second: after the learning, and from the start."""
+
+    rate: float
+    rate_from_start: float
+    snapshot: Snapshot
+    disturbed_steps: int
+    """Steps that were to be alone and were not."""
+
+
+class _Worker:
+    def __init__(self, spec: WorkerSpec) -> None:
+        self.spec = spec
+        self.steps: deque[SendStep] = deque()
+
+
+class RateSimulation:
+    """One core, its workers and the virtual clock."""
+
+    def __init__(self, config: SchedulerConfig, costs: Costs, acceptance: AcceptanceOf, seed: int = 0) -> None:
+        self.core = SchedulerCore(config)
+        self._costs = costs
+        self._acceptance = acceptance
+        self._random = random.Random(seed)
+        self._workers: dict[str, _Worker] = {}
+        self._heap: list[tuple[float, int, Callable[[], None]]] = []
+        self._count = 0
+        self.now = 0.0
+        self.emitted_tokens = 0
+        self.disturbed_steps = 0
+
+    def join(self, worker_id: str, role: Role) -> None:
+        shares_cores = self._costs.row_alone is not None
+        spec = WorkerSpec(worker_id, role, 16, 1_000_000, 100_000, 4096, shares_cores)
+        self._workers[worker_id] = _Worker(spec)
+        self._handle(WorkerJoined(spec))
+
+    def submit(self, sequence_id: int, prompt_length: int, draft_length: int | None) -> None:
+        request = SequenceRequest(sequence_id, (1,) * prompt_length, _ENDLESS, draft_length=draft_length)
+        self._handle(SequenceSubmitted(request))
+
+    def run(self, until: Callable[[], bool]) -> None:
+        while not until():
+            deadline = self.core.next_deadline()
+            if deadline is not None and (not self._heap or deadline < self._heap[0][0]):
+                self.now = deadline
+                self._handle(Tick())
+            else:
+                self.now, _, action = heapq.heappop(self._heap)
+                action()
+
+    def _at(self, time: float, action: Callable[[], None]) -> None:
+        self._count += 1
+        heapq.heappush(self._heap, (time, self._count, action))
+
+    def _handle(self, event: Event) -> None:
+        for command in self.core.handle(event, self.now):
+            match command:
+                case SendStep():
+                    self._at(self.now + self._costs.latency, lambda step=command: self._arrive(step))
+                case EmitTokens():
+                    self.emitted_tokens += len(command.tokens)
+                case FinishSequence() | FailSequence() | RefuseSequence():
+                    raise AssertionError(command)
+
+    def _arrive(self, step: SendStep) -> None:
+        worker = self._workers[step.worker_id]
+        worker.steps.append(step)
+        if len(worker.steps) == 1:
+            self._start(worker)
+
+    def _start(self, worker: _Worker) -> None:
+        step = worker.steps[0]
+        self._check_alone(worker, step)
+        seconds = self._seconds(worker, step)
+        self._at(self.now + seconds, lambda: self._finish(worker, seconds))
+
+    def _check_alone(self, worker: _Worker, step: SendStep) -> None:
+        """A change of plan may find a step of the other worker still running; else nobody computes beside one alone."""
+        others = [other.steps[0] for other in self._workers.values() if other is not worker and other.steps]
+        if step.rows and any(other.rows and (step.alone or other.alone) for other in others):
+            self.disturbed_steps += 1
+
+    def _seconds(self, worker: _Worker, step: SendStep) -> float:
+        if not step.rows:
+            return 0.0
+        costs = self._costs
+        if worker.spec.role is Role.TARGET:
+            per_row = costs.row_alone if step.alone and costs.row_alone is not None else costs.row
+            seconds = costs.base + per_row * sum(len(row.tokens) + len(row.draft_tokens) for row in step.rows)
+        else:
+            passes = max(1, *(row.draft_length for row in step.rows))
+            later = sum(max(0, row.draft_length - 1) for row in step.rows)
+            seconds = costs.draft_base * passes + costs.draft_row * (sum(len(row.tokens) for row in step.rows) + later)
+        slow = 20.0 if self._random.random() < costs.slow_share else 1.0
+        return seconds * slow * self._random.uniform(1 - costs.jitter, 1 + costs.jitter)
+
+    def _finish(self, worker: _Worker, seconds: float) -> None:
+        step = worker.steps.popleft()
+        results = tuple(self._answer(worker.spec.role, row) for row in step.rows)
+        event = StepCompleted(step.worker_id, step.step_id, results, seconds)
+        self._at(self.now + self._costs.latency, lambda: self._handle(event))
+        if worker.steps:
+            self._start(worker)
+
+    def _answer(self, role: Role, row: Row) -> RowResult:
+        fed = row.kv_len + len(row.tokens)
+        if role is Role.DRAFT:
+            ahead = max(0, row.draft_length - 1)
+            return RowResult(row.sequence_id, RowStatus.OK, fed + ahead, 0, (7,) * row.draft_length)
+        accepted = 0
+        while accepted < len(row.draft_tokens) and self._right(row.sequence_id, fed + accepted):
+            accepted += 1
+        tokens = (7,) * (accepted + 1) if row.choose else ()
+        return RowResult(row.sequence_id, RowStatus.OK, fed + accepted, 0, tokens, accepted)
+
+    def _right(self, sequence_id: int, position: int) -> bool:
+        value = (sequence_id * 1_000_003 + position + 1) * 0x9E3779B97F4A7C15 % 2**64
+        value = (value ^ (value >> 29)) * 0xBF58476D1CE4E5B9 % 2**64
+        return (value >> 20) % 10_000 < self._acceptance(sequence_id, position) * 10_000
+
+
+def rate_of(
+    costs: Costs,
+    acceptance: AcceptanceOf,
+    *,
+    policy: Policy,
+    draft_length: int,
+    batch_size: int,
+    sequences: int,
+    asked: int | None = None,
+    tokens_each: int = 300,
+    learning: int = 60,
+    targets: int = 1,
+    drafts: int = 1,
+    seed: int = 0,
+) -> Outcome:
+    """Runs until there are `tokens_each` for every sequence on average; none ends.
+
+    The learning is the first `learning` tokens of that. `asked` is the draft length that the requests ask for.
+    """
+    window = max(sequences, batch_size)
+    config = SchedulerConfig(batch_size=batch_size, window=window, policy=policy, draft_length=draft_length)
+    simulation = RateSimulation(config, costs, acceptance, seed)
+    for index in range(targets):
+        simulation.join(f"target{index}", Role.TARGET)
+    for index in range(drafts):
+        simulation.join(f"draft{index}", Role.DRAFT)
+    for sequence_id in range(sequences):
+        simulation.submit(sequence_id, _PROMPT_LENGTHS[sequence_id % len(_PROMPT_LENGTHS)], asked)
+    simulation.run(lambda: simulation.emitted_tokens >= sequences * learning)
+    learnt_at, learnt_tokens = simulation.now, simulation.emitted_tokens
+    simulation.run(lambda: simulation.emitted_tokens >= sequences * tokens_each)
+    return Outcome(
+        (simulation.emitted_tokens - learnt_tokens) / (simulation.now - learnt_at),
+        simulation.emitted_tokens / simulation.now,
+        simulation.core.snapshot(),
+        simulation.disturbed_steps,
+    )

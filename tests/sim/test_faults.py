@@ -1,0 +1,137 @@
+"""Cells of the services' own code under faults, in virtual time: nothing is lost, comes twice or leaks."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import subprocess
+import sys
+from collections import Counter
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.sim.cell.plan import FAULTS
+from tests.sim.cell.schedule import ScheduleResult, run_schedule
+from tests.sim.cell.virtual_time import StandstillError, VirtualLoop
+
+ROOT = Path(__file__).parents[2]
+
+
+def digest(result: ScheduleResult) -> str:
+    return hashlib.sha256(repr(result.events).encode()).hexdigest()
+
+
+def happened(result: ScheduleResult, *words: str) -> int:
+    """Events that begin with these words."""
+    return sum(event[1 : 1 + len(words)] == words for event in result.events)
+
+
+@cache
+def schedules_of(kind: str) -> list[ScheduleResult]:
+    return [run_schedule(seed, kinds=(kind,)) for seed in range(12)]
+
+
+@pytest.mark.parametrize("kind", FAULTS)
+def test_one_kind_of_fault_breaks_no_rule(kind: str) -> None:
+    results = schedules_of(kind)
+    assert all(result.faults[kind] >= 2 for result in results)
+    assert all(result.outcomes.total() == 200 for result in results)
+
+
+def test_mixed_faults_break_no_rule() -> None:
+    outcomes: Counter[str] = Counter()
+    for seed in range(100, 150):
+        outcomes += run_schedule(seed).outcomes
+    # Most sequences finish whatever happens; the other ends are there as well.
+    assert outcomes["length"] + outcomes["stop"] > 0.75 * outcomes.total()
+    assert {"cancelled", "deadline", "refused queue_full", "refused too_long", "failed", "gateway died"} <= set(
+        outcomes
+    )
+
+
+def test_faults_do_what_they_are_for() -> None:
+    def count(kind: str, *words: str) -> int:
+        return sum(happened(result, *words) for result in schedules_of(kind))
+
+    assert sum(result.fenced_replies for result in schedules_of("two schedulers")) > 0
+    assert count("two schedulers", "scheduler closed") > 0
+    assert count("scheduler crash", "scheduler dies") > 6
+    assert count("worker crash", "worker dies") > 6
+    assert count("worker leaves", "worker dies") > 6
+    assert count("worker drains", "worker dies") > 6
+    assert count("gateway crash", "gateway dies") > 6
+    assert count("lost kv", "kv lost") > 50
+    assert sum(result.outcomes["failed"] for result in schedules_of("row trouble")) > 3
+
+
+def test_a_seed_takes_the_same_course_in_every_process() -> None:
+    seed = 3
+    here = digest(run_schedule(seed))
+    assert digest(run_schedule(seed)) == here
+    program = f"from tests.sim.test_faults import *; print(digest(run_schedule({seed})))"
+    there = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONHASHSEED": "4711"},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    assert there.stdout.strip() == here
+
+
+def test_two_seeds_take_two_courses() -> None:
+    assert digest(run_schedule(1)) != digest(run_schedule(2))
+
+
+def test_soak_says_how_it_went() -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "tests.sim.soak",
+        "--seeds",
+        "4",
+        "--first",
+        "7",
+        "--jobs",
+        "1",
+        "--sequences",
+        "50",
+    ]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    assert "4 schedules in" in run.stdout
+    assert "0 failures" in run.stdout
+
+
+def test_virtual_time_jumps_and_timers_keep_their_order() -> None:
+    loop = VirtualLoop()
+    order: list[str] = []
+
+    async def sleeper(name: str, seconds: float) -> None:
+        await asyncio.sleep(seconds)
+        order.append(f"{name} at {loop.time():g}")
+
+    async def run() -> None:
+        await asyncio.gather(sleeper("a", 3600), sleeper("b", 1), sleeper("c", 3600))
+
+    loop.run_until_complete(run())
+    assert order == ["b at 1", "a at 3600", "c at 3600"]
+
+    async def wait_for_nobody() -> None:
+        await loop.create_future()
+
+    with pytest.raises(StandstillError, match="nothing is left"):
+        loop.run_until_complete(wait_for_nobody())
+
+    def again() -> None:
+        loop.call_soon(again)
+
+    again()
+    with pytest.raises(StandstillError, match="time does not go on"):
+        loop.run_until_complete(wait_for_nobody())
+    loop.close()

@@ -1,0 +1,236 @@
+"""The simulation finds bugs: each of these, planted into the product's own code, soon breaks a rule."""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from protos import scheduler_pb2, worker_pb2
+from scheduler.core import SchedulerCore
+from scheduler.ledger import KvEntry, PageBook
+from scheduler.lifecycle import Lifecycle
+from scheduler.messages import RowResult, RowStatus, SendStep
+from scheduler.sequence import Sequence
+from scheduler.worker_book import TargetBook, WorkerBook
+from services import worker_link
+from services.client_session import ClientSession
+from services.gateway_session import GatewaySession
+from services.remote_stream import RemoteStream
+from services.scheduler_service import SchedulerService
+from services.step_executor import StepExecutor
+from services.worker_link import WorkerLink
+from services.worker_sequences import RowRejectedError, WorkerSequence, WorkerSequences
+from services.worker_set import WorkerSet
+from tests.sim.cell.schedule import ScheduleError, run_schedule
+
+MOST_SCHEDULES = 40
+
+Patch = pytest.MonkeyPatch
+
+
+def fencing_is_skipped(patch: Patch) -> None:
+    execute = StepExecutor.execute
+
+    def trusting(self: Any, request: worker_pb2.StepRequest, arrived: float) -> worker_pb2.StepReply:
+        if request.scheduler_epoch < self.scheduler_epoch:
+            original, request = request, worker_pb2.StepRequest()
+            request.CopyFrom(original)
+            request.scheduler_epoch = self.scheduler_epoch
+        return execute(self, request, arrived)
+
+    patch.setattr(StepExecutor, "execute", trusting)
+
+
+def resubmission_lacks_the_last_delivered_token(patch: Patch) -> None:
+    submission = RemoteStream.submission
+
+    def short(self: RemoteStream) -> scheduler_pb2.SequenceSubmission:
+        message = submission(self)
+        if message.committed_output:
+            message.committed_output.pop()
+        return message
+
+    patch.setattr(RemoteStream, "submission", short)
+
+
+def ledger_keeps_a_rejected_token(patch: Patch) -> None:
+    def settle(self: KvEntry, accepted: int) -> None:
+        self.valid += self.ahead
+        self.ahead = 0
+
+    patch.setattr(KvEntry, "settle_proposal", settle)
+
+
+def worker_keeps_the_pages_of_a_scheduler_that_is_gone(patch: Patch) -> None:
+    patch.setattr(WorkerSequences, "drop_all", lambda self: None)
+
+
+def core_keeps_the_pages_of_sequences_that_left(patch: Patch) -> None:
+    patch.setattr(PageBook, "release", lambda self, sequence_id: None)
+
+
+def releases_are_forgotten(patch: Patch) -> None:
+    evict = WorkerBook.evict
+
+    def forgetful(self: WorkerBook[Any], sequence: Sequence) -> None:
+        evict(self, sequence)
+        self.releases.pop(sequence.sequence_id, None)
+
+    patch.setattr(WorkerBook, "evict", forgetful)
+
+
+def sequence_that_returns_to_the_queue_forgets_a_token(patch: Patch) -> None:
+    return_to_queue = Lifecycle.return_to_queue
+
+    def forgetful(self: Lifecycle, sequence: Sequence) -> None:
+        if sequence.length > len(sequence.request.prompt):
+            self._leave_state(sequence)
+            sequence.length -= 1
+            sequence.tokens.truncate(sequence.length)
+        return_to_queue(self, sequence)
+
+    patch.setattr(Lifecycle, "return_to_queue", forgetful)
+
+
+def repeated_reply_is_applied_twice(patch: Patch) -> None:
+    """The link lets it pass, and the core takes it for the first."""
+    take, take_answered = WorkerLink._take, TargetBook.take_answered
+
+    def take_again(self: Any, reply: worker_pb2.StepReply) -> None:
+        known = self.__dict__.setdefault("known", {})
+        known.update(self._in_flight)
+        if reply.step_id in known:
+            self._in_flight[reply.step_id] = known[reply.step_id]
+        take(self, reply)
+
+    def answered_again(self: Any, step_id: int, now: float) -> Any:
+        answered = self.__dict__.setdefault("answered", {})
+        step: Any = take_answered(self, step_id, now)
+        if step is None and (step := answered.get(step_id)) is not None:
+            step.rows[:] = [f for f in step.rows if f.row.sequence_id in self.sequences and not f.abandoned]
+            self.in_flight.update({flight.row.sequence_id: flight for flight in step.rows})
+        answered[step_id] = step
+        return step
+
+    patch.setattr(WorkerLink, "_take", take_again)
+    patch.setattr(TargetBook, "take_answered", answered_again)
+
+
+def step_out_of_turn_fails_its_sequences(patch: Patch) -> None:
+    check_reply, results = WorkerLink._check_reply, worker_link._results
+
+    def lenient(self: WorkerLink, reply: worker_pb2.StepReply) -> None:
+        if reply.status != worker_pb2.STEP_STATUS_INVALID:
+            check_reply(self, reply)
+
+    def failures(step: SendStep, reply: worker_pb2.StepReply) -> tuple[RowResult, ...]:
+        if reply.status == worker_pb2.STEP_STATUS_INVALID:
+            return tuple(RowResult(row.sequence_id, RowStatus.FAILED, 0, 0, error=reply.error) for row in step.rows)
+        return results(step, reply)
+
+    patch.setattr(WorkerLink, "_check_reply", lenient)
+    patch.setattr(worker_link, "_results", failures)
+
+
+def draining_worker_fails_what_is_new(patch: Patch) -> None:
+    execute, prepare = StepExecutor.execute, WorkerSequences.prepare
+
+    def lenient(self: Any, request: worker_pb2.StepRequest, arrived: float) -> worker_pb2.StepReply:
+        self._book.closed, self.draining = self.draining, False
+        try:
+            return execute(self, request, arrived)
+        finally:
+            self.draining = self._book.closed
+
+    def refusing(self: Any, row: worker_pb2.Row) -> WorkerSequence:
+        if self.closed and row.sequence_id not in self:
+            raise RowRejectedError(RowStatus.FAILED, "the worker is draining")
+        return prepare(self, row)
+
+    patch.setattr(StepExecutor, "execute", lenient)
+    patch.setattr(WorkerSequences, "prepare", refusing)
+
+
+def nobody_ends_a_wait(patch: Patch) -> None:
+    patch.setattr(SchedulerCore, "next_deadline", lambda self: None)
+
+
+def failure_of(seed: int, faults: tuple[str, ...]) -> str | None:
+    try:
+        run_schedule(seed, kinds=faults)
+    except ScheduleError as error:
+        return str(error)
+    return None
+
+
+def client_that_leaves_is_not_reported(patch: Patch) -> None:
+    patch.setattr(ClientSession, "cancel", lambda self, request_id: None)
+
+
+def sequences_of_a_lost_session_go_on(patch: Patch) -> None:
+    patch.setattr(GatewaySession, "_drop_all", lambda self: None)
+
+
+def replies_are_kept_for_the_next_scheduler(patch: Patch) -> None:
+    start = StepExecutor.__init__
+
+    class Kept(OrderedDict[int, worker_pb2.StepReply]):
+        def clear(self) -> None:
+            pass
+
+    def start_with_them(self: Any, *arguments: Any) -> None:
+        start(self, *arguments)
+        self._replies = Kept()
+
+    patch.setattr(StepExecutor, "__init__", start_with_them)
+
+
+def every_connection_has_the_same_epoch(patch: Patch) -> None:
+    patch.setattr(WorkerSet, "_take_epoch", lambda self: self.epoch)
+
+
+def core_does_not_hear_of_lost_workers(patch: Patch) -> None:
+    patch.setattr(SchedulerService, "worker_lost", lambda self, endpoint, reason: None)
+
+
+def fenced_scheduler_goes_on(patch: Patch) -> None:
+    patch.setattr(SchedulerService, "link_broken", lambda self, endpoint, error: None)
+
+
+@pytest.mark.parametrize(
+    ("plant", "faults", "broken_rule"),
+    [
+        (fencing_is_skipped, ("two schedulers",), "answered a fenced scheduler"),
+        (resubmission_lacks_the_last_delivered_token, ("scheduler crash",), "must get"),
+        (ledger_keeps_a_rejected_token, (), "the ledger counts"),
+        (worker_keeps_the_pages_of_a_scheduler_that_is_gone, ("scheduler crash",), "KV of .* lost|holds|positions"),
+        (core_keeps_the_pages_of_sequences_that_left, (), "is not idle|not ended|core failed"),
+        (releases_are_forgotten, (), "holds .* pages|failed unprovoked"),
+        (sequence_that_returns_to_the_queue_forgets_a_token, ("worker crash",), "must get|does not|core failed"),
+        (repeated_reply_is_applied_twice, ("duplicate and reorder",), "must get|core failed"),
+        (step_out_of_turn_fails_its_sequences, ("duplicate and reorder",), "failed unprovoked: .* must be above"),
+        (draining_worker_fails_what_is_new, ("worker drains",), "failed unprovoked: .*draining"),
+        (nobody_ends_a_wait, (), "overdue"),
+        (client_that_leaves_is_not_reported, (), "ago and goes on"),
+        (sequences_of_a_lost_session_go_on, ("gateway crash",), "sessions that are over"),
+        (replies_are_kept_for_the_next_scheduler, ("scheduler crash",), "the ledger counts|must get"),
+        (every_connection_has_the_same_epoch, ("reset",), "holds|lost unprovoked|was refused"),
+        (core_does_not_hear_of_lost_workers, ("worker crash",), "which are lost"),
+        (fenced_scheduler_goes_on, ("two schedulers",), "fenced off and goes on|which are lost"),
+    ],
+)
+def test_planted_bug_is_found(
+    monkeypatch: Patch, plant: Callable[[Patch], None], faults: tuple[str, ...], broken_rule: str
+) -> None:
+    plant(monkeypatch)
+    failures = (failure_of(seed, faults) for seed in range(MOST_SCHEDULES))
+    seed, failure = next((seed, failure) for seed, failure in enumerate(failures) if failure is not None)
+    rule, _, details = failure.partition("\n")
+    assert re.search(broken_rule, rule)
+    assert f"seed {seed} " in rule
+    assert "last events:" in details
+    assert failure_of(seed, faults) == failure

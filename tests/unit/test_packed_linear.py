@@ -1,0 +1,61 @@
+"""Packed layers against torch's own linear, in float32, and against themselves at other row counts."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from engine.packed_linear import PackedLinear, pack_linears
+
+
+def model(dtype: torch.dtype) -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(48, 80), nn.Sequential(nn.SiLU(), nn.Linear(80, 40, bias=False)))
+    return layers.to(dtype)
+
+
+def packed(dtype: torch.dtype) -> tuple[nn.Sequential, nn.Sequential]:
+    plain = model(dtype)
+    changed = copy.deepcopy(plain)
+    pack_linears(changed)
+    return plain, changed
+
+
+@pytest.fixture
+def bfloat16_pair() -> tuple[nn.Sequential, nn.Sequential]:
+    plain, changed = packed(torch.bfloat16)
+    if not isinstance(changed[0], PackedLinear):
+        pytest.skip("this CPU or this build of torch cannot pack bfloat16 weights")
+    return plain, changed
+
+
+def test_packed_layers_compute_what_the_plain_ones_do(bfloat16_pair: tuple[nn.Sequential, nn.Sequential]) -> None:
+    plain, changed = bfloat16_pair
+    rows = torch.randn(3, 11, 48).to(torch.bfloat16)
+    with torch.inference_mode():
+        expected = copy.deepcopy(plain).float()(rows.float())
+        torch.testing.assert_close(changed(rows).float(), expected, rtol=0.03, atol=0.03)
+
+
+def test_every_linear_layer_is_replaced_however_deep(bfloat16_pair: tuple[nn.Sequential, nn.Sequential]) -> None:
+    _, changed = bfloat16_pair
+    kinds = [type(module) for module in changed.modules()]
+    assert kinds.count(PackedLinear) == 2
+    assert nn.Linear not in kinds
+
+
+def test_a_row_keeps_its_bits_at_every_row_count(bfloat16_pair: tuple[nn.Sequential, nn.Sequential]) -> None:
+    layer = bfloat16_pair[1][0]
+    rows = torch.randn(1, 64, 48).to(torch.bfloat16)
+    with torch.inference_mode():
+        together = layer(rows)
+        for count in range(2, 64):
+            assert torch.equal(layer(rows[:, :count]), together[:, :count]), count
+
+
+def test_float32_is_left_as_it_is() -> None:
+    _, changed = packed(torch.float32)
+    assert not any(isinstance(module, PackedLinear) for module in changed.modules())
