@@ -281,6 +281,8 @@ def test_reader_of_one_stream_that_is_slow_stalls_nobody() -> None:
                 await check(backend, index, 50)
             while cell.live_sequences:
                 await check(backend, 2, 20)
+            # What a session has to say comes in order: when this one's answer is here, so is the end of the slow one.
+            await check(backend, 2, 20)
             deltas = [delta async for delta in slow]
             assert [token for delta in deltas for token in delta.tokens] == continuation(prompt_of(1), 1000)
             assert len(deltas) == 1
