@@ -125,16 +125,18 @@ class Row(_message.Message):
     def __init__(self, sequence_id: _Optional[int] = ..., kv_len: _Optional[int] = ..., prefix_digest: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., draft_tokens: _Optional[_Iterable[int]] = ..., draft_length: _Optional[int] = ..., choose: _Optional[bool] = ..., parameters: _Optional[_Union[SequenceParameters, _Mapping]] = ...) -> None: ...
 
 class SequenceParameters(_message.Message):
-    __slots__ = ("prompt_length", "sampling", "logits_digests", "top_logprobs")
+    __slots__ = ("prompt_length", "sampling", "logits_digests", "top_logprobs", "committed_tokens")
     PROMPT_LENGTH_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     LOGITS_DIGESTS_FIELD_NUMBER: _ClassVar[int]
     TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    COMMITTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     prompt_length: int
     sampling: SamplingParameters
     logits_digests: bool
     top_logprobs: int
-    def __init__(self, prompt_length: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParameters, _Mapping]] = ..., logits_digests: _Optional[bool] = ..., top_logprobs: _Optional[int] = ...) -> None: ...
+    committed_tokens: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, prompt_length: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParameters, _Mapping]] = ..., logits_digests: _Optional[bool] = ..., top_logprobs: _Optional[int] = ..., committed_tokens: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SamplingParameters(_message.Message):
     __slots__ = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "seed")
@@ -166,7 +168,7 @@ class SamplingParameters(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., seed: _Optional[int] = ...) -> None: ...
 
 class RowReply(_message.Message):
-    __slots__ = ("sequence_id", "status", "kv_len", "prefix_digest", "tokens", "accepted", "logits_digests", "error", "logprobs")
+    __slots__ = ("sequence_id", "status", "kv_len", "prefix_digest", "tokens", "accepted", "logits_digests", "error", "logprobs", "reused")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
     KV_LEN_FIELD_NUMBER: _ClassVar[int]
@@ -176,6 +178,7 @@ class RowReply(_message.Message):
     LOGITS_DIGESTS_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    REUSED_FIELD_NUMBER: _ClassVar[int]
     sequence_id: int
     status: RowStatus
     kv_len: int
@@ -185,7 +188,8 @@ class RowReply(_message.Message):
     logits_digests: _containers.RepeatedScalarFieldContainer[int]
     error: str
     logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprobs]
-    def __init__(self, sequence_id: _Optional[int] = ..., status: _Optional[_Union[RowStatus, str]] = ..., kv_len: _Optional[int] = ..., prefix_digest: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., accepted: _Optional[int] = ..., logits_digests: _Optional[_Iterable[int]] = ..., error: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ...) -> None: ...
+    reused: int
+    def __init__(self, sequence_id: _Optional[int] = ..., status: _Optional[_Union[RowStatus, str]] = ..., kv_len: _Optional[int] = ..., prefix_digest: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., accepted: _Optional[int] = ..., logits_digests: _Optional[_Iterable[int]] = ..., error: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., reused: _Optional[int] = ...) -> None: ...
 
 class TokenLogprobs(_message.Message):
     __slots__ = ("token_id", "logprob", "top_token_ids", "top_logprobs")
@@ -248,3 +252,77 @@ class DrainReply(_message.Message):
     SEQUENCES_LEFT_FIELD_NUMBER: _ClassVar[int]
     sequences_left: int
     def __init__(self, sequences_left: _Optional[int] = ...) -> None: ...
+
+class ExportKvRequest(_message.Message):
+    __slots__ = ("worker_epoch", "scheduler_epoch", "sequence_id", "kv_len", "prefix_digest")
+    WORKER_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SCHEDULER_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
+    KV_LEN_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    worker_epoch: int
+    scheduler_epoch: int
+    sequence_id: int
+    kv_len: int
+    prefix_digest: int
+    def __init__(self, worker_epoch: _Optional[int] = ..., scheduler_epoch: _Optional[int] = ..., sequence_id: _Optional[int] = ..., kv_len: _Optional[int] = ..., prefix_digest: _Optional[int] = ...) -> None: ...
+
+class KvPart(_message.Message):
+    __slots__ = ("header", "page")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    PAGE_FIELD_NUMBER: _ClassVar[int]
+    header: KvHeader
+    page: KvPage
+    def __init__(self, header: _Optional[_Union[KvHeader, _Mapping]] = ..., page: _Optional[_Union[KvPage, _Mapping]] = ...) -> None: ...
+
+class KvHeader(_message.Message):
+    __slots__ = ("model_id", "dtype", "page_shape", "pages", "numerics")
+    MODEL_ID_FIELD_NUMBER: _ClassVar[int]
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    PAGE_SHAPE_FIELD_NUMBER: _ClassVar[int]
+    PAGES_FIELD_NUMBER: _ClassVar[int]
+    NUMERICS_FIELD_NUMBER: _ClassVar[int]
+    model_id: str
+    dtype: str
+    page_shape: _containers.RepeatedScalarFieldContainer[int]
+    pages: int
+    numerics: bytes
+    def __init__(self, model_id: _Optional[str] = ..., dtype: _Optional[str] = ..., page_shape: _Optional[_Iterable[int]] = ..., pages: _Optional[int] = ..., numerics: _Optional[bytes] = ...) -> None: ...
+
+class KvPage(_message.Message):
+    __slots__ = ("index", "data", "checksum")
+    INDEX_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
+    index: int
+    data: bytes
+    checksum: int
+    def __init__(self, index: _Optional[int] = ..., data: _Optional[bytes] = ..., checksum: _Optional[int] = ...) -> None: ...
+
+class ImportKvRequest(_message.Message):
+    __slots__ = ("worker_epoch", "scheduler_epoch", "sequence_id", "tokens", "parameters", "source_address", "source_worker_epoch", "source_scheduler_epoch")
+    WORKER_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SCHEDULER_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PARAMETERS_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_WORKER_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_SCHEDULER_EPOCH_FIELD_NUMBER: _ClassVar[int]
+    worker_epoch: int
+    scheduler_epoch: int
+    sequence_id: int
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    parameters: SequenceParameters
+    source_address: str
+    source_worker_epoch: int
+    source_scheduler_epoch: int
+    def __init__(self, worker_epoch: _Optional[int] = ..., scheduler_epoch: _Optional[int] = ..., sequence_id: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., parameters: _Optional[_Union[SequenceParameters, _Mapping]] = ..., source_address: _Optional[str] = ..., source_worker_epoch: _Optional[int] = ..., source_scheduler_epoch: _Optional[int] = ...) -> None: ...
+
+class ImportKvReply(_message.Message):
+    __slots__ = ("bytes", "seconds")
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    bytes: int
+    seconds: float
+    def __init__(self, bytes: _Optional[int] = ..., seconds: _Optional[float] = ...) -> None: ...

@@ -51,6 +51,16 @@ class WorkerStub:
                 request_serializer=protos_dot_worker__pb2.DrainRequest.SerializeToString,
                 response_deserializer=protos_dot_worker__pb2.DrainReply.FromString,
                 _registered_method=True)
+        self.ExportKv = channel.unary_stream(
+                '/spool.v1.Worker/ExportKv',
+                request_serializer=protos_dot_worker__pb2.ExportKvRequest.SerializeToString,
+                response_deserializer=protos_dot_worker__pb2.KvPart.FromString,
+                _registered_method=True)
+        self.ImportKv = channel.unary_unary(
+                '/spool.v1.Worker/ImportKv',
+                request_serializer=protos_dot_worker__pb2.ImportKvRequest.SerializeToString,
+                response_deserializer=protos_dot_worker__pb2.ImportKvReply.FromString,
+                _registered_method=True)
 
 
 class WorkerServicer:
@@ -78,6 +88,20 @@ class WorkerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ExportKv(self, request, context):
+        """Reads the KV of a sequence that no step works on meanwhile: a header, then the pages in order.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ImportKv(self, request, context):
+        """Takes a sequence over from another worker of the role, from which this one fetches the KV itself.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -95,6 +119,16 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=protos_dot_worker__pb2.DrainRequest.FromString,
                     response_serializer=protos_dot_worker__pb2.DrainReply.SerializeToString,
+            ),
+            'ExportKv': grpc.unary_stream_rpc_method_handler(
+                    servicer.ExportKv,
+                    request_deserializer=protos_dot_worker__pb2.ExportKvRequest.FromString,
+                    response_serializer=protos_dot_worker__pb2.KvPart.SerializeToString,
+            ),
+            'ImportKv': grpc.unary_unary_rpc_method_handler(
+                    servicer.ImportKv,
+                    request_deserializer=protos_dot_worker__pb2.ImportKvRequest.FromString,
+                    response_serializer=protos_dot_worker__pb2.ImportKvReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -180,6 +214,60 @@ class Worker:
             '/spool.v1.Worker/Drain',
             protos_dot_worker__pb2.DrainRequest.SerializeToString,
             protos_dot_worker__pb2.DrainReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ExportKv(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/spool.v1.Worker/ExportKv',
+            protos_dot_worker__pb2.ExportKvRequest.SerializeToString,
+            protos_dot_worker__pb2.KvPart.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ImportKv(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/spool.v1.Worker/ImportKv',
+            protos_dot_worker__pb2.ImportKvRequest.SerializeToString,
+            protos_dot_worker__pb2.ImportKvReply.FromString,
             options,
             channel_credentials,
             insecure,
