@@ -56,6 +56,14 @@ class Channel:
 
         return call
 
+    def unary_stream(self, method: str, **_: Any) -> Callable[..., NoReturn]:
+        """A stub names all its methods, whether they are called or not."""
+
+        def call(*_args: Any, **_options: Any) -> NoReturn:
+            raise NotImplementedError(f"{method} is not simulated")
+
+        return call
+
     async def close(self, _grace: float | None = None) -> None:
         for call in self._calls:
             call.cancel()
