@@ -28,6 +28,7 @@ from services.local_backend import LocalStream
 from tests.integration.test_gateway_http import NoTarget, Recorder, expected_text, expected_tokens, stop_cases
 from tests.stand_in_worker import MAX_LENGTH, ROW_FAILS, VOCABULARY
 from tests.support.gateway import MODEL, Gateways, Served, stand_in_gateways
+from tests.support.waiting import LONG
 
 PROMPT = "once upon a time"
 NEVER_ENDING = {"max_tokens": 1900, "ignore_eos": True, "draft_length": 0}
@@ -76,7 +77,7 @@ def trailing(error: grpc.RpcError) -> dict[str, str]:
 def test_generate(gateways: Gateways, stub: generation_pb2_grpc.GenerationStub) -> None:
     prompt = gateways.tokenizer.encode(PROMPT)
     tokens = expected_tokens(gateways, prompt, 40)
-    done = stub.Generate(pb.GenerateRequest(text=PROMPT, max_tokens=40, n=2, seed=3, top_logprobs=2), timeout=30)
+    done = stub.Generate(pb.GenerateRequest(text=PROMPT, max_tokens=40, n=2, seed=3, top_logprobs=2), timeout=LONG)
     assert done.model == MODEL
     assert [choice.text for choice in done.choices] == [gateways.tokenizer.decode(tokens)] * 2
     assert [list(choice.token_ids) for choice in done.choices] == [tokens] * 2
@@ -127,7 +128,7 @@ def test_defaults_are_those_of_http(gateways: Gateways) -> None:
     with (
         gateways.serve(backend=refuser) as served,
         grpc.insecure_channel(served.address) as channel,
-        httpx.Client(base_url=served.url) as http,
+        httpx.Client(base_url=served.url, timeout=LONG) as http,
     ):
         stub = generation_pb2_grpc.GenerationStub(channel)
         chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="hi")])
@@ -233,31 +234,52 @@ def test_nobody_to_generate(gateways: Gateways) -> None:
 # --- clients that go away ---------------------------------------------------------------------------------------------
 
 
-def test_deadline_frees_everything(gateways: Gateways, stub: generation_pb2_grpc.GenerationStub) -> None:
+# A step takes so long that a sequence of NEVER_ENDING outlasts every wait: only its end ahead of time frees anything.
+STEP_SECONDS = 0.08
+assert STEP_SECONDS * NEVER_ENDING["max_tokens"] > LONG
+
+
+@pytest.fixture(scope="module")
+def slow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateways]:
+    gateways = stand_in_gateways(tmp_path_factory.mktemp("slow"), step_seconds=STEP_SECONDS)
+    yield gateways
+    gateways.close()
+
+
+@pytest.fixture(scope="module")
+def slow_stub(slow: Gateways) -> Iterator[generation_pb2_grpc.GenerationStub]:
+    with slow.serve() as served, grpc.insecure_channel(served.address) as channel:
+        yield generation_pb2_grpc.GenerationStub(channel)
+
+
+def test_deadline_frees_everything(slow: Gateways, slow_stub: generation_pb2_grpc.GenerationStub) -> None:
     request = pb.GenerateRequest(text=PROMPT, n=3, **NEVER_ENDING)
-    for call in (lambda: stub.Generate(request, timeout=0.2), lambda: list(stub.GenerateStream(request, timeout=0.2))):
+    for call in (
+        lambda: slow_stub.Generate(request, timeout=0.5),
+        lambda: list(slow_stub.GenerateStream(request, timeout=0.5)),
+    ):
         assert refusal(call).code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        gateways.wait_until_idle(2)
+        slow.wait_until_idle()
 
 
-def test_cancelled_stream_frees_everything(gateways: Gateways, stub: generation_pb2_grpc.GenerationStub) -> None:
-    stream = stub.GenerateStream(pb.GenerateRequest(text=PROMPT, n=3, **NEVER_ENDING))
+def test_cancelled_stream_frees_everything(slow: Gateways, slow_stub: generation_pb2_grpc.GenerationStub) -> None:
+    stream = slow_stub.GenerateStream(pb.GenerateRequest(text=PROMPT, n=3, **NEVER_ENDING))
     next(stream)
     stream.cancel()
-    gateways.wait_until_idle(2)
+    slow.wait_until_idle()
 
 
-def test_many_cancelled_at_any_moment(gateways: Gateways, stub: generation_pb2_grpc.GenerationStub) -> None:
+def test_many_cancelled_at_any_moment(slow: Gateways, slow_stub: generation_pb2_grpc.GenerationStub) -> None:
     request = pb.GenerateRequest(text=PROMPT, **NEVER_ENDING)
 
     def cancel(number: int) -> None:
         seconds = random.Random(number).uniform(0, 0.05)
         if number % 2:
-            call = stub.Generate.future(request)
+            call = slow_stub.Generate.future(request)
             time.sleep(seconds)
             call.cancel()
             return
-        stream = stub.GenerateStream(request)
+        stream = slow_stub.GenerateStream(request)
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             next(stream)
@@ -265,7 +287,7 @@ def test_many_cancelled_at_any_moment(gateways: Gateways, stub: generation_pb2_g
 
     with ThreadPoolExecutor(8) as threads:
         list(threads.map(cancel, range(200)))
-    gateways.wait_until_idle(2)
+    slow.wait_until_idle()
 
 
 # --- security, health, reflection -------------------------------------------------------------------------------------
@@ -335,14 +357,14 @@ def test_tls(gateways: Gateways, tmp_path: Path) -> None:
             with grpc.secure_channel(address, credentials) as channel:
                 stub = generation_pb2_grpc.GenerationStub(channel)
                 if identity[0] is None:
-                    error = refusal(lambda: stub.Generate(pb.GenerateRequest(text="a"), timeout=5))  # noqa: B023
+                    error = refusal(lambda: stub.Generate(pb.GenerateRequest(text="a"), timeout=LONG))  # noqa: B023
                     assert error.code() is grpc.StatusCode.UNAVAILABLE
                 else:
-                    assert stub.Generate(pb.GenerateRequest(text="a"), timeout=10).choices
+                    assert stub.Generate(pb.GenerateRequest(text="a"), timeout=LONG).choices
         url = served.url.replace("127.0.0.1", "localhost")
         context = ssl.create_default_context(cafile=str(files["ca.pem"]))
-        with httpx.Client(base_url=url, verify=context) as http, pytest.raises(httpx.TransportError):
+        with httpx.Client(base_url=url, verify=context, timeout=LONG) as http, pytest.raises(httpx.TransportError):
             http.get("/ping")
         context.load_cert_chain(str(files["client.pem"]))
-        with httpx.Client(base_url=url, verify=context) as http:
+        with httpx.Client(base_url=url, verify=context, timeout=LONG) as http:
             assert http.get("/ping").status_code == 200

@@ -23,8 +23,10 @@ from services.gateway.settings import GatewaySettings, SamplingDefaults
 from services.local_backend import LocalBackend, LocalStream
 from tests.stand_in_worker import MAX_LENGTH, ROW_FAILS, VOCABULARY, continuation
 from tests.support.gateway import MODEL, Gateways, Served, stand_in_gateways
+from tests.support.waiting import LONG, wait_until
 
 PROMPT = "once upon a time"
+TIMEOUT = 2 * LONG
 CHAT: list[dict[str, Any]] = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
 
 
@@ -49,7 +51,7 @@ def client(served: Served) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture(scope="module")
 def http(served: Served) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=served.url) as client:
+    with httpx.Client(base_url=served.url, timeout=TIMEOUT) as client:
         yield client
 
 
@@ -329,7 +331,7 @@ class Recorder(LocalBackend):
 def test_parameters_reach_the_scheduler(gateways: Gateways) -> None:
     recorder = Recorder(gateways)
     settings = GatewaySettings(sampling=SamplingDefaults(temperature=0.5, top_p=0.9, top_k=40))
-    with gateways.serve(settings, recorder) as served, httpx.Client(base_url=served.url) as http:
+    with gateways.serve(settings, recorder) as served, httpx.Client(base_url=served.url, timeout=TIMEOUT) as http:
         body = {
             "prompt": PROMPT,
             "n": 2,
@@ -363,7 +365,7 @@ def test_parameters_reach_the_scheduler(gateways: Gateways) -> None:
 
 def test_temperature_is_openais_unless_the_model_says_otherwise(gateways: Gateways) -> None:
     recorder = Recorder(gateways)
-    with gateways.serve(backend=recorder) as served, httpx.Client(base_url=served.url) as http:
+    with gateways.serve(backend=recorder) as served, httpx.Client(base_url=served.url, timeout=TIMEOUT) as http:
         assert http.post("/v1/completions", json={"prompt": PROMPT}).is_success
     assert recorder.requests[0].sampling.temperature == 1
 
@@ -383,7 +385,7 @@ def test_models(client: openai.OpenAI) -> None:
 def test_names_for_the_model(gateways: Gateways) -> None:
     with (
         gateways.serve(GatewaySettings(model_names=("demo", "org/demo"))) as served,
-        httpx.Client(base_url=served.url) as http,
+        httpx.Client(base_url=served.url, timeout=TIMEOUT) as http,
     ):
         assert [model["id"] for model in http.get("/v1/models").json()["data"]] == ["demo", "org/demo"]
         assert http.get("/v1/models/org/demo").json()["id"] == "org/demo"
@@ -413,7 +415,7 @@ def test_health_load_and_version(http: httpx.Client) -> None:
 
 
 def test_metrics(gateways: Gateways) -> None:
-    with gateways.serve() as served, httpx.Client(base_url=served.url) as http:
+    with gateways.serve() as served, httpx.Client(base_url=served.url, timeout=TIMEOUT) as http:
         done = http.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 20, "n": 2}).json()
         assert http.post("/v1/completions", json={"prompt": ""}).status_code == 400
         response = http.get("/metrics")
@@ -656,7 +658,10 @@ class NoScheduler(LocalBackend):
 
 @pytest.mark.parametrize("kind", [NoTarget, NoScheduler])
 def test_nobody_to_generate(gateways: Gateways, kind: type[LocalBackend]) -> None:
-    with gateways.serve(backend=kind(gateways.service)) as served, httpx.Client(base_url=served.url) as http:
+    with (
+        gateways.serve(backend=kind(gateways.service)) as served,
+        httpx.Client(base_url=served.url, timeout=TIMEOUT) as http,
+    ):
         response = http.post("/v1/completions", json={"prompt": "a"})
         assert response.status_code == http.get("/health").status_code == 503
         assert response.headers["retry-after"] == "1"
@@ -670,7 +675,7 @@ def test_full_queue(tmp_path_factory: pytest.TempPathFactory) -> None:
     gateways = stand_in_gateways(tmp_path_factory.mktemp("small"), config, step_seconds=0.01)
     try:
         settings = GatewaySettings(retry_after_seconds=3)
-        with gateways.serve(settings) as served, httpx.Client(base_url=served.url) as http:
+        with gateways.serve(settings) as served, httpx.Client(base_url=served.url, timeout=TIMEOUT) as http:
             response = http.post("/v1/completions", json={"prompt": "a", "n": 3, "max_tokens": 1000})
             assert response.status_code == 429
             assert int(response.headers["retry-after"]) >= 1
@@ -687,7 +692,10 @@ def test_full_queue(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 def test_every_route_but_health_and_ping_takes_a_key(gateways: Gateways) -> None:
     keys = (SecretStr("first-key"), SecretStr("second-key"))
-    with gateways.serve(GatewaySettings(api_keys=keys)) as served, httpx.Client(base_url=served.url) as http:
+    with (
+        gateways.serve(GatewaySettings(api_keys=keys)) as served,
+        httpx.Client(base_url=served.url, timeout=TIMEOUT) as http,
+    ):
         described = http.get("/openapi.json", headers={"authorization": "Bearer first-key"}).json()
         routes = [(method, path) for path, methods in described["paths"].items() for method in methods]
         routes += [("get", path) for path in ("/docs", "/redoc", "/openapi.json", "/nowhere", "/health/", "//health")]
@@ -725,44 +733,59 @@ def test_every_route_but_health_and_ping_takes_a_key(gateways: Gateways) -> None
 
 # --- clients that go away ---------------------------------------------------------------------------------------------
 
-LONG = {"prompt": PROMPT, "max_tokens": 1900, "ignore_eos": True, "n": 3, "spool": {"speculation": False}}
+ENDLESS: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 1900, "ignore_eos": True, "spool": {"speculation": False}}
+THREE = {**ENDLESS, "n": 3}
+
+# A step takes so long that a sequence of ENDLESS outlasts every wait: only its end ahead of time frees anything.
+STEP_SECONDS = 0.08
+assert STEP_SECONDS * ENDLESS["max_tokens"] > LONG
 
 
-def wait_for_live_sequences(gateways: Gateways, http: httpx.Client, count: int) -> None:
-    deadline = time.monotonic() + 10
-    while http.get("/load").json()["server_load"] != count:
-        assert time.monotonic() < deadline
+@pytest.fixture(scope="module")
+def slow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateways]:
+    gateways = stand_in_gateways(tmp_path_factory.mktemp("slow"), step_seconds=STEP_SECONDS)
+    yield gateways
+    gateways.close()
+
+
+@pytest.fixture(scope="module")
+def slowly_served(slow: Gateways) -> Iterator[Served]:
+    with slow.serve() as served:
+        yield served
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_client_that_goes_away_frees_everything(
-    gateways: Gateways, served: Served, http: httpx.Client, stream: bool
-) -> None:
-    body = json.dumps({**LONG, "stream": stream}).encode()
-    host, port = served.url.removeprefix("http://").split(":")
+def test_client_that_goes_away_frees_everything(slow: Gateways, slowly_served: Served, stream: bool) -> None:
+    body = json.dumps({**THREE, "stream": stream}).encode()
+    host, port = slowly_served.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as connection:
         head = (
             f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
         )
         connection.sendall(f"{head}\r\n\r\n".encode() + body)
-        wait_for_live_sequences(gateways, http, 3)
+        load = f"{slowly_served.url}/load"
+        wait_until(lambda: httpx.get(load, timeout=TIMEOUT).json()["server_load"] == 3, "three sequences")
         if stream:
             assert connection.recv(1000).startswith(b"HTTP/1.1 200")
-    gateways.wait_until_idle(2)
+    slow.wait_until_idle()
 
 
-def test_closing_the_openai_stream_frees_everything(gateways: Gateways, client: openai.OpenAI) -> None:
-    stream = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=1900, stream=True)
-    next(iter(stream))
-    stream.close()
-    gateways.wait_until_idle(2)
+def test_closing_the_openai_stream_frees_everything(slow: Gateways, slowly_served: Served) -> None:
+    with openai.OpenAI(base_url=f"{slowly_served.url}/v1", api_key="none", max_retries=0) as client:
+        extra = {"ignore_eos": True, "spool": {"speculation": False}}
+        stream = client.completions.create(
+            model=MODEL, prompt=PROMPT, max_tokens=ENDLESS["max_tokens"], stream=True, extra_body=extra
+        )
+        next(iter(stream))
+        stream.close()
+    slow.wait_until_idle()
 
 
-def test_many_cancelled_at_any_moment(gateways: Gateways, served: Served) -> None:
-    host, port = served.url.removeprefix("http://").split(":")
+def test_many_cancelled_at_any_moment(slow: Gateways, slowly_served: Served) -> None:
+    host, port = slowly_served.url.removeprefix("http://").split(":")
 
     def cancel(number: int) -> None:
-        body = json.dumps({**LONG, "stream": number % 2 == 0}).encode()
+        body = json.dumps({**THREE, "stream": number % 2 == 0}).encode()
         head = (
             f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}"
         )
@@ -776,7 +799,7 @@ def test_many_cancelled_at_any_moment(gateways: Gateways, served: Served) -> Non
 
     with ThreadPoolExecutor(8) as threads:
         list(threads.map(cancel, range(100)))
-    gateways.wait_until_idle(2)
+    slow.wait_until_idle()
 
 
 # --- many at once -----------------------------------------------------------------------------------------------------
@@ -786,7 +809,7 @@ def test_concurrent_streams_are_complete_and_right(gateways: Gateways, client: o
     barrier = threading.Barrier(16)
 
     def read(number: int) -> str:
-        barrier.wait(10)
+        barrier.wait(LONG)
         stream = client.completions.create(model=MODEL, prompt=[20 + number, 21], max_tokens=50, stream=True)
         return "".join(chunk.choices[0].text for chunk in stream)
 

@@ -15,7 +15,6 @@ from protos import scheduler_pb2, scheduler_pb2_grpc
 from scheduler.messages import FinishReason, Role
 from services.backend import BackendUnavailableError, DeadlineExceededError
 from services.channel_security import ChannelSecurity, random_token
-from services.remote_stream import RemoteStream
 from services.scheduler_client import ClientOptions
 from services.scheduler_service import ServiceClosedError
 from services.sequence_stream import SequenceFailedError
@@ -28,19 +27,14 @@ from tests.support.cells import (
     client,
     prompt_of,
     read,
+    read_some,
     request_of,
     running_cell,
     running_scheduler,
     running_worker,
     scheduler_process,
 )
-
-
-async def read_some(stream: RemoteStream, count: int) -> list[int]:
-    tokens: list[int] = []
-    while len(tokens) < count:
-        tokens.extend((await anext(stream)).tokens)
-    return tokens
+from tests.support.waiting import LONG, until
 
 
 def test_scheduler_killed_and_another_elsewhere_costs_no_token() -> None:
@@ -64,18 +58,19 @@ def test_scheduler_killed_and_another_elsewhere_costs_no_token() -> None:
             await first.kill()
             late = asyncio.create_task(one.submit(request_of(77, 20)))
             resolve.address = second.address
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(2 * LONG):
                 for index, stream in enumerate(streams):
                     tokens = (begun[index] if index < len(begun) else []) + await read(stream)
                     assert tokens == continuation(prompt_of(index), 150)
                     assert stream.finish_reason is FinishReason.LENGTH
                 assert await read(await late) == continuation(prompt_of(77), 20)
             assert one.scheduler_epoch > epoch
+            await all_in_use(workers)
             status = await one.status()
             assert {worker.worker_id for worker in status.workers} == {"draft-0", "target-0", "target-1"}
             assert status.throughput.tokens < 41 * 150
             for worker in workers:
-                await asyncio.wait_for(worker.server.wait_empty(), 5)
+                await asyncio.wait_for(worker.server.wait_empty(), LONG)
 
     asyncio.run(run())
 
@@ -95,12 +90,12 @@ def test_scheduler_that_hangs_is_replaced_and_turned_away_when_it_wakes() -> Non
             begun = [await read_some(stream, 5) for stream in streams]
             first.hang()
             resolve.address = second.address
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(2 * LONG):
                 for index, stream in enumerate(streams):
                     assert begun[index] + await read(stream) == continuation(prompt_of(index), 150)
             # The old one still believes that it has the worker and the sequences.
             first.wake()
-            async with grpc.aio.insecure_channel(first.address) as channel, asyncio.timeout(10):
+            async with grpc.aio.insecure_channel(first.address) as channel, asyncio.timeout(LONG):
                 stub = scheduler_pb2_grpc.SchedulerStub(channel)
                 status = await stub.Status(scheduler_pb2.StatusRequest())
                 while status.state == scheduler_pb2.SCHEDULER_STATE_SERVING:
@@ -109,7 +104,7 @@ def test_scheduler_that_hangs_is_replaced_and_turned_away_when_it_wakes() -> Non
                 assert status.state == scheduler_pb2.SCHEDULER_STATE_FENCED
                 assert "has taken over" in status.reason
             await check(backend, 1, 20)
-            assert worker.registration.in_use
+            await all_in_use([worker])
 
     asyncio.run(run())
 
@@ -130,10 +125,10 @@ def test_older_of_two_schedulers_is_fenced_and_its_gateways_move() -> None:
             begun = await read_some(stream, 5)
             async with running_scheduler(everyone) as (new, new_server):
                 assert new.epoch > old.epoch
-                reason = await asyncio.wait_for(old.wait_closed(), 5)
+                reason = await asyncio.wait_for(old.wait_closed(), LONG)
                 assert "has taken over" in reason
                 assert old.fenced
-                assert begun + await asyncio.wait_for(read(stream), 20) == continuation(prompt_of(1), 100)
+                assert begun + await asyncio.wait_for(read(stream), LONG) == continuation(prompt_of(1), 100)
                 with pytest.raises(ServiceClosedError, match="has taken over"):
                     old_server.check_health()
                 new_server.check_health()
@@ -153,7 +148,7 @@ def test_older_of_two_schedulers_is_fenced_and_its_gateways_move() -> None:
                 await asyncio.sleep(0.2)
                 assert not waiting.done()
                 old_only.address = everyone.address
-                await asyncio.wait_for(waiting, 10)
+                await asyncio.wait_for(waiting, LONG)
 
     asyncio.run(run())
 
@@ -167,8 +162,8 @@ def test_idle_scheduler_notices_too_that_it_is_fenced() -> None:
         ):
             await all_in_use([worker])
             async with running_scheduler(resolve) as (new, _):
-                await asyncio.wait_for(old.wait_closed(), 5)
-                async with asyncio.timeout(5), client(resolve) as backend:
+                await asyncio.wait_for(old.wait_closed(), LONG)
+                async with asyncio.timeout(LONG), client(resolve) as backend:
                     await check(backend, 1, 10)
                 assert new.closed_because is None
 
@@ -185,7 +180,7 @@ def test_scheduler_whose_clock_is_behind_takes_over_from_a_dead_one() -> None:
             resolve.address = ""
             service, _ = await stack.enter_async_context(running_scheduler(resolve, epoch=5))
             backend = await stack.enter_async_context(client(resolve))
-            await asyncio.wait_for(check(backend, 1, 10), 10)
+            await asyncio.wait_for(check(backend, 1, 10), LONG)
             assert service.epoch > 10**15
             assert service.closed_because is None
 
@@ -201,11 +196,11 @@ def test_scheduler_that_shuts_down_hands_its_gateways_on() -> None:
             client(resolve) as backend,
         ):
             await all_in_use([worker])
-            stream = await backend.submit(request_of(1, 80, deadline_seconds=20))
+            stream = await backend.submit(request_of(1, 80, deadline_seconds=LONG))
             begun = await read_some(stream, 5)
             async with running_scheduler(resolve):
                 await first.stop()
-                rest = await asyncio.wait_for(read(stream), 20)
+                rest = await asyncio.wait_for(read(stream), LONG)
             assert begun + rest == continuation(prompt_of(1), 80)
 
     asyncio.run(run())
@@ -213,7 +208,7 @@ def test_scheduler_that_shuts_down_hands_its_gateways_on() -> None:
 
 def test_client_gives_up_after_a_while_and_says_why() -> None:
     async def run() -> None:
-        options = ClientOptions(give_up=0.5, connect_timeout=1, first_backoff=0.02, longest_backoff=0.1)
+        options = ClientOptions(give_up=3, connect_timeout=3, first_backoff=0.02, longest_backoff=0.1)
         async with AsyncExitStack() as stack:
             cell_stack = await stack.enter_async_context(AsyncExitStack())
             cell = await cell_stack.enter_async_context(running_cell(step_seconds=0.02))
@@ -222,10 +217,8 @@ def test_client_gives_up_after_a_while_and_says_why() -> None:
             model = await backend.model()
             await read_some(stream, 5)
             await cell_stack.aclose()
-            began = time.monotonic()
-            with pytest.raises(BackendUnavailableError, match=r"no scheduler was reached for 0.5 s: scheduler at"):
-                await read(stream)
-            assert time.monotonic() - began < 2
+            with pytest.raises(BackendUnavailableError, match=r"no scheduler was reached for 3 s: scheduler at"):
+                await asyncio.wait_for(read(stream), LONG)
             with pytest.raises(BackendUnavailableError, match="no scheduler was reached"):
                 await backend.submit(request_of(2, 5))
             with pytest.raises(BackendUnavailableError, match="there is no scheduler"):
@@ -234,9 +227,7 @@ def test_client_gives_up_after_a_while_and_says_why() -> None:
             # It goes on looking, and is well again when one is there.
             async with running_scheduler(cell.resolve), running_worker("t", Role.TARGET, cell.resolve) as worker:
                 await all_in_use([worker])
-                async with asyncio.timeout(5):
-                    while not backend.connected:  # noqa: ASYNC110
-                        await asyncio.sleep(0.02)
+                await until(lambda: backend.connected)
                 await check(backend, 3, 10)
 
     asyncio.run(run())
@@ -263,26 +254,20 @@ def test_sequence_that_no_session_survives_is_given_up() -> None:
         resolve = Whereabouts()
         async with AsyncExitStack() as stack:
             backend = await stack.enter_async_context(client(resolve, options=options))
-            submitting: asyncio.Task[RemoteStream] | None = None
-            async with asyncio.timeout(20):
-                while submitting is None or not submitting.done():
+
+            async def first_tokens() -> None:
+                await anext(await backend.submit(request_of(1, 5)))
+
+            asked = asyncio.create_task(first_tokens())
+            async with asyncio.timeout(LONG):
+                while not asked.done():
                     # A scheduler without workers that dies as soon as it has the sequence.
                     async with running_scheduler(resolve) as (service, _):
-                        submitting = submitting or asyncio.create_task(backend.submit(request_of(1, 5)))
-                        while not service.core.snapshot().pool and not submitting.done():  # noqa: ASYNC110
-                            await asyncio.sleep(0.005)
-                        if submitting.done() and submitting.exception() is None:
-                            stream = submitting.result()
-                            submitting = asyncio.create_task(_first(stream))
+                        await until(lambda: service.core.snapshot().pool > 0 or asked.done())
             with pytest.raises(SequenceFailedError, match="3 sessions broke without a token for the sequence"):
-                await submitting
+                await asked
 
     asyncio.run(run())
-
-
-async def _first(stream: RemoteStream) -> RemoteStream:
-    await anext(stream)
-    return stream
 
 
 def test_client_options_are_checked() -> None:

@@ -29,13 +29,18 @@ from services.worker_registration import RegistrationOptions, WorkerRegistration
 from services.worker_registry import RegistryOptions
 from services.worker_server import WorkerServer
 from tests.stand_in_worker import StandInEngine, continuation
+from tests.support.waiting import LONG, until
 
 ROOT = Path(__file__).parents[2]
 OPEN = ChannelSecurity()
-LINKS = LinkOptions(connect_timeout=5, step_timeout=5, first_backoff=0.02, longest_backoff=0.2, ping_interval=0.1)
-REGISTRATION = RegistrationOptions(interval=0.1, retry_interval=0.05, call_timeout=2)
-REGISTRY = RegistryOptions(retry_seconds=0.2, forget_seconds=1, answer_seconds=1)
-CLIENT = ClientOptions(connect_timeout=2, first_backoff=0.02, longest_backoff=0.2, watch_interval=0.1)
+LINKS = LinkOptions(connect_timeout=5, step_timeout=60, first_backoff=0.02, longest_backoff=0.2, ping_interval=0.1)
+REGISTRATION = RegistrationOptions(interval=0.1, retry_interval=0.05, call_timeout=5)
+REGISTRY = RegistryOptions(retry_seconds=0.2, forget_seconds=1, answer_seconds=0.5)
+CLIENT = ClientOptions(
+    give_up=LONG, connect_timeout=30, first_backoff=0.02, longest_backoff=0.2, watch_interval=0.1, model_age=LONG
+)
+# What is freed before such a lease ends is not freed because it ends.
+SESSIONS = SessionOptions(lease_seconds=1000)
 
 
 @dataclass
@@ -101,11 +106,13 @@ class Cell:
         booked = sum(worker.total_pages - worker.free_pages for worker in self.service.core.snapshot().workers)
         return max(booked, sum(worker.pages_in_use for worker in self.workers))
 
-    async def wait_empty(self, seconds: float = 5.0) -> None:
-        """Waits until the workers have let go of every sequence."""
-        async with asyncio.timeout(seconds):
+    async def wait_empty(self) -> None:
+        """Waits until scheduler and workers have let go of every sequence and page."""
+        await until(lambda: not self.live_sequences)
+        async with asyncio.timeout(LONG):
             for worker in self.workers:
                 await worker.server.wait_empty()
+        await until(lambda: not self.pages_in_use)
 
 
 @asynccontextmanager
@@ -113,7 +120,8 @@ async def running_scheduler(
     resolve: Whereabouts,
     config: SchedulerConfig | None = None,
     security: ChannelSecurity = OPEN,
-    sessions: SessionOptions | None = None,
+    sessions: SessionOptions = SESSIONS,
+    registry: RegistryOptions = REGISTRY,
     epoch: int | None = None,
 ) -> AsyncIterator[tuple[SchedulerService, SchedulerServer]]:
     async with SchedulerService(
@@ -122,7 +130,7 @@ async def running_scheduler(
         link_options=LINKS,
         security=security,
     ) as service:
-        options = SchedulerServerOptions(sessions=sessions or SessionOptions(), registry=REGISTRY)
+        options = SchedulerServerOptions(sessions=sessions, registry=registry)
         server = SchedulerServer(service, security=security, options=options)
         resolve.address = await server.start()
         try:
@@ -137,13 +145,16 @@ async def running_cell(
     targets: int = 1,
     config: SchedulerConfig | None = None,
     security: ChannelSecurity = OPEN,
-    sessions: SessionOptions | None = None,
+    sessions: SessionOptions = SESSIONS,
+    registry: RegistryOptions = REGISTRY,
     **settings: Any,
 ) -> AsyncIterator[Cell]:
     """A scheduler and workers that are in use."""
     resolve = Whereabouts()
     async with AsyncExitStack() as stack:
-        service, server = await stack.enter_async_context(running_scheduler(resolve, config, security, sessions))
+        service, server = await stack.enter_async_context(
+            running_scheduler(resolve, config, security, sessions, registry)
+        )
         roles = [(Role.DRAFT, index) for index in range(drafts)] + [(Role.TARGET, index) for index in range(targets)]
         workers = [
             await stack.enter_async_context(
@@ -155,8 +166,8 @@ async def running_cell(
         yield Cell(service, server, resolve, workers, security)
 
 
-async def all_in_use(workers: Sequence[Worker], seconds: float = 10) -> None:
-    async with asyncio.timeout(seconds):
+async def all_in_use(workers: Sequence[Worker]) -> None:
+    async with asyncio.timeout(LONG):
         for worker in workers:
             await worker.registration.wait_in_use()
 
@@ -177,6 +188,14 @@ def request_of(index: int, count: int, **fields: Any) -> GenerationRequest:
 
 async def read(stream: RemoteStream) -> list[int]:
     return [token async for delta in stream for token in delta.tokens]
+
+
+async def read_some(stream: RemoteStream, count: int) -> list[int]:
+    """At least so many of the next tokens."""
+    tokens: list[int] = []
+    while len(tokens) < count:
+        tokens.extend((await anext(stream)).tokens)
+    return tokens
 
 
 async def check(backend: SchedulerClient, index: int, count: int) -> None:
@@ -215,7 +234,7 @@ async def scheduler_process(security: ChannelSecurity = OPEN) -> AsyncIterator[S
     try:
         if process.stdout is None:
             raise RuntimeError("the process was started without a pipe")
-        line = await asyncio.wait_for(process.stdout.readline(), 30)
+        line = await asyncio.wait_for(process.stdout.readline(), LONG)
         yield SchedulerProcess(process, json.loads(line)["address"])
     finally:
         if process.returncode is None:

@@ -37,7 +37,7 @@ def spool(
     *arguments: object,
     cwd: Path | None = None,
     environment: Mapping[str, str] | None = None,
-    timeout: float = 300,
+    timeout: float = 500,
     given: str | None = None,
 ) -> Ended:
     """`given` is its standard input."""

@@ -31,6 +31,7 @@ from services.scheduler_service import SchedulerService
 from services.tokenizer import ModelTokenizer
 from services.worker_link import LinkOptions, WorkerEndpoint
 from tests.stand_in_worker import VOCABULARY
+from tests.support.waiting import LONG
 
 T = TypeVar("T")
 
@@ -38,7 +39,7 @@ ROOT = Path(__file__).parents[2]
 MODEL = "stand-in"
 # Drafts always; `auto` would weigh what stand-in workers happen to cost.
 DRAFTING = SchedulerConfig(policy=Policy.RAGGED)
-LINKS = LinkOptions(connect_timeout=10, step_timeout=10, first_backoff=0.02, longest_backoff=0.2)
+LINKS = LinkOptions(connect_timeout=60, step_timeout=60, first_backoff=0.02, longest_backoff=0.2)
 
 TEMPLATE = """\
 {% for message in messages %}
@@ -103,12 +104,12 @@ class Gateways:
     def close(self) -> None:
         self.run(self._cell.__aexit__(None, None, None))
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
+        self._thread.join(LONG)
         self._loop.close()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """What a coroutine gives that runs on the loop of the gateways."""
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(60)
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(2 * LONG)
 
     @contextmanager
     def serve(
@@ -131,7 +132,7 @@ class Gateways:
         finally:
             self.run(http.__aexit__(None, None, None))
 
-    def wait_until_idle(self, seconds: float = 10) -> None:
+    def wait_until_idle(self, seconds: float = LONG) -> None:
         """Until no sequence is left and no page in use."""
 
         async def wait() -> None:

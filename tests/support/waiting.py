@@ -1,0 +1,25 @@
+"""Waiting for what other tasks, threads and processes do; limits are beyond what a busy machine takes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+LONG = 120.0
+"""Seconds after which something has gone wrong."""
+
+
+async def until(condition: Callable[[], bool], seconds: float = LONG) -> None:
+    """For what no event announces."""
+    async with asyncio.timeout(seconds):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+
+
+def wait_until(holds: Callable[[], bool], what: str, seconds: float = LONG) -> None:
+    """The same where there is no event loop; `what` is said when it does not happen."""
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, f"{what}: not within {seconds:g} s"
+        time.sleep(0.1)
