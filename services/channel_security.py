@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from services.channel_options import CHANNEL_OPTIONS
+from services.channel_options import CHANNEL_OPTIONS, options_against_silence
 
 TOKEN_METADATA_KEY = "authorization"
 
@@ -71,12 +71,17 @@ class ChannelSecurity:
         """What every call carries."""
         return ((TOKEN_METADATA_KEY, f"Bearer {self.token}"),) if self.token else ()
 
-    def open_channel(self, address: str) -> grpc.aio.Channel:
-        """Raises OSError if a file cannot be read."""
+    def open_channel(self, address: str, silence_seconds: float | None = None) -> grpc.aio.Channel:
+        """A channel that breaks where the other process is silent for `silence_seconds`, if that is given.
+
+        Raises OSError if a file cannot be read.
+        """
+        options: list[tuple[str, Any]] = [*CHANNEL_OPTIONS]
+        if silence_seconds is not None:
+            options = [*options_against_silence(silence_seconds)]
         if not self.tls:
-            return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+            return grpc.aio.insecure_channel(address, options=options)
         authority, certificate, key = self._read_files()
-        options: list[tuple[str, Any]] = list(CHANNEL_OPTIONS)
         if self.server_name:
             options.append(("grpc.ssl_target_name_override", self.server_name))
         credentials = grpc.ssl_channel_credentials(authority, key, certificate)

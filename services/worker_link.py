@@ -37,17 +37,28 @@ class WorkerEndpoint:
 class LinkOptions:
     """Times in seconds. A worker that leaves a step unanswered for `step_timeout` is treated as lost.
 
+    So is one whose process leaves a ping unanswered for `silence_timeout`, however long its step may take: it was
+    stopped, or its machine is gone.
+
     One that had no step for `ping_interval` gets an empty one: so a hung worker is noticed, and another scheduler.
     """
 
     connect_timeout: float = 10.0
     step_timeout: float = 60.0
+    silence_timeout: float = 1.0
     first_backoff: float = 0.1
     longest_backoff: float = 5.0
     ping_interval: float = 1.0
 
     def __post_init__(self) -> None:
-        for name in ("connect_timeout", "step_timeout", "first_backoff", "longest_backoff", "ping_interval"):
+        for name in (
+            "connect_timeout",
+            "step_timeout",
+            "silence_timeout",
+            "first_backoff",
+            "longest_backoff",
+            "ping_interval",
+        ):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}, must be above 0")
 
@@ -99,7 +110,7 @@ class WorkerLink:
         self._options = options
         self._next_epoch = next_epoch
         self._listener = listener
-        self._channel = security.open_channel(endpoint.address)
+        self._channel = security.open_channel(endpoint.address, options.silence_timeout)
         self._metadata = security.metadata
         self._stub = worker_pb2_grpc.WorkerStub(self._channel)
         self._outgoing: asyncio.Queue[SendStep] | None = None

@@ -17,7 +17,7 @@ from grpc_health.v1.health import aio as health_aio  # type: ignore[attr-defined
 
 from protos import worker_pb2, worker_pb2_grpc
 from services.call_guards import guards, refuse_malformed
-from services.channel_options import SERVER_OPTIONS
+from services.channel_options import WORKER_SERVER_OPTIONS
 from services.channel_security import ChannelSecurity
 from services.step_executor import StepExecutor
 
@@ -106,7 +106,7 @@ class WorkerServer(worker_pb2_grpc.WorkerServicer):
 
     async def start(self) -> str:
         """Raises OSError if the port cannot be bound, and InsecureListenError for a host open to strangers."""
-        server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=guards(self._security))
+        server = grpc.aio.server(options=WORKER_SERVER_OPTIONS, interceptors=guards(self._security))
         worker_pb2_grpc.add_WorkerServicer_to_server(self, server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         address = self._security.listen(server, self._host, self._port)

@@ -80,6 +80,12 @@ class SchedulingSection(SchedulingSettings, Section):
     step_timeout_seconds: float = described(
         120.0, "Time after which a worker that leaves a step unanswered counts as lost.", gt=0
     )
+    silence_timeout_seconds: float = described(
+        1.0,
+        "Time without the answer to a ping after which a worker counts as lost, whatever it computes: its process was "
+        "stopped, or it is out of reach.",
+        gt=0,
+    )
 
     @field_validator("batch_size", "window", "draft_length")
     @classmethod

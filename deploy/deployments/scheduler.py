@@ -25,7 +25,10 @@ class Scheduler:
         self._service = SchedulerService(
             config.scheduling.scheduler_config(config.models.drafts),
             scheduler_epoch=time.time_ns(),
-            link_options=LinkOptions(step_timeout=config.scheduling.step_timeout_seconds),
+            link_options=LinkOptions(
+                step_timeout=config.scheduling.step_timeout_seconds,
+                silence_timeout=config.scheduling.silence_timeout_seconds,
+            ),
             security=security,
         )
         self._server = SchedulerServer(self._service, internal_host(config.internal), security=security)

@@ -33,7 +33,7 @@ class Process:
 
     metadata: tuple[tuple[str, str], ...] = ()
 
-    def open_channel(self, address: str) -> Channel:
+    def open_channel(self, address: str, silence_seconds: float | None = None) -> Channel:
         if not self.alive:
             raise OSError(f"process {self.name} is dead")
         return Channel(self, address)

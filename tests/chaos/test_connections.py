@@ -1,0 +1,147 @@
+"""Connections between scheduler and workers that are cut or fall silent under load: the same tokens, each once."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+
+import pytest
+
+from scheduler.config import Policy, SchedulerConfig
+from scheduler.messages import FinishReason, Role
+from services.scheduler_client import SchedulerClient
+from services.scheduler_server import SchedulerServer, SchedulerServerOptions
+from services.scheduler_service import SchedulerService
+from services.step_executor import DraftStepExecutor, TargetStepExecutor
+from services.worker_registration import WorkerRegistration
+from services.worker_server import WorkerServer
+from tests.stand_in_worker import StandInEngine, continuation
+from tests.support.cells import LINKS, REGISTRATION, REGISTRY, Whereabouts, client, prompt_of, read, request_of
+from tests.support.tcp_proxy import TcpProxy, tcp_proxy
+from tests.support.waiting import LONG, until
+
+STREAMS = 32
+TOKENS = 150
+ROLES = (Role.DRAFT, Role.DRAFT, Role.TARGET, Role.TARGET)
+# A test that waits for a step to time out fails.
+PATIENT = replace(LINKS, step_timeout=10 * LONG)
+
+
+@dataclass
+class ProxiedCell:
+    """Every worker is reached through a proxy of its own."""
+
+    service: SchedulerService
+    backend: SchedulerClient
+    workers: list[WorkerServer]
+    proxies: list[TcpProxy]
+
+    @property
+    def lost(self) -> int:
+        return self.service.statistics().workers_lost
+
+    @property
+    def all_up(self) -> bool:
+        return len(self.service.workers_up) == len(ROLES)
+
+
+@asynccontextmanager
+async def proxied_cell() -> AsyncIterator[ProxiedCell]:
+    resolve = Whereabouts()
+    async with AsyncExitStack() as stack:
+        config = SchedulerConfig(policy=Policy.RAGGED)
+        service = SchedulerService(config, scheduler_epoch=time.time_ns(), link_options=PATIENT)
+        await stack.enter_async_context(service)
+        server = SchedulerServer(service, options=SchedulerServerOptions(registry=REGISTRY))
+        resolve.address = await server.start()
+        stack.push_async_callback(server.stop, 0.2)
+        cell = ProxiedCell(service, await stack.enter_async_context(client(resolve)), [], [])
+        for number, role in enumerate(ROLES):
+            engine = StandInEngine(step_seconds=0.005)
+            executor = TargetStepExecutor(engine) if role is Role.TARGET else DraftStepExecutor(engine)
+            worker = WorkerServer(executor)
+            address = await worker.start()
+            stack.push_async_callback(worker.stop, 1)
+            proxy = await stack.enter_async_context(tcp_proxy(address))
+            registration = WorkerRegistration(f"{number}", proxy.address, worker, resolve, options=REGISTRATION)
+            await stack.enter_async_context(registration)
+            cell.workers.append(worker)
+            cell.proxies.append(proxy)
+        await until(lambda: cell.all_up)
+        yield cell
+
+
+async def check_stream(backend: SchedulerClient, index: int) -> None:
+    stream = await backend.submit(request_of(index, TOKENS))
+    assert await read(stream) == continuation(prompt_of(index), TOKENS)
+    assert stream.finish_reason is FinishReason.LENGTH
+
+
+async def load(cell: ProxiedCell, stop: asyncio.Event) -> int:
+    """So many streams at once, each checked, until told to stop. Returns how many there were."""
+    index = 0
+
+    async def one_after_another() -> None:
+        nonlocal index
+        while not stop.is_set():
+            index += 1
+            await check_stream(cell.backend, index)
+
+    async with asyncio.timeout(2 * LONG), asyncio.TaskGroup() as group:
+        for _ in range(STREAMS):
+            group.create_task(one_after_another())
+    return index
+
+
+def under_load(disturb: Callable[[ProxiedCell], AsyncIterator[None]]) -> None:
+    """Runs each step of `disturb` when every worker has been in use and tokens have come since the last one."""
+
+    async def run() -> None:
+        async with proxied_cell() as cell:
+            stop = asyncio.Event()
+            loading = asyncio.create_task(load(cell, stop))
+            try:
+                async for _ in disturb(cell):
+                    tokens = cell.service.statistics().tokens
+                    await until(lambda: cell.all_up or loading.done())
+                    await until(lambda: cell.service.statistics().tokens > tokens + 20 * STREAMS or loading.done())  # noqa: B023
+                    assert not loading.done(), loading.result()
+            finally:
+                stop.set()
+                finished = await loading
+            assert finished >= STREAMS
+            for worker in cell.workers:
+                await asyncio.wait_for(worker.wait_empty(), LONG)
+
+    asyncio.run(run())
+
+
+def test_connections_that_are_cut_cost_no_token() -> None:
+    async def disturb(cell: ProxiedCell) -> AsyncIterator[None]:
+        yield
+        for proxy in 2 * cell.proxies:
+            lost, connections = cell.lost, proxy.connections
+            assert proxy.cut() == 1
+            await until(lambda: cell.lost > lost and proxy.connections > connections)  # noqa: B023
+            yield
+        for proxy in cell.proxies:
+            proxy.cut()
+        yield
+
+    under_load(disturb)
+
+
+@pytest.mark.parametrize("role", [Role.DRAFT, Role.TARGET])
+def test_connection_that_falls_silent_is_given_up_long_before_a_step_times_out(role: Role) -> None:
+    async def disturb(cell: ProxiedCell) -> AsyncIterator[None]:
+        yield
+        proxy = cell.proxies[ROLES.index(role)]
+        proxy.hold()
+        await until(lambda: len(cell.service.workers_up) < len(ROLES))
+        proxy.release()
+        yield
+
+    under_load(disturb)
