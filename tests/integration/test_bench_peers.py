@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +22,13 @@ from tests.support.tiny_models import VOCABULARY, save_tiny_pair
 BATCHED = GridPoint(System.TRANSFORMERS, 3, exact=None)
 ASSISTED = GridPoint(System.ASSISTED, 1, "noisy", 3, None)
 VLLM = GridPoint(System.VLLM, 1, exact=None)
+
+
+@pytest.fixture
+def children() -> Callable[[], set[psutil.Process]]:
+    """Gives the processes that this one has started since the beginning of the test."""
+    before = set(psutil.Process().children())
+    return lambda: set(psutil.Process().children()) - before
 
 
 def jobs() -> list[Job]:
@@ -54,7 +62,9 @@ def alone(folder: Path, job: Job, stops: frozenset[int]) -> list[int]:
     return found
 
 
-def test_batches_and_assistance_give_what_generate_gives_alone(models: PeerModels) -> None:
+def test_batches_and_assistance_give_what_generate_gives_alone(
+    models: PeerModels, children: Callable[[], set[psutil.Process]]
+) -> None:
     expected = [alone(models.target, job, models.stop_token_ids) for job in models.jobs]
     assert len({len(tokens) for tokens in expected}) > 1
 
@@ -67,12 +77,12 @@ def test_batches_and_assistance_give_what_generate_gives_alone(models: PeerModel
                 assert seconds > 0
             tokens, _ = await peers.measure(BATCHED, [4, 1])
             assert tokens == [expected[4], expected[1]]
-        assert psutil.Process().children() == []
+        assert not children()
 
     asyncio.run(run())
 
 
-def test_a_system_that_is_not_there_says_why(models: PeerModels) -> None:
+def test_a_system_that_is_not_there_says_why(models: PeerModels, children: Callable[[], set[psutil.Process]]) -> None:
     async def complaint(peers: Peers, point: GridPoint) -> str:
         with pytest.raises(PeerError) as caught:
             await peers.measure(point, [0])
@@ -87,16 +97,16 @@ def test_a_system_that_is_not_there_says_why(models: PeerModels) -> None:
             assert await complaint(peers, BATCHED) == first
         async with Peers(models, [VLLM], Path("/no/such/python")) as peers:
             assert "the Python of vllm cannot be started" in await complaint(peers, VLLM)
-        assert psutil.Process().children() == []
+        assert not children()
 
     asyncio.run(run())
 
 
-def test_a_peer_that_is_killed_is_said_so(models: PeerModels) -> None:
+def test_a_peer_that_is_killed_is_said_so(models: PeerModels, children: Callable[[], set[psutil.Process]]) -> None:
     async def run() -> None:
         async with Peers(models, [BATCHED], None) as peers:
             await peers.measure(BATCHED, [0])
-            (process,) = psutil.Process().children()
+            (process,) = children()
             os.kill(process.pid, signal.SIGKILL)
             with pytest.raises(PeerError, match="transformers ended with exit code -9"):
                 await peers.measure(BATCHED, [0])

@@ -4,14 +4,15 @@ import json
 import os
 import signal
 import subprocess
-import time
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.command_line import SPOOL, Ended, save_tokenizer, spool, write_lines
+from tests.support.command_line import Ended, save_tokenizer, spool, started, write_lines
 from tests.support.tiny_models import save_tiny_pair
+from tests.support.waiting import LONG, wait_until
 
 PROMPTS = [
     {"prompt": "once upon a time"},
@@ -151,6 +152,13 @@ def test_a_broken_model_is_one_line(folder: Path) -> None:
     assert "Traceback" not in ended.err
 
 
+def at_work(folder: Path, prompts: str, output: Path, *arguments: str) -> AbstractContextManager[subprocess.Popen[str]]:
+    """`spool generate` with a draft worker and a target worker."""
+    command = ("generate", "--target", "llama-target", "--draft", "llama-draft", "--prompts", prompts)
+    environment = {"SPOOL_CACHE": str(folder / "cache")}
+    return started(*command, "--output", output, *FAST, *arguments, cwd=folder, environment=environment)
+
+
 def children(process_id: int) -> list[int]:
     listed = subprocess.run(
         ["ps", "-o", "pid=", "--ppid", str(process_id)], capture_output=True, text=True, check=False
@@ -162,25 +170,15 @@ def children(process_id: int) -> list[int]:
 def test_an_interrupted_run_leaves_no_workers_and_can_go_on(folder: Path, number: signal.Signals) -> None:
     output = folder / f"interrupted-{number.name}.jsonl"
     write_lines(folder / "many.jsonl", *PROMPTS * 40)
-    command = [str(SPOOL), "generate", "--target", "llama-target", "--draft", "llama-draft"]
-    command += ["--prompts", "many.jsonl", "--output", str(output), *FAST, "--max-tokens", "100"]
-    environment = {**os.environ, "SPOOL_CACHE": str(folder / "cache")}
-    process = subprocess.Popen(command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 120
-    while not output.exists() or not output.read_bytes():
-        assert time.monotonic() < deadline
-        assert process.poll() is None
-        time.sleep(0.05)
-    workers = children(process.pid)
-    assert len(workers) == 2
-    process.send_signal(number)
-    error = process.communicate(timeout=60)[1]
+    with at_work(folder, "many.jsonl", output, "--max-tokens", "100") as process:
+        wait_until(lambda: output.exists() and bool(output.read_bytes()), "the first answer")
+        workers = children(process.pid)
+        assert len(workers) == 2
+        process.send_signal(number)
+        error = process.communicate(timeout=2 * LONG)[1]
     assert process.returncode in (128 + number, -number), error
     assert "Traceback" not in error
-    deadline = time.monotonic() + 20
-    while any(Path(f"/proc/{worker}/cmdline").exists() for worker in workers):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_until(lambda: not any(Path(f"/proc/{worker}/cmdline").exists() for worker in workers), "no worker is left")
     kept = [json.loads(line)["index"] for line in output.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
     assert kept == list(range(len(kept)))
 
@@ -190,18 +188,12 @@ def test_a_worker_that_dies(folder: Path, role: str) -> None:
     """Without its draft worker the run goes on plainly; without its last target it ends with one line."""
     output = folder / f"killed-{role}.jsonl"
     write_lines(folder / "some.jsonl", *PROMPTS * 12)
-    command = [str(SPOOL), "generate", "--target", "llama-target", "--draft", "llama-draft"]
-    command += ["--prompts", "some.jsonl", "--output", str(output), *FAST, "--max-tokens", "60"]
-    environment = {**os.environ, "SPOOL_CACHE": str(folder / "cache")}
-    process = subprocess.Popen(command, cwd=folder, env=environment, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 120
-    while not output.exists() or not output.read_bytes():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    for worker in children(process.pid):
-        if f"--role\0{role}\0" in Path(f"/proc/{worker}/cmdline").read_text():
-            os.kill(worker, signal.SIGKILL)
-    error = process.communicate(timeout=120)[1]
+    with at_work(folder, "some.jsonl", output, "--max-tokens", "60") as process:
+        wait_until(lambda: output.exists() and bool(output.read_bytes()), "the first answer")
+        for worker in children(process.pid):
+            if f"--role\0{role}\0" in Path(f"/proc/{worker}/cmdline").read_text():
+                os.kill(worker, signal.SIGKILL)
+        error = process.communicate(timeout=2 * LONG)[1]
     assert "Traceback" not in error
     if role == "target":
         assert process.returncode == 1

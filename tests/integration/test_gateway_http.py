@@ -29,6 +29,13 @@ PROMPT = "once upon a time"
 TIMEOUT = 2 * LONG
 CHAT: list[dict[str, Any]] = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
 
+ENDLESS: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 1900, "ignore_eos": True, "spool": {"speculation": False}}
+THREE = {**ENDLESS, "n": 3}
+
+# A step takes so long that a sequence of ENDLESS outlasts every wait: only its end ahead of time frees anything.
+STEP_SECONDS = 0.08
+assert STEP_SECONDS * ENDLESS["max_tokens"] > LONG
+
 
 @pytest.fixture(scope="module")
 def gateways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateways]:
@@ -53,6 +60,19 @@ def client(served: Served) -> Iterator[openai.OpenAI]:
 def http(served: Served) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=served.url, timeout=TIMEOUT) as client:
         yield client
+
+
+@pytest.fixture(scope="module")
+def slow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateways]:
+    gateways = stand_in_gateways(tmp_path_factory.mktemp("slow"), step_seconds=STEP_SECONDS)
+    yield gateways
+    gateways.close()
+
+
+@pytest.fixture(scope="module")
+def slowly_served(slow: Gateways) -> Iterator[Served]:
+    with slow.serve() as served:
+        yield served
 
 
 @pytest.fixture(autouse=True)
@@ -612,16 +632,16 @@ def test_deadline(http: httpx.Client) -> None:
     assert response.json()["error"]["code"] == "deadline_exceeded"
 
 
-def test_error_in_a_stream_is_an_event_and_the_stream_ends(served: Served, http: httpx.Client) -> None:
-    body = {"prompt": PROMPT, "max_tokens": 1900, "ignore_eos": True, "stream": True, "spool": {"speculation": False}}
-    response = http.post("/v1/completions", json=body, headers={"x-request-timeout-seconds": "0.2"})
+def test_error_in_a_stream_is_an_event_and_the_stream_ends(slowly_served: Served) -> None:
+    # Enough for the stream to begin, and not for it to end.
+    limit = {"x-request-timeout-seconds": "2"}
+    url = f"{slowly_served.url}/v1/completions"
+    response = httpx.post(url, json={**ENDLESS, "stream": True}, headers=limit, timeout=TIMEOUT)
     assert response.status_code == 200
     events = response.text.split("\n\n")
     assert json.loads(events[-3].removeprefix("data: "))["error"]["code"] == "deadline_exceeded"
     assert events[-2:] == ["data: [DONE]", ""]
-    with openai.OpenAI(
-        base_url=f"{served.url}/v1", api_key="x", default_headers={"x-request-timeout-seconds": "0.2"}
-    ) as client:
+    with openai.OpenAI(base_url=f"{slowly_served.url}/v1", api_key="x", default_headers=limit) as client:
         stream = client.completions.create(
             model=MODEL, prompt=PROMPT, max_tokens=1900, stream=True, extra_body={"ignore_eos": True}
         )
@@ -732,26 +752,6 @@ def test_every_route_but_health_and_ping_takes_a_key(gateways: Gateways) -> None
 
 
 # --- clients that go away ---------------------------------------------------------------------------------------------
-
-ENDLESS: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 1900, "ignore_eos": True, "spool": {"speculation": False}}
-THREE = {**ENDLESS, "n": 3}
-
-# A step takes so long that a sequence of ENDLESS outlasts every wait: only its end ahead of time frees anything.
-STEP_SECONDS = 0.08
-assert STEP_SECONDS * ENDLESS["max_tokens"] > LONG
-
-
-@pytest.fixture(scope="module")
-def slow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateways]:
-    gateways = stand_in_gateways(tmp_path_factory.mktemp("slow"), step_seconds=STEP_SECONDS)
-    yield gateways
-    gateways.close()
-
-
-@pytest.fixture(scope="module")
-def slowly_served(slow: Gateways) -> Iterator[Served]:
-    with slow.serve() as served:
-        yield served
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -27,6 +27,7 @@ from tests.integration.test_workers_processes import stand_in
 from tests.stand_in_worker import continuation
 from tests.support.cells import LINKS, Cell, check, client, running_cell, running_worker
 from tests.support.certificates import issue
+from tests.support.waiting import LONG
 
 TOKEN = ChannelSecurity(token=random_token())
 IMPATIENT = ClientOptions(give_up=0.5, connect_timeout=0.4, first_backoff=0.05)
@@ -46,8 +47,8 @@ def address_of(cell: Cell, service: str) -> str:
 async def call(channel: grpc.aio.Channel, path: str, method: Any, raw: bytes, metadata: Sequence[Any]) -> bytes | None:
     """One message as it is, and the first of the answer."""
     if not method.client_streaming:
-        return await channel.unary_unary(path)(raw, metadata=metadata, timeout=5)
-    stream = channel.stream_stream(path)(iter([raw]), metadata=metadata, timeout=5)
+        return await channel.unary_unary(path)(raw, metadata=metadata, timeout=LONG)
+    stream = channel.stream_stream(path)(iter([raw]), metadata=metadata, timeout=LONG)
     async for answer in stream:
         return answer
     return None
@@ -108,7 +109,7 @@ def test_health_is_open_and_there_is_no_reflection() -> None:
             ):
                 async with grpc.aio.insecure_channel(address) as channel:
                     request = health_pb2.HealthCheckRequest(service=name)
-                    answer = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=5)
+                    answer = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=LONG)
                     assert answer.status == health_pb2.HealthCheckResponse.SERVING
                     reflection = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
                     for metadata, code in (

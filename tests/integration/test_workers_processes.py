@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +22,7 @@ from scheduler.digests import EMPTY_DIGEST
 from scheduler.messages import Role
 from services.launcher import LoadingMessage, WorkerLaunch, WorkerLauncher, WorkerStartError
 from tests.stand_in_worker import continuation
+from tests.support.waiting import LONG, until
 
 ROOT = Path(__file__).parents[2]
 PROMPT = [5, 6, 7, 8, 9]
@@ -53,18 +54,14 @@ def step(description: worker_pb2.WorkerDescription, step_id: int, *rows: worker_
 async def exchange(
     stub: worker_pb2_grpc.WorkerStub, requests: Iterable[worker_pb2.StepRequest]
 ) -> list[worker_pb2.StepReply]:
-    return [reply async for reply in stub.Steps(iter(requests), timeout=20)]
-
-
-async def until(condition: Callable[[], bool], seconds: float = 10) -> None:
-    """For what other processes do, which no event of ours announces."""
-    async with asyncio.timeout(seconds):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.02)
+    return [reply async for reply in stub.Steps(iter(requests), timeout=LONG)]
 
 
 def alive(process_id: int) -> bool:
-    return psutil.pid_exists(process_id) and psutil.Process(process_id).status() != psutil.STATUS_ZOMBIE
+    try:
+        return psutil.Process(process_id).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def test_draft_and_target_are_processes_of_their_own() -> None:
@@ -78,7 +75,7 @@ def test_draft_and_target_are_processes_of_their_own() -> None:
             epochs = set()
             for worker in workers:
                 async with stub_of(worker.address) as stub:
-                    description = await stub.Describe(worker_pb2.DescribeRequest(), timeout=5)
+                    description = await stub.Describe(worker_pb2.DescribeRequest(), timeout=LONG)
                 assert description.process_id == worker.process_id
                 assert description.role == (
                     worker_pb2.ROLE_DRAFT if worker.role is Role.DRAFT else worker_pb2.ROLE_TARGET
@@ -95,20 +92,24 @@ def test_draft_and_target_are_processes_of_their_own() -> None:
 def test_steps_run_in_order_and_the_server_stays_live() -> None:
     async def run() -> None:
         async with (
-            WorkerLauncher([stand_in(Role.TARGET, step_seconds=0.5)]) as launcher,
+            WorkerLauncher([stand_in(Role.TARGET, step_seconds=2)]) as launcher,
             stub_of(launcher.workers[0].address) as stub,
         ):
-            description = await stub.Describe(worker_pb2.DescribeRequest(), timeout=5)
+            description = await stub.Describe(worker_pb2.DescribeRequest(), timeout=LONG)
             requests = [step(description, n, opening(n, choose=True)) for n in (1, 2, 3)]
-            running = asyncio.create_task(exchange(stub, requests))
-            await asyncio.sleep(0.05)
-            await stub.Describe(worker_pb2.DescribeRequest(), timeout=0.4)
-            replies = await running
+            call = stub.Steps(iter(requests), timeout=LONG)
+            replies = [await call.read()]
+            # The second step runs now.
+            second = asyncio.ensure_future(call.read())
+            await stub.Describe(worker_pb2.DescribeRequest(), timeout=LONG)
+            assert not second.done()
+            replies += [await second, await call.read()]
+            assert await call.read() is grpc.aio.EOF
             assert [reply.step_id for reply in replies] == [1, 2, 3]
             for reply in replies:
                 assert list(reply.rows[0].tokens) == continuation(PROMPT, 1)
-            assert replies[2].timings.queued > 0.8
-            assert replies[2].timings.idle < 0.3
+            assert replies[2].timings.queued > 2
+            assert replies[2].timings.idle < 1
 
             # A stream of its own, as after a broken connection, repeats a step.
             assert await exchange(stub, [requests[2]]) == [replies[2]]
@@ -124,17 +125,17 @@ def test_health_and_drain() -> None:
         ):
             stub, health = worker_pb2_grpc.WorkerStub(channel), health_pb2_grpc.HealthStub(channel)
             request = health_pb2.HealthCheckRequest(service="spool.v1.Worker")
-            assert (await health.Check(request, timeout=5)).status == health_pb2.HealthCheckResponse.SERVING
-            description = await stub.Describe(worker_pb2.DescribeRequest(), timeout=5)
+            assert (await health.Check(request, timeout=LONG)).status == health_pb2.HealthCheckResponse.SERVING
+            description = await stub.Describe(worker_pb2.DescribeRequest(), timeout=LONG)
             await exchange(stub, [step(description, 1, opening(1))])
 
-            assert (await stub.Drain(worker_pb2.DrainRequest(), timeout=0.7)).sequences_left == 1
-            assert (await health.Check(request, timeout=5)).status == health_pb2.HealthCheckResponse.NOT_SERVING
-            draining = asyncio.ensure_future(stub.Drain(worker_pb2.DrainRequest(), timeout=20))
+            assert (await stub.Drain(worker_pb2.DrainRequest(), timeout=1)).sequences_left == 1
+            assert (await health.Check(request, timeout=LONG)).status == health_pb2.HealthCheckResponse.NOT_SERVING
+            draining = asyncio.ensure_future(stub.Drain(worker_pb2.DrainRequest(), timeout=LONG))
             release = step(description, 2)
             release.released_sequence_ids.append(1)
             await exchange(stub, [release])
-            assert (await asyncio.wait_for(draining, 5)).sequences_left == 0
+            assert (await draining).sequences_left == 0
 
     asyncio.run(run())
 
@@ -142,10 +143,10 @@ def test_health_and_drain() -> None:
 def test_steps_of_a_broken_stream_that_wait_are_not_run() -> None:
     async def run() -> None:
         async with (
-            WorkerLauncher([stand_in(Role.TARGET, step_seconds=0.2)]) as launcher,
+            WorkerLauncher([stand_in(Role.TARGET, step_seconds=1.5)]) as launcher,
             stub_of(launcher.workers[0].address) as stub,
         ):
-            description = await stub.Describe(worker_pb2.DescribeRequest(), timeout=5)
+            description = await stub.Describe(worker_pb2.DescribeRequest(), timeout=LONG)
             call = stub.Steps(iter([step(description, n, opening(n)) for n in (1, 2, 3, 4)]))
             assert (await call.read()).step_id == 1
             call.cancel()
@@ -159,10 +160,10 @@ def test_steps_of_a_broken_stream_that_wait_are_not_run() -> None:
 def test_worker_that_is_stopped_still_answers_what_has_arrived() -> None:
     async def run() -> None:
         async with (
-            WorkerLauncher([stand_in(Role.TARGET, step_seconds=0.2)]) as launcher,
+            WorkerLauncher([stand_in(Role.TARGET, step_seconds=1)]) as launcher,
             stub_of(launcher.workers[0].address) as stub,
         ):
-            description = await stub.Describe(worker_pb2.DescribeRequest(), timeout=5)
+            description = await stub.Describe(worker_pb2.DescribeRequest(), timeout=LONG)
             call = stub.Steps()
             for step_id in (1, 2):
                 await call.write(step(description, step_id, opening(step_id)))
@@ -170,7 +171,7 @@ def test_worker_that_is_stopped_still_answers_what_has_arrived() -> None:
             os.kill(launcher.workers[0].process_id, signal.SIGTERM)
             assert (await call.read()).step_id == 2
             assert await call.read() is grpc.aio.EOF
-            await until(lambda: not alive(launcher.workers[0].process_id), 3)
+            await until(lambda: not alive(launcher.workers[0].process_id))
 
     asyncio.run(run())
 
@@ -183,7 +184,7 @@ def test_threads_and_cpus_are_the_launchers_choice() -> None:
             process_id = launcher.workers[0].process_id
             assert os.sched_getaffinity(process_id) == {cpu}
             assert psutil.Process(process_id).environ()["OMP_NUM_THREADS"] == "3"
-            assert (await stub.Describe(worker_pb2.DescribeRequest(), timeout=5)).threads == 3
+            assert (await stub.Describe(worker_pb2.DescribeRequest(), timeout=LONG)).threads == 3
 
     asyncio.run(run())
 
@@ -260,7 +261,7 @@ def test_worker_started_again_keeps_its_address() -> None:
             os.kill(before.process_id, signal.SIGKILL)
             async with stub_of(before.address) as stub:
                 await until(lambda: launcher.workers[0].process_id != before.process_id)
-                description = await stub.Describe(worker_pb2.DescribeRequest(), timeout=10, wait_for_ready=True)
+                description = await stub.Describe(worker_pb2.DescribeRequest(), timeout=LONG, wait_for_ready=True)
             assert description.process_id == launcher.workers[0].process_id
             assert launcher.workers[0].address == before.address
             assert deaths == [("target-0", "killed by signal 9")]
@@ -292,10 +293,10 @@ def test_worker_does_not_outlive_its_parent(number: signal.Signals) -> None:
         )
         try:
             assert parent.stdout is not None
-            worker = int(await asyncio.wait_for(parent.stdout.readline(), 30))
+            worker = int(await asyncio.wait_for(parent.stdout.readline(), LONG))
             assert alive(worker)
             parent.send_signal(number)
-            await asyncio.wait_for(parent.wait(), 10)
+            await asyncio.wait_for(parent.wait(), LONG)
             await until(lambda: not alive(worker))
         finally:
             if parent.returncode is None:

@@ -6,9 +6,11 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from subprocess import Popen
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -52,6 +54,17 @@ def spool(
         check=False,
     )
     return Ended(outcome.returncode, outcome.stdout, outcome.stderr)
+
+
+@contextmanager
+def started(*arguments: object, cwd: Path | None = None, environment: Mapping[str, str]) -> Iterator[Popen[str]]:
+    """`spool` at work, its standard error in a pipe; gone when the block ends, however it ends."""
+    command = [str(SPOOL), *map(str, arguments)]
+    with Popen(command, cwd=cwd, env={**os.environ, **environment}, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def save_tokenizer(folder: Path, reverse: bool = False) -> None:

@@ -17,6 +17,7 @@ from deploy.bench_load import Ending, LatencyBound, RequestRecord, percentile, p
 from deploy.bench_serve import run_load
 from deploy.progress import LineReporter, error_console
 from deploy.prompts import Prompt
+from tests.support.waiting import LONG
 
 BOUND = LatencyBound(first_token=1.0, per_token=0.1)
 
@@ -130,7 +131,7 @@ def test_requests_do_not_wait_for_each_other() -> None:
     gate = Gate(8)
     reporter = LineReporter(error_console())
     load = run_load(gate, prompts, [0.0] * 8, 0, "load", reporter)
-    records = asyncio.run(asyncio.wait_for(load, 30))
+    records = asyncio.run(asyncio.wait_for(load, LONG))
     assert gate.asked == [(f"text {index % 3}", index) for index in range(8)]
     endings = [record.ending for record in records]
     assert endings == [Ending.ANSWERED, Ending.ANSWERED, Ending.REFUSED, Ending.FAILED] * 2

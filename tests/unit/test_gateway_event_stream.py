@@ -9,6 +9,7 @@ import pytest
 from starlette.types import Message
 
 from services.gateway.event_stream import EventStreamResponse, data_event
+from tests.support.waiting import LONG
 
 
 class Events:
@@ -50,9 +51,9 @@ def test_silence_brings_a_comment() -> None:
         events, client = Events(), Client()
         response = EventStreamResponse(events.read(), 0.01, {"x-more": "1"})
         sending = asyncio.create_task(response({"type": "http"}, client.receive, client.send))
-        await asyncio.wait_for(client.pinged.wait(), 5)
+        await asyncio.wait_for(client.pinged.wait(), LONG)
         events.go_on.set()
-        await asyncio.wait_for(sending, 5)
+        await asyncio.wait_for(sending, LONG)
         assert client.body.replace(b": ping\n\n", b"") == b"data: 1\n\ndata: 2\n\n"
         assert events.closed
         headers = dict(client.messages[0]["headers"])
@@ -68,7 +69,7 @@ def test_cancelling_closes_the_events_at_once() -> None:
         events, client = Events(), Client()
         response = EventStreamResponse(events.read(), 0.01)
         sending = asyncio.create_task(response({"type": "http"}, client.receive, client.send))
-        await asyncio.wait_for(client.pinged.wait(), 5)
+        await asyncio.wait_for(client.pinged.wait(), LONG)
         sending.cancel()
         with pytest.raises(asyncio.CancelledError):
             await sending
