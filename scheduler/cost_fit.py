@@ -89,20 +89,18 @@ class CostFit:
     def _solve(self, points: list[tuple[float, Features]], weights: list[float]) -> Features:
         """Weighted least squares with the prior as weak observations. A negative coefficient is noise: 0 instead."""
         total = sum(weights)
-        mean_seconds = sum(w * seconds for w, (seconds, _) in zip(weights, points, strict=True)) / total
+        seconds = [point[0] for point in points]
+        columns = list(zip(*(features for _, features in points), strict=True))
+        weighted = [list(map(mul, weights, column)) for column in columns]
+        mean_seconds = sum(map(mul, weights, seconds)) / total
         size = len(self._prior_shares)
-        means = [sum(w * x[i] for w, (_, x) in zip(weights, points, strict=True)) / total for i in range(size)]
+        means = [sum(column) / total for column in weighted]
         active = [i for i in range(size) if means[i] > 0]
+        answers = {i: sum(map(mul, weighted[i], seconds)) for i in active}
+        products = {i: {j: sum(map(mul, weighted[i], columns[j])) for j in active} for i in active}
         result = [0.0] * size
         while active:
-            matrix = [[0.0] * (len(active) + 1) for _ in active]
-            for weight, (seconds, x) in zip(weights, points, strict=True):
-                for row, i in zip(matrix, active, strict=True):
-                    scaled = weight * x[i]
-                    if scaled:
-                        for column, j in enumerate(active):
-                            row[column] += scaled * x[j]
-                        row[-1] += scaled * seconds
+            matrix = [[*(products[i][j] for j in active), answers[i]] for i in active]
             for place, i in enumerate(active):
                 # The weight is relative, so that fading all bins alike changes nothing.
                 matrix[place][place] += total * _PRIOR_WEIGHT * means[i] ** 2

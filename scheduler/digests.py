@@ -35,6 +35,8 @@ class DigestedTokens:
 
     def extend(self, tokens: Iterable[int]) -> None:
         added = tuple(tokens)
+        if not added:
+            return
         digest = self._digests[-1]
         self._digests.extend([digest := (digest * _BASE + token + 1) % _MODULUS for token in added])
         self.tokens += added

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import NoReturn
 
 MAX_SEED = 2**64 - 1
 
@@ -32,24 +32,31 @@ class SamplingParameters:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        def require(name: str, holds: bool, limit: str) -> None:
-            if not holds:
-                raise ValueError(f"{name} is {getattr(self, name)!r}, must be {limit}")
-
-        finite = math.isfinite
-        require("temperature", finite(self.temperature) and 0 <= self.temperature <= 100, "between 0 and 100")
-        require("top_k", self.top_k >= 0, "0 (off) or more")
-        require("top_p", 0 < self.top_p <= 1, "above 0 and at most 1")
-        require("min_p", 0 <= self.min_p <= 1, "between 0 and 1")
-        require("repetition_penalty", 0 < self.repetition_penalty <= 100, "above 0 and at most 100")
-        require("presence_penalty", -2 <= self.presence_penalty <= 2, "between -2 and 2")
-        require("frequency_penalty", -2 <= self.frequency_penalty <= 2, "between -2 and 2")
-        require("seed", 0 <= self.seed <= MAX_SEED, f"between 0 and {MAX_SEED}")
+        # One after the other, and the limits only for what breaks them: every request passes here several times.
+        if not 0 <= self.temperature <= 100:
+            self._refuse("temperature", "between 0 and 100")
+        if self.top_k < 0:
+            self._refuse("top_k", "0 (off) or more")
+        if not 0 < self.top_p <= 1:
+            self._refuse("top_p", "above 0 and at most 1")
+        if not 0 <= self.min_p <= 1:
+            self._refuse("min_p", "between 0 and 1")
+        if not 0 < self.repetition_penalty <= 100:
+            self._refuse("repetition_penalty", "above 0 and at most 100")
+        if not -2 <= self.presence_penalty <= 2:
+            self._refuse("presence_penalty", "between -2 and 2")
+        if not -2 <= self.frequency_penalty <= 2:
+            self._refuse("frequency_penalty", "between -2 and 2")
+        if not 0 <= self.seed <= MAX_SEED:
+            self._refuse("seed", f"between 0 and {MAX_SEED}")
         for token_id, bias in self.logit_bias.items():
-            if token_id < 0 or not finite(bias) or not -100 <= bias <= 100:
+            if token_id < 0 or not -100 <= bias <= 100:
                 raise ValueError(
                     f"logit_bias[{token_id}] is {bias!r}, must be a token id with a value between -100 and 100"
                 )
+
+    def _refuse(self, name: str, limit: str) -> NoReturn:
+        raise ValueError(f"{name} is {getattr(self, name)!r}, must be {limit}")
 
     @property
     def greedy(self) -> bool:

@@ -345,7 +345,7 @@ class SchedulerService:
             ("committed_output", request.committed_output),
             ("logit_bias", request.sampling.logit_bias),
         ):
-            for token in tokens:
-                if not 0 <= token < size:
-                    message = f"{name} holds token id {token}, must be between 0 and {size - 1}"
-                    raise AdmissionRefusedError(RefusalCause.INVALID, message)
+            if tokens and not (min(tokens) >= 0 and max(tokens) < size):
+                wrong = next(token for token in tokens if not 0 <= token < size)
+                message = f"{name} holds token id {wrong}, must be between 0 and {size - 1}"
+                raise AdmissionRefusedError(RefusalCause.INVALID, message)
