@@ -1,13 +1,17 @@
 """Many schedules of faults, one for each seed: `python -m tests.sim.soak --seeds 1000`.
 
 A seed that breaks a rule is printed with its last events, and `--first SEED --seeds 1` takes the same course again.
+`--json FILE` keeps a summary there, whole at every time, of all seeds up to the first that has not run: a run that was
+ended goes on from its `next_seed`.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import json
 import os
+import subprocess
 import sys
 import time
 import traceback
@@ -16,16 +20,18 @@ from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field
 from multiprocessing import get_context
+from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from services.machine import describe_machine
 from tests.sim.cell.plan import FAULTS
 from tests.sim.cell.schedule import ScheduleError, run_schedule
 
 _SEEDS_PER_PART = 20
-_COLLECT_EVERY = 5
+_SUMMARY_EVERY_SECONDS = 10.0
 
 
 @dataclass
@@ -33,6 +39,8 @@ class Tally:
     """What came of some schedules."""
 
     schedules: int = 0
+    sequences: int = 0
+    events: int = 0
     tokens: int = 0
     virtual_seconds: float = 0.0
     fenced_replies: int = 0
@@ -42,6 +50,8 @@ class Tally:
 
     def add(self, other: Tally) -> None:
         self.schedules += other.schedules
+        self.sequences += other.sequences
+        self.events += other.events
         self.tokens += other.tokens
         self.virtual_seconds += other.virtual_seconds
         self.fenced_replies += other.fenced_replies
@@ -56,8 +66,9 @@ def run_seeds(seeds: range, sequences: int) -> Tally:
     gc.disable()
     for seed in seeds:
         tally.schedules += 1
-        if seed % _COLLECT_EVERY == 0:
-            gc.collect()
+        tally.sequences += sequences
+        # What a schedule leaves behind is dropped while it is still in the processor's caches.
+        gc.collect()
         try:
             result = run_schedule(seed, sequences)
         except ScheduleError as error:
@@ -66,6 +77,7 @@ def run_seeds(seeds: range, sequences: int) -> Tally:
         except Exception:
             tally.failures.append(f"seed {seed} with {sequences} sequences: {traceback.format_exc()}")
             continue
+        tally.events += len(result.events)
         tally.tokens += result.tokens
         tally.virtual_seconds += result.virtual_seconds
         tally.fenced_replies += result.fenced_replies
@@ -74,12 +86,66 @@ def run_seeds(seeds: range, sequences: int) -> Tally:
     return tally
 
 
+class Summary:
+    """What came of the seeds so far, as JSON. Only seeds before which none is missing count."""
+
+    def __init__(self, file: Path | None, first: int, jobs: int) -> None:
+        self._file = file
+        self._first = first
+        self._jobs = jobs
+        self._counted = Tally()
+        self._later: dict[int, Tally] = {}
+        self._began = self._written = time.monotonic()
+        self._fixed = {"commit": _commit(), "machine": describe_machine()} if file is not None else {}
+
+    def add(self, seeds: range, tally: Tally) -> None:
+        self._later[seeds.start] = tally
+        while (found := self._later.pop(self._first + self._counted.schedules, None)) is not None:
+            self._counted.add(found)
+        if time.monotonic() - self._written > _SUMMARY_EVERY_SECONDS:
+            self.write()
+
+    def write(self) -> None:
+        if self._file is None:
+            return
+        self._written = time.monotonic()
+        tally = self._counted
+        content = {
+            "command": " ".join(["python -m tests.sim.soak", *sys.argv[1:]]),
+            "first_seed": self._first,
+            "next_seed": self._first + tally.schedules,
+            "schedules": tally.schedules,
+            "sequences": tally.sequences,
+            "seconds": round(self._written - self._began, 1),
+            "jobs": self._jobs,
+            "failures": tally.failures,
+            "faults": dict(tally.faults.most_common()),
+            "ends": dict(tally.outcomes.most_common()),
+            "events": tally.events,
+            "tokens": tally.tokens,
+            "fenced_replies": tally.fenced_replies,
+            "virtual_seconds": round(tally.virtual_seconds, 1),
+            **self._fixed,
+        }
+        beside = self._file.with_name(self._file.name + ".part")
+        beside.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        beside.replace(self._file)
+
+
+def _commit() -> str:
+    """With "changed" where the files are not those of the commit; empty outside a repository."""
+    command = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty= changed"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+
+
 def _parts(first: int, count: int) -> Iterator[range]:
     for start in range(first, first + count, _SEEDS_PER_PART):
         yield range(start, min(start + _SEEDS_PER_PART, first + count))
 
 
-def soak(console: Console, first: int, count: int, sequences: int, jobs: int, most_failures: int) -> Tally:
+def soak(
+    console: Console, summary: Summary, first: int, count: int, sequences: int, jobs: int, most_failures: int
+) -> Tally:
     """Runs the seeds on `jobs` processes; begins no more once `most_failures` have failed."""
     total = Tally()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
@@ -90,19 +156,19 @@ def soak(console: Console, first: int, count: int, sequences: int, jobs: int, mo
         Progress(*columns, console=console) as progress,
     ):
         bar = progress.add_task("schedules", total=count)
-        running: set[Future[Tally]] = set()
+        running: dict[Future[Tally], range] = {}
         while True:
             while len(running) < 2 * jobs and len(total.failures) < most_failures:
                 part = next(parts, None)
                 if part is None:
                     break
-                running.add(pool.submit(run_seeds, part, sequences))
+                running[pool.submit(run_seeds, part, sequences)] = part
             if not running:
                 return total
-            done, running = wait(running, return_when=FIRST_COMPLETED)
-            for future in done:
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
                 tally = future.result()
                 total.add(tally)
+                summary.add(running.pop(future), tally)
                 for failure in tally.failures:
                     console.print(failure, markup=False, highlight=False, soft_wrap=True)
                 rate = total.schedules / (time.monotonic() - began)
@@ -141,12 +207,18 @@ def main() -> int:
     parser.add_argument(
         "--jobs", type=_at_least_one, default=os.cpu_count() or 1, help="processes (default: one a core)"
     )
-    parser.add_argument("--most-failures", type=_at_least_one, default=5, help="stop after so many (default 5)")
+    parser.add_argument("--most-failures", type=_at_least_one, default=100, help="stop after so many (default 100)")
+    parser.add_argument("--json", type=Path, help="file for a summary")
     given = parser.parse_args()
     console = Console()
     console.print(f"faults: {', '.join(FAULTS)}", highlight=False)
+    summary = Summary(given.json, given.first, given.jobs)
+    summary.write()  # so that a file that cannot be written ends the run at its start
     began = time.monotonic()
-    total = soak(console, given.first, given.seeds, given.sequences, given.jobs, given.most_failures)
+    try:
+        total = soak(console, summary, given.first, given.seeds, given.sequences, given.jobs, given.most_failures)
+    finally:
+        summary.write()
     _report(console, total, time.monotonic() - began)
     return 1 if total.failures else 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import os
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import pytest
 from tests.sim.cell.plan import FAULTS
 from tests.sim.cell.schedule import ScheduleResult, run_schedule
 from tests.sim.cell.virtual_time import StandstillError, VirtualLoop
+from tests.sim.soak import Summary, Tally
 
 ROOT = Path(__file__).parents[2]
 
@@ -88,24 +90,36 @@ def test_two_seeds_take_two_courses() -> None:
     assert digest(run_schedule(1)) != digest(run_schedule(2))
 
 
-def test_soak_says_how_it_went() -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "tests.sim.soak",
-        "--seeds",
-        "4",
-        "--first",
-        "7",
-        "--jobs",
-        "1",
-        "--sequences",
-        "50",
-    ]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+def test_soak_says_how_it_went(tmp_path: Path) -> None:
+    summary = tmp_path / "soak.json"
+    arguments = ["--seeds", "4", "--first", "7", "--jobs", "1", "--sequences", "50", "--json", str(summary)]
+    command = [sys.executable, "-m", "tests.sim.soak", *arguments]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr
     assert "4 schedules in" in run.stdout
     assert "0 failures" in run.stdout
+    said = json.loads(summary.read_text(encoding="utf-8"))
+    assert (said["first_seed"], said["next_seed"], said["schedules"], said["sequences"]) == (7, 11, 4, 200)
+    assert said["failures"] == []
+    assert sum(said["ends"].values()) == 200
+    results = [run_schedule(seed, 50) for seed in range(7, 11)]
+    assert said["faults"] == sum((result.faults for result in results), Counter())
+    assert said["events"] == sum(len(result.events) for result in results)
+    assert list(tmp_path.iterdir()) == [summary]
+
+
+def test_summary_counts_only_up_to_the_first_seed_that_is_missing(tmp_path: Path) -> None:
+    file = tmp_path / "soak.json"
+
+    def next_seed() -> int:
+        summary.write()
+        return int(json.loads(file.read_text(encoding="utf-8"))["next_seed"])
+
+    summary = Summary(file, 10, 2)
+    summary.add(range(15, 20), Tally(schedules=5))
+    assert next_seed() == 10
+    summary.add(range(10, 15), Tally(schedules=5))
+    assert next_seed() == 20
 
 
 def test_virtual_time_jumps_and_timers_keep_their_order() -> None:

@@ -93,7 +93,7 @@ async def _unary(
                 network.handler_errors.append(f"{method}: {error!r}")
             result = rpc_error(grpc.StatusCode.UNKNOWN, repr(error))
         if listener.process.alive:
-            loop.call_at(network.arrival(listener.process, client.name), settle, result)
+            loop.post(network.arrival(listener.process, client.name), settle, result)
 
     def arrive() -> None:
         listener = network.listeners.get(address)
@@ -101,13 +101,13 @@ async def _unary(
             listener.process.spawn(serve(listener))
         elif wait_for_ready:
             if not answer.done():
-                loop.call_later(0.1, arrive)
+                loop.post(loop.now + 0.1, arrive)
         else:
             settle(unavailable(f"nobody listens at {address}"))
 
     if client.alive:
         server = network.listeners.get(address)
-        loop.call_at(network.arrival(client, server.process.name if server is not None else address), arrive)
+        loop.post(network.arrival(client, server.process.name if server is not None else address), arrive)
     expiry = None
     if seconds is not None:
         expiry = loop.call_later(seconds, settle, rpc_error(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded"))
@@ -303,8 +303,8 @@ class StreamCall:
     def break_off(self, reason: str) -> None:
         """The connection is gone. Each end notices in its own time; the server may still read what was on the way."""
         rng, loop = self._network.rng, self._loop
-        loop.call_later(rng.choice((0.001, 0.05, 0.5)), self._finish, unavailable(reason))
-        loop.call_later(rng.choice((0.001, 0.05, 2.0)), self._stop_handler)
+        loop.post(loop.now + rng.choice((0.001, 0.05, 0.5)), self._finish, unavailable(reason))
+        loop.post(loop.now + rng.choice((0.001, 0.05, 2.0)), self._stop_handler)
 
     def _up(self, action: Callable[..., None], *args: Any, straight: bool = False) -> None:
         if not self._client.alive:
@@ -313,12 +313,12 @@ class StreamCall:
         at = max(self._network.arrival(self._client, far), self._last_up)
         kind = "" if straight or not self._steps else self._network.mischief(self._client.name, far)
         if kind == "late":
-            self._loop.call_at(at + 0.05 * self._network.rng.random(), self._arrive_up, action, *args)
+            self._loop.post(at + 0.05 * self._network.rng.random(), self._arrive_up, action, *args)
             return
         self._last_up = at
-        self._loop.call_at(at, self._arrive_up, action, *args)
+        self._loop.post(at, self._arrive_up, action, *args)
         if kind == "twice":
-            self._loop.call_at(at + 0.05 * self._network.rng.random(), self._arrive_up, action, *args)
+            self._loop.post(at + 0.05 * self._network.rng.random(), self._arrive_up, action, *args)
 
     def _arrive_up(self, action: Callable[..., None], *args: Any) -> None:
         if self._server is None or self._server.alive:
@@ -331,12 +331,12 @@ class StreamCall:
         at = max(self._network.arrival(server, self._client.name), self._last_down)
         kind = "" if straight or not self._steps else self._network.mischief(server.name, self._client.name)
         if kind == "late":
-            self._loop.call_at(at + 0.05 * self._network.rng.random(), self._arrive_down, action, *args)
+            self._loop.post(at + 0.05 * self._network.rng.random(), self._arrive_down, action, *args)
             return
         self._last_down = at
-        self._loop.call_at(at, self._arrive_down, action, *args)
+        self._loop.post(at, self._arrive_down, action, *args)
         if kind == "twice":
-            self._loop.call_at(at + 0.05 * self._network.rng.random(), self._arrive_down, action, *args)
+            self._loop.post(at + 0.05 * self._network.rng.random(), self._arrive_down, action, *args)
 
     def _arrive_down(self, action: Callable[..., None], *args: Any) -> None:
         if self._client.alive:

@@ -15,7 +15,7 @@ from typing import Any
 import services.scheduler_server
 import services.worker_set
 from tests.sim.cell.plan import FAULTS, make_plan
-from tests.sim.cell.virtual_time import OWNER, StandstillError, VirtualLoop
+from tests.sim.cell.virtual_time import StandstillError, VirtualLoop
 from tests.sim.cell.world import World
 
 _TAIL = 60
@@ -68,9 +68,7 @@ def run_schedule(seed: int, sequences: int = 200, kinds: tuple[str, ...] = FAULT
         world = World(loop, plan, rng)
 
         def loop_error(_loop: object, context: dict[str, Any]) -> None:
-            handle = context.get("handle")
-            owner = handle._context.get(OWNER) if handle is not None else None
-            if owner is not None and owner.alive:
+            if "owner" in context and (context["owner"] is None or context["owner"].alive):
                 world.fail(f"{context.get('message')}: {context.get('exception')!r}")
 
         loop.set_exception_handler(loop_error)

@@ -29,75 +29,104 @@ _MOST_ROUNDS = 100_000
 """Of callbacks that call for callbacks, all at one time."""
 
 
+class _Timer(asyncio.TimerHandle):
+    """What asyncio needs to cancel a timer; the loop has the rest."""
+
+    __slots__ = ()
+
+    def __init__(self, when: float) -> None:
+        self._when = when
+        self._cancelled = False
+
+    def cancel(self) -> None:
+        self._cancelled = True
+
+
+_Call = tuple[contextvars.Context | None, Callable[..., object], tuple[Any, ...], asyncio.Handle | None]
+"""In which context to call what with which arguments, unless the handle says that it is cancelled."""
+
+
 class VirtualLoop(asyncio.BaseEventLoop):
-    """Knows no sockets and no threads. `now` is the virtual time in seconds; timers of the same time run in order."""
+    """Knows no sockets and no threads. `now` is the virtual time in seconds; timers of the same time run in order.
+
+    An error in a callback goes to the exception handler, with the `owner` of the callback.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
-        self._timers: list[tuple[float, int, asyncio.TimerHandle]] = []
+        self._calls: deque[_Call] = deque()
+        self._timers: list[tuple[float, int, _Call]] = []
         self._timer_count = 0
-        self._rounds = 0
 
     def time(self) -> float:
         return self.now
 
-    # Faster than what they replace: a schedule is a hundred thousand of these.
+    # Faster than what they replace: a schedule is ten thousand of these.
+
+    def post(self, when: float, callback: Callable[..., object], *args: Any) -> None:
+        """As `call_at`, for what nobody cancels and no process owns."""
+        self._timer_count += 1
+        heapq.heappush(self._timers, (when, self._timer_count, (None, callback, args, None)))
 
     def call_at(
         self, when: float, callback: Callable[..., object], *args: Any, context: contextvars.Context | None = None
     ) -> asyncio.TimerHandle:
-        handle = asyncio.TimerHandle(when, callback, args, self, context)
+        timer = _Timer(when)
         self._timer_count += 1
-        heapq.heappush(self._timers, (when, self._timer_count, handle))
-        return handle
+        call = (context or contextvars.copy_context(), callback, args, timer)
+        heapq.heappush(self._timers, (when, self._timer_count, call))
+        return timer
 
     def call_later(
         self, delay: float, callback: Callable[..., object], *args: Any, context: contextvars.Context | None = None
     ) -> asyncio.TimerHandle:
         return self.call_at(self.now + delay, callback, *args, context=context)
 
-    def call_soon(
-        self, callback: Callable[..., object], *args: Any, context: contextvars.Context | None = None
-    ) -> asyncio.Handle:
-        handle = asyncio.Handle(callback, args, self, context)
-        self._ready.append(handle)
-        return handle
-
-    def _timer_handle_cancelled(self, _handle: asyncio.TimerHandle) -> None:
-        pass
+    def call_soon(self, callback: Callable[..., object], *args: Any, context: contextvars.Context | None = None) -> Any:
+        # Tasks and futures come with a context and do not look at what is returned.
+        if context is not None:
+            self._calls.append((context, callback, args, None))
+            return None
+        timer = _Timer(self.now)
+        self._calls.append((contextvars.copy_context(), callback, args, timer))
+        return timer
 
     def _run_once(self) -> None:
-        """All that is ready; where nothing is, the clock moves on to the next timer."""
-        ready, timers = self._ready, self._timers
-        while timers and timers[0][2]._cancelled:
-            heapq.heappop(timers)
-        if not ready:
-            if not timers:
-                if not self._stopping:
+        """All that is ready; where nothing is, the clock moves on to the next timer. Returns when the loop stops."""
+        ready, timers, pop = self._calls, self._timers, heapq.heappop
+        rounds = 0
+        while not self._stopping:
+            if not ready:
+                while timers and (handle := timers[0][2][3]) is not None and handle._cancelled:
+                    pop(timers)
+                if not timers:
                     raise StandstillError("nothing is left to happen")
-                return
-            self.now = max(self.now, timers[0][0])
-            self._rounds = 0
-        self._rounds += 1
-        if self._rounds > _MOST_ROUNDS:
-            self._rounds = 0
-            raise StandstillError("time does not go on")
-        while timers and timers[0][0] <= self.now:
-            ready.append(heapq.heappop(timers)[2])
-        for _ in range(len(ready)):
-            handle = ready.popleft()
-            if handle._cancelled:
-                continue
-            try:
-                handle._context.run(handle._callback, *handle._args)
-            except Exception as error:
-                message = f"error in a callback: {error!r}"
-                self.call_exception_handler({"message": message, "exception": error, "handle": handle})
+                if timers[0][0] > self.now:
+                    self.now = timers[0][0]
+                rounds = 0
+            rounds += 1
+            if rounds > _MOST_ROUNDS:
+                raise StandstillError("time does not go on")
+            while timers and timers[0][0] <= self.now:
+                ready.append(pop(timers)[2])
+            for _ in range(len(ready)):
+                context, callback, args, handle = ready.popleft()
+                if handle is not None and handle._cancelled:
+                    continue
+                try:
+                    if context is None:
+                        callback(*args)
+                    else:
+                        context.run(callback, *args)
+                except Exception as error:
+                    owner = context.get(OWNER) if context is not None else None
+                    message = f"error in a callback: {error!r}"
+                    self.call_exception_handler({"message": message, "exception": error, "owner": owner})
 
     def call_soon_threadsafe(
         self, callback: Callable[..., object], *args: Any, context: contextvars.Context | None = None
-    ) -> asyncio.Handle:
+    ) -> Any:
         return self.call_soon(callback, *args, context=context)
 
     def create_task(
@@ -152,7 +181,7 @@ class VirtualThread:
             if not future.cancelled():
                 self._busy = True
                 began = self._loop.now
-                self._loop.call_later(self._seconds_of(args[0]), self._finish, began, future, call, args)
+                self._loop.post(began + self._seconds_of(args[0]), self._finish, began, future, call, args)
                 return
         self._busy = False
 
