@@ -1,19 +1,11 @@
-"""The application on real Ray: a cluster of logical nodes, and `spool serve` on its own."""
+"""The application on real Ray, on a cluster of logical nodes."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import random
-import re
-import shlex
 import signal
-import subprocess
-import sys
-import tempfile
-import textwrap
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,16 +17,15 @@ import psutil
 import pytest
 import yaml
 
-from engine.model_source import CACHE_VARIABLE, cache_folder
+from engine.model_source import CACHE_VARIABLE
 from protos import generation_pb2, generation_pb2_grpc
-from tests.support.command_line import SPOOL, save_tokenizer, spool
+from tests.support.command_line import save_tokenizer, spool
 from tests.support.ray_cluster import RayCluster
 from tests.support.serving import ENGINE, Ask, PlainDecoder, free_ports, requests, stream_all
 from tests.support.tiny_models import save_tiny_pair
+from tests.support.waiting import LONG, wait_until
 
-ROOT = Path(__file__).parents[2]
 MODEL = "tiny"
-DEMO_CACHE = cache_folder()
 NODES = [{"control": 1.0}, {"small_gpu": 1.0}, {"small_gpu": 1.0}, {"large_gpu": 1.0}, {"large_gpu": 1.0}]
 
 
@@ -63,13 +54,6 @@ class Served:
         return asyncio.run(stream_all(self.url, MODEL, asked, on_start))
 
 
-def wait_until(holds: Callable[[], bool], what: str, seconds: float = 60) -> None:
-    end = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < end, f"{what}: not within {seconds:g} s"
-        time.sleep(0.2)
-
-
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Path]]:
     """Target and draft; what is calibrated for them is kept for all that is started here."""
@@ -95,7 +79,8 @@ def served(pair: tuple[Path, Path], plain: PlainDecoder, tmp_path_factory: pytes
         configuration = {
             "models": {"target": str(target), "draft": str(draft), "served_name": MODEL, "dtype": "float32"},
             "engine": ENGINE,
-            "scheduling": {"batch_size": 4, "window": 16},
+            # Drafts always; `auto` would weigh what steps happen to take.
+            "scheduling": {"batch_size": 4, "window": 16, "policy": "ragged"},
             "groups": {
                 "draft": {"replicas": 2, "resources": {"small_gpu": 1}, "threads": 1, "drain_seconds": 5},
                 "target": {"replicas": 2, "resources": {"large_gpu": 1}, "threads": 1, "drain_seconds": 5},
@@ -119,7 +104,8 @@ def served(pair: tuple[Path, Path], plain: PlainDecoder, tmp_path_factory: pytes
         again = spool("serve", "--config", file, environment=environment)
         assert (again.code, "is served already" in again.err) == (2, True)
         yield Served(cluster, environment, plain, f"http://127.0.0.1:{http_port}", grpc_port)
-        assert spool("down", environment=environment).code == 0
+        ended = spool("down", environment=environment)
+        assert ended.code == 0, ended.err
         wait_until(
             lambda: not any("spool#" in one["name"] for one in cluster.actors() if one["state"] == "ALIVE"), "down"
         )
@@ -143,7 +129,7 @@ def test_gateways_and_scheduler_have_not_loaded_torch(served: Served) -> None:
 
 
 def test_answers_are_plain_decoding_over_both_targets(served: Served) -> None:
-    asked = requests(12, max_tokens=60)
+    asked = requests(12, max_tokens=200)
     busy: set[str] = set()
 
     def look() -> None:
@@ -154,7 +140,8 @@ def test_answers_are_plain_decoding_over_both_targets(served: Served) -> None:
     status = served.cluster.scheduler()
     assert status["throughput"]["acceptance_rate"] > 0.2
     assert status["pool"]["pool"] == 0
-    assert [one["free_pages"] for one in served.workers("TARGET")] == [ENGINE["kv_pages"]] * 2
+    pages = [ENGINE["kv_pages"]] * 2
+    wait_until(lambda: [one["free_pages"] for one in served.workers("TARGET")] == pages, "all pages are free")
 
 
 def test_two_gateways_on_one_node_share_the_grpc_port(served: Served) -> None:
@@ -193,7 +180,7 @@ def test_clients_that_go_away_leave_nothing(served: Served) -> None:
 
     async def run() -> int:
         async with (
-            httpx.AsyncClient(base_url=served.url, timeout=60) as client,
+            httpx.AsyncClient(base_url=served.url, timeout=LONG) as client,
             grpc.aio.insecure_channel(f"127.0.0.1:{served.grpc_port}") as channel,
         ):
             stub = generation_pb2_grpc.GenerationStub(channel)
@@ -207,18 +194,21 @@ def test_clients_that_go_away_leave_nothing(served: Served) -> None:
             outcomes = await asyncio.gather(*calls, return_exceptions=True)
             return sum(isinstance(outcome, asyncio.CancelledError) for outcome in outcomes)
 
+    before = served.cluster.scheduler()["throughput"]["tokens"]
     assert asyncio.run(run()) > len(asked) / 2
 
     def nothing_left() -> bool:
         pages = [one["total_pages"] - one["free_pages"] for one in served.workers("TARGET")]
         return served.cluster.scheduler()["pool"]["pool"] == 0 and pages == [0, 0]
 
-    wait_until(nothing_left, "no sequence and no page", 2)
+    wait_until(nothing_left, "no sequence and no page")
+    # Not because all has been computed.
+    assert served.cluster.scheduler()["throughput"]["tokens"] - before < len(asked) * 300 / 2
 
 
 @pytest.mark.parametrize("deployment", ["workers", "scheduler"])
 def test_killed_processes_change_no_text(served: Served, deployment: str) -> None:
-    asked = requests(10, max_tokens=250)
+    asked = requests(10, max_tokens=440)
     killed: list[int] = []
 
     def kill() -> None:
@@ -233,105 +223,5 @@ def test_killed_processes_change_no_text(served: Served, deployment: str) -> Non
 
     assert served.stream(asked, on_start=kill) == served.plain(asked)
     assert killed
-    wait_until(lambda: len(served.workers("TARGET")) == len(served.workers("DRAFT")) == 2, "workers are back")
+    wait_until(lambda: len(served.workers("TARGET")) == len(served.workers("DRAFT")) == 2, "workers are back", 2 * LONG)
     assert served.stream(asked[:2]) == served.plain(asked[:2])
-
-
-@dataclass(frozen=True)
-class OwnRay:
-    """Where `spool serve` keeps its own things in a test, and what it is told."""
-
-    environment: dict[str, str]
-    options: tuple[str, ...]
-    url: str
-    grpc_address: str
-
-    def left(self) -> list[str]:
-        """Processes that belong to its Ray."""
-        folder = self.environment["TMPDIR"]
-        return [one.name() for one in psutil.process_iter() if folder in " ".join(_command(one))]
-
-
-def _command(process: psutil.Process) -> list[str]:
-    try:
-        return process.cmdline()
-    except psutil.Error:
-        return []
-
-
-@pytest.fixture
-def own_ray(tmp_path: Path) -> Iterator[OwnRay]:
-    http_port, grpc_port = free_ports(2)
-    with tempfile.TemporaryDirectory(prefix="spool-") as folder:
-        environment = {"SPOOL_STATE": str(tmp_path / "state"), "HOME": str(tmp_path), "TMPDIR": folder}
-        ports = ("--set", f"gateway.http_port={http_port}", "--set", f"gateway.grpc_port={grpc_port}")
-        own = OwnRay(environment, ports, f"http://127.0.0.1:{http_port}", f"127.0.0.1:{grpc_port}")
-        yield own
-        spool("down", environment=environment)
-        wait_until(lambda: own.left() == [], "nothing is left of Ray", 20)
-
-
-def test_serve_until_interrupted(own_ray: OwnRay, pair: tuple[Path, Path], plain: PlainDecoder) -> None:
-    target = pair[0]
-    asked = requests(2, max_tokens=20)
-    models = ("--set", f"models={{target: {target}, draft: ngram, dtype: float32, served_name: {MODEL}}}")
-    command = [str(SPOOL), "serve", *own_ray.options, *models, "--set", f"engine={json.dumps(ENGINE)}"]
-    environment = {**os.environ, **own_ray.environment}
-    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        told = ""
-        for line in process.stderr:
-            told += line
-            if "Ctrl-C stops it" in line:
-                break
-        assert f"HTTP  {own_ray.url}/v1" in told, told
-        assert asyncio.run(stream_all(own_ray.url, MODEL, asked)) == plain(asked)
-        assert httpx.get(f"{own_ray.url}/-/routes").status_code == 404
-        assert spool("serve", *own_ray.options, environment=own_ray.environment).err == (
-            "spool: spool is served already (`spool down` stops it; ray.app_name names another)\n"
-        )
-        process.send_signal(signal.SIGINT)
-        rest = process.stderr.read()
-        assert process.wait(60) == 0, rest
-    assert spool("status", environment=own_ray.environment).code == 1
-    assert not (Path(own_ray.environment["HOME"]) / ".ray").exists()
-
-
-def readme_programs(own: OwnRay) -> dict[str, list[str]]:
-    """What README.md says to try, against the ports of a test."""
-    section = (ROOT / "README.md").read_text().partition("## Serve\n")[2].partition("\n## ")[0]
-    section = section.replace("http://127.0.0.1:8000", own.url).replace("127.0.0.1:8001", own.grpc_address)
-    blocks = re.findall(r"(?:^(?:    .*)?\n)+", section, re.MULTILINE)
-    texts = [textwrap.dedent(block).strip() for block in blocks]
-    programs = {text.split()[0]: ["bash", "-c", text] for text in texts if text.startswith("curl ")}
-    programs |= {text.split()[1]: [sys.executable, "-c", text] for text in texts if "import " in text}
-    assert sorted(programs) == ["curl", "grpc", "openai"]
-    return programs
-
-
-def test_the_demo_detached(own_ray: OwnRay) -> None:
-    environment = {**own_ray.environment, CACHE_VARIABLE: str(DEMO_CACHE)}
-    fetched = spool("models", "fetch", "demo", environment=environment)
-    if fetched.code != 0:
-        pytest.skip(f"the demo model is not to be had: {fetched.err}")
-    ended = spool("serve", "--detach", *own_ray.options, environment=environment)
-    assert ended.code == 0, ended.err
-    assert "curl http" in ended.err
-    curl = next(line for line in ended.err.splitlines() if "curl " in line)
-    answer = subprocess.run(shlex.split(curl[curl.index("curl ") :]), capture_output=True, text=True, check=True)
-    assert "Paris" in json.loads(answer.stdout)["choices"][0]["message"]["content"]
-    shown = spool("status", "--json", environment=environment)
-    assert shown.code == 0, shown.err
-    names = ("Gateway", "Scheduler", "TargetWorker", "DraftWorker")
-    replicas = {name: one["replicas"] for name, one in shown.summary["deployments"].items()}
-    assert replicas == {name: {"RUNNING": 1} for name in names}
-    assert shown.summary["scheduler"]["throughput"]["finished"] == 1
-    for name, program in readme_programs(own_ray).items():
-        outcome = subprocess.run(program, capture_output=True, text=True, check=False)
-        assert outcome.returncode == 0, outcome.stderr
-        assert "Paris" in outcome.stdout, f"{name}: {outcome.stdout}"
-    chatted = spool("chat", "--temperature", "0", given="What is the capital of France?\n", environment=environment)
-    assert "Paris" in chatted.out
-    assert spool("down", environment=environment).code == 0
-    assert spool("status", environment=environment).code == 1
-    assert spool("down", environment=environment).code == 0

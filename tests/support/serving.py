@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import socket
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,7 +72,7 @@ async def stream_all(
     """All at once, as the openai package does it; `on_start` is called when every answer has begun."""
     begun = asyncio.Event()
     waiting = len(asked)
-    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120) as client:
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=400) as client:
 
         async def one(ask: Ask) -> str:
             nonlocal waiting
@@ -99,10 +100,17 @@ async def stream_all(
         return await asyncio.gather(*answers)
 
 
+# Below those that the kernel gives to connections, above those of Ray's workers: nobody takes one by chance.
+_PORTS = range(20_000, 32_000)
+
+
 def free_ports(count: int) -> list[int]:
     """Ports that nobody listens on now."""
     with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
+        sockets: list[socket.socket] = []
+        while len(sockets) < count:
+            one = stack.enter_context(socket.socket())
+            with suppress(OSError):
+                one.bind(("0.0.0.0", random.SystemRandom().choice(_PORTS)))
+                sockets.append(one)
         return [one.getsockname()[1] for one in sockets]
