@@ -34,7 +34,10 @@ _SCHEDULER_CALLS = 10_000
 # A worker that does not start twice will not the third time, and each time costs a loading of weights.
 _START_ATTEMPTS = 2
 
+# Serve replaces a replica that missed this limit three times in a row.
 _HEALTH = {"health_check_period_s": 1.0, "health_check_timeout_s": 10.0}
+# While the scheduler hangs nothing goes on, and gateways wait for 40 s at most.
+_SCHEDULER_HEALTH = {"health_check_period_s": 1.0, "health_check_timeout_s": 3.0}
 
 # The scheduler is asked for its address by every worker, every second.
 _QUIET = {"logging_config": {"enable_access_log": False}}
@@ -88,7 +91,7 @@ def _scheduler(plan: Plan) -> serve.Deployment:
         max_ongoing_requests=_SCHEDULER_CALLS,
         graceful_shutdown_timeout_s=5.0,
         **_QUIET,
-        **_HEALTH,
+        **_SCHEDULER_HEALTH,
     )
 
 
