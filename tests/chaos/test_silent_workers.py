@@ -16,7 +16,7 @@ from services.launcher import RunningWorker, WorkerLaunch, WorkerLauncher
 from services.scheduler_service import SchedulerService
 from services.worker_link import WorkerEndpoint
 from tests.stand_in_worker import continuation
-from tests.support.cells import LINKS, prompt_of
+from tests.support.cells import LINKS, ROOT, prompt_of
 from tests.support.waiting import LONG, until
 
 # A test that waits for a step to time out fails.
@@ -26,7 +26,12 @@ STREAMS = 16
 
 @asynccontextmanager
 async def targets(count: int, step_seconds: float) -> AsyncIterator[tuple[SchedulerService, list[RunningWorker]]]:
-    launch = WorkerLaunch(Role.TARGET, {"step_seconds": step_seconds}, module="tests.stand_in_worker")
+    launch = WorkerLaunch(
+        Role.TARGET,
+        {"step_seconds": step_seconds},
+        module="tests.stand_in_worker",
+        environment={"PYTHONPATH": str(ROOT)},
+    )
     config = SchedulerConfig(policy=Policy.RAGGED, draft_length=0)
     async with (
         WorkerLauncher([launch] * count) as launcher,
