@@ -104,6 +104,7 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
         device=arguments.device,
         threads=arguments.threads,
         kv_pages=arguments.at_once * -(-longest // page_size),
+        prefix_cache=False,
     )
     launches = [WorkerLaunch(Role.TARGET, asdict(settings), threads=arguments.threads)]
     if arguments.draft != "none":

@@ -184,6 +184,11 @@ class RunSettings(_Frozen):
     def drafting(self) -> bool:
         return self.models.draft_name != NO_DRAFT and self.scheduling.draft_length > 0
 
+    @property
+    def shares_prefixes(self) -> bool:
+        """Not where the same prompts are decoded again to compare: then nothing is to be left of the time before."""
+        return False
+
     def threads_per_worker(self) -> int:
         """As asked for, or an even share of the cores this process may use; prompt lookup hardly needs any."""
         if self.workers.threads is not None:
@@ -212,6 +217,7 @@ class RunSettings(_Frozen):
             threads_alone=self.threads_alone(device),
             exact=models.exact,
             lookup_match=models.lookup_match if role is Role.DRAFT else None,
+            prefix_cache=self.shares_prefixes,
         )
 
 
@@ -223,6 +229,10 @@ class GenerateSettings(RunSettings):
         Path | None,
         _option("JSON lines file; what it holds already is kept.", "--output", "-o", show_default="the terminal"),
     ] = None
+
+    @property
+    def shares_prefixes(self) -> bool:
+        return True
 
 
 class VerifySettings(RunSettings):

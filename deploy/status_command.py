@@ -108,6 +108,10 @@ def _figures(scheduler: Mapping[str, Any]) -> Table:
     groups_text = f"{groups['groups']}, {groups['mean_size']:.1f} of {groups['batch_size']} rows on average"
     table.add_row("groups", f"{groups_text}, {groups['equal_length_share']:.0%} of equal length")
     table.add_row("tokens", f"{throughput['tokens']}, {throughput['tokens_per_second']:.1f} a second")
+    for figures in scheduler["prefix_cache"]:
+        share = figures["hits"] / figures["queries"] if figures["queries"] else 0.0
+        role = _short(figures["role"], "ROLE_")
+        table.add_row(f"{role} prefixes", f"{figures['hits']} of {figures['queries']} positions shared, {share:.1%}")
     table.add_row("accepted", f"{throughput['acceptance_rate']:.1%} of the drafted tokens")
     table.add_row("sequences", f"{throughput['finished']} finished, {throughput['failed']} failed")
     return table

@@ -17,6 +17,7 @@ class EngineSettings:
     one forward pass. `threads` 0 leaves the number to torch; `threads_alone` is for steps during which no other
     worker of the machine computes, 0: as many as otherwise. `lookup_match` is for drafts: where at least that many of
     the last tokens stood in the sequence before, what followed them is proposed instead of the model's tokens.
+    With `prefix_cache`, sequences that begin alike share the pages of what they have in common.
     """
 
     model: str
@@ -30,6 +31,7 @@ class EngineSettings:
     exact: bool = True
     max_packed_rows: int = 192
     lookup_match: int | None = None
+    prefix_cache: bool = True
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:

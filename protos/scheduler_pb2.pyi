@@ -206,7 +206,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("scheduler_epoch", "uptime_seconds", "state", "reason", "sessions", "workers", "model", "pool", "groups", "throughput")
+    __slots__ = ("scheduler_epoch", "uptime_seconds", "state", "reason", "sessions", "workers", "model", "pool", "groups", "throughput", "prefix_cache")
     SCHEDULER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     UPTIME_SECONDS_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -217,6 +217,7 @@ class StatusReply(_message.Message):
     POOL_FIELD_NUMBER: _ClassVar[int]
     GROUPS_FIELD_NUMBER: _ClassVar[int]
     THROUGHPUT_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_CACHE_FIELD_NUMBER: _ClassVar[int]
     scheduler_epoch: int
     uptime_seconds: float
     state: SchedulerState
@@ -227,7 +228,8 @@ class StatusReply(_message.Message):
     pool: PoolFigures
     groups: GroupFigures
     throughput: ThroughputFigures
-    def __init__(self, scheduler_epoch: _Optional[int] = ..., uptime_seconds: _Optional[float] = ..., state: _Optional[_Union[SchedulerState, str]] = ..., reason: _Optional[str] = ..., sessions: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., model: _Optional[_Union[ServedModel, _Mapping]] = ..., pool: _Optional[_Union[PoolFigures, _Mapping]] = ..., groups: _Optional[_Union[GroupFigures, _Mapping]] = ..., throughput: _Optional[_Union[ThroughputFigures, _Mapping]] = ...) -> None: ...
+    prefix_cache: _containers.RepeatedCompositeFieldContainer[PrefixCacheFigures]
+    def __init__(self, scheduler_epoch: _Optional[int] = ..., uptime_seconds: _Optional[float] = ..., state: _Optional[_Union[SchedulerState, str]] = ..., reason: _Optional[str] = ..., sessions: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., model: _Optional[_Union[ServedModel, _Mapping]] = ..., pool: _Optional[_Union[PoolFigures, _Mapping]] = ..., groups: _Optional[_Union[GroupFigures, _Mapping]] = ..., throughput: _Optional[_Union[ThroughputFigures, _Mapping]] = ..., prefix_cache: _Optional[_Iterable[_Union[PrefixCacheFigures, _Mapping]]] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
     __slots__ = ("worker_id", "role", "address", "state", "reason", "model_id", "device", "dtype", "worker_epoch", "process_id", "sequences", "free_pages", "total_pages", "page_size", "steps_in_flight")
@@ -310,6 +312,16 @@ class GroupFigures(_message.Message):
     forced: int
     batch_size: int
     def __init__(self, groups: _Optional[int] = ..., mean_size: _Optional[float] = ..., equal_length_share: _Optional[float] = ..., forced: _Optional[int] = ..., batch_size: _Optional[int] = ...) -> None: ...
+
+class PrefixCacheFigures(_message.Message):
+    __slots__ = ("role", "queries", "hits")
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    QUERIES_FIELD_NUMBER: _ClassVar[int]
+    HITS_FIELD_NUMBER: _ClassVar[int]
+    role: _worker_pb2.Role
+    queries: int
+    hits: int
+    def __init__(self, role: _Optional[_Union[_worker_pb2.Role, str]] = ..., queries: _Optional[int] = ..., hits: _Optional[int] = ...) -> None: ...
 
 class ThroughputFigures(_message.Message):
     __slots__ = ("tokens", "tokens_per_second", "finished", "failed", "refused", "rounds", "acceptance_rate", "committed_per_round", "target_busy_share", "draft_busy_share", "preemptions", "workers_lost")

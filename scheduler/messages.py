@@ -88,7 +88,10 @@ class SequenceRequest:
 
 @dataclass(frozen=True, slots=True)
 class RowResult:
-    """A worker's answer for one row of a step; fields as in protos/worker.proto, RowReply."""
+    """A worker's answer for one row of a step; fields as in protos/worker.proto, RowReply.
+
+    `kv_len` may be beyond what the row asked for, where other sequences' KV was `reused`.
+    """
 
     sequence_id: int
     status: RowStatus
@@ -99,6 +102,7 @@ class RowResult:
     logits_digests: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
     error: str = ""
+    reused: int = 0
 
 
 # --- events -----------------------------------------------------------------------------------------------------------
@@ -149,7 +153,8 @@ Event = SequenceSubmitted | SequenceCancelled | WorkerJoined | WorkerLost | Step
 class Row:
     """One sequence's part in a step; fields as in protos/worker.proto, Row.
 
-    `opening` is set when the worker does not know the sequence yet.
+    `opening` is set when the worker does not know the sequence yet. `committed` are then the committed tokens for which
+    it has pages, among them those to feed: the worker may have KV of them from other sequences.
     """
 
     sequence_id: int
@@ -160,6 +165,7 @@ class Row:
     draft_length: int = 0
     choose: bool = False
     opening: SequenceRequest | None = None
+    committed: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from scheduler.draft_lengths import DraftLengths
 from scheduler.ledger import KvEntry
 from scheduler.lifecycle import DRAFTING, READY, VERIFYING, Lifecycle
@@ -11,9 +13,14 @@ from scheduler.statistics import Counters
 from scheduler.worker_book import (
     STEADY_LACK,
     DraftBook,
+    DraftWork,
     InFlightRow,
+    OutstandingStep,
     TargetBook,
+    TargetWork,
 )
+
+Results = Mapping[int, RowResult]
 
 MOST_TARGET_FAILURES = 5
 """Rows of one sequence in a row that a target may answer with lost KV before the sequence fails."""
@@ -32,12 +39,11 @@ class Rounds:
         self._lengths = lengths
         self._counters = counters
 
-    def draft_step(
-        self, draft: DraftBook, step_id: int, results: dict[int, RowResult], seconds: float, now: float
-    ) -> None:
+    def draft_step(self, draft: DraftBook, step_id: int, results: Results, seconds: float, now: float) -> None:
         step = draft.take_answered(step_id, now)
         if step is None:
             return
+        _leave_out_reused(step, results)
         draft.note_overhead(step, seconds, now)
         late = seconds - draft.expected_seconds(step)
         if late > _SLOW * (seconds - late):
@@ -51,12 +57,11 @@ class Rounds:
             if not flight.abandoned:
                 self._draft_row(draft, flight, results.get(sequence_id) or _missing(flight.row), now)
 
-    def target_step(
-        self, target: TargetBook, step_id: int, results: dict[int, RowResult], seconds: float, now: float
-    ) -> None:
+    def target_step(self, target: TargetBook, step_id: int, results: Results, seconds: float, now: float) -> None:
         step = target.take_answered(step_id, now)
         if step is None:
             return
+        _leave_out_reused(step, results)
         target.note_overhead(step, seconds, now)
         late = seconds - target.expected_seconds(step)
         if late > _SLOW * (seconds - late):
@@ -82,6 +87,8 @@ class Rounds:
             case RowStatus.OK:
                 sequence.draft_failures = 0 if result.kv_len >= fed else sequence.draft_failures + 1
                 entry.valid = fed if result.kv_len >= fed else max(0, result.kv_len)
+                if not row.draft_length:
+                    entry.valid = max(entry.valid, _agreed_length(sequence, result))
                 if proposed:
                     proposal = result.tokens[: row.draft_length]
                     entry.ahead = max(0, min(result.kv_len - fed, len(proposal) - 1))
@@ -115,7 +122,8 @@ class Rounds:
             case RowStatus.OK if row.choose:
                 self._commit(target, entry, sequence, row, result, now)
             case RowStatus.OK if result.kv_len >= row.kv_len + len(row.tokens):
-                entry.valid = row.kv_len + len(row.tokens)
+                fed = row.kv_len + len(row.tokens)
+                entry.valid = max(fed, min(_agreed_length(sequence, result), sequence.length - 1))
             case RowStatus.OK | RowStatus.KV_MISMATCH:
                 entry.valid = min(_agreed_length(sequence, result), sequence.length - 1)
                 self._lost_kv(target, sequence, result)
@@ -188,6 +196,14 @@ def _agreed_length(sequence: Sequence, result: RowResult) -> int:
     if 0 <= result.kv_len <= sequence.length and sequence.tokens.digest(result.kv_len) == result.prefix_digest:
         return result.kv_len
     return 0
+
+
+def _leave_out_reused(step: OutstandingStep[TargetWork] | OutstandingStep[DraftWork], results: Results) -> None:
+    """What a worker took over from other sequences took no time."""
+    for flight in step.rows:
+        result = results.get(flight.row.sequence_id)
+        if result is not None and result.reused:
+            step.work.leave_out(min(max(result.reused, 0), len(flight.row.tokens)))
 
 
 def _missing(row: Row) -> RowResult:

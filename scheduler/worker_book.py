@@ -39,6 +39,14 @@ class TargetWork:
     equal_length: bool = True
     prefill_rows: int = 0
 
+    @property
+    def any(self) -> bool:
+        return self.verify_rows > 0 or self.prefill_rows > 0
+
+    def leave_out(self, rows: int) -> None:
+        """So many rows of prefill needed no work."""
+        self.prefill_rows = max(0, self.prefill_rows - rows)
+
 
 @dataclass(slots=True)
 class DraftWork:
@@ -47,6 +55,14 @@ class DraftWork:
     passes: int = 1
     row_passes: int = 0
     catch_up_rows: int = 0
+
+    @property
+    def any(self) -> bool:
+        return self.row_passes > 0 or self.catch_up_rows > 0
+
+    def leave_out(self, rows: int) -> None:
+        """So many rows that were to catch up needed no work."""
+        self.catch_up_rows = max(0, self.catch_up_rows - rows)
 
     def add(self, fed: int, draft_length: int) -> None:
         if draft_length:
@@ -160,6 +176,7 @@ class WorkerBook(ABC, Generic[Work]):
         """A row that feeds committed tokens up to position `end`, which must leave one to feed."""
         entry, tokens = self.kv[sequence.sequence_id], sequence.tokens
         start = entry.valid if entry.valid < end else end - 1
+        room = self.pages.reserved(sequence.sequence_id) * self.spec.page_size
         return Row(
             sequence.sequence_id,
             start,
@@ -169,6 +186,7 @@ class WorkerBook(ABC, Generic[Work]):
             draft_length,
             choose,
             None if entry.opened else sequence.request,
+            () if entry.opened else tuple(tokens.tokens[:room]),
         )
 
     def send(
@@ -248,7 +266,7 @@ class DraftBook(WorkerBook[DraftWork]):
     def observe(self, step: OutstandingStep[DraftWork], seconds: float) -> None:
         """Learns from what an answered step took."""
         work = step.work
-        if step.rows:
+        if work.any:
             self._times_of(step).observe(work.passes, work.row_passes, work.catch_up_rows, seconds)
 
     def expected_seconds(self, step: OutstandingStep[DraftWork]) -> float:
@@ -342,7 +360,7 @@ class TargetBook(WorkerBook[TargetWork]):
     def observe(self, step: OutstandingStep[TargetWork], seconds: float) -> None:
         """Learns from what an answered step took."""
         work = step.work
-        if step.rows:
+        if work.any:
             self._times_of(step).observe(work.verify_rows, work.equal_length, work.prefill_rows, seconds)
 
     def expected_seconds(self, step: OutstandingStep[TargetWork]) -> float:

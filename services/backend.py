@@ -96,12 +96,23 @@ class WorkerLoad:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefixFigures:
+    """Of all workers of a role, since the scheduler's start: positions of sequences when they were opened, and those
+    whose KV was taken over from other sequences."""
+
+    role: Role
+    queries: int
+    hits: int
+
+
+@dataclass(frozen=True, slots=True)
 class LoadFigures:
     """`live_sequences` counts all unfinished ones, the `waiting` ones among them; `workers` are those that are up."""
 
     live_sequences: int
     waiting: int
     workers: tuple[WorkerLoad, ...]
+    prefixes: tuple[PrefixFigures, ...] = ()
 
     @property
     def pages_in_use(self) -> int:

@@ -14,6 +14,7 @@ from services.backend import (
     GenerationRequest,
     LoadFigures,
     ModelInfo,
+    PrefixFigures,
     WorkerLoad,
 )
 from services.scheduler_service import SchedulerService, SchedulerStoppedError, ServiceClosedError
@@ -71,7 +72,11 @@ class LocalBackend:
             )
             for worker in snapshot.workers
         )
-        return LoadFigures(snapshot.pool, snapshot.waiting, workers)
+        totals = self._service.statistics()
+        prefixes = tuple(
+            PrefixFigures(role, totals.prefix_queries[role.value], totals.prefix_hits[role.value]) for role in Role
+        )
+        return LoadFigures(snapshot.pool, snapshot.waiting, workers, prefixes)
 
 
 class LocalStream:

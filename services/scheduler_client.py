@@ -11,7 +11,14 @@ from types import TracebackType
 from typing import Self
 
 from protos import scheduler_pb2
-from services.backend import BackendUnavailableError, GenerationRequest, LoadFigures, ModelInfo, WorkerLoad
+from services.backend import (
+    BackendUnavailableError,
+    GenerationRequest,
+    LoadFigures,
+    ModelInfo,
+    PrefixFigures,
+    WorkerLoad,
+)
 from services.channel_security import ChannelSecurity
 from services.client_session import ClientSession, SessionBrokenError
 from services.remote_stream import RemoteStream
@@ -162,7 +169,11 @@ class SchedulerClient:
             for worker in status.workers
             if worker.state == scheduler_pb2.WORKER_STATE_IN_USE
         )
-        return LoadFigures(status.pool.pool, status.pool.waiting, workers)
+        prefixes = tuple(
+            PrefixFigures(role_from_wire(figures.role), figures.queries, figures.hits)
+            for figures in status.prefix_cache
+        )
+        return LoadFigures(status.pool.pool, status.pool.waiting, workers, prefixes)
 
     async def status(self) -> scheduler_pb2.StatusReply:
         """Raises BackendUnavailableError."""

@@ -249,7 +249,7 @@ class SchedulerService:
         self._statistics.step_replied(endpoint.role, endpoint.worker_id, step.step_id, timings, now)
         if self._trace is not None:
             self._trace.step_replied(endpoint.role, endpoint.worker_id, step.step_id, timings, now)
-        self._statistics.rows_answered(results)
+        self._statistics.rows_answered(endpoint.role, step.rows, results)
         self._handle(StepCompleted(endpoint.worker_id, step.step_id, results, timings.total))
 
     def link_broken(self, endpoint: WorkerEndpoint, error: BaseException) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from protos import scheduler_pb2, worker_pb2
+from scheduler.messages import Role
 from scheduler.statistics import WorkerSnapshot
 from services.scheduler_service import SchedulerService
 from services.wire import role_to_wire
@@ -69,6 +70,14 @@ def status_of(
             preemptions=core.preemptions,
             workers_lost=totals.workers_lost,
         ),
+        prefix_cache=[
+            scheduler_pb2.PrefixCacheFigures(
+                role=role_to_wire(role),
+                queries=totals.prefix_queries[role.value],
+                hits=totals.prefix_hits[role.value],
+            )
+            for role in Role
+        ],
     )
     targets = [d for d in service.descriptions.values() if d.role == worker_pb2.ROLE_TARGET]
     if targets:

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from protos import worker_pb2
-from scheduler.messages import EmitTokens, GroupFormed, Role, RowResult, RowStatus
+from scheduler.messages import EmitTokens, GroupFormed, Role, Row, RowResult, RowStatus
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +20,9 @@ class StatisticsSnapshot:
     Rounds. A round is one verification of one sequence: every delivery of tokens but a sequence's first, which comes
     out of its prefill. `committed_per_round` is tokens of rounds over rounds, `acceptance_rate` accepted over drafted
     tokens, `accepted_lengths` the number of rounds for each number of accepted tokens, rounds without a draft left out.
+
+    Prefixes. For each role, `prefix_queries` counts the committed positions of sequences when they were opened at a
+    worker, and `prefix_hits` the positions whose KV a worker took over from other sequences instead of computing it.
 
     Groups. A group is the rows that one step verifies, prefill chunks not counted. `mean_group_size` is rows over
     groups; `equal_length_share` is, of the groups of at least two rows, the part whose rows all had the same length
@@ -67,6 +70,8 @@ class StatisticsSnapshot:
     draft_busy_share: float = 0.0
     core_seconds: float = 0.0
     workers_lost: int = 0
+    prefix_queries: dict[str, int] = field(default_factory=dict)
+    prefix_hits: dict[str, int] = field(default_factory=dict)
     row_errors: dict[str, int] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
@@ -168,10 +173,14 @@ class ServiceStatistics:
         worker.packed_rows += timings.packed_rows
         worker.padding_rows += timings.padding_rows
 
-    def rows_answered(self, results: tuple[RowResult, ...]) -> None:
-        for result in results:
+    def rows_answered(self, role: Role, rows: tuple[Row, ...], results: tuple[RowResult, ...]) -> None:
+        for row, result in zip(rows, results, strict=True):
             if result.status is not RowStatus.OK:
                 self._row_errors[result.status.value] += 1
+            if row.committed:
+                self._prefix_queries[role] += len(row.committed)
+            if result.reused:
+                self._prefix_hits[role] += result.reused
 
     def worker_lost(self, role: Role, worker_id: str) -> None:
         self._workers_lost += 1
@@ -230,6 +239,8 @@ class ServiceStatistics:
             draft_busy_share=_share(sum(worker.busy for worker in drafts), sum(worker.whole for worker in drafts)),
             core_seconds=self._core_seconds,
             workers_lost=self._workers_lost,
+            prefix_queries={role.value: self._prefix_queries[role] for role in Role},
+            prefix_hits={role.value: self._prefix_hits[role] for role in Role},
             row_errors=dict(self._row_errors),
         )
 
@@ -243,6 +254,8 @@ class ServiceStatistics:
         self._group_sizes: Counter[int] = Counter()
         self._equal_groups = self._forced_groups = self._workers_lost = 0
         self._row_errors: Counter[str] = Counter()
+        self._prefix_queries: Counter[Role] = Counter()
+        self._prefix_hits: Counter[Role] = Counter()
         self._core_seconds = 0.0
 
     def _ended(self, sequence_id: int, now: float) -> None:

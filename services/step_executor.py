@@ -21,7 +21,7 @@ from protos import worker_pb2
 from scheduler.digests import EMPTY_DIGEST
 from scheduler.messages import Role, RowStatus
 from services.wire import logprobs_to_wire, role_to_wire, status_to_wire
-from services.worker_sequences import RowRejectedError, WorkerSequence, WorkerSequences
+from services.worker_sequences import PreparedRow, RowRejectedError, WorkerSequences
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +60,7 @@ class StepExecutor(ABC, Generic[EngineRow]):
         worker_epoch: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
         use_threads: Callable[[int], None] = lambda _: None,
+        prefix_cache: bool = True,
     ) -> None:
         self._engine: Engine[EngineRow] = engine
         self._use_threads = use_threads
@@ -67,9 +68,7 @@ class StepExecutor(ABC, Generic[EngineRow]):
         self._clock = clock
         self.worker_epoch = time.time_ns() if worker_epoch is None else worker_epoch
         description = engine.description
-        self._book = WorkerSequences(
-            engine.pool, self.role, description.vocabulary_size, description.max_sequence_length
-        )
+        self._book = WorkerSequences(engine.pool, self.role, description, prefix_cache)
         self._scheduler_epoch = 0
         self._last_step_id = -1
         self._replies: OrderedDict[int, worker_pb2.StepReply] = OrderedDict()
@@ -159,7 +158,7 @@ class StepExecutor(ABC, Generic[EngineRow]):
         self._book.check_integrity()
 
     @abstractmethod
-    def _engine_row(self, sequence: WorkerSequence, row: worker_pb2.Row) -> EngineRow: ...
+    def _engine_row(self, prepared: PreparedRow, row: worker_pb2.Row) -> EngineRow: ...
 
     @abstractmethod
     def _computed(self, outcome: RowOutcome) -> Sequence[int]:
@@ -170,24 +169,25 @@ class StepExecutor(ABC, Generic[EngineRow]):
         idle = 0.0 if self._ended is None else started - self._ended
         self._book.release(request.released_sequence_ids)
         replies, running = self._prepare(request.rows)
-        prepared = self._clock()
+        checked = self._clock()
         timings = EngineTimings()
         if running:
             self._spread(request.alone)
             try:
-                outcome = self._engine.step([self._engine_row(sequence, row) for _, sequence, row in running])
+                outcome = self._engine.step([self._engine_row(prepared, row) for _, prepared, row in running])
                 if len(outcome.rows) != len(running):
                     raise RuntimeError(f"the engine answered {len(outcome.rows)} of {len(running)} rows")
             except Exception as error:
                 # Nobody knows how far the step came: no KV of its sequences is trusted any more.
                 logger.exception("step %d failed as a whole", request.step_id)
-                for index, sequence, _ in running:
-                    self._book.drop(sequence.sequence_id)
-                    replies[index] = _failure(sequence.sequence_id, one_line(error))
+                for index, prepared, _ in running:
+                    self._book.distrust(prepared.sequence)
+                    self._book.drop(prepared.sequence.sequence_id)
+                    replies[index] = _failure(prepared.sequence.sequence_id, one_line(error))
             else:
                 timings = outcome.timings
-                for (index, sequence, row), row_outcome in zip(running, outcome.rows, strict=True):
-                    replies[index] = self._settle(sequence, row.kv_len, row_outcome)
+                for (index, prepared, _), row_outcome in zip(running, outcome.rows, strict=True):
+                    replies[index] = self._settle(prepared, row_outcome)
         ended = self._ended = self._clock()
         return worker_pb2.StepReply(
             worker_epoch=self.worker_epoch,
@@ -197,7 +197,7 @@ class StepExecutor(ABC, Generic[EngineRow]):
             timings=worker_pb2.StepTimings(
                 queued=max(started - arrived, 0.0),
                 idle=idle,
-                prepare=timings.prepare + prepared - started,
+                prepare=timings.prepare + checked - started,
                 realign=timings.realign,
                 forward=timings.forward,
                 sample=timings.sample,
@@ -217,10 +217,10 @@ class StepExecutor(ABC, Generic[EngineRow]):
 
     def _prepare(
         self, rows: Sequence[worker_pb2.Row]
-    ) -> tuple[dict[int, worker_pb2.RowReply], list[tuple[int, WorkerSequence, worker_pb2.Row]]]:
-        """Replies of the rows that cannot run, and the others with their sequences, both by place in the step."""
+    ) -> tuple[dict[int, worker_pb2.RowReply], list[tuple[int, PreparedRow, worker_pb2.Row]]]:
+        """Replies of the rows that cannot run or need not, and the others as prepared, both by place in the step."""
         replies: dict[int, worker_pb2.RowReply] = {}
-        running: list[tuple[int, WorkerSequence, worker_pb2.Row]] = []
+        running: list[tuple[int, PreparedRow, worker_pb2.Row]] = []
         seen: set[int] = set()
         for index, row in enumerate(rows):
             if row.sequence_id in seen:
@@ -230,7 +230,7 @@ class StepExecutor(ABC, Generic[EngineRow]):
                 continue
             seen.add(row.sequence_id)
             try:
-                running.append((index, self._book.prepare(row), row))
+                prepared = self._book.prepare(row)
             except RowRejectedError as rejected:
                 replies[index] = worker_pb2.RowReply(
                     sequence_id=row.sequence_id,
@@ -239,19 +239,27 @@ class StepExecutor(ABC, Generic[EngineRow]):
                     prefix_digest=rejected.digest,
                     error=rejected.error,
                 )
+                continue
+            if prepared.tokens:
+                running.append((index, prepared, row))
+            else:
+                replies[index] = self._settle(prepared, RowOutcome([]))
         return replies, running
 
-    def _settle(self, sequence: WorkerSequence, kv_len: int, outcome: RowOutcome) -> worker_pb2.RowReply:
+    def _settle(self, prepared: PreparedRow, outcome: RowOutcome) -> worker_pb2.RowReply:
+        sequence = prepared.sequence
         status, error = RowStatus.OK, ""
         if outcome.out_of_pages:
             status, error = RowStatus.OUT_OF_PAGES, outcome.error or f"{self.free_pages} pages are free"
         elif outcome.error is not None:
             status, error = RowStatus.FAILED, outcome.error
+            # What earlier rows computed may be what failed this one, and others would fail by it.
+            self._book.distrust(sequence)
         try:
             if status is RowStatus.OK:
                 self._book.settle(sequence, self._computed(outcome))
             else:
-                self._book.revert(sequence, kv_len)
+                self._book.revert(sequence, prepared.start)
         except RuntimeError as broken:
             logger.error("sequence %d: %s", sequence.sequence_id, broken)
             return _failure(sequence.sequence_id, one_line(broken))
@@ -265,6 +273,7 @@ class StepExecutor(ABC, Generic[EngineRow]):
             logits_digests=outcome.logits_digests if status is RowStatus.OK else (),
             logprobs=[logprobs_to_wire(logprobs) for logprobs in outcome.logprobs] if status is RowStatus.OK else (),
             error=error,
+            reused=prepared.reused,
         )
 
     def _refuse(
@@ -284,10 +293,11 @@ class TargetStepExecutor(StepExecutor[VerifyRow]):
 
     role = Role.TARGET
 
-    def _engine_row(self, sequence: WorkerSequence, row: worker_pb2.Row) -> VerifyRow:
+    def _engine_row(self, prepared: PreparedRow, row: worker_pb2.Row) -> VerifyRow:
+        sequence = prepared.sequence
         return VerifyRow(
             table=sequence.table,
-            tokens=list(row.tokens),
+            tokens=prepared.tokens,
             draft_tokens=list(row.draft_tokens),
             choose=row.choose,
             history=sequence.history,
@@ -306,10 +316,11 @@ class DraftStepExecutor(StepExecutor[ProposeRow]):
 
     role = Role.DRAFT
 
-    def _engine_row(self, sequence: WorkerSequence, row: worker_pb2.Row) -> ProposeRow:
+    def _engine_row(self, prepared: PreparedRow, row: worker_pb2.Row) -> ProposeRow:
+        sequence = prepared.sequence
         return ProposeRow(
             table=sequence.table,
-            tokens=list(row.tokens),
+            tokens=prepared.tokens,
             draft_length=row.draft_length,
             history=sequence.history,
             prompt_length=sequence.prompt_length,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from protos import worker_pb2
 from scheduler.messages import Role, Row, RowResult, RowStatus, SendStep, SequenceRequest, TokenLogprobs, WorkerSpec
 from scheduler.sampling import SamplingParameters
@@ -76,12 +78,14 @@ def sampling_from_wire(sampling: worker_pb2.SamplingParameters) -> SamplingParam
     )
 
 
-def opening_to_wire(request: SequenceRequest) -> worker_pb2.SequenceParameters:
+def opening_to_wire(request: SequenceRequest, committed: Sequence[int] = ()) -> worker_pb2.SequenceParameters:
+    """`committed` as in `Row`."""
     return worker_pb2.SequenceParameters(
         prompt_length=len(request.prompt),
         sampling=sampling_to_wire(request.sampling),
         logits_digests=request.logits_digests,
         top_logprobs=request.top_logprobs,
+        committed_tokens=committed,
     )
 
 
@@ -94,7 +98,7 @@ def row_to_wire(row: Row) -> worker_pb2.Row:
         draft_tokens=row.draft_tokens,
         draft_length=row.draft_length,
         choose=row.choose,
-        parameters=opening_to_wire(row.opening) if row.opening is not None else None,
+        parameters=opening_to_wire(row.opening, row.committed) if row.opening is not None else None,
     )
 
 
@@ -139,4 +143,5 @@ def result_from_wire(reply: worker_pb2.RowReply) -> RowResult:
         logits_digests=tuple(reply.logits_digests),
         logprobs=tuple(logprobs_from_wire(logprobs) for logprobs in reply.logprobs),
         error=reply.error,
+        reused=reply.reused,
     )

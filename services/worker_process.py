@@ -157,15 +157,18 @@ def load_executor(arguments: WorkerArguments, progress: Progress) -> StepExecuto
     if arguments.role is Role.DRAFT and arguments.settings.get("model") == NGRAM_MODEL:
         from engine.ngram import NgramEngine
 
-        return DraftStepExecutor(NgramEngine())
+        # It keeps no KV that could be shared.
+        return DraftStepExecutor(NgramEngine(), prefix_cache=False)
     settings = _engine_settings(arguments.settings)
     if arguments.role is Role.TARGET and settings.lookup_match is not None:
         raise ValueError(f"lookup_match is {settings.lookup_match}, must be unset for a target")
     from engine.loading import load_draft_engine, load_target_engine, use_threads
 
     if arguments.role is Role.DRAFT:
-        return DraftStepExecutor(load_draft_engine(settings, progress), use_threads=use_threads)
-    return TargetStepExecutor(load_target_engine(settings, progress), use_threads=use_threads)
+        draft = load_draft_engine(settings, progress)
+        return DraftStepExecutor(draft, use_threads=use_threads, prefix_cache=settings.prefix_cache)
+    target = load_target_engine(settings, progress)
+    return TargetStepExecutor(target, use_threads=use_threads, prefix_cache=settings.prefix_cache)
 
 
 def _engine_settings(settings: Mapping[str, Any]) -> EngineSettings:

@@ -3,6 +3,9 @@
 Between steps a sequence's token list and its page table have the same length: the list names the tokens whose KV is
 valid. `prepare` applies the protocol's row rules and leaves the row's own tokens appended to the list, so that the list
 is the row's history while the engine runs; `settle` or `revert` ends that state.
+
+With a prefix cache, `prepare` also takes over pages that hold the KV of the sequence's next committed tokens already,
+and `settle` lets others find the pages that the sequence has filled with committed tokens.
 """
 
 from __future__ import annotations
@@ -10,18 +13,25 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from engine.pages import PagePool, PageTable
+from engine.description import EngineDescription
+from engine.pages import PageKey, PagePool, PageTable
+from engine.prefix_cache import PrefixCache
 from engine.prompt_lookup import TokenPlaces
 from protos import worker_pb2
 from scheduler.digests import EMPTY_DIGEST, DigestedTokens
 from scheduler.messages import Role, RowStatus
 from scheduler.sampling import SamplingParameters
+from services.row_checks import check_row
 from services.wire import sampling_from_wire
 
 
 @dataclass(slots=True)
 class WorkerSequence:
-    """One sequence as its worker knows it."""
+    """One sequence as its worker knows it.
+
+    `committed` are the tokens committed when it was opened, while rows have not fed all of them. `page_keys` are those
+    of its first pages (engine/prefix_cache.py), None once its KV is not to be shared.
+    """
 
     sequence_id: int
     prompt_length: int
@@ -31,6 +41,8 @@ class WorkerSequence:
     tokens: DigestedTokens = field(default_factory=DigestedTokens)
     table: PageTable = field(default_factory=PageTable)
     places: TokenPlaces = field(default_factory=TokenPlaces)
+    committed: Sequence[int] = ()
+    page_keys: list[PageKey] | None = field(default_factory=list)
 
     @property
     def history(self) -> Sequence[int]:
@@ -43,6 +55,17 @@ class WorkerSequence:
     def truncate_tokens(self, length: int) -> None:
         self.tokens.truncate(length)
         self.places.truncate(length)
+
+
+@dataclass(slots=True)
+class PreparedRow:
+    """A row that can run: `tokens` are to be fed from position `start` on, `reused` is how many positions from the
+    row's `kv_len` on were taken over from other sequences. Without tokens there is nothing to compute."""
+
+    sequence: WorkerSequence
+    start: int
+    tokens: Sequence[int]
+    reused: int = 0
 
 
 class RowRejectedError(Exception):
@@ -59,14 +82,14 @@ class RowRejectedError(Exception):
 class WorkerSequences:
     """The book of one worker of the given role.
 
-    `vocabulary_size` 0 accepts every token id.
+    A `vocabulary_size` of 0 in the engine's description accepts every token id.
     """
 
-    def __init__(self, pool: PagePool, role: Role, vocabulary_size: int, max_sequence_length: int) -> None:
+    def __init__(self, pool: PagePool, role: Role, engine: EngineDescription, prefix_cache: bool) -> None:
         self._pool = pool
         self._role = role
-        self._vocabulary_size = vocabulary_size
-        self._max_sequence_length = max_sequence_length
+        self._engine = engine
+        self._prefixes = PrefixCache(pool) if prefix_cache else None
         self._sequences: dict[int, WorkerSequence] = {}
 
     def __len__(self) -> int:
@@ -75,24 +98,13 @@ class WorkerSequences:
     def __contains__(self, sequence_id: int) -> bool:
         return sequence_id in self._sequences
 
-    def prepare(self, row: worker_pb2.Row) -> WorkerSequence:
-        """Checks a row, truncates its sequence to the row's `kv_len` and appends the row's tokens to its list.
+    def prepare(self, row: worker_pb2.Row) -> PreparedRow:
+        """Checks a row, truncates its sequence to the row's `kv_len`, takes over pages known by the tokens that follow,
+        and appends the row's tokens to the sequence's list.
 
-        Raises RowRejectedError, with the KV state unchanged.
+        Raises RowRejectedError; what the worker has of the sequence is then as the error says.
         """
-        held = self._sequences.get(row.sequence_id)
-        try:
-            self._check_shape(row)
-            opened = self._open(row) if row.HasField("parameters") else None
-        except ValueError as error:
-            raise RowRejectedError(RowStatus.INVALID, str(error), held) from error
-        if held is None:
-            if opened is None:
-                raise RowRejectedError(RowStatus.UNKNOWN_SEQUENCE, "no parameters came for a sequence not known here")
-            self._sequences[row.sequence_id] = held = opened
-        elif opened is not None:
-            held.prompt_length, held.sampling = opened.prompt_length, opened.sampling
-            held.logits_digests, held.top_logprobs = opened.logits_digests, opened.top_logprobs
+        held = self._find(row)
         if row.kv_len > held.table.length:
             raise RowRejectedError(
                 RowStatus.KV_MISMATCH, f"kv_len is {row.kv_len}, the worker has {held.table.length}", held
@@ -101,32 +113,53 @@ class WorkerSequences:
             raise RowRejectedError(
                 RowStatus.KV_MISMATCH, f"the worker has other tokens than expected in [0, {row.kv_len})", held
             )
-        self._pool.truncate(held.table, row.kv_len)
-        held.truncate_tokens(row.kv_len)
-        held.tokens.extend(row.tokens)
-        return held
+        # A page that others share is not written to: what the row needs of it is computed again, on a page of its own.
+        start = self._pool.writable_length(held.table, row.kv_len)
+        fed = [*held.history[start : row.kv_len], *row.tokens]
+        self._truncate(held, start)
+        end = start + len(fed)
+        held.tokens.extend(fed)
+        self._take_over(held, end, row.choose or row.draft_length > 0)
+        start = held.table.length
+        tokens = held.history[start:end]
+        if len(tokens) + len(row.draft_tokens) > self._engine.max_packed_rows:
+            held.truncate_tokens(start)
+            most = self._engine.max_packed_rows
+            raise RowRejectedError(RowStatus.KV_MISMATCH, f"{len(tokens)} tokens must be fed, at most {most} can", held)
+        return PreparedRow(held, start, tokens, max(0, start - row.kv_len))
 
     def settle(self, sequence: WorkerSequence, computed: Sequence[int]) -> None:
         """After the engine ran: `computed` are the tokens after the row's own that have valid KV now.
 
         Raises RuntimeError where the page table says otherwise; the sequence is forgotten then.
         """
+        # What a draft computes beyond its row is a proposal.
+        committed = len(sequence.tokens) + (len(computed) if self._role is Role.TARGET else 0)
         sequence.tokens.extend(computed)
         if len(sequence.tokens) != sequence.table.length:
             length = sequence.table.length
+            self.distrust(sequence)
             self.drop(sequence.sequence_id)
             raise RuntimeError(f"the engine left KV for {length} positions, must be {len(sequence.tokens)}")
+        self._register(sequence, committed)
 
-    def revert(self, sequence: WorkerSequence, kv_len: int) -> None:
+    def revert(self, sequence: WorkerSequence, start: int) -> None:
         """After the engine refused the row and changed nothing: takes the row's tokens off the list again.
 
         Raises RuntimeError where the page table did change; the sequence is forgotten then.
         """
         length = sequence.table.length
-        if length != kv_len:
+        if length != start:
+            self.distrust(sequence)
             self.drop(sequence.sequence_id)
-            raise RuntimeError(f"the engine refused a row but moved its KV from {kv_len} to {length}")
-        sequence.truncate_tokens(kv_len)
+            raise RuntimeError(f"the engine refused a row but moved its KV from {start} to {length}")
+        sequence.truncate_tokens(start)
+
+    def distrust(self, sequence: WorkerSequence) -> None:
+        """Something went wrong with the sequence's KV: no other one is to take it over from now on."""
+        if self._prefixes is not None:
+            self._prefixes.forget(sequence.table)
+        sequence.page_keys = None
 
     def drop(self, sequence_id: int) -> None:
         """Forgets a sequence and frees its pages; an unknown one is no error."""
@@ -151,37 +184,57 @@ class WorkerSequences:
                 )
         self._pool.check_conservation([sequence.table for sequence in self._sequences.values()])
 
-    def _open(self, row: worker_pb2.Row) -> WorkerSequence:
-        parameters = row.parameters
-        if parameters.prompt_length < 1:
-            raise ValueError(f"prompt_length is {parameters.prompt_length}, must be at least 1")
-        return WorkerSequence(
-            row.sequence_id,
-            parameters.prompt_length,
-            sampling_from_wire(parameters.sampling) if parameters.HasField("sampling") else SamplingParameters(),
-            parameters.logits_digests,
-            parameters.top_logprobs if parameters.HasField("top_logprobs") else None,
-        )
+    def _find(self, row: worker_pb2.Row) -> WorkerSequence:
+        """The sequence of a row, which may open it. Raises RowRejectedError."""
+        held = self._sequences.get(row.sequence_id)
+        try:
+            check_row(row, self._role, self._engine)
+            opened = open_sequence(row.sequence_id, row.parameters) if row.HasField("parameters") else None
+        except ValueError as error:
+            raise RowRejectedError(RowStatus.INVALID, str(error), held) from error
+        if held is None:
+            if opened is None:
+                raise RowRejectedError(RowStatus.UNKNOWN_SEQUENCE, "no parameters came for a sequence not known here")
+            self._sequences[row.sequence_id] = held = opened
+        elif opened is not None:
+            held.prompt_length, held.sampling = opened.prompt_length, opened.sampling
+            held.logits_digests, held.top_logprobs = opened.logits_digests, opened.top_logprobs
+            held.committed = opened.committed
+        return held
 
-    def _check_shape(self, row: worker_pb2.Row) -> None:
-        """What can be said of a row without its sequence. Raises ValueError."""
-        if not row.tokens:
-            raise ValueError("tokens is empty, must hold at least one token to feed")
-        if self._role is Role.DRAFT:
-            if row.draft_tokens or row.choose:
-                raise ValueError("draft_tokens and choose are for target workers, this is a draft worker")
-            behind = max(row.draft_length - 1, 0)
-        else:
-            if row.draft_length:
-                raise ValueError(f"draft_length is {row.draft_length}, must be 0 on a target worker")
-            if row.draft_tokens and not row.choose:
-                raise ValueError("draft_tokens came without choose, nothing would verify them")
-            behind = len(row.draft_tokens)
-        length = row.kv_len + len(row.tokens) + behind
-        if length > self._max_sequence_length:
-            raise ValueError(f"the row would reach {length} tokens, must be at most {self._max_sequence_length}")
-        if self._vocabulary_size:
-            for name, tokens in (("tokens", row.tokens), ("draft_tokens", row.draft_tokens)):
-                largest = max(tokens, default=0)
-                if largest >= self._vocabulary_size:
-                    raise ValueError(f"{name} holds {largest}, must be below vocabulary_size {self._vocabulary_size}")
+    def _truncate(self, sequence: WorkerSequence, length: int) -> None:
+        self._pool.truncate(sequence.table, length)
+        sequence.truncate_tokens(length)
+        if sequence.page_keys:
+            del sequence.page_keys[length // self._pool.page_size :]
+
+    def _take_over(self, sequence: WorkerSequence, end: int, computes: bool) -> None:
+        """Shares known pages of the tokens up to `end` or, for a row that computes nothing but KV, of all committed
+        ones. The last token is always left to feed: its logits may be wanted next."""
+        known = sequence.history
+        if len(sequence.committed) <= end:
+            sequence.committed = ()
+        elif not computes and list(sequence.committed[:end]) == known:
+            known = sequence.committed
+        if self._prefixes is not None and sequence.page_keys is not None:
+            self._prefixes.share(sequence.table, sequence.page_keys, known, len(known) - 1)
+            sequence.tokens.extend(known[end : sequence.table.length])
+
+    def _register(self, sequence: WorkerSequence, committed: int) -> None:
+        """Lets others find the pages that the sequence has filled with its first `committed` tokens."""
+        if self._prefixes is not None and sequence.page_keys is not None:
+            self._prefixes.register(sequence.table, sequence.page_keys, sequence.history, committed)
+
+
+def open_sequence(sequence_id: int, parameters: worker_pb2.SequenceParameters) -> WorkerSequence:
+    """A sequence of which nothing is held yet. Raises ValueError naming the field that is out of range."""
+    if parameters.prompt_length < 1:
+        raise ValueError(f"prompt_length is {parameters.prompt_length}, must be at least 1")
+    return WorkerSequence(
+        sequence_id,
+        parameters.prompt_length,
+        sampling_from_wire(parameters.sampling) if parameters.HasField("sampling") else SamplingParameters(),
+        parameters.logits_digests,
+        parameters.top_logprobs if parameters.HasField("top_logprobs") else None,
+        committed=tuple(parameters.committed_tokens),
+    )

@@ -43,7 +43,9 @@ def measure(settings: GpuBenchSettings, pair: Path, results: ResultFile, progres
         f"copies at {bandwidth / 1e9:.0f} GB/s, so {limit.step_seconds * 1000:.2f} ms to read the target's weights",
         None,
     )
-    draft = DraftStepExecutor(load_draft_engine(settings.engine(str(pair / "draft"), exact=False), progress))
+    # Cells decode the same prompts: nothing is to be left of the one before.
+    engine = load_draft_engine(settings.engine(str(pair / "draft"), exact=False), progress)
+    draft = DraftStepExecutor(engine, prefix_cache=False)
     for variant in TARGET_VARIANTS:
         try:
             target = _load_target(settings, pair, variant, results, progress)
@@ -78,7 +80,7 @@ def _load_target(
         "kv_bytes_per_token": engine.description.kv_bytes_per_token,
     }
     results.append("targets", found)
-    return TargetStepExecutor(engine)
+    return TargetStepExecutor(engine, prefix_cache=False)
 
 
 def _measure_variant(

@@ -60,6 +60,7 @@ class EngineSection(Section):
         None, "Memory for KV of each worker, such as `2GiB`. Unset: 85% of what a GPU has left, 1 GiB on a CPU.", ge=1
     )
     max_packed_rows: int = described(192, "Tokens of one forward pass at most.", ge=8, le=65536)
+    prefix_cache: bool = described(True, "Compute the KV of what prompts begin with alike once, and keep it a while.")
 
 
 class SchedulingSection(SchedulingSettings, Section):
@@ -237,6 +238,7 @@ class SpoolConfig(Section):
             exact=self.models.exact,
             max_packed_rows=self.engine.max_packed_rows,
             lookup_match=self.models.lookup_match if role is Role.DRAFT else None,
+            prefix_cache=self.engine.prefix_cache,
         )
 
     def on_one_machine(self) -> SpoolConfig:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.registry import Collector
 
-from services.backend import LoadFigures
+from services.backend import LoadFigures, PrefixFigures
 from services.gateway.errors import ErrorKind
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -52,6 +55,8 @@ class GatewayMetrics:
         self._accepted = Counter(
             "spool_spec_decode_num_accepted_tokens", "Proposed tokens accepted and delivered", registry=registry
         )
+        self._prefixes = _PrefixCounters()
+        registry.register(self._prefixes)
 
     def prompt(self, tokens: int) -> None:
         self._prompt.inc(tokens)
@@ -70,6 +75,7 @@ class GatewayMetrics:
         self._waiting.set(nothing if load is None else load.waiting)
         pages = 0 if load is None else load.total_pages
         self._kv_usage.set(nothing if load is None else load.pages_in_use / pages if pages else 0.0)
+        self._prefixes.figures = () if load is None else load.prefixes
         return generate_latest(self._registry)
 
     # For SequenceMeter.
@@ -87,6 +93,26 @@ class GatewayMetrics:
     def observe_end(self, reason: str, seconds: float) -> None:
         self._success.labels(reason).inc()
         self._latency.observe(seconds)
+
+
+class _PrefixCounters(Collector):
+    """Counters that the scheduler keeps; they start again when it does."""
+
+    def __init__(self) -> None:
+        self.figures: tuple[PrefixFigures, ...] = ()
+
+    def collect(self) -> Iterator[CounterMetricFamily]:
+        queries = CounterMetricFamily(
+            "spool_prefix_cache_queries", "Positions of sequences when they were opened at a worker", labels=["role"]
+        )
+        hits = CounterMetricFamily(
+            "spool_prefix_cache_hits", "Positions whose KV was taken over from other sequences", labels=["role"]
+        )
+        for figures in self.figures:
+            queries.add_metric([figures.role.value], figures.queries)
+            hits.add_metric([figures.role.value], figures.hits)
+        yield queries
+        yield hits
 
 
 class SequenceMeter:

@@ -66,14 +66,17 @@ def generated(model: torch.nn.Module, prompt: list[int], stop_token: int | None)
     return output[0, len(prompt) :].tolist()
 
 
+# Without the prefix cache (test_prefix_cache.py), so that every run computes everything.
 @pytest.fixture(scope="module")
 def target(pair: Pair) -> TargetStepExecutor:
-    return TargetStepExecutor(load_target_engine(pair.settings["target"], lambda *_: None), worker_epoch=1)
+    engine = load_target_engine(pair.settings["target"], lambda *_: None)
+    return TargetStepExecutor(engine, worker_epoch=1, prefix_cache=False)
 
 
 @pytest.fixture(scope="module")
 def draft(pair: Pair) -> DraftStepExecutor:
-    return DraftStepExecutor(load_draft_engine(pair.settings["draft"], lambda *_: None), worker_epoch=1)
+    engine = load_draft_engine(pair.settings["draft"], lambda *_: None)
+    return DraftStepExecutor(engine, worker_epoch=1, prefix_cache=False)
 
 
 def test_stop_token_ends_some_sequences_early(pair: Pair) -> None:
@@ -184,10 +187,12 @@ def test_exact_logits_do_not_depend_on_the_schedule(family: str, tmp_path: Path)
     """bfloat16, exact mode: the bits of every committed token's logits, plain at batch 1 against speculation."""
     target_folder, draft_folder = save_tiny_pair(family, tmp_path)
     target = TargetStepExecutor(
-        load_target_engine(EngineSettings(str(target_folder), threads=1, page_size=8, kv_pages=400), lambda *_: None)
+        load_target_engine(EngineSettings(str(target_folder), threads=1, page_size=8, kv_pages=400), lambda *_: None),
+        prefix_cache=False,
     )
     draft = DraftStepExecutor(
-        load_draft_engine(EngineSettings(str(draft_folder), threads=1, page_size=8, kv_pages=400), lambda *_: None)
+        load_draft_engine(EngineSettings(str(draft_folder), threads=1, page_size=8, kv_pages=400), lambda *_: None),
+        prefix_cache=False,
     )
     rng = random.Random(3)
     prompts = [tuple(rng.randrange(VOCABULARY) for _ in range(length)) for length in (1, 5, 40, 130, 17, 64)]

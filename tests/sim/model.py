@@ -73,22 +73,25 @@ def plain_decoding(request: SequenceRequest) -> tuple[list[int], FinishReason]:
 
 @dataclass(eq=False)
 class Held:
-    """What a worker has of one sequence: the tokens whose KV it holds."""
+    """What a worker has of one sequence: the tokens whose KV it holds, and those it was told of at the opening."""
 
     tokens: DigestedTokens
     table: PageTable
+    committed: tuple[int, ...] = ()
 
 
 class ModelWorker:
     """Executes steps as protos/worker.proto demands. `guess` is the draft's acceptance; targets ignore it.
 
-    A short-sighted worker is like prompt lookup: it keeps tokens but no pages, and proposes as many as it likes.
+    A short-sighted worker is like prompt lookup: it keeps tokens but no pages, and proposes as many as it likes. One
+    that `shares` has the KV of some more committed tokens than it was asked to feed, as from other sequences.
     """
 
-    def __init__(self, spec: WorkerSpec, guess: float = 0.7, short_sighted: bool = False) -> None:
+    def __init__(self, spec: WorkerSpec, guess: float = 0.7, short_sighted: bool = False, shares: bool = False) -> None:
         self.spec = spec
         self.guess = guess
         self.short_sighted = short_sighted
+        self.shares = shares
         self.held: dict[int, Held] = {}
         self.pool = PagePool(spec.total_pages, spec.page_size)
 
@@ -108,6 +111,9 @@ class ModelWorker:
                 return RowResult(row.sequence_id, RowStatus.UNKNOWN_SEQUENCE, 0, 0)
             self.held[row.sequence_id] = Held(DigestedTokens(), PageTable())
         held = self.held[row.sequence_id]
+        if row.opening is not None:
+            assert row.committed[row.kv_len : row.kv_len + len(row.tokens)] == row.tokens, "feeds what is not committed"
+            held.committed = row.committed
         length = len(held.tokens)
         if row.kv_len > length or held.tokens.digest(row.kv_len) != row.prefix_digest:
             return self._result(row, RowStatus.KV_MISMATCH)
@@ -132,7 +138,7 @@ class ModelWorker:
         if not self._append(held, row.tokens + row.draft_tokens):
             return self._result(row, RowStatus.OUT_OF_PAGES)
         if not row.choose:
-            return self._result(row, RowStatus.OK)
+            return self._result(row, RowStatus.OK, reused=self._take_over(held))
         fed, accepted = row.kv_len + len(row.tokens), 0
         while accepted < len(row.draft_tokens):
             if row.draft_tokens[accepted] != target_token(held.tokens.digest(fed + accepted)):
@@ -149,6 +155,8 @@ class ModelWorker:
             return self._result(row, RowStatus.INVALID, error="not a row for a draft")
         if not self._append(held, row.tokens):
             return self._result(row, RowStatus.OUT_OF_PAGES)
+        if not row.draft_length:
+            return self._result(row, RowStatus.OK, reused=self._take_over(held))
         proposal: list[int] = []
         count = row.draft_length
         if self.short_sighted:
@@ -162,13 +170,30 @@ class ModelWorker:
             proposal.append(draft_token(held.tokens.digest(len(held.tokens)), self.guess))
         return self._result(row, RowStatus.OK, tuple(proposal))
 
+    def _take_over(self, held: Held) -> int:
+        """Any number of the committed tokens that follow, but for the last one."""
+        length = len(held.tokens)
+        more = held.committed[length : len(held.committed) - 1][: _mixed(held.tokens.digest(length), 5) % 30]
+        if not self.shares or tuple(held.tokens.tokens) != held.committed[:length]:
+            return 0
+        assert self._append(held, more), "committed tokens without pages"
+        return len(more)
+
     def _result(
-        self, row: Row, status: RowStatus, tokens: tuple[int, ...] = (), accepted: int = 0, error: str = ""
+        self,
+        row: Row,
+        status: RowStatus,
+        tokens: tuple[int, ...] = (),
+        accepted: int = 0,
+        error: str = "",
+        reused: int = 0,
     ) -> RowResult:
         held = self.held[row.sequence_id].tokens
         digests = tuple(token * 7 for token in tokens) if self.spec.role is Role.TARGET else ()
         kv_len = len(held)
-        return RowResult(row.sequence_id, status, kv_len, held.digest(kv_len), tokens, accepted, digests, error=error)
+        return RowResult(
+            row.sequence_id, status, kv_len, held.digest(kv_len), tokens, accepted, digests, error=error, reused=reused
+        )
 
 
 @dataclass(eq=False)

@@ -36,6 +36,7 @@ class Scenario:
     targets: int
     drafts: int
     short_sighted: bool
+    shares: bool
     acceptance: float
     longest_prompt: int
     most_tokens: int
@@ -61,6 +62,7 @@ scenarios = st.builds(
     targets=st.integers(1, 3),
     drafts=st.integers(0, 3),
     short_sighted=st.booleans(),
+    shares=st.booleans(),
     acceptance=st.sampled_from([0.0, 0.4, 0.7, 0.95, 1.0]),
     longest_prompt=st.sampled_from([1, 4, 30, 120]),
     most_tokens=st.sampled_from([1, 2, 9, 30]),
@@ -126,7 +128,7 @@ def build(scenario: Scenario) -> Simulation:
             workers.append((spec, role is Role.DRAFT and scenario.short_sighted and index % 2 == 0))
 
     def join(time: float, spec: WorkerSpec, short_sighted: bool) -> None:
-        simulation.join(time, ModelWorker(spec, scenario.acceptance, short_sighted))
+        simulation.join(time, ModelWorker(spec, scenario.acceptance, short_sighted, scenario.shares))
 
     for spec, short_sighted in workers:
         join(rng.uniform(0, 0.3) if scenario.late_workers else 0.0, spec, short_sighted)
@@ -166,6 +168,7 @@ PREEMPTED_WITHOUT_A_STEP = Scenario(
     targets=2,
     drafts=0,
     short_sighted=True,
+    shares=False,
     acceptance=0.0,
     longest_prompt=120,
     most_tokens=30,

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 
+from engine import prefix_cache
+from engine.pages import PageKey, PagePool, PageTable
+from engine.prefix_cache import page_key
 from protos import scheduler_pb2, worker_pb2
 from scheduler.core import SchedulerCore
 from scheduler.ledger import KvEntry, PageBook
@@ -23,7 +26,7 @@ from services.remote_stream import RemoteStream
 from services.scheduler_service import SchedulerService
 from services.step_executor import StepExecutor
 from services.worker_link import WorkerLink
-from services.worker_sequences import RowRejectedError, WorkerSequence, WorkerSequences
+from services.worker_sequences import PreparedRow, RowRejectedError, WorkerSequences
 from services.worker_set import WorkerSet
 from tests.sim.cell.schedule import ScheduleError, run_schedule
 
@@ -146,7 +149,7 @@ def draining_worker_fails_what_is_new(patch: Patch) -> None:
         finally:
             self.draining = self._book.closed
 
-    def refusing(self: Any, row: worker_pb2.Row) -> WorkerSequence:
+    def refusing(self: Any, row: worker_pb2.Row) -> PreparedRow:
         if self.closed and row.sequence_id not in self:
             raise RowRejectedError(RowStatus.FAILED, "the worker is draining")
         return prepare(self, row)
@@ -201,9 +204,32 @@ def fenced_scheduler_goes_on(patch: Patch) -> None:
     patch.setattr(SchedulerService, "link_broken", lambda self, endpoint, error: None)
 
 
+def page_keeps_its_key_when_it_is_written_to(patch: Patch) -> None:
+    patch.setattr(PagePool, "forget", lambda self, page: None)
+
+
+def key_of_a_page_leaves_out_what_comes_before_it(patch: Patch) -> None:
+    patch.setattr(prefix_cache, "page_key", lambda before, tokens: page_key(b"", tokens))
+
+
+def shared_page_has_no_reference(patch: Patch) -> None:
+    share = PagePool.share
+
+    def uncounted(self: PagePool, table: PageTable, keys: Iterable[PageKey]) -> int:
+        shared = share(self, table, keys)
+        for page in table.pages[len(table.pages) - shared :]:
+            self._references[page] = max(1, self._references[page] - 1)
+        return shared
+
+    patch.setattr(PagePool, "share", uncounted)
+
+
 @pytest.mark.parametrize(
     ("plant", "faults", "broken_rule"),
     [
+        (page_keeps_its_key_when_it_is_written_to, (), "must get|has a key"),
+        (key_of_a_page_leaves_out_what_comes_before_it, (), "must get"),
+        (shared_page_has_no_reference, (), "must get|page accounting"),
         (fencing_is_skipped, ("two schedulers",), "answered a fenced scheduler"),
         (resubmission_lacks_the_last_delivered_token, ("scheduler crash",), "must get"),
         (ledger_keeps_a_rejected_token, (), "the ledger counts"),

@@ -13,7 +13,14 @@ from deploy.comparison import compare
 from deploy.decoding import Completion, Job, longest_lengths, make_jobs
 from deploy.devices import worker_devices
 from deploy.errors import UsageError
-from deploy.options import GenerateSettings, ModelSettings, RunSettings, SamplingSettings, SchedulingSettings
+from deploy.options import (
+    GenerateSettings,
+    ModelSettings,
+    RunSettings,
+    SamplingSettings,
+    SchedulingSettings,
+    VerifySettings,
+)
 from deploy.progress import reporting
 from deploy.prompts import Prompt, load_prompts
 from deploy.results import InOrder, settings_digest
@@ -193,3 +200,8 @@ def test_progress_is_shown(terminal: bool) -> None:
     assert "123 tokens/s, accepted 25%, 2.00 a round, group 4.0" in shown
     if not terminal:
         assert shown.splitlines()[:2] == ["demo: downloading", "target-0: loading"]
+
+
+def test_runs_that_compare_compute_everything_anew() -> None:
+    settings = GenerateSettings(), VerifySettings(), RunSettings()
+    assert [each.engine_settings(Role.TARGET, "cpu").prefix_cache for each in settings] == [True, False, False]

@@ -220,7 +220,7 @@ def test_what_the_scheduler_and_the_engines_get() -> None:
         [
             "scheduling={batch_size: 2, window: 6, policy: ragged, draft_length: 3, max_queued_tokens: 99}",
             "groups.target={kv_pages: 7, threads: 3}",
-            "engine={page_size: 8, kv_memory: 3MiB}",
+            "engine={page_size: 8, kv_memory: 3MiB, prefix_cache: false}",
             "models.draft_lookup=4",
         ],
     )
@@ -233,6 +233,7 @@ def test_what_the_scheduler_and_the_engines_get() -> None:
     assert config.engine_settings(Role.DRAFT, "cuda:0", 1).kv_memory_bytes == 3 << 20
     assert SpoolConfig().engine_settings(Role.DRAFT, "cuda:0", 1).kv_memory_bytes is None
     assert SpoolConfig().engine_settings(Role.DRAFT, "cpu", 1).kv_memory_bytes == 1 << 29
+    assert (target.prefix_cache, SpoolConfig().engine_settings(Role.TARGET, "cpu", 1).prefix_cache) == (False, True)
 
 
 def test_groups_there_are() -> None:

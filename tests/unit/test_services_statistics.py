@@ -5,7 +5,7 @@ import json
 import pytest
 
 from protos import worker_pb2
-from scheduler.messages import EmitTokens, GroupFormed, Role, RowResult, RowStatus
+from scheduler.messages import EmitTokens, GroupFormed, Role, Row, RowResult, RowStatus
 from services.statistics import ServiceStatistics
 
 
@@ -101,8 +101,23 @@ def test_reset_keeps_what_is_under_way() -> None:
 
 def test_rows_that_failed_are_counted_by_status() -> None:
     statistics = ServiceStatistics(now=0.0)
-    statistics.rows_answered(tuple(RowResult(1, status, 0, 0) for status in (RowStatus.OK, RowStatus.KV_MISMATCH)))
+    results = tuple(RowResult(1, status, 0, 0) for status in (RowStatus.OK, RowStatus.KV_MISMATCH))
+    statistics.rows_answered(Role.TARGET, (Row(1, 0, 1, (5,)),) * 2, results)
     assert statistics.snapshot(now=0.0).row_errors == {"kv_mismatch": 1}
+
+
+def test_shared_positions_are_counted_by_role() -> None:
+    statistics = ServiceStatistics(now=0.0)
+    opening = Row(1, 0, 1, (5, 6), committed=(5, 6, 7, 8, 9))
+    later = Row(1, 4, 1, (9,))
+    statistics.rows_answered(Role.TARGET, (opening,), (RowResult(1, RowStatus.OK, 3, 0, reused=3),))
+    statistics.rows_answered(Role.TARGET, (later, opening), (RowResult(1, RowStatus.OK, 5, 0, reused=1),) * 2)
+    statistics.rows_answered(Role.DRAFT, (opening,), (RowResult(1, RowStatus.OK, 2, 0),))
+    snapshot = statistics.snapshot(now=0.0)
+    assert snapshot.prefix_queries == {"draft": 5, "target": 10}
+    assert snapshot.prefix_hits == {"draft": 0, "target": 5}
+    statistics.reset(now=0.0)
+    assert statistics.snapshot(now=0.0).prefix_hits == {"draft": 0, "target": 0}
 
 
 def test_snapshot_is_json_also_when_empty() -> None:

@@ -117,7 +117,9 @@ def make_plan(rng: random.Random, seed: int, sequences: int, kinds: tuple[str, .
             )
     gateways = rng.choice((1, 2, 3))
     load_seconds = rng.choice((0.05, 0.4, 1.2))
-    requests = tuple(_request(rng, number, gateways, load_seconds) for number in range(sequences))
+    # What many prompts begin with; without any, sequences share next to nothing.
+    prefixes = tuple(_tokens(rng, rng.randint(1, LONGEST_PROMPT - 4)) for _ in range(rng.choice((0, 1, 1, 3))))
+    requests = tuple(_request(rng, number, gateways, load_seconds, prefixes) for number in range(sequences))
     horizon = load_seconds + 0.8
     chosen = rng.sample(kinds, rng.randint(1, min(4, len(kinds)))) if kinds else []
     faults = []
@@ -138,11 +140,21 @@ def make_plan(rng: random.Random, seed: int, sequences: int, kinds: tuple[str, .
     )
 
 
-def _request(rng: random.Random, number: int, gateways: int, load_seconds: float) -> RequestPlan:
+def _tokens(rng: random.Random, count: int) -> tuple[int, ...]:
     # Quicker than a call for each token.
-    bits = rng.getrandbits(6 * LONGEST_PROMPT)
-    length = rng.randint(1, LONGEST_PROMPT)
-    prompt = tuple((bits >> 6 * place) % VOCABULARY for place in range(length))
+    bits = rng.getrandbits(6 * count)
+    return tuple((bits >> 6 * place) % VOCABULARY for place in range(count))
+
+
+def _request(
+    rng: random.Random, number: int, gateways: int, load_seconds: float, prefixes: tuple[tuple[int, ...], ...]
+) -> RequestPlan:
+    bits = rng.getrandbits(16)
+    prompt = _tokens(rng, rng.randint(1, LONGEST_PROMPT))
+    if prefixes and bits & 3:
+        prefix = prefixes[bits % len(prefixes)]
+        # Some end within what they share: it is all that they have.
+        prompt = (prefix + prompt[: 1 + (bits >> 2) % 4]) if bits & 12 else prefix[: len(prompt)]
     most_tokens = rng.randint(1, MOST_TOKENS)
     odd = rng.random()
     if odd < 0.01:

@@ -35,6 +35,8 @@ class ScheduleResult:
     virtual_seconds: float
     tokens: int
     fenced_replies: int
+    reused: int
+    """Positions whose KV sequences took over from others."""
 
 
 @contextmanager
@@ -90,6 +92,7 @@ def run_schedule(seed: int, sequences: int = 200, kinds: tuple[str, ...] = FAULT
         virtual_seconds,
         sum(len(call.tokens) for call in world.calls),
         world.fenced_replies,
+        world.reused,
     )
 
 

@@ -68,6 +68,7 @@ class StepWatch:
         match row.status:
             case worker_pb2.ROW_STATUS_OK:
                 self.forgotten.discard(row.sequence_id)
+                self._world.reused += row.reused
             case worker_pb2.ROW_STATUS_UNKNOWN_SEQUENCE | worker_pb2.ROW_STATUS_KV_MISMATCH:
                 if not self.lost(row.sequence_id):
                     self._world.fail(f"{self._worker_id}: KV of {row.sequence_id} was lost unprovoked: {row.error}")

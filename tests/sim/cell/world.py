@@ -37,6 +37,7 @@ class World:
         self.network = Network(loop, rng, plan.latency)
         self.calls: list[ClientCall] = []
         self.fenced_replies = 0
+        self.reused = 0
         self.events: list[tuple[Any, ...]] = []
         self.failure: str | None = None
         self._failed = loop.create_future()
