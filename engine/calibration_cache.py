@@ -25,6 +25,11 @@ _CALIBRATION_RECIPE = 6
 
 def calibration_file(model: PreTrainedModel, settings: EngineSettings) -> Path:
     """Where the calibration of this model on this device, with these library versions and threads, belongs."""
+    return cache_folder() / "calibrations" / f"{calibration_key(model, settings)}.json"
+
+
+def calibration_key(model: PreTrainedModel, settings: EngineSettings) -> str:
+    """Names everything but the weights that the bits of a pass may depend on; hexadecimal digits."""
     config = {k: v for k, v in model.config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
     conditions = {
         "recipe": _CALIBRATION_RECIPE,
@@ -38,8 +43,7 @@ def calibration_file(model: PreTrainedModel, settings: EngineSettings) -> Path:
         "page_size": settings.page_size,
         "max_packed_rows": settings.max_packed_rows,
     }
-    digest = hashlib.sha256(json.dumps(conditions, sort_keys=True, default=str).encode()).hexdigest()
-    return cache_folder() / "calibrations" / f"{digest[:32]}.json"
+    return hashlib.sha256(json.dumps(conditions, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
 def read_calibration(file: Path) -> Calibration | None:

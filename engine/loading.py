@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from engine.attention import ATTENTION_NAME, AttentionForm, MatmulBackend, free_form
-from engine.calibration_cache import calibration_file, read_calibration, write_calibration
+from engine.calibration_cache import calibration_file, calibration_key, read_calibration, write_calibration
 from engine.description import EngineDescription
 from engine.draft import DraftEngine
 from engine.draft_vocabulary import read_draft_vocabulary, restrict_head
@@ -19,7 +20,7 @@ from engine.errors import UnsupportedModelError
 from engine.exactness import Calibration, ExactShapes, calibrate
 from engine.model_source import Progress, fetch_model, resolve_model
 from engine.packed_layers import pack_layers
-from engine.paged_kv import PagedKv
+from engine.paged_kv import PagedKv, PagedKvStore
 from engine.pages import PagePool, PageTable
 from engine.runner import ModelRunner, PackedSequence
 from engine.settings import EngineSettings
@@ -38,16 +39,20 @@ _CPU_KV_BYTES = 4 << 30
 _WARM_ROWS = (1, 2, 4, 8, 16, 32, 64)
 _MOST_WARM_LOGITS = 48
 
+# Of each tensor of weights, the elements that tell one model from another.
+_SAMPLED_WEIGHTS = 256
+
 
 def load_target_engine(settings: EngineSettings, progress: Progress) -> TargetEngine:
     """Raises `engine.errors.EngineError` or `ModelNotFoundError` with the reason, one line."""
     model, vocabulary = _load_model(settings, Role.TARGET, progress)
+    numerics = _numerics(model, settings)
     pack_layers(model)
     shapes = _exact_shapes(model, settings, progress) if settings.exact else None
     description, runner, pool = _assemble(model, vocabulary, settings, shapes)
     progress("warming up", None)
     _warm_up(description, runner, pool)
-    return TargetEngine(description, runner, pool)
+    return TargetEngine(description, runner, pool, PagedKvStore(runner.kv, settings.model, numerics))
 
 
 def load_draft_engine(settings: EngineSettings, progress: Progress) -> DraftEngine:
@@ -83,6 +88,15 @@ def _load_model(settings: EngineSettings, role: Role, progress: Progress) -> tup
     model = model.to(settings.device).eval()
     _check_supported(model)
     return model, read_vocabulary(folder, model.get_input_embeddings().num_embeddings)
+
+
+def _numerics(model: PreTrainedModel, settings: EngineSettings) -> bytes:
+    """Names the weights, by a sample of each tensor, and in exact mode all that the bits of a pass depend on."""
+    digest = hashlib.sha256(calibration_key(model, settings).encode() if settings.exact else b"")
+    for name, weights in sorted(model.state_dict().items()):
+        sample = weights.flatten()[:_SAMPLED_WEIGHTS].contiguous().cpu().view(torch.uint8)
+        digest.update(name.encode() + sample.numpy().tobytes())
+    return digest.digest()
 
 
 def _check_supported(model: PreTrainedModel) -> None:

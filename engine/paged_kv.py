@@ -10,6 +10,7 @@ import torch
 from transformers import Cache
 
 from engine.attention import AttentionPlan
+from engine.kv_store import PageLayout
 
 
 class LayerKv:
@@ -56,11 +57,41 @@ class PagedKv:
         pages, offsets = slots // self.page_size, slots % self.page_size
         return ((pages * self._page_stride + offsets).unsqueeze(1) + self._head_offsets).flatten()
 
+    def read_page(self, page: int) -> torch.Tensor:
+        """A copy of a page, `[layers, 2, kv_heads, page_size, head_dim]`, on the CPU."""
+        return torch.stack([layer.pool[:, page] for layer in self.layers]).cpu()
+
+    def write_page(self, page: int, content: torch.Tensor) -> None:
+        """`content` as from `read_page`."""
+        for layer, part in zip(self.layers, content.to(self.layers[0].pool.device), strict=True):
+            layer.pool[:, page] = part
+
     def scrub(self, pages: Sequence[int], first_offset: int) -> None:
         """Zeroes the pages, the first of them from position `first_offset` on."""
         for offset, group in ((first_offset, pages[:1]), (0, pages[1:])):
             for layer in self.layers:
                 layer.pool[:, list(group), :, offset:] = 0
+
+
+class PagedKvStore:
+    """The pages of a pool as bytes (engine/kv_store.py)."""
+
+    def __init__(self, kv: PagedKv, model_id: str, numerics: bytes) -> None:
+        pool = kv.layers[0].pool
+        shape = (len(kv.layers), 2, *pool.shape[2:])
+        dtype = str(pool.dtype).removeprefix("torch.")
+        self.layout = PageLayout(model_id, dtype, shape, pool.element_size(), numerics)
+        self._kv = kv
+        self._dtype = pool.dtype
+
+    def read_page(self, page: int) -> bytes:
+        return self._kv.read_page(page).view(torch.uint8).numpy().tobytes()
+
+    def write_page(self, page: int, data: bytes) -> None:
+        if len(data) != self.layout.page_bytes:
+            raise ValueError(f"a page of {len(data)} bytes came, must be of {self.layout.page_bytes}")
+        content = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(self._dtype).view(self.layout.shape)
+        self._kv.write_page(page, content)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

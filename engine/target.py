@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from engine.description import EngineDescription
+from engine.kv_store import KvStore
 from engine.packing import make_room, rolled_back_on_error, split_by_rows
 from engine.pages import PagePool
 from engine.runner import ModelRunner, PackedSequence, PassResult
@@ -22,9 +23,10 @@ _NOT_A_NUMBER = "the target's logits are not finite"
 class TargetEngine:
     """Verifies rows in packed passes; see `VerifyRow` and `RowOutcome` for what goes in and comes out."""
 
-    def __init__(self, description: EngineDescription, runner: ModelRunner, pool: PagePool) -> None:
+    def __init__(self, description: EngineDescription, runner: ModelRunner, pool: PagePool, kv_store: KvStore) -> None:
         self.description = description
         self.pool = pool
+        self.kv_store = kv_store
         self._runner = runner
 
     def step(self, rows: Sequence[VerifyRow]) -> StepOutcome:
