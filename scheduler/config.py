@@ -20,6 +20,15 @@ class Policy(Enum):
     AUTO = "auto"
 
 
+class KvMovement(Enum):
+    """How the sequences of a draining target get their KV on another one."""
+
+    AUTO = "auto"
+    """Moved where that is expected to take less time than computing it anew."""
+    ALWAYS = "always"
+    NEVER = "never"
+
+
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
     """Limits and choices of one scheduler core.
@@ -45,6 +54,7 @@ class SchedulerConfig:
     initial_step_seconds: float = 0.05
     steps_in_flight: int = 2
     draft_batch_size: int | None = None
+    kv_movement: KvMovement = KvMovement.AUTO
 
     def __post_init__(self) -> None:
         def require(name: str, holds: bool, limit: str) -> None:
@@ -57,6 +67,9 @@ class SchedulerConfig:
             value = getattr(self, name)
             require(name, value is None or value >= 1, "None or at least 1")
         require("policy", isinstance(self.policy, Policy), f"one of {', '.join(p.value for p in Policy)}")
+        require(
+            "kv_movement", isinstance(self.kv_movement, KvMovement), f"one of {', '.join(m.value for m in KvMovement)}"
+        )
         require("draft_length", self.draft_length >= 0, "0 (no drafting) or more")
         finite = math.isfinite
         require("wait_bound_steps", finite(self.wait_bound_steps) and self.wait_bound_steps >= 0, "finite, 0 or more")

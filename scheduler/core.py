@@ -10,12 +10,14 @@ from scheduler.draft_lengths import make_draft_lengths
 from scheduler.draft_steps import DraftPlanner
 from scheduler.fleet import Fleet
 from scheduler.integrity import check_integrity
+from scheduler.kv_moves import KvMoves
 from scheduler.lifecycle import Lifecycle
 from scheduler.messages import (
     Command,
     Event,
     FinishReason,
     FinishSequence,
+    KvMoved,
     RefusalCause,
     RefuseSequence,
     SendStep,
@@ -24,15 +26,17 @@ from scheduler.messages import (
     SequenceSubmitted,
     StepCompleted,
     Tick,
+    WorkerDraining,
     WorkerJoined,
     WorkerLost,
     WorkerSpec,
 )
 from scheduler.policies import make_policy
 from scheduler.pool import Pool
+from scheduler.relocation import Relocation
 from scheduler.rounds import Rounds
 from scheduler.sequence import Sequence, SequenceState, already_ended
-from scheduler.statistics import Counters, GroupStatistics, Snapshot, WorkerSnapshot
+from scheduler.statistics import Counters, GroupStatistics, MoveStatistics, Snapshot, WorkerSnapshot
 from scheduler.step_times import Acceptance
 from scheduler.target_steps import TargetPlanner
 from scheduler.worker_book import DraftBook, TargetBook
@@ -53,7 +57,9 @@ class SchedulerCore:
         self._acceptance = Acceptance()
         policy = make_policy(config.policy)
         lengths = make_draft_lengths(config, self._fleet, self._acceptance, self._counters)
-        self._lifecycle = Lifecycle(config, self._pool, self._fleet, policy, lengths, self._counters)
+        moves = KvMoves(config.kv_movement)
+        self._lifecycle = Lifecycle(config, self._pool, self._fleet, policy, lengths, moves, self._counters)
+        self._relocation = Relocation(self._fleet, self._lifecycle, moves, self._counters)
         self._drafts = DraftPlanner(config, self._fleet, self._lifecycle)
         self._targets = TargetPlanner(config, self._fleet, self._lifecycle, lengths, policy)
         self._rounds = Rounds(self._lifecycle, lengths, self._counters)
@@ -78,6 +84,10 @@ class SchedulerCore:
                 self._join(event.worker)
             case WorkerLost():
                 self._lose(event.worker_id, now)
+            case WorkerDraining():
+                self._relocation.drain(event.worker_id)
+            case KvMoved():
+                self._relocation.moved(event, now)
             case Tick():
                 pass
         self._send_steps(now)
@@ -103,6 +113,7 @@ class SchedulerCore:
             drafting=sum(target.coming.total for target in targets),
             drafted=sum(len(target.drafted) for target in targets),
             verifying=sum(target.verifying for target in targets),
+            moving=sum(sequence.state is SequenceState.MOVING for sequence in pool.window.values()),
             acceptance=self._acceptance.rate,
             rounds=counters.rounds,
             emitted_tokens=counters.emitted_tokens,
@@ -118,6 +129,14 @@ class SchedulerCore:
                 counters.equal_groups,
                 counters.equal_rows,
                 counters.forced_groups,
+            ),
+            moves=MoveStatistics(
+                counters.moves,
+                counters.moved_positions,
+                counters.moved_bytes,
+                counters.move_seconds,
+                counters.failed_moves,
+                counters.rehomed,
             ),
             workers=tuple(
                 WorkerSnapshot(
@@ -204,8 +223,7 @@ class SchedulerCore:
         """Everything in flight there is forgotten; its sequences go elsewhere with the tokens they have."""
         book = self._fleet.remove(worker_id)
         if isinstance(book, TargetBook):
-            for sequence in list(book.sequences.values()):
-                self._lifecycle.return_to_queue(sequence)
+            self._relocation.lose(book, now)
         elif isinstance(book, DraftBook):
             for sequence in list(book.sequences.values()):
                 self._lifecycle.leave_draft(sequence)
@@ -229,6 +247,7 @@ class SchedulerCore:
         for book in self._fleet.books():
             if book.releases and not book.outstanding:
                 self._send(book.release(self._last_step_id + 1, now))
+        self._lifecycle.commands.extend(self._relocation.drained())
 
     def _send(self, step: SendStep | None) -> bool:
         if step is None:

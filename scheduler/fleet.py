@@ -68,6 +68,8 @@ class Fleet:
         best = None
         for target in self.targets.values():
             count = len(target.sequences)
+            if target.draining:
+                continue
             if most_sequences is not None and count >= most_sequences:
                 continue
             if (best is None or count < len(best.sequences)) and target.has_room(positions):

@@ -13,7 +13,8 @@ def check_integrity(pool: Pool, fleet: Fleet) -> None:
     pool.check_integrity()
     homes: dict[WorkerBook, int] = dict.fromkeys(fleet.books(), 0)
     for sequence in pool.window.values():
-        for home in (sequence.target, sequence.draft):
+        move = sequence.kv_move
+        for home in (sequence.target, sequence.draft, move.destination if move is not None else None):
             if home is None:
                 continue
             if home not in homes or home.sequences.get(sequence.sequence_id) is not sequence:
@@ -25,7 +26,8 @@ def check_integrity(pool: Pool, fleet: Fleet) -> None:
         if count != len(book.sequences):
             raise RuntimeError(f"worker {book.worker_id} has {len(book.sequences)} sequences, {count} say so")
     for target in fleet.targets.values():
-        filed = len(target.prefilling) + target.coming.total + len(target.drafted) + target.verifying
+        moving = sum(sequence.state is SequenceState.MOVING for sequence in target.sequences.values())
+        filed = len(target.prefilling) + target.coming.total + len(target.drafted) + target.verifying + moving
         if filed != len(target.sequences):
             raise RuntimeError(f"target {target.worker_id} has {len(target.sequences)} sequences and {filed} filed")
     for draft in fleet.drafts.values():
@@ -50,6 +52,8 @@ def _check_filed(sequence: Sequence) -> None:
             filed = sequence.sequence_id in target.drafted
         case SequenceState.VERIFYING:
             filed = _has_row(sequence, target)
+        case SequenceState.MOVING:
+            filed = sequence.kv_move is not None and sequence.sequence_id not in target.in_flight
         case _:
             filed = False
     if not filed:

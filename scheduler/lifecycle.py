@@ -5,17 +5,19 @@ from __future__ import annotations
 from scheduler.config import SchedulerConfig
 from scheduler.draft_lengths import DraftLengths
 from scheduler.fleet import Fleet
+from scheduler.kv_moves import KvMove, KvMoves
 from scheduler.messages import Command, FailSequence, FinishReason, FinishSequence
 from scheduler.policies import GroupingPolicy
 from scheduler.pool import Pool
 from scheduler.sequence import Sequence, SequenceState
 from scheduler.statistics import Counters
-from scheduler.worker_book import DraftBook
+from scheduler.worker_book import DraftBook, TargetBook
 
 # Looked up for every row: names are faster than attributes of the enumeration.
 WAITING, PREFILLING = SequenceState.WAITING, SequenceState.PREFILLING
 READY, DRAFTING = SequenceState.READY, SequenceState.DRAFTING
 DRAFTED, VERIFYING = SequenceState.DRAFTED, SequenceState.VERIFYING
+MOVING = SequenceState.MOVING
 
 
 class Lifecycle:
@@ -28,6 +30,7 @@ class Lifecycle:
         fleet: Fleet,
         policy: GroupingPolicy,
         lengths: DraftLengths,
+        moves: KvMoves,
         counters: Counters,
     ) -> None:
         self._config = config
@@ -35,6 +38,7 @@ class Lifecycle:
         self._fleet = fleet
         self._most_per_target = config.batch_size if policy.lockstep else None
         self._lengths = lengths
+        self._moves = moves
         self._counters = counters
         self.commands: list[Command] = []
 
@@ -83,7 +87,12 @@ class Lifecycle:
             del target.prefilling[sequence.sequence_id]
 
     def begin_round(self, sequence: Sequence, now: float) -> None:
-        """Sends a sequence whose target is up to date to its draft worker, or straight to the target."""
+        """Sends a sequence whose target is up to date to its draft worker, or straight to the target.
+
+        One whose target drains goes to another first, where there is room.
+        """
+        if sequence.target is not None and sequence.target.draining and self.leave_target(sequence):
+            return
         self._leave_state(sequence)
         if sequence.draft is not None and sequence.length >= sequence.draft.spec.max_sequence_length:
             self.leave_draft(sequence)
@@ -214,6 +223,71 @@ class Lifecycle:
         draft.evict(sequence)
         sequence.draft = None
 
+    def leave_target(self, sequence: Sequence) -> bool:
+        """Finds the sequence another target, with its KV or without, whichever is sooner; False where it stays.
+
+        No row of it may be in flight on the one it has.
+        """
+        source = sequence.target
+        positions = sequence.length + self.longest_draft(sequence) + 1
+        destination = self._fleet.choose_target(positions, self._most_per_target)
+        if source is None or destination is None:
+            return False
+        if not self._moves.worth_it(source.kv[sequence.sequence_id].valid, destination):
+            self._rehome(sequence, source, destination, positions)
+        elif self._moves.may_leave(source):
+            self._move_kv(sequence, source, destination, positions)
+        else:
+            return False
+        return True
+
+    def _rehome(self, sequence: Sequence, source: TargetBook, destination: TargetBook, positions: int) -> None:
+        """Moves without KV."""
+        self._counters.rehomed += 1
+        self._leave_state(sequence)
+        source.evict(sequence)
+        destination.house(sequence, positions)
+        sequence.target = destination
+        self.catch_up(sequence)
+
+    def _move_kv(self, sequence: Sequence, source: TargetBook, destination: TargetBook, positions: int) -> None:
+        self._leave_state(sequence)
+        destination.house(sequence, positions)
+        # Whatever becomes of the move, the destination may hold something to release from now on.
+        destination.kv[sequence.sequence_id].opened = True
+        self.commands.append(self._moves.begin(sequence, source, destination))
+        self._enter_state(sequence, MOVING)
+
+    def arrive(self, move: KvMove, now: float) -> None:
+        """The KV of a MOVING sequence is where it was to go."""
+        sequence = move.sequence
+        self._change_target(sequence, move.source, move.destination)
+        move.destination.kv[sequence.sequence_id].valid = move.positions
+        if move.positions < sequence.length - 1:
+            self.catch_up(sequence)
+        else:
+            self.begin_round(sequence, now)
+
+    def arrive_without_kv(self, move: KvMove) -> None:
+        """The KV of a MOVING sequence did not get through: it is computed anew where it was to go."""
+        sequence, destination = move.sequence, move.destination
+        self._change_target(sequence, move.source, destination)
+        destination.kv[sequence.sequence_id].opened = False
+        destination.releases[sequence.sequence_id] = None
+        self.catch_up(sequence)
+
+    def _change_target(self, sequence: Sequence, source: TargetBook, destination: TargetBook) -> None:
+        self._leave_state(sequence)
+        source.evict(sequence)
+        sequence.kv_move = None
+        sequence.target = destination
+
+    def stay(self, sequence: Sequence, now: float) -> None:
+        """The target that a MOVING sequence was to go to is gone."""
+        self._leave_state(sequence)
+        self._moves.abandon(sequence)
+        self.begin_round(sequence, now)
+
     def preempt(self, sequence: Sequence) -> None:
         """Takes a sequence out of the window to give its pages to others."""
         self._counters.preemptions += 1
@@ -227,6 +301,10 @@ class Lifecycle:
     def _leave_window(self, sequence: Sequence) -> None:
         self._leave_state(sequence)
         self.leave_draft(sequence)
+        move = sequence.kv_move
+        if move is not None:
+            move.destination.evict(sequence)
+            self._moves.abandon(sequence)
         if sequence.target is not None:
             sequence.target.evict(sequence)
             sequence.target = None

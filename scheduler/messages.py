@@ -129,6 +129,23 @@ class WorkerLost:
 
 
 @dataclass(frozen=True, slots=True)
+class WorkerDraining:
+    """The target is to go soon: it gets no new sequences, and those it has are taken elsewhere."""
+
+    worker_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class KvMoved:
+    """What became of a `MoveKv`: `moved` or failed after so many seconds. `size` counts the bytes of KV."""
+
+    move_id: int
+    moved: bool
+    seconds: float
+    size: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class StepCompleted:
     """`seconds` is the time the worker spent on the step itself, without queueing."""
 
@@ -143,7 +160,9 @@ class Tick:
     """Time has passed: due when `SchedulerCore.next_deadline()` says so."""
 
 
-Event = SequenceSubmitted | SequenceCancelled | WorkerJoined | WorkerLost | StepCompleted | Tick
+Event = (
+    SequenceSubmitted | SequenceCancelled | WorkerJoined | WorkerLost | WorkerDraining | KvMoved | StepCompleted | Tick
+)
 
 
 # --- commands ---------------------------------------------------------------------------------------------------------
@@ -191,6 +210,28 @@ class SendStep:
 
 
 @dataclass(frozen=True, slots=True)
+class MoveKv:
+    """The destination is to fetch the KV of `tokens` from the source, where no step works on the sequence meanwhile.
+
+    Answered by `KvMoved`. What the destination holds of the sequence counts only then.
+    """
+
+    move_id: int
+    source_id: str
+    destination_id: str
+    tokens: tuple[int, ...]
+    prefix_digest: int
+    opening: SequenceRequest
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerDrained:
+    """Nothing is left on a draining target."""
+
+    worker_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class EmitTokens:
     """Newly committed output of a sequence, in order, each token once. `drafted` and `accepted` describe the round."""
 
@@ -229,4 +270,4 @@ class RefuseSequence:
     message: str
 
 
-Command = SendStep | EmitTokens | FinishSequence | FailSequence | RefuseSequence
+Command = SendStep | MoveKv | WorkerDrained | EmitTokens | FinishSequence | FailSequence | RefuseSequence

@@ -9,11 +9,15 @@ from scheduler.digests import DigestedTokens
 from scheduler.messages import FinishReason, SequenceRequest
 
 if TYPE_CHECKING:
+    from scheduler.kv_moves import KvMove
     from scheduler.worker_book import DraftBook, TargetBook
 
 
 class SequenceState(Enum):
-    """WAITING -> PREFILLING -> READY -> DRAFTING -> DRAFTED -> VERIFYING -> READY ... -> one of the last three."""
+    """WAITING -> PREFILLING -> READY -> DRAFTING -> DRAFTED -> VERIFYING -> READY ... -> one of the last three.
+
+    Between two rounds, a sequence whose target drains may be MOVING.
+    """
 
     WAITING = "waiting"
     PREFILLING = "prefilling"
@@ -24,6 +28,8 @@ class SequenceState(Enum):
     DRAFTED = "drafted"
     """Waits for the target, with a proposal or, in a plain decoding round, without."""
     VERIFYING = "verifying"
+    MOVING = "moving"
+    """Its KV is on the way from one target to another; it has room on both."""
     FINISHED = "finished"
     FAILED = "failed"
     CANCELLED = "cancelled"
@@ -52,6 +58,7 @@ class Sequence:
         "due",
         "end",
         "expected_tokens",
+        "kv_move",
         "length",
         "order",
         "plain_rounds",
@@ -79,6 +86,7 @@ class Sequence:
         self.state = SequenceState.WAITING
         self.target: TargetBook | None = None
         self.draft: DraftBook | None = None
+        self.kv_move: KvMove | None = None
         self.draft_tokens: tuple[int, ...] = ()
         self.ready_at = 0.0
         self.drafted_at = 0.0

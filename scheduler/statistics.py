@@ -23,7 +23,19 @@ class Counters:
     accepted_tokens: int = 0
     preemptions: int = 0
     probes: int = 0
+    moves: int = 0
+    moved_positions: int = 0
+    moved_bytes: int = 0
+    move_seconds: float = 0.0
+    failed_moves: int = 0
+    rehomed: int = 0
     draft_lengths: dict[int, int] = field(default_factory=dict)
+
+    def count_move(self, positions: int, size: int, seconds: float) -> None:
+        self.moves += 1
+        self.moved_positions += positions
+        self.moved_bytes += size
+        self.move_seconds += seconds
 
     def count_step(self, group: GroupFormed | None) -> None:
         self.steps += 1
@@ -62,6 +74,19 @@ class GroupStatistics:
 
 
 @dataclass(frozen=True, slots=True)
+class MoveStatistics:
+    """Sequences that left a draining target, since the start: `moves` with so many `positions`, `bytes` and `seconds`
+    of KV; `failed` ones, and those `rehomed` without their KV because that was sooner."""
+
+    moves: int
+    positions: int
+    bytes: int
+    seconds: float
+    failed: int
+    rehomed: int
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerSnapshot:
     """`base_seconds` and `row_seconds` are the measured law of its steps: a target's takes base + row · rows to verify,
     a draft's that much for every pass."""
@@ -80,7 +105,7 @@ class WorkerSnapshot:
 class Snapshot:
     """The core at one moment. `pool` counts all live sequences: those `waiting` and those in the `window`.
 
-    `prefilling`, `drafting` (ready or being proposed for), `drafted` and `verifying` add up to `window`.
+    `prefilling`, `drafting` (ready or being proposed for), `drafted`, `verifying` and `moving` add up to `window`.
     `acceptance` is the measured chance that a token asked of a draft is proposed and taken, given those before it were.
     `draft_lengths` counts
     verified rounds by the tokens asked of a draft, 0 for plain ones; `probes` are drafts only to see what they yield.
@@ -93,6 +118,7 @@ class Snapshot:
     drafting: int
     drafted: int
     verifying: int
+    moving: int
     acceptance: float
     rounds: int
     emitted_tokens: int
@@ -103,6 +129,7 @@ class Snapshot:
     probes: int
     draft_lengths: dict[int, int]
     groups: GroupStatistics
+    moves: MoveStatistics
     workers: tuple[WorkerSnapshot, ...]
 
     @property

@@ -107,6 +107,8 @@ class WorkerBook(ABC, Generic[Work]):
         """Seconds from sending a step to an idle worker to its answer, beyond those of the step itself."""
         self.turns = False
         """Whether target and draft take turns, each computing alone on the cores of both."""
+        self.draining = False
+        """Whether it gets no new sequences, since it is to go."""
         self._steps_in_flight = steps_in_flight
 
     @property

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
+from engine.pages import PageTable
 from scheduler.config import Policy, SchedulerConfig
 from scheduler.core import SchedulerCore
+from scheduler.digests import DigestedTokens
 from scheduler.messages import (
     Command,
     Event,
+    KvMoved,
+    MoveKv,
     Role,
     Row,
     RowResult,
@@ -19,6 +23,7 @@ from scheduler.messages import (
     SequenceSubmitted,
     StepCompleted,
     Tick,
+    WorkerDraining,
     WorkerJoined,
     WorkerLost,
     WorkerSpec,
@@ -66,6 +71,20 @@ class Driver:
 
     def lose(self, worker_id: str) -> list[Command]:
         return self.handle(WorkerLost(worker_id))
+
+    def drain(self, worker_id: str) -> list[Command]:
+        return self.handle(WorkerDraining(worker_id))
+
+    def moved(self, move: MoveKv, moved: bool = True, seconds: float = 0.01) -> list[Command]:
+        """The KV has arrived, or not."""
+        if moved:
+            table = PageTable()
+            worker = self.workers[move.destination_id]
+            worker.pool.append(table, len(move.tokens))
+            moved = worker.adopt(move.opening.sequence_id, DigestedTokens(move.tokens), table)
+            if not moved:
+                worker.pool.free(table)
+        return self.handle(KvMoved(move.move_id, moved, seconds, 100))
 
     def submit(self, sequence_id: int, prompt_length: int = 3, max_tokens: int = 20, **more: object) -> list[Command]:
         prompt = tuple((sequence_id * 7 + i) % 50 for i in range(prompt_length))

@@ -23,6 +23,7 @@ from scheduler.messages import (
     FailSequence,
     FinishReason,
     FinishSequence,
+    MoveKv,
     RefuseSequence,
     Role,
     Row,
@@ -34,10 +35,13 @@ from scheduler.messages import (
     SequenceSubmitted,
     StepCompleted,
     Tick,
+    WorkerDrained,
+    WorkerDraining,
     WorkerJoined,
     WorkerLost,
     WorkerSpec,
 )
+from tests.sim.moving_kv import MovingKv
 
 VOCABULARY = 50
 _MIX = 0x9E3779B97F4A7C15
@@ -104,6 +108,13 @@ class ModelWorker:
         held = self.held.pop(sequence_id, None)
         if held is not None:
             self.pool.free(held.table)
+
+    def adopt(self, sequence_id: int, tokens: DigestedTokens, table: PageTable) -> bool:
+        """Takes over a sequence with its KV; False where a row has opened it meanwhile."""
+        if sequence_id in self.held:
+            return False
+        self.held[sequence_id] = Held(tokens, table)
+        return True
 
     def run_row(self, row: Row) -> RowResult:
         if row.sequence_id not in self.held:
@@ -236,6 +247,8 @@ class Simulation:
         self.ample = ample
         self.sent: list[tuple[float, SendStep]] = []
         self.proposed_at: dict[int, float] = {}
+        self.moving_kv = MovingKv(self)
+        self.drained: set[str] = set()
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
 
@@ -267,6 +280,7 @@ class Simulation:
             old = self.seats.get(worker.spec.worker_id)
             if old is not None:
                 old.alive = False
+            self.drained.discard(worker.spec.worker_id)
             self.seats[worker.spec.worker_id] = Seat(worker)
             self.handle(WorkerJoined(worker.spec))
 
@@ -275,6 +289,7 @@ class Simulation:
     def lose(self, time: float, worker_id: str) -> None:
         def action() -> None:
             seat = self.seats.pop(worker_id, None)
+            self.drained.discard(worker_id)
             if seat is not None:
                 seat.alive = False
                 self.handle(WorkerLost(worker_id))
@@ -283,6 +298,25 @@ class Simulation:
                     self.handle(StepCompleted(worker_id, step.step_id, seat.worker.run(step), 0.01))
 
         self.at(time, action)
+
+    def drain(self, time: float, worker_id: str) -> None:
+        """A worker that is to go: it is gone as soon as nothing is left on it."""
+
+        def action() -> None:
+            if worker_id in self.seats:
+                self.drained.add(worker_id)
+                self.handle(WorkerDraining(worker_id))
+
+        self.at(time, action)
+
+    def _leave(self, worker_id: str) -> None:
+        if worker_id in self.drained:
+            self.drained.remove(worker_id)
+            seat = self.seats[worker_id]
+            if seat.worker.spec.role is Role.TARGET:
+                assert not seat.unanswered, "drained with steps in flight"
+                assert not seat.worker.held, "drained with sequences left"
+            self.lose(self.now, worker_id)
 
     def run(self, most_events: int = 200_000) -> None:
         """Until nothing is left to happen."""
@@ -309,6 +343,10 @@ class Simulation:
             match command:
                 case SendStep():
                     self._send(command)
+                case MoveKv():
+                    self.moving_kv.start(command)
+                case WorkerDrained():
+                    self._leave(command.worker_id)
                 case EmitTokens():
                     output = self.outputs[command.sequence_id]
                     assert output.end is None, "tokens after the end"
@@ -415,7 +453,8 @@ class Simulation:
     def _check_window(self) -> None:
         snapshot = self.core.snapshot()
         assert snapshot.window <= self.config.window
-        assert snapshot.prefilling + snapshot.drafting + snapshot.drafted + snapshot.verifying == snapshot.window
+        parts = snapshot.prefilling + snapshot.drafting + snapshot.drafted + snapshot.verifying + snapshot.moving
+        assert parts == snapshot.window
         if self.config.policy is Policy.EQSPEC:
             for worker in snapshot.workers:
                 assert worker.role is Role.DRAFT or worker.sequences <= self.config.batch_size

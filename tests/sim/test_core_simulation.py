@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from scheduler.config import Policy, SchedulerConfig
+from scheduler.config import KvMovement, Policy, SchedulerConfig
 from scheduler.messages import (
     FinishSequence,
     Role,
@@ -44,6 +44,8 @@ class Scenario:
     spare_pages: int
     packed_rows: int
     losses: int
+    drains: int
+    kv_movement: KvMovement
     cancels: int
     faults: bool
     late_workers: bool
@@ -70,6 +72,8 @@ scenarios = st.builds(
     spare_pages=st.sampled_from([0, 1, 10, 1000]),
     packed_rows=st.sampled_from([2, 3, 8, 24, 256]),
     losses=st.integers(0, 3),
+    drains=st.integers(0, 3),
+    kv_movement=st.sampled_from(KvMovement),
     cancels=st.integers(0, 4),
     faults=st.booleans(),
     late_workers=st.booleans(),
@@ -115,6 +119,7 @@ def build(scenario: Scenario) -> Simulation:
         prefill_chunk=scenario.prefill_chunk,
         steps_in_flight=scenario.steps_in_flight,
         max_queued_sequences=1000,
+        kv_movement=scenario.kv_movement,
     )
     ample = scenario.spare_pages == 1000
     simulation = Simulation(config, seed=scenario.seed, ample=ample)
@@ -151,6 +156,11 @@ def build(scenario: Scenario) -> Simulation:
         if rng.random() < 0.7:
             simulation.lose(time, spec.worker_id)
         join(time + rng.choice([0.0, 0.01, 0.3]), spec, short_sighted)
+    for _ in range(scenario.drains):
+        spec, short_sighted = rng.choice(workers)
+        time = rng.uniform(0, 1.0)
+        simulation.drain(time, spec.worker_id)
+        join(time + rng.choice([0.1, 0.5, 1.0]), spec, short_sighted)
     if scenario.faults:
         simulation.fault = few_faults(rng)
     return simulation
@@ -176,6 +186,8 @@ PREEMPTED_WITHOUT_A_STEP = Scenario(
     spare_pages=0,
     packed_rows=2,
     losses=2,
+    drains=0,
+    kv_movement=KvMovement.AUTO,
     cancels=1,
     faults=False,
     late_workers=False,
@@ -273,3 +285,27 @@ def test_a_lone_odd_sequence_is_not_starved_by_a_crowd_of_equals() -> None:
     step = 0.01 + 0.0002 * 4
     # Its turn comes after six groups of the others; then 1.5 steps, the two steps in flight, and jitter.
     assert max(gaps) < (6 + 1.5 + 2 + 1.5) * step * 1.2
+
+
+@pytest.mark.parametrize("movement", list(KvMovement))
+@pytest.mark.parametrize("policy", list(Policy))
+def test_targets_that_drain_one_after_the_other_lose_nothing(policy: Policy, movement: KvMovement) -> None:
+    config = SchedulerConfig(policy=policy, window=8, batch_size=4, kv_movement=movement, initial_step_seconds=0.01)
+    simulation = Simulation(config, seed=13, ample=False)
+    specs = [WorkerSpec(f"target{index}", Role.TARGET, 4, 400, 1000, 64) for index in range(3)]
+    for spec in specs:
+        simulation.join(0.0, ModelWorker(spec))
+    simulation.join(0.0, ModelWorker(WorkerSpec("draft", Role.DRAFT, 4, 4000, 1000, 128), 0.7))
+    rng = random.Random(13)
+    for sequence_id in range(40):
+        prompt = tuple(rng.randrange(VOCABULARY) for _ in range(rng.choice([2, 20, 90])))
+        simulation.submit(rng.uniform(0, 2), SequenceRequest(sequence_id, prompt, 100, logits_digests=True))
+    for index in range(12):
+        time = 0.3 + 0.25 * index
+        simulation.drain(time, specs[index % 3].worker_id)
+        simulation.join(time + 0.2, ModelWorker(specs[index % 3]))
+    simulation.run()
+    simulation.check_end()
+    moves = simulation.core.snapshot().moves
+    assert (moves.moves > 5) == (movement is not KvMovement.NEVER), moves
+    assert movement is KvMovement.ALWAYS or moves.rehomed, moves
