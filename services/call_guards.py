@@ -52,18 +52,29 @@ class MessageGuard(grpc.aio.ServerInterceptor):
         self, continuation: _Continuation, handler_call_details: grpc.HandlerCallDetails
     ) -> _Handler:
         handler = await continuation(handler_call_details)
-        if handler is None or handler.unary_unary is None:
+        if handler is None or handler.request_streaming:
             return handler
-        parse, answer = handler.request_deserializer, handler.unary_unary
+        parse, serialize = handler.request_deserializer, handler.response_serializer
 
-        async def checked(raw: bytes, context: grpc.aio.ServicerContext) -> Any:
+        async def parsed(raw: bytes, context: grpc.aio.ServicerContext) -> Any:
             try:
-                request = parse(raw)
+                return parse(raw)
             except DecodeError as error:
                 await refuse_malformed(context, error)
-            return await answer(request, context)
 
-        return grpc.unary_unary_rpc_method_handler(checked, response_serializer=handler.response_serializer)
+        async def answer(raw: bytes, context: grpc.aio.ServicerContext) -> Any:
+            return await handler.unary_unary(await parsed(raw, context), context)
+
+        async def stream(raw: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+            async for reply in handler.unary_stream(await parsed(raw, context), context):
+                yield reply
+
+        # grpc.health.v1's own stream is no generator, and reads nothing of its message that could harm.
+        if handler.response_streaming and handler_call_details.method.startswith(_HEALTH_PREFIX):
+            return handler
+        if handler.response_streaming:
+            return grpc.unary_stream_rpc_method_handler(stream, response_serializer=serialize)
+        return grpc.unary_unary_rpc_method_handler(answer, response_serializer=serialize)
 
 
 def guards(security: ChannelSecurity) -> list[grpc.aio.ServerInterceptor]:

@@ -32,6 +32,10 @@ SERVICE_NAME = "spool.v1.Scheduler"
 
 _SWEEP_SECONDS = 0.5
 
+# For a worker that leaves: what its sequences get where the call has no deadline, and what stays of one that it has.
+_DRAIN_SECONDS = 10.0
+_DRAIN_MARGIN_SECONDS = 0.5
+
 
 @dataclass(frozen=True, slots=True)
 class SchedulerServerOptions:
@@ -147,7 +151,9 @@ class SchedulerServer(scheduler_pb2_grpc.SchedulerServicer):
     async def Deregister(  # noqa: N802
         self, request: scheduler_pb2.DeregisterRequest, context: grpc.aio.ServicerContext
     ) -> scheduler_pb2.DeregisterReply:
-        await self._registry.deregister(request.worker_id, request.worker_epoch)
+        remaining = context.time_remaining()
+        seconds = _DRAIN_SECONDS if remaining is None else max(remaining - _DRAIN_MARGIN_SECONDS, 0.0)
+        await self._registry.deregister(request.worker_id, request.worker_epoch, seconds)
         return scheduler_pb2.DeregisterReply(scheduler_epoch=self._service.epoch)
 
     async def Status(  # noqa: N802

@@ -20,8 +20,10 @@ from scheduler.messages import (
     FailSequence,
     FinishReason,
     FinishSequence,
+    MoveKv,
     RefusalCause,
     RefuseSequence,
+    Role,
     RowResult,
     SendStep,
     SequenceCancelled,
@@ -29,11 +31,14 @@ from scheduler.messages import (
     SequenceSubmitted,
     StepCompleted,
     Tick,
+    WorkerDrained,
+    WorkerDraining,
     WorkerJoined,
     WorkerLost,
 )
 from scheduler.sampling import SamplingParameters
 from services.channel_security import ChannelSecurity
+from services.kv_mover import KvMover
 from services.sequence_stream import AdmissionRefusedError, SequenceFailedError, SequenceStream, TokenDelta
 from services.statistics import ServiceStatistics, StatisticsSnapshot
 from services.step_trace import StepTrace
@@ -45,6 +50,9 @@ logger = logging.getLogger(__name__)
 
 # A core that asks for a tick in the past again and again must not keep the event loop from its other work.
 _SHORTEST_TICK_SECONDS = 0.0005
+
+# After that the KV of a sequence is computed anew instead.
+_MOVE_TIMEOUT_SECONDS = 10.0
 
 
 class ServiceClosedError(RuntimeError):
@@ -88,6 +96,8 @@ class SchedulerService:
         self.workers = WorkerSet(
             self, self._check_open, link_options or LinkOptions(), security or ChannelSecurity(), scheduler_epoch
         )
+        self._kv_mover = KvMover(self.workers, self._handle, _MOVE_TIMEOUT_SECONDS)
+        self._drained: dict[str, asyncio.Event] = {}
         self._sinks: dict[int, SequenceSink] = {}
         self._ids = itertools.count(1)
         self._ticker: asyncio.TimerHandle | None = None
@@ -103,9 +113,28 @@ class SchedulerService:
         """As WorkerSet.add."""
         await self.workers.add(endpoints)
 
-    async def remove_worker(self, worker_id: str) -> None:
-        """As WorkerSet.remove."""
+    async def remove_worker(self, worker_id: str, drain_seconds: float = 0.0) -> None:
+        """Stops using a worker; an unknown one is no error.
+
+        Within `drain_seconds`, the sequences of a target leave one by one, their KV with them where that is sooner.
+        What is left then goes on elsewhere from its tokens alone. A draft's KV is not moved: its sequences decode on
+        while another draft catches up.
+        """
+        link = self.workers.find(worker_id)
+        if link is not None and link.endpoint.role is Role.TARGET and drain_seconds > 0:
+            await self._drain(worker_id, drain_seconds)
         await self.workers.remove(worker_id)
+
+    async def _drain(self, worker_id: str, seconds: float) -> None:
+        drained = self._drained.setdefault(worker_id, asyncio.Event())
+        self._handle(WorkerDraining(worker_id))
+        try:
+            async with asyncio.timeout(seconds):
+                await drained.wait()
+        except TimeoutError:
+            logger.warning("worker %s was not drained within %.1f s", worker_id, seconds)
+        finally:
+            self._drained.pop(worker_id, None)
 
     @property
     def descriptions(self) -> Mapping[str, worker_pb2.WorkerDescription]:
@@ -219,6 +248,7 @@ class SchedulerService:
     async def close(self, reason: str = "the scheduler service is shutting down") -> None:
         """Fails every unfinished sequence with the reason, and leaves the workers."""
         self._shut(reason)
+        await self._kv_mover.close()
         await self.workers.close()
 
     async def __aenter__(self) -> Self:
@@ -288,6 +318,10 @@ class SchedulerService:
                     if self._trace is not None:
                         self._trace.step_sent(command, now)
                     link.send(command)
+            case MoveKv():
+                self._kv_mover.start(command)
+            case WorkerDrained():
+                self._end_drain(command.worker_id)
             case EmitTokens():
                 self._statistics.tokens_emitted(command)
                 delta = TokenDelta(
@@ -303,6 +337,10 @@ class SchedulerService:
             case RefuseSequence():
                 self._statistics.sequence_refused(command.sequence_id, now)
                 self._sinks.pop(command.sequence_id).end(AdmissionRefusedError(command.cause, command.message))
+
+    def _end_drain(self, worker_id: str) -> None:
+        if worker_id in self._drained:
+            self._drained[worker_id].set()
 
     def _plan_tick(self, loop: asyncio.AbstractEventLoop) -> None:
         if self._ticker is not None:
@@ -320,6 +358,8 @@ class SchedulerService:
         if self._ticker is not None:
             self._ticker.cancel()
             self._ticker = None
+        for worker_id in self._drained:
+            self._end_drain(worker_id)
         now = time.monotonic()
         sinks = dict(self._sinks)
         self._sinks.clear()

@@ -15,11 +15,13 @@ from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from engine.description import EngineDescription
+from engine.kv_store import KvStore
 from engine.pages import PagePool
 from engine.steps import EngineTimings, ProposeRow, RowOutcome, StepOutcome, VerifyRow
 from protos import worker_pb2
 from scheduler.digests import EMPTY_DIGEST
 from scheduler.messages import Role, RowStatus
+from services.kv_transfer import KvTransfer, WrongEpochError
 from services.wire import logprobs_to_wire, role_to_wire, status_to_wire
 from services.worker_sequences import PreparedRow, RowRejectedError, WorkerSequences
 
@@ -49,7 +51,8 @@ class StepExecutor(ABC, Generic[EngineRow]):
     """Executes one step at a time for one engine, and remembers the last replies so that a retry is safe.
 
     `worker_epoch` must differ between two starts of a worker. `clock` is a monotonic clock in seconds. `use_threads`
-    is called before a step that is to run on another number of threads than the one before it.
+    is called before a step that is to run on another number of threads than the one before it. Without a `kv_store`
+    KV does not move to and from the worker.
     """
 
     role: Role
@@ -60,6 +63,7 @@ class StepExecutor(ABC, Generic[EngineRow]):
         worker_epoch: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
         use_threads: Callable[[int], None] = lambda _: None,
+        kv_store: KvStore | None = None,
         prefix_cache: bool = True,
     ) -> None:
         self._engine: Engine[EngineRow] = engine
@@ -69,6 +73,7 @@ class StepExecutor(ABC, Generic[EngineRow]):
         self.worker_epoch = time.time_ns() if worker_epoch is None else worker_epoch
         description = engine.description
         self._book = WorkerSequences(engine.pool, self.role, description, prefix_cache)
+        self.kv_transfer = KvTransfer(self._book, kv_store, self.check_epochs)
         self._scheduler_epoch = 0
         self._last_step_id = -1
         self._replies: OrderedDict[int, worker_pb2.StepReply] = OrderedDict()
@@ -87,6 +92,13 @@ class StepExecutor(ABC, Generic[EngineRow]):
     def scheduler_epoch(self) -> int:
         """The highest that has spoken to this worker; 0 before the first."""
         return self._scheduler_epoch
+
+    def check_epochs(self, worker_epoch: int, scheduler_epoch: int) -> None:
+        """Raises WrongEpochError unless these are the worker's own and that of the scheduler that has it."""
+        if worker_epoch != self.worker_epoch:
+            raise WrongEpochError(f"worker_epoch is {worker_epoch}, this worker's is {self.worker_epoch}")
+        if scheduler_epoch != self._scheduler_epoch:
+            raise WrongEpochError(f"scheduler_epoch is {scheduler_epoch}, {self._scheduler_epoch} has the worker")
 
     def clock(self) -> float:
         """The clock on which `execute` expects arrival times."""

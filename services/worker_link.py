@@ -13,10 +13,10 @@ import grpc
 import grpc.aio
 
 from protos import worker_pb2, worker_pb2_grpc
-from scheduler.messages import Role, RowResult, SendStep
+from scheduler.messages import MoveKv, Role, RowResult, SendStep
 from services.channel_security import ChannelSecurity
 from services.pairing import PairingError, check_role
-from services.wire import result_from_wire, role_to_wire, spec_from_wire, step_to_wire
+from services.wire import opening_to_wire, result_from_wire, role_to_wire, spec_from_wire, step_to_wire
 
 logger = logging.getLogger(__name__)
 
@@ -114,6 +114,7 @@ class WorkerLink:
         self._metadata = security.metadata
         self._stub = worker_pb2_grpc.WorkerStub(self._channel)
         self._outgoing: asyncio.Queue[SendStep] | None = None
+        self._session_epoch = 0
         self._in_flight: OrderedDict[int, SendStep] = OrderedDict()
         self._deadline: asyncio.Timeout | None = None
         self._pinging = False
@@ -193,6 +194,28 @@ class WorkerLink:
         if len(self._in_flight) == 1:
             self._expect_reply()
 
+    async def import_kv(self, move: MoveKv, source: WorkerLink, timeout_seconds: float) -> worker_pb2.ImportKvReply:
+        """Has this worker fetch the KV of a sequence from another one. Raises WorkerUnreachableError."""
+        if self.description is None or source.description is None or not (self.up and source.up):
+            raise WorkerUnreachableError(f"worker {self.endpoint.worker_id} or {source.endpoint.worker_id} is not up")
+        request = worker_pb2.ImportKvRequest(
+            worker_epoch=self.description.worker_epoch,
+            scheduler_epoch=self._session_epoch,
+            sequence_id=move.opening.sequence_id,
+            tokens=move.tokens,
+            parameters=opening_to_wire(move.opening),
+            source_address=source.endpoint.address,
+            source_worker_epoch=source.description.worker_epoch,
+            source_scheduler_epoch=source._session_epoch,
+        )
+        try:
+            reply: worker_pb2.ImportKvReply = await self._stub.ImportKv(
+                request, timeout=timeout_seconds, metadata=self._metadata
+            )
+        except grpc.aio.AioRpcError as error:
+            raise WorkerUnreachableError(f"worker {self.endpoint.worker_id}: {_reason(error)}") from error
+        return reply
+
     async def dismiss(self) -> None:
         """Tells the worker to drop every sequence, after `run` was cancelled. One that is gone has dropped them."""
         if self.description is None:
@@ -216,8 +239,9 @@ class WorkerLink:
         """One stream from its opening to its end, which is always a WorkerUnreachableError or SchedulerFencedError."""
         outgoing: asyncio.Queue[SendStep] = asyncio.Queue()
         self._pinging = False
+        self._session_epoch = self._next_epoch()
         call = self._stub.Steps(
-            self._requests(outgoing, description.worker_epoch, self._next_epoch()), metadata=self._metadata
+            self._requests(outgoing, description.worker_epoch, self._session_epoch), metadata=self._metadata
         )
         try:
             async with asyncio.timeout(self._options.step_timeout) as self._deadline:

@@ -167,8 +167,10 @@ def load_executor(arguments: WorkerArguments, progress: Progress) -> StepExecuto
     if arguments.role is Role.DRAFT:
         draft = load_draft_engine(settings, progress)
         return DraftStepExecutor(draft, use_threads=use_threads, prefix_cache=settings.prefix_cache)
-    target = load_target_engine(settings, progress)
-    return TargetStepExecutor(target, use_threads=use_threads, prefix_cache=settings.prefix_cache)
+    engine = load_target_engine(settings, progress)
+    return TargetStepExecutor(
+        engine, use_threads=use_threads, kv_store=engine.kv_store, prefix_cache=settings.prefix_cache
+    )
 
 
 def _engine_settings(settings: Mapping[str, Any]) -> EngineSettings:

@@ -60,6 +60,7 @@ class _Entry:
     reason: str = ""
     tried: float = 0.0
     attempt: asyncio.Task[None] | None = None
+    draining: bool = False
 
 
 class WorkerRegistry:
@@ -94,14 +95,21 @@ class WorkerRegistry:
             self._refresh(entry)
         return _record(entry)
 
-    async def deregister(self, worker_id: str, worker_epoch: int) -> None:
-        """Lets a worker go; answered when it has been told to drop its sequences. An unknown one is no error."""
+    async def deregister(self, worker_id: str, worker_epoch: int, drain_seconds: float) -> None:
+        """Lets a worker go; returns when it has been told to drop its sequences. An unknown one is no error.
+
+        Its sequences have so many seconds to leave with their KV.
+        """
         entry = self._entries.get(worker_id)
         if entry is None or entry.description.worker_epoch != worker_epoch:
             return
         entry.state, entry.reason = WorkerState.LEAVING, "it asked to be removed"
         await _stop(entry)
-        await self._service.workers.remove(worker_id)
+        entry.draining = True
+        try:
+            await self._service.remove_worker(worker_id, drain_seconds)
+        finally:
+            entry.draining, entry.heard = False, self._clock()
 
     def records(self) -> Iterator[WorkerRecord]:
         """Of every worker that is known, in the order in which they came."""
@@ -114,7 +122,7 @@ class WorkerRegistry:
         oldest = self._clock() - self._options.forget_seconds
         for worker_id, entry in list(self._entries.items()):
             self._refresh(entry)
-            if entry.heard < oldest and entry.state is not WorkerState.IN_USE:
+            if entry.heard < oldest and entry.state is not WorkerState.IN_USE and not entry.draining:
                 logger.info("worker %s is forgotten: %s", worker_id, entry.reason or entry.state.value)
                 del self._entries[worker_id]
                 await _stop(entry)

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from engine.description import EngineDescription
-from engine.pages import PageKey, PagePool, PageTable
+from engine.pages import OutOfPagesError, PageKey, PagePool, PageTable
 from engine.prefix_cache import PrefixCache
 from engine.prompt_lookup import TokenPlaces
 from protos import worker_pb2
@@ -43,6 +43,8 @@ class WorkerSequence:
     places: TokenPlaces = field(default_factory=TokenPlaces)
     committed: Sequence[int] = ()
     page_keys: list[PageKey] | None = field(default_factory=list)
+    untouched: bool = False
+    """Whether it was adopted from another worker and no row has come for it yet."""
 
     @property
     def history(self) -> Sequence[int]:
@@ -91,6 +93,7 @@ class WorkerSequences:
         self._engine = engine
         self._prefixes = PrefixCache(pool) if prefix_cache else None
         self._sequences: dict[int, WorkerSequence] = {}
+        self._expected: dict[int, WorkerSequence] = {}
 
     def __len__(self) -> int:
         return len(self._sequences)
@@ -167,12 +170,65 @@ class WorkerSequences:
         if sequence is not None:
             self._pool.free(sequence.table)
 
+    def held(self, sequence_id: int, kv_len: int, prefix_digest: int) -> WorkerSequence:
+        """A sequence of which exactly so many positions are held. Raises RowRejectedError."""
+        held = self._sequences.get(sequence_id)
+        if held is None:
+            raise RowRejectedError(RowStatus.UNKNOWN_SEQUENCE, f"sequence {sequence_id} is not known here")
+        if held.table.length != kv_len or held.digest != prefix_digest:
+            error = f"kv_len is {kv_len}, the worker has {held.table.length} or other tokens"
+            raise RowRejectedError(RowStatus.KV_MISMATCH, error, held)
+        return held
+
+    def expect(self, sequence: WorkerSequence) -> None:
+        """Sets pages aside for all tokens of a sequence whose KV is to come from elsewhere.
+
+        Raises RowRejectedError: such a sequence is here or expected already, is too long, or finds no pages.
+        """
+        sequence_id, length = sequence.sequence_id, len(sequence.tokens)
+        if sequence_id in self._sequences or sequence_id in self._expected:
+            raise RowRejectedError(RowStatus.INVALID, f"sequence {sequence_id} is here or on its way already")
+        if not 0 < length <= self._engine.max_sequence_length:
+            error = f"tokens holds {length}, must hold 1 to {self._engine.max_sequence_length}"
+            raise RowRejectedError(RowStatus.INVALID, error)
+        largest = max(sequence.history)
+        if self._engine.vocabulary_size and largest >= self._engine.vocabulary_size:
+            error = f"tokens holds {largest}, must be below vocabulary_size {self._engine.vocabulary_size}"
+            raise RowRejectedError(RowStatus.INVALID, error)
+        try:
+            self._pool.append(sequence.table, length)
+        except OutOfPagesError as error:
+            raise RowRejectedError(RowStatus.OUT_OF_PAGES, str(error)) from error
+        self._expected[sequence_id] = sequence
+
+    def expects(self, sequence: WorkerSequence) -> bool:
+        """Whether its pages may still be written."""
+        return self._expected.get(sequence.sequence_id) is sequence
+
+    def adopt(self, sequence: WorkerSequence) -> None:
+        """The KV of an expected sequence has come. Raises RowRejectedError where it is not expected any more, or was
+        opened by a row meanwhile."""
+        if not self.expects(sequence) or sequence.sequence_id in self._sequences:
+            raise RowRejectedError(RowStatus.INVALID, f"sequence {sequence.sequence_id} is not expected any more")
+        self._sequences[sequence.sequence_id] = self._expected.pop(sequence.sequence_id)
+        sequence.untouched = True
+        self._register(sequence, len(sequence.tokens))
+
+    def give_up(self, sequence: WorkerSequence) -> None:
+        """Frees the pages of an expected sequence, or of an adopted one that nobody has asked for yet."""
+        if self.expects(sequence):
+            self._pool.free(self._expected.pop(sequence.sequence_id).table)
+        elif sequence.untouched and self._sequences.get(sequence.sequence_id) is sequence:
+            self.drop(sequence.sequence_id)
+
     def release(self, sequence_ids: Iterable[int]) -> None:
         for sequence_id in sequence_ids:
             self.drop(sequence_id)
 
     def drop_all(self) -> None:
         self.release(list(self._sequences))
+        for sequence in list(self._expected.values()):
+            self.give_up(sequence)
 
     def check_integrity(self) -> None:
         """To be called between steps. Raises RuntimeError where tokens, tables and pages do not agree."""
@@ -182,7 +238,8 @@ class WorkerSequences:
                     f"sequence {sequence.sequence_id} has {len(sequence.tokens)} tokens "
                     f"and KV for {sequence.table.length}"
                 )
-        self._pool.check_conservation([sequence.table for sequence in self._sequences.values()])
+        sequences = [*self._sequences.values(), *self._expected.values()]
+        self._pool.check_conservation([sequence.table for sequence in sequences])
 
     def _find(self, row: worker_pb2.Row) -> WorkerSequence:
         """The sequence of a row, which may open it. Raises RowRejectedError."""
@@ -200,6 +257,7 @@ class WorkerSequences:
             held.prompt_length, held.sampling = opened.prompt_length, opened.sampling
             held.logits_digests, held.top_logprobs = opened.logits_digests, opened.top_logprobs
             held.committed = opened.committed
+        held.untouched = False
         return held
 
     def _truncate(self, sequence: WorkerSequence, length: int) -> None:

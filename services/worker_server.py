@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -19,6 +19,8 @@ from protos import worker_pb2, worker_pb2_grpc
 from services.call_guards import guards, refuse_malformed
 from services.channel_options import WORKER_SERVER_OPTIONS
 from services.channel_security import ChannelSecurity
+from services.kv_import import import_kv
+from services.kv_transfer import KvTransferError
 from services.step_executor import StepExecutor
 
 logger = logging.getLogger(__name__)
@@ -159,6 +161,40 @@ class WorkerServer(worker_pb2_grpc.WorkerServicer):
         remaining = context.time_remaining()
         left = await self.drain(None if remaining is None else max(remaining - _DRAIN_MARGIN_SECONDS, 0))
         return worker_pb2.DrainReply(sequences_left=left)
+
+    async def ExportKv(  # noqa: N802
+        self, request: worker_pb2.ExportKvRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[worker_pb2.KvPart]:
+        transfer = self._executor.kv_transfer
+        try:
+            header: worker_pb2.KvHeader = await self._on_thread(transfer.header, request)
+            yield worker_pb2.KvPart(header=header)
+            first = 0
+            while first < header.pages:
+                pages: list[worker_pb2.KvPage] = await self._on_thread(transfer.read, request, first)
+                for page in pages:
+                    yield worker_pb2.KvPart(page=page)
+                first += len(pages)
+        except KvTransferError as error:
+            await context.abort(error.code, str(error))
+
+    async def ImportKv(  # noqa: N802
+        self, request: worker_pb2.ImportKvRequest, context: grpc.aio.ServicerContext
+    ) -> worker_pb2.ImportKvReply:
+        began = self._executor.clock()
+        if self._executor.draining:
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "the worker is draining and takes no sequences")
+        try:
+            size = await import_kv(
+                request, self._executor.kv_transfer, self._on_thread, self._security, context.time_remaining()
+            )
+        except KvTransferError as error:
+            await context.abort(error.code, str(error))
+        return worker_pb2.ImportKvReply(bytes=size, seconds=max(self._executor.clock() - began, 0.0))
+
+    def _on_thread(self, call: Callable[..., Any], *arguments: Any) -> asyncio.Future[Any]:
+        """Between two steps."""
+        return asyncio.get_running_loop().run_in_executor(self._thread, call, *arguments)
 
     async def drain(self, timeout_seconds: float | None) -> int:
         """Takes no new sequences, and waits until none is left or the time is over. Returns how many are left."""

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import sys
 import time
+from array import array
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 from engine.description import EngineDescription
+from engine.kv_store import PageLayout
 from engine.pages import OutOfPagesError, PagePool, PageTable
 from engine.steps import EngineTimings, ProposeRow, RowOutcome, StepOutcome, VerifyRow
 from scheduler.digests import DigestedTokens
@@ -54,6 +56,22 @@ def continuation(prompt: Sequence[int], count: int) -> list[int]:
     return output
 
 
+class TokenStore:
+    """Pages of tokens as bytes (engine/kv_store.py)."""
+
+    def __init__(self, pages: list[list[int]], page_size: int, model_id: str) -> None:
+        self.layout = PageLayout(model_id, "int64", (1, 1, 1, page_size, 1), 8)
+        self._stored = pages
+
+    def read_page(self, page: int) -> bytes:
+        return array("q", self._stored[page]).tobytes()
+
+    def write_page(self, page: int, data: bytes) -> None:
+        if len(data) != self.layout.page_bytes:
+            raise ValueError(f"{len(data)} bytes")
+        self._stored[page] = list(array("q", data))
+
+
 class StandInEngine:
     def __init__(
         self,
@@ -83,6 +101,7 @@ class StandInEngine:
             threads=threads,
         )
         self._stored = [[0] * page_size for _ in range(pages)]
+        self.kv_store = TokenStore(self._stored, page_size, model_id)
 
     def step(self, rows: Sequence[Any]) -> StepOutcome:
         self.steps += 1

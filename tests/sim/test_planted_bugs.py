@@ -19,9 +19,10 @@ from scheduler.lifecycle import Lifecycle
 from scheduler.messages import RowResult, RowStatus, SendStep
 from scheduler.sequence import Sequence
 from scheduler.worker_book import TargetBook, WorkerBook
-from services import worker_link
+from services import kv_transfer, worker_link
 from services.client_session import ClientSession
 from services.gateway_session import GatewaySession
+from services.kv_transfer import KvTransfer
 from services.remote_stream import RemoteStream
 from services.scheduler_service import SchedulerService
 from services.step_executor import StepExecutor
@@ -185,8 +186,8 @@ def replies_are_kept_for_the_next_scheduler(patch: Patch) -> None:
         def clear(self) -> None:
             pass
 
-    def start_with_them(self: Any, *arguments: Any) -> None:
-        start(self, *arguments)
+    def start_with_them(self: Any, *arguments: Any, **options: Any) -> None:
+        start(self, *arguments, **options)
         self._replies = Kept()
 
     patch.setattr(StepExecutor, "__init__", start_with_them)
@@ -202,6 +203,14 @@ def core_does_not_hear_of_lost_workers(patch: Patch) -> None:
 
 def fenced_scheduler_goes_on(patch: Patch) -> None:
     patch.setattr(SchedulerService, "link_broken", lambda self, endpoint, error: None)
+
+
+def damaged_kv_is_taken(patch: Patch) -> None:
+    patch.setattr(kv_transfer.zlib, "crc32", lambda data: 0)
+
+
+def kv_that_did_not_arrive_keeps_its_room(patch: Patch) -> None:
+    patch.setattr(KvTransfer, "give_up", lambda self, sequence: None)
 
 
 def page_keeps_its_key_when_it_is_written_to(patch: Patch) -> None:
@@ -247,6 +256,8 @@ def shared_page_has_no_reference(patch: Patch) -> None:
         (every_connection_has_the_same_epoch, ("reset",), "holds|lost unprovoked|was refused"),
         (core_does_not_hear_of_lost_workers, ("worker crash",), "which are lost"),
         (fenced_scheduler_goes_on, ("two schedulers",), "fenced off and goes on|which are lost"),
+        (damaged_kv_is_taken, ("kv damaged",), "must get"),
+        (kv_that_did_not_arrive_keeps_its_room, ("kv damaged",), "holds .* pages|failed unprovoked"),
     ],
 )
 def test_planted_bug_is_found(

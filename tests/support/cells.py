@@ -76,7 +76,8 @@ async def running_worker(
     worker_id: str, role: Role, resolve: Whereabouts, security: ChannelSecurity = OPEN, **settings: Any
 ) -> AsyncIterator[Worker]:
     engine = StandInEngine(**settings)
-    executor = TargetStepExecutor(engine) if role is Role.TARGET else DraftStepExecutor(engine)
+    kind = TargetStepExecutor if role is Role.TARGET else DraftStepExecutor
+    executor: StepExecutor[Any] = kind(engine, kv_store=engine.kv_store)
     server = WorkerServer(executor, security=security)
     address = await server.start()
     registration = WorkerRegistration(worker_id, address, server, resolve, security=security, options=REGISTRATION)

@@ -1,7 +1,7 @@
 """gRPC without a network: calls between simulated processes, over connections that can be slow, silent or cut.
 
-Covers what the services use of grpc.aio: unary calls and bidirectional streams, deadlines, cancellation, and the errors
-that a broken connection ends them with. Messages are handed over as they are, not serialised.
+Covers what the services use of grpc.aio: unary calls, streams of replies and bidirectional ones, deadlines,
+cancellation, and the errors that a broken connection ends them with. Messages are handed over, not serialised.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ class Channel:
 
         return call
 
-    def unary_stream(self, method: str, **_: Any) -> Callable[..., NoReturn]:
-        """A stub names all its methods, whether they are called or not."""
-
-        def call(*_args: Any, **_options: Any) -> NoReturn:
-            raise NotImplementedError(f"{method} is not simulated")
+    def unary_stream(self, method: str, **_: Any) -> Callable[..., StreamCall]:
+        def call(request: Any, timeout: float | None = None, metadata: Any = ()) -> StreamCall:
+            stream = ReplyStreamCall(self._client, self._address, method, [request], timeout)
+            self._calls.append(stream)
+            return stream
 
         return call
 
@@ -74,6 +74,8 @@ async def _unary(
 ) -> Any:
     network, loop = client.network, client.network.loop
     answer: asyncio.Future[Any] = loop.create_future()
+    handler: asyncio.Task[None] | None = None
+    end = None if seconds is None else loop.now + seconds
 
     def settle(result: Any) -> None:
         if answer.done() or not client.alive:
@@ -85,7 +87,7 @@ async def _unary(
 
     async def serve(listener: Listener) -> None:
         try:
-            result = await listener.methods[method](request, ServerContext(None))
+            result = await listener.methods[method](request, ServerContext(None, end))
         except _AbortedError as aborted:
             result = rpc_error(aborted.code, aborted.details)
         except Exception as error:
@@ -96,18 +98,20 @@ async def _unary(
             loop.post(network.arrival(listener.process, client.name), settle, result)
 
     def arrive() -> None:
+        nonlocal handler
         listener = network.listeners.get(address)
         if listener is not None and listener.process.alive:
-            listener.process.spawn(serve(listener))
+            handler = listener.process.spawn(serve(listener))
         elif wait_for_ready:
             if not answer.done():
                 loop.post(loop.now + 0.1, arrive)
         else:
             settle(unavailable(f"nobody listens at {address}"))
 
+    server = network.listeners.get(address)
+    far_name = server.process.name if server is not None else address
     if client.alive:
-        server = network.listeners.get(address)
-        loop.post(network.arrival(client, server.process.name if server is not None else address), arrive)
+        loop.post(network.arrival(client, far_name), arrive)
     expiry = None
     if seconds is not None:
         expiry = loop.call_later(seconds, settle, rpc_error(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded"))
@@ -116,6 +120,9 @@ async def _unary(
     finally:
         if expiry is not None:
             expiry.cancel()
+        if handler is not None and not handler.done() and client.alive:
+            # A caller that has given up, as grpc.aio tells a server.
+            loop.post(network.arrival(client, far_name), handler.cancel)
 
 
 class _AbortedError(Exception):
@@ -128,8 +135,9 @@ class _AbortedError(Exception):
 class ServerContext:
     """What the services use of a grpc.aio.ServicerContext."""
 
-    def __init__(self, call: StreamCall | None) -> None:
+    def __init__(self, call: StreamCall | None, end: float | None = None) -> None:
         self._call = call
+        self._end = end
 
     async def abort(self, code: grpc.StatusCode, details: str = "") -> NoReturn:
         raise _AbortedError(code, details)
@@ -142,7 +150,7 @@ class ServerContext:
         self._call.reply(message)
 
     def time_remaining(self) -> float | None:
-        return None
+        return None if self._end is None else self._end - asyncio.get_running_loop().time()
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,6 +190,7 @@ class StreamCall:
         self._address = address
         self._method = method
         self._steps = method.endswith("/Steps")
+        self._moves_kv = method.endswith("/ExportKv")
         self._network = network
         self._loop = network.loop
         self._replies = _Inbox(self._loop)
@@ -261,7 +270,7 @@ class StreamCall:
         context = ServerContext(self)
         end = _End()
         try:
-            result = listener.methods[self._method](self._incoming(), context)
+            result = listener.methods[self._method](await self._argument(), context)
             if hasattr(result, "__aiter__"):
                 try:
                     async for reply in result:
@@ -280,12 +289,16 @@ class StreamCall:
             listener.process.calls.pop(self, None)
         self._down(self._end, end, straight=True)
 
+    async def _argument(self) -> Any:
+        """What the handler is called with."""
+        return self._incoming()
+
     async def _incoming(self) -> AsyncIterator[Any]:
         while not isinstance(item := await self._requests.get(), _End):
             yield item
 
     def reply(self, message: Any) -> None:
-        self._down(self._take, message)
+        self._down(self._take, self._network.damage(message) if self._moves_kv else message)
 
     def _take(self, message: Any) -> None:
         if not self._ended:
@@ -341,3 +354,10 @@ class StreamCall:
     def _arrive_down(self, action: Callable[..., None], *args: Any) -> None:
         if self._client.alive:
             action(*args)
+
+
+class ReplyStreamCall(StreamCall):
+    """One request, and a stream of replies."""
+
+    async def _argument(self) -> Any:
+        return await self._requests.get()

@@ -59,7 +59,9 @@ class Faults:
         match fault.kind:
             case "worker crash":
                 self._world.stop_worker(worker, fault.seconds)
-            case "worker leaves":
+            case "worker leaves" | "kv damaged":
+                if fault.kind == "kv damaged":
+                    self._world.network.damage_kv(fault.seconds, fault.strength)
                 leaving = worker.process.spawn(worker.leave(2 * fault.seconds))
                 leaving.add_done_callback(lambda _: self._world.stop_worker(worker, fault.strength))
             case "worker drains":

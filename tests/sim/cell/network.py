@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from protos import worker_pb2
 from tests.sim.cell.process import Process
 from tests.sim.cell.virtual_time import VirtualLoop
 
@@ -20,7 +21,7 @@ class Listener:
 
 @dataclass(slots=True)
 class Meddling:
-    """What happens to messages of step streams beyond what gRPC allows: each may come twice, or too late."""
+    """What happens to messages, each with this chance, beyond what gRPC allows."""
 
     until: float
     chance: float
@@ -40,6 +41,7 @@ class Network:
         self._blocked: dict[frozenset[str], float] = {}
         self._slow: dict[frozenset[str], tuple[float, float]] = {}
         self._meddling: dict[str, Meddling] = {}
+        self._damaging: Meddling | None = None
 
     def listen(self, address: str, listener: Listener) -> None:
         self.listeners[address] = listener
@@ -58,7 +60,12 @@ class Network:
         """With step streams of the process named."""
         self._meddling[name] = Meddling(self.loop.now + seconds, chance)
 
+    def damage_kv(self, seconds: float, chance: float) -> None:
+        """Of pages of KV on their way between workers."""
+        self._damaging = Meddling(self.loop.now + seconds, chance)
+
     def heal(self) -> None:
+        self._damaging = None
         self._blocked.clear()
         self._slow.clear()
         self._meddling.clear()
@@ -81,6 +88,18 @@ class Network:
                 at += self.rng.random() * slow[1]
             at = max(at, self._blocked.get(pair, 0.0))
         return at
+
+    def damage(self, part: worker_pb2.KvPart) -> worker_pb2.KvPart:
+        """What arrives of a part of KV that is being moved: most often the part itself."""
+        damaging = self._damaging
+        if damaging is None or self.loop.now > damaging.until or self.rng.random() > damaging.chance:
+            return part
+        if not part.HasField("page"):
+            return worker_pb2.KvPart(header=worker_pb2.KvHeader(model_id="another"))
+        data = bytearray(part.page.data)
+        data[self.rng.randrange(len(data))] ^= 1 << self.rng.randrange(8)
+        page = worker_pb2.KvPage(index=part.page.index, data=bytes(data), checksum=part.page.checksum)
+        return worker_pb2.KvPart(page=page)
 
     def mischief(self, one: str, other: str) -> str:
         """What happens to a message of a step stream between the two: "", "twice" or "late"."""

@@ -7,9 +7,11 @@ follows, as it does in a transformer.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 
 from engine.description import EngineDescription
+from engine.kv_store import PageLayout
 from engine.pages import OutOfPagesError, PagePool, PageTable
 from engine.steps import EngineTimings, ProposeRow, RowOutcome, StepOutcome, VerifyRow
 
@@ -60,6 +62,21 @@ def true_output(prompt: Sequence[int], most: int, stop_token_ids: frozenset[int]
     return output
 
 
+class NumbersStore:
+    """Pages of numbers as bytes (engine/kv_store.py)."""
+
+    def __init__(self, memory: list[int], page_size: int) -> None:
+        self.layout = PageLayout("paged", "int64", (1, 1, 1, page_size, 1), 8)
+        self._memory = memory
+        self._page_size = page_size
+
+    def read_page(self, page: int) -> bytes:
+        return array("q", self._memory[page * self._page_size : (page + 1) * self._page_size]).tobytes()
+
+    def write_page(self, page: int, data: bytes) -> None:
+        self._memory[page * self._page_size : (page + 1) * self._page_size] = array("q", data)
+
+
 class PagedModel:
     """Engine of a target or, with an `acceptance`, of a draft. `spent` is told that the step's time has passed."""
 
@@ -91,6 +108,7 @@ class PagedModel:
         self._memory = [0] * (pages * page_size)
         self._acceptance = acceptance
         self._spent = spent
+        self.kv_store = NumbersStore(self._memory, page_size)
 
     def step(self, rows: Sequence[VerifyRow | ProposeRow]) -> StepOutcome:
         self._spent()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from scheduler.config import Policy, SchedulerConfig
+from scheduler.config import KvMovement, Policy, SchedulerConfig
 from scheduler.messages import Role
 from services.backend import GenerationRequest
 from tests.sim.cell.paged_model import VOCABULARY
@@ -29,6 +29,7 @@ FAULTS = (
     "delay",
     "duplicate and reorder",
     "lost kv",
+    "kv damaged",
     "row trouble",
 )
 
@@ -93,6 +94,7 @@ def make_plan(rng: random.Random, seed: int, sequences: int, kinds: tuple[str, .
         steps_in_flight=rng.choice((1, 2, 2, 3)),
         max_queued_sequences=rng.choice((1000, 1000, 1000, 60)),
         initial_step_seconds=0.01,
+        kv_movement=rng.choice(tuple(KvMovement)),
     )
     tight = rng.random() < 0.3
     page_size = rng.choice((1, 2) if tight else (4, 8))

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 # Shorter than in service, so that what they wait for happens within a schedule.
 REGISTRATION_OPTIONS = RegistrationOptions(interval=0.5, retry_interval=0.2, call_timeout=1.0)
 
+_METHODS = ("Describe", "Steps", "Drain", "ExportKv", "ImportKv")
+
+_TRANSFER_SECONDS = 0.0005
+
 # Books are compared every so many steps, since that touches all of them.
 _CHECK_EVERY = 61
 
@@ -118,13 +122,13 @@ class SimulatedWorker:
                         world.fail(f"{plan.worker_id}: {error}")
                 return reply
 
-        self.executor: StepExecutor[Any] = Watched(self.model, epoch, self.thread.clock)
+        self.executor: StepExecutor[Any] = Watched(self.model, epoch, self.thread.clock, kv_store=self.model.kv_store)
         self.address = f"{plan.worker_id}:1"
         self.process.run(self._start)
 
     def _start(self) -> None:
         self.server = WorkerServer(self.executor, thread=self.thread, security=self.process)  # type: ignore[arg-type]
-        methods = {f"/spool.v1.Worker/{name}": getattr(self.server, name) for name in ("Describe", "Steps", "Drain")}
+        methods = {f"/spool.v1.Worker/{name}": getattr(self.server, name) for name in _METHODS}
         self.world.network.listen(self.address, Listener(self.process, methods))
         self.registration = WorkerRegistration(
             self.plan.worker_id,
@@ -140,8 +144,11 @@ class SimulatedWorker:
         self.leaving = True
         await self.registration.leave(seconds)
 
-    def _seconds(self, request: worker_pb2.StepRequest) -> float:
+    def _seconds(self, request: object) -> float:
+        """Of a step, or of reading or writing pages between two of them."""
         now = self.world.loop.now
+        if not isinstance(request, worker_pb2.StepRequest):
+            return max(_TRANSFER_SECONDS * self.slowness, self.stalled_until - now)
         packed = passes = 0
         for row in request.rows:
             packed += len(row.tokens) + len(row.draft_tokens)

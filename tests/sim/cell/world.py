@@ -100,7 +100,7 @@ class World:
 
     def _check_closed(self, scheduler: SimulatedScheduler) -> None:
         heard = not self.faults.struck.keys() & (
-            CUTTING | {"worker crash", "worker leaves", "worker drains", "duplicate and reorder"}
+            CUTTING | {"worker crash", "worker leaves", "worker drains", "kv damaged", "duplicate and reorder"}
         )
         if heard and scheduler.process.alive and scheduler.open:
             self.fail(f"{scheduler.process.name} was fenced off and goes on")

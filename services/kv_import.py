@@ -1,0 +1,103 @@
+"""Fetches the KV of a sequence from another worker, page by page."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Protocol
+
+import grpc
+import grpc.aio
+
+from protos import worker_pb2, worker_pb2_grpc
+from services.channel_security import ChannelSecurity
+from services.kv_transfer import KvTransfer, KvTransferError
+from services.worker_sequences import WorkerSequence
+
+logger = logging.getLogger(__name__)
+
+
+class OnThread(Protocol):
+    """Runs a call on the thread that computes."""
+
+    def __call__(self, call: Callable[..., Any], *arguments: Any) -> asyncio.Future[Any]: ...
+
+
+async def import_kv(
+    request: worker_pb2.ImportKvRequest,
+    transfer: KvTransfer,
+    on_thread: OnThread,
+    security: ChannelSecurity,
+    timeout_seconds: float | None,
+) -> int:
+    """Takes a sequence over; returns the bytes of its KV.
+
+    Raises KvTransferError. Whatever ends it before the end, a cancellation too, leaves nothing set aside.
+    """
+    sequence: WorkerSequence = await on_thread(transfer.expect, request)
+    try:
+        size = await _fetch(request, sequence, transfer, on_thread, security, timeout_seconds)
+        await on_thread(transfer.adopt, request, sequence)
+    except BaseException:
+        # Not awaited: a call that was cancelled must not wait for a step. The thread takes it in its turn.
+        on_thread(transfer.give_up, sequence)
+        raise
+    return size
+
+
+async def _fetch(
+    request: worker_pb2.ImportKvRequest,
+    sequence: WorkerSequence,
+    transfer: KvTransfer,
+    on_thread: OnThread,
+    security: ChannelSecurity,
+    timeout_seconds: float | None,
+) -> int:
+    channel = security.open_channel(request.source_address)
+    asked = worker_pb2.ExportKvRequest(
+        worker_epoch=request.source_worker_epoch,
+        scheduler_epoch=request.source_scheduler_epoch,
+        sequence_id=request.sequence_id,
+        kv_len=len(request.tokens),
+        prefix_digest=sequence.digest,
+    )
+    try:
+        stub = worker_pb2_grpc.WorkerStub(channel)
+        parts = stub.ExportKv(asked, timeout=timeout_seconds, metadata=security.metadata)
+        return await _take(sequence, parts, transfer, on_thread)
+    except grpc.aio.AioRpcError as error:
+        details = " ".join((error.details() or "").split())
+        raise KvTransferError(error.code(), f"{request.source_address} gave no KV: {details}") from error
+    finally:
+        await channel.close(None)
+
+
+async def _take(
+    sequence: WorkerSequence, parts: AsyncIterator[worker_pb2.KvPart], transfer: KvTransfer, on_thread: OnThread
+) -> int:
+    """Writes the pages as they come, in order and each once. Raises KvTransferError for anything else."""
+    size = taken = 0
+    expected = len(sequence.table.pages)
+    pages: list[worker_pb2.KvPage] = []
+    header = True
+    async for part in parts:
+        if header:
+            transfer.check_header(sequence, part.header)
+            header = False
+            continue
+        if taken == expected or part.page.index != taken:
+            raise KvTransferError(
+                grpc.StatusCode.DATA_LOSS, f"page {part.page.index} came after {taken} of {expected} pages"
+            )
+        taken += 1
+        size += len(part.page.data)
+        pages.append(part.page)
+        if len(pages) == transfer.pages_at_once:
+            await on_thread(transfer.write, sequence, pages)
+            pages = []
+    if taken < expected:
+        raise KvTransferError(grpc.StatusCode.DATA_LOSS, f"{taken} of {expected} pages came")
+    if pages:
+        await on_thread(transfer.write, sequence, pages)
+    return size
