@@ -15,7 +15,7 @@ from deploy.configuration.placement import Groups, Placement, WorkerGroup
 from deploy.configuration.section import FieldProblem, Section, described
 from deploy.options import NGRAM, NO_DRAFT, ModelSettings, SchedulingSettings
 from engine.settings import EngineSettings
-from scheduler.config import Policy, SchedulerConfig
+from scheduler.config import KvMovement, Policy, SchedulerConfig
 from scheduler.messages import Role
 
 # What KV gets on a CPU without a setting: memory there is everybody's, and filling it with zeros takes a while.
@@ -74,6 +74,11 @@ class SchedulingSection(SchedulingSettings, Section):
     draft_batch_size: int | None = described(
         None, "Sequences that one draft step proposes for at most. Unset: four batches, at least 64.", ge=1
     )
+    kv_movement: KvMovement = described(
+        KvMovement.AUTO,
+        "Whether the KV of a leaving target's sequences goes to other targets: `auto` where moving is expected to be "
+        "sooner than computing it anew, `always` or `never`.",
+    )
     max_queued_sequences: int = described(1024, "Sequences that may wait outside the window; more are refused.", ge=1)
     max_queued_tokens: int | None = described(
         None, "Tokens that may wait there, prompts and answers together. Unset: no bound.", ge=1
@@ -106,6 +111,7 @@ class SchedulingSection(SchedulingSettings, Section):
             prefill_chunk=self.prefill_chunk,
             wait_bound_steps=self.wait_bound_steps,
             draft_batch_size=self.draft_batch_size,
+            kv_movement=self.kv_movement,
             max_queued_sequences=self.max_queued_sequences,
             max_queued_tokens=self.max_queued_tokens,
         )
