@@ -112,6 +112,11 @@ def _figures(scheduler: Mapping[str, Any]) -> Table:
         share = figures["hits"] / figures["queries"] if figures["queries"] else 0.0
         role = _short(figures["role"], "ROLE_")
         table.add_row(f"{role} prefixes", f"{figures['hits']} of {figures['queries']} positions shared, {share:.1%}")
+    moves = scheduler["kv_moves"]
+    if moves["moves"] or moves["failed"] or moves["rehomed"]:
+        size = f"{moves['bytes'] / 2**20:.1f} MiB in {moves['seconds']:.2f} s"
+        without = f"{moves['failed'] + moves['rehomed']} went without"
+        table.add_row("KV moved", f"of {moves['moves']} sequences, {size}; {without}")
     table.add_row("accepted", f"{throughput['acceptance_rate']:.1%} of the drafted tokens")
     table.add_row("sequences", f"{throughput['finished']} finished, {throughput['failed']} failed")
     return table

@@ -206,7 +206,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("scheduler_epoch", "uptime_seconds", "state", "reason", "sessions", "workers", "model", "pool", "groups", "throughput", "prefix_cache")
+    __slots__ = ("scheduler_epoch", "uptime_seconds", "state", "reason", "sessions", "workers", "model", "pool", "groups", "throughput", "prefix_cache", "kv_moves")
     SCHEDULER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     UPTIME_SECONDS_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -218,6 +218,7 @@ class StatusReply(_message.Message):
     GROUPS_FIELD_NUMBER: _ClassVar[int]
     THROUGHPUT_FIELD_NUMBER: _ClassVar[int]
     PREFIX_CACHE_FIELD_NUMBER: _ClassVar[int]
+    KV_MOVES_FIELD_NUMBER: _ClassVar[int]
     scheduler_epoch: int
     uptime_seconds: float
     state: SchedulerState
@@ -229,7 +230,8 @@ class StatusReply(_message.Message):
     groups: GroupFigures
     throughput: ThroughputFigures
     prefix_cache: _containers.RepeatedCompositeFieldContainer[PrefixCacheFigures]
-    def __init__(self, scheduler_epoch: _Optional[int] = ..., uptime_seconds: _Optional[float] = ..., state: _Optional[_Union[SchedulerState, str]] = ..., reason: _Optional[str] = ..., sessions: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., model: _Optional[_Union[ServedModel, _Mapping]] = ..., pool: _Optional[_Union[PoolFigures, _Mapping]] = ..., groups: _Optional[_Union[GroupFigures, _Mapping]] = ..., throughput: _Optional[_Union[ThroughputFigures, _Mapping]] = ..., prefix_cache: _Optional[_Iterable[_Union[PrefixCacheFigures, _Mapping]]] = ...) -> None: ...
+    kv_moves: KvMoveFigures
+    def __init__(self, scheduler_epoch: _Optional[int] = ..., uptime_seconds: _Optional[float] = ..., state: _Optional[_Union[SchedulerState, str]] = ..., reason: _Optional[str] = ..., sessions: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., model: _Optional[_Union[ServedModel, _Mapping]] = ..., pool: _Optional[_Union[PoolFigures, _Mapping]] = ..., groups: _Optional[_Union[GroupFigures, _Mapping]] = ..., throughput: _Optional[_Union[ThroughputFigures, _Mapping]] = ..., prefix_cache: _Optional[_Iterable[_Union[PrefixCacheFigures, _Mapping]]] = ..., kv_moves: _Optional[_Union[KvMoveFigures, _Mapping]] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
     __slots__ = ("worker_id", "role", "address", "state", "reason", "model_id", "device", "dtype", "worker_epoch", "process_id", "sequences", "free_pages", "total_pages", "page_size", "steps_in_flight")
@@ -278,7 +280,7 @@ class ServedModel(_message.Message):
     def __init__(self, model_id: _Optional[str] = ..., vocabulary_size: _Optional[int] = ..., max_sequence_length: _Optional[int] = ..., tokenizer_digest: _Optional[bytes] = ...) -> None: ...
 
 class PoolFigures(_message.Message):
-    __slots__ = ("pool", "waiting", "window", "prefilling", "drafting", "drafted", "verifying", "window_limit", "queue_limit")
+    __slots__ = ("pool", "waiting", "window", "prefilling", "drafting", "drafted", "verifying", "window_limit", "queue_limit", "moving")
     POOL_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     WINDOW_FIELD_NUMBER: _ClassVar[int]
@@ -288,6 +290,7 @@ class PoolFigures(_message.Message):
     VERIFYING_FIELD_NUMBER: _ClassVar[int]
     WINDOW_LIMIT_FIELD_NUMBER: _ClassVar[int]
     QUEUE_LIMIT_FIELD_NUMBER: _ClassVar[int]
+    MOVING_FIELD_NUMBER: _ClassVar[int]
     pool: int
     waiting: int
     window: int
@@ -297,7 +300,24 @@ class PoolFigures(_message.Message):
     verifying: int
     window_limit: int
     queue_limit: int
-    def __init__(self, pool: _Optional[int] = ..., waiting: _Optional[int] = ..., window: _Optional[int] = ..., prefilling: _Optional[int] = ..., drafting: _Optional[int] = ..., drafted: _Optional[int] = ..., verifying: _Optional[int] = ..., window_limit: _Optional[int] = ..., queue_limit: _Optional[int] = ...) -> None: ...
+    moving: int
+    def __init__(self, pool: _Optional[int] = ..., waiting: _Optional[int] = ..., window: _Optional[int] = ..., prefilling: _Optional[int] = ..., drafting: _Optional[int] = ..., drafted: _Optional[int] = ..., verifying: _Optional[int] = ..., window_limit: _Optional[int] = ..., queue_limit: _Optional[int] = ..., moving: _Optional[int] = ...) -> None: ...
+
+class KvMoveFigures(_message.Message):
+    __slots__ = ("moves", "positions", "bytes", "seconds", "failed", "rehomed")
+    MOVES_FIELD_NUMBER: _ClassVar[int]
+    POSITIONS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    FAILED_FIELD_NUMBER: _ClassVar[int]
+    REHOMED_FIELD_NUMBER: _ClassVar[int]
+    moves: int
+    positions: int
+    bytes: int
+    seconds: float
+    failed: int
+    rehomed: int
+    def __init__(self, moves: _Optional[int] = ..., positions: _Optional[int] = ..., bytes: _Optional[int] = ..., seconds: _Optional[float] = ..., failed: _Optional[int] = ..., rehomed: _Optional[int] = ...) -> None: ...
 
 class GroupFigures(_message.Message):
     __slots__ = ("groups", "mean_size", "equal_length_share", "forced", "batch_size")

@@ -48,6 +48,7 @@ def status_of(
             verifying=core.verifying,
             window_limit=service.config.window,
             queue_limit=service.config.max_queued_sequences,
+            moving=core.moving,
         ),
         groups=scheduler_pb2.GroupFigures(
             groups=totals.groups,
@@ -78,6 +79,14 @@ def status_of(
             )
             for role in Role
         ],
+        kv_moves=scheduler_pb2.KvMoveFigures(
+            moves=core.moves.moves,
+            positions=core.moves.positions,
+            bytes=core.moves.bytes,
+            seconds=core.moves.seconds,
+            failed=core.moves.failed,
+            rehomed=core.moves.rehomed,
+        ),
     )
     targets = [d for d in service.descriptions.values() if d.role == worker_pb2.ROLE_TARGET]
     if targets:
