@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -65,16 +66,18 @@ class MessageGuard(grpc.aio.ServerInterceptor):
         async def answer(raw: bytes, context: grpc.aio.ServicerContext) -> Any:
             return await handler.unary_unary(await parsed(raw, context), context)
 
+        async def write(raw: bytes, context: grpc.aio.ServicerContext) -> None:
+            await handler.unary_stream(await parsed(raw, context), context)
+
         async def stream(raw: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
             async for reply in handler.unary_stream(await parsed(raw, context), context):
                 yield reply
 
-        # grpc.health.v1's own stream is no generator, and reads nothing of its message that could harm.
-        if handler.response_streaming and handler_call_details.method.startswith(_HEALTH_PREFIX):
-            return handler
-        if handler.response_streaming:
-            return grpc.unary_stream_rpc_method_handler(stream, response_serializer=serialize)
-        return grpc.unary_unary_rpc_method_handler(answer, response_serializer=serialize)
+        if not handler.response_streaming:
+            return grpc.unary_unary_rpc_method_handler(answer, response_serializer=serialize)
+        # Some handlers write their replies, others yield them.
+        replies = write if inspect.iscoroutinefunction(handler.unary_stream) else stream
+        return grpc.unary_stream_rpc_method_handler(replies, response_serializer=serialize)
 
 
 def guards(security: ChannelSecurity) -> list[grpc.aio.ServerInterceptor]:

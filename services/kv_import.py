@@ -7,7 +7,6 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from typing import Any, Protocol
 
-import grpc
 import grpc.aio
 
 from protos import worker_pb2, worker_pb2_grpc
@@ -68,7 +67,7 @@ async def _fetch(
         return await _take(sequence, parts, transfer, on_thread)
     except grpc.aio.AioRpcError as error:
         details = " ".join((error.details() or "").split())
-        raise KvTransferError(error.code(), f"{request.source_address} gave no KV: {details}") from error
+        raise KvTransferError(error.code().name, f"{request.source_address} gave no KV: {details}") from error
     finally:
         await channel.close(None)
 
@@ -87,9 +86,7 @@ async def _take(
             header = False
             continue
         if taken == expected or part.page.index != taken:
-            raise KvTransferError(
-                grpc.StatusCode.DATA_LOSS, f"page {part.page.index} came after {taken} of {expected} pages"
-            )
+            raise KvTransferError("DATA_LOSS", f"page {part.page.index} came after {taken} of {expected} pages")
         taken += 1
         size += len(part.page.data)
         pages.append(part.page)
@@ -97,7 +94,7 @@ async def _take(
             await on_thread(transfer.write, sequence, pages)
             pages = []
     if taken < expected:
-        raise KvTransferError(grpc.StatusCode.DATA_LOSS, f"{taken} of {expected} pages came")
+        raise KvTransferError("DATA_LOSS", f"{taken} of {expected} pages came")
     if pages:
         await on_thread(transfer.write, sequence, pages)
     return size

@@ -9,8 +9,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable
 
-import grpc
-
 from engine.kv_store import KvStore, PageLayout
 from protos import worker_pb2
 from scheduler.messages import RowStatus
@@ -20,17 +18,17 @@ from services.worker_sequences import RowRejectedError, WorkerSequence, WorkerSe
 _BYTES_AT_ONCE = 32 << 20
 
 _CODES = {
-    RowStatus.UNKNOWN_SEQUENCE: grpc.StatusCode.NOT_FOUND,
-    RowStatus.KV_MISMATCH: grpc.StatusCode.FAILED_PRECONDITION,
-    RowStatus.OUT_OF_PAGES: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    RowStatus.INVALID: grpc.StatusCode.INVALID_ARGUMENT,
+    RowStatus.UNKNOWN_SEQUENCE: "NOT_FOUND",
+    RowStatus.KV_MISMATCH: "FAILED_PRECONDITION",
+    RowStatus.OUT_OF_PAGES: "RESOURCE_EXHAUSTED",
+    RowStatus.INVALID: "INVALID_ARGUMENT",
 }
 
 
 class KvTransferError(Exception):
-    """KV that cannot be given or taken, and why."""
+    """KV that cannot be given or taken, and why; `code` names a status of gRPC."""
 
-    def __init__(self, code: grpc.StatusCode, message: str) -> None:
+    def __init__(self, code: str, message: str) -> None:
         super().__init__(message)
         self.code = code
 
@@ -109,21 +107,19 @@ class KvTransfer:
             ("pages", header.pages, len(sequence.table.pages)),
         ):
             if theirs != ours:
-                raise KvTransferError(
-                    grpc.StatusCode.FAILED_PRECONDITION, f"{name} of the KV to come is {theirs}, must be {ours}"
-                )
+                raise KvTransferError("FAILED_PRECONDITION", f"{name} of the KV to come is {theirs}, must be {ours}")
 
     def write(self, sequence: WorkerSequence, parts: list[worker_pb2.KvPage]) -> None:
         """Raises KvTransferError where the sequence is not expected any more, or a page is damaged."""
         if not self._book.expects(sequence):
-            raise KvTransferError(grpc.StatusCode.ABORTED, f"sequence {sequence.sequence_id} is not expected any more")
+            raise KvTransferError("ABORTED", f"sequence {sequence.sequence_id} is not expected any more")
         for part in parts:
             if zlib.crc32(part.data) != part.checksum:
-                raise KvTransferError(grpc.StatusCode.DATA_LOSS, f"page {part.index}: its checksum is not that sent")
+                raise KvTransferError("DATA_LOSS", f"page {part.index}: its checksum is not that sent")
             try:
                 self._pages().write_page(sequence.table.pages[part.index], part.data)
             except ValueError as error:
-                raise KvTransferError(grpc.StatusCode.DATA_LOSS, f"page {part.index}: {error}") from error
+                raise KvTransferError("DATA_LOSS", f"page {part.index}: {error}") from error
 
     def adopt(self, request: worker_pb2.ImportKvRequest, sequence: WorkerSequence) -> None:
         """All pages are written: from here on the sequence is the worker's. Raises KvTransferError."""
@@ -139,15 +135,15 @@ class KvTransfer:
 
     def _pages(self) -> KvStore:
         if self._store is None:
-            raise KvTransferError(grpc.StatusCode.UNIMPLEMENTED, "this worker keeps no KV that could be moved")
+            raise KvTransferError("UNIMPLEMENTED", "this worker keeps no KV that could be moved")
         return self._store
 
 
 def _refusal(error: Exception) -> KvTransferError:
     if isinstance(error, WrongEpochError):
-        code = grpc.StatusCode.FAILED_PRECONDITION
+        code = "FAILED_PRECONDITION"
     elif isinstance(error, RowRejectedError):
         code = _CODES[error.status]
     else:
-        code = grpc.StatusCode.INVALID_ARGUMENT
+        code = "INVALID_ARGUMENT"
     return KvTransferError(code, str(error))

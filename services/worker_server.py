@@ -176,7 +176,7 @@ class WorkerServer(worker_pb2_grpc.WorkerServicer):
                     yield worker_pb2.KvPart(page=page)
                 first += len(pages)
         except KvTransferError as error:
-            await context.abort(error.code, str(error))
+            await context.abort(grpc.StatusCode[error.code], str(error))
 
     async def ImportKv(  # noqa: N802
         self, request: worker_pb2.ImportKvRequest, context: grpc.aio.ServicerContext
@@ -189,7 +189,7 @@ class WorkerServer(worker_pb2_grpc.WorkerServicer):
                 request, self._executor.kv_transfer, self._on_thread, self._security, context.time_remaining()
             )
         except KvTransferError as error:
-            await context.abort(error.code, str(error))
+            await context.abort(grpc.StatusCode[error.code], str(error))
         return worker_pb2.ImportKvReply(bytes=size, seconds=max(self._executor.clock() - began, 0.0))
 
     def _on_thread(self, call: Callable[..., Any], *arguments: Any) -> asyncio.Future[Any]:

@@ -132,7 +132,7 @@ def served(config: Path | None, overrides: Sequence[str]) -> Iterator[Applicatio
         if config is not None:
             options += ["--config", str(config)]
         try:
-            _spool(["serve", "--detach", *options], environment)
+            _start(options, environment)
             state = json.loads((Path(folder) / "spool.json").read_text(encoding="utf-8"))
             yield Application(
                 state["http_url"], state["grpc_address"], state["model"], state["process_id"], environment

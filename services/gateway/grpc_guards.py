@@ -1,16 +1,13 @@
-"""What stands before every gRPC method: who may call, and bytes that are no message."""
+"""What stands before every gRPC method: who may call."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import grpc
 import grpc.aio
-from google.protobuf.message import DecodeError
 
-from services.call_guards import refuse_malformed
 from services.gateway.api_keys import ApiKeys
 from services.gateway.errors import RequestError
 from services.gateway.metrics import GatewayMetrics
@@ -42,30 +39,6 @@ class KeyGuard(grpc.aio.ServerInterceptor):
             self._metrics.failed(error.kind)
             return grpc.stream_stream_rpc_method_handler(_refusal(error))
         return await continuation(handler_call_details)
-
-
-class StreamMessageGuard(grpc.aio.ServerInterceptor):
-    """Answers bytes that are no message with INVALID_ARGUMENT, for methods that answer one message with many.
-
-    Works for coroutines that write their answers; services.call_guards.MessageGuard has the methods of one answer.
-    """
-
-    async def intercept_service(
-        self, continuation: _Continuation, handler_call_details: grpc.HandlerCallDetails
-    ) -> _Handler:
-        handler = await continuation(handler_call_details)
-        if handler is None or not inspect.iscoroutinefunction(handler.unary_stream):
-            return handler
-        parse, answer = handler.request_deserializer, handler.unary_stream
-
-        async def checked(raw: bytes, context: grpc.aio.ServicerContext) -> None:
-            try:
-                request = parse(raw)
-            except DecodeError as error:
-                await refuse_malformed(context, error)
-            await answer(request, context)
-
-        return grpc.unary_stream_rpc_method_handler(checked, response_serializer=handler.response_serializer)
 
 
 def _refusal(error: RequestError) -> Callable[..., Awaitable[None]]:

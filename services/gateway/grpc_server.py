@@ -19,7 +19,7 @@ from services.call_guards import MessageGuard
 from services.channel_options import SERVER_OPTIONS
 from services.gateway.api_keys import ApiKeys
 from services.gateway.completion import CompletionEngine
-from services.gateway.grpc_guards import KeyGuard, StreamMessageGuard
+from services.gateway.grpc_guards import KeyGuard
 from services.gateway.grpc_service import GenerationService
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.settings import GatewaySettings, ListenSettings
@@ -55,7 +55,7 @@ class GrpcServer:
         self._strings = TokenStrings(tokenizer)
         self._drain_seconds = drain_seconds
         self._share_port = share_port
-        self._guards = [KeyGuard(ApiKeys(settings.api_keys), metrics), MessageGuard(), StreamMessageGuard()]
+        self._guards = [KeyGuard(ApiKeys(settings.api_keys), metrics), MessageGuard()]
         self._server: grpc.aio.Server | None = None
         self._port = 0
 
