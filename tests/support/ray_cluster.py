@@ -1,7 +1,7 @@
 """A Ray cluster of several logical nodes in a process of its own, away from the user's home and from other Rays.
 
 `python -m tests.support.ray_cluster '[{}, {"large_gpu": 1}]'` starts it with these custom resources, prints its
-address, answers each line `actors` or `scheduler` on standard input, and stops it at the end of the input.
+address, answers each line `actors`, `scheduler` or `deploy FILE` on standard input, and stops it at its end.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import psutil
+import yaml
 
 from tests.support.waiting import LONG
 
@@ -93,11 +94,15 @@ class RayCluster:
         status: dict[str, Any] = self._ask("scheduler")
         return status
 
+    def deploy(self, file: Path) -> None:
+        """What `serve deploy FILE` has Ray Serve do; answered when Serve has taken notice."""
+        assert self._ask(f"deploy {file}") == "taken"
+
     def _ask(self, question: str) -> Any:
         assert self._process.stdin is not None
         self._process.stdin.write(f"{question}\n")
         self._process.stdin.flush()
-        return self._answer()[question]
+        return self._answer()[question.partition(" ")[0]]
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -122,6 +127,19 @@ class RayCluster:
         assert line, f"the cluster died: {(self.folder / 'cluster.log').read_text()[-2000:]}"
         answer: dict[str, Any] = json.loads(line)
         return answer
+
+
+def deploy(file: Path) -> None:
+    """As the dashboard does that `serve deploy` speaks to."""
+    from ray import serve
+    from ray.serve.context import _get_global_client
+    from ray.serve.schema import ServeDeploySchema
+
+    config = ServeDeploySchema.model_validate(yaml.safe_load(file.read_text()))
+    serve.start(proxy_location=config.proxy_location, http_options=config.http_options.model_dump())
+    client = _get_global_client()
+    assert client is not None
+    client.deploy_apps(config)
 
 
 def main() -> None:
@@ -149,7 +167,12 @@ def main() -> None:
     ray.init(address=cluster.address, log_to_driver=False)
     print(json.dumps({"address": cluster.address}), file=answers, flush=True)
     for line in sys.stdin:
-        if line.strip() == "scheduler":
+        question, _, file = line.strip().partition(" ")
+        if question == "deploy":
+            deploy(Path(file))
+            print(json.dumps({"deploy": "taken"}), file=answers, flush=True)
+            continue
+        if question == "scheduler":
             print(json.dumps({"scheduler": scheduler_status("spool")}), file=answers, flush=True)
             continue
         places = {found["NodeID"]: sorted(found["Resources"]) for found in state.node_table()}
