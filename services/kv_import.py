@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 from collections.abc import AsyncIterator, Callable
 from typing import Any, Protocol
@@ -34,7 +35,12 @@ async def import_kv(
 
     Raises KvTransferError. Whatever ends it before the end, a cancellation too, leaves nothing set aside.
     """
-    sequence: WorkerSequence = await on_thread(transfer.expect, request)
+    expected = on_thread(transfer.expect, request)
+    try:
+        sequence: WorkerSequence = await asyncio.shield(expected)
+    except asyncio.CancelledError:
+        expected.add_done_callback(functools.partial(_give_up, transfer, on_thread))
+        raise
     try:
         size = await _fetch(request, sequence, transfer, on_thread, security, timeout_seconds)
         await on_thread(transfer.adopt, request, sequence)
@@ -43,6 +49,11 @@ async def import_kv(
         on_thread(transfer.give_up, sequence)
         raise
     return size
+
+
+def _give_up(transfer: KvTransfer, on_thread: OnThread, expected: asyncio.Future[WorkerSequence]) -> None:
+    if not expected.cancelled() and expected.exception() is None:
+        on_thread(transfer.give_up, expected.result())
 
 
 async def _fetch(

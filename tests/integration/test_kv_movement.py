@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import zlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +21,8 @@ from protos import worker_pb2, worker_pb2_grpc
 from scheduler.config import KvMovement, Policy, SchedulerConfig
 from scheduler.digests import DigestedTokens
 from scheduler.messages import Role
+from services.channel_security import ChannelSecurity
+from services.kv_import import import_kv
 from services.scheduler_service import SchedulerService
 from services.step_executor import StepExecutor, TargetStepExecutor
 from services.worker_link import WorkerEndpoint
@@ -298,6 +302,36 @@ def test_import_that_nobody_waits_for_any_more_gives_its_pages_back() -> None:
             call.cancel()
             await until(lambda: not worker.pages_in_use)
             assert not worker.executor.sequences
+
+    asyncio.run(run())
+
+
+def test_import_that_is_given_up_while_pages_are_set_aside_gives_them_back() -> None:
+    async def run() -> None:
+        executor, thread = stand_in(), ThreadPoolExecutor(max_workers=1)
+        executor.execute(worker_pb2.StepRequest(worker_epoch=EPOCH, scheduler_epoch=SCHEDULER_EPOCH), 0.0)
+        set_aside, goes_on = threading.Event(), threading.Event()
+
+        def slowly(call: Callable[..., object], *arguments: object) -> object:
+            result = call(*arguments)
+            set_aside.set()
+            goes_on.wait(LONG)
+            return result
+
+        def on_thread(call: Callable[..., object], *arguments: object) -> asyncio.Future[object]:
+            return asyncio.get_running_loop().run_in_executor(thread, slowly, call, *arguments)
+
+        task = asyncio.create_task(
+            import_kv(import_from("127.0.0.1:1"), executor.kv_transfer, on_thread, ChannelSecurity(), LONG)
+        )
+        await asyncio.to_thread(set_aside.wait, LONG)
+        total = executor.describe().total_pages
+        assert executor.free_pages == total - 3
+        task.cancel()
+        await asyncio.wait([task])
+        goes_on.set()
+        await until(lambda: executor.free_pages == total)
+        thread.shutdown()
 
     asyncio.run(run())
 
