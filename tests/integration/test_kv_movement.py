@@ -26,7 +26,7 @@ from services.kv_import import import_kv
 from services.scheduler_service import SchedulerService
 from services.step_executor import StepExecutor, TargetStepExecutor
 from services.worker_link import WorkerEndpoint
-from services.worker_server import WorkerServer
+from services.worker_server import WorkerServer, step_thread
 from tests.stand_in_worker import StandInEngine, continuation
 from tests.support.cells import LINKS, Worker, client, prompt_of, read, read_some, request_of, running_cell
 from tests.support.tiny_models import VOCABULARY, save_tiny_pair
@@ -402,22 +402,31 @@ def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_pair("llama", tmp_path_factory.mktemp("tiny"))[0]
 
 
-def load(folder: Path, **settings: object) -> TargetStepExecutor:
+Loaded = tuple[TargetStepExecutor, ThreadPoolExecutor]
+
+
+def load(folder: Path, **settings: object) -> Loaded:
+    """A worker's executor and the thread that it computes on: numbers of threads, and so bits, belong to a thread."""
+    thread = step_thread()
+    return thread.submit(_load, folder, settings).result(), thread
+
+
+def _load(folder: Path, settings: dict[str, object]) -> TargetStepExecutor:
     defaults = {"threads": 1, "page_size": 8, "kv_pages": 400, "max_packed_rows": 64}
     engine = load_target_engine(EngineSettings(str(folder), **(defaults | settings)), lambda *_: None)  # type: ignore[arg-type]
     return TargetStepExecutor(engine, kv_store=engine.kv_store)
 
 
 async def decode(
-    executors: Sequence[TargetStepExecutor], leaves: bool, config: SchedulerConfig = MOVING
+    executors: Sequence[Loaded], leaves: bool, config: SchedulerConfig = MOVING
 ) -> tuple[list[list[int]], list[list[int]], SchedulerService]:
     """Tokens and logits digests of some sequences, while the first worker leaves in the middle of all."""
     outputs: list[list[int]] = [[] for _ in range(5)]
     digests: list[list[int]] = [[] for _ in range(5)]
     async with AsyncExitStack() as stack:
         service = await stack.enter_async_context(SchedulerService(config, scheduler_epoch=1, link_options=LINKS))
-        for index, executor in enumerate(executors):
-            server = WorkerServer(executor)
+        for index, (executor, thread) in enumerate(executors):
+            server = WorkerServer(executor, thread=thread)
             endpoint = WorkerEndpoint(f"target-{index}", Role.TARGET, await server.start())
             stack.push_async_callback(server.stop, 1)
             await service.add_workers([endpoint])
@@ -429,7 +438,7 @@ async def decode(
             digests[index].extend(delta.logits_digests)
         if leaves:
             await service.remove_worker("target-0", LONG)
-            assert not executors[0].sequences
+            assert not executors[0][0].sequences
         for index, stream in enumerate(streams):
             async for delta in stream:
                 outputs[index].extend(delta.tokens)
