@@ -252,6 +252,8 @@ class Lifecycle:
 
     def _move_kv(self, sequence: Sequence, source: TargetBook, destination: TargetBook, positions: int) -> None:
         self._leave_state(sequence)
+        if sequence.draft is not None:
+            sequence.draft.note_lack(sequence)
         destination.house(sequence, positions)
         # Whatever becomes of the move, the destination may hold something to release from now on.
         destination.kv[sequence.sequence_id].opened = True
