@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import logging
 from collections.abc import AsyncIterator, Callable
 from typing import Any, Protocol
 
@@ -14,8 +13,6 @@ from protos import worker_pb2, worker_pb2_grpc
 from services.channel_security import ChannelSecurity
 from services.kv_transfer import KvTransfer, KvTransferError
 from services.worker_sequences import WorkerSequence
-
-logger = logging.getLogger(__name__)
 
 
 class OnThread(Protocol):

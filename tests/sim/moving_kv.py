@@ -21,7 +21,6 @@ class MovingKv:
 
     def __init__(self, simulation: Simulation) -> None:
         self._simulation = simulation
-        self.moved = 0
 
     def start(self, move: MoveKv) -> None:
         simulation, sequence_id = self._simulation, move.opening.sequence_id
@@ -58,7 +57,6 @@ class MovingKv:
             )
             if not arrived:
                 pool.free(table)
-            self.moved += arrived
             simulation.at(
                 simulation.now + simulation.latency,
                 lambda: simulation.handle(KvMoved(move.move_id, arrived, seconds, len(move.tokens))),
