@@ -48,7 +48,8 @@ class StepWatch:
 
     def check(self, request: worker_pb2.StepRequest, reply: worker_pb2.StepReply) -> None:
         fenced = request.scheduler_epoch < self._highest_epoch
-        self._highest_epoch = max(self._highest_epoch, request.scheduler_epoch)
+        if reply.status != worker_pb2.STEP_STATUS_WRONG_EPOCH:  # such a request was for an earlier start of the worker
+            self._highest_epoch = max(self._highest_epoch, request.scheduler_epoch)
         world, worker_id = self._world, self._worker_id
         if len(request.rows) or len(request.released_sequence_ids) or reply.status != worker_pb2.STEP_STATUS_OK:
             statuses = tuple(row.status for row in reply.rows if row.status != worker_pb2.ROW_STATUS_OK)
