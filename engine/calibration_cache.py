@@ -20,7 +20,7 @@ from engine.model_source import cache_folder
 from engine.settings import EngineSettings
 
 # Raised when calibration itself changes, so that older results are not believed.
-_CALIBRATION_RECIPE = 6
+_CALIBRATION_RECIPE = 7
 
 
 def calibration_file(model: PreTrainedModel, settings: EngineSettings) -> Path:
