@@ -5,6 +5,8 @@ The rest of the package does the work; this module only says what follows from w
 
 from __future__ import annotations
 
+from itertools import chain, islice
+
 from scheduler.config import SchedulerConfig
 from scheduler.draft_lengths import make_draft_lengths
 from scheduler.draft_steps import DraftPlanner
@@ -36,7 +38,14 @@ from scheduler.pool import Pool
 from scheduler.relocation import Relocation
 from scheduler.rounds import Rounds
 from scheduler.sequence import Sequence, SequenceState, already_ended
-from scheduler.statistics import Counters, GroupStatistics, MoveStatistics, Snapshot, WorkerSnapshot
+from scheduler.statistics import (
+    Counters,
+    GroupStatistics,
+    MoveStatistics,
+    SequenceSnapshot,
+    Snapshot,
+    WorkerSnapshot,
+)
 from scheduler.step_times import Acceptance
 from scheduler.target_steps import TargetPlanner
 from scheduler.worker_book import DraftBook, TargetBook
@@ -152,6 +161,21 @@ class SchedulerCore:
                 for book in self._fleet.books()
             ),
         )
+
+    def sequences(self, most: int) -> list[SequenceSnapshot]:
+        """Up to `most` live sequences: those in the window, then those that wait, first come first."""
+        pool = self._pool
+        waiting = (sequence for sequence in pool.sequences.values() if sequence.sequence_id not in pool.window)
+        return [
+            SequenceSnapshot(
+                sequence.sequence_id,
+                sequence.length,
+                len(sequence.request.prompt),
+                sequence.state,
+                None if sequence.target is None else sequence.target.worker_id,
+            )
+            for sequence in islice(chain(pool.window.values(), waiting), most)
+        ]
 
     def check_integrity(self) -> None:
         """Raises RuntimeError when internal books disagree. Touches the whole window: call it when idle."""

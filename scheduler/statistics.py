@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from scheduler.messages import GroupFormed, Role
+from scheduler.sequence import SequenceState
 
 
 @dataclass(slots=True)
@@ -99,6 +100,17 @@ class WorkerSnapshot:
     steps_in_flight: int
     base_seconds: float
     row_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceSnapshot:
+    """`length` counts committed tokens, those of the prompt among them; no target for a sequence that waits."""
+
+    sequence_id: int
+    length: int
+    prompt_length: int
+    state: SequenceState
+    target_id: str | None
 
 
 @dataclass(frozen=True, slots=True)

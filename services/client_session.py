@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 
 import grpc.aio
 
-from protos import scheduler_pb2, scheduler_pb2_grpc
+from protos import cell_view_pb2, cell_view_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc
 
 # Prompts of this many tokens together fit a message, several times over.
 _TOKENS_PER_REQUEST = 500_000
 
 _FIRST_INTERVAL_SECONDS = 1.0
+
+_VIEW_TIMEOUT_SECONDS = 10.0
 
 
 class SessionBrokenError(ConnectionError):
@@ -24,6 +26,7 @@ class ClientSession:
 
     def __init__(self, channel: grpc.aio.Channel, metadata: tuple[tuple[str, str], ...], gateway_id: str) -> None:
         self._stub = scheduler_pb2_grpc.SchedulerStub(channel)
+        self._viewer = cell_view_pb2_grpc.CellViewerStub(channel)
         self._metadata = metadata
         self._gateway_id = gateway_id
         self._interval = _FIRST_INTERVAL_SECONDS
@@ -49,6 +52,25 @@ class ClientSession:
             )
         except grpc.aio.AioRpcError as error:
             raise SessionBrokenError(_reason(error)) from error
+
+    async def watch(self, period_seconds: float, most_sequences: int) -> AsyncGenerator[cell_view_pb2.CellView, None]:
+        """Raises SessionBrokenError, also where no view came for a while."""
+        request = cell_view_pb2.WatchRequest(period_seconds=period_seconds, most_sequences=most_sequences)
+        call = self._viewer.Watch(request, metadata=self._metadata)
+        views = aiter(call)
+        try:
+            while True:
+                async with asyncio.timeout(period_seconds + _VIEW_TIMEOUT_SECONDS):
+                    view = await anext(views)
+                yield view
+        except TimeoutError:
+            raise SessionBrokenError(f"no view came for {_VIEW_TIMEOUT_SECONDS:g} s") from None
+        except StopAsyncIteration:
+            raise SessionBrokenError("the scheduler shows no more") from None
+        except grpc.aio.AioRpcError as error:
+            raise SessionBrokenError(_reason(error)) from error
+        finally:
+            call.cancel()
 
     async def run(
         self,

@@ -1,4 +1,4 @@
-"""The gRPC server of a scheduler: sessions of gateways, registration of workers, status and health."""
+"""The gRPC server of a scheduler: sessions of gateways, registration of workers, status, views and health."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio as health_aio  # type: ignore[attr-defined]
 
-from protos import scheduler_pb2, scheduler_pb2_grpc
+from protos import cell_view_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc
 from services.call_guards import guards, refuse_malformed
+from services.cell_viewer import CellViewer
 from services.channel_options import SERVER_OPTIONS
 from services.channel_security import ChannelSecurity
 from services.gateway_session import GatewaySession, SessionEndedError, SessionOptions
@@ -78,6 +79,7 @@ class SchedulerServer(scheduler_pb2_grpc.SchedulerServicer):
         """Raises OSError if the port cannot be bound, and InsecureListenError for a host open to strangers."""
         server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=guards(self._security))
         scheduler_pb2_grpc.add_SchedulerServicer_to_server(self, server)
+        cell_view_pb2_grpc.add_CellViewerServicer_to_server(CellViewer(self._service, self.status), server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         address = self._security.listen(server, self._host, self._port)
         await server.start()

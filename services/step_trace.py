@@ -16,7 +16,8 @@ _MICROSECONDS = 1e6
 class TracedStep:
     """One answered step. Times are seconds; `sent` and `replied` on the scheduler's clock, the others durations.
 
-    `rows` counts sequences, `draft_length` is the most tokens that a row of the step proposes or verifies. A worker's
+    `rows` counts sequences, `draft_length` is the most tokens that a row of the step proposes or verifies, and
+    `equal_length` says that at least two rows are verified, all of one length. A worker's
     clock never leaves it: the step is taken to end when its reply came, so everything is late by the way of the reply.
     """
 
@@ -25,6 +26,7 @@ class TracedStep:
     step_id: int
     rows: int
     draft_length: int
+    equal_length: bool
     packed_rows: int
     sent: float
     replied: float
@@ -46,7 +48,7 @@ class TracedStep:
 
 
 class StepTrace:
-    """Collects the steps of one scheduler service. Grows with every step: for measurements, not for serving."""
+    """Collects the steps of one scheduler service, until they are taken or cleared."""
 
     def __init__(self) -> None:
         self.steps: list[TracedStep] = []
@@ -55,6 +57,11 @@ class StepTrace:
     def clear(self) -> None:
         """Forgets the steps that were answered; those under way are recorded when they are."""
         self.steps.clear()
+
+    def take(self) -> list[TracedStep]:
+        """Those answered since the last call."""
+        steps, self.steps = self.steps, []
+        return steps
 
     def step_sent(self, step: SendStep, now: float) -> None:
         self._sent[step.worker_id, step.step_id] = step, now
@@ -73,6 +80,7 @@ class StepTrace:
                 step_id=step_id,
                 rows=len(step.rows),
                 draft_length=max((row.draft_length or len(row.draft_tokens) for row in step.rows), default=0),
+                equal_length=step.group is not None and step.group.equal_length and step.group.rows > 1,
                 packed_rows=timings.packed_rows,
                 sent=sent,
                 replied=now,

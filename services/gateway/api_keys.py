@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
 import hashlib
 import hmac
 from collections.abc import Sequence
@@ -11,6 +13,7 @@ from pydantic import SecretStr
 from services.gateway.errors import ErrorKind, RequestError
 
 _SCHEME = b"bearer "
+_BASIC = b"basic "
 
 
 class ApiKeys:
@@ -34,6 +37,17 @@ class ApiKeys:
             known |= hmac.compare_digest(digest, shown)
         if not known:
             raise _refusal("the API key is not known here", "invalid_api_key")
+
+
+def bearer_of_basic(authorization: bytes | None) -> bytes | None:
+    """The password of HTTP's basic scheme as a bearer's key: browsers ask people for that. Anything else as it is."""
+    if authorization is None or authorization[: len(_BASIC)].lower() != _BASIC:
+        return authorization
+    try:
+        shown = base64.b64decode(authorization[len(_BASIC) :].strip(), validate=True)
+    except binascii.Error:
+        return authorization
+    return _SCHEME + shown.partition(b":")[2]
 
 
 def _digest(key: bytes) -> bytes:

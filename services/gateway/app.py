@@ -10,6 +10,7 @@ from fastapi.security import HTTPBearer
 from services.backend import Backend
 from services.gateway.api_keys import ApiKeys
 from services.gateway.completion import CompletionEngine
+from services.gateway.dashboard import dashboard_router
 from services.gateway.generation_routes import generation_router
 from services.gateway.http_errors import install_error_handlers
 from services.gateway.metrics import GatewayMetrics
@@ -38,6 +39,7 @@ def create_app(
     app.include_router(generation_router(engine, strings), dependencies=keys)
     app.include_router(service_router(engine, strings), dependencies=keys)
     app.include_router(open_router(engine))
+    app.include_router(dashboard_router(backend))
     install_error_handlers(app, metrics, settings.retry_after_seconds)
     # The last one added is the first that a request passes.
     app.add_middleware(WholeBodies, settings=settings, metrics=metrics)

@@ -9,7 +9,8 @@ import uuid
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from services.gateway.api_keys import ApiKeys
+from services.gateway.api_keys import ApiKeys, bearer_of_basic
+from services.gateway.dashboard import DASHBOARD_PATH
 from services.gateway.errors import ErrorKind, RequestError
 from services.gateway.http_errors import error_response
 from services.gateway.metrics import GatewayMetrics
@@ -17,6 +18,11 @@ from services.gateway.settings import GatewaySettings, Limits
 
 OPEN_PATHS = ("/health", "/ping")
 REQUEST_ID = "x-request-id"
+
+# What people look at in a browser, which cannot send a bearer's key by itself. Nothing there has an effect, so that a
+# page from elsewhere that makes a browser ask for it gains nothing.
+_BROWSED = re.compile(rf"/metrics|{DASHBOARD_PATH}(/.*)?")
+_ASK_PERSON = 'Basic realm="Spool: any name, and an API key as the password", charset="UTF-8"'
 
 _REQUEST_ID_FORM = re.compile(r"[\x21-\x7e]{1,128}")
 
@@ -62,12 +68,17 @@ class Gate:
             # There is no route for web sockets.
             await send({"type": "websocket.close", "code": 1008})
             return
-        shown = [value for name, value in scope["headers"] if name.lower() == b"authorization"]
+        headers = [value for name, value in scope["headers"] if name.lower() == b"authorization"]
+        shown = headers[0] if len(headers) == 1 else None
+        browsed = scope["method"] == "GET" and _BROWSED.fullmatch(_path_of_route(scope)) is not None
         try:
-            self._keys.check(shown[0] if len(shown) == 1 else None)
+            self._keys.check(bearer_of_basic(shown) if browsed else shown)
         except RequestError as error:
             self._metrics.failed(error.kind)
-            await error_response(error, self._settings.retry_after_seconds)(scope, receive, send)
+            response = error_response(error, self._settings.retry_after_seconds)
+            if browsed:
+                response.headers.append("www-authenticate", _ASK_PERSON)
+            await response(scope, receive, send)
             return
         await self._app(scope, receive, send)
 

@@ -17,6 +17,7 @@ def traced(role: Role, begin: float, end: float, worker_id: str = "w") -> Traced
         step_id=1,
         rows=1,
         draft_length=4,
+        equal_length=False,
         packed_rows=5,
         sent=begin,
         replied=end,

@@ -1,0 +1,120 @@
+// Views of the cell come as events, a few a second; figures are read from /metrics, once a second.
+
+import { BarChart, LineChart } from "./charts.js";
+import { LanesPicture } from "./lanes.js";
+import { PoolPicture } from "./pool.js";
+import { growth, quantile, Samples } from "./samples.js";
+
+const FIGURES_MILLISECONDS = 1000;
+const RATE_SECONDS = 5;
+const LATENCY_SECONDS = 30;
+
+const at = (id) => document.getElementById(id);
+const show = (id, text) => { at(id).textContent = text; };
+const whole = (value) => (Number.isFinite(value) ? Math.round(value).toLocaleString("en") : "–");
+const percent = (value) => (Number.isFinite(value) ? `${Math.round(100 * value)} %` : "–");
+const short = (value) => (value >= 100 ? whole(value) : Number(value.toPrecision(2)).toString());
+
+const pool = new PoolPicture(at("pool"));
+const lanes = new LanesPicture(at("lanes"), at("kinds"));
+
+function watch() {
+  const views = new EventSource("dashboard/views");
+  views.onmessage = ({ data }) => {
+    const view = JSON.parse(data);
+    at("connection").dataset.state = "live";
+    show("connection", "live");
+    show("model", view.model);
+    pool.take(view);
+    lanes.take(view);
+    const up = (role) => view.workers.filter((worker) => worker.role === role && worker.state === "in_use").length;
+    show("workers", `${up("target")}, ${up("draft")}`);
+    show("autoscaling", view.autoscaling);
+    at("autoscaling").hidden = !view.autoscaling;
+  };
+  views.onerror = () => {
+    at("connection").dataset.state = "lost";
+    show("connection", "no scheduler answers");
+    // The browser itself tries again where the connection broke, but not after an error status.
+    if (views.readyState === EventSource.CLOSED) setTimeout(watch, 2000);
+  };
+}
+
+function draw() {
+  pool.draw();
+  lanes.draw();
+  requestAnimationFrame(draw);
+}
+
+class Figures {
+  constructor() {
+    this.readings = [];
+    this.speed = new LineChart(at("speed"), [["output", "verifying"], ["of them drafted", "drafting"]], short);
+    this.accepted = new BarChart(at("accepted"), "of the rounds", "drafting");
+    const percentiles = [["half", "verifying"], ["90 %", "prefilling"], ["99 %", "moving"]];
+    this.firstToken = new LineChart(at("first-token"), percentiles, short);
+    this.perToken = new LineChart(at("per-token"), percentiles, short);
+  }
+
+  async read() {
+    const response = await fetch("metrics", { cache: "no-store" });
+    if (!response.ok) return;
+    this.take({ seconds: Date.now() / 1000, samples: new Samples(await response.text()) });
+  }
+
+  take(reading) {
+    const { seconds, samples } = reading;
+    this.readings.push(reading);
+    while (this.readings.length > 2 && this.readings[1].seconds < seconds - LATENCY_SECONDS) this.readings.shift();
+    const before = this.#earlier(seconds - RATE_SECONDS);
+    const rate = (name) => growth(before.samples.total(name), samples.total(name)) / (seconds - before.seconds);
+    const ratio = (part, all) => samples.total(part) / samples.total(all);
+
+    show("running", whole(samples.total("spool_num_requests_running")));
+    show("waiting", whole(samples.total("spool_num_requests_waiting")));
+    show("kv-usage", percent(samples.total("spool_kv_cache_usage_perc")));
+    show("generated", whole(samples.total("spool_generation_tokens_total")));
+    show("acceptance", percent(ratio("spool_spec_decode_num_accepted_tokens_total", "spool_spec_decode_num_draft_tokens_total")));
+    if (before !== reading) {
+      const tokens = rate("spool_generation_tokens_total");
+      show("tokens-per-second", short(tokens));
+      this.speed.add(seconds, [tokens, rate("spool_spec_decode_num_accepted_tokens_total")]);
+    }
+    const first = this.readings[0].samples;
+    const percentiles = (name, factor) => [0.5, 0.9, 0.99].map((share) => {
+      const value = quantile(share, first, samples, name);
+      return value === null ? null : value * factor;
+    });
+    this.firstToken.add(seconds, percentiles("spool_time_to_first_token_seconds", 1));
+    this.perToken.add(seconds, percentiles("spool_request_time_per_output_token_seconds", 1000));
+    this.#acceptedLengths(samples);
+  }
+
+  // The latest reading that is at least that old, or the oldest.
+  #earlier(seconds) {
+    return this.readings.findLast((reading) => reading.seconds <= seconds) ?? this.readings[0];
+  }
+
+  // Position p of a draft is accepted in as many rounds as have at least p accepted tokens.
+  #acceptedLengths(samples) {
+    const rounds = samples.total("spool_spec_decode_num_drafts_total");
+    if (!rounds) return;
+    const positions = samples.by("spool_spec_decode_num_accepted_tokens_per_pos_total", "position");
+    const atLeast = [rounds, ...positions.map(([, count]) => count).filter((count) => count > 0), 0];
+    const lengths = atLeast.slice(0, -1).map((_, length) => length);
+    this.accepted.set(lengths, lengths.map((length) => (atLeast[length] - atLeast[length + 1]) / rounds));
+  }
+}
+
+async function readFigures(figures) {
+  try {
+    await figures.read();
+  } catch (error) {
+    if (!(error instanceof TypeError)) throw error; // fetch's word for a server that is not there
+  }
+  setTimeout(readFigures, FIGURES_MILLISECONDS, figures);
+}
+
+watch();
+draw();
+readFigures(new Figures());
