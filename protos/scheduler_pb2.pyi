@@ -206,7 +206,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("scheduler_epoch", "uptime_seconds", "state", "reason", "sessions", "workers", "model", "pool", "groups", "throughput", "prefix_cache", "kv_moves")
+    __slots__ = ("scheduler_epoch", "uptime_seconds", "state", "reason", "sessions", "workers", "model", "pool", "groups", "throughput", "prefix_cache", "kv_moves", "counters")
     SCHEDULER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     UPTIME_SECONDS_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -219,6 +219,7 @@ class StatusReply(_message.Message):
     THROUGHPUT_FIELD_NUMBER: _ClassVar[int]
     PREFIX_CACHE_FIELD_NUMBER: _ClassVar[int]
     KV_MOVES_FIELD_NUMBER: _ClassVar[int]
+    COUNTERS_FIELD_NUMBER: _ClassVar[int]
     scheduler_epoch: int
     uptime_seconds: float
     state: SchedulerState
@@ -231,7 +232,8 @@ class StatusReply(_message.Message):
     throughput: ThroughputFigures
     prefix_cache: _containers.RepeatedCompositeFieldContainer[PrefixCacheFigures]
     kv_moves: KvMoveFigures
-    def __init__(self, scheduler_epoch: _Optional[int] = ..., uptime_seconds: _Optional[float] = ..., state: _Optional[_Union[SchedulerState, str]] = ..., reason: _Optional[str] = ..., sessions: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., model: _Optional[_Union[ServedModel, _Mapping]] = ..., pool: _Optional[_Union[PoolFigures, _Mapping]] = ..., groups: _Optional[_Union[GroupFigures, _Mapping]] = ..., throughput: _Optional[_Union[ThroughputFigures, _Mapping]] = ..., prefix_cache: _Optional[_Iterable[_Union[PrefixCacheFigures, _Mapping]]] = ..., kv_moves: _Optional[_Union[KvMoveFigures, _Mapping]] = ...) -> None: ...
+    counters: CounterFigures
+    def __init__(self, scheduler_epoch: _Optional[int] = ..., uptime_seconds: _Optional[float] = ..., state: _Optional[_Union[SchedulerState, str]] = ..., reason: _Optional[str] = ..., sessions: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., model: _Optional[_Union[ServedModel, _Mapping]] = ..., pool: _Optional[_Union[PoolFigures, _Mapping]] = ..., groups: _Optional[_Union[GroupFigures, _Mapping]] = ..., throughput: _Optional[_Union[ThroughputFigures, _Mapping]] = ..., prefix_cache: _Optional[_Iterable[_Union[PrefixCacheFigures, _Mapping]]] = ..., kv_moves: _Optional[_Union[KvMoveFigures, _Mapping]] = ..., counters: _Optional[_Union[CounterFigures, _Mapping]] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
     __slots__ = ("worker_id", "role", "address", "state", "reason", "model_id", "device", "dtype", "worker_epoch", "process_id", "sequences", "free_pages", "total_pages", "page_size", "steps_in_flight")
@@ -370,3 +372,79 @@ class ThroughputFigures(_message.Message):
     preemptions: int
     workers_lost: int
     def __init__(self, tokens: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., finished: _Optional[int] = ..., failed: _Optional[int] = ..., refused: _Optional[int] = ..., rounds: _Optional[int] = ..., acceptance_rate: _Optional[float] = ..., committed_per_round: _Optional[float] = ..., target_busy_share: _Optional[float] = ..., draft_busy_share: _Optional[float] = ..., preemptions: _Optional[int] = ..., workers_lost: _Optional[int] = ...) -> None: ...
+
+class CounterFigures(_message.Message):
+    __slots__ = ("sequences", "refusals", "recoveries", "row_errors", "groups", "realigned_rows", "wait_bound_hits", "lease_expiries", "drafts", "draft_tokens", "accepted_tokens", "accepted_per_position", "group_rows", "accepted_length", "draft_length", "queue_seconds", "roles", "draft_hidden_seconds", "realignment_seconds", "core_seconds")
+    SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    REFUSALS_FIELD_NUMBER: _ClassVar[int]
+    RECOVERIES_FIELD_NUMBER: _ClassVar[int]
+    ROW_ERRORS_FIELD_NUMBER: _ClassVar[int]
+    GROUPS_FIELD_NUMBER: _ClassVar[int]
+    REALIGNED_ROWS_FIELD_NUMBER: _ClassVar[int]
+    WAIT_BOUND_HITS_FIELD_NUMBER: _ClassVar[int]
+    LEASE_EXPIRIES_FIELD_NUMBER: _ClassVar[int]
+    DRAFTS_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_PER_POSITION_FIELD_NUMBER: _ClassVar[int]
+    GROUP_ROWS_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    QUEUE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    ROLES_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_HIDDEN_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    REALIGNMENT_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    CORE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    sequences: _containers.RepeatedCompositeFieldContainer[LabelledCount]
+    refusals: _containers.RepeatedCompositeFieldContainer[LabelledCount]
+    recoveries: _containers.RepeatedCompositeFieldContainer[LabelledCount]
+    row_errors: _containers.RepeatedCompositeFieldContainer[LabelledCount]
+    groups: _containers.RepeatedCompositeFieldContainer[LabelledCount]
+    realigned_rows: int
+    wait_bound_hits: int
+    lease_expiries: int
+    drafts: int
+    draft_tokens: int
+    accepted_tokens: int
+    accepted_per_position: _containers.RepeatedScalarFieldContainer[int]
+    group_rows: HistogramFigures
+    accepted_length: HistogramFigures
+    draft_length: HistogramFigures
+    queue_seconds: HistogramFigures
+    roles: _containers.RepeatedCompositeFieldContainer[RoleFigures]
+    draft_hidden_seconds: float
+    realignment_seconds: float
+    core_seconds: float
+    def __init__(self, sequences: _Optional[_Iterable[_Union[LabelledCount, _Mapping]]] = ..., refusals: _Optional[_Iterable[_Union[LabelledCount, _Mapping]]] = ..., recoveries: _Optional[_Iterable[_Union[LabelledCount, _Mapping]]] = ..., row_errors: _Optional[_Iterable[_Union[LabelledCount, _Mapping]]] = ..., groups: _Optional[_Iterable[_Union[LabelledCount, _Mapping]]] = ..., realigned_rows: _Optional[int] = ..., wait_bound_hits: _Optional[int] = ..., lease_expiries: _Optional[int] = ..., drafts: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., accepted_per_position: _Optional[_Iterable[int]] = ..., group_rows: _Optional[_Union[HistogramFigures, _Mapping]] = ..., accepted_length: _Optional[_Union[HistogramFigures, _Mapping]] = ..., draft_length: _Optional[_Union[HistogramFigures, _Mapping]] = ..., queue_seconds: _Optional[_Union[HistogramFigures, _Mapping]] = ..., roles: _Optional[_Iterable[_Union[RoleFigures, _Mapping]]] = ..., draft_hidden_seconds: _Optional[float] = ..., realignment_seconds: _Optional[float] = ..., core_seconds: _Optional[float] = ...) -> None: ...
+
+class LabelledCount(_message.Message):
+    __slots__ = ("label", "count")
+    LABEL_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    label: str
+    count: int
+    def __init__(self, label: _Optional[str] = ..., count: _Optional[int] = ...) -> None: ...
+
+class HistogramFigures(_message.Message):
+    __slots__ = ("bounds", "counts", "sum")
+    BOUNDS_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
+    SUM_FIELD_NUMBER: _ClassVar[int]
+    bounds: _containers.RepeatedScalarFieldContainer[float]
+    counts: _containers.RepeatedScalarFieldContainer[int]
+    sum: float
+    def __init__(self, bounds: _Optional[_Iterable[float]] = ..., counts: _Optional[_Iterable[int]] = ..., sum: _Optional[float] = ...) -> None: ...
+
+class RoleFigures(_message.Message):
+    __slots__ = ("role", "steps", "busy_seconds", "seconds", "workers_lost")
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    BUSY_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    WORKERS_LOST_FIELD_NUMBER: _ClassVar[int]
+    role: _worker_pb2.Role
+    steps: int
+    busy_seconds: float
+    seconds: float
+    workers_lost: int
+    def __init__(self, role: _Optional[_Union[_worker_pb2.Role, str]] = ..., steps: _Optional[int] = ..., busy_seconds: _Optional[float] = ..., seconds: _Optional[float] = ..., workers_lost: _Optional[int] = ...) -> None: ...

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from protos import cell_view_pb2, scheduler_pb2
 from scheduler.messages import FinishReason, Role
 from scheduler.sampling import SamplingParameters
 from services.sequence_stream import TokenDelta
@@ -96,23 +97,16 @@ class WorkerLoad:
 
 
 @dataclass(frozen=True, slots=True)
-class PrefixFigures:
-    """Of all workers of a role, since the scheduler's start: positions of sequences when they were opened, and those
-    whose KV was taken over from other sequences."""
-
-    role: Role
-    queries: int
-    hits: int
-
-
-@dataclass(frozen=True, slots=True)
 class LoadFigures:
-    """`live_sequences` counts all unfinished ones, the `waiting` ones among them; `workers` are those that are up."""
+    """`live_sequences` counts all unfinished ones, the `waiting` ones among them; `workers` are those that are up.
+
+    `status` is all that the scheduler says of itself.
+    """
 
     live_sequences: int
     waiting: int
     workers: tuple[WorkerLoad, ...]
-    prefixes: tuple[PrefixFigures, ...] = ()
+    status: scheduler_pb2.StatusReply | None = None
 
     @property
     def pages_in_use(self) -> int:
@@ -142,4 +136,8 @@ class Backend(Protocol):
 
     async def load(self) -> LoadFigures:
         """Raises BackendUnavailableError."""
+        ...
+
+    def watch(self, period_seconds: float, most_sequences: int) -> AsyncGenerator[cell_view_pb2.CellView, None]:
+        """What the cell is doing, each period (0.1 to 60 s), until it is closed. Raises BackendUnavailableError."""
         ...

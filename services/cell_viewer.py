@@ -45,17 +45,20 @@ class CellViewer(cell_view_pb2_grpc.CellViewerServicer):
             _check(request)
         except ValueError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        async with aclosing(views(self._service, request.period_seconds, request.most_sequences)) as shown:
+        period_seconds, most = request.period_seconds, request.most_sequences
+        async with aclosing(views(self._service, self._status, period_seconds, most)) as shown:
             async for view in shown:
-                view.status.CopyFrom(self._status())
                 yield view
         await context.abort(grpc.StatusCode.UNAVAILABLE, self._service.closed_because or "")
 
 
 async def views(
-    service: SchedulerService, period_seconds: float, most_sequences: int
+    service: SchedulerService,
+    status: Callable[[], scheduler_pb2.StatusReply],
+    period_seconds: float,
+    most_sequences: int,
 ) -> AsyncGenerator[cell_view_pb2.CellView, None]:
-    """One each period, without `status`, until the service is closed."""
+    """One each period, until the service is closed."""
     with service.traced() as trace:
         while service.closed_because is None:
             yield cell_view_pb2.CellView(
@@ -63,6 +66,7 @@ async def views(
                 sequences=_sequences(service.core.sequences(most_sequences)),
                 unlisted_sequences=max(service.core.snapshot().pool - most_sequences, 0),
                 steps=_steps(trace.take()),
+                status=status(),
             )
             await asyncio.sleep(period_seconds)
 

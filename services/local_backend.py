@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
 from typing import Self
 
-from protos import worker_pb2
+from protos import cell_view_pb2, scheduler_pb2, worker_pb2
 from scheduler.messages import FinishReason, Role
 from services.backend import (
     BackendUnavailableError,
@@ -14,10 +16,11 @@ from services.backend import (
     GenerationRequest,
     LoadFigures,
     ModelInfo,
-    PrefixFigures,
-    WorkerLoad,
 )
+from services.cell_viewer import views
 from services.scheduler_service import SchedulerService, SchedulerStoppedError, ServiceClosedError
+from services.scheduler_status import status_of
+from services.scheduler_wire import load_from_wire
 from services.sequence_stream import SequenceStream, TokenDelta
 
 
@@ -27,6 +30,7 @@ class LocalBackend:
     def __init__(self, service: SchedulerService) -> None:
         self._service = service
         self._last_model: ModelInfo | None = None
+        self._started = time.monotonic()
 
     async def submit(self, request: GenerationRequest) -> LocalStream:
         if not any(worker.role is Role.TARGET for worker in (await self.load()).workers):
@@ -61,22 +65,16 @@ class LocalBackend:
     async def load(self) -> LoadFigures:
         if self._service.closed_because is not None:
             raise BackendUnavailableError(self._service.closed_because)
-        snapshot = self._service.core.snapshot()
-        workers = tuple(
-            WorkerLoad(
-                worker.worker_id,
-                worker.role,
-                worker.sequences,
-                worker.total_pages - worker.free_pages,
-                worker.total_pages,
-            )
-            for worker in snapshot.workers
-        )
-        totals = self._service.statistics()
-        prefixes = tuple(
-            PrefixFigures(role, totals.prefix_queries[role.value], totals.prefix_hits[role.value]) for role in Role
-        )
-        return LoadFigures(snapshot.pool, snapshot.waiting, workers, prefixes)
+        return load_from_wire(self._status())
+
+    async def watch(self, period_seconds: float, most_sequences: int) -> AsyncGenerator[cell_view_pb2.CellView, None]:
+        async with aclosing(views(self._service, self._status, period_seconds, most_sequences)) as shown:
+            async for view in shown:
+                yield view
+        raise BackendUnavailableError(self._service.closed_because or "")
+
+    def _status(self) -> scheduler_pb2.StatusReply:
+        return status_of(self._service, (), sessions=0, uptime_seconds=time.monotonic() - self._started)
 
 
 class LocalStream:

@@ -32,6 +32,8 @@ class RemoteStream:
         self.admitted = False
         self.fruitless_submissions = 0
         """Submissions since the last token."""
+        self.submitted = False
+        """Whether some session had it."""
         self._request = request
         self._on_end = on_end
         self._received: list[int] = []
@@ -70,6 +72,7 @@ class RemoteStream:
             # A deadline that has just passed is the timer's business.
             remaining = max(self._deadline - asyncio.get_running_loop().time(), 0.001)
         self.fruitless_submissions += 1
+        self.submitted = True
         return submission_to_wire(self.request_id, self._request, self._received, self.admitted, remaining)
 
     def admit(self) -> None:

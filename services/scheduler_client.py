@@ -5,26 +5,24 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from contextlib import aclosing
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
-from protos import scheduler_pb2
+from protos import cell_view_pb2, scheduler_pb2
 from services.backend import (
     BackendUnavailableError,
     GenerationRequest,
     LoadFigures,
     ModelInfo,
-    PrefixFigures,
-    WorkerLoad,
 )
 from services.channel_security import ChannelSecurity
 from services.client_session import ClientSession, SessionBrokenError
 from services.remote_stream import RemoteStream
-from services.scheduler_wire import read_delta, read_end
+from services.scheduler_wire import load_from_wire, read_delta, read_end
 from services.sequence_stream import SequenceFailedError
-from services.wire import role_from_wire
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +53,15 @@ class ClientOptions:
             raise ValueError(f"most_fruitless_submissions is {self.most_fruitless_submissions}, must be at least 1")
 
 
+class RecoveryListener(Protocol):
+    """Who counts what became of sessions. Calls come from the event loop and must not block."""
+
+    def session_broke(self) -> None: ...
+
+    def resubmitted(self, sequences: int) -> None:
+        """So many sequences go on in another session."""
+
+
 class SchedulerClient:
     """Implements services.backend.Backend over a session with the scheduler that `resolve` names.
 
@@ -70,11 +77,13 @@ class SchedulerClient:
         security: ChannelSecurity | None = None,
         options: ClientOptions | None = None,
         gateway_id: str = "",
+        listener: RecoveryListener | None = None,
     ) -> None:
         self._resolve = resolve
         self._security = security or ChannelSecurity()
         self._options = options or ClientOptions()
         self._gateway_id = gateway_id
+        self._listener = listener
         self._ids = itertools.count(1)
         self._live: dict[int, RemoteStream] = {}
         self._session: ClientSession | None = None
@@ -157,23 +166,7 @@ class SchedulerClient:
         return self._model
 
     async def load(self) -> LoadFigures:
-        status = await self.status()
-        workers = tuple(
-            WorkerLoad(
-                worker.worker_id,
-                role_from_wire(worker.role),
-                worker.sequences,
-                worker.total_pages - worker.free_pages,
-                worker.total_pages,
-            )
-            for worker in status.workers
-            if worker.state == scheduler_pb2.WORKER_STATE_IN_USE
-        )
-        prefixes = tuple(
-            PrefixFigures(role_from_wire(figures.role), figures.queries, figures.hits)
-            for figures in status.prefix_cache
-        )
-        return LoadFigures(status.pool.pool, status.pool.waiting, workers, prefixes)
+        return load_from_wire(await self.status())
 
     async def status(self) -> scheduler_pb2.StatusReply:
         """Raises BackendUnavailableError."""
@@ -186,6 +179,18 @@ class SchedulerClient:
         if status.state != scheduler_pb2.SCHEDULER_STATE_SERVING:
             raise BackendUnavailableError(f"the scheduler is closed: {status.reason}")
         return status
+
+    async def watch(self, period_seconds: float, most_sequences: int) -> AsyncGenerator[cell_view_pb2.CellView, None]:
+        """What the cell is doing, each period, until whoever reads stops. Raises BackendUnavailableError."""
+        session = self._session
+        if session is None:
+            raise BackendUnavailableError(f"there is no scheduler: {self._trouble}")
+        async with aclosing(session.watch(period_seconds, most_sequences)) as views:
+            try:
+                async for view in views:
+                    yield view
+            except SessionBrokenError as error:
+                raise BackendUnavailableError(f"the scheduler does not answer: {error}") from error
 
     async def _keep_connected(self) -> None:
         backoff = self._options.first_backoff
@@ -228,6 +233,8 @@ class SchedulerClient:
             if self._session is session:
                 was_open = True
                 self._session = None
+                if self._listener is not None:
+                    self._listener.session_broke()
                 self._lose_patience_later()
             await channel.close(None)
         return was_open
@@ -253,12 +260,16 @@ class SchedulerClient:
         if self._patience is not None:
             self._patience.cancel()
         most = self._options.most_fruitless_submissions
+        resubmitted = 0
         for stream in list(self._live.values()):
             if stream.fruitless_submissions >= most:
                 message = f"{stream.fruitless_submissions} sessions broke without a token for the sequence"
                 stream.end(SequenceFailedError(f"{message}; the last: {self._trouble}"), known_there=True)
             else:
+                resubmitted += stream.submitted
                 session.submit(stream.submission())
+        if resubmitted and self._listener is not None:
+            self._listener.resubmitted(resubmitted)
 
     def _take(self, event: scheduler_pb2.SequenceEvent) -> None:
         """Raises ValueError for an event that cannot be understood."""

@@ -6,7 +6,8 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Protocol, Self
 
@@ -37,6 +38,7 @@ from scheduler.messages import (
     WorkerLost,
 )
 from scheduler.sampling import SamplingParameters
+from services.cell_counters import CellCounters
 from services.channel_security import ChannelSecurity
 from services.kv_mover import KvMover
 from services.sequence_stream import AdmissionRefusedError, SequenceFailedError, SequenceStream, TokenDelta
@@ -105,7 +107,8 @@ class SchedulerService:
         self._closed = asyncio.Event()
         self._fenced = False
         self._statistics = ServiceStatistics(time.monotonic())
-        self._trace = trace
+        self.counters = CellCounters()
+        self.traces = [] if trace is None else [trace]
 
     # Workers.
 
@@ -208,7 +211,9 @@ class SchedulerService:
         self._check_open()
         self._check_vocabulary(request)
         self._sinks[request.sequence_id] = sink
-        self._statistics.sequence_started(time.monotonic())
+        now = time.monotonic()
+        self._statistics.sequence_started(now)
+        self.counters.entered(request.sequence_id, now)
         self._handle(SequenceSubmitted(request))
 
     def cancel(self, sequence_id: int) -> None:
@@ -225,9 +230,19 @@ class SchedulerService:
         """Counts from here on, for measurements after a warm-up."""
         self._statistics.reset(time.monotonic())
 
+    @contextmanager
+    def traced(self) -> Iterator[StepTrace]:
+        """Records steps for as long as the block lasts. Whoever opens it takes them again and again."""
+        trace = StepTrace()
+        self.traces.append(trace)
+        try:
+            yield trace
+        finally:
+            self.traces.remove(trace)
+
     @property
     def core(self) -> SchedulerCore:
-        """To look at (`snapshot`, `check_integrity`); events go through this service alone."""
+        """To look at (`snapshot`, `sequences`, `check_integrity`); events go through this service alone."""
         return self._core
 
     @property
@@ -266,6 +281,9 @@ class SchedulerService:
 
     def worker_lost(self, endpoint: WorkerEndpoint, reason: str) -> None:
         self._statistics.worker_lost(endpoint.role, endpoint.worker_id)
+        for worker in self._core.snapshot().workers:
+            if worker.worker_id == endpoint.worker_id:
+                self.counters.worker_lost(worker.role, worker.sequences)
         self._handle(WorkerLost(endpoint.worker_id))
 
     def step_replied(
@@ -277,9 +295,10 @@ class SchedulerService:
     ) -> None:
         now = time.monotonic()
         self._statistics.step_replied(endpoint.role, endpoint.worker_id, step.step_id, timings, now)
-        if self._trace is not None:
-            self._trace.step_replied(endpoint.role, endpoint.worker_id, step.step_id, timings, now)
+        for trace in self.traces:
+            trace.step_replied(endpoint.role, endpoint.worker_id, step.step_id, timings, now)
         self._statistics.rows_answered(endpoint.role, step.rows, results)
+        self.counters.rows_answered(endpoint.role, results)
         self._handle(StepCompleted(endpoint.worker_id, step.step_id, results, timings.total))
 
     def link_broken(self, endpoint: WorkerEndpoint, error: BaseException) -> None:
@@ -315,8 +334,9 @@ class SchedulerService:
                     self._statistics.step_sent(
                         link.endpoint.role, command.worker_id, command.step_id, command.group, now
                     )
-                    if self._trace is not None:
-                        self._trace.step_sent(command, now)
+                    for trace in self.traces:
+                        trace.step_sent(command, now)
+                    self.counters.rows_sent(command.rows, now)
                     link.send(command)
             case MoveKv():
                 self._kv_mover.start(command)
@@ -330,12 +350,15 @@ class SchedulerService:
                 self._sinks[command.sequence_id].push(delta)
             case FinishSequence():
                 self._statistics.sequence_finished(command.sequence_id, now)
+                self.counters.ended(command.sequence_id, command.reason.value)
                 self._sinks.pop(command.sequence_id).end(command.reason)
             case FailSequence():
                 self._statistics.sequence_failed(command.sequence_id, now)
+                self.counters.ended(command.sequence_id, "failed")
                 self._sinks.pop(command.sequence_id).end(SequenceFailedError(command.error))
             case RefuseSequence():
                 self._statistics.sequence_refused(command.sequence_id, now)
+                self.counters.refused(command.sequence_id, command.cause.value)
                 self._sinks.pop(command.sequence_id).end(AdmissionRefusedError(command.cause, command.message))
 
     def _end_drain(self, worker_id: str) -> None:
@@ -365,6 +388,7 @@ class SchedulerService:
         self._sinks.clear()
         for sequence_id, sink in sinks.items():
             self._statistics.sequence_failed(sequence_id, now)
+            self.counters.ended(sequence_id, "failed")
             sink.end(SchedulerStoppedError(reason))
         # It must not speak to workers any more that may have another scheduler now.
         self.workers.stop()
@@ -388,4 +412,5 @@ class SchedulerService:
             if tokens and not (min(tokens) >= 0 and max(tokens) < size):
                 wrong = next(token for token in tokens if not 0 <= token < size)
                 message = f"{name} holds token id {wrong}, must be between 0 and {size - 1}"
+                self.counters.refused(request.sequence_id, RefusalCause.INVALID.value)
                 raise AdmissionRefusedError(RefusalCause.INVALID, message)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from protos import scheduler_pb2, worker_pb2
 from scheduler.messages import Role
 from scheduler.statistics import WorkerSnapshot
+from services.counter_figures import counter_figures
 from services.scheduler_service import SchedulerService
 from services.wire import role_to_wire
 from services.worker_link import WorkerEndpoint
@@ -87,6 +88,7 @@ def status_of(
             failed=core.moves.failed,
             rehomed=core.moves.rehomed,
         ),
+        counters=counter_figures(service),
     )
     targets = [d for d in service.descriptions.values() if d.role == worker_pb2.ROLE_TARGET]
     if targets:

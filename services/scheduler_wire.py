@@ -5,9 +5,15 @@ from __future__ import annotations
 from protos import scheduler_pb2
 from scheduler.messages import FinishReason, RefusalCause, SequenceRequest
 from scheduler.sampling import SamplingParameters
-from services.backend import BackendUnavailableError, DeadlineExceededError, GenerationRequest
+from services.backend import (
+    BackendUnavailableError,
+    DeadlineExceededError,
+    GenerationRequest,
+    LoadFigures,
+    WorkerLoad,
+)
 from services.sequence_stream import AdmissionRefusedError, SequenceFailedError, TokenDelta
-from services.wire import logprobs_from_wire, logprobs_to_wire, sampling_from_wire, sampling_to_wire
+from services.wire import logprobs_from_wire, logprobs_to_wire, role_from_wire, sampling_from_wire, sampling_to_wire
 
 _ENDS = {
     FinishReason.STOP: scheduler_pb2.SEQUENCE_END_STOP,
@@ -116,3 +122,18 @@ def read_end(event: scheduler_pb2.SequenceEvent) -> FinishReason | Exception | N
     if event.failed.cause == scheduler_pb2.FAILURE_CAUSE_NO_TARGET:
         return BackendUnavailableError(event.failed.message)
     return SequenceFailedError(event.failed.message)
+
+
+def load_from_wire(status: scheduler_pb2.StatusReply) -> LoadFigures:
+    workers = tuple(
+        WorkerLoad(
+            worker.worker_id,
+            role_from_wire(worker.role),
+            worker.sequences,
+            worker.total_pages - worker.free_pages,
+            worker.total_pages,
+        )
+        for worker in status.workers
+        if worker.state == scheduler_pb2.WORKER_STATE_IN_USE
+    )
+    return LoadFigures(status.pool.pool, status.pool.waiting, workers, status)

@@ -8,6 +8,7 @@ from typing import Any
 
 from protos import worker_pb2
 from scheduler.messages import EmitTokens, GroupFormed, Role, Row, RowResult, RowStatus
+from services.hidden_drafting import HiddenDrafting
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +27,7 @@ class StatisticsSnapshot:
 
     Groups. A group is the rows that one step verifies, prefill chunks not counted. `mean_group_size` is rows over
     groups; `equal_length_share` is, of the groups of at least two rows, the part whose rows all had the same length
-    (a single row is equal to itself and says nothing).
+    (a single row is equal to itself and says nothing). `realigned_rows` are those of the other groups of at least two.
 
     Time of the targets. The whole of it is, for each target, the time from the start of its first step to the end of
     its last, less the time in which no sequence was unfinished; with several targets both parts of a quotient are sums.
@@ -37,7 +38,9 @@ class StatisticsSnapshot:
       scheduler core computed while the target had no step, running or queued;
     - `waiting_share`: the target had no step for other reasons: drafts not ready, the wire.
     `lost_share` is 1 - `target_busy_share`. `draft_busy_share` is forward passes and sampling over the same whole of
-    the drafts' time. `core_seconds` is all the time the scheduler core computed.
+    the drafts' time. `core_seconds` is all the time the scheduler core computed. What the shares are made of, in
+    seconds and by role: `busy_seconds`, and `worker_seconds` for the whole; `realignment_seconds` of the targets;
+    `hidden_draft_seconds`, the part of the drafts' busy time in which a target was busy too.
     """
 
     tokens: int = 0
@@ -56,7 +59,9 @@ class StatisticsSnapshot:
     groups: int = 0
     mean_group_size: float = 0.0
     group_sizes: dict[int, int] = field(default_factory=dict)
+    equal_length_groups: int = 0
     equal_length_share: float = 0.0
+    realigned_rows: int = 0
     forced_groups: int = 0
     target_steps: int = 0
     draft_steps: int = 0
@@ -69,7 +74,12 @@ class StatisticsSnapshot:
     lost_share: float = 0.0
     draft_busy_share: float = 0.0
     core_seconds: float = 0.0
+    busy_seconds: dict[str, float] = field(default_factory=dict)
+    worker_seconds: dict[str, float] = field(default_factory=dict)
+    realignment_seconds: float = 0.0
+    hidden_draft_seconds: float = 0.0
     workers_lost: int = 0
+    workers_lost_by_role: dict[str, int] = field(default_factory=dict)
     prefix_queries: dict[str, int] = field(default_factory=dict)
     prefix_hits: dict[str, int] = field(default_factory=dict)
     row_errors: dict[str, int] = field(default_factory=dict)
@@ -107,6 +117,7 @@ class ServiceStatistics:
     def __init__(self, now: float) -> None:
         self._workers: dict[tuple[Role, str], _WorkerTime] = {}
         self._begun: set[int] = set()
+        self._hidden = HiddenDrafting()
         self._unfinished = 0
         # When the number of unfinished sequences last left 0 or came back to it.
         self._turned = now
@@ -152,11 +163,13 @@ class ServiceStatistics:
     def step_sent(self, role: Role, worker_id: str, step_id: int, group: GroupFormed | None, now: float) -> None:
         worker = self._workers.setdefault((role, worker_id), _WorkerTime())
         worker.vacant_at_send[step_id] = self._vacant(now)
+        self._hidden.step_sent(worker_id, step_id, now)
         if group is not None and group.rows:
             self._group_sizes[group.rows] += 1
             self._forced_groups += group.forced_by_bound
             if group.rows > 1:
                 self._equal_groups += group.equal_length
+                self._realigned_rows += 0 if group.equal_length else group.rows
 
     def step_replied(
         self, role: Role, worker_id: str, step_id: int, timings: worker_pb2.StepTimings, now: float
@@ -166,6 +179,9 @@ class ServiceStatistics:
         if worker.vacant_at_reply is not None and sent is not None:
             worker.idle += max(timings.idle - max(sent - worker.vacant_at_reply, 0.0), 0.0)
         worker.vacant_at_reply = self._vacant(now)
+        begin = min(now - timings.total + timings.prepare, now)
+        end = min(begin + timings.forward + timings.sample, now)
+        self._hidden.step_replied(role, worker_id, step_id, (begin, end))
         worker.steps += 1
         worker.total += timings.total
         worker.busy += timings.forward + timings.sample
@@ -183,7 +199,8 @@ class ServiceStatistics:
                 self._prefix_hits[role] += result.reused
 
     def worker_lost(self, role: Role, worker_id: str) -> None:
-        self._workers_lost += 1
+        self._workers_lost[role] += 1
+        self._hidden.worker_lost(worker_id)
         worker = self._workers.setdefault((role, worker_id), _WorkerTime())
         worker.vacant_at_send.clear()
         worker.vacant_at_reply = None
@@ -203,6 +220,7 @@ class ServiceStatistics:
         whole = sum(worker.whole for worker in targets)
         busy = sum(worker.busy for worker in targets)
         realign = sum(worker.realign for worker in targets)
+        draft_busy, draft_whole = sum(worker.busy for worker in drafts), sum(worker.whole for worker in drafts)
         core_idle = sum(min(worker.core_while_idle, worker.idle) for worker in targets)
         waiting = sum(worker.idle for worker in targets) - core_idle
         busy_share = _share(busy, whole)
@@ -225,7 +243,9 @@ class ServiceStatistics:
             groups=groups,
             mean_group_size=_quotient(sum(rows * count for rows, count in self._group_sizes.items()), groups),
             group_sizes=dict(sorted(self._group_sizes.items())),
+            equal_length_groups=self._equal_groups,
             equal_length_share=_quotient(self._equal_groups, groups - self._group_sizes[1]),
+            realigned_rows=self._realigned_rows,
             forced_groups=self._forced_groups,
             target_steps=sum(worker.steps for worker in targets),
             draft_steps=sum(worker.steps for worker in drafts),
@@ -236,9 +256,14 @@ class ServiceStatistics:
             realignment_share=_share(realign, whole),
             scheduling_share=_share(whole - busy - realign - waiting, whole),
             lost_share=1.0 - busy_share if whole else 0.0,
-            draft_busy_share=_share(sum(worker.busy for worker in drafts), sum(worker.whole for worker in drafts)),
+            draft_busy_share=_share(draft_busy, draft_whole),
             core_seconds=self._core_seconds,
-            workers_lost=self._workers_lost,
+            busy_seconds={"draft": draft_busy, "target": busy},
+            worker_seconds={"draft": draft_whole, "target": whole},
+            realignment_seconds=realign,
+            hidden_draft_seconds=self._hidden.seconds - self._hidden_before,
+            workers_lost=self._workers_lost.total(),
+            workers_lost_by_role={role.value: self._workers_lost[role] for role in Role},
             prefix_queries={role.value: self._prefix_queries[role] for role in Role},
             prefix_hits={role.value: self._prefix_hits[role] for role in Role},
             row_errors=dict(self._row_errors),
@@ -252,7 +277,9 @@ class ServiceStatistics:
         self._rounds = self._round_tokens = self._drafted = self._accepted = 0
         self._accepted_lengths: Counter[int] = Counter()
         self._group_sizes: Counter[int] = Counter()
-        self._equal_groups = self._forced_groups = self._workers_lost = 0
+        self._equal_groups = self._forced_groups = self._realigned_rows = 0
+        self._workers_lost: Counter[Role] = Counter()
+        self._hidden_before = self._hidden.seconds
         self._row_errors: Counter[str] = Counter()
         self._prefix_queries: Counter[Role] = Counter()
         self._prefix_hits: Counter[Role] = Counter()

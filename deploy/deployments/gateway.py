@@ -12,6 +12,7 @@ from starlette.types import ASGIApp
 
 from deploy.configuration.tree import SpoolConfig
 from deploy.deployments.plan import Plan, channel_security, secret_from_environment, secret_from_file
+from deploy.deployments.ray_metrics import RayMirror
 from deploy.deployments.scheduler_address import SchedulerAddress
 from engine.model_source import SourceKind, fetch_model, resolve_model
 from scheduler.messages import Role
@@ -45,10 +46,12 @@ class Gateway:
             resolve=SchedulerAddress(scheduler),
             gateway_id=serve.get_replica_context().replica_id.unique_id,
             security=channel_security(config.internal),
+            listener=metrics,
         )
         self._app = create_app(backend, tokenizer, settings, metrics)
         self._running = AsyncExitStack()
         await self._running.enter_async_context(backend)
+        await self._running.enter_async_context(RayMirror(metrics.families))
         if config.gateway.grpc_port is not None:
             grpc_server = GrpcServer(
                 backend, tokenizer, settings, metrics, config.gateway.drain_seconds / 2, share_port=True

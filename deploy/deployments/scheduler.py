@@ -6,7 +6,9 @@ import time
 from typing import Any
 
 from deploy.deployments.plan import Plan, channel_security, internal_host
+from deploy.deployments.ray_metrics import RayMirror
 from deploy.plain_messages import plain_message
+from services.scheduler_families import scheduler_families
 from services.scheduler_server import SchedulerServer
 from services.scheduler_service import SchedulerService
 from services.worker_link import LinkOptions
@@ -33,6 +35,8 @@ class Scheduler:
         )
         self._server = SchedulerServer(self._service, internal_host(config.internal), security=security)
         self._address = await self._server.start()
+        self._mirror = RayMirror(lambda: scheduler_families(self._server.status()))
+        await self._mirror.__aenter__()
 
     async def locate(self) -> str:
         """The address of the gRPC server."""
@@ -47,5 +51,6 @@ class Scheduler:
         self._server.check_health()
 
     async def __del__(self) -> None:
+        await self._mirror.__aexit__(None, None, None)
         await self._server.stop(1.0)
         await self._service.close()

@@ -83,12 +83,16 @@ class Choice:
         if self._echo:
             yield Piece(self.index, self._echo)
         stop_token: int | None = None
-        async for delta in self._stream:
-            stop_token = self._take(delta)
-            if self._cutter.hit is not None:
-                break
-            if any(self._text):
-                yield self._piece()
+        try:
+            async for delta in self._stream:
+                stop_token = self._take(delta)
+                if self._cutter.hit is not None:
+                    break
+                if any(self._text):
+                    yield self._piece()
+        except Exception:
+            self._meter.failed()
+            raise
         if self._cutter.hit is None:
             self._add(self._decoder.finish())
         if self._cutter.hit is not None:
@@ -102,6 +106,7 @@ class Choice:
             case FinishReason.LENGTH:
                 yield self._last("length", None)
             case reason:
+                self._meter.failed()
                 raise SequenceFailedError(f"the sequence ended early: {reason}")
 
     def _take(self, delta: TokenDelta) -> int | None:

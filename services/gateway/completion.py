@@ -185,13 +185,18 @@ class CompletionEngine:
                 top_logprobs=options.top_logprobs,
                 deadline_seconds=seconds_left,
             )
-            stream = await self.backend.submit(request)
+            meter = self.metrics.sequence(arrived)
+            try:
+                stream = await self.backend.submit(request)
+            except asyncio.CancelledError:
+                meter.aborted()
+                raise
             decoder = self.tokenizer.decoder(prompt.tokens, options.skip_special_tokens)
             choice = Choice(
                 len(completion.choices),
                 stream,
                 decoder,
-                self.metrics.sequence(arrived),
+                meter,
                 stop=options.stop,
                 stop_token_ids=stops,
                 asked_token_ids=asked,

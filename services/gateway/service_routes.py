@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from importlib.metadata import version
 
@@ -79,7 +78,7 @@ def service_router(engine: CompletionEngine, strings: TokenStrings) -> APIRouter
             figures = await engine.backend.load()
         except BackendUnavailableError:
             figures = None
-        exposition = await asyncio.to_thread(engine.metrics.exposition, figures)
+        exposition = engine.metrics.exposition(None if figures is None else figures.status)
         return Response(exposition, headers={"content-type": CONTENT_TYPE})
 
     return router

@@ -445,8 +445,8 @@ def test_metrics(gateways: Gateways) -> None:
     assert float(samples["spool_generation_tokens_total"]) == 40
     assert float(samples['spool_request_success_total{finished_reason="length"}']) == 2
     assert float(samples['spool_request_failure_total{kind="invalid"}']) == 1
-    assert float(samples["spool_spec_decode_num_draft_tokens_total"]) == done["usage"]["spool"]["drafted"]
-    assert float(samples["spool_spec_decode_num_accepted_tokens_total"]) == done["usage"]["spool"]["accepted"]
+    assert float(samples["spool_delivered_draft_tokens_total"]) == done["usage"]["spool"]["drafted"]
+    assert float(samples["spool_delivered_accepted_tokens_total"]) == done["usage"]["spool"]["accepted"]
     assert float(samples["spool_time_to_first_token_seconds_count"]) == 2
     assert float(samples["spool_num_requests_running"]) == 0
 

@@ -16,6 +16,7 @@ import httpx
 import psutil
 import pytest
 import yaml
+from prometheus_client.parser import text_string_to_metric_families
 
 from engine.model_source import CACHE_VARIABLE
 from protos import generation_pb2, generation_pb2_grpc
@@ -142,6 +143,33 @@ def test_answers_are_plain_decoding_over_both_targets(served: Served) -> None:
     assert status["pool"]["pool"] == 0
     pages = [ENGINE["kv_pages"]] * 2
     wait_until(lambda: [one["free_pages"] for one in served.workers("TARGET")] == pages, "all pages are free")
+
+
+def test_rays_own_metrics_have_every_figure_once(served: Served) -> None:
+    """From the nodes' endpoints, as Prometheus reads them: the gateways' figures from both, the cell's from one."""
+
+    def told(name: str) -> list[tuple[dict[str, str], float]]:
+        texts = [httpx.get(endpoint, timeout=LONG).text for endpoint in set(served.cluster.metrics())]
+        return [
+            (sample.labels, sample.value)
+            for text in texts
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.name == f"ray_spool_{name}"
+        ]
+
+    asked = requests(12, max_tokens=50)
+    served.stream(asked)
+    # No client has gone away so far, so what was generated was delivered.
+    generated = served.cluster.scheduler()["throughput"]["tokens"]
+    wait_until(
+        lambda: sum(value for _, value in told("generation_tokens_total")) == generated, "Ray has the gateways' tokens"
+    )
+    wait_until(lambda: bool(told("spec_decode_num_drafts_total")), "Ray has the scheduler's figures")
+    assert {labels["deployment"] for labels, _ in told("generation_tokens_total")} == {"Gateway"}
+    assert {labels["deployment"] for labels, _ in told("spec_decode_num_drafts_total")} == {"Scheduler"}
+    assert len(told("spec_decode_num_drafts_total")) == 1
+    assert {labels["le"] for labels, _ in told("verify_group_rows_bucket")} >= {"1.0", "+Inf"}
 
 
 def test_two_gateways_on_one_node_share_the_grpc_port(served: Served) -> None:

@@ -1,7 +1,7 @@
 """A Ray cluster of several logical nodes in a process of its own, away from the user's home and from other Rays.
 
 `python -m tests.support.ray_cluster '[{}, {"large_gpu": 1}]'` starts it with these custom resources, prints its
-address, answers each line `actors`, `scheduler` or `deploy FILE` on standard input, and stops it at its end.
+address, answers each line `actors`, `scheduler`, `metrics` or `deploy FILE` on standard input, and stops it at its end.
 """
 
 from __future__ import annotations
@@ -94,6 +94,11 @@ class RayCluster:
         status: dict[str, Any] = self._ask("scheduler")
         return status
 
+    def metrics(self) -> list[str]:
+        """Where Ray tells each node's metrics to Prometheus."""
+        endpoints: list[str] = self._ask("metrics")
+        return endpoints
+
     def deploy(self, file: Path) -> None:
         """What `serve deploy FILE` has Ray Serve do; answered when Serve has taken notice."""
         assert self._ask(f"deploy {file}") == "taken"
@@ -174,6 +179,11 @@ def main() -> None:
             continue
         if question == "scheduler":
             print(json.dumps({"scheduler": scheduler_status("spool")}), file=answers, flush=True)
+            continue
+        if question == "metrics":
+            nodes = [node for node in ray.nodes() if node["Alive"]]
+            endpoints = [f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics" for node in nodes]
+            print(json.dumps({"metrics": endpoints}), file=answers, flush=True)
             continue
         places = {found["NodeID"]: sorted(found["Resources"]) for found in state.node_table()}
         known = [
