@@ -67,6 +67,12 @@ class ClientSession:
             raise SessionBrokenError(f"no view came for {_VIEW_TIMEOUT_SECONDS:g} s") from None
         except StopAsyncIteration:
             raise SessionBrokenError("the scheduler shows no more") from None
+        except asyncio.CancelledError:
+            # gRPC's word, too, for a channel that was closed under the call: the session ended first.
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            raise SessionBrokenError("the session is over") from None
         except grpc.aio.AioRpcError as error:
             raise SessionBrokenError(_reason(error)) from error
         finally:

@@ -9,6 +9,8 @@ const FIGURES_MILLISECONDS = 1000;
 const RATE_SECONDS = 5;
 const LATENCY_SECONDS = 30;
 
+// Beside the page; its own address may hold a key, with which browsers fetch nothing.
+const beside = (path) => new URL(path, location.origin + location.pathname);
 const at = (id) => document.getElementById(id);
 const show = (id, text) => { at(id).textContent = text; };
 const whole = (value) => (Number.isFinite(value) ? Math.round(value).toLocaleString("en") : "–");
@@ -19,7 +21,7 @@ const pool = new PoolPicture(at("pool"));
 const lanes = new LanesPicture(at("lanes"), at("kinds"));
 
 function watch() {
-  const views = new EventSource("dashboard/views");
+  const views = new EventSource(beside("dashboard/views"));
   views.onmessage = ({ data }) => {
     const view = JSON.parse(data);
     at("connection").dataset.state = "live";
@@ -57,7 +59,7 @@ class Figures {
   }
 
   async read() {
-    const response = await fetch("metrics", { cache: "no-store" });
+    const response = await fetch(beside("metrics"), { cache: "no-store" });
     if (!response.ok) return;
     this.take({ seconds: Date.now() / 1000, samples: new Samples(await response.text()) });
   }
