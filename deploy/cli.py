@@ -14,6 +14,7 @@ from typer.exceptions import TyperException
 from deploy.bench_command import bench_app
 from deploy.command_options import takes_settings
 from deploy.errors import RunError, UsageError
+from deploy.kubernetes.command import k8s_app
 from deploy.options import GenerateSettings, VerifySettings
 from deploy.serving_commands import add_serving_commands
 
@@ -26,6 +27,7 @@ app = typer.Typer(
 models_app = typer.Typer(help="Models on this machine.")
 app.add_typer(models_app, name="models")
 app.add_typer(bench_app, name="bench")
+app.add_typer(k8s_app, name="k8s")
 
 
 @app.command("generate")

@@ -1,0 +1,272 @@
+"""What `kubectl apply -k` would send, against the schemas of Kubernetes and KubeRay, and against itself."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+
+from deploy.local_ray import own_ray_environment
+from deploy.served_state import STATE_VARIABLE, StateFolder
+from tests.k8s.manifests import (
+    CELLS,
+    GROUPS,
+    K8S,
+    ROOT,
+    Manifest,
+    built,
+    cluster,
+    only,
+    overlay,
+    pod_specs,
+    validate,
+    worker_group,
+)
+
+INVALID = (jsonschema.ValidationError, kubernetes_validate.ValidationError)
+# Made by hand before anything else, as k8s/README.md says; the values say which keys are used.
+SECRETS = {
+    "spool-keys": {"internal-token", "api-keys", "metrics-key", "hub-token"},
+    "spool-redis": {"password"},
+    "spool-tls": set(),
+    "spool-internal-tls": set(),
+}
+
+
+@pytest.fixture(params=CELLS)
+def manifests(request: pytest.FixtureRequest) -> list[Manifest]:
+    return built(overlay(request.param))
+
+
+def fields(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Paths of all fields of objects."""
+    if isinstance(value, dict):
+        for name, below in value.items():
+            yield (*path, name)
+            yield from fields(below, (*path, name))
+    elif isinstance(value, list):
+        for number, below in enumerate(value):
+            yield from fields(below, (*path, number))
+
+
+def misspelt(manifest: Manifest, path: tuple[Any, ...]) -> Manifest:
+    changed = copy.deepcopy(manifest)
+    place: Any = changed
+    for step in path[:-1]:
+        place = place[step]
+    place[f"{path[-1]}x"] = place.pop(path[-1])
+    return changed
+
+
+def test_every_object_is_valid(manifests: list[Manifest]) -> None:
+    for manifest in manifests:
+        validate(manifest)
+    assert {"RayService", "Service", "NetworkPolicy", "ConfigMap", "ServiceAccount"} <= {
+        one["kind"] for one in manifests
+    }
+
+
+# Names below these are the user's own, so that every spelling is right.
+FREE = {
+    "labels", "matchLabels", "annotations", "selector", "data", "limits", "requests", "resources", "rayStartParams",
+    "metadata",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["RayService", "Service", "NetworkPolicy", "PodDisruptionBudget", "StatefulSet"])
+def test_a_misspelt_field_is_refused_wherever_it_stands(kind: str) -> None:
+    manifest = next(one for one in built(overlay("gpu-autoscale")) if one["kind"] == kind)
+    paths = [path for path in fields(manifest) if path[0] == "spec" and FREE.isdisjoint(path[:-1])]
+    if kind == "RayService":
+        # The schema is large: one field of each name and depth will do.
+        paths = list({(path[-1], len(path)): path for path in paths}.values())
+    assert len(paths) >= 3
+    for path in paths:
+        with pytest.raises(INVALID):
+            validate(misspelt(manifest, path))
+
+
+def test_nothing_names_what_is_not_there(manifests: list[Manifest]) -> None:
+    """ConfigMaps, accounts, Secrets and their keys, ports, volumes, and the pods that others select."""
+    maps = {one["metadata"]["name"] for one in manifests if one["kind"] == "ConfigMap"}
+    accounts = {one["metadata"]["name"] for one in manifests if one["kind"] == "ServiceAccount"}
+    assert {one["metadata"]["namespace"] for one in manifests} == {"spool"}
+    for group, spec in pod_specs(manifests).items():
+        assert spec.get("serviceAccountName", "spool") in accounts
+        volumes = {one["name"]: one for one in spec["volumes"]}
+        for volume in volumes.values():
+            assert volume.get("configMap", {"name": "spool-configuration"})["name"] in maps
+            assert volume.get("secret", {"secretName": "spool-tls"})["secretName"] in SECRETS
+        for container in [*spec["containers"], *spec.get("initContainers", [])]:
+            assert {one["configMapRef"]["name"] for one in container["envFrom"]} <= maps
+            assert {one["name"] for one in container["volumeMounts"]} <= set(volumes)
+            for variable in container["env"]:
+                reference = variable.get("valueFrom", {}).get("secretKeyRef")
+                assert reference is None or reference["key"] in SECRETS[reference["name"]]
+        ports = {one["name"] for one in spec["containers"][0].get("ports", [])}
+        probe = spec["containers"][0]["readinessProbe"]["httpGet"]["port"]
+        assert probe in {*ports, 52365}, group
+    names = {one["name"] for one in pod_specs(manifests)["gateway"]["containers"][0]["ports"]}
+    assert {one["targetPort"] for one in only(manifests, "Service", "spool")["spec"]["ports"]} == names
+    for manifest in manifests:
+        for labels in selectors(manifest):
+            assert any(labels.items() <= one.items() for one in labels_of_pods(manifests)), (manifest, labels)
+
+
+def selectors(manifest: Manifest) -> Iterator[dict[str, str]]:
+    """Labels of pods of this cell that an object looks for."""
+    spec = manifest.get("spec", {})
+    if manifest["kind"] == "Service":
+        yield spec["selector"]
+    elif manifest["kind"] == "NetworkPolicy":
+        yield spec["podSelector"]["matchLabels"]
+    elif manifest["kind"] == "PodDisruptionBudget":
+        yield spec["selector"]["matchLabels"]
+
+
+def labels_of_pods(manifests: list[Manifest]) -> Iterator[dict[str, str]]:
+    """With those that KubeRay adds."""
+    spec = cluster(manifests)
+    head = spec["headGroupSpec"]["template"]["metadata"]["labels"]
+    yield {**head, "ray.io/node-type": "head", "ray.io/group": "headgroup"}
+    for one in spec["workerGroupSpecs"]:
+        labels = one["template"]["metadata"]["labels"]
+        yield {**labels, "ray.io/node-type": "worker", "ray.io/group": one["groupName"]}
+    for one in manifests:
+        if one["kind"] == "StatefulSet":
+            yield one["spec"]["template"]["metadata"]["labels"]
+
+
+def test_pods_have_what_their_replicas_reserve(manifests: list[Manifest]) -> None:
+    """Serve's configuration against the groups: each replica fits a pod of its group, and no other group's."""
+    application = yaml.safe_load(only(manifests, "RayService")["spec"]["serveConfigV2"])["applications"][0]
+    settings = application["args"]["settings"]
+    placed = {
+        "gateway": [settings["gateway"], settings["scheduler"]],
+        "target": [settings["groups"]["target"]],
+        "draft": [settings["groups"]["draft"]],
+    }
+    for group in GROUPS:
+        pods = worker_group(manifests, group)
+        resources = pods["template"]["spec"]["containers"][0]["resources"]
+        assert sum(one["num_cpus"] for one in placed[group]) <= int(resources["limits"]["cpu"])
+        assert resources["requests"]["cpu"] == resources["limits"]["cpu"]
+        gpus = sum(one.get("num_gpus", 0) for one in placed[group])
+        assert gpus == int(resources["limits"].get("nvidia.com/gpu", 0))
+        reserved = {name: str(int(count)) for one in placed[group] for name, count in one["resources"].items()}
+        assert pods["resources"] == reserved
+        others = [one["resources"] for one in cluster(manifests)["workerGroupSpecs"] if one is not pods]
+        assert all(set(reserved).isdisjoint(other) for other in others)
+    # Nothing is placed on the head.
+    assert cluster(manifests)["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
+
+
+def test_pods_have_longer_than_their_replicas_to_end(manifests: list[Manifest]) -> None:
+    application = yaml.safe_load(only(manifests, "RayService")["spec"]["serveConfigV2"])["applications"][0]
+    settings = application["args"]["settings"]
+    drain = {name: settings["groups"][name].get("drain_seconds", 60) for name in ("target", "draft")}
+    drain["gateway"] = settings["gateway"].get("drain_seconds", 30)
+    for group in GROUPS:
+        spec = worker_group(manifests, group)["template"]["spec"]
+        command = spec["containers"][0]["lifecycle"]["preStop"]["exec"]["command"][-1]
+        notice = int(command.split("--seconds ")[1].split(";")[0])
+        assert drain[group] < notice < spec["terminationGracePeriodSeconds"]
+    head = pod_specs(manifests)["head"]["terminationGracePeriodSeconds"]
+    assert head == max(pod_specs(manifests)[group]["terminationGracePeriodSeconds"] for group in GROUPS)
+
+
+def test_only_the_cell_reaches_workers_and_scheduler(manifests: list[Manifest]) -> None:
+    policies = [one["spec"] for one in manifests if one["kind"] == "NetworkPolicy"]
+    pods = {"app.kubernetes.io/part-of": "spool"}
+
+    def open_to(labels: dict[str, str]) -> list[dict[str, Any]]:
+        chosen = [one for one in policies if one["podSelector"]["matchLabels"].items() <= labels.items()]
+        assert all(one["policyTypes"] == ["Ingress"] for one in chosen)
+        return [rule for one in chosen for rule in one["ingress"]]
+
+    cell = {"from": [{"podSelector": {"matchLabels": pods}}]}
+    for group in ("target", "draft"):
+        assert open_to({**pods, "ray.io/group": group, "ray.io/node-type": "worker"}) == [cell]
+    gateway = open_to({**pods, "ray.io/group": "gateway", "ray.io/node-type": "worker"})
+    assert gateway == [cell, {"ports": [{"port": "http"}, {"port": "grpc"}]}]
+    head = open_to({**pods, "ray.io/group": "headgroup", "ray.io/node-type": "head"})
+    operator = {"namespaceSelector": {}, "podSelector": {"matchLabels": {"app.kubernetes.io/name": "kuberay-operator"}}}
+    assert head == [cell, {"from": [operator], "ports": [{"port": "dashboard"}, {"port": "serve"}]}]
+
+
+def test_pods_run_ray_as_spool_serve_does(
+    manifests: list[Manifest], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(STATE_VARIABLE, str(tmp_path))
+    wanted = own_ray_environment(StateFolder())
+    del wanted["RAY_AUTH_MODE"], wanted["RAY_AUTH_TOKEN_PATH"]
+    environment = only(manifests, "ConfigMap", "spool-environment")["data"]
+    assert wanted.items() <= environment.items()
+    assert cluster(manifests)["authOptions"] == {"mode": "token"}
+    dependencies = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert f"ray[serve]=={cluster(manifests)['rayVersion']}" in dependencies
+
+
+def test_pods_are_not_root_and_have_no_other_rights(manifests: list[Manifest]) -> None:
+    for spec in pod_specs(manifests).values():
+        assert spec["securityContext"]["runAsNonRoot"]
+        for container in [*spec["containers"], *spec.get("initContainers", [])]:
+            assert container["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "capabilities": {"drop": ["ALL"]},
+            }
+
+
+def test_the_configuration_in_the_cluster_is_the_overlays(manifests: list[Manifest]) -> None:
+    name = next(name for name in CELLS if built(overlay(name)) == manifests)
+    stored = only(manifests, "ConfigMap", "spool-configuration")["data"]
+    assert stored == {"spool.yaml": (overlay(name) / "spool.yaml").read_text()}
+
+
+def test_the_autoscaler_gets_bounds_and_its_own_account() -> None:
+    manifests = built(overlay("gpu-autoscale"))
+    assert cluster(manifests)["enableInTreeAutoscaling"] is True
+    assert cluster(manifests)["autoscalerOptions"]["version"] == "v2"
+    bounds = {name: worker_group(manifests, name) for name in GROUPS}
+    found = {name: (one["minReplicas"], one["replicas"], one["maxReplicas"]) for name, one in bounds.items()}
+    assert found == {"gateway": (2, 2, 6), "target": (2, 2, 8), "draft": (1, 1, 4)}
+    # The account of the other pods may not speak to Kubernetes, which the autoscaler beside the head must.
+    assert "serviceAccountName" not in pod_specs(manifests)["head"]
+    assert [one["metadata"]["name"] for one in manifests if one["kind"] == "PodDisruptionBudget"] == [
+        "spool-gateway",
+        "spool-target",
+    ]
+
+
+@pytest.mark.parametrize("component", ["weights-on-volume", "weights-from-object-store"])
+@pytest.mark.parametrize("name", CELLS)
+def test_weights_can_come_from_elsewhere(name: str, component: str, tmp_path: Path) -> None:
+    """As k8s/README.md has users add them: a folder beside the overlays."""
+    folder = tmp_path / "k8s" / "overlays" / "mine"
+    for part in ("base", "components", f"overlays/{name}"):
+        shutil.copytree(K8S / part, tmp_path / "k8s" / part)
+    folder.mkdir()
+    (folder / "kustomization.yaml").write_text(
+        f"resources: [../{name}]\ncomponents: [../../components/{component}]\n", encoding="utf-8"
+    )
+    manifests = built(folder)
+    for manifest in manifests:
+        validate(manifest)
+    for group in GROUPS:
+        spec = pod_specs(manifests)[group]
+        (models,) = [one for one in spec["volumes"] if one["name"] == "models"]
+        copies = [one["name"] for one in spec.get("initContainers", []) if "rclone" in one["image"]]
+        if component == "weights-on-volume":
+            assert models["persistentVolumeClaim"] == {"claimName": "spool-models", "readOnly": True}
+        else:
+            assert copies == ["tokenizer" if group == "gateway" else "copy"]
+            # Before `spool k8s fetch` looks whether they are there.
+            assert spec["initContainers"][0]["name"] == copies[0]

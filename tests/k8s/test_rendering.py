@@ -1,0 +1,153 @@
+"""`spool k8s render`: what it writes, what it finds out of date, and what it does not take."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from deploy.cli import run
+from tests.k8s.manifests import CELLS, K8S, built, cluster, only, overlay, validate, worker_group
+from tests.support.command_line import spool
+
+RIGHT = (K8S / "overlays" / "cpu-demo" / "spool.yaml").read_text(encoding="utf-8")
+
+
+def rendered(folder: Path) -> dict[str, Any]:
+    """Fields of the RayService that `rendered/` sets, by path."""
+    operations = yaml.safe_load((folder / "rendered" / "rayservice.yaml").read_text())
+    return {one["path"]: one["value"] for one in operations}
+
+
+def with_configuration(folder: Path, *changes: tuple[str, Any]) -> Path:
+    """A spool.yaml as the demo's with other values at dotted paths."""
+    content = yaml.safe_load(RIGHT)
+    for path, value in changes:
+        *sections, field = path.split(".")
+        place = content
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[field] = value
+    (folder / "spool.yaml").write_text(yaml.safe_dump(content))
+    return folder
+
+
+def test_committed_manifests_are_what_is_rendered() -> None:
+    ended = spool("k8s", "render", "--check", *(overlay(name) for name in CELLS))
+    assert (ended.code, ended.out) == (0, ""), ended.out
+    assert {file.parent.name for file in K8S.glob("overlays/*/spool.yaml")} == set(CELLS)
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_serve_is_told_what_the_same_file_gives_elsewhere(name: str) -> None:
+    ended = spool("config", "--serve", "--config", overlay(name) / "spool.yaml")
+    assert only(built(overlay(name)), "RayService")["spec"]["serveConfigV2"] == ended.out
+
+
+def test_check_finds_what_differs(tmp_path: Path) -> None:
+    folder = tmp_path / "mine"
+    shutil.copytree(overlay("cpu-demo"), folder)
+    manifest = folder / "rendered" / "rayservice.yaml"
+    manifest.write_text(manifest.read_text().replace("num_replicas: 1", "num_replicas: 2"))
+    (folder / "rendered" / "left.yaml").write_text("{}")
+    (folder / "rendered" / "service.yaml").unlink()
+    ended = spool("k8s", "render", "--check", overlay("gpu"), folder)
+    assert ended.code == 1
+    names = [line.split(":")[0] for line in ended.out.splitlines()]
+    assert names == [str(folder / "rendered" / name) for name in ("left.yaml", "rayservice.yaml", "service.yaml")]
+    assert spool("k8s", "render", folder).code == 0
+    assert spool("k8s", "render", "--check", folder).code == 0
+    assert manifest.read_text() == (overlay("cpu-demo") / "rendered" / "rayservice.yaml").read_text()
+
+
+def test_numbers_of_replicas_change_nothing_that_would_make_another_cluster(tmp_path: Path) -> None:
+    """KubeRay leaves these fields out when it compares clusters; Serve changes its own in place."""
+    fields = []
+    for count in (1, 3):
+        folder = tmp_path / str(count)
+        folder.mkdir()
+        changed = [(f"{name}.replicas", count) for name in ("groups.target", "groups.draft", "gateway")]
+        assert run(["k8s", "render", str(with_configuration(folder, *changed))]) == 0
+        fields.append(rendered(folder))
+    one, three = fields
+    different = {path for path in one if one[path] != three[path]}
+    group = "/spec/rayClusterConfig/workerGroupSpecs"
+    scaled = {f"{group}/{n}/{name}" for n in range(3) for name in ("replicas", "minReplicas", "maxReplicas")}
+    assert different == {"/spec/serveConfigV2"} | scaled
+    (before,) = yaml.safe_load(one["/spec/serveConfigV2"])["applications"]
+    (after,) = yaml.safe_load(three["/spec/serveConfigV2"])["applications"]
+    assert [deployment["num_replicas"] for deployment in after.pop("deployments")] == [3, 3, 3]
+    del before["deployments"]
+    assert before == after
+
+
+def cell(tmp_path: Path, *changes: tuple[str, Any]) -> list[dict[str, Any]]:
+    """The demo's overlay with another configuration, rendered and built."""
+    shutil.copytree(K8S / "base", tmp_path / "base")
+    folder = tmp_path / "overlays" / "cpu-demo"
+    shutil.copytree(overlay("cpu-demo"), folder)
+    with_configuration(folder, *changes)
+    assert run(["k8s", "render", str(folder)]) == 0
+    manifests = built(folder)
+    for manifest in manifests:
+        validate(manifest)
+    return manifests
+
+
+def test_tls_and_ports_reach_probe_and_service(tmp_path: Path) -> None:
+    tls = {"certificate": "/etc/spool/tls/tls.crt", "key": "/etc/spool/tls/tls.key"}
+    manifests = cell(tmp_path, ("auth.tls", tls), ("gateway.http_port", 8443), ("gateway.grpc_port", 9443))
+    service = only(manifests, "Service", "spool")["spec"]["ports"]
+    assert [(one["name"], one["port"]) for one in service] == [("http", 8443), ("grpc", 9443)]
+    assert not any("appProtocol" in one for one in service)
+    container = worker_group(manifests, "gateway")["template"]["spec"]["containers"][0]
+    assert [one["containerPort"] for one in container["ports"]] == [8443, 9443]
+    assert container["readinessProbe"]["httpGet"]["scheme"] == "HTTPS"
+    head = cluster(manifests)["headGroupSpec"]["template"]["spec"]["containers"][0]["ports"]
+    assert {"name": "serve", "containerPort": 8443} in head
+
+
+@pytest.mark.parametrize(("draft", "replicas"), [("none", 0), ("ngram", 1)])
+def test_drafts_without_a_model_fetch_nothing(tmp_path: Path, draft: str, replicas: int) -> None:
+    manifests = cell(tmp_path, ("models.draft", draft), ("gateway.grpc_port", None))
+    group = worker_group(manifests, "draft")
+    assert (group["replicas"], group["minReplicas"], group["maxReplicas"]) == (replicas,) * 3
+    assert group["template"]["spec"]["initContainers"][0]["args"] == []
+    target = worker_group(manifests, "target")["template"]["spec"]["initContainers"][0]
+    assert target["args"] == ["demo"]
+    assert [one["name"] for one in only(manifests, "Service", "spool")["spec"]["ports"]] == ["http"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ([("gateway.host", "127.0.0.1")], "gateway.host is '127.0.0.1', must be 0.0.0.0 or :: to be reached from"),
+        ([("gateway.http_on", "head_node")], "gateway.http_on is head_node, must be every_node"),
+        ([("ray.address", "auto")], "ray.address is 'auto', must be unset"),
+        ([("internal", {})], "internal names neither a token nor TLS"),
+        ([("scheduler.resources", {})], "scheduler.resources is empty, must reserve a resource of its own"),
+        (
+            [("groups.draft.resources", {"spool_target": 1})],
+            "groups.draft.resources.spool_target is reserved by groups.target too, must be another",
+        ),
+        ([("groups.draft.resources", {"a": 0.5})], "groups.draft.resources.a is 0.5, must be whole"),
+        ([("groups.target.num_cpus", 0.5)], "groups.target.num_cpus is 0.5, must be at least 1"),
+        ([("models.device", "auto")], "groups.target.num_gpus is unset, must be said unless models.device is cpu"),
+        ([("gateway.hots", "::")], "gateway.hots is no field of Spool; did you mean host?"),
+    ],
+)
+def test_configurations_for_elsewhere_are_refused(tmp_path: Path, changes: list[tuple[str, Any]], message: str) -> None:
+    ended = spool("k8s", "render", with_configuration(tmp_path, *changes))
+    assert ended.code == 2
+    assert message in ended.err
+    assert ended.err.count("\n") == 1
+    assert not (tmp_path / "rendered").exists()
+
+
+def test_a_folder_without_configuration_is_refused(tmp_path: Path) -> None:
+    ended = spool("k8s", "render", tmp_path)
+    assert (ended.code, ended.out) == (2, "")
+    assert f"{tmp_path}/spool.yaml is not there" in ended.err

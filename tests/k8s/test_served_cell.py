@@ -1,0 +1,151 @@
+"""What the cpu-demo overlay has Serve run, on real Ray with nodes that offer what its pods offer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+import yaml
+
+from engine.model_source import CACHE_VARIABLE
+from protos import generation_pb2, generation_pb2_grpc
+from tests.k8s.manifests import overlay
+from tests.support.command_line import save_tokenizer, spool
+from tests.support.ray_cluster import RayCluster
+from tests.support.serving import ENGINE, PlainDecoder, free_ports, requests, stream_all
+from tests.support.tiny_models import save_tiny_pair
+from tests.support.waiting import LONG, wait_until
+
+MODEL = "tiny"
+# The key that `stream_all` shows.
+KEY = "none"
+SECRETS = {"SPOOL_API_KEYS": f"another,{KEY}", "SPOOL_INTERNAL_TOKEN": "0123456789abcdef0123456789abcdef"}
+
+
+@dataclass(frozen=True)
+class Cell:
+    cluster: RayCluster
+    plain: PlainDecoder
+    http_port: int
+    grpc_port: int
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.http_port}"
+
+    def nodes_of(self, deployment: str) -> list[str]:
+        """Where its live replicas are."""
+        actors = self.cluster.actors()
+        return [one["node"] for one in actors if f"spool#{deployment}#" in one["name"] and one["state"] == "ALIVE"]
+
+
+def serve_config(folder: Path, models: dict[str, Any], http_port: int, grpc_port: int) -> tuple[Path, list[Any]]:
+    """Serve's configuration out of the RayService, for small models on this machine; and what the pods offer."""
+    operations = yaml.safe_load((overlay("cpu-demo") / "rendered" / "rayservice.yaml").read_text())
+    fields = {one["path"]: one["value"] for one in operations}
+    config = yaml.safe_load(fields["/spec/serveConfigV2"])
+    config["http_options"] = {"host": "127.0.0.1", "port": http_port}
+    settings = config["applications"][0]["args"]["settings"]
+    settings["models"] = settings["models"] | models
+    settings["engine"] = ENGINE
+    # Drafts always; `auto` would weigh what steps happen to take.
+    settings["scheduling"] = {"policy": "ragged", "batch_size": 4}
+    settings["gateway"] |= {"host": "127.0.0.1", "http_port": http_port, "grpc_port": grpc_port}
+    file = folder / "serve.yaml"
+    file.write_text(yaml.safe_dump(config))
+    group = "/spec/rayClusterConfig/workerGroupSpecs"
+    pods = [
+        {name: float(amount) for name, amount in fields[f"{group}/{number}/resources"].items()}
+        for number in range(3)
+        for _ in range(fields[f"{group}/{number}/replicas"])
+    ]
+    return file, pods
+
+
+@pytest.fixture(scope="module")
+def cell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cell]:
+    folder = tmp_path_factory.mktemp("cell")
+    target, draft = save_tiny_pair("llama", folder)
+    for model in (target, draft):
+        save_tokenizer(model)
+    http_port, grpc_port = free_ports(2)
+    models = {"target": str(target), "draft": str(draft), "served_name": MODEL, "dtype": "float32"}
+    file, pods = serve_config(folder, models, http_port, grpc_port)
+    spare = next(one for one in pods if "spool_target" in one)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(CACHE_VARIABLE, str(folder / "cache"))
+        for name, value in SECRETS.items():
+            patch.setenv(name, value)
+        plain = PlainDecoder(target)
+        # The head, as in the manifests, has nothing that a replica reserves; one more pod is there to move to.
+        with RayCluster([{}, *pods, spare]) as cluster:
+            cluster.deploy(file)
+            found = Cell(cluster, plain, http_port, grpc_port)
+            wait_until(lambda: healthy(found), "a cell that serves", 2 * LONG)
+            yield found
+
+
+def healthy(cell: Cell) -> bool:
+    """What the gateways' readiness probe asks."""
+    try:
+        return httpx.get(f"{cell.url}/health", timeout=LONG).is_success
+    except httpx.TransportError:
+        return False
+
+
+def test_both_apis_answer_who_shows_a_key(cell: Cell) -> None:
+    asked = requests(4, max_tokens=40)
+    texts = cell.plain(asked)
+    assert asyncio.run(stream_all(cell.url, MODEL, asked)) == texts
+    with grpc.insecure_channel(f"127.0.0.1:{cell.grpc_port}") as channel:
+        stub = generation_pb2_grpc.GenerationStub(channel)
+        request = generation_pb2.GenerateRequest(
+            model=MODEL, text=asked[0].prompt, max_tokens=40, seed=asked[0].seed, temperature=0
+        )
+        with pytest.raises(grpc.RpcError) as refused:
+            stub.Generate(request, timeout=LONG)
+        assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        answer = stub.Generate(request, metadata=[("authorization", f"Bearer {KEY}")], timeout=LONG)
+    assert answer.choices[0].text == texts[0]
+    assert httpx.get(f"{cell.url}/v1/models", timeout=LONG).status_code == 401
+
+
+def test_a_pod_that_ends_hands_over_first(cell: Cell) -> None:
+    """The preStop hook of a target's pod while its replica has streams: none of them notices."""
+    asked = requests(6, max_tokens=200)
+    texts = cell.plain(asked)
+    (before,) = cell.nodes_of("TargetWorker")
+
+    def end_pod() -> None:
+        ended = spool(
+            "k8s", "drain", "--seconds", 200, "--node", before, "--address", cell.cluster.address,
+            environment=cell.cluster.environment,
+        )  # fmt: skip
+        assert ended.code == 0, ended.err
+
+    async def stream_meanwhile() -> None:
+        draining = asyncio.create_task(asyncio.to_thread(end_pod))
+        while not draining.done():
+            assert await stream_all(cell.url, MODEL, asked) == texts
+        await draining
+
+    asyncio.run(stream_meanwhile())
+    (after,) = cell.nodes_of("TargetWorker")
+    assert after != before
+    assert cell.cluster.scheduler()["throughput"]["failed"] == 0
+
+
+def test_the_heads_pod_stays_while_there_are_replicas(cell: Cell) -> None:
+    ended = spool(
+        "k8s", "drain", "--seconds", 1, "--address", cell.cluster.address, environment=cell.cluster.environment
+    )
+    assert ended.code == 1
+    assert "the head stays until the replicas on other nodes have gone" in ended.err
+    assert "not gone within 1 s: spool#" in ended.err
+    assert healthy(cell)
