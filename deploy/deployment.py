@@ -9,7 +9,7 @@ from deploy.cluster import ApplicationState, application_state, first_line, reas
 from deploy.configuration.tree import SpoolConfig
 from deploy.errors import RunError, UsageError
 from deploy.progress import Reporter
-from deploy.serve_options import http_options, proxy_location
+from deploy.serve_options import http_options, proxy_location, serve_content
 
 _POLL_SECONDS = 0.3
 _WATCH_SECONDS = 2.0
@@ -19,14 +19,14 @@ def deploy(config: SpoolConfig, reporter: Reporter) -> None:
     """Returns once every replica is up. Raises RunError with the reason of one that does not start."""
     from ray import serve
 
-    from deploy.serve_app import application
-
     app_name = config.ray.app_name
     serve.start(proxy_location=proxy_location(config), http_options=http_options(config))
     _check_serve(config)
-    target = serve.RunTarget(target=application(config), name=app_name, route_prefix="/")
     try:
-        serve.run_many([target], wait_for_applications_running=False)
+        if config.scales_workers:
+            _deploy_file(config)
+        else:
+            _deploy_application(config)
     except Exception as error:  # Ray's errors have no common ancestor
         raise RunError(f"{app_name} cannot be deployed: {first_line(error)}") from error
     pause = threading.Event()
@@ -36,6 +36,36 @@ def deploy(config: SpoolConfig, reporter: Reporter) -> None:
             raise RunError(_failure(state))
         pause.wait(_POLL_SECONDS)
     report(state, reporter)
+
+
+def _deploy_application(config: SpoolConfig) -> None:
+    from ray import serve
+
+    from deploy.serve_app import application
+
+    target = serve.RunTarget(target=application(config), name=config.ray.app_name, route_prefix="/")
+    serve.run_many([target], wait_for_applications_running=False)
+
+
+def _deploy_file(config: SpoolConfig) -> None:
+    """As `serve deploy` does: Serve takes a policy for a whole application in no other way."""
+    from ray.serve.context import _get_global_client
+    from ray.serve.schema import ServeDeploySchema
+
+    from deploy.serve_app import settled
+
+    client = _get_global_client()
+    if client is None:
+        raise RunError("Serve did not start")
+    content = serve_content(settled(config))
+    # Serve takes down what was deployed from a file before and is not in this one.
+    others = client.get_serve_details()["applications"]
+    content["applications"] += [
+        other["deployed_app_config"]
+        for name, other in others.items()
+        if name != config.ray.app_name and other["deployed_app_config"] is not None
+    ]
+    client.deploy_apps(ServeDeploySchema.model_validate(content))
 
 
 def report(state: ApplicationState, reporter: Reporter) -> None:

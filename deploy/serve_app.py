@@ -74,6 +74,19 @@ def application(config: SpoolConfig) -> Application:
     return _gateway(plan).bind(plan, scheduler, *workers)
 
 
+def settled(config: SpoolConfig) -> SpoolConfig:
+    """What depends on this process and on the Ray that it has joined is written down, for a build somewhere else."""
+    gpus = gpus_per_replica(config)
+    groups = {}
+    for role in config.roles:
+        group = config.group(role)
+        known: dict[str, Any] = {"threads": config.threads(role)}
+        if gpus[role] > 0 or group.accelerator_type is None:
+            known["num_gpus"] = gpus[role]
+        groups[role.value] = group.model_copy(update=known)
+    return _with_folders_found(config.model_copy(update={"groups": config.groups.model_copy(update=groups)}))
+
+
 def _with_folders_found(config: SpoolConfig) -> SpoolConfig:
     """Replicas have other working directories than this process, from which folders of models are meant."""
     named = {"target": config.models.target, "draft": config.models.draft}

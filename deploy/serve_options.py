@@ -6,14 +6,19 @@ from typing import Any
 
 import yaml
 
+from deploy.autoscaling.rules import plain_rules, rules_of
 from deploy.configuration.entrance import GatewaySettings, ProxyLocation
 from deploy.configuration.placement import GatewayAutoscaling, WorkerGroup
 from deploy.configuration.tree import SpoolConfig
-from deploy.deployments.names import GATEWAY, WORKERS
+from deploy.deployments.names import GATEWAY, SCHEDULER, WORKERS
 
 _LOCATIONS = {ProxyLocation.EVERY_NODE: "EveryNode", ProxyLocation.HEAD_NODE: "HeadOnly"}
 
 IMPORT_PATH = "deploy.serve_app:build"
+POLICY_PATH = "deploy.autoscaling.policy:FollowScheduler"
+
+# Serve collects what a deployment reports only where its number may change, if only from one to one.
+_REPORTING = {"min_replicas": 1, "max_replicas": 1, "metrics_interval_s": 0.5, "look_back_period_s": 5.0}
 
 
 def proxy_location(config: SpoolConfig) -> str:
@@ -39,33 +44,45 @@ def replica_options(settings: WorkerGroup | GatewaySettings) -> dict[str, Any]:
         "min_replicas": autoscaling.min_replicas,
         "initial_replicas": settings.replicas,
         "max_replicas": autoscaling.max_replicas,
-        "upscale_delay_s": autoscaling.upscale_delay_seconds,
-        "downscale_delay_s": autoscaling.downscale_delay_seconds,
     }
     if isinstance(autoscaling, GatewayAutoscaling):
         options["target_ongoing_requests"] = autoscaling.target_ongoing_requests
+        options["upscale_delay_s"] = autoscaling.upscale_delay_seconds
+        options["downscale_delay_s"] = autoscaling.downscale_delay_seconds
+    else:
+        # The policy has waited already when it asks for another number.
+        options |= {"upscale_delay_s": 0.0, "downscale_delay_s": 0.0}
     return {"autoscaling_config": options}
 
 
 def serve_file(config: SpoolConfig) -> str:
-    """The file for `serve deploy`, or a RayService's serveConfigV2, secrets and all.
+    """The file for `serve deploy`, or a RayService's serveConfigV2, secrets and all."""
+    text: str = yaml.safe_dump(serve_content(config), sort_keys=False)
+    return text
 
-    Numbers of replicas stand beside the arguments and not among them: Serve changes the former in place, and replaces
-    every replica when one of the latter changes.
+
+def serve_content(config: SpoolConfig) -> dict[str, Any]:
+    """What stands in that file.
+
+    Numbers of replicas, and the rules that they follow, stand beside the arguments and not among them: Serve changes
+    the former in place, and replaces every replica when one of the latter changes.
     """
     settings: dict[str, WorkerGroup | GatewaySettings] = {GATEWAY: config.gateway}
     settings |= {WORKERS[role]: config.group(role) for role in config.roles}
-    application = {
+    deployments: list[dict[str, Any]] = [{"name": name, **replica_options(one)} for name, one in settings.items()]
+    application: dict[str, Any] = {
         "name": config.ray.app_name,
         "route_prefix": "/",
         "import_path": IMPORT_PATH,
         "args": {"settings": config.without_replicas().plain()},
-        "deployments": [{"name": name, **replica_options(one)} for name, one in settings.items()],
+        "deployments": deployments,
     }
-    content = {
+    if config.scales_workers:
+        rules = plain_rules(rules_of(config))
+        deployments.append({"name": SCHEDULER, "autoscaling_config": dict(_REPORTING), "user_config": rules})
+        application["autoscaling_policy"] = {"policy_function": POLICY_PATH}
+    return {
         "proxy_location": proxy_location(config),
         "http_options": http_options(config),
         "applications": [application],
     }
-    text: str = yaml.safe_dump(content, sort_keys=False)
-    return text

@@ -26,6 +26,33 @@ class Autoscaling(Section):
             yield FieldProblem(("max_replicas",), f"is {self.max_replicas}, {limit}")
 
 
+class WorkerAutoscaling(Autoscaling):
+    """Bounds and pace of a number of workers, which follows what the scheduler measures (docs/autoscaling.md)."""
+
+    utilisation: float = described(
+        0.85, "Share of what the replicas can do beyond which there should be more.", gt=0, le=1
+    )
+    hysteresis: float = described(
+        0.2, "How far below `utilisation` fewer replicas must stay for there to be fewer.", ge=0, lt=1
+    )
+    cost: float = described(1.0, "What a replica costs; drafts are there as long as they save more than that.", gt=0)
+
+    def problems(self) -> Iterator[FieldProblem]:
+        yield from super().problems()
+        if self.hysteresis >= self.utilisation:
+            limit = f"must be below utilisation, which is {self.utilisation:g}"
+            yield FieldProblem(("hysteresis",), f"is {self.hysteresis:g}, {limit}")
+
+
+class TargetAutoscaling(WorkerAutoscaling):
+    """The same for targets, with what is to hold."""
+
+    token_seconds: float = described(
+        0.05, "Seconds that a token of a sequence is to take at most, beside all others.", gt=0, le=3600
+    )
+    queue_seconds: float = described(2.0, "Seconds within which a sequence is to leave the queue.", gt=0, le=3600)
+
+
 class GatewayAutoscaling(Autoscaling):
     """The gateway follows the number of open requests."""
 
@@ -59,10 +86,8 @@ class WorkerGroup(Placement):
     """The replicas that hold one model, drafting or verifying; each holds what it reserves for as long as it serves."""
 
     replicas: int = described(1, "Replicas of the group; with autoscaling, those at the start.", ge=1, le=4096)
-    autoscaling: Autoscaling | None = described(
-        None,
-        "Bounds for a policy that chooses the number of replicas. Without such a policy in the application the number "
-        "falls to min_replicas. Unset: it does not change.",
+    autoscaling: WorkerAutoscaling | None = described(
+        None, "Bounds of a number of replicas that follows what the scheduler measures. Unset: it does not change."
     )
     num_gpus: float | None = described(
         None,
@@ -111,11 +136,19 @@ class WorkerGroup(Placement):
         return self.num_gpus is not None and 0 < self.num_gpus < 1
 
 
+class TargetGroup(WorkerGroup):
+    """The group that sets the pace."""
+
+    autoscaling: TargetAutoscaling | None = described(
+        None, "Bounds of a number of replicas that holds a latency, by what the scheduler measures. Unset: no change."
+    )
+
+
 class Groups(Section):
     """The two groups of workers."""
 
     draft: WorkerGroup = described(WorkerGroup(), "The replicas that propose tokens.")
-    target: WorkerGroup = described(WorkerGroup(), "The replicas that verify them.")
+    target: TargetGroup = described(TargetGroup(), "The replicas that verify them.")
     share_gpus: bool = described(
         False, "Allow shares of GPUs so small that a draft and a target replica can end up on one GPU."
     )

@@ -207,6 +207,11 @@ class SpoolConfig(Section):
     def group(self, role: Role) -> WorkerGroup:
         return self.groups.target if role is Role.TARGET else self.groups.draft
 
+    @property
+    def scales_workers(self) -> bool:
+        """Whether the number of replicas of a group follows the load."""
+        return any(self.group(role).autoscaling is not None for role in self.roles)
+
     def model(self, role: Role) -> str:
         return self.models.target if role is Role.TARGET else self.models.draft_name
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Any
 
+from deploy.autoscaling.reporter import Autoscaler
+from deploy.autoscaling.rules import rules_from_plain
 from deploy.deployments.plan import Plan, channel_security, internal_host
 from deploy.deployments.ray_metrics import RayMirror
 from deploy.plain_messages import plain_message
@@ -24,8 +27,10 @@ class Scheduler:
     async def __init__(self, plan: Plan) -> None:  # type: ignore[misc]  # Serve awaits it
         config = plan.config
         security = channel_security(config.internal)
+        scheduler_config = config.scheduling.scheduler_config(config.models.drafts)
+        self._autoscaler = Autoscaler(scheduler_config)
         self._service = SchedulerService(
-            config.scheduling.scheduler_config(config.models.drafts),
+            scheduler_config,
             scheduler_epoch=time.time_ns(),
             link_options=LinkOptions(
                 step_timeout=config.scheduling.step_timeout_seconds,
@@ -43,8 +48,16 @@ class Scheduler:
         return self._address
 
     async def status(self) -> dict[str, Any]:
-        """What it knows of itself and its workers, as plain data."""
-        return plain_message(self._server.status())
+        """What it knows of itself and its workers, and why there are so many, as plain data."""
+        return plain_message(self._server.status()) | {"autoscaling": self._autoscaler.status()}
+
+    def reconfigure(self, rules: Mapping[str, Any]) -> None:
+        """Serve calls this with the rules of autoscaling, at the start and whenever they change."""
+        self._autoscaler.set_rules(rules_from_plain(rules))
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Serve calls this twice a second, and gives the answer to the policy (deploy/autoscaling/policy.py)."""
+        return self._autoscaler.observe(self._service.core.snapshot(), self._service.statistics(), time.monotonic())
 
     async def check_health(self) -> None:
         """Serve replaces the replica where this raises: also one that another scheduler has taken over from."""

@@ -1,0 +1,47 @@
+"""The policy as Ray Serve calls it, in its controller about ten times a second.
+
+The scheduler's replica decides; what it reports with its autoscaling statistics is followed here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ray.serve.autoscaling_policy import replica_queue_length_autoscaling_policy
+from ray.serve.config import AutoscalingContext
+
+from deploy.deployments.names import GATEWAY, SCHEDULER, WORKERS
+from scheduler.messages import Role
+
+AT_LEAST = {role: f"{role.value}_at_least" for role in Role}
+AT_MOST = {role: f"{role.value}_at_most" for role in Role}
+
+
+class FollowScheduler:
+    """Keeps each group of workers within what the scheduler wants, and lets the gateway follow its open requests.
+
+    What it has no word about keeps its number: without a scheduler, for instance, nothing changes.
+    """
+
+    def __call__(self, contexts: Mapping[Any, AutoscalingContext]) -> tuple[dict[Any, float], dict[Any, Any]]:
+        """By deployment id: the replicas wanted. Serve applies bounds and delays of each deployment on top."""
+        by_name = {context.deployment_name: (deployment, context) for deployment, context in contexts.items()}
+        wanted: dict[Any, float] = {}
+        if GATEWAY in by_name:
+            deployment, context = by_name[GATEWAY]
+            wanted[deployment] = replica_queue_length_autoscaling_policy(context)[0]
+        if SCHEDULER in by_name:
+            reported = by_name[SCHEDULER][1].raw_metrics
+            for role, name in WORKERS.items():
+                at_least, at_most = _latest(reported, AT_LEAST[role]), _latest(reported, AT_MOST[role])
+                if name in by_name and at_least is not None and at_most is not None:
+                    deployment, context = by_name[name]
+                    wanted[deployment] = min(max(context.target_num_replicas, at_least), at_most)
+        return wanted, {}
+
+
+def _latest(reported: Mapping[str, Mapping[Any, Any]] | None, name: str) -> float | None:
+    """The last value of any replica: for seconds there can be two of the scheduler."""
+    values = [series[-1] for series in (reported or {}).get(name, {}).values() if series]
+    return float(max(values, key=lambda value: value.timestamp).value) if values else None
