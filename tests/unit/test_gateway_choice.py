@@ -58,13 +58,14 @@ def read(
     asked: Sequence[int] = (),
     echo: str = "",
     logprobs: bool = False,
+    metrics: GatewayMetrics | None = None,
 ) -> tuple[Choice, list[Piece], Stream]:
     stream = Stream(rounds, reason, logprobs)
     choice = Choice(
         0,
         stream,
         IncrementalDecoder(TOKENIZER),
-        GatewayMetrics().sequence(0.0),
+        (metrics or GatewayMetrics()).sequence(0.0),
         stop=stop,
         stop_token_ids=frozenset(stop_tokens) | frozenset(asked),
         asked_token_ids=frozenset(asked),
@@ -163,3 +164,18 @@ def test_broken_characters_at_the_end_are_shown_as_such() -> None:
 def test_sequence_that_ends_without_a_reason_to_is_an_error() -> None:
     with pytest.raises(SequenceFailedError, match="ended early"):
         read([], FinishReason.CANCELLED)
+
+
+def test_what_a_stop_string_cuts_off_is_in_no_metric() -> None:
+    metrics = GatewayMetrics()
+    choice, pieces, _ = read(rounds_of(TOKENIZER.encode("abcabcabc").ids, [2, 5]), stop=["ca"], metrics=metrics)
+    exposition = metrics.exposition(None).decode().splitlines()
+    delivered = sum(len(piece.tokens) for piece in pieces)
+    assert 0 < delivered < len(TOKENIZER.encode("abcabcabc").ids)
+    for name, count in (
+        ("generation_tokens", delivered),
+        ("delivered_draft_tokens", choice.drafted),
+        ("delivered_accepted_tokens", choice.accepted),
+    ):
+        assert f"spool_{name}_total {float(count)}" in exposition
+    assert choice.completion_tokens == delivered
