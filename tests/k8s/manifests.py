@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,19 @@ def pod_specs(manifests: list[Manifest]) -> dict[str, Manifest]:
     spec = cluster(manifests)
     groups = {one["groupName"]: one["template"]["spec"] for one in spec["workerGroupSpecs"]}
     return {"head": spec["headGroupSpec"]["template"]["spec"], **groups}
+
+
+def labels_of_pods(manifests: list[Manifest]) -> Iterator[dict[str, str]]:
+    """With those that KubeRay adds."""
+    spec = cluster(manifests)
+    head = spec["headGroupSpec"]["template"]["metadata"]["labels"]
+    yield {**head, "ray.io/node-type": "head", "ray.io/group": "headgroup"}
+    for one in spec["workerGroupSpecs"]:
+        labels = one["template"]["metadata"]["labels"]
+        yield {**labels, "ray.io/node-type": "worker", "ray.io/group": one["groupName"]}
+    for one in manifests:
+        if one["kind"] == "StatefulSet":
+            yield one["spec"]["template"]["metadata"]["labels"]
 
 
 def validate(manifest: Manifest) -> None:

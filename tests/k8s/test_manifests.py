@@ -24,6 +24,7 @@ from tests.k8s.manifests import (
     Manifest,
     built,
     cluster,
+    labels_of_pods,
     only,
     overlay,
     pod_specs,
@@ -130,19 +131,6 @@ def selectors(manifest: Manifest) -> Iterator[dict[str, str]]:
         yield spec["podSelector"]["matchLabels"]
     elif manifest["kind"] == "PodDisruptionBudget":
         yield spec["selector"]["matchLabels"]
-
-
-def labels_of_pods(manifests: list[Manifest]) -> Iterator[dict[str, str]]:
-    """With those that KubeRay adds."""
-    spec = cluster(manifests)
-    head = spec["headGroupSpec"]["template"]["metadata"]["labels"]
-    yield {**head, "ray.io/node-type": "head", "ray.io/group": "headgroup"}
-    for one in spec["workerGroupSpecs"]:
-        labels = one["template"]["metadata"]["labels"]
-        yield {**labels, "ray.io/node-type": "worker", "ray.io/group": one["groupName"]}
-    for one in manifests:
-        if one["kind"] == "StatefulSet":
-            yield one["spec"]["template"]["metadata"]["labels"]
 
 
 def test_pods_have_what_their_replicas_reserve(manifests: list[Manifest]) -> None:

@@ -12,10 +12,12 @@ import grpc
 import httpx
 import pytest
 import yaml
+from prometheus_client.parser import text_string_to_metric_families
 
 from engine.model_source import CACHE_VARIABLE
 from protos import generation_pb2, generation_pb2_grpc
 from tests.k8s.manifests import overlay
+from tests.k8s.monitored import alert_expressions, labels_in, names_in, panel_expressions
 from tests.support.command_line import save_tokenizer, spool
 from tests.support.ray_cluster import RayCluster
 from tests.support.serving import ENGINE, PlainDecoder, free_ports, requests, stream_all
@@ -26,6 +28,8 @@ MODEL = "tiny"
 # The key that `stream_all` shows.
 KEY = "none"
 SECRETS = {"SPOOL_API_KEYS": f"another,{KEY}", "SPOOL_INTERNAL_TOKEN": "0123456789abcdef0123456789abcdef"}
+
+SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}
 
 
 @dataclass(frozen=True)
@@ -149,3 +153,17 @@ def test_the_heads_pod_stays_while_there_are_replicas(cell: Cell) -> None:
     assert "the head stays until the replicas on other nodes have gone" in ended.err
     assert "not gone within 1 s: spool#" in ended.err
     assert healthy(cell)
+
+
+def test_alerts_and_dashboard_ask_for_what_the_cell_exports(cell: Cell) -> None:
+    page = httpx.get(f"{cell.url}/metrics", headers={"Authorization": f"Bearer {KEY}"}, timeout=LONG)
+    series: set[str] = set()
+    labels = {"namespace"}
+    for family in text_string_to_metric_families(page.text):
+        series |= {f"{family.name}{suffix}" for suffix in SUFFIXES[family.type]}
+        labels |= {label for sample in family.samples for label in sample.labels}
+    assert len(series) > 40
+    expressions = {**alert_expressions(), **panel_expressions()}
+    assert set().union(*map(names_in, expressions.values())) - series == set()
+    # Kinds of errors have no sample before the first error.
+    assert set().union(*map(labels_in, expressions.values())) - labels <= {"kind", "finished_reason", "cause", "status"}
