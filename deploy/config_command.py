@@ -13,6 +13,7 @@ from deploy.configuration.example import example_file, shown_value
 from deploy.configuration.fields import documents
 from deploy.configuration.loading import load_configuration
 from deploy.configuration.problems import ConfigurationError
+from deploy.configuration.reference import reference as configuration_reference
 from deploy.configuration.tree import SpoolConfig
 
 _NARROWEST = 120
@@ -54,6 +55,11 @@ def explain() -> None:
 def serve_file(file: Path | None, overrides: list[str]) -> None:
     """Prints the file for `serve deploy`. Raises ConfigurationError."""
     print(serve_options.serve_file(load_configuration(file, overrides)), end="")
+
+
+def reference() -> None:
+    """Prints docs/configuration.md."""
+    print(configuration_reference(), end="")
 
 
 def example() -> None:

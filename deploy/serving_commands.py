@@ -80,6 +80,7 @@ def config_command(
     check: Annotated[Path | None, typer.Option(help="Say what is wrong with a file, with line and field.")] = None,
     explain: Annotated[bool, typer.Option("--explain", help="List every field.")] = False,
     example: Annotated[bool, typer.Option("--example", help="Print a file with every field at its default.")] = False,
+    reference: Annotated[bool, typer.Option("--reference", help="Print every field as Markdown.")] = False,
     serve: Annotated[
         bool, typer.Option("--serve", help="Print the file for Ray's `serve deploy`, with the secrets in it.")
     ] = False,
@@ -89,14 +90,16 @@ def config_command(
     """The configuration file: list its fields, print an example, check one, make Ray Serve's from it."""
     from deploy import config_command
 
-    if [check is not None, explain, example, serve].count(True) != 1:
-        raise UsageError("config needs one of --check FILE, --explain, --example and --serve")
+    if [check is not None, explain, example, reference, serve].count(True) != 1:
+        raise UsageError("config needs one of --check FILE, --explain, --example, --reference and --serve")
     if check is not None:
         return config_command.check(check, overrides or [])
     if explain:
         config_command.explain()
     elif example:
         config_command.example()
+    elif reference:
+        config_command.reference()
     else:
         config_command.serve_file(chosen_file(config), overrides or [])
     return 0

@@ -253,4 +253,4 @@ def test_config_command(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for document in documents(SpoolConfig, SpoolConfig()):
         assert f"\n{document.name} " in f"\n{explained}"
     assert cli.run(["config"]) == 2
-    assert capsys.readouterr().err == "spool: config needs one of --check FILE, --explain, --example and --serve\n"
+    assert capsys.readouterr().err == "spool: config needs one of --check FILE, --explain, --example, --reference and --serve\n"
