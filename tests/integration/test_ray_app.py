@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
-import signal
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -232,24 +230,3 @@ def test_clients_that_go_away_leave_nothing(served: Served) -> None:
     wait_until(nothing_left, "no sequence and no page")
     # Not because all has been computed.
     assert served.cluster.scheduler()["throughput"]["tokens"] - before < len(asked) * 300 / 2
-
-
-@pytest.mark.parametrize("deployment", ["workers", "scheduler"])
-def test_killed_processes_change_no_text(served: Served, deployment: str) -> None:
-    asked = requests(10, max_tokens=440)
-    killed: list[int] = []
-
-    def kill() -> None:
-        assert served.cluster.scheduler()["pool"]["pool"] == len(asked)
-        if deployment == "scheduler":
-            killed.extend(one["process_id"] for one in served.replicas("Scheduler"))
-        else:
-            busy = [one for one in served.workers("TARGET") if one["sequences"]]
-            killed.extend(one["process_id"] for one in (busy[0], served.workers("DRAFT")[0]))
-        for process in killed:
-            os.kill(process, signal.SIGKILL)
-
-    assert served.stream(asked, on_start=kill) == served.plain(asked)
-    assert killed
-    wait_until(lambda: len(served.workers("TARGET")) == len(served.workers("DRAFT")) == 2, "workers are back", 2 * LONG)
-    assert served.stream(asked[:2]) == served.plain(asked[:2])
