@@ -19,7 +19,8 @@ class GenerationRequest:
 
     `max_tokens` is at least 1 and counts a stop token. `draft_length` None leaves the choice to the scheduler, 0 turns
     speculation off. `top_logprobs` None: no log probabilities; 0: those of the chosen tokens alone; n: those of the n
-    most likely tokens as well. `deadline_seconds` counts from `Backend.submit`; None: no deadline.
+    most likely tokens as well. `deadline_seconds` counts from `Backend.submit`; None: no deadline. `request_id` is for
+    logs alone.
 
     Raises `ValueError` naming field, value and limit. Limits that depend on the model are the backend's to check.
     """
@@ -31,6 +32,7 @@ class GenerationRequest:
     draft_length: int | None = None
     top_logprobs: int | None = None
     deadline_seconds: float | None = None
+    request_id: str = ""
 
     def __post_init__(self) -> None:
         def require(name: str, holds: bool, limit: str) -> None:

@@ -14,6 +14,7 @@ import grpc
 from protos import scheduler_pb2
 from scheduler.messages import FinishReason, RefusalCause
 from services.backend import BackendUnavailableError, DeadlineExceededError
+from services.request_ids import LONGEST_REQUEST_ID
 from services.retry_advice import RetryAdvice
 from services.scheduler_service import SchedulerService, SchedulerStoppedError, ServiceClosedError
 from services.scheduler_wire import request_from_wire
@@ -147,7 +148,8 @@ class GatewaySession:
         if request_id in self._live:
             message = f"request_id {request_id} is taken by a live sequence of the session"
             raise SessionEndedError(grpc.StatusCode.INVALID_ARGUMENT, message)
-        sequence = _SessionSequence(self, request_id, self._service.new_sequence_id())
+        sequence_id, named = self._service.new_sequence_id(), submission.client_request_id[:LONGEST_REQUEST_ID]
+        sequence = _SessionSequence(self, request_id, sequence_id, named)
         self._live[request_id] = sequence
         try:
             request = request_from_wire(sequence.sequence_id, submission)
@@ -203,8 +205,9 @@ class GatewaySession:
 class _SessionSequence:
     """Takes the output of one sequence for its session (services.scheduler_service.SequenceSink)."""
 
-    def __init__(self, session: GatewaySession, request_id: int, sequence_id: int) -> None:
+    def __init__(self, session: GatewaySession, request_id: int, sequence_id: int, client_request_id: str) -> None:
         self.sequence_id = sequence_id
+        self.client_request_id = client_request_id
         self._session = session
         self._request_id = request_id
         self._ended = False
@@ -214,6 +217,7 @@ class _SessionSequence:
         """The service has the sequence, unless it has ended it already."""
         if self._ended:
             return
+        logger.debug("sequence %d entered", self.sequence_id, extra={"request_id": self.client_request_id})
         self._session.sequence_entered(self._request_id)
         if timeout_seconds is not None:
             loop = asyncio.get_running_loop()
@@ -235,7 +239,17 @@ class _SessionSequence:
         self._ended = True
         if self._timer is not None:
             self._timer.cancel()
+        self._log_end(outcome)
         self._session.sequence_ended(self._request_id, outcome)
+
+    def _log_end(self, outcome: FinishReason | Exception) -> None:
+        named = {"request_id": self.client_request_id}
+        if isinstance(outcome, FinishReason):
+            logger.debug("sequence %d ended: %s", self.sequence_id, outcome.value, extra=named)
+        elif isinstance(outcome, AdmissionRefusedError):
+            logger.info("sequence %d was refused: %s", self.sequence_id, outcome, extra=named)
+        else:
+            logger.warning("sequence %d did not come to its end: %s", self.sequence_id, outcome, extra=named)
 
     def _expire(self, seconds: float) -> None:
         self.stop(DeadlineExceededError(f"the request was not finished within its {seconds:g} s"))

@@ -16,9 +16,16 @@ logger = logging.getLogger(__name__)
 class KvMover:
     """Answers every `MoveKv` with one `KvMoved`, handed to `moved`, within `timeout_seconds`."""
 
-    def __init__(self, workers: WorkerSet, moved: Callable[[KvMoved], None], timeout_seconds: float) -> None:
+    def __init__(
+        self,
+        workers: WorkerSet,
+        moved: Callable[[KvMoved], None],
+        client_request_id: Callable[[int], str],
+        timeout_seconds: float,
+    ) -> None:
         self._workers = workers
         self._moved = moved
+        self._client_request_id = client_request_id
         self._timeout = timeout_seconds
         self._running: set[asyncio.Task[None]] = set()
 
@@ -38,7 +45,9 @@ class KvMover:
         try:
             size = await self._fetch(move)
         except WorkerUnreachableError as error:
-            logger.warning("KV of sequence %d was not moved: %s", move.opening.sequence_id, error)
+            sequence_id = move.opening.sequence_id
+            named = {"request_id": self._client_request_id(sequence_id)}
+            logger.warning("KV of sequence %d was not moved: %s", sequence_id, error, extra=named)
             self._moved(KvMoved(move.move_id, False, loop.time() - began))
         else:
             self._moved(KvMoved(move.move_id, True, loop.time() - began, size))

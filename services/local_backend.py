@@ -43,6 +43,7 @@ class LocalBackend:
                 sampling=request.sampling,
                 draft_length=request.draft_length,
                 top_logprobs=request.top_logprobs,
+                client_request_id=request.request_id,
             )
         except ServiceClosedError as error:
             raise BackendUnavailableError(str(error)) from error

@@ -65,6 +65,11 @@ class RemoteStream:
 
     # For the client that feeds the stream.
 
+    @property
+    def client_request_id(self) -> str:
+        """For logs."""
+        return self._request.request_id
+
     def submission(self) -> scheduler_pb2.SequenceSubmission:
         """Everything a scheduler needs to go on from here."""
         remaining = None

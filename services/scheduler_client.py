@@ -266,7 +266,10 @@ class SchedulerClient:
                 message = f"{stream.fruitless_submissions} sessions broke without a token for the sequence"
                 stream.end(SequenceFailedError(f"{message}; the last: {self._trouble}"), known_there=True)
             else:
-                resubmitted += stream.submitted
+                if stream.submitted:
+                    resubmitted += 1
+                    named = {"request_id": stream.client_request_id}
+                    logger.info("a sequence goes on in another session", extra=named)
                 session.submit(stream.submission())
         if resubmitted and self._listener is not None:
             self._listener.resubmitted(resubmitted)

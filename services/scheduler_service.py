@@ -66,7 +66,12 @@ class SchedulerStoppedError(SequenceFailedError):
 
 
 class SequenceSink(Protocol):
-    """Who takes the output of a sequence. Calls come from the event loop and must not block."""
+    """Who takes the output of a sequence. Calls come from the event loop and must not block.
+
+    `client_request_id` is for logs.
+    """
+
+    client_request_id: str
 
     def push(self, delta: TokenDelta) -> None: ...
 
@@ -98,7 +103,7 @@ class SchedulerService:
         self.workers = WorkerSet(
             self, self._check_open, link_options or LinkOptions(), security or ChannelSecurity(), scheduler_epoch
         )
-        self._kv_mover = KvMover(self.workers, self._handle, _MOVE_TIMEOUT_SECONDS)
+        self._kv_mover = KvMover(self.workers, self._handle, self._client_request_id, _MOVE_TIMEOUT_SECONDS)
         self._drained: dict[str, asyncio.Event] = {}
         self._sinks: dict[int, SequenceSink] = {}
         self._ids = itertools.count(1)
@@ -178,8 +183,9 @@ class SchedulerService:
         logits_digests: bool = False,
         top_logprobs: int | None = None,
         committed_output: Sequence[int] = (),
+        client_request_id: str = "",
     ) -> SequenceStream:
-        """Enters a sequence; fields as in scheduler.messages.SequenceRequest.
+        """Enters a sequence; fields as in scheduler.messages.SequenceRequest. `client_request_id` is for logs.
 
         Raises AdmissionRefusedError, or ServiceClosedError.
         """
@@ -194,7 +200,7 @@ class SchedulerService:
             top_logprobs=top_logprobs,
             committed_output=tuple(committed_output),
         )
-        stream = SequenceStream(request.sequence_id, self.cancel)
+        stream = SequenceStream(request.sequence_id, self.cancel, client_request_id)
         self.enter(request, stream)
         stream.raise_if_refused()
         return stream
@@ -360,6 +366,10 @@ class SchedulerService:
                 self._statistics.sequence_refused(command.sequence_id, now)
                 self.counters.refused(command.sequence_id, command.cause.value)
                 self._sinks.pop(command.sequence_id).end(AdmissionRefusedError(command.cause, command.message))
+
+    def _client_request_id(self, sequence_id: int) -> str:
+        sink = self._sinks.get(sequence_id)
+        return "" if sink is None else sink.client_request_id
 
     def _end_drain(self, worker_id: str) -> None:
         if worker_id in self._drained:

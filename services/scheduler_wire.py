@@ -47,6 +47,7 @@ def submission_to_wire(
         committed_output=committed_output,
         admitted_before=admitted_before,
         timeout_seconds=timeout_seconds,
+        client_request_id=request.request_id,
     )
 
 

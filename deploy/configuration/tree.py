@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import ByteSize, ValidationInfo, field_validator
 
 from deploy.configuration.entrance import AuthSettings, GatewaySettings, InternalSettings
+from deploy.configuration.observation import LoggingSettings
 from deploy.configuration.placement import Groups, Placement, WorkerGroup
 from deploy.configuration.section import FieldProblem, Section, described
 from deploy.options import NGRAM, NO_DRAFT, ModelSettings, SchedulingSettings
@@ -159,6 +160,7 @@ class SpoolConfig(Section):
     gateway: GatewaySettings = described(GatewaySettings(), "The HTTP and gRPC entrance.")
     auth: AuthSettings = described(AuthSettings(), "Who may come in.")
     internal: InternalSettings = described(InternalSettings(), "How the replicas know each other.")
+    logging: LoggingSettings = described(LoggingSettings(), "What replicas write about their work.")
     ray: RaySettings = described(RaySettings(), "The Ray cluster.")
 
     def problems(self) -> Iterator[FieldProblem]:

@@ -21,6 +21,7 @@ from services.gateway.grpc_server import GrpcServer
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.sampling_defaults import model_sampling_defaults
 from services.gateway.settings import GatewaySettings, ListenSettings, SamplingDefaults, TlsFiles
+from services.log_format import install_logs
 from services.scheduler_client import SchedulerClient
 from services.tokenizer import ModelTokenizer, load_tokenizer
 
@@ -39,6 +40,7 @@ class Gateway:
     async def __init__(self, plan: Plan, scheduler: DeploymentHandle, *others: DeploymentHandle) -> None:  # type: ignore[misc]  # Serve awaits it
         """`others` are only tied to the application here."""
         config = plan.config
+        install_logs(config.logging.format, config.logging.level.number)
         tokenizer, sampling = await asyncio.to_thread(_model_files, config)
         settings = gateway_settings(config, sampling)
         metrics = GatewayMetrics()

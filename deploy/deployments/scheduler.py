@@ -11,6 +11,7 @@ from deploy.autoscaling.rules import rules_from_plain
 from deploy.deployments.plan import Plan, channel_security, internal_host
 from deploy.deployments.ray_metrics import RayMirror
 from deploy.plain_messages import plain_message
+from services.log_format import install_logs
 from services.scheduler_families import scheduler_families
 from services.scheduler_server import SchedulerServer
 from services.scheduler_service import SchedulerService
@@ -26,6 +27,7 @@ class Scheduler:
 
     async def __init__(self, plan: Plan) -> None:  # type: ignore[misc]  # Serve awaits it
         config = plan.config
+        install_logs(config.logging.format, config.logging.level.number)
         security = channel_security(config.internal)
         scheduler_config = config.scheduling.scheduler_config(config.models.drafts)
         self._autoscaler = Autoscaler(scheduler_config)

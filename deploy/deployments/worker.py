@@ -13,6 +13,7 @@ from deploy.deployments.plan import Plan, channel_security, internal_host
 from deploy.deployments.scheduler_address import SchedulerAddress
 from engine.settings import EngineSettings
 from scheduler.messages import Role
+from services.log_format import install_logs
 from services.worker_process import NGRAM_MODEL, WorkerArguments, load_executor
 from services.worker_registration import WorkerRegistration
 from services.worker_server import WorkerServer, step_thread
@@ -35,6 +36,7 @@ class WorkerReplica:
 
     async def __init__(self, plan: Plan, role: Role, scheduler: DeploymentHandle) -> None:  # type: ignore[misc]  # Serve awaits it
         config = plan.config
+        install_logs(config.logging.format, config.logging.level.number)
         self._drain_seconds = config.group(role).drain_seconds
         security = channel_security(config.internal)
         thread = step_thread()

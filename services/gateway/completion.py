@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from types import TracebackType
 from typing import Self
 
@@ -29,7 +30,10 @@ from services.gateway.options import (
 )
 from services.gateway.prompts import PreparedPrompt, encode_chat, prepare_prompts, too_long
 from services.gateway.settings import GatewaySettings
+from services.request_ids import current_request_id
 from services.tokenizer import ModelTokenizer
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +96,9 @@ class Completion:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.cancel()
+        usage = self.usage()
+        figures = {"completion": self.request_id, "finish_reasons": [choice.finish_reason for choice in self.choices]}
+        logger.info("completion ended", extra={"figures": figures | asdict(usage)})
 
 
 class CompletionEngine:
@@ -184,6 +191,7 @@ class CompletionEngine:
                 draft_length=options.draft_length,
                 top_logprobs=options.top_logprobs,
                 deadline_seconds=seconds_left,
+                request_id=current_request_id(),
             )
             meter = self.metrics.sequence(arrived)
             try:

@@ -10,6 +10,7 @@ import grpc.aio
 
 from services.gateway.api_keys import ApiKeys
 from services.gateway.errors import RequestError
+from services.gateway.grpc_request_ids import begin_call
 from services.gateway.metrics import GatewayMetrics
 
 _OPEN_PREFIX = "/grpc.health.v1.Health/"
@@ -43,6 +44,7 @@ class KeyGuard(grpc.aio.ServerInterceptor):
 
 def _refusal(error: RequestError) -> Callable[..., Awaitable[None]]:
     async def refuse(requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
+        await begin_call(context)
         await context.abort(grpc.StatusCode.UNAUTHENTICATED, error.message, _metadata(error))
 
     return refuse

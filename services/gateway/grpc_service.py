@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
+import logging
+import time
+from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from typing import TypeVar
 
@@ -19,10 +21,13 @@ from services.gateway.grpc_messages import (
     text_from_message,
     usage_message,
 )
+from services.gateway.grpc_request_ids import begin_call
 from services.gateway.token_strings import TokenStrings
 
 # Some clients stand for "no deadline" with one in the far future.
 _LONGEST_SECONDS = 10 * 365 * 86400.0
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -38,30 +43,36 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
     async def Generate(  # noqa: N802
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> pb.GenerateResponse:
-        return await self._answer(self._generate(request, context), context)
+        return await self._answer("Generate", lambda: self._generate(request, context), context)
 
     async def GenerateStream(  # noqa: N802
         self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext
     ) -> None:
-        await self._answer(self._generate_stream(request, context), context)
+        await self._answer("GenerateStream", lambda: self._generate_stream(request, context), context)
 
     async def Tokenize(  # noqa: N802
         self, request: pb.TokenizeRequest, context: grpc.aio.ServicerContext
     ) -> pb.TokenizeResponse:
-        return await self._answer(self._tokenize(request), context)
+        return await self._answer("Tokenize", lambda: self._tokenize(request), context)
 
     async def Detokenize(  # noqa: N802
         self, request: pb.DetokenizeRequest, context: grpc.aio.ServicerContext
     ) -> pb.DetokenizeResponse:
-        return await self._answer(self._detokenize(request), context)
+        return await self._answer("Detokenize", lambda: self._detokenize(request), context)
 
     async def ListModels(  # noqa: N802
         self, request: pb.ListModelsRequest, context: grpc.aio.ServicerContext
     ) -> pb.ListModelsResponse:
-        return await self._answer(self._list_models(), context)
+        return await self._answer("ListModels", self._list_models, context)
 
-    async def _answer(self, work: Awaitable[T], context: grpc.aio.ServicerContext) -> T:
-        return await answer(work, context, self._engine.metrics, self._engine.settings.retry_after_seconds)
+    async def _answer(self, method: str, work: Callable[[], Awaitable[T]], context: grpc.aio.ServicerContext) -> T:
+        await begin_call(context)
+        began = time.perf_counter()
+        try:
+            return await answer(work(), context, self._engine.metrics, self._engine.settings.retry_after_seconds)
+        finally:
+            figures = {"code": _number(context.code()), "seconds": round(time.perf_counter() - began, 6)}
+            logger.info("gRPC %s", method, extra={"figures": figures})
 
     async def _generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> pb.GenerateResponse:
         with await self._start(request, context) as completion:
@@ -110,3 +121,8 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
         timeout = None if left is None or left > _LONGEST_SECONDS else max(left, 0.001)
         options = options_from_message(request, timeout)
         return await self._engine.start(request.model, [prompt_from_message(request)], options)
+
+
+def _number(code: grpc.StatusCode | int | None) -> int:
+    """A call that has not ended otherwise has no code, and one that has may have it either way."""
+    return int(code.value[0]) if isinstance(code, grpc.StatusCode) else code or 0

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
-import uuid
+import time
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -15,23 +16,28 @@ from services.gateway.errors import ErrorKind, RequestError
 from services.gateway.http_errors import error_response
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.settings import GatewaySettings, Limits
+from services.request_ids import REQUEST_ID, begin_request
+
+logger = logging.getLogger(__name__)
 
 OPEN_PATHS = ("/health", "/ping")
-REQUEST_ID = "x-request-id"
+_MONITORED = (*OPEN_PATHS, "/metrics", "/load")
 
 # What people look at in a browser, which cannot send a bearer's key by itself. Nothing there has an effect, so that a
 # page from elsewhere that makes a browser ask for it gains nothing.
 _BROWSED = re.compile(rf"/metrics|{DASHBOARD_PATH}(/.*)?")
 _ASK_PERSON = 'Basic realm="Spool: any name, and an API key as the password", charset="UTF-8"'
 
-_REQUEST_ID_FORM = re.compile(r"[\x21-\x7e]{1,128}")
-
 # A client that sends on while the answer is written would find its connection reset instead of the answer.
 _DISCARDED_BYTES = 64 * 1024 * 1024
 
 
 class RequestIds:
-    """Gives every response the request's x-request-id, or one of ours where it has none of a usable form."""
+    """Gives every response the request's x-request-id, or one of ours where it has none of a usable form.
+
+    The lines of logs that belong to the request carry it, among them one at its end. That one is for debugging where
+    the request is what monitoring asks all the time.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -40,15 +46,23 @@ class RequestIds:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = Headers(scope=scope).get(REQUEST_ID, "")
-        request_id = given if _REQUEST_ID_FORM.fullmatch(given) else uuid.uuid4().hex
+        request_id = begin_request(Headers(scope=scope).get(REQUEST_ID, ""))
+        began = time.perf_counter()
+        status = 0
 
         async def send_with_id(message: Message) -> None:
+            nonlocal status
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message)[REQUEST_ID] = request_id
+                status = message["status"]
             await send(message)
 
-        await self._app(scope, receive, send_with_id)
+        try:
+            await self._app(scope, receive, send_with_id)
+        finally:
+            figures = {"status": status, "seconds": round(time.perf_counter() - began, 6)}
+            level = logging.DEBUG if _path_of_route(scope) in _MONITORED else logging.INFO
+            logger.log(level, "%s %r", scope["method"], scope["path"], extra={"figures": figures})
 
 
 class Gate:

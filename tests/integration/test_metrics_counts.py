@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -22,15 +21,11 @@ from pydantic import SecretStr
 from protos import generation_pb2 as pb
 from protos import generation_pb2_grpc
 from scheduler.config import Policy, SchedulerConfig
-from services.gateway.app import create_app
-from services.gateway.grpc_server import GrpcServer
-from services.gateway.http_server import HttpServer
-from services.gateway.metrics import GatewayMetrics
-from services.gateway.settings import GatewaySettings, ListenSettings
-from services.scheduler_client import SchedulerClient
+from services.gateway.settings import GatewaySettings
 from services.tokenizer import ModelTokenizer
 from tests.stand_in_worker import ROW_FAILS, continuation
-from tests.support.cells import Cell, client, running_cell
+from tests.support.cell_gateways import running_gateway
+from tests.support.cells import Cell, running_cell
 from tests.support.gateway import MODEL, save_tokenizer
 from tests.support.waiting import LONG, until
 from tests.support.watched_engine import VerifiedDraft, WatchedEngine
@@ -39,9 +34,7 @@ KEY = "key"
 PROMPT_LENGTH = 4
 WINDOW, QUEUE = 6, 12
 CONFIG = SchedulerConfig(policy=Policy.RAGGED, draft_length=4, batch_size=4, window=WINDOW, max_queued_sequences=QUEUE)
-SETTINGS = GatewaySettings(
-    model_names=(MODEL,), api_keys=(SecretStr(KEY),), http=ListenSettings(), grpc=ListenSettings()
-)
+SETTINGS = GatewaySettings(model_names=(MODEL,), api_keys=(SecretStr(KEY),))
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
 Call = Callable[[], Awaitable[None]]
@@ -217,10 +210,10 @@ async def drive(folder: Path) -> Outcome:
     digest = tokenizer.vocabulary_digest.hex()
     async with (
         running_cell(config=CONFIG, tokenizer_digest=digest, model_id=MODEL) as cell,
-        gateway(cell, tokenizer) as (http_url, grpc_address),
-        gateway(cell, tokenizer) as (other_url, _),
-        openai.AsyncOpenAI(base_url=f"{http_url}/v1", api_key=KEY, max_retries=0, timeout=LONG) as http,
-        grpc.aio.insecure_channel(grpc_address) as channel,
+        running_gateway(cell, tokenizer, SETTINGS) as served,
+        running_gateway(cell, tokenizer, SETTINGS) as other,
+        openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key=KEY, max_retries=0, timeout=LONG) as http,
+        grpc.aio.insecure_channel(served.address) as channel,
     ):
         watched.watch(cell.workers[1].executor)
         clients = Clients(http, generation_pb2_grpc.GenerationStub(channel), tally)
@@ -230,20 +223,7 @@ async def drive(folder: Path) -> Outcome:
         await those_that_wait_and_those_refused(clients, cell, watched)
         await those_that_leave(clients, cell, watched, tokenizer)
         await cell.wait_empty()
-        return Outcome(tally, watched.drafts, await scrape(http_url), await scrape(other_url), cell.live_sequences)
-
-
-@asynccontextmanager
-async def gateway(cell: Cell, tokenizer: ModelTokenizer) -> AsyncIterator[tuple[str, str]]:
-    metrics = GatewayMetrics()
-    backend: SchedulerClient
-    async with (
-        client(cell.resolve) as backend,
-        HttpServer(create_app(backend, tokenizer, SETTINGS, metrics), SETTINGS.http, drain_seconds=1) as http,
-        GrpcServer(backend, tokenizer, SETTINGS, metrics, drain_seconds=1) as server,
-    ):
-        await until(lambda: backend.connected)
-        yield http.url, server.address
+        return Outcome(tally, watched.drafts, await scrape(served.url), await scrape(other.url), cell.live_sequences)
 
 
 async def scrape(url: str) -> Samples:

@@ -1,0 +1,39 @@
+"""The id of the request that the present task works for: the client's own, or one of ours."""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Iterable
+from contextvars import ContextVar
+
+REQUEST_ID = "x-request-id"
+"""Header of HTTP, metadata of gRPC."""
+
+LONGEST_REQUEST_ID = 128
+
+# Printable, so that it can stand in a header and in a line of a log.
+_FORM = re.compile(rf"[\x21-\x7e]{{1,{LONGEST_REQUEST_ID}}}")
+
+_current: ContextVar[str] = ContextVar("request_id", default="")
+
+
+def current_request_id() -> str:
+    """Empty where no request is worked for."""
+    return _current.get()
+
+
+def begin_request(given: str) -> str:
+    """From here on, this task and those that it starts work for the request; returns its id.
+
+    One that is `given` in a usable form is kept, else there is a new one.
+    """
+    request_id = given if _FORM.fullmatch(given) else uuid.uuid4().hex
+    _current.set(request_id)
+    return request_id
+
+
+def given_in(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
+    """The id in a call's metadata; empty where there is none."""
+    found = [value for key, value in metadata or () if key == REQUEST_ID and isinstance(value, str)]
+    return found[0] if found else ""
