@@ -63,7 +63,7 @@ def _deploy_file(config: SpoolConfig) -> None:
     content["applications"] += [
         other["deployed_app_config"]
         for name, other in others.items()
-        if name != config.ray.app_name and other["deployed_app_config"] is not None
+        if name != config.ray.app_name and other["source"] == "declarative"
     ]
     client.deploy_apps(ServeDeploySchema.model_validate(content))
 

@@ -38,7 +38,7 @@ def _targets(target: GroupDecision, needs: Needs, figures: CellFigures, rules: G
         found += f" at {_milliseconds(figures.seconds_per_token)} a token"
     wait = f", the last of {figures.waiting:.0f} that wait in {needs.queue_seconds:.1f} s" if figures.waiting else ""
     held = f"{needs.per_target:.1f} on a target at {_milliseconds(needs.token_seconds)}"
-    return f"{head}: {found}{wait}, {held}, need {needs.targets:.1f}{_pending(target, rules)}"
+    return f"{head}: {found}{wait}, {held}, need {needs.targets:.2f}{_pending(target, rules)}"
 
 
 def _drafts(draft: GroupDecision, needs: Needs, figures: CellFigures, rules: GroupRules) -> str:
@@ -50,8 +50,8 @@ def _drafts(draft: GroupDecision, needs: Needs, figures: CellFigures, rules: Gro
     accepted = f"acceptance {figures.acceptance:.2f}"
     if not needs.draft_length:
         return f"{head}: {accepted} saves no target worth a draft{_pending(draft, rules)}"
-    saved = f"{needs.saved_targets:.1f} targets with {_count(needs.draft_length, 'token')} a round"
-    return f"{head}: {accepted} saves {saved}, which needs {needs.drafts:.1f}{_pending(draft, rules)}"
+    saved = f"{needs.saved_targets:.2f} targets with {_count(needs.draft_length, 'token')} a round"
+    return f"{head}: {accepted} saves {saved}, which needs {needs.drafts:.2f}{_pending(draft, rules)}"
 
 
 def _pending(group: GroupDecision, rules: GroupRules) -> str:

@@ -153,6 +153,17 @@ def test_who_waits_counts_as_far_as_they_would_wait_too_long() -> None:
     assert hurried.queue_seconds == pytest.approx(20 * 100 / 1600)
 
 
+def test_a_steady_growth_counts_ahead() -> None:
+    assert needs(replace(MEASURED, growth=1.5), Goals()).sequences == pytest.approx(34 + 15)
+
+
+def test_there_are_never_more_targets_than_sequences() -> None:
+    decision, _ = decide(replace(MEASURED, running=2, room=1), RULES, Past(), 0.0)
+    assert decision.target is not None
+    assert decision.needs.targets == 2
+    assert decision.target.now == Sample(0.0, 2, 2)
+
+
 def test_a_target_that_nobody_can_hold_is_not_asked_for() -> None:
     found = needs(MEASURED, Goals(token_seconds=1e-6))
     assert found.token_seconds > 1e-3
@@ -267,7 +278,7 @@ def test_the_sentence_says_the_numbers_it_used() -> None:
     found = needs(MEASURED, replace(RULES.goals, most_targets=5))
     assert found.targets is not None
     assert f"targets: 34 sequences at 21 ms a token, {found.per_target:.1f} on a target at 50 ms" in sentence
-    assert f"need {found.targets:.1f}" in sentence
+    assert f"need {found.targets:.2f}" in sentence
     assert "; 1 draft: acceptance 0.60 saves" in sentence
 
 
