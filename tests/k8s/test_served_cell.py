@@ -81,14 +81,14 @@ def cell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cell]:
     http_port, grpc_port = free_ports(2)
     models = {"target": str(target), "draft": str(draft), "served_name": MODEL, "dtype": "float32"}
     file, pods = serve_config(folder, models, http_port, grpc_port)
-    spare = next(one for one in pods if "spool_target" in one)
+    gateway, target_pod, draft_pod = pods
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(CACHE_VARIABLE, str(folder / "cache"))
         for name, value in SECRETS.items():
             patch.setenv(name, value)
         plain = PlainDecoder(target)
-        # The head, as in the manifests, has nothing that a replica reserves; one more pod is there to move to.
-        with RayCluster([{}, *pods, spare]) as cluster:
+        # The head, as in the manifests, has nothing that a replica reserves; one more target's pod is there to move to.
+        with RayCluster([{}, gateway | draft_pod, target_pod, target_pod]) as cluster:
             cluster.deploy(file)
             found = Cell(cluster, plain, http_port, grpc_port)
             wait_until(lambda: healthy(found), "a cell that serves", 2 * LONG)
