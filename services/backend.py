@@ -20,7 +20,7 @@ class GenerationRequest:
     `max_tokens` is at least 1 and counts a stop token. `draft_length` None leaves the choice to the scheduler, 0 turns
     speculation off. `top_logprobs` None: no log probabilities; 0: those of the chosen tokens alone; n: those of the n
     most likely tokens as well. `deadline_seconds` counts from `Backend.submit`; None: no deadline. `request_id` is for
-    logs alone.
+    logs alone, and `traceparent` for traces.
 
     Raises `ValueError` naming field, value and limit. Limits that depend on the model are the backend's to check.
     """
@@ -33,6 +33,7 @@ class GenerationRequest:
     top_logprobs: int | None = None
     deadline_seconds: float | None = None
     request_id: str = ""
+    traceparent: str = ""
 
     def __post_init__(self) -> None:
         def require(name: str, holds: bool, limit: str) -> None:

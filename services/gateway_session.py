@@ -149,7 +149,7 @@ class GatewaySession:
             message = f"request_id {request_id} is taken by a live sequence of the session"
             raise SessionEndedError(grpc.StatusCode.INVALID_ARGUMENT, message)
         sequence_id, named = self._service.new_sequence_id(), submission.client_request_id[:LONGEST_REQUEST_ID]
-        sequence = _SessionSequence(self, request_id, sequence_id, named)
+        sequence = _SessionSequence(self, request_id, sequence_id, named, submission.traceparent)
         self._live[request_id] = sequence
         try:
             request = request_from_wire(sequence.sequence_id, submission)
@@ -205,9 +205,12 @@ class GatewaySession:
 class _SessionSequence:
     """Takes the output of one sequence for its session (services.scheduler_service.SequenceSink)."""
 
-    def __init__(self, session: GatewaySession, request_id: int, sequence_id: int, client_request_id: str) -> None:
+    def __init__(
+        self, session: GatewaySession, request_id: int, sequence_id: int, client_request_id: str, traceparent: str
+    ) -> None:
         self.sequence_id = sequence_id
         self.client_request_id = client_request_id
+        self.traceparent = traceparent
         self._session = session
         self._request_id = request_id
         self._ended = False

@@ -44,6 +44,7 @@ class LocalBackend:
                 draft_length=request.draft_length,
                 top_logprobs=request.top_logprobs,
                 client_request_id=request.request_id,
+                traceparent=request.traceparent,
             )
         except ServiceClosedError as error:
             raise BackendUnavailableError(str(error)) from error

@@ -44,6 +44,7 @@ from services.kv_mover import KvMover
 from services.sequence_stream import AdmissionRefusedError, SequenceFailedError, SequenceStream, TokenDelta
 from services.statistics import ServiceStatistics, StatisticsSnapshot
 from services.step_trace import StepTrace
+from services.tracing import SequenceTracing
 from services.wire import spec_from_wire
 from services.worker_link import LinkOptions, SchedulerFencedError, WorkerEndpoint
 from services.worker_set import WorkerSet
@@ -68,10 +69,11 @@ class SchedulerStoppedError(SequenceFailedError):
 class SequenceSink(Protocol):
     """Who takes the output of a sequence. Calls come from the event loop and must not block.
 
-    `client_request_id` is for logs.
+    `client_request_id` is for logs, `traceparent` for traces.
     """
 
     client_request_id: str
+    traceparent: str
 
     def push(self, delta: TokenDelta) -> None: ...
 
@@ -85,7 +87,8 @@ class SchedulerService:
     `scheduler_epoch` must be higher than that of every scheduler that spoke to the workers before, with room for one
     number for each connection made: `time.time_ns()` of the start. Lower ones are fenced off by the workers.
 
-    `security` is that of the workers' channels. `trace` records every step, for measurements. All methods belong to one
+    `security` is that of the workers' channels. `trace` records every step, for measurements; `tracing`
+    follows sequences. All methods belong to one
     event loop. Leaving the `async with` block, or `close`, fails what is unfinished.
     """
 
@@ -97,6 +100,7 @@ class SchedulerService:
         link_options: LinkOptions | None = None,
         security: ChannelSecurity | None = None,
         trace: StepTrace | None = None,
+        tracing: SequenceTracing | None = None,
     ) -> None:
         self.config = config
         self._core = SchedulerCore(config)
@@ -113,6 +117,7 @@ class SchedulerService:
         self._fenced = False
         self._statistics = ServiceStatistics(time.monotonic())
         self.counters = CellCounters()
+        self._tracing = tracing
         self.traces = [] if trace is None else [trace]
 
     # Workers.
@@ -184,8 +189,10 @@ class SchedulerService:
         top_logprobs: int | None = None,
         committed_output: Sequence[int] = (),
         client_request_id: str = "",
+        traceparent: str = "",
     ) -> SequenceStream:
-        """Enters a sequence; fields as in scheduler.messages.SequenceRequest. `client_request_id` is for logs.
+        """Enters a sequence; fields as in scheduler.messages.SequenceRequest. `client_request_id` is for logs,
+        `traceparent` for traces.
 
         Raises AdmissionRefusedError, or ServiceClosedError.
         """
@@ -200,7 +207,7 @@ class SchedulerService:
             top_logprobs=top_logprobs,
             committed_output=tuple(committed_output),
         )
-        stream = SequenceStream(request.sequence_id, self.cancel, client_request_id)
+        stream = SequenceStream(request.sequence_id, self.cancel, client_request_id, traceparent)
         self.enter(request, stream)
         stream.raise_if_refused()
         return stream
@@ -220,6 +227,8 @@ class SchedulerService:
         now = time.monotonic()
         self._statistics.sequence_started(now)
         self.counters.entered(request.sequence_id, now)
+        if self._tracing is not None:
+            self._tracing.entered(request, sink.traceparent)
         self._handle(SequenceSubmitted(request))
 
     def cancel(self, sequence_id: int) -> None:
@@ -343,6 +352,8 @@ class SchedulerService:
                     for trace in self.traces:
                         trace.step_sent(command, now)
                     self.counters.rows_sent(command.rows, now)
+                    if self._tracing is not None:
+                        self._tracing.rows_sent(link.endpoint.role, command.rows)
                     link.send(command)
             case MoveKv():
                 self._kv_mover.start(command)
@@ -350,22 +361,31 @@ class SchedulerService:
                 self._end_drain(command.worker_id)
             case EmitTokens():
                 self._statistics.tokens_emitted(command)
+                if self._tracing is not None:
+                    self._tracing.emitted(command)
                 delta = TokenDelta(
                     command.tokens, command.drafted, command.accepted, command.logits_digests, command.logprobs
                 )
                 self._sinks[command.sequence_id].push(delta)
             case FinishSequence():
                 self._statistics.sequence_finished(command.sequence_id, now)
-                self.counters.ended(command.sequence_id, command.reason.value)
+                self._count_end(command.sequence_id, command.reason.value)
                 self._sinks.pop(command.sequence_id).end(command.reason)
             case FailSequence():
                 self._statistics.sequence_failed(command.sequence_id, now)
-                self.counters.ended(command.sequence_id, "failed")
+                self._count_end(command.sequence_id, "failed", command.error)
                 self._sinks.pop(command.sequence_id).end(SequenceFailedError(command.error))
             case RefuseSequence():
                 self._statistics.sequence_refused(command.sequence_id, now)
                 self.counters.refused(command.sequence_id, command.cause.value)
+                if self._tracing is not None:
+                    self._tracing.ended(command.sequence_id, "refused", command.message)
                 self._sinks.pop(command.sequence_id).end(AdmissionRefusedError(command.cause, command.message))
+
+    def _count_end(self, sequence_id: int, outcome: str, error: str | None = None) -> None:
+        self.counters.ended(sequence_id, outcome)
+        if self._tracing is not None:
+            self._tracing.ended(sequence_id, outcome, error)
 
     def _client_request_id(self, sequence_id: int) -> str:
         sink = self._sinks.get(sequence_id)
@@ -398,7 +418,7 @@ class SchedulerService:
         self._sinks.clear()
         for sequence_id, sink in sinks.items():
             self._statistics.sequence_failed(sequence_id, now)
-            self.counters.ended(sequence_id, "failed")
+            self._count_end(sequence_id, "failed", reason)
             sink.end(SchedulerStoppedError(reason))
         # It must not speak to workers any more that may have another scheduler now.
         self.workers.stop()

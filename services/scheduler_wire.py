@@ -48,6 +48,7 @@ def submission_to_wire(
         admitted_before=admitted_before,
         timeout_seconds=timeout_seconds,
         client_request_id=request.request_id,
+        traceparent=request.traceparent,
     )
 
 

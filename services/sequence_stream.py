@@ -46,12 +46,16 @@ class SequenceStream:
 
     Ends when the sequence is finished; `finish_reason` is known from then on. Raises SequenceFailedError or
     AdmissionRefusedError.
-    Leaving an `async with` block before the end cancels the sequence. `client_request_id` is for logs.
+    Leaving an `async with` block before the end cancels the sequence. `client_request_id` is for logs, `traceparent`
+    for traces.
     """
 
-    def __init__(self, sequence_id: int, on_cancel: Callable[[int], None], client_request_id: str = "") -> None:
+    def __init__(
+        self, sequence_id: int, on_cancel: Callable[[int], None], client_request_id: str = "", traceparent: str = ""
+    ) -> None:
         self.sequence_id = sequence_id
         self.client_request_id = client_request_id
+        self.traceparent = traceparent
         self.finish_reason: FinishReason | None = None
         self._on_cancel = on_cancel
         self._deltas: asyncio.Queue[TokenDelta | FinishReason | Exception] = asyncio.Queue()

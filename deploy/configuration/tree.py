@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import ByteSize, ValidationInfo, field_validator
 
 from deploy.configuration.entrance import AuthSettings, GatewaySettings, InternalSettings
-from deploy.configuration.observation import LoggingSettings
+from deploy.configuration.observation import LoggingSettings, TracingSettings
 from deploy.configuration.placement import Groups, Placement, WorkerGroup
 from deploy.configuration.section import FieldProblem, Section, described
 from deploy.options import NGRAM, NO_DRAFT, ModelSettings, SchedulingSettings
@@ -161,6 +161,7 @@ class SpoolConfig(Section):
     auth: AuthSettings = described(AuthSettings(), "Who may come in.")
     internal: InternalSettings = described(InternalSettings(), "How the replicas know each other.")
     logging: LoggingSettings = described(LoggingSettings(), "What replicas write about their work.")
+    tracing: TracingSettings = described(TracingSettings(), "Traces of requests.")
     ray: RaySettings = described(RaySettings(), "The Ray cluster.")
 
     def problems(self) -> Iterator[FieldProblem]:

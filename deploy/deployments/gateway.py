@@ -14,6 +14,7 @@ from deploy.configuration.tree import SpoolConfig
 from deploy.deployments.plan import Plan, channel_security, secret_from_environment, secret_from_file
 from deploy.deployments.ray_metrics import RayMirror
 from deploy.deployments.scheduler_address import SchedulerAddress
+from deploy.deployments.traces import request_tracing
 from engine.model_source import SourceKind, fetch_model, resolve_model
 from scheduler.messages import Role
 from services.gateway.app import create_app
@@ -50,13 +51,20 @@ class Gateway:
             security=channel_security(config.internal),
             listener=metrics,
         )
-        self._app = create_app(backend, tokenizer, settings, metrics)
         self._running = AsyncExitStack()
+        tracing = request_tracing(config.tracing, self._running)
+        self._app = create_app(backend, tokenizer, settings, metrics, tracing)
         await self._running.enter_async_context(backend)
         await self._running.enter_async_context(RayMirror(metrics.families))
         if config.gateway.grpc_port is not None:
             grpc_server = GrpcServer(
-                backend, tokenizer, settings, metrics, config.gateway.drain_seconds / 2, share_port=True
+                backend,
+                tokenizer,
+                settings,
+                metrics,
+                config.gateway.drain_seconds / 2,
+                share_port=True,
+                tracing=tracing,
             )
             await self._running.enter_async_context(grpc_server)
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from contextlib import AsyncExitStack
 from typing import Any
 
 from deploy.autoscaling.reporter import Autoscaler
 from deploy.autoscaling.rules import rules_from_plain
 from deploy.deployments.plan import Plan, channel_security, internal_host
 from deploy.deployments.ray_metrics import RayMirror
+from deploy.deployments.traces import sequence_tracing
 from deploy.plain_messages import plain_message
 from services.log_format import install_logs
 from services.scheduler_families import scheduler_families
@@ -31,6 +33,7 @@ class Scheduler:
         security = channel_security(config.internal)
         scheduler_config = config.scheduling.scheduler_config(config.models.drafts)
         self._autoscaler = Autoscaler(scheduler_config)
+        self._running = AsyncExitStack()
         self._service = SchedulerService(
             scheduler_config,
             scheduler_epoch=time.time_ns(),
@@ -39,11 +42,11 @@ class Scheduler:
                 silence_timeout=config.scheduling.silence_timeout_seconds,
             ),
             security=security,
+            tracing=sequence_tracing(config.tracing, self._running),
         )
         self._server = SchedulerServer(self._service, internal_host(config.internal), security=security)
         self._address = await self._server.start()
-        self._mirror = RayMirror(lambda: scheduler_families(self._server.status()))
-        await self._mirror.__aenter__()
+        await self._running.enter_async_context(RayMirror(lambda: scheduler_families(self._server.status())))
 
     async def locate(self) -> str:
         """The address of the gRPC server."""
@@ -66,6 +69,6 @@ class Scheduler:
         self._server.check_health()
 
     async def __del__(self) -> None:
-        await self._mirror.__aexit__(None, None, None)
         await self._server.stop(1.0)
         await self._service.close()
+        await self._running.aclose()

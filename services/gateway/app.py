@@ -19,14 +19,19 @@ from services.gateway.service_routes import DISTRIBUTION, open_router, service_r
 from services.gateway.settings import GatewaySettings
 from services.gateway.token_strings import TokenStrings
 from services.tokenizer import ModelTokenizer
+from services.tracing import RequestTracing
 
 
 def create_app(
-    backend: Backend, tokenizer: ModelTokenizer, settings: GatewaySettings, metrics: GatewayMetrics | None = None
+    backend: Backend,
+    tokenizer: ModelTokenizer,
+    settings: GatewaySettings,
+    metrics: GatewayMetrics | None = None,
+    tracing: RequestTracing | None = None,
 ) -> FastAPI:
     """`metrics` where the gRPC server of the same gateway counts into the same registry."""
     metrics = metrics or GatewayMetrics()
-    engine = CompletionEngine(backend, tokenizer, settings, metrics)
+    engine = CompletionEngine(backend, tokenizer, settings, metrics, tracing)
     strings = TokenStrings(tokenizer)
     app = FastAPI(
         title="Spool",

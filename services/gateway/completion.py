@@ -30,8 +30,9 @@ from services.gateway.options import (
 )
 from services.gateway.prompts import PreparedPrompt, encode_chat, prepare_prompts, too_long
 from services.gateway.settings import GatewaySettings
-from services.request_ids import current_request_id
+from services.request_ids import current_request_id, current_traceparent
 from services.tokenizer import ModelTokenizer
+from services.tracing import NoTracing, RequestSpan, RequestTracing
 
 logger = logging.getLogger(__name__)
 
@@ -53,13 +54,15 @@ class Completion:
     Leaving the `with` block, or `cancel`, frees whatever is unfinished.
     """
 
-    def __init__(self, model: str, prompt_tokens: int, seed: int) -> None:
+    def __init__(self, model: str, prompt_tokens: int, seed: int, span: RequestSpan) -> None:
         self.request_id = uuid.uuid4().hex
         self.created = int(time.time())
         self.model = model
         self.seed = seed
         self.choices: list[Choice] = []
         self._prompt_tokens = prompt_tokens
+        self._span = span
+        self._failure: str | None = None
 
     def cancel(self) -> None:
         for choice in self.choices:
@@ -86,6 +89,9 @@ class Completion:
                 async with aclosing(_merged(self.choices)) as pieces:
                     async for piece in pieces:
                         yield piece
+        except Exception as error:
+            self._failure = str(error)
+            raise
         finally:
             self.cancel()
 
@@ -96,21 +102,31 @@ class Completion:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.cancel()
-        usage = self.usage()
+        counts = asdict(self.usage())
         figures = {"completion": self.request_id, "finish_reasons": [choice.finish_reason for choice in self.choices]}
-        logger.info("completion ended", extra={"figures": figures | asdict(usage)})
+        logger.info("completion ended", extra={"figures": figures | counts})
+        ends = ",".join(choice.finish_reason or "abort" for choice in self.choices)
+        # Seeds go beyond the integers that traces have.
+        attributes = {f"spool.{name}": count for name, count in counts.items() if name != "seed"}
+        self._span.end({**attributes, "spool.finish_reasons": ends}, self._failure)
 
 
 class CompletionEngine:
     """Starts completions on a backend, within the settings' limits. Safe for any number of requests at once."""
 
     def __init__(
-        self, backend: Backend, tokenizer: ModelTokenizer, settings: GatewaySettings, metrics: GatewayMetrics
+        self,
+        backend: Backend,
+        tokenizer: ModelTokenizer,
+        settings: GatewaySettings,
+        metrics: GatewayMetrics,
+        tracing: RequestTracing | None = None,
     ) -> None:
         self.backend = backend
         self.tokenizer = tokenizer
         self.settings = settings
         self.metrics = metrics
+        self._tracing = tracing or NoTracing()
 
     async def model(self, name: str | None) -> tuple[str, ModelInfo]:
         """The model by one of its names, or its own name for None. Raises RequestError or BackendUnavailableError."""
@@ -144,6 +160,16 @@ class CompletionEngine:
 
     async def start(self, model_name: str | None, prompts: Sequence[Prompt], options: GenerationOptions) -> Completion:
         """Returns once every sequence is admitted. Raises RequestError, or errors of services.backend."""
+        span = self._tracing.begin(current_traceparent(), current_request_id())
+        try:
+            return await self._start(model_name, prompts, options, span)
+        except BaseException as error:
+            span.end({}, str(error) or type(error).__name__)
+            raise
+
+    async def _start(
+        self, model_name: str | None, prompts: Sequence[Prompt], options: GenerationOptions, span: RequestSpan
+    ) -> Completion:
         arrived = time.perf_counter()
         name, info = await self.model(model_name)
         limits = self.settings.limits
@@ -158,10 +184,10 @@ class CompletionEngine:
         prepared = await prepare_prompts(prompts, self.tokenizer, info, limits, options.echo)
         budgets = [self._max_tokens(prompt, one, options, info) for prompt, one in zip(prompts, prepared, strict=True)]
         deadline = arrived + self._timeout(options)
-        completion = Completion(name, sum(len(one.tokens) for one in prepared), sampling.seed)
+        completion = Completion(name, sum(len(one.tokens) for one in prepared), sampling.seed, span)
         try:
             for one, max_tokens in zip(prepared, budgets, strict=True):
-                await self._add_choices(completion, one, max_tokens, options, sampling, arrived, deadline)
+                await self._add_choices(completion, one, max_tokens, options, sampling, arrived, deadline, span)
         except BaseException:
             completion.cancel()
             raise
@@ -176,6 +202,7 @@ class CompletionEngine:
         sampling: SamplingParameters,
         arrived: float,
         deadline: float,
+        span: RequestSpan,
     ) -> None:
         asked = frozenset(options.stop_token_ids)
         stops = asked if options.ignore_eos else asked | self.tokenizer.stop_token_ids
@@ -192,6 +219,7 @@ class CompletionEngine:
                 top_logprobs=options.top_logprobs,
                 deadline_seconds=seconds_left,
                 request_id=current_request_id(),
+                traceparent=span.traceparent,
             )
             meter = self.metrics.sequence(arrived)
             try:

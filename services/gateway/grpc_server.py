@@ -25,6 +25,7 @@ from services.gateway.metrics import GatewayMetrics
 from services.gateway.settings import GatewaySettings, ListenSettings
 from services.gateway.token_strings import TokenStrings
 from services.tokenizer import ModelTokenizer
+from services.tracing import RequestTracing
 
 SERVICE = generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
@@ -49,9 +50,10 @@ class GrpcServer:
         drain_seconds: float = 10.0,
         *,
         share_port: bool = False,
+        tracing: RequestTracing | None = None,
     ) -> None:
         metrics = metrics or GatewayMetrics()
-        self._engine = CompletionEngine(backend, tokenizer, settings, metrics)
+        self._engine = CompletionEngine(backend, tokenizer, settings, metrics, tracing)
         self._strings = TokenStrings(tokenizer)
         self._drain_seconds = drain_seconds
         self._share_port = share_port

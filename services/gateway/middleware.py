@@ -16,7 +16,7 @@ from services.gateway.errors import ErrorKind, RequestError
 from services.gateway.http_errors import error_response
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.settings import GatewaySettings, Limits
-from services.request_ids import REQUEST_ID, begin_request
+from services.request_ids import REQUEST_ID, TRACEPARENT, begin_request
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,8 @@ class RequestIds:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        request_id = begin_request(Headers(scope=scope).get(REQUEST_ID, ""))
+        headers = Headers(scope=scope)
+        request_id = begin_request(headers.get(REQUEST_ID, ""), headers.get(TRACEPARENT, ""))
         began = time.perf_counter()
         status = 0
 

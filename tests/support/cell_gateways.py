@@ -11,6 +11,7 @@ from services.gateway.http_server import HttpServer
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.settings import GatewaySettings, ListenSettings
 from services.tokenizer import ModelTokenizer
+from services.tracing import RequestTracing
 from tests.support.cells import CLIENT, Cell, SchedulerClient
 from tests.support.gateway import Served
 from tests.support.waiting import until
@@ -18,15 +19,18 @@ from tests.support.waiting import until
 
 @asynccontextmanager
 async def running_gateway(
-    cell: Cell, tokenizer: ModelTokenizer, settings: GatewaySettings | None = None
+    cell: Cell,
+    tokenizer: ModelTokenizer,
+    settings: GatewaySettings | None = None,
+    tracing: RequestTracing | None = None,
 ) -> AsyncIterator[Served]:
     free = {"http": ListenSettings(), "grpc": ListenSettings()}
     settings = (settings or GatewaySettings()).model_copy(update=free)
     metrics = GatewayMetrics()
     async with (
         SchedulerClient(cell.resolve, options=CLIENT, gateway_id="gateway", listener=metrics) as backend,
-        HttpServer(create_app(backend, tokenizer, settings, metrics), settings.http, drain_seconds=1) as http,
-        GrpcServer(backend, tokenizer, settings, metrics, drain_seconds=1) as grpc,
+        HttpServer(create_app(backend, tokenizer, settings, metrics, tracing), settings.http, drain_seconds=1) as http,
+        GrpcServer(backend, tokenizer, settings, metrics, drain_seconds=1, tracing=tracing) as grpc,
     ):
         await until(lambda: backend.connected)
         yield Served(http.url, grpc.address)

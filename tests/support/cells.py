@@ -24,6 +24,7 @@ from services.scheduler_client import ClientOptions, SchedulerClient
 from services.scheduler_server import SchedulerServer, SchedulerServerOptions
 from services.scheduler_service import SchedulerService
 from services.step_executor import DraftStepExecutor, StepExecutor, TargetStepExecutor
+from services.tracing import SequenceTracing
 from services.worker_link import LinkOptions
 from services.worker_registration import RegistrationOptions, WorkerRegistration
 from services.worker_registry import RegistryOptions
@@ -124,12 +125,14 @@ async def running_scheduler(
     sessions: SessionOptions = SESSIONS,
     registry: RegistryOptions = REGISTRY,
     epoch: int | None = None,
+    tracing: SequenceTracing | None = None,
 ) -> AsyncIterator[tuple[SchedulerService, SchedulerServer]]:
     async with SchedulerService(
         config or SchedulerConfig(policy=Policy.RAGGED),
         scheduler_epoch=time.time_ns() if epoch is None else epoch,
         link_options=LINKS,
         security=security,
+        tracing=tracing,
     ) as service:
         options = SchedulerServerOptions(sessions=sessions, registry=registry)
         server = SchedulerServer(service, security=security, options=options)
@@ -148,13 +151,14 @@ async def running_cell(
     security: ChannelSecurity = OPEN,
     sessions: SessionOptions = SESSIONS,
     registry: RegistryOptions = REGISTRY,
+    tracing: SequenceTracing | None = None,
     **settings: Any,
 ) -> AsyncIterator[Cell]:
     """A scheduler and workers that are in use."""
     resolve = Whereabouts()
     async with AsyncExitStack() as stack:
         service, server = await stack.enter_async_context(
-            running_scheduler(resolve, config, security, sessions, registry)
+            running_scheduler(resolve, config, security, sessions, registry, tracing=tracing)
         )
         roles = [(Role.DRAFT, index) for index in range(drafts)] + [(Role.TARGET, index) for index in range(targets)]
         workers = [
