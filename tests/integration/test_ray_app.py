@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -93,6 +94,8 @@ def served(pair: tuple[Path, Path], plain: PlainDecoder, tmp_path_factory: pytes
                 "http_on": "head_node",
                 "drain_seconds": 2,
             },
+            "logging": {"format": "json", "level": "debug"},
+            "tracing": {"endpoint": "console"},
             "ray": {"address": cluster.address},
         }
         file = folder / "spool.yaml"
@@ -168,6 +171,25 @@ def test_rays_own_metrics_have_every_figure_once(served: Served) -> None:
     assert {labels["deployment"] for labels, _ in told("spec_decode_num_drafts_total")} == {"Scheduler"}
     assert len(told("spec_decode_num_drafts_total")) == 1
     assert {labels["le"] for labels, _ in told("verify_group_rows_bucket")} >= {"1.0", "+Inf"}
+
+
+def test_logs_and_traces_of_gateway_and_scheduler_name_the_request(served: Served) -> None:
+    trace = "1" * 32
+    headers = {"x-request-id": "mine-1", "traceparent": f"00-{trace}-{'2' * 16}-01"}
+    body = {"model": MODEL, "prompt": "a", "max_tokens": 3}
+    httpx.post(f"{served.url}/v1/completions", json=body, headers=headers, timeout=LONG)
+
+    def written() -> list[str]:
+        files = served.cluster.folder.glob("**/logs/worker-*.err")
+        return [line for file in files for line in file.read_text().splitlines()]
+
+    def loggers() -> set[str]:
+        return {json.loads(line)["logger"] for line in written() if '"request_id": "mine-1"' in line and line[0] == "{"}
+
+    sides = {"services.gateway.completion", "services.gateway.middleware", "services.gateway_session"}
+    wait_until(lambda: loggers() >= sides, "both have written their lines")
+    # Of request, sequence, queue, prefill and decode.
+    wait_until(lambda: sum(f'"trace_id": "0x{trace}"' in line for line in written()) >= 5, "both have told their spans")
 
 
 def test_two_gateways_on_one_node_share_the_grpc_port(served: Served) -> None:
