@@ -134,7 +134,7 @@ class Backend(Protocol):
         ...
 
     async def model(self) -> ModelInfo:
-        """Raises BackendUnavailableError while no target worker is up and none was seen before."""
+        """May wait for the first target worker. Raises BackendUnavailableError where none is up or was up before."""
         ...
 
     async def load(self) -> LoadFigures:

@@ -32,6 +32,7 @@ class ClientOptions:
     """Times in seconds. Sequences fail when no scheduler was reached for `give_up`.
 
     While a session lasts, `resolve` is asked every `watch_interval` whether its scheduler is still the one.
+    Where no model was seen yet, `model` waits for the first for `first_model_timeout`.
     `connect_timeout` bounds finding a scheduler's address, opening a session and asking for the status. A sequence that
     was submitted in `most_fruitless_submissions` sessions, and got no token before they broke, fails: it may be what
     breaks them.
@@ -43,10 +44,19 @@ class ClientOptions:
     longest_backoff: float = 1.0
     watch_interval: float = 1.0
     model_age: float = 5.0
+    first_model_timeout: float = 10.0
     most_fruitless_submissions: int = 8
 
     def __post_init__(self) -> None:
-        for name in ("give_up", "connect_timeout", "first_backoff", "longest_backoff", "watch_interval", "model_age"):
+        for name in (
+            "give_up",
+            "connect_timeout",
+            "first_backoff",
+            "longest_backoff",
+            "watch_interval",
+            "model_age",
+            "first_model_timeout",
+        ):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}, must be above 0")
         if self.most_fruitless_submissions < 1:
@@ -146,24 +156,30 @@ class SchedulerClient:
         return stream
 
     async def model(self) -> ModelInfo:
-        now = asyncio.get_running_loop().time()
-        if self._model is not None and now - self._model_time < self._options.model_age:
+        clock = asyncio.get_running_loop().time
+        if self._model is not None and clock() - self._model_time < self._options.model_age:
             return self._model
-        try:
-            status = await self.status()
-        except BackendUnavailableError:
+        end = clock() + self._options.first_model_timeout
+        while True:
+            try:
+                self._learn_model(await self.status(), clock())
+                trouble = BackendUnavailableError("no target worker is up")
+            except BackendUnavailableError as error:
+                trouble = error
             if self._model is not None:
                 return self._model
-            raise
+            # A gateway that takes the place of another has clients at once, and a scheduler soon.
+            if self._gave_up or clock() >= end:
+                raise trouble
+            await asyncio.sleep(self._options.first_backoff)
+
+    def _learn_model(self, status: scheduler_pb2.StatusReply, now: float) -> None:
         if status.HasField("model"):
             served = status.model
             self._model_time = now
             self._model = ModelInfo(
                 served.model_id, served.vocabulary_size, served.max_sequence_length, served.tokenizer_digest
             )
-        if self._model is None:
-            raise BackendUnavailableError("no target worker is up")
-        return self._model
 
     async def load(self) -> LoadFigures:
         return load_from_wire(await self.status())

@@ -1,9 +1,17 @@
-"""Fewer replicas of a target on real Ray, in the midst of its streams: they go on elsewhere with their KV."""
+"""What becomes of streams while the Ray cluster under them changes: all of them end with the text of plain decoding."""
 
 from __future__ import annotations
 
 import asyncio
+import shutil
+import subprocess
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -11,21 +19,69 @@ import yaml
 
 from engine.model_source import CACHE_VARIABLE
 from tests.support.command_line import save_tokenizer, spool
+from tests.support.ports import free_ports
 from tests.support.ray_cluster import RayCluster
-from tests.support.serving import ENGINE, PlainDecoder, free_ports, requests, stream_all
+from tests.support.serving import ENGINE, Ask, PlainDecoder, requests, stream_all
 from tests.support.tiny_models import save_tiny_pair
-from tests.support.waiting import LONG, wait_until
+from tests.support.waiting import LONG, setting, wait_until
 
 MODEL = "tiny"
 
 
-def rendered(folder: Path, http_port: int, grpc_port: int) -> dict[str, object]:
-    """What `spool config --serve` makes of a configuration with two targets and a draft."""
+@dataclass
+class Cell:
+    """The application on a cluster, and what its configuration says."""
+
+    cluster: RayCluster
+    url: str
+    folder: Path
+    configuration: dict[str, Any]
+    plain: PlainDecoder
+
+    def deploy(self, **changes: Any) -> None:
+        """With these sections changed; answered when Serve has taken notice."""
+        file = self.folder / "spool.yaml"
+        file.write_text(yaml.safe_dump(self.configuration | changes))
+        ended = spool("config", "--serve", "--config", file)
+        assert ended.code == 0, ended.err
+        serve_file = self.folder / "serve.yaml"
+        serve_file.write_text(ended.out)
+        self.cluster.deploy(serve_file)
+
+    def workers(self, role: str) -> list[dict[str, Any]]:
+        status = self.cluster.scheduler() or {"workers": []}
+        there = [one for one in status["workers"] if one["role"] == f"ROLE_{role}"]
+        return [one for one in there if one["state"] == "WORKER_STATE_IN_USE"]
+
+    def stream(self, asked: list[Ask], on_start: Any = None) -> list[str]:
+        return asyncio.run(stream_all(self.url, MODEL, asked, on_start))
+
+
+@contextmanager
+def redis(folder: Path) -> Iterator[dict[str, str]]:
+    """What Ray needs to know to keep its state in a Redis; nothing where there is none to be had."""
+    server = shutil.which("redis-server")
+    if server is None:
+        yield {}
+        return
+    (port,) = free_ports(1)
+    command = [server, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(folder)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+        try:
+            yield {"RAY_REDIS_ADDRESS": f"127.0.0.1:{port}"}
+        finally:
+            process.kill()
+
+
+@pytest.fixture(scope="module")
+def cell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cell]:
+    folder = tmp_path_factory.mktemp("cell")
     target, draft = save_tiny_pair("llama", folder)
     for model in (target, draft):
         save_tokenizer(model)
     token = folder / "token"
     token.write_text("0123456789abcdef0123456789abcdef")
+    http_port, grpc_port = free_ports(2)
     configuration = {
         "models": {"target": str(target), "draft": str(draft), "served_name": MODEL, "dtype": "float32"},
         "engine": ENGINE,
@@ -34,24 +90,18 @@ def rendered(folder: Path, http_port: int, grpc_port: int) -> dict[str, object]:
             "draft": {"replicas": 1, "threads": 1, "drain_seconds": 5},
             "target": {"replicas": 2, "threads": 1, "drain_seconds": LONG},
         },
-        "gateway": {"http_port": http_port, "grpc_port": grpc_port, "http_on": "head_node", "drain_seconds": 2},
+        "gateway": {"http_port": http_port, "grpc_port": grpc_port, "http_on": "head_node", "drain_seconds": LONG},
         "internal": {"token_file": str(token)},
     }
-    file = folder / "spool.yaml"
-    file.write_text(yaml.safe_dump(configuration))
-    ended = spool("config", "--serve", "--config", file)
-    assert ended.code == 0, ended.err
-    config: dict[str, object] = yaml.safe_load(ended.out)
-    return config
-
-
-def with_targets(config: dict[str, object], count: int, file: Path) -> Path:
-    (application,) = config["applications"]  # type: ignore[misc]
-    for deployment in application["deployments"]:  # type: ignore[index]
-        if deployment["name"] == "TargetWorker":
-            deployment["num_replicas"] = count
-    file.write_text(yaml.safe_dump(config))
-    return file
+    with pytest.MonkeyPatch.context() as patch, redis(folder) as state:
+        patch.setenv(CACHE_VARIABLE, str(folder / "cache"))
+        with RayCluster([{}, {}], state) as cluster:
+            cell = Cell(cluster, f"http://127.0.0.1:{http_port}", folder, configuration, PlainDecoder(target))
+            cell.deploy()
+            wait_until(lambda: len(cell.workers("TARGET")) == 2, "two targets", 2 * LONG)
+            wait_until(lambda: len(cell.workers("DRAFT")) == 1, "a draft", 2 * LONG)
+            wait_until(lambda: answers(f"{cell.url}/health"), "a gateway")
+            yield cell
 
 
 def answers(url: str) -> bool:
@@ -61,35 +111,69 @@ def answers(url: str) -> bool:
         return False
 
 
-def test_streams_of_a_target_that_is_scaled_away_go_on_elsewhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
-    http_port, grpc_port = free_ports(2)
-    config = rendered(tmp_path, http_port, grpc_port)
+def test_streams_go_on_while_rays_state_is_gone(cell: Cell) -> None:
+    if "RAY_REDIS_ADDRESS" not in cell.cluster.environment:
+        pytest.skip("there is no redis-server here")
+    long, short = requests(12, max_tokens=400), requests(6, max_tokens=20)
+    between: list[str] = []
+    servers: list[int] = []
+
+    def lose_state() -> None:
+        servers.append(cell.cluster.kill_gcs())
+        # Others come, and are answered, before there is another one.
+        between.extend(cell.stream(short))
+        servers.append(cell.cluster.start_gcs())
+
+    assert cell.stream(long, lose_state) == cell.plain(long)
+    assert between == cell.plain(short)
+    assert servers[0] != servers[1]
+    # Ray itself is well again.
+    wait_until(lambda: len(cell.workers("TARGET")) == 2, "the scheduler is found")
+    assert cell.cluster.scheduler()["throughput"]["failed"] == 0
+
+
+def test_another_draft_model_changes_no_answer(cell: Cell) -> None:
+    """Every replica is replaced, while requests come all the time."""
+    _, other = save_tiny_pair("llama", cell.folder / "other", disagreement=0.1)
+    save_tokenizer(other)
+    models = {**cell.configuration["models"], "draft": str(other)}
+    asked = requests(8, max_tokens=60)
+    expected = cell.plain(asked)
+    done = threading.Event()
+
+    def keep_asking(place: int) -> list[bool]:
+        right = []
+        while not done.is_set():
+            right.append(cell.stream([asked[place]]) == [expected[place]])
+        return right
+
+    def ids() -> set[str]:
+        return {worker["worker_id"] for role in ("DRAFT", "TARGET") for worker in cell.workers(role)}
+
+    before = ids()
+    with ThreadPoolExecutor(len(asked)) as pool, setting(done):
+        answers = [pool.submit(keep_asking, place) for place in range(len(asked))]
+        cell.deploy(models=models)
+        wait_until(lambda: len(ids() - before) == 3 == len(ids()), "other workers, and none of before", 3 * LONG)
+        done.set()
+        right = [answer.result(2 * LONG) for answer in answers]
+    assert all(map(all, right))
+    assert [worker["model_id"] for worker in cell.workers("DRAFT")] == [str(other)]
+    cell.configuration["models"] = models
+    assert cell.cluster.scheduler()["throughput"]["failed"] == 0
+
+
+def test_streams_of_a_target_that_is_scaled_away_go_on_elsewhere(cell: Cell) -> None:
     asked = requests(12, max_tokens=400)
-    url = f"http://127.0.0.1:{http_port}"
-    with RayCluster([{}, {}]) as cluster:
+    before = {worker["worker_id"] for worker in cell.workers("TARGET")}
+    moved = cell.cluster.scheduler()["kv_moves"]["moves"]
+    groups = cell.configuration["groups"]
+    one_target = {**groups, "target": {**groups["target"], "replicas": 1}}
 
-        def targets() -> list[str]:
-            status = cluster.scheduler() or {"workers": []}
-            workers = [one for one in status["workers"] if one["role"] == "ROLE_TARGET"]
-            return [one["worker_id"] for one in workers if one["state"] == "WORKER_STATE_IN_USE"]
-
-        cluster.deploy(with_targets(config, 2, tmp_path / "two.yaml"))
-        wait_until(lambda: len(targets()) == 2, "two targets", 2 * LONG)
-        before = set(targets())
-        wait_until(lambda: answers(f"{url}/health"), "a gateway")
-
-        def scale_down() -> None:
-            cluster.deploy(with_targets(config, 1, tmp_path / "one.yaml"))
-
-        texts = asyncio.run(stream_all(url, MODEL, asked, scale_down))
-        wait_until(lambda: len(targets()) == 1, "one target")
-        left = targets()
-        status = cluster.scheduler()
-    assert texts == PlainDecoder(tmp_path / "llama-target")(asked)
-    assert set(left) < before
-    assert status["kv_moves"]["moves"] > 0
+    assert cell.stream(asked, lambda: cell.deploy(groups=one_target)) == cell.plain(asked)
+    wait_until(lambda: len(cell.workers("TARGET")) == 1, "one target")
+    status = cell.cluster.scheduler()
+    assert {worker["worker_id"] for worker in cell.workers("TARGET")} < before
+    assert status["kv_moves"]["moves"] > moved
     assert status["kv_moves"]["failed"] == 0
     assert status["throughput"]["failed"] == 0

@@ -29,7 +29,7 @@ from services.backend import BackendUnavailableError
 from services.gateway.settings import GatewaySettings
 from tests.support.cells import client, read_some, request_of, running_cell
 from tests.support.gateway import Gateways, Served, stand_in_gateways
-from tests.support.waiting import LONG, until, wait_until
+from tests.support.waiting import LONG, setting, until, wait_until
 
 KEY = "key-of-a-person"
 UNKNOWN = "\N{EN DASH}"
@@ -251,15 +251,6 @@ def browser(profile: Path, width: int, height: int) -> Iterator[webdriver.Chrome
         yield chrome
     finally:
         chrome.quit()
-
-
-@contextmanager
-def setting(event: threading.Event) -> Iterator[None]:
-    """Sets the event at the end, however that comes."""
-    try:
-        yield
-    finally:
-        event.set()
 
 
 def requested_urls(chrome: webdriver.Chrome) -> list[str]:

@@ -13,12 +13,25 @@ import pytest
 
 from protos import scheduler_pb2, scheduler_pb2_grpc
 from scheduler.config import SchedulerConfig
-from scheduler.messages import FinishReason, RefusalCause
+from scheduler.messages import FinishReason, RefusalCause, Role
 from services.backend import Backend, BackendUnavailableError, DeadlineExceededError, GenerationRequest
 from services.gateway_session import SessionOptions
+from services.scheduler_client import ClientOptions
 from services.sequence_stream import AdmissionRefusedError, SequenceFailedError
 from tests.stand_in_worker import MAX_LENGTH, STEP_FAILS, VOCABULARY, continuation
-from tests.support.cells import SESSIONS, check, client, prompt_of, read, read_some, request_of, running_cell
+from tests.support.cells import (
+    SESSIONS,
+    Whereabouts,
+    check,
+    client,
+    prompt_of,
+    read,
+    read_some,
+    request_of,
+    running_cell,
+    running_scheduler,
+    running_worker,
+)
 from tests.support.waiting import LONG, until
 
 # No more than 5 tokens come out of a draft step and a verify step, so ENDLESS tokens take at least 7 seconds.
@@ -388,10 +401,25 @@ def test_no_target_for_long_is_told_to_new_and_old_sequences() -> None:
 
 def test_without_a_target_there_is_no_model() -> None:
     async def run() -> None:
-        async with running_cell(targets=0) as cell, client(cell.resolve) as backend:
+        options = ClientOptions(first_model_timeout=0.3)
+        async with running_cell(targets=0) as cell, client(cell.resolve, options=options) as backend:
             await until(lambda: backend.connected)
             with pytest.raises(BackendUnavailableError, match="no target worker is up"):
                 await backend.model()
+
+    asyncio.run(run())
+
+
+def test_a_gateway_that_is_new_waits_for_its_first_model() -> None:
+    async def run() -> None:
+        resolve = Whereabouts()
+        async with client(resolve) as backend:
+            asked = asyncio.create_task(backend.model())
+            async with running_scheduler(resolve):
+                await until(lambda: backend.connected)
+                assert not asked.done()
+                async with running_worker("target-0", Role.TARGET, resolve):
+                    assert (await asyncio.wait_for(asked, LONG)).model_id == "stand-in"
 
     asyncio.run(run())
 

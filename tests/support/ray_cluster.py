@@ -1,7 +1,8 @@
 """A Ray cluster of several logical nodes in a process of its own, away from the user's home and from other Rays.
 
 `python -m tests.support.ray_cluster '[{}, {"large_gpu": 1}]'` starts it with these custom resources, prints its
-address, answers each line `actors`, `scheduler`, `metrics` or `deploy FILE` on standard input, and stops it at its end.
+address, answers the lines `actors`, `scheduler`, `metrics`, `deploy FILE`, `kill_gcs` and `start_gcs` on its standard
+input, and stops it at its end.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -50,7 +52,7 @@ def end(processes: list[psutil.Process]) -> None:
 class RayCluster:
     """For as long as the `with` block lasts: one logical node for each mapping of custom resources, the head first."""
 
-    def __init__(self, nodes: list[dict[str, float]]) -> None:
+    def __init__(self, nodes: list[dict[str, float]], environment: Mapping[str, str] | None = None) -> None:
         self._nodes = nodes
         # Not pytest's folder: the paths of sockets must be short.
         self.folder = Path(tempfile.mkdtemp(prefix="spool-"))
@@ -64,6 +66,7 @@ class RayCluster:
             "RAY_AUTH_TOKEN_PATH": str(token),
             "RAY_USAGE_STATS_ENABLED": "0",
             **PRIORITY,
+            **(environment or {}),
         }
         self.address = ""
 
@@ -102,6 +105,16 @@ class RayCluster:
     def deploy(self, file: Path) -> None:
         """What `serve deploy FILE` has Ray Serve do; answered when Serve has taken notice."""
         assert self._ask(f"deploy {file}") == "taken"
+
+    def kill_gcs(self) -> int:
+        """Kills the process that has Ray's state; answered when it is dead, with its id."""
+        process_id: int = self._ask("kill_gcs")
+        return process_id
+
+    def start_gcs(self) -> int:
+        """Starts another one in its place."""
+        process_id: int = self._ask("start_gcs")
+        return process_id
 
     def _ask(self, question: str) -> Any:
         assert self._process.stdin is not None
@@ -147,6 +160,16 @@ def deploy(file: Path) -> None:
     client.deploy_apps(config)
 
 
+def change_gcs(head: Any, change: str) -> int:
+    if change == "start_gcs":
+        head.start_gcs_server()
+    (server,) = head.all_processes["gcs_server"]
+    process_id: int = server.process.pid
+    if change == "kill_gcs":
+        head.kill_gcs_server()
+    return process_id
+
+
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -155,6 +178,7 @@ def main() -> None:
     from ray.cluster_utils import Cluster
 
     from deploy.cluster import scheduler_status
+    from tests.support.ports import free_ports
 
     def node(resources: dict[str, float]) -> dict[str, Any]:
         return {
@@ -165,7 +189,10 @@ def main() -> None:
         }
 
     first, *others = json.loads(sys.argv[1])
-    cluster = Cluster(initialize_head=True, head_node_args={**node(first), "include_dashboard": False})
+    # A GCS that comes back must be found where it was.
+    (gcs_port,) = free_ports(1)
+    head = {**node(first), "include_dashboard": False, "gcs_server_port": gcs_port}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
     for resources in others:
         cluster.add_node(wait=False, **node(resources))
     cluster.wait_for_nodes()
@@ -176,6 +203,9 @@ def main() -> None:
         if question == "deploy":
             deploy(Path(file))
             print(json.dumps({"deploy": "taken"}), file=answers, flush=True)
+            continue
+        if question in ("kill_gcs", "start_gcs"):
+            print(json.dumps({question: change_gcs(cluster.head_node, question)}), file=answers, flush=True)
             continue
         if question == "scheduler":
             print(json.dumps({"scheduler": scheduler_status("spool")}), file=answers, flush=True)

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import random
-import socket
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +17,7 @@ from scheduler.sampling import SamplingParameters
 from services.step_executor import TargetStepExecutor
 from services.tokenizer import ModelTokenizer
 from tests.support.in_process import run_in_process
+from tests.support.ports import free_ports as free_ports
 
 ENGINE = {"page_size": 8, "kv_pages": 1024, "max_packed_rows": 96}
 
@@ -98,19 +96,3 @@ async def stream_all(
             await begun.wait()
             await asyncio.to_thread(on_start)
         return await asyncio.gather(*answers)
-
-
-# Below those that the kernel gives to connections, above those of Ray's workers: nobody takes one by chance.
-_PORTS = range(20_000, 32_000)
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now."""
-    with ExitStack() as stack:
-        sockets: list[socket.socket] = []
-        while len(sockets) < count:
-            one = stack.enter_context(socket.socket())
-            with suppress(OSError):
-                one.bind(("0.0.0.0", random.SystemRandom().choice(_PORTS)))
-                sockets.append(one)
-        return [one.getsockname()[1] for one in sockets]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 LONG = 120.0
 """Seconds after which something has gone wrong."""
@@ -23,3 +25,12 @@ def wait_until(holds: Callable[[], bool], what: str, seconds: float = LONG) -> N
     while not holds():
         assert time.monotonic() < end, f"{what}: not within {seconds:g} s"
         time.sleep(0.1)
+
+
+@contextmanager
+def setting(event: threading.Event) -> Iterator[None]:
+    """Sets the event at the end, however that comes."""
+    try:
+        yield
+    finally:
+        event.set()
