@@ -210,7 +210,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("scheduler_epoch", "uptime_seconds", "state", "reason", "sessions", "workers", "model", "pool", "groups", "throughput", "prefix_cache", "kv_moves", "counters")
+    __slots__ = ("scheduler_epoch", "uptime_seconds", "state", "reason", "sessions", "workers", "model", "pool", "groups", "throughput", "prefix_cache", "kv_moves", "counters", "replicas")
     SCHEDULER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     UPTIME_SECONDS_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -224,6 +224,7 @@ class StatusReply(_message.Message):
     PREFIX_CACHE_FIELD_NUMBER: _ClassVar[int]
     KV_MOVES_FIELD_NUMBER: _ClassVar[int]
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
     scheduler_epoch: int
     uptime_seconds: float
     state: SchedulerState
@@ -237,7 +238,24 @@ class StatusReply(_message.Message):
     prefix_cache: _containers.RepeatedCompositeFieldContainer[PrefixCacheFigures]
     kv_moves: KvMoveFigures
     counters: CounterFigures
-    def __init__(self, scheduler_epoch: _Optional[int] = ..., uptime_seconds: _Optional[float] = ..., state: _Optional[_Union[SchedulerState, str]] = ..., reason: _Optional[str] = ..., sessions: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., model: _Optional[_Union[ServedModel, _Mapping]] = ..., pool: _Optional[_Union[PoolFigures, _Mapping]] = ..., groups: _Optional[_Union[GroupFigures, _Mapping]] = ..., throughput: _Optional[_Union[ThroughputFigures, _Mapping]] = ..., prefix_cache: _Optional[_Iterable[_Union[PrefixCacheFigures, _Mapping]]] = ..., kv_moves: _Optional[_Union[KvMoveFigures, _Mapping]] = ..., counters: _Optional[_Union[CounterFigures, _Mapping]] = ...) -> None: ...
+    replicas: ReplicaFigures
+    def __init__(self, scheduler_epoch: _Optional[int] = ..., uptime_seconds: _Optional[float] = ..., state: _Optional[_Union[SchedulerState, str]] = ..., reason: _Optional[str] = ..., sessions: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., model: _Optional[_Union[ServedModel, _Mapping]] = ..., pool: _Optional[_Union[PoolFigures, _Mapping]] = ..., groups: _Optional[_Union[GroupFigures, _Mapping]] = ..., throughput: _Optional[_Union[ThroughputFigures, _Mapping]] = ..., prefix_cache: _Optional[_Iterable[_Union[PrefixCacheFigures, _Mapping]]] = ..., kv_moves: _Optional[_Union[KvMoveFigures, _Mapping]] = ..., counters: _Optional[_Union[CounterFigures, _Mapping]] = ..., replicas: _Optional[_Union[ReplicaFigures, _Mapping]] = ...) -> None: ...
+
+class ReplicaFigures(_message.Message):
+    __slots__ = ("explanation", "wanted")
+    EXPLANATION_FIELD_NUMBER: _ClassVar[int]
+    WANTED_FIELD_NUMBER: _ClassVar[int]
+    explanation: str
+    wanted: _containers.RepeatedCompositeFieldContainer[WantedReplicas]
+    def __init__(self, explanation: _Optional[str] = ..., wanted: _Optional[_Iterable[_Union[WantedReplicas, _Mapping]]] = ...) -> None: ...
+
+class WantedReplicas(_message.Message):
+    __slots__ = ("role", "replicas")
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    role: _worker_pb2.Role
+    replicas: int
+    def __init__(self, role: _Optional[_Union[_worker_pb2.Role, str]] = ..., replicas: _Optional[int] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
     __slots__ = ("worker_id", "role", "address", "state", "reason", "model_id", "device", "dtype", "worker_epoch", "process_id", "sequences", "free_pages", "total_pages", "page_size", "steps_in_flight")

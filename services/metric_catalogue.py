@@ -130,6 +130,9 @@ SCHEDULER_UPTIME = _cells(_GAUGE, "scheduler_uptime_seconds", "Age of the schedu
 # --- of a cell: workers and steps -------------------------------------------------------------------------------------
 
 WORKERS = _cells(_GAUGE, "workers", "Workers in use.", "role")
+WORKERS_WANTED = _cells(
+    _GAUGE, "workers_wanted", "Workers that the autoscaling policy wants, where there is one.", "role"
+)
 WORKERS_LOST = _cells(
     _COUNTER, "workers_lost_total", "Times that a worker in use was lost or taken out of use.", "role"
 )

@@ -54,6 +54,10 @@ def _workers(status: scheduler_pb2.StatusReply) -> Iterator[Family]:
         (role_from_wire(figures.role).value,): figures for figures in counters.roles
     }
     yield _family(catalogue.WORKERS, {(role.value,): len(in_use[role]) for role in Role})
+    wanted: dict[tuple[str, ...], int] = {
+        (role_from_wire(group.role).value,): group.replicas for group in status.replicas.wanted
+    }
+    yield _family(catalogue.WORKERS_WANTED, wanted)
     yield _family(catalogue.WORKERS_LOST, {role: figures.workers_lost for role, figures in roles.items()})
     yield _family(catalogue.WORKER_STEPS, {role: figures.steps for role, figures in roles.items()})
     yield _family(catalogue.WORKER_BUSY, {role: figures.busy_seconds for role, figures in roles.items()})

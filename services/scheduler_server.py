@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
 import grpc
@@ -47,7 +47,8 @@ class SchedulerServerOptions:
 class SchedulerServer(scheduler_pb2_grpc.SchedulerServicer):
     """Serves one scheduler service on `host`:`port` (0: a free port), and grpc.health.v1 beside it.
 
-    `security` says who may call; health checks need no token. `start` returns the address. When the service closes,
+    `replicas` tells what was decided on the number of workers. `security` says who may call; health checks need no
+    token. `start` returns the address. When the service closes,
     because another scheduler took over or for any other reason, the server stays up to say so: sessions end with
     UNAVAILABLE, which lets gateways submit elsewhere what was unfinished, and health is NOT_SERVING. Closing the
     service is its owner's business.
@@ -61,8 +62,10 @@ class SchedulerServer(scheduler_pb2_grpc.SchedulerServicer):
         *,
         security: ChannelSecurity | None = None,
         options: SchedulerServerOptions | None = None,
+        replicas: Callable[[], scheduler_pb2.ReplicaFigures | None] = lambda: None,
     ) -> None:
         self._service = service
+        self._replicas = replicas
         self._host = host
         self._port = port
         self._security = security or ChannelSecurity()
@@ -113,7 +116,11 @@ class SchedulerServer(scheduler_pb2_grpc.SchedulerServicer):
     def status(self) -> scheduler_pb2.StatusReply:
         """What the Status method answers."""
         uptime = time.monotonic() - self._started
-        return status_of(self._service, self._registry.records(), len(self._sessions), uptime)
+        status = status_of(self._service, self._registry.records(), len(self._sessions), uptime)
+        replicas = self._replicas()
+        if replicas is not None:
+            status.replicas.CopyFrom(replicas)
+        return status
 
     async def Session(  # noqa: N802
         self, request_iterator: AsyncIterator[scheduler_pb2.SessionRequest], context: grpc.aio.ServicerContext

@@ -7,13 +7,15 @@ from dataclasses import dataclass
 
 from deploy.autoscaling.capacity import CellFigures, Needs
 from deploy.autoscaling.decision import Decision, GroupDecision, GroupRules, Rules
+from scheduler.messages import Role
 
 
 @dataclass(frozen=True, slots=True)
 class Explained:
-    """`sentence` for people, `figures` for metrics, all of them finite."""
+    """`sentence` for people, `wanted` replicas of the groups that scale, and all `figures`, finite ones."""
 
     sentence: str
+    wanted: dict[Role, int]
     figures: dict[str, float]
 
 
@@ -24,7 +26,9 @@ def explain(decision: Decision, figures: CellFigures, rules: Rules) -> Explained
         parts.append(_targets(decision.target, decision.needs, figures, rules.target))
     if decision.draft is not None and rules.draft is not None:
         parts.append(_drafts(decision.draft, decision.needs, figures, rules.draft))
-    return Explained("; ".join(parts), _numbers(decision, figures))
+    groups = {Role.TARGET: decision.target, Role.DRAFT: decision.draft}
+    wanted = {role: group.wanted for role, group in groups.items() if group is not None}
+    return Explained("; ".join(parts), wanted, _numbers(decision, figures))
 
 
 def _targets(target: GroupDecision, needs: Needs, figures: CellFigures, rules: GroupRules) -> str:

@@ -11,10 +11,12 @@ from deploy.autoscaling.decision import Past, Rules, decide
 from deploy.autoscaling.explanation import Explained, explain
 from deploy.autoscaling.policy import AT_LEAST, AT_MOST
 from deploy.autoscaling.recent import Reading, add_reading, figures_of
+from protos import scheduler_pb2
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Role
 from scheduler.statistics import Snapshot, WorkerSnapshot
 from services.statistics import StatisticsSnapshot
+from services.wire import role_to_wire
 
 
 class Autoscaler:
@@ -45,6 +47,18 @@ class Autoscaler:
                 reported[AT_LEAST[role]] = float(group.at_least)
                 reported[AT_MOST[role]] = float(group.at_most)
         return reported
+
+    def replica_figures(self) -> scheduler_pb2.ReplicaFigures | None:
+        """The last decision as the scheduler's status has it."""
+        if self.explained is None:
+            return None
+        return scheduler_pb2.ReplicaFigures(
+            explanation=self.explained.sentence,
+            wanted=[
+                scheduler_pb2.WantedReplicas(role=role_to_wire(role), replicas=wanted)
+                for role, wanted in self.explained.wanted.items()
+            ],
+        )
 
     def status(self) -> Mapping[str, Any] | None:
         """The last decision as plain data."""

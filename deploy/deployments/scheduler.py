@@ -44,7 +44,12 @@ class Scheduler:
             security=security,
             tracing=sequence_tracing(config.tracing, self._running),
         )
-        self._server = SchedulerServer(self._service, internal_host(config.internal), security=security)
+        self._server = SchedulerServer(
+            self._service,
+            internal_host(config.internal),
+            security=security,
+            replicas=self._autoscaler.replica_figures,
+        )
         self._address = await self._server.start()
         await self._running.enter_async_context(RayMirror(lambda: scheduler_families(self._server.status())))
 

@@ -116,6 +116,7 @@ def view_shape(view: cell_view_pb2.CellView) -> dict[str, Any]:
             ]
             for step in view.steps
         ],
+        "replicas": status.replicas.explanation,
         "workers": [
             {
                 "id": worker.worker_id,

@@ -31,8 +31,8 @@ function watch() {
     lanes.take(view);
     const up = (role) => view.workers.filter((worker) => worker.role === role && worker.state === "in_use").length;
     show("workers", `${up("target")}, ${up("draft")}`);
-    show("autoscaling", view.autoscaling);
-    at("autoscaling").hidden = !view.autoscaling;
+    show("replicas", view.replicas);
+    at("replicas").hidden = !view.replicas;
   };
   views.onerror = () => {
     at("connection").dataset.state = "lost";
