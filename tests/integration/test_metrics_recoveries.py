@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterable, AsyncIterator
 
 import grpc
 import grpc.aio
@@ -35,6 +35,10 @@ class Listener:
 
     def resubmitted(self, sequences: int) -> None:
         self.sequences += sequences
+
+
+async def replies(call: AsyncIterable[scheduler_pb2.SessionReply]) -> list[scheduler_pb2.SessionReply]:
+    return [reply async for reply in call]
 
 
 def hold(cell: Cell) -> list[Gate]:
@@ -115,8 +119,9 @@ def test_a_gateway_that_falls_silent_is_counted() -> None:
         sessions = SessionOptions(lease_seconds=0.2)
         async with running_cell(sessions=sessions) as cell, grpc.aio.insecure_channel(cell.resolve.address) as channel:
             call = scheduler_pb2_grpc.SchedulerStub(channel).Session(silence())
-            async with asyncio.timeout(LONG):
-                assert await call.code() is grpc.StatusCode.UNAVAILABLE
+            with pytest.raises(grpc.aio.AioRpcError) as ended:
+                await asyncio.wait_for(replies(call), LONG)
+            assert ended.value.code() is grpc.StatusCode.UNAVAILABLE
             assert counter_figures(cell.service).lease_expiries == 1
             assert cell.server.status().counters.lease_expiries == 1
 
