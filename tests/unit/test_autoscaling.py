@@ -6,6 +6,7 @@ import importlib
 import math
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,8 +22,9 @@ from deploy.autoscaling.policy import FollowScheduler
 from deploy.autoscaling.recent import Reading, add_reading, figures_of
 from deploy.autoscaling.reporter import Autoscaler
 from deploy.autoscaling.rules import plain_rules, rules_from_plain, rules_of
-from deploy.configuration.loading import load_configuration
+from deploy.configuration.loading import configuration_from, load_configuration
 from deploy.configuration.problems import ConfigurationError
+from deploy.serve_app import settled
 from deploy.serve_options import serve_content
 from scheduler.config import SchedulerConfig
 from scheduler.core import SchedulerCore
@@ -389,6 +391,28 @@ def test_the_file_for_serve_names_the_policy_and_its_rules_beside_the_arguments(
     assert deployments["TargetWorker"]["autoscaling_config"]["downscale_delay_s"] == 0
     assert "autoscaling_config" not in deployments["DraftWorker"]
     ServeDeploySchema.model_validate(scaled)
+
+
+def test_what_only_this_process_knows_goes_into_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The application is built somewhere else, from one replica of each kind."""
+    monkeypatch.setattr("deploy.deployments.gpus._gpus_of_ray", lambda: 3.0)
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(12)))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    config = load_configuration(
+        None,
+        [
+            "models={target: model, draft: model}",
+            "groups.target.replicas=3",
+            "groups.target.autoscaling.max_replicas=3",
+        ],
+    )
+    (application,) = serve_content(settled(config))["applications"]
+    built = configuration_from(application["args"]["settings"])
+    assert built.models.target == str(tmp_path / "model")
+    assert built.served_name == "model"
+    assert [built.threads(role) for role in built.roles] == [3, 3]
+    assert (built.groups.target.num_gpus, built.groups.draft.num_gpus) == (1.0, 0.0)
 
 
 def context(name: str, current: int, reported: dict[str, list[tuple[float, float]]] | None = None) -> Any:

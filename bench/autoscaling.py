@@ -1,0 +1,251 @@
+"""A served application whose groups of workers follow the load, while clients come by steps and go again.
+
+Each client asks one request after the other, over HTTP or gRPC. Every second the workers in use and the sequences are
+read from `/load`; at the end of each step the scheduler says what it decided. Every text must be that of plain decoding
+before. Exit code 1 if one is not, or a request failed. Without `--config`, it is a pair of small models with random
+weights, with one to three targets, each with pages for about sixteen of the sequences, and one to two drafts.
+
+    python -m bench.autoscaling --output bench/results/autoscaling.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from bench.chaos.application import Application, ApplicationError, Watcher, served, watching
+from bench.chaos.results import write_result
+from bench.chaos.streams import (
+    ConstantLoad,
+    StreamRecord,
+    cases,
+    faults_of,
+    plain_answers,
+    streaming,
+)
+from bench.plots import draw
+from bench.record import RESULTS
+from bench.synthetic_pair import SHAPES, write_pair
+from deploy.bench_load import percentile
+
+_FIGURE = RESULTS.parents[1] / "docs" / "figures" / "autoscaling.svg"
+_SAMPLE_SECONDS = 1.0
+_BIN_SECONDS = 10.0
+_TARGET_PAGES = 128
+_LAST_WAIT_SECONDS = 180.0
+
+
+@contextmanager
+def small_pair(token_seconds: float, downscale_seconds: float) -> Iterator[Path]:
+    """A configuration for a pair that a laptop serves. Pages are what its targets are short of first: replicas that
+    share their cores do not compute faster together."""
+    with tempfile.TemporaryDirectory(prefix="spool-pair-") as name:
+        folder = Path(name)
+        pair = write_pair(folder, SHAPES["small"](), 0.7)
+        pace = {"upscale_delay_seconds": 5, "downscale_delay_seconds": downscale_seconds}
+        worker = {"threads": 1, "drain_seconds": 30}
+        target = {**pace, "max_replicas": 3, "token_seconds": token_seconds}
+        configuration = {
+            "models": {"target": pair.target, "draft": pair.draft, "served_name": "small", "dtype": "float32"},
+            "scheduling": {"window": 64},
+            "groups": {
+                "target": {**worker, "kv_pages": _TARGET_PAGES, "autoscaling": target},
+                "draft": {**worker, "kv_pages": 1024, "autoscaling": {**pace, "max_replicas": 2}},
+            },
+        }
+        file = folder / "spool.yaml"
+        file.write_text(json.dumps(configuration), encoding="utf-8")
+        yield file
+
+
+async def measure(application: Application, steps: Sequence[int], arguments: argparse.Namespace) -> dict[str, Any]:
+    """Raises ApplicationError where the numbers do not come down in the end."""
+    async with streaming(application) as client, watching(application) as watcher:
+        asked = cases(arguments.cases, arguments.max_tokens)
+        expected = await plain_answers(client, asked)
+        begin = time.monotonic()
+        samples: list[dict[str, float]] = []
+        watch = asyncio.create_task(sample(watcher, samples, begin))
+        records: list[StreamRecord] = []
+        told, clients = [], []
+        for count in steps:
+            clients.append({"time": round(time.monotonic() - begin, 2), "clients": count})
+            async with ConstantLoad(client, asked, count) as load:
+                await asyncio.sleep(arguments.seconds)
+                said = (await asyncio.to_thread(application.status))["scheduler"]["autoscaling"]
+            records += load.records
+            told.append({"clients": count, **said})
+            print(f"{count} clients: {said['explanation']}", file=sys.stderr, flush=True)
+        clients.append({"time": round(time.monotonic() - begin, 2), "clients": 0})
+        await watcher.until(
+            lambda load: len(load.workers["target"]) == len(load.workers["draft"]) == 1, "one each", _LAST_WAIT_SECONDS
+        )
+        await asyncio.sleep(2 * _SAMPLE_SECONDS)
+        watch.cancel()
+        await asyncio.wait([watch])
+    answered = [record for record in records if record.answered]
+    return {
+        "token_seconds_allowed": told[0]["figures"]["token_seconds_allowed"],
+        "requests": len(records),
+        "answered": len(answered),
+        "tokens": sum(record.tokens for record in answered),
+        "refused": sum(record.refused for record in records),
+        "wrong": faults_of(records, expected),
+        "steps": clients,
+        "decisions": told,
+        "samples": samples,
+        "latency": latencies(answered, begin),
+        "by_step": by_step(clients, samples, answered, begin),
+    }
+
+
+async def sample(watcher: Watcher, samples: list[dict[str, float]], begin: float) -> None:
+    """Adds what is in use again and again, until cancelled."""
+    while True:
+        load = await watcher.load()
+        if load is not None:
+            seen = {name: float(len(load.workers[name])) for name in ("target", "draft")}
+            counts = {"sequences": float(load.sequences), "waiting": float(load.waiting)}
+            samples.append({"time": round(time.monotonic() - begin, 2), **seen, **counts})
+        await asyncio.sleep(_SAMPLE_SECONDS)
+
+
+def latencies(answered: Sequence[StreamRecord], begin: float) -> list[dict[str, float]]:
+    """By the time at which streams ended: the 99th percentile of their seconds a token, and to the first one."""
+    bins: dict[int, list[StreamRecord]] = {}
+    for record in answered:
+        bins.setdefault(int((record.ended - begin) // _BIN_SECONDS), []).append(record)
+    return [{"time": (place + 0.5) * _BIN_SECONDS, **percentiles(found)} for place, found in sorted(bins.items())]
+
+
+def percentiles(records: Sequence[StreamRecord]) -> dict[str, float]:
+    tokens = [token_seconds(record) for record in records]
+    first = [record.arrivals[0] - record.began for record in records]
+    return {
+        "streams": len(records),
+        "token_seconds_p50": round(percentile(tokens, 50), 4),
+        "token_seconds_p99": round(percentile(tokens, 99), 4),
+        "first_token_seconds_p99": round(percentile(first, 99), 3),
+    }
+
+
+def token_seconds(record: StreamRecord) -> float:
+    """Mean seconds of a token after what came first."""
+    return (record.arrivals[-1] - record.arrivals[0]) / max(record.tokens - 1, 1)
+
+
+def by_step(
+    steps: Sequence[Mapping[str, float]],
+    samples: Sequence[Mapping[str, float]],
+    answered: Sequence[StreamRecord],
+    begin: float,
+) -> list[dict[str, float]]:
+    """Of each number of clients: replicas at its end, and latencies of the streams that ended in its second half."""
+    found = []
+    for step, following in pairwise(steps):
+        middle = (step["time"] + following["time"]) / 2
+        late = [one for one in answered if middle <= one.ended - begin < following["time"]]
+        last = [one for one in samples if one["time"] <= following["time"]][-1]
+        replicas = {"targets": last["target"], "drafts": last["draft"]}
+        found.append({"clients": step["clients"], **replicas, **(percentiles(late) if late else {"streams": 0})})
+    return found
+
+
+def plot(result: Mapping[str, Any], figure: Figure) -> None:
+    """Load, replicas and latency over the same time."""
+    load, replicas, latency, first = figure.subplots(4, 1, sharex=True)
+    figure.set_figheight(7.0)
+    times = [step["time"] for step in result["steps"]]
+    load.step(times, [step["clients"] for step in result["steps"]], where="post", label="clients")
+    seen = result["samples"]
+    waiting = [one["waiting"] for one in seen]
+    load.plot([one["time"] for one in seen], waiting, linewidth=0.6, label="waiting for pages")
+    load.set_yscale("symlog", base=2)
+    load.set_ylabel("load")
+    for role in ("target", "draft"):
+        changes = [
+            one for place, one in enumerate(seen) if place in (0, len(seen) - 1) or one[role] != seen[place - 1][role]
+        ]
+        replicas.step([one["time"] for one in changes], [one[role] for one in changes], where="post", label=f"{role}s")
+    replicas.set_ylim(bottom=0)
+    replicas.set_ylabel("in use")
+    bins = result["latency"]
+    for percent in ("p99", "p50"):
+        shown = [1000 * one[f"token_seconds_{percent}"] for one in bins]
+        latency.plot([one["time"] for one in bins], shown, label=percent)
+    latency.axhline(1000 * result["token_seconds_allowed"], color="black", linewidth=0.8, label="allowed")
+    latency.set_ylim(bottom=0)
+    latency.set_ylabel("ms a token")
+    waits = [one["first_token_seconds_p99"] for one in bins]
+    first.plot([one["time"] for one in bins], waits, label="p99")
+    first.set_ylim(bottom=0)
+    first.set_ylabel("s to the first token")
+    first.set_xlabel("seconds")
+    for axes in (load, replicas, latency, first):
+        axes.legend(fontsize=6, framealpha=0.6)
+
+
+def table(result: Mapping[str, Any]) -> str:
+    """For docs/autoscaling.md."""
+    lines = [
+        "| clients | targets | drafts | ms a token, p50 | p99 | s to the first token, p99 |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in result["by_step"]:
+        if not row["streams"]:
+            continue
+        milliseconds = [f"{1000 * row[f'token_seconds_{percent}']:.0f}" for percent in ("p50", "p99")]
+        cells = [f"{row['clients']:.0f}", f"{row['targets']:.0f}", f"{row['drafts']:.0f}", *milliseconds]
+        cells.append(f"{row['first_token_seconds_p99']:.2f}")
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", type=Path, help="a spool.yaml with groups.target.autoscaling")
+    parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="FIELD=VALUE")
+    parser.add_argument("--steps", type=int, nargs="+", default=[1, 4, 16, 64, 16, 4, 1], metavar="CLIENTS")
+    parser.add_argument("--seconds", type=float, default=30.0, help="of each step")
+    parser.add_argument("--token-seconds", type=float, default=0.1, help="latency target of the small pair")
+    parser.add_argument("--downscale-seconds", type=float, default=20.0, help="delay of the small pair")
+    parser.add_argument("--cases", type=int, default=16, help="different requests")
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--output", type=Path, default=RESULTS / "autoscaling.json")
+    parser.add_argument("--figure", type=Path, default=_FIGURE)
+    arguments = parser.parse_args(argv)
+    try:
+        if arguments.config is not None:
+            result = run(arguments.config, arguments)
+        else:
+            with small_pair(arguments.token_seconds, arguments.downscale_seconds) as file:
+                result = run(file, arguments)
+    except ApplicationError as error:
+        print(f"autoscaling: {error}", file=sys.stderr)
+        return 1
+    command = f"python -m bench.autoscaling {' '.join(sys.argv[1:] if argv is None else argv)}".strip()
+    write_result(arguments.output, command, result)
+    draw(arguments.figure, partial(plot, result))
+    print(table(result))
+    return 1 if result["wrong"] or result["refused"] else 0
+
+
+def run(config: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    with served(config, arguments.overrides) as application:
+        return asyncio.run(measure(application, arguments.steps, arguments))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
