@@ -66,6 +66,8 @@ class ClientOptions:
 class RecoveryListener(Protocol):
     """Who counts what became of sessions. Calls come from the event loop and must not block."""
 
+    def session_opened(self) -> None: ...
+
     def session_broke(self) -> None: ...
 
     def resubmitted(self, sequences: int) -> None:
@@ -273,6 +275,8 @@ class SchedulerClient:
     def _opened(self, session: ClientSession) -> None:
         self._session = session
         self._gave_up = False
+        if self._listener is not None:
+            self._listener.session_opened()
         if self._patience is not None:
             self._patience.cancel()
         most = self._options.most_fruitless_submissions

@@ -44,7 +44,7 @@ from services.kv_mover import KvMover
 from services.sequence_stream import AdmissionRefusedError, SequenceFailedError, SequenceStream, TokenDelta
 from services.statistics import ServiceStatistics, StatisticsSnapshot
 from services.step_trace import StepTrace
-from services.tracing import SequenceTracing
+from services.tracing import NoSequenceTracing, SequenceTracing
 from services.wire import spec_from_wire
 from services.worker_link import LinkOptions, SchedulerFencedError, WorkerEndpoint
 from services.worker_set import WorkerSet
@@ -117,7 +117,7 @@ class SchedulerService:
         self._fenced = False
         self._statistics = ServiceStatistics(time.monotonic())
         self.counters = CellCounters()
-        self._tracing = tracing
+        self._tracing = tracing or NoSequenceTracing()
         self.traces = [] if trace is None else [trace]
 
     # Workers.
@@ -227,8 +227,7 @@ class SchedulerService:
         now = time.monotonic()
         self._statistics.sequence_started(now)
         self.counters.entered(request.sequence_id, now)
-        if self._tracing is not None:
-            self._tracing.entered(request, sink.traceparent)
+        self._tracing.entered(request, sink.traceparent)
         self._handle(SequenceSubmitted(request))
 
     def cancel(self, sequence_id: int) -> None:
@@ -352,8 +351,7 @@ class SchedulerService:
                     for trace in self.traces:
                         trace.step_sent(command, now)
                     self.counters.rows_sent(command.rows, now)
-                    if self._tracing is not None:
-                        self._tracing.rows_sent(link.endpoint.role, command.rows)
+                    self._tracing.rows_sent(link.endpoint.role, command.rows)
                     link.send(command)
             case MoveKv():
                 self._kv_mover.start(command)
@@ -361,8 +359,7 @@ class SchedulerService:
                 self._end_drain(command.worker_id)
             case EmitTokens():
                 self._statistics.tokens_emitted(command)
-                if self._tracing is not None:
-                    self._tracing.emitted(command)
+                self._tracing.emitted(command)
                 delta = TokenDelta(
                     command.tokens, command.drafted, command.accepted, command.logits_digests, command.logprobs
                 )
@@ -378,14 +375,12 @@ class SchedulerService:
             case RefuseSequence():
                 self._statistics.sequence_refused(command.sequence_id, now)
                 self.counters.refused(command.sequence_id, command.cause.value)
-                if self._tracing is not None:
-                    self._tracing.ended(command.sequence_id, "refused", command.message)
+                self._tracing.ended(command.sequence_id, "refused", command.message)
                 self._sinks.pop(command.sequence_id).end(AdmissionRefusedError(command.cause, command.message))
 
     def _count_end(self, sequence_id: int, outcome: str, error: str | None = None) -> None:
         self.counters.ended(sequence_id, outcome)
-        if self._tracing is not None:
-            self._tracing.ended(sequence_id, outcome, error)
+        self._tracing.ended(sequence_id, outcome, error)
 
     def _client_request_id(self, sequence_id: int) -> str:
         sink = self._sinks.get(sequence_id)

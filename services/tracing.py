@@ -59,4 +59,20 @@ class NoTracing:
         return _NO_SPAN
 
 
+class NoSequenceTracing:
+    """Implements SequenceTracing."""
+
+    def entered(self, request: SequenceRequest, traceparent: str) -> None:
+        return
+
+    def rows_sent(self, role: Role, rows: Iterable[Row]) -> None:
+        return
+
+    def emitted(self, emission: EmitTokens) -> None:
+        return
+
+    def ended(self, sequence_id: int, outcome: str, error: str | None = None) -> None:
+        return
+
+
 _NO_SPAN = NoSpan()

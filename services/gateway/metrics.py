@@ -59,7 +59,11 @@ class GatewayMetrics:
     def failed(self, kind: ErrorKind) -> None:
         self._failure.labels(kind.value).inc()
 
+    def session_opened(self) -> None:
+        self.scheduler_answers(True)
+
     def session_broke(self) -> None:
+        self.scheduler_answers(False)
         self._session_breaks.inc()
 
     def resubmitted(self, sequences: int) -> None:

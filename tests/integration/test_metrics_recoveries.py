@@ -27,8 +27,12 @@ class Listener:
     """Implements services.scheduler_client.RecoveryListener."""
 
     def __init__(self) -> None:
+        self.opened = 0
         self.breaks = 0
         self.sequences = 0
+
+    def session_opened(self) -> None:
+        self.opened += 1
 
     def session_broke(self) -> None:
         self.breaks += 1
@@ -99,7 +103,7 @@ def test_sequences_that_go_on_at_another_scheduler_are_counted() -> None:
             streams = [await backend.submit(request_of(index, 20)) for index in range(COUNT)]
             async with running_scheduler(cell.resolve) as (successor, _):
                 await until(lambda: successor.core.snapshot().pool == COUNT)
-                assert (listener.breaks, listener.sequences) == (1, COUNT)
+                assert (listener.opened, listener.breaks, listener.sequences) == (2, 1, COUNT)
                 gate.open()
                 outputs = [await read(stream) for stream in streams]
                 assert outputs == [continuation(prompt_of(index), 20) for index in range(COUNT)]

@@ -170,3 +170,17 @@ def test_paces_of_a_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
     assert value(text, "spool_generation_tokens_total") == 6
     assert value(text, "spool_request_success_total", finished_reason="length") == 1
     assert "abort" not in text.decode().split("# HELP spool_request_failure")[0].split("finished_reason=")[-1]
+
+
+def test_sessions_say_whether_there_is_a_scheduler() -> None:
+    metrics = GatewayMetrics()
+
+    def up() -> float:
+        (family,) = [family for family in metrics.families() if family.name == "spool_scheduler_up"]
+        return family.samples[0].value
+
+    assert up() == 0
+    metrics.session_opened()
+    assert up() == 1
+    metrics.session_broke()
+    assert up() == 0
