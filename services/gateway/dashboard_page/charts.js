@@ -9,7 +9,7 @@ function axes(format) {
   const shared = { stroke: () => colour("faint"), grid: { stroke: () => colour("line"), width: 1 }, ticks: { show: false } };
   const clock = (_, times) => times.map((time) => new Date(1000 * time).toLocaleTimeString("en-GB"));
   return [
-    { ...shared, space: 90, values: clock },
+    { ...shared, space: 90, size: 28, values: clock },
     { ...shared, size: 52, values: (_, values) => values.map(format) },
   ];
 }
@@ -53,7 +53,7 @@ export class BarChart {
         points: { show: false },
       }],
       axes: [
-        { ...axes(String)[0], grid: { show: false }, incrs: [1], space: 20, values: (_, values) => values.map(String) },
+        { ...axes(String)[0], grid: { show: false }, incrs: [1], space: 20, size: 28, values: (_, values) => values.map(String) },
         axes((value) => `${Math.round(100 * value)} %`)[1],
       ],
       scales: {

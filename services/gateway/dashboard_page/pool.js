@@ -6,7 +6,9 @@ export const STATES = ["waiting", "prefilling", "ready", "drafting", "drafted", 
 // From the top down, the way that a sequence takes.
 const BANDS = ["waiting", "prefilling", "ready", "drafting", "drafted", "verifying"];
 const AXIS = 22;
-const EASE = 0.18;
+const EASE_SECONDS = 0.08;
+// The axis may take its time: what moves with it moves all at once.
+const AXIS_SECONDS = 0.6;
 
 export class PoolPicture {
   constructor(canvas) {
@@ -14,6 +16,7 @@ export class PoolPicture {
     this.dots = new Map();
     this.range = [0, 100];
     this.unlisted = 0;
+    this.drawn = performance.now();
   }
 
   take(view) {
@@ -34,7 +37,9 @@ export class PoolPicture {
     const bands = dots.some((dot) => dot.state === "moving") ? [...BANDS, "moving"] : BANDS;
     const names = width < 500 ? 78 : 110;
     const tall = (height - AXIS) / bands.length;
-    this.#follow(dots);
+    const seconds = (performance.now() - this.drawn) / 1000;
+    this.drawn = performance.now();
+    this.#follow(dots, nearer(seconds, AXIS_SECONDS));
     const [low, high] = this.range;
     const across = (length) => names + 8 + ((length - low) / Math.max(high - low, 1)) * (width - names - 20);
     this.#axis(pen, names, width, height, across, colours);
@@ -51,17 +56,19 @@ export class PoolPicture {
       if (!columns.has(key)) columns.set(key, []);
       columns.get(key).push(dot);
     }
-    for (const column of columns.values()) this.#column(pen, column, bands, tall, radius, across, colours);
+    for (const column of columns.values()) {
+      this.#column(pen, column, bands, tall, radius, across, colours, nearer(seconds, EASE_SECONDS));
+    }
   }
 
   // Sequences of one state and (nearly) one length, one above the other; those of one group are joined.
-  #column(pen, column, bands, tall, radius, across, colours) {
+  #column(pen, column, bands, tall, radius, across, colours, part) {
     const middle = (bands.indexOf(column[0].state) + 0.5) * tall;
     const pitch = Math.min(2 * radius, (tall - 2 * radius) / Math.max(column.length - 1, 1));
     column.forEach((dot, place) => {
       const [x, y] = [across(dot.length), middle + pitch * (place - (column.length - 1) / 2)];
-      dot.x = dot.x === null ? x : dot.x + (x - dot.x) * EASE;
-      dot.y = dot.y === null ? y : dot.y + (y - dot.y) * EASE;
+      dot.x = dot.x === null ? x : dot.x + (x - dot.x) * part;
+      dot.y = dot.y === null ? y : dot.y + (y - dot.y) * part;
     });
     const [first, last] = [column[0], column.at(-1)];
     if (column.length > 1 && first.state === "verifying" && column.every((dot) => dot.length === first.length)) {
@@ -84,13 +91,13 @@ export class PoolPicture {
   }
 
   // The axis moves with the lengths, slowly.
-  #follow(dots) {
+  #follow(dots, part) {
     if (!dots.length) return;
     const lengths = dots.map((dot) => dot.length);
     const [least, most] = [Math.min(...lengths), Math.max(...lengths)];
     const margin = Math.max(8, (most - least) * 0.05);
     const wanted = [Math.max(0, least - margin), most + margin];
-    this.range = this.range.map((edge, index) => edge + (wanted[index] - edge) * EASE);
+    this.range = this.range.map((edge, index) => edge + (wanted[index] - edge) * part);
   }
 
   #axis(pen, names, width, height, across, colours) {
@@ -111,4 +118,9 @@ export class PoolPicture {
       pen.fillText(String(length), x, height - 6);
     }
   }
+}
+
+// The part of a way that is gone after some seconds, however many frames these had.
+function nearer(seconds, constant) {
+  return 1 - Math.exp(-seconds / constant);
 }
