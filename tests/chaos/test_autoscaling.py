@@ -15,8 +15,9 @@ from bench.chaos.application import Application
 from bench.chaos.streams import Answer, ConstantLoad, cases, faults_of, streaming
 from engine.model_source import CACHE_VARIABLE
 from tests.support.command_line import save_tokenizer, spool
+from tests.support.ports import free_ports
 from tests.support.ray_cluster import RayCluster
-from tests.support.serving import ENGINE, Ask, PlainDecoder, free_ports
+from tests.support.serving import ENGINE, Ask, PlainDecoder
 from tests.support.tiny_models import save_tiny_pair
 from tests.support.waiting import LONG, wait_until
 

@@ -20,8 +20,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from engine.model_source import CACHE_VARIABLE
 from protos import generation_pb2, generation_pb2_grpc
 from tests.support.command_line import save_tokenizer, spool
+from tests.support.ports import free_ports
 from tests.support.ray_cluster import RayCluster
-from tests.support.serving import ENGINE, Ask, PlainDecoder, free_ports, requests, stream_all
+from tests.support.serving import ENGINE, Ask, PlainDecoder, requests, stream_all
 from tests.support.tiny_models import save_tiny_pair
 from tests.support.waiting import LONG, wait_until
 

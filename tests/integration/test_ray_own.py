@@ -21,8 +21,9 @@ import pytest
 
 from engine.model_source import CACHE_VARIABLE, cache_folder
 from tests.support.command_line import save_tokenizer, spool, started
+from tests.support.ports import free_ports
 from tests.support.ray_cluster import PRIORITY, end, processes_of
-from tests.support.serving import ENGINE, PlainDecoder, free_ports, requests, stream_all
+from tests.support.serving import ENGINE, PlainDecoder, requests, stream_all
 from tests.support.tiny_models import save_tiny_pair
 from tests.support.waiting import LONG, wait_until
 

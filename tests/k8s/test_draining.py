@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from deploy.cli import run
-from tests.support.serving import free_ports
+from tests.support.ports import free_ports
 
 
 def test_a_ray_that_has_gone_holds_no_pod_up(capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,8 +19,9 @@ from protos import generation_pb2, generation_pb2_grpc
 from tests.k8s.manifests import overlay
 from tests.k8s.monitored import alert_expressions, labels_in, names_in, panel_expressions
 from tests.support.command_line import save_tokenizer, spool
+from tests.support.ports import free_ports
 from tests.support.ray_cluster import RayCluster
-from tests.support.serving import ENGINE, PlainDecoder, free_ports, requests, stream_all
+from tests.support.serving import ENGINE, PlainDecoder, requests, stream_all
 from tests.support.tiny_models import save_tiny_pair
 from tests.support.waiting import LONG, wait_until
 

@@ -17,7 +17,6 @@ from scheduler.sampling import SamplingParameters
 from services.step_executor import TargetStepExecutor
 from services.tokenizer import ModelTokenizer
 from tests.support.in_process import run_in_process
-from tests.support.ports import free_ports as free_ports
 
 ENGINE = {"page_size": 8, "kv_pages": 1024, "max_packed_rows": 96}
 
