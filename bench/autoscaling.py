@@ -2,10 +2,12 @@
 
 Each client asks one request after the other, over HTTP or gRPC. Every second the workers in use and the sequences are
 read from `/load`; at the end of each step the scheduler says what it decided. Every text must be that of plain decoding
-before. Exit code 1 if one is not, or a request failed. Without `--config`, it is a pair of small models with random
-weights, with one to three targets, each with pages for about sixteen of the sequences, and one to two drafts.
+before. Exit code 1 if one is not, or a request failed. Without `--config`, it is a pair of tiny models with random
+weights that agree in `--agreement` of the tokens, one to four targets and one to three drafts, whose steps take as long
+as on devices of their own (bench/pacing).
 
     python -m bench.autoscaling --output bench/results/autoscaling.json
+    python -m bench.autoscaling --agreement 0.1 --output bench/results/autoscaling_poor_drafts.json
 """
 
 from __future__ import annotations
@@ -35,35 +37,37 @@ from bench.chaos.streams import (
     plain_answers,
     streaming,
 )
+from bench.pacing import Pace, paced
 from bench.plots import draw
 from bench.record import RESULTS
 from bench.synthetic_pair import SHAPES, write_pair
 from deploy.bench_load import percentile
 
-_FIGURE = RESULTS.parents[1] / "docs" / "figures" / "autoscaling.svg"
+_FIGURES = RESULTS.parents[1] / "docs" / "figures"
 _SAMPLE_SECONDS = 1.0
 _BIN_SECONDS = 10.0
-_TARGET_PAGES = 128
+# A target as fast as a large model on a GPU of its own, and a draft that takes longer for every sequence.
+_PACE = Pace(target_step=0.08, target_token=0.001, draft_pass=0.01, draft_sequence=0.002)
 _LAST_WAIT_SECONDS = 180.0
 
 
 @contextmanager
-def small_pair(token_seconds: float, downscale_seconds: float) -> Iterator[Path]:
-    """A configuration for a pair that a laptop serves. Pages are what its targets are short of first: replicas that
-    share their cores do not compute faster together."""
-    with tempfile.TemporaryDirectory(prefix="spool-pair-") as name:
+def paced_pair(agreement: float, token_seconds: float, downscale_seconds: float) -> Iterator[Path]:
+    """A configuration for a pair whose workers do not get slower by each other, on few cores as on many."""
+    with tempfile.TemporaryDirectory(prefix="spool-pair-") as name, paced(_PACE):
         folder = Path(name)
-        pair = write_pair(folder, SHAPES["small"](), 0.7)
+        pair = write_pair(folder, SHAPES["tiny"](), agreement)
         pace = {"upscale_delay_seconds": 5, "downscale_delay_seconds": downscale_seconds}
-        worker = {"threads": 1, "drain_seconds": 30}
-        target = {**pace, "max_replicas": 3, "token_seconds": token_seconds}
+        worker = {"threads": 1, "kv_pages": 1024, "drain_seconds": 30}
+        target = {**pace, "max_replicas": 4, "token_seconds": token_seconds}
         configuration = {
-            "models": {"target": pair.target, "draft": pair.draft, "served_name": "small", "dtype": "float32"},
-            "scheduling": {"window": 64},
+            "models": {"target": pair.target, "draft": pair.draft, "served_name": "tiny", "dtype": "float32"},
+            "scheduling": {"window": 96},
             "groups": {
-                "target": {**worker, "kv_pages": _TARGET_PAGES, "autoscaling": target},
-                "draft": {**worker, "kv_pages": 1024, "autoscaling": {**pace, "max_replicas": 2}},
+                "target": {**worker, "autoscaling": target},
+                "draft": {**worker, "autoscaling": {**pace, "max_replicas": 3, "cost": 0.25}},
             },
+            "ray": {"num_cpus": 16},
         }
         file = folder / "spool.yaml"
         file.write_text(json.dumps(configuration), encoding="utf-8")
@@ -171,7 +175,7 @@ def plot(result: Mapping[str, Any], figure: Figure) -> None:
     load.step(times, [step["clients"] for step in result["steps"]], where="post", label="clients")
     seen = result["samples"]
     waiting = [one["waiting"] for one in seen]
-    load.plot([one["time"] for one in seen], waiting, linewidth=0.6, label="waiting for pages")
+    load.plot([one["time"] for one in seen], waiting, linewidth=0.6, label="waiting")
     load.set_yscale("symlog", base=2)
     load.set_ylabel("load")
     for role in ("target", "draft"):
@@ -219,25 +223,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="FIELD=VALUE")
     parser.add_argument("--steps", type=int, nargs="+", default=[1, 4, 16, 64, 16, 4, 1], metavar="CLIENTS")
     parser.add_argument("--seconds", type=float, default=30.0, help="of each step")
-    parser.add_argument("--token-seconds", type=float, default=0.1, help="latency target of the small pair")
-    parser.add_argument("--downscale-seconds", type=float, default=20.0, help="delay of the small pair")
+    parser.add_argument("--agreement", type=float, default=0.7, help="of the tiny pair")
+    parser.add_argument("--token-seconds", type=float, default=0.1, help="latency target of the tiny pair")
+    parser.add_argument("--downscale-seconds", type=float, default=20.0, help="delay of the tiny pair")
     parser.add_argument("--cases", type=int, default=16, help="different requests")
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--output", type=Path, default=RESULTS / "autoscaling.json")
-    parser.add_argument("--figure", type=Path, default=_FIGURE)
     arguments = parser.parse_args(argv)
     try:
         if arguments.config is not None:
             result = run(arguments.config, arguments)
         else:
-            with small_pair(arguments.token_seconds, arguments.downscale_seconds) as file:
+            with paced_pair(arguments.agreement, arguments.token_seconds, arguments.downscale_seconds) as file:
                 result = run(file, arguments)
     except ApplicationError as error:
         print(f"autoscaling: {error}", file=sys.stderr)
         return 1
     command = f"python -m bench.autoscaling {' '.join(sys.argv[1:] if argv is None else argv)}".strip()
     write_result(arguments.output, command, result)
-    draw(arguments.figure, partial(plot, result))
+    draw(_FIGURES / f"{arguments.output.stem}.svg", partial(plot, result))
     print(table(result))
     return 1 if result["wrong"] or result["refused"] else 0
 
