@@ -18,6 +18,7 @@ from scheduler.messages import Role, SequenceRequest
 from scheduler.sampling import SamplingParameters
 from services.backend import GenerationRequest
 from services.step_executor import DraftStepExecutor, TargetStepExecutor
+from services.wire import role_from_wire
 from services.worker_process import WorkerArguments, load_executor
 from tests.stand_in_worker import continuation
 from tests.support.cells import client, read, running_cell
@@ -212,7 +213,9 @@ def test_cell_computes_a_system_prompt_once() -> None:
                     for role in ("target", "draft")
                 }
                 load = await backend.load()
-                assert {each.role.value: (each.queries, each.hits) for each in load.prefixes} == counts
+                assert load.status is not None
+                told = load.status.prefix_cache
+                assert {role_from_wire(each.role).value: (each.queries, each.hits) for each in told} == counts
                 return counts
 
             await check((*system, 5), 8)
