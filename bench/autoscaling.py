@@ -3,7 +3,7 @@
 Each client asks one request after the other, over HTTP or gRPC. Every second the workers in use and the sequences are
 read from `/load`; at the end of each step the scheduler says what it decided. Every text must be that of plain decoding
 before. Exit code 1 if one is not, or a request failed. Without `--config`, it is a pair of tiny models with random
-weights that agree in `--agreement` of the tokens, one to four targets and one to three drafts, whose steps take as long
+weights that agree in `--agreement` of the tokens, one to eight targets and one to three drafts, whose steps take as long
 as on devices of their own (bench/pacing).
 
     python -m bench.autoscaling --output bench/results/autoscaling.json
@@ -59,7 +59,7 @@ def paced_pair(agreement: float, token_seconds: float, downscale_seconds: float)
         pair = write_pair(folder, SHAPES["tiny"](), agreement)
         pace = {"upscale_delay_seconds": 5, "downscale_delay_seconds": downscale_seconds}
         worker = {"threads": 1, "kv_pages": 1024, "drain_seconds": 30}
-        target = {**pace, "max_replicas": 4, "token_seconds": token_seconds}
+        target = {**pace, "max_replicas": 8, "token_seconds": token_seconds}
         configuration = {
             "models": {"target": pair.target, "draft": pair.draft, "served_name": "tiny", "dtype": "float32"},
             "scheduling": {"window": 96},
@@ -67,7 +67,7 @@ def paced_pair(agreement: float, token_seconds: float, downscale_seconds: float)
                 "target": {**worker, "autoscaling": target},
                 "draft": {**worker, "autoscaling": {**pace, "max_replicas": 3, "cost": 0.25}},
             },
-            "ray": {"num_cpus": 16},
+            "ray": {"num_cpus": 24},
         }
         file = folder / "spool.yaml"
         file.write_text(json.dumps(configuration), encoding="utf-8")
