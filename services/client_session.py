@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 
+import grpc
 import grpc.aio
 
 from protos import cell_view_pb2, cell_view_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc
@@ -19,6 +20,10 @@ _VIEW_TIMEOUT_SECONDS = 10.0
 
 class SessionBrokenError(ConnectionError):
     """The session is over; the message says why."""
+
+
+class SchedulerReplacedError(SessionBrokenError):
+    """Another scheduler has taken over, whatever the session held."""
 
 
 class ClientSession:
@@ -104,7 +109,8 @@ class ClientSession:
         except TimeoutError:
             raise SessionBrokenError(f"nothing came from the scheduler for {silence:g} s") from None
         except grpc.aio.AioRpcError as error:
-            raise SessionBrokenError(_reason(error)) from error
+            replaced = error.code() is grpc.StatusCode.ABORTED
+            raise (SchedulerReplacedError if replaced else SessionBrokenError)(_reason(error)) from error
         except asyncio.InvalidStateError as error:
             raise SessionBrokenError(f"the stream broke: {error}") from error
         except ValueError as error:

@@ -65,7 +65,7 @@ class GatewaySession:
         self._outbox = SessionOutbox(options.max_pending_events)
         self._live: dict[int, _SessionSequence] = {}
         self._opened = asyncio.Event()
-        self._closing: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._closing: asyncio.Future[SessionEndedError] = asyncio.get_running_loop().create_future()
 
     async def run(
         self,
@@ -86,14 +86,15 @@ class GatewaySession:
                 task.cancel()
             await asyncio.gather(reader, writer, return_exceptions=True)
         if self._closing.done():
-            raise SessionEndedError(grpc.StatusCode.UNAVAILABLE, self._closing.result())
+            raise self._closing.result()
         for task in ended:
             task.result()
 
     def close(self, reason: str) -> None:
         """Ends the session; its sequences may go on elsewhere."""
         if not self._closing.done():
-            self._closing.set_result(reason)
+            code = grpc.StatusCode.ABORTED if self._service.fenced else grpc.StatusCode.UNAVAILABLE
+            self._closing.set_result(SessionEndedError(code, reason))
 
     def fail_all(self, message: str) -> None:
         """For want of target workers."""

@@ -31,7 +31,7 @@ class RemoteStream:
         """Done when the sequence is in the pool; carries the reason where it is refused."""
         self.admitted = False
         self.fruitless_submissions = 0
-        """Submissions since the last token."""
+        """Submissions since the last token that broke, for all we know, by the sequence."""
         self.submitted = False
         """Whether some session had it."""
         self._request = request
@@ -79,6 +79,10 @@ class RemoteStream:
         self.fruitless_submissions += 1
         self.submitted = True
         return submission_to_wire(self.request_id, self._request, self._received, self.admitted, remaining)
+
+    def forgive_submission(self) -> None:
+        """The session that had the last one ended for another reason."""
+        self.fruitless_submissions = max(self.fruitless_submissions - 1, 0)
 
     def admit(self) -> None:
         self.admitted = True

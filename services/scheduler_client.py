@@ -19,7 +19,7 @@ from services.backend import (
     ModelInfo,
 )
 from services.channel_security import ChannelSecurity
-from services.client_session import ClientSession, SessionBrokenError
+from services.client_session import ClientSession, SchedulerReplacedError, SessionBrokenError
 from services.remote_stream import RemoteStream
 from services.scheduler_wire import load_from_wire, read_delta, read_end
 from services.sequence_stream import SequenceFailedError
@@ -245,6 +245,9 @@ class SchedulerClient:
             await self._run_until_moved(session, address)
         except SessionBrokenError as error:
             self._trouble = f"scheduler at {address}: {error}"
+            if isinstance(error, SchedulerReplacedError):
+                for stream in self._live.values():
+                    stream.forgive_submission()
             if self._session is session:
                 logger.warning("the session is over, looking for a scheduler: %s", self._trouble)
         finally:

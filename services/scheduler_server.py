@@ -50,8 +50,8 @@ class SchedulerServer(scheduler_pb2_grpc.SchedulerServicer):
     `replicas` tells what was decided on the number of workers. `security` says who may call; health checks need no
     token. `start` returns the address. When the service closes,
     because another scheduler took over or for any other reason, the server stays up to say so: sessions end with
-    UNAVAILABLE, which lets gateways submit elsewhere what was unfinished, and health is NOT_SERVING. Closing the
-    service is its owner's business.
+    ABORTED or UNAVAILABLE, which lets gateways submit elsewhere what was unfinished, and health is NOT_SERVING. Closing
+    the service is its owner's business.
     """
 
     def __init__(

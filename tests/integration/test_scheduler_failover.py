@@ -270,6 +270,25 @@ def test_sequence_that_no_session_survives_is_given_up() -> None:
     asyncio.run(run())
 
 
+def test_schedulers_that_are_replaced_are_not_held_against_a_sequence() -> None:
+    async def run() -> None:
+        options = ClientOptions(most_fruitless_submissions=3, first_backoff=0.01, longest_backoff=0.02)
+        resolve = Whereabouts()
+        async with client(resolve, options=options) as backend:
+            asked = asyncio.create_task(check(backend, 1, 5))
+            for _ in range(5):
+                async with running_scheduler(resolve) as (service, _server):
+                    await until(lambda service=service: service.core.snapshot().pool > 0)  # type: ignore[misc]
+                    service.hear_of_epoch(service.epoch + 1, service.epoch + 1)
+                    assert service.fenced
+                    await until(lambda: not backend.connected)
+            assert not asked.done()
+            async with running_scheduler(resolve), running_worker("target-0", Role.TARGET, resolve):
+                await asyncio.wait_for(asked, LONG)
+
+    asyncio.run(run())
+
+
 def test_client_options_are_checked() -> None:
     with pytest.raises(ValueError, match="give_up is 0, must be above 0"):
         ClientOptions(give_up=0)
