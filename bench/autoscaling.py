@@ -3,8 +3,8 @@
 Each client asks one request after the other, over HTTP or gRPC. Every second the workers in use and the sequences are
 read from `/load`; at the end of each step the scheduler says what it decided. Every text must be that of plain decoding
 before. Exit code 1 if one is not, or a request failed. Without `--config`, it is a pair of tiny models with random
-weights that agree in `--agreement` of the tokens, one to eight targets and one to three drafts, whose steps take as long
-as on devices of their own (bench/pacing).
+weights that agree in `--agreement` of the tokens, with one to eight targets and one to three drafts, whose steps take
+as long as on devices of their own (bench/pacing).
 
     python -m bench.autoscaling --output bench/results/autoscaling.json
     python -m bench.autoscaling --agreement 0.1 --output bench/results/autoscaling_poor_drafts.json
