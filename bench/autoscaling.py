@@ -4,10 +4,10 @@ Each client asks one request after the other, over HTTP or gRPC. Every second th
 read from `/load`; at the end of each step the scheduler says what it decided. Every text must be that of plain decoding
 before. Exit code 1 if one is not, or a request failed. Without `--config`, it is a pair of tiny models with random
 weights that agree in `--agreement` of the tokens, with one to eight targets and one to three drafts, whose steps take
-as long as on devices of their own (bench/pacing).
+as long as on devices of their own (bench/pacing). With `--set ray.address=HOST:PORT` on a Ray that is there already.
 
-    python -m bench.autoscaling --output bench/results/autoscaling.json
-    python -m bench.autoscaling --agreement 0.1 --output bench/results/autoscaling_poor_drafts.json
+    python -m bench.autoscaling
+    python -m bench.autoscaling --agreement 0.1 --output autoscaling_poor_drafts.json
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -39,22 +39,20 @@ from bench.chaos.streams import (
 )
 from bench.pacing import Pace, paced
 from bench.plots import draw
-from bench.record import RESULTS
 from bench.synthetic_pair import SHAPES, write_pair
 from deploy.bench_load import percentile
 
-_FIGURES = RESULTS.parents[1] / "docs" / "figures"
 _SAMPLE_SECONDS = 1.0
 _BIN_SECONDS = 10.0
 # A target as fast as a large model on a GPU of its own, and a draft that takes longer for every sequence.
-_PACE = Pace(target_step=0.08, target_token=0.001, draft_pass=0.01, draft_sequence=0.002)
+PACE = Pace(target_step=0.08, target_token=0.001, draft_pass=0.01, draft_sequence=0.002)
 _LAST_WAIT_SECONDS = 180.0
 
 
 @contextmanager
 def paced_pair(agreement: float, token_seconds: float, downscale_seconds: float) -> Iterator[Path]:
     """A configuration for a pair whose workers do not get slower by each other, on few cores as on many."""
-    with tempfile.TemporaryDirectory(prefix="spool-pair-") as name, paced(_PACE):
+    with tempfile.TemporaryDirectory(prefix="spool-pair-") as name, paced(PACE):
         folder = Path(name)
         pair = write_pair(folder, SHAPES["tiny"](), agreement)
         pace = {"upscale_delay_seconds": 5, "downscale_delay_seconds": downscale_seconds}
@@ -99,6 +97,7 @@ async def measure(application: Application, steps: Sequence[int], arguments: arg
         await asyncio.sleep(2 * _SAMPLE_SECONDS)
         watch.cancel()
         await asyncio.wait([watch])
+        end = (await asyncio.to_thread(application.status))["scheduler"]
     answered = [record for record in records if record.answered]
     return {
         "token_seconds_allowed": told[0]["figures"]["token_seconds_allowed"],
@@ -107,6 +106,7 @@ async def measure(application: Application, steps: Sequence[int], arguments: arg
         "tokens": sum(record.tokens for record in answered),
         "refused": sum(record.refused for record in records),
         "wrong": faults_of(records, expected),
+        "kv_moves": end["kv_moves"],
         "steps": clients,
         "decisions": told,
         "samples": samples,
@@ -217,38 +217,48 @@ def table(result: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def parser() -> argparse.ArgumentParser:
+    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    found.add_argument("--config", type=Path, help="a spool.yaml with groups.target.autoscaling")
+    found.add_argument("--set", action="append", default=[], dest="overrides", metavar="FIELD=VALUE")
+    found.add_argument("--steps", type=int, nargs="+", default=[1, 4, 16, 64, 16, 4, 1], metavar="CLIENTS")
+    found.add_argument("--seconds", type=float, default=30.0, help="of each step")
+    found.add_argument("--agreement", type=float, default=0.7, help="of the tiny pair")
+    found.add_argument("--token-seconds", type=float, default=0.1, help="latency target of the tiny pair")
+    found.add_argument("--downscale-seconds", type=float, default=20.0, help="delay of the tiny pair")
+    found.add_argument("--cases", type=int, default=16, help="different requests")
+    found.add_argument("--max-tokens", type=int, default=64)
+    found.add_argument("--output", type=Path, default=Path("autoscaling.json"), help="a plot comes beside it")
+    return found
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Raises ApplicationError."""
+    with ExitStack() as stack:
+        config = arguments.config or stack.enter_context(
+            paced_pair(arguments.agreement, arguments.token_seconds, arguments.downscale_seconds)
+        )
+        application = stack.enter_context(served(config, arguments.overrides))
+        return asyncio.run(measure(application, arguments.steps, arguments))
+
+
+def keep(file: Path, command: str, result: Mapping[str, Any]) -> None:
+    """And a plot beside it."""
+    write_result(file, command, result)
+    draw(file.with_suffix(".svg"), partial(plot, result))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", type=Path, help="a spool.yaml with groups.target.autoscaling")
-    parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="FIELD=VALUE")
-    parser.add_argument("--steps", type=int, nargs="+", default=[1, 4, 16, 64, 16, 4, 1], metavar="CLIENTS")
-    parser.add_argument("--seconds", type=float, default=30.0, help="of each step")
-    parser.add_argument("--agreement", type=float, default=0.7, help="of the tiny pair")
-    parser.add_argument("--token-seconds", type=float, default=0.1, help="latency target of the tiny pair")
-    parser.add_argument("--downscale-seconds", type=float, default=20.0, help="delay of the tiny pair")
-    parser.add_argument("--cases", type=int, default=16, help="different requests")
-    parser.add_argument("--max-tokens", type=int, default=64)
-    parser.add_argument("--output", type=Path, default=RESULTS / "autoscaling.json")
-    arguments = parser.parse_args(argv)
+    arguments = parser().parse_args(argv)
     try:
-        if arguments.config is not None:
-            result = run(arguments.config, arguments)
-        else:
-            with paced_pair(arguments.agreement, arguments.token_seconds, arguments.downscale_seconds) as file:
-                result = run(file, arguments)
+        result = run(arguments)
     except ApplicationError as error:
         print(f"autoscaling: {error}", file=sys.stderr)
         return 1
     command = f"python -m bench.autoscaling {' '.join(sys.argv[1:] if argv is None else argv)}".strip()
-    write_result(arguments.output, command, result)
-    draw(_FIGURES / f"{arguments.output.stem}.svg", partial(plot, result))
+    keep(arguments.output, command, result)
     print(table(result))
     return 1 if result["wrong"] or result["refused"] else 0
-
-
-def run(config: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    with served(config, arguments.overrides) as application:
-        return asyncio.run(measure(application, arguments.steps, arguments))
 
 
 if __name__ == "__main__":

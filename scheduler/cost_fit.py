@@ -53,7 +53,7 @@ class CostFit:
         if not math.isfinite(seconds) or seconds < 0:
             return
         self.observations += 1
-        key = tuple(round(_BINS_PER_DOUBLING * math.log2(1 + value)) for value in features)
+        key = tuple([round(_BINS_PER_DOUBLING * math.log2(1 + value)) if value else 0 for value in features])
         found = self._bins.get(key)
         if found is None:
             if len(self._bins) == _MOST_BINS:

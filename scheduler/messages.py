@@ -1,6 +1,7 @@
 """The vocabulary between the scheduler core and the service around it: events in, commands out.
 
-Plain frozen dataclasses. Times are seconds on any monotonic clock, always passed in.
+Dataclasses that nobody changes once they are made. Those made for every row are not frozen, since that takes five times
+as long. Times are seconds on any monotonic clock, always passed in.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class SequenceRequest:
     admitted_before: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RowResult:
     """A worker's answer for one row of a step; fields as in protos/worker.proto, RowReply.
 
@@ -168,7 +169,7 @@ Event = (
 # --- commands ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Row:
     """One sequence's part in a step; fields as in protos/worker.proto, Row.
 
@@ -231,7 +232,7 @@ class WorkerDrained:
     worker_id: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class EmitTokens:
     """Newly committed output of a sequence, in order, each token once. `drafted` and `accepted` describe the round."""
 

@@ -200,10 +200,9 @@ def _agreed_length(sequence: Sequence, result: RowResult) -> int:
 
 def _leave_out_reused(step: OutstandingStep[TargetWork] | OutstandingStep[DraftWork], results: Results) -> None:
     """What a worker took over from other sequences took no time."""
-    for flight in step.rows:
-        result = results.get(flight.row.sequence_id)
-        if result is not None and result.reused:
-            step.work.leave_out(min(max(result.reused, 0), len(flight.row.tokens)))
+    reused = {result.sequence_id: result.reused for result in results.values() if result.reused > 0}
+    for flight in step.rows if reused else ():
+        step.work.leave_out(min(reused.get(flight.row.sequence_id, 0), len(flight.row.tokens)))
 
 
 def _missing(row: Row) -> RowResult:

@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 from scheduler.draft_plan import DraftPlan
 from scheduler.drafted import CountByLength, DraftedIndex
 from scheduler.ledger import KvEntry, PageBook
-from scheduler.messages import GroupFormed, Row, SendStep, WorkerSpec
+from scheduler.messages import GroupFormed, Row, SendStep, SequenceRequest, WorkerSpec
 from scheduler.plan_record import PlanRecord
 from scheduler.sequence import Sequence
 from scheduler.step_times import DraftTimes, RecentMedian, TargetTimes
@@ -176,19 +176,24 @@ class WorkerBook(ABC, Generic[Work]):
         choose: bool = False,
     ) -> Row:
         """A row that feeds committed tokens up to position `end`, which must leave one to feed."""
-        entry, tokens = self.kv[sequence.sequence_id], sequence.tokens
+        sequence_id, tokens = sequence.sequence_id, sequence.tokens
+        entry = self.kv[sequence_id]
         start = entry.valid if entry.valid < end else end - 1
-        room = self.pages.reserved(sequence.sequence_id) * self.spec.page_size
+        opening: SequenceRequest | None = None
+        committed: tuple[int, ...] = ()
+        if not entry.opened:
+            opening = sequence.request
+            committed = tuple(tokens.tokens[: self.pages.reserved(sequence_id) * self.spec.page_size])
         return Row(
-            sequence.sequence_id,
+            sequence_id,
             start,
             tokens.digest(start),
             tuple(tokens.tokens[start:end]),
             draft_tokens,
             draft_length,
             choose,
-            None if entry.opened else sequence.request,
-            () if entry.opened else tuple(tokens.tokens[:room]),
+            opening,
+            committed,
         )
 
     def send(
@@ -205,7 +210,7 @@ class WorkerBook(ABC, Generic[Work]):
             self.running_since = now
         flights = list(rows.values())
         self.outstanding[step_id] = OutstandingStep(flights, work, group, now, idle, self.turns)
-        return SendStep(self.worker_id, step_id, tuple(flight.row for flight in flights), released, group, self.turns)
+        return SendStep(self.worker_id, step_id, tuple([flight.row for flight in flights]), released, group, self.turns)
 
     def release(self, step_id: int, now: float) -> SendStep:
         """A step that only carries the pending releases."""
