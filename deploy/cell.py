@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
 
@@ -17,7 +17,7 @@ from services.channel_security import ChannelSecurity, random_token
 from services.launcher import LoadingMessage, RunningWorker, WorkerLaunch, WorkerLauncher, WorkerStartError
 from services.pairing import PairingError
 from services.scheduler_service import SchedulerService
-from services.step_trace import StepTrace
+from services.service_observer import ServiceObserver
 from services.worker_link import LinkOptions, WorkerEndpoint, WorkerUnreachableError
 
 # A first step on a busy machine takes long; a worker that died is noticed by its stream, not by this.
@@ -38,7 +38,7 @@ class Cell:
 
     @asynccontextmanager
     async def service(
-        self, config: SchedulerConfig, drafting: bool, trace: StepTrace | None = None
+        self, config: SchedulerConfig, drafting: bool, observers: Iterable[ServiceObserver] = ()
     ) -> AsyncIterator[SchedulerService]:
         """A scheduler with an empty pool over all workers, or over the targets alone."""
         endpoints = [
@@ -48,7 +48,7 @@ class Cell:
         ]
         links = LinkOptions(connect_timeout=_CONNECT_SECONDS, step_timeout=_STEP_SECONDS)
         async with SchedulerService(
-            config, scheduler_epoch=time.time_ns(), link_options=links, security=self._security, trace=trace
+            config, scheduler_epoch=time.time_ns(), link_options=links, security=self._security, observers=observers
         ) as service:
             try:
                 await service.add_workers(endpoints)

@@ -101,7 +101,7 @@ async def decode(
         on_done(index, completion)
         done += 1
 
-    async with cell.service(plan.config, plan.drafting, plan.trace) as service:
+    async with cell.service(plan.config, plan.drafting, [plan.trace] if plan.trace else []) as service:
 
         def report() -> None:
             reporter.run(plan.title, done, len(jobs), service.statistics())

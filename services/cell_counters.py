@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
-from scheduler.messages import Role, Row, RowResult, RowStatus
+from protos import worker_pb2
+from scheduler.messages import Role, RowResult, RowStatus, SendStep, SequenceRequest
+from services.service_observer import SequenceEnd, ServiceObserver
 
 QUEUE_BOUNDS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.25, 2.5, 5, 10, 20, 40, 80, 160)
 """Seconds."""
@@ -35,8 +37,8 @@ class Distribution:
         return distribution
 
 
-class CellCounters:
-    """How sequences came, went and were saved. Times are seconds on one monotonic clock, passed in."""
+class CellCounters(ServiceObserver):
+    """How sequences came, went and were saved."""
 
     def __init__(self) -> None:
         self.outcomes: Counter[str] = Counter()
@@ -46,29 +48,33 @@ class CellCounters:
         self.queue_seconds = Distribution(QUEUE_BOUNDS)
         self._entered: dict[int, float] = {}
 
-    def entered(self, sequence_id: int, now: float) -> None:
-        self._entered[sequence_id] = now
+    def refused(self, cause: str) -> None:
+        """A request that did not become a sequence."""
+        self.refusals[cause] += 1
 
-    def rows_sent(self, rows: Iterable[Row], now: float) -> None:
+    def sequence_entered(self, request: SequenceRequest, traceparent: str, now: float) -> None:
+        self._entered[request.sequence_id] = now
+
+    def step_sent(self, role: Role, step: SendStep, now: float) -> None:
         """The first step that works on a sequence opens it at its worker."""
-        for row in rows:
+        for row in step.rows:
             if row.opening is not None:
                 entered = self._entered.pop(row.sequence_id, None)
                 if entered is not None:
                     self.queue_seconds.observe(now - entered)
 
-    def rows_answered(self, role: Role, results: Iterable[RowResult]) -> None:
+    def step_replied(
+        self, role: Role, step: SendStep, results: tuple[RowResult, ...], timings: worker_pb2.StepTimings, now: float
+    ) -> None:
         if role is Role.TARGET:
             self.recoveries["kv_lost"] += sum(result.status in _LOST_KV for result in results)
 
-    def worker_lost(self, role: Role, sequences: int) -> None:
-        """So many sequences were at home there."""
+    def worker_lost(self, role: Role, worker_id: str, sequences: int) -> None:
         self.recoveries[f"{role.value}_lost"] += sequences
 
-    def ended(self, sequence_id: int, outcome: str) -> None:
+    def sequence_ended(self, sequence_id: int, end: SequenceEnd, now: float) -> None:
         self._entered.pop(sequence_id, None)
-        self.outcomes[outcome] += 1
-
-    def refused(self, sequence_id: int, cause: str) -> None:
-        self._entered.pop(sequence_id, None)
-        self.refusals[cause] += 1
+        if end.cause is None:
+            self.outcomes[end.outcome] += 1
+        else:
+            self.refusals[end.cause.value] += 1

@@ -13,7 +13,7 @@ from protos import cell_view_pb2, cell_view_pb2_grpc, scheduler_pb2
 from scheduler.sequence import SequenceState
 from scheduler.statistics import SequenceSnapshot
 from services.scheduler_service import SchedulerService
-from services.step_trace import TracedStep
+from services.step_trace import StepTrace, TracedStep
 from services.wire import role_to_wire
 
 SHORTEST_PERIOD_SECONDS = 0.1
@@ -59,14 +59,16 @@ async def views(
     most_sequences: int,
 ) -> AsyncGenerator[cell_view_pb2.CellView, None]:
     """One each period, until the service is closed."""
-    with service.traced() as trace:
+    trace = StepTrace()
+    with service.observed(trace):
         while service.closed_because is None:
+            reply = status()
             yield cell_view_pb2.CellView(
                 now=time.monotonic(),
                 sequences=_sequences(service.core.sequences(most_sequences)),
-                unlisted_sequences=max(service.core.snapshot().pool - most_sequences, 0),
+                unlisted_sequences=max(reply.pool.pool - most_sequences, 0),
                 steps=_steps(trace.take()),
-                status=status(),
+                status=reply,
             )
             await asyncio.sleep(period_seconds)
 

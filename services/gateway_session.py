@@ -159,12 +159,12 @@ class GatewaySession:
                 raise ValueError(f"timeout_seconds is {timeout}, must be above 0")
             targetless = self._service.workers.targetless_seconds
             if targetless > self._options.refuse_without_target_seconds and not submission.admitted_before:
-                self._service.counters.refused(sequence.sequence_id, "no_target")
+                self._service.counters.refused("no_target")
                 sequence.end(BackendUnavailableError(f"no target worker has been up for {targetless:.0f} s"))
                 return
             self._service.enter(request, sequence)
         except ValueError as error:
-            self._service.counters.refused(sequence.sequence_id, RefusalCause.INVALID.value)
+            self._service.counters.refused(RefusalCause.INVALID.value)
             sequence.end(AdmissionRefusedError(RefusalCause.INVALID, str(error)))
         except AdmissionRefusedError as error:
             sequence.end(error)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from opentelemetry.context import Context
@@ -14,7 +13,8 @@ from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
 from opentelemetry.trace import Span, SpanKind, StatusCode, Tracer, set_span_in_context
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-from scheduler.messages import EmitTokens, Role, Row, SequenceRequest
+from scheduler.messages import EmitTokens, Role, SendStep, SequenceRequest
+from services.service_observer import SequenceEnd, ServiceObserver
 from services.tracing import Attributes
 
 CONSOLE = "console"
@@ -82,18 +82,16 @@ class _Sequence:
     recoveries: int = 0
 
 
-class OtelSequences:
-    """Implements services.tracing.SequenceTracing.
-
-    A span `sequence` below the request's, and below it one for each phase: `queue`, `prefill`, `decode`; and `recovery`
-    from the step that opens it at a target again to its next tokens, then `decode` again.
+class OtelSequences(ServiceObserver):
+    """A span `sequence` below the request's, and below it one for each phase: `queue`, `prefill`, `decode`; and
+    `recovery` from the step that opens it at a target again to its next tokens, then `decode` again.
     """
 
     def __init__(self, provider: TracerProvider) -> None:
         self._tracer = provider.get_tracer("spool.scheduler")
         self._live: dict[int, _Sequence] = {}
 
-    def entered(self, request: SequenceRequest, traceparent: str) -> None:
+    def sequence_entered(self, request: SequenceRequest, traceparent: str, now: float) -> None:
         if not traceparent:
             return
         resumed = len(request.committed_output)
@@ -102,15 +100,15 @@ class OtelSequences:
         if span.is_recording():
             self._live[request.sequence_id] = _Sequence(span, _phase(self._tracer, span, "queue"), resumed > 0)
 
-    def rows_sent(self, role: Role, rows: Iterable[Row]) -> None:
-        for row in rows:
-            if row.opening is not None and role is Role.TARGET and (live := self._live.get(row.sequence_id)):
+    def step_sent(self, role: Role, step: SendStep, now: float) -> None:
+        for row in step.rows if role is Role.TARGET else ():
+            if row.opening is not None and (live := self._live.get(row.sequence_id)):
                 again = live.opened or live.resumed
                 live.opened = True
                 live.recoveries += again
                 self._turn(live, "recovery" if again else "prefill")
 
-    def emitted(self, emission: EmitTokens) -> None:
+    def tokens_emitted(self, emission: EmitTokens) -> None:
         live = self._live.get(emission.sequence_id)
         if live is None:
             return
@@ -122,20 +120,20 @@ class OtelSequences:
         if live.phase.name != "decode":  # type: ignore[attr-defined]  # recording spans have names
             self._turn(live, "decode")
 
-    def ended(self, sequence_id: int, outcome: str, error: str | None = None) -> None:
+    def sequence_ended(self, sequence_id: int, end: SequenceEnd, now: float) -> None:
         live = self._live.pop(sequence_id, None)
         if live is None:
             return
         live.phase.end()
         counts: dict[str, str | int | float] = {
-            "spool.outcome": outcome,
+            "spool.outcome": end.outcome,
             "spool.completion_tokens": live.tokens,
             "spool.rounds": live.rounds,
             "spool.drafted": live.drafted,
             "spool.accepted": live.accepted,
             "spool.recoveries": live.recoveries,
         }
-        _end(live.span, counts, error)
+        _end(live.span, counts, end.error)
 
     def _turn(self, live: _Sequence, name: str) -> None:
         live.phase.end()

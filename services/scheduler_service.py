@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Protocol, Self
@@ -42,9 +42,8 @@ from services.cell_counters import CellCounters
 from services.channel_security import ChannelSecurity
 from services.kv_mover import KvMover
 from services.sequence_stream import AdmissionRefusedError, SequenceFailedError, SequenceStream, TokenDelta
+from services.service_observer import FAILED, REFUSED, SequenceEnd, ServiceObserver
 from services.statistics import ServiceStatistics, StatisticsSnapshot
-from services.step_trace import StepTrace
-from services.tracing import NoSequenceTracing, SequenceTracing
 from services.wire import spec_from_wire
 from services.worker_link import LinkOptions, SchedulerFencedError, WorkerEndpoint
 from services.worker_set import WorkerSet
@@ -87,9 +86,8 @@ class SchedulerService:
     `scheduler_epoch` must be higher than that of every scheduler that spoke to the workers before, with room for one
     number for each connection made: `time.time_ns()` of the start. Lower ones are fenced off by the workers.
 
-    `security` is that of the workers' channels. `trace` records every step, for measurements; `tracing`
-    follows sequences. All methods belong to one
-    event loop. Leaving the `async with` block, or `close`, fails what is unfinished.
+    `security` is that of the workers' channels; `observers` hear what happens. All methods belong to one event loop.
+    Leaving the `async with` block, or `close`, fails what is unfinished.
     """
 
     def __init__(
@@ -99,8 +97,7 @@ class SchedulerService:
         scheduler_epoch: int,
         link_options: LinkOptions | None = None,
         security: ChannelSecurity | None = None,
-        trace: StepTrace | None = None,
-        tracing: SequenceTracing | None = None,
+        observers: Iterable[ServiceObserver] = (),
     ) -> None:
         self.config = config
         self._core = SchedulerCore(config)
@@ -117,8 +114,7 @@ class SchedulerService:
         self._fenced = False
         self._statistics = ServiceStatistics(time.monotonic())
         self.counters = CellCounters()
-        self._tracing = tracing or NoSequenceTracing()
-        self.traces = [] if trace is None else [trace]
+        self.observers = [self._statistics, self.counters, *observers]
 
     # Workers.
 
@@ -225,9 +221,8 @@ class SchedulerService:
         self._check_vocabulary(request)
         self._sinks[request.sequence_id] = sink
         now = time.monotonic()
-        self._statistics.sequence_started(now)
-        self.counters.entered(request.sequence_id, now)
-        self._tracing.entered(request, sink.traceparent)
+        for observer in self.observers:
+            observer.sequence_entered(request, sink.traceparent, now)
         self._handle(SequenceSubmitted(request))
 
     def cancel(self, sequence_id: int) -> None:
@@ -245,14 +240,13 @@ class SchedulerService:
         self._statistics.reset(time.monotonic())
 
     @contextmanager
-    def traced(self) -> Iterator[StepTrace]:
-        """Records steps for as long as the block lasts. Whoever opens it takes them again and again."""
-        trace = StepTrace()
-        self.traces.append(trace)
+    def observed(self, observer: ServiceObserver) -> Iterator[None]:
+        """For as long as the block lasts."""
+        self.observers.append(observer)
         try:
-            yield trace
+            yield
         finally:
-            self.traces.remove(trace)
+            self.observers.remove(observer)
 
     @property
     def core(self) -> SchedulerCore:
@@ -294,10 +288,9 @@ class SchedulerService:
         self._handle(WorkerJoined(spec_from_wire(endpoint.worker_id, description)))
 
     def worker_lost(self, endpoint: WorkerEndpoint, reason: str) -> None:
-        self._statistics.worker_lost(endpoint.role, endpoint.worker_id)
-        for worker in self._core.snapshot().workers:
-            if worker.worker_id == endpoint.worker_id:
-                self.counters.worker_lost(worker.role, worker.sequences)
+        homes = {worker.worker_id: worker.sequences for worker in self._core.snapshot().workers}
+        for observer in self.observers:
+            observer.worker_lost(endpoint.role, endpoint.worker_id, homes.get(endpoint.worker_id, 0))
         self._handle(WorkerLost(endpoint.worker_id))
 
     def step_replied(
@@ -308,11 +301,8 @@ class SchedulerService:
         timings: worker_pb2.StepTimings,
     ) -> None:
         now = time.monotonic()
-        self._statistics.step_replied(endpoint.role, endpoint.worker_id, step.step_id, timings, now)
-        for trace in self.traces:
-            trace.step_replied(endpoint.role, endpoint.worker_id, step.step_id, timings, now)
-        self._statistics.rows_answered(endpoint.role, step.rows, results)
-        self.counters.rows_answered(endpoint.role, results)
+        for observer in self.observers:
+            observer.step_replied(endpoint.role, step, results, timings, now)
         self._handle(StepCompleted(endpoint.worker_id, step.step_id, results, timings.total))
 
     def link_broken(self, endpoint: WorkerEndpoint, error: BaseException) -> None:
@@ -334,53 +324,51 @@ class SchedulerService:
             logger.exception("the scheduler core failed on %s", event)
             self._shut(f"the scheduler core failed: {type(error).__name__}: {error}")
             return
-        self._statistics.core_ran(time.perf_counter() - began)
+        seconds = time.perf_counter() - began
+        for observer in self.observers:
+            observer.core_ran(seconds)
         for command in commands:
             self._carry_out(command)
         self._plan_tick(loop)
 
     def _carry_out(self, command: Command) -> None:
-        now = time.monotonic()
         match command:
             case SendStep():
-                link = self.workers.find(command.worker_id)
-                if link is not None:
-                    self._statistics.step_sent(
-                        link.endpoint.role, command.worker_id, command.step_id, command.group, now
-                    )
-                    for trace in self.traces:
-                        trace.step_sent(command, now)
-                    self.counters.rows_sent(command.rows, now)
-                    self._tracing.rows_sent(link.endpoint.role, command.rows)
-                    link.send(command)
+                self._send(command)
             case MoveKv():
                 self._kv_mover.start(command)
             case WorkerDrained():
                 self._end_drain(command.worker_id)
             case EmitTokens():
-                self._statistics.tokens_emitted(command)
-                self._tracing.emitted(command)
+                for observer in self.observers:
+                    observer.tokens_emitted(command)
                 delta = TokenDelta(
                     command.tokens, command.drafted, command.accepted, command.logits_digests, command.logprobs
                 )
                 self._sinks[command.sequence_id].push(delta)
             case FinishSequence():
-                self._statistics.sequence_finished(command.sequence_id, now)
-                self._count_end(command.sequence_id, command.reason.value)
-                self._sinks.pop(command.sequence_id).end(command.reason)
+                self._end(command.sequence_id, SequenceEnd(command.reason.value), command.reason)
             case FailSequence():
-                self._statistics.sequence_failed(command.sequence_id, now)
-                self._count_end(command.sequence_id, "failed", command.error)
-                self._sinks.pop(command.sequence_id).end(SequenceFailedError(command.error))
+                error = SequenceFailedError(command.error)
+                self._end(command.sequence_id, SequenceEnd(FAILED, command.error), error)
             case RefuseSequence():
-                self._statistics.sequence_refused(command.sequence_id, now)
-                self.counters.refused(command.sequence_id, command.cause.value)
-                self._tracing.ended(command.sequence_id, "refused", command.message)
-                self._sinks.pop(command.sequence_id).end(AdmissionRefusedError(command.cause, command.message))
+                refusal = AdmissionRefusedError(command.cause, command.message)
+                self._end(command.sequence_id, SequenceEnd(REFUSED, command.message, command.cause), refusal)
 
-    def _count_end(self, sequence_id: int, outcome: str, error: str | None = None) -> None:
-        self.counters.ended(sequence_id, outcome)
-        self._tracing.ended(sequence_id, outcome, error)
+    def _send(self, step: SendStep) -> None:
+        link = self.workers.find(step.worker_id)
+        if link is None:
+            return
+        now = time.monotonic()
+        for observer in self.observers:
+            observer.step_sent(link.endpoint.role, step, now)
+        link.send(step)
+
+    def _end(self, sequence_id: int, end: SequenceEnd, outcome: FinishReason | Exception) -> None:
+        now = time.monotonic()
+        for observer in self.observers:
+            observer.sequence_ended(sequence_id, end, now)
+        self._sinks.pop(sequence_id).end(outcome)
 
     def _client_request_id(self, sequence_id: int) -> str:
         sink = self._sinks.get(sequence_id)
@@ -408,13 +396,8 @@ class SchedulerService:
             self._ticker = None
         for worker_id in self._drained:
             self._end_drain(worker_id)
-        now = time.monotonic()
-        sinks = dict(self._sinks)
-        self._sinks.clear()
-        for sequence_id, sink in sinks.items():
-            self._statistics.sequence_failed(sequence_id, now)
-            self._count_end(sequence_id, "failed", reason)
-            sink.end(SchedulerStoppedError(reason))
+        for sequence_id in list(self._sinks):
+            self._end(sequence_id, SequenceEnd(FAILED, reason), SchedulerStoppedError(reason))
         # It must not speak to workers any more that may have another scheduler now.
         self.workers.stop()
         self._closed.set()
@@ -437,5 +420,5 @@ class SchedulerService:
             if tokens and not (min(tokens) >= 0 and max(tokens) < size):
                 wrong = next(token for token in tokens if not 0 <= token < size)
                 message = f"{name} holds token id {wrong}, must be between 0 and {size - 1}"
-                self.counters.refused(request.sequence_id, RefusalCause.INVALID.value)
+                self.counters.refused(RefusalCause.INVALID.value)
                 raise AdmissionRefusedError(RefusalCause.INVALID, message)

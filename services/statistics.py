@@ -7,8 +7,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from protos import worker_pb2
-from scheduler.messages import EmitTokens, GroupFormed, Role, Row, RowResult, RowStatus
+from scheduler.messages import EmitTokens, Role, RowResult, RowStatus, SendStep, SequenceRequest
 from services.hidden_drafting import HiddenDrafting
+from services.service_observer import FAILED, REFUSED, SequenceEnd, ServiceObserver
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,8 +112,8 @@ class _WorkerTime:
         return self.total + self.idle
 
 
-class ServiceStatistics:
-    """Collects while the service runs. Times are passed in, on one monotonic clock."""
+class ServiceStatistics(ServiceObserver):
+    """Collects while the service runs."""
 
     def __init__(self, now: float) -> None:
         self._workers: dict[tuple[Role, str], _WorkerTime] = {}
@@ -130,40 +131,38 @@ class ServiceStatistics:
             self._workers[key] = _WorkerTime(vacant_at_send=dict.fromkeys(worker.vacant_at_send, 0.0))
         self._clear(now)
 
-    def sequence_started(self, now: float) -> None:
+    def sequence_entered(self, request: SequenceRequest, traceparent: str, now: float) -> None:
         if self._unfinished == 0:
             self._vacant_seconds += now - self._turned
             self._turned = now
         self._unfinished += 1
 
-    def sequence_finished(self, sequence_id: int, now: float) -> None:
-        self._finished += 1
-        self._ended(sequence_id, now)
+    def sequence_ended(self, sequence_id: int, end: SequenceEnd, now: float) -> None:
+        self._failed += end.outcome == FAILED
+        self._refused += end.outcome == REFUSED
+        self._finished += end.outcome not in (FAILED, REFUSED)
+        self._begun.discard(sequence_id)
+        self._unfinished -= 1
+        if self._unfinished == 0:
+            self._turned = now
 
-    def sequence_failed(self, sequence_id: int, now: float) -> None:
-        self._failed += 1
-        self._ended(sequence_id, now)
-
-    def sequence_refused(self, sequence_id: int, now: float) -> None:
-        self._refused += 1
-        self._ended(sequence_id, now)
-
-    def tokens_emitted(self, emitted: EmitTokens) -> None:
-        self._tokens += len(emitted.tokens)
-        if emitted.sequence_id not in self._begun:
-            self._begun.add(emitted.sequence_id)
+    def tokens_emitted(self, emission: EmitTokens) -> None:
+        self._tokens += len(emission.tokens)
+        if emission.sequence_id not in self._begun:
+            self._begun.add(emission.sequence_id)
             return
         self._rounds += 1
-        self._round_tokens += len(emitted.tokens)
-        if emitted.drafted:
-            self._drafted += emitted.drafted
-            self._accepted += emitted.accepted
-            self._accepted_lengths[emitted.accepted] += 1
+        self._round_tokens += len(emission.tokens)
+        if emission.drafted:
+            self._drafted += emission.drafted
+            self._accepted += emission.accepted
+            self._accepted_lengths[emission.accepted] += 1
 
-    def step_sent(self, role: Role, worker_id: str, step_id: int, group: GroupFormed | None, now: float) -> None:
-        worker = self._workers.setdefault((role, worker_id), _WorkerTime())
-        worker.vacant_at_send[step_id] = self._vacant(now)
-        self._hidden.step_sent(worker_id, step_id, now)
+    def step_sent(self, role: Role, step: SendStep, now: float) -> None:
+        worker = self._workers.setdefault((role, step.worker_id), _WorkerTime())
+        worker.vacant_at_send[step.step_id] = self._vacant(now)
+        self._hidden.step_sent(step.worker_id, step.step_id, now)
+        group = step.group
         if group is not None and group.rows:
             self._group_sizes[group.rows] += 1
             self._forced_groups += group.forced_by_bound
@@ -172,25 +171,23 @@ class ServiceStatistics:
                 self._realigned_rows += 0 if group.equal_length else group.rows
 
     def step_replied(
-        self, role: Role, worker_id: str, step_id: int, timings: worker_pb2.StepTimings, now: float
+        self, role: Role, step: SendStep, results: tuple[RowResult, ...], timings: worker_pb2.StepTimings, now: float
     ) -> None:
-        worker = self._workers.setdefault((role, worker_id), _WorkerTime())
-        sent = worker.vacant_at_send.pop(step_id, None)
+        worker = self._workers.setdefault((role, step.worker_id), _WorkerTime())
+        sent = worker.vacant_at_send.pop(step.step_id, None)
         if worker.vacant_at_reply is not None and sent is not None:
             worker.idle += max(timings.idle - max(sent - worker.vacant_at_reply, 0.0), 0.0)
         worker.vacant_at_reply = self._vacant(now)
         begin = min(now - timings.total + timings.prepare, now)
         end = min(begin + timings.forward + timings.sample, now)
-        self._hidden.step_replied(role, worker_id, step_id, (begin, end))
+        self._hidden.step_replied(role, step.worker_id, step.step_id, (begin, end))
         worker.steps += 1
         worker.total += timings.total
         worker.busy += timings.forward + timings.sample
         worker.realign += timings.realign
         worker.packed_rows += timings.packed_rows
         worker.padding_rows += timings.padding_rows
-
-    def rows_answered(self, role: Role, rows: tuple[Row, ...], results: tuple[RowResult, ...]) -> None:
-        for row, result in zip(rows, results, strict=True):
+        for row, result in zip(step.rows, results, strict=True):
             if result.status is not RowStatus.OK:
                 self._row_errors[result.status.value] += 1
             if row.committed:
@@ -198,7 +195,7 @@ class ServiceStatistics:
             if result.reused:
                 self._prefix_hits[role] += result.reused
 
-    def worker_lost(self, role: Role, worker_id: str) -> None:
+    def worker_lost(self, role: Role, worker_id: str, sequences: int) -> None:
         self._workers_lost[role] += 1
         self._hidden.worker_lost(worker_id)
         worker = self._workers.setdefault((role, worker_id), _WorkerTime())
@@ -206,7 +203,6 @@ class ServiceStatistics:
         worker.vacant_at_reply = None
 
     def core_ran(self, seconds: float) -> None:
-        """The scheduler core computed for so long, just now."""
         self._core_seconds += seconds
         if self._unfinished == 0:
             return
@@ -284,12 +280,6 @@ class ServiceStatistics:
         self._prefix_queries: Counter[Role] = Counter()
         self._prefix_hits: Counter[Role] = Counter()
         self._core_seconds = 0.0
-
-    def _ended(self, sequence_id: int, now: float) -> None:
-        self._begun.discard(sequence_id)
-        self._unfinished -= 1
-        if self._unfinished == 0:
-            self._turned = now
 
     def _vacant(self, now: float) -> float:
         """Seconds up to now in which no sequence was unfinished."""

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from protos import worker_pb2
-from scheduler.messages import Role, SendStep
+from scheduler.messages import Role, RowResult, SendStep
+from services.service_observer import ServiceObserver
 
 _MICROSECONDS = 1e6
 
@@ -47,12 +48,12 @@ class TracedStep:
         return begin, min(begin + self.forward + self.sample, self.replied)
 
 
-class StepTrace:
+class StepTrace(ServiceObserver):
     """Collects the steps of one scheduler service, until they are taken or cleared."""
 
     def __init__(self) -> None:
         self.steps: list[TracedStep] = []
-        self._sent: dict[tuple[str, int], tuple[SendStep, float]] = {}
+        self._sent: dict[tuple[str, int], float] = {}
 
     def clear(self) -> None:
         """Forgets the steps that were answered; those under way are recorded when they are."""
@@ -63,21 +64,25 @@ class StepTrace:
         steps, self.steps = self.steps, []
         return steps
 
-    def step_sent(self, step: SendStep, now: float) -> None:
-        self._sent[step.worker_id, step.step_id] = step, now
+    def step_sent(self, role: Role, step: SendStep, now: float) -> None:
+        self._sent[step.worker_id, step.step_id] = now
+
+    def worker_lost(self, role: Role, worker_id: str, sequences: int) -> None:
+        for key in [key for key in self._sent if key[0] == worker_id]:
+            del self._sent[key]
 
     def step_replied(
-        self, role: Role, worker_id: str, step_id: int, timings: worker_pb2.StepTimings, now: float
+        self, role: Role, step: SendStep, results: tuple[RowResult, ...], timings: worker_pb2.StepTimings, now: float
     ) -> None:
         """A reply to a step that was not seen being sent is left out."""
-        step, sent = self._sent.pop((worker_id, step_id), (None, now))
-        if step is None:
+        sent = self._sent.pop((step.worker_id, step.step_id), None)
+        if sent is None:
             return
         self.steps.append(
             TracedStep(
                 role=role,
-                worker_id=worker_id,
-                step_id=step_id,
+                worker_id=step.worker_id,
+                step_id=step.step_id,
                 rows=len(step.rows),
                 draft_length=max((row.draft_length or len(row.draft_tokens) for row in step.rows), default=0),
                 equal_length=step.group is not None and step.group.equal_length and step.group.rows > 1,

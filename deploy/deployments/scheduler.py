@@ -42,7 +42,7 @@ class Scheduler:
                 silence_timeout=config.scheduling.silence_timeout_seconds,
             ),
             security=security,
-            tracing=sequence_tracing(config.tracing, self._running),
+            observers=sequence_tracing(config.tracing, self._running),
         )
         self._server = SchedulerServer(
             self._service,

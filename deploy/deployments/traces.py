@@ -6,7 +6,8 @@ import asyncio
 from contextlib import AsyncExitStack
 
 from deploy.configuration.observation import TracingSettings
-from services.tracing import RequestTracing, SequenceTracing
+from services.service_observer import ServiceObserver
+from services.tracing import RequestTracing
 
 
 def request_tracing(settings: TracingSettings, running: AsyncExitStack) -> RequestTracing | None:
@@ -20,12 +21,12 @@ def request_tracing(settings: TracingSettings, running: AsyncExitStack) -> Reque
     return OtelRequests(provider)
 
 
-def sequence_tracing(settings: TracingSettings, running: AsyncExitStack) -> SequenceTracing | None:
-    """The same for a scheduler."""
+def sequence_tracing(settings: TracingSettings, running: AsyncExitStack) -> list[ServiceObserver]:
+    """The same for a scheduler; empty where tracing is off."""
     if settings.endpoint is None:
-        return None
+        return []
     from services.otel_tracing import OtelSequences, tracer_provider
 
     provider = tracer_provider(settings.endpoint, settings.service_name, settings.sample_ratio)
     running.push_async_callback(asyncio.to_thread, provider.shutdown)
-    return OtelSequences(provider)
+    return [OtelSequences(provider)]

@@ -27,6 +27,8 @@ from selenium.webdriver.common.by import By
 from protos import cell_view_pb2, cell_view_pb2_grpc
 from services.backend import BackendUnavailableError
 from services.gateway.settings import GatewaySettings
+from services.scheduler_service import SchedulerService
+from services.step_trace import StepTrace
 from tests.support.cells import client, read_some, request_of, running_cell
 from tests.support.gateway import Gateways, Served, stand_in_gateways
 from tests.support.waiting import LONG, setting, until, wait_until
@@ -34,6 +36,10 @@ from tests.support.waiting import LONG, setting, until, wait_until
 KEY = "key-of-a-person"
 UNKNOWN = "\N{EN DASH}"
 STATES = cell_view_pb2.SequenceState
+
+
+def recorded(service: SchedulerService) -> bool:
+    return any(isinstance(observer, StepTrace) for observer in service.observers)
 
 
 # --- what a scheduler shows -------------------------------------------------------------------------------------------
@@ -64,7 +70,7 @@ def test_views_show_every_sequence_and_the_steps_since_the_last_one() -> None:
             for stream in streams:
                 stream.cancel()
             # Whoever watched has gone, and nothing is recorded any more.
-            await until(lambda: not cell.service.traces)
+            await until(lambda: not recorded(cell.service))
 
     asyncio.run(run())
 
@@ -208,14 +214,14 @@ def test_events_are_views(person: httpx.Client, gateways: Gateways) -> None:
         assert {worker["role"] for worker in view["workers"]} == {"draft", "target"}
         assert view["model"] == "stand-in"
         assert json.loads(next(lines).removeprefix("data: "))["now"] > view["now"]
-    wait_until(lambda: not gateways.service.traces, "the last watcher has gone")
+    wait_until(lambda: not recorded(gateways.service), "the last watcher has gone")
 
 
 def test_more_watchers_than_a_gateway_serves_are_refused(person: httpx.Client, gateways: Gateways) -> None:
     with ExitStack() as stack:
         responses = [stack.enter_context(person.stream("GET", "/dashboard/views")) for _ in range(17)]
         assert [response.status_code for response in responses] == [200] * 16 + [429]
-    wait_until(lambda: not gateways.service.traces, "the watchers have gone")
+    wait_until(lambda: not recorded(gateways.service), "the watchers have gone")
     with person.stream("GET", "/dashboard/views") as response:
         assert response.status_code == 200
 

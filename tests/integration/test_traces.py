@@ -63,7 +63,7 @@ async def drive(folder: Path) -> Traced:
     usages: dict[str, tuple[int, int, int]] = {}
     async with (
         running_cell(
-            targets=2, tracing=OtelSequences(provider), tokenizer_digest=tokenizer.vocabulary_digest.hex()
+            targets=2, observers=[OtelSequences(provider)], tokenizer_digest=tokenizer.vocabulary_digest.hex()
         ) as cell,
         running_gateway(cell, tokenizer, tracing=OtelRequests(provider)) as served,
         httpx.AsyncClient(base_url=served.url, timeout=LONG) as http,

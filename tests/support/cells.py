@@ -23,8 +23,8 @@ from services.remote_stream import RemoteStream
 from services.scheduler_client import ClientOptions, SchedulerClient
 from services.scheduler_server import SchedulerServer, SchedulerServerOptions
 from services.scheduler_service import SchedulerService
+from services.service_observer import ServiceObserver
 from services.step_executor import DraftStepExecutor, StepExecutor, TargetStepExecutor
-from services.tracing import SequenceTracing
 from services.worker_link import LinkOptions
 from services.worker_registration import RegistrationOptions, WorkerRegistration
 from services.worker_registry import RegistryOptions
@@ -125,14 +125,14 @@ async def running_scheduler(
     sessions: SessionOptions = SESSIONS,
     registry: RegistryOptions = REGISTRY,
     epoch: int | None = None,
-    tracing: SequenceTracing | None = None,
+    observers: Sequence[ServiceObserver] = (),
 ) -> AsyncIterator[tuple[SchedulerService, SchedulerServer]]:
     async with SchedulerService(
         config or SchedulerConfig(policy=Policy.RAGGED),
         scheduler_epoch=time.time_ns() if epoch is None else epoch,
         link_options=LINKS,
         security=security,
-        tracing=tracing,
+        observers=observers,
     ) as service:
         options = SchedulerServerOptions(sessions=sessions, registry=registry)
         server = SchedulerServer(service, security=security, options=options)
@@ -151,14 +151,14 @@ async def running_cell(
     security: ChannelSecurity = OPEN,
     sessions: SessionOptions = SESSIONS,
     registry: RegistryOptions = REGISTRY,
-    tracing: SequenceTracing | None = None,
+    observers: Sequence[ServiceObserver] = (),
     **settings: Any,
 ) -> AsyncIterator[Cell]:
     """A scheduler and workers that are in use."""
     resolve = Whereabouts()
     async with AsyncExitStack() as stack:
         service, server = await stack.enter_async_context(
-            running_scheduler(resolve, config, security, sessions, registry, tracing=tracing)
+            running_scheduler(resolve, config, security, sessions, registry, observers=observers)
         )
         roles = [(Role.DRAFT, index) for index in range(drafts)] + [(Role.TARGET, index) for index in range(targets)]
         workers = [

@@ -14,6 +14,7 @@ from deploy.configuration.loading import load_configuration
 from deploy.configuration.problems import ConfigurationError
 from scheduler.messages import SequenceRequest
 from services.otel_tracing import CONSOLE, OtelRequests, OtelSequences, tracer_provider
+from services.service_observer import SequenceEnd
 from tests.support.waiting import LONG
 
 
@@ -68,9 +69,9 @@ def test_who_is_not_sampled_costs_the_scheduler_nothing(capfd: pytest.CaptureFix
     provider = tracer_provider(CONSOLE, "spool", 0.0)
     span = OtelRequests(provider).begin("", "mine")
     sequences = OtelSequences(provider)
-    sequences.entered(SequenceRequest(1, (1,), 5), span.traceparent)
+    sequences.sequence_entered(SequenceRequest(1, (1,), 5), span.traceparent, 0.0)
     assert not sequences._live
-    sequences.ended(1, "stop")
+    sequences.sequence_ended(1, SequenceEnd("stop"), 1.0)
     span.end({})
     provider.shutdown()
     assert capfd.readouterr().err == ""

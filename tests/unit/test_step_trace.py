@@ -57,12 +57,16 @@ def recorded() -> list[TracedStep]:
     trace = StepTrace()
     row = Row(sequence_id=7, kv_len=3, prefix_digest=0, tokens=(1,), draft_tokens=(2, 3))
     proposal = Row(sequence_id=7, kv_len=3, prefix_digest=0, tokens=(1,), draft_length=4)
-    trace.step_sent(SendStep("target-0", 1, (row, row)), now=10.0)
-    trace.step_sent(SendStep("draft-0", 1, (proposal,)), now=10.0)
+    verify, propose = SendStep("target-0", 1, (row, row)), SendStep("draft-0", 1, (proposal,))
+    lost = SendStep("target-1", 1, (row,))
+    trace.step_sent(Role.TARGET, verify, now=10.0)
+    trace.step_sent(Role.DRAFT, propose, now=10.0)
+    trace.step_sent(Role.TARGET, lost, now=10.0)
+    trace.worker_lost(Role.TARGET, "target-1", 1)
     timings = worker_pb2.StepTimings(queued=0.5, prepare=0.25, forward=1.0, sample=0.5, total=2.0, packed_rows=6)
-    trace.step_replied(Role.TARGET, "target-0", 1, timings, now=13.0)
-    trace.step_replied(Role.DRAFT, "draft-0", 1, timings, now=13.0)
-    trace.step_replied(Role.TARGET, "target-0", 2, timings, now=14.0)
+    for role, step in ((Role.TARGET, verify), (Role.DRAFT, propose), (Role.TARGET, lost)):
+        trace.step_replied(role, step, (), timings, now=13.0)
+    trace.step_replied(Role.TARGET, SendStep("target-0", 2, (row,)), (), timings, now=14.0)
     return trace.steps
 
 
