@@ -26,6 +26,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from bench.record import origin
 from services.machine import describe_machine
 from tests.sim.cell.plan import FAULTS
 from tests.sim.cell.schedule import ScheduleError, run_schedule
@@ -96,7 +97,10 @@ class Summary:
         self._counted = Tally()
         self._later: dict[int, Tally] = {}
         self._began = self._written = time.monotonic()
-        self._fixed = {"commit": _commit(), "machine": describe_machine()} if file is not None else {}
+        self._origin: dict[str, object] = {}
+        if file is not None:
+            command = " ".join(["python -m tests.sim.soak", *sys.argv[1:]])
+            self._origin = origin(command, describe_machine()) | {"commit": _commit()}
 
     def add(self, seeds: range, tally: Tally) -> None:
         self._later[seeds.start] = tally
@@ -111,7 +115,7 @@ class Summary:
         self._written = time.monotonic()
         tally = self._counted
         content = {
-            "command": " ".join(["python -m tests.sim.soak", *sys.argv[1:]]),
+            **self._origin,
             "first_seed": self._first,
             "next_seed": self._first + tally.schedules,
             "schedules": tally.schedules,
@@ -125,7 +129,6 @@ class Summary:
             "tokens": tally.tokens,
             "fenced_replies": tally.fenced_replies,
             "virtual_seconds": round(tally.virtual_seconds, 1),
-            **self._fixed,
         }
         beside = self._file.with_name(self._file.name + ".part")
         beside.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
