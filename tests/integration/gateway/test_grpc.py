@@ -25,26 +25,19 @@ from protos import generation_pb2_grpc
 from services.backend import BackendUnavailableError, GenerationRequest
 from services.gateway.settings import GatewaySettings, TlsFiles
 from services.local_backend import LocalStream
-from tests.integration.test_gateway_http import NoTarget, Recorder, expected_text, expected_tokens, stop_cases
+from tests.integration.gateway.expected import (
+    PROMPT,
+    NoTarget,
+    Recorder,
+    expected_text,
+    expected_tokens,
+    stop_cases,
+)
 from tests.stand_in_worker import MAX_LENGTH, ROW_FAILS, VOCABULARY
 from tests.support.gateway import MODEL, Gateways, Served, stand_in_gateways
 from tests.support.waiting import LONG
 
-PROMPT = "once upon a time"
 NEVER_ENDING = {"max_tokens": 1900, "ignore_eos": True, "draft_length": 0}
-
-
-@pytest.fixture(scope="module")
-def gateways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateways]:
-    gateways = stand_in_gateways(tmp_path_factory.mktemp("model"), step_seconds=0.001)
-    yield gateways
-    gateways.close()
-
-
-@pytest.fixture(scope="module")
-def served(gateways: Gateways) -> Iterator[Served]:
-    with gateways.serve() as served:
-        yield served
 
 
 @pytest.fixture(scope="module")
@@ -56,12 +49,6 @@ def channel(served: Served) -> Iterator[grpc.Channel]:
 @pytest.fixture(scope="module")
 def stub(channel: grpc.Channel) -> generation_pb2_grpc.GenerationStub:
     return generation_pb2_grpc.GenerationStub(channel)
-
-
-@pytest.fixture(autouse=True)
-def _nothing_stays_behind(gateways: Gateways) -> Iterator[None]:
-    yield
-    gateways.wait_until_idle()
 
 
 def refusal(call: Any) -> grpc.RpcError:

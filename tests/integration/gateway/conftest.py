@@ -1,0 +1,56 @@
+"""Gateways over workers whose output is known beforehand, and clients of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import httpx
+import openai
+import pytest
+
+from tests.integration.gateway.expected import STEP_SECONDS, TIMEOUT
+from tests.support.gateway import Gateways, Served, stand_in_gateways
+
+
+@pytest.fixture(scope="module")
+def gateways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateways]:
+    gateways = stand_in_gateways(tmp_path_factory.mktemp("model"), step_seconds=0.001)
+    yield gateways
+    gateways.close()
+
+
+@pytest.fixture(scope="module")
+def served(gateways: Gateways) -> Iterator[Served]:
+    with gateways.serve() as served:
+        yield served
+
+
+@pytest.fixture(scope="module")
+def client(served: Served) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def http(served: Served) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=served.url, timeout=TIMEOUT) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def slow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateways]:
+    gateways = stand_in_gateways(tmp_path_factory.mktemp("slow"), step_seconds=STEP_SECONDS)
+    yield gateways
+    gateways.close()
+
+
+@pytest.fixture(scope="module")
+def slowly_served(slow: Gateways) -> Iterator[Served]:
+    with slow.serve() as served:
+        yield served
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays_behind(gateways: Gateways) -> Iterator[None]:
+    yield
+    gateways.wait_until_idle()

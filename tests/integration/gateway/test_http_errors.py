@@ -1,0 +1,260 @@
+"""What the HTTP API says to bad requests, and when something fails."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from scheduler.config import SchedulerConfig
+from services.backend import BackendUnavailableError, LoadFigures, ModelInfo
+from services.gateway.settings import GatewaySettings
+from services.local_backend import LocalBackend
+from tests.integration.gateway.expected import CHAT, ENDLESS, PROMPT, TIMEOUT, NoTarget, message_of
+from tests.stand_in_worker import ROW_FAILS, VOCABULARY
+from tests.support.gateway import MODEL, Gateways, Served, stand_in_gateways
+
+BAD_COMPLETIONS: list[tuple[dict[str, Any], str | None, str]] = [
+    ({}, "prompt", "prompt is missing"),
+    ({"prompt": None}, "prompt", "prompt is None, must be text"),
+    ({"prompt": ""}, "prompt", "prompt is empty, must have at least 1 token"),
+    ({"prompt": []}, "prompt", r"prompt is \[\]"),
+    ({"prompt": ["a", 1]}, "prompt", "prompt holds 'a' at place 0, must be token ids"),
+    ({"prompt": ["a", ""]}, "prompt", r"prompt\[1\] is empty"),
+    ({"prompt": [1, -1]}, "prompt", r"prompt\[1\] is -1, must be a token id between 0 and 999"),
+    ({"prompt": [VOCABULARY]}, "prompt", r"prompt\[0\] is 1000, must be a token id between 0 and 999"),
+    ({"prompt": [10**40]}, "prompt", r"prompt\[0\] is 10000"),
+    ({"prompt": [True]}, "prompt", "holds True"),
+    ({"prompt": "\ud800"}, "prompt", "half a surrogate pair"),
+    ({"prompt": "A" * 3000}, "prompt", "prompt has 3000 tokens.* makes 3001; the model's limit is 2000"),
+    ({"prompt": "a", "max_tokens": 5000}, "prompt", "1 tokens.* max_tokens of 5000 makes 5001; .* limit is 2000"),
+    ({"prompt": "a", "max_tokens": 0}, "max_tokens", "max_tokens is 0, must be at least 1"),
+    ({"prompt": "a", "max_tokens": 10**30}, "prompt", "makes 10000000"),
+    ({"prompt": "a", "max_tokens": "5"}, "max_tokens", "max_tokens is '5', must be a valid integer"),
+    ({"prompt": "a", "max_tokens": 1.5}, "max_tokens", "max_tokens is 1.5"),
+    ({"prompt": "a", "n": 0}, "n", "n is 0, must be between 1 and 128"),
+    ({"prompt": ["a"] * 100, "n": 2}, "n", "make 200 sequences, must be at most 128"),
+    ({"prompt": "a", "temperature": -0.5}, "temperature", "temperature is -0.5, must be between 0 and 100"),
+    ({"prompt": "a", "temperature": float("nan")}, "temperature", "temperature is nan"),
+    ({"prompt": "a", "temperature": 10**400}, "temperature", "temperature is 1000"),
+    ({"prompt": "a", "top_p": float("inf")}, "top_p", "top_p is inf"),
+    ({"prompt": "a", "top_p": 0}, "top_p", "top_p is 0.0, must be above 0"),
+    ({"prompt": "a", "top_k": -2}, "top_k", "top_k is -2, must be 0"),
+    ({"prompt": "a", "min_p": 2}, "min_p", "min_p is 2.0, must be between 0 and 1"),
+    ({"prompt": "a", "presence_penalty": 3}, "presence_penalty", "must be between -2 and 2"),
+    ({"prompt": "a", "repetition_penalty": 0}, "repetition_penalty", "must be above 0"),
+    ({"prompt": "a", "seed": 2**64}, "seed", "seed is 18446744073709551616, must be between"),
+    ({"prompt": "a", "stop": ["", "b"]}, "stop", r"stop\[0\] has 0 characters"),
+    ({"prompt": "a", "stop": ["b"] * 17}, "stop", "stop has 17 strings, must have at most 16"),
+    ({"prompt": "a", "stop": [1]}, "stop", r"stop is \[1\]"),
+    ({"prompt": "a", "stop_token_ids": [-1]}, "stop_token_ids", r"stop_token_ids\[0\] is -1"),
+    ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias", "has the key 'x'"),
+    ({"prompt": "a", "logit_bias": {"1": 101}}, "logit_bias", "of token 1 is 101, must be between -100 and 100"),
+    ({"prompt": "a", "logit_bias": {"1000": 1}}, "logit_bias", "names token id 1000, must be between 0 and 999"),
+    ({"prompt": "a", "logprobs": 21}, "logprobs", "logprobs is 21, must be between 0 and 20"),
+    ({"prompt": "a", "logprobs": 1, "echo": True}, "logprobs", "not supported"),
+    ({"prompt": "a", "suffix": "b"}, "suffix", "suffix is not supported"),
+    ({"prompt": "a", "best_of": 3}, "best_of", "best_of is 3, must equal n"),
+    ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options", "needs stream"),
+    ({"prompt": "a", "spool": {"draft_length": -1}}, "spool.draft_length", "draft_length is -1"),
+    ({"prompt": "a", "spool": {"draft_length": 2, "speculation": False}}, "spool", "with speculation off"),
+    ({"prompt": "a", "spool": {"speed": 2}}, "spool.speed", "not a known field"),
+    ({"prompt": "a", "unknown": 2}, "unknown", "unknown is not a known field"),
+]
+
+
+@pytest.mark.parametrize(("body", "param", "message"), BAD_COMPLETIONS)
+def test_bad_completions(http: httpx.Client, body: dict[str, Any], param: str | None, message: str) -> None:
+    content = json.dumps(body).encode()
+    response = http.post("/v1/completions", content=content, headers={"content-type": "application/json"})
+    assert response.status_code == 400
+    assert response.json()["error"]["type"] == "invalid_request_error"
+    assert re.search(message, message_of(response)), message_of(response)
+    assert response.json()["error"]["param"] == param
+
+
+BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
+    ({"messages": []}, "messages", "messages has 0 entries"),
+    ({"messages": [{"role": "pirate", "content": "arr"}]}, "messages.0.role", "'pirate'"),
+    ({"messages": [{"role": "user"}]}, "messages.0.content", "is missing"),
+    ({"messages": [{"role": "user", "content": None}]}, "messages.0.content", "is None, must be a text"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content", "at place 0, must be"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages", "no tools here"),
+    ({"messages": CHAT, "tools": [{"type": "function"}]}, "tools", "tools is not supported"),
+    ({"messages": CHAT, "response_format": {"type": "json_object"}}, "response_format", "not supported"),
+    ({"messages": CHAT, "top_logprobs": 2}, "top_logprobs", "needs logprobs"),
+    ({"messages": CHAT, "logprobs": True, "top_logprobs": 21}, "top_logprobs", "is 21, must be between 0 and 20"),
+    ({"messages": CHAT, "max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens", "differ"),
+    ({"messages": CHAT, "max_completion_tokens": 0}, "max_completion_tokens", "max_completion_tokens is 0"),
+    ({"messages": CHAT, "max_tokens": 4000}, "messages", "max_tokens of 4000 makes"),
+    ({"messages": CHAT, "chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs", "no option of a template"),
+]
+
+
+@pytest.mark.parametrize(("body", "param", "message"), BAD_CHATS)
+def test_bad_chats(http: httpx.Client, body: dict[str, Any], param: str, message: str) -> None:
+    response = http.post("/v1/chat/completions", json=body)
+    assert response.status_code == 400
+    assert re.search(message, message_of(response)), message_of(response)
+    assert response.json()["error"]["param"] == param
+
+
+def test_harmless_fields_of_other_servers_are_taken(http: httpx.Client) -> None:
+    body = {
+        "messages": CHAT,
+        "max_tokens": 2,
+        "user": "me",
+        "store": False,
+        "tools": [],
+        "tool_choice": "none",
+        "response_format": {"type": "text"},
+        "metadata": {"a": "b"},
+        "top_k": -1,
+        "stop": None,
+        "logit_bias": None,
+        "stream_options": None,
+    }
+    assert http.post("/v1/chat/completions", json=body).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"", "the body is empty"),
+        (b"{", "not JSON"),
+        (b"null", "must be a JSON object"),
+        (b"[]", "must be a JSON object"),
+        (b"\xff\xfe{}", "not JSON"),
+        (b'{"prompt": "\xff"}', "cannot be read as JSON"),
+        (b"[" * 100_000, "cannot be read as JSON"),
+        (b'{"prompt": [1' + b"0" * 5000 + b"]}", "cannot be read as JSON"),
+        (b'{"prompt": "a", "\\ud800": 1}', "half a surrogate pair"),
+        (b'{"prompt": "a", "n": NaN}', "n is nan"),
+    ],
+)
+def test_bodies_that_are_no_request(http: httpx.Client, content: bytes, message: str) -> None:
+    response = http.post("/v1/completions", content=content, headers={"content-type": "application/json"})
+    assert response.status_code == 400
+    assert re.search(message, message_of(response)), message_of(response)
+
+
+def test_other_content_types_are_refused(http: httpx.Client) -> None:
+    response = http.post("/v1/completions", content=b'{"prompt": "a"}', headers={"content-type": "text/plain"})
+    assert response.status_code == 400
+    assert "content-type application/json" in message_of(response)
+
+
+def test_large_bodies_are_refused_and_the_server_goes_on(http: httpx.Client) -> None:
+    def drip() -> Iterator[bytes]:
+        for _ in range(160):
+            yield b" " * 65536
+
+    for content in (b" " * 10_000_000, drip()):
+        response = http.post("/v1/completions", content=content)
+        assert response.status_code == 413
+        assert "must have at most 4194304" in message_of(response)
+    assert http.get("/health").status_code == 200
+
+
+def test_unknown_routes_and_methods(http: httpx.Client) -> None:
+    assert http.get("/v2/models").status_code == 404
+    assert "GET /v2/models" in message_of(http.get("/v2/models"))
+    response = http.get("/v1/completions")
+    assert response.status_code == 405
+    assert response.headers["allow"] == "POST"
+    assert message_of(response)
+
+
+def test_request_ids(http: httpx.Client) -> None:
+    assert http.get("/ping", headers={"x-request-id": "mine-1"}).headers["x-request-id"] == "mine-1"
+    assert re.fullmatch("[0-9a-f]{32}", http.get("/nowhere").headers["x-request-id"])
+    assert len(http.get("/ping", headers={"x-request-id": "x" * 500}).headers["x-request-id"]) == 32
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "soon", "nan", "inf", ""])
+def test_bad_deadlines(http: httpx.Client, value: str) -> None:
+    response = http.post("/v1/completions", json={"prompt": "a"}, headers={"x-request-timeout-seconds": value})
+    assert response.status_code == 400
+    assert "x-request-timeout-seconds" in message_of(response)
+
+
+def test_deadline(http: httpx.Client) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 1900, "ignore_eos": True, "spool": {"speculation": False}}
+    response = http.post("/v1/completions", json=body, headers={"x-request-timeout-seconds": "0.2"})
+    assert response.status_code == 504
+    assert response.json()["error"]["code"] == "deadline_exceeded"
+
+
+def test_error_in_a_stream_is_an_event_and_the_stream_ends(slowly_served: Served) -> None:
+    # Enough for the stream to begin, and not for it to end.
+    limit = {"x-request-timeout-seconds": "2"}
+    url = f"{slowly_served.url}/v1/completions"
+    response = httpx.post(url, json={**ENDLESS, "stream": True}, headers=limit, timeout=TIMEOUT)
+    assert response.status_code == 200
+    events = response.text.split("\n\n")
+    assert json.loads(events[-3].removeprefix("data: "))["error"]["code"] == "deadline_exceeded"
+    assert events[-2:] == ["data: [DONE]", ""]
+    with openai.OpenAI(base_url=f"{slowly_served.url}/v1", api_key="x", default_headers=limit) as client:
+        stream = client.completions.create(
+            model=MODEL, prompt=PROMPT, max_tokens=1900, stream=True, extra_body={"ignore_eos": True}
+        )
+        with pytest.raises(openai.APIError, match="not finished within its"):
+            list(stream)
+
+
+def test_sequence_that_fails(http: httpx.Client) -> None:
+    response = http.post("/v1/completions", json={"prompt": [ROW_FAILS]})
+    assert response.status_code == 500
+    assert response.json()["error"]["code"] == "sequence_failed"
+    assert "unlucky token" in message_of(response)
+
+
+def test_failure_of_one_choice_ends_all(http: httpx.Client) -> None:
+    body = {"prompt": [[20, 21], [ROW_FAILS]], "max_tokens": 1900, "ignore_eos": True, "stream": True}
+    response = http.post("/v1/completions", json=body)
+    assert '"code":"sequence_failed"' in response.text
+    assert response.text.endswith("data: [DONE]\n\n")
+
+
+class NoScheduler(LocalBackend):
+    async def load(self) -> LoadFigures:
+        raise BackendUnavailableError("the scheduler does not answer")
+
+    async def model(self) -> ModelInfo:
+        raise BackendUnavailableError("the scheduler does not answer")
+
+
+@pytest.mark.parametrize("kind", [NoTarget, NoScheduler])
+def test_nobody_to_generate(gateways: Gateways, kind: type[LocalBackend]) -> None:
+    with (
+        gateways.serve(backend=kind(gateways.service)) as served,
+        httpx.Client(base_url=served.url, timeout=TIMEOUT) as http,
+    ):
+        response = http.post("/v1/completions", json={"prompt": "a"})
+        assert response.status_code == http.get("/health").status_code == 503
+        assert response.headers["retry-after"] == "1"
+        assert message_of(response)
+        assert http.get("/ping").status_code == 200
+        assert "spool_num_requests_running" in http.get("/metrics").text
+
+
+def test_full_queue(tmp_path_factory: pytest.TempPathFactory) -> None:
+    config = SchedulerConfig(window=1, max_queued_sequences=1)
+    gateways = stand_in_gateways(tmp_path_factory.mktemp("small"), config, step_seconds=0.01)
+    try:
+        settings = GatewaySettings(retry_after_seconds=3)
+        with gateways.serve(settings) as served, httpx.Client(base_url=served.url, timeout=TIMEOUT) as http:
+            response = http.post("/v1/completions", json={"prompt": "a", "n": 3, "max_tokens": 1000})
+            assert response.status_code == 429
+            assert int(response.headers["retry-after"]) >= 1
+            assert response.json()["error"]["code"] == "queue_full"
+            # Those that were let in before are cancelled.
+            gateways.wait_until_idle()
+            assert http.post("/v1/completions", json={"prompt": "a"}).status_code == 200
+    finally:
+        gateways.close()

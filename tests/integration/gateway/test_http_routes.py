@@ -1,0 +1,119 @@
+"""The other routes of the HTTP API, and who may use them."""
+
+from __future__ import annotations
+
+import re
+
+import httpx
+import openai
+import pytest
+from pydantic import SecretStr
+
+from services.gateway.settings import GatewaySettings
+from tests.integration.gateway.expected import CHAT, PROMPT, TIMEOUT
+from tests.stand_in_worker import MAX_LENGTH, VOCABULARY
+from tests.support.gateway import MODEL, Gateways
+
+# --- the rest of the routes -------------------------------------------------------------------------------------------
+
+
+def test_models(client: openai.OpenAI) -> None:
+    assert [model.id for model in client.models.list()] == [MODEL]
+    assert client.models.retrieve(MODEL).to_dict()["max_model_len"] == MAX_LENGTH
+    with pytest.raises(openai.NotFoundError, match="model 'other' does not exist, there is stand-in"):
+        client.models.retrieve("other")
+    with pytest.raises(openai.NotFoundError, match="gpt"):
+        client.completions.create(model="gpt", prompt="a")
+
+
+def test_names_for_the_model(gateways: Gateways) -> None:
+    with (
+        gateways.serve(GatewaySettings(model_names=("demo", "org/demo"))) as served,
+        httpx.Client(base_url=served.url, timeout=TIMEOUT) as http,
+    ):
+        assert [model["id"] for model in http.get("/v1/models").json()["data"]] == ["demo", "org/demo"]
+        assert http.get("/v1/models/org/demo").json()["id"] == "org/demo"
+        assert http.post("/v1/completions", json={"prompt": "a"}).json()["model"] == "demo"
+        assert http.post("/v1/completions", json={"prompt": "a", "model": MODEL}).status_code == 404
+
+
+def test_tokenize_and_detokenize(gateways: Gateways, http: httpx.Client) -> None:
+    text = http.post("/tokenize", json={"prompt": "the é", "return_token_strs": True}).json()
+    assert text["tokens"] == gateways.tokenizer.encode("the é")
+    assert text["count"] == len(text["tokens"])
+    assert text["max_model_len"] == MAX_LENGTH
+    assert text["token_strs"] == ["t", "he", " ", "\\xc3", "\\xa9"]
+    assert http.post("/detokenize", json={"tokens": text["tokens"]}).json() == {"prompt": "the é"}
+    chat = http.post("/tokenize", json={"messages": CHAT}).json()
+    assert chat["tokens"] == gateways.tokenizer.encode_chat(CHAT)
+    assert http.post("/tokenize", json={"prompt": "a", "messages": CHAT}).status_code == 400
+    assert http.post("/detokenize", json={"tokens": [VOCABULARY]}).status_code == 400
+
+
+def test_health_load_and_version(http: httpx.Client) -> None:
+    assert http.get("/health").json() == http.get("/ping").json() == {"status": "ok"}
+    load = http.get("/load").json()
+    assert load["server_load"] == load["running"] == load["waiting"] == 0
+    assert {worker["role"] for worker in load["workers"]} == {"draft", "target"}
+    assert re.fullmatch(r"\d+\.\d+\.\d+.*", http.get("/version").json()["version"])
+
+
+def test_metrics(gateways: Gateways) -> None:
+    with gateways.serve() as served, httpx.Client(base_url=served.url, timeout=TIMEOUT) as http:
+        done = http.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 20, "n": 2}).json()
+        assert http.post("/v1/completions", json={"prompt": ""}).status_code == 400
+        response = http.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain")
+    samples = dict(line.rsplit(" ", 1) for line in response.text.splitlines() if not line.startswith("#"))
+    assert float(samples["spool_prompt_tokens_total"]) == done["usage"]["prompt_tokens"]
+    assert float(samples["spool_generation_tokens_total"]) == 40
+    assert float(samples['spool_request_success_total{finished_reason="length"}']) == 2
+    assert float(samples['spool_request_failure_total{kind="invalid"}']) == 1
+    assert float(samples["spool_delivered_draft_tokens_total"]) == done["usage"]["spool"]["drafted"]
+    assert float(samples["spool_delivered_accepted_tokens_total"]) == done["usage"]["spool"]["accepted"]
+    assert float(samples["spool_time_to_first_token_seconds_count"]) == 2
+    assert float(samples["spool_num_requests_running"]) == 0
+
+
+# --- keys -------------------------------------------------------------------------------------------------------------
+
+
+def test_every_route_but_health_and_ping_takes_a_key(gateways: Gateways) -> None:
+    keys = (SecretStr("first-key"), SecretStr("second-key"))
+    with (
+        gateways.serve(GatewaySettings(api_keys=keys)) as served,
+        httpx.Client(base_url=served.url, timeout=TIMEOUT) as http,
+    ):
+        described = http.get("/openapi.json", headers={"authorization": "Bearer first-key"}).json()
+        routes = [(method, path) for path, methods in described["paths"].items() for method in methods]
+        routes += [("get", path) for path in ("/docs", "/redoc", "/openapi.json", "/nowhere", "/health/", "//health")]
+        assert len(routes) > 15
+        for method, path in routes:
+            path = path.replace("{model}", "x")
+            response = http.request(method, path)
+            if path in ("/health", "/ping"):
+                assert response.status_code == 200
+                continue
+            assert response.status_code == 401, path
+            assert response.json()["error"]["code"] == "missing_api_key"
+            assert response.headers.get_list("www-authenticate")[0] == "Bearer"
+        for value in (
+            "Bearer",
+            "Bearer first-kez",
+            "Bearer first-key2",
+            "Basic first-key",
+            "first-key",
+            "é",
+        ):
+            headers = {"authorization": value.encode()}
+            assert http.get("/v1/models", headers=headers).status_code == 401, value  # type: ignore[arg-type]
+        two = [("authorization", "Bearer first-key"), ("authorization", "Bearer wrong")]
+        assert http.get("/v1/models", headers=two).status_code == 401
+        for key in ("first-key", "second-key"):
+            with openai.OpenAI(base_url=f"{served.url}/v1", api_key=key) as client:
+                assert client.completions.create(model=MODEL, prompt="a").choices
+        with (
+            openai.OpenAI(base_url=f"{served.url}/v1", api_key="wrong") as client,
+            pytest.raises(openai.AuthenticationError, match="not known here"),
+        ):
+            client.models.list()
