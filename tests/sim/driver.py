@@ -11,6 +11,7 @@ from scheduler.core import SchedulerCore
 from scheduler.digests import DigestedTokens
 from scheduler.messages import (
     Command,
+    EmitTokens,
     Event,
     KvMoved,
     MoveKv,
@@ -28,7 +29,7 @@ from scheduler.messages import (
     WorkerLost,
     WorkerSpec,
 )
-from tests.sim.model import ModelWorker
+from tests.sim.model import ModelWorker, plain_decoding
 
 C = TypeVar("C", bound=Command)
 Answer = Callable[[Row], RowResult | None]
@@ -128,3 +129,32 @@ class Driver:
 
 def of_type(commands: list[Command], kind: type[C]) -> list[C]:
     return [command for command in commands if isinstance(command, kind)]
+
+
+def pair(**config: object) -> Driver:
+    """One target and one draft whose guesses are always right."""
+    driver = Driver(**config)
+    driver.join("target")
+    driver.join("draft", Role.DRAFT)
+    return driver
+
+
+def outputs(driver: Driver, sequence_id: int) -> list[int]:
+    """Tokens that a sequence got."""
+    return [
+        token
+        for emitted in of_type(driver.log, EmitTokens)
+        if emitted.sequence_id == sequence_id
+        for token in emitted.tokens
+    ]
+
+
+def expected(driver: Driver, sequence_id: int) -> list[int]:
+    """Tokens that it should get."""
+    request = next(
+        row.opening
+        for step in of_type(driver.log, SendStep)
+        for row in step.rows
+        if row.sequence_id == sequence_id and row.opening is not None
+    )
+    return plain_decoding(request)[0]

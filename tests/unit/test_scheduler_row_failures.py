@@ -6,17 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from scheduler.messages import EmitTokens, FailSequence, FinishSequence, Role, Row, RowResult, RowStatus, SendStep
+from scheduler.messages import EmitTokens, FailSequence, FinishSequence, Row, RowResult, RowStatus, SendStep
 from scheduler.rounds import MOST_DRAFT_FAILURES, MOST_TARGET_FAILURES
-from tests.sim.driver import Answer, Driver, of_type
+from tests.sim.driver import Answer, Driver, of_type, pair
 from tests.sim.model import plain_decoding
-
-
-def pair(**config: object) -> Driver:
-    driver = Driver(**config)
-    driver.join("target")
-    driver.join("draft", Role.DRAFT)
-    return driver
 
 
 def until_verifying(driver: Driver, sequence_id: int = 1) -> Row:
