@@ -9,7 +9,7 @@ from scheduler.digests import DigestedTokens
 from scheduler.messages import KvMoved, MoveKv
 
 if TYPE_CHECKING:
-    from tests.sim.model import Simulation
+    from tests.sim.simulation import Simulation
 
 _SECONDS = 0.002
 _SECONDS_PER_POSITION = 0.0001

@@ -20,7 +20,8 @@ from scheduler.messages import (
     SequenceRequest,
     WorkerSpec,
 )
-from tests.sim.model import VOCABULARY, ModelWorker, Simulation, plain_decoding
+from tests.sim.model import VOCABULARY, ModelWorker, plain_decoding
+from tests.sim.simulation import Simulation
 
 
 @dataclass(frozen=True)
