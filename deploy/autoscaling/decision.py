@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass, field, replace
 
 from deploy.autoscaling.capacity import CellFigures, Goals, Needs, needs
+from deploy.autoscaling.recent import RATE_SECONDS
 
 # Rounding of floats must not ask for one replica more.
 _ROUNDING = 1e-6
@@ -13,6 +14,8 @@ _ROUNDING = 1e-6
 _TRIAL_SECONDS = 120.0
 _SAME_LOAD = 1.25
 _LESS_LOAD = 0.8
+# Replicas that take longer to come may not come at all.
+_LONGEST_RISE = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +71,16 @@ class StepDown:
 
 
 @dataclass(frozen=True, slots=True)
+class Rise:
+    """From `began` on more targets were on their way; until `until` the figures are of that time. `stretch` was as it
+    began."""
+
+    began: float
+    until: float
+    stretch: float
+
+
+@dataclass(frozen=True, slots=True)
 class Past:
     """All that a decision needs to know of those before it. `proven`: with fewer targets that load was not held."""
 
@@ -75,6 +88,7 @@ class Past:
     draft: GroupPast = field(default_factory=GroupPast)
     stepped_down: StepDown | None = None
     proven: StepDown | None = None
+    rise: Rise | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +117,9 @@ def decide(figures: CellFigures, rules: Rules, past: Past, now: float) -> tuple[
     """Raises nothing, whatever the figures are. `now` is monotonic, in seconds; one before the last counts as that."""
     now = max([now, *(group.samples[-1].time for group in (past.target, past.draft) if group.samples)])
     most_targets = rules.target.max_replicas if rules.target is not None else max(1, figures.targets)
+    rise = _rise(figures, past, now)
+    if rise is not None:
+        figures = replace(figures, stretch=min(figures.stretch, rise.stretch))
     found = needs(figures, replace(rules.goals, most_targets=most_targets))
     target = draft = None
     target_past, draft_past = past.target, past.draft
@@ -120,13 +137,25 @@ def decide(figures: CellFigures, rules: Rules, past: Past, now: float) -> tuple[
             target = _no_fewer(target, min(proven.before, rules.target.max_replicas), past.target.wanted)
             target_past = replace(target_past, wanted=target.wanted)
         stepped_down, proven = _learn(target, past, stepped_down, proven, offered, now)
+        if rise is None and target.wanted > figures.targets:
+            rise = Rise(now, now + RATE_SECONDS, figures.stretch)
     if rules.draft is not None:
         # One draft feeds several targets, never the other way round.
         most = target.wanted if target is not None else max(1, figures.targets)
         sample = _sample(found.drafts, rules.draft, most, now)
         known = found.drafts is not None
         draft, draft_past = _group(sample, known, rules.draft, past.draft, figures.drafts)
-    return Decision(target, draft, found), Past(target_past, draft_past, stepped_down, proven)
+    return Decision(target, draft, found), Past(target_past, draft_past, stepped_down, proven, rise)
+
+
+def _rise(figures: CellFigures, past: Past, now: float) -> Rise | None:
+    """What a token takes while more targets are on their way says nothing of what it will take with them."""
+    rise = past.rise
+    if rise is None:
+        return None
+    if past.target.wanted is not None and past.target.wanted > figures.targets:
+        rise = replace(rise, until=now + RATE_SECONDS)
+    return rise if now <= min(rise.until, rise.began + _LONGEST_RISE) else None
 
 
 def _sample(need: float | None, rules: GroupRules, useful: int, now: float) -> Sample:

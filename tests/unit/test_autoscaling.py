@@ -260,6 +260,25 @@ def test_a_step_down_that_was_a_mistake_is_not_made_again() -> None:
     assert decision.target.wanted == 1
 
 
+def test_what_tokens_take_while_targets_are_on_their_way_asks_for_no_more_of_them() -> None:
+    def wanted_after(seconds: int, arrived: int | None) -> int:
+        """Of a load that two targets hold, while each token takes four times as long until the second is there."""
+        past, wanted = Past(), 1
+        for second in range(seconds):
+            there = arrived is not None and second >= arrived
+            figures = replace(MEASURED, targets=2 if there else 1, stretch=4.0 if wanted > 1 and not there else 1.0)
+            decision, past = decide(figures, RULES, past, float(second))
+            assert decision.target is not None
+            wanted = decision.target.wanted
+        return wanted
+
+    assert wanted_after(20, None) == 2
+    assert wanted_after(60, None) == 2
+    assert wanted_after(200, 40) == 2
+    # Those that do not come in a minute may never come.
+    assert wanted_after(100, None) == 5
+
+
 def test_nothing_measured_keeps_what_is_there() -> None:
     decision, _ = decide(CellFigures(targets=3, drafts=2, waiting=50), RULES, Past(), 0.0)
     assert decision.target is not None
