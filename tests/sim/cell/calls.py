@@ -72,6 +72,8 @@ class Channel:
 async def _unary(
     client: Process, address: str, method: str, request: Any, seconds: float | None, wait_for_ready: bool
 ) -> Any:
+    if not client.alive:
+        raise unavailable(f"{client.name} is dead")
     network, loop = client.network, client.network.loop
     answer: asyncio.Future[Any] = loop.create_future()
     handler: asyncio.Task[None] | None = None
@@ -110,8 +112,7 @@ async def _unary(
 
     server = network.listeners.get(address)
     far_name = server.process.name if server is not None else address
-    if client.alive:
-        loop.post(network.arrival(client, far_name), arrive)
+    loop.post(network.arrival(client, far_name), arrive)
     expiry = None
     if seconds is not None:
         expiry = loop.call_later(seconds, settle, rpc_error(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded"))
@@ -205,6 +206,9 @@ class StreamCall:
             client.calls[self] = None
             self._up(self._open, straight=True)
             self._pump = client.spawn(self._send(requests))
+        else:
+            # What a process begins on its way out must not keep it.
+            self._finish(unavailable(f"{client.name} is dead"))
 
     def joins(self, other: Process) -> bool:
         return other in (self._client, self._server)
