@@ -59,7 +59,7 @@ def test_both_groups_follow_the_load(on_nodes: list[str]) -> None:
     targets, drafts = replicas(result, "targets"), replicas(result, "drafts")
     middle = len(targets) // 2
     assert targets[0] == drafts[0] == targets[-1] == drafts[-1] == 1
-    assert targets[middle] == max(targets) >= 6
+    assert targets[middle] == max(targets) >= 4
     assert 1 < max(one["draft"] for one in result["samples"]) < targets[middle]
     assert targets[1] < targets[middle] > targets[-2]
 
@@ -67,5 +67,5 @@ def test_both_groups_follow_the_load(on_nodes: list[str]) -> None:
 def test_poor_acceptance_gets_no_more_drafts(on_nodes: list[str]) -> None:
     result = measured("autoscaling_poor_drafts", [*on_nodes, "--agreement", "0.1"])
     assert_nothing_failed(result)
-    assert max(replicas(result, "targets")) >= 6
+    assert max(replicas(result, "targets")) >= 4
     assert {one["draft"] for one in result["samples"]} == {1.0}
