@@ -34,7 +34,7 @@ from tests.integration.gateway.expected import (
     stop_cases,
 )
 from tests.stand_in_worker import MAX_LENGTH, ROW_FAILS, VOCABULARY
-from tests.support.gateway import MODEL, Gateways, Served, stand_in_gateways
+from tests.support.gateway import MODEL, Gateways, Served
 from tests.support.waiting import LONG
 
 NEVER_ENDING = {"max_tokens": 1900, "ignore_eos": True, "draft_length": 0}
@@ -219,18 +219,6 @@ def test_nobody_to_generate(gateways: Gateways) -> None:
 
 
 # --- clients that go away ---------------------------------------------------------------------------------------------
-
-
-# A step takes so long that a sequence of NEVER_ENDING outlasts every wait: only its end ahead of time frees anything.
-STEP_SECONDS = 0.08
-assert STEP_SECONDS * NEVER_ENDING["max_tokens"] > LONG
-
-
-@pytest.fixture(scope="module")
-def slow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateways]:
-    gateways = stand_in_gateways(tmp_path_factory.mktemp("slow"), step_seconds=STEP_SECONDS)
-    yield gateways
-    gateways.close()
 
 
 @pytest.fixture(scope="module")
