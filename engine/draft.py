@@ -11,9 +11,12 @@ from engine.description import EngineDescription
 from engine.packing import make_room, rolled_back_on_error, split_by_rows
 from engine.pages import PagePool
 from engine.runner import ModelRunner, PackedSequence
-from engine.sampling import ChoiceContext, choose_tokens
+from engine.sampling import ChoiceContext, choose_tokens, probabilities_of
 from engine.settings import LONGEST_LOOKUP_MATCH
 from engine.steps import EngineTimings, ProposeRow, RowOutcome, StepOutcome
+
+_LOOKED_UP = 0.75
+"""Confidence in a token that was looked up: about so many are right (docs/performance.md, by category)."""
 
 
 class DraftEngine:
@@ -61,6 +64,7 @@ class DraftEngine:
     def _first_feed(self, row: ProposeRow, outcome: RowOutcome) -> Sequence[int]:
         """What the row feeds in the first pass: its missing tokens and, of a proposal looked up, all but the last."""
         outcome.tokens = self._look_up(row)
+        outcome.confidences = [_LOOKED_UP] * len(outcome.tokens)
         ahead = outcome.tokens[:-1]
         if not ahead:
             return row.tokens
@@ -97,8 +101,9 @@ class DraftEngine:
             contexts = [_context(rows[index], outcomes[index]) for index in choosing]
             logits = result.logits[:, : self.description.vocabulary_size]
             chosen = choose_tokens(logits, contexts, token_ids=self._token_ids)
-            for index, token in zip(choosing, chosen, strict=True):
-                _record(outcomes[index], token)
+            probabilities = probabilities_of(logits, chosen, self._token_ids)
+            for index, token, probability in zip(choosing, chosen, probabilities, strict=True):
+                _record(outcomes[index], token, probability)
             timings.sample += time.perf_counter() - started
 
     def _goes_on(self, row: ProposeRow, outcome: RowOutcome) -> bool:
@@ -115,8 +120,9 @@ def _context(row: ProposeRow, outcome: RowOutcome) -> ChoiceContext:
     return ChoiceContext(row.sampling, len(row.history) + len(outcome.tokens), history, row.prompt_length)
 
 
-def _record(outcome: RowOutcome, token: int | None) -> None:
+def _record(outcome: RowOutcome, token: int | None, probability: float) -> None:
     if token is None:
         outcome.error = "the draft's logits are not finite"
     else:
         outcome.tokens.append(token)
+        outcome.confidences.append(probability)

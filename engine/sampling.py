@@ -95,6 +95,16 @@ def choose_tokens(
     return [token if whole else None for token, whole in zip(chosen.tolist(), finite, strict=True)]
 
 
+@torch.no_grad()
+def probabilities_of(logits: Tensor, chosen: Sequence[int | None], token_ids: Tensor | None = None) -> list[float]:
+    """Softmax probability of each row's token in `logits` [R, V], 0 for None; `token_ids` as in `choose_tokens`."""
+    tokens = _tensor([0 if token is None else token for token in chosen], logits)
+    columns = tokens if token_ids is None else torch.searchsorted(token_ids, tokens).clamp(max=logits.shape[1] - 1)
+    scores = logits.to(torch.float32)
+    found = torch.exp(scores.gather(1, columns[:, None])[:, 0] - torch.logsumexp(scores, 1)).tolist()
+    return [0.0 if token is None else probability for token, probability in zip(chosen, found, strict=True)]
+
+
 def _candidates(
     logits: Tensor,
     rows: Sequence[ChoiceContext],

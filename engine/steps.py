@@ -51,13 +51,15 @@ class RowOutcome:
     """What became of a row. `table.length` has moved accordingly; a row with an `error` changed nothing.
 
     Target: `tokens` are the accepted drafts and the bonus token, `accepted` of them drafts; the table ends before the
-    bonus token. Draft: `tokens` is the proposal; the table covers all of it but its last token.
+    bonus token. Draft: `tokens` is the proposal; the table covers all of it but its last token. `confidences` say how
+    sure the draft is of each of them, from 0 to 1; empty where it cannot say.
     """
 
     tokens: list[int]
     accepted: int = 0
     logits_digests: Sequence[int] = ()
     logprobs: Sequence[TokenLogprobs] = ()
+    confidences: list[float] = field(default_factory=list)
     error: str | None = None
     out_of_pages: bool = False
 

@@ -168,7 +168,7 @@ class SamplingParameters(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ..., repetition_penalty: _Optional[float] = ..., presence_penalty: _Optional[float] = ..., frequency_penalty: _Optional[float] = ..., logit_bias: _Optional[_Mapping[int, float]] = ..., seed: _Optional[int] = ...) -> None: ...
 
 class RowReply(_message.Message):
-    __slots__ = ("sequence_id", "status", "kv_len", "prefix_digest", "tokens", "accepted", "logits_digests", "error", "logprobs", "reused")
+    __slots__ = ("sequence_id", "status", "kv_len", "prefix_digest", "tokens", "accepted", "logits_digests", "error", "logprobs", "reused", "confidences")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
     KV_LEN_FIELD_NUMBER: _ClassVar[int]
@@ -179,6 +179,7 @@ class RowReply(_message.Message):
     ERROR_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     REUSED_FIELD_NUMBER: _ClassVar[int]
+    CONFIDENCES_FIELD_NUMBER: _ClassVar[int]
     sequence_id: int
     status: RowStatus
     kv_len: int
@@ -189,7 +190,8 @@ class RowReply(_message.Message):
     error: str
     logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprobs]
     reused: int
-    def __init__(self, sequence_id: _Optional[int] = ..., status: _Optional[_Union[RowStatus, str]] = ..., kv_len: _Optional[int] = ..., prefix_digest: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., accepted: _Optional[int] = ..., logits_digests: _Optional[_Iterable[int]] = ..., error: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., reused: _Optional[int] = ...) -> None: ...
+    confidences: bytes
+    def __init__(self, sequence_id: _Optional[int] = ..., status: _Optional[_Union[RowStatus, str]] = ..., kv_len: _Optional[int] = ..., prefix_digest: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., accepted: _Optional[int] = ..., logits_digests: _Optional[_Iterable[int]] = ..., error: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., reused: _Optional[int] = ..., confidences: _Optional[bytes] = ...) -> None: ...
 
 class TokenLogprobs(_message.Message):
     __slots__ = ("token_id", "logprob", "top_token_ids", "top_logprobs")

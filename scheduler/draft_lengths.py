@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Protocol
 
+from scheduler.confidence import ConfidenceBins
 from scheduler.config import Policy, SchedulerConfig
 from scheduler.draft_plan import GAIN_TO_START, GAIN_TO_STAY, CellCosts, Population, StepCosts, best_plan
 from scheduler.fleet import Fleet
@@ -30,6 +31,8 @@ _TRIAL_STEPS = 4
 _MOST_TRIAL_STEPS = 40
 _MOST_STEPS_BETWEEN_PLAIN_ONES = 256
 _MOST_ROUNDS_BETWEEN_PLANS = 32
+# One proposal in so many is verified whole, to see what the tokens that were not worth it would have come to.
+_WHOLE_PROPOSAL_EVERY = 16
 
 
 class DraftLengths(Protocol):
@@ -37,6 +40,8 @@ class DraftLengths(Protocol):
 
     eager_lack: float
     """A draft that lacks more tokens than that catches up beside a plain round, instead of proposing at once."""
+
+    confidence: ConfidenceBins
 
     def for_newcomer(self, target: TargetBook, longest: int) -> int:
         """What a sequence that enters the window will probably draft; 0: its draft KV can wait."""
@@ -48,6 +53,10 @@ class DraftLengths(Protocol):
 
     def expected_tokens(self, sequence: Sequence, drafted: int) -> float:
         """Tokens that a round with so many draft tokens is expected to commit, the target's own token included."""
+        ...
+
+    def promising(self, sequence: Sequence, confidences: bytes) -> list[float]:
+        """The chances of as many leading tokens of a proposal with these confidences as are worth verifying."""
         ...
 
     def step_answered(self, target: TargetBook, now: float) -> None:
@@ -65,6 +74,7 @@ class FixedDraftLengths:
     eager_lack = math.inf
 
     def __init__(self, common: Acceptance) -> None:
+        self.confidence = ConfidenceBins()
         self._common = common
 
     def for_newcomer(self, target: TargetBook, longest: int) -> int:
@@ -76,6 +86,9 @@ class FixedDraftLengths:
     def expected_tokens(self, sequence: Sequence, drafted: int) -> float:
         """Not asked for by the policies that draft so."""
         return 1.0 + drafted
+
+    def promising(self, sequence: Sequence, confidences: bytes) -> list[float]:
+        return self.confidence.chances(confidences, len(confidences))
 
     def step_answered(self, target: TargetBook, now: float) -> None:
         pass
@@ -98,6 +111,7 @@ class DraftLengthsByCost:
     eager_lack = 8.0
 
     def __init__(self, config: SchedulerConfig, fleet: Fleet, common: Acceptance, counters: Counters) -> None:
+        self.confidence = ConfidenceBins()
         self._config = config
         self._fleet = fleet
         self._common = common
@@ -135,6 +149,17 @@ class DraftLengthsByCost:
 
     def expected_tokens(self, sequence: Sequence, drafted: int) -> float:
         return expected_commit(self.acceptance(sequence), drafted) if drafted else 1.0
+
+    def promising(self, sequence: Sequence, confidences: bytes) -> list[float]:
+        """Those whose chance is worth more than the tokens that the target could commit in the time of their row."""
+        chances = self.confidence.chances(confidences, len(confidences))
+        target = sequence.target
+        if target is None or target.plan is None or sequence.probing or sequence.request.draft_length is not None:
+            return chances
+        if sequence.length % _WHOLE_PROPOSAL_EVERY == 0:
+            return chances
+        price = target.plan.rate * target.times.per_row
+        return list(takewhile(lambda chance: chance >= price, chances))
 
     def step_answered(self, target: TargetBook, now: float) -> None:
         # Else a target that always speculates would never learn that a plain step is cheaper than it thinks.

@@ -127,10 +127,21 @@ class Lifecycle:
         """A plain decoding round."""
         self.become_drafted(sequence, (), 0, now)
 
-    def become_drafted(self, sequence: Sequence, draft_tokens: tuple[int, ...], asked: int, now: float) -> None:
+    def become_drafted(
+        self, sequence: Sequence, draft_tokens: tuple[int, ...], asked: int, now: float, confidences: bytes = b""
+    ) -> None:
+        """`asked` counts the tokens asked of the draft, `confidences` are its in what came; it may know none."""
+        if len(confidences) != len(draft_tokens):
+            confidences = b""
+        if confidences:
+            chances = self._lengths.promising(sequence, confidences)
+            draft_tokens, confidences = draft_tokens[: len(chances)], confidences[: len(chances)]
+            sequence.expected_tokens = 1.0 + sum(chances)
+        else:
+            sequence.expected_tokens = self._lengths.expected_tokens(sequence, len(draft_tokens))
         sequence.draft_tokens = draft_tokens
+        sequence.confidences = confidences
         sequence.asked_length = asked
-        sequence.expected_tokens = self._lengths.expected_tokens(sequence, len(draft_tokens))
         sequence.drafted_at = now
         if sequence.target is not None:
             sequence.due = sequence.target.due(now, self._config.wait_bound_steps)

@@ -104,6 +104,7 @@ class RowResult:
     logprobs: tuple[TokenLogprobs, ...] = ()
     error: str = ""
     reused: int = 0
+    confidences: bytes = b""
 
 
 # --- events -----------------------------------------------------------------------------------------------------------

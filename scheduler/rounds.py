@@ -92,7 +92,8 @@ class Rounds:
                 if proposed:
                     proposal = result.tokens[: row.draft_length]
                     entry.ahead = max(0, min(result.kv_len - fed, len(proposal) - 1))
-                    self._lifecycle.become_drafted(sequence, proposal, row.draft_length, now)
+                    confidences = result.confidences[: row.draft_length]
+                    self._lifecycle.become_drafted(sequence, proposal, row.draft_length, now, confidences)
             case RowStatus.UNKNOWN_SEQUENCE:
                 sequence.draft_failures += 1
                 entry.reset()
@@ -152,6 +153,8 @@ class Rounds:
         sequence.draft_tokens = ()
         if sequence.state is VERIFYING:
             self._lengths.observe(sequence, sequence.asked_length, drafted, accepted)
+            if sequence.confidences:
+                self._lengths.confidence.observe(sequence.confidences[:drafted], accepted)
             self._counters.count_draft_length(sequence.asked_length)
         emitted, reason = sequence.commit(tokens)
         count = len(emitted)

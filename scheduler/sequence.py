@@ -43,12 +43,14 @@ class Sequence:
 
     Drafting: `wished_length` is what it is to draft in its present round; 0 says that its draft KV need not catch up.
     `asked_length` is what its draft was asked for in the round that waits for verification, `expected_tokens` what that
-    round is expected to commit. `taken` and `tried` count its draft tokens, older ones less (draft_lengths.py),
-    `plain_rounds` those since it last drafted; `probing` when it drafts only to see what that yields.
+    round is expected to commit, `confidences` how sure the draft is of its tokens. `taken` and `tried` count its draft
+    tokens, older ones less (draft_lengths.py), `plain_rounds` those since it last drafted; `probing` when it drafts
+    only to see what that yields.
     """
 
     __slots__ = (
         "asked_length",
+        "confidences",
         "draft",
         "draft_failures",
         "draft_tokens",
@@ -88,6 +90,7 @@ class Sequence:
         self.draft: DraftBook | None = None
         self.kv_move: KvMove | None = None
         self.draft_tokens: tuple[int, ...] = ()
+        self.confidences = b""
         self.ready_at = 0.0
         self.drafted_at = 0.0
         self.drafted_order = 0

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from itertools import islice
 
+from scheduler.confidence import most_promising
 from scheduler.config import SchedulerConfig
 from scheduler.draft_lengths import DraftLengths
 from scheduler.fleet import Fleet
 from scheduler.lifecycle import DRAFTED, PREFILLING, VERIFYING, Lifecycle
 from scheduler.messages import GroupFormed, SendStep
-from scheduler.policies import Arrivals, GroupingPolicy, GroupingView, equal_lengths
+from scheduler.policies import Arrivals, GroupingPolicy, GroupingView
 from scheduler.sequence import Sequence
 from scheduler.turns import target_may_go
 from scheduler.worker_book import InFlightRow, TargetBook, TargetWork
@@ -59,13 +60,13 @@ class TargetPlanner:
         # With prefill pending, some of the room is kept for it, so that verify groups cannot shut it out.
         room = target.spec.max_packed_rows
         kept = min(target.chunk, room // 2) if can_prefill else 0
-        chosen, left = _fitting(choice.rows if choice else [], room - kept)
-        full = len(chosen) == batch_size or (choice is not None and len(chosen) < len(choice.rows))
+        chosen, drafted, left = self._fitting(choice.rows if choice else [], room - kept)
+        full = len(chosen) == batch_size or (len(chosen) > 0 and left == 0)
         if may_grow and not full:
             return None
         rows: dict[int, InFlightRow] = {}
         work = TargetWork()
-        self._add_group(target, chosen, rows, work)
+        self._add_group(target, chosen, drafted, rows, work)
         group = self._describe(rows, work, choice is not None and choice.forced, now)
         if can_prefill:
             self._add_prefill(target, rows, work, min(target.chunk, left + kept))
@@ -103,17 +104,36 @@ class TargetPlanner:
                 first = Arrivals(seconds, rows, packed, tokens)
         return first
 
+    def _fitting(self, rows: list[Sequence], room: int) -> tuple[list[Sequence], list[int], int]:
+        """As many of the rows, in their order, as fit into `room` packed rows, with how many of their draft tokens; and
+        the room that is left. Rather than leave rows out, the least promising draft tokens are."""
+        drafted = [len(sequence.draft_tokens) for sequence in rows]
+        packed = len(rows) + sum(drafted)
+        if packed > room:
+            rows = rows[:room]
+            chances = [
+                self._lengths.confidence.chances(sequence.confidences, len(sequence.draft_tokens)) for sequence in rows
+            ]
+            drafted = most_promising(chances, room - len(rows))
+            packed = len(rows) + sum(drafted)
+        return rows, drafted, room - packed
+
     def _add_group(
-        self, target: TargetBook, chosen: list[Sequence], rows: dict[int, InFlightRow], work: TargetWork
+        self,
+        target: TargetBook,
+        chosen: list[Sequence],
+        lengths: list[int],
+        rows: dict[int, InFlightRow],
+        work: TargetWork,
     ) -> None:
-        for sequence in chosen:
+        for sequence, drafted in zip(chosen, lengths, strict=True):
             if sequence.state is not DRAFTED:
                 continue  # it lost its place to the pages of an older one
-            length, drafted = sequence.length, len(sequence.draft_tokens)
+            length = sequence.length
             if target.pages.reserve(sequence.sequence_id, length + drafted) or self._make_room(
                 target, sequence, length + drafted, rows
             ):
-                row = target.make_row(sequence, length, sequence.draft_tokens, choose=True)
+                row = target.make_row(sequence, length, sequence.draft_tokens[:drafted], choose=True)
                 rows[sequence.sequence_id] = InFlightRow(sequence, row)
                 work.verify_rows += 1 + drafted
                 self._lifecycle.move(sequence, VERIFYING)
@@ -121,9 +141,10 @@ class TargetPlanner:
     def _describe(self, rows: dict[int, InFlightRow], work: TargetWork, forced: bool, now: float) -> GroupFormed | None:
         if not rows:
             return None
-        sequences = [flight.sequence for flight in rows.values()]
-        work.equal_length = equal_lengths(sequences)
-        return GroupFormed(len(rows), work.equal_length, forced, now - sequences[0].drafted_at)
+        shapes = {(flight.sequence.length, len(flight.row.draft_tokens)) for flight in rows.values()}
+        work.equal_length = len(shapes) == 1
+        oldest = next(iter(rows.values())).sequence
+        return GroupFormed(len(rows), work.equal_length, forced, now - oldest.drafted_at)
 
     def _add_prefill(self, target: TargetBook, rows: dict[int, InFlightRow], work: TargetWork, budget: int) -> None:
         # A copy, since making room may take some out; each but those in flight takes at least one token of the chunk.
@@ -156,15 +177,3 @@ class TargetPlanner:
                 self._lifecycle.preempt(sequence)
                 return False
         return True
-
-
-def _fitting(rows: list[Sequence], room: int) -> tuple[list[Sequence], int]:
-    """As many of the rows, in their order, as fit into `room` packed rows; and the room that is left."""
-    chosen = []
-    for sequence in rows:
-        packed = 1 + len(sequence.draft_tokens)
-        if packed > room:
-            break
-        room -= packed
-        chosen.append(sequence)
-    return chosen, room

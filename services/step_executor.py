@@ -22,7 +22,7 @@ from protos import worker_pb2
 from scheduler.digests import EMPTY_DIGEST
 from scheduler.messages import Role, RowStatus
 from services.kv_transfer import KvTransfer, WrongEpochError
-from services.wire import logprobs_to_wire, role_to_wire, status_to_wire
+from services.wire import confidences_to_wire, logprobs_to_wire, role_to_wire, status_to_wire
 from services.worker_sequences import PreparedRow, RowRejectedError, WorkerSequences
 
 logger = logging.getLogger(__name__)
@@ -286,6 +286,7 @@ class StepExecutor(ABC, Generic[EngineRow]):
             logprobs=[logprobs_to_wire(logprobs) for logprobs in outcome.logprobs] if status is RowStatus.OK else (),
             error=error,
             reused=prepared.reused,
+            confidences=confidences_to_wire(outcome.confidences) if status is RowStatus.OK else b"",
         )
 
     def _refuse(

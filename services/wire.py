@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from protos import worker_pb2
+from scheduler.confidence import MOST_CONFIDENCE
 from scheduler.messages import Role, Row, RowResult, RowStatus, SendStep, SequenceRequest, TokenLogprobs, WorkerSpec
 from scheduler.sampling import SamplingParameters
 
@@ -128,6 +129,11 @@ def logprobs_from_wire(logprobs: worker_pb2.TokenLogprobs) -> TokenLogprobs:
     return TokenLogprobs(logprobs.token_id, logprobs.logprob, top)
 
 
+def confidences_to_wire(confidences: Sequence[float]) -> bytes:
+    """Of numbers from 0 to 1, a byte each."""
+    return bytes(min(int(confidence * (MOST_CONFIDENCE + 1)), MOST_CONFIDENCE) for confidence in confidences)
+
+
 def result_from_wire(reply: worker_pb2.RowReply) -> RowResult:
     """Raises ValueError for a status that this version does not know."""
     status = _STATUSES_BACK.get(reply.status)
@@ -144,4 +150,5 @@ def result_from_wire(reply: worker_pb2.RowReply) -> RowResult:
         logprobs=tuple(logprobs_from_wire(logprobs) for logprobs in reply.logprobs),
         error=reply.error,
         reused=reply.reused,
+        confidences=reply.confidences,
     )

@@ -96,12 +96,20 @@ def test_proposals_are_those_of_the_whole_head_without_the_other_tokens(
     rng = random.Random(1)
     prompts = [[rng.randrange(VOCABULARY) for _ in range(length)] for length in (1, 9, 20, 5, 13)]
     rows = [row(PageTable(), prompt, 6, sampling) for prompt, sampling in zip(prompts, samplings, strict=True)]
-    proposals = [outcome.tokens for outcome in engine.step(rows).rows]
+    outcomes = engine.step(rows).rows
+    proposals = [outcome.tokens for outcome in outcomes]
     assert proposals == [
         proposed_by(reference, prompt, 6, SOME_TOKENS, sampling)
         for prompt, sampling in zip(prompts, samplings, strict=True)
     ]
     assert proposals[0] != proposed_by(reference, prompts[0], 6, list(range(VOCABULARY)), GREEDY)
+    for prompt, outcome in zip(prompts, outcomes, strict=True):
+        text = torch.tensor([[*prompt, *outcome.tokens[:-1]]])
+        with torch.no_grad():
+            logits = reference(input_ids=text).logits[0, len(prompt) - 1 :, SOME_TOKENS]
+        columns = torch.tensor([SOME_TOKENS.index(token) for token in outcome.tokens])
+        probabilities = logits.softmax(1).gather(1, columns[:, None])[:, 0]
+        assert outcome.confidences == pytest.approx(probabilities.tolist(), rel=1e-3)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -156,6 +164,7 @@ def test_what_was_there_before_is_proposed_in_one_pass(folder: Path, monkeypatch
     tables = [PageTable(), PageTable()]
     (looked_up,) = engine.step([row(tables[0], found, 4)]).rows
     assert looked_up.tokens == [9, 8, 7, 6]
+    assert looked_up.confidences == [0.75] * 4
     assert passes == [[13]]
     assert tables[0].length == 13
     passes.clear()

@@ -147,6 +147,7 @@ class ModelWorker:
         if not row.draft_length:
             return self._result(row, RowStatus.OK, reused=self._take_over(held))
         proposal: list[int] = []
+        sure: list[int] = []
         count = row.draft_length
         if self.short_sighted:
             count = min(count, _mixed(held.tokens.digest(len(held.tokens)), 3) % (count + 1))
@@ -156,8 +157,12 @@ class ModelWorker:
                 held.tokens.truncate(row.kv_len)
                 self.pool.truncate(held.table, row.kv_len)
                 return self._result(row, RowStatus.OUT_OF_PAGES)
-            proposal.append(draft_token(held.tokens.digest(len(held.tokens)), self.guess))
-        return self._result(row, RowStatus.OK, tuple(proposal))
+            digest = held.tokens.digest(len(held.tokens))
+            proposal.append(draft_token(digest, self.guess))
+            sure.append(_mixed(digest, 7) % 160 + (95 if proposal[-1] == target_token(digest) else 0))
+        # A draft may say nothing, or nonsense.
+        confidences = bytes(sure) if row.kv_len % 5 else b"?"
+        return self._result(row, RowStatus.OK, tuple(proposal), confidences=confidences)
 
     def _take_over(self, held: Held) -> int:
         """Any number of the committed tokens that follow, but for the last one."""
@@ -176,10 +181,20 @@ class ModelWorker:
         accepted: int = 0,
         error: str = "",
         reused: int = 0,
+        confidences: bytes = b"",
     ) -> RowResult:
         held = self.held[row.sequence_id].tokens
         digests = tuple(token * 7 for token in tokens) if self.spec.role is Role.TARGET else ()
         kv_len = len(held)
         return RowResult(
-            row.sequence_id, status, kv_len, held.digest(kv_len), tokens, accepted, digests, error=error, reused=reused
+            sequence_id=row.sequence_id,
+            status=status,
+            kv_len=kv_len,
+            prefix_digest=held.digest(kv_len),
+            tokens=tokens,
+            accepted=accepted,
+            logits_digests=digests,
+            error=error,
+            reused=reused,
+            confidences=confidences,
         )

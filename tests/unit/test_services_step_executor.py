@@ -92,12 +92,13 @@ def test_draft_proposes_and_holds_all_but_the_last(draft: Conversation) -> None:
     for _ in range(3):
         expected.append(guess(expected))
     assert proposal == expected[5:]
+    assert list(reply.confidences) == [min(token % 5 * 64, 255) for token in proposal]
     assert reply.kv_len == 7
     known = [*PROMPT, proposal[0], 500]
     (reply,) = draft.step(row(1, known, 6, draft_length=1)).rows
     assert list(reply.tokens) == [guess(known)]
     (reply,) = draft.step(row(1, [*known, 501], 7)).rows
-    assert (list(reply.tokens), reply.kv_len) == ([], 8)
+    assert (list(reply.tokens), reply.confidences, reply.kv_len) == ([], b"", 8)
 
 
 def test_logits_digests_come_when_asked_for(target: Conversation) -> None:

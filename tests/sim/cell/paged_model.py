@@ -155,7 +155,7 @@ class PagedModel:
             while len(proposal) < row.draft_length:
                 total += self._feed(table, proposal[-1:])[0]
                 proposal.append(_draft_token(total, self._acceptance))
-        return RowOutcome(proposal)
+        return RowOutcome(proposal, confidences=[(total * 31 + token) % 100 / 99 for token in proposal])
 
     def _feed(self, table: PageTable, tokens: Sequence[int]) -> list[int]:
         """The KV of the tokens, which is written to the pages."""
