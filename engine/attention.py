@@ -25,6 +25,9 @@ ATTENTION_NAME = "spool_paged"
 # Few lengths, so that sequences share calls, but close enough that little of a call is padding.
 _KV_LENGTHS = (128, 256, 384, 512, 768, 1024, 1536, 2048)
 
+LONGEST_PROBE = 1024
+"""Positions up to which exact mode tries whether padding changes bits."""
+
 # Sequences with at most this many rows in a pass (decode, verify) share one call; longer ones (prefill) have their own.
 _SHARED_CALL_ROWS = 16
 
@@ -61,6 +64,13 @@ class AttentionForm:
     longest_padded: int = 0
     padded_step: int = _PADDED_STEP
 
+    def summary(self) -> str:
+        most = "any number of" if self.most_query_rows is None else f"at most {self.most_query_rows}"
+        return (
+            f"with {most} query rows in multiples of {self.query_multiple} over KV lengths "
+            f"{', '.join(map(str, self.kv_lengths))} and multiples, padded to {self.longest_padded} at most"
+        )
+
     def kv_length(self, positions: int) -> int:
         index = bisect_left(self.kv_lengths, positions)
         if index < len(self.kv_lengths):
@@ -87,6 +97,16 @@ def padded_form(page_size: int, longest_padded: int) -> AttentionForm:
 def free_form(page_size: int) -> AttentionForm:
     """For passes whose bits may depend on what shares them."""
     return padded_form(page_size, kv_lengths(page_size)[-1])
+
+
+def attention_forms(page_size: int) -> Iterator[AttentionForm]:
+    """Cheapest first; the last has one shape only."""
+    lengths = kv_lengths(page_size)
+    yield padded_form(page_size, LONGEST_PROBE)
+    for multiple in (1, 2, 4, 8):
+        yield AttentionForm(lengths, multiple)
+    yield AttentionForm(lengths, 8, 8)
+    yield AttentionForm(lengths[-1:], 8, 8)
 
 
 class AttentionPlan(Protocol):

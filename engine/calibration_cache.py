@@ -15,27 +15,31 @@ import transformers
 from transformers import PreTrainedModel
 
 from engine.attention import AttentionForm
+from engine.cpu_kernels import CpuKernels
 from engine.exactness import Calibration, ExactShapes
 from engine.model_source import cache_folder
+from engine.processor import processor_name
 from engine.settings import EngineSettings
 
 # Raised when calibration itself changes, so that older results are not believed.
-_CALIBRATION_RECIPE = 7
+_CALIBRATION_RECIPE = 8
 
 
-def calibration_file(model: PreTrainedModel, settings: EngineSettings) -> Path:
+def calibration_file(model: PreTrainedModel, settings: EngineSettings, kernels: CpuKernels | None) -> Path:
     """Where the calibration of this model on this device, with these library versions and threads, belongs."""
-    return cache_folder() / "calibrations" / f"{calibration_key(model, settings)}.json"
+    return cache_folder() / "calibrations" / f"{calibration_key(model, settings, kernels)}.json"
 
 
-def calibration_key(model: PreTrainedModel, settings: EngineSettings) -> str:
-    """Names everything but the weights that the bits of a pass may depend on; hexadecimal digits."""
+def calibration_key(model: PreTrainedModel, settings: EngineSettings, kernels: CpuKernels | None) -> str:
+    """Names everything but the weights that the bits of a pass may depend on; hexadecimal digits. `kernels`: those
+    in use."""
     config = {k: v for k, v in model.config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
     conditions = {
         "recipe": _CALIBRATION_RECIPE,
         "model": config,
         "dtype": str(model.dtype),
         "device": _device_name(model.device),
+        "kernels": kernels.identity if kernels else None,
         "threads": torch.get_num_threads(),
         "threads_alone": settings.threads_alone,
         "torch": torch.__version__,
@@ -52,7 +56,7 @@ def read_calibration(file: Path) -> Calibration | None:
         stored = json.loads(file.read_text(encoding="utf-8"))
         shapes = stored.pop("shapes")
         form = shapes["attention"]
-        attention = AttentionForm(**(form | {"kv_lengths": tuple(form["kv_lengths"])}))
+        attention = AttentionForm(**(form | {"kv_lengths": tuple(form["kv_lengths"])})) if form else None
         exact = ExactShapes(tuple(shapes["row_counts"]), attention, tuple(shapes["thread_counts"]))
         return Calibration(exact, **stored)
     except (FileNotFoundError, json.JSONDecodeError, KeyError, TypeError):
@@ -70,13 +74,4 @@ def write_calibration(file: Path, calibration: Calibration) -> None:
 def _device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{platform.machine()} {_cpu_model()} {torch.backends.cpu.get_cpu_capability()}"
-
-
-def _cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    identity = ("vendor_id", "cpu family", "model", "model name", "stepping")
-    return " ".join(sorted({line for line in lines if line.split("\t")[0].strip() in identity}))
+    return f"{platform.machine()} {processor_name()} {torch.backends.cpu.get_cpu_capability()}"

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from engine.attention import AttentionForm, free_form, kv_lengths, padded_form
+from engine.attention import LONGEST_PROBE, AttentionForm, free_form
 from engine.attention_probe import AttentionProbe
 from engine.errors import ExactModeUnavailableError
 from engine.packed_linear import PackedLinear
@@ -26,7 +26,6 @@ from engine.runner import ModelRunner, PackedSequence
 from engine.settings import EngineSettings
 
 _PROBE_SEED = 20251022
-_LONGEST_PROBE = 1024
 _SHIFTS = (1, 7)
 # A class that ends below this cannot verify a draft of usual length.
 _LEAST_USEFUL_ROWS = 16
@@ -34,16 +33,16 @@ _LEAST_USEFUL_ROWS = 16
 _PROBE_SEQUENCES = ((592, 20), (140, 30), (75, 75), (40, 40), (9, 9))
 
 AnyLinear: TypeAlias = nn.Linear | PackedLinear
-MakeRunner = Callable[[PagePool, AttentionForm, Sequence[int]], ModelRunner]
+MakeRunner = Callable[[PagePool, AttentionForm | None, Sequence[int]], ModelRunner]
 
 
 @dataclass(frozen=True, slots=True)
 class ExactShapes:
-    """`row_counts`, ascending: every pass and LM head call runs on one of these. `attention`: the form of its calls.
-    `thread_counts`: with any of these."""
+    """`row_counts`, ascending: every pass and LM head call runs on one of these. `attention`: the form of its calls;
+    None where kernels attend, which have but one. `thread_counts`: with any of these."""
 
     row_counts: tuple[int, ...]
-    attention: AttentionForm
+    attention: AttentionForm | None
     thread_counts: tuple[int, ...]
 
 
@@ -61,19 +60,19 @@ class Calibration:
     def summary(self) -> str:
         counts = self.shapes.row_counts
         form = self.shapes.attention
-        most = "any number of" if form.most_query_rows is None else f"at most {form.most_query_rows}"
         return (
-            f"{len(counts)} row counts from {counts[0]} to {counts[-1]}, attention with {most} query rows in multiples "
-            f"of {form.query_multiple} over KV lengths {', '.join(map(str, form.kv_lengths))} and multiples, "
-            f"padded to {form.longest_padded} at most; "
+            f"{len(counts)} row counts from {counts[0]} to {counts[-1]}, "
+            f"attention {'by kernels' if form is None else form.summary()}; "
             f"{self.checked_logit_rows} logit rows bit-equal; costs "
             f"{self.decode_ms_exact:.1f} instead of {self.decode_ms_free:.1f} ms for 1 row, "
             f"{self.verify_ms_exact:.1f} instead of {self.verify_ms_free:.1f} ms for 40"
         )
 
 
-def calibrate(model: PreTrainedModel, make_runner: MakeRunner, settings: EngineSettings) -> Calibration:
-    """Tries classes of row counts and forms of attention, best first. Raises ExactModeUnavailableError."""
+def calibrate(
+    model: PreTrainedModel, make_runner: MakeRunner, settings: EngineSettings, forms: Iterable[AttentionForm | None]
+) -> Calibration:
+    """Tries classes of row counts and `forms` of attention, best first. Raises ExactModeUnavailableError."""
     page_size, max_packed_rows = settings.page_size, settings.max_packed_rows
     classes = row_count_classes(model, candidate_row_counts(max_packed_rows))
     useful = [
@@ -83,7 +82,7 @@ def calibrate(model: PreTrainedModel, make_runner: MakeRunner, settings: EngineS
         if row_counts[-1] >= min(_LEAST_USEFUL_ROWS, max_packed_rows)
     ]
     failures: list[str] = []
-    for form in attention_forms(page_size):
+    for form in forms:
         difference = _attention_difference(model, make_runner, page_size, form, max_packed_rows)
         if difference is not None:
             failures.append(f"{form}: {difference}")
@@ -116,16 +115,6 @@ def _thinned(row_counts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
         if members and members not in seen:
             seen.add(members)
             yield members
-
-
-def attention_forms(page_size: int) -> Iterator[AttentionForm]:
-    """Cheapest first; the last has one shape only."""
-    lengths = kv_lengths(page_size)
-    yield padded_form(page_size, _LONGEST_PROBE)
-    for multiple in (1, 2, 4, 8):
-        yield AttentionForm(lengths, multiple)
-    yield AttentionForm(lengths, 8, 8)
-    yield AttentionForm(lengths[-1:], 8, 8)
 
 
 @torch.inference_mode()
@@ -177,9 +166,9 @@ def _agrees(layer: AnyLinear, inputs: torch.Tensor, reference: torch.Tensor, cou
 
 
 def _attention_difference(
-    model: PreTrainedModel, make_runner: MakeRunner, page_size: int, form: AttentionForm, most_rows: int
+    model: PreTrainedModel, make_runner: MakeRunner, page_size: int, form: AttentionForm | None, most_rows: int
 ) -> str | None:
-    longest = form.kv_length(_LONGEST_PROBE)
+    longest = form.kv_length(LONGEST_PROBE) if form else LONGEST_PROBE
     runner = make_runner(PagePool(AttentionProbe.pages(longest, page_size), page_size), form, ())
     probe = AttentionProbe(runner.backend, runner.kv, model.config.num_attention_heads, longest)
     return probe.first_difference(most_rows)
@@ -196,7 +185,7 @@ class _EndToEndProbe:
         model: PreTrainedModel,
         make_runner: MakeRunner,
         page_size: int,
-        form: AttentionForm,
+        form: AttentionForm | None,
         row_counts: Sequence[int],
     ) -> None:
         positions = int(getattr(model.config, "max_position_embeddings", 2048))
@@ -283,7 +272,7 @@ class _EndToEndProbe:
 def _priced(
     shapes: ExactShapes, compared: int, model: PreTrainedModel, make_runner: MakeRunner, page_size: int
 ) -> Calibration:
-    def median_ms(form: AttentionForm, row_counts: Sequence[int], sequences: int, rows: int) -> float:
+    def median_ms(form: AttentionForm | None, row_counts: Sequence[int], sequences: int, rows: int) -> float:
         pool = PagePool(sequences * (-(-160 // page_size)), page_size)
         runner = make_runner(pool, form, row_counts)
         batch = []
@@ -298,7 +287,7 @@ def _priced(
             samples.append(time.perf_counter() - started)
         return sorted(samples)[3] * 1000
 
-    free = free_form(page_size)
+    free = free_form(page_size) if shapes.attention else None
     verify = (8, 5) if shapes.row_counts[-1] >= 40 else (1, min(5, shapes.row_counts[-1]))
     return Calibration(
         shapes,

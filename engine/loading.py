@@ -5,27 +5,28 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Sequence
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
-from engine.attention import ATTENTION_NAME, AttentionForm, MatmulBackend, free_form
+from engine.attention import ATTENTION_NAME
 from engine.calibration_cache import calibration_file, calibration_key, read_calibration, write_calibration
+from engine.cpu_kernels import load_cpu_kernels
 from engine.description import EngineDescription
 from engine.draft import DraftEngine
 from engine.draft_vocabulary import read_draft_vocabulary, restrict_head
 from engine.errors import UnsupportedModelError
-from engine.exactness import Calibration, ExactShapes, calibrate
+from engine.exactness import ExactShapes, calibrate
+from engine.kernel_attention import KernelBackend
+from engine.loaded_model import KvShape, LoadedModel
 from engine.model_source import Progress, fetch_model, resolve_model
-from engine.packed_layers import pack_layers
-from engine.paged_kv import PagedKv, PagedKvStore
+from engine.paged_kv import PagedKvStore
 from engine.pages import PagePool, PageTable
 from engine.runner import ModelRunner, PackedSequence
 from engine.settings import EngineSettings
 from engine.target import TargetEngine
-from engine.vocabulary import Vocabulary, read_vocabulary
+from engine.vocabulary import read_vocabulary
 from scheduler.messages import Role
 
 logger = logging.getLogger(__name__)
@@ -45,11 +46,11 @@ _SAMPLED_WEIGHTS = 256
 
 def load_target_engine(settings: EngineSettings, progress: Progress) -> TargetEngine:
     """Raises `engine.errors.EngineError` or `ModelNotFoundError` with the reason, one line."""
-    model, vocabulary = _load_model(settings, Role.TARGET, progress)
-    numerics = _numerics(model, settings)
-    pack_layers(model)
-    shapes = _exact_shapes(model, settings, progress) if settings.exact else None
-    description, runner, pool = _assemble(model, vocabulary, settings, shapes)
+    loaded = _load_model(settings, Role.TARGET, progress)
+    numerics = _numerics(loaded, settings)
+    loaded.pack()
+    shapes = _exact_shapes(loaded, settings, progress) if settings.exact else None
+    description, runner, pool = _assemble(loaded, settings, shapes)
     progress("warming up", None)
     _warm_up(description, runner, pool)
     return TargetEngine(description, runner, pool, PagedKvStore(runner.kv, settings.model, numerics))
@@ -57,15 +58,15 @@ def load_target_engine(settings: EngineSettings, progress: Progress) -> TargetEn
 
 def load_draft_engine(settings: EngineSettings, progress: Progress) -> DraftEngine:
     """As `load_target_engine`. A draft has no use for exact shapes: whatever it proposes, the target decides."""
-    model, vocabulary = _load_model(settings, Role.DRAFT, progress)
+    loaded = _load_model(settings, Role.DRAFT, progress)
     folder = fetch_model(resolve_model(settings.model, Role.DRAFT), progress)
-    token_ids = read_draft_vocabulary(folder, vocabulary.size)
+    token_ids = read_draft_vocabulary(folder, loaded.vocabulary.size)
     if token_ids is not None:
-        progress(f"drafting with {token_ids.numel()} of {vocabulary.size} tokens", None)
-        token_ids = token_ids.to(model.device)
-        restrict_head(model, token_ids)
-    pack_layers(model)
-    description, runner, pool = _assemble(model, vocabulary, settings, None)
+        progress(f"drafting with {token_ids.numel()} of {loaded.vocabulary.size} tokens", None)
+        token_ids = token_ids.to(loaded.model.device)
+        restrict_head(loaded.model, token_ids)
+    loaded.pack()
+    description, runner, pool = _assemble(loaded, settings, None)
     progress("warming up", None)
     _warm_up(description, runner, pool)
     return DraftEngine(description, runner, pool, token_ids, settings.lookup_match)
@@ -76,7 +77,7 @@ def use_threads(count: int) -> None:
     torch.set_num_threads(count)
 
 
-def _load_model(settings: EngineSettings, role: Role, progress: Progress) -> tuple[PreTrainedModel, Vocabulary]:
+def _load_model(settings: EngineSettings, role: Role, progress: Progress) -> LoadedModel:
     if settings.threads:
         use_threads(settings.threads)
     folder = fetch_model(resolve_model(settings.model, role), progress)
@@ -86,72 +87,56 @@ def _load_model(settings: EngineSettings, role: Role, progress: Progress) -> tup
         folder, dtype=getattr(torch, settings.dtype), attn_implementation=ATTENTION_NAME
     )
     model = model.to(settings.device).eval()
-    _check_supported(model)
-    return model, read_vocabulary(folder, model.get_input_embeddings().num_embeddings)
+    kv_shape = KvShape.of(model.config)
+    useful = KernelBackend.supports(model.dtype, model.device, kv_shape.head_dim, settings.page_size)
+    kernels = load_cpu_kernels(progress) if useful else None
+    vocabulary = read_vocabulary(folder, model.get_input_embeddings().num_embeddings)
+    loaded = LoadedModel(model, vocabulary, kernels)
+    _check_supported(loaded, settings.page_size)
+    return loaded
 
 
-def _numerics(model: PreTrainedModel, settings: EngineSettings) -> bytes:
+def _numerics(loaded: LoadedModel, settings: EngineSettings) -> bytes:
     """Names the weights, by a sample of each tensor, and in exact mode all that the bits of a pass depend on."""
-    digest = hashlib.sha256(calibration_key(model, settings).encode() if settings.exact else b"")
-    for name, weights in sorted(model.state_dict().items()):
+    key = calibration_key(loaded.model, settings, loaded.kernels)
+    digest = hashlib.sha256(key.encode() if settings.exact else b"")
+    for name, weights in sorted(loaded.model.state_dict().items()):
         sample = weights.flatten()[:_SAMPLED_WEIGHTS].contiguous().cpu().view(torch.uint8)
         digest.update(name.encode() + sample.numpy().tobytes())
     return digest.digest()
 
 
-def _check_supported(model: PreTrainedModel) -> None:
-    config = model.config
+def _check_supported(loaded: LoadedModel, page_size: int) -> None:
+    config = loaded.model.config
     layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
     if layer_types != {"full_attention"}:
         raise UnsupportedModelError(
             f"{config.model_type} has layers of type {', '.join(sorted(layer_types))}, only full_attention is supported"
         )
     # Whatever else does not fit shows in a pass.
-    pool = PagePool(1, 8)
+    pool = PagePool(2, page_size)
     table = PageTable()
     pool.append(table, 2)
-    _runner(model, pool, free_form(pool.page_size), ()).run([PackedSequence(table, [0, 0], 1)])
+    loaded.runner(pool, loaded.free_form(page_size), ()).run([PackedSequence(table, [0, 0], 1)])
 
 
-def _exact_shapes(model: PreTrainedModel, settings: EngineSettings, progress: Progress) -> ExactShapes:
-    file = calibration_file(model, settings)
+def _exact_shapes(loaded: LoadedModel, settings: EngineSettings, progress: Progress) -> ExactShapes:
+    file = calibration_file(loaded.model, settings, loaded.kernels)
     calibration = read_calibration(file)
     if calibration is None:
         progress("calibrating exact mode", None)
-        calibration = _calibrate(model, settings)
+        calibration = calibrate(loaded.model, loaded.runner, settings, loaded.forms(settings.page_size))
         write_calibration(file, calibration)
     progress(f"exact mode: {calibration.summary()}", None)
     logger.info("exact mode: %s", calibration.summary())
     return calibration.shapes
 
 
-def _calibrate(model: PreTrainedModel, settings: EngineSettings) -> Calibration:
-    def make_runner(pool: PagePool, form: AttentionForm, row_counts: Sequence[int]) -> ModelRunner:
-        return _runner(model, pool, form, row_counts)
-
-    return calibrate(model, make_runner, settings)
-
-
-def _runner(model: PreTrainedModel, pool: PagePool, form: AttentionForm, row_counts: Sequence[int]) -> ModelRunner:
-    layers, kv_heads, head_dim = _kv_shape(model)
-    kv = PagedKv(layers, pool.total_pages, pool.page_size, kv_heads, head_dim, model.dtype, model.device)
-    heads = model.config.num_attention_heads
-    backend = MatmulBackend(form, heads, kv_heads, pool.page_size, kv.pages, model.dtype, model.device)
-    return ModelRunner(model, kv, backend, row_counts)
-
-
-def _kv_shape(model: PreTrainedModel) -> tuple[int, int, int]:
-    config = model.config
-    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return config.num_hidden_layers, kv_heads, head_dim
-
-
 def _assemble(
-    model: PreTrainedModel, vocabulary: Vocabulary, settings: EngineSettings, shapes: ExactShapes | None
+    loaded: LoadedModel, settings: EngineSettings, shapes: ExactShapes | None
 ) -> tuple[EngineDescription, ModelRunner, PagePool]:
-    layers, kv_heads, head_dim = _kv_shape(model)
-    bytes_per_token = 2 * layers * kv_heads * head_dim * model.dtype.itemsize
+    model, vocabulary = loaded.model, loaded.vocabulary
+    bytes_per_token = KvShape.of(model.config).bytes_per_token(model.dtype)
     pages = settings.kv_pages or max(1, _kv_bytes(settings, model.device) // (bytes_per_token * settings.page_size))
     pool = PagePool(pages, settings.page_size)
     row_counts = shapes.row_counts if shapes else ()
@@ -160,7 +145,7 @@ def _assemble(
     if shapes and threads_alone not in shapes.thread_counts:
         logger.warning("%d threads give other bits than %d: steps that are alone use no more", threads_alone, threads)
         threads_alone = threads
-    runner = _runner(model, pool, shapes.attention if shapes else free_form(pool.page_size), row_counts)
+    runner = loaded.runner(pool, shapes.attention if shapes else loaded.free_form(pool.page_size), row_counts)
     description = EngineDescription(
         model_id=settings.model,
         tokenizer_digest=vocabulary.digest,

@@ -7,8 +7,6 @@ modules; of that, only the linear layers are packed.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F  # noqa: N812  (the name everybody knows)
 from torch import nn
@@ -17,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, L
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, Qwen2MLP, Qwen2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3MLP, Qwen3RMSNorm
 
-from engine.packed_linear import PackedLinear, can_pack, pack_linears
+from engine.packed_linear import PackedLinear, can_pack, joined, pack_linears
 from engine.paged_kv import PagedStep
 
 _ATTENTIONS = (LlamaAttention, Qwen2Attention, Qwen3Attention)
@@ -35,7 +33,7 @@ class PackedAttention(nn.Module):
         self._scaling = attention.scaling
         self._query_heads = attention.q_proj.out_features // self._head_dim
         self._rotated_heads = self._query_heads + attention.k_proj.out_features // self._head_dim
-        self._qkv = PackedLinear(_joined([attention.q_proj, attention.k_proj, attention.v_proj]))
+        self._qkv = PackedLinear(joined([attention.q_proj, attention.k_proj, attention.v_proj]))
         self._out = PackedLinear(attention.o_proj)
         self.q_norm = getattr(attention, "q_norm", None)
         self.k_norm = getattr(attention, "k_norm", None)
@@ -69,7 +67,7 @@ class PackedMlp(nn.Module):
 
     def __init__(self, mlp: nn.Module) -> None:
         super().__init__()
-        self._gate_up = PackedLinear(_joined([mlp.gate_proj, mlp.up_proj]))
+        self._gate_up = PackedLinear(joined([mlp.gate_proj, mlp.up_proj]))
         self._down = PackedLinear(mlp.down_proj)
         self._activation = mlp.act_fn
 
@@ -110,16 +108,3 @@ def _packed(module: nn.Module) -> nn.Module | None:
     if kind in _NORMS:
         return FusedRmsNorm(module)
     return None
-
-
-def _joined(layers: Sequence[nn.Linear]) -> nn.Linear:
-    """One layer whose outputs are those of `layers`, one after the other. They have a bias all or none."""
-    first = layers[0]
-    with torch.no_grad():
-        joined = nn.Linear(1, 1, bias=first.bias is not None)
-        joined.in_features = first.in_features
-        joined.out_features = sum(layer.out_features for layer in layers)
-        joined.weight = nn.Parameter(torch.cat([layer.weight for layer in layers]), requires_grad=False)
-        if first.bias is not None:
-            joined.bias = nn.Parameter(torch.cat([layer.bias for layer in layers]), requires_grad=False)
-    return joined

@@ -6,6 +6,8 @@ many, which the plain one did not (docs/exactness.md).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
@@ -27,6 +29,19 @@ class PackedLinear(nn.Module):
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """`[..., in_features]` to `[..., out_features]`."""
         return torch.ops.mkldnn._linear_pointwise(rows, self._packed, self.bias, "none", [], "")
+
+
+def joined(layers: Sequence[nn.Linear]) -> nn.Linear:
+    """One layer whose outputs are those of `layers`, one after the other. They have a bias all or none."""
+    first = layers[0]
+    with torch.no_grad():
+        joined = nn.Linear(1, 1, bias=first.bias is not None)
+        joined.in_features = first.in_features
+        joined.out_features = sum(layer.out_features for layer in layers)
+        joined.weight = nn.Parameter(torch.cat([layer.weight for layer in layers]), requires_grad=False)
+        if first.bias is not None:
+            joined.bias = nn.Parameter(torch.cat([layer.bias for layer in layers]), requires_grad=False)
+    return joined
 
 
 def pack_linears(model: nn.Module) -> None:

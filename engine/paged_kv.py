@@ -113,7 +113,8 @@ class PagedStep(Cache):
         super().__init__(layers=[])
         self.kv = kv
         self.plan = plan
-        self._rows = kv.rows(slots)
+        self.slots = slots
+        self._rows: torch.Tensor | None = None
         self._rotation: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def update(
@@ -125,6 +126,8 @@ class PagedStep(Cache):
 
     def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Writes `[rows, kv_heads, head_dim]` to the pages."""
+        if self._rows is None:
+            self._rows = self.kv.rows(self.slots)
         pools = self.kv.layers[layer].rows
         for pool, states in zip(pools, (keys, values), strict=True):
             pool.index_copy_(0, self._rows, states.reshape(-1, states.shape[-1]))

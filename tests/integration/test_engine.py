@@ -14,12 +14,14 @@ from engine.attention import AttentionForm
 from engine.calibration_cache import read_calibration
 from engine.draft import DraftEngine
 from engine.errors import ExactModeUnavailableError, UnsupportedModelError
+from engine.loaded_model import LoadedModel
 from engine.loading import load_draft_engine, load_target_engine
 from engine.pages import PageTable
 from engine.runner import PackedSequence
 from engine.settings import EngineSettings
 from engine.steps import ProposeRow, RowOutcome, VerifyRow
 from engine.target import TargetEngine
+from engine.vocabulary import Vocabulary
 from scheduler.sampling import SamplingParameters
 from tests.support.tiny_models import CONFIGS, VOCABULARY, save_tiny_pair
 
@@ -208,14 +210,11 @@ def test_exact_mode_refuses_a_device_on_which_nothing_agrees(folders: dict[str, 
     norm = engine._runner.model.model.norm
     norm.register_forward_hook(lambda _, __, out: out * (1 + torch.arange(out.shape[1])[None, :, None] * 1e-5))
 
-    def make_runner(pool: object, form: AttentionForm, row_counts: object) -> object:
-        from engine.loading import _runner
-
-        return _runner(engine._runner.model, pool, form, row_counts)  # type: ignore[arg-type]
-
+    model = engine._runner.model
+    loaded = LoadedModel(model, Vocabulary(b"", VOCABULARY), None)
     settings = EngineSettings(str(folders["llama"]), page_size=8, max_packed_rows=96)
     with pytest.raises(ExactModeUnavailableError, match="differs from plain decoding at position"):
-        exactness.calibrate(engine._runner.model, make_runner, settings)  # type: ignore[arg-type]
+        exactness.calibrate(model, loaded.runner, settings, loaded.forms(settings.page_size))
 
 
 def test_kv_length_of_a_call_depends_on_the_position_alone() -> None:

@@ -1,4 +1,4 @@
-"""Packed decoder layers compute what transformers' own do, as exactly as bfloat16 lets either."""
+"""Packed and fused decoder layers compute what transformers' own do, as exactly as bfloat16 lets either."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, Glm4Config, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
+from engine.cpu_kernels import load_cpu_kernels
+from engine.fused_layers import FusedDecoderLayer
 from engine.loading import load_target_engine
 from engine.packed_layers import FusedRmsNorm, PackedAttention, PackedMlp
 from engine.packed_linear import PackedLinear, can_pack
@@ -24,13 +26,28 @@ CONFIGS: dict[str, type[PreTrainedConfig]] = {
     "qwen3": Qwen3Config,
 }
 
+# Head dimension and page size: of these, the CPU kernels take the second.
+SIZES = {"packed": (16, 8), "fused": (32, 16)}
+
 pytestmark = pytest.mark.skipif(
     not can_pack(torch.zeros(1, dtype=torch.bfloat16)), reason="this CPU or this build of torch cannot pack bfloat16"
 )
 
 
+@pytest.fixture(scope="module", params=sorted(SIZES))
+def sizes(request: pytest.FixtureRequest) -> tuple[int, int]:
+    if request.param == "fused" and load_cpu_kernels(lambda *_: None) is None:
+        pytest.skip("no C compiler makes the CPU kernels here")
+    return SIZES[request.param]
+
+
+@pytest.fixture
+def pool(sizes: tuple[int, int]) -> PagePool:
+    return PagePool(8, sizes[1])
+
+
 @pytest.fixture(scope="module", params=sorted(CONFIGS))
-def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(request: pytest.FixtureRequest, sizes: tuple[int, int], tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(3)
     config = CONFIGS[request.param](
         vocab_size=VOCABULARY,
@@ -39,7 +56,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=16,
+        head_dim=sizes[0],
         pad_token_id=None,
         tie_word_embeddings=False,
     )
@@ -72,24 +89,29 @@ def paged_logits(runner: ModelRunner, pool: PagePool, tokens: list[int], pieces:
     return torch.cat(logits)
 
 
-def test_logits_are_as_close_to_float32_as_those_of_transformers(folder: Path) -> None:
+def test_logits_are_as_close_to_float32_as_those_of_transformers(folder: Path, pool: PagePool) -> None:
     tokens = torch.randint(VOCABULARY, (40,), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
         true, eager = (
             AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)(input_ids=tokens[None]).logits[0].float()
             for dtype in (torch.float32, torch.bfloat16)
         )
-    pool = PagePool(16, 8)
     ours = paged_logits(packed_runner(folder, pool), pool, tokens.tolist(), (17, 1, 5, 1, 16))
     error, eager_error = ((logits - true).pow(2).mean().sqrt() for logits in (ours, eager))
     assert error < 1.5 * eager_error
     assert error < 0.1 * true.std()
 
 
-def test_what_is_known_is_replaced(folder: Path) -> None:
-    model = packed_runner(folder, PagePool(16, 8)).model
-    kinds = [type(module) for module in model.modules()]
+def test_what_is_known_is_replaced(folder: Path, sizes: tuple[int, int], pool: PagePool) -> None:
+    model = packed_runner(folder, pool).model
+    kinds = {type(module) for module in model.modules()}
     assert nn.Linear not in kinds
-    known = folder.name != "glm4"
-    assert (PackedAttention in kinds, PackedMlp in kinds, FusedRmsNorm in kinds) == (known, known, known)
     assert PackedLinear in kinds
+    replacements = {FusedDecoderLayer, PackedAttention, PackedMlp, FusedRmsNorm}
+    if folder.name == "glm4":
+        expected = set()
+    elif sizes == SIZES["fused"]:
+        expected = {FusedDecoderLayer, FusedRmsNorm}
+    else:
+        expected = {PackedAttention, PackedMlp, FusedRmsNorm}
+    assert kinds & replacements == expected

@@ -1,0 +1,188 @@
+"""Compiles engine/cpu_kernels.c for this machine, keeps the result, and calls it on torch's tensors and threads."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from engine.model_source import Progress, cache_folder
+from engine.processor import processor_name
+
+logger = logging.getLogger(__name__)
+
+LANES = 16
+"""Sizes that the kernels take are multiples of this; head dimensions, of twice this."""
+
+_SOURCE = Path(__file__).with_name("cpu_kernels.c")
+# Threads are those of the OpenMP library that torch has loaded: their number is what torch says.
+_FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC")
+_COMPILE_SECONDS = 120
+
+
+def load_cpu_kernels(progress: Progress) -> CpuKernels | None:
+    """None, with a word in the log, where no compiler makes them; torch's operations then do the same."""
+    compiler = shutil.which(os.environ.get("CC", "gcc"))
+    if compiler is None:
+        logger.warning("no C compiler (gcc) here: passes on the CPU take longer")
+        return None
+    source = _SOURCE.read_bytes()
+    try:
+        version = _run([compiler, "--version"])
+        conditions = (source, " ".join(_FLAGS).encode(), version.encode(), processor_name().encode())
+        identity = hashlib.sha256(b"\0".join(conditions)).hexdigest()[:32]
+        library = cache_folder() / "kernels" / f"{identity}.so"
+        if not library.exists():
+            progress("compiling CPU kernels", None)
+            _compile(compiler, library)
+        return CpuKernels(ctypes.CDLL(str(library)), identity)
+    except (OSError, subprocess.SubprocessError) as error:
+        reason = getattr(error, "stderr", None) or error
+        logger.warning("CPU kernels could not be compiled, passes take longer: %s", str(reason).strip()[:500])
+        return None
+
+
+def _compile(compiler: str, library: Path) -> None:
+    """Whole or not at all: another worker may load it at the same time."""
+    library.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
+        made = Path(scratch) / library.name
+        _run([compiler, *_FLAGS, "-o", str(made), str(_SOURCE), "-lm"])
+        os.replace(made, library)
+
+
+def _run(command: Sequence[str]) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=_COMPILE_SECONDS).stdout
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionBlocks:
+    """Runs of rows that attend together.
+
+    `edges` int64 `[blocks, 4]`: first row, rows, position of the first, and where in `pages` (int64) the pages of its
+    sequence begin. No block has more than `most_rows` rows or sees more than `longest` positions.
+    """
+
+    edges: np.ndarray
+    pages: np.ndarray
+    most_rows: int
+    longest: int
+
+
+class CpuKernels:
+    """The functions of engine/cpu_kernels.c. Tensors are contiguous, on the CPU, bfloat16 where not said otherwise."""
+
+    def __init__(self, library: ctypes.CDLL, identity: str) -> None:
+        """`identity` names the source, the compiler, its flags and the processor."""
+        self.identity = identity
+        pointer, size, number = ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_float
+        self._norm = _function(library.spool_norm, [pointer] * 3 + [size] * 2 + [number])
+        self._add_norm = _function(library.spool_add_norm, [pointer] * 4 + [size] * 2 + [number])
+        self._silu_mul = _function(library.spool_silu_mul, [pointer] * 2 + [size] * 2)
+        self._rotate_write = _function(library.spool_rotate_write, [pointer] * 8 + [number] + [size] * 6)
+        self._attend = _function(library.spool_attend, [pointer] * 5 + [size] * 3 + [number] + [size] * 5)
+        self._attend.restype = ctypes.c_int
+
+    def norm(self, rows: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+        """Root-mean-square norms of `rows` `[rows, hidden]`."""
+        normed = torch.empty_like(rows)
+        self._norm(normed.data_ptr(), rows.data_ptr(), weight.data_ptr(), *rows.shape, epsilon)
+        return normed
+
+    def add_norm(
+        self, residual: torch.Tensor, added: torch.Tensor, weight: torch.Tensor, epsilon: float
+    ) -> torch.Tensor:
+        """Adds `added` to `residual` `[rows, hidden]` in place; gives the norms of the sums."""
+        normed = torch.empty_like(residual)
+        pointers = (normed.data_ptr(), residual.data_ptr(), added.data_ptr(), weight.data_ptr())
+        self._add_norm(*pointers, *residual.shape, epsilon)
+        return normed
+
+    def silu_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """`[rows, 2 * inner]`, gate before up, to silu(gate) * up, `[rows, inner]`."""
+        rows, inner = gate_up.shape[0], gate_up.shape[1] // 2
+        product = gate_up.new_empty(rows, inner)
+        self._silu_mul(product.data_ptr(), gate_up.data_ptr(), rows, inner)
+        return product
+
+    def rotate_write(
+        self,
+        qkv: torch.Tensor,
+        rotation: tuple[torch.Tensor, torch.Tensor],
+        slots: torch.Tensor,
+        pool: torch.Tensor,
+        query_heads: int,
+        norms: tuple[torch.Tensor, torch.Tensor, float] | None,
+    ) -> torch.Tensor:
+        """Queries `[rows, query_heads, head_dim]` of `qkv`, rotated; writes keys, rotated, and values to their slots.
+
+        `rotation`: cosines and signed sines, float32 `[rows, 1, head_dim]`; `slots` int64 `[rows]`, positions counted
+        through the pages of `pool` `[2, pages, kv_heads, page_size, head_dim]`; `norms`: weights for queries and for
+        keys, and epsilon, where they are normalized before.
+        """
+        rows = qkv.shape[0]
+        pages, kv_heads, page_size, head_dim = pool.shape[1:]
+        queries = qkv.new_empty(rows, query_heads, head_dim)
+        query_norm, key_norm, epsilon = norms or (None, None, 0.0)
+        self._rotate_write(
+            queries.data_ptr(),
+            pool.data_ptr(),
+            qkv.data_ptr(),
+            rotation[0].data_ptr(),
+            rotation[1].data_ptr(),
+            slots.data_ptr(),
+            None if query_norm is None else query_norm.data_ptr(),
+            None if key_norm is None else key_norm.data_ptr(),
+            epsilon,
+            rows,
+            query_heads,
+            kv_heads,
+            head_dim,
+            page_size,
+            pages,
+        )
+        return queries
+
+    def attend(
+        self, queries: torch.Tensor, pool: torch.Tensor, blocks: AttentionBlocks, scaling: float
+    ) -> torch.Tensor:
+        """Causal attention of `queries` `[rows, query_heads, head_dim]` over `pool` (as above), to the same shape; 0
+        for rows of no block. Raises MemoryError.
+        """
+        outputs = torch.zeros_like(queries)
+        page_count, kv_heads, page_size, head_dim = pool.shape[1:]
+        failed = self._attend(
+            outputs.data_ptr(),
+            queries.data_ptr(),
+            pool.data_ptr(),
+            blocks.pages.ctypes.data,
+            blocks.edges.ctypes.data,
+            len(blocks.edges),
+            blocks.most_rows,
+            blocks.longest,
+            scaling,
+            queries.shape[1],
+            kv_heads,
+            head_dim,
+            page_size,
+            page_count,
+        )
+        if failed:
+            raise MemoryError("no memory for the scores of attention")
+        return outputs
+
+
+def _function(function: ctypes._NamedFuncPointer, arguments: Sequence[type]) -> ctypes._NamedFuncPointer:
+    function.argtypes = arguments
+    function.restype = None
+    return function

@@ -1,0 +1,87 @@
+"""Whole decoder layers of the Llama kind for a CPU: four packed linear layers, and kernels for what is between them.
+
+The same weights and the same mathematics as transformers' own modules, rounded to 16 bits less often. What has another
+structure, or sizes that the kernels do not take, stays with engine/packed_layers.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.activations import SiLUActivation
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
+
+from engine.cpu_kernels import LANES, CpuKernels
+from engine.packed_linear import PackedLinear, can_pack, joined
+from engine.paged_kv import PagedStep
+
+_LAYERS = (LlamaDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer)
+_SILU = (nn.SiLU, SiLUActivation)
+
+
+class FusedDecoderLayer(nn.Module):
+    def __init__(self, layer: nn.Module, kernels: CpuKernels) -> None:
+        super().__init__()
+        attention, mlp = layer.self_attn, layer.mlp
+        self._kernels = kernels
+        self._index = attention.layer_idx
+        self._scaling = attention.scaling
+        self._query_heads = attention.q_proj.out_features // attention.head_dim
+        self._qkv = PackedLinear(joined([attention.q_proj, attention.k_proj, attention.v_proj]))
+        self._out = PackedLinear(attention.o_proj)
+        self._gate_up = PackedLinear(joined([mlp.gate_proj, mlp.up_proj]))
+        self._down = PackedLinear(mlp.down_proj)
+        self._attention_norm = _weight_and_epsilon(layer.input_layernorm)
+        self._mlp_norm = _weight_and_epsilon(layer.post_attention_layernorm)
+        self._head_norms: tuple[torch.Tensor, torch.Tensor, float] | None = None
+        if hasattr(attention, "q_norm"):
+            self._head_norms = (attention.q_norm.weight.detach(), *_weight_and_epsilon(attention.k_norm))
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        paged_step: PagedStep,
+        **kwargs: object,
+    ) -> torch.Tensor:
+        """`[1, rows, hidden]`, which becomes the sum of residuals, and the cosines and sines of the rows' positions."""
+        kernels, residual = self._kernels, hidden_states[0]
+        layer = paged_step.kv.layers[self._index]
+        rows = kernels.norm(residual, *self._attention_norm)
+        rotation = paged_step.rotation(position_embeddings)
+        queries = kernels.rotate_write(
+            self._qkv(rows), rotation, paged_step.slots, layer.pool, self._query_heads, self._head_norms
+        )
+        attended = self._out(paged_step.plan.attend(layer, queries, self._scaling).flatten(1))
+        rows = kernels.add_norm(residual, attended, *self._mlp_norm)
+        residual.add_(self._down(kernels.silu_mul(self._gate_up(rows))))
+        return hidden_states
+
+
+def fuse_layers(model: PreTrainedModel, kernels: CpuKernels) -> None:
+    """Replaces the decoder layers that it knows in a bfloat16 model on a CPU, in place; others stay as they are."""
+    if not can_pack(model.get_input_embeddings().weight):
+        return
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if type(child) in _LAYERS and _fits(child):
+                setattr(module, name, FusedDecoderLayer(child, kernels))
+
+
+def _weight_and_epsilon(norm: nn.Module) -> tuple[torch.Tensor, float]:
+    return norm.weight.detach(), norm.variance_epsilon
+
+
+def _fits(layer: nn.Module) -> bool:
+    attention, mlp = layer.self_attn, layer.mlp
+    sizes = (attention.q_proj.in_features, attention.head_dim // 2, mlp.down_proj.in_features)
+    return type(mlp.act_fn) in _SILU and _multiples(sizes)
+
+
+def _multiples(sizes: Sequence[int]) -> bool:
+    return all(size % LANES == 0 for size in sizes)

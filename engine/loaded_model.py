@@ -1,0 +1,73 @@
+"""A model in memory, and runners that compute with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from engine.attention import AttentionBackend, AttentionForm, MatmulBackend, attention_forms, free_form
+from engine.cpu_kernels import CpuKernels
+from engine.fused_layers import fuse_layers
+from engine.kernel_attention import KernelBackend
+from engine.packed_layers import pack_layers
+from engine.paged_kv import PagedKv
+from engine.pages import PagePool
+from engine.runner import ModelRunner
+from engine.vocabulary import Vocabulary
+
+
+@dataclass(frozen=True, slots=True)
+class KvShape:
+    layers: int
+    kv_heads: int
+    head_dim: int
+
+    @classmethod
+    def of(cls, config: PreTrainedConfig) -> KvShape:
+        kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return cls(config.num_hidden_layers, kv_heads, head_dim)
+
+    def bytes_per_token(self, dtype: torch.dtype) -> int:
+        return 2 * self.layers * self.kv_heads * self.head_dim * dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """`kernels`: None where the CPU kernels do not take the model, or could not be made."""
+
+    model: PreTrainedModel
+    vocabulary: Vocabulary
+    kernels: CpuKernels | None
+
+    def pack(self) -> None:
+        """Replaces layers by faster ones that compute the same, in place."""
+        if self.kernels is not None:
+            fuse_layers(self.model, self.kernels)
+        pack_layers(self.model)
+
+    def forms(self, page_size: int) -> Sequence[AttentionForm | None]:
+        """Of attention, cheapest first. None is that of the kernels, which have but one."""
+        return list(attention_forms(page_size)) if self.kernels is None else [None]
+
+    def free_form(self, page_size: int) -> AttentionForm | None:
+        """For passes whose bits may depend on what shares them."""
+        return free_form(page_size) if self.kernels is None else None
+
+    def runner(self, pool: PagePool, form: AttentionForm | None, row_counts: Sequence[int]) -> ModelRunner:
+        model, page_size = self.model, pool.page_size
+        shape = KvShape.of(model.config)
+        kv = PagedKv(
+            shape.layers, pool.total_pages, page_size, shape.kv_heads, shape.head_dim, model.dtype, model.device
+        )
+        return ModelRunner(model, kv, self._backend(kv, shape, form), row_counts)
+
+    def _backend(self, kv: PagedKv, shape: KvShape, form: AttentionForm | None) -> AttentionBackend:
+        if self.kernels is not None:
+            return KernelBackend(self.kernels, kv.page_size)
+        heads, model = self.model.config.num_attention_heads, self.model
+        form = form or free_form(kv.page_size)
+        return MatmulBackend(form, heads, shape.kv_heads, kv.page_size, kv.pages, model.dtype, model.device)
