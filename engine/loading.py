@@ -17,7 +17,7 @@ from engine.description import EngineDescription
 from engine.draft import DraftEngine
 from engine.draft_vocabulary import read_draft_vocabulary, restrict_head
 from engine.errors import UnsupportedModelError
-from engine.exactness import ExactShapes, calibrate
+from engine.exactness import ExactShapes, calibrate, candidate_row_counts
 from engine.kernel_attention import KernelBackend
 from engine.loaded_model import KvShape, LoadedModel
 from engine.model_source import Progress, fetch_model, resolve_model
@@ -36,8 +36,7 @@ logger = logging.getLogger(__name__)
 _KV_MEMORY_SHARE = {"cpu": 0.2, "cuda": 0.85}
 _CPU_KV_BYTES = 4 << 30
 
-# Sizes to warm up where every size is free, and the most rows that verification usually wants logits of.
-_WARM_ROWS = (1, 2, 4, 8, 16, 32, 64)
+# The most rows that verification usually wants logits of.
 _MOST_WARM_LOGITS = 48
 
 # Of each tensor of weights, the elements that tell one model from another.
@@ -139,7 +138,9 @@ def _assemble(
     bytes_per_token = KvShape.of(model.config).bytes_per_token(model.dtype)
     pages = settings.kv_pages or max(1, _kv_bytes(settings, model.device) // (bytes_per_token * settings.page_size))
     pool = PagePool(pages, settings.page_size)
-    row_counts = shapes.row_counts if shapes else ()
+    exact_row_counts = shapes.row_counts if shapes else ()
+    # Few in any case: libraries keep a kernel, and its memory, for every row count they met.
+    row_counts = exact_row_counts or (1, *candidate_row_counts(settings.max_packed_rows))
     threads = torch.get_num_threads()
     threads_alone = settings.threads_alone or threads
     if shapes and threads_alone not in shapes.thread_counts:
@@ -155,8 +156,8 @@ def _assemble(
         page_size=settings.page_size,
         total_pages=pages,
         max_sequence_length=min(int(model.config.max_position_embeddings), pages * settings.page_size),
-        max_packed_rows=row_counts[-1] if row_counts else settings.max_packed_rows,
-        exact_row_counts=row_counts,
+        max_packed_rows=row_counts[-1],
+        exact_row_counts=exact_row_counts,
         threads=threads,
         threads_alone=threads_alone,
         kv_bytes_per_token=bytes_per_token,
@@ -166,8 +167,7 @@ def _assemble(
 
 def _warm_up(description: EngineDescription, runner: ModelRunner, pool: PagePool) -> None:
     """One pass of every size in use, on every number of threads: kernels are made now and not in the first steps."""
-    sizes = [size for size in description.exact_row_counts or _WARM_ROWS if size <= pool.total_pages * pool.page_size]
-    sizes = [size for size in sizes if size <= description.max_sequence_length]
+    sizes = [size for size in runner.row_counts if size <= description.max_sequence_length]
     for threads in dict.fromkeys((description.threads_alone, description.threads)):
         use_threads(threads)
         for size in sizes:

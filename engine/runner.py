@@ -43,16 +43,16 @@ class ModelRunner:
         self.model = model
         self.kv = kv
         self.backend = backend
-        self._row_counts = tuple(row_counts)
+        self.row_counts = tuple(row_counts)
 
     def padded(self, rows: int) -> int:
         """The row count that a pass or LM head call with `rows` real rows runs on. Raises ValueError past the last."""
-        if not self._row_counts:
+        if not self.row_counts:
             return rows
-        index = bisect_left(self._row_counts, rows)
-        if index == len(self._row_counts):
-            raise ValueError(f"rows is {rows}, must be at most {self._row_counts[-1]}")
-        return self._row_counts[index]
+        index = bisect_left(self.row_counts, rows)
+        if index == len(self.row_counts):
+            raise ValueError(f"rows is {rows}, must be at most {self.row_counts[-1]}")
+        return self.row_counts[index]
 
     def discard(self, pool: PagePool, table: PageTable, length: int) -> None:
         """Truncates a table whose KV from `length` on may not be finite, and leaves none of it to the next owner."""
