@@ -47,7 +47,7 @@ class SchedulerConfig:
     window: int = 48
     policy: Policy = Policy.AUTO
     draft_length: int = 4
-    prefill_chunk: int = 64
+    prefill_chunk: int = 96
     max_queued_sequences: int = 1024
     max_queued_tokens: int | None = None
     wait_bound_steps: float = 1.5

@@ -68,7 +68,7 @@ class SchedulingSection(SchedulingSettings, Section):
     """How sequences are admitted and grouped."""
 
     policy: Policy = described(Policy.AUTO, "How verify batches are formed.")
-    prefill_chunk: int = described(64, "Tokens of a long prompt that one step takes in.", ge=1)
+    prefill_chunk: int = described(96, "Tokens of a long prompt that one step takes in.", ge=1)
     wait_bound_steps: float = described(
         1.5, "How long a sequence may wait for others of its length, in verify steps.", ge=0, le=1000
     )
