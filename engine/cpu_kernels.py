@@ -24,6 +24,9 @@ logger = logging.getLogger(__name__)
 LANES = 16
 """Sizes that the kernels take are multiples of this; head dimensions, of twice this."""
 
+PANEL = 32
+"""Outputs of a linear layer whose weights lie together."""
+
 _SOURCE = Path(__file__).with_name("cpu_kernels.c")
 # Threads are those of the OpenMP library that torch has loaded: their number is what torch says.
 _FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC")
@@ -92,6 +95,37 @@ class CpuKernels:
         self._rotate_write = _function(library.spool_rotate_write, [pointer] * 8 + [number] + [size] * 6)
         self._attend = _function(library.spool_attend, [pointer] * 5 + [size] * 3 + [number] + [size] * 5)
         self._attend.restype = ctypes.c_int
+        self._linear: ctypes._NamedFuncPointer | None = None
+        if hasattr(library, "spool_linear"):
+            self._linear = _function(library.spool_linear, [pointer] * 4 + [size] * 3)
+
+    def multiplies(self, weight: torch.Tensor) -> bool:
+        """Whether `linear` takes a weight like this one. It needs AVX-512's products of bfloat16, and leaves processors
+        with AMX to libraries that use it."""
+        is_fit = weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and weight.shape[1] % 2 == 0
+        return self._linear is not None and is_fit
+
+    @staticmethod
+    def pack_weight(weight: torch.Tensor) -> torch.Tensor:
+        """`[out, in]` to what `linear` reads, `[ceil(out / 32), in / 2, 32, 2]`, with zeros past the last output."""
+        out, inputs = weight.shape
+        padded = torch.nn.functional.pad(weight, (0, 0, 0, -out % PANEL))
+        return padded.view(-1, PANEL, inputs // 2, 2).transpose(1, 2).contiguous()
+
+    @staticmethod
+    def pack_bias(bias: torch.Tensor) -> torch.Tensor:
+        """`[out]` to float32, of whole panels."""
+        return torch.nn.functional.pad(bias.float(), (0, -len(bias) % PANEL))
+
+    def linear(self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: int) -> torch.Tensor:
+        """`rows` `[rows, in]` times a packed weight, plus a packed bias, `[rows, out]`."""
+        if self._linear is None:
+            raise RuntimeError("this processor has no products of bfloat16")
+        count, inputs = rows.shape
+        outputs = rows.new_empty(count, out)
+        bias_pointer = None if bias is None else bias.data_ptr()
+        self._linear(outputs.data_ptr(), rows.data_ptr(), weight.data_ptr(), bias_pointer, count, inputs, out)
+        return outputs
 
     def norm(self, rows: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
         """Root-mean-square norms of `rows` `[rows, hidden]`."""

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from engine.attention import LONGEST_PROBE, AttentionForm, free_form
 from engine.attention_probe import AttentionProbe
 from engine.errors import ExactModeUnavailableError
-from engine.packed_linear import PackedLinear
+from engine.packed_linear import KernelLinear, PackedLinear
 from engine.pages import PagePool, PageTable
 from engine.runner import ModelRunner, PackedSequence
 from engine.settings import EngineSettings
@@ -32,7 +32,7 @@ _LEAST_USEFUL_ROWS = 16
 # Length, and how many of the last positions are compared.
 _PROBE_SEQUENCES = ((592, 20), (140, 30), (75, 75), (40, 40), (9, 9))
 
-AnyLinear: TypeAlias = nn.Linear | PackedLinear
+AnyLinear: TypeAlias = nn.Linear | PackedLinear | KernelLinear
 MakeRunner = Callable[[PagePool, AttentionForm | None, Sequence[int]], ModelRunner]
 
 
@@ -134,7 +134,7 @@ def _distinct_linears(model: nn.Module) -> Iterable[AnyLinear]:
     by_shape = {
         (module.in_features, module.out_features, module.bias is not None): module
         for module in model.modules()
-        if isinstance(module, nn.Linear | PackedLinear)
+        if isinstance(module, AnyLinear)
     }
     return by_shape.values()
 

@@ -17,7 +17,7 @@ from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from engine.cpu_kernels import LANES, CpuKernels
-from engine.packed_linear import PackedLinear, can_pack, joined
+from engine.packed_linear import can_pack, joined, pack_linear
 from engine.paged_kv import PagedStep
 
 _LAYERS = (LlamaDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer)
@@ -32,10 +32,10 @@ class FusedDecoderLayer(nn.Module):
         self._index = attention.layer_idx
         self._scaling = attention.scaling
         self._query_heads = attention.q_proj.out_features // attention.head_dim
-        self._qkv = PackedLinear(joined([attention.q_proj, attention.k_proj, attention.v_proj]))
-        self._out = PackedLinear(attention.o_proj)
-        self._gate_up = PackedLinear(joined([mlp.gate_proj, mlp.up_proj]))
-        self._down = PackedLinear(mlp.down_proj)
+        self._qkv = pack_linear(joined([attention.q_proj, attention.k_proj, attention.v_proj]), kernels)
+        self._out = pack_linear(attention.o_proj, kernels)
+        self._gate_up = pack_linear(joined([mlp.gate_proj, mlp.up_proj]), kernels)
+        self._down = pack_linear(mlp.down_proj, kernels)
         self._attention_norm = _weight_and_epsilon(layer.input_layernorm)
         self._mlp_norm = _weight_and_epsilon(layer.post_attention_layernorm)
         self._head_norms: tuple[torch.Tensor, torch.Tensor, float] | None = None

@@ -47,7 +47,7 @@ class LoadedModel:
         """Replaces layers by faster ones that compute the same, in place."""
         if self.kernels is not None:
             fuse_layers(self.model, self.kernels)
-        pack_layers(self.model)
+        pack_layers(self.model, self.kernels)
 
     def forms(self, page_size: int) -> Sequence[AttentionForm | None]:
         """Of attention, cheapest first. None is that of the kernels, which have but one."""

@@ -15,7 +15,8 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, L
 from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention, Qwen2MLP, Qwen2RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3Attention, Qwen3MLP, Qwen3RMSNorm
 
-from engine.packed_linear import PackedLinear, can_pack, joined, pack_linears
+from engine.cpu_kernels import CpuKernels
+from engine.packed_linear import can_pack, joined, pack_linear, pack_linears
 from engine.paged_kv import PagedStep
 
 _ATTENTIONS = (LlamaAttention, Qwen2Attention, Qwen3Attention)
@@ -26,15 +27,15 @@ _NORMS = (LlamaRMSNorm, Qwen2RMSNorm, Qwen3RMSNorm)
 class PackedAttention(nn.Module):
     """Attention with half-split rotary positions over paged KV; `q_norm` and `k_norm` where the model has them."""
 
-    def __init__(self, attention: nn.Module) -> None:
+    def __init__(self, attention: nn.Module, kernels: CpuKernels | None) -> None:
         super().__init__()
         self._layer = attention.layer_idx
         self._head_dim = attention.head_dim
         self._scaling = attention.scaling
         self._query_heads = attention.q_proj.out_features // self._head_dim
         self._rotated_heads = self._query_heads + attention.k_proj.out_features // self._head_dim
-        self._qkv = PackedLinear(joined([attention.q_proj, attention.k_proj, attention.v_proj]))
-        self._out = PackedLinear(attention.o_proj)
+        self._qkv = pack_linear(joined([attention.q_proj, attention.k_proj, attention.v_proj]), kernels)
+        self._out = pack_linear(attention.o_proj, kernels)
         self.q_norm = getattr(attention, "q_norm", None)
         self.k_norm = getattr(attention, "k_norm", None)
 
@@ -65,10 +66,10 @@ class PackedAttention(nn.Module):
 class PackedMlp(nn.Module):
     """Gate and up projection in one."""
 
-    def __init__(self, mlp: nn.Module) -> None:
+    def __init__(self, mlp: nn.Module, kernels: CpuKernels | None) -> None:
         super().__init__()
-        self._gate_up = PackedLinear(joined([mlp.gate_proj, mlp.up_proj]))
-        self._down = PackedLinear(mlp.down_proj)
+        self._gate_up = pack_linear(joined([mlp.gate_proj, mlp.up_proj]), kernels)
+        self._down = pack_linear(mlp.down_proj, kernels)
         self._activation = mlp.act_fn
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
@@ -86,25 +87,25 @@ class FusedRmsNorm(nn.Module):
         return F.rms_norm(rows, self.weight.shape, self.weight, self._epsilon)
 
 
-def pack_layers(model: PreTrainedModel) -> None:
+def pack_layers(model: PreTrainedModel, kernels: CpuKernels | None) -> None:
     """Replaces what is known in a bfloat16 model on a CPU, in place; any other model stays as it is."""
     if not can_pack(model.get_input_embeddings().weight):
         return
     for module in list(model.modules()):
         for name, child in module.named_children():
-            replacement = _packed(child)
+            replacement = _packed(child, kernels)
             if replacement is not None:
                 setattr(module, name, replacement)
-    pack_linears(model)
+    pack_linears(model, kernels)
 
 
-def _packed(module: nn.Module) -> nn.Module | None:
+def _packed(module: nn.Module, kernels: CpuKernels | None) -> nn.Module | None:
     # The very classes: a subclass may compute something else.
     kind = type(module)
     if kind in _ATTENTIONS:
-        return PackedAttention(module)
+        return PackedAttention(module, kernels)
     if kind in _MLPS:
-        return PackedMlp(module)
+        return PackedMlp(module, kernels)
     if kind in _NORMS:
         return FusedRmsNorm(module)
     return None

@@ -1,6 +1,6 @@
-"""Linear layers whose weights lie in memory the way oneDNN's CPU kernels read them.
+"""Linear layers whose weights lie in memory the way that CPU kernels read them: Spool's own, or oneDNN's.
 
-Packing once takes a third off a small pass, and the packed kernel gave a row the same bits in calls of one row and of
+Packing once takes a third off a small pass, and the packed kernels give a row the same bits in calls of one row and of
 many, which the plain one did not (docs/exactness.md).
 """
 
@@ -11,12 +11,33 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from engine.cpu_kernels import CpuKernels
+
 # The row count that weights are packed for; it chooses a layout, not a limit.
 _TYPICAL_ROWS = 16
 
 
+class KernelLinear(nn.Module):
+    """Computes what `linear` does with Spool's kernel, which adds up each output in one order."""
+
+    def __init__(self, linear: nn.Linear, kernels: CpuKernels) -> None:
+        super().__init__()
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
+        self.bias = linear.bias
+        self._kernels = kernels
+        self._packed = kernels.pack_weight(linear.weight.detach())
+        self._packed_bias = None if linear.bias is None else kernels.pack_bias(linear.bias.detach())
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """`[..., in_features]` to `[..., out_features]`."""
+        flat = rows.reshape(-1, self.in_features).contiguous()
+        outputs = self._kernels.linear(flat, self._packed, self._packed_bias, self.out_features)
+        return outputs.view(*rows.shape[:-1], self.out_features)
+
+
 class PackedLinear(nn.Module):
-    """Computes what `linear` does, from weights that `linear` need not keep."""
+    """Computes what `linear` does with oneDNN, from weights that `linear` need not keep."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -44,12 +65,19 @@ def joined(layers: Sequence[nn.Linear]) -> nn.Linear:
     return joined
 
 
-def pack_linears(model: nn.Module) -> None:
+def pack_linear(linear: nn.Linear, kernels: CpuKernels | None) -> KernelLinear | PackedLinear:
+    """By `kernels`, where they take it."""
+    if kernels is not None and kernels.multiplies(linear.weight):
+        return KernelLinear(linear, kernels)
+    return PackedLinear(linear)
+
+
+def pack_linears(model: nn.Module, kernels: CpuKernels | None) -> None:
     """Replaces the linear layers of a bfloat16 model on a CPU where this build of torch can pack them."""
     for module in list(model.modules()):
         for name, child in module.named_children():
             if type(child) is nn.Linear and can_pack(child.weight):
-                setattr(module, name, PackedLinear(child))
+                setattr(module, name, pack_linear(child, kernels))
 
 
 def can_pack(weight: torch.Tensor) -> bool:

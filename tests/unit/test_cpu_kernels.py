@@ -62,6 +62,30 @@ def test_norms(kernels: CpuKernels, rows: int) -> None:
     assert_rounds(normed, exact_norm(residual, weight, 1e-5))
 
 
+@pytest.fixture(scope="module")
+def multiplying(kernels: CpuKernels) -> CpuKernels:
+    if not kernels.multiplies(torch.zeros(2, 2, dtype=torch.bfloat16)):
+        pytest.skip("this processor has no products of bfloat16 without AMX")
+    return kernels
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("inputs", "outputs"), [(64, 32), (576, 100), (130, 1), (2, 4097)])
+def test_a_linear_layer(multiplying: CpuKernels, inputs: int, outputs: int, biased: bool) -> None:
+    weight = rounded(outputs, inputs) / inputs**0.5
+    bias = rounded(outputs, seed=2) if biased else None
+    packed = multiplying.pack_weight(weight)
+    packed_bias = None if bias is None else multiplying.pack_bias(bias)
+    rows = rounded(61, inputs, seed=3)
+    exact = rows.double() @ weight.double().T + (0 if bias is None else bias.double())
+    alone = torch.cat([multiplying.linear(rows[i : i + 1], packed, packed_bias, outputs) for i in range(len(rows))])
+    # What cancels keeps the errors of its parts.
+    assert bool(((alone.double() - exact).abs() <= HALF_BIT * exact.abs().clamp(min=0.1) * 1.02).all())
+    for count in range(2, len(rows) + 1):
+        assert torch.equal(multiplying.linear(rows[:count], packed, packed_bias, outputs), alone[:count])
+
+
 @pytest.mark.usefixtures("threads")
 def test_silu_of_small_large_and_infinite_numbers(kernels: CpuKernels) -> None:
     gate = torch.cat((rounded(9, 64) * 4, torch.linspace(-200, 200, 64).bfloat16()[None]))

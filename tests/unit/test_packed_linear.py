@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from engine.packed_linear import PackedLinear, pack_linears
+from engine.cpu_kernels import CpuKernels, load_cpu_kernels
+from engine.packed_linear import KernelLinear, PackedLinear, pack_linears
 
 
 def model(dtype: torch.dtype) -> nn.Sequential:
@@ -17,18 +18,19 @@ def model(dtype: torch.dtype) -> nn.Sequential:
     return layers.to(dtype)
 
 
-def packed(dtype: torch.dtype) -> tuple[nn.Sequential, nn.Sequential]:
+def packed(dtype: torch.dtype, kernels: CpuKernels | None) -> tuple[nn.Sequential, nn.Sequential]:
     plain = model(dtype)
     changed = copy.deepcopy(plain)
-    pack_linears(changed)
+    pack_linears(changed, kernels)
     return plain, changed
 
 
-@pytest.fixture
-def bfloat16_pair() -> tuple[nn.Sequential, nn.Sequential]:
-    plain, changed = packed(torch.bfloat16)
-    if not isinstance(changed[0], PackedLinear):
-        pytest.skip("this CPU or this build of torch cannot pack bfloat16 weights")
+@pytest.fixture(params=[PackedLinear, KernelLinear])
+def bfloat16_pair(request: pytest.FixtureRequest) -> tuple[nn.Sequential, nn.Sequential]:
+    kernels = load_cpu_kernels(lambda *_: None) if request.param is KernelLinear else None
+    plain, changed = packed(torch.bfloat16, kernels)
+    if not isinstance(changed[0], request.param):
+        pytest.skip("this CPU or this build of torch cannot pack bfloat16 weights so")
     return plain, changed
 
 
@@ -43,7 +45,7 @@ def test_packed_layers_compute_what_the_plain_ones_do(bfloat16_pair: tuple[nn.Se
 def test_every_linear_layer_is_replaced_however_deep(bfloat16_pair: tuple[nn.Sequential, nn.Sequential]) -> None:
     _, changed = bfloat16_pair
     kinds = [type(module) for module in changed.modules()]
-    assert kinds.count(PackedLinear) == 2
+    assert kinds.count(PackedLinear) + kinds.count(KernelLinear) == 2
     assert nn.Linear not in kinds
 
 
@@ -57,5 +59,5 @@ def test_a_row_keeps_its_bits_at_every_row_count(bfloat16_pair: tuple[nn.Sequent
 
 
 def test_float32_is_left_as_it_is() -> None:
-    _, changed = packed(torch.float32)
-    assert not any(isinstance(module, PackedLinear) for module in changed.modules())
+    _, changed = packed(torch.float32, load_cpu_kernels(lambda *_: None))
+    assert not any(isinstance(module, PackedLinear | KernelLinear) for module in changed.modules())
