@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-_PARTS = ("linear layers", "gathering KV", "attention products", "writing KV", "other operations", "dispatch")
+_PARTS = ("linear layers", "attention", "writing KV", "other operations", "dispatch")
 STEP_HEADINGS = ("sequences x rows", "ms a step", *_PARTS, "preparing", "choosing")
 
 

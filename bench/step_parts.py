@@ -2,10 +2,10 @@
 
     python -m bench.step_parts --target demo --threads 2
 
-Sequences of several lengths stand on the target, as in a batch that is served. Times of operations are those of torch's
-profiler (which itself costs some), scaled to passes without it; `dispatch` is what is left of a pass: Python and torch
-between the operations. `wire` is what a step takes from the scheduler's side beyond its own time on a worker, measured
-with prompt lookup in a worker process of its own, which hardly computes.
+Sequences of several lengths stand on the target, as in a batch that is served. Times of torch's operations are those
+of its profiler (which itself costs some), those of Spool's kernels are taken around their calls; `dispatch` is what is
+left of a pass: Python and torch between the operations. `wire` is what a step takes from the scheduler's side beyond
+its own time on a worker, measured with prompt lookup in a worker process of its own, which hardly computes.
 """
 
 from __future__ import annotations
@@ -42,9 +42,16 @@ _PASSES = 15
 _WIRE_STEPS = 300
 _PARTS = {
     "linear layers": ("mkldnn::_linear_pointwise", "aten::addmm", "aten::linear", "aten::mm"),
-    "gathering KV": ("aten::index_select",),
-    "attention products": ("aten::baddbmm", "aten::bmm", "aten::_softmax"),
+    "attention": ("aten::index_select", "aten::baddbmm", "aten::bmm", "aten::_softmax"),
     "writing KV": ("aten::index_copy_",),
+}
+_KERNELS = {
+    "linear": "linear layers",
+    "attend": "attention",
+    "rotate_write": "writing KV",
+    "norm": "other operations",
+    "add_norm": "other operations",
+    "silu_mul": "other operations",
 }
 
 
@@ -55,6 +62,35 @@ def median_ms(action: Callable[[], object]) -> float:
         action()
         samples.append(time.perf_counter() - started)
     return statistics.median(samples) * 1000
+
+
+class KernelClock:
+    """Milliseconds that an engine spends in Spool's kernels, by part, while this context is open."""
+
+    def __init__(self, engine: TargetEngine) -> None:
+        kernels = (getattr(module, "_kernels", None) for module in engine._runner.model.modules())
+        self._kernels = next((found for found in kernels if found is not None), None)
+        self.spent = dict.fromkeys(_KERNELS.values(), 0.0)
+
+    def __enter__(self) -> KernelClock:
+        if self._kernels is not None:
+            for name, part in _KERNELS.items():
+                setattr(self._kernels, name, self._timed(getattr(self._kernels, name), part))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._kernels is not None:
+            for name in _KERNELS:
+                delattr(self._kernels, name)
+
+    def _timed(self, kernel: Callable[..., object], part: str) -> Callable[..., object]:
+        def timed(*arguments: object) -> object:
+            started = time.perf_counter()
+            result = kernel(*arguments)
+            self.spent[part] += (time.perf_counter() - started) * 1000
+            return result
+
+        return timed
 
 
 class Batch:
@@ -101,10 +137,15 @@ def parts_of(engine: TargetEngine, sequences: int, rows: int) -> dict[str, Any]:
     forward = statistics.median(timing.forward for timing in timings) * 1000
     with profile(activities=[ProfilerActivity.CPU]) as recorded:
         profiled = statistics.median(batch.step().forward for _ in range(_PASSES)) * 1000
+    with KernelClock(engine) as clock:
+        for _ in range(_PASSES):
+            batch.step()
     batch.free()
     operations = {event.key: event.self_cpu_time_total / 1000 / _PASSES for event in recorded.key_averages()}
     found = {name: sum(operations.pop(key, 0.0) for key in keys) for name, keys in _PARTS.items()}
     found["other operations"] = sum(operations.values())
+    for part, spent in clock.spent.items():
+        found[part] += spent / _PASSES
     # Profiling slows what is between the operations, hardly the large ones.
     found["dispatch"] = max(0.0, forward - sum(found.values()))
     return {
