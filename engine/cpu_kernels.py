@@ -1,4 +1,4 @@
-"""Compiles engine/cpu_kernels.c for this machine, keeps the result, and calls it on torch's tensors and threads."""
+"""Compiles engine/kernels for this machine, keeps the result, and calls it on torch's tensors and threads."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LANES = 16
 PANEL = 32
 """Outputs of a linear layer whose weights lie together."""
 
-_SOURCE = Path(__file__).with_name("cpu_kernels.c")
+_FOLDER = Path(__file__).with_name("kernels")
 # Threads are those of the OpenMP library that torch has loaded: their number is what torch says.
 _FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC")
 _COMPILE_SECONDS = 120
@@ -39,16 +39,19 @@ def load_cpu_kernels(progress: Progress) -> CpuKernels | None:
     if compiler is None:
         logger.warning("no C compiler (gcc) here: passes on the CPU take longer")
         return None
-    source = _SOURCE.read_bytes()
+    sources = [file.read_bytes() for file in sorted(_FOLDER.iterdir())]
     try:
         version = _run([compiler, "--version"])
-        conditions = (source, " ".join(_FLAGS).encode(), version.encode(), processor_name().encode())
+        conditions = (*sources, " ".join(_FLAGS).encode(), version.encode(), processor_name().encode())
         identity = hashlib.sha256(b"\0".join(conditions)).hexdigest()[:32]
         library = cache_folder() / "kernels" / f"{identity}.so"
         if not library.exists():
             progress("compiling CPU kernels", None)
             _compile(compiler, library)
-        return CpuKernels(ctypes.CDLL(str(library)), identity)
+        kernels = ctypes.CDLL(str(library))
+        if kernels.spool_threads() != torch.get_num_threads():
+            raise OSError("torch shares its threads with another OpenMP library than the compiler's")
+        return CpuKernels(kernels, identity)
     except (OSError, subprocess.SubprocessError) as error:
         reason = getattr(error, "stderr", None) or error
         logger.warning("CPU kernels could not be compiled, passes take longer: %s", str(reason).strip()[:500])
@@ -60,7 +63,7 @@ def _compile(compiler: str, library: Path) -> None:
     library.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
         made = Path(scratch) / library.name
-        _run([compiler, *_FLAGS, "-o", str(made), str(_SOURCE), "-lm"])
+        _run([compiler, *_FLAGS, "-o", str(made), *map(str, sorted(_FOLDER.glob("*.c"))), "-lm"])
         os.replace(made, library)
 
 
@@ -83,7 +86,7 @@ class AttentionBlocks:
 
 
 class CpuKernels:
-    """The functions of engine/cpu_kernels.c. Tensors are contiguous, on the CPU, bfloat16 where not said otherwise."""
+    """The functions of engine/kernels. Tensors are contiguous, on the CPU, bfloat16 where not said otherwise."""
 
     def __init__(self, library: ctypes.CDLL, identity: str) -> None:
         """`identity` names the source, the compiler, its flags and the processor."""
