@@ -76,17 +76,17 @@ def test_targets_come_and_go_with_the_load(tmp_path: Path, monkeypatch: pytest.M
     seen: list[dict[str, Any]] = []
     with RayCluster([{}, {}]) as cluster:
 
-        def targets() -> int:
-            """In use; what the scheduler said of them is kept."""
+        def targets(count: int) -> bool:
+            """Whether so many are in use and no other is there; what the scheduler said of them is kept."""
             status = cluster.scheduler()
             if status is None:
-                return 0
+                return False
             seen.append(status)
-            workers = [one for one in status["workers"] if one["role"] == "ROLE_TARGET"]
-            return sum(one["state"] == "WORKER_STATE_IN_USE" for one in workers)
+            states = [one["state"] for one in status["workers"] if one["role"] == "ROLE_TARGET"]
+            return states == ["WORKER_STATE_IN_USE"] * count
 
         cluster.deploy(file)
-        wait_until(lambda: targets() == 1, "a target", SECONDS)
+        wait_until(lambda: targets(1), "a target", SECONDS)
         wait_until(lambda: answers(f"{url}/health"), "a gateway")
 
         async def load(streams: int, until: Callable[[], bool]) -> list[str]:
@@ -97,9 +97,9 @@ def test_targets_come_and_go_with_the_load(tmp_path: Path, monkeypatch: pytest.M
 
         plain = PlainDecoder(tmp_path / "llama-target")(asks)
         expected = {case: Answer(text, case.max_tokens) for case, text in zip(asked, plain, strict=True)}
-        assert asyncio.run(load(MANY, lambda: targets() == 2)) == []
+        assert asyncio.run(load(MANY, lambda: targets(2))) == []
         before = seen[-1]
-        assert asyncio.run(load(FEW, lambda: targets() == 1)) == []
+        assert asyncio.run(load(FEW, lambda: targets(1))) == []
         after = seen[-1]
     assert before["kv_moves"]["moves"] == 0
     assert after["kv_moves"]["moves"] > 0
