@@ -24,6 +24,7 @@ import grpc
 from torch.profiler import ProfilerActivity, profile
 
 from bench.gpu.device import copy_bytes_per_second
+from engine.fused_layers import FusedDecoderLayer, KernelDecoderLayer
 from engine.loading import load_target_engine
 from engine.pages import PageTable
 from engine.settings import EngineSettings
@@ -65,23 +66,30 @@ def median_ms(action: Callable[[], object]) -> float:
 
 
 class KernelClock:
-    """Milliseconds that an engine spends in Spool's kernels, by part, while this context is open."""
+    """Milliseconds that an engine spends in Spool's kernels, by part, while this context is open: layers that are one
+    call otherwise make one for each part."""
 
     def __init__(self, engine: TargetEngine) -> None:
-        kernels = (getattr(module, "_kernels", None) for module in engine._runner.model.modules())
+        modules = list(engine._runner.model.modules())
+        kernels = (getattr(module, "_kernels", None) for module in modules)
         self._kernels = next((found for found in kernels if found is not None), None)
+        self._layers = [module for module in modules if isinstance(module, KernelDecoderLayer)]
         self.spent = dict.fromkeys(_KERNELS.values(), 0.0)
 
     def __enter__(self) -> KernelClock:
         if self._kernels is not None:
             for name, part in _KERNELS.items():
                 setattr(self._kernels, name, self._timed(getattr(self._kernels, name), part))
+        for layer in self._layers:
+            layer.forward = FusedDecoderLayer.forward.__get__(layer)  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._kernels is not None:
             for name in _KERNELS:
                 delattr(self._kernels, name)
+        for layer in self._layers:
+            del layer.forward
 
     def _timed(self, kernel: Callable[..., object], part: str) -> Callable[..., object]:
         def timed(*arguments: object) -> object:

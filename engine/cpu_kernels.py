@@ -31,6 +31,7 @@ _FOLDER = Path(__file__).with_name("kernels")
 # Threads are those of the OpenMP library that torch has loaded: their number is what torch says.
 _FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC")
 _COMPILE_SECONDS = 120
+_NO_MEMORY = "no memory for the scores of attention"
 
 
 def load_cpu_kernels(progress: Progress) -> CpuKernels | None:
@@ -85,6 +86,28 @@ class AttentionBlocks:
     longest: int
 
 
+class LayerWeights(ctypes.Structure):
+    """`Layer` of engine/kernels/layer.c."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("qkv", "out", "gate_up", "down")),
+        *((name, ctypes.c_void_p) for name in ("qkv_bias", "out_bias", "gate_up_bias", "down_bias")),
+        *((name, ctypes.c_void_p) for name in ("attention_norm", "mlp_norm", "query_norm", "key_norm")),
+        *((name, ctypes.c_ssize_t) for name in ("hidden", "inner", "query_heads", "kv_heads", "head_dim")),
+        *((name, ctypes.c_float) for name in ("attention_epsilon", "mlp_epsilon", "head_epsilon", "scaling")),
+    )
+
+
+class LayerPass(ctypes.Structure):
+    """`Pass` of engine/kernels/layer.c. Keeps no tensor alive."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("cos", "sin", "slots", "pages", "blocks", "scratch")),
+        *((name, ctypes.c_ssize_t) for name in ("rows", "block_count", "most_rows", "longest")),
+        *((name, ctypes.c_ssize_t) for name in ("page_size", "page_count")),
+    )
+
+
 class CpuKernels:
     """The functions of engine/kernels. Tensors are contiguous, on the CPU, bfloat16 where not said otherwise."""
 
@@ -101,6 +124,10 @@ class CpuKernels:
         self._linear: ctypes._NamedFuncPointer | None = None
         if hasattr(library, "spool_linear"):
             self._linear = _function(library.spool_linear, [pointer] * 4 + [size] * 3)
+            self._layer = _function(library.spool_linear_layer, [pointer] * 4)
+            self._layer.restype = ctypes.c_int
+            self._layer_scratch = _function(library.spool_linear_layer_scratch, [pointer])
+            self._layer_scratch.restype = size
 
     def multiplies(self, weight: torch.Tensor) -> bool:
         """Whether `linear` takes a weight like this one. It needs AVX-512's products of bfloat16, and leaves processors
@@ -129,6 +156,17 @@ class CpuKernels:
         bias_pointer = None if bias is None else bias.data_ptr()
         self._linear(outputs.data_ptr(), rows.data_ptr(), weight.data_ptr(), bias_pointer, count, inputs, out)
         return outputs
+
+    def layer_scratch(self, weights: LayerWeights) -> int:
+        """Elements of scratch that `layer` needs for a row."""
+        return int(self._layer_scratch(ctypes.addressof(weights)))
+
+    def layer(self, residual: torch.Tensor, pool: torch.Tensor, weights: LayerWeights, layer_pass: LayerPass) -> None:
+        """Adds to `residual` `[rows, hidden]` what a decoder layer adds, writing its keys and values to `pool` (as
+        below). Raises MemoryError."""
+        addresses = (ctypes.addressof(weights), ctypes.addressof(layer_pass))
+        if self._layer(residual.data_ptr(), pool.data_ptr(), *addresses):
+            raise MemoryError(_NO_MEMORY)
 
     def norm(self, rows: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
         """Root-mean-square norms of `rows` `[rows, hidden]`."""
@@ -215,7 +253,7 @@ class CpuKernels:
             page_count,
         )
         if failed:
-            raise MemoryError("no memory for the scores of attention")
+            raise MemoryError(_NO_MEMORY)
         return outputs
 
 

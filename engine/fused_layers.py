@@ -1,4 +1,4 @@
-"""Whole decoder layers of the Llama kind for a CPU: four packed linear layers, and kernels for what is between them.
+"""Whole decoder layers of the Llama kind for a CPU, out of kernels.
 
 The same weights and the same mathematics as transformers' own modules, rounded to 16 bits less often. What has another
 structure, or sizes that the kernels do not take, stays with engine/packed_layers.py.
@@ -16,7 +16,8 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
-from engine.cpu_kernels import LANES, CpuKernels
+from engine.cpu_kernels import LANES, CpuKernels, LayerWeights
+from engine.kernel_attention import KernelPlan
 from engine.packed_linear import can_pack, joined, pack_linear
 from engine.paged_kv import PagedStep
 
@@ -25,6 +26,8 @@ _SILU = (nn.SiLU, SiLUActivation)
 
 
 class FusedDecoderLayer(nn.Module):
+    """Four packed linear layers, and kernels for what is between them."""
+
     def __init__(self, layer: nn.Module, kernels: CpuKernels) -> None:
         super().__init__()
         attention, mlp = layer.self_attn, layer.mlp
@@ -63,6 +66,47 @@ class FusedDecoderLayer(nn.Module):
         return hidden_states
 
 
+class KernelDecoderLayer(FusedDecoderLayer):
+    """The same in one call, where the linear layers are kernels too: passes over few rows are short."""
+
+    def __init__(self, layer: nn.Module, kernels: CpuKernels) -> None:
+        super().__init__(layer, kernels)
+        linears = {"qkv": self._qkv, "out": self._out, "gate_up": self._gate_up, "down": self._down}
+        self._weights = LayerWeights(
+            **{name: linear.packed.data_ptr() for name, linear in linears.items()},
+            **{f"{name}_bias": linear.packed_bias_address for name, linear in linears.items()},
+            attention_norm=self._attention_norm[0].data_ptr(),
+            mlp_norm=self._mlp_norm[0].data_ptr(),
+            hidden=self._qkv.in_features,
+            inner=self._down.in_features,
+            query_heads=self._query_heads,
+            kv_heads=layer.self_attn.k_proj.out_features // layer.self_attn.head_dim,
+            head_dim=layer.self_attn.head_dim,
+            attention_epsilon=self._attention_norm[1],
+            mlp_epsilon=self._mlp_norm[1],
+            scaling=self._scaling,
+        )
+        if self._head_norms is not None:
+            query_norm, key_norm, self._weights.head_epsilon = self._head_norms
+            self._weights.query_norm, self._weights.key_norm = query_norm.data_ptr(), key_norm.data_ptr()
+        self._scratch = kernels.layer_scratch(self._weights)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        paged_step: PagedStep,
+        **kwargs: object,
+    ) -> torch.Tensor:
+        plan = paged_step.plan
+        if not isinstance(plan, KernelPlan):
+            raise TypeError(f"the pass attends by {type(plan).__name__}, must be by kernel")
+        layer_pass = plan.layer_pass(paged_step, position_embeddings, self._scratch)
+        pool = paged_step.kv.layers[self._index].pool
+        self._kernels.layer(hidden_states, pool, self._weights, layer_pass)
+        return hidden_states
+
+
 def fuse_layers(model: PreTrainedModel, kernels: CpuKernels) -> None:
     """Replaces the decoder layers that it knows in a bfloat16 model on a CPU, in place; others stay as they are."""
     if not can_pack(model.get_input_embeddings().weight):
@@ -70,7 +114,8 @@ def fuse_layers(model: PreTrainedModel, kernels: CpuKernels) -> None:
     for module in list(model.modules()):
         for name, child in module.named_children():
             if type(child) in _LAYERS and _fits(child):
-                setattr(module, name, FusedDecoderLayer(child, kernels))
+                whole = kernels.multiplies(child.self_attn.q_proj.weight)
+                setattr(module, name, (KernelDecoderLayer if whole else FusedDecoderLayer)(child, kernels))
 
 
 def _weight_and_epsilon(norm: nn.Module) -> tuple[torch.Tensor, float]:

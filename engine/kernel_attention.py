@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from engine.attention import Span
-from engine.cpu_kernels import LANES, AttentionBlocks, CpuKernels
-from engine.paged_kv import LayerKv
+from engine.cpu_kernels import LANES, AttentionBlocks, CpuKernels, LayerPass
+from engine.paged_kv import LayerKv, PagedStep
 
 # Rows of a sequence that share the unpacking of a page; more of them leave less to share out among threads.
 _BLOCK_ROWS = 8
@@ -19,6 +19,33 @@ class KernelPlan:
     def __init__(self, kernels: CpuKernels, blocks: AttentionBlocks) -> None:
         self._kernels = kernels
         self._blocks = blocks
+        self._layer_pass: LayerPass | None = None
+        self._kept: tuple[torch.Tensor, ...] = ()
+
+    def layer_pass(
+        self, step: PagedStep, position_embeddings: tuple[torch.Tensor, torch.Tensor], scratch: int
+    ) -> LayerPass:
+        """What whole layers by kernel share in this plan's pass, made once. `scratch`: elements for a row."""
+        if self._layer_pass is None:
+            cos, sin = step.rotation(position_embeddings)
+            room = torch.empty(len(cos) * scratch, dtype=torch.bfloat16)
+            self._kept = (cos, sin, room)
+            blocks = self._blocks
+            self._layer_pass = LayerPass(
+                cos=cos.data_ptr(),
+                sin=sin.data_ptr(),
+                slots=step.slots.data_ptr(),
+                pages=blocks.pages.ctypes.data,
+                blocks=blocks.edges.ctypes.data,
+                scratch=room.data_ptr(),
+                rows=len(cos),
+                block_count=len(blocks.edges),
+                most_rows=blocks.most_rows,
+                longest=blocks.longest,
+                page_size=step.kv.page_size,
+                page_count=step.kv.pages,
+            )
+        return self._layer_pass
 
     def attend(self, layer: LayerKv, query: torch.Tensor, scaling: float) -> torch.Tensor:
         return self._kernels.attend(query.contiguous(), layer.pool, self._blocks, scaling)

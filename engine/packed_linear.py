@@ -26,14 +26,18 @@ class KernelLinear(nn.Module):
         self.out_features = linear.out_features
         self.bias = linear.bias
         self._kernels = kernels
-        self._packed = kernels.pack_weight(linear.weight.detach())
+        self.packed = kernels.pack_weight(linear.weight.detach())
         self._packed_bias = None if linear.bias is None else kernels.pack_bias(linear.bias.detach())
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """`[..., in_features]` to `[..., out_features]`."""
         flat = rows.reshape(-1, self.in_features).contiguous()
-        outputs = self._kernels.linear(flat, self._packed, self._packed_bias, self.out_features)
+        outputs = self._kernels.linear(flat, self.packed, self._packed_bias, self.out_features)
         return outputs.view(*rows.shape[:-1], self.out_features)
+
+    @property
+    def packed_bias_address(self) -> int | None:
+        return None if self._packed_bias is None else self._packed_bias.data_ptr()
 
 
 class PackedLinear(nn.Module):

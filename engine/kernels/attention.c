@@ -1,5 +1,6 @@
 // Causal attention over KV pages where they lie.
 
+#include "kernels.h"
 #include "pages.h"
 
 // Runs of LANES positions from one that is computed to the one that is asked for meanwhile.
@@ -116,12 +117,6 @@ INLINE void softmax(float *scores, ptrdiff_t seen) {
 INLINE void fetch_ahead(const bf16 *from, ptrdiff_t size) {
     for (ptrdiff_t i = 0; i < size; i += 32) __builtin_prefetch(from + i);
 }
-
-// Packed rows [first_row, first_row + rows) are the positions from start on of a sequence whose pages are listed from
-// first_page on.
-typedef struct {
-    int64_t first_row, rows, start, first_page;
-} Block;
 
 // Keys (values: 0) or values (1) of LANES positions from `position` on, a multiple of LANES.
 INLINE const bf16 *run_of(

@@ -1,8 +1,8 @@
-// Linear layers, where the processor multiplies bfloat16 by vector and has no faster way.
+// Linear layers.
 
-#include "vectors.h"
+#include "kernels.h"
 
-#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
+#ifdef MULTIPLIES_BF16
 
 #include <immintrin.h>
 

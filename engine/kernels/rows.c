@@ -2,6 +2,7 @@
 
 #include <omp.h>
 
+#include "kernels.h"
 #include "pages.h"
 
 // Threads that the calling thread's next parallel part would run on.
@@ -34,6 +35,13 @@ void spool_add_norm(
             store_bf16(sums + i, load_bf16(sums + i) + load_bf16(added + row * hidden + i));
         normalize(to + row * hidden, sums, weight, hidden, epsilon);
     }
+}
+
+// Adds `added` to `residual`, both of `size`, in place.
+void spool_add(bf16 *residual, const bf16 *added, ptrdiff_t size) {
+#pragma omp parallel for schedule(static) if (size >= 1 << 14)
+    for (ptrdiff_t i = 0; i < size; i += LANES)
+        store_bf16(residual + i, load_bf16(residual + i) + load_bf16(added + i));
 }
 
 // gate_up [rows, 2 * inner] to silu(gate) * up, [rows, inner].

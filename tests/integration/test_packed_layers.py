@@ -10,7 +10,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, Glm4Config, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
 from engine.cpu_kernels import load_cpu_kernels
-from engine.fused_layers import FusedDecoderLayer
+from engine.fused_layers import FusedDecoderLayer, KernelDecoderLayer
 from engine.loading import load_target_engine
 from engine.packed_layers import FusedRmsNorm, PackedAttention, PackedMlp
 from engine.packed_linear import KernelLinear, PackedLinear, can_pack
@@ -107,11 +107,23 @@ def test_what_is_known_is_replaced(folder: Path, sizes: tuple[int, int], pool: P
     kinds = {type(module) for module in model.modules()}
     assert nn.Linear not in kinds
     assert kinds & {KernelLinear, PackedLinear}
-    replacements = {FusedDecoderLayer, PackedAttention, PackedMlp, FusedRmsNorm}
+    replacements = {FusedDecoderLayer, KernelDecoderLayer, PackedAttention, PackedMlp, FusedRmsNorm}
     if folder.name == "glm4":
         expected = set()
     elif sizes == SIZES["fused"]:
-        expected = {FusedDecoderLayer, FusedRmsNorm}
+        expected = {KernelDecoderLayer if KernelLinear in kinds else FusedDecoderLayer, FusedRmsNorm}
     else:
         expected = {PackedAttention, PackedMlp, FusedRmsNorm}
     assert kinds & replacements == expected
+
+
+def test_a_layer_in_one_call_is_its_parts(folder: Path, pool: PagePool) -> None:
+    runner = packed_runner(folder, pool)
+    layers = [module for module in runner.model.modules() if isinstance(module, KernelDecoderLayer)]
+    if not layers:
+        pytest.skip("layers are not single calls here")
+    tokens, pieces = list(range(40)), (17, 1, 5, 1, 16)
+    whole = paged_logits(runner, pool, tokens, pieces)
+    for layer in layers:
+        layer.forward = FusedDecoderLayer.forward.__get__(layer)  # type: ignore[method-assign]
+    assert torch.equal(paged_logits(runner, pool, tokens, pieces), whole)

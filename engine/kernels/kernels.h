@@ -1,0 +1,38 @@
+// What the library offers; each function is described where it is defined. Functions with `linear` in them are there
+// where the processor multiplies bfloat16 by vector and has no faster way.
+
+#pragma once
+
+#include "vectors.h"
+
+#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
+#define MULTIPLIES_BF16
+#endif
+
+// Packed rows [first_row, first_row + rows) are the positions from start on of a sequence whose pages are listed from
+// first_page on.
+typedef struct {
+    int64_t first_row, rows, start, first_page;
+} Block;
+
+void spool_norm(bf16 *to, const bf16 *from, const bf16 *weight, ptrdiff_t rows, ptrdiff_t hidden, float epsilon);
+
+void spool_add_norm(
+    bf16 *to, bf16 *residual, const bf16 *added, const bf16 *weight, ptrdiff_t rows, ptrdiff_t hidden, float epsilon);
+
+void spool_add(bf16 *residual, const bf16 *added, ptrdiff_t size);
+
+void spool_silu_mul(bf16 *to, const bf16 *gate_up, ptrdiff_t rows, ptrdiff_t inner);
+
+void spool_rotate_write(bf16 *queries, bf16 *pool, const bf16 *qkv, const float *cos, const float *sin,
+    const int64_t *slots, const bf16 *query_norm, const bf16 *key_norm, float epsilon, ptrdiff_t rows,
+    ptrdiff_t query_heads, ptrdiff_t kv_heads, ptrdiff_t head_dim, ptrdiff_t page_size, ptrdiff_t pages);
+
+int spool_attend(bf16 *to, const bf16 *queries, bf16 *pool, const int64_t *pages, const Block *blocks,
+    ptrdiff_t block_count, ptrdiff_t most_rows, ptrdiff_t longest, float scaling, ptrdiff_t query_heads,
+    ptrdiff_t kv_heads, ptrdiff_t head_dim, ptrdiff_t page_size, ptrdiff_t page_count);
+
+#ifdef MULTIPLIES_BF16
+void spool_linear(
+    bf16 *to, const bf16 *rows, const bf16 *weights, const float *bias, ptrdiff_t count, ptrdiff_t in, ptrdiff_t out);
+#endif
