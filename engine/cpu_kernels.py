@@ -35,7 +35,8 @@ _NO_MEMORY = "no memory for the scores of attention"
 
 
 def load_cpu_kernels(progress: Progress) -> CpuKernels | None:
-    """None, with a word in the log, where no compiler makes them; torch's operations then do the same."""
+    """None, with a word in the log, where no compiler makes them or they cannot share torch's threads: torch's
+    operations then do the same."""
     compiler = shutil.which(os.environ.get("CC", "gcc"))
     if compiler is None:
         logger.warning("no C compiler (gcc) here: passes on the CPU take longer")
@@ -55,7 +56,7 @@ def load_cpu_kernels(progress: Progress) -> CpuKernels | None:
         return CpuKernels(kernels, identity)
     except (OSError, subprocess.SubprocessError) as error:
         reason = getattr(error, "stderr", None) or error
-        logger.warning("CPU kernels could not be compiled, passes take longer: %s", str(reason).strip()[:500])
+        logger.warning("no CPU kernels, passes take longer: %s", str(reason).strip()[:500])
         return None
 
 

@@ -6,8 +6,6 @@ structure, or sizes that the kernels do not take, stays with engine/packed_layer
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -98,6 +96,7 @@ class KernelDecoderLayer(FusedDecoderLayer):
         paged_step: PagedStep,
         **kwargs: object,
     ) -> torch.Tensor:
+        """As of its base. Raises TypeError where the pass attends otherwise, MemoryError."""
         plan = paged_step.plan
         if not isinstance(plan, KernelPlan):
             raise TypeError(f"the pass attends by {type(plan).__name__}, must be by kernel")
@@ -125,8 +124,4 @@ def _weight_and_epsilon(norm: nn.Module) -> tuple[torch.Tensor, float]:
 def _fits(layer: nn.Module) -> bool:
     attention, mlp = layer.self_attn, layer.mlp
     sizes = (attention.q_proj.in_features, attention.head_dim // 2, mlp.down_proj.in_features)
-    return type(mlp.act_fn) in _SILU and _multiples(sizes)
-
-
-def _multiples(sizes: Sequence[int]) -> bool:
-    return all(size % LANES == 0 for size in sizes)
+    return type(mlp.act_fn) in _SILU and all(size % LANES == 0 for size in sizes)
