@@ -35,9 +35,14 @@ class ConfidenceBins:
             self._tried[which] = self._tried[which] * _FORGET + 1.0
             self._taken[which] = self._taken[which] * _FORGET + (place < accepted)
 
+    def chance(self, confidence: int) -> float:
+        """That a token with this confidence is taken, if those before it are."""
+        which = confidence // _BIN_WIDTH
+        return self._taken[which] / self._tried[which]
+
     def chances(self, confidences: bytes, count: int) -> list[float]:
         """For each of `count` draft tokens the chance that it is taken: falling from one to the next."""
-        single = [self._taken[bin_] / self._tried[bin_] for bin_ in (value // _BIN_WIDTH for value in confidences)]
+        single = [self.chance(confidence) for confidence in confidences]
         return list(accumulate(single or [_UNKNOWN_CHANCE] * count, mul))
 
 

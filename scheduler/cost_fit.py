@@ -11,7 +11,7 @@ _RECENT = 5
 _HALF_LIFE = 400
 """Observations after which what a bin said counts half, where other bins speak of the same."""
 _LEAST_WEIGHT = 0.05
-_PRIOR_WEIGHT = 0.001
+_PRIOR_WEIGHT = 0.01
 _BINS_PER_DOUBLING = 3
 _MOST_BINS = 64
 _REFIT_AT_LEAST_EVERY = 64
@@ -37,12 +37,12 @@ class CostFit:
     Observations are kept in bins of similar features, the last few in each, and the law is fitted to the bins' medians.
     So a slow step does not poison the law, and the bins of one way of working remember what it costs while another one
     is in use: plain least squares with forgetting would lose the slope as soon as all steps have the same size.
-    Where the bins leave coefficients open, `prior_shares` says how the time divides among the features.
+    Where the bins leave coefficients open, they are taken to be in the proportions of `prior`.
     """
 
-    def __init__(self, initial_seconds: float, prior_shares: Features) -> None:
+    def __init__(self, initial_seconds: float, prior: Features) -> None:
         self._initial = initial_seconds
-        self._prior_shares = prior_shares
+        self._prior = prior
         self._bins: dict[tuple[int, ...], _Bin] = {}
         self._refit_at = 0
         self.observations = 0
@@ -93,9 +93,10 @@ class CostFit:
         columns = list(zip(*(features for _, features in points), strict=True))
         weighted = [list(map(mul, weights, column)) for column in columns]
         mean_seconds = sum(map(mul, weights, seconds)) / total
-        size = len(self._prior_shares)
+        size = len(self._prior)
         means = [sum(column) / total for column in weighted]
         active = [i for i in range(size) if means[i] > 0]
+        scale = mean_seconds / sum(map(mul, self._prior, means))
         answers = {i: sum(map(mul, weighted[i], seconds)) for i in active}
         products = {i: {j: sum(map(mul, weighted[i], columns[j])) for j in active} for i in active}
         result = [0.0] * size
@@ -104,7 +105,7 @@ class CostFit:
             for place, i in enumerate(active):
                 # The weight is relative, so that fading all bins alike changes nothing.
                 matrix[place][place] += total * _PRIOR_WEIGHT * means[i] ** 2
-                matrix[place][-1] += total * _PRIOR_WEIGHT * means[i] * self._prior_shares[i] * mean_seconds
+                matrix[place][-1] += total * _PRIOR_WEIGHT * means[i] ** 2 * self._prior[i] * scale
             solution = _eliminate(matrix)
             worst = min(range(len(active)), key=lambda place: solution[place] * means[active[place]])
             if solution[worst] >= 0:

@@ -12,7 +12,7 @@ from scheduler.draft_plan import GAIN_TO_START, GAIN_TO_STAY, CellCosts, Populat
 from scheduler.fleet import Fleet
 from scheduler.sequence import Sequence
 from scheduler.statistics import Counters
-from scheduler.step_times import Acceptance, DraftTimes, ProposedShare, TargetTimes, expected_commit
+from scheduler.step_times import Acceptance, DraftTimes, PromptShare, ProposedShare, TargetTimes, expected_commit
 from scheduler.worker_book import DraftBook, TargetBook
 
 _LEAST_BASE_SHARE = 0.1
@@ -31,6 +31,8 @@ _TRIAL_STEPS = 4
 _MOST_TRIAL_STEPS = 40
 _MOST_STEPS_BETWEEN_PLAIN_ONES = 256
 _MOST_ROUNDS_BETWEEN_PLANS = 32
+_ROUNDS_TO_REPAY = 100.0
+"""By then a change to speculation must have made up for what it cost."""
 # One proposal in so many is verified whole, to see what the tokens that were not worth it would have come to.
 _WHOLE_PROPOSAL_EVERY = 16
 
@@ -63,8 +65,12 @@ class DraftLengths(Protocol):
         """A verify step came back; its rounds are about to be observed."""
         ...
 
-    def observe(self, sequence: Sequence, asked: int, proposed: int, accepted: int) -> None:
-        """A round ended: of `asked` tokens so many were proposed, and so many of these accepted."""
+    def observe(self, sequence: Sequence, verified: int, accepted: int) -> None:
+        """A round ended: of the tokens that its draft was asked for so many were verified, and so many accepted."""
+        ...
+
+    def finished(self, sequence: Sequence) -> None:
+        """It has ended."""
         ...
 
 
@@ -93,8 +99,11 @@ class FixedDraftLengths:
     def step_answered(self, target: TargetBook, now: float) -> None:
         pass
 
-    def observe(self, sequence: Sequence, asked: int, proposed: int, accepted: int) -> None:
-        self._common.observe(asked, accepted)
+    def observe(self, sequence: Sequence, verified: int, accepted: int) -> None:
+        self._common.observe(accepted, accepted + (accepted < sequence.asked_length))
+
+    def finished(self, sequence: Sequence) -> None:
+        pass
 
 
 class DraftLengthsByCost:
@@ -116,6 +125,7 @@ class DraftLengthsByCost:
         self._fleet = fleet
         self._common = common
         self._proposed = ProposedShare()
+        self._prompts = PromptShare()
         self._counters = counters
 
     def acceptance(self, sequence: Sequence) -> float:
@@ -173,16 +183,22 @@ class DraftLengthsByCost:
         if plan_due and target.rounds_since_plan >= min(_MOST_ROUNDS_BETWEEN_PLANS, target.verify_steps // 4):
             self._plan(target, now)
 
-    def observe(self, sequence: Sequence, asked: int, proposed: int, accepted: int) -> None:
-        target = sequence.target
+    def observe(self, sequence: Sequence, verified: int, accepted: int) -> None:
+        target, asked = sequence.target, sequence.asked_length
         if target is not None:
             target.rounds_since_plan += 1
             target.chosen_tokens += 1 + accepted
         if asked:
-            self._common.observe(asked, accepted)
+            taken, tried = float(accepted), accepted + (accepted < asked)
+            proposed = max(verified, len(sequence.confidences))
+            if accepted == verified < proposed:
+                # Had the next one been worth verifying, what would have become of it? Else drafts that are often cut
+                # short would seem to be bad ones, be worth even less, and be cut the more.
+                taken += self.confidence.chance(sequence.confidences[verified])
+            self._common.observe(taken, tried)
             self._proposed.observe(asked, proposed)
-            sequence.taken = sequence.taken * _FORGET_ROUND + accepted
-            sequence.tried = sequence.tried * _FORGET_ROUND + accepted + (accepted < asked)
+            sequence.taken = sequence.taken * _FORGET_ROUND + taken
+            sequence.tried = sequence.tried * _FORGET_ROUND + tried
             sequence.plain_rounds = 0
             sequence.probing = False
         elif target is not None and target.plan is not None:
@@ -192,6 +208,10 @@ class DraftLengthsByCost:
             sequence.tried *= _FORGET_PLAIN_ROUND
             self._common.fade(_COMMON_FORGETS_PLAIN_ROUND)
             target.probe_credit += target.probe_income
+
+    def finished(self, sequence: Sequence) -> None:
+        prompt_tokens = len(sequence.request.prompt)
+        self._prompts.observe(prompt_tokens, sequence.length - prompt_tokens)
 
     def _plan(self, target: TargetBook, now: float) -> None:
         target.rounds_since_plan = 0
@@ -241,6 +261,8 @@ class DraftLengthsByCost:
             beside=beside,
             alone=alone,
             proposed_share=self._proposed.rate,
+            prompt_share=self._prompts.rate,
+            prefill_chunk=target.chunk,
         )
 
     def _population(self, target: TargetBook) -> Population:
@@ -255,14 +277,16 @@ class DraftLengthsByCost:
         return sorted((total / count, count) for total, count in groups.values()) or [(self._common.rate, 1)]
 
     def _catch_up_seconds(self, target: TargetBook, drafts: list[DraftBook]) -> float:
-        """For all draft KV that is missing, where nothing is verified meanwhile."""
-        if not (self._fleet.shares_cores and drafts):
+        """For all draft KV that is missing, where nothing is verified meanwhile, for each round to make up for it."""
+        sequences = target.sequences
+        if not (self._fleet.shares_cores and drafts and sequences):
             return 0.0
         draft = drafts[0]
-        every = 1 + len(target.sequences) // _SAMPLE
-        sample = islice(target.sequences.values(), 0, None, every)
+        every = 1 + len(sequences) // _SAMPLE
+        sample = list(islice(sequences.values(), 0, None, every))
         lack = sum(sequence.length if sequence.draft is None else draft.lack(sequence) for sequence in sample)
-        return draft.times_alone.predict(0, 0, lack * every)
+        left = sum(sequence.end - sequence.length for sequence in sample) / len(sample)
+        return draft.times_alone.predict(0, 0, lack * every) / max(1.0, min(_ROUNDS_TO_REPAY, left))
 
     def _probe_seconds(self, target: TargetBook, sequence: Sequence) -> float:
         """What the cell loses by a probe: the others wait for its draft, or it misses rounds while they go on."""
@@ -285,6 +309,8 @@ def _step_costs(target: TargetTimes, drafts: list[DraftTimes]) -> StepCosts:
         per_row=target.per_row,
         draft_per_pass=sum(times.base for times in drafts) / count,
         draft_per_row=sum(times.per_row for times in drafts) / count,
+        per_prefill_row=target.per_prefill_row,
+        draft_per_prompt_token=sum(times.per_catch_up_row for times in drafts) / count,
     )
 
 

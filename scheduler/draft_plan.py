@@ -13,6 +13,8 @@ an idle scheduler `overhead` seconds later than its step ends (the wire).
   for those that were verified while the other ran), and the way of one group through both.
 - Where the two share cores they may also take *turns*, each alone on all of them, at costs of its own: cycle = all
   drafts in one step + all verifications. Without drafts, the target computes like that anyway.
+- Sequences come and go, and so many tokens of prompt come for each that is committed. The target prefills them in the
+  steps in which it verifies, as long as these suffice; the draft has to take them in as well.
 
 The k-th draft token of a row adds acceptance**k expected tokens and costs its packed row on the target, if the draft
 proposes it at all, and on the draft where the draft is not hidden. At the best rate λ a second is worth λ tokens, so
@@ -37,8 +39,6 @@ _LEAST_SECONDS = 1e-9
 _ROUNDS_OF_PRICING = 2
 _DRAFT_MATTERS = 0.7
 """Of the target's time in a cycle, the draft's; from there on fragments of draft steps would hold the cell up."""
-_CYCLES_TO_REPAY = 100
-"""Plain ones, in the time of which a change to speculation must have repaid what it cost."""
 _DOUBT_OF_TURNS = 0.04
 """Added to what a change to speculation in turns must promise, for a wrong one costs most: nothing hides the draft."""
 _PREFER_FIRST = 1.1
@@ -56,12 +56,8 @@ class StepCosts:
     per_row: float
     draft_per_pass: float
     draft_per_row: float
-
-    def verify(self, packed: float) -> float:
-        return self.base + self.per_row * packed
-
-    def draft(self, passes: int, row_passes: float) -> float:
-        return passes * self.draft_per_pass + self.draft_per_row * row_passes
+    per_prefill_row: float = 0.0
+    draft_per_prompt_token: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +65,8 @@ class CellCosts:
     """One target as the plan sees it. Times are seconds.
 
     `sequences` decode on it, a step takes `batch_size` of them and `packed_rows` rows. `targets_per_draft` is how many
-    targets share a draft worker. Of the tokens asked of drafts, `proposed_share` come to be verified. `beside`: what
+    targets share a draft worker. Of the tokens asked of drafts, `proposed_share` come to be verified. For each token of
+    output sequences bring `prompt_share` tokens of prompt, and a step takes `prefill_chunk` of these. `beside`: what
     steps cost while the other kind of worker computes as well; `alone`: while it does not, where that makes a
     difference.
     """
@@ -83,6 +80,8 @@ class CellCosts:
     beside: StepCosts
     alone: StepCosts | None = None
     proposed_share: float = 1.0
+    prompt_share: float = 0.0
+    prefill_chunk: int = 96
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +110,19 @@ class DraftPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class _Load:
+    """What all sequences ask for in one cycle: `packed` rows to verify, and prompts, of which some are to be drafted
+    for."""
+
+    speculating: float
+    draft_tokens: float
+    packed: float
+    passes: int
+    prompt_tokens: float
+    drafted_prompt_tokens: float
+
+
+@dataclass(frozen=True, slots=True)
 class _Cycle:
     """A way to go round: its seconds, and the rounds that plain rows have in it (the others have one)."""
 
@@ -133,7 +145,8 @@ def best_plan(
     """The plan with the highest expected rate; no drafting where that is not `least_gain` times as good.
 
     `trust` is what the rate of a plan with drafts is worth beside that of plain decoding. Before one in turns can
-    begin, the draft has to catch up for `catch_up` seconds, during which nothing is verified.
+    begin, the draft has to catch up, while nothing is verified: `catch_up` seconds for each round that sequences have
+    left to make up for it.
     """
     acceptances = [acceptance for acceptance, _ in population]
     nothing = (0,) * len(population)
@@ -157,7 +170,7 @@ def best_plan(
                         least = acceptances[cut] if cut else 0.0
                         best_thresholds = tuple(max(least, threshold) for threshold in natural[:passes])
     if best_cycle.turns and catch_up:
-        least_gain += _DOUBT_OF_TURNS + catch_up / max(_CYCLES_TO_REPAY * plain_cycle.seconds, _LEAST_SECONDS)
+        least_gain += _DOUBT_OF_TURNS + catch_up / max(plain_cycle.seconds, _LEAST_SECONDS)
     if best_rate * trust < least_gain * plain_rate:
         best_rate, best_cycle, best_thresholds = plain_rate, plain_cycle, ()
     return DraftPlan(
@@ -198,8 +211,16 @@ def _rate(costs: CellCosts, population: Population, lengths: tuple[int, ...]) ->
             committed += expected_commit(acceptance, length) * count
     share = costs.sequences / total
     plain = costs.sequences - speculating * share
+    load = _Load(
+        speculating=speculating * share,
+        draft_tokens=draft_tokens * share,
+        packed=costs.sequences + draft_tokens * share * costs.proposed_share,
+        passes=max(lengths),
+        prompt_tokens=costs.prompt_share * (committed * share + plain),
+        drafted_prompt_tokens=costs.prompt_share * committed * share,
+    )
     best, best_rate = None, 0.0
-    for cycle in _cycles(costs, speculating * share, draft_tokens * share, max(lengths)):
+    for cycle in _cycles(costs, load):
         rate = (committed * share + plain * cycle.plain_rounds) / max(cycle.seconds, _LEAST_SECONDS)
         if best is None or rate > best_rate * _PREFER_FIRST:
             best, best_rate = cycle, rate
@@ -207,64 +228,69 @@ def _rate(costs: CellCosts, population: Population, lengths: tuple[int, ...]) ->
     return best_rate, best
 
 
-def _cycles(costs: CellCosts, speculating: float, draft_tokens: float, passes: int) -> Iterator[_Cycle]:
+def _cycles(costs: CellCosts, load: _Load) -> Iterator[_Cycle]:
     count = costs.sequences
-    packed = count + draft_tokens * costs.proposed_share
-    per_step = min(costs.batch_size, costs.packed_rows * count / packed)
-    draft_overhead = costs.draft_overhead if passes else 0.0
-    draft_load = draft_tokens * costs.targets_per_draft
+    per_step = min(costs.batch_size, costs.packed_rows * count / load.packed)
     parts = count / per_step
     if costs.alone is not None:
-        yield _in_turns(costs, costs.alone, draft_load, packed, passes, parts)
-        if not passes:
+        yield _in_turns(costs, costs.alone, load, parts)
+        if not load.passes:
             return
-    steps = costs.beside
-    if count <= per_step:
-        drafting = steps.draft(passes, draft_load) + draft_overhead
-        if costs.alone is None:
-            yield _Cycle(drafting + steps.verify(packed) + costs.overhead, merged=True)
-        if count >= 2:
-            yield _overlapped(costs, 2, 2, speculating, draft_tokens, passes, split=True)
-        plain = count - speculating
-        if passes and plain > 0.5:
-            plain_step = steps.verify(plain)
-            rounds = max(1.0, (drafting + costs.overhead) / max(plain_step + costs.overhead, _LEAST_SECONDS))
-            between = plain_step if rounds == 1 else rounds * (plain_step + costs.overhead)
-            yield _Cycle(steps.verify(packed - plain) + between, rounds)
-    else:
-        yield _overlapped(costs, max(2.0, parts), parts, speculating, draft_tokens, passes)
+    if count > per_step:
+        yield _overlapped(costs, load, max(2.0, parts), parts)
+        return
+    drafting = _drafting(costs, costs.beside, load, 1)
+    if costs.alone is None:
+        yield _Cycle(drafting + _verifying(costs, costs.beside, load, 1.0) + costs.overhead, merged=True)
+    if count >= 2:
+        yield _overlapped(costs, load, 2, 2, split=True)
+    plain = count - load.speculating
+    if load.passes and plain > 0.5:
+        base, per_row = costs.beside.base, costs.beside.per_row
+        plain_step = base + per_row * plain
+        rounds = max(1.0, (drafting + costs.overhead) / max(plain_step + costs.overhead, _LEAST_SECONDS))
+        between = plain_step if rounds == 1 else rounds * (plain_step + costs.overhead)
+        yield _Cycle(_verifying(costs, costs.beside, load, 1.0) - per_row * plain + between, rounds)
 
 
-def _in_turns(
-    costs: CellCosts, steps: StepCosts, draft_load: float, packed: float, passes: int, parts: float
-) -> _Cycle:
+def _verifying(costs: CellCosts, steps: StepCosts, load: _Load, verify_steps: float) -> float:
+    """The target's seconds for all rows; prefill goes with verification as long as there is enough of that."""
+    target_steps = max(verify_steps, load.prompt_tokens / costs.prefill_chunk)
+    return target_steps * steps.base + steps.per_row * load.packed + steps.per_prefill_row * load.prompt_tokens
+
+
+def _drafting(costs: CellCosts, steps: StepCosts, load: _Load, draft_steps: int) -> float:
+    """The draft's seconds for all proposals, in so many steps, without what it takes to take in prompts."""
+    if not load.passes:
+        return 0.0
+    rows = load.draft_tokens * costs.targets_per_draft
+    return draft_steps * (load.passes * steps.draft_per_pass + costs.draft_overhead) + steps.draft_per_row * rows
+
+
+def _taking_in(costs: CellCosts, steps: StepCosts, load: _Load) -> float:
+    """The draft's seconds for the prompts of those that will draft."""
+    return load.drafted_prompt_tokens * costs.targets_per_draft * steps.draft_per_prompt_token
+
+
+def _in_turns(costs: CellCosts, steps: StepCosts, load: _Load, parts: float) -> _Cycle:
     merged = parts <= 1
-    verifying = max(1.0, parts) * steps.base + steps.per_row * packed
-    if not passes:
-        # Steps are queued one ahead: only where there is one at a time does the wire show.
-        return _Cycle(verifying + (costs.overhead if merged else 0.0), merged=merged, turns=True)
-    drafting = steps.draft(passes, draft_load) + costs.draft_overhead
-    return _Cycle(drafting + verifying + costs.overhead, merged=merged, turns=True)
+    seconds = _verifying(costs, steps, load, max(1.0, parts))
+    seconds += _drafting(costs, steps, load, 1) + _taking_in(costs, steps, load)
+    # Steps are queued one ahead: only where there is one at a time, or they take turns, does the wire show.
+    if merged or load.passes:
+        seconds += costs.overhead
+    return _Cycle(seconds, merged=merged, turns=True)
 
 
-def _overlapped(
-    costs: CellCosts,
-    steps: float,
-    parts: float,
-    speculating: float,
-    draft_tokens: float,
-    passes: int,
-    split: bool = False,
-) -> _Cycle:
+def _overlapped(costs: CellCosts, load: _Load, steps: float, parts: float, split: bool = False) -> _Cycle:
     """A cycle of so many target steps, while two draft steps run; one step takes one of `parts` of all rows."""
     law = costs.beside
-    packed = costs.sequences + draft_tokens * costs.proposed_share
-    verifying = steps * law.base + law.per_row * packed
-    way = law.verify(packed / parts) + costs.overhead
-    if not passes:
+    verifying = _verifying(costs, law, load, steps)
+    way = law.base + law.per_row * load.packed / parts + costs.overhead
+    if not load.passes:
         return _Cycle(max(verifying, way), split=split)
-    draft_load = draft_tokens * costs.targets_per_draft
-    drafting = 2 * (law.draft(passes, draft_load / 2) + costs.draft_overhead)
-    way += law.draft(passes, draft_load / parts) + costs.draft_overhead
-    draft_rows = speculating * costs.targets_per_draft / 2 if drafting > _DRAFT_MATTERS * verifying else 0.0
+    drafting = _drafting(costs, law, load, 2) + _taking_in(costs, law, load)
+    way += load.passes * law.draft_per_pass + costs.draft_overhead
+    way += law.draft_per_row * load.draft_tokens * costs.targets_per_draft / parts
+    draft_rows = load.speculating * costs.targets_per_draft / 2 if drafting > _DRAFT_MATTERS * verifying else 0.0
     return _Cycle(max(verifying, drafting, way), split=split, draft_rows=draft_rows)

@@ -13,7 +13,7 @@ from scheduler.worker_book import TargetBook
 MOST_MOVES = 4
 """Sequences that leave a target at the same time; the others go on decoding there until it is their turn."""
 
-_PRIOR_SHARES = (0.5, 0.5)
+_PRIOR = (1.0, 0.001)
 
 
 @dataclass(slots=True, eq=False)
@@ -32,7 +32,7 @@ class MoveTimes:
     """Seconds to move KV: so much a move, so much a position. Nothing until the first was measured."""
 
     def __init__(self) -> None:
-        self._fit = CostFit(0.0, _PRIOR_SHARES)
+        self._fit = CostFit(0.0, _PRIOR)
 
     def observe(self, positions: int, seconds: float) -> None:
         self._fit.observe((1.0, positions), seconds)

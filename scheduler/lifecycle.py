@@ -135,7 +135,7 @@ class Lifecycle:
             confidences = b""
         if confidences:
             chances = self._lengths.promising(sequence, confidences)
-            draft_tokens, confidences = draft_tokens[: len(chances)], confidences[: len(chances)]
+            draft_tokens = draft_tokens[: len(chances)]
             sequence.expected_tokens = 1.0 + sum(chances)
         else:
             sequence.expected_tokens = self._lengths.expected_tokens(sequence, len(draft_tokens))
@@ -327,6 +327,7 @@ class Lifecycle:
     # --- ends ---------------------------------------------------------------------------------------------------------
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        self._lengths.finished(sequence)
         cancelled = reason is FinishReason.CANCELLED
         self._end(sequence, SequenceState.CANCELLED if cancelled else SequenceState.FINISHED)
         self.commands.append(FinishSequence(sequence.sequence_id, reason))

@@ -152,7 +152,7 @@ class Rounds:
         sequence.target_failures = 0
         sequence.draft_tokens = ()
         if sequence.state is VERIFYING:
-            self._lengths.observe(sequence, sequence.asked_length, drafted, accepted)
+            self._lengths.observe(sequence, drafted, accepted)
             if sequence.confidences:
                 self._lengths.confidence.observe(sequence.confidences[:drafted], accepted)
             self._counters.count_draft_length(sequence.asked_length)

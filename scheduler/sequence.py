@@ -43,7 +43,8 @@ class Sequence:
 
     Drafting: `wished_length` is what it is to draft in its present round; 0 says that its draft KV need not catch up.
     `asked_length` is what its draft was asked for in the round that waits for verification, `expected_tokens` what that
-    round is expected to commit, `confidences` how sure the draft is of its tokens. `taken` and `tried` count its draft
+    round is expected to commit, `confidences` how sure the draft is of the tokens it proposed, whether or not all of
+    them are worth verifying. `taken` and `tried` count its draft
     tokens, older ones less (draft_lengths.py), `plain_rounds` those since it last drafted; `probing` when it drafts
     only to see what that yields.
     """

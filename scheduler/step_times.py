@@ -9,10 +9,18 @@ from scheduler.cost_fit import CostFit, Features
 
 _RECENT = 9
 _FORGET_ROUND = 0.995
+_FORGET_SEQUENCE = 0.97
 _PRIOR_ACCEPTANCE = 0.7
 _PRIOR_WEIGHT = 4.0
+_LEAST_TRIED = 10.0
 _ENOUGH = 2
 _NOISE = 0.02
+_TARGET_PRIOR = (1.0, 0.05, 0.03, 0.0, 0.2, 0.05, 0.03)
+_DRAFT_PRIOR = (1.0, 0.05, 0.03, 0.2, 0.05, 0.03)
+"""Proportions of what steps cost: base or pass, and rows; then what all of these cost more beside others.
+
+Reading the weights once costs as much as the arithmetic of many rows, and of two that share cores each has half.
+"""
 
 
 class RecentMedian:
@@ -30,75 +38,79 @@ class RecentMedian:
 class TargetTimes:
     """Step seconds of one target: a base, so much a verified row, so much a row of prefill, and a ragged group's extra.
 
-    Rows to verify and prefill differ because only the former need logits; raggedness costs on backends that pad. The
-    sum of KV lengths is left out: attention is a small part of a pass at serving lengths, and the bins of the fit
-    follow its slow growth.
+    Raggedness costs on backends that pad. KV lengths are left out: attention is a small part of a step that verifies,
+    and the bins of the fit follow its slow growth. In prefill it is a large one, by which steps of the same rows differ
+    several times; so steps that only verify have a law of their own.
 
     With `alone`, the times of the same target's steps while no other worker computes on its cores, these are those of
     steps beside others: one law for both, so that each learns from the other, in which the latter take longer.
     """
 
     def __init__(self, initial_seconds: float, alone: TargetTimes | None = None) -> None:
-        self._beside = alone is not None
-        shares = (0.75, 0.25, 0.1, 0.0, 0.0, 0.05, 0.02)
-        self._fit: CostFit = CostFit(initial_seconds, shares) if alone is None else alone._fit
+        self._beside = 0.0 if alone is None else 1.0
+        self._verifying: CostFit = CostFit(initial_seconds, _TARGET_PRIOR) if alone is None else alone._verifying
+        self._prefilling: CostFit = CostFit(initial_seconds, _TARGET_PRIOR) if alone is None else alone._prefilling
         self._recent = RecentMedian(initial_seconds)
-        self._observed = 0
         self.typical = initial_seconds
         """Median seconds of the last steps that verified."""
 
     @property
-    def known(self) -> bool:
-        return self._observed >= _ENOUGH
-
-    @property
     def base(self) -> float:
         """Seconds of a step without rows."""
-        return self._fit.predict(self._features(0, 0, 0.0))
+        return self.predict(0)
 
     @property
     def per_row(self) -> float:
         """Seconds of one more row to verify; 0 before anything was measured."""
-        coefficients = self._fit.coefficients
-        if coefficients is None:
-            return 0.0
-        return coefficients[1] + coefficients[5] if self._beside else coefficients[1]
+        coefficients = self._fit(0).coefficients
+        return 0.0 if coefficients is None else coefficients[1] + self._beside * coefficients[5]
+
+    @property
+    def per_prefill_row(self) -> float:
+        """Seconds of one more row of prefill; 0 before anything was measured."""
+        coefficients = self._fit(1).coefficients
+        return 0.0 if coefficients is None else coefficients[2] + self._beside * coefficients[6]
 
     @property
     def ragged_extra(self) -> float:
         """Seconds on top when the rows' lengths differ; next to nothing is taken for noise."""
-        coefficients = self._fit.coefficients
+        coefficients = self._fit(0).coefficients
         return coefficients[3] if coefficients and coefficients[3] > _NOISE * coefficients[0] else 0.0
 
     def observe(self, verify_rows: int, equal_length: bool, prefill_rows: int, seconds: float) -> None:
         if not math.isfinite(seconds) or seconds < 0:
             return
-        self._observed += 1
-        self._fit.observe(self._features(verify_rows, prefill_rows, 0.0 if equal_length else 1.0), seconds)
+        fit = self._prefilling if prefill_rows else self._verifying
+        fit.observe(self._features(verify_rows, prefill_rows, equal_length), seconds)
         if verify_rows:
             self._recent.observe(seconds)
             self.typical = self._recent.value
 
     def predict(self, verify_rows: float, equal_length: bool = True, prefill_rows: float = 0.0) -> float:
-        return self._fit.predict(self._features(verify_rows, prefill_rows, 0.0 if equal_length else 1.0))
+        return self._fit(prefill_rows).predict(self._features(verify_rows, prefill_rows, equal_length))
 
-    def _features(self, verify_rows: float, prefill_rows: float, ragged: float) -> Features:
-        if self._beside:
-            return (1.0, verify_rows, prefill_rows, ragged, 1.0, verify_rows, prefill_rows)
-        return (1.0, verify_rows, prefill_rows, ragged, 0.0, 0.0, 0.0)
+    def _fit(self, prefill_rows: float) -> CostFit:
+        if prefill_rows:
+            return _known(self._prefilling, self._verifying)
+        return _known(self._verifying, self._prefilling)
+
+    def _features(self, verify_rows: float, prefill_rows: float, equal_length: bool) -> Features:
+        beside = self._beside
+        ragged = 0.0 if equal_length else 1.0
+        return (1.0, verify_rows, prefill_rows, ragged, beside, beside * verify_rows, beside * prefill_rows)
 
 
 class DraftTimes:
     """Step seconds of one draft worker: so much a pass, so much a row and pass, so much a row that catches up.
 
-    A step takes as many passes as its longest proposal has tokens; a row takes part in as many as its own has. `alone`
-    as in `TargetTimes`.
+    A step takes as many passes as its longest proposal has tokens; a row takes part in as many as its own has. Steps
+    that mostly catch up have a law of their own, and `alone` means the same, as in `TargetTimes`.
     """
 
     def __init__(self, initial_seconds: float, alone: DraftTimes | None = None) -> None:
-        self._beside = alone is not None
-        shares = (0.9, 0.1, 0.1, 0.05, 0.02, 0.02)
-        self._fit: CostFit = CostFit(initial_seconds, shares) if alone is None else alone._fit
+        self._beside = 0.0 if alone is None else 1.0
+        self._proposing: CostFit = CostFit(initial_seconds, _DRAFT_PRIOR) if alone is None else alone._proposing
+        self._catching_up: CostFit = CostFit(initial_seconds, _DRAFT_PRIOR) if alone is None else alone._catching_up
         self._observed = 0
 
     @property
@@ -108,27 +120,45 @@ class DraftTimes:
     @property
     def base(self) -> float:
         """Seconds of a pass without rows."""
-        return self._fit.predict(self._features(1.0, 0.0, 0.0))
+        return self.predict(1.0, 0.0)
 
     @property
     def per_row(self) -> float:
         """Seconds of one more row in one pass; 0 before anything was measured."""
-        coefficients = self._fit.coefficients
-        if coefficients is None:
-            return 0.0
-        return coefficients[1] + coefficients[4] if self._beside else coefficients[1]
+        coefficients = _known(self._proposing, self._catching_up).coefficients
+        return 0.0 if coefficients is None else coefficients[1] + self._beside * coefficients[4]
+
+    @property
+    def per_catch_up_row(self) -> float:
+        """Seconds of one more committed token whose KV was missing; 0 before anything was measured."""
+        coefficients = _known(self._catching_up, self._proposing).coefficients
+        return 0.0 if coefficients is None else coefficients[2] + self._beside * coefficients[5]
 
     def observe(self, passes: int, row_passes: int, catch_up_rows: int, seconds: float) -> None:
         self._observed += 1
-        self._fit.observe(self._features(passes, row_passes, catch_up_rows), seconds)
+        fit = self._catching_up if _mostly_catches_up(row_passes, catch_up_rows) else self._proposing
+        fit.observe(self._features(passes, row_passes, catch_up_rows), seconds)
 
     def predict(self, passes: float, row_passes: float, catch_up_rows: float = 0.0) -> float:
-        return self._fit.predict(self._features(passes, row_passes, catch_up_rows))
+        if _mostly_catches_up(row_passes, catch_up_rows):
+            fit = _known(self._catching_up, self._proposing)
+        else:
+            fit = _known(self._proposing, self._catching_up)
+        return fit.predict(self._features(passes, row_passes, catch_up_rows))
 
     def _features(self, passes: float, row_passes: float, catch_up_rows: float) -> Features:
-        if self._beside:
-            return (passes, row_passes, catch_up_rows, passes, row_passes, catch_up_rows)
-        return (passes, row_passes, catch_up_rows, 0.0, 0.0, 0.0)
+        beside = self._beside
+        return (passes, row_passes, catch_up_rows, beside * passes, beside * row_passes, beside * catch_up_rows)
+
+
+def _mostly_catches_up(row_passes: float, catch_up_rows: float) -> bool:
+    """Rather than taking in what the last rounds committed, at most two tokens a row."""
+    return catch_up_rows > 2 * row_passes
+
+
+def _known(law: CostFit, other: CostFit) -> CostFit:
+    """`other` stands in for a law that has seen nothing."""
+    return other if law.coefficients is None else law
 
 
 class Acceptance:
@@ -140,15 +170,33 @@ class Acceptance:
         self.rate = _PRIOR_ACCEPTANCE
 
     def fade(self, share: float) -> None:
-        """Lets what was seen count less, without changing the rate."""
-        self._taken *= share
-        self._tried *= share
+        """Lets what was seen count less, without changing the rate, but not so little that few tokens outweigh it."""
+        if self._tried * share >= _LEAST_TRIED:
+            self._taken *= share
+            self._tried *= share
 
-    def observe(self, asked: int, accepted: int) -> None:
-        if asked:
-            self._taken = self._taken * _FORGET_ROUND + accepted
-            self._tried = self._tried * _FORGET_ROUND + accepted + (accepted < asked)
+    def observe(self, taken: float, tried: float) -> None:
+        """Of so many draft tokens; a token counts as tried if those before it were taken."""
+        if tried:
+            self._taken = self._taken * _FORGET_ROUND + taken
+            self._tried = self._tried * _FORGET_ROUND + tried
             self.rate = self._taken / self._tried
+
+
+class PromptShare:
+    """Tokens of prompts for each token of output, over the sequences that have ended, older ones less."""
+
+    def __init__(self) -> None:
+        self._prompts = self._outputs = 0.0
+
+    @property
+    def rate(self) -> float:
+        """0 before the first sequence has ended."""
+        return self._prompts / self._outputs if self._outputs else 0.0
+
+    def observe(self, prompt_tokens: int, output_tokens: int) -> None:
+        self._prompts = self._prompts * _FORGET_SEQUENCE + prompt_tokens
+        self._outputs = self._outputs * _FORGET_SEQUENCE + output_tokens
 
 
 class ProposedShare:

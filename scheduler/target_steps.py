@@ -112,7 +112,8 @@ class TargetPlanner:
         if packed > room:
             rows = rows[:room]
             chances = [
-                self._lengths.confidence.chances(sequence.confidences, len(sequence.draft_tokens)) for sequence in rows
+                self._lengths.confidence.chances(sequence.confidences[:length], length)
+                for sequence, length in zip(rows, drafted, strict=False)
             ]
             drafted = most_promising(chances, room - len(rows))
             packed = len(rows) + sum(drafted)

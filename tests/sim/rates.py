@@ -66,6 +66,8 @@ CPU = Costs(base=0.015, row=0.0007, draft_base=0.003, draft_row=0.0002)
 """As measured on two cores with a model of 135 million parameters and a draft of a quarter of its layers."""
 SHARED_CPU = Costs(base=0.0165, row=0.0008, draft_base=0.0025, draft_row=0.0002, row_alone=0.0004)
 """The same, where one that is alone computes on both cores: less for a row, but what reads weights takes as long."""
+KERNELS = Costs(base=0.0075, row=0.0006, draft_base=0.0025, draft_row=0.0001, row_alone=0.00033)
+"""Shared cores again, with kernels of our own for the linear layers and attention."""
 SLOW_DRAFT = Costs(base=0.010, row=0.0002, draft_base=0.006, draft_row=0.0002)
 """A pass of the draft takes more than half of one of the target."""
 
@@ -98,6 +100,8 @@ class RateSimulation:
         self._workers: dict[str, _Worker] = {}
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
+        self._submissions: dict[int, tuple[int, int | None, int | None]] = {}
+        self._last_id = -1
         self.now = 0.0
         self.emitted_tokens = 0
         self.disturbed_steps = 0
@@ -108,8 +112,14 @@ class RateSimulation:
         self._workers[worker_id] = _Worker(spec)
         self._handle(WorkerJoined(spec))
 
-    def submit(self, sequence_id: int, prompt_length: int, draft_length: int | None) -> None:
-        request = SequenceRequest(sequence_id, (1,) * prompt_length, _ENDLESS, draft_length=draft_length)
+    def submit(
+        self, sequence_id: int, prompt_length: int, draft_length: int | None, output_tokens: int | None = None
+    ) -> None:
+        """With `output_tokens` another sequence of the same kind comes for each that ends."""
+        self._last_id = max(self._last_id, sequence_id)
+        self._submissions[sequence_id] = prompt_length, draft_length, output_tokens
+        most = _ENDLESS if output_tokens is None else output_tokens
+        request = SequenceRequest(sequence_id, (1,) * prompt_length, most, draft_length=draft_length)
         self._handle(SequenceSubmitted(request))
 
     def run(self, until: Callable[[], bool]) -> None:
@@ -133,7 +143,9 @@ class RateSimulation:
                     self._at(self.now + self._costs.latency, lambda step=command: self._arrive(step))
                 case EmitTokens():
                     self.emitted_tokens += len(command.tokens)
-                case FinishSequence() | FailSequence() | RefuseSequence():
+                case FinishSequence():
+                    self.submit(self._last_id + 1, *self._submissions.pop(command.sequence_id))
+                case FailSequence() | RefuseSequence():
                     raise AssertionError(command)
 
     def _arrive(self, step: SendStep) -> None:
@@ -202,13 +214,17 @@ def rate_of(
     batch_size: int,
     sequences: int,
     asked: int | None = None,
+    prompt_tokens: int | None = None,
+    output_tokens: int | None = None,
     tokens_each: int = 300,
     learning: int = 60,
     targets: int = 1,
     drafts: int = 1,
     seed: int = 0,
 ) -> Outcome:
-    """Runs until there are `tokens_each` for every sequence on average; none ends.
+    """Runs until there are `tokens_each` for every one of the first sequences on average.
+
+    None ends, or each after `output_tokens`, and then another one comes.
 
     The learning is the first `learning` tokens of that. `asked` is the draft length that the requests ask for.
     """
@@ -220,7 +236,8 @@ def rate_of(
     for index in range(drafts):
         simulation.join(f"draft{index}", Role.DRAFT)
     for sequence_id in range(sequences):
-        simulation.submit(sequence_id, _PROMPT_LENGTHS[sequence_id % len(_PROMPT_LENGTHS)], asked)
+        usual = _PROMPT_LENGTHS[sequence_id % len(_PROMPT_LENGTHS)]
+        simulation.submit(sequence_id, usual if prompt_tokens is None else prompt_tokens, asked, output_tokens)
     simulation.run(lambda: simulation.emitted_tokens >= sequences * learning)
     learnt_at, learnt_tokens = simulation.now, simulation.emitted_tokens
     simulation.run(lambda: simulation.emitted_tokens >= sequences * tokens_each)

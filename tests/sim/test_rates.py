@@ -8,9 +8,9 @@ from functools import cache
 import pytest
 
 from scheduler.config import Policy
-from tests.sim.rates import CPU, FLAT, SHARED_CPU, SLOW_DRAFT, STEEP, AcceptanceOf, Costs, Outcome, rate_of
+from tests.sim.rates import CPU, FLAT, KERNELS, SHARED_CPU, SLOW_DRAFT, STEEP, AcceptanceOf, Costs, Outcome, rate_of
 
-LAWS = {"flat": FLAT, "steep": STEEP, "cpu": CPU, "slow draft": SLOW_DRAFT, "shared": SHARED_CPU}
+LAWS = {"flat": FLAT, "steep": STEEP, "cpu": CPU, "slow draft": SLOW_DRAFT, "shared": SHARED_CPU, "kernels": KERNELS}
 ACCEPTANCES: dict[str, AcceptanceOf] = {
     **{str(rate): lambda _id, _position, rate=rate: rate for rate in (0.0, 0.1, 0.3, 0.5, 0.7, 0.9)},
     "mixed": lambda sequence_id, _: (0.05, 0.3, 0.6, 0.9)[sequence_id % 4],
@@ -70,6 +70,19 @@ def test_speculation_never_loses_in_a_large_pool(law: str) -> None:
     for acceptance in ACCEPTANCES:
         rate = auto(law, acceptance, 8, 4).rate
         assert rate >= NEVER_LESS * plain(law, 8, 4), acceptance
+
+
+@pytest.mark.parametrize("batch_size", [1, 4, 8])
+@pytest.mark.parametrize("acceptance", ["0.1", "0.5", "0.7", "0.9"])
+@pytest.mark.parametrize("law", ["cpu", "shared", "kernels"])
+def test_speculation_never_loses_on_short_answers_to_long_prompts(law: str, acceptance: str, batch_size: int) -> None:
+    """The draft has to take in every prompt too, and only few tokens can make up for that."""
+    sizes = {"prompt_tokens": 400, "output_tokens": 64, "sequences": 2 * batch_size, "batch_size": batch_size}
+    chance, costs = ACCEPTANCES[acceptance], LAWS[law]
+    sizes["tokens_each"] = 640 if batch_size == 1 else 320
+    without = rate_of(costs, chance, policy=Policy.AUTO, draft_length=0, **sizes).rate
+    rate = rate_of(costs, chance, policy=Policy.AUTO, draft_length=LONGEST, **sizes).rate
+    assert rate >= NEVER_LESS * without
 
 
 @pytest.mark.parametrize(("batch_size", "batches"), [(1, 1), (8, 1), (4, 4)])

@@ -88,8 +88,8 @@ def test_plain_decoding_uses_cores_that_are_shared() -> None:
 
 def test_a_change_to_turns_must_repay_what_the_draft_has_to_catch_up() -> None:
     cell = replace(FLAT, alone=STEPS)
-    assert best_plan(cell, [(0.4, 1)], 4, catch_up=0.01).length(0.4) > 0
-    assert best_plan(cell, [(0.4, 1)], 4, catch_up=1.0).length(0.4) == 0
+    assert best_plan(cell, [(0.4, 1)], 4, catch_up=0.0001).length(0.4) > 0
+    assert best_plan(cell, [(0.4, 1)], 4, catch_up=0.01).length(0.4) == 0
 
 
 def test_a_draft_that_holds_up_a_large_pool_gets_full_steps() -> None:

@@ -121,7 +121,7 @@ def test_a_draft_pays_for_passes_and_rows() -> None:
 
 def test_the_fit_keeps_few_bins_whatever_it_sees() -> None:
     rng = random.Random(1)
-    fit = CostFit(1.0, (0.5, 0.5))
+    fit = CostFit(1.0, (1.0, 1.0))
     for _ in range(3000):
         x = 10 ** rng.uniform(0, 9)
         fit.observe((1.0, x), 0.01 + 1e-6 * x)
@@ -132,7 +132,7 @@ def test_the_fit_keeps_few_bins_whatever_it_sees() -> None:
 def test_acceptance_counts_the_tokens_that_were_tried() -> None:
     acceptance = Acceptance()
     for _ in range(2000):
-        acceptance.observe(4, 3)  # three taken, the fourth refused
+        acceptance.observe(3, 4)  # three taken, the fourth refused
         acceptance.observe(0, 0)
     assert acceptance.rate == pytest.approx(0.75, abs=0.01)
     assert expected_commit(1.0, 4) == 5
