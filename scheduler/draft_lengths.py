@@ -19,6 +19,7 @@ _LEAST_BASE_SHARE = 0.1
 PROBE_SHARE = 0.0075
 """Of a target's time, spent on drafting where that is not expected to pay."""
 _PROBE_LENGTH = 1
+_LIKELY = 0.3
 _PLAIN_ROUNDS_BETWEEN_PROBES = 12
 _FORGET_ROUND = 0.95
 _FORGET_PLAIN_ROUND = 0.98
@@ -112,7 +113,9 @@ class DraftLengthsByCost:
     The acceptance of a sequence fades and is drawn towards that of all, so that a new one starts from there. The first
     steps of a target try several lengths, and both ways to use cores that are shared, to learn what rows cost; later
     ones are plain now and then, more and more rarely. A sequence that decodes plainly drafts now and then, to notice
-    when that would pay: such probes are paid from `PROBE_SHARE` of the target's time.
+    when that would pay: such probes are paid from `PROBE_SHARE` of the target's time, once enough of it has been saved
+    up; so those probe whose draft KV lacks little. The first probe after a change to plain decoding is free, for it may
+    have been a mistake, and so is the next one after a token that was taken against all expectation.
 
     A plan is made again after about as many rounds as there are sequences, and when their number changes.
     """
@@ -150,8 +153,10 @@ class DraftLengthsByCost:
         if sequence.probing:
             return min(longest, _PROBE_LENGTH)
         length = min(longest, plan.length(self.acceptance(sequence)))
-        if length == 0 and sequence.plain_rounds >= _PLAIN_ROUNDS_BETWEEN_PROBES and target.probe_credit >= 0:
-            target.probe_credit -= self._probe_seconds(target, sequence)
+        may_probe = length == 0 and sequence.plain_rounds >= _PLAIN_ROUNDS_BETWEEN_PROBES
+        if may_probe and target.probe_credit >= self._probe_seconds(target, sequence):
+            # Nothing is carried over, so that the plain rounds in which nobody could probe do not end in a burst.
+            target.probe_credit = 0.0
             self._counters.probes += 1
             sequence.probing = True
             return min(longest, _PROBE_LENGTH)
@@ -195,6 +200,8 @@ class DraftLengthsByCost:
                 # Had the next one been worth verifying, what would have become of it? Else drafts that are often cut
                 # short would seem to be bad ones, be worth even less, and be cut the more.
                 taken += self.confidence.chance(sequence.confidences[verified])
+            if sequence.probing and accepted and target is not None and self.acceptance(sequence) < _LIKELY:
+                target.probe_credit = math.inf
             self._common.observe(taken, tried)
             self._proposed.observe(asked, proposed)
             sequence.taken = sequence.taken * _FORGET_ROUND + taken
@@ -226,10 +233,10 @@ class DraftLengthsByCost:
         catch_up = 0.0 if speculating else self._catch_up_seconds(target, drafts)
         plan = best_plan(costs, self._population(target), longest, target.record.trust, least_gain, catch_up)
         target.record.planned(plan, now, target.planned_for, target.chosen_tokens, not target.prefilling)
-        target.plan = plan
         self._fleet.take_turns(plan.turns)
-        # Credit for at most one probe ahead, so that a long plain stretch does not end in a burst of them.
-        target.probe_credit = min(target.probe_credit, 0.0)
+        if (speculating or target.plan is None) and not plan.thresholds:
+            target.probe_credit = math.inf
+        target.plan = plan
         target.probe_income = PROBE_SHARE * plan.cycle / costs.sequences
 
     def _tried(self, target: TargetBook, drafts: list[DraftBook]) -> bool:
