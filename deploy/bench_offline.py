@@ -33,7 +33,7 @@ from services.machine import describe_machine
 from services.statistics import StatisticsSnapshot
 from services.step_trace import StepTrace, chrome_trace, hidden_draft_share
 
-_WARM_UP_TOKENS = 16
+_WARM_UP_TOKENS = 64
 _WIDE = 180
 
 
@@ -232,7 +232,7 @@ class _Run:
             config=config,
             stop_token_ids=self._models.tokenizer.stop_token_ids,
             drafting=point.system.drafts,
-            # The scheduler too has to warm up: it measures how long steps take and what is accepted.
+            # The scheduler too has to warm up: it measures how long steps take, what is accepted, how long outputs are.
             warm_up=[
                 replace(job, max_tokens=min(job.max_tokens, _WARM_UP_TOKENS)) for job in jobs[: 2 * point.batch_size]
             ],

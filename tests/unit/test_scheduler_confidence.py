@@ -10,8 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduler.confidence import MOST_CONFIDENCE, ConfidenceBins, most_promising
-from scheduler.config import Policy
-from scheduler.messages import EmitTokens, Role, Row, RowResult, SendStep
+from scheduler.config import Policy, SchedulerConfig
+from scheduler.draft_lengths import make_draft_lengths
+from scheduler.fleet import Fleet
+from scheduler.messages import EmitTokens, Role, Row, RowResult, SendStep, SequenceRequest
+from scheduler.sequence import Sequence
+from scheduler.statistics import Counters
+from scheduler.step_times import Acceptance
 from tests.sim.driver import Driver, expected, of_type, outputs
 
 falling = st.lists(st.floats(0, 1), max_size=4).map(lambda chances: sorted(chances, reverse=True))
@@ -133,3 +138,20 @@ def test_by_cost_what_is_not_worth_its_row_is_left_out_but_looked_at_now_and_the
     # Half of the tokens are right, so that of proposals verified whole less than a third would be.
     assert accepted / drafted > 0.7
     assert any(emitted.drafted > emitted.accepted for emitted in late)
+
+
+def test_tokens_that_were_not_verified_count_as_what_they_promised() -> None:
+    """Else drafts that are often cut short would seem to be bad ones, and be cut the more."""
+    config, common = SchedulerConfig(policy=Policy.AUTO), Acceptance()
+    lengths = make_draft_lengths(config, Fleet(config), common, Counters())
+    sequence = Sequence(SequenceRequest(1, (1, 2), 100), 0)
+    sequence.asked_length = 4
+    for turn in range(3000):
+        # Cut after the first of four, which is taken; every tenth is verified whole, and two more are.
+        sequence.confidences = bytes([250, 200, 200, 200])
+        whole = turn % 10 == 0
+        accepted = 3 if whole else 1
+        lengths.observe(sequence, verified=4 if whole else 1, accepted=accepted)
+        lengths.confidence.observe(sequence.confidences[: 4 if whole else 1], accepted)
+    # Of three tries after the first one two hold.
+    assert common.rate == pytest.approx((1 + 2 / 3) / 2, abs=0.07)

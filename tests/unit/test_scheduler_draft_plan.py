@@ -92,6 +92,24 @@ def test_a_change_to_turns_must_repay_what_the_draft_has_to_catch_up() -> None:
     assert best_plan(cell, [(0.4, 1)], 4, catch_up=0.01).length(0.4) == 0
 
 
+@pytest.mark.parametrize("prompt_share", [0.0, 4.0, 40.0])
+def test_prompts_are_work_for_both(prompt_share: float) -> None:
+    """One sequence in turns: every token brings some prompt, and chunks of it need steps even without verification."""
+    steps = replace(STEPS, per_prefill_row=0.0001, draft_per_prompt_token=0.0002)
+    costs = replace(FLAT, alone=steps, beside=replace(steps, base=1.0), prompt_share=prompt_share, prefill_chunk=50)
+
+    def rate(length: int) -> float:
+        tokens = expected_commit(0.8, length)
+        prompt = prompt_share * tokens
+        drafting = 0.001 * length + 0.0002 * prompt if length else 0.0
+        return tokens / (0.010 * max(1.0, prompt / 50) + 0.0001 * prompt + drafting)
+
+    plan = best_plan(costs, [(0.8, 1)], 4)
+    assert plan.plain_rate == pytest.approx(rate(0))
+    assert rate(plan.length(0.8)) == pytest.approx(plan.rate)
+    assert (plan.length(0.8) > 0) == (prompt_share < 40)
+
+
 def test_a_draft_that_holds_up_a_large_pool_gets_full_steps() -> None:
     pool = replace(FLAT, sequences=32)
     assert best_plan(pool, [(0.9, 1)], 4).draft_rows == 0

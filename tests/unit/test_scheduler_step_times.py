@@ -7,7 +7,7 @@ import random
 import pytest
 
 from scheduler.cost_fit import CostFit
-from scheduler.step_times import Acceptance, DraftTimes, TargetTimes, expected_commit
+from scheduler.step_times import Acceptance, DraftTimes, PromptShare, TargetTimes, expected_commit
 
 BASE, ROW, PREFILL = 0.015, 0.0007, 0.0005
 
@@ -20,14 +20,13 @@ def test_before_anything_is_measured_the_initial_seconds_hold() -> None:
     times = TargetTimes(9.0)
     assert times.predict(100) == times.base == times.typical == 9.0
     assert times.per_row == 0.0
-    assert not times.known
+    assert not DraftTimes(9.0).known
 
 
 def test_two_sizes_give_base_and_slope() -> None:
     times = TargetTimes(9.0)
     for rows in (8, 40, 8, 40):
         times.observe(rows, True, 0, seconds_of(rows))
-    assert times.known
     assert times.predict(60) == pytest.approx(seconds_of(60), rel=0.02)
     assert times.predict(1) == pytest.approx(seconds_of(1), rel=0.02)
 
@@ -38,6 +37,28 @@ def test_rows_and_prefill_are_told_apart() -> None:
         times.observe(rows, True, prefill, seconds_of(rows, prefill))
     assert times.predict(16) == pytest.approx(seconds_of(16), rel=0.02)
     assert times.predict(16, prefill_rows=100) == pytest.approx(seconds_of(16, 100), rel=0.03)
+
+
+def test_prefill_of_any_context_leaves_the_law_of_verification_alone() -> None:
+    """The attention of a chunk far into a long prompt takes as long as all the rest of the step."""
+    times = TargetTimes(9.0)
+    for context in range(20):
+        times.observe(0, True, 96, seconds_of(0, 96) * (1 + context / 10))
+        times.observe(1, True, 96, seconds_of(1, 96) * (2 + context / 5))
+        times.observe(1, True, 0, seconds_of(1))
+        times.observe(5, True, 0, seconds_of(5))
+    assert times.base == pytest.approx(BASE, rel=0.02)
+    assert times.per_row == pytest.approx(ROW, rel=0.05)
+
+
+def test_what_rows_cost_is_guessed_from_steps_of_one_size() -> None:
+    """Reading the weights is most of a step of few rows, whatever the machine."""
+    times, slower = TargetTimes(9.0), TargetTimes(9.0)
+    for _ in range(50):
+        times.observe(1, True, 0, 0.008)
+        slower.observe(1, True, 0, 0.8)
+    assert 0.006 < times.base < 0.008
+    assert slower.base == pytest.approx(100 * times.base)
 
 
 @pytest.mark.parametrize("share", [0.05, 0.15])
@@ -119,6 +140,16 @@ def test_a_draft_pays_for_passes_and_rows() -> None:
     assert times.base == pytest.approx(0.003, rel=0.05)
 
 
+def test_catching_up_and_proposing_are_told_apart() -> None:
+    times = DraftTimes(0.05)
+    for rows in (1, 4, 16, 8):
+        times.observe(4, 4 * rows, 2 * rows, 4 * (0.003 + 0.0002 * rows))
+        times.observe(1, 0, 96, 0.006)
+        times.observe(1, 0, 48, 0.0045)
+    assert times.per_catch_up_row == pytest.approx(0.0015 / 48, rel=0.1)
+    assert times.predict(4, 40) == pytest.approx(4 * (0.003 + 0.0002 * 10), rel=0.1)
+
+
 def test_the_fit_keeps_few_bins_whatever_it_sees() -> None:
     rng = random.Random(1)
     fit = CostFit(1.0, (1.0, 1.0))
@@ -140,14 +171,37 @@ def test_acceptance_counts_the_tokens_that_were_tried() -> None:
     assert expected_commit(0.5, 2) == pytest.approx(1.75)
 
 
+def test_what_fades_still_outweighs_a_few_tokens() -> None:
+    acceptance = Acceptance()
+    for _ in range(1000):
+        acceptance.observe(0, 1)
+    for _ in range(100_000):
+        acceptance.fade(0.999)
+    assert acceptance.rate < 0.05
+    acceptance.observe(1, 1)
+    acceptance.observe(1, 1)
+    assert acceptance.rate < 0.25
+    for _ in range(40):
+        acceptance.observe(1, 1)
+    assert acceptance.rate > 0.7
+
+
+def test_the_prompts_of_sequences_that_end_are_known_per_token_of_output() -> None:
+    prompts = PromptShare()
+    assert prompts.rate == 0
+    prompts.observe(400, 100)
+    assert prompts.rate == 4
+    for _ in range(500):
+        prompts.observe(20, 100)
+    assert prompts.rate == pytest.approx(0.2)
+
+
 def test_steps_alone_and_beside_others_share_what_both_tell() -> None:
     alone = TargetTimes(0.05)
     beside = TargetTimes(0.05, alone)
     for rows in (1, 4, 8, 16, 32, 40):
         alone.observe(rows, True, 0, 0.015 + 0.0004 * rows)
     assert beside.predict(8) == pytest.approx(alone.predict(8), rel=0.02)
-    assert alone.known
-    assert not beside.known
     for rows in (1, 4, 8, 16, 32, 40):
         beside.observe(rows, True, 0, 0.017 + 0.0009 * rows)
     assert alone.predict(24) == pytest.approx(0.015 + 0.0004 * 24, rel=0.03)
