@@ -40,6 +40,7 @@ from scheduler.messages import (
     WorkerJoined,
     WorkerSpec,
 )
+from services.garbage import keep_loaded_objects
 
 _LATENCY_SECONDS = 0.001
 _LONGEST_OUTPUT = 300
@@ -264,6 +265,8 @@ def main() -> int:
     arguments = vars(parser.parse_args())
     as_json = arguments.pop("json")
     load = Load(**arguments)
+    # As every process with a scheduler does.
+    keep_loaded_objects()
     speed = measure(load)
     if as_json:
         print(json.dumps({"load": asdict(load), **asdict(speed)}))

@@ -29,6 +29,7 @@ from deploy.models import ReadyModels, fetch, prepare_models
 from deploy.progress import Reporter, error_console, reporting
 from scheduler.config import Policy, SchedulerConfig
 from scheduler.messages import Role
+from services.garbage import keep_loaded_objects
 from services.machine import describe_machine
 from services.statistics import StatisticsSnapshot
 from services.step_trace import StepTrace, chrome_trace, hidden_draft_share
@@ -131,6 +132,7 @@ class _Run:
         async with AsyncExitStack() as stack:
             workers = await stack.enter_async_context(running_workers(self._settings, ours, lengths, self._reporter))
             peers = await stack.enter_async_context(self._peers(needed))
+            keep_loaded_objects()
             for point in self._only_references:
                 await self._measure(point, None, workers, peers)
             rounds = [(repeat, point) for repeat in self._repeats for point in self._pending]

@@ -123,6 +123,14 @@ class Lifecycle:
         del draft.ready[sequence.sequence_id]
         sequence.state = DRAFTING
 
+    def start_verifying(self, sequence: Sequence, target: TargetBook) -> None:
+        """From DRAFTED."""
+        target.drafted.remove(sequence)
+        target.verifying += 1
+        if sequence.draft is not None:
+            sequence.draft.verifying += 1
+        sequence.state = VERIFYING
+
     def skip_draft(self, sequence: Sequence, now: float) -> None:
         """A plain decoding round."""
         self.become_drafted(sequence, (), 0, now)

@@ -85,15 +85,21 @@ class Rounds:
         proposed = sequence.state is DRAFTING
         match result.status:
             case RowStatus.OK:
-                sequence.draft_failures = 0 if result.kv_len >= fed else sequence.draft_failures + 1
-                entry.valid = fed if result.kv_len >= fed else max(0, result.kv_len)
-                if not row.draft_length:
+                length = row.draft_length
+                ahead = result.kv_len - fed
+                if ahead >= 0:
+                    sequence.draft_failures = 0
+                    entry.valid = fed
+                else:
+                    sequence.draft_failures += 1
+                    entry.valid = max(0, result.kv_len)
+                if not length:
                     entry.valid = max(entry.valid, _agreed_length(sequence, result))
                 if proposed:
-                    proposal = result.tokens[: row.draft_length]
-                    entry.ahead = max(0, min(result.kv_len - fed, len(proposal) - 1))
-                    confidences = result.confidences[: row.draft_length]
-                    self._lifecycle.become_drafted(sequence, proposal, row.draft_length, now, confidences)
+                    proposal = result.tokens[:length]
+                    last = len(proposal) - 1
+                    entry.ahead = max(0, ahead if ahead < last else last)
+                    self._lifecycle.become_drafted(sequence, proposal, length, now, result.confidences[:length])
             case RowStatus.UNKNOWN_SEQUENCE:
                 sequence.draft_failures += 1
                 entry.reset()

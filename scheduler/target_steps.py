@@ -8,7 +8,7 @@ from scheduler.confidence import most_promising
 from scheduler.config import SchedulerConfig
 from scheduler.draft_lengths import DraftLengths
 from scheduler.fleet import Fleet
-from scheduler.lifecycle import DRAFTED, PREFILLING, VERIFYING, Lifecycle
+from scheduler.lifecycle import DRAFTED, PREFILLING, Lifecycle
 from scheduler.messages import GroupFormed, SendStep
 from scheduler.policies import Arrivals, GroupingPolicy, GroupingView
 from scheduler.sequence import Sequence
@@ -52,7 +52,7 @@ class TargetPlanner:
             return None
         batch_size = self._config.batch_size
         may_grow = target.busy and target.coming.total > 0
-        # A second step is queued only when it is full or nothing is on its way that could still join it.
+        # A second step is queued only when there is enough for it or nothing is on its way that could still join it.
         if may_grow and len(target.drafted) < batch_size:
             return None
         can_prefill = target.can_prefill()
@@ -61,8 +61,7 @@ class TargetPlanner:
         room = target.spec.max_packed_rows
         kept = min(target.chunk, room // 2) if can_prefill else 0
         chosen, drafted, left = self._fitting(choice.rows if choice else [], room - kept)
-        full = len(chosen) == batch_size or (len(chosen) > 0 and left == 0)
-        if may_grow and not full:
+        if may_grow and not chosen:
             return None
         rows: dict[int, InFlightRow] = {}
         work = TargetWork()
@@ -137,7 +136,7 @@ class TargetPlanner:
                 row = target.make_row(sequence, length, sequence.draft_tokens[:drafted], choose=True)
                 rows[sequence.sequence_id] = InFlightRow(sequence, row)
                 work.verify_rows += 1 + drafted
-                self._lifecycle.move(sequence, VERIFYING)
+                self._lifecycle.start_verifying(sequence, target)
 
     def _describe(self, rows: dict[int, InFlightRow], work: TargetWork, forced: bool, now: float) -> GroupFormed | None:
         if not rows:

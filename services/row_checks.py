@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from engine.description import EngineDescription
 from protos import worker_pb2
 from scheduler.messages import Role
@@ -21,16 +23,19 @@ def check_row(row: worker_pb2.Row, role: Role, engine: EngineDescription) -> Non
         if row.draft_tokens and not row.choose:
             raise ValueError("draft_tokens came without choose, nothing would verify them")
         behind = len(row.draft_tokens)
-    committed = row.parameters.committed_tokens
     most = engine.max_sequence_length
     length = row.kv_len + len(row.tokens) + behind
     if length > most:
         raise ValueError(f"the row would reach {length} tokens, must be at most {most}")
-    if len(committed) > most:
-        raise ValueError(f"committed_tokens holds {len(committed)} tokens, must hold at most {most}")
-    if engine.vocabulary_size:
-        named = (("tokens", row.tokens), ("draft_tokens", row.draft_tokens), ("committed_tokens", committed))
-        for name, tokens in named:
-            largest = max(tokens, default=0)
-            if largest >= engine.vocabulary_size:
-                raise ValueError(f"{name} holds {largest}, must be below vocabulary_size {engine.vocabulary_size}")
+    _check_tokens("tokens", row.tokens, engine)
+    if row.draft_tokens:
+        _check_tokens("draft_tokens", row.draft_tokens, engine)
+    if row.HasField("parameters") and (committed := row.parameters.committed_tokens):
+        if len(committed) > most:
+            raise ValueError(f"committed_tokens holds {len(committed)} tokens, must hold at most {most}")
+        _check_tokens("committed_tokens", committed, engine)
+
+
+def _check_tokens(name: str, tokens: Iterable[int], engine: EngineDescription) -> None:
+    if engine.vocabulary_size and (largest := max(tokens)) >= engine.vocabulary_size:
+        raise ValueError(f"{name} holds {largest}, must be below vocabulary_size {engine.vocabulary_size}")

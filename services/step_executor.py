@@ -275,19 +275,24 @@ class StepExecutor(ABC, Generic[EngineRow]):
         except RuntimeError as broken:
             logger.error("sequence %d: %s", sequence.sequence_id, broken)
             return _failure(sequence.sequence_id, one_line(broken))
-        return worker_pb2.RowReply(
+        reply = worker_pb2.RowReply(
             sequence_id=sequence.sequence_id,
             status=status_to_wire(status),
             kv_len=sequence.table.length,
             prefix_digest=sequence.digest,
-            tokens=outcome.tokens if status is RowStatus.OK else (),
-            accepted=outcome.accepted if status is RowStatus.OK else 0,
-            logits_digests=outcome.logits_digests if status is RowStatus.OK else (),
-            logprobs=[logprobs_to_wire(logprobs) for logprobs in outcome.logprobs] if status is RowStatus.OK else (),
             error=error,
             reused=prepared.reused,
-            confidences=confidences_to_wire(outcome.confidences) if status is RowStatus.OK else b"",
         )
+        if status is RowStatus.OK:
+            reply.tokens.extend(outcome.tokens)
+            reply.accepted = outcome.accepted
+            if outcome.confidences:
+                reply.confidences = confidences_to_wire(outcome.confidences)
+            if outcome.logits_digests:
+                reply.logits_digests.extend(outcome.logits_digests)
+            if outcome.logprobs:
+                reply.logprobs.extend(logprobs_to_wire(logprobs) for logprobs in outcome.logprobs)
+        return reply
 
     def _refuse(
         self, request: worker_pb2.StepRequest, status: worker_pb2.StepStatus, error: str

@@ -31,6 +31,7 @@ from typing import Any, TextIO
 from engine.settings import EngineSettings
 from scheduler.messages import Role
 from services.channel_security import SECURITY_VARIABLE, ChannelSecurity
+from services.garbage import keep_loaded_objects
 from services.step_executor import DraftStepExecutor, StepExecutor, TargetStepExecutor, one_line
 from services.worker_server import WorkerServer, step_thread
 
@@ -116,6 +117,7 @@ def run_worker(arguments: WorkerArguments, load: Callable[[WorkerArguments, Prog
             _stop_when_stdin_ends()
         thread = step_thread()
         executor = thread.submit(load, arguments, events.loading).result()
+        keep_loaded_objects()
         return asyncio.run(serve_worker(executor, thread, events, arguments, security))
     except Exception as error:
         logger.exception("the %s worker did not start", arguments.role.value)

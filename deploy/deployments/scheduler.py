@@ -13,6 +13,7 @@ from deploy.deployments.plan import Plan, channel_security, internal_host
 from deploy.deployments.ray_metrics import RayMirror
 from deploy.deployments.traces import sequence_tracing
 from deploy.plain_messages import plain_message
+from services.garbage import keep_loaded_objects
 from services.log_format import install_logs
 from services.scheduler_families import scheduler_families
 from services.scheduler_server import SchedulerServer
@@ -52,6 +53,7 @@ class Scheduler:
         )
         self._address = await self._server.start()
         await self._running.enter_async_context(RayMirror(lambda: scheduler_families(self._server.status())))
+        keep_loaded_objects()
 
     async def locate(self) -> str:
         """The address of the gRPC server."""
