@@ -16,7 +16,7 @@ from scheduler.step_times import Acceptance, DraftTimes, PromptShare, ProposedSh
 from scheduler.worker_book import DraftBook, TargetBook
 
 _LEAST_BASE_SHARE = 0.1
-PROBE_SHARE = 0.0075
+PROBE_SHARE = 0.005
 """Of a target's time, spent on drafting where that is not expected to pay."""
 _PROBE_LENGTH = 1
 _LIKELY = 0.3
