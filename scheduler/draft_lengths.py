@@ -19,7 +19,7 @@ _LEAST_BASE_SHARE = 0.1
 PROBE_SHARE = 0.005
 """Of a target's time, spent on drafting where that is not expected to pay."""
 _PROBE_LENGTH = 1
-_LIKELY = 0.3
+_UNLIKELY = 0.3
 _PLAIN_ROUNDS_BETWEEN_PROBES = 12
 _FORGET_ROUND = 0.95
 _FORGET_PLAIN_ROUND = 0.98
@@ -200,7 +200,7 @@ class DraftLengthsByCost:
                 # Had the next one been worth verifying, what would have become of it? Else drafts that are often cut
                 # short would seem to be bad ones, be worth even less, and be cut the more.
                 taken += self.confidence.chance(sequence.confidences[verified])
-            if sequence.probing and accepted and target is not None and self.acceptance(sequence) < _LIKELY:
+            if sequence.probing and accepted and target is not None and self.acceptance(sequence) < _UNLIKELY:
                 target.probe_credit = math.inf
             self._common.observe(taken, tried)
             self._proposed.observe(asked, proposed)

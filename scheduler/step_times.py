@@ -62,19 +62,19 @@ class TargetTimes:
     @property
     def per_row(self) -> float:
         """Seconds of one more row to verify; 0 before anything was measured."""
-        coefficients = self._fit(0).coefficients
+        coefficients = self._fit(prefilling=False).coefficients
         return 0.0 if coefficients is None else coefficients[1] + self._beside * coefficients[5]
 
     @property
     def per_prefill_row(self) -> float:
         """Seconds of one more row of prefill; 0 before anything was measured."""
-        coefficients = self._fit(1).coefficients
+        coefficients = self._fit(prefilling=True).coefficients
         return 0.0 if coefficients is None else coefficients[2] + self._beside * coefficients[6]
 
     @property
     def ragged_extra(self) -> float:
         """Seconds on top when the rows' lengths differ; next to nothing is taken for noise."""
-        coefficients = self._fit(0).coefficients
+        coefficients = self._fit(prefilling=False).coefficients
         return coefficients[3] if coefficients and coefficients[3] > _NOISE * coefficients[0] else 0.0
 
     def observe(self, verify_rows: int, equal_length: bool, prefill_rows: int, seconds: float) -> None:
@@ -87,10 +87,10 @@ class TargetTimes:
             self.typical = self._recent.value
 
     def predict(self, verify_rows: float, equal_length: bool = True, prefill_rows: float = 0.0) -> float:
-        return self._fit(prefill_rows).predict(self._features(verify_rows, prefill_rows, equal_length))
+        return self._fit(prefill_rows > 0).predict(self._features(verify_rows, prefill_rows, equal_length))
 
-    def _fit(self, prefill_rows: float) -> CostFit:
-        if prefill_rows:
+    def _fit(self, prefilling: bool) -> CostFit:
+        if prefilling:
             return _known(self._prefilling, self._verifying)
         return _known(self._verifying, self._prefilling)
 
@@ -125,13 +125,13 @@ class DraftTimes:
     @property
     def per_row(self) -> float:
         """Seconds of one more row in one pass; 0 before anything was measured."""
-        coefficients = _known(self._proposing, self._catching_up).coefficients
+        coefficients = self._fit(catching_up=False).coefficients
         return 0.0 if coefficients is None else coefficients[1] + self._beside * coefficients[4]
 
     @property
     def per_catch_up_row(self) -> float:
         """Seconds of one more committed token whose KV was missing; 0 before anything was measured."""
-        coefficients = _known(self._catching_up, self._proposing).coefficients
+        coefficients = self._fit(catching_up=True).coefficients
         return 0.0 if coefficients is None else coefficients[2] + self._beside * coefficients[5]
 
     def observe(self, passes: int, row_passes: int, catch_up_rows: int, seconds: float) -> None:
@@ -140,11 +140,13 @@ class DraftTimes:
         fit.observe(self._features(passes, row_passes, catch_up_rows), seconds)
 
     def predict(self, passes: float, row_passes: float, catch_up_rows: float = 0.0) -> float:
-        if _mostly_catches_up(row_passes, catch_up_rows):
-            fit = _known(self._catching_up, self._proposing)
-        else:
-            fit = _known(self._proposing, self._catching_up)
+        fit = self._fit(_mostly_catches_up(row_passes, catch_up_rows))
         return fit.predict(self._features(passes, row_passes, catch_up_rows))
+
+    def _fit(self, catching_up: bool) -> CostFit:
+        if catching_up:
+            return _known(self._catching_up, self._proposing)
+        return _known(self._proposing, self._catching_up)
 
     def _features(self, passes: float, row_passes: float, catch_up_rows: float) -> Features:
         beside = self._beside

@@ -387,8 +387,7 @@ class TargetBook(WorkerBook[TargetWork]):
         Nobody is due before one that was drafted earlier.
         """
         turn = len(self.drafted) // self._batch_size
-        times = self.times_alone if self.turns else self.times_beside
-        due = now + (wait_bound_steps + turn) * times.typical
+        due = now + (wait_bound_steps + turn) * self.times.typical
         if due > self._latest_due:
             self._latest_due = due
         return self._latest_due

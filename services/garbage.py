@@ -8,8 +8,8 @@ import gc
 def keep_loaded_objects() -> None:
     """To be called once everything is loaded: what is there now is there to stay.
 
-    Libraries leave some 200,000 objects behind, and looking at all of them takes a collection 80 ms, in the middle of
-    somebody's step.
+    Libraries leave so many objects behind that a collection which looks at all of them takes longer than a step, and
+    comes in the middle of one.
     """
     gc.collect()
     gc.freeze()
