@@ -16,9 +16,11 @@ from scheduler.step_times import Acceptance, DraftTimes, PromptShare, ProposedSh
 from scheduler.worker_book import DraftBook, TargetBook
 
 _LEAST_BASE_SHARE = 0.1
-PROBE_SHARE = 0.005
+PROBE_SHARE = 0.003
 """Of a target's time, spent on drafting where that is not expected to pay."""
 _PROBE_LENGTH = 1
+_FREE_PROBE_LACK = 24
+"""A probe that is free is not worth more than this many tokens that the draft has to take in for it."""
 _UNLIKELY = 0.3
 _PLAIN_ROUNDS_BETWEEN_PROBES = 12
 _FORGET_ROUND = 0.95
@@ -115,7 +117,8 @@ class DraftLengthsByCost:
     ones are plain now and then, more and more rarely. A sequence that decodes plainly drafts now and then, to notice
     when that would pay: such probes are paid from `PROBE_SHARE` of the target's time, once enough of it has been saved
     up; so those probe whose draft KV lacks little. The first probe after a change to plain decoding is free, for it may
-    have been a mistake, and so is the next one after a token that was taken against all expectation.
+    have been a mistake, and so is the next one after a token that was taken against all expectation; but not for those
+    whose draft KV lacks much.
 
     A plan is made again after about as many rounds as there are sequences, and when their number changes.
     """
@@ -154,7 +157,7 @@ class DraftLengthsByCost:
             return min(longest, _PROBE_LENGTH)
         length = min(longest, plan.length(self.acceptance(sequence)))
         may_probe = length == 0 and sequence.plain_rounds >= _PLAIN_ROUNDS_BETWEEN_PROBES
-        if may_probe and target.probe_credit >= self._probe_seconds(target, sequence):
+        if may_probe and target.probe_credit >= self._probe_seconds(target, self._lack(sequence)):
             # Nothing is carried over, so that the plain rounds in which nobody could probe do not end in a burst.
             target.probe_credit = 0.0
             self._counters.probes += 1
@@ -201,7 +204,7 @@ class DraftLengthsByCost:
                 # short would seem to be bad ones, be worth even less, and be cut the more.
                 taken += self.confidence.chance(sequence.confidences[verified])
             if sequence.probing and accepted and target is not None and self.acceptance(sequence) < _UNLIKELY:
-                target.probe_credit = math.inf
+                self._allow_probe(target)
             self._common.observe(taken, tried)
             self._proposed.observe(asked, proposed)
             sequence.taken = sequence.taken * _FORGET_ROUND + taken
@@ -235,7 +238,7 @@ class DraftLengthsByCost:
         target.record.planned(plan, now, target.planned_for, target.chosen_tokens, not target.prefilling)
         self._fleet.take_turns(plan.turns)
         if (speculating or target.plan is None) and not plan.thresholds:
-            target.probe_credit = math.inf
+            self._allow_probe(target)
         target.plan = plan
         target.probe_income = PROBE_SHARE * plan.cycle / costs.sequences
 
@@ -295,15 +298,27 @@ class DraftLengthsByCost:
         left = sum(sequence.end - sequence.length for sequence in sample) / len(sample)
         return draft.times_alone.predict(0, 0, lack * every) / max(1.0, min(_ROUNDS_TO_REPAY, left))
 
-    def _probe_seconds(self, target: TargetBook, sequence: Sequence) -> float:
+    def _lack(self, sequence: Sequence) -> int:
+        """Tokens of KV that a draft would first have to compute for it."""
+        return sequence.length if sequence.draft is None else sequence.draft.lack(sequence)
+
+    def _allow_probe(self, target: TargetBook) -> None:
+        target.probe_credit = max(target.probe_credit, self._probe_seconds(target, _FREE_PROBE_LACK))
+
+    def _probe_seconds(self, target: TargetBook, lack: int) -> float:
         """What the cell loses by a probe: the others wait for its draft, or it misses rounds while they go on."""
-        plan, draft = target.plan, sequence.draft or next(iter(self._fleet.drafts.values()))
-        cycle = plan.cycle if plan is not None else 0.0
-        away = draft.times.predict(_PROBE_LENGTH, _PROBE_LENGTH) + draft.overhead.value
+        plan, draft = target.plan, next(iter(self._fleet.drafts.values()), None)
+        if draft is None:
+            return 0.0
+        drafting = draft.times.predict(_PROBE_LENGTH, _PROBE_LENGTH)
         rows = _PROBE_LENGTH * target.times.per_row
         if target.turns:
-            lack = sequence.length if sequence.draft is None else draft.lack(sequence)
-            return away + draft.times.predict(0, 0, lack) + -(-lack // draft.chunk) * draft.overhead.value + rows
+            # No step of the target is under way or queued meanwhile, so its way to and fro shows as well.
+            steps = max(1, -(-lack // draft.chunk))
+            wire = steps * (draft.overhead.value + target.overhead.value)
+            return drafting + draft.times.predict(0, 0, lack) + wire + rows
+        away = drafting + draft.overhead.value
+        cycle = plan.cycle if plan is not None else 0.0
         missed = (cycle + away) / max(1, len(target.sequences))
         return min(away, missed) + rows
 

@@ -111,8 +111,10 @@ class Lifecycle:
             return
         flight = draft.in_flight.get(sequence.sequence_id)
         fed = 0 if flight is None or flight.abandoned else len(flight.row.tokens)
-        # A draft that is far behind catches up beside plain rounds instead of holding the sequence up.
-        if lack - fed <= draft.most_lack and lack <= self._lengths.eager_lack:
+        # A draft that is far behind catches up beside plain rounds instead of holding the sequence up; not where it
+        # holds up all of them either way.
+        far_behind = lack > self._lengths.eager_lack and not draft.turns
+        if lack - fed <= draft.most_lack and not far_behind:
             sequence.ready_at = now
             self._enter_state(sequence, READY)
         else:

@@ -129,7 +129,7 @@ def test_probes_notice_that_drafts_have_become_good(sequences: int) -> None:
     lengths = outcome.snapshot.draft_lengths
     assert sum(count for length, count in lengths.items() if length >= 3) > 50 * sequences
     # Plain decoding alone would take as many rounds as tokens.
-    assert sum(lengths.values()) < 0.6 * 700 * sequences
+    assert sum(lengths.values()) < 0.7 * 700 * sequences
 
 
 def test_drafts_that_have_become_bad_are_given_up() -> None:
