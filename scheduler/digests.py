@@ -7,7 +7,7 @@ digest at hand, so truncation costs nothing.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Collection
 
 _MODULUS = (1 << 61) - 1
 _BASE = 0x1B873593CC9E2D51 % _MODULUS
@@ -24,7 +24,7 @@ class DigestedTokens:
 
     __slots__ = ("_digests", "tokens")
 
-    def __init__(self, tokens: Iterable[int] = ()) -> None:
+    def __init__(self, tokens: Collection[int] = ()) -> None:
         self.tokens: list[int] = []
         # Machine integers: a fifth of the memory of a list of int objects, and nothing for the collector to visit.
         self._digests = array("Q", (EMPTY_DIGEST,))
@@ -33,13 +33,12 @@ class DigestedTokens:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    def extend(self, tokens: Iterable[int]) -> None:
-        added = tuple(tokens)
-        if not added:
-            return
-        digest = self._digests[-1]
-        self._digests.extend([digest := (digest * _BASE + token + 1) % _MODULUS for token in added])
-        self.tokens += added
+    def extend(self, tokens: Collection[int]) -> None:
+        digest, append = self._digests[-1], self._digests.append
+        for token in tokens:
+            digest = (digest * _BASE + token + 1) % _MODULUS
+            append(digest)
+        self.tokens += tokens
 
     def truncate(self, length: int) -> None:
         del self.tokens[length:]

@@ -22,7 +22,7 @@ class KvEntry:
         The last proposed token was never fed to the draft, hence the minimum: after full acceptance the draft lacks
         that token besides the bonus token.
         """
-        self.valid += min(accepted, self.ahead)
+        self.valid += accepted if accepted < self.ahead else self.ahead
         self.ahead = 0
 
     def reset(self) -> None:

@@ -153,9 +153,15 @@ class Lifecycle:
         sequence.confidences = confidences
         sequence.asked_length = asked
         sequence.drafted_at = now
-        if sequence.target is not None:
-            sequence.due = sequence.target.due(now, self._config.wait_bound_steps)
-        self.move(sequence, DRAFTED)
+        target = sequence.target
+        if target is not None:
+            sequence.due = target.due(now, self._config.wait_bound_steps)
+        if target is not None and sequence.state is DRAFTING:
+            target.coming.remove(sequence.length)
+            sequence.state = DRAFTED
+            target.drafted.add(sequence)
+        else:
+            self.move(sequence, DRAFTED)
 
     def catch_up(self, sequence: Sequence) -> None:
         """Back to feeding the target committed tokens; a proposal that was pending is dropped."""

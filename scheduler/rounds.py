@@ -98,7 +98,9 @@ class Rounds:
                 if proposed:
                     proposal = result.tokens[:length]
                     last = len(proposal) - 1
-                    entry.ahead = max(0, ahead if ahead < last else last)
+                    if ahead > last:
+                        ahead = last
+                    entry.ahead = ahead if ahead > 0 else 0
                     self._lifecycle.become_drafted(sequence, proposal, length, now, result.confidences[:length])
             case RowStatus.UNKNOWN_SEQUENCE:
                 sequence.draft_failures += 1

@@ -296,12 +296,12 @@ class DraftBook(WorkerBook[DraftWork]):
 
         Returns its lack.
         """
-        lack = self.lack(sequence)
-        if lack > STEADY_LACK and sequence.wished_length:
+        missing = sequence.length - self.kv[sequence.sequence_id].valid
+        if missing > STEADY_LACK and sequence.wished_length:
             self.lagging.setdefault(sequence.sequence_id, sequence)
         elif self.lagging:
             self.lagging.pop(sequence.sequence_id, None)
-        return lack
+        return missing if missing > 1 else 1
 
     def house(self, sequence: Sequence, positions: int) -> None:
         super().house(sequence, positions)
