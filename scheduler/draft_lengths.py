@@ -44,7 +44,8 @@ class DraftLengths(Protocol):
     """Chooses draft lengths. What a request asks for, and what fits, is settled elsewhere."""
 
     eager_lack: float
-    """A draft that lacks more tokens than that catches up beside a plain round, instead of proposing at once."""
+    """A draft that lacks more tokens than that catches up beside a plain round instead of proposing at once, unless the
+    two take turns."""
 
     confidence: ConfidenceBins
 
@@ -303,6 +304,7 @@ class DraftLengthsByCost:
         return sequence.length if sequence.draft is None else sequence.draft.lack(sequence)
 
     def _allow_probe(self, target: TargetBook) -> None:
+        """A free one."""
         target.probe_credit = max(target.probe_credit, self._probe_seconds(target, _FREE_PROBE_LACK))
 
     def _probe_seconds(self, target: TargetBook, lack: int) -> float:

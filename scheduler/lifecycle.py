@@ -157,6 +157,7 @@ class Lifecycle:
         if target is not None:
             sequence.due = target.due(now, self._config.wait_bound_steps)
         if target is not None and sequence.state is DRAFTING:
+            # What `move` would do, in fewer calls: every proposal passes here.
             target.coming.remove(sequence.length)
             sequence.state = DRAFTED
             target.drafted.add(sequence)
