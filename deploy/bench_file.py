@@ -17,6 +17,7 @@ from deploy.bench_summary import Measurement, summarise
 from deploy.errors import UsageError
 
 _KIND = "offline"
+_MEASURED_FILES = (".py", ".c", ".h")
 _MEASURED_CODE = ("engine", "scheduler", "services", "protos")
 
 
@@ -147,6 +148,7 @@ def source_digest() -> str:
     """Of the code whose speed is measured."""
     digest = hashlib.sha256()
     for package in _MEASURED_CODE:
-        for path in sorted((Path(__file__).parents[1] / package).rglob("*.py")):
-            digest.update(path.read_bytes())
+        for path in sorted((Path(__file__).parents[1] / package).rglob("*")):
+            if path.suffix in _MEASURED_FILES:
+                digest.update(path.read_bytes())
     return digest.hexdigest()[:12]

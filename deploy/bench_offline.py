@@ -6,7 +6,7 @@ import asyncio
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from typing import Any
@@ -135,12 +135,18 @@ class _Run:
             keep_loaded_objects()
             for point in self._only_references:
                 await self._measure(point, None, workers, peers)
-            rounds = [(repeat, point) for repeat in self._repeats for point in self._pending]
-            rounds = [(repeat, point) for repeat, point in rounds if self._file.find(point, repeat) is None]
+            rounds = list(self._rounds())
             for number, (repeat, point) in enumerate(rounds, 1):
                 await self._measure(point, repeat, workers, peers)
                 if (found := self._file.find(point, repeat)) is not None:
                     self._say(f"{number}/{len(rounds)} {found}")
+
+    def _rounds(self) -> Iterator[tuple[int, GridPoint]]:
+        """What is left to measure, every other repeat backwards: neither of two neighbours is always the later one."""
+        for repeat in self._repeats:
+            for point in self._pending[:: -1 if repeat % 2 else 1]:
+                if self._file.find(point, repeat) is None:
+                    yield repeat, point
 
     def _say(self, text: str) -> None:
         self._console.print(text, highlight=False, markup=False, soft_wrap=True)

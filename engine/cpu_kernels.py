@@ -122,6 +122,8 @@ class CpuKernels:
         self._rotate_write = _function(library.spool_rotate_write, [pointer] * 8 + [number] + [size] * 6)
         self._attend = _function(library.spool_attend, [pointer] * 5 + [size] * 3 + [number] + [size] * 5)
         self._attend.restype = ctypes.c_int
+        self._first_largest = _function(library.spool_first_largest, [pointer] * 3 + [size] * 3)
+        self._probabilities = _function(library.spool_probabilities, [pointer] * 3 + [size] * 3)
         self._linear: ctypes._NamedFuncPointer | None = None
         if hasattr(library, "spool_linear"):
             self._linear = _function(library.spool_linear, [pointer] * 4 + [size] * 3)
@@ -256,6 +258,29 @@ class CpuKernels:
         if failed:
             raise MemoryError(_NO_MEMORY)
         return outputs
+
+    @staticmethod
+    def scans(scores: torch.Tensor) -> bool:
+        """Whether `first_largest` and `probabilities` take rows of scores like these."""
+        return scores.dtype == torch.bfloat16 and scores.device.type == "cpu" and scores.stride(1) == 1
+
+    def first_largest(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Place (int64) and value (float32) of the first largest score of each row `[rows, size]`; the value is NaN
+        where a score is."""
+        rows, size = scores.shape
+        places = torch.empty(rows, dtype=torch.int64)
+        values = torch.empty(rows, dtype=torch.float32)
+        pointers = (places.data_ptr(), values.data_ptr(), scores.data_ptr())
+        self._first_largest(*pointers, rows, scores.stride(0), size)
+        return places, values
+
+    def probabilities(self, scores: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+        """Softmax of each row of scores `[rows, size]` at the row's place (int64), float32."""
+        rows, size = scores.shape
+        found = torch.empty(rows, dtype=torch.float32)
+        pointers = (found.data_ptr(), scores.data_ptr(), places.data_ptr())
+        self._probabilities(*pointers, rows, scores.stride(0), size)
+        return found
 
 
 def _function(function: ctypes._NamedFuncPointer, arguments: Sequence[type]) -> ctypes._NamedFuncPointer:

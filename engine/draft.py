@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from engine.description import EngineDescription
+from engine.logits_scan import LogitsScan
 from engine.packing import make_room, rolled_back_on_error, split_by_rows
 from engine.pages import PagePool
 from engine.runner import ModelRunner, PackedSequence
@@ -33,12 +34,14 @@ class DraftEngine:
         description: EngineDescription,
         runner: ModelRunner,
         pool: PagePool,
+        scan: LogitsScan,
         token_ids: Tensor | None = None,
         lookup_match: int | None = None,
     ) -> None:
         self.description = description
         self.pool = pool
         self._runner = runner
+        self._scan = scan
         self._token_ids = token_ids
         self._lookup_match = lookup_match
 
@@ -100,8 +103,8 @@ class DraftEngine:
             started = time.perf_counter()
             contexts = [_context(rows[index], outcomes[index]) for index in choosing]
             logits = result.logits[:, : self.description.vocabulary_size]
-            chosen = choose_tokens(logits, contexts, token_ids=self._token_ids)
-            probabilities = probabilities_of(logits, chosen, self._token_ids)
+            chosen = choose_tokens(logits, contexts, token_ids=self._token_ids, scan=self._scan)
+            probabilities = probabilities_of(logits, chosen, self._token_ids, self._scan)
             for index, token, probability in zip(choosing, chosen, probabilities, strict=True):
                 _record(outcomes[index], token, probability)
             timings.sample += time.perf_counter() - started

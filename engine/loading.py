@@ -20,6 +20,7 @@ from engine.errors import UnsupportedModelError
 from engine.exactness import ExactShapes, calibrate, candidate_row_counts
 from engine.kernel_attention import KernelBackend
 from engine.loaded_model import KvShape, LoadedModel
+from engine.logits_scan import LogitsScan
 from engine.model_source import Progress, fetch_model, resolve_model
 from engine.paged_kv import PagedKvStore
 from engine.pages import PagePool, PageTable
@@ -52,7 +53,8 @@ def load_target_engine(settings: EngineSettings, progress: Progress) -> TargetEn
     description, runner, pool = _assemble(loaded, settings, shapes)
     progress("warming up", None)
     _warm_up(description, runner, pool)
-    return TargetEngine(description, runner, pool, PagedKvStore(runner.kv, settings.model, numerics))
+    kv_store = PagedKvStore(runner.kv, settings.model, numerics)
+    return TargetEngine(description, runner, pool, kv_store, LogitsScan(loaded.kernels))
 
 
 def load_draft_engine(settings: EngineSettings, progress: Progress) -> DraftEngine:
@@ -68,7 +70,7 @@ def load_draft_engine(settings: EngineSettings, progress: Progress) -> DraftEngi
     description, runner, pool = _assemble(loaded, settings, None)
     progress("warming up", None)
     _warm_up(description, runner, pool)
-    return DraftEngine(description, runner, pool, token_ids, settings.lookup_match)
+    return DraftEngine(description, runner, pool, LogitsScan(loaded.kernels), token_ids, settings.lookup_match)
 
 
 def use_threads(count: int) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from engine.logits_scan import LogitsScan
 from engine.logits_shaping import change_scores, changes_scores, deficits, filters_tokens, kept_tokens
 from engine.noise import gumbel, noise_bits, row_key
 from scheduler.sampling import SamplingParameters
@@ -23,6 +24,7 @@ _CPU_BLOCK_ELEMENTS = 65536
 # Above the largest -log(1 - t) / t that 32 bits of noise give (22.874), by far more than float32 errs.
 _RACE_MARGIN = 24.0
 _NO_TOKEN = 2**62
+_BY_TORCH = LogitsScan()
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,7 @@ def choose_tokens(
     rows: Sequence[ChoiceContext],
     vocabulary_size: int | None = None,
     token_ids: Tensor | None = None,
+    scan: LogitsScan = _BY_TORCH,
 ) -> list[int | None]:
     """The next token of each row of `logits` [R, V]; None for a row that holds NaN or +inf, or nothing but -inf.
 
@@ -77,15 +80,15 @@ def choose_tokens(
     changed = [i for i, row in enumerate(rows) if row.sampling.greedy and changes_scores(row.sampling)]
     drawn = [i for i, row in enumerate(rows) if not row.sampling.greedy]
     if len(as_they_are) == len(rows):
-        columns, largest = _first_largest(logits)
+        columns, largest = scan.first_largest(logits)
         chosen = _ids(columns, token_ids)
     elif as_they_are:
         index = _tensor(as_they_are, logits)
-        columns, largest[index] = _first_largest(logits[index])
+        columns, largest[index] = scan.first_largest(logits[index])
         chosen[index] = _ids(columns, token_ids)
     for block in _blocks(changed, logits):
         index = _tensor(block, logits)
-        columns, largest[index] = _first_largest(_scores(logits, index, [rows[i] for i in block], token_ids))
+        columns, largest[index] = scan.first_largest(_scores(logits, index, [rows[i] for i in block], token_ids))
         chosen[index] = _ids(columns, token_ids)
     if drawn:
         keys = _tensor([0 if row.sampling.greedy else row_key(row.sampling.seed, row.position) for row in rows], logits)
@@ -96,12 +99,13 @@ def choose_tokens(
 
 
 @torch.no_grad()
-def probabilities_of(logits: Tensor, chosen: Sequence[int | None], token_ids: Tensor | None = None) -> list[float]:
+def probabilities_of(
+    logits: Tensor, chosen: Sequence[int | None], token_ids: Tensor | None = None, scan: LogitsScan = _BY_TORCH
+) -> list[float]:
     """Softmax probability of each row's token in `logits` [R, V], 0 for None; `token_ids` as in `choose_tokens`."""
     tokens = _tensor([0 if token is None else token for token in chosen], logits)
     columns = tokens if token_ids is None else torch.searchsorted(token_ids, tokens).clamp(max=logits.shape[1] - 1)
-    scores = logits.to(torch.float32)
-    found = torch.exp(scores.gather(1, columns[:, None])[:, 0] - torch.logsumexp(scores, 1)).tolist()
+    found = scan.probabilities(logits, columns).tolist()
     return [0.0 if token is None else probability for token, probability in zip(chosen, found, strict=True)]
 
 
@@ -162,24 +166,6 @@ def _winners(candidates: Sequence[_Candidates], keys: Tensor) -> Tensor:
     best = torch.full(keys.shape, -torch.inf, device=keys.device).scatter_reduce(0, rows, scores, "amax")
     tied = torch.where(scores == best[rows], token_ids, _NO_TOKEN)
     return torch.full_like(keys, _NO_TOKEN).scatter_reduce(0, rows, tied, "amin")
-
-
-def _first_largest(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Column and value of the first largest score of each row [R, V]; a row with NaN has the value NaN.
-
-    Looks for the bucket first: maxima without their place are many times faster on a CPU.
-    """
-    vocabulary_size = scores.shape[1]
-    whole = vocabulary_size // _BUCKET
-    if whole == 0:
-        return scores.argmax(1), scores.amax(1).to(torch.float32)
-    maxima = scores[:, : whole * _BUCKET].unflatten(1, (whole, _BUCKET)).amax(2)
-    if vocabulary_size % _BUCKET:
-        maxima = torch.cat([maxima, scores[:, whole * _BUCKET :].amax(1, keepdim=True)], 1)
-    # The last bucket is moved left to be whole: had a maximum been in what it now shares, the one before would lead.
-    start = (maxima.argmax(1, keepdim=True) * _BUCKET).clamp(max=vocabulary_size - _BUCKET)
-    lanes = start + torch.arange(_BUCKET, device=scores.device)
-    return start[:, 0] + scores.gather(1, lanes).argmax(1), maxima.amax(1).to(torch.float32)
 
 
 def _scores(logits: Tensor, index: Tensor, rows: Sequence[ChoiceContext], token_ids: Tensor | None) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 
 from engine.description import EngineDescription
 from engine.kv_store import KvStore
+from engine.logits_scan import LogitsScan
 from engine.packing import make_room, rolled_back_on_error, split_by_rows
 from engine.pages import PagePool
 from engine.runner import ModelRunner, PackedSequence, PassResult
@@ -23,11 +24,19 @@ _NOT_A_NUMBER = "the target's logits are not finite"
 class TargetEngine:
     """Verifies rows in packed passes; see `VerifyRow` and `RowOutcome` for what goes in and comes out."""
 
-    def __init__(self, description: EngineDescription, runner: ModelRunner, pool: PagePool, kv_store: KvStore) -> None:
+    def __init__(
+        self,
+        description: EngineDescription,
+        runner: ModelRunner,
+        pool: PagePool,
+        kv_store: KvStore,
+        scan: LogitsScan,
+    ) -> None:
         self.description = description
         self.pool = pool
         self.kv_store = kv_store
         self._runner = runner
+        self._scan = scan
 
     def step(self, rows: Sequence[VerifyRow]) -> StepOutcome:
         """One step, in as many passes as `max_packed_rows` asks for.
@@ -55,7 +64,7 @@ class TargetEngine:
     def _choose(self, rows: Sequence[VerifyRow], result: PassResult) -> Iterator[RowOutcome]:
         logits = result.logits[:, : self.description.vocabulary_size]
         contexts = [context for row in rows if row.choose for context in _contexts(row)]
-        chosen = choose_tokens(logits, contexts) if contexts else []
+        chosen = choose_tokens(logits, contexts, scan=self._scan) if contexts else []
         first = 0
         for row in rows:
             if not row.choose:

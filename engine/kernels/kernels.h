@@ -28,6 +28,12 @@ void spool_rotate_write(bf16 *queries, bf16 *pool, const bf16 *qkv, const float 
     const int64_t *slots, const bf16 *query_norm, const bf16 *key_norm, float epsilon, ptrdiff_t rows,
     ptrdiff_t query_heads, ptrdiff_t kv_heads, ptrdiff_t head_dim, ptrdiff_t page_size, ptrdiff_t pages);
 
+void spool_first_largest(
+    int64_t *places, float *values, const bf16 *scores, ptrdiff_t rows, ptrdiff_t stride, ptrdiff_t size);
+
+void spool_probabilities(
+    float *to, const bf16 *scores, const int64_t *places, ptrdiff_t rows, ptrdiff_t stride, ptrdiff_t size);
+
 int spool_attend(bf16 *to, const bf16 *queries, bf16 *pool, const int64_t *pages, const Block *blocks,
     ptrdiff_t block_count, ptrdiff_t most_rows, ptrdiff_t longest, float scaling, ptrdiff_t query_heads,
     ptrdiff_t kv_heads, ptrdiff_t head_dim, ptrdiff_t page_size, ptrdiff_t page_count);

@@ -38,6 +38,20 @@ INLINE f32v load_bf16(const bf16 *from) {
     return (f32v)(__builtin_convertvector(x, u32v) << 16);
 }
 
+INLINE float to_float(bf16 x) {
+    uint32_t bits = (uint32_t)x << 16;
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+// Of a number that is one of bfloat16's.
+INLINE bf16 to_bf16(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return (bf16)(bits >> 16);
+}
+
 // To nearest, ties to even; NaN stays NaN.
 INLINE void store_bf16(bf16 *to, f32v value) {
     u32v bits = (u32v)value;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -245,3 +246,48 @@ def test_kernels_are_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
         assert loaded is not None
         assert loaded.identity == kernels.identity
     assert words == ["compiling CPU kernels"]
+
+
+def scores_like(case: str, rows: int, size: int) -> torch.Tensor:
+    """Rows of logits cut out of wider ones, as padded vocabularies are."""
+    scores = rounded(rows, size + 9)[:, :size]
+    if case == "ties":
+        scores = (scores * 2).round()
+    elif case == "negative":
+        scores = -scores.abs() - 1
+    elif case == "excluded":
+        scores[:, : size // 2 + 1] = -torch.inf
+    return scores
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("case", ["plain", "ties", "negative", "excluded"])
+@pytest.mark.parametrize(("rows", "size"), [(1, 3), (5, 130), (3, 1000), (4, 49152)])
+def test_scan_of_logits(kernels: CpuKernels, case: str, rows: int, size: int) -> None:
+    scores = scores_like(case, rows, size)
+    places, values = kernels.first_largest(scores)
+    lists = scores.tolist()
+    assert values.tolist() == [max(row) for row in lists]
+    assert places.tolist() == [row.index(max(row)) for row in lists]
+    wanted = torch.tensor([index % size for index in range(7, 7 + rows)])
+    exact = torch.softmax(scores.double(), 1).gather(1, wanted[:, None])[:, 0]
+    torch.testing.assert_close(kernels.probabilities(scores, wanted).double(), exact, rtol=1e-5, atol=1e-12)
+
+
+@pytest.mark.parametrize("place", [0, 77, 999])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_scan_sees_what_is_no_number(kernels: CpuKernels, place: int, sign: float) -> None:
+    scores = rounded(3, 1000)
+    scores[1, place] = math.copysign(math.nan, sign)
+    values = kernels.first_largest(scores)[1].tolist()
+    assert math.isnan(values[1])
+    assert [values[0], values[2]] == [max(scores[0].tolist()), max(scores[2].tolist())]
+    scores[1, place] = sign * torch.inf
+    assert math.isinf(kernels.first_largest(scores)[1].tolist()[1]) is (sign > 0)
+
+
+def test_scan_takes_both_zeros_for_one(kernels: CpuKernels) -> None:
+    scores = torch.full((2, 100), -1.0, dtype=torch.bfloat16)
+    scores[0, 40], scores[0, 70] = -0.0, 0.0
+    scores[1, 40], scores[1, 70] = 0.0, -0.0
+    assert kernels.first_largest(scores)[0].tolist() == [40, 40]
