@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import isfinite
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ _NO_TOKEN = 2**62
 _BY_TORCH = LogitsScan()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class ChoiceContext:
     """What the choice of one token depends on besides the logits.
 
@@ -94,8 +95,9 @@ def choose_tokens(
         keys = _tensor([0 if row.sampling.greedy else row_key(row.sampling.seed, row.position) for row in rows], logits)
         candidates = list(_candidates(logits, rows, drawn, keys, largest, token_ids))
         chosen[_tensor(drawn, logits)] = _winners(candidates, keys)[_tensor(drawn, logits)]
-    finite = torch.isfinite(largest).tolist()
-    return [token if whole else None for token, whole in zip(chosen.tolist(), finite, strict=True)]
+    return [
+        token if isfinite(value) else None for token, value in zip(chosen.tolist(), largest.tolist(), strict=True)
+    ]
 
 
 @torch.no_grad()
