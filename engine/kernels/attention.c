@@ -3,8 +3,12 @@
 #include "kernels.h"
 #include "pages.h"
 
-// Runs of LANES positions from one that is computed to the one that is asked for meanwhile.
+// Runs of LANES positions from one whose keys are computed with to the one whose keys are asked for meanwhile.
 #define AHEAD 2
+// Runs whose scores are computed at once: the chains of one would wait for each other.
+#define RUNS 2
+// Queries whose outputs are summed up at once.
+#define MOST_WEIGHED 4
 
 // Swaps the off-diagonal blocks of `step` lanes in a pair of rows: one stage of a transposition.
 #define SWAP_BLOCKS(step)                                                                                              \
@@ -16,8 +20,8 @@
             rows[i + step] = __builtin_shuffle(low, high, (u32v)(lane + (upper & LANES) + (~upper & step)));           \
         }
 
-// Keys [LANES, head_dim] to float32 [head_dim, LANES]; in pairs, of which two fit a lane.
-INLINE void transpose(float *to, const bf16 *keys, ptrdiff_t head_dim) {
+// Keys [LANES, head_dim] to pairs of dimensions [head_dim / 2, LANES].
+INLINE void transpose(u32v *to, const bf16 *keys, ptrdiff_t head_dim) {
     const i32v lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
     for (ptrdiff_t first = 0; first < head_dim; first += 2 * LANES) {
         u32v rows[LANES];
@@ -32,66 +36,45 @@ INLINE void transpose(float *to, const bf16 *keys, ptrdiff_t head_dim) {
 #pragma GCC unroll 16
         SWAP_BLOCKS(1)
 #pragma GCC unroll 16
-        for (int i = 0; i < LANES; i++) {
-            store(to + (first + 2 * i) * LANES, (f32v)(rows[i] << 16));
-            store(to + (first + 2 * i + 1) * LANES, (f32v)(rows[i] & 0xffff0000));
-        }
+        for (int i = 0; i < LANES; i++) to[first / 2 + i] = rows[i];
     }
 }
 
-// Scores of `count` queries over LANES keys, each one chain of fused additions in the order of dimensions.
-INLINE void score_block(
-    int count, float *scores, ptrdiff_t stride, const float *queries, const float *keys, ptrdiff_t head_dim) {
-    f32v sums[6];
+// Scores of `count` queries over `runs` times LANES keys, each one chain of sums in the order of dimensions, two at a
+// time.
+INLINE void score_block(int count, int runs, float *scores, ptrdiff_t stride, const bf16 *queries, const u32v *keys,
+    float scaling, ptrdiff_t head_dim) {
+    f32v sums[6][RUNS];
 #pragma GCC unroll 6
-    for (int query = 0; query < count; query++) sums[query] = splat(0.0f);
-    for (ptrdiff_t i = 0; i < head_dim; i++) {
-        f32v key = load(keys + i * LANES);
+    for (int query = 0; query < count; query++)
+#pragma GCC unroll 2
+        for (int run = 0; run < runs; run++) sums[query][run] = splat(0.0f);
+    for (ptrdiff_t pair = 0; pair < head_dim / 2; pair++) {
 #pragma GCC unroll 6
-        for (int query = 0; query < count; query++) sums[query] = sums[query] + key * queries[query * head_dim + i];
-    }
-#pragma GCC unroll 6
-    for (int query = 0; query < count; query++) store(scores + query * stride, sums[query]);
-}
-
-// Adds `positions` values [positions, head_dim], by their weights, to the outputs of `count` queries, in their order.
-INLINE void value_block(int count, float *outputs, const float *weights, ptrdiff_t stride, const float *values,
-    ptrdiff_t positions, ptrdiff_t head_dim) {
-    for (ptrdiff_t first = 0; first < head_dim; first += 4 * LANES) {
-        int parts = head_dim - first >= 4 * LANES ? 4 : (int)((head_dim - first) / LANES);
-        if (parts == 4) {
-            f32v sums[3][4];
-#pragma GCC unroll 3
-            for (int query = 0; query < count; query++)
-#pragma GCC unroll 4
-                for (int part = 0; part < 4; part++)
-                    sums[query][part] = load(outputs + query * head_dim + first + part * LANES);
-            for (ptrdiff_t position = 0; position < positions; position++) {
-                const float *value = values + position * head_dim + first;
-#pragma GCC unroll 3
-                for (int query = 0; query < count; query++)
-#pragma GCC unroll 4
-                    for (int part = 0; part < 4; part++)
-                        sums[query][part] =
-                            sums[query][part] + load(value + part * LANES) * weights[query * stride + position];
-            }
-#pragma GCC unroll 3
-            for (int query = 0; query < count; query++)
-#pragma GCC unroll 4
-                for (int part = 0; part < 4; part++)
-                    store(outputs + query * head_dim + first + part * LANES, sums[query][part]);
-        } else {
-            for (int query = 0; query < count; query++)
-                for (int part = 0; part < parts; part++) {
-                    float *output = outputs + query * head_dim + first + part * LANES;
-                    f32v total = load(output);
-                    for (ptrdiff_t position = 0; position < positions; position++)
-                        total = total + load(values + position * head_dim + first + part * LANES) *
-                                            weights[query * stride + position];
-                    store(output, total);
-                }
+        for (int query = 0; query < count; query++) {
+            uint32_t by;
+            memcpy(&by, queries + query * head_dim + 2 * pair, sizeof by);
+#pragma GCC unroll 2
+            for (int run = 0; run < runs; run++)
+                sums[query][run] = add_products(sums[query][run], keys[run * head_dim / 2 + pair], by - (u32v){});
         }
     }
+#pragma GCC unroll 6
+    for (int query = 0; query < count; query++)
+#pragma GCC unroll 2
+        for (int run = 0; run < runs; run++) store(scores + query * stride + run * LANES, sums[query][run] * scaling);
+}
+
+// The same for any number of queries.
+INLINE void score_queries(int runs, float *scores, ptrdiff_t stride, const bf16 *queries, ptrdiff_t count,
+    const u32v *keys, float scaling, ptrdiff_t head_dim) {
+    ptrdiff_t query = 0;
+    for (; query + 6 <= count; query += 6)
+        score_block(6, runs, scores + query * stride, stride, queries + query * head_dim, keys, scaling, head_dim);
+    for (; query + 3 <= count; query += 3)
+        score_block(3, runs, scores + query * stride, stride, queries + query * head_dim, keys, scaling, head_dim);
+    for (; query < count; query++)
+        score_block(1, runs, scores + query * stride, stride, queries + query * head_dim, keys, scaling, head_dim);
 }
 
 INLINE void softmax(float *scores, ptrdiff_t seen) {
@@ -113,7 +96,7 @@ INLINE void softmax(float *scores, ptrdiff_t seen) {
     for (ptrdiff_t i = 0; i < whole; i += LANES) store(scores + i, load(scores + i) * share);
 }
 
-// The next keys or values lie on another page, which no hardware foresees.
+// What comes next lies on another page, which no hardware foresees.
 INLINE void fetch_ahead(const bf16 *from, ptrdiff_t size) {
     for (ptrdiff_t i = 0; i < size; i += 32) __builtin_prefetch(from + i);
 }
@@ -125,61 +108,90 @@ INLINE const bf16 *run_of(
            position % heads->page_size * heads->head_dim;
 }
 
-// Attention of one KV head's queries in a block. Scratch: queries and outputs [rows * group, head_dim], keys
-// [head_dim, LANES] or values [LANES, head_dim], scores [rows * group, stride].
+// Of `count` queries that see the same positions, `parts` times LANES dimensions from `first` on of what their weights
+// make of the values: each one chain of sums in the order of positions.
+INLINE void weigh(int count, int parts, bf16 *to, const float *weights, ptrdiff_t stride, ptrdiff_t seen, bf16 *pool,
+    const int64_t *listed, ptrdiff_t kv_head, ptrdiff_t first, const Heads *heads) {
+    f32v sums[MOST_WEIGHED][4];
+#pragma GCC unroll 4
+    for (int query = 0; query < count; query++)
+#pragma GCC unroll 4
+        for (int part = 0; part < parts; part++) sums[query][part] = splat(0.0f);
+    for (ptrdiff_t run = 0; run < seen; run += LANES) {
+        const bf16 *values = run_of(pool, heads, 1, listed, run, kv_head) + first;
+        ptrdiff_t end = seen - run < LANES ? seen : run + LANES;
+        for (ptrdiff_t position = run; position < end; position++, values += heads->head_dim) {
+            f32v value[4];
+#pragma GCC unroll 4
+            for (int part = 0; part < parts; part++) value[part] = load_bf16(values + part * LANES);
+#pragma GCC unroll 4
+            for (int query = 0; query < count; query++)
+#pragma GCC unroll 4
+                for (int part = 0; part < parts; part++)
+                    sums[query][part] = sums[query][part] + value[part] * weights[query * stride + position];
+        }
+    }
+#pragma GCC unroll 4
+    for (int query = 0; query < count; query++)
+#pragma GCC unroll 4
+        for (int part = 0; part < parts; part++)
+            store_bf16(to + query * heads->head_dim + first + part * LANES, sums[query][part]);
+}
+
+// All dimensions of up to MOST_WEIGHED queries.
+INLINE void weigh_queries(int count, bf16 *to, const float *weights, ptrdiff_t stride, ptrdiff_t seen, bf16 *pool,
+    const int64_t *listed, ptrdiff_t kv_head, const Heads *heads) {
+    ptrdiff_t first = 0;
+    for (; first + 4 * LANES <= heads->head_dim; first += 4 * LANES)
+        weigh(count, 4, to, weights, stride, seen, pool, listed, kv_head, first, heads);
+    for (; first < heads->head_dim; first += 2 * LANES)
+        weigh(count, 2, to, weights, stride, seen, pool, listed, kv_head, first, heads);
+}
+
+// Attention of one KV head's queries in a block. Scratch: RUNS runs of keys [head_dim / 2, LANES], scores
+// [rows * group, stride], queries [rows * group, head_dim].
 static void attend_block(bf16 *to, const bf16 *queries, bf16 *pool, const int64_t *pages, const Block *block,
-    ptrdiff_t kv_head, float scaling, float *scratch, ptrdiff_t stride, const Heads *heads) {
+    ptrdiff_t kv_head, float scaling, void *scratch, ptrdiff_t stride, const Heads *heads) {
     ptrdiff_t head_dim = heads->head_dim, group = heads->query_heads / heads->kv_heads;
     ptrdiff_t count = block->rows * group, last = block->start + block->rows;
     const int64_t *listed = pages + block->first_page;
-    float *rows = scratch, *outputs = rows + count * head_dim, *page = outputs + count * head_dim;
-    float *scores = page + LANES * head_dim;
-    for (ptrdiff_t query = 0; query < count; query++) {
-        ptrdiff_t row = block->first_row + query / group, head = kv_head * group + query % group;
-        for (ptrdiff_t i = 0; i < head_dim; i += LANES)
-            store(rows + query * head_dim + i,
-                load_bf16(queries + (row * heads->query_heads + head) * head_dim + i) * scaling);
-    }
-    for (ptrdiff_t position = 0; position < last; position += LANES) {
-        ptrdiff_t ahead = position + AHEAD * LANES;
-        if (ahead < last)
-            fetch_ahead(run_of(pool, heads, 0, listed, ahead, kv_head), LANES * head_dim);
-        transpose(page, run_of(pool, heads, 0, listed, position, kv_head), head_dim);
-        ptrdiff_t query = position > block->start ? (position - block->start) * group : 0;
-        for (; query + 6 <= count; query += 6)
-            score_block(6, scores + query * stride + position, stride, rows + query * head_dim, page, head_dim);
-        for (; query + 3 <= count; query += 3)
-            score_block(3, scores + query * stride + position, stride, rows + query * head_dim, page, head_dim);
-        for (; query < count; query++)
-            score_block(1, scores + query * stride + position, stride, rows + query * head_dim, page, head_dim);
+    u32v *keys = scratch;
+    float *scores = (float *)(keys + RUNS * head_dim / 2);
+    bf16 *rows = (bf16 *)(scores + count * stride);
+    for (ptrdiff_t row = 0; row < block->rows; row++)
+        memcpy(rows + row * group * head_dim,
+            queries + ((block->first_row + row) * heads->query_heads + kv_head * group) * head_dim,
+            group * head_dim * sizeof *rows);
+    for (ptrdiff_t position = 0; position < last; position += RUNS * LANES) {
+        int runs = last - position > LANES ? RUNS : 1;
+        for (int run = 0; run < runs; run++) {
+            ptrdiff_t here = position + run * LANES, ahead = here + AHEAD * LANES;
+            if (ahead < last) fetch_ahead(run_of(pool, heads, 0, listed, ahead, kv_head), LANES * head_dim);
+            // Values come while there is something to compute: their turn has little of that.
+            fetch_ahead(run_of(pool, heads, 1, listed, here, kv_head), LANES * head_dim);
+            transpose(keys + run * head_dim / 2, run_of(pool, heads, 0, listed, here, kv_head), head_dim);
+        }
+        ptrdiff_t first = position > block->start ? (position - block->start) * group : 0;
+        float *from = scores + first * stride + position;
+        if (runs == RUNS)
+            score_queries(RUNS, from, stride, rows + first * head_dim, count - first, keys, scaling, head_dim);
+        else
+            score_queries(1, from, stride, rows + first * head_dim, count - first, keys, scaling, head_dim);
     }
     for (ptrdiff_t query = 0; query < count; query++)
         softmax(scores + query * stride, block->start + query / group + 1);
-    memset(outputs, 0, count * head_dim * sizeof *outputs);
-    for (ptrdiff_t position = 0; position < last; position += LANES) {
-        ptrdiff_t ahead = position + AHEAD * LANES;
-        if (ahead < last)
-            fetch_ahead(run_of(pool, heads, 1, listed, ahead, kv_head), LANES * head_dim);
-        const bf16 *values = run_of(pool, heads, 1, listed, position, kv_head);
-        ptrdiff_t held = last - position < LANES ? last - position : LANES;
-        for (ptrdiff_t i = 0; i < held * head_dim; i += LANES) store(page + i, load_bf16(values + i));
-        ptrdiff_t query = position > block->start ? (position - block->start) * group : 0;
-        // Rows that do not see all of these positions, one by one: what they do not see may be no number.
-        for (; query < count && block->start + query / group + 1 < position + LANES; query++)
-            value_block(1, outputs + query * head_dim, scores + query * stride + position, stride, page,
-                block->start + query / group + 1 - position, head_dim);
-        for (; query + 3 <= count; query += 3)
-            value_block(
-                3, outputs + query * head_dim, scores + query * stride + position, stride, page, LANES, head_dim);
-        for (; query < count; query++)
-            value_block(
-                1, outputs + query * head_dim, scores + query * stride + position, stride, page, LANES, head_dim);
-    }
-    for (ptrdiff_t query = 0; query < count; query++) {
-        ptrdiff_t row = block->first_row + query / group, head = kv_head * group + query % group;
-        for (ptrdiff_t i = 0; i < head_dim; i += LANES)
-            store_bf16(to + (row * heads->query_heads + head) * head_dim + i, load(outputs + query * head_dim + i));
-    }
+    for (ptrdiff_t row = 0; row < block->rows; row++)
+        for (ptrdiff_t done = 0; done < group; done += MOST_WEIGHED) {
+            bf16 *of = to + ((block->first_row + row) * heads->query_heads + kv_head * group + done) * head_dim;
+            const float *weights = scores + (row * group + done) * stride;
+            ptrdiff_t seen = block->start + row + 1;
+            switch (group - done) {
+            case 1: weigh_queries(1, of, weights, stride, seen, pool, listed, kv_head, heads); break;
+            case 2: weigh_queries(2, of, weights, stride, seen, pool, listed, kv_head, heads); break;
+            case 3: weigh_queries(3, of, weights, stride, seen, pool, listed, kv_head, heads); break;
+            default: weigh_queries(4, of, weights, stride, seen, pool, listed, kv_head, heads);
+            }
+        }
 }
 
 // Causal attention of queries [rows, query_heads, head_dim] over pages; to the same shape. No block has more than
@@ -190,11 +202,11 @@ int spool_attend(bf16 *to, const bf16 *queries, bf16 *pool, const int64_t *pages
     const Heads shape = {query_heads, kv_heads, head_dim, page_size, page_count}, *heads = &shape;
     ptrdiff_t stride = (longest + LANES - 1) / LANES * LANES;
     ptrdiff_t count = most_rows * (query_heads / kv_heads), tasks = block_count * kv_heads;
-    size_t bytes = (2 * count * head_dim + LANES * head_dim + count * stride) * sizeof(float);
+    size_t bytes = RUNS * head_dim / 2 * sizeof(u32v) + count * stride * sizeof(float) + count * head_dim * sizeof(bf16);
     int failed = 0;
 #pragma omp parallel reduction(| : failed) if (tasks > 1)
     {
-        float *scratch = aligned_alloc(64, (bytes + 63) / 64 * 64);
+        void *scratch = aligned_alloc(64, (bytes + 63) / 64 * 64);
         failed = !scratch;
 #pragma omp for schedule(dynamic, 1)
         for (ptrdiff_t task = 0; task < tasks; task++)

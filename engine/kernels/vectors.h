@@ -13,6 +13,10 @@
 #include <stdlib.h>
 #include <string.h>
 
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
+
 #define LANES 16
 #define INLINE static inline __attribute__((always_inline))
 
@@ -63,6 +67,16 @@ INLINE void store_bf16(bf16 *to, f32v value) {
 
 INLINE f32v choose(i32v condition, f32v yes, f32v no) {
     return (f32v)((condition & (i32v)yes) | (~condition & (i32v)no));
+}
+
+// Adds to each lane the products of a pair of bfloat16 numbers by another.
+INLINE f32v add_products(f32v sum, u32v pairs, u32v by) {
+#ifdef __AVX512BF16__
+    return (f32v)_mm512_dpbf16_ps((__m512)sum, (__m512bh)pairs, (__m512bh)by);
+#else
+    sum = sum + (f32v)(pairs & 0xffff0000) * (f32v)(by & 0xffff0000);
+    return sum + (f32v)(pairs << 16) * (f32v)(by << 16);
+#endif
 }
 
 INLINE float sum(f32v x) {
