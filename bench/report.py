@@ -19,7 +19,14 @@ from bench import plots
 from bench.gpu import page as gpu_page
 from bench.gpu.results import KIND as GPU
 from bench.record import RESULTS
-from bench.step_page import STEP_HEADINGS, step_columns, wire_sentence
+from bench.step_page import (
+    PRICE_HEADINGS,
+    STEP_HEADINGS,
+    price_columns,
+    price_sentence,
+    step_columns,
+    wire_sentence,
+)
 from deploy.bench_grid import System
 from deploy.bench_serve import load_columns
 from deploy.bench_tables import category_columns, cell_columns
@@ -93,13 +100,16 @@ class Report:
         memory = {name: content for name, content in recorded.items() if name.startswith("memory")}
         drafts = {name: content for name, content in recorded.items() if name.startswith("draft")}
         steps = {name: content for name, content in recorded.items() if name.startswith("step_parts")}
+        prices = {name: content for name, content in recorded.items() if name.startswith("exact_steps")}
         self._section("Decoding", offline, self._offline)
         self._section("Large pairs on one device", gpu, self._gpu)
         self._section("Serving", serve, self._serve)
         self._section("Where a step's time goes", steps, self._steps)
+        self._section("What exact mode costs", prices, self._prices)
         self._section("Memory", memory, self._memory)
         self._section("Drafts", drafts, self._draft)
-        self._others({name: content for name, content in recorded.items() if name not in memory | drafts | steps})
+        shown = memory | drafts | steps | prices
+        self._others({name: content for name, content in recorded.items() if name not in shown})
         self._not_measured(offline, serve, memory, gpu)
         page = self._docs / "performance.md"
         page.write_text("\n".join(self._lines).rstrip() + "\n", encoding="utf-8")
@@ -173,6 +183,11 @@ class Report:
         result = content["result"]
         self._say(wire_sentence(result))
         self._table(STEP_HEADINGS, [step_columns(step) for step in result["steps"]])
+
+    def _prices(self, _name: str, content: dict[str, Any]) -> None:
+        result = content["result"]
+        self._say(price_sentence(result))
+        self._table(PRICE_HEADINGS, [price_columns(step) for step in result["steps"]])
 
     def _memory(self, _name: str, content: dict[str, Any]) -> None:
         result = content["result"]

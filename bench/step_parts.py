@@ -38,7 +38,7 @@ from services.launcher import WorkerLaunch, WorkerLauncher
 from services.wire import step_to_wire
 
 _LENGTHS = (60, 100, 150, 200, 250, 300, 350, 400)
-_SHAPES = ((1, 1), (1, 5), (8, 1), (8, 3), (8, 5), (16, 1))
+SHAPES = ((1, 1), (1, 5), (8, 1), (8, 3), (8, 5), (16, 1))
 _PASSES = 15
 _WIRE_STEPS = 300
 _PARTS = {
@@ -219,7 +219,7 @@ def main() -> int:
     settings = EngineSettings(arguments.target, dtype=arguments.dtype, threads=arguments.threads, kv_pages=1024)
     engine = load_target_engine(settings, lambda message, _: print(message, file=sys.stderr))
     steps = []
-    for sequences, rows in _SHAPES:
+    for sequences, rows in SHAPES:
         steps.append(parts_of(engine, sequences, rows))
         print(f"{sequences} x {rows} rows: {steps[-1]['step']:.1f} ms", file=sys.stderr)
     wire = asyncio.run(wire_ms(8, 2))

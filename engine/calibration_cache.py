@@ -22,7 +22,7 @@ from engine.processor import processor_name
 from engine.settings import EngineSettings
 
 # Raised when calibration itself changes, so that older results are not believed.
-_CALIBRATION_RECIPE = 8
+_CALIBRATION_RECIPE = 9
 
 
 def calibration_file(model: PreTrainedModel, settings: EngineSettings, kernels: CpuKernels | None) -> Path:

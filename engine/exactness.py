@@ -102,16 +102,18 @@ def calibrate(
 
 
 def candidate_row_counts(max_packed_rows: int) -> tuple[int, ...]:
-    """Few, close together where they are small. 1 is left out: for a single row, kernels of their own are common."""
-    counts = [*range(2, 8), *range(8, 48, 2), *range(48, 96, 8), *range(96, max_packed_rows + 16, 16)]
+    """Few, close together where they are small."""
+    counts = [*range(1, 8), *range(8, 48, 2), *range(48, 96, 8), *range(96, max_packed_rows + 16, 16)]
     return tuple(sorted({min(count, max_packed_rows) for count in counts}))
 
 
 def _thinned(row_counts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    """All of them, then fewer: what is between the linear layers can ask for multiples, of a vector's length say."""
+    """All of them, then fewer: what is between the linear layers can have operations of its own for a single row, or
+    ask for multiples, of a vector's length say."""
     seen = set()
-    for multiple in (1, 2, 4, 8):
-        members = tuple(count for count in row_counts if count % multiple == 0)
+    several = tuple(count for count in row_counts if count > 1)
+    multiples = (tuple(count for count in several if count % multiple == 0) for multiple in (1, 2, 4, 8))
+    for members in (row_counts, *multiples):
         if members and members not in seen:
             seen.add(members)
             yield members

@@ -142,7 +142,7 @@ def _assemble(
     pool = PagePool(pages, settings.page_size)
     exact_row_counts = shapes.row_counts if shapes else ()
     # Few in any case: libraries keep a kernel, and its memory, for every row count they met.
-    row_counts = exact_row_counts or (1, *candidate_row_counts(settings.max_packed_rows))
+    row_counts = exact_row_counts or candidate_row_counts(settings.max_packed_rows)
     threads = torch.get_num_threads()
     threads_alone = settings.threads_alone or threads
     if shapes and threads_alone not in shapes.thread_counts:

@@ -95,9 +95,7 @@ def choose_tokens(
         keys = _tensor([0 if row.sampling.greedy else row_key(row.sampling.seed, row.position) for row in rows], logits)
         candidates = list(_candidates(logits, rows, drawn, keys, largest, token_ids))
         chosen[_tensor(drawn, logits)] = _winners(candidates, keys)[_tensor(drawn, logits)]
-    return [
-        token if isfinite(value) else None for token, value in zip(chosen.tolist(), largest.tolist(), strict=True)
-    ]
+    return [token if isfinite(value) else None for token, value in zip(chosen.tolist(), largest.tolist(), strict=True)]
 
 
 @torch.no_grad()

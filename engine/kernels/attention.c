@@ -202,7 +202,8 @@ int spool_attend(bf16 *to, const bf16 *queries, bf16 *pool, const int64_t *pages
     const Heads shape = {query_heads, kv_heads, head_dim, page_size, page_count}, *heads = &shape;
     ptrdiff_t stride = (longest + LANES - 1) / LANES * LANES;
     ptrdiff_t count = most_rows * (query_heads / kv_heads), tasks = block_count * kv_heads;
-    size_t bytes = RUNS * head_dim / 2 * sizeof(u32v) + count * stride * sizeof(float) + count * head_dim * sizeof(bf16);
+    size_t bytes =
+        RUNS * head_dim / 2 * sizeof(u32v) + count * stride * sizeof(float) + count * head_dim * sizeof(bf16);
     int failed = 0;
 #pragma omp parallel reduction(| : failed) if (tasks > 1)
     {

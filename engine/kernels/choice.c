@@ -4,7 +4,7 @@
 
 #include "kernels.h"
 
-// Vectors are handed out to threads row by row only where a row is long enough to pay for it.
+// Rows are shared out among threads where there is enough in them to pay for it.
 #define SHARED_OUT (rows > 1 && rows * size >= 1 << 16)
 
 #define CHUNK 512
@@ -37,8 +37,8 @@ INLINE int64_t first_place(const bf16 *scores, ptrdiff_t size, bf16 value) {
     return 0;
 }
 
-// Of each of `rows` rows of `size` numbers, `stride` apart, the largest number and its first place; a row that holds NaN
-// has NaN, and any place.
+// Of each of `rows` rows of `size` numbers, `stride` apart, the largest number and its first place. A row that holds
+// NaN has NaN, and any place.
 void spool_first_largest(
     int64_t *places, float *values, const bf16 *scores, ptrdiff_t rows, ptrdiff_t stride, ptrdiff_t size) {
 #pragma omp parallel for schedule(static) if (SHARED_OUT)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
-from bench.step_page import STEP_HEADINGS, step_columns
+from bench.exact_steps import ExactPrice, price
+from bench.step_page import PRICE_HEADINGS, STEP_HEADINGS, price_columns, step_columns
 from bench.step_parts import parts_of, wire_ms
 from engine.loading import load_target_engine
 from engine.settings import EngineSettings
@@ -25,6 +27,22 @@ def test_parts_add_up_to_the_pass(tmp_path: Path) -> None:
     # What the profiler adds up and what is left make the pass, or the profiler slowed the operations themselves.
     assert sum(found["parts"].values()) >= found["forward"] * 0.999
     assert len(step_columns(found)) == len(STEP_HEADINGS)
+
+
+def test_price_of_exact_mode_compares_pair_by_pair(tmp_path: Path) -> None:
+    tiny_model("llama").save_pretrained(tmp_path)
+    settings = EngineSettings(str(tmp_path), threads=1, kv_pages=256)
+    engines = [load_target_engine(replace(settings, exact=exact), lambda *_: None) for exact in (True, False)]
+    found = price((engines[0], engines[1]), (2, 3), pairs=4)
+    assert [engine.pool.free_pages for engine in engines] == [256, 256]
+    assert (found.sequences, found.rows_each) == (2, 3)
+    assert min(found.exact_ms, found.other_ms, found.ratio) > 0
+    assert len(price_columns(asdict(found))) == len(PRICE_HEADINGS)
+
+    # The machine is twice as slow in the second half, and exact steps always take a tenth longer.
+    found = ExactPrice.of((1, 1), [1.1, 1.1, 2.2, 2.2], [1.0, 1.0, 2.0, 2.0])
+    assert found.ratio == pytest.approx(1.1)
+    assert found.error == pytest.approx(0, abs=1e-9)
 
 
 def test_the_wire_takes_time_beyond_the_step() -> None:
