@@ -238,9 +238,11 @@ class DraftLengthsByCost:
         plan = best_plan(costs, self._population(target), longest, target.record.trust, least_gain, catch_up)
         target.record.planned(plan, now, target.planned_for, target.chosen_tokens, not target.prefilling)
         self._fleet.take_turns(plan.turns)
-        if (speculating or target.plan is None) and not plan.thresholds:
-            self._allow_probe(target)
+        # Speculation was given up, perhaps by mistake.
+        given_up = (speculating or target.plan is None) and not plan.thresholds
         target.plan = plan
+        if given_up:
+            self._allow_probe(target)
         target.probe_income = PROBE_SHARE * plan.cycle / costs.sequences
 
     def _tried(self, target: TargetBook, drafts: list[DraftBook]) -> bool:
