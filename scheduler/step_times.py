@@ -15,8 +15,8 @@ _PRIOR_WEIGHT = 4.0
 _LEAST_TRIED = 10.0
 _ENOUGH = 2
 _NOISE = 0.02
-_TARGET_PRIOR = (1.0, 0.05, 0.03, 0.0, 0.2, 0.05, 0.03)
-_DRAFT_PRIOR = (1.0, 0.05, 0.03, 0.2, 0.05, 0.03)
+_TARGET_PRIOR = (1.0, 0.05, 0.03, 0.0, 0.5, 0.05, 0.03)
+_DRAFT_PRIOR = (1.0, 0.05, 0.03, 0.5, 0.05, 0.03)
 """Proportions of what steps cost: base or pass, and rows; then what all of these cost more beside others.
 
 Reading the weights once costs as much as the arithmetic of many rows, and of two that share cores each has half.
