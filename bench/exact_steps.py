@@ -53,7 +53,8 @@ class ExactPrice:
 
 
 def price(engines: tuple[TargetEngine, TargetEngine], shape: tuple[int, int], pairs: int) -> ExactPrice:
-    """Of steps of `shape`, sequences and rows of each, on an exact engine and another: who is first alternates."""
+    """Of at least two pairs of steps of `shape`, sequences and rows of each, on an exact engine and another; who goes
+    first alternates."""
     batches = [Batch(engine, *shape) for engine in engines]
     for batch in batches:
         for _ in range(_WARM_UP):

@@ -24,7 +24,7 @@ class LogitsScan:
         return _first_largest(scores)
 
     def probabilities(self, scores: Tensor, columns: Tensor) -> Tensor:
-        """Softmax of each row [R, V] at the row's column (int64), float32."""
+        """Softmax of each row [R, V] at the row's column (int64), float32; NaN for a row that has none."""
         if self._kernels is not None and self._kernels.scans(scores):
             return self._kernels.probabilities(scores, columns)
         scores = scores.to(torch.float32)

@@ -63,7 +63,8 @@ def choose_tokens(
 
     Columns from `vocabulary_size` on are padding and never chosen. Ties go to the lowest id. Where only some tokens
     have a column, `token_ids` [V] names them: int64, ascending, on the device of the logits; the choice is that from
-    the whole vocabulary with -inf for every other token. Raises `ValueError` if shapes do not fit.
+    the whole vocabulary with -inf for every other token. `scan` decides how fast, not
+    what is chosen. Raises `ValueError` if shapes do not fit.
     """
     if logits.dim() != 2 or logits.shape[0] != len(rows):
         raise ValueError(f"logits have shape {tuple(logits.shape)}, must be [{len(rows)}, vocabulary]")
