@@ -121,7 +121,8 @@ class DraftLengthsByCost:
     have been a mistake, and so is the next one after a token that was taken against all expectation; but not for those
     whose draft KV lacks much.
 
-    A plan is made again after about as many rounds as there are sequences, and when their number changes.
+    A plan is made again after about as many rounds as there are sequences, and when their number changes: at once where
+    it has doubled or halved.
     """
 
     eager_lack = 8.0
@@ -189,7 +190,9 @@ class DraftLengthsByCost:
         plan_due = target.rounds_since_plan >= min(rows, target.planned_for) or (
             rows != target.planned_for and target.rounds_since_plan >= rows // 8
         )
-        if plan_due and target.rounds_since_plan >= min(_MOST_ROUNDS_BETWEEN_PLANS, target.verify_steps // 4):
+        plan_due &= target.rounds_since_plan >= min(_MOST_ROUNDS_BETWEEN_PLANS, target.verify_steps // 4)
+        # What pays for one sequence is no plan for the crowd that has just come in.
+        if plan_due or not target.planned_for / 2 < rows < target.planned_for * 2:
             self._plan(target, now)
 
     def observe(self, sequence: Sequence, verified: int, accepted: int) -> None:
@@ -276,6 +279,7 @@ class DraftLengthsByCost:
             proposed_share=self._proposed.rate,
             prompt_share=self._prompts.rate,
             prefill_chunk=target.chunk,
+            coming=len(target.prefilling),
         )
 
     def _population(self, target: TargetBook) -> Population:
@@ -297,9 +301,10 @@ class DraftLengthsByCost:
         draft = drafts[0]
         every = 1 + len(sequences) // _SAMPLE
         sample = list(islice(sequences.values(), 0, None, every))
-        lack = sum(sequence.length if sequence.draft is None else draft.lack(sequence) for sequence in sample)
+        lack = every * sum(self._lack(sequence) for sequence in sample)
         left = sum(sequence.end - sequence.length for sequence in sample) / len(sample)
-        return draft.times_alone.predict(0, 0, lack * every) / max(1.0, min(_ROUNDS_TO_REPAY, left))
+        seconds = draft.times_alone.predict(0, 0, lack) + self._wire_seconds(target, draft, lack)
+        return seconds / max(1.0, min(_ROUNDS_TO_REPAY, left))
 
     def _lack(self, sequence: Sequence) -> int:
         """Tokens of KV that a draft would first have to compute for it."""
@@ -318,13 +323,15 @@ class DraftLengthsByCost:
         rows = _PROBE_LENGTH * target.times.per_row
         if target.turns:
             # No step of the target is under way or queued meanwhile, so its way to and fro shows as well.
-            steps = max(1, -(-lack // draft.chunk))
-            wire = steps * (draft.overhead.value + target.overhead.value)
-            return drafting + draft.times.predict(0, 0, lack) + wire + rows
+            return drafting + draft.times.predict(0, 0, lack) + self._wire_seconds(target, draft, lack) + rows
         away = drafting + draft.overhead.value
         cycle = plan.cycle if plan is not None else 0.0
         missed = (cycle + away) / max(1, len(target.sequences))
         return min(away, missed) + rows
+
+    def _wire_seconds(self, target: TargetBook, draft: DraftBook, lack: int) -> float:
+        """For so many tokens to be taken in in turns: nothing computes while a step and then the turn is handed over."""
+        return max(1, -(-lack // draft.chunk)) * (draft.overhead.value + target.overhead.value)
 
 
 def _step_costs(target: TargetTimes, drafts: list[DraftTimes]) -> StepCosts:

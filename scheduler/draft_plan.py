@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from scheduler.step_times import expected_commit
 
@@ -41,6 +41,8 @@ _DRAFT_MATTERS = 0.7
 """Of the target's time in a cycle, the draft's; from there on fragments of draft steps would hold the cell up."""
 _DOUBT_OF_TURNS = 0.04
 """Added to what a change to speculation in turns must promise, for a wrong one costs most: nothing hides the draft."""
+_DOUBT_OF_OVERLAP = 0.08
+"""The same for drafts beside verification on shared cores: how much both slow down depends on what they do there."""
 _PREFER_FIRST = 1.1
 """A more intricate way to go round must be so much faster."""
 
@@ -64,11 +66,11 @@ class StepCosts:
 class CellCosts:
     """One target as the plan sees it. Times are seconds.
 
-    `sequences` decode on it, a step takes `batch_size` of them and `packed_rows` rows. `targets_per_draft` is how many
-    targets share a draft worker. Of the tokens asked of drafts, `proposed_share` come to be verified. For each token of
-    output sequences bring `prompt_share` tokens of prompt, and a step takes `prefill_chunk` of these. `beside`: what
-    steps cost while the other kind of worker computes as well; `alone`: while it does not, where that makes a
-    difference.
+    `sequences` decode on it and `coming` are being prefilled; a step takes `batch_size` of them and `packed_rows` rows.
+    `targets_per_draft` is how many targets share a draft worker. Of the tokens asked of drafts, `proposed_share` come
+    to be verified. For each token of output sequences bring `prompt_share` tokens of prompt, and a step takes
+    `prefill_chunk` of these. `beside`: what steps cost while the other kind of worker computes as well; `alone`: while
+    it does not, where that makes a difference.
     """
 
     sequences: int
@@ -82,6 +84,7 @@ class CellCosts:
     proposed_share: float = 1.0
     prompt_share: float = 0.0
     prefill_chunk: int = 96
+    coming: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +149,8 @@ def best_plan(
 
     `trust` is what the rate of a plan with drafts is worth beside that of plain decoding. Before one in turns can
     begin, the draft has to catch up, while nothing is verified: `catch_up` seconds for each round that sequences have
-    left to make up for it.
+    left to make up for it. The tokens that drafts add must not take longer than they would later, when the sequences
+    that are being prefilled decode as well and steps are fuller: until then drafting only holds these up.
     """
     acceptances = [acceptance for acceptance, _ in population]
     nothing = (0,) * len(population)
@@ -169,9 +173,14 @@ def best_plan(
                         best_rate, best_cycle = rate, cycle
                         least = acceptances[cut] if cut else 0.0
                         best_thresholds = tuple(max(least, threshold) for threshold in natural[:passes])
+    if best_thresholds and costs.alone is not None and not best_cycle.turns:
+        least_gain += _DOUBT_OF_OVERLAP
     if best_cycle.turns and catch_up:
         least_gain += _DOUBT_OF_TURNS + catch_up / max(plain_cycle.seconds, _LEAST_SECONDS)
-    if best_rate * trust < least_gain * plain_rate:
+    extra_tokens = best_rate * trust * best_cycle.seconds - plain_rate * plain_cycle.seconds
+    extra_seconds = best_cycle.seconds - plain_cycle.seconds
+    later_rate = _plain_rate_of_all(costs) if costs.coming else plain_rate
+    if best_rate * trust < least_gain * plain_rate or extra_tokens < least_gain * later_rate * extra_seconds:
         best_rate, best_cycle, best_thresholds = plain_rate, plain_cycle, ()
     return DraftPlan(
         best_thresholds,
@@ -183,6 +192,12 @@ def best_plan(
         plain_rate,
         best_cycle.seconds,
     )
+
+
+def _plain_rate_of_all(costs: CellCosts) -> float:
+    """Once those that are being prefilled decode as well."""
+    sequences = costs.sequences + costs.coming
+    return _rate(replace(costs, sequences=sequences), [(0.0, sequences)], (0,))[0]
 
 
 def _prices(costs: CellCosts, rate: float) -> set[float]:

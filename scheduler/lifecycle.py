@@ -178,6 +178,14 @@ class Lifecycle:
             return longest
         return self._lengths.for_round(sequence, longest)
 
+    def plan_changed(self, target: TargetBook) -> None:
+        """Newcomers that will not draft any more need no draft KV."""
+        for sequence in target.prefilling.values():
+            if sequence.wished_length and sequence.request.draft_length is None:
+                sequence.wished_length = self._lengths.for_newcomer(target, sequence.wished_length)
+                if sequence.draft is not None:
+                    sequence.draft.note_lack(sequence)
+
     def longest_draft(self, sequence: Sequence) -> int:
         """Tokens that may be proposed in the sequence's next round, if its draft worker can."""
         if sequence.drafting_refused:

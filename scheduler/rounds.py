@@ -69,7 +69,10 @@ class Rounds:
         target.observe(step, seconds)
         if step.group is not None:
             target.verify_steps += 1
+            plan = target.plan
             self._lengths.step_answered(target, now)
+            if target.plan is not plan:
+                self._lifecycle.plan_changed(target)
         for flight in step.rows:
             sequence_id = flight.row.sequence_id
             del target.in_flight[sequence_id]
