@@ -8,7 +8,7 @@ from typing import Protocol
 
 from scheduler.confidence import ConfidenceBins
 from scheduler.config import Policy, SchedulerConfig
-from scheduler.draft_plan import GAIN_TO_START, GAIN_TO_STAY, CellCosts, Population, StepCosts, best_plan
+from scheduler.draft_plan import GAIN_TO_START, GAIN_TO_STAY, CatchUp, CellCosts, Population, StepCosts, best_plan
 from scheduler.fleet import Fleet
 from scheduler.sequence import Sequence
 from scheduler.statistics import Counters
@@ -237,7 +237,7 @@ class DraftLengthsByCost:
         longest = self._config.draft_length if drafts else 0
         speculating = target.plan is not None and target.plan.thresholds
         least_gain = GAIN_TO_STAY if speculating else GAIN_TO_START
-        catch_up = 0.0 if speculating else self._catch_up_seconds(target, drafts)
+        catch_up = None if speculating else self._catch_up(target, drafts)
         plan = best_plan(costs, self._population(target), longest, target.record.trust, least_gain, catch_up)
         target.record.planned(plan, now, target.planned_for, target.chosen_tokens, not target.prefilling)
         self._fleet.take_turns(plan.turns)
@@ -293,18 +293,21 @@ class DraftLengthsByCost:
             groups[group] = total + acceptance, count + 1
         return sorted((total / count, count) for total, count in groups.values()) or [(self._common.rate, 1)]
 
-    def _catch_up_seconds(self, target: TargetBook, drafts: list[DraftBook]) -> float:
-        """For all draft KV that is missing, where nothing is verified meanwhile, for each round to make up for it."""
+    def _catch_up(self, target: TargetBook, drafts: list[DraftBook]) -> CatchUp | None:
+        """For all draft KV that is missing."""
         sequences = target.sequences
         if not (self._fleet.shares_cores and drafts and sequences):
-            return 0.0
+            return None
         draft = drafts[0]
         every = 1 + len(sequences) // _SAMPLE
         sample = list(islice(sequences.values(), 0, None, every))
         lack = every * sum(self._lack(sequence) for sequence in sample)
         left = sum(sequence.end - sequence.length for sequence in sample) / len(sample)
-        seconds = draft.times_alone.predict(0, 0, lack) + self._wire_seconds(target, draft, lack)
-        return seconds / max(1.0, min(_ROUNDS_TO_REPAY, left))
+        return CatchUp(
+            seconds=draft.times_alone.predict(0, 0, lack) + self._wire_seconds(target, draft, lack),
+            rounds=max(0.0, lack / draft.chunk - 1),
+            rounds_left=max(1.0, min(_ROUNDS_TO_REPAY, left)),
+        )
 
     def _lack(self, sequence: Sequence) -> int:
         """Tokens of KV that a draft would first have to compute for it."""
@@ -330,7 +333,7 @@ class DraftLengthsByCost:
         return min(away, missed) + rows
 
     def _wire_seconds(self, target: TargetBook, draft: DraftBook, lack: int) -> float:
-        """For so many tokens to be taken in in turns: nothing computes while a step and then the turn is handed over."""
+        """For taking in so many tokens in turns: nothing computes while a step, then the turn, is handed over."""
         return max(1, -(-lack // draft.chunk)) * (draft.overhead.value + target.overhead.value)
 
 

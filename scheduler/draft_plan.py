@@ -25,6 +25,7 @@ the plan.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -113,6 +114,27 @@ class DraftPlan:
 
 
 @dataclass(frozen=True, slots=True)
+class CatchUp:
+    """What comes before drafting in turns: `seconds` in which the draft takes in what it lacks and nothing is verified.
+
+    That goes a step at a time, over `rounds`; so long sequences of which it lacks something decode plainly, half of
+    It takes a step of the draft in each of `rounds`, and sequences decode plainly until it is their turn: on average
+    for half of them. They end in `rounds_left`.
+    """
+
+    seconds: float
+    rounds: float
+    rounds_left: float
+
+    def least_gain(self, least_gain: float, cycle: float) -> float:
+        """What drafting must promise to make up for it in the rounds that are left then."""
+        rounds = self.rounds_left - self.rounds / 2
+        if rounds <= 0:
+            return math.inf
+        return 1 + ((least_gain - 1) * self.rounds_left + self.seconds / max(cycle, _LEAST_SECONDS)) / rounds
+
+
+@dataclass(frozen=True, slots=True)
 class _Load:
     """What all sequences ask for in one cycle: `packed` rows to verify, and prompts, of which some are to be drafted
     for."""
@@ -143,14 +165,13 @@ def best_plan(
     longest: int,
     trust: float = 1.0,
     least_gain: float = GAIN_TO_START,
-    catch_up: float = 0.0,
+    catch_up: CatchUp | None = None,
 ) -> DraftPlan:
     """The plan with the highest expected rate; no drafting where that is not `least_gain` times as good.
 
-    `trust` is what the rate of a plan with drafts is worth beside that of plain decoding. Before one in turns can
-    begin, the draft has to catch up, while nothing is verified: `catch_up` seconds for each round that sequences have
-    left to make up for it. The tokens that drafts add must not take longer than they would later, when the sequences
-    that are being prefilled decode as well and steps are fuller: until then drafting only holds these up.
+    `trust` is what the rate of a plan with drafts is worth beside that of plain decoding, `catch_up` what has to be
+    done before one in turns can begin. The tokens that drafts add must not take longer than they would later, when the
+    sequences that are being prefilled decode as well and steps are fuller: until then drafting only holds these up.
     """
     acceptances = [acceptance for acceptance, _ in population]
     nothing = (0,) * len(population)
@@ -175,8 +196,8 @@ def best_plan(
                         best_thresholds = tuple(max(least, threshold) for threshold in natural[:passes])
     if best_thresholds and costs.alone is not None and not best_cycle.turns:
         least_gain += _DOUBT_OF_OVERLAP
-    if best_cycle.turns and catch_up:
-        least_gain += _DOUBT_OF_TURNS + catch_up / max(plain_cycle.seconds, _LEAST_SECONDS)
+    if best_cycle.turns and catch_up is not None:
+        least_gain = catch_up.least_gain(least_gain + _DOUBT_OF_TURNS, plain_cycle.seconds)
     extra_tokens = best_rate * trust * best_cycle.seconds - plain_rate * plain_cycle.seconds
     extra_seconds = best_cycle.seconds - plain_cycle.seconds
     later_rate = _plain_rate_of_all(costs) if costs.coming else plain_rate

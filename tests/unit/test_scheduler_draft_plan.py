@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from scheduler.draft_plan import GAIN_TO_START, CellCosts, DraftPlan, StepCosts, best_plan
+from scheduler.draft_plan import GAIN_TO_START, CatchUp, CellCosts, DraftPlan, StepCosts, best_plan
 from scheduler.plan_record import PlanRecord
 from scheduler.step_times import expected_commit
 
@@ -88,8 +88,13 @@ def test_plain_decoding_uses_cores_that_are_shared() -> None:
 
 def test_a_change_to_turns_must_repay_what_the_draft_has_to_catch_up() -> None:
     cell = replace(FLAT, alone=STEPS)
-    assert best_plan(cell, [(0.4, 1)], 4, catch_up=0.0001).length(0.4) > 0
-    assert best_plan(cell, [(0.4, 1)], 4, catch_up=0.01).length(0.4) == 0
+    for catch_up, pays in [
+        (CatchUp(seconds=0.005, rounds=0, rounds_left=50), True),
+        (CatchUp(seconds=0.5, rounds=0, rounds_left=50), False),
+        (CatchUp(seconds=0.005, rounds=90, rounds_left=50), False),
+        (CatchUp(seconds=0.005, rounds=200, rounds_left=50), False),
+    ]:
+        assert (best_plan(cell, [(0.4, 1)], 4, catch_up=catch_up).length(0.4) > 0) == pays
 
 
 @pytest.mark.parametrize("prompt_share", [0.0, 4.0, 40.0])
