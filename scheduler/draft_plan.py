@@ -117,7 +117,6 @@ class DraftPlan:
 class CatchUp:
     """What comes before drafting in turns: `seconds` in which the draft takes in what it lacks and nothing is verified.
 
-    That goes a step at a time, over `rounds`; so long sequences of which it lacks something decode plainly, half of
     It takes a step of the draft in each of `rounds`, and sequences decode plainly until it is their turn: on average
     for half of them. They end in `rounds_left`.
     """
