@@ -8,7 +8,7 @@ from typing import Protocol
 
 from scheduler.confidence import ConfidenceBins
 from scheduler.config import Policy, SchedulerConfig
-from scheduler.draft_plan import GAIN_TO_START, GAIN_TO_STAY, CatchUp, CellCosts, Population, StepCosts, best_plan
+from scheduler.draft_plan import CatchUp, CellCosts, Population, StepCosts, best_plan
 from scheduler.fleet import Fleet
 from scheduler.sequence import Sequence
 from scheduler.statistics import Counters
@@ -235,10 +235,9 @@ class DraftLengthsByCost:
             return
         costs = self._costs(target, drafts)
         longest = self._config.draft_length if drafts else 0
-        speculating = target.plan is not None and target.plan.thresholds
-        least_gain = GAIN_TO_STAY if speculating else GAIN_TO_START
-        catch_up = None if speculating else self._catch_up(target, drafts)
-        plan = best_plan(costs, self._population(target), longest, target.record.trust, least_gain, catch_up)
+        speculating = target.plan is not None and bool(target.plan.thresholds)
+        catch_up = self._catch_up(target, drafts, speculating)
+        plan = best_plan(costs, self._population(target), longest, target.record.trust, speculating, catch_up)
         target.record.planned(plan, now, target.planned_for, target.chosen_tokens, not target.prefilling)
         self._fleet.take_turns(plan.turns)
         # Speculation was given up, perhaps by mistake.
@@ -293,7 +292,7 @@ class DraftLengthsByCost:
             groups[group] = total + acceptance, count + 1
         return sorted((total / count, count) for total, count in groups.values()) or [(self._common.rate, 1)]
 
-    def _catch_up(self, target: TargetBook, drafts: list[DraftBook]) -> CatchUp | None:
+    def _catch_up(self, target: TargetBook, drafts: list[DraftBook], speculating: bool) -> CatchUp | None:
         """For all draft KV that is missing."""
         sequences = target.sequences
         if not (self._fleet.shares_cores and drafts and sequences):
@@ -305,7 +304,8 @@ class DraftLengthsByCost:
         left = sum(sequence.end - sequence.length for sequence in sample) / len(sample)
         return CatchUp(
             seconds=draft.times_alone.predict(0, 0, lack) + self._wire_seconds(target, draft, lack),
-            rounds=max(0.0, lack / draft.chunk - 1),
+            # Where drafting goes on, those that wait for their turn are newcomers: no reason to give it up.
+            rounds=0.0 if speculating else max(0.0, lack / draft.chunk - 1),
             rounds_left=max(1.0, min(_ROUNDS_TO_REPAY, left)),
         )
 

@@ -32,7 +32,7 @@ from dataclasses import dataclass, replace
 
 from scheduler.step_times import expected_commit
 
-GAIN_TO_STAY = 1.02
+_GAIN_TO_STAY = 1.02
 GAIN_TO_START = 1.06
 """Speculation must promise so much more than plain decoding: predictions are not exact, and the best look too good."""
 _LEAST_PRICE = 0.02
@@ -126,7 +126,7 @@ class CatchUp:
     rounds_left: float
 
     def least_gain(self, least_gain: float, cycle: float) -> float:
-        """What drafting must promise to make up for it in the rounds that are left then."""
+        """What drafting must promise to make up for it in the rounds that are left then; a plain one takes `cycle`."""
         rounds = self.rounds_left - self.rounds / 2
         if rounds <= 0:
             return math.inf
@@ -163,14 +163,16 @@ def best_plan(
     population: Population,
     longest: int,
     trust: float = 1.0,
-    least_gain: float = GAIN_TO_START,
+    speculating: bool = False,
     catch_up: CatchUp | None = None,
 ) -> DraftPlan:
-    """The plan with the highest expected rate; no drafting where that is not `least_gain` times as good.
+    """The plan with the highest expected rate; no drafting where that is not so much better as to be worth a change, or
+    a stay where the target is `speculating` already.
 
     `trust` is what the rate of a plan with drafts is worth beside that of plain decoding, `catch_up` what has to be
-    done before one in turns can begin. The tokens that drafts add must not take longer than they would later, when the
-    sequences that are being prefilled decode as well and steps are fuller: until then drafting only holds these up.
+    done before all can draft in turns. Where plain decoding is best once those that are being prefilled decode as well,
+    the tokens that drafts add before must not take longer than they would then, in fuller steps: else drafting only
+    holds the newcomers up.
     """
     acceptances = [acceptance for acceptance, _ in population]
     nothing = (0,) * len(population)
@@ -193,14 +195,23 @@ def best_plan(
                         best_rate, best_cycle = rate, cycle
                         least = acceptances[cut] if cut else 0.0
                         best_thresholds = tuple(max(least, threshold) for threshold in natural[:passes])
+    later = None
+    if costs.coming:
+        crowd = replace(costs, sequences=costs.sequences + costs.coming, coming=0)
+        later = best_plan(crowd, population, longest, trust, False, catch_up)
+    least_gain = _GAIN_TO_STAY if speculating else GAIN_TO_START
     if best_thresholds and costs.alone is not None and not best_cycle.turns:
         least_gain += _DOUBT_OF_OVERLAP
     if best_cycle.turns and catch_up is not None:
-        least_gain = catch_up.least_gain(least_gain + _DOUBT_OF_TURNS, plain_cycle.seconds)
-    extra_tokens = best_rate * trust * best_cycle.seconds - plain_rate * plain_cycle.seconds
-    extra_seconds = best_cycle.seconds - plain_cycle.seconds
-    later_rate = _plain_rate_of_all(costs) if costs.coming else plain_rate
-    if best_rate * trust < least_gain * plain_rate or extra_tokens < least_gain * later_rate * extra_seconds:
+        round_seconds = plain_cycle.seconds if later is None else (costs.sequences + costs.coming) / later.plain_rate
+        doubt = 0.0 if speculating else _DOUBT_OF_TURNS
+        least_gain = catch_up.least_gain(least_gain + doubt, round_seconds)
+    holds_up = False
+    if later is not None and not later.thresholds:
+        extra_tokens = best_rate * trust * best_cycle.seconds - plain_rate * plain_cycle.seconds
+        extra_seconds = best_cycle.seconds - plain_cycle.seconds
+        holds_up = extra_tokens < least_gain * later.plain_rate * extra_seconds
+    if holds_up or best_rate * trust < least_gain * plain_rate:
         best_rate, best_cycle, best_thresholds = plain_rate, plain_cycle, ()
     return DraftPlan(
         best_thresholds,
@@ -212,12 +223,6 @@ def best_plan(
         plain_rate,
         best_cycle.seconds,
     )
-
-
-def _plain_rate_of_all(costs: CellCosts) -> float:
-    """Once those that are being prefilled decode as well."""
-    sequences = costs.sequences + costs.coming
-    return _rate(replace(costs, sequences=sequences), [(0.0, sequences)], (0,))[0]
 
 
 def _prices(costs: CellCosts, rate: float) -> set[float]:

@@ -7,8 +7,21 @@ from functools import cache
 
 import pytest
 
-from scheduler.config import Policy
-from tests.sim.rates import CPU, FLAT, KERNELS, SHARED_CPU, SLOW_DRAFT, STEEP, AcceptanceOf, Costs, Outcome, rate_of
+from scheduler.config import Policy, SchedulerConfig
+from scheduler.messages import Role
+from tests.sim.rates import (
+    CPU,
+    FLAT,
+    KERNELS,
+    SHARED_CPU,
+    SLOW_DRAFT,
+    STEEP,
+    AcceptanceOf,
+    Costs,
+    Outcome,
+    RateSimulation,
+    rate_of,
+)
 
 LAWS = {"flat": FLAT, "steep": STEEP, "cpu": CPU, "slow draft": SLOW_DRAFT, "shared": SHARED_CPU, "kernels": KERNELS}
 ACCEPTANCES: dict[str, AcceptanceOf] = {
@@ -173,6 +186,33 @@ def test_several_workers(targets: int, drafts: int) -> None:
         without = rate_of(CPU, chance, policy=Policy.AUTO, draft_length=0, **sizes, **workers).rate
         rate = rate_of(CPU, chance, policy=Policy.AUTO, draft_length=LONGEST, **sizes, **workers).rate
         assert rate >= (NEVER_LESS if acceptance == "0.1" else 1.2) * without
+
+
+def test_a_crowd_does_not_go_by_the_plan_of_the_one_before_it() -> None:
+    """One sequence that drafts, then fifteen prompts at once, for which that does not pay."""
+    config = SchedulerConfig(batch_size=16, window=16, policy=Policy.AUTO, draft_length=LONGEST)
+    simulation = RateSimulation(config, KERNELS, ACCEPTANCES["0.9"])
+    simulation.join("target", Role.TARGET)
+    simulation.join("draft", Role.DRAFT)
+
+    def drafted_rounds() -> int:
+        snapshot = simulation.core.snapshot()
+        return sum(snapshot.draft_lengths.values()) - snapshot.plain_rounds
+
+    def draft_steps() -> int:
+        snapshot = simulation.core.snapshot()
+        return snapshot.steps - snapshot.groups.groups
+
+    simulation.submit(0, 100, None)
+    simulation.run(lambda: simulation.emitted_tokens >= 300)
+    rounds_before, steps_before = drafted_rounds(), draft_steps()
+    assert rounds_before > 20
+    for sequence_id in range(1, 16):
+        simulation.submit(sequence_id, 400, None)
+    simulation.run(lambda: simulation.emitted_tokens >= 300 + 16 * 20)
+    assert drafted_rounds() - rounds_before <= 5
+    # A draft that took in all prompts would need more than sixty.
+    assert draft_steps() - steps_before < 20
 
 
 def test_a_draft_worker_is_left_in_peace_while_nobody_drafts() -> None:

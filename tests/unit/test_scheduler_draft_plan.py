@@ -97,6 +97,22 @@ def test_a_change_to_turns_must_repay_what_the_draft_has_to_catch_up() -> None:
         assert (best_plan(cell, [(0.4, 1)], 4, catch_up=catch_up).length(0.4) > 0) == pays
 
 
+def test_drafting_waits_for_a_crowd_that_decodes_cheaply_without_it() -> None:
+    """Alone a sequence gains by drafts. Of sixteen in a step each token costs less than such a gain."""
+    alone = replace(FLAT, batch_size=16, beside=replace(STEPS, per_row=0.002, draft_per_pass=0.002))
+    crowd = replace(alone, sequences=16)
+    assert best_plan(alone, [(0.7, 1)], 4).length(0.7) > 0
+    assert best_plan(crowd, [(0.7, 16)], 4).length(0.7) == 0
+    for speculating in (False, True):
+        assert best_plan(replace(alone, coming=15), [(0.7, 16)], 4, speculating=speculating).length(0.7) == 0
+
+
+def test_a_crowd_that_will_draft_is_no_reason_to_wait() -> None:
+    alone = replace(FLAT, batch_size=16)
+    assert best_plan(replace(alone, sequences=16), [(0.7, 16)], 4).length(0.7) > 0
+    assert best_plan(replace(alone, coming=15), [(0.7, 16)], 4).length(0.7) > 0
+
+
 @pytest.mark.parametrize("prompt_share", [0.0, 4.0, 40.0])
 def test_prompts_are_work_for_both(prompt_share: float) -> None:
     """One sequence in turns: every token brings some prompt, and chunks of it need steps even without verification."""
