@@ -158,6 +158,15 @@ class _Cycle:
     draft_rows: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """A way to draft or not: expected tokens per second, and the thresholds of a plan."""
+
+    rate: float
+    cycle: _Cycle
+    thresholds: tuple[float, ...] = ()
+
+
 def best_plan(
     costs: CellCosts,
     population: Population,
@@ -174,14 +183,36 @@ def best_plan(
     the tokens that drafts add before must not take longer than they would then, in fuller steps: else drafting only
     holds the newcomers up.
     """
+    plain, best = _fastest(costs, population, 0), _fastest(costs, population, longest)
+    later = None
+    if costs.coming:
+        crowd = replace(costs, sequences=costs.sequences + costs.coming, coming=0)
+        later = best_plan(crowd, population, longest, trust, False, catch_up)
+    least_gain = _least_gain(costs, plain, best, later, speculating, catch_up)
+    holds_up = later is not None and not later.thresholds and _holds_up(plain, best, later, trust, least_gain)
+    if holds_up or best.rate * trust < least_gain * plain.rate:
+        best = plain
+    cycle = best.cycle
+    return DraftPlan(
+        best.thresholds,
+        cycle.merged,
+        cycle.split,
+        cycle.turns,
+        cycle.draft_rows,
+        best.rate,
+        plain.rate,
+        cycle.seconds,
+    )
+
+
+def _fastest(costs: CellCosts, population: Population, longest: int) -> _Way:
+    """Whether that is by much or not."""
     acceptances = [acceptance for acceptance, _ in population]
     nothing = (0,) * len(population)
-    plain_rate, plain_cycle = _rate(costs, population, nothing)
-    best_rate, best_cycle = plain_rate, plain_cycle
-    best_thresholds: tuple[float, ...] = ()
+    best = _Way(*_rate(costs, population, nothing))
     seen = {nothing}
     for _ in range(_ROUNDS_OF_PRICING if longest else 0):
-        for price in _prices(costs, best_rate):
+        for price in _prices(costs, best.rate):
             natural = [price ** (1 / place) for place in range(1, longest + 1)]
             worthwhile = [bisect_right(natural, acceptance) for acceptance in acceptances]
             for passes in _passes(max(worthwhile)):
@@ -191,38 +222,30 @@ def best_plan(
                         continue
                     seen.add(lengths)
                     rate, cycle = _rate(costs, population, lengths)
-                    if rate > best_rate:
-                        best_rate, best_cycle = rate, cycle
+                    if rate > best.rate:
                         least = acceptances[cut] if cut else 0.0
-                        best_thresholds = tuple(max(least, threshold) for threshold in natural[:passes])
-    later = None
-    if costs.coming:
-        crowd = replace(costs, sequences=costs.sequences + costs.coming, coming=0)
-        later = best_plan(crowd, population, longest, trust, False, catch_up)
-    least_gain = _GAIN_TO_STAY if speculating else GAIN_TO_START
-    if best_thresholds and costs.alone is not None and not best_cycle.turns:
-        least_gain += _DOUBT_OF_OVERLAP
-    if best_cycle.turns and catch_up is not None:
-        round_seconds = plain_cycle.seconds if later is None else (costs.sequences + costs.coming) / later.plain_rate
-        doubt = 0.0 if speculating else _DOUBT_OF_TURNS
-        least_gain = catch_up.least_gain(least_gain + doubt, round_seconds)
-    holds_up = False
-    if later is not None and not later.thresholds:
-        extra_tokens = best_rate * trust * best_cycle.seconds - plain_rate * plain_cycle.seconds
-        extra_seconds = best_cycle.seconds - plain_cycle.seconds
-        holds_up = extra_tokens < least_gain * later.plain_rate * extra_seconds
-    if holds_up or best_rate * trust < least_gain * plain_rate:
-        best_rate, best_cycle, best_thresholds = plain_rate, plain_cycle, ()
-    return DraftPlan(
-        best_thresholds,
-        best_cycle.merged,
-        best_cycle.split,
-        best_cycle.turns,
-        best_cycle.draft_rows,
-        best_rate,
-        plain_rate,
-        best_cycle.seconds,
-    )
+                        best = _Way(rate, cycle, tuple(max(least, threshold) for threshold in natural[:passes]))
+    return best
+
+
+def _least_gain(
+    costs: CellCosts, plain: _Way, best: _Way, later: DraftPlan | None, speculating: bool, catch_up: CatchUp | None
+) -> float:
+    """How many times as good as plain decoding the best way must be."""
+    gain = _GAIN_TO_STAY if speculating else GAIN_TO_START
+    if best.thresholds and costs.alone is not None and not best.cycle.turns:
+        return gain + _DOUBT_OF_OVERLAP
+    if best.cycle.turns and catch_up is not None:
+        plain_round = plain.cycle.seconds if later is None else (costs.sequences + costs.coming) / later.plain_rate
+        return catch_up.least_gain(gain if speculating else gain + _DOUBT_OF_TURNS, plain_round)
+    return gain
+
+
+def _holds_up(plain: _Way, best: _Way, later: DraftPlan, trust: float, least_gain: float) -> bool:
+    """Whether the tokens that drafts add take longer now than they would `later`."""
+    extra_tokens = best.rate * trust * best.cycle.seconds - plain.rate * plain.cycle.seconds
+    extra_seconds = best.cycle.seconds - plain.cycle.seconds
+    return extra_tokens < least_gain * later.plain_rate * extra_seconds
 
 
 def _prices(costs: CellCosts, rate: float) -> set[float]:
