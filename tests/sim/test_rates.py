@@ -188,10 +188,11 @@ def test_several_workers(targets: int, drafts: int) -> None:
         assert rate >= (NEVER_LESS if acceptance == "0.1" else 1.2) * without
 
 
-def test_a_crowd_does_not_go_by_the_plan_of_the_one_before_it() -> None:
+@pytest.mark.parametrize(("law", "acceptance"), [("kernels", "0.9"), ("cpu", "0.5")])
+def test_a_crowd_does_not_go_by_the_plan_of_the_one_before_it(law: str, acceptance: str) -> None:
     """One sequence that drafts, then fifteen prompts at once, for which that does not pay."""
     config = SchedulerConfig(batch_size=16, window=16, policy=Policy.AUTO, draft_length=LONGEST)
-    simulation = RateSimulation(config, KERNELS, ACCEPTANCES["0.9"])
+    simulation = RateSimulation(config, LAWS[law], ACCEPTANCES[acceptance])
     simulation.join("target", Role.TARGET)
     simulation.join("draft", Role.DRAFT)
 
@@ -204,12 +205,12 @@ def test_a_crowd_does_not_go_by_the_plan_of_the_one_before_it() -> None:
         return snapshot.steps - snapshot.groups.groups
 
     simulation.submit(0, 100, None)
-    simulation.run(lambda: simulation.emitted_tokens >= 300)
+    simulation.run(lambda: simulation.emitted_tokens >= 1000)
     rounds_before, steps_before = drafted_rounds(), draft_steps()
     assert rounds_before > 20
     for sequence_id in range(1, 16):
         simulation.submit(sequence_id, 400, None)
-    simulation.run(lambda: simulation.emitted_tokens >= 300 + 16 * 20)
+    simulation.run(lambda: simulation.emitted_tokens >= 1000 + 16 * 20)
     assert drafted_rounds() - rounds_before <= 5
     # A draft that took in all prompts would need more than sixty.
     assert draft_steps() - steps_before < 20
