@@ -126,10 +126,11 @@ def test_verify_finds_speculation_exact(folder: Path, temperature: str) -> None:
     assert summary["exact_match"] == summary["logits_bit_equal"] == 1
     assert (summary["sequences"], summary["tokens"]) == (5, 60)
     assert list(summary["policies"]) == ["eqspec", "exspec", "auto"]
-    for outcome in summary["policies"].values():
+    for policy, outcome in summary["policies"].items():
         assert outcome["compared_logits"] == outcome["equal_logits"] == 60
         assert outcome["first_divergence"] is None
-        assert outcome["statistics"]["drafted"] > 0
+        # AUTO may find within so few tokens that drafts are not worth it.
+        assert policy == "auto" or outcome["statistics"]["drafted"] > 0
     assert "5 of 5" in ended.err
 
 
