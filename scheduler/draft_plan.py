@@ -185,9 +185,9 @@ def best_plan(
     """
     plain, best = _fastest(costs, population, 0), _fastest(costs, population, longest)
     later = None
-    if costs.coming:
+    if costs.coming and best.thresholds:
         crowd = replace(costs, sequences=costs.sequences + costs.coming, coming=0)
-        later = best_plan(crowd, population, longest, trust, False, catch_up)
+        later = best_plan(crowd, population, longest, trust, catch_up=catch_up)
     least_gain = _least_gain(costs, plain, best, later, speculating, catch_up)
     holds_up = later is not None and not later.thresholds and _holds_up(plain, best, later, trust, least_gain)
     if holds_up or best.rate * trust < least_gain * plain.rate:
@@ -206,7 +206,7 @@ def best_plan(
 
 
 def _fastest(costs: CellCosts, population: Population, longest: int) -> _Way:
-    """Whether that is by much or not."""
+    """The way with the highest expected rate, by however little."""
     acceptances = [acceptance for acceptance, _ in population]
     nothing = (0,) * len(population)
     best = _Way(*_rate(costs, population, nothing))
