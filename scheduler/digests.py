@@ -1,7 +1,7 @@
 """Digests of token prefixes, by which scheduler and worker agree on what a KV state holds.
 
-A polynomial hash modulo the Mersenne prime 2**61 - 1: one multiplication per token, and every prefix of a list has its
-digest at hand, so truncation costs nothing.
+A hash in the manner of FNV-1a, a whole token at a time: exclusive or, then a multiplication modulo 2**60, which Python
+does on two machine digits. Every prefix of a list has its digest at hand, so truncation costs nothing.
 """
 
 from __future__ import annotations
@@ -9,14 +9,15 @@ from __future__ import annotations
 from array import array
 from collections.abc import Collection
 
-_MODULUS = (1 << 61) - 1
-_BASE = 0x1B873593CC9E2D51 % _MODULUS
+_MASK = (1 << 60) - 1
+# Odd, so that no two digests become one.
+_FACTOR = 0xBB873593CC9E2D5
 
-EMPTY_DIGEST = 1
+EMPTY_DIGEST = 0xBF29CE484222325
 
 
 def extend_digest(digest: int, token: int) -> int:
-    return (digest * _BASE + token + 1) % _MODULUS
+    return (digest ^ token) * _FACTOR & _MASK
 
 
 class DigestedTokens:
@@ -36,7 +37,7 @@ class DigestedTokens:
     def extend(self, tokens: Collection[int]) -> None:
         digest, append = self._digests[-1], self._digests.append
         for token in tokens:
-            digest = (digest * _BASE + token + 1) % _MODULUS
+            digest = (digest ^ token) * _FACTOR & _MASK
             append(digest)
         self.tokens += tokens
 
