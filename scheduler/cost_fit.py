@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import dataclass, field
+from functools import lru_cache
 from operator import mul
 
 _RECENT = 5
@@ -53,7 +54,7 @@ class CostFit:
         if not math.isfinite(seconds) or seconds < 0:
             return
         self.observations += 1
-        key = tuple([round(_BINS_PER_DOUBLING * math.log2(1 + value)) if value else 0 for value in features])
+        key = tuple(map(_place, features))
         found = self._bins.get(key)
         if found is None:
             if len(self._bins) == _MOST_BINS:
@@ -114,6 +115,12 @@ class CostFit:
                 break
             del active[worst]
         return tuple(result)
+
+
+@lru_cache(maxsize=4096)
+def _place(value: float) -> int:
+    """Of a feature, in the key of its bin. Most are counts, and come again and again."""
+    return round(_BINS_PER_DOUBLING * math.log2(1 + value)) if value else 0
 
 
 def _eliminate(matrix: list[list[float]]) -> list[float]:
