@@ -53,7 +53,8 @@ def load_cpu_kernels(progress: Progress) -> CpuKernels | None:
         kernels = ctypes.CDLL(str(library))
         if kernels.spool_threads() != torch.get_num_threads():
             raise OSError("torch shares its threads with another OpenMP library than the compiler's")
-        return CpuKernels(kernels, identity)
+        # Whether a process gets matrix tiles is the system's choice, and their sums have another order.
+        return CpuKernels(kernels, f"{identity}-tiles" if kernels.spool_has_tiles() else identity)
     except (OSError, subprocess.SubprocessError) as error:
         reason = getattr(error, "stderr", None) or error
         logger.warning("no CPU kernels, passes take longer: %s", str(reason).strip()[:500])
@@ -113,7 +114,7 @@ class CpuKernels:
     """The functions of engine/kernels. Tensors are contiguous, on the CPU, bfloat16 where not said otherwise."""
 
     def __init__(self, library: ctypes.CDLL, identity: str) -> None:
-        """`identity` names the source, the compiler, its flags and the processor."""
+        """`identity` names the source, the compiler, its flags, the processor and what of it may be used."""
         self.identity = identity
         pointer, size, number = ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_float
         self._norm = _function(library.spool_norm, [pointer] * 3 + [size] * 2 + [number])
@@ -133,8 +134,7 @@ class CpuKernels:
             self._layer_scratch.restype = size
 
     def multiplies(self, weight: torch.Tensor) -> bool:
-        """Whether `linear` takes a weight like this one. It needs AVX-512's products of bfloat16, and leaves processors
-        with AMX to libraries that use it."""
+        """Whether `linear` takes a weight like this one. It needs AVX-512's products of bfloat16."""
         is_fit = weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and weight.shape[1] % 2 == 0
         return self._linear is not None and is_fit
 

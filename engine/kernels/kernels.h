@@ -1,13 +1,18 @@
 // What the library offers; each function is described where it is defined. Functions with `linear` in them are there
-// where the processor multiplies bfloat16 by vector and has no faster way.
+// where the processor multiplies bfloat16.
 
 #pragma once
 
 #include "vectors.h"
 
-#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
+#ifdef __AVX512BF16__
 #define MULTIPLIES_BF16
 #endif
+
+// Outputs whose weights lie together.
+#define PANEL (2 * LANES)
+// Inputs that the processor's matrix tiles take at once.
+#define TILE_INPUTS 32
 
 // Packed rows [first_row, first_row + rows) are the positions from start on of a sequence whose pages are listed from
 // first_page on.
@@ -38,7 +43,12 @@ int spool_attend(bf16 *to, const bf16 *queries, bf16 *pool, const int64_t *pages
     ptrdiff_t block_count, ptrdiff_t most_rows, ptrdiff_t longest, float scaling, ptrdiff_t query_heads,
     ptrdiff_t kv_heads, ptrdiff_t head_dim, ptrdiff_t page_size, ptrdiff_t page_count);
 
+int spool_has_tiles(void);
+
 #ifdef MULTIPLIES_BF16
 void spool_linear(
+    bf16 *to, const bf16 *rows, const bf16 *weights, const float *bias, ptrdiff_t count, ptrdiff_t in, ptrdiff_t out);
+
+void tile_linear(
     bf16 *to, const bf16 *rows, const bf16 *weights, const float *bias, ptrdiff_t count, ptrdiff_t in, ptrdiff_t out);
 #endif

@@ -6,8 +6,7 @@
 
 #include <immintrin.h>
 
-// Output columns of a panel of weights, and the most rows that share a reading of it: as registers hold.
-#define PANEL (2 * LANES)
+// The most rows that share a reading of a panel: as registers hold.
 #define TILE 12
 // Bytes of weights from a load to the one that is asked for meanwhile: past the page where hardware stops to look
 // ahead.
@@ -51,6 +50,12 @@ INLINE void multiply(int count, bf16 *to, const bf16 *rows, const bf16 *panel, c
 // rows [count, in] by weights [panels, in / 2, PANEL, 2], plus bias [panels * PANEL] if there is one, to [count, out].
 void spool_linear(
     bf16 *to, const bf16 *rows, const bf16 *weights, const float *bias, ptrdiff_t count, ptrdiff_t in, ptrdiff_t out) {
+#ifdef __AMX_BF16__
+    if (spool_has_tiles() && in % TILE_INPUTS == 0) {
+        tile_linear(to, rows, weights, bias, count, in, out);
+        return;
+    }
+#endif
     ptrdiff_t panels = (out + PANEL - 1) / PANEL, tiles = (count + TILE - 1) / TILE;
 #pragma omp parallel for schedule(static)
     for (ptrdiff_t panel = 0; panel < panels; panel++) {
