@@ -14,7 +14,7 @@ from engine.pages import PagePool
 from engine.runner import ModelRunner, PackedSequence
 from engine.sampling import ChoiceContext, choose_tokens, probabilities_of
 from engine.settings import LONGEST_LOOKUP_MATCH
-from engine.steps import EngineTimings, ProposeRow, RowOutcome, StepOutcome
+from engine.steps import Computing, EngineTimings, ProposeRow, RowOutcome, StepOutcome, nothing
 
 _LOOKED_UP = 0.75
 """Confidence in a token that was looked up: about so many are right (docs/performance.md, by category)."""
@@ -45,8 +45,9 @@ class DraftEngine:
         self._token_ids = token_ids
         self._lookup_match = lookup_match
 
-    def step(self, rows: Sequence[ProposeRow]) -> StepOutcome:
-        """One step: a pass over the missing tokens, then one for each further token proposed.
+    def step(self, rows: Sequence[ProposeRow], computing: Computing = nothing) -> StepOutcome:
+        """One step: a pass over the missing tokens, then one for each further token proposed; `computing` is called for
+        each.
 
         A row without pages for its missing tokens fails alone; one that runs out while proposing proposes less.
         """
@@ -56,7 +57,7 @@ class DraftEngine:
             drafting = make_room(self.pool, [(row.table, len(row.tokens)) for row in rows], outcomes)
             feed = {index: self._first_feed(rows[index], outcomes[index]) for index in drafting}
             while drafting:
-                self._pass(rows, drafting, feed, outcomes, timings)
+                self._pass(rows, drafting, feed, outcomes, timings, computing)
                 drafting = [index for index in drafting if self._goes_on(rows[index], outcomes[index])]
                 feed = {index: outcomes[index].tokens[-1:] for index in drafting}
             for row, outcome, start in zip(rows, outcomes, starts, strict=True):
@@ -91,12 +92,14 @@ class DraftEngine:
         feed: dict[int, Sequence[int]],
         outcomes: Sequence[RowOutcome],
         timings: EngineTimings,
+        computing: Computing,
     ) -> None:
         """Feeds every row its tokens and appends one proposed token to each that wants one."""
         wanting = {index for index in indices if len(outcomes[index].tokens) < rows[index].draft_length}
         for batch in split_by_rows(indices, [len(feed[i]) for i in indices], self.description.max_packed_rows):
             choosing = [index for index in batch if index in wanting]
-            result = self._runner.run([PackedSequence(rows[i].table, feed[i], 1 if i in wanting else 0) for i in batch])
+            packed = [PackedSequence(rows[i].table, feed[i], 1 if i in wanting else 0) for i in batch]
+            result = self._runner.run(packed, computing)
             timings.add(result.timings)
             if not choosing:
                 continue

@@ -9,7 +9,7 @@ from engine.description import EngineDescription
 from engine.packing import make_room
 from engine.pages import PagePool
 from engine.prompt_lookup import TokenPlaces
-from engine.steps import EngineTimings, ProposeRow, RowOutcome, StepOutcome
+from engine.steps import Computing, EngineTimings, ProposeRow, RowOutcome, StepOutcome, nothing
 
 MODEL_ID = "ngram"
 # A single token that stood before is seldom followed by the same again, less often than pays for a row of a full batch.
@@ -37,7 +37,8 @@ class NgramEngine:
             max_packed_rows=_PAGES,
         )
 
-    def step(self, rows: Sequence[ProposeRow]) -> StepOutcome:
+    def step(self, rows: Sequence[ProposeRow], computing: Computing = nothing) -> StepOutcome:
+        computing()
         started = time.perf_counter()
         outcomes = [RowOutcome([]) for _ in rows]
         for index in make_room(self.pool, [(row.table, len(row.tokens)) for row in rows], outcomes):

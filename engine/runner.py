@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from engine.attention import AttentionBackend, Span
 from engine.paged_kv import PagedKv, PagedStep
 from engine.pages import PagePool, PageTable
-from engine.steps import EngineTimings
+from engine.steps import Computing, EngineTimings, nothing
 
 
 @dataclass(slots=True)
@@ -60,7 +60,7 @@ class ModelRunner:
         pool.truncate(table, length)
 
     @torch.inference_mode()
-    def run(self, sequences: Sequence[PackedSequence]) -> PassResult:
+    def run(self, sequences: Sequence[PackedSequence], computing: Computing = nothing) -> PassResult:
         started = time.perf_counter()
         tokens: list[int] = []
         positions: list[int] = []
@@ -95,6 +95,7 @@ class ModelRunner:
         planned = time.perf_counter()
         unequal = len({(span.start, span.rows) for span in spans}) > 1
         step = PagedStep(self.kv, slot_ids, plan)
+        computing()
         logits = self.model(
             input_ids=input_ids.unsqueeze(0),
             position_ids=position_ids.unsqueeze(0),

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from engine.pages import PageTable
 from engine.prompt_lookup import TokenPlaces
 from scheduler.messages import TokenLogprobs
 from scheduler.sampling import SamplingParameters
+
+Computing = Callable[[], None]
+"""Called where a step is prepared and its long calls begin: other threads find the interpreter free from then on."""
+
+
+def nothing() -> None:
+    """For a step beside which there is nothing to do."""
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ from engine.packing import make_room, rolled_back_on_error, split_by_rows
 from engine.pages import PagePool
 from engine.runner import ModelRunner, PackedSequence, PassResult
 from engine.sampling import ChoiceContext, choose_tokens
-from engine.steps import EngineTimings, RowOutcome, StepOutcome, VerifyRow
+from engine.steps import Computing, EngineTimings, RowOutcome, StepOutcome, VerifyRow, nothing
 from scheduler.messages import TokenLogprobs
 
 _NOT_A_NUMBER = "the target's logits are not finite"
@@ -38,8 +38,8 @@ class TargetEngine:
         self._runner = runner
         self._scan = scan
 
-    def step(self, rows: Sequence[VerifyRow]) -> StepOutcome:
-        """One step, in as many passes as `max_packed_rows` asks for.
+    def step(self, rows: Sequence[VerifyRow], computing: Computing = nothing) -> StepOutcome:
+        """One step, in as many passes as `max_packed_rows` asks for; `computing` is called for each.
 
         A row without pages or with logits that are not finite fails alone and leaves its table as it was. Whatever the
         model raises comes through, with every table as it was.
@@ -52,7 +52,7 @@ class TargetEngine:
             )
             sizes = [len(rows[index].tokens) + len(rows[index].draft_tokens) for index in admitted]
             for batch in split_by_rows(admitted, sizes, self.description.max_packed_rows):
-                result = self._runner.run([_packed(rows[index]) for index in batch])
+                result = self._runner.run([_packed(rows[index]) for index in batch], computing)
                 timings.add(result.timings)
                 started = time.perf_counter()
                 for index, outcome in zip(batch, self._choose([rows[i] for i in batch], result), strict=True):

@@ -17,7 +17,7 @@ from typing import Generic, Protocol, TypeVar
 from engine.description import EngineDescription
 from engine.kv_store import KvStore
 from engine.pages import PagePool
-from engine.steps import EngineTimings, ProposeRow, RowOutcome, StepOutcome, VerifyRow
+from engine.steps import Computing, EngineTimings, ProposeRow, RowOutcome, StepOutcome, VerifyRow, nothing
 from protos import worker_pb2
 from scheduler.digests import EMPTY_DIGEST
 from scheduler.messages import Role, RowStatus
@@ -44,7 +44,7 @@ class Engine(Protocol[EngineRowIn]):
     @property
     def pool(self) -> PagePool: ...
 
-    def step(self, rows: Sequence[EngineRowIn]) -> StepOutcome: ...
+    def step(self, rows: Sequence[EngineRowIn], computing: Computing) -> StepOutcome: ...
 
 
 class StepExecutor(ABC, Generic[EngineRow]):
@@ -126,8 +126,11 @@ class StepExecutor(ABC, Generic[EngineRow]):
             kv_bytes_per_token=description.kv_bytes_per_token,
         )
 
-    def execute(self, request: worker_pb2.StepRequest, arrived: float) -> worker_pb2.StepReply:
-        """Runs a step that arrived at `arrived`; a repeated one gets the reply it had.
+    def execute(
+        self, request: worker_pb2.StepRequest, arrived: float, computing: Computing = nothing
+    ) -> worker_pb2.StepReply:
+        """Runs a step that arrived at `arrived`; a repeated one gets the reply it had. `computing` is for the
+        engine.
 
         An empty one with id 0 only says who speaks, and may come at any time. A draining worker refuses whole steps
         that bring new sequences, and schedulers that are new to it: whoever is refused goes elsewhere with all it has.
@@ -159,7 +162,7 @@ class StepExecutor(ABC, Generic[EngineRow]):
             error = f"step_id is {request.step_id}, must be above {self._last_step_id} or one of the last replies'"
             return self._refuse(request, worker_pb2.STEP_STATUS_INVALID, error)
         self._last_step_id = request.step_id
-        reply = self._run(request, arrived)
+        reply = self._run(request, arrived, computing)
         self._replies[request.step_id] = reply
         while len(self._replies) > _CACHED_REPLIES:
             self._replies.popitem(last=False)
@@ -176,7 +179,7 @@ class StepExecutor(ABC, Generic[EngineRow]):
     def _computed(self, outcome: RowOutcome) -> Sequence[int]:
         """The tokens after the row's own that have valid KV now."""
 
-    def _run(self, request: worker_pb2.StepRequest, arrived: float) -> worker_pb2.StepReply:
+    def _run(self, request: worker_pb2.StepRequest, arrived: float, computing: Computing) -> worker_pb2.StepReply:
         started = self._clock()
         idle = 0.0 if self._ended is None else started - self._ended
         self._book.release(request.released_sequence_ids)
@@ -186,7 +189,8 @@ class StepExecutor(ABC, Generic[EngineRow]):
         if running:
             self._spread(request.alone)
             try:
-                outcome = self._engine.step([self._engine_row(prepared, row) for _, prepared, row in running])
+                rows = [self._engine_row(prepared, row) for _, prepared, row in running]
+                outcome = self._engine.step(rows, computing)
                 if len(outcome.rows) != len(running):
                     raise RuntimeError(f"the engine answered {len(outcome.rows)} of {len(running)} rows")
             except Exception as error:

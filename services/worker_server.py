@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import time
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -22,6 +21,7 @@ from services.channel_security import ChannelSecurity
 from services.kv_import import import_kv
 from services.kv_transfer import KvTransferError
 from services.step_executor import StepExecutor
+from services.step_queue import StepQueue
 
 logger = logging.getLogger(__name__)
 
@@ -69,9 +69,8 @@ class WorkerServer(worker_pb2_grpc.WorkerServicer):
         self._health = health_aio.HealthServicer()
         self._server: grpc.aio.Server | None = None
         self._receivers: set[asyncio.Task[None]] = set()
-        self._step_done = asyncio.Event()
         self._longest_step = longest_step_seconds
-        self._step_began: float | None = None
+        self._steps = StepQueue(executor, self._thread)
         # The scheduler epoch that speaks on each open step stream.
         self._speaking: dict[int, int] = {}
         self._stream_ids = itertools.count()
@@ -98,12 +97,12 @@ class WorkerServer(worker_pb2_grpc.WorkerServicer):
     @property
     def busy(self) -> bool:
         """Whether a step is running."""
-        return self._step_began is not None
+        return self._steps.running_seconds() is not None
 
     def check_health(self) -> None:
         """Raises RuntimeError when a step hangs: the engine's thread cannot be used any more."""
-        began = self._step_began
-        if began is not None and (seconds := time.monotonic() - began) > self._longest_step:
+        seconds = self._steps.running_seconds()
+        if seconds is not None and seconds > self._longest_step:
             raise RuntimeError(f"a step has been running for {seconds:.0f} s, the limit is {self._longest_step:g} s")
 
     async def start(self) -> str:
@@ -210,8 +209,8 @@ class WorkerServer(worker_pb2_grpc.WorkerServicer):
     async def wait_empty(self) -> None:
         """Waits until no sequence is left here."""
         while self._executor.sequences:
-            self._step_done.clear()
-            await self._step_done.wait()
+            self._steps.step_ended.clear()
+            await self._steps.step_ended.wait()
 
     async def _receive(
         self,
@@ -222,25 +221,9 @@ class WorkerServer(worker_pb2_grpc.WorkerServicer):
         try:
             async for request in requests:
                 self._speaking[stream_id] = max(request.scheduler_epoch, self._speaking.get(stream_id, 0))
-                await queue.put(asyncio.ensure_future(self._execute(request)))
+                await queue.put(self._steps.ask(request))
         finally:
             await queue.put(None)
-
-    async def _execute(self, request: worker_pb2.StepRequest) -> worker_pb2.StepReply:
-        # Cancelling the stream takes a step off the thread's queue, but lets a running one end.
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._thread, self._run, request, self._executor.clock(), loop)
-
-    def _run(
-        self, request: worker_pb2.StepRequest, arrived: float, loop: asyncio.AbstractEventLoop
-    ) -> worker_pb2.StepReply:
-        """Runs in the step thread."""
-        self._step_began = time.monotonic()
-        try:
-            return self._executor.execute(request, arrived)
-        finally:
-            self._step_began = None
-            loop.call_soon_threadsafe(self._step_done.set)
 
     async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
         for service in ("", SERVICE_NAME):

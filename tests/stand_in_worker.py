@@ -15,7 +15,7 @@ from typing import Any
 from engine.description import EngineDescription
 from engine.kv_store import PageLayout
 from engine.pages import OutOfPagesError, PagePool, PageTable
-from engine.steps import EngineTimings, ProposeRow, RowOutcome, StepOutcome, VerifyRow
+from engine.steps import Computing, EngineTimings, ProposeRow, RowOutcome, StepOutcome, VerifyRow, nothing
 from scheduler.digests import DigestedTokens
 from scheduler.messages import Role, TokenLogprobs
 from services.step_executor import DraftStepExecutor, StepExecutor, TargetStepExecutor
@@ -103,7 +103,8 @@ class StandInEngine:
         self._stored = [[0] * page_size for _ in range(pages)]
         self.kv_store = TokenStore(self._stored, page_size, model_id)
 
-    def step(self, rows: Sequence[Any]) -> StepOutcome:
+    def step(self, rows: Sequence[Any], computing: Computing = nothing) -> StepOutcome:
+        computing()
         self.steps += 1
         started = time.perf_counter()
         time.sleep(self.step_seconds)

@@ -16,7 +16,7 @@ from functools import wraps
 from pathlib import Path
 from typing import Any
 
-from engine.steps import ProposeRow, StepOutcome, VerifyRow
+from engine.steps import Computing, ProposeRow, StepOutcome, VerifyRow
 
 VARIABLE = "SPOOL_BENCH_PACE"
 
@@ -63,9 +63,9 @@ def slow_down(engine: type[Any], seconds: str) -> None:
     step = engine.step
 
     @wraps(step)
-    def slowly(self: Any, rows: Sequence[Any]) -> StepOutcome:
+    def slowly(self: Any, rows: Sequence[Any], computing: Computing) -> StepOutcome:
         began = time.perf_counter()
-        outcome: StepOutcome = step(self, rows)
+        outcome: StepOutcome = step(self, rows, computing)
         left = began + of_rows(rows) - time.perf_counter()
         if left > 0:
             time.sleep(left)

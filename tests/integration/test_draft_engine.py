@@ -20,7 +20,7 @@ from engine.prompt_lookup import TokenPlaces
 from engine.runner import PackedSequence, PassResult
 from engine.sampling import ChoiceContext, choose_tokens
 from engine.settings import EngineSettings
-from engine.steps import ProposeRow
+from engine.steps import Computing, ProposeRow
 from scheduler.sampling import SamplingParameters
 from tests.support.tiny_models import CONFIGS, VOCABULARY, tiny_model
 
@@ -148,9 +148,9 @@ def passes_of(engine: DraftEngine, monkeypatch: pytest.MonkeyPatch) -> list[list
     passes: list[list[int]] = []
     run = engine._runner.run
 
-    def counted(sequences: list[PackedSequence]) -> PassResult:
+    def counted(sequences: list[PackedSequence], computing: Computing) -> PassResult:
         passes.append([len(sequence.tokens) for sequence in sequences])
-        return run(sequences)
+        return run(sequences, computing)
 
     monkeypatch.setattr(engine._runner, "run", counted)
     return passes

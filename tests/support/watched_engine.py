@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from engine.steps import StepOutcome, VerifyRow
+from engine.steps import Computing, StepOutcome, VerifyRow
 from services.step_executor import StepExecutor
 from tests.support.waiting import LONG
 
@@ -57,10 +57,11 @@ class WatchedEngine:
     def watch(self, executor: StepExecutor[Any]) -> None:
         step = executor._engine.step
 
-        def watched(rows: Sequence[VerifyRow]) -> StepOutcome:
+        def watched(rows: Sequence[VerifyRow], computing: Computing) -> StepOutcome:
+            computing()
             self.gate.pass_through()
             histories = [tuple(row.history) for row in rows]
-            outcome: StepOutcome = step(rows)
+            outcome: StepOutcome = step(rows, computing)
             for row, history, result in zip(rows, histories, outcome.rows, strict=True):
                 if row.draft_tokens and result.error is None:
                     tokens = tuple(result.tokens)

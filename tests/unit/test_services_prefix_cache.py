@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from engine.steps import StepOutcome, VerifyRow
+from engine.steps import Computing, StepOutcome, VerifyRow, nothing
 from protos import worker_pb2
 from scheduler.digests import DigestedTokens
 from services.step_executor import DraftStepExecutor, TargetStepExecutor
@@ -241,8 +241,8 @@ def test_failed_step_takes_its_sequences_out_of_circulation() -> None:
 
 def test_engine_that_breaks_its_word_leaves_nothing_to_find() -> None:
     class Lying(StandInEngine):
-        def step(self, rows: Sequence[VerifyRow]) -> StepOutcome:
-            outcome = super().step(rows)
+        def step(self, rows: Sequence[VerifyRow], computing: Computing = nothing) -> StepOutcome:
+            outcome = super().step(rows, computing)
             for each in outcome.rows if self.steps == 2 else ():
                 each.tokens, each.accepted = [1, 2, 3], 2
             return outcome

@@ -10,7 +10,7 @@ import pytest
 
 from engine import ngram
 from engine.ngram import NgramEngine
-from engine.steps import RowOutcome, StepOutcome, VerifyRow
+from engine.steps import Computing, RowOutcome, StepOutcome, VerifyRow, nothing
 from protos import worker_pb2
 from scheduler.digests import EMPTY_DIGEST, DigestedTokens
 from services.step_executor import DraftStepExecutor, StepExecutor, TargetStepExecutor
@@ -253,8 +253,8 @@ def test_failed_step_forgets_its_sequences_only(target: Conversation, engine: St
 
 
 class LyingEngine(StandInEngine):
-    def step(self, rows: Sequence[VerifyRow]) -> StepOutcome:
-        outcome = super().step(rows)
+    def step(self, rows: Sequence[VerifyRow], computing: Computing = nothing) -> StepOutcome:
+        outcome = super().step(rows, computing)
         outcome.rows[0] = RowOutcome([1, 2, 3], accepted=2)
         return outcome
 
@@ -293,9 +293,9 @@ def test_timings_tell_queueing_idleness_and_work() -> None:
     now = [100.0]
 
     class TimedEngine(StandInEngine):
-        def step(self, rows: Sequence[VerifyRow]) -> StepOutcome:
+        def step(self, rows: Sequence[VerifyRow], computing: Computing = nothing) -> StepOutcome:
             now[0] += 2.0
-            return super().step(rows)
+            return super().step(rows, computing)
 
     executor = TargetStepExecutor(TimedEngine(), EPOCH, clock=lambda: now[0])
     first = executor.execute(
@@ -337,3 +337,14 @@ def test_threads_change_with_steps_that_are_alone() -> None:
         executor.execute(request, arrived=0.0)
     assert used == [2, 1]
     assert executor.describe().threads_alone == 2
+
+
+def test_the_engine_says_when_it_computes_and_nobody_else(engine: StandInEngine) -> None:
+    executor = TargetStepExecutor(engine, EPOCH)
+    said: list[int] = []
+    request = worker_pb2.StepRequest(worker_epoch=EPOCH, step_id=1, rows=[opening(1)])
+    executor.execute(request, 0.0, lambda: said.append(engine.steps))
+    assert said == [0]
+    executor.execute(request, 0.0, lambda: said.append(engine.steps))
+    executor.execute(worker_pb2.StepRequest(worker_epoch=EPOCH + 1, step_id=2), 0.0, lambda: said.append(engine.steps))
+    assert said == [0]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from engine.description import EngineDescription
 from engine.kv_store import PageLayout
 from engine.pages import OutOfPagesError, PagePool, PageTable
-from engine.steps import EngineTimings, ProposeRow, RowOutcome, StepOutcome, VerifyRow
+from engine.steps import Computing, EngineTimings, ProposeRow, RowOutcome, StepOutcome, VerifyRow, nothing
 
 VOCABULARY = 64
 
@@ -110,7 +110,8 @@ class PagedModel:
         self._spent = spent
         self.kv_store = NumbersStore(self._memory, page_size)
 
-    def step(self, rows: Sequence[VerifyRow | ProposeRow]) -> StepOutcome:
+    def step(self, rows: Sequence[VerifyRow | ProposeRow], computing: Computing = nothing) -> StepOutcome:
+        computing()
         self._spent()
         wrong = self.trouble(rows) if self.trouble is not None else {}
         outcomes = []

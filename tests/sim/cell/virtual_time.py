@@ -139,17 +139,17 @@ class VirtualLoop(asyncio.BaseEventLoop):
         return task
 
     def run_in_executor(self, executor: VirtualThread, call: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
-        return executor.submit(self, call, args)
+        return executor.submit(call, *args)
 
 
 class VirtualThread:
-    """Runs one call after the other, each for as long as `seconds_of` its first argument says.
+    """Runs one call after the other, each for as long as `seconds_of` its arguments says.
 
     A call that is cancelled before its turn is skipped; a running one is not interrupted. `clock` is the time as the
     thread sees it: during a call, that of the call's end.
     """
 
-    def __init__(self, loop: VirtualLoop, seconds_of: Callable[[Any], float]) -> None:
+    def __init__(self, loop: VirtualLoop, seconds_of: Callable[..., float]) -> None:
         self._loop = loop
         self._seconds_of = seconds_of
         self._waiting: deque[tuple[asyncio.Future[Any], Callable[..., Any], tuple[Any, ...]]] = deque()
@@ -164,8 +164,8 @@ class VirtualThread:
         """The call that runs has done its work: from here on the clock shows its end."""
         self._began = None
 
-    def submit(self, loop: VirtualLoop, call: Callable[..., Any], args: tuple[Any, ...]) -> asyncio.Future[Any]:
-        future = loop.create_future()
+    def submit(self, call: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
+        future = self._loop.create_future()
         self._waiting.append((future, call, args))
         if not self._busy:
             self._next()
@@ -181,7 +181,7 @@ class VirtualThread:
             if not future.cancelled():
                 self._busy = True
                 began = self._loop.now
-                self._loop.post(began + self._seconds_of(args[0]), self._finish, began, future, call, args)
+                self._loop.post(began + self._seconds_of(*args), self._finish, began, future, call, args)
                 return
         self._busy = False
 

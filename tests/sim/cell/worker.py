@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from engine.steps import Computing
 from protos import worker_pb2
 from scheduler.messages import Role
 from services.step_executor import DraftStepExecutor, StepExecutor, TargetStepExecutor
@@ -113,8 +115,10 @@ class SimulatedWorker:
         kind: type[StepExecutor[Any]] = TargetStepExecutor if plan.role is Role.TARGET else DraftStepExecutor
 
         class Watched(kind):  # type: ignore[misc,valid-type]
-            def execute(self, request: worker_pb2.StepRequest, arrived: float) -> worker_pb2.StepReply:
-                reply = super().execute(request, arrived)
+            def execute(
+                self, request: worker_pb2.StepRequest, arrived: float, computing: Computing
+            ) -> worker_pb2.StepReply:
+                reply = super().execute(request, arrived, computing)
                 watch.check(request, reply)
                 if request.step_id % _CHECK_EVERY == 0:
                     try:
@@ -145,8 +149,10 @@ class SimulatedWorker:
         self.leaving = True
         await self.registration.leave(seconds)
 
-    def _seconds(self, request: object) -> float:
+    def _seconds(self, request: object, *arguments: object) -> float:
         """Of a step, or of reading or writing pages between two of them."""
+        if any(isinstance(argument, asyncio.Future) and argument.cancelled() for argument in arguments):
+            return 0.0  # a step that nobody waits for any more
         now = self.world.loop.now
         if not isinstance(request, worker_pb2.StepRequest):
             return max(_TRANSFER_SECONDS * self.slowness, self.stalled_until - now)
