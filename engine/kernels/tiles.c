@@ -1,6 +1,6 @@
 // Linear layers by the processor's matrix tiles (AMX).
 
-#include "kernels.h"
+#include "tiles.h"
 
 #ifdef __AMX_BF16__
 
@@ -8,27 +8,9 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#define TILE_ROWS 16
 // Bytes of weights from a load to the one that is asked for meanwhile.
 #define WEIGHTS_AHEAD 8192
 #define CACHE_LINE 64
-
-// Sums of the upper rows of a block and of the lower ones, each in two halves of a panel; what is multiplied.
-#define UPPER_LEFT 0
-#define UPPER_RIGHT 1
-#define LOWER_LEFT 2
-#define LOWER_RIGHT 3
-#define UPPER 4
-#define LOWER 5
-#define LEFT 6
-#define RIGHT 7
-
-// As the processor reads it: bytes of a row, and rows, of each tile.
-typedef struct {
-    uint8_t palette, start_row, reserved[14];
-    uint16_t row_bytes[16];
-    uint8_t rows[16];
-} TileShapes;
 
 // Linux lends the tiles to processes that have asked (arch_prctl(2)).
 #define ASK_FOR_FEATURE 0x1023
@@ -42,18 +24,8 @@ __attribute__((constructor)) static void ask_for_tiles(void) {
 
 int spool_has_tiles(void) { return lent; }
 
-static TileShapes shapes(ptrdiff_t upper, ptrdiff_t lower) {
-    TileShapes shapes = {.palette = 1};
-    for (int tile = 0; tile < 8; tile++) {
-        ptrdiff_t rows = tile >= LEFT ? TILE_ROWS : tile < LOWER_LEFT || tile == UPPER ? upper : lower;
-        shapes.rows[tile] = rows;
-        shapes.row_bytes[tile] = rows ? TILE_INPUTS * sizeof(bf16) : 0;
-    }
-    return shapes;
-}
-
-// `upper` + `lower` rows [in] by a panel [in / 2, PANEL, 2] to [rows, out], of which `columns` are there. Each output is
-// one chain of sums in the order of inputs, a tile of them at a time, and the bias.
+// `upper` + `lower` rows [in] by a panel [in / 2, PANEL, 2] to [rows, out], of which `columns` are there. Each output
+// is one chain of sums in the order of inputs, a tile of them at a time, and the bias.
 INLINE void multiply(bf16 *to, const bf16 *rows, const bf16 *panel, const float *bias, ptrdiff_t upper, ptrdiff_t lower,
     ptrdiff_t in, ptrdiff_t out, ptrdiff_t columns) {
     const bf16 *lower_rows = rows + upper * in;
@@ -103,10 +75,10 @@ void tile_linear(
     // All blocks have one height, since shapes take time to change. So blocks may overlap: both compute the same.
     ptrdiff_t height = (count + blocks - 1) / blocks;
     ptrdiff_t upper = height > TILE_ROWS ? (height + 1) / 2 : height, lower = height - upper;
-    TileShapes tile_shapes = shapes(upper, lower);
+    TileShapes shapes = tile_shapes(upper, lower);
 #pragma omp parallel
     {
-        _tile_loadconfig(&tile_shapes);
+        _tile_loadconfig(&shapes);
 #pragma omp for schedule(static)
         for (ptrdiff_t panel = 0; panel < panels; panel++) {
             ptrdiff_t first_column = panel * PANEL, left = out - first_column;

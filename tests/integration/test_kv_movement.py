@@ -19,7 +19,7 @@ from engine.loading import load_target_engine
 from engine.settings import EngineSettings
 from protos import worker_pb2, worker_pb2_grpc
 from scheduler.config import KvMovement, Policy, SchedulerConfig
-from scheduler.digests import DigestedTokens
+from scheduler.digests import EMPTY_DIGEST, DigestedTokens
 from scheduler.messages import Role
 from services.channel_security import ChannelSecurity
 from services.kv_import import import_kv
@@ -116,6 +116,10 @@ TOKENS = [31, 32, 33, 34, 35, 36, 37, 38, 39, 40]
 PARAMETERS = worker_pb2.SequenceParameters(prompt_length=len(TOKENS))
 
 
+def opening() -> worker_pb2.Row:
+    return worker_pb2.Row(sequence_id=5, prefix_digest=EMPTY_DIGEST, tokens=TOKENS, choose=True, parameters=PARAMETERS)
+
+
 def feed(kv_len: int, tokens: Sequence[int], **fields: object) -> worker_pb2.Row:
     known = DigestedTokens([*TOKENS, *tokens])
     return worker_pb2.Row(
@@ -146,7 +150,7 @@ def stand_in(**settings: object) -> StepExecutor:
 async def two(**settings: object) -> AsyncIterator[tuple[Served, Served]]:
     """A worker that holds a sequence of TOKENS, and another one."""
     async with served(stand_in()) as source, served(stand_in(**settings)) as destination:
-        row = worker_pb2.Row(sequence_id=5, prefix_digest=1, tokens=TOKENS, choose=True, parameters=PARAMETERS)
+        row = opening()
         (reply,) = (await source.step(row)).rows
         assert (reply.status, reply.kv_len) == (worker_pb2.ROW_STATUS_OK, len(TOKENS))
         yield source, destination
@@ -359,7 +363,7 @@ def test_row_that_opens_the_sequence_meanwhile_wins() -> None:
             async with odd_source(parts[:-1], hangs=True) as address:
                 call = asyncio.ensure_future(destination.stub.ImportKv(import_from(address), timeout=LONG))
                 await until(lambda: destination.pages_in_use == 3)
-                row = worker_pb2.Row(sequence_id=5, prefix_digest=1, tokens=TOKENS, choose=True, parameters=PARAMETERS)
+                row = opening()
                 (reply,) = (await destination.step(row)).rows
                 assert reply.status == worker_pb2.ROW_STATUS_OK
                 call.cancel()
@@ -456,7 +460,7 @@ def test_real_kv_moves_bit_by_bit(target_folder: Path, dtype: str) -> None:
 
     async def run() -> None:
         async with served(first) as source, served(second) as destination:
-            row = worker_pb2.Row(sequence_id=5, prefix_digest=1, tokens=TOKENS, choose=True, parameters=PARAMETERS)
+            row = opening()
             (reply,) = (await source.step(row)).rows
             assert reply.status == worker_pb2.ROW_STATUS_OK
             moved = await destination.stub.ImportKv(import_from(source.address), timeout=LONG)

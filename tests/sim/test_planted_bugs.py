@@ -39,12 +39,12 @@ Patch = pytest.MonkeyPatch
 def fencing_is_skipped(patch: Patch) -> None:
     execute = StepExecutor.execute
 
-    def trusting(self: Any, request: worker_pb2.StepRequest, arrived: float) -> worker_pb2.StepReply:
+    def trusting(self: Any, request: worker_pb2.StepRequest, *others: Any) -> worker_pb2.StepReply:
         if request.scheduler_epoch < self.scheduler_epoch:
             original, request = request, worker_pb2.StepRequest()
             request.CopyFrom(original)
             request.scheduler_epoch = self.scheduler_epoch
-        return execute(self, request, arrived)
+        return execute(self, request, *others)
 
     patch.setattr(StepExecutor, "execute", trusting)
 
@@ -143,10 +143,10 @@ def step_out_of_turn_fails_its_sequences(patch: Patch) -> None:
 def draining_worker_fails_what_is_new(patch: Patch) -> None:
     execute, prepare = StepExecutor.execute, WorkerSequences.prepare
 
-    def lenient(self: Any, request: worker_pb2.StepRequest, arrived: float) -> worker_pb2.StepReply:
+    def lenient(self: Any, request: worker_pb2.StepRequest, *others: Any) -> worker_pb2.StepReply:
         self._book.closed, self.draining = self.draining, False
         try:
-            return execute(self, request, arrived)
+            return execute(self, request, *others)
         finally:
             self.draining = self._book.closed
 

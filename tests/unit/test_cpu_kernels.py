@@ -202,16 +202,19 @@ def test_a_row_of_attention_keeps_its_bits_in_any_company(
             assert torch.equal(alone.attend(pages.layer, queries[place], 0.2), together[place])
 
 
-def test_what_a_row_does_not_see_may_be_no_number(kernels: CpuKernels) -> None:
+@pytest.mark.parametrize(("start", "first_bad"), [(20, 24), (28, 32), (29, 31), (60, 63)])
+def test_what_a_row_does_not_see_may_be_no_number(kernels: CpuKernels, start: int, first_bad: int) -> None:
     pages = Pages(6, 2, 64, 16)
-    (span,) = pages.spans([(20, 6)])
+    (span,) = pages.spans([(start, 6)])
     backend = KernelBackend(kernels, 16)
     queries = rounded(6, 6, 64, seed=9)
     before = backend.plan([span], 6).attend(pages.layer, queries, 0.2)
-    pages.layer.pool[:, span.pages[1], :, 24 - 16 :] = torch.nan
+    for position in range(first_bad, len(span.pages) * 16):
+        pages.layer.pool[:, span.pages[position // 16], :, position % 16] = torch.nan
     after = backend.plan([span], 6).attend(pages.layer, queries, 0.2)
-    assert torch.equal(after[:4], before[:4])
-    assert after[4:].isnan().all()
+    unharmed = first_bad - start
+    assert torch.equal(after[:unharmed], before[:unharmed])
+    assert after[unharmed:].isnan().all()
 
 
 def test_without_a_compiler_there_are_no_kernels(

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from scheduler.digests import EMPTY_DIGEST
 from scheduler.messages import EmitTokens, FailSequence, FinishSequence, Row, RowResult, RowStatus, SendStep
 from scheduler.rounds import MOST_DRAFT_FAILURES, MOST_TARGET_FAILURES
 from tests.sim.driver import Answer, Driver, of_type, pair
@@ -171,7 +172,7 @@ def test_tokens_count_also_when_the_target_lost_kv_after_choosing_them() -> None
     def lossy(row: Row) -> RowResult:
         result = driver.workers["target"].run_row(row)
         driver.workers["target"].forget(1)
-        return replace(result, kv_len=0, prefix_digest=1)
+        return replace(result, kv_len=0, prefix_digest=EMPTY_DIGEST)
 
     commands = driver.answer("target", instead=lossy)
     assert of_type(commands, EmitTokens)
