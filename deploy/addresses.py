@@ -9,7 +9,7 @@ import socket
 from deploy.configuration.tree import SpoolConfig
 from deploy.errors import UsageError
 
-_ASK = "What is the capital of France?"
+_ASK = "Name the capital of France."
 
 
 def http_url(config: SpoolConfig) -> str:

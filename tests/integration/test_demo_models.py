@@ -36,7 +36,7 @@ def test_the_target_answers(folders: dict[Role, Path]) -> None:
     assert model.dtype == torch.bfloat16
     assert model.config.num_hidden_layers == 30
     assert "quantization_config" not in json.loads((folders[Role.TARGET] / "config.json").read_text())
-    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    messages = [{"role": "user", "content": "Name the capital of France."}]
     prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     output = model.generate(**prompt, max_new_tokens=30, do_sample=False)[0]
     answer = tokenizer.decode(output[prompt["input_ids"].shape[1] :])
