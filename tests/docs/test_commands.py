@@ -135,7 +135,7 @@ def test_the_page_of_all_fields_is_what_the_program_prints() -> None:
 
 @pytest.fixture(scope="module")
 def gateways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateways]:
-    gateways = stand_in_gateways(tmp_path_factory.mktemp("model"))
+    gateways = stand_in_gateways(tmp_path_factory.mktemp("model"), unlucky=False)
     yield gateways
     gateways.close()
 
