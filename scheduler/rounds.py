@@ -214,11 +214,9 @@ def _agreed_length(sequence: Sequence, result: RowResult) -> int:
 
 def _leave_out_reused(step: OutstandingStep[TargetWork] | OutstandingStep[DraftWork], results: Results) -> None:
     """What a worker took over from other sequences took no time."""
-    reused = [result for result in results.values() if result.reused > 0]
-    if reused:
-        fed = {flight.row.sequence_id: len(flight.row.tokens) for flight in step.rows}
-        for result in reused:
-            step.work.leave_out(min(result.reused, fed.get(result.sequence_id, 0)))
+    reused = {result.sequence_id: result.reused for result in results.values() if result.reused > 0}
+    for flight in step.rows if reused else ():
+        step.work.leave_out(min(reused.get(flight.row.sequence_id, 0), len(flight.row.tokens)))
 
 
 def _missing(row: Row) -> RowResult:

@@ -11,8 +11,6 @@
 
 // Outputs whose weights lie together.
 #define PANEL (2 * LANES)
-// Inputs that the processor's matrix tiles take at once.
-#define TILE_INPUTS 32
 
 // Packed rows [first_row, first_row + rows) are the positions from start on of a sequence whose pages are listed from
 // first_page on.
@@ -47,8 +45,5 @@ int spool_has_tiles(void);
 
 #ifdef MULTIPLIES_BF16
 void spool_linear(
-    bf16 *to, const bf16 *rows, const bf16 *weights, const float *bias, ptrdiff_t count, ptrdiff_t in, ptrdiff_t out);
-
-void tile_linear(
     bf16 *to, const bf16 *rows, const bf16 *weights, const float *bias, ptrdiff_t count, ptrdiff_t in, ptrdiff_t out);
 #endif

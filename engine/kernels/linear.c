@@ -1,6 +1,6 @@
 // Linear layers.
 
-#include "kernels.h"
+#include "tiles.h"
 
 #ifdef MULTIPLIES_BF16
 

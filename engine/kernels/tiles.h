@@ -5,6 +5,8 @@
 #include "kernels.h"
 
 #define TILE_ROWS 16
+// Inputs of a product.
+#define TILE_INPUTS 32
 
 // Sums of an upper block of rows and of a lower one, each in two halves; rows that are multiplied; by what.
 #define UPPER_LEFT 0
@@ -32,3 +34,6 @@ INLINE TileShapes tile_shapes(ptrdiff_t upper, ptrdiff_t lower) {
     }
     return shapes;
 }
+
+void tile_linear(
+    bf16 *to, const bf16 *rows, const bf16 *weights, const float *bias, ptrdiff_t count, ptrdiff_t in, ptrdiff_t out);
