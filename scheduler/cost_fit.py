@@ -99,7 +99,11 @@ class CostFit:
         active = [i for i in range(size) if means[i] > 0]
         scale = mean_seconds / sum(map(mul, self._prior, means))
         answers = {i: sum(map(mul, weighted[i], seconds)) for i in active}
-        products = {i: {j: sum(map(mul, weighted[i], columns[j])) for j in active} for i in active}
+        products: dict[int, dict[int, float]] = {i: {} for i in active}
+        for i in active:
+            for j in active:
+                if j <= i:
+                    products[i][j] = products[j][i] = sum(map(mul, weighted[i], columns[j]))
         result = [0.0] * size
         while active:
             matrix = [[*(products[i][j] for j in active), answers[i]] for i in active]

@@ -96,7 +96,9 @@ class Lifecycle:
         self._leave_state(sequence)
         if sequence.draft is not None and sequence.length >= sequence.draft.spec.max_sequence_length:
             self.leave_draft(sequence)
-        wished = self._wish(sequence)
+        wished = self.longest_draft(sequence)
+        if wished and sequence.request.draft_length is None:
+            wished = self._lengths.for_round(sequence, wished)
         if wished and sequence.draft is None:
             self._find_draft(sequence)
             wished = min(wished, self.longest_draft(sequence))
@@ -170,13 +172,6 @@ class Lifecycle:
         if sequence.draft is not None:
             sequence.draft.note_lack(sequence)
         self.move(sequence, PREFILLING)
-
-    def _wish(self, sequence: Sequence) -> int:
-        """Tokens to draft in the round that begins. A number that the request gives is kept to."""
-        longest = self.longest_draft(sequence)
-        if longest == 0 or sequence.request.draft_length is not None:
-            return longest
-        return self._lengths.for_round(sequence, longest)
 
     def plan_changed(self, target: TargetBook) -> None:
         """Newcomers that will not draft any more need no draft KV."""

@@ -1,7 +1,7 @@
 """The vocabulary between the scheduler core and the service around it: events in, commands out.
 
-Dataclasses that nobody changes once they are made. Those made for every row are not frozen, since that takes five times
-as long. Times are seconds on any monotonic clock, always passed in.
+Dataclasses that nobody changes once they are made. Those made for every row or step are not frozen, since that takes
+five times as long. Times are seconds on any monotonic clock, always passed in.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ class Row:
     committed: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class GroupFormed:
     """How the rows to verify in a step were chosen, for metrics. `rows` does not count prefill chunks."""
 
@@ -199,7 +199,7 @@ class GroupFormed:
     seconds_waited: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SendStep:
     """`alone`: no other worker computes meanwhile, and this one may use the cores of all."""
 

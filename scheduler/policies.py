@@ -17,7 +17,7 @@ from scheduler.sequence import Sequence
 from scheduler.step_times import TargetTimes
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Arrivals:
     """What the next draft step for a target is expected to bring: when, sequences, their packed rows and tokens."""
 
@@ -27,7 +27,7 @@ class Arrivals:
     tokens: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class GroupingView:
     """What a policy may look at.
 
@@ -50,7 +50,7 @@ class GroupingView:
         return self.now >= sequence.due
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Choice:
     """Rows to verify, oldest first. `forced` when the bound left no choice."""
 

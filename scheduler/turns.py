@@ -15,16 +15,14 @@ def target_may_go(target: TargetBook, fleet: Fleet) -> bool:
 
     To be asked after the draft: an idle one that is due has nothing it can do if it has not begun.
     """
-    draft = fleet.sole_draft
-    if not target.turns or draft is None:
+    if not target.turns or (draft := fleet.sole_draft) is None:
         return True
     return not draft.busy and not (target.busy and _draft_is_first(draft, target))
 
 
 def draft_may_go(draft: DraftBook, fleet: Fleet) -> bool:
     """The same for a step of this draft."""
-    target = fleet.sole_target
-    if not draft.turns or target is None:
+    if not draft.turns or (target := fleet.sole_target) is None:
         return True
     return not target.busy and _draft_is_first(draft, target)
 

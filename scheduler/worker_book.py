@@ -175,13 +175,14 @@ class WorkerBook(ABC, Generic[Work]):
         draft_length: int = 0,
         choose: bool = False,
     ) -> Row:
-        """A row that feeds committed tokens up to position `end`, which must leave one to feed."""
+        """A row, to be sent, that feeds committed tokens up to position `end`, which must leave one to feed."""
         sequence_id, tokens = sequence.sequence_id, sequence.tokens
         entry = self.kv[sequence_id]
         start = entry.valid if entry.valid < end else end - 1
         opening: SequenceRequest | None = None
         committed: tuple[int, ...] = ()
         if not entry.opened:
+            entry.opened = True
             opening = sequence.request
             committed = tuple(tokens.tokens[: self.pages.reserved(sequence_id) * self.spec.page_size])
         return Row(
@@ -202,8 +203,6 @@ class WorkerBook(ABC, Generic[Work]):
         """Books a step with these rows and all pending releases, and returns the command for it."""
         released = tuple(self.releases)
         self.releases.clear()
-        for sequence_id in rows:
-            self.kv[sequence_id].opened = True
         self.in_flight.update(rows)
         idle = not self.outstanding
         if idle:

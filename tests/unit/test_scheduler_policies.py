@@ -6,7 +6,7 @@ import pytest
 
 from scheduler.config import Policy
 from scheduler.draft_plan import DraftPlan
-from scheduler.drafted import CountByLength, DraftedIndex
+from scheduler.drafted import CountByLength, DraftedIndex, group_key
 from scheduler.messages import SequenceRequest
 from scheduler.policies import Arrivals, GroupingView, make_policy
 from scheduler.sequence import Sequence
@@ -192,24 +192,38 @@ def test_auto_does_not_wait_past_the_bound() -> None:
     assert chosen(Policy.AUTO, grouping) == [1, 2]
 
 
-def test_the_index_stays_right_while_rows_come_and_go() -> None:
-    index = DraftedIndex(3)
+@pytest.mark.parametrize("asked_for_groups_after", [0, 20, 45])
+def test_the_index_stays_right_while_rows_come_and_go(asked_for_groups_after: int) -> None:
+    index, there, largest = DraftedIndex(3), [], []
     sequences = [drafted(i, 10 + i % 3, drafts=i % 2) for i in range(30)]
-    for sequence in sequences:
-        index.add(sequence)
-        index.check_integrity()
-    for sequence in sequences[::2] + sequences[1::2]:
-        index.remove(sequence)
+    leaving = sequences[::2] + sequences[1::2]
+    for event, sequence in enumerate(sequences + leaving):
+        if event < len(sequences):
+            index.add(sequence)
+            there.append(sequence)
+        else:
+            index.remove(sequence)
+            there.remove(sequence)
+        assert index.first(100) == there
+        assert index.oldest() is (there[0] if there else None)
+        if event >= asked_for_groups_after:
+            # Of each sequence, those that were drafted since and are of its kind.
+            groups = [
+                [other for other in there[at:] if group_key(other) == group_key(one)][:3]
+                for at, one in enumerate(there)
+            ]
+            largest = index.largest_group()
+            assert largest == max(groups, key=len, default=[])
         index.check_integrity()
     assert len(index) == 0
-    assert index.oldest() is None
-    assert index.largest_group() == []
+    assert largest == []
 
 
 def test_a_length_that_changes_while_drafted_is_noticed() -> None:
     index = DraftedIndex(3)
     sequence = drafted(1, 10)
     index.add(sequence)
+    assert index.largest_group() == [sequence]
     sequence.commit((1,))
     with pytest.raises(RuntimeError, match="changed its length"):
         index.check_integrity()
