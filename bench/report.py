@@ -134,7 +134,7 @@ class Report:
             f"{settings['sampling']['temperature']:g}, {settings['dtype']}. Plain decoding and other systems had "
             f"{settings['plain_threads']} threads in one process, speculating workers "
             f"{settings['threads'] or 'an even share'} each (`auto` may lend those of one that is idle to the other). "
-            "Prefill is part of every time. Medians of "
+            f"{_windows(settings)} Prefill is part of every time. Medians of "
             f"{_range_of([cell['repeats'] for cell in cells])} repeats."
         )
         if len(content["sources"]) > 1:
@@ -309,6 +309,20 @@ def _with_smallest_batch(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]
         if cell["point"]["draft"] is not None:
             found.setdefault(plots.way(cell["point"]), cell)
     return list(found.values())
+
+
+def _windows(settings: dict[str, Any]) -> str:
+    """How many sequences were in work at a time: with more of them than rows in a step, steps overlap the better."""
+    if (batches := settings["window_batches"]) is not None:
+        most = "one batch of sequences" if batches == 1 else f"{batches} batches of sequences"
+    elif (window := settings["window"]) is not None:
+        most = f"{window} sequences"
+    else:
+        most = "48 sequences, or four batches where that is more,"
+    return (
+        f"Up to {most} were in work at a time, each step for one batch; in plain decoding at batch 1 and in other "
+        "systems never more than a batch."
+    )
 
 
 def _range_of(numbers: Sequence[int]) -> str:

@@ -32,8 +32,6 @@ def load(request: dict[str, Any]) -> Any:
             "num_speculative_tokens": request["draft_length"],
             "method": "draft_model",
         }
-    if request["device"] == "cpu":
-        options["enforce_eager"] = True
     return LLM(
         model=request["target"],
         dtype=request["dtype"],

@@ -27,6 +27,8 @@ SETTINGS = {
     "dtype": "bfloat16",
     "plain_threads": 2,
     "threads": None,
+    "window": None,
+    "window_batches": None,
 }
 
 
@@ -63,8 +65,8 @@ def measured(point: GridPoint, speed: float) -> Measurement:
     )
 
 
-def write_offline(folder: Path) -> None:
-    file = BenchFile(folder / "laptop.json", SETTINGS, MACHINE, "spool bench offline --prompts spec.jsonl")
+def write_offline(folder: Path, **settings: object) -> None:
+    file = BenchFile(folder / "laptop.json", SETTINGS | settings, MACHINE, "spool bench offline --prompts spec.jsonl")
     for batch_size, plain, auto in ((1, 20.0, 50.0), (8, 80.0, 100.0)):
         file.add(measured(GridPoint(System.PLAIN, batch_size), plain))
         file.add(measured(GridPoint(System.AUTO, batch_size, "demo", 4), auto))
@@ -133,6 +135,20 @@ def test_nothing_measured_is_said_in_words(folders: tuple[Path, Path]) -> None:
     for words in ("speed of decoding", "Latency under load", "Memory", "Anything on a GPU"):
         assert words in not_measured
     assert rows(page) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({}, "Up to 48 sequences, or four batches where that is more, were in work"),
+        ({"window": 8}, "Up to 8 sequences were in work"),
+        ({"window_batches": 1}, "Up to one batch of sequences were in work"),
+        ({"window_batches": 3}, "Up to 3 batches of sequences were in work"),
+    ],
+)
+def test_how_many_sequences_were_in_work_is_said(folders: tuple[Path, Path], given: dict[str, int], words: str) -> None:
+    write_offline(folders[0], **given)
+    assert words in report(folders)
 
 
 def test_every_cell_is_shown_with_command_and_machine(folders: tuple[Path, Path]) -> None:
