@@ -44,6 +44,15 @@ int spool_attend(bf16 *to, const bf16 *queries, bf16 *pool, const int64_t *pages
 int spool_has_tiles(void);
 
 #ifdef MULTIPLIES_BF16
+// A row's outputs of one panel, of which `columns` are there.
+INLINE void store_outputs(bf16 *to, f32v left, f32v right, ptrdiff_t columns) {
+    __m512bh outputs = _mm512_cvtne2ps_pbh((__m512)right, (__m512)left);
+    if (columns == PANEL)
+        _mm512_storeu_si512(to, (__m512i)outputs);
+    else
+        memcpy(to, &outputs, columns * sizeof *to);
+}
+
 void spool_linear(
     bf16 *to, const bf16 *rows, const bf16 *weights, const float *bias, ptrdiff_t count, ptrdiff_t in, ptrdiff_t out);
 #endif

@@ -39,12 +39,8 @@ INLINE void multiply(int count, bf16 *to, const bf16 *rows, const bf16 *panel, c
         }
     }
 #pragma GCC unroll 12
-    for (int row = 0; row < count; row++) {
-        bf16 outputs[PANEL];
-#pragma GCC unroll 2
-        for (int half = 0; half < 2; half++) store_bf16(outputs + half * LANES, (f32v)sums[row][half]);
-        memcpy(to + row * out, outputs, columns * sizeof *outputs);
-    }
+    for (int row = 0; row < count; row++)
+        store_outputs(to + row * out, (f32v)sums[row][0], (f32v)sums[row][1], columns);
 }
 
 // rows [count, in] by weights [panels, in / 2, PANEL, 2], plus bias [panels * PANEL] if there is one, to [count, out].

@@ -59,12 +59,12 @@ INLINE void multiply(bf16 *to, const bf16 *rows, const bf16 *panel, const float 
         _tile_stored(LOWER_RIGHT, &sums[upper][LANES], sizeof *sums);
     }
     for (ptrdiff_t row = 0; row < upper + lower; row++) {
-        bf16 outputs[PANEL];
-        for (int half = 0; half < PANEL; half += LANES) {
-            f32v sum = load(sums[row] + half);
-            store_bf16(outputs + half, bias ? sum + load(bias + half) : sum);
+        f32v left = load(sums[row]), right = load(sums[row] + LANES);
+        if (bias) {
+            left += load(bias);
+            right += load(bias + LANES);
         }
-        memcpy(to + row * out, outputs, columns * sizeof *outputs);
+        store_outputs(to + row * out, left, right, columns);
     }
 }
 
