@@ -219,6 +219,23 @@ def test_the_index_stays_right_while_rows_come_and_go(asked_for_groups_after: in
     assert largest == []
 
 
+def test_groups_that_nobody_asked_for_in_a_long_time_are_right_when_asked_for_again() -> None:
+    index = DraftedIndex(3)
+    stays = [drafted(1, 10), drafted(2, 10)]
+    for sequence in stays:
+        index.add(sequence)
+    assert index.largest_group() == stays
+    for sequence_id in range(3, 203):
+        passing = drafted(sequence_id, 11)
+        index.add(passing)
+        index.remove(passing)
+        index.check_integrity()
+    late = drafted(203, 10)
+    index.add(late)
+    assert index.largest_group() == [*stays, late]
+    index.check_integrity()
+
+
 def test_a_length_that_changes_while_drafted_is_noticed() -> None:
     index = DraftedIndex(3)
     sequence = drafted(1, 10)
