@@ -21,10 +21,11 @@ from collections.abc import Callable
 from typing import Any
 
 import grpc
+import torch
 from torch.profiler import ProfilerActivity, profile
 
 from bench.gpu.device import copy_bytes_per_second
-from engine.fused_layers import FusedDecoderLayer, KernelDecoderLayer
+from engine.fused_layers import KernelDecoder
 from engine.loading import load_target_engine
 from engine.pages import PageTable
 from engine.settings import EngineSettings
@@ -65,6 +66,16 @@ def median_ms(action: Callable[[], object]) -> float:
     return statistics.median(samples) * 1000
 
 
+def by_parts(decoder: KernelDecoder) -> Callable[..., None]:
+    """`decoder.add_layers` in one call for each part of each layer."""
+
+    def add_layers(hidden_states: torch.Tensor, *position_and_step: Any) -> None:
+        for layer in decoder.layers:
+            layer(hidden_states, *position_and_step)
+
+    return add_layers
+
+
 class KernelClock:
     """Milliseconds that an engine spends in Spool's kernels, by part, while this context is open: layers that are one
     call otherwise make one for each part."""
@@ -73,23 +84,23 @@ class KernelClock:
         modules = list(engine._runner.model.modules())
         kernels = (getattr(module, "_kernels", None) for module in modules)
         self._kernels = next((found for found in kernels if found is not None), None)
-        self._layers = [module for module in modules if isinstance(module, KernelDecoderLayer)]
+        self._decoders = [module for module in modules if isinstance(module, KernelDecoder)]
         self.spent = dict.fromkeys(_KERNELS.values(), 0.0)
 
     def __enter__(self) -> KernelClock:
         if self._kernels is not None:
             for name, part in _KERNELS.items():
                 setattr(self._kernels, name, self._timed(getattr(self._kernels, name), part))
-        for layer in self._layers:
-            layer.forward = FusedDecoderLayer.forward.__get__(layer)  # type: ignore[method-assign]
+        for decoder in self._decoders:
+            decoder.add_layers = by_parts(decoder)  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._kernels is not None:
             for name in _KERNELS:
                 delattr(self._kernels, name)
-        for layer in self._layers:
-            del layer.forward
+        for decoder in self._decoders:
+            del decoder.add_layers
 
     def _timed(self, kernel: Callable[..., object], part: str) -> Callable[..., object]:
         def timed(*arguments: object) -> object:

@@ -128,8 +128,8 @@ class CpuKernels:
         self._linear: ctypes._NamedFuncPointer | None = None
         if hasattr(library, "spool_linear"):
             self._linear = _function(library.spool_linear, [pointer] * 4 + [size] * 3)
-            self._layer = _function(library.spool_linear_layer, [pointer] * 4)
-            self._layer.restype = ctypes.c_int
+            self._layers = _function(library.spool_linear_layers, [pointer] * 3 + [size] + [pointer])
+            self._layers.restype = ctypes.c_int
             self._layer_scratch = _function(library.spool_linear_layer_scratch, [pointer])
             self._layer_scratch.restype = size
 
@@ -161,14 +161,20 @@ class CpuKernels:
         return outputs
 
     def layer_scratch(self, weights: LayerWeights) -> int:
-        """Elements of scratch that `layer` needs for a row."""
+        """Elements of scratch that `layers` needs for a row, where all layers are like this one."""
         return int(self._layer_scratch(ctypes.addressof(weights)))
 
-    def layer(self, residual: torch.Tensor, pool: torch.Tensor, weights: LayerWeights, layer_pass: LayerPass) -> None:
-        """Adds to `residual` `[rows, hidden]` what a decoder layer adds, writing its keys and values to `pool` (as
-        below). Raises MemoryError."""
-        addresses = (ctypes.addressof(weights), ctypes.addressof(layer_pass))
-        if self._layer(residual.data_ptr(), pool.data_ptr(), *addresses):
+    def layers(
+        self,
+        residual: torch.Tensor,
+        pools: ctypes.Array[ctypes.c_void_p],
+        weights: ctypes.Array[LayerWeights],
+        layer_pass: LayerPass,
+    ) -> None:
+        """Adds to `residual` `[rows, hidden]` what decoder layers add one after the other, each writing keys and
+        values to its one of `pools` (addresses of pools as below). Raises MemoryError."""
+        pass_address = ctypes.addressof(layer_pass)
+        if self._layers(residual.data_ptr(), pools, weights, len(weights), pass_address):
             raise MemoryError(_NO_MEMORY)
 
     def norm(self, rows: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:

@@ -10,16 +10,18 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.activations import SiLUActivation
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer
-from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer
-from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaModel
+from transformers.models.qwen2.modeling_qwen2 import Qwen2DecoderLayer, Qwen2Model
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3Model
 
 from engine.cpu_kernels import LANES, CpuKernels, LayerWeights
 from engine.kernel_attention import KernelPlan
-from engine.packed_linear import can_pack, joined, pack_linear
+from engine.packed_linear import KernelLinear, can_pack, joined, pack_linear
 from engine.paged_kv import PagedStep
 
 _LAYERS = (LlamaDecoderLayer, Qwen2DecoderLayer, Qwen3DecoderLayer)
+_DECODERS = (LlamaModel, Qwen2Model, Qwen3Model)
 _SILU = (nn.SiLU, SiLUActivation)
 
 
@@ -33,6 +35,8 @@ class FusedDecoderLayer(nn.Module):
         self._index = attention.layer_idx
         self._scaling = attention.scaling
         self._query_heads = attention.q_proj.out_features // attention.head_dim
+        self._kv_heads = attention.k_proj.out_features // attention.head_dim
+        self._head_dim = attention.head_dim
         self._qkv = pack_linear(joined([attention.q_proj, attention.k_proj, attention.v_proj]), kernels)
         self._out = pack_linear(attention.o_proj, kernels)
         self._gate_up = pack_linear(joined([mlp.gate_proj, mlp.up_proj]), kernels)
@@ -42,6 +46,32 @@ class FusedDecoderLayer(nn.Module):
         self._head_norms: tuple[torch.Tensor, torch.Tensor, float] | None = None
         if hasattr(attention, "q_norm"):
             self._head_norms = (attention.q_norm.weight.detach(), *_weight_and_epsilon(attention.k_norm))
+
+    @property
+    def has_kernel_linears(self) -> bool:
+        return all(isinstance(linear, KernelLinear) for linear in (self._qkv, self._out, self._gate_up, self._down))
+
+    def weights(self) -> LayerWeights:
+        """For whole layers by kernel. They point to what this layer keeps alive."""
+        linears = {"qkv": self._qkv, "out": self._out, "gate_up": self._gate_up, "down": self._down}
+        weights = LayerWeights(
+            **{name: linear.packed.data_ptr() for name, linear in linears.items()},
+            **{f"{name}_bias": linear.packed_bias_address for name, linear in linears.items()},
+            attention_norm=self._attention_norm[0].data_ptr(),
+            mlp_norm=self._mlp_norm[0].data_ptr(),
+            hidden=self._qkv.in_features,
+            inner=self._down.in_features,
+            query_heads=self._query_heads,
+            kv_heads=self._kv_heads,
+            head_dim=self._head_dim,
+            attention_epsilon=self._attention_norm[1],
+            mlp_epsilon=self._mlp_norm[1],
+            scaling=self._scaling,
+        )
+        if self._head_norms is not None:
+            query_norm, key_norm, weights.head_epsilon = self._head_norms
+            weights.query_norm, weights.key_norm = query_norm.data_ptr(), key_norm.data_ptr()
+        return weights
 
     def forward(
         self,
@@ -64,61 +94,63 @@ class FusedDecoderLayer(nn.Module):
         return hidden_states
 
 
-class KernelDecoderLayer(FusedDecoderLayer):
-    """The same in one call, where the linear layers are kernels too: passes over few rows are short."""
+class KernelDecoder(nn.Module):
+    """Embeddings, all layers in one call, and the last norm: passes over few rows are short."""
 
-    def __init__(self, layer: nn.Module, kernels: CpuKernels) -> None:
-        super().__init__(layer, kernels)
-        linears = {"qkv": self._qkv, "out": self._out, "gate_up": self._gate_up, "down": self._down}
-        self._weights = LayerWeights(
-            **{name: linear.packed.data_ptr() for name, linear in linears.items()},
-            **{f"{name}_bias": linear.packed_bias_address for name, linear in linears.items()},
-            attention_norm=self._attention_norm[0].data_ptr(),
-            mlp_norm=self._mlp_norm[0].data_ptr(),
-            hidden=self._qkv.in_features,
-            inner=self._down.in_features,
-            query_heads=self._query_heads,
-            kv_heads=layer.self_attn.k_proj.out_features // layer.self_attn.head_dim,
-            head_dim=layer.self_attn.head_dim,
-            attention_epsilon=self._attention_norm[1],
-            mlp_epsilon=self._mlp_norm[1],
-            scaling=self._scaling,
-        )
-        if self._head_norms is not None:
-            query_norm, key_norm, self._weights.head_epsilon = self._head_norms
-            self._weights.query_norm, self._weights.key_norm = query_norm.data_ptr(), key_norm.data_ptr()
-        self._scratch = kernels.layer_scratch(self._weights)
+    def __init__(self, decoder: nn.Module, kernels: CpuKernels) -> None:
+        """`decoder` has layers that are fused, with linear layers by kernel."""
+        super().__init__()
+        self.embed_tokens = decoder.embed_tokens
+        self.layers = decoder.layers
+        self.rotary_emb = decoder.rotary_emb
+        self._norm = _weight_and_epsilon(decoder.norm)
+        self._kernels = kernels
+        self._weights = (LayerWeights * len(self.layers))(*(layer.weights() for layer in self.layers))
+        self._scratch = kernels.layer_scratch(self._weights[0])
 
     def forward(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, paged_step: PagedStep, **kwargs: object
+    ) -> BaseModelOutputWithPast:
+        """Tokens and their positions `[1, rows]`. Raises TypeError where the pass attends otherwise, MemoryError."""
+        hidden_states = self.embed_tokens(input_ids)
+        self.add_layers(hidden_states, self.rotary_emb(hidden_states, position_ids), paged_step)
+        normed = self._kernels.norm(hidden_states[0], *self._norm)
+        return BaseModelOutputWithPast(last_hidden_state=normed.unsqueeze(0))
+
+    def add_layers(
         self,
         hidden_states: torch.Tensor,
         position_embeddings: tuple[torch.Tensor, torch.Tensor],
         paged_step: PagedStep,
-        **kwargs: object,
-    ) -> torch.Tensor:
-        """As of its base. Raises TypeError where the pass attends otherwise, MemoryError."""
+    ) -> None:
+        """Adds to `hidden_states` `[1, rows, hidden]`, in place, what the layers add."""
         plan = paged_step.plan
         if not isinstance(plan, KernelPlan):
             raise TypeError(f"the pass attends by {type(plan).__name__}, must be by kernel")
         layer_pass = plan.layer_pass(paged_step, position_embeddings, self._scratch)
-        pool = paged_step.kv.layers[self._index].pool
-        self._kernels.layer(hidden_states, pool, self._weights, layer_pass)
-        return hidden_states
+        self._kernels.layers(hidden_states, paged_step.kv.addresses, self._weights, layer_pass)
 
 
 def fuse_layers(model: PreTrainedModel, kernels: CpuKernels) -> None:
-    """Replaces the decoder layers that it knows in a bfloat16 model on a CPU, in place; others stay as they are."""
+    """Replaces the decoder layers that it knows in a bfloat16 model on a CPU, in place, or the whole decoder where it
+    knows that too; others stay as they are."""
     if not can_pack(model.get_input_embeddings().weight):
         return
     for module in list(model.modules()):
         for name, child in module.named_children():
             if type(child) in _LAYERS and _fits(child):
-                whole = kernels.multiplies(child.self_attn.q_proj.weight)
-                setattr(module, name, (KernelDecoderLayer if whole else FusedDecoderLayer)(child, kernels))
+                setattr(module, name, FusedDecoderLayer(child, kernels))
+    decoder = model.base_model
+    if type(decoder) in _DECODERS and all(_is_by_kernel(layer) for layer in decoder.layers):
+        setattr(model, model.base_model_prefix, KernelDecoder(decoder, kernels))
 
 
 def _weight_and_epsilon(norm: nn.Module) -> tuple[torch.Tensor, float]:
     return norm.weight.detach(), norm.variance_epsilon
+
+
+def _is_by_kernel(layer: nn.Module) -> bool:
+    return isinstance(layer, FusedDecoderLayer) and layer.has_kernel_linears
 
 
 def _fits(layer: nn.Module) -> bool:

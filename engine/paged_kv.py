@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Sequence
 
@@ -48,6 +49,8 @@ class PagedKv:
         self.padding_slot = pages * page_size
         # Zeros, not garbage: masked positions are multiplied by 0, and 0 times NaN would be NaN.
         self.layers = [LayerKv(pages + 1, kv_heads, page_size, head_dim, dtype, device) for _ in range(layers)]
+        self.addresses = (ctypes.c_void_p * layers)(*(layer.pool.data_ptr() for layer in self.layers))
+        """Of the layers' pools: what kernels take."""
         self._head_offsets = torch.arange(kv_heads, device=device) * page_size
         self._page_stride = kv_heads * page_size
 

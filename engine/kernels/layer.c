@@ -1,4 +1,4 @@
-// A whole decoder layer of the Llama kind.
+// Whole decoder layers of the Llama kind.
 
 #include "kernels.h"
 
@@ -30,7 +30,7 @@ ptrdiff_t spool_linear_layer_scratch(const Layer *layer) {
 
 // Adds to `residual` [rows, hidden] what the layer adds, and writes keys and values to `pool`. Gives 0, or 1 where
 // memory ran out.
-int spool_linear_layer(bf16 *residual, bf16 *pool, const Layer *layer, const Pass *pass) {
+static int add_layer(bf16 *residual, bf16 *pool, const Layer *layer, const Pass *pass) {
     ptrdiff_t rows = pass->rows, hidden = layer->hidden, inner = layer->inner, head_dim = layer->head_dim;
     ptrdiff_t queries_size = layer->query_heads * head_dim, qkv_size = queries_size + 2 * layer->kv_heads * head_dim;
     bf16 *normed = pass->scratch, *projected = normed + rows * hidden, *qkv = projected + rows * hidden;
@@ -53,6 +53,14 @@ int spool_linear_layer(bf16 *residual, bf16 *pool, const Layer *layer, const Pas
     spool_silu_mul(product, gate_up, rows, inner);
     spool_linear(projected, product, layer->down, layer->down_bias, rows, inner, hidden);
     spool_add(residual, projected, rows * hidden);
+    return 0;
+}
+
+// The same for layers of one size, one after the other, each with its pool.
+int spool_linear_layers(
+    bf16 *residual, bf16 *const *pools, const Layer *layers, ptrdiff_t layer_count, const Pass *pass) {
+    for (ptrdiff_t i = 0; i < layer_count; i++)
+        if (add_layer(residual, pools[i], layers + i, pass)) return 1;
     return 0;
 }
 

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, Glm4Config, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
+from bench.step_parts import by_parts
 from engine.cpu_kernels import load_cpu_kernels
-from engine.fused_layers import FusedDecoderLayer, KernelDecoderLayer
+from engine.fused_layers import FusedDecoderLayer, KernelDecoder
 from engine.loading import load_target_engine
 from engine.packed_layers import FusedRmsNorm, PackedAttention, PackedMlp
 from engine.packed_linear import KernelLinear, PackedLinear, can_pack
@@ -107,23 +108,22 @@ def test_what_is_known_is_replaced(folder: Path, sizes: tuple[int, int], pool: P
     kinds = {type(module) for module in model.modules()}
     assert nn.Linear not in kinds
     assert kinds & {KernelLinear, PackedLinear}
-    replacements = {FusedDecoderLayer, KernelDecoderLayer, PackedAttention, PackedMlp, FusedRmsNorm}
+    replacements = {FusedDecoderLayer, KernelDecoder, PackedAttention, PackedMlp, FusedRmsNorm}
     if folder.name == "glm4":
         expected = set()
     elif sizes == SIZES["fused"]:
-        expected = {KernelDecoderLayer if KernelLinear in kinds else FusedDecoderLayer, FusedRmsNorm}
+        expected = {FusedDecoderLayer, KernelDecoder if KernelLinear in kinds else FusedRmsNorm}
     else:
         expected = {PackedAttention, PackedMlp, FusedRmsNorm}
     assert kinds & replacements == expected
 
 
-def test_a_layer_in_one_call_is_its_parts(folder: Path, pool: PagePool) -> None:
+def test_layers_in_one_call_are_their_parts(folder: Path, pool: PagePool) -> None:
     runner = packed_runner(folder, pool)
-    layers = [module for module in runner.model.modules() if isinstance(module, KernelDecoderLayer)]
-    if not layers:
-        pytest.skip("layers are not single calls here")
+    decoder = runner.model.base_model
+    if not isinstance(decoder, KernelDecoder):
+        pytest.skip("layers are not a single call here")
     tokens, pieces = list(range(40)), (17, 1, 5, 1, 16)
     whole = paged_logits(runner, pool, tokens, pieces)
-    for layer in layers:
-        layer.forward = FusedDecoderLayer.forward.__get__(layer)  # type: ignore[method-assign]
+    decoder.add_layers = by_parts(decoder)  # type: ignore[method-assign]
     assert torch.equal(paged_logits(runner, pool, tokens, pieces), whole)
