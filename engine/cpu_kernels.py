@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import logging
+import math
 import os
 import shutil
 import subprocess
@@ -30,6 +31,8 @@ PANEL = 32
 _FOLDER = Path(__file__).with_name("kernels")
 # Threads are those of the OpenMP library that torch has loaded: their number is what torch says.
 _FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC")
+# Elements of 16 bits in a cache line.
+_ALIGNED = 32
 _COMPILE_SECONDS = 120
 _NO_MEMORY = "no memory for the scores of attention"
 
@@ -110,12 +113,34 @@ class LayerPass(ctypes.Structure):
     )
 
 
+class WeightMemory:
+    """Tensors side by side in large pieces of memory, which numpy asks the system to hold on large pages: weights are
+    read from end to end, and each page of 4 KiB costs a search for its address."""
+
+    _PIECE = 16 << 20
+
+    def __init__(self) -> None:
+        self._free = torch.empty(0, dtype=torch.bfloat16)
+
+    def take(self, shape: Sequence[int]) -> torch.Tensor:
+        """A tensor of bfloat16 with any content, 64 bytes aligned."""
+        size = math.prod(shape)
+        room = -(-size // _ALIGNED) * _ALIGNED
+        if room > len(self._free):
+            piece = np.empty(max(room, self._PIECE) + _ALIGNED, np.int16)
+            first = -(piece.ctypes.data // 2) % _ALIGNED
+            self._free = torch.from_numpy(piece)[first:].view(torch.bfloat16)
+        taken, self._free = self._free[:size], self._free[room:]
+        return taken.view(*shape)
+
+
 class CpuKernels:
     """The functions of engine/kernels. Tensors are contiguous, on the CPU, bfloat16 where not said otherwise."""
 
     def __init__(self, library: ctypes.CDLL, identity: str) -> None:
         """`identity` names the source, the compiler, its flags, the processor and what of it may be used."""
         self.identity = identity
+        self._weights = WeightMemory()
         pointer, size, number = ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_float
         self._norm = _function(library.spool_norm, [pointer] * 3 + [size] * 2 + [number])
         self._add_norm = _function(library.spool_add_norm, [pointer] * 4 + [size] * 2 + [number])
@@ -138,12 +163,12 @@ class CpuKernels:
         is_fit = weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and weight.shape[1] % 2 == 0
         return self._linear is not None and is_fit
 
-    @staticmethod
-    def pack_weight(weight: torch.Tensor) -> torch.Tensor:
+    def pack_weight(self, weight: torch.Tensor) -> torch.Tensor:
         """`[out, in]` to what `linear` reads, `[ceil(out / 32), in / 2, 32, 2]`, with zeros past the last output."""
         out, inputs = weight.shape
         padded = torch.nn.functional.pad(weight, (0, 0, 0, -out % PANEL))
-        return padded.view(-1, PANEL, inputs // 2, 2).transpose(1, 2).contiguous()
+        panels = padded.view(-1, PANEL, inputs // 2, 2).transpose(1, 2)
+        return self._weights.take(panels.shape).copy_(panels)
 
     @staticmethod
     def pack_bias(bias: torch.Tensor) -> torch.Tensor:

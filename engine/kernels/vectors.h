@@ -56,12 +56,16 @@ INLINE bf16 to_bf16(float value) {
     return (bf16)(bits >> 16);
 }
 
-// To nearest, ties to even; NaN stays NaN.
+// To nearest, ties to even; NaN stays NaN. Numbers below the normal range become 0 where the processor rounds.
 INLINE void store_bf16(bf16 *to, f32v value) {
+#ifdef __AVX512BF16__
+    __m256bh x = _mm512_cvtneps_pbh((__m512)value);
+#else
     u32v bits = (u32v)value;
     u32v rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
     u32v nan = (u32v)(value != value);
     u16v x = __builtin_convertvector((nan & 0x7fc0) | (~nan & rounded), u16v);
+#endif
     memcpy(to, &x, sizeof x);
 }
 
