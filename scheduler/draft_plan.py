@@ -115,10 +115,11 @@ class DraftPlan:
 
 @dataclass(frozen=True, slots=True)
 class CatchUp:
-    """What comes before drafting in turns: `seconds` in which the draft takes in what it lacks and nothing is verified.
+    """What comes before drafting on cores that are shared: `seconds` in which the draft takes in what it lacks, while
+    nothing is verified, or slowly.
 
-    It takes a step of the draft in each of `rounds`, and sequences decode plainly until it is their turn: on average
-    for half of them. They end in `rounds_left`.
+    In turns it takes a step of the draft in each of `rounds`, and sequences decode plainly until it is their turn: on
+    average for half of them. They end in `rounds_left`.
     """
 
     seconds: float
@@ -179,7 +180,7 @@ def best_plan(
     a stay where the target is `speculating` already.
 
     `trust` is what the rate of a plan with drafts is worth beside that of plain decoding, `catch_up` what has to be
-    done before all can draft in turns. Where plain decoding is best once those that are being prefilled decode as well,
+    done before all can draft. Where plain decoding is best once those that are being prefilled decode as well,
     the tokens that drafts add before must not take longer than they would then, in fuller steps: else drafting only
     holds the newcomers up.
     """
@@ -233,12 +234,17 @@ def _least_gain(
 ) -> float:
     """How many times as good as plain decoding the best way must be."""
     gain = _GAIN_TO_STAY if speculating else GAIN_TO_START
-    if best.thresholds and costs.alone is not None and not best.cycle.turns:
-        return gain + _DOUBT_OF_OVERLAP
-    if best.cycle.turns and catch_up is not None:
-        plain_round = plain.cycle.seconds if later is None else (costs.sequences + costs.coming) / later.plain_rate
-        return catch_up.least_gain(gain if speculating else gain + _DOUBT_OF_TURNS, plain_round)
-    return gain
+    if not best.thresholds or costs.alone is None:
+        return gain
+    if not best.cycle.turns:
+        gain += _DOUBT_OF_OVERLAP
+        catch_up = None if catch_up is None or speculating else replace(catch_up, rounds=0.0)
+    elif not speculating:
+        gain += _DOUBT_OF_TURNS
+    if catch_up is None:
+        return gain
+    plain_round = plain.cycle.seconds if later is None else (costs.sequences + costs.coming) / later.plain_rate
+    return catch_up.least_gain(gain, plain_round)
 
 
 def _holds_up(plain: _Way, best: _Way, later: DraftPlan, trust: float, least_gain: float) -> bool:
