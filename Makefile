@@ -5,16 +5,19 @@
 # make stubs   regenerates the protobuf stubs
 #
 # PYTHON chooses the interpreter of the virtual environment, TORCH_OPTIONS further options for installing torch
-# (for instance an index of wheels for another CUDA version), TESTS what is run,
+# (for instance an index of wheels for another CUDA version), TESTS what is run instead of all,
 # SERVE further options for `spool serve`, SIM for the simulation (--first SEED, --sequences).
 
 PYTHON ?= python3
 TORCH_OPTIONS ?=
-TESTS ?= tests
+TESTS ?=
 SERVE ?=
 SEEDS ?= 1000
 JOBS ?= $(shell nproc 2>/dev/null || echo 1)
 SIM ?=
+
+# What starts no processes and waits for nothing, so that any number of it can run at a time.
+UNDISTURBED := tests/unit tests/sim
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -39,7 +42,12 @@ serve: $(STAMP)
 	$(BIN)/spool serve $(SERVE)
 
 test: $(STAMP)
+ifeq ($(TESTS),)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(UNDISTURBED)
+	$(BIN)/python -m pytest tests $(UNDISTURBED:%=--ignore %)
+else
 	$(BIN)/python -m pytest $(TESTS)
+endif
 
 sim: $(STAMP)
 	$(BIN)/python -m tests.sim.soak --seeds $(SEEDS) --jobs $(JOBS) $(SIM)
