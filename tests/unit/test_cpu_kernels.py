@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from engine.attention import Span
-from engine.cpu_kernels import CpuKernels, load_cpu_kernels
+from engine.cpu_kernels import CpuKernels, WeightMemory, load_cpu_kernels
 from engine.kernel_attention import KernelBackend
 from engine.paged_kv import LayerKv
 
@@ -85,6 +85,18 @@ def test_a_linear_layer(multiplying: CpuKernels, inputs: int, outputs: int, bias
     assert bool(((alone.double() - exact).abs() <= HALF_BIT * exact.abs().clamp(min=0.1) * 1.02).all())
     for count in range(2, len(rows) + 1):
         assert torch.equal(multiplying.linear(rows[:count], packed, packed_bias, outputs), alone[:count])
+
+
+def test_weights_lie_side_by_side_and_apart() -> None:
+    memory = WeightMemory()
+    shapes = [(3, 5), (1,), (1000, 1000), (20_000_000,), (7, 64)]
+    tensors = [memory.take(shape).fill_(index) for index, shape in enumerate(shapes)]
+    for index, (tensor, shape) in enumerate(zip(tensors, shapes, strict=True)):
+        assert tensor.shape == shape
+        assert tensor.dtype == torch.bfloat16
+        assert tensor.data_ptr() % 64 == 0
+        assert bool((tensor == index).all())
+    assert tensors[1].data_ptr() - tensors[0].data_ptr() == 64
 
 
 @pytest.mark.usefixtures("threads")

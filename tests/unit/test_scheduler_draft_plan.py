@@ -97,6 +97,20 @@ def test_a_change_to_turns_must_repay_what_the_draft_has_to_catch_up() -> None:
         assert (best_plan(cell, [(0.4, 1)], 4, catch_up=catch_up).length(0.4) > 0) == pays
 
 
+def test_so_must_a_change_to_drafting_beside_verification_on_shared_cores() -> None:
+    """But not for turns that sequences wait for."""
+    cell = replace(FLAT, sequences=16, alone=replace(STEPS, draft_per_pass=0.01))
+    for catch_up, pays in [
+        (CatchUp(seconds=0.01, rounds=0, rounds_left=50), True),
+        (CatchUp(seconds=5.0, rounds=0, rounds_left=50), False),
+        (CatchUp(seconds=0.01, rounds=90, rounds_left=50), True),
+    ]:
+        plan = best_plan(cell, [(0.7, 16)], 4, catch_up=catch_up)
+        assert not (plan.turns and plan.thresholds)
+        assert (plan.length(0.7) > 0) == pays
+        assert best_plan(cell, [(0.7, 16)], 4, speculating=True, catch_up=catch_up).length(0.7) > 0
+
+
 def test_drafting_waits_for_a_crowd_that_decodes_cheaply_without_it() -> None:
     """Alone a sequence gains by drafts. Of sixteen in a step each token costs less than such a gain."""
     alone = replace(FLAT, batch_size=16, beside=replace(STEPS, per_row=0.002, draft_per_pass=0.002))
