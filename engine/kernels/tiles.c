@@ -56,7 +56,7 @@ typedef struct {
     ptrdiff_t upper, in, out, lines, write;
 } Work;
 
-// Sums of rows [in], `upper` of them and where `two` as many lower ones, by a panel [in / 2, PANEL, 2]: each one chain
+// Sums of rows [in], `upper` of them and where `two` a lower tile as well, by a panel [in / 2, PANEL, 2]: each one chain
 // in the order of inputs, a tile of them at a time.
 INLINE void multiply(int two, Finished *to, Finished *before, const Work *work) {
     const bf16 *rows = work->rows, *lower_rows = rows + work->upper * work->in, *panel = work->panel;
