@@ -104,7 +104,8 @@ class CostFit:
             for j in active:
                 if j <= i:
                     products[i][j] = products[j][i] = sum(map(mul, weighted[i], columns[j]))
-        result = [0.0] * size
+        # What was never there costs what the prior says, not nothing.
+        result = [0.0 if means[i] > 0 else self._prior[i] * scale for i in range(size)]
         while active:
             matrix = [[*(products[i][j] for j in active), answers[i]] for i in active]
             for place, i in enumerate(active):

@@ -201,7 +201,8 @@ def test_steps_alone_and_beside_others_share_what_both_tell() -> None:
     beside = TargetTimes(0.05, alone)
     for rows in (1, 4, 8, 16, 32, 40):
         alone.observe(rows, True, 0, 0.015 + 0.0004 * rows)
-    assert beside.predict(8) == pytest.approx(alone.predict(8), rel=0.02)
+    # Of cores that two share each has half: nobody should have to see that first.
+    assert 1.3 * alone.predict(8) < beside.predict(8) < 2 * alone.predict(8)
     for rows in (1, 4, 8, 16, 32, 40):
         beside.observe(rows, True, 0, 0.017 + 0.0009 * rows)
     assert alone.predict(24) == pytest.approx(0.015 + 0.0004 * 24, rel=0.03)
