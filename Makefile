@@ -17,7 +17,7 @@ JOBS ?= $(shell nproc 2>/dev/null || echo 1)
 SIM ?=
 
 # What starts no processes and waits for nothing, so that any number of it can run at a time.
-UNDISTURBED := tests/unit tests/sim
+UNDISTURBED := tests/unit tests/sim tests/engine
 
 VENV := .venv
 BIN := $(VENV)/bin

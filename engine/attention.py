@@ -1,7 +1,7 @@
 """Attention of packed rows over paged KV, plugged into transformers by `AttentionInterface.register`.
 
 A backend turns the layout of a pass into a plan once, and the plan then attends in every layer. `MatmulBackend` runs
-anywhere; a `varlen` backend for CUDA has the same two methods.
+anywhere; others read the pages where they lie (engine/kernel_attention.py on CPUs, engine/triton_attention.py on GPUs).
 """
 
 from __future__ import annotations
@@ -81,6 +81,22 @@ class AttentionForm:
         """A length that hardly exceeds `positions`, where the form leaves it free."""
         length = -(-positions // self.padded_step) * self.padded_step
         return length if length <= self.longest_padded else None
+
+
+def cut_into_blocks(
+    spans: Sequence[Span], page_size: int, most_rows: int
+) -> tuple[list[tuple[int, int, int, int]], list[int]]:
+    """What kernels that read pages take: blocks of at most `most_rows` rows of one sequence, each as its first row, its
+    rows, the position of the first, and where in the list of pages those of its sequence begin; and that list."""
+    pages: list[int] = []
+    blocks: list[tuple[int, int, int, int]] = []
+    for span in spans:
+        blocks.extend(
+            (span.first_row + done, min(most_rows, span.rows - done), span.start + done, len(pages))
+            for done in range(0, span.rows, most_rows)
+        )
+        pages.extend(span.pages[: -(-(span.start + span.rows) // page_size)])
+    return blocks, pages
 
 
 def kv_lengths(page_size: int) -> tuple[int, ...]:

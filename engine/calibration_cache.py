@@ -15,7 +15,6 @@ import transformers
 from transformers import PreTrainedModel
 
 from engine.attention import AttentionForm
-from engine.cpu_kernels import CpuKernels
 from engine.exactness import Calibration, ExactShapes
 from engine.model_source import cache_folder
 from engine.processor import processor_name
@@ -25,21 +24,21 @@ from engine.settings import EngineSettings
 _CALIBRATION_RECIPE = 9
 
 
-def calibration_file(model: PreTrainedModel, settings: EngineSettings, kernels: CpuKernels | None) -> Path:
+def calibration_file(model: PreTrainedModel, settings: EngineSettings, kernels: str | None) -> Path:
     """Where the calibration of this model on this device, with these library versions and threads, belongs."""
     return cache_folder() / "calibrations" / f"{calibration_key(model, settings, kernels)}.json"
 
 
-def calibration_key(model: PreTrainedModel, settings: EngineSettings, kernels: CpuKernels | None) -> str:
-    """Names everything but the weights that the bits of a pass may depend on; hexadecimal digits. `kernels`: those
-    in use."""
+def calibration_key(model: PreTrainedModel, settings: EngineSettings, kernels: str | None) -> str:
+    """Names everything but the weights that the bits of a pass may depend on; hexadecimal digits. `kernels`: what
+    names those in use."""
     config = {k: v for k, v in model.config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
     conditions = {
         "recipe": _CALIBRATION_RECIPE,
         "model": config,
         "dtype": str(model.dtype),
         "device": _device_name(model.device),
-        "kernels": kernels.identity if kernels else None,
+        "kernels": kernels,
         "threads": torch.get_num_threads(),
         "threads_alone": settings.threads_alone,
         "torch": torch.__version__,

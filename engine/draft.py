@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 from torch import Tensor
 
 from engine.description import EngineDescription
 from engine.logits_scan import LogitsScan
+from engine.packed_pass import PackedSequence
 from engine.packing import make_room, rolled_back_on_error, split_by_rows
 from engine.pages import PagePool
-from engine.runner import ModelRunner, PackedSequence
+from engine.runner import ModelRunner
 from engine.sampling import ChoiceContext, choose_tokens, probabilities_of
 from engine.settings import LONGEST_LOOKUP_MATCH
 from engine.steps import Computing, EngineTimings, ProposeRow, RowOutcome, StepOutcome, nothing
@@ -102,15 +102,15 @@ class DraftEngine:
             result = self._runner.run(packed, computing)
             timings.add(result.timings)
             if not choosing:
+                timings.add_pass(*result.clock.seconds())
                 continue
-            started = time.perf_counter()
             contexts = [_context(rows[index], outcomes[index]) for index in choosing]
             logits = result.logits[:, : self.description.vocabulary_size]
             chosen = choose_tokens(logits, contexts, token_ids=self._token_ids, scan=self._scan)
             probabilities = probabilities_of(logits, chosen, self._token_ids, self._scan)
             for index, token, probability in zip(choosing, chosen, probabilities, strict=True):
                 _record(outcomes[index], token, probability)
-            timings.sample += time.perf_counter() - started
+            timings.add_pass(*result.clock.seconds())
 
     def _goes_on(self, row: ProposeRow, outcome: RowOutcome) -> bool:
         if outcome.error is not None or len(outcome.tokens) >= row.draft_length:

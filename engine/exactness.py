@@ -21,8 +21,9 @@ from engine.attention import LONGEST_PROBE, AttentionForm, free_form
 from engine.attention_probe import AttentionProbe
 from engine.errors import ExactModeUnavailableError
 from engine.packed_linear import KernelLinear, PackedLinear
+from engine.packed_pass import PackedSequence
 from engine.pages import PagePool, PageTable
-from engine.runner import ModelRunner, PackedSequence
+from engine.runner import ModelRunner
 from engine.settings import EngineSettings
 
 _PROBE_SEED = 20251022
@@ -285,7 +286,7 @@ def _priced(
         samples = []
         for _ in range(7):
             started = time.perf_counter()
-            runner.run(batch)
+            runner.run(batch).clock.seconds()
             samples.append(time.perf_counter() - started)
         return sorted(samples)[3] * 1000
 

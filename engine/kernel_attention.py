@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from engine.attention import Span
+from engine.attention import Span, cut_into_blocks
 from engine.cpu_kernels import LANES, AttentionBlocks, CpuKernels, LayerPass
 from engine.paged_kv import LayerKv, PagedStep
 
@@ -64,14 +64,7 @@ class KernelBackend:
         return on_cpu and head_dim % (2 * LANES) == 0 and page_size % LANES == 0
 
     def plan(self, spans: Sequence[Span], packed_rows: int) -> KernelPlan:
-        pages: list[int] = []
-        edges: list[tuple[int, int, int, int]] = []
-        for span in spans:
-            edges.extend(
-                (span.first_row + done, min(_BLOCK_ROWS, span.rows - done), span.start + done, len(pages))
-                for done in range(0, span.rows, _BLOCK_ROWS)
-            )
-            pages.extend(span.pages[: -(-(span.start + span.rows) // self._page_size)])
+        edges, pages = cut_into_blocks(spans, self._page_size, _BLOCK_ROWS)
         most_rows = max(rows for _, rows, _, _ in edges)
         longest = max(span.start + span.rows for span in spans)
         blocks = AttentionBlocks(np.array(edges, np.int64), np.array(pages, np.int64), most_rows, longest)

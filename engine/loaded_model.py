@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from engine.attention import AttentionBackend, AttentionForm, MatmulBackend, attention_forms, free_form
 from engine.cpu_kernels import CpuKernels
 from engine.fused_layers import fuse_layers
+from engine.gpu_passes import GpuPasses
 from engine.kernel_attention import KernelBackend
 from engine.packed_layers import pack_layers
 from engine.paged_kv import PagedKv
@@ -37,11 +38,19 @@ class KvShape:
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """`kernels`: None where the CPU kernels do not take the model, or could not be made."""
+    """`kernels`: None where the CPU kernels do not take the model, or could not be made. `gpu`: None where the model
+    is on no GPU, or its attention there could not be made."""
 
     model: PreTrainedModel
     vocabulary: Vocabulary
     kernels: CpuKernels | None
+    gpu: GpuPasses | None
+
+    @property
+    def kernel_identity(self) -> str | None:
+        """Names the kernels in use."""
+        kernels = self.kernels or self.gpu
+        return None if kernels is None else kernels.identity
 
     def pack(self) -> None:
         """Replaces layers by faster ones that compute the same, in place."""
@@ -50,12 +59,15 @@ class LoadedModel:
         pack_layers(self.model, self.kernels)
 
     def forms(self, page_size: int) -> Sequence[AttentionForm | None]:
-        """Of attention, cheapest first. None is that of the kernels, which have but one."""
-        return list(attention_forms(page_size)) if self.kernels is None else [None]
+        """Of attention, cheapest first. None is that of kernels that read pages, which have but one."""
+        if self.kernels is not None:
+            return [None]
+        products = list(attention_forms(page_size))
+        return products if self.gpu is None else [None, *products]
 
     def free_form(self, page_size: int) -> AttentionForm | None:
         """For passes whose bits may depend on what shares them."""
-        return free_form(page_size) if self.kernels is None else None
+        return free_form(page_size) if self.kernels is None and self.gpu is None else None
 
     def runner(self, pool: PagePool, form: AttentionForm | None, row_counts: Sequence[int]) -> ModelRunner:
         model, page_size = self.model, pool.page_size
@@ -63,11 +75,14 @@ class LoadedModel:
         kv = PagedKv(
             shape.layers, pool.total_pages, page_size, shape.kv_heads, shape.head_dim, model.dtype, model.device
         )
-        return ModelRunner(model, kv, self._backend(kv, shape, form), row_counts)
+        graphs = None if self.gpu is None or form is not None else self.gpu.graphs(model, kv)
+        return ModelRunner(model, kv, self._backend(kv, shape, form), row_counts, graphs)
 
     def _backend(self, kv: PagedKv, shape: KvShape, form: AttentionForm | None) -> AttentionBackend:
         if self.kernels is not None:
             return KernelBackend(self.kernels, kv.page_size)
+        if form is None and self.gpu is not None:
+            return self.gpu.backend(kv.page_size)
         heads, model = self.model.config.num_attention_heads, self.model
         form = form or free_form(kv.page_size)
         return MatmulBackend(form, heads, shape.kv_heads, kv.page_size, kv.pages, model.dtype, model.device)

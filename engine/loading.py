@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+from collections.abc import Sequence
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -18,13 +19,15 @@ from engine.draft import DraftEngine
 from engine.draft_vocabulary import read_draft_vocabulary, restrict_head
 from engine.errors import UnsupportedModelError
 from engine.exactness import ExactShapes, calibrate, candidate_row_counts
+from engine.gpu_passes import load_gpu_passes
 from engine.kernel_attention import KernelBackend
 from engine.loaded_model import KvShape, LoadedModel
 from engine.logits_scan import LogitsScan
 from engine.model_source import Progress, fetch_model, resolve_model
+from engine.packed_pass import PackedSequence
 from engine.paged_kv import PagedKvStore
 from engine.pages import PagePool, PageTable
-from engine.runner import ModelRunner, PackedSequence
+from engine.runner import ModelRunner
 from engine.settings import EngineSettings
 from engine.target import TargetEngine
 from engine.vocabulary import read_vocabulary
@@ -40,6 +43,9 @@ _CPU_KV_BYTES = 4 << 30
 # The most rows that verification usually wants logits of.
 _MOST_WARM_LOGITS = 48
 
+# Passes of more rows take longer than launching their kernels, with or without a graph.
+_MOST_GRAPHED_ROWS = 256
+
 # Of each tensor of weights, the elements that tell one model from another.
 _SAMPLED_WEIGHTS = 256
 
@@ -53,6 +59,7 @@ def load_target_engine(settings: EngineSettings, progress: Progress) -> TargetEn
     description, runner, pool = _assemble(loaded, settings, shapes)
     progress("warming up", None)
     _warm_up(description, runner, pool)
+    _capture_graphs(description, runner, pool, progress)
     kv_store = PagedKvStore(runner.kv, settings.model, numerics)
     return TargetEngine(description, runner, pool, kv_store, LogitsScan(loaded.kernels))
 
@@ -70,6 +77,7 @@ def load_draft_engine(settings: EngineSettings, progress: Progress) -> DraftEngi
     description, runner, pool = _assemble(loaded, settings, None)
     progress("warming up", None)
     _warm_up(description, runner, pool)
+    _capture_graphs(description, runner, pool, progress)
     return DraftEngine(description, runner, pool, LogitsScan(loaded.kernels), token_ids, settings.lookup_match)
 
 
@@ -91,15 +99,19 @@ def _load_model(settings: EngineSettings, role: Role, progress: Progress) -> Loa
     kv_shape = KvShape.of(model.config)
     useful = KernelBackend.supports(model.dtype, model.device, kv_shape.head_dim, settings.page_size)
     kernels = load_cpu_kernels(progress) if useful else None
+    gpu = None
+    if model.device.type == "cuda":
+        heads = (model.config.num_attention_heads, kv_shape.kv_heads, kv_shape.head_dim)
+        gpu = load_gpu_passes(model.dtype, model.device, heads, settings.cuda_graphs, progress)
     vocabulary = read_vocabulary(folder, model.get_input_embeddings().num_embeddings)
-    loaded = LoadedModel(model, vocabulary, kernels)
+    loaded = LoadedModel(model, vocabulary, kernels, gpu)
     _check_supported(loaded, settings.page_size)
     return loaded
 
 
 def _numerics(loaded: LoadedModel, settings: EngineSettings) -> bytes:
     """Names the weights, by a sample of each tensor, and in exact mode all that the bits of a pass depend on."""
-    key = calibration_key(loaded.model, settings, loaded.kernels)
+    key = calibration_key(loaded.model, settings, loaded.kernel_identity)
     digest = hashlib.sha256(key.encode() if settings.exact else b"")
     for name, weights in sorted(loaded.model.state_dict().items()):
         sample = weights.flatten()[:_SAMPLED_WEIGHTS].contiguous().cpu().view(torch.uint8)
@@ -122,7 +134,7 @@ def _check_supported(loaded: LoadedModel, page_size: int) -> None:
 
 
 def _exact_shapes(loaded: LoadedModel, settings: EngineSettings, progress: Progress) -> ExactShapes:
-    file = calibration_file(loaded.model, settings, loaded.kernels)
+    file = calibration_file(loaded.model, settings, loaded.kernel_identity)
     calibration = read_calibration(file)
     if calibration is None:
         progress("calibrating exact mode", None)
@@ -177,6 +189,41 @@ def _warm_up(description: EngineDescription, runner: ModelRunner, pool: PagePool
             pool.append(table, size)
             runner.run([PackedSequence(table, [0] * size, min(size, _MOST_WARM_LOGITS))])
             pool.free(table)
+
+
+def _capture_graphs(description: EngineDescription, runner: ModelRunner, pool: PagePool, progress: Progress) -> None:
+    """Passes of few rows as CUDA graphs, where there are any, and in exact mode only if they give the same bits."""
+    graphs = runner.graphs
+    if graphs is None:
+        return
+    longest = min(_MOST_GRAPHED_ROWS, description.max_sequence_length)
+    row_counts = [count for count in runner.row_counts if count <= longest]
+    progress(f"capturing CUDA graphs of {len(row_counts)} row counts", None)
+    try:
+        graphs.capture(row_counts)
+    # What a model does in a pass may be nothing that can be captured, and torch says so in many ways.
+    except Exception as error:
+        logger.warning("no CUDA graphs, as this model's passes cannot be captured: %s", error)
+        return
+    if description.exact_row_counts and not _agree_with_graphs(description, runner, pool, row_counts):
+        graphs.clear()
+        logger.warning("no CUDA graphs, as they give other bits than the same passes without them")
+
+
+def _agree_with_graphs(
+    description: EngineDescription, runner: ModelRunner, pool: PagePool, row_counts: Sequence[int]
+) -> bool:
+    without = ModelRunner(runner.model, runner.kv, runner.backend, runner.row_counts)
+    for rows in row_counts:
+        table = PageTable()
+        pool.append(table, rows)
+        sequence = PackedSequence(table, [row % description.vocabulary_size for row in range(rows)], rows)
+        graphed = runner.run([sequence]).logits.clone()
+        agree = torch.equal(graphed, without.run([sequence]).logits)
+        pool.free(table)
+        if not agree:
+            return False
+    return True
 
 
 def _kv_bytes(settings: EngineSettings, device: torch.device) -> int:

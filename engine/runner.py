@@ -5,45 +5,51 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedModel
 
-from engine.attention import AttentionBackend, Span
-from engine.paged_kv import PagedKv, PagedStep
+from engine.attention import AttentionBackend
+from engine.eager_passes import EagerPasses
+from engine.graphed_passes import GraphedPasses
+from engine.packed_pass import PackedPass, PackedSequence
+from engine.paged_kv import PagedKv
 from engine.pages import PagePool, PageTable
+from engine.pass_clock import PassClock
 from engine.steps import Computing, EngineTimings, nothing
-
-
-@dataclass(slots=True)
-class PackedSequence:
-    """`tokens` to feed at the last `len(tokens)` positions of `table`, where room was made already; logits are wanted
-    for the last `logits` of them."""
-
-    table: PageTable
-    tokens: Sequence[int]
-    logits: int
+from engine.transfer import current
 
 
 @dataclass(slots=True)
 class PassResult:
-    """`logits` `[sum of logits asked for, vocabulary]`, in the order of the sequences; seconds spent on each part."""
+    """`logits` `[sum of logits asked for, vocabulary]`, in the order of the sequences, until the next pass; what is
+    known of the time, and the clock that knows the rest."""
 
     logits: torch.Tensor
-    timings: EngineTimings = field(default_factory=EngineTimings)
+    timings: EngineTimings
+    clock: PassClock
 
 
 class ModelRunner:
     """Runs passes whose row count is one of `row_counts` (ascending), or free where that is empty."""
 
     def __init__(
-        self, model: PreTrainedModel, kv: PagedKv, backend: AttentionBackend, row_counts: Sequence[int] = ()
+        self,
+        model: PreTrainedModel,
+        kv: PagedKv,
+        backend: AttentionBackend,
+        row_counts: Sequence[int] = (),
+        graphs: GraphedPasses | None = None,
     ) -> None:
+        """`graphs`: those of the device, where it has any."""
         self.model = model
         self.kv = kv
         self.backend = backend
+        self.graphs = graphs
         self.row_counts = tuple(row_counts)
+        self._eager = EagerPasses(model, kv, backend, self.padded)
+        self._current_device = current(model.device)
 
     def padded(self, rows: int) -> int:
         """The row count that a pass or LM head call with `rows` real rows runs on. Raises ValueError past the last."""
@@ -61,56 +67,21 @@ class ModelRunner:
 
     @torch.inference_mode()
     def run(self, sequences: Sequence[PackedSequence], computing: Computing = nothing) -> PassResult:
+        """Computes a pass, or starts to: on a GPU, whoever reads of the logits waits."""
         started = time.perf_counter()
-        tokens: list[int] = []
-        positions: list[int] = []
-        slots: list[int] = []
-        spans: list[Span] = []
-        logits_rows: list[int] = []
-        page_size = self.kv.page_size
-        for sequence in sequences:
-            count = len(sequence.tokens)
-            start = sequence.table.length - count
-            pages = sequence.table.pages
-            spans.append(Span(len(tokens), count, start, pages))
-            tokens.extend(sequence.tokens)
-            positions.extend(range(start, start + count))
-            slots.extend(pages[p // page_size] * page_size + p % page_size for p in range(start, start + count))
-            logits_rows.extend(range(len(tokens) - sequence.logits, len(tokens)))
-        rows = len(tokens)
-        padding = self.padded(rows) - rows
-        tokens.extend([0] * padding)
-        positions.extend([0] * padding)
-        slots.extend([self.kv.padding_slot] * padding)
-        wanted = len(logits_rows)
-        # A pass that wants no logits (prefill chunks alone) still pays for the smallest head call.
-        logits_rows.extend([0] * (self.padded(max(wanted, 1)) - wanted))
-
-        device = self.model.device
-        input_ids, position_ids, slot_ids, head_rows = (
-            torch.tensor(values, device=device) for values in (tokens, positions, slots, logits_rows)
-        )
-        aligned_from = time.perf_counter()
-        plan = self.backend.plan(spans, rows + padding)
-        planned = time.perf_counter()
-        unequal = len({(span.start, span.rows) for span in spans}) > 1
-        step = PagedStep(self.kv, slot_ids, plan)
-        computing()
-        logits = self.model(
-            input_ids=input_ids.unsqueeze(0),
-            position_ids=position_ids.unsqueeze(0),
-            past_key_values=step,
-            paged_step=step,
-            use_cache=True,
-            logits_to_keep=head_rows,
-        ).logits[0, :wanted]
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        packed = PackedPass.of(sequences, self.kv.page_size, self.kv.padding_slot, self.padded)
+        graphs = self.graphs if self.graphs is not None and self.graphs.takes(packed) else None
+        with self._current_device:
+            prepared = (graphs or self._eager).prepare(packed)
+            planned = time.perf_counter()
+            computing()
+            clock = PassClock(self.model.device)
+            logits = prepared.compute()
+            clock.computed()
         timings = EngineTimings(
             prepare=planned - started,
-            realign=planned - aligned_from if unequal else 0.0,
-            forward=time.perf_counter() - planned,
-            packed_rows=rows,
-            padding_rows=padding,
+            realign=prepared.planning if packed.is_ragged else 0.0,
+            packed_rows=packed.rows,
+            padding_rows=packed.padded_rows - packed.rows,
         )
-        return PassResult(logits, timings)
+        return PassResult(logits, timings, clock)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import isfinite
 
 import torch
 from torch import Tensor
@@ -25,6 +24,7 @@ _CPU_BLOCK_ELEMENTS = 65536
 # Above the largest -log(1 - t) / t that 32 bits of noise give (22.874), by far more than float32 errs.
 _RACE_MARGIN = 24.0
 _NO_TOKEN = 2**62
+_NONE = -1
 _BY_TORCH = LogitsScan()
 
 
@@ -96,7 +96,9 @@ def choose_tokens(
         keys = _tensor([0 if row.sampling.greedy else row_key(row.sampling.seed, row.position) for row in rows], logits)
         candidates = list(_candidates(logits, rows, drawn, keys, largest, token_ids))
         chosen[_tensor(drawn, logits)] = _winners(candidates, keys)[_tensor(drawn, logits)]
-    return [token if isfinite(value) else None for token, value in zip(chosen.tolist(), largest.tolist(), strict=True)]
+    # One transfer, for which a GPU's host waits once.
+    known = torch.where(largest.isfinite(), chosen, _NONE).tolist()
+    return [None if token == _NONE else token for token in known]
 
 
 @torch.no_grad()

@@ -82,6 +82,11 @@ class EngineTimings:
     packed_rows: int = 0
     padding_rows: int = 0
 
+    def add_pass(self, forward: float, sample: float) -> None:
+        """Adds the seconds that a pass took, and choosing from its logits."""
+        self.forward += forward
+        self.sample += sample
+
     def add(self, other: EngineTimings) -> None:
         """Adds another pass of the same step."""
         self.prepare += other.prepare

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -11,9 +10,10 @@ import torch
 from engine.description import EngineDescription
 from engine.kv_store import KvStore
 from engine.logits_scan import LogitsScan
+from engine.packed_pass import PackedSequence
 from engine.packing import make_room, rolled_back_on_error, split_by_rows
 from engine.pages import PagePool
-from engine.runner import ModelRunner, PackedSequence, PassResult
+from engine.runner import ModelRunner, PassResult
 from engine.sampling import ChoiceContext, choose_tokens
 from engine.steps import Computing, EngineTimings, RowOutcome, StepOutcome, VerifyRow, nothing
 from scheduler.messages import TokenLogprobs
@@ -54,11 +54,10 @@ class TargetEngine:
             for batch in split_by_rows(admitted, sizes, self.description.max_packed_rows):
                 result = self._runner.run([_packed(rows[index]) for index in batch], computing)
                 timings.add(result.timings)
-                started = time.perf_counter()
                 for index, outcome in zip(batch, self._choose([rows[i] for i in batch], result), strict=True):
                     self._settle(rows[index], outcome, starts[index])
                     outcomes[index] = outcome
-                timings.sample += time.perf_counter() - started
+                timings.add_pass(*result.clock.seconds())
         return StepOutcome(outcomes, timings)
 
     def _choose(self, rows: Sequence[VerifyRow], result: PassResult) -> Iterator[RowOutcome]:

@@ -17,7 +17,7 @@ from bench.gpu.device import copy_bytes_per_second, weight_bytes_per_pass
 from bench.gpu.driver import InProcessCell, RunRecord
 from bench.gpu.figures import CellFigures, StreamingLimit, compare_logits, summarise
 from bench.gpu.results import ResultFile
-from bench.gpu.settings import REFERENCE, TARGET_VARIANTS, GpuBenchSettings, Point, grid, variant_name
+from bench.gpu.settings import REFERENCE, GpuBenchSettings, Point, grid, variant_name
 from deploy.bench_grid import System
 from engine.errors import EngineError
 from engine.loading import load_draft_engine, load_target_engine
@@ -46,7 +46,7 @@ def measure(settings: GpuBenchSettings, pair: Path, results: ResultFile, progres
     # Cells decode the same prompts: nothing is to be left of the one before.
     engine = load_draft_engine(settings.engine(str(pair / "draft"), exact=False), progress)
     draft = DraftStepExecutor(engine, prefix_cache=False)
-    for variant in TARGET_VARIANTS:
+    for variant in settings.target_variants:
         try:
             target = _load_target(settings, pair, variant, results, progress)
         except EngineError as error:

@@ -11,9 +11,8 @@ from engine.settings import EngineSettings
 from scheduler.config import Policy, SchedulerConfig
 
 SYSTEMS = (System.PLAIN, System.AUTO, System.RAGGED)
-TARGET_VARIANTS: tuple[dict[str, Any], ...] = ({"exact": True}, {"exact": False})
-"""Settings of the target's engine that are varied, each set measured at every point. Whatever else an engine can do
-without or with (CUDA graphs, a way to attend) belongs here and nowhere else: cells carry the whole set."""
+_EXACT: tuple[dict[str, Any], ...] = ({"exact": True}, {"exact": False})
+_GRAPHS: tuple[dict[str, Any], ...] = ({"cuda_graphs": True}, {"cuda_graphs": False})
 
 _PAGE_SIZE = 16
 _WINDOW_BATCHES = 4
@@ -62,6 +61,14 @@ class GpuBenchSettings:
             value = getattr(self, name)
             if not low <= value <= high:
                 raise ValueError(f"{name} is {value}, must be between {low} and {high}")
+
+    @property
+    def target_variants(self) -> tuple[dict[str, Any], ...]:
+        """Settings of the target's engine that are varied, each set measured at every point. Whatever else an engine
+        can do without or with belongs here and nowhere else: cells carry the whole set."""
+        if self.device == "cpu":
+            return _EXACT
+        return tuple(exact | graphs for exact in _EXACT for graphs in _GRAPHS)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"batch_sizes": list(self.batch_sizes)}
@@ -128,6 +135,8 @@ def grid(settings: GpuBenchSettings) -> Iterator[Point]:
 
 
 def variant_name(variant: Mapping[str, Any]) -> str:
+    names = {name: name.replace("_", " ").replace("cuda", "CUDA") for name in variant}
     return ", ".join(
-        name if on is True else f"not {name}" if on is False else f"{name} {on}" for name, on in variant.items()
+        names[name] if on is True else f"not {names[name]}" if on is False else f"{names[name]} {on}"
+        for name, on in variant.items()
     )

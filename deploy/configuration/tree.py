@@ -62,6 +62,7 @@ class EngineSection(Section):
     )
     max_packed_rows: int = described(192, "Tokens of one forward pass at most.", ge=8, le=65536)
     prefix_cache: bool = described(True, "Compute the KV of what prompts begin with alike once, and keep it a while.")
+    cuda_graphs: bool = described(True, "On a GPU, compute passes of few tokens as CUDA graphs.")
 
 
 class SchedulingSection(SchedulingSettings, Section):
@@ -253,6 +254,7 @@ class SpoolConfig(Section):
             max_packed_rows=self.engine.max_packed_rows,
             lookup_match=self.models.lookup_match if role is Role.DRAFT else None,
             prefix_cache=self.engine.prefix_cache,
+            cuda_graphs=self.engine.cuda_graphs,
         )
 
     def on_one_machine(self) -> SpoolConfig:

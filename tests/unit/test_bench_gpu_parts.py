@@ -12,7 +12,7 @@ from bench.gpu import page
 from bench.gpu.command import main, shown
 from bench.gpu.device import check_device
 from bench.gpu.results import ResultFile
-from bench.gpu.settings import GpuBenchSettings, Point, grid
+from bench.gpu.settings import GpuBenchSettings, Point, grid, variant_name
 from bench.report import main as report
 from deploy.bench_grid import System
 from scheduler.config import Policy
@@ -74,6 +74,17 @@ def test_engines_have_room_for_the_largest_window() -> None:
     assert engine.kv_pages * engine.page_size >= window * (20 + 40 + 4)
     assert engine.max_packed_rows >= 4 * 5
     assert not engine.exact
+
+
+def test_graphs_are_varied_where_there_are_some() -> None:
+    names = [variant_name(variant) for variant in settings(device="cuda").target_variants]
+    assert names == [
+        "exact, CUDA graphs",
+        "exact, not CUDA graphs",
+        "not exact, CUDA graphs",
+        "not exact, not CUDA graphs",
+    ]
+    assert [variant_name(variant) for variant in settings(device="cpu").target_variants] == ["exact", "not exact"]
 
 
 def test_a_result_is_on_disk_after_every_part_of_it(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ from engine.draft import DraftEngine
 from engine.errors import ExactModeUnavailableError, UnsupportedModelError
 from engine.loaded_model import LoadedModel
 from engine.loading import load_draft_engine, load_target_engine
+from engine.packed_pass import PackedSequence
 from engine.pages import PageTable
-from engine.runner import PackedSequence
 from engine.settings import EngineSettings
 from engine.steps import ProposeRow, RowOutcome, VerifyRow
 from engine.target import TargetEngine
@@ -211,7 +211,7 @@ def test_exact_mode_refuses_a_device_on_which_nothing_agrees(folders: dict[str, 
     norm.register_forward_hook(lambda _, __, out: out * (1 + torch.arange(out.shape[1])[None, :, None] * 1e-5))
 
     model = engine._runner.model
-    loaded = LoadedModel(model, Vocabulary(b"", VOCABULARY), None)
+    loaded = LoadedModel(model, Vocabulary(b"", VOCABULARY), None, None)
     settings = EngineSettings(str(folders["llama"]), page_size=8, max_packed_rows=96)
     with pytest.raises(ExactModeUnavailableError, match="differs from plain decoding at position"):
         exactness.calibrate(model, loaded.runner, settings, loaded.forms(settings.page_size))

@@ -15,8 +15,9 @@ from engine.fused_layers import FusedDecoderLayer, KernelDecoder
 from engine.loading import load_target_engine
 from engine.packed_layers import FusedRmsNorm, PackedAttention, PackedMlp
 from engine.packed_linear import KernelLinear, PackedLinear, can_pack
+from engine.packed_pass import PackedSequence
 from engine.pages import PagePool, PageTable
-from engine.runner import ModelRunner, PackedSequence
+from engine.runner import ModelRunner
 from engine.settings import EngineSettings
 
 VOCABULARY = 96

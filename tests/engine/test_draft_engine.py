@@ -15,9 +15,10 @@ from engine.draft import DraftEngine
 from engine.draft_vocabulary import FILE_NAME
 from engine.errors import DraftVocabularyError
 from engine.loading import load_draft_engine
+from engine.packed_pass import PackedSequence
 from engine.pages import PageTable
 from engine.prompt_lookup import TokenPlaces
-from engine.runner import PackedSequence, PassResult
+from engine.runner import PassResult
 from engine.sampling import ChoiceContext, choose_tokens
 from engine.settings import EngineSettings
 from engine.steps import Computing, ProposeRow

@@ -1,0 +1,58 @@
+"""Passes of any row count, computed operation by operation."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from transformers import PreTrainedModel
+
+from engine.attention import AttentionBackend
+from engine.packed_pass import PackedPass, PreparedPass
+from engine.paged_kv import PagedKv, PagedStep
+from engine.transfer import on_device
+
+
+class EagerPasses:
+    def __init__(
+        self, model: PreTrainedModel, kv: PagedKv, backend: AttentionBackend, padded: Callable[[int], int]
+    ) -> None:
+        """`padded` gives the row count that so many rows of logits are computed on."""
+        self._model = model
+        self._kv = kv
+        self._backend = backend
+        self._padded = padded
+
+    def prepare(self, packed: PackedPass) -> PreparedPass:
+        # A pass that wants no logits (prefill chunks alone) still pays for the smallest head call.
+        wanted = len(packed.logits_rows)
+        logits_rows = [*packed.logits_rows, *[0] * (self._padded(max(wanted, 1)) - wanted)]
+        numbers = [*packed.tokens, *packed.positions, *packed.slots, *logits_rows]
+        sizes = [*[packed.padded_rows] * 3, len(logits_rows)]
+        tokens, positions, slots, head_rows = on_device(numbers, self._model.device).split(sizes)
+        started = time.perf_counter()
+        step = PagedStep(self._kv, slots, self._backend.plan(packed.spans, packed.padded_rows))
+        planning = time.perf_counter() - started
+        compute = partial(forward, self._model, tokens, positions, head_rows, step)
+        return PreparedPass(lambda: compute()[:wanted], planning)
+
+
+def forward(
+    model: PreTrainedModel,
+    tokens: torch.Tensor,
+    positions: torch.Tensor,
+    logits_rows: torch.Tensor,
+    step: PagedStep,
+) -> torch.Tensor:
+    """Logits `[logits_rows, vocabulary]` of one pass over packed rows; all but `step` int64 on the model's device."""
+    output = model(
+        input_ids=tokens.unsqueeze(0),
+        position_ids=positions.unsqueeze(0),
+        past_key_values=step,
+        paged_step=step,
+        use_cache=True,
+        logits_to_keep=logits_rows,
+    )
+    return output.logits[0]

@@ -1,0 +1,75 @@
+"""The engines on a GPU: graphs and the Triton kernel are in use, and no bit depends on what shares a pass."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from engine.loading import load_draft_engine, load_target_engine
+from engine.pages import PageTable
+from engine.settings import EngineSettings
+from engine.steps import ProposeRow, VerifyRow
+from engine.target import TargetEngine
+from scheduler.sampling import SamplingParameters
+from tests.support.tiny_models import CONFIGS, VOCABULARY, save_tiny_pair
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+GREEDY = SamplingParameters()
+PROMPTS = [[(7 * place + number) % VOCABULARY for place in range(9 + 13 * number)] for number in range(5)]
+NEW_TOKENS = 24
+
+
+def load(folder: Path, **changes: object) -> TargetEngine:
+    settings = {"dtype": "bfloat16", "device": "cuda", "kv_pages": 64, "max_packed_rows": 128}
+    return load_target_engine(EngineSettings(str(folder), **(settings | changes)), lambda message, fraction: None)
+
+
+def decoded(engine: TargetEngine, drafts: int) -> list[list[tuple[int, int]]]:
+    """Tokens and digests of their logits, all prompts together; each round is given `drafts` tokens that are wrong."""
+    tables = [PageTable() for _ in PROMPTS]
+    outputs: list[list[tuple[int, int]]] = [[] for _ in PROMPTS]
+    feeds = [list(prompt) for prompt in PROMPTS]
+    while any(len(output) < NEW_TOKENS for output in outputs):
+        rows = [
+            VerifyRow(
+                tables[n], feeds[n], [3] * drafts, True, [*PROMPTS[n], *(t for t, _ in outputs[n])], 0, GREEDY, True
+            )
+            for n in range(len(PROMPTS))
+        ]
+        for number, row in enumerate(engine.step(rows).rows):
+            assert row.error is None
+            outputs[number] += zip(row.tokens, row.logits_digests, strict=True)
+            feeds[number] = row.tokens[-1:]
+    return [output[:NEW_TOKENS] for output in outputs]
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_logits_are_the_same_with_drafts_and_without_graphs(tmp_path: Path, family: str) -> None:
+    folder, _ = save_tiny_pair(family, tmp_path)
+    engine = load(folder)
+    assert type(engine._runner.backend).__name__ == "TritonBackend"
+    assert engine._runner.graphs is not None
+    assert engine._runner.graphs._graphs
+    plain = decoded(engine, 0)
+    assert decoded(engine, 3) == plain
+    assert decoded(load(folder, cuda_graphs=False), 3) == plain
+
+
+def test_tokens_are_those_of_transformers(tmp_path: Path) -> None:
+    folder, draft_folder = save_tiny_pair("llama", tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).cuda()
+    expected = [
+        model.generate(torch.tensor([prompt]).cuda(), max_new_tokens=NEW_TOKENS, do_sample=False)[0, len(prompt) :]
+        for prompt in PROMPTS
+    ]
+    found = decoded(load(folder, dtype="float32"), 2)
+    assert [[token for token, _ in output] for output in found] == [output.tolist() for output in expected]
+    draft = load_draft_engine(
+        EngineSettings(str(draft_folder), dtype="float32", device="cuda", kv_pages=64), lambda message, fraction: None
+    )
+    row = draft.step([ProposeRow(PageTable(), PROMPTS[1], 4, PROMPTS[1], len(PROMPTS[1]), GREEDY)]).rows[0]
+    assert len(row.tokens) == 4
