@@ -16,8 +16,8 @@ SEEDS ?= 1000
 JOBS ?= $(shell nproc 2>/dev/null || echo 1)
 SIM ?=
 
-# What starts no processes and waits for nothing, so that any number of it can run at a time.
-UNDISTURBED := tests/unit tests/sim tests/engine
+# What waits for nothing, so that any number of it can run at a time.
+UNDISTURBED := tests/unit tests/sim tests/engine tests/docs
 
 VENV := .venv
 BIN := $(VENV)/bin
