@@ -16,7 +16,7 @@ SEEDS ?= 1000
 JOBS ?= $(shell nproc 2>/dev/null || echo 1)
 SIM ?=
 
-# What waits for nothing, so that any number of it can run at a time.
+# What does not mind other tests beside it, so that any number of it can run at a time.
 UNDISTURBED := tests/unit tests/sim tests/engine tests/docs
 
 VENV := .venv

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from functools import partial
 
 import torch
 from transformers import PreTrainedModel
@@ -35,8 +34,7 @@ class EagerPasses:
         started = time.perf_counter()
         step = PagedStep(self._kv, slots, self._backend.plan(packed.spans, packed.padded_rows))
         planning = time.perf_counter() - started
-        compute = partial(forward, self._model, tokens, positions, head_rows, step)
-        return PreparedPass(lambda: compute()[:wanted], planning)
+        return PreparedPass(lambda: forward(self._model, tokens, positions, head_rows, step)[:wanted], planning)
 
 
 def forward(

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from transformers import PreTrainedModel
 
-from engine.attention import AttentionPlan, Span
+from engine.attention import AttentionBackend, AttentionPlan, Span
 from engine.eager_passes import forward
 from engine.packed_pass import PackedPass, PreparedPass
 from engine.paged_kv import PagedKv, PagedStep
@@ -23,16 +23,14 @@ Capture = Callable[[Compute], tuple[Callable[[], None], torch.Tensor]]
 """Makes a computation repeatable: what repeats it, and the tensor that each repetition writes its result to."""
 
 
-class BlockBackend(Protocol):
+class BlockBackend(AttentionBackend, Protocol):
     """Attention whose plan is numbers alone, so that a graph can be given those of another pass."""
-
-    def plan(self, spans: Sequence[Span], packed_rows: int) -> AttentionPlan: ...
 
     def blocks(self, spans: Sequence[Span]) -> tuple[list[int], list[int]]:
         """Edges, four numbers for each block of rows, and pages."""
         ...
 
-    def plan_of(self, edges: torch.Tensor, pages: torch.Tensor, packed_rows: int) -> AttentionPlan:
+    def plan_of(self, edges: torch.Tensor, pages: torch.Tensor) -> AttentionPlan:
         """Of blocks, int64 `[blocks, 4]`, and pages on the device; a block of zeros is none."""
         ...
 
@@ -112,7 +110,7 @@ class GraphedPasses:
         slots.fill_(self._kv.padding_slot)
 
         def compute() -> torch.Tensor:
-            plan = self._backend.plan_of(edges.view(-1, _EDGE_NUMBERS), pages, rows)
+            plan = self._backend.plan_of(edges.view(-1, _EDGE_NUMBERS), pages)
             return forward(self._model, tokens, positions, logits_rows, PagedStep(self._kv, slots, plan))
 
         replay, logits = self._capture(compute)

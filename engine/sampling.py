@@ -24,7 +24,6 @@ _CPU_BLOCK_ELEMENTS = 65536
 # Above the largest -log(1 - t) / t that 32 bits of noise give (22.874), by far more than float32 errs.
 _RACE_MARGIN = 24.0
 _NO_TOKEN = 2**62
-_NONE = -1
 _BY_TORCH = LogitsScan()
 
 
@@ -97,8 +96,8 @@ def choose_tokens(
         candidates = list(_candidates(logits, rows, drawn, keys, largest, token_ids))
         chosen[_tensor(drawn, logits)] = _winners(candidates, keys)[_tensor(drawn, logits)]
     # One transfer, for which a GPU's host waits once.
-    known = torch.where(largest.isfinite(), chosen, _NONE).tolist()
-    return [None if token == _NONE else token for token in known]
+    known = torch.where(largest.isfinite(), chosen, _NO_TOKEN).tolist()
+    return [None if token == _NO_TOKEN else token for token in known]
 
 
 @torch.no_grad()

@@ -17,8 +17,8 @@ class EngineSettings:
     one forward pass. `threads` 0 leaves the number to torch; `threads_alone` is for steps during which no other
     worker of the machine computes, 0: as many as otherwise. `lookup_match` is for drafts: where at least that many of
     the last tokens stood in the sequence before, what followed them is proposed instead of the model's tokens.
-    With `prefix_cache`, sequences that begin alike share the pages of what they have in common. `cuda_graphs`: whether
-    a GPU computes small passes as such.
+    With `prefix_cache`, sequences that begin alike share the pages of what they have in common. With
+    `cuda_graphs`, a GPU computes small passes as CUDA graphs.
     """
 
     model: str

@@ -1,4 +1,4 @@
-"""Numbers from Python to the device that computes with them, and kernels too."""
+"""What goes from Python to a device: numbers to compute with, and kernels that name no device."""
 
 from __future__ import annotations
 

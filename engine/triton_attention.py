@@ -1,8 +1,9 @@
 """Attention over paged KV on a GPU, by a Triton kernel that reads the pages where they lie.
 
 torch's own attention over pages (`torch.nn.attention.varlen` with a block table) is not used: it came for
-FlashAttention 3, which torch does not carry (pytorch/pytorch#175101), and writes wrong rows where it splits KV
-(pytorch/pytorch#194167). Here a row's sums have one order by construction: no split, and tiles of one size.
+FlashAttention 3, which torch does not carry (pytorch/pytorch#175101), and where it splits KV it writes wrong rows
+(pytorch/pytorch#194167, open in November 2026). Here a row's sums have one order by construction: no split, and tiles
+of one size.
 """
 
 from __future__ import annotations
@@ -82,12 +83,11 @@ def _attend(
 
 
 class TritonPlan:
-    def __init__(self, edges: torch.Tensor, pages: torch.Tensor, packed_rows: int, query_rows: int) -> None:
+    def __init__(self, edges: torch.Tensor, pages: torch.Tensor, query_rows: int) -> None:
         """`edges` int64 `[blocks, 4]` and `pages` as from `cut_into_blocks`, on the device; a block of zeros is none.
         `query_rows`: those of a tile."""
         self._edges = edges
         self._pages = pages
-        self._packed_rows = packed_rows
         self._query_rows = query_rows
         self._output: torch.Tensor | None = None
 
@@ -132,13 +132,13 @@ class TritonBackend:
     def plan(self, spans: Sequence[Span], packed_rows: int) -> TritonPlan:
         edges, pages = self.blocks(spans)
         moved = on_device([*edges, *pages], self._device)
-        return self.plan_of(moved[: len(edges)].view(-1, 4), moved[len(edges) :], packed_rows)
+        return self.plan_of(moved[: len(edges)].view(-1, 4), moved[len(edges) :])
 
     def blocks(self, spans: Sequence[Span]) -> tuple[list[int], list[int]]:
         """Edges, four numbers for each block, and pages."""
         edges, pages = cut_into_blocks(spans, self._page_size, self._block_rows)
         return [number for edge in edges for number in edge], pages
 
-    def plan_of(self, edges: torch.Tensor, pages: torch.Tensor, packed_rows: int) -> TritonPlan:
+    def plan_of(self, edges: torch.Tensor, pages: torch.Tensor) -> TritonPlan:
         """Of blocks that are on the device already."""
-        return TritonPlan(edges, pages, packed_rows, self._query_rows)
+        return TritonPlan(edges, pages, self._query_rows)

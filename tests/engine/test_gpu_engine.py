@@ -29,7 +29,7 @@ def load(folder: Path, **changes: object) -> TargetEngine:
 
 
 def decoded(engine: TargetEngine, drafts: int) -> list[list[tuple[int, int]]]:
-    """Tokens and digests of their logits, all prompts together; each round is given `drafts` tokens that are wrong."""
+    """Tokens and digests of their logits, all prompts together; each round is given `drafts` tokens, mostly wrong."""
     tables = [PageTable() for _ in PROMPTS]
     outputs: list[list[tuple[int, int]]] = [[] for _ in PROMPTS]
     feeds = [list(prompt) for prompt in PROMPTS]

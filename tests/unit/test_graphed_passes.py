@@ -209,6 +209,7 @@ def test_a_kernel_of_other_values_is_not_used(
     kernel: ModuleType, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     attend = kernel.TritonPlan.attend
+    assert gpu_passes._TOLERANCE < 0.1
     monkeypatch.setattr(kernel.TritonPlan, "attend", lambda plan, *more: attend(plan, *more) + 0.1)
     assert load(caplog) is None
     assert "gives values that are 0.1 off" in caplog.text
@@ -218,4 +219,3 @@ def test_without_triton_there_are_products(caplog: pytest.LogCaptureFixture, mon
     monkeypatch.setitem(sys.modules, "triton", None)
     assert load(caplog) is None
     assert "cannot be made: " in caplog.text
-    assert gpu_passes._TOLERANCE < 0.1
