@@ -1,8 +1,11 @@
-# make serve   sets up everything, then serves the demo model until Ctrl-C
-# make test    sets up everything, then runs the tests
+# make serve   sets up what serving needs, then serves the demo model until Ctrl-C
+# make test    sets up everything, then runs the tests of the five-minute loop
+# make test-all  runs `make test`, then all other tests
 # make lint    style and types
 # make sim     runs SEEDS schedules of faults in virtual time, on JOBS processes
 # make stubs   regenerates the protobuf stubs
+# make lock    writes the lock files anew after a change of pyproject.toml; LOCK="--upgrade" also takes newer versions
+# make test-oldest, make test-newest   run the unit tests against either end of the ranges in pyproject.toml
 #
 # PYTHON chooses the interpreter of the virtual environment, TORCH_OPTIONS further options for installing torch
 # (for instance an index of wheels for another CUDA version), TESTS what is run instead of all,
@@ -15,39 +18,54 @@ SERVE ?=
 SEEDS ?= 1000
 JOBS ?= $(shell nproc 2>/dev/null || echo 1)
 SIM ?=
+LOCK ?=
 
-# What does not mind other tests beside it, so that any number of it can run at a time.
-UNDISTURBED := tests/unit tests/sim tests/engine tests/docs
+# Tests that take long by what they wait for or compute are marked `slow`; those on Ray, `ray` (docs/testing.md).
+PYTEST = $(BIN)/python -m pytest --durations=20
+BESIDE_OTHERS = OMP_NUM_THREADS=1 $(PYTEST) -n $(JOBS) --dist worksteal
 
 VENV := .venv
 BIN := $(VENV)/bin
+SERVING := $(VENV)/serving
 STAMP := $(VENV)/installed
-TORCH := $(shell sed -n 's/^ *"\(torch==[^"]*\)".*/\1/p' pyproject.toml)
+INSTALL := -m pip install --disable-pip-version-check
+COMPILE := UV_CUSTOM_COMPILE_COMMAND="make lock" $(BIN)/uv pip compile --quiet --no-annotate --python $(BIN)/python
+TORCH := $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' requirements.lock)
 
 .DELETE_ON_ERROR:
-.PHONY: setup serve test sim lint format stubs clean
+.PHONY: setup serve test test-all sim lint format stubs lock test-oldest test-newest clean
 
 setup: $(STAMP)
 
-$(STAMP): pyproject.toml
+# torch comes first, by its exact version and with options of its own: nothing after it may choose another build.
+$(SERVING): requirements.lock pyproject.toml
 	@echo "== virtual environment in $(VENV)"
 	$(PYTHON) -m venv $(VENV)
 	@echo "== $(TORCH) (large)"
-	$(BIN)/python -m pip install --disable-pip-version-check $(TORCH_OPTIONS) "$(TORCH)"
-	@echo "== Spool and what it needs"
-	$(BIN)/python -m pip install --disable-pip-version-check -e ".[dev]"
+	$(BIN)/python $(INSTALL) $(TORCH_OPTIONS) "$(TORCH)"
+	@echo "== what serving needs, and Spool"
+	$(BIN)/python $(INSTALL) -r requirements.lock
+	$(BIN)/python $(INSTALL) --no-deps --no-build-isolation -e .
 	touch $@
 
-serve: $(STAMP)
+$(STAMP): $(SERVING) requirements-dev.lock
+	@echo "== what tests and development need"
+	$(BIN)/python $(INSTALL) -r requirements-dev.lock
+	touch $@
+
+serve: $(SERVING)
 	$(BIN)/spool serve $(SERVE)
 
 test: $(STAMP)
 ifeq ($(TESTS),)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(UNDISTURBED)
-	$(BIN)/python -m pytest tests $(UNDISTURBED:%=--ignore %)
+	$(BESIDE_OTHERS) -m "not slow and not long"
 else
-	$(BIN)/python -m pytest $(TESTS)
+	$(PYTEST) $(TESTS)
 endif
+
+test-all: test
+	$(BESIDE_OTHERS) -m "slow and not ray and not long"
+	$(PYTEST) -m "slow and ray and not long"
 
 sim: $(STAMP)
 	$(BIN)/python -m tests.sim.soak --seeds $(SEEDS) --jobs $(JOBS) $(SIM)
@@ -63,6 +81,23 @@ format: $(STAMP)
 
 stubs: $(STAMP)
 	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. protos/*.proto
+
+# The second file is resolved within the first one's versions, so that both name the same ones.
+lock: $(STAMP)
+	$(COMPILE) --universal $(LOCK) --extra dev -o requirements-dev.lock pyproject.toml
+	$(COMPILE) --universal $(LOCK) -c requirements-dev.lock -o requirements.lock pyproject.toml
+
+# torch stays as it is locked: other versions' builds without CUDA are not on the package index.
+test-oldest: RESOLUTION := lowest-direct
+test-newest: RESOLUTION := highest
+test-oldest test-newest: test-%: $(STAMP)
+	$(PYTHON) -m venv build/$*
+	echo "$(TORCH)" > build/$*/torch.txt
+	$(COMPILE) --resolution $(RESOLUTION) --upgrade -c build/$*/torch.txt --extra dev -o build/$*/requirements.txt pyproject.toml
+	build/$*/bin/python $(INSTALL) $(TORCH_OPTIONS) -r build/$*/torch.txt
+	build/$*/bin/python $(INSTALL) -r build/$*/requirements.txt
+	build/$*/bin/python $(INSTALL) --no-deps --no-build-isolation -e .
+	OMP_NUM_THREADS=1 build/$*/bin/python -m pytest -n $(JOBS) tests/unit
 
 clean:
 	rm -rf $(VENV) *.egg-info build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F  # noqa: N812  (the name everybody knows)
 
-KV_HEADS, HEAD_DIM, LONGEST, MOST_ROWS = 3, 64, 1024, 192
+KV_HEADS, HEAD_DIM, LONGEST, MAX_ROWS = 3, 64, 1024, 192
 _LADDER = (128, 256, 384, 512, 768)
 
 KvLength = Callable[[int, int], int]
@@ -67,7 +67,7 @@ def equal_share(attend: Attend, kv_length: KvLength, group: int, dtype: torch.dt
     equal = 0
     for _ in range(trials):
         last = rng.randrange(LONGEST)
-        rows = rng.randint(2, MOST_ROWS)
+        rows = rng.randint(2, MAX_ROWS)
         # Where the position fixes the length, rows with another one are in another call.
         first = next(p for p in range(max(0, last - rows), last + 1) if kv_length(p, last) == kv_length(last, last))
         length_together = kv_length(last, min(LONGEST - 1, last + rng.randrange(64)))

@@ -28,7 +28,6 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from bench.chaos.application import Application, ApplicationError, Watcher, served, watching
-from bench.chaos.results import write_result
 from bench.chaos.streams import (
     ConstantLoad,
     StreamRecord,
@@ -38,9 +37,10 @@ from bench.chaos.streams import (
     streaming,
 )
 from bench.pacing import Pace, paced
-from bench.plots import draw
+from bench.record import write_result
+from bench.reporting.plots import draw
+from bench.serving.load import percentile
 from bench.synthetic_pair import SHAPES, write_pair
-from deploy.bench_load import percentile
 
 _SAMPLE_SECONDS = 1.0
 _BIN_SECONDS = 10.0
@@ -60,7 +60,7 @@ def paced_pair(agreement: float, token_seconds: float, downscale_seconds: float)
         target = {**pace, "max_replicas": 8, "token_seconds": token_seconds}
         configuration = {
             "models": {"target": pair.target, "draft": pair.draft, "served_name": "tiny", "dtype": "float32"},
-            "scheduling": {"window": 96},
+            "scheduling": {"max_running": 96},
             "groups": {
                 "target": {**worker, "autoscaling": target},
                 "draft": {**worker, "autoscaling": {**pace, "max_replicas": 3, "cost": 0.25}},
@@ -228,7 +228,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--downscale-seconds", type=float, default=20.0, help="delay of the tiny pair")
     found.add_argument("--cases", type=int, default=16, help="different requests")
     found.add_argument("--max-tokens", type=int, default=64)
-    found.add_argument("--output", type=Path, default=Path("autoscaling.json"), help="a plot comes beside it")
+    found.add_argument("--output", type=Path, default=Path("autoscaling.json"), help="a plot is written next to it")
     return found
 
 
@@ -243,7 +243,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def keep(file: Path, command: str, result: Mapping[str, Any]) -> None:
-    """And a plot beside it."""
+    """Writes the result to `file`, and a plot next to it."""
     write_result(file, command, result)
     draw(file.with_suffix(".svg"), partial(plot, result))
 

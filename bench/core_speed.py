@@ -24,6 +24,7 @@ from rich.table import Table
 from scheduler.config import Policy, SchedulerConfig
 from scheduler.core import SchedulerCore
 from scheduler.messages import (
+    EmitTokens,
     Event,
     FailSequence,
     FinishSequence,
@@ -40,7 +41,7 @@ from scheduler.messages import (
     WorkerJoined,
     WorkerSpec,
 )
-from services.garbage import keep_loaded_objects
+from services.launch.process_tuning import keep_loaded_objects
 
 _LATENCY_SECONDS = 0.001
 _LONGEST_OUTPUT = 300
@@ -64,7 +65,7 @@ class Load:
     def config(self) -> SchedulerConfig:
         return SchedulerConfig(
             batch_size=self.batch_size,
-            window=self.window,
+            max_running=self.window,
             policy=Policy(self.policy),
             draft_length=self.draft_length,
             max_queued_sequences=self.pool,
@@ -122,7 +123,7 @@ class CountingWorker:
         if self.spec.role is Role.DRAFT:
             ahead = max(row.draft_length - 1, 0)
             return RowResult(row.sequence_id, RowStatus.OK, fed + ahead, 0, (7,) * row.draft_length)
-        if not row.choose:
+        if not row.sample:
             return RowResult(row.sequence_id, RowStatus.OK, fed, 0)
         accepted = 0
         for place in range(len(row.draft_tokens)):
@@ -151,12 +152,11 @@ class _Run:
 
     def warm_up(self) -> None:
         """Until as many rounds were decided as the window holds, several times over."""
-        while self.core.snapshot().rounds < 4 * self._load.window:
+        while self.commands["EmitTokens"] < 4 * self._load.window:
             self._next()
         self._clear()
 
     def measure(self) -> CoreSpeed:
-        before = self.core.snapshot()
         while self.rows["target"] + self.rows["draft"] < self._load.rows:
             self._next()
         after = self.core.snapshot()
@@ -167,12 +167,12 @@ class _Run:
             target_rows=self.rows["target"],
             draft_rows=self.rows["draft"],
             events=len(wall),
-            rounds=after.rounds - before.rounds,
-            emitted_tokens=after.emitted_tokens - before.emitted_tokens,
+            rounds=self.commands["EmitTokens"],
+            emitted_tokens=self._emitted_tokens,
             finished=self.commands["FinishSequence"],
             commands=dict(sorted(self.commands.items())),
-            pool=after.pool,
-            window=after.window,
+            pool=after.live,
+            window=after.running,
             waiting=after.waiting,
             rows_per_second=rows / seconds,
             events_per_second=len(wall) / seconds,
@@ -189,6 +189,7 @@ class _Run:
         self._wall, self._processor = array("d"), array("d")
         self.rows: Counter[str] = Counter()
         self.commands: Counter[str] = Counter()
+        self._emitted_tokens = 0
 
     def _join(self, spec: WorkerSpec) -> None:
         self._workers[spec.worker_id] = CountingWorker(spec, self._load.acceptance)
@@ -230,6 +231,8 @@ class _Run:
                     worker.steps.append(command)
                     if len(worker.steps) == 1:
                         self._start(worker)
+                case EmitTokens():
+                    self._emitted_tokens += len(command.tokens)
                 case FinishSequence():
                     ended += 1
                 case FailSequence() | RefuseSequence():

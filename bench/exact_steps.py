@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 from bench.step_parts import SHAPES, Batch
-from engine.loading import load_target_engine
+from engine.models.loading import load_target_engine
 from engine.settings import EngineSettings
 from engine.target import TargetEngine
 

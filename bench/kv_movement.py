@@ -23,9 +23,10 @@ from dataclasses import dataclass
 import grpc.aio
 
 from protos import worker_pb2, worker_pb2_grpc
-from scheduler.digests import DigestedTokens
 from scheduler.messages import Role
-from services.launcher import WorkerLaunch, WorkerLauncher
+from scheduler.state.digests import DigestedTokens
+from services.launch.launcher import WorkerLaunch, WorkerLauncher
+from services.rpc.protocol_version import PROTOCOL_VERSION
 
 _SCHEDULER_EPOCH = 1
 _VOCABULARY = 1000
@@ -69,7 +70,7 @@ async def connect(address: str, channel: grpc.aio.Channel) -> Worker:
         while True:
             yield await requests.get()
 
-    description = await stub.Describe(worker_pb2.DescribeRequest())
+    description = await stub.Describe(worker_pb2.DescribeRequest(protocol_version=PROTOCOL_VERSION))
     worker = Worker(address, stub, description, requests, aiter(stub.Steps(sent())))
     await worker.step()
     return worker
@@ -85,7 +86,7 @@ async def compute(worker: Worker, sequence_id: int, tokens: Sequence[int], chunk
             kv_len=start,
             prefix_digest=known.digest(start),
             tokens=part,
-            choose=start + chunk >= len(tokens),
+            sample=start + chunk >= len(tokens),
             parameters=parameters,
         )
         await worker.step([row])

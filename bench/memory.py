@@ -26,9 +26,9 @@ from engine.settings import EngineSettings
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Role
 from scheduler.statistics import Snapshot
-from services.launcher import WorkerLaunch, WorkerLauncher
-from services.scheduler_service import SchedulerService
-from services.worker_link import LinkOptions, WorkerEndpoint
+from services.launch.launcher import WorkerLaunch, WorkerLauncher
+from services.scheduler.service import SchedulerService
+from services.scheduler.workers.worker_link import LinkOptions, WorkerEndpoint
 
 _SAMPLE_SECONDS = 0.5
 _STEP_SECONDS = 600.0
@@ -113,7 +113,7 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
         )
     config = SchedulerConfig(
         batch_size=arguments.batch_size,
-        window=max(2 * arguments.at_once, arguments.batch_size),
+        max_running=max(2 * arguments.at_once, arguments.batch_size),
         max_queued_sequences=arguments.sequences,
         draft_length=0 if arguments.draft == "none" else 4,
     )

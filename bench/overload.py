@@ -23,7 +23,6 @@ from typing import Any
 import psutil
 
 from bench.chaos.application import DEPLOYMENTS, Application, served, watching
-from bench.chaos.results import write_result
 from bench.chaos.streams import (
     Case,
     ConstantLoad,
@@ -36,8 +35,8 @@ from bench.chaos.streams import (
     streaming,
 )
 from bench.memory import MemorySamples, summarise
-from bench.record import RESULTS
-from deploy.bench_load import PERCENTILES, percentile, poisson_arrivals
+from bench.record import write_result
+from bench.serving.load import PERCENTILES, percentile, poisson_arrivals
 
 _DEMO = ("scheduling.max_queued_sequences=64",)
 _SAMPLES = 100
@@ -166,7 +165,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--cases", type=int, default=32, help="different requests")
     parser.add_argument("--max-tokens", type=int, default=64)
     parser.add_argument("--growth", type=float, default=0.05)
-    parser.add_argument("--output", type=Path, default=RESULTS / "overload.json")
+    parser.add_argument("--output", type=Path, default=Path("overload.json"))
     arguments = parser.parse_args(argv)
     overload = Overload(
         arguments.clients,

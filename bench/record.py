@@ -1,4 +1,4 @@
-"""Runs a command that prints JSON last, and keeps it with machine and command under bench/results/.
+"""Runs a command that prints JSON on its last line, and keeps that with machine and command under bench/results/.
 
 python -m bench.record exactness_greedy -- spool verify --prompts FILE --json
 """
@@ -11,15 +11,23 @@ import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
-from services.machine import describe_machine
+from bench.machine import describe_machine
 
 RESULTS = Path(__file__).parent / "results"
 
 
 def origin(command: str, machine: Mapping[str, object]) -> dict[str, object]:
-    """What no result goes without: the command that made it, when, and the machine it ran on."""
+    """The fields that every result has: the command that made it, the date, and the machine it ran on."""
     return {"command": command, "date": datetime.now(UTC).date().isoformat(), "machine": dict(machine)}
+
+
+def write_result(file: Path, command: str, result: Mapping[str, Any]) -> None:
+    """Writes a result in the form of the files in bench/results/."""
+    content = origin(command, describe_machine()) | {"result": dict(result)}
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def keep(name: str, command: Sequence[str], printed: str) -> Path:
@@ -27,10 +35,8 @@ def keep(name: str, command: Sequence[str], printed: str) -> Path:
     lines = printed.strip().splitlines()
     if not lines:
         raise ValueError(f"{' '.join(command)} printed nothing")
-    result = origin(" ".join(command), describe_machine()) | {"result": json.loads(lines[-1])}
-    RESULTS.mkdir(exist_ok=True)
     file = RESULTS / f"{name}.json"
-    file.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    write_result(file, " ".join(command), json.loads(lines[-1]))
     return file
 
 

@@ -15,11 +15,13 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from bench import plots
 from bench.gpu import page as gpu_page
 from bench.gpu.results import KIND as GPU
+from bench.offline.grid import System
+from bench.offline.tables import category_columns, cell_columns
 from bench.record import RESULTS
-from bench.step_page import (
+from bench.reporting import plots
+from bench.reporting.step_page import (
     PRICE_HEADINGS,
     STEP_HEADINGS,
     price_columns,
@@ -27,9 +29,8 @@ from bench.step_page import (
     step_columns,
     wire_sentence,
 )
-from deploy.bench_grid import System
-from deploy.bench_serve import load_columns
-from deploy.bench_tables import category_columns, cell_columns
+from bench.serving.run import load_columns
+from deploy.cli.command_options import RENAMED_OPTIONS
 
 ROOT = RESULTS.parents[1]
 _INTRODUCTION = """\
@@ -214,7 +215,10 @@ class Report:
         if not files:
             return
         self._say("## Other results")
-        rows = [[f"`{name}.json`", f"`{content['command']}`", content["date"]] for name, content in files.items()]
+        rows = [
+            [f"`{name}.json`", f"`{_as_called_now(content['command'])}`", content["date"]]
+            for name, content in files.items()
+        ]
         self._table(("file", "command", "date"), rows)
 
     def _not_measured(self, *kinds: dict[str, Any]) -> None:
@@ -293,13 +297,20 @@ def _memory_columns(name: str, found: dict[str, Any]) -> list[str]:
     ]
 
 
+def _as_called_now(command: str) -> str:
+    """The command of a result with the present names of options that were renamed since."""
+    if not command.startswith("spool "):
+        return command
+    return " ".join(RENAMED_OPTIONS.get(word, word) for word in command.split(" "))
+
+
 def _origin(content: dict[str, Any]) -> str:
     machine = content["machine"]
     commands = content.get("commands") or [content["command"]]
     versions = ", ".join(f"{name} {machine[name]}" for name in ("python", "torch", "transformers") if name in machine)
     gpus = f", {', '.join(machine['gpus'])}" if machine.get("gpus") else ""
     where = f"{machine['processor']}, {machine['cores']} cores, {machine['memory_gib']} GiB{gpus}; {versions}"
-    return f"{content['date']}, on {where}:\n\n" + "\n".join(f"    {command}" for command in commands)
+    return f"{content['date']}, on {where}:\n\n" + "\n".join(f"    {_as_called_now(command)}" for command in commands)
 
 
 def _with_smallest_batch(cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -25,18 +25,19 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from bench.gpu.device import copy_bytes_per_second
-from engine.fused_layers import KernelDecoder
-from engine.loading import load_target_engine
-from engine.pages import PageTable
+from engine.cpu.fused_layers import KernelDecoder
+from engine.kv.pages import PageTable
+from engine.models.loading import load_target_engine
 from engine.settings import EngineSettings
 from engine.steps import EngineTimings, VerifyRow
 from engine.target import TargetEngine
 from protos import worker_pb2, worker_pb2_grpc
-from scheduler.digests import DigestedTokens
 from scheduler.messages import Role, Row, SendStep, SequenceRequest
 from scheduler.sampling import SamplingParameters
-from services.launcher import WorkerLaunch, WorkerLauncher
-from services.wire import step_to_wire
+from scheduler.state.digests import DigestedTokens
+from services.launch.launcher import WorkerLaunch, WorkerLauncher
+from services.rpc.protocol_version import PROTOCOL_VERSION
+from services.rpc.worker_codec import step_to_wire
 
 _LENGTHS = (60, 100, 150, 200, 250, 300, 350, 400)
 SHAPES = ((1, 1), (1, 5), (8, 1), (8, 3), (8, 5), (16, 1))
@@ -124,12 +125,12 @@ class Batch:
             tokens = [rng.randrange(engine.description.vocabulary_size) for _ in range(_LENGTHS[index % len(_LENGTHS)])]
             table = PageTable()
             for first in range(0, len(tokens), 64):
-                engine.step([self._row(table, tokens[first : first + 64], [], tokens, choose=False)])
+                engine.step([self._row(table, tokens[first : first + 64], [], tokens, sample=False)])
             self._tables.append((table, tokens))
 
     def step(self) -> EngineTimings:
         rows = [
-            self._row(table, tokens[-1:], tokens[: self._rows - 1], tokens, choose=True)
+            self._row(table, tokens[-1:], tokens[: self._rows - 1], tokens, sample=True)
             for table, tokens in self._tables
         ]
         timings = self._engine.step(rows).timings
@@ -142,8 +143,8 @@ class Batch:
             self._engine.pool.free(table)
 
     @staticmethod
-    def _row(table: PageTable, tokens: list[int], draft: list[int], history: list[int], choose: bool) -> VerifyRow:
-        return VerifyRow(table, tokens, draft, choose, history, 1, SamplingParameters(temperature=0.0))
+    def _row(table: PageTable, tokens: list[int], draft: list[int], history: list[int], sample: bool) -> VerifyRow:
+        return VerifyRow(table, tokens, draft, sample, history, 1, SamplingParameters(temperature=0.0))
 
 
 def parts_of(engine: TargetEngine, sequences: int, rows: int) -> dict[str, Any]:
@@ -165,7 +166,7 @@ def parts_of(engine: TargetEngine, sequences: int, rows: int) -> dict[str, Any]:
     found["other operations"] = sum(operations.values())
     for part, spent in clock.spent.items():
         found[part] += spent / _PASSES
-    # Profiling slows what is between the operations, hardly the large ones.
+    # The profiler slows the work between the operations, but hardly the large operations themselves.
     found["dispatch"] = max(0.0, forward - sum(found.values()))
     return {
         "sequences": sequences,
@@ -186,9 +187,9 @@ async def wire_ms(sequences: int, tokens: int) -> dict[str, float]:
     async with WorkerLauncher([WorkerLaunch(Role.DRAFT, {"model": "ngram"}, threads=1)]) as launcher:
         channel = grpc.aio.insecure_channel(launcher.workers[0].address)
         stub = worker_pb2_grpc.WorkerStub(channel)
-        description = await stub.Describe(worker_pb2.DescribeRequest())
+        description = await stub.Describe(worker_pb2.DescribeRequest(protocol_version=PROTOCOL_VERSION))
         stream = stub.Steps()
-        for step in _wire_steps(sequences, tokens):
+        for step in wire_steps(sequences, tokens):
             started = time.perf_counter()
             request = step_to_wire(step, description.worker_epoch, 1)
             encoding.append(time.perf_counter() - started)
@@ -206,7 +207,8 @@ async def wire_ms(sequences: int, tokens: int) -> dict[str, float]:
     }
 
 
-def _wire_steps(sequences: int, tokens: int) -> list[SendStep]:
+def wire_steps(sequences: int, tokens: int) -> list[SendStep]:
+    """The steps that `wire_ms` sends: a first with whole prompts, then steps that feed `tokens` to each sequence."""
     history = [DigestedTokens(tuple(range(index, index + 200))) for index in range(sequences)]
     steps = []
     for number in range(1, _WIRE_STEPS + 1):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 
 class UsageError(Exception):
-    """The user asked for something that cannot be; the command ends with exit code 2."""
+    """The request of the user is not valid; the command ends with exit code 2."""
 
 
 class RunError(Exception):
-    """Something failed on the way; the command ends with exit code 1."""
+    """A valid command failed; it ends with exit code 1."""

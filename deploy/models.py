@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deploy.errors import RunError, UsageError
-from deploy.options import NGRAM, NO_DRAFT, ModelSettings
-from deploy.progress import Reporter
-from engine.demo import DemoBuildError
-from engine.model_source import ModelNotFoundError, fetch_model, resolve_model
+from deploy.options import DEMO, NGRAM, NO_DRAFT, ModelSettings
+from deploy.progress import Reporter, error_console, reporting
+from engine.models.demo import DemoBuildError
+from engine.models.fetching import fetch_model
+from engine.models.source import ModelNotFoundError, resolve_model
 from scheduler.messages import Role
-from services.tokenizer import ModelTokenizer, TokenizerError
+from services.text.tokenizer import ModelTokenizer, TokenizerError
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +23,7 @@ class ReadyModels:
     target_folder: Path
     draft_folder: Path | None
     tokenizer: ModelTokenizer
-    most_positions: int
+    max_positions: int
 
 
 def prepare_models(settings: ModelSettings, drafting: bool, reporter: Reporter) -> ReadyModels:
@@ -45,7 +46,7 @@ def prepare_models(settings: ModelSettings, drafting: bool, reporter: Reporter) 
                 )
     except TokenizerError as error:
         raise UsageError(str(error)) from error
-    return ReadyModels(target_folder, draft_folder, tokenizer, _most_positions(target_folder))
+    return ReadyModels(target_folder, draft_folder, tokenizer, _max_positions(target_folder))
 
 
 def fetch(name: str, role: Role, reporter: Reporter) -> Path:
@@ -59,7 +60,18 @@ def fetch(name: str, role: Role, reporter: Reporter) -> Path:
         raise RunError(str(error)) from error
 
 
-def _most_positions(folder: Path) -> int:
+def fetch_models(name: str) -> dict[str, str]:
+    """Makes a model ready and returns its folder by role; the demo is a pair. Raises `UsageError` and `RunError`."""
+    console = error_console()
+    roles = (Role.TARGET, Role.DRAFT) if name == DEMO else (Role.TARGET,)
+    with reporting(console) as reporter:
+        folders = {role: fetch(name, role, reporter) for role in roles}
+    for role, folder in folders.items():
+        console.print(f"{name} {role.value}: {folder}", highlight=False, markup=False, soft_wrap=True)
+    return {role.value: str(folder) for role, folder in folders.items()}
+
+
+def _max_positions(folder: Path) -> int:
     path = folder / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))

@@ -43,7 +43,7 @@ _DEMO_LOOKUP = 2
 
 
 class ModelSettings(_Frozen):
-    """Which models, and in which numbers they compute."""
+    """The models and their dtype."""
 
     target: Annotated[str, _option("Target model: `demo`, a folder or a hub id.")] = DEMO
     draft: Annotated[
@@ -57,15 +57,15 @@ class ModelSettings(_Frozen):
         int | None,
         Field(ge=0, le=LONGEST_LOOKUP_MATCH),
         _option(
-            "Prompt lookup beside the draft model: where at least this many of the last tokens stood in the sequence "
-            "before, what followed them is proposed. 0: nowhere.",
+            "Prompt lookup in addition to the draft model: if at least this many of the last tokens occurred earlier "
+            "in the sequence, the tokens that followed there are proposed. 0: off.",
             show_default=f"{_DEMO_LOOKUP} with the demo draft, else 0",
         ),
     ] = None
-    dtype: Annotated[Dtype, _option("Number format of weights and KV.")] = Dtype.BFLOAT16
+    dtype: Annotated[Dtype, _option("dtype of weights and KV.")] = Dtype.BFLOAT16
     device: Annotated[str, _option("`auto`, `cpu`, `cuda` or `cuda:N`; workers are spread over GPUs.")] = "auto"
     exact: Annotated[
-        bool, _option("Bit-equal logits whatever the batch, by calibrated shapes.", "--exact/--no-exact")
+        bool, _option("Logits are bit-equal whatever the batch, by calibrated shapes.", "--exact/--no-exact")
     ] = True
 
     @model_validator(mode="after")
@@ -96,7 +96,7 @@ class WorkerSettings(_Frozen):
     draft_workers: Annotated[int, Field(ge=1, le=256), _option("Draft worker processes.")] = 1
     target_workers: Annotated[int, Field(ge=1, le=256), _option("Target worker processes.")] = 1
     threads: Annotated[
-        int | None, Field(ge=1, le=1024), _option("Threads of each worker.", show_default="cores shared out evenly")
+        int | None, Field(ge=1, le=1024), _option("Threads of each worker.", show_default="an even share of the cores")
     ] = None
     share_cores: Annotated[
         bool,
@@ -108,7 +108,7 @@ class SchedulingSettings(_Frozen):
     """How sequences are grouped."""
 
     batch_size: Annotated[int, _option("Rows of one verify batch.")] = 8
-    window: Annotated[
+    max_running: Annotated[
         int | None, _option("Sequences worked on at a time.", show_default="48, at least four batches")
     ] = None
     draft_length: Annotated[int, Field(le=64), _option("Tokens proposed per round; 0 decodes plainly.")] = 4
@@ -116,25 +116,27 @@ class SchedulingSettings(_Frozen):
     @model_validator(mode="after")
     def _check(self) -> Self:
         self.config(Policy.AUTO, drafting=True)
-        if self.window is not None and self.window < self.batch_size:
-            raise ValueError(f"window is {self.window}, must be at least batch_size, which is {self.batch_size}")
+        if self.max_running is not None and self.max_running < self.batch_size:
+            raise ValueError(
+                f"max_running is {self.max_running}, must be at least batch_size, which is {self.batch_size}"
+            )
         return self
 
     def config(self, policy: Policy, drafting: bool) -> SchedulerConfig:
         return SchedulerConfig(
             batch_size=self.batch_size,
-            window=max(48, 4 * self.batch_size) if self.window is None else self.window,
+            max_running=max(48, 4 * self.batch_size) if self.max_running is None else self.max_running,
             policy=policy,
             draft_length=self.draft_length if drafting else 0,
         )
 
 
 class SamplingSettings(_Frozen):
-    """How tokens are chosen."""
+    """How tokens are sampled."""
 
-    max_tokens: Annotated[int, Field(ge=1), _option("Tokens generated per prompt at most.")] = 128
+    max_tokens: Annotated[int, Field(ge=1), _option("Maximum number of tokens generated per prompt.")] = 128
     temperature: Annotated[float, _option("0 is greedy.")] = 0.0
-    top_k: Annotated[int, _option("Keep the k most likely tokens; 0 keeps all.")] = 0
+    top_k: Annotated[int, _option("Sample from the k most likely tokens; 0 keeps all.")] = 0
     top_p: Annotated[float, _option("Keep the most likely tokens that make up this probability.")] = 1.0
     min_p: Annotated[float, _option("Keep tokens at least this likely, relative to the likeliest.")] = 0.0
     seed: Annotated[int, _option("Seed of the first prompt; prompt i uses seed + i.")] = 0
@@ -161,15 +163,15 @@ class InputSettings(_Frozen):
     prompts: Annotated[
         Path | None,
         _option(
-            "JSON lines with `prompt` (raw text), `messages` (chat) or `turns` (the first is asked).",
+            "JSON lines with `prompt` (raw text), `messages` (chat) or `turns` (the first turn is used).",
             show_default="a few built-in ones",
         ),
     ] = None
-    limit: Annotated[int | None, Field(ge=1), _option("Take the first N prompts only.", show_default="all")] = None
+    limit: Annotated[int | None, Field(ge=1), _option("Use only the first N prompts.", show_default="all")] = None
 
 
 class RunSettings(_Frozen):
-    """What `generate` and `verify` have in common."""
+    """Settings that `generate` and `verify` share."""
 
     models: ModelSettings = ModelSettings()
     workers: WorkerSettings = WorkerSettings()
@@ -190,7 +192,7 @@ class RunSettings(_Frozen):
         return False
 
     def threads_per_worker(self) -> int:
-        """As asked for, or an even share of the cores this process may use; prompt lookup hardly needs any."""
+        """The configured number, or an even share of the cores of this process; prompt lookup hardly needs any."""
         if self.workers.threads is not None:
             return self.workers.threads
         busy = self.workers.target_workers
@@ -198,7 +200,7 @@ class RunSettings(_Frozen):
             busy += self.workers.draft_workers
         return max(1, len(os.sched_getaffinity(0)) // busy)
 
-    def threads_alone(self, device: str) -> int:
+    def exclusive_threads(self, device: str) -> int:
         """Threads of a step during which the other worker is idle; 0 where it makes no difference."""
         workers = self.workers
         pair = self.drafting and workers.draft_workers == workers.target_workers == 1
@@ -214,7 +216,7 @@ class RunSettings(_Frozen):
             dtype=models.dtype.value,
             device=device,
             threads=self.threads_per_worker(),
-            threads_alone=self.threads_alone(device),
+            exclusive_threads=self.exclusive_threads(device),
             exact=models.exact,
             lookup_match=models.lookup_match if role is Role.DRAFT else None,
             prefix_cache=self.shares_prefixes,
@@ -227,7 +229,9 @@ class GenerateSettings(RunSettings):
     policy: Annotated[Policy, _option("How verify batches are formed.")] = Policy.AUTO
     output: Annotated[
         Path | None,
-        _option("JSON lines file; what it holds already is kept.", "--output", "-o", show_default="the terminal"),
+        _option(
+            "JSON lines file; answers that it has already are kept.", "--output", "-o", show_default="the terminal"
+        ),
     ] = None
 
     @property

@@ -11,7 +11,7 @@ from typing import Protocol
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
-from services.statistics import StatisticsSnapshot
+from services.scheduler.telemetry.statistics import StatisticsSnapshot
 
 _SECONDS_BETWEEN_LINES = 10.0
 

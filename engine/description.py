@@ -17,8 +17,8 @@ class EngineDescription:
     page_size: int
     total_pages: int
     max_sequence_length: int
-    max_packed_rows: int
+    max_num_batched_tokens: int
     exact_row_counts: tuple[int, ...] = ()
     threads: int = 1
-    threads_alone: int = 1
+    exclusive_threads: int = 1
     kv_bytes_per_token: int = 0

@@ -13,10 +13,10 @@ class EngineSettings:
     """Settings of one engine. Raises `ValueError` naming field, value and limit.
 
     `model` is a folder with a Hugging Face model, or a hub id. `kv_pages` overrides the number of pages that
-    `kv_memory_bytes` (None: a share of what is free after warm-up) would give. `max_packed_rows` bounds the tokens of
-    one forward pass. `threads` 0 leaves the number to torch; `threads_alone` is for steps during which no other
-    worker of the machine computes, 0: as many as otherwise. `lookup_match` is for drafts: where at least that many of
-    the last tokens stood in the sequence before, what followed them is proposed instead of the model's tokens.
+    `kv_memory_bytes` (None: a share of what is free after warm-up) would give. `max_num_batched_tokens` bounds the
+    tokens of one forward pass. `threads` 0 leaves the number to torch; `exclusive_threads` is for steps during which no
+    other worker of the machine computes, 0: as many as otherwise. `lookup_match` is for drafts: where at least that
+    many of the last tokens stood in the sequence before, what followed them is proposed instead of the model's tokens.
     With `prefix_cache`, sequences that begin alike share the pages of what they have in common. With
     `cuda_graphs`, a GPU computes small passes as CUDA graphs.
     """
@@ -25,12 +25,12 @@ class EngineSettings:
     dtype: str = "bfloat16"
     device: str = "cpu"
     threads: int = 0
-    threads_alone: int = 0
+    exclusive_threads: int = 0
     page_size: int = 16
     kv_pages: int | None = None
     kv_memory_bytes: int | None = None
     exact: bool = True
-    max_packed_rows: int = 192
+    max_num_batched_tokens: int = 192
     lookup_match: int | None = None
     prefix_cache: bool = True
     cuda_graphs: bool = True
@@ -40,9 +40,9 @@ class EngineSettings:
             raise ValueError(f"dtype is {self.dtype!r}, must be one of {', '.join(DTYPES)}")
         limits = (
             ("threads", 0, 1024),
-            ("threads_alone", 0, 1024),
+            ("exclusive_threads", 0, 1024),
             ("page_size", 1, 1024),
-            ("max_packed_rows", 8, 65536),
+            ("max_num_batched_tokens", 8, 65536),
         )
         for name, low, high in limits:
             value = getattr(self, name)

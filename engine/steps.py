@@ -5,31 +5,31 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from engine.pages import PageTable
-from engine.prompt_lookup import TokenPlaces
+from engine.drafting.prompt_lookup import TokenPlaces
+from engine.kv.pages import PageTable
 from scheduler.messages import TokenLogprobs
 from scheduler.sampling import SamplingParameters
 
 Computing = Callable[[], None]
-"""Called where a step is prepared and its long calls begin: other threads find the interpreter free from then on."""
+"""Called once a pass is prepared, before its long calls begin. From then on other threads find the interpreter free."""
 
 
-def nothing() -> None:
-    """For a step beside which there is nothing to do."""
+def no_callback() -> None:
+    """A `Computing` for callers that need not know when the long calls begin."""
 
 
 @dataclass(slots=True)
 class VerifyRow:
     """Feed `tokens`, then `draft_tokens`, after the `table.length` positions already computed.
 
-    `history` is prompt plus committed output up to and including `tokens`; only penalties look at it. With `choose`
-    false (all but the last chunk of a prefill) nothing is chosen and `draft_tokens` is empty.
+    `history` is prompt plus committed output up to and including `tokens`; only penalties read it. With `sample`
+    false (all but the last chunk of a prefill) no token is sampled and `draft_tokens` is empty.
     """
 
     table: PageTable
     tokens: Sequence[int]
     draft_tokens: Sequence[int]
-    choose: bool
+    sample: bool
     history: Sequence[int]
     prompt_length: int
     sampling: SamplingParameters
@@ -73,17 +73,17 @@ class RowOutcome:
 
 @dataclass(slots=True)
 class EngineTimings:
-    """Seconds of one step, and its packed rows; `realign` is the part of `prepare` that unequal lengths cost."""
+    """Seconds of one step, and tokens of its passes; `realign` is the part of `prepare` that unequal lengths cost."""
 
     prepare: float = 0.0
     realign: float = 0.0
     forward: float = 0.0
     sample: float = 0.0
-    packed_rows: int = 0
+    batched_tokens: int = 0
     padding_rows: int = 0
 
     def add_pass(self, forward: float, sample: float) -> None:
-        """Adds the seconds that a pass took, and choosing from its logits."""
+        """Adds the seconds that a pass took, and sampling from its logits."""
         self.forward += forward
         self.sample += sample
 
@@ -93,7 +93,7 @@ class EngineTimings:
         self.realign += other.realign
         self.forward += other.forward
         self.sample += other.sample
-        self.packed_rows += other.packed_rows
+        self.batched_tokens += other.batched_tokens
         self.padding_rows += other.padding_rows
 
 

@@ -1,4 +1,4 @@
-"""The target engine: feeds committed tokens, verifies draft tokens, chooses the target's own."""
+"""The target engine: feeds committed tokens, verifies draft tokens, samples the target's own."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from engine.cpu.logits_scan import LogitsScan
 from engine.description import EngineDescription
-from engine.kv_store import KvStore
-from engine.logits_scan import LogitsScan
-from engine.packed_pass import PackedSequence
-from engine.packing import make_room, rolled_back_on_error, split_by_rows
-from engine.pages import PagePool
-from engine.runner import ModelRunner, PassResult
-from engine.sampling import ChoiceContext, choose_tokens
-from engine.steps import Computing, EngineTimings, RowOutcome, StepOutcome, VerifyRow, nothing
+from engine.kv.kv_store import KvStore
+from engine.kv.pages import PagePool
+from engine.passes.admission import make_room, rolled_back_on_error, split_by_rows
+from engine.passes.layout import BatchedSequence
+from engine.passes.runner import ModelRunner, PassResult
+from engine.sampling.sampler import SamplingContext, sample_tokens
+from engine.steps import Computing, EngineTimings, RowOutcome, StepOutcome, VerifyRow, no_callback
 from scheduler.messages import TokenLogprobs
 
 _NOT_A_NUMBER = "the target's logits are not finite"
 
 
 class TargetEngine:
-    """Verifies rows in packed passes; see `VerifyRow` and `RowOutcome` for what goes in and comes out."""
+    """Verifies rows batch by batch; see `VerifyRow` and `RowOutcome` for what goes in and comes out."""
 
     def __init__(
         self,
@@ -38,8 +38,8 @@ class TargetEngine:
         self._runner = runner
         self._scan = scan
 
-    def step(self, rows: Sequence[VerifyRow], computing: Computing = nothing) -> StepOutcome:
-        """One step, in as many passes as `max_packed_rows` asks for; `computing` is called for each.
+    def step(self, rows: Sequence[VerifyRow], computing: Computing = no_callback) -> StepOutcome:
+        """One step, in as many passes as `max_num_batched_tokens` asks for; `computing` is called for each.
 
         A row without pages or with logits that are not finite fails alone and leaves its table as it was. Whatever the
         model raises comes through, with every table as it was.
@@ -51,26 +51,26 @@ class TargetEngine:
                 self.pool, [(row.table, len(row.tokens) + len(row.draft_tokens)) for row in rows], outcomes
             )
             sizes = [len(rows[index].tokens) + len(rows[index].draft_tokens) for index in admitted]
-            for batch in split_by_rows(admitted, sizes, self.description.max_packed_rows):
-                result = self._runner.run([_packed(rows[index]) for index in batch], computing)
+            for batch in split_by_rows(admitted, sizes, self.description.max_num_batched_tokens):
+                result = self._runner.run([_batched(rows[index]) for index in batch], computing)
                 timings.add(result.timings)
-                for index, outcome in zip(batch, self._choose([rows[i] for i in batch], result), strict=True):
+                for index, outcome in zip(batch, self._sample([rows[i] for i in batch], result), strict=True):
                     self._settle(rows[index], outcome, starts[index])
                     outcomes[index] = outcome
                 timings.add_pass(*result.clock.seconds())
         return StepOutcome(outcomes, timings)
 
-    def _choose(self, rows: Sequence[VerifyRow], result: PassResult) -> Iterator[RowOutcome]:
+    def _sample(self, rows: Sequence[VerifyRow], result: PassResult) -> Iterator[RowOutcome]:
         logits = result.logits[:, : self.description.vocabulary_size]
-        contexts = [context for row in rows if row.choose for context in _contexts(row)]
-        chosen = choose_tokens(logits, contexts, scan=self._scan) if contexts else []
+        contexts = [context for row in rows if row.sample for context in _contexts(row)]
+        sampled = sample_tokens(logits, contexts, scan=self._scan) if contexts else []
         first = 0
         for row in rows:
-            if not row.choose:
+            if not row.sample:
                 yield RowOutcome([])
                 continue
-            choices = chosen[first : first + len(row.draft_tokens) + 1]
-            outcome = _accept(row.draft_tokens, choices)
+            own_tokens = sampled[first : first + len(row.draft_tokens) + 1]
+            outcome = _accept(row.draft_tokens, own_tokens)
             if row.logits_digests and outcome.error is None:
                 outcome.logits_digests = [_digest(line) for line in logits[first : first + len(outcome.tokens)]]
             if row.top_logprobs is not None and outcome.error is None:
@@ -79,7 +79,7 @@ class TargetEngine:
                     for line, token in zip(logits[first:], outcome.tokens, strict=False)
                 ]
             yield outcome
-            first += len(choices)
+            first += len(own_tokens)
 
     def _settle(self, row: VerifyRow, outcome: RowOutcome, start: int) -> None:
         if outcome.error is not None:
@@ -88,24 +88,24 @@ class TargetEngine:
             self.pool.truncate(row.table, start + len(row.tokens) + outcome.accepted)
 
 
-def _packed(row: VerifyRow) -> PackedSequence:
-    return PackedSequence(row.table, [*row.tokens, *row.draft_tokens], len(row.draft_tokens) + 1 if row.choose else 0)
+def _batched(row: VerifyRow) -> BatchedSequence:
+    return BatchedSequence(row.table, [*row.tokens, *row.draft_tokens], len(row.draft_tokens) + 1 if row.sample else 0)
 
 
-def _contexts(row: VerifyRow) -> Iterator[ChoiceContext]:
+def _contexts(row: VerifyRow) -> Iterator[SamplingContext]:
     for drafted in range(len(row.draft_tokens) + 1):
         history = [*row.history, *row.draft_tokens[:drafted]] if row.sampling.uses_history else row.history
-        yield ChoiceContext(row.sampling, len(row.history) + drafted, history, row.prompt_length)
+        yield SamplingContext(row.sampling, len(row.history) + drafted, history, row.prompt_length)
 
 
-def _accept(draft_tokens: Sequence[int], choices: Sequence[int | None]) -> RowOutcome:
-    """The longest prefix of the draft that the target would have chosen, and the target's own token after it."""
+def _accept(draft_tokens: Sequence[int], own_tokens: Sequence[int | None]) -> RowOutcome:
+    """The longest prefix of the draft that the target would have sampled, and the target's own token after it."""
     tokens: list[int] = []
-    for position, choice in enumerate(choices):
-        if choice is None:
+    for position, own_token in enumerate(own_tokens):
+        if own_token is None:
             return RowOutcome([], error=_NOT_A_NUMBER)
-        tokens.append(choice)
-        if position == len(draft_tokens) or choice != draft_tokens[position]:
+        tokens.append(own_token)
+        if position == len(draft_tokens) or own_token != draft_tokens[position]:
             break
     return RowOutcome(tokens, accepted=len(tokens) - 1)
 

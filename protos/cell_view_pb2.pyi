@@ -29,12 +29,12 @@ SEQUENCE_STATE_VERIFYING: SequenceState
 SEQUENCE_STATE_MOVING: SequenceState
 
 class WatchRequest(_message.Message):
-    __slots__ = ("period_seconds", "most_sequences")
+    __slots__ = ("period_seconds", "max_sequences")
     PERIOD_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    MOST_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    MAX_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     period_seconds: float
-    most_sequences: int
-    def __init__(self, period_seconds: _Optional[float] = ..., most_sequences: _Optional[int] = ...) -> None: ...
+    max_sequences: int
+    def __init__(self, period_seconds: _Optional[float] = ..., max_sequences: _Optional[int] = ...) -> None: ...
 
 class CellView(_message.Message):
     __slots__ = ("now", "sequences", "unlisted_sequences", "steps", "status")

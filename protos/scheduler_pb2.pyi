@@ -78,10 +78,12 @@ class SessionRequest(_message.Message):
     def __init__(self, opening: _Optional[_Union[SessionOpening, _Mapping]] = ..., submissions: _Optional[_Iterable[_Union[SequenceSubmission, _Mapping]]] = ..., cancelled_request_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class SessionOpening(_message.Message):
-    __slots__ = ("gateway_id",)
+    __slots__ = ("gateway_id", "protocol_version")
     GATEWAY_ID_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     gateway_id: str
-    def __init__(self, gateway_id: _Optional[str] = ...) -> None: ...
+    protocol_version: int
+    def __init__(self, gateway_id: _Optional[str] = ..., protocol_version: _Optional[int] = ...) -> None: ...
 
 class SequenceSubmission(_message.Message):
     __slots__ = ("request_id", "prompt", "max_tokens", "stop_token_ids", "sampling", "draft_length", "top_logprobs", "committed_output", "admitted_before", "timeout_seconds", "client_request_id", "traceparent")
@@ -122,10 +124,12 @@ class SessionReply(_message.Message):
     def __init__(self, scheduler_epoch: _Optional[int] = ..., opened: _Optional[_Union[SessionOpened, _Mapping]] = ..., events: _Optional[_Iterable[_Union[SequenceEvent, _Mapping]]] = ...) -> None: ...
 
 class SessionOpened(_message.Message):
-    __slots__ = ("lease_seconds",)
+    __slots__ = ("lease_seconds", "protocol_version")
     LEASE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     lease_seconds: float
-    def __init__(self, lease_seconds: _Optional[float] = ...) -> None: ...
+    protocol_version: int
+    def __init__(self, lease_seconds: _Optional[float] = ..., protocol_version: _Optional[int] = ...) -> None: ...
 
 class SequenceEvent(_message.Message):
     __slots__ = ("request_id", "admitted", "tokens", "drafted", "accepted", "logprobs", "finished", "failed", "refused")
@@ -210,7 +214,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("scheduler_epoch", "uptime_seconds", "state", "reason", "sessions", "workers", "model", "pool", "groups", "throughput", "prefix_cache", "kv_moves", "counters", "replicas")
+    __slots__ = ("scheduler_epoch", "uptime_seconds", "state", "reason", "sessions", "workers", "model", "live_set", "groups", "throughput", "prefix_cache", "kv_moves", "speculation", "replicas")
     SCHEDULER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     UPTIME_SECONDS_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -218,12 +222,12 @@ class StatusReply(_message.Message):
     SESSIONS_FIELD_NUMBER: _ClassVar[int]
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
-    POOL_FIELD_NUMBER: _ClassVar[int]
+    LIVE_SET_FIELD_NUMBER: _ClassVar[int]
     GROUPS_FIELD_NUMBER: _ClassVar[int]
     THROUGHPUT_FIELD_NUMBER: _ClassVar[int]
     PREFIX_CACHE_FIELD_NUMBER: _ClassVar[int]
     KV_MOVES_FIELD_NUMBER: _ClassVar[int]
-    COUNTERS_FIELD_NUMBER: _ClassVar[int]
+    SPECULATION_FIELD_NUMBER: _ClassVar[int]
     REPLICAS_FIELD_NUMBER: _ClassVar[int]
     scheduler_epoch: int
     uptime_seconds: float
@@ -232,14 +236,14 @@ class StatusReply(_message.Message):
     sessions: int
     workers: _containers.RepeatedCompositeFieldContainer[WorkerStatus]
     model: ServedModel
-    pool: PoolFigures
+    live_set: LiveSetFigures
     groups: GroupFigures
     throughput: ThroughputFigures
     prefix_cache: _containers.RepeatedCompositeFieldContainer[PrefixCacheFigures]
     kv_moves: KvMoveFigures
-    counters: CounterFigures
+    speculation: SpeculationFigures
     replicas: ReplicaFigures
-    def __init__(self, scheduler_epoch: _Optional[int] = ..., uptime_seconds: _Optional[float] = ..., state: _Optional[_Union[SchedulerState, str]] = ..., reason: _Optional[str] = ..., sessions: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., model: _Optional[_Union[ServedModel, _Mapping]] = ..., pool: _Optional[_Union[PoolFigures, _Mapping]] = ..., groups: _Optional[_Union[GroupFigures, _Mapping]] = ..., throughput: _Optional[_Union[ThroughputFigures, _Mapping]] = ..., prefix_cache: _Optional[_Iterable[_Union[PrefixCacheFigures, _Mapping]]] = ..., kv_moves: _Optional[_Union[KvMoveFigures, _Mapping]] = ..., counters: _Optional[_Union[CounterFigures, _Mapping]] = ..., replicas: _Optional[_Union[ReplicaFigures, _Mapping]] = ...) -> None: ...
+    def __init__(self, scheduler_epoch: _Optional[int] = ..., uptime_seconds: _Optional[float] = ..., state: _Optional[_Union[SchedulerState, str]] = ..., reason: _Optional[str] = ..., sessions: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., model: _Optional[_Union[ServedModel, _Mapping]] = ..., live_set: _Optional[_Union[LiveSetFigures, _Mapping]] = ..., groups: _Optional[_Union[GroupFigures, _Mapping]] = ..., throughput: _Optional[_Union[ThroughputFigures, _Mapping]] = ..., prefix_cache: _Optional[_Iterable[_Union[PrefixCacheFigures, _Mapping]]] = ..., kv_moves: _Optional[_Union[KvMoveFigures, _Mapping]] = ..., speculation: _Optional[_Union[SpeculationFigures, _Mapping]] = ..., replicas: _Optional[_Union[ReplicaFigures, _Mapping]] = ...) -> None: ...
 
 class ReplicaFigures(_message.Message):
     __slots__ = ("explanation", "wanted")
@@ -303,29 +307,29 @@ class ServedModel(_message.Message):
     tokenizer_digest: bytes
     def __init__(self, model_id: _Optional[str] = ..., vocabulary_size: _Optional[int] = ..., max_sequence_length: _Optional[int] = ..., tokenizer_digest: _Optional[bytes] = ...) -> None: ...
 
-class PoolFigures(_message.Message):
-    __slots__ = ("pool", "waiting", "window", "prefilling", "drafting", "drafted", "verifying", "window_limit", "queue_limit", "moving")
-    POOL_FIELD_NUMBER: _ClassVar[int]
+class LiveSetFigures(_message.Message):
+    __slots__ = ("live", "waiting", "running", "prefilling", "drafting", "drafted", "verifying", "max_running", "queue_limit", "moving")
+    LIVE_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
-    WINDOW_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
     PREFILLING_FIELD_NUMBER: _ClassVar[int]
     DRAFTING_FIELD_NUMBER: _ClassVar[int]
     DRAFTED_FIELD_NUMBER: _ClassVar[int]
     VERIFYING_FIELD_NUMBER: _ClassVar[int]
-    WINDOW_LIMIT_FIELD_NUMBER: _ClassVar[int]
+    MAX_RUNNING_FIELD_NUMBER: _ClassVar[int]
     QUEUE_LIMIT_FIELD_NUMBER: _ClassVar[int]
     MOVING_FIELD_NUMBER: _ClassVar[int]
-    pool: int
+    live: int
     waiting: int
-    window: int
+    running: int
     prefilling: int
     drafting: int
     drafted: int
     verifying: int
-    window_limit: int
+    max_running: int
     queue_limit: int
     moving: int
-    def __init__(self, pool: _Optional[int] = ..., waiting: _Optional[int] = ..., window: _Optional[int] = ..., prefilling: _Optional[int] = ..., drafting: _Optional[int] = ..., drafted: _Optional[int] = ..., verifying: _Optional[int] = ..., window_limit: _Optional[int] = ..., queue_limit: _Optional[int] = ..., moving: _Optional[int] = ...) -> None: ...
+    def __init__(self, live: _Optional[int] = ..., waiting: _Optional[int] = ..., running: _Optional[int] = ..., prefilling: _Optional[int] = ..., drafting: _Optional[int] = ..., drafted: _Optional[int] = ..., verifying: _Optional[int] = ..., max_running: _Optional[int] = ..., queue_limit: _Optional[int] = ..., moving: _Optional[int] = ...) -> None: ...
 
 class KvMoveFigures(_message.Message):
     __slots__ = ("moves", "positions", "bytes", "seconds", "failed", "rehomed")
@@ -395,78 +399,14 @@ class ThroughputFigures(_message.Message):
     workers_lost: int
     def __init__(self, tokens: _Optional[int] = ..., tokens_per_second: _Optional[float] = ..., finished: _Optional[int] = ..., failed: _Optional[int] = ..., refused: _Optional[int] = ..., rounds: _Optional[int] = ..., acceptance_rate: _Optional[float] = ..., committed_per_round: _Optional[float] = ..., target_busy_share: _Optional[float] = ..., draft_busy_share: _Optional[float] = ..., preemptions: _Optional[int] = ..., workers_lost: _Optional[int] = ...) -> None: ...
 
-class CounterFigures(_message.Message):
-    __slots__ = ("sequences", "refusals", "recoveries", "row_errors", "groups", "realigned_rows", "wait_bound_hits", "lease_expiries", "drafts", "draft_tokens", "accepted_tokens", "accepted_per_position", "group_rows", "accepted_length", "draft_length", "queue_seconds", "roles", "draft_hidden_seconds", "realignment_seconds", "core_seconds")
-    SEQUENCES_FIELD_NUMBER: _ClassVar[int]
-    REFUSALS_FIELD_NUMBER: _ClassVar[int]
-    RECOVERIES_FIELD_NUMBER: _ClassVar[int]
-    ROW_ERRORS_FIELD_NUMBER: _ClassVar[int]
-    GROUPS_FIELD_NUMBER: _ClassVar[int]
-    REALIGNED_ROWS_FIELD_NUMBER: _ClassVar[int]
-    WAIT_BOUND_HITS_FIELD_NUMBER: _ClassVar[int]
-    LEASE_EXPIRIES_FIELD_NUMBER: _ClassVar[int]
+class SpeculationFigures(_message.Message):
+    __slots__ = ("drafts", "draft_tokens", "accepted_tokens", "accepted_per_position")
     DRAFTS_FIELD_NUMBER: _ClassVar[int]
     DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_PER_POSITION_FIELD_NUMBER: _ClassVar[int]
-    GROUP_ROWS_FIELD_NUMBER: _ClassVar[int]
-    ACCEPTED_LENGTH_FIELD_NUMBER: _ClassVar[int]
-    DRAFT_LENGTH_FIELD_NUMBER: _ClassVar[int]
-    QUEUE_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    ROLES_FIELD_NUMBER: _ClassVar[int]
-    DRAFT_HIDDEN_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    REALIGNMENT_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    CORE_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    sequences: _containers.RepeatedCompositeFieldContainer[LabelledCount]
-    refusals: _containers.RepeatedCompositeFieldContainer[LabelledCount]
-    recoveries: _containers.RepeatedCompositeFieldContainer[LabelledCount]
-    row_errors: _containers.RepeatedCompositeFieldContainer[LabelledCount]
-    groups: _containers.RepeatedCompositeFieldContainer[LabelledCount]
-    realigned_rows: int
-    wait_bound_hits: int
-    lease_expiries: int
     drafts: int
     draft_tokens: int
     accepted_tokens: int
     accepted_per_position: _containers.RepeatedScalarFieldContainer[int]
-    group_rows: HistogramFigures
-    accepted_length: HistogramFigures
-    draft_length: HistogramFigures
-    queue_seconds: HistogramFigures
-    roles: _containers.RepeatedCompositeFieldContainer[RoleFigures]
-    draft_hidden_seconds: float
-    realignment_seconds: float
-    core_seconds: float
-    def __init__(self, sequences: _Optional[_Iterable[_Union[LabelledCount, _Mapping]]] = ..., refusals: _Optional[_Iterable[_Union[LabelledCount, _Mapping]]] = ..., recoveries: _Optional[_Iterable[_Union[LabelledCount, _Mapping]]] = ..., row_errors: _Optional[_Iterable[_Union[LabelledCount, _Mapping]]] = ..., groups: _Optional[_Iterable[_Union[LabelledCount, _Mapping]]] = ..., realigned_rows: _Optional[int] = ..., wait_bound_hits: _Optional[int] = ..., lease_expiries: _Optional[int] = ..., drafts: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., accepted_per_position: _Optional[_Iterable[int]] = ..., group_rows: _Optional[_Union[HistogramFigures, _Mapping]] = ..., accepted_length: _Optional[_Union[HistogramFigures, _Mapping]] = ..., draft_length: _Optional[_Union[HistogramFigures, _Mapping]] = ..., queue_seconds: _Optional[_Union[HistogramFigures, _Mapping]] = ..., roles: _Optional[_Iterable[_Union[RoleFigures, _Mapping]]] = ..., draft_hidden_seconds: _Optional[float] = ..., realignment_seconds: _Optional[float] = ..., core_seconds: _Optional[float] = ...) -> None: ...
-
-class LabelledCount(_message.Message):
-    __slots__ = ("label", "count")
-    LABEL_FIELD_NUMBER: _ClassVar[int]
-    COUNT_FIELD_NUMBER: _ClassVar[int]
-    label: str
-    count: int
-    def __init__(self, label: _Optional[str] = ..., count: _Optional[int] = ...) -> None: ...
-
-class HistogramFigures(_message.Message):
-    __slots__ = ("bounds", "counts", "sum")
-    BOUNDS_FIELD_NUMBER: _ClassVar[int]
-    COUNTS_FIELD_NUMBER: _ClassVar[int]
-    SUM_FIELD_NUMBER: _ClassVar[int]
-    bounds: _containers.RepeatedScalarFieldContainer[float]
-    counts: _containers.RepeatedScalarFieldContainer[int]
-    sum: float
-    def __init__(self, bounds: _Optional[_Iterable[float]] = ..., counts: _Optional[_Iterable[int]] = ..., sum: _Optional[float] = ...) -> None: ...
-
-class RoleFigures(_message.Message):
-    __slots__ = ("role", "steps", "busy_seconds", "seconds", "workers_lost")
-    ROLE_FIELD_NUMBER: _ClassVar[int]
-    STEPS_FIELD_NUMBER: _ClassVar[int]
-    BUSY_SECONDS_FIELD_NUMBER: _ClassVar[int]
-    SECONDS_FIELD_NUMBER: _ClassVar[int]
-    WORKERS_LOST_FIELD_NUMBER: _ClassVar[int]
-    role: _worker_pb2.Role
-    steps: int
-    busy_seconds: float
-    seconds: float
-    workers_lost: int
-    def __init__(self, role: _Optional[_Union[_worker_pb2.Role, str]] = ..., steps: _Optional[int] = ..., busy_seconds: _Optional[float] = ..., seconds: _Optional[float] = ..., workers_lost: _Optional[int] = ...) -> None: ...
+    def __init__(self, drafts: _Optional[int] = ..., draft_tokens: _Optional[int] = ..., accepted_tokens: _Optional[int] = ..., accepted_per_position: _Optional[_Iterable[int]] = ...) -> None: ...

@@ -47,11 +47,13 @@ STEP_STATUS_FENCED: StepStatus
 STEP_STATUS_INVALID: StepStatus
 
 class DescribeRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("protocol_version",)
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
+    protocol_version: int
+    def __init__(self, protocol_version: _Optional[int] = ...) -> None: ...
 
 class WorkerDescription(_message.Message):
-    __slots__ = ("role", "model_id", "tokenizer_digest", "vocabulary_size", "dtype", "device", "worker_epoch", "page_size", "total_pages", "free_pages", "max_sequence_length", "max_packed_rows", "exact_row_counts", "process_id", "threads", "kv_bytes_per_token", "threads_alone")
+    __slots__ = ("role", "model_id", "tokenizer_digest", "vocabulary_size", "dtype", "device", "worker_epoch", "page_size", "total_pages", "free_pages", "max_sequence_length", "max_num_batched_tokens", "exact_row_counts", "process_id", "threads", "kv_bytes_per_token", "exclusive_threads", "protocol_version")
     ROLE_FIELD_NUMBER: _ClassVar[int]
     MODEL_ID_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_DIGEST_FIELD_NUMBER: _ClassVar[int]
@@ -63,12 +65,13 @@ class WorkerDescription(_message.Message):
     TOTAL_PAGES_FIELD_NUMBER: _ClassVar[int]
     FREE_PAGES_FIELD_NUMBER: _ClassVar[int]
     MAX_SEQUENCE_LENGTH_FIELD_NUMBER: _ClassVar[int]
-    MAX_PACKED_ROWS_FIELD_NUMBER: _ClassVar[int]
+    MAX_NUM_BATCHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     EXACT_ROW_COUNTS_FIELD_NUMBER: _ClassVar[int]
     PROCESS_ID_FIELD_NUMBER: _ClassVar[int]
     THREADS_FIELD_NUMBER: _ClassVar[int]
     KV_BYTES_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
-    THREADS_ALONE_FIELD_NUMBER: _ClassVar[int]
+    EXCLUSIVE_THREADS_FIELD_NUMBER: _ClassVar[int]
+    PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     role: Role
     model_id: str
     tokenizer_digest: bytes
@@ -80,39 +83,40 @@ class WorkerDescription(_message.Message):
     total_pages: int
     free_pages: int
     max_sequence_length: int
-    max_packed_rows: int
+    max_num_batched_tokens: int
     exact_row_counts: _containers.RepeatedScalarFieldContainer[int]
     process_id: int
     threads: int
     kv_bytes_per_token: int
-    threads_alone: int
-    def __init__(self, role: _Optional[_Union[Role, str]] = ..., model_id: _Optional[str] = ..., tokenizer_digest: _Optional[bytes] = ..., vocabulary_size: _Optional[int] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., worker_epoch: _Optional[int] = ..., page_size: _Optional[int] = ..., total_pages: _Optional[int] = ..., free_pages: _Optional[int] = ..., max_sequence_length: _Optional[int] = ..., max_packed_rows: _Optional[int] = ..., exact_row_counts: _Optional[_Iterable[int]] = ..., process_id: _Optional[int] = ..., threads: _Optional[int] = ..., kv_bytes_per_token: _Optional[int] = ..., threads_alone: _Optional[int] = ...) -> None: ...
+    exclusive_threads: int
+    protocol_version: int
+    def __init__(self, role: _Optional[_Union[Role, str]] = ..., model_id: _Optional[str] = ..., tokenizer_digest: _Optional[bytes] = ..., vocabulary_size: _Optional[int] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., worker_epoch: _Optional[int] = ..., page_size: _Optional[int] = ..., total_pages: _Optional[int] = ..., free_pages: _Optional[int] = ..., max_sequence_length: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., exact_row_counts: _Optional[_Iterable[int]] = ..., process_id: _Optional[int] = ..., threads: _Optional[int] = ..., kv_bytes_per_token: _Optional[int] = ..., exclusive_threads: _Optional[int] = ..., protocol_version: _Optional[int] = ...) -> None: ...
 
 class StepRequest(_message.Message):
-    __slots__ = ("worker_epoch", "step_id", "scheduler_epoch", "released_sequence_ids", "rows", "alone")
+    __slots__ = ("worker_epoch", "step_id", "scheduler_epoch", "released_sequence_ids", "rows", "exclusive")
     WORKER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     SCHEDULER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     RELEASED_SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
-    ALONE_FIELD_NUMBER: _ClassVar[int]
+    EXCLUSIVE_FIELD_NUMBER: _ClassVar[int]
     worker_epoch: int
     step_id: int
     scheduler_epoch: int
     released_sequence_ids: _containers.RepeatedScalarFieldContainer[int]
     rows: _containers.RepeatedCompositeFieldContainer[Row]
-    alone: bool
-    def __init__(self, worker_epoch: _Optional[int] = ..., step_id: _Optional[int] = ..., scheduler_epoch: _Optional[int] = ..., released_sequence_ids: _Optional[_Iterable[int]] = ..., rows: _Optional[_Iterable[_Union[Row, _Mapping]]] = ..., alone: _Optional[bool] = ...) -> None: ...
+    exclusive: bool
+    def __init__(self, worker_epoch: _Optional[int] = ..., step_id: _Optional[int] = ..., scheduler_epoch: _Optional[int] = ..., released_sequence_ids: _Optional[_Iterable[int]] = ..., rows: _Optional[_Iterable[_Union[Row, _Mapping]]] = ..., exclusive: _Optional[bool] = ...) -> None: ...
 
 class Row(_message.Message):
-    __slots__ = ("sequence_id", "kv_len", "prefix_digest", "tokens", "draft_tokens", "draft_length", "choose", "parameters")
+    __slots__ = ("sequence_id", "kv_len", "prefix_digest", "tokens", "draft_tokens", "draft_length", "sample", "parameters")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     KV_LEN_FIELD_NUMBER: _ClassVar[int]
     PREFIX_DIGEST_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DRAFT_LENGTH_FIELD_NUMBER: _ClassVar[int]
-    CHOOSE_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_FIELD_NUMBER: _ClassVar[int]
     PARAMETERS_FIELD_NUMBER: _ClassVar[int]
     sequence_id: int
     kv_len: int
@@ -120,9 +124,9 @@ class Row(_message.Message):
     tokens: _containers.RepeatedScalarFieldContainer[int]
     draft_tokens: _containers.RepeatedScalarFieldContainer[int]
     draft_length: int
-    choose: bool
+    sample: bool
     parameters: SequenceParameters
-    def __init__(self, sequence_id: _Optional[int] = ..., kv_len: _Optional[int] = ..., prefix_digest: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., draft_tokens: _Optional[_Iterable[int]] = ..., draft_length: _Optional[int] = ..., choose: _Optional[bool] = ..., parameters: _Optional[_Union[SequenceParameters, _Mapping]] = ...) -> None: ...
+    def __init__(self, sequence_id: _Optional[int] = ..., kv_len: _Optional[int] = ..., prefix_digest: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., draft_tokens: _Optional[_Iterable[int]] = ..., draft_length: _Optional[int] = ..., sample: _Optional[bool] = ..., parameters: _Optional[_Union[SequenceParameters, _Mapping]] = ...) -> None: ...
 
 class SequenceParameters(_message.Message):
     __slots__ = ("prompt_length", "sampling", "logits_digests", "top_logprobs", "committed_tokens")
@@ -278,18 +282,18 @@ class KvPart(_message.Message):
     def __init__(self, header: _Optional[_Union[KvHeader, _Mapping]] = ..., page: _Optional[_Union[KvPage, _Mapping]] = ...) -> None: ...
 
 class KvHeader(_message.Message):
-    __slots__ = ("model_id", "dtype", "page_shape", "pages", "numerics")
+    __slots__ = ("model_id", "dtype", "page_shape", "pages", "compute_digest")
     MODEL_ID_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     PAGE_SHAPE_FIELD_NUMBER: _ClassVar[int]
     PAGES_FIELD_NUMBER: _ClassVar[int]
-    NUMERICS_FIELD_NUMBER: _ClassVar[int]
+    COMPUTE_DIGEST_FIELD_NUMBER: _ClassVar[int]
     model_id: str
     dtype: str
     page_shape: _containers.RepeatedScalarFieldContainer[int]
     pages: int
-    numerics: bytes
-    def __init__(self, model_id: _Optional[str] = ..., dtype: _Optional[str] = ..., page_shape: _Optional[_Iterable[int]] = ..., pages: _Optional[int] = ..., numerics: _Optional[bytes] = ...) -> None: ...
+    compute_digest: bytes
+    def __init__(self, model_id: _Optional[str] = ..., dtype: _Optional[str] = ..., page_shape: _Optional[_Iterable[int]] = ..., pages: _Optional[int] = ..., compute_digest: _Optional[bytes] = ...) -> None: ...
 
 class KvPage(_message.Message):
     __slots__ = ("index", "data", "checksum")

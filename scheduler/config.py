@@ -6,13 +6,13 @@ import math
 from dataclasses import dataclass
 from enum import Enum
 
-# Larger draft steps would cost the scheduler milliseconds at once, and save a draft little.
-_LEAST_DRAFT_BATCH = 64
+# Larger draft steps would take the scheduler milliseconds to plan, and save a draft little.
+_MIN_DRAFT_BATCH = 64
 _DRAFT_BATCHES = 4
 
 
 class Policy(Enum):
-    """How the rows of a verify group are chosen; see scheduler/policies.py."""
+    """How verify groups are formed; see scheduler/batching/grouping_policies.py."""
 
     EQSPEC = "eqspec"
     EXSPEC = "exspec"
@@ -21,7 +21,7 @@ class Policy(Enum):
 
 
 class KvMovement(Enum):
-    """How the sequences of a draining target get their KV on another one."""
+    """Whether the sequences of a draining target take their KV to another one."""
 
     AUTO = "auto"
     """Moved where that is expected to take less time than computing it anew."""
@@ -33,18 +33,18 @@ class KvMovement(Enum):
 class SchedulerConfig:
     """Limits and choices of one scheduler core.
 
-    `batch_size` bounds the rows of a verify group, `draft_batch_size` the sequences that one draft step proposes for
-    (None: four batches, at least 64), `prefill_chunk` the tokens that catch up in one step of any worker.
-    `draft_length` is what every round drafts, under AUTO at most.
-    `max_queued_sequences` and `max_queued_tokens` bound what waits outside the window; beyond them submissions are
-    refused. No sequence waits voluntarily for longer than `wait_bound_steps` times the verify step time, which is
-    taken to be `initial_step_seconds` until it was measured. `steps_in_flight` counts the step a worker runs.
+    `max_running` bounds the running sequences, `batch_size` those of a verify group, `draft_batch_size` those that one
+    draft step proposes for (None: four batches, at least 64), and `prefill_chunk` the tokens that catch up in one step
+    of any worker. Every round drafts `draft_length` tokens, under AUTO up to so many. `max_queued_sequences` and
+    `max_queued_tokens` bound what waits; beyond them submissions are refused. No sequence waits voluntarily for longer
+    than `wait_bound_steps` times the verify step time, which is taken to be `initial_step_seconds` until it was
+    measured. `steps_in_flight` includes the step that a worker runs.
 
     Raises `ValueError` naming field, value and limit.
     """
 
     batch_size: int = 8
-    window: int = 48
+    max_running: int = 48
     policy: Policy = Policy.AUTO
     draft_length: int = 4
     prefill_chunk: int = 96
@@ -61,7 +61,7 @@ class SchedulerConfig:
             if not holds:
                 raise ValueError(f"{name} is {getattr(self, name)!r}, must be {limit}")
 
-        for name in ("batch_size", "window", "prefill_chunk", "max_queued_sequences", "steps_in_flight"):
+        for name in ("batch_size", "max_running", "prefill_chunk", "max_queued_sequences", "steps_in_flight"):
             require(name, getattr(self, name) >= 1, "at least 1")
         for name in ("max_queued_tokens", "draft_batch_size"):
             value = getattr(self, name)
@@ -77,5 +77,5 @@ class SchedulerConfig:
 
     @property
     def proposals_per_step(self) -> int:
-        default = max(_LEAST_DRAFT_BATCH, _DRAFT_BATCHES * self.batch_size)
-        return min(self.window, default if self.draft_batch_size is None else self.draft_batch_size)
+        default = max(_MIN_DRAFT_BATCH, _DRAFT_BATCHES * self.batch_size)
+        return min(self.max_running, default if self.draft_batch_size is None else self.draft_batch_size)

@@ -1,7 +1,7 @@
 """The vocabulary between the scheduler core and the service around it: events in, commands out.
 
-Dataclasses that nobody changes once they are made. Those made for every row or step are not frozen, since that takes
-five times as long. Times are seconds on any monotonic clock, always passed in.
+Nobody changes these dataclasses once they are made. Those made for every row or step are not frozen, since making a
+frozen one takes five times as long. Times are seconds on any monotonic clock, always passed in.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class FinishReason(Enum):
 class WorkerSpec:
     """What the core must know of a worker to plan steps for it.
 
-    `shares_cores`: a step that is alone on the machine runs on the cores of the other workers there as well.
+    `shares_cores`: an exclusive step runs on the cores of the machine's other workers as well.
 
     Raises `ValueError` naming field, value and limit.
     """
@@ -46,19 +46,21 @@ class WorkerSpec:
     page_size: int
     total_pages: int
     max_sequence_length: int
-    max_packed_rows: int
+    max_num_batched_tokens: int
     shares_cores: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("page_size", "total_pages", "max_sequence_length", "max_packed_rows"):
+        for name in ("page_size", "total_pages", "max_sequence_length", "max_num_batched_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} of worker {self.worker_id} is {getattr(self, name)}, must be at least 1")
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log probability of a committed token in the target's own distribution, and the likeliest (token id, log
-    probability) beside it, likeliest first."""
+    """Log probability of a committed token in the target's own distribution.
+
+    `top` holds the likeliest tokens as (token id, log probability), likeliest first.
+    """
 
     token_id: int
     logprob: float
@@ -72,7 +74,7 @@ class SequenceRequest:
     `sequence_id` is unique for the life of the core. `committed_output` holds tokens of the output that were already
     delivered (resubmission after a scheduler's death): they count towards `max_tokens` and are not emitted again.
     `top_logprobs` None asks for no log probabilities, a number for those of the tokens and of that many likeliest ones.
-    One that was `admitted_before`, by a scheduler that is gone, is not refused for a full queue.
+    A request that was `admitted_before`, by a scheduler that is gone, is not refused for a full queue.
     """
 
     sequence_id: int
@@ -91,7 +93,7 @@ class SequenceRequest:
 class RowResult:
     """A worker's answer for one row of a step; fields as in protos/worker.proto, RowReply.
 
-    `kv_len` may be beyond what the row asked for, where other sequences' KV was `reused`.
+    `kv_len` may exceed what the row asked for, if other sequences' KV was `reused`.
     """
 
     sequence_id: int
@@ -132,14 +134,14 @@ class WorkerLost:
 
 @dataclass(frozen=True, slots=True)
 class WorkerDraining:
-    """The target is to go soon: it gets no new sequences, and those it has are taken elsewhere."""
+    """The target will leave soon: it gets no new sequences, and its own move to other targets."""
 
     worker_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class KvMoved:
-    """What became of a `MoveKv`: `moved` or failed after so many seconds. `size` counts the bytes of KV."""
+    """The answer to a `MoveKv`: `moved` or failed, after so many seconds. `size` counts the bytes of KV."""
 
     move_id: int
     moved: bool
@@ -174,8 +176,8 @@ Event = (
 class Row:
     """One sequence's part in a step; fields as in protos/worker.proto, Row.
 
-    `opening` is set when the worker does not know the sequence yet. `committed` are then the committed tokens for which
-    it has pages, among them those to feed: the worker may have KV of them from other sequences.
+    `opening` is set when the worker does not know the sequence yet. `committed` then holds the committed tokens for
+    which pages are reserved, those to feed included: the worker may have KV of them from other sequences.
     """
 
     sequence_id: int
@@ -184,14 +186,14 @@ class Row:
     tokens: tuple[int, ...]
     draft_tokens: tuple[int, ...] = ()
     draft_length: int = 0
-    choose: bool = False
+    sample: bool = False
     opening: SequenceRequest | None = None
     committed: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)
 class GroupFormed:
-    """How the rows to verify in a step were chosen, for metrics. `rows` does not count prefill chunks."""
+    """The verify group of a step, for metrics. `rows` counts its sequences, without prefill chunks."""
 
     rows: int
     equal_length: bool
@@ -201,21 +203,21 @@ class GroupFormed:
 
 @dataclass(slots=True)
 class SendStep:
-    """`alone`: no other worker computes meanwhile, and this one may use the cores of all."""
+    """`exclusive`: no other worker computes meanwhile, and this worker may use the cores of all."""
 
     worker_id: str
     step_id: int
     rows: tuple[Row, ...]
     released: tuple[int, ...] = ()
     group: GroupFormed | None = None
-    alone: bool = False
+    exclusive: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class MoveKv:
-    """The destination is to fetch the KV of `tokens` from the source, where no step works on the sequence meanwhile.
+    """The destination must fetch the KV of `tokens` from the source, where no step works on the sequence meanwhile.
 
-    Answered by `KvMoved`. What the destination holds of the sequence counts only then.
+    Answered by `KvMoved`. Only then does the KV at the destination count.
     """
 
     move_id: int
@@ -265,7 +267,7 @@ class RefusalCause(Enum):
 
 @dataclass(frozen=True, slots=True)
 class RefuseSequence:
-    """The sequence never entered the pool."""
+    """The sequence never became a live one."""
 
     sequence_id: int
     cause: RefusalCause

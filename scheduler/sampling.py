@@ -12,9 +12,9 @@ MAX_SEED = 2**64 - 1
 
 @dataclass(frozen=True, slots=True)
 class SamplingParameters:
-    """How the next token is chosen from the target's logits.
+    """How the next token is sampled from the target's logits.
 
-    `temperature` 0 is greedy. `top_k` 0, `top_p` 1, `min_p` 0 and the penalties 1, 0, 0 leave the distribution alone.
+    `temperature` 0 is greedy. `top_k` 0, `top_p` 1, `min_p` 0 and the penalties 1, 0, 0 leave the logits as they are.
     `repetition_penalty` looks at prompt and output, the other two penalties at the output only. `seed` is any unsigned
     64-bit number; equal seeds give equal text, whatever the batch, the draft or the workers.
 
@@ -32,7 +32,7 @@ class SamplingParameters:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        # One after the other, and the limits only for what breaks them: every request passes here several times.
+        # Each check builds its message only when it fails: every request passes here several times.
         if not 0 <= self.temperature <= 100:
             self._refuse("temperature", "between 0 and 100")
         if self.top_k < 0:
@@ -64,5 +64,5 @@ class SamplingParameters:
 
     @property
     def uses_history(self) -> bool:
-        """Whether the choice depends on which tokens came before, beyond the logits."""
+        """Whether the next token depends on the tokens before it in another way than through the logits."""
         return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0

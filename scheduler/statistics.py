@@ -1,27 +1,20 @@
-"""Counters of the core, and the snapshot that progress displays read."""
+"""What only the core can count, and the snapshot that status and metrics read.
+
+What shows in its commands and in answers of workers (steps, groups, tokens) is counted by whoever carries them out.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from scheduler.messages import GroupFormed, Role
-from scheduler.sequence import SequenceState
+from scheduler.messages import Role
+from scheduler.state.sequence_record import SequenceState
 
 
 @dataclass(slots=True)
 class Counters:
     """Totals since the start."""
 
-    steps: int = 0
-    groups: int = 0
-    grouped_rows: int = 0
-    equal_groups: int = 0
-    equal_rows: int = 0
-    forced_groups: int = 0
-    rounds: int = 0
-    emitted_tokens: int = 0
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
     preemptions: int = 0
     probes: int = 0
     moves: int = 0
@@ -38,40 +31,8 @@ class Counters:
         self.moved_bytes += size
         self.move_seconds += seconds
 
-    def count_step(self, group: GroupFormed | None) -> None:
-        self.steps += 1
-        if group is None:
-            return
-        self.groups += 1
-        self.grouped_rows += group.rows
-        self.forced_groups += group.forced_by_bound
-        if group.equal_length and group.rows > 1:
-            self.equal_groups += 1
-            self.equal_rows += group.rows
-
-    def count_round(self, emitted: int, drafted: int, accepted: int) -> None:
-        self.rounds += 1
-        self.emitted_tokens += emitted
-        self.drafted_tokens += drafted
-        self.accepted_tokens += accepted
-
-    def count_draft_length(self, asked: int) -> None:
-        self.draft_lengths[asked] = self.draft_lengths.get(asked, 0) + 1
-
-
-@dataclass(frozen=True, slots=True)
-class GroupStatistics:
-    """Verify groups since the start. Equal groups are those of at least two rows of one length."""
-
-    groups: int
-    rows: int
-    equal_groups: int
-    equal_rows: int
-    forced_groups: int
-
-    @property
-    def mean_rows(self) -> float:
-        return self.rows / self.groups if self.groups else 0.0
+    def count_draft_length(self, requested: int) -> None:
+        self.draft_lengths[requested] = self.draft_lengths.get(requested, 0) + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,32 +76,26 @@ class SequenceSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The core at one moment. `pool` counts all live sequences: those `waiting` and those in the `window`.
+    """The core at one moment. `live` counts all unfinished sequences: those `waiting` and those `running`.
 
-    `prefilling`, `drafting` (ready or being proposed for), `drafted`, `verifying` and `moving` add up to `window`.
+    `prefilling`, `drafting` (ready or being proposed for), `drafted`, `verifying` and `moving` add up to `running`.
     `acceptance` is the measured chance that a token asked of a draft is proposed and taken, given those before it were.
-    `draft_lengths` counts
-    verified rounds by the tokens asked of a draft, 0 for plain ones; `probes` are drafts only to see what they yield.
+    `draft_lengths` counts rounds (answers of targets to sequences that they verified) by the tokens asked of a draft, 0
+    for plain ones; `probes` are drafts only to see what they yield.
     """
 
     waiting: int
-    window: int
-    pool: int
+    running: int
+    live: int
     prefilling: int
     drafting: int
     drafted: int
     verifying: int
     moving: int
     acceptance: float
-    rounds: int
-    emitted_tokens: int
-    drafted_tokens: int
-    accepted_tokens: int
     preemptions: int
-    steps: int
     probes: int
     draft_lengths: dict[int, int]
-    groups: GroupStatistics
     moves: MoveStatistics
     workers: tuple[WorkerSnapshot, ...]
 

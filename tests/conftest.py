@@ -1,13 +1,34 @@
-"""What holds for a whole test run."""
+"""What holds for a whole test run: its own cache, the order and the kinds of tests, and which skips CI accepts."""
 
+from __future__ import annotations
+
+import contextlib
 import os
+import shutil
 import signal
+import tempfile
+from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
+import pytest
+from filelock import FileLock
+
+from engine.models.source import CACHE_VARIABLE, demo_folder, demo_is_built
+from scheduler.messages import Role
+from tests.support.ray_cluster import RayCluster, redis
+
+ACCEPTED_SKIPS = ("no GPU", "another processor")
+"""With CI=true a skip is a failure unless its reason begins with one of these words: `.ci/run` installs the rest."""
+
+RUN_VARIABLE = "SPOOL_TEST_RUN"
+"""The folder of this test run; pytest-xdist's workers get the name from the process that starts them."""
+
+DEMO = (Role.TARGET, Role.DRAFT)
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     # Triton looks when it is first imported; without a GPU its kernels run in no other way.
     if not Path("/dev/nvidiactl").exists():
         os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -19,3 +40,131 @@ def pytest_configure() -> None:
         "tests", derandomize=True, deadline=None, suppress_health_check=slow_is_no_error, database=None
     )
     hypothesis.settings.load_profile("tests")
+    if not hasattr(config, "workerinput"):
+        _begin_run(config)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        _end_run(config)
+
+
+# --- the folder of a run ----------------------------------------------------------------------------------------------
+
+
+def _begin_run(config: pytest.Config) -> None:
+    """Every run begins with a cache of its own: calibrations, compiled kernels and models of the user's stay apart.
+
+    Only the demo models are taken over, as links, if they lie as they would be built now in the user's cache or, left
+    by an earlier run, in pytest's. Building them takes a minute.
+    """
+    found = {role: demo_folder(role) for role in DEMO if demo_is_built(role)}
+    run = Path(tempfile.mkdtemp(prefix="spool-tests-"))
+    os.environ[RUN_VARIABLE] = str(run)
+    cache = run / "cache"
+    cache.mkdir()
+    with _cache_at(_kept(config)):
+        found = {role: demo_folder(role) for role in DEMO if demo_is_built(role)} | found
+    os.environ[CACHE_VARIABLE] = str(cache)
+    if len(found) == len(DEMO):
+        for role, folder in found.items():
+            demo_folder(role).symlink_to(folder.resolve())
+
+
+def _end_run(config: pytest.Config) -> None:
+    run = os.environ.pop(RUN_VARIABLE, None)
+    if run is None:
+        return
+    with _cache_at(Path(run) / "cache"):
+        built = [demo_folder(role) for role in DEMO if demo_is_built(role) and not demo_folder(role).is_symlink()]
+    if len(built) == len(DEMO):
+        kept = _kept(config)
+        for folder in built:
+            shutil.rmtree(kept / folder.name, ignore_errors=True)
+            shutil.move(folder, kept / folder.name)
+    shutil.rmtree(run, ignore_errors=True)
+
+
+def _kept(config: pytest.Config) -> Path:
+    """Where demo models that a run had to build stay for the next run; `make clean` removes the folder."""
+    cache = config.rootpath / ".pytest_cache" / "demo"
+    cache.mkdir(parents=True, exist_ok=True)
+    return cache
+
+
+@contextlib.contextmanager
+def _cache_at(folder: Path) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(CACHE_VARIABLE, str(folder))
+        yield
+
+
+# --- which tests run when ---------------------------------------------------------------------------------------------
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts the tests on Ray first, which wait more than they compute, and marks what a sample leaves out as slow."""
+    seen: dict[str, int] = {}
+    for item in items:
+        sample = item.get_closest_marker("sampled")
+        if sample is not None:
+            (every,) = sample.args
+            place = item.nodeid.partition("[")[0]
+            number = seen[place] = seen.get(place, -1) + 1
+            if number % every:
+                item.add_marker(pytest.mark.slow)
+    items.sort(key=lambda item: item.get_closest_marker("ray") is None)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    return judged(report)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    report = yield
+    return judged(report)
+
+
+def judged(report: Any) -> Any:
+    """In CI, a skip for a reason that is not accepted is a failure."""
+    if os.environ.get("CI") != "true" or report.outcome != "skipped" or hasattr(report, "wasxfail"):
+        return report
+    reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+    if not reason.removeprefix("Skipped: ").startswith(ACCEPTED_SKIPS):
+        report.outcome = "failed"
+        report.longrepr = f"{report.nodeid}: a skip that CI does not accept (tests/conftest.py): {reason}"
+    return report
+
+
+# --- what suites share ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def tiny_pair() -> tuple[Path, Path]:
+    """Folders of a target and a draft, with tokenizers, made once in a run; nobody changes what lies there."""
+    # Here, so that a run of tests without models does not wait for torch.
+    from tests.support.command_line import save_tokenizer
+    from tests.support.tiny_models import save_tiny_pair
+
+    folder = Path(os.environ[RUN_VARIABLE]) / "models"
+    with FileLock(f"{folder}.lock"):
+        if not folder.exists():
+            scratch = folder.with_name("models-being-made")
+            for model in save_tiny_pair("llama", scratch):
+                save_tokenizer(model)
+            scratch.rename(folder)
+    return folder / "llama-target", folder / "llama-draft"
+
+
+@pytest.fixture(scope="session")
+def ray_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
+    """The Ray of all suites that can share one; its state lies in a Redis where there is one, so that it can be lost.
+
+    The head has no room for replicas: every suite adds the nodes that it needs (`RayCluster.further_nodes`).
+    """
+    with redis(tmp_path_factory.mktemp("redis")) as state, RayCluster([{}], state, head_cpus=0) as cluster:
+        yield cluster

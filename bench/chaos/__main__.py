@@ -20,9 +20,8 @@ from typing import Any
 from bench.chaos.application import DRAFT, TARGET, Application, served, watching
 from bench.chaos.faults import Faults, Struck
 from bench.chaos.pauses import Window, pauses
-from bench.chaos.results import write_result
 from bench.chaos.streams import ConstantLoad, cases, faults_of, plain_answers, streaming
-from bench.record import RESULTS
+from bench.record import write_result
 
 _DEMO = ("groups.draft.replicas=2", "groups.target.replicas=2", "gateway.replicas=2")
 _IDLE_SECONDS = 30.0
@@ -96,7 +95,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--stop-seconds", type=float, default=20.0)
     parser.add_argument("--stop-scheduler", action="store_true", help="and stop the scheduler until it is replaced")
     parser.add_argument("--undisturbed-seconds", type=float, default=20.0)
-    parser.add_argument("--output", type=Path, default=RESULTS / "chaos.json")
+    parser.add_argument("--output", type=Path, default=Path("chaos.json"))
     arguments = parser.parse_args(argv)
     overrides = [*(() if arguments.config is not None else _DEMO), *arguments.overrides]
     with served(arguments.config, overrides) as application:

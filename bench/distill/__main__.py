@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,21 +21,21 @@ from transformers.utils.logging import disable_progress_bar
 from typer.core import TyperGroup
 
 from bench.distill.answers import AnswersError, read_answers
-from bench.distill.budget import Budget
 from bench.distill.evaluation import ALL, Score, draft_matches, score
-from bench.distill.progress import showing
 from bench.distill.recipe import DRAFT_LENGTH, Distillation, Recipe
+from bench.distill.stages import Budget, showing
 from bench.distill.student import StudentShape
 from bench.distill.training import TrainingSettings
 from bench.distill.writing import WritingSettings
+from bench.record import write_result
 from deploy.errors import UsageError
-from engine.draft_vocabulary import read_draft_vocabulary, restrict_head
 from engine.errors import EngineError
-from engine.model_source import ModelNotFoundError, fetch_model, resolve_model
+from engine.models.draft_vocabulary import read_draft_vocabulary, restrict_head
+from engine.models.fetching import fetch_model
+from engine.models.source import ModelNotFoundError, resolve_model
 from engine.settings import LONGEST_LOOKUP_MATCH
 from scheduler.messages import Role
-from services.machine import describe_machine
-from services.tokenizer import ModelTokenizer, TokenizerError
+from services.text.tokenizer import ModelTokenizer, TokenizerError
 
 _EXPECTED = (AnswersError, UsageError, EngineError, ModelNotFoundError, TokenizerError, ValueError, OSError)
 # A GPU decodes many more rows at once in the same time.
@@ -162,13 +161,7 @@ def _report(found: Mapping[str, Score], asked: Mapping[str, object], file: Path 
     Console(stderr=True).print(_table(found))
     result = {**asked, "categories": {name: score.summary() for name, score in found.items()}}
     if file is not None:
-        record = {
-            "command": " ".join(["python -m bench.distill", *sys.argv[1:]]),
-            "date": datetime.now(UTC).date().isoformat(),
-            "machine": describe_machine(),
-            "result": result,
-        }
-        file.write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
+        write_result(file, " ".join(["python -m bench.distill", *sys.argv[1:]]), result)
     print(json.dumps(result))
 
 

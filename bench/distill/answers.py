@@ -9,8 +9,8 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from deploy.prompts import Prompt, read_prompts
-from services.tokenizer import ModelTokenizer
+from deploy.offline.prompts import Prompt, read_prompts
+from services.text.tokenizer import ModelTokenizer
 
 NO_CATEGORY = "none"
 

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from engine.packed_layers import FusedRmsNorm
-from engine.packed_linear import PackedLinear, can_pack
+from engine.cpu.joined_layers import FusedRmsNorm
+from engine.cpu.linear import PrepackedLinear, can_prepack
 
 # Attention works over a multiple of these positions, the rest masked, so that kernels see few shapes.
 _POSITIONS = 64
@@ -103,11 +103,11 @@ class _Layer:
 
 
 def _linear(layers: Sequence[nn.Linear]) -> nn.Module:
-    """One layer with the outputs of all, packed where this machine can."""
+    """One layer with the outputs of all, with prepacked weights where this machine can."""
     weight = torch.cat([layer.weight.detach() for layer in layers])
     joined = nn.Linear(1, 1, bias=layers[0].bias is not None)
     joined.in_features, joined.out_features = weight.shape[1], weight.shape[0]
     joined.weight = nn.Parameter(weight, requires_grad=False)
     if layers[0].bias is not None:
         joined.bias = nn.Parameter(torch.cat([layer.bias.detach() for layer in layers]), requires_grad=False)
-    return PackedLinear(joined) if can_pack(weight) else joined
+    return PrepackedLinear(joined) if can_prepack(weight) else joined

@@ -3,8 +3,8 @@
     recipe.json                       what everything below was made with
     shards/                           what the target wrote
     training.pt                       how far training has come
-    trained_layers.safetensors        for engine/demo_assets
-    draft_vocabulary.json             for engine/demo_assets
+    trained_layers.safetensors        for engine/models/demo_assets
+    draft_vocabulary.json             for engine/models/demo_assets
     draft/                            the draft as a Hugging Face folder
     report.json                       agreement on what was held out
 
@@ -24,17 +24,16 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from bench.distill.budget import Budget
 from bench.distill.chat_frame import special_token_ids
 from bench.distill.evaluation import ALL, Score, held_out_matches, score
-from bench.distill.progress import Progress, Stage
 from bench.distill.shards import Shard, open_shards
+from bench.distill.stages import Budget, Progress, Stage
 from bench.distill.student import Student, StudentShape
 from bench.distill.training import Trainer, TrainingSettings
 from bench.distill.vocabulary import choose_vocabulary, count_tokens, store_vocabulary
 from bench.distill.writing import Writer, WritingSettings
-from engine.demo_convert import TRAINED_LAYERS, assemble_draft
-from engine.draft_vocabulary import FILE_NAME, read_draft_vocabulary
+from engine.models.demo_convert import TRAINED_LAYERS, assemble_draft
+from engine.models.draft_vocabulary import FILE_NAME, read_draft_vocabulary
 
 DRAFT_LENGTH = 4
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from engine.prompt_lookup import TokenPlaces
+from engine.drafting.prompt_lookup import TokenPlaces
 from engine.settings import LONGEST_LOOKUP_MATCH
 
 
@@ -54,7 +54,7 @@ def looked_up(
 ) -> Callable[[int], int]:
     """Of prompt lookup: where the last `match` tokens stood before, what followed them is proposed, else `otherwise`.
 
-    As `engine.draft` combines the two. Positions must be asked for in ascending order.
+    As `engine.drafting.model_draft` combines the two. Positions must be asked for in ascending order.
     """
     places = TokenPlaces()
     history = [*prompt, *answer]

@@ -1,9 +1,14 @@
-"""Shards on disk: rows of equal length that the target wrote, with its states. A file is there whole or not at all."""
+"""Shards on disk: rows of equal length that the target wrote, with its states; and the batches that training reads.
+
+Shards are written atomically: a file under its final name is complete.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import random
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +16,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+
+from bench.distill.stages import derived_seed
 
 _SUFFIX = ".safetensors"
 _SECONDS = "seconds"
@@ -68,3 +75,38 @@ def joined(parts: Iterator[Rows]) -> Rows:
     """The rows of all parts, which have one length."""
     found = list(parts)
     return Rows(*(torch.cat([getattr(part, name) for part in found]) for name in Rows.__slots__))
+
+
+class Batches:
+    """Batches of about `tokens` tokens, the rows of a batch all of one length.
+
+    Each pass over the shards reads every row once, in an order of its own. Batch i depends only on the shards, the
+    seed and i.
+    """
+
+    def __init__(self, shards: Sequence[Shard], tokens: int, seed: int) -> None:
+        self._shards = shards
+        self._tokens = tokens
+        self._seed = seed
+        self._places: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        for index, shard in enumerate(shards):
+            self._places[shard.length] += [(index, row) for row in range(shard.rows)]
+        self._pass_number = -1
+        self._order: list[list[tuple[int, int]]] = []
+        self._begin_pass(0)
+
+    def __getitem__(self, index: int) -> Rows:
+        number, place = divmod(index, len(self._order))
+        self._begin_pass(number)
+        return joined(self._shards[shard].read(row, 1) for shard, row in self._order[place])
+
+    def _begin_pass(self, number: int) -> None:
+        if number == self._pass_number:
+            return
+        shuffle = random.Random(derived_seed(self._seed, "pass", number)).shuffle
+        self._pass_number, self._order = number, []
+        for length, places in sorted(self._places.items()):
+            shuffled, count = list(places), max(1, self._tokens // length)
+            shuffle(shuffled)
+            self._order += [shuffled[first : first + count] for first in range(0, len(shuffled), count)]
+        shuffle(self._order)

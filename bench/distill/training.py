@@ -14,12 +14,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (the name everybody knows)
 from torch import Tensor
 
-from bench.distill.batches import Batches
-from bench.distill.budget import Budget
 from bench.distill.dialogue import TokenKind
-from bench.distill.progress import Progress
-from bench.distill.seeds import derived_seed
-from bench.distill.shards import Rows, Shard
+from bench.distill.shards import Batches, Rows, Shard
+from bench.distill.stages import Budget, Progress, derived_seed
 from bench.distill.student import Student
 
 # How likely a position is drawn, by the kind of token that follows it.

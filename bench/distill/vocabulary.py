@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bench.distill.dialogue import TokenKind
 from bench.distill.shards import Shard
-from engine.draft_vocabulary import FIELD_NAME
+from engine.models.draft_vocabulary import FIELD_NAME
 
 # The draft proposes answers, most of them greedy; the rest of the text decides where answers are few.
 _WEIGHTS = {TokenKind.FORCED: 0, TokenKind.USER: 1, TokenKind.GREEDY: 4, TokenKind.SAMPLED: 1}

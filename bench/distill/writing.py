@@ -19,14 +19,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from bench.distill.budget import Budget
 from bench.distill.chat_frame import ChatFrame, read_chat_frame
 from bench.distill.decoder import BatchDecoder
 from bench.distill.dialogue import DialogueRow, DialogueStyle
 from bench.distill.openers import OPENERS
-from bench.distill.progress import Progress
-from bench.distill.seeds import derived_seed
 from bench.distill.shards import Rows, Shard, open_shards, shard_path, store_shard
+from bench.distill.stages import Budget, Progress, derived_seed
 
 # One to hold out and one to learn from.
 _FEWEST_SHARDS = 2

@@ -21,7 +21,7 @@ from bench.gpu.settings import GpuBenchSettings
 from bench.record import origin
 from engine.errors import EngineError
 from engine.settings import DTYPES
-from services.step_executor import one_line
+from services.worker.executor import one_line
 
 _DESCRIPTION = "Decodes with a synthetic pair on one device: speed, its distance to the device's limit, and equality."
 _REST = "the rest"

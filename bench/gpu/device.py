@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from services.machine import describe_machine
+from bench.machine import describe_machine
 
 _COPY_BYTES = {"cpu": 64 << 20, "cuda": 4 << 30}
 _MEMORY_SHARE = 8

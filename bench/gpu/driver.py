@@ -28,8 +28,8 @@ from scheduler.messages import (
     Tick,
     WorkerJoined,
 )
-from services.step_executor import StepExecutor
-from services.wire import result_from_wire, spec_from_wire, step_to_wire
+from services.rpc.worker_codec import result_from_wire, spec_from_wire, step_to_wire
+from services.worker.executor import StepExecutor
 
 
 @dataclass(slots=True)

@@ -18,12 +18,12 @@ from bench.gpu.driver import InProcessCell, RunRecord
 from bench.gpu.figures import CellFigures, StreamingLimit, compare_logits, summarise
 from bench.gpu.results import ResultFile
 from bench.gpu.settings import REFERENCE, GpuBenchSettings, Point, grid, variant_name
-from deploy.bench_grid import System
+from bench.offline.grid import System
 from engine.errors import EngineError
-from engine.loading import load_draft_engine, load_target_engine
-from engine.model_source import Progress
+from engine.models.loading import load_draft_engine, load_target_engine
+from engine.models.source import Progress
 from scheduler.messages import SequenceRequest
-from services.step_executor import DraftStepExecutor, TargetStepExecutor
+from services.worker.executor import DraftStepExecutor, TargetStepExecutor
 
 _WARM_UP_TOKENS = 16
 """Enough for the policy `auto` to have tried its draft lengths and made a plan."""
@@ -75,7 +75,7 @@ def _load_target(
     found = {
         "engine": dict(variant),
         "load_seconds": time.perf_counter() - started,
-        "max_packed_rows": engine.description.max_packed_rows,
+        "max_num_batched_tokens": engine.description.max_num_batched_tokens,
         "exact_row_counts": list(engine.description.exact_row_counts),
         "kv_bytes_per_token": engine.description.kv_bytes_per_token,
     }
@@ -172,7 +172,7 @@ def _point_json(settings: GpuBenchSettings, point: Point) -> dict[str, Any]:
     return {
         "system": point.system.value,
         "batch_size": config.batch_size,
-        "window": config.window,
+        "window": config.max_running,
         "draft_length": config.draft_length,
     }
 

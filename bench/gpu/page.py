@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from bench.gpu.settings import variant_name
-from deploy.bench_grid import System
+from bench.offline.grid import System
 
 HEADINGS = (
     "system",

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from deploy.bench_grid import System
+from bench.offline.grid import System
 from engine.settings import EngineSettings
 from scheduler.config import Policy, SchedulerConfig
 
@@ -86,7 +86,7 @@ class GpuBenchSettings:
         return max(self.compared, self.sequences_per_row * batch_size)
 
     def engine(self, model: str, **variant: Any) -> EngineSettings:
-        """Room for the largest window at full length, and for all its drafts and a chunk of prefill in one pass."""
+        """Room for all running sequences at full length, and for all drafts and a chunk of prefill in one pass."""
         return EngineSettings(
             model,
             dtype=self.dtype,
@@ -94,7 +94,7 @@ class GpuBenchSettings:
             page_size=_PAGE_SIZE,
             # One more each: the scheduler keeps pages back for those under way to grow into.
             kv_pages=_WINDOW_BATCHES * self.largest_batch * (-(-self.longest // _PAGE_SIZE) + 1),
-            max_packed_rows=self.largest_batch * (self.draft_length + 1) + self.prefill_chunk,
+            max_num_batched_tokens=self.largest_batch * (self.draft_length + 1) + self.prefill_chunk,
             **variant,
         )
 
@@ -110,13 +110,13 @@ class Point:
         return f"{self.system.value}, batch {self.batch_size}"
 
     def scheduling(self, settings: GpuBenchSettings) -> SchedulerConfig:
-        """Target and draft take turns, so a window larger than the batch has nothing to overlap with. But `ragged`
-        waits for nobody, and only finds its steps full where many others are ready."""
+        """Target and draft take turns, so more running sequences than the batch has nothing to overlap with. But
+        `ragged` waits for nobody, and only finds its steps full where many others are ready."""
         ragged = self.system is System.RAGGED
         many = ragged and self.batch_size > 1
         return SchedulerConfig(
             batch_size=self.batch_size,
-            window=self.batch_size * (_WINDOW_BATCHES if many else 1),
+            max_running=self.batch_size * (_WINDOW_BATCHES if many else 1),
             policy=Policy.RAGGED if ragged else Policy.AUTO,
             draft_length=settings.draft_length if self.system.drafts else 0,
             prefill_chunk=settings.prefill_chunk,

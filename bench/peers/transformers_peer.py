@@ -1,25 +1,9 @@
-"""Transformers as a peer of `spool bench offline`: batched `model.generate`, and assisted generation.
-
-Standard input holds JSON lines, the first with models and prompts, each other one a measurement to make:
-
-    {"target": "...", "draft": null, "dtype": "bfloat16", "device": "cpu", "threads": 2, "draft_length": 4,
-     "prompts": [[1, 2]], "max_tokens": [64], "stop_token_ids": [0]}
-    {"batch_size": 8, "prompts": [0, 1], "drafting": false, "draft_length": 4}
-
-Standard output answers each: {"event": "ready", "version": "..."}, then {"event": "measured", "seconds": 1.5,
-"tokens": [[...]]} with an output for each prompt, up to and with the token that ended it.
-"""
+"""Transformers as a peer of `spool bench offline`, for peer_main.py: batched `model.generate`, assisted generation."""
 
 from __future__ import annotations
 
-import json
-import os
-import queue
-import signal
 import sys
-import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -29,10 +13,14 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 _WARM_UP_TOKENS = 8
 
 
-class Generator:
+class Peer:
     """Greedy generation with left padding, as transformers documents it for batches."""
 
+    version: str = transformers.__version__
+
     def __init__(self, request: dict[str, Any]) -> None:
+        transformers.logging.set_verbosity_error()
+        transformers.logging.disable_progress_bar()
         torch.set_num_threads(request["threads"])
         self._request = request
         self._target = self._load(request["target"])
@@ -51,12 +39,12 @@ class Generator:
         return {"seconds": time.perf_counter() - started, "tokens": tokens}
 
     def _generate(
-        self, indices: list[int], drafting: bool, draft_length: int, most: int | None = None
+        self, indices: list[int], drafting: bool, draft_length: int, limit: int | None = None
     ) -> list[list[int]]:
         request = self._request
         stops = request["stop_token_ids"]
         rows = [request["prompts"][index] for index in indices]
-        limits = [min(request["max_tokens"][index], most or sys.maxsize) for index in indices]
+        limits = [min(request["max_tokens"][index], limit or sys.maxsize) for index in indices]
         width = max(map(len, rows))
         padding = min(stops, default=0)
         inputs = torch.tensor([[padding] * (width - len(row)) + row for row in rows], device=request["device"])
@@ -86,43 +74,6 @@ class Generator:
 
 
 def until_stop(tokens: list[int], stops: list[int]) -> list[int]:
-    """Up to and with the first stop token: what follows is padding."""
+    """Up to and including the first stop token; the rest is padding."""
     ends = [place for place, token in enumerate(tokens) if token in stops]
     return tokens[: ends[0] + 1] if ends else tokens
-
-
-def lines_until_parent_ends() -> Iterator[str]:
-    """Lines of standard input. Where it ends the parent is gone or wants no more, and with it goes all of this group:
-    a measurement under way, and processes that a library started."""
-    lines: queue.SimpleQueue[str] = queue.SimpleQueue()
-
-    def read() -> None:
-        for line in sys.stdin:
-            lines.put(line)
-        os.killpg(0, signal.SIGKILL)
-
-    threading.Thread(target=read, name="stdin", daemon=True).start()
-    while True:
-        yield lines.get()
-
-
-def main() -> None:
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    # What libraries print must not come between the answers.
-    os.dup2(2, 1)
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    generator: Generator | None = None
-    for line in lines_until_parent_ends():
-        request = json.loads(line)
-        if generator is None:
-            generator = Generator(request)
-            answer: dict[str, Any] = {"event": "ready", "version": transformers.__version__}
-        else:
-            answer = {"event": "measured", **generator.measure(**request)}
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
-
-
-if __name__ == "__main__":
-    main()

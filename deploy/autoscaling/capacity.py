@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from scheduler.step_times import expected_commit
+from scheduler.costs.step_times import expected_commit
 
-# Where one sequence alone misses the target, what it takes alone, and a little more, is what can be asked for.
+# If a single sequence misses the latency target, its own latency plus some slack becomes the target.
 _SLACK_OVER_ALONE = 1.25
-# Drafting that saves less than this share of the targets is not worth its trouble.
-_LEAST_SAVING = 0.05
-_MOST_STRETCH = 4.0
-_MOST_SEQUENCES = 1e6
-_MOST = 1e9
+# Drafting must save at least this share of the targets.
+_MIN_SAVING = 0.05
+_MAX_STRETCH = 4.0
+_MAX_SEQUENCES = 1e6
+_MAX_NUMBER = 1e9
 _ACCEPTANCE_STEPS = 20
 _LONGEST_DRAFT = 16
 _AHEAD_SECONDS = 10.0
@@ -23,7 +23,7 @@ _AHEAD_SECONDS = 10.0
 class CellFigures:
     """What a scheduler knows of its cell. Times are seconds, NaN is what was not measured.
 
-    Load: `running` sequences are in the window and `waiting` ones outside, `growth` more come each second than go,
+    Load: `running` sequences are worked on and `waiting` ones are not yet, `growth` more come each second than go,
     `tokens_per_second` are delivered, `offered_tokens_per_second` asked for, `tokens_per_sequence` an answer has.
     Rounds: `drafted_per_round` tokens are proposed and `accepted_per_round` taken; `acceptance` is the chance of one.
     Steps: a target's takes `target_base` and `target_row` a row, a draft's `draft_pass` a pass and `draft_row` a row in
@@ -57,16 +57,16 @@ class CellFigures:
 
 @dataclass(frozen=True, slots=True)
 class Goals:
-    """What is to hold at the least sum of costs: `token_seconds` a token and `queue_seconds` in the queue at most.
+    """The latencies to hold at minimal cost: `token_seconds` a token and `queue_seconds` in the queue at most.
 
-    No more than `most_targets` will be there.
+    No more than `max_targets` will be there.
     """
 
     token_seconds: float = 0.05
     queue_seconds: float = 2.0
     target_cost: float = 1.0
     draft_cost: float = 1.0
-    most_targets: int = 4096
+    max_targets: int = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ class RoundLaw:
         if self._way(self.batch) > seconds:
             slope = self.per_sequence + self.drafting_per_sequence
             most = min(most, (seconds - self._way(0.0)) / max(slope, 1e-12))
-        return min(max(most, 1.0), _MOST_SEQUENCES)
+        return min(max(most, 1.0), _MAX_SEQUENCES)
 
     def _way(self, in_step: float) -> float:
         return self.base + self.drafting + (self.per_sequence + self.drafting_per_sequence) * in_step
@@ -129,7 +129,7 @@ def needs(figures: CellFigures, goals: Goals) -> Needs:
     commit = 1.0 + _positive(figures.accepted_per_round)
     allowed = max(goals.token_seconds, _SLACK_OVER_ALONE * law.seconds(1.0) / commit)
     stretch = bounded_stretch(figures.stretch)
-    room = max(_positive(figures.room, _MOST_SEQUENCES), 1.0)
+    room = max(_positive(figures.room, _MAX_SEQUENCES), 1.0)
 
     answer_seconds = _positive(figures.tokens_per_sequence, math.inf) * allowed
     soon = waiting * min(1.0, answer_seconds / max(goals.queue_seconds, 1e-9)) if waiting else 0.0
@@ -145,7 +145,7 @@ def needs(figures: CellFigures, goals: Goals) -> Needs:
     drafting = _Drafting(figures, goals, sequences, allowed, targets_for(plain, 1.0)[0], stretch, room)
     drafts, length, saved = drafting.best(_positive(figures.acceptance))
     if drafts is not None:
-        drafts *= min(1.0, goals.most_targets / targets) if targets else 1.0
+        drafts *= min(1.0, goals.max_targets / targets) if targets else 1.0
     wait = waiting * _positive(figures.tokens_per_sequence) / max(_positive(figures.tokens_per_second), 1e-9)
     return Needs(targets, drafts, sequences, per_target, allowed, wait if waiting else 0.0, length, saved)
 
@@ -166,7 +166,7 @@ def round_law(figures: CellFigures, draft_length: float) -> RoundLaw | None:
 
 def bounded_stretch(stretch: float) -> float:
     """What is taken for true of a measured stretch."""
-    return min(max(_positive(stretch, 1.0), 1.0), _MOST_STRETCH)
+    return min(max(_positive(stretch, 1.0), 1.0), _MAX_STRETCH)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +199,7 @@ class _Drafting:
 
     def _at(self, acceptance: float) -> tuple[float, int, float]:
         goals, found = self.goals, (0.0, 0, 0.0)
-        most_value = _LEAST_SAVING * self.plain_targets * goals.target_cost
+        best_value = _MIN_SAVING * self.plain_targets * goals.target_cost
         for length in range(1, min(_LONGEST_DRAFT, int(_positive(self.figures.draft_length))) + 1):
             law = round_law(self.figures, length)
             assert law is not None
@@ -208,17 +208,17 @@ class _Drafting:
             drafts = self.sequences / self._held_by_draft(law, seconds, held)
             saved = self.plain_targets - self.sequences / held
             value = saved * goals.target_cost - drafts * goals.draft_cost
-            if value > most_value:
-                most_value, found = value, (drafts, length, saved)
+            if value > best_value:
+                best_value, found = value, (drafts, length, saved)
         return found
 
     def _held_by_draft(self, law: RoundLaw, seconds: float, held: float) -> float:
         """Sequences that one draft proposes for in time: in two steps a round, or in one and then they wait for it."""
         verifying = law.base + law.per_sequence * min(held, law.batch)
         left = max(seconds - 2 * law.drafting, seconds - verifying - law.drafting)
-        return min(max(left / max(law.drafting_per_sequence, 1e-12), 1.0), _MOST_SEQUENCES)
+        return min(max(left / max(law.drafting_per_sequence, 1e-12), 1.0), _MAX_SEQUENCES)
 
 
 def _positive(value: float, otherwise: float = 0.0) -> float:
     """The number if it is one and not below 0; none so large that reckoning with it could overflow."""
-    return min(float(value), _MOST) if math.isfinite(value) and value >= 0 else otherwise
+    return min(float(value), _MAX_NUMBER) if math.isfinite(value) and value >= 0 else otherwise

@@ -116,11 +116,11 @@ _GroupStep = tuple[GroupDecision, GroupPast]
 def decide(figures: CellFigures, rules: Rules, past: Past, now: float) -> tuple[Decision, Past]:
     """Raises nothing, whatever the figures are. `now` is monotonic, in seconds; one before the last counts as that."""
     now = max([now, *(group.samples[-1].time for group in (past.target, past.draft) if group.samples)])
-    most_targets = rules.target.max_replicas if rules.target is not None else max(1, figures.targets)
+    max_targets = rules.target.max_replicas if rules.target is not None else max(1, figures.targets)
     rise = _rise(figures, past, now)
     if rise is not None:
         figures = replace(figures, stretch=min(figures.stretch, rise.stretch))
-    found = needs(figures, replace(rules.goals, most_targets=most_targets))
+    found = needs(figures, replace(rules.goals, max_targets=max_targets))
     target = draft = None
     target_past, draft_past = past.target, past.draft
     stepped_down, proven = past.stepped_down, past.proven

@@ -11,7 +11,7 @@ from typing import Any
 from ray.serve.autoscaling_policy import replica_queue_length_autoscaling_policy
 from ray.serve.config import AutoscalingContext
 
-from deploy.deployments.names import GATEWAY, SCHEDULER, WORKERS
+from deploy.ray_app import GATEWAY, SCHEDULER, WORKERS
 from scheduler.messages import Role
 
 AT_LEAST = {role: f"{role.value}_at_least" for role in Role}

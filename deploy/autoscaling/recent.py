@@ -17,16 +17,16 @@ KEPT_SECONDS = 60.0
 class Reading:
     """A scheduler at one moment; `time` is monotonic, in seconds.
 
-    Totals since its start: sequences `arrived` and `ended`, `tokens` delivered, `rounds` with `drafted` and `accepted`
-    tokens. Now: `decoding`, `running` (those and what is prefilled) and `waiting` sequences, workers and the shares of
-    them that have a step. Step times and `room` as in `CellFigures`.
+    Totals since its start: sequences `arrived` and `ended`, `tokens` delivered in so many `deliveries`, of them
+    `accepted` tokens out of `drafted` ones. Now: `decoding`, `running` (those and what is prefilled) and `waiting`
+    sequences, workers and the shares of them that have a step. Step times and `room` as in `CellFigures`.
     """
 
     time: float
     arrived: int = 0
     ended: int = 0
     tokens: int = 0
-    rounds: int = 0
+    deliveries: int = 0
     drafted: int = 0
     accepted: int = 0
     decoding: int = 0
@@ -56,8 +56,8 @@ def figures_of(readings: Sequence[Reading], batch_size: int, draft_length: int) 
     begin = _at(readings, now.time - RATE_SECONDS)
     recent = [one for one in readings if one.time >= begin.time]
     seconds = now.time - begin.time
-    rounds_begin = begin if now.rounds > begin.rounds else first
-    rounds = now.rounds - rounds_begin.rounds
+    rounds_begin = begin if now.deliveries > begin.deliveries else first
+    rounds = now.deliveries - rounds_begin.deliveries
     tokens_per_second = _quotient(now.tokens - begin.tokens, seconds)
     tokens_per_sequence = _quotient(now.tokens - first.tokens, now.ended - first.ended, math.nan)
     arriving = _quotient(now.arrived - begin.arrived, seconds) * tokens_per_sequence

@@ -11,12 +11,11 @@ from deploy.autoscaling.decision import Past, Rules, decide
 from deploy.autoscaling.explanation import Explained, explain
 from deploy.autoscaling.policy import AT_LEAST, AT_MOST
 from deploy.autoscaling.recent import Reading, add_reading, figures_of
-from protos import scheduler_pb2
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Role
 from scheduler.statistics import Snapshot, WorkerSnapshot
-from services.statistics import StatisticsSnapshot
-from services.wire import role_to_wire
+from services.scheduler.status import ReplicaFigures
+from services.scheduler.telemetry.statistics import StatisticsSnapshot
 
 
 class Autoscaler:
@@ -48,17 +47,11 @@ class Autoscaler:
                 reported[AT_MOST[role]] = float(group.at_most)
         return reported
 
-    def replica_figures(self) -> scheduler_pb2.ReplicaFigures | None:
+    def replica_figures(self) -> ReplicaFigures | None:
         """The last decision as the scheduler's status has it."""
         if self.explained is None:
             return None
-        return scheduler_pb2.ReplicaFigures(
-            explanation=self.explained.sentence,
-            wanted=[
-                scheduler_pb2.WantedReplicas(role=role_to_wire(role), replicas=wanted)
-                for role, wanted in self.explained.wanted.items()
-            ],
-        )
+        return ReplicaFigures(self.explained.sentence, self.explained.wanted)
 
     def status(self) -> Mapping[str, Any] | None:
         """The last decision as plain data."""
@@ -76,14 +69,14 @@ def reading(core: Snapshot, totals: StatisticsSnapshot, config: SchedulerConfig,
     ended = totals.finished + totals.failed
     return Reading(
         time=now,
-        arrived=ended + core.pool,
+        arrived=ended + core.live,
         ended=ended,
-        tokens=core.emitted_tokens,
-        rounds=core.rounds,
-        drafted=core.drafted_tokens,
-        accepted=core.accepted_tokens,
-        decoding=core.window - core.prefilling,
-        running=core.window,
+        tokens=totals.tokens,
+        deliveries=totals.deliveries,
+        drafted=totals.drafted,
+        accepted=totals.accepted,
+        decoding=core.running - core.prefilling,
+        running=core.running,
         waiting=core.waiting,
         targets=len(targets),
         drafts=len(drafts),

@@ -8,8 +8,8 @@ from typing import Any
 
 from deploy.autoscaling.capacity import Goals
 from deploy.autoscaling.decision import GroupRules, Rules
-from deploy.configuration.placement import TargetAutoscaling, WorkerAutoscaling
-from deploy.configuration.tree import SpoolConfig
+from deploy.config.placement import TargetAutoscaling, WorkerAutoscaling
+from deploy.config.spool_config import SpoolConfig
 from scheduler.messages import Role
 
 

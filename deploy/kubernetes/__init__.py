@@ -1,1 +1,1 @@
-"""What belongs to Kubernetes alone: manifests from a configuration, and what runs in pods beside Ray."""
+"""Kubernetes: manifests from a configuration, and the commands that pods run in addition to Ray."""

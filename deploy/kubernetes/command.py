@@ -1,4 +1,4 @@
-"""`spool k8s`: manifests, and what their pods run beside Ray."""
+"""`spool k8s`: manifests, and the commands that pods run in addition to Ray."""
 
 from __future__ import annotations
 
@@ -42,14 +42,16 @@ def fetch_command(
     names: Annotated[
         list[str] | None, typer.Argument(metavar="MODEL...", help="As in models.target.", show_default=False)
     ] = None,
-    stall_seconds: Annotated[float, typer.Option(min=1, help="Give up when nothing has come for so long.")] = 300.0,
+    stall_seconds: Annotated[
+        float, typer.Option(min=1, help="Give up after this many seconds without progress.")
+    ] = 300.0,
 ) -> int:
     """Makes models ready before Ray starts, saying how far it is. Exit code 1 where one cannot be had or is stuck."""
     from huggingface_hub.constants import HF_HOME
 
-    from deploy.fetch import fetch_models
     from deploy.kubernetes.fetching import Watch, fetch_watched
-    from engine.model_source import cache_folder
+    from deploy.models import fetch_models
+    from engine.models.source import cache_folder
 
     watch = Watch([Path(HF_HOME), cache_folder()], stall_seconds)
     try:
@@ -69,7 +71,7 @@ def drain_command(
         str | None, typer.Option(help="Ray's, as host:port.", show_default="$RAY_ADDRESS, else this machine's")
     ] = None,
 ) -> int:
-    """Tells Ray that a node goes, and waits until the replicas on it have gone."""
+    """Tells Ray that a node is about to go, and waits until no replica is left on it."""
     from ray._private.services import canonicalize_bootstrap_address
 
     from deploy.kubernetes.draining import drain_node

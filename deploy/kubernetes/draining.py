@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from deploy.cluster import connected
+from deploy.cluster.client import connected
 from deploy.errors import RunError, UsageError
 
 _NAMESPACE = "spool-draining"

@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from deploy.configuration.placement import Placement, WorkerGroup
-from deploy.configuration.problems import ConfigurationError, Problem
-from deploy.configuration.tree import SpoolConfig
+from deploy.config.placement import Placement, WorkerGroup
+from deploy.config.problems import ConfigurationError, Problem
+from deploy.config.spool_config import SpoolConfig
 from scheduler.messages import Role
 
 GATEWAY_GROUP = "gateway"
@@ -79,7 +79,7 @@ def _workers(config: SpoolConfig, role: Role) -> Pods:
         group=role.value,
         replicas=group.replicas if there else 0,
         fewest=fewest if there else 0,
-        most=group.most_replicas if there else 0,
+        most=group.highest_replicas if there else 0,
         cpus=max(1, math.ceil(group.num_cpus)),
         gpus=math.ceil(group.num_gpus or 0),
         resources=_whole(group),

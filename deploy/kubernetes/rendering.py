@@ -8,11 +8,11 @@ from typing import Any
 
 import yaml
 
-from deploy.configuration.loading import load_configuration
-from deploy.configuration.tree import SpoolConfig
+from deploy.config.loading import load_configuration
+from deploy.config.spool_config import SpoolConfig
 from deploy.errors import UsageError
 from deploy.kubernetes.pods import END_SECONDS, GATEWAY_GROUP, Pods, pods_of
-from deploy.serve_options import serve_file
+from deploy.ray_app.serve_options import serve_file
 
 CONFIGURATION = "spool.yaml"
 FOLDER = "rendered"
@@ -79,9 +79,9 @@ def _fields(config: SpoolConfig, pods: Sequence[Pods]) -> Iterator[tuple[str, An
     yield f"{head}/containers/0/ports/0/containerPort", config.gateway.http_port
     for number, one in enumerate(pods):
         yield from _group_fields(f"{cluster}/workerGroupSpecs/{number}", one)
-    entrance = f"{cluster}/workerGroupSpecs/0/template/spec/containers/0"
-    yield f"{entrance}/ports", _gateway_ports(config)
-    yield f"{entrance}/readinessProbe/httpGet/scheme", probe_scheme
+    container = f"{cluster}/workerGroupSpecs/0/template/spec/containers/0"
+    yield f"{container}/ports", _gateway_ports(config)
+    yield f"{container}/readinessProbe/httpGet/scheme", probe_scheme
 
 
 def _group_fields(group: str, pods: Pods) -> Iterator[tuple[str, Any]]:

@@ -1,10 +1,11 @@
-"""Watches /metrics while something runs, and draws speed, sequences and accepted drafts (`pip install matplotlib`).
+"""Watches /metrics and /load of a gateway, and draws speed, sequences and accepted drafts (`pip install matplotlib`).
 
 python docs/examples/plot_run.py run.png --seconds 60
 """
 
 import argparse
 import itertools
+import json
 import os
 import time
 import urllib.request
@@ -15,18 +16,22 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from prometheus_client.parser import text_string_to_metric_families
 
-TOKENS, ACCEPTED = "spool_generation_tokens_total", "spool_spec_decode_num_accepted_tokens_total"
-DRAFTED, RUNNING = "spool_spec_decode_num_draft_tokens_total", "spool_num_requests_running"
+TOKENS, RUNNING = "spool_generation_tokens_total", "running"
+DRAFTED, ACCEPTED = "spool_delivered_draft_tokens_total", "spool_delivered_accepted_tokens_total"
+
+
+def get(url: str) -> str:
+    request = urllib.request.Request(url)
+    request.add_header("authorization", f"Bearer {os.environ.get('SPOOL_API_KEY', 'none')}")
+    with urllib.request.urlopen(request, timeout=10) as response:
+        text: str = response.read().decode()
+    return text
 
 
 def read(url: str) -> dict[str, float]:
-    """Sums over labels."""
-    request = urllib.request.Request(f"{url}/metrics")
-    request.add_header("authorization", f"Bearer {os.environ.get('SPOOL_API_KEY', 'none')}")
-    with urllib.request.urlopen(request, timeout=10) as response:
-        text = response.read().decode()
-    sums: dict[str, float] = {}
-    for family in text_string_to_metric_families(text):
+    """Sums over labels, and the sequences that are running."""
+    sums: dict[str, float] = {RUNNING: json.loads(get(f"{url}/load"))[RUNNING]}
+    for family in text_string_to_metric_families(get(f"{url}/metrics")):
         for sample in family.samples:
             sums[sample.name] = sums.get(sample.name, 0.0) + sample.value
     return sums

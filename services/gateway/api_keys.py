@@ -1,4 +1,4 @@
-"""Who may call."""
+"""API keys: who may call."""
 
 from __future__ import annotations
 
@@ -17,14 +17,17 @@ _BASIC = b"basic "
 
 
 class ApiKeys:
-    """Compares what a client shows with every key, in a time that tells nothing about them."""
+    """Compares the key that a client shows with every known key, in a time that reveals nothing about the keys."""
 
     def __init__(self, keys: Sequence[SecretStr]) -> None:
-        # Digests have one length, and a comparison of them stops nowhere that a key could be guessed from.
+        # Digests all have the same length, and comparing digests does not reveal how much of a key was right.
         self._digests = [_digest(key.get_secret_value().encode()) for key in keys]
 
     def check(self, authorization: bytes | None) -> None:
-        """`authorization` is the header's or the metadata's value. Raises RequestError; not where there are no keys."""
+        """Raises RequestError unless a known key is shown, or none is set.
+
+        `authorization` is the value of the header or the metadata.
+        """
         if not self._digests:
             return
         if authorization is None:
@@ -40,7 +43,10 @@ class ApiKeys:
 
 
 def bearer_of_basic(authorization: bytes | None) -> bytes | None:
-    """The password of HTTP's basic scheme as a bearer's key: browsers ask people for that. Anything else as it is."""
+    """Turns the password of HTTP's basic scheme, which browsers ask people for, into a bearer's key.
+
+    Returns any other value unchanged.
+    """
     if authorization is None or authorization[: len(_BASIC)].lower() != _BASIC:
         return authorization
     try:

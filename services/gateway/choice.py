@@ -1,4 +1,4 @@
-"""The text of one sequence as it grows."""
+"""One choice of a completion: the text of one sequence as it grows."""
 
 from __future__ import annotations
 
@@ -7,22 +7,23 @@ from dataclasses import dataclass
 from typing import Literal
 
 from scheduler.messages import FinishReason, TokenLogprobs
-from services.backend import TokenStream
+from services.backend.interface import TokenStream
+from services.backend.sequence_stream import SequenceFailedError, TokenDelta
 from services.gateway.metrics import SequenceMeter
 from services.gateway.stop_strings import StopStringCutter
-from services.incremental_decoder import IncrementalDecoder
-from services.sequence_stream import SequenceFailedError, TokenDelta
+from services.text.incremental_decoder import IncrementalDecoder
 
 EndReason = Literal["stop", "length"]
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Text of a choice that is certain now, and the tokens that are delivered with it.
+    """Text of a choice that has become certain, and the tokens that are delivered with this text.
 
     A token is delivered with the first text that is certain after it. `offsets` say where in the choice's text each
-    token begins; `logprobs` are there if asked for. The last piece of a choice has `finish_reason` "stop" or "length";
-    `stop_reason` is then the stop string or the id of the stop token, None for the model's own end.
+    token begins; `logprobs` is empty unless the client asked for log probabilities. The last piece of a choice has
+    `finish_reason` "stop" or "length"; its `stop_reason` is the stop string, the id of the stop token, or None for the
+    model's own end.
     """
 
     index: int
@@ -37,8 +38,8 @@ class Piece:
 class Choice:
     """Reads one sequence and counts what it delivers.
 
-    `completion_tokens` counts tokens up to and including the one that completed a stop string, or the stop token; what
-    the same round brought beyond them is not delivered, not counted, and not among `accepted`.
+    `completion_tokens` counts the tokens up to and including the stop token or the token that completed a stop string.
+    Later tokens of the same round are neither delivered nor counted, nor are they among `accepted`.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class Choice:
         asked_token_ids: frozenset[int] = frozenset(),
         echo: str = "",
     ) -> None:
-        """`asked_token_ids` are those of `stop_token_ids` that the client named; `echo` goes before the output."""
+        """`asked_token_ids` are those of `stop_token_ids` that the client named; `echo` is put before the output."""
         self.index = index
         self.completion_tokens = 0
         self.drafted = 0
@@ -73,13 +74,13 @@ class Choice:
         self._logprobs: list[TokenLogprobs] = []
 
     def cancel(self) -> None:
-        """Frees the sequence; no effect after its end."""
+        """Frees the sequence; has no effect after the sequence's end."""
         if self.finish_reason is None:
             self._stream.cancel()
             self._meter.aborted()
 
     async def pieces(self) -> AsyncGenerator[Piece, None]:
-        """Raises what the stream raises. The sequence is ended when a stop string is complete."""
+        """Ends the sequence when a stop string is complete. Raises the errors of the stream."""
         if self._echo:
             yield Piece(self.index, self._echo)
         stop_token: int | None = None
@@ -110,7 +111,7 @@ class Choice:
                 raise SequenceFailedError(f"the sequence ended early: {reason}")
 
     def _take(self, delta: TokenDelta) -> int | None:
-        """Takes tokens in up to the end of the text; the stop token, if one came."""
+        """Takes in tokens up to the end of the text; returns the stop token, if one came."""
         taken = 0
         stop_token = None
         for place, token in enumerate(delta.tokens):

@@ -1,4 +1,4 @@
-"""From a request to growing text: what both APIs are built on."""
+"""From a request to growing text: the part that both APIs share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,13 @@ from typing import Self
 
 from scheduler.messages import Role
 from scheduler.sampling import SamplingParameters
-from services.backend import Backend, BackendUnavailableError, DeadlineExceededError, GenerationRequest, ModelInfo
+from services.backend.interface import (
+    Backend,
+    BackendUnavailableError,
+    DeadlineExceededError,
+    GenerationRequest,
+    ModelInfo,
+)
 from services.gateway.choice import Choice, Piece
 from services.gateway.errors import ErrorKind, RequestError
 from services.gateway.metrics import GatewayMetrics
@@ -30,16 +36,16 @@ from services.gateway.options import (
 )
 from services.gateway.prompts import PreparedPrompt, encode_chat, prepare_prompts, too_long
 from services.gateway.settings import GatewaySettings
-from services.request_ids import current_request_id, current_traceparent
-from services.tokenizer import ModelTokenizer
-from services.tracing import NoTracing, RequestSpan, RequestTracing
+from services.observability.request_ids import current_request_id, current_traceparent
+from services.observability.tracing import NoTracing, RequestSpan, RequestTracing
+from services.text.tokenizer import ModelTokenizer
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Each prompt counts once, however many choices continue it. `seed` is the one of choice 0."""
+    """Each prompt counts once, however many choices continue it. `seed` is that of choice 0."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -49,9 +55,9 @@ class Usage:
 
 
 class Completion:
-    """A request under way: choices times prompts, the choices of the first prompt first.
+    """A request under way: `n` choices of each prompt, the choices of the first prompt first.
 
-    Leaving the `with` block, or `cancel`, frees whatever is unfinished.
+    Leaving the `with` block, or calling `cancel`, frees all unfinished sequences.
     """
 
     def __init__(self, model: str, prompt_tokens: int, seed: int, span: RequestSpan) -> None:
@@ -79,7 +85,7 @@ class Completion:
         )
 
     async def pieces(self) -> AsyncGenerator[Piece, None]:
-        """Of all choices, as they come. When one fails, its error is raised and the others are cancelled."""
+        """The pieces of all choices, as they come. A choice that fails cancels the others, and its error is raised."""
         try:
             if len(self.choices) == 1:
                 async with aclosing(self.choices[0].pieces()) as pieces:
@@ -106,13 +112,13 @@ class Completion:
         figures = {"completion": self.request_id, "finish_reasons": [choice.finish_reason for choice in self.choices]}
         logger.info("completion ended", extra={"figures": figures | counts})
         ends = ",".join(choice.finish_reason or "abort" for choice in self.choices)
-        # Seeds go beyond the integers that traces have.
+        # Seeds can exceed the integers of traces.
         attributes = {f"spool.{name}": count for name, count in counts.items() if name != "seed"}
         self._span.end({**attributes, "spool.finish_reasons": ends}, self._failure)
 
 
 class CompletionEngine:
-    """Starts completions on a backend, within the settings' limits. Safe for any number of requests at once."""
+    """Starts completions on a backend, within the limits of the settings. Serves any number of requests at once."""
 
     def __init__(
         self,
@@ -129,16 +135,19 @@ class CompletionEngine:
         self._tracing = tracing or NoTracing()
 
     async def model(self, name: str | None) -> tuple[str, ModelInfo]:
-        """The model by one of its names, or its own name for None. Raises RequestError or BackendUnavailableError."""
+        """The model's name and description; `name` is one of its names, or None.
+
+        Raises RequestError or BackendUnavailableError.
+        """
         info = await self.backend.model()
         if info.tokenizer_digest not in (b"", self.tokenizer.vocabulary_digest):
             raise RequestError(
-                ErrorKind.FAILED, "the gateway's tokenizer is not that of the model served", code="wrong_tokenizer"
+                ErrorKind.FAILED, "the gateway's tokenizer does not match the served model", code="wrong_tokenizer"
             )
         names = self.settings.model_names or (info.model_id,)
         if name and name not in names:
             shown = name[:200].encode("utf-8", "backslashreplace").decode()
-            message = f"the model {shown!r} does not exist, there is {', '.join(names)}"
+            message = f"the model {shown!r} does not exist, this server has {', '.join(names)}"
             raise RequestError(ErrorKind.NOT_FOUND, message, param="model", code="model_not_found")
         return name or names[0], info
 
@@ -148,18 +157,21 @@ class CompletionEngine:
             raise BackendUnavailableError("no target worker is up")
 
     async def tokenize(self, prompt: TextPrompt | ChatPrompt, add_special_tokens: bool) -> list[int]:
-        """A chat's template writes its special tokens itself. Raises RequestError or ChatTemplateError."""
+        """`add_special_tokens` is for texts; a chat's template writes its special tokens itself.
+
+        Raises RequestError or ChatTemplateError.
+        """
         if isinstance(prompt, ChatPrompt):
             return await asyncio.to_thread(encode_chat, prompt, self.tokenizer, self.settings.limits)
         return await asyncio.to_thread(self.tokenizer.encode, prompt.text, add_special_tokens)
 
     async def detokenize(self, name: str, tokens: Sequence[int], info: ModelInfo) -> str:
-        """`name` is what the client calls the tokens. Raises RequestError."""
+        """`name` is the field that holds the tokens, for error messages. Raises RequestError."""
         check_token_ids(name, tokens, info.vocabulary_size)
         return await asyncio.to_thread(self.tokenizer.decode, tokens, False)
 
     async def start(self, model_name: str | None, prompts: Sequence[Prompt], options: GenerationOptions) -> Completion:
-        """Returns once every sequence is admitted. Raises RequestError, or errors of services.backend."""
+        """Returns once every sequence is admitted. Raises RequestError, or errors of services.backend.interface."""
         span = self._tracing.begin(current_traceparent(), current_request_id())
         try:
             return await self._start(model_name, prompts, options, span)
@@ -242,17 +254,17 @@ class CompletionEngine:
         self.metrics.prompt(len(prompt.tokens))
 
     def _max_tokens(self, prompt: Prompt, prepared: PreparedPrompt, options: GenerationOptions, info: ModelInfo) -> int:
-        """A chat may use all the length there is, a text continuation is short unless asked for more."""
+        """A chat may use all the length that is left; a text continuation is short unless the client asks for more."""
         room = info.max_sequence_length - len(prepared.tokens)
-        most = self.settings.limits.output_tokens or room
+        limit = self.settings.limits.output_tokens or room
         if options.max_tokens is not None:
             if options.max_tokens > room:
                 name = "messages" if isinstance(prompt, ChatPrompt) else "prompt"
                 raise too_long(name, len(prepared.tokens), options.max_tokens, info.max_sequence_length)
             return options.max_tokens
         if not isinstance(prompt, ChatPrompt):
-            most = min(most, self.settings.default_completion_tokens)
-        return min(most, room)
+            limit = min(limit, self.settings.default_completion_tokens)
+        return min(limit, room)
 
     def _timeout(self, options: GenerationOptions) -> float:
         longest = self.settings.limits.timeout_seconds
@@ -267,7 +279,7 @@ async def _merged(choices: Sequence[Choice]) -> AsyncGenerator[Piece, None]:
         try:
             async for piece in choice.pieces():
                 arrived.put_nowait(piece)
-        except Exception as error:  # handed to the reader
+        except Exception as error:  # raised by the consumer below
             arrived.put_nowait(error)
         else:
             arrived.put_nowait(None)

@@ -1,4 +1,4 @@
-"""Errors that a client is told about, independent of how it came in."""
+"""Errors that clients are told about, whichever API they use."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import math
 from enum import Enum
 
 from scheduler.messages import RefusalCause
-from services.backend import BackendUnavailableError, DeadlineExceededError
-from services.chat_template import ChatTemplateError
-from services.sequence_stream import AdmissionRefusedError, SequenceFailedError
+from services.backend.interface import BackendUnavailableError, DeadlineExceededError
+from services.backend.sequence_stream import AdmissionRefusedError, SequenceFailedError
+from services.text.chat_template import ChatTemplateError
 
 
 class ErrorKind(Enum):
@@ -25,9 +25,9 @@ class ErrorKind(Enum):
 
 
 class RequestError(Exception):
-    """A request that does not end as asked for. `param` names the field at fault, `code` is for programs.
+    """A request that is refused or fails. `param` names the field at fault; `code` is for programs.
 
-    `retry_after_seconds` says when to try again, where that is known.
+    `retry_after_seconds` says when to try again, if that is known.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class RequestError(Exception):
         self._retry_after_seconds = retry_after_seconds
 
     def retry_after(self, default_seconds: int) -> int | None:
-        """Whole seconds after which to try again; None where that does not help."""
+        """Whole seconds after which to try again; None if trying again does not help."""
         if self.kind not in (ErrorKind.QUEUE_FULL, ErrorKind.UNAVAILABLE):
             return None
         return default_seconds if self._retry_after_seconds is None else max(1, math.ceil(self._retry_after_seconds))
@@ -68,14 +68,14 @@ _REFUSALS = {
 
 
 def request_error(error: Exception) -> RequestError | None:
-    """What a client is told of an error from below; None for one that is a fault of ours."""
+    """The error that a client is told for an error of the layers below; None for an internal fault."""
     match error:
         case RequestError():
             return error
         case AdmissionRefusedError():
             kind, code, param = _REFUSALS[error.cause]
-            later = error.retry_after_seconds
-            return RequestError(kind, str(error), param=param, code=code, retry_after_seconds=later)
+            seconds = error.retry_after_seconds
+            return RequestError(kind, str(error), param=param, code=code, retry_after_seconds=seconds)
         case BackendUnavailableError():
             return RequestError(ErrorKind.UNAVAILABLE, str(error), code="unavailable")
         case DeadlineExceededError():

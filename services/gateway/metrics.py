@@ -4,50 +4,81 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from itertools import chain
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import Metric as Family
-from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
-from prometheus_client.registry import Collector
 
-from protos import scheduler_pb2
-from services import metric_catalogue as catalogue
 from services.gateway.errors import ErrorKind
-from services.metric_catalogue import Metric
-from services.scheduler_families import scheduler_families
-
-CONTENT_TYPE = CONTENT_TYPE_LATEST
+from services.observability.metric_set import Metric, MetricSet
 
 _FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.25, 2.5, 5, 10, 20, 40, 80, 160)
 _TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.25, 2.5, 5, 10, 20, 40)
 _LATENCY_BUCKETS = (0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3, 6, 12, 25, 50, 100, 200, 400, 800, 1600)
 
-# prometheus_client tells when each counter began beside it.
-_BEGINNING = "_created"
-
 
 class GatewayMetrics:
-    """Counters of one gateway in a registry of its own.
+    """Defines the metrics of one gateway and counts them.
 
     `requests` here are sequences, one for each choice of each prompt, as elsewhere.
     """
 
     def __init__(self) -> None:
-        self._registry = CollectorRegistry()
-        self._prompt = self._counter(catalogue.PROMPT_TOKENS)
-        self._generated = self._counter(catalogue.GENERATION_TOKENS)
-        self._drafted = self._counter(catalogue.DELIVERED_DRAFT_TOKENS)
-        self._accepted = self._counter(catalogue.DELIVERED_ACCEPTED_TOKENS)
-        self._success = self._counter(catalogue.REQUEST_SUCCESS)
-        self._failure = self._counter(catalogue.REQUEST_FAILURE)
-        self._first_token = self._histogram(catalogue.TIME_TO_FIRST_TOKEN, _FIRST_TOKEN_BUCKETS)
-        self._between = self._histogram(catalogue.INTER_TOKEN_LATENCY, _TOKEN_BUCKETS)
-        self._per_token = self._histogram(catalogue.TIME_PER_OUTPUT_TOKEN, _TOKEN_BUCKETS)
-        self._latency = self._histogram(catalogue.E2E_LATENCY, _LATENCY_BUCKETS)
-        self._session_breaks = self._counter(catalogue.SESSION_BREAKS)
-        self._resubmissions = self._counter(catalogue.RESUBMISSIONS)
-        self._scheduler_up = Gauge(catalogue.SCHEDULER_UP.family, catalogue.SCHEDULER_UP.help, registry=self._registry)
+        self._set = of = MetricSet[None]()
+        self._success = of.counter(
+            "request_success_total",
+            "Sequences that came to their end: stop, length, abort (the client left, or another choice failed) or "
+            "error.",
+            "finished_reason",
+        )
+        self._failure = of.counter(
+            "request_failure_total", "Requests that were refused or failed, by kind of error.", "kind"
+        )
+        self._prompt = of.counter("prompt_tokens_total", "Prompt tokens taken in.")
+        self._generated = of.counter("generation_tokens_total", "Output tokens delivered.")
+        self._drafted = of.counter(
+            "delivered_draft_tokens_total", "Tokens proposed for delivered output, as responses say in their usage."
+        )
+        self._accepted = of.counter(
+            "delivered_accepted_tokens_total", "Those of them that were accepted and delivered."
+        )
+        self._first_token = of.histogram(
+            "time_to_first_token_seconds",
+            "From a request's arrival to a sequence's first output tokens.",
+            _FIRST_TOKEN_BUCKETS,
+        )
+        self._between = of.histogram(
+            "inter_token_latency_seconds",
+            "Between two deliveries of tokens of a sequence. One round delivers several tokens, so this is longer than "
+            "the time for a token.",
+            _TOKEN_BUCKETS,
+        )
+        self._per_token = of.histogram(
+            "request_time_per_output_token_seconds",
+            "Mean time for a token after the first delivery, one observation for each sequence that stopped or reached "
+            "its length.",
+            _TOKEN_BUCKETS,
+        )
+        self._latency = of.histogram(
+            "e2e_request_latency_seconds", "From a request's arrival to a sequence's end.", _LATENCY_BUCKETS
+        )
+        self._session_breaks = of.counter(
+            "scheduler_session_breaks_total",
+            "Open sessions with a scheduler that broke; the gateway opens another.",
+        )
+        self._resubmissions = of.counter(
+            "resubmissions_total", "Sequences that went on in another session, with the tokens that they had."
+        )
+        self._scheduler_up = of.gauge("scheduler_up", "1 while the gateway has a session with a scheduler, else 0.")
+
+    @property
+    def metrics(self) -> tuple[Metric, ...]:
+        return self._set.metrics
+
+    def families(self) -> Iterator[Family]:
+        return self._set.families(None)
+
+    def exposition(self) -> bytes:
+        """In Prometheus' text form."""
+        return self._set.exposition(None)
 
     def prompt(self, tokens: int) -> None:
         self._prompt.inc(tokens)
@@ -60,28 +91,14 @@ class GatewayMetrics:
         self._failure.labels(kind.value).inc()
 
     def session_opened(self) -> None:
-        self.scheduler_answers(True)
+        self._scheduler_up.set(1)
 
     def session_broke(self) -> None:
-        self.scheduler_answers(False)
+        self._scheduler_up.set(0)
         self._session_breaks.inc()
 
     def resubmitted(self, sequences: int) -> None:
         self._resubmissions.inc(sequences)
-
-    def scheduler_answers(self, answers: bool) -> None:
-        self._scheduler_up.set(answers)
-
-    def families(self) -> Iterator[Family]:
-        """What this gateway counts itself."""
-        for family in self._registry.collect():
-            family.samples = [sample for sample in family.samples if not sample.name.endswith(_BEGINNING)]
-            yield family
-
-    def exposition(self, status: scheduler_pb2.StatusReply | None) -> bytes:
-        """All of it and the scheduler's own, in Prometheus' text form. `status` is None while it cannot be asked."""
-        self.scheduler_answers(status is not None)
-        return generate_latest(_Families(chain(self.families(), scheduler_families(status))))
 
     # For SequenceMeter.
 
@@ -102,22 +119,6 @@ class GatewayMetrics:
     def observe_end(self, reason: str, seconds: float) -> None:
         self._success.labels(reason).inc()
         self._latency.observe(seconds)
-
-    def _counter(self, metric: Metric) -> Counter:
-        return Counter(metric.family, metric.help, metric.labels, registry=self._registry)
-
-    def _histogram(self, metric: Metric, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(metric.family, metric.help, metric.labels, buckets=buckets, registry=self._registry)
-
-
-class _Families(Collector):
-    """Families in the place of a registry."""
-
-    def __init__(self, families: Iterator[Family]) -> None:
-        self._families = families
-
-    def collect(self) -> Iterator[Family]:
-        return self._families
 
 
 class SequenceMeter:

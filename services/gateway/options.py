@@ -1,4 +1,7 @@
-"""What a request asks for, in one form for both APIs."""
+"""What a request asks for, in one form for both APIs.
+
+Ranges are checked here and not by pydantic: limits come from the gateway's settings and the model, at run time.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,9 @@ from scheduler.sampling import MAX_SEED, SamplingParameters
 from services.gateway.errors import invalid
 from services.gateway.settings import Limits, SamplingDefaults
 
-# Seeds drawn here are reported in JSON, where numbers beyond 53 bits do not survive every reader.
+# Drawn seeds are reported in JSON, and not every JSON reader keeps integers of more than 53 bits exact.
 _DRAWN_SEED_BITS = 53
-_LOWEST_SEED = -(2**63)
+_MIN_SEED = -(2**63)
 
 T = TypeVar("T")
 
@@ -30,7 +33,7 @@ class TokenPrompt:
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """A conversation; `template_options` are handed to the model's chat template."""
+    """A conversation; `template_options` go to the model's chat template."""
 
     messages: tuple[Mapping[str, Any], ...]
     template_options: Mapping[str, Any] = field(default_factory=dict)
@@ -41,7 +44,7 @@ ChatRole = Literal["system", "developer", "user", "assistant", "tool"]
 
 
 def chat_message(role: str, content: str, **more: Any) -> dict[str, Any]:
-    """A message as templates know it: `developer` is what newer clients call `system`. Raises RequestError."""
+    """A message as templates know it: newer clients say `developer` for `system`. Raises RequestError."""
     if role not in get_args(ChatRole):
         raise invalid(
             f"messages has the role {shown(role)}, must be one of {', '.join(get_args(ChatRole))}", "messages"
@@ -51,10 +54,11 @@ def chat_message(role: str, content: str, **more: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationOptions:
-    """How to continue each prompt. None stands for the server's default.
+    """How to continue each prompt. None means the server's default.
 
-    Choice i of a prompt is drawn with `seed` + i. `draft_length` 0 turns speculation off. `top_logprobs` as in
-    services.backend.GenerationRequest. `names` has what the client calls a field where that is not its name here.
+    Choice i of a prompt is sampled with `seed` + i. `draft_length` 0 turns speculation off. `top_logprobs` has the
+    meaning of services.backend.interface.GenerationRequest. `names` maps a field to the client's name for it, where
+    the two differ.
     """
 
     max_tokens: int | None = None
@@ -79,22 +83,22 @@ class GenerationOptions:
     names: Mapping[str, str] = field(default_factory=dict)
 
     def first_seed(self) -> int:
-        """The seed of choice 0. Negative ones, which OpenAI's clients may give, stand for themselves plus 2**64."""
+        """The seed of choice 0. To negative seeds, which OpenAI's clients may give, 2**64 is added."""
         if self.seed is None:
             return secrets.randbits(_DRAWN_SEED_BITS)
         return self.seed % (MAX_SEED + 1)
 
 
 def check_options(options: GenerationOptions, limits: Limits, vocabulary_size: int) -> None:
-    """Raises RequestError naming field, value and limit. Sampling values are checked by SamplingParameters."""
-    for name, value, least, most in (
+    """Raises RequestError that names field, value and limit. SamplingParameters checks the sampling values."""
+    for name, value, minimum, maximum in (
         ("max_tokens", options.max_tokens, 1, limits.output_tokens),
         ("n", options.n, 1, limits.sequences),
         ("top_logprobs", options.top_logprobs, 0, limits.top_logprobs),
         ("draft_length", options.draft_length, 0, None),
-        ("seed", options.seed, _LOWEST_SEED, MAX_SEED),
+        ("seed", options.seed, _MIN_SEED, MAX_SEED),
     ):
-        _check_range(options.names.get(name, name), value, least, most)
+        _check_range(options.names.get(name, name), value, minimum, maximum)
     _check_count("stop", options.stop, limits.stop_strings, "strings")
     for index, stop in enumerate(options.stop):
         if not 1 <= len(stop) <= limits.stop_string_characters:
@@ -124,7 +128,7 @@ def check_token_ids(name: str, tokens: Sequence[int], vocabulary_size: int) -> N
 def sampling_parameters(
     options: GenerationOptions, defaults: SamplingDefaults, vocabulary_size: int
 ) -> SamplingParameters:
-    """For choice 0; see `with_seed_of`. Raises RequestError."""
+    """The parameters of choice 0; `with_seed_of` makes those of the others. Raises RequestError."""
 
     def given(value: T | None, default: T) -> T:
         return default if value is None else value
@@ -144,7 +148,7 @@ def sampling_parameters(
     except ValueError as error:
         message = str(error)
         raise invalid(message, message.split()[0].split("[")[0]) from error
-    # More than there are keeps all of them.
+    # A top_k beyond the vocabulary keeps all tokens.
     return replace(sampling, top_k=min(sampling.top_k, vocabulary_size))
 
 
@@ -153,20 +157,20 @@ def with_seed_of(sampling: SamplingParameters, choice: int) -> SamplingParameter
 
 
 def shown(value: object) -> str:
-    """A value of a request for a message: short, and text that can be sent."""
+    """A value of a request as text for a message: short, and possible to encode."""
     text = repr(value)
     if len(text) > 80:
         text = f"{text[:60]}... ({len(text)} characters)"
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
-def _check_range(name: str, value: int | None, least: int, most: int | None) -> None:
-    if value is None or (value >= least and (most is None or value <= most)):
+def _check_range(name: str, value: int | None, minimum: int, maximum: int | None) -> None:
+    if value is None or (value >= minimum and (maximum is None or value <= maximum)):
         return
-    limit = f"at least {least}" if most is None else f"between {least} and {most}"
+    limit = f"at least {minimum}" if maximum is None else f"between {minimum} and {maximum}"
     raise invalid(f"{name} is {shown(value)}, must be {limit}", name)
 
 
-def _check_count(name: str, values: Sequence[object] | Mapping[Any, Any], most: int, what: str) -> None:
-    if len(values) > most:
-        raise invalid(f"{name} has {len(values)} {what}, must have at most {most}", name)
+def _check_count(name: str, values: Sequence[object] | Mapping[Any, Any], maximum: int, what: str) -> None:
+    if len(values) > maximum:
+        raise invalid(f"{name} has {len(values)} {what}, must have at most {maximum}", name)

@@ -6,16 +6,16 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from services.backend import ModelInfo
+from services.backend.interface import ModelInfo
 from services.gateway.errors import invalid
 from services.gateway.options import ChatPrompt, Prompt, TextPrompt, TokenPrompt, check_token_ids
 from services.gateway.settings import Limits
-from services.tokenizer import ModelTokenizer
+from services.text.tokenizer import ModelTokenizer
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedPrompt:
-    """`text` is the prompt as echoed; None where that was not asked for."""
+    """`text` is the prompt to echo; None unless the client asked for an echo."""
 
     tokens: tuple[int, ...]
     text: str | None
@@ -24,7 +24,7 @@ class PreparedPrompt:
 async def prepare_prompts(
     prompts: Sequence[Prompt], tokenizer: ModelTokenizer, model: ModelInfo, limits: Limits, echo: bool
 ) -> list[PreparedPrompt]:
-    """Raises RequestError, or ChatTemplateError for messages that the model has no form for."""
+    """Raises RequestError, or ChatTemplateError for messages that the model's template does not accept."""
     if not prompts:
         raise invalid("prompt is empty, must hold at least 1 prompt", "prompt")
     prepared = []
@@ -32,7 +32,7 @@ async def prepare_prompts(
         name = "messages" if isinstance(prompt, ChatPrompt) else "prompt" if len(prompts) == 1 else f"prompt[{index}]"
         if isinstance(prompt, TokenPrompt):
             check_token_ids(name, prompt.tokens, model.vocabulary_size)
-        # Long texts take long, and other streams must go on meanwhile.
+        # A long text takes long to encode, and other streams must go on meanwhile.
         one = await asyncio.to_thread(_prepare, prompt, tokenizer, limits, echo)
         if not one.tokens:
             raise invalid(f"{name} is empty, must have at least 1 token", name.split("[")[0])

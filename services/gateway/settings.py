@@ -1,7 +1,8 @@
-"""How a gateway is set up: what it serves, to whom, and within which limits."""
+"""Settings of a gateway: what the gateway serves, to whom, and within which limits."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Annotated, Self
 
@@ -23,7 +24,7 @@ class TlsFiles(_Frozen):
     key: Path
     """Private key of the certificate."""
     client_ca: Path | None = None
-    """Only clients with a certificate of one of these authorities are let in."""
+    """Only clients with a certificate of one of these authorities may connect."""
 
 
 class ListenSettings(_Frozen):
@@ -34,11 +35,11 @@ class ListenSettings(_Frozen):
     port: Port = 0
     """0: any free port."""
     tls: TlsFiles | None = None
-    """Without it the connection is not encrypted."""
+    """Unset: connections are not encrypted."""
 
 
 class SamplingDefaults(_Frozen):
-    """What holds for a request that does not say. OpenAI's defaults, unless the model's author knows better."""
+    """Sampling values for requests that name none: OpenAI's, unless the model's author gives others."""
 
     temperature: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] = 1.0
     """0 is greedy."""
@@ -50,6 +51,24 @@ class SamplingDefaults(_Frozen):
     """Keeps tokens at least this likely, as a fraction of the likeliest one's probability; 0 keeps all."""
     repetition_penalty: Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)] = 1.0
     """Above 1 makes tokens of the prompt and the output less likely."""
+
+
+def model_sampling_defaults(folder: Path) -> SamplingDefaults:
+    """The defaults in a model folder's generation_config.json, and OpenAI's where the file says nothing.
+
+    Raises ValueError, naming the file, for values that cannot be used.
+    """
+    path = folder / "generation_config.json"
+    if not path.is_file():
+        return SamplingDefaults()
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(config, dict):
+            raise ValueError(f"holds a JSON {type(config).__name__}, must be an object")
+        known = {name: config[name] for name in SamplingDefaults.model_fields if config.get(name) is not None}
+        return SamplingDefaults.model_validate(known)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 class Limits(_Frozen):
@@ -97,7 +116,7 @@ class GatewaySettings(_Frozen):
     retry_after_seconds: Annotated[int, Field(ge=1)] = 1
     """What clients are told to wait when the queue is full or no target is there."""
     ping_seconds: Seconds = 15.0
-    """A stream that has been silent for so long sends a comment, which keeps proxies from closing it."""
+    """Each stream sends a comment once in this time, so that proxies do not close a silent one."""
     http: ListenSettings = ListenSettings(port=8000)
     """Where the HTTP server listens, when it is not Ray Serve's."""
     grpc: ListenSettings = ListenSettings(port=9000)

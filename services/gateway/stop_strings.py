@@ -8,9 +8,9 @@ from collections.abc import Sequence
 class StopStringCutter:
     """Lets text through up to the first stop string.
 
-    The text is cut as if it came character by character: at the stop string that is complete first and, of those
-    complete at the same character, the longest. So the result does not depend on the pieces in which the text comes.
-    What may still become a stop string is held back; nothing else is.
+    The text is cut as if it came character by character: at the stop string that is complete first and, of several
+    that are complete at the same character, at the longest. So the result does not depend on the pieces in which the
+    text comes. Only text that may still become a stop string is held back.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -24,7 +24,7 @@ class StopStringCutter:
         """The stop string that ended the text."""
 
     def push(self, piece: str) -> str:
-        """The text that is certain now. Once a stop string is complete, `hit` names it and no more text comes."""
+        """The text that has become certain. Once a stop string is complete, `hit` names it and no more text comes."""
         if self.hit is not None:
             return ""
         if not self._stops:
@@ -40,12 +40,12 @@ class StopStringCutter:
         return text[:free]
 
     def finish(self) -> str:
-        """What was held back, at the end of a text in which no stop string was complete."""
+        """The text that was held back, at the end of a text without a complete stop string."""
         held, self._held = self._held, ""
         return held
 
     def _advance(self, character: str) -> str | None:
-        """Takes one character in; the longest stop string that it completes."""
+        """Takes in one character; returns the longest stop string that the character completes."""
         hit: str | None = None
         for index, (stop, fallbacks) in enumerate(zip(self._stops, self._fallbacks, strict=True)):
             matched = self._matched[index]
@@ -60,7 +60,7 @@ class StopStringCutter:
 
 
 def _fallbacks(stop: str) -> list[int]:
-    """For each prefix, the length of the longest shorter prefix that it ends with (Knuth, Morris and Pratt)."""
+    """For each prefix of `stop`, the length of the longest shorter prefix at its end (Knuth, Morris and Pratt)."""
     lengths = [0] * len(stop)
     matched = 0
     for place in range(1, len(stop)):

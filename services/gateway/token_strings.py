@@ -1,4 +1,4 @@
-"""Text and bytes of single tokens, as log probabilities are reported."""
+"""Text and bytes of single tokens, for reports of log probabilities."""
 
 from __future__ import annotations
 
@@ -6,29 +6,29 @@ import re
 from dataclasses import dataclass
 from functools import lru_cache
 
-from services.tokenizer import ModelTokenizer
+from services.text.tokenizer import ModelTokenizer
 
 _REPLACEMENT = "\ufffd"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _WORD_MARK = "▁"
-_KEPT_TOKENS = 65536
+_CACHED_TOKENS = 65536
 
 
 @dataclass(frozen=True, slots=True)
 class TokenString:
-    """`text` is the token's own text; of a token that is part of a character, its bytes as \\xe2\\x80."""
+    """`text` is the token's own text; for a token that is part of a character, its bytes written as \\xe2\\x80."""
 
     text: str
     data: bytes
 
 
 class TokenStrings:
-    """Looks tokens up, and remembers them."""
+    """Looks up tokens and caches the results."""
 
     def __init__(self, tokenizer: ModelTokenizer) -> None:
         self._tokenizer = tokenizer
         self._alphabet = _byte_alphabet()
-        self.of = lru_cache(_KEPT_TOKENS)(self._look_up)
+        self.of = lru_cache(_CACHED_TOKENS)(self._look_up)
 
     def _look_up(self, token: int) -> TokenString:
         text = self._tokenizer.decode([token], skip_special_tokens=False)
@@ -42,12 +42,12 @@ class TokenStrings:
             except UnicodeDecodeError:
                 return TokenString("".join(f"\\x{byte:02x}" for byte in data), data)
         if entry.startswith(_WORD_MARK) and not text.startswith(" "):
-            # Decoders take the first word of a text to need no space.
+            # Decoders drop the space before the first word of a text.
             text = f" {text}"
         return TokenString(text, text.encode())
 
     def _bytes(self, entry: str) -> bytes | None:
-        """What a vocabulary's entry stands for where that is no whole character."""
+        """The bytes that a vocabulary's entry stands for; None for an entry that is no part of a character."""
         byte = _BYTE_TOKEN.fullmatch(entry)
         if byte is not None:
             return bytes([int(byte[1], 16)])
@@ -57,7 +57,7 @@ class TokenStrings:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """How byte-level vocabularies write bytes: printable ones as themselves, the others as letters from U+0100 on."""
+    """How byte-level vocabularies write bytes: printable bytes as themselves, the others as letters from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     alphabet = {chr(byte): byte for byte in printable}
     others = [byte for byte in range(256) if byte not in printable]

@@ -12,28 +12,26 @@ import pytest
 import yaml
 
 from bench.chaos.application import Application
-from bench.chaos.streams import Answer, ConstantLoad, cases, faults_of, streaming
-from engine.model_source import CACHE_VARIABLE
-from tests.support.command_line import save_tokenizer, spool
+from bench.chaos.streams import ConstantLoad, cases, faults_of, streaming
+from tests.support.command_line import spool
 from tests.support.ports import free_ports
 from tests.support.ray_cluster import RayCluster
-from tests.support.serving import ENGINE, Ask, PlainDecoder
-from tests.support.tiny_models import save_tiny_pair
+from tests.support.serving import ENGINE, PlainDecoder, oracle
 from tests.support.waiting import LONG, wait_until
+
+pytestmark = [pytest.mark.slow, pytest.mark.ray]
 
 MODEL = "tiny"
 MANY, FEW = 10, 2
 SECONDS = 2 * LONG
 
 
-def rendered(folder: Path, http_port: int, grpc_port: int) -> Path:
+def rendered(folder: Path, pair: tuple[Path, Path], http_port: int, grpc_port: int) -> Path:
     """A file for `serve deploy`: one target or two, of which each has pages for about four of the streams.
 
     What fits does not depend on how fast the machine is.
     """
-    target, draft = save_tiny_pair("llama", folder)
-    for model in (target, draft):
-        save_tokenizer(model)
+    target, draft = pair
     token = folder / "token"
     token.write_text("0123456789abcdef0123456789abcdef")
     pace = {"max_replicas": 2, "upscale_delay_seconds": 1, "downscale_delay_seconds": 4}
@@ -41,7 +39,7 @@ def rendered(folder: Path, http_port: int, grpc_port: int) -> Path:
     configuration = {
         "models": {"target": str(target), "draft": str(draft), "served_name": MODEL, "dtype": "float32"},
         "engine": ENGINE,
-        "scheduling": {"batch_size": 4, "window": 32, "policy": "ragged", "kv_movement": "always"},
+        "scheduling": {"batch_size": 4, "max_running": 32, "policy": "ragged", "kv_movement": "always"},
         "groups": {
             "draft": {**worker, "autoscaling": pace},
             # No latency that a busy machine misses: pages alone are what targets are short of.
@@ -65,16 +63,16 @@ def answers(url: str) -> bool:
         return False
 
 
-def test_targets_come_and_go_with_the_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "cache"))
+def test_targets_come_and_go_with_the_load(
+    ray_cluster: RayCluster, tiny_pair: tuple[Path, Path], tmp_path: Path
+) -> None:
     http_port, grpc_port = free_ports(2)
-    file = rendered(tmp_path, http_port, grpc_port)
+    file = rendered(tmp_path, tiny_pair, http_port, grpc_port)
     url = f"http://127.0.0.1:{http_port}"
     application = Application(url, f"127.0.0.1:{grpc_port}", MODEL, 0, {})
     asked = cases(8, max_tokens=380)
-    asks = [Ask(one.prompt, one.seed, one.max_tokens, one.temperature) for one in asked]
     seen: list[dict[str, Any]] = []
-    with RayCluster([{}, {}]) as cluster:
+    with ray_cluster.further_nodes([{}, {}]) as cluster:
 
         def targets(count: int) -> bool:
             """Whether so many are in use and no other is there; what the scheduler said of them is kept."""
@@ -95,8 +93,7 @@ def test_targets_come_and_go_with_the_load(tmp_path: Path, monkeypatch: pytest.M
             assert len(load.records) >= streams
             return faults_of(load.records, expected)
 
-        plain = PlainDecoder(tmp_path / "llama-target")(asks)
-        expected = {case: Answer(text, case.max_tokens) for case, text in zip(asked, plain, strict=True)}
+        expected = oracle(PlainDecoder(tiny_pair[0]), asked)
         assert asyncio.run(load(MANY, lambda: targets(2))) == []
         before = seen[-1]
         assert asyncio.run(load(FEW, lambda: targets(1))) == []

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
-import subprocess
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,13 +14,14 @@ import httpx
 import pytest
 import yaml
 
-from engine.model_source import CACHE_VARIABLE
 from tests.support.command_line import save_tokenizer, spool
 from tests.support.ports import free_ports
 from tests.support.ray_cluster import RayCluster
 from tests.support.serving import ENGINE, Ask, PlainDecoder, requests, stream_all
 from tests.support.tiny_models import save_tiny_pair
 from tests.support.waiting import LONG, setting, wait_until
+
+pytestmark = [pytest.mark.slow, pytest.mark.ray]
 
 MODEL = "tiny"
 
@@ -57,35 +55,19 @@ class Cell:
         return asyncio.run(stream_all(self.url, MODEL, asked, on_start))
 
 
-@contextmanager
-def redis(folder: Path) -> Iterator[dict[str, str]]:
-    """What Ray needs to know to keep its state in a Redis; nothing where there is none to be had."""
-    server = shutil.which("redis-server")
-    if server is None:
-        yield {}
-        return
-    (port,) = free_ports(1)
-    command = [server, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(folder)]
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
-        try:
-            yield {"RAY_REDIS_ADDRESS": f"127.0.0.1:{port}"}
-        finally:
-            process.kill()
-
-
 @pytest.fixture(scope="module")
-def cell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cell]:
+def cell(
+    ray_cluster: RayCluster, tiny_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Cell]:
     folder = tmp_path_factory.mktemp("cell")
-    target, draft = save_tiny_pair("llama", folder)
-    for model in (target, draft):
-        save_tokenizer(model)
+    target, draft = tiny_pair
     token = folder / "token"
     token.write_text("0123456789abcdef0123456789abcdef")
     http_port, grpc_port = free_ports(2)
     configuration = {
         "models": {"target": str(target), "draft": str(draft), "served_name": MODEL, "dtype": "float32"},
         "engine": ENGINE,
-        "scheduling": {"batch_size": 4, "window": 32, "policy": "ragged", "kv_movement": "always"},
+        "scheduling": {"batch_size": 4, "max_running": 32, "policy": "ragged", "kv_movement": "always"},
         "groups": {
             "draft": {"replicas": 1, "threads": 1, "drain_seconds": 5},
             "target": {"replicas": 2, "threads": 1, "drain_seconds": LONG},
@@ -93,15 +75,13 @@ def cell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cell]:
         "gateway": {"http_port": http_port, "grpc_port": grpc_port, "http_on": "head_node", "drain_seconds": LONG},
         "internal": {"token_file": str(token)},
     }
-    with pytest.MonkeyPatch.context() as patch, redis(folder) as state:
-        patch.setenv(CACHE_VARIABLE, str(folder / "cache"))
-        with RayCluster([{}, {}], state) as cluster:
-            cell = Cell(cluster, f"http://127.0.0.1:{http_port}", folder, configuration, PlainDecoder(target))
-            cell.deploy()
-            wait_until(lambda: len(cell.workers("TARGET")) == 2, "two targets", 2 * LONG)
-            wait_until(lambda: len(cell.workers("DRAFT")) == 1, "a draft", 2 * LONG)
-            wait_until(lambda: answers(f"{cell.url}/health"), "a gateway")
-            yield cell
+    with ray_cluster.further_nodes([{}, {}]) as cluster:
+        cell = Cell(cluster, f"http://127.0.0.1:{http_port}", folder, configuration, PlainDecoder(target))
+        cell.deploy()
+        wait_until(lambda: len(cell.workers("TARGET")) == 2, "two targets", 2 * LONG)
+        wait_until(lambda: len(cell.workers("DRAFT")) == 1, "a draft", 2 * LONG)
+        wait_until(lambda: answers(f"{cell.url}/health"), "a gateway")
+        yield cell
 
 
 def answers(url: str) -> bool:

@@ -12,16 +12,18 @@ import pytest
 
 from scheduler.config import Policy, SchedulerConfig
 from scheduler.messages import FinishReason, Role
-from services.scheduler_client import SchedulerClient
-from services.scheduler_server import SchedulerServer, SchedulerServerOptions
-from services.scheduler_service import SchedulerService
-from services.step_executor import DraftStepExecutor, TargetStepExecutor
-from services.worker_registration import WorkerRegistration
-from services.worker_server import WorkerServer
-from tests.stand_in_worker import StandInEngine, continuation
+from services.scheduler.server import SchedulerServer, SchedulerServerOptions
+from services.scheduler.service import SchedulerService
+from services.scheduler_client.remote import SchedulerClient
+from services.worker.executor import DraftStepExecutor, TargetStepExecutor
+from services.worker.registration import WorkerRegistration
+from services.worker.server import WorkerServer
 from tests.support.cells import LINKS, REGISTRATION, REGISTRY, Whereabouts, client, prompt_of, read, request_of
+from tests.support.stand_in_worker import StandInEngine, continuation
 from tests.support.tcp_proxy import TcpProxy, tcp_proxy
 from tests.support.waiting import LONG, until
+
+pytestmark = pytest.mark.slow
 
 STREAMS = 32
 TOKENS = 150

@@ -1,8 +1,9 @@
 """Both groups of workers follow a load from 1 to 64 clients and back, on several logical nodes of a real Ray.
 
-    make test TESTS="-m long tests/chaos/test_load_steps.py"
+    SPOOL_RESULTS=bench/results make test TESTS="-m long tests/chaos/test_load_steps.py"
 
-It keeps what it saw under bench/results, with a plot.
+SPOOL_RESULTS is the folder for what was measured, and for plots of it. Without SPOOL_RESULTS they go to a temporary
+folder, so that the committed results stay as they are.
 """
 
 from __future__ import annotations
@@ -16,13 +17,12 @@ import pytest
 
 from bench.autoscaling import PACE, keep, parser, run
 from bench.pacing import paced
-from bench.record import RESULTS
 from tests.support.ray_cluster import RayCluster
 
-COMMAND = 'make test TESTS="-m long tests/chaos/test_load_steps.py"'
+COMMAND = 'SPOOL_RESULTS=bench/results make test TESTS="-m long tests/chaos/test_load_steps.py"'
 NODES = 6
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.long, pytest.mark.ray, pytest.mark.timeout(900)]
 
 
 @pytest.fixture
@@ -37,9 +37,15 @@ def on_nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[s
         yield ["--set", f"ray.address={cluster.address}", "--set", f"internal.token_file={token}"]
 
 
-def measured(name: str, options: list[str]) -> dict[str, Any]:
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    """The folder for what was measured."""
+    return Path(os.environ.get("SPOOL_RESULTS") or tmp_path)
+
+
+def measured(file: Path, options: list[str]) -> dict[str, Any]:
     result = run(parser().parse_args(options))
-    keep(RESULTS / f"{name}.json", COMMAND, result)
+    keep(file, COMMAND, result)
     return result
 
 
@@ -53,8 +59,8 @@ def assert_nothing_failed(result: dict[str, Any]) -> None:
     assert result["answered"] == result["requests"] > 0
 
 
-def test_both_groups_follow_the_load(on_nodes: list[str]) -> None:
-    result = measured("autoscaling", on_nodes)
+def test_both_groups_follow_the_load(on_nodes: list[str], results: Path) -> None:
+    result = measured(results / "autoscaling.json", on_nodes)
     assert_nothing_failed(result)
     targets, drafts = replicas(result, "targets"), replicas(result, "drafts")
     middle = len(targets) // 2
@@ -64,8 +70,8 @@ def test_both_groups_follow_the_load(on_nodes: list[str]) -> None:
     assert targets[1] < targets[middle] > targets[-2]
 
 
-def test_poor_acceptance_gets_no_more_drafts(on_nodes: list[str]) -> None:
-    result = measured("autoscaling_poor_drafts", [*on_nodes, "--agreement", "0.1"])
+def test_poor_acceptance_gets_no_more_drafts(on_nodes: list[str], results: Path) -> None:
+    result = measured(results / "autoscaling_poor_drafts.json", [*on_nodes, "--agreement", "0.1"])
     assert_nothing_failed(result)
     assert max(replicas(result, "targets")) >= 4
     assert {one["draft"] for one in result["samples"]} == {1.0}

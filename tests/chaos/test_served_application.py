@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from bench.chaos.application import DRAFT, TARGET, Application, served, watching
+from bench.chaos.application import DRAFT, TARGET, Application, watching
 from bench.chaos.faults import Faults
-from bench.chaos.streams import Answer, Case, ConstantLoad, cases, faults_of, streaming
+from bench.chaos.streams import ConstantLoad, cases, faults_of, streaming
 from bench.overload import Overload, measure
-from engine.model_source import CACHE_VARIABLE
-from tests.support.command_line import save_tokenizer
-from tests.support.serving import ENGINE, Ask, PlainDecoder
-from tests.support.tiny_models import save_tiny_pair
+from tests.support.ray_cluster import RayCluster
+from tests.support.serving import ENGINE, PlainDecoder, oracle, served_on
+
+pytestmark = [pytest.mark.slow, pytest.mark.ray]
 
 STREAMS = 32
 WORKERS = {"draft": 2, "target": 2}
@@ -26,42 +25,30 @@ SECONDS = 300.0
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    target, draft = save_tiny_pair("llama", tmp_path_factory.mktemp("models"))
-    for folder in (target, draft):
-        save_tokenizer(folder)
-    return target, draft
-
-
-@pytest.fixture(scope="module")
-def application(folders: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Application]:
-    target, draft = folders
+def application(
+    ray_cluster: RayCluster, tiny_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Application]:
+    target, draft = tiny_pair
     worker = {"replicas": 2, "threads": 1, "drain_seconds": 5}
     configuration = {
         "models": {"target": str(target), "draft": str(draft), "served_name": "tiny", "dtype": "float32"},
         "engine": ENGINE,
         # Drafts always; `auto` would weigh what these models happen to cost.
-        "scheduling": {"batch_size": 8, "window": STREAMS, "policy": "ragged", "max_queued_sequences": QUEUE},
+        "scheduling": {"batch_size": 8, "max_running": STREAMS, "policy": "ragged", "max_queued_sequences": QUEUE},
         "groups": {"draft": worker, "target": worker},
-        "gateway": {"replicas": 2, "drain_seconds": 2},
+        "gateway": {"replicas": 2, "http_on": "head_node", "drain_seconds": 2},
     }
-    file = tmp_path_factory.mktemp("configuration") / "spool.yaml"
-    file.write_text(json.dumps(configuration))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(CACHE_VARIABLE, str(tmp_path_factory.mktemp("cache")))
-        with served(file, []) as application:
-            yield application
+    folder = tmp_path_factory.mktemp("configuration")
+    with (
+        ray_cluster.further_nodes([{}, {}]) as cluster,
+        served_on(cluster, configuration, folder) as application,
+    ):
+        yield application
 
 
-def oracle(target: Path, asked: list[Case]) -> dict[Case, Answer]:
-    """One sequence at a time, one token at a time, by the engine alone; a token is a character."""
-    texts = PlainDecoder(target)([Ask(one.prompt, one.seed, one.max_tokens, one.temperature) for one in asked])
-    return {case: Answer(text, case.max_tokens) for case, text in zip(asked, texts, strict=True)}
-
-
-def test_processes_that_die_or_stop_change_no_text(application: Application, folders: tuple[Path, Path]) -> None:
+def test_processes_that_die_or_stop_change_no_text(application: Application, tiny_pair: tuple[Path, Path]) -> None:
     asked = cases(8, max_tokens=200)
-    expected = oracle(folders[0], asked)
+    expected = oracle(PlainDecoder(tiny_pair[0]), asked)
 
     async def run() -> None:
         async with streaming(application) as client, watching(application) as watcher:

@@ -10,14 +10,18 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
+import pytest
+
 from scheduler.config import Policy, SchedulerConfig
 from scheduler.messages import Role
-from services.launcher import RunningWorker, WorkerLaunch, WorkerLauncher
-from services.scheduler_service import SchedulerService
-from services.worker_link import WorkerEndpoint
-from tests.stand_in_worker import continuation
+from services.launch.launcher import RunningWorker, WorkerLaunch, WorkerLauncher
+from services.scheduler.service import SchedulerService
+from services.scheduler.workers.worker_link import WorkerEndpoint
 from tests.support.cells import LINKS, ROOT, prompt_of
+from tests.support.stand_in_worker import continuation
 from tests.support.waiting import LONG, until
+
+pytestmark = pytest.mark.slow
 
 # A test that waits for a step to time out fails.
 PATIENT = replace(LINKS, connect_timeout=LONG, step_timeout=10 * LONG)
@@ -29,7 +33,7 @@ async def targets(count: int, step_seconds: float) -> AsyncIterator[tuple[Schedu
     launch = WorkerLaunch(
         Role.TARGET,
         {"step_seconds": step_seconds},
-        module="tests.stand_in_worker",
+        module="tests.support.stand_in_worker",
         environment={"PYTHONPATH": str(ROOT)},
     )
     config = SchedulerConfig(policy=Policy.RAGGED, draft_length=0)

@@ -8,23 +8,26 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grpc.aio
+import pytest
 
 from protos import scheduler_pb2, scheduler_pb2_grpc, worker_pb2
 from scheduler.messages import FinishReason, Role
-from tests.stand_in_worker import continuation
+from services.scheduler_client.remote_stream import RemoteStream
 from tests.support.cells import (
     Whereabouts,
     Worker,
     all_in_use,
     client,
     prompt_of,
-    read,
-    read_some,
     request_of,
     running_worker,
     scheduler_process,
 )
+from tests.support.stand_in_worker import continuation
 from tests.support.waiting import LONG, until
+from tests.support.watched_engine import WatchedEngine
+
+pytestmark = pytest.mark.slow
 
 STREAMS = 32
 TOKENS = 300
@@ -56,6 +59,8 @@ class Replies:
 
 
 def test_scheduler_that_comes_back_beside_its_successor_gets_refusals_only() -> None:
+    """One target computes next to nothing until the first scheduler has gone: its streams are open all that time."""
+
     async def run() -> None:
         resolve = Whereabouts()
         async with AsyncExitStack() as stack:
@@ -67,21 +72,33 @@ def test_scheduler_that_comes_back_beside_its_successor_gets_refusals_only() -> 
                 for name, role in WORKERS
             ]
             replies = [Replies.of(worker) for worker in workers]
+            held = WatchedEngine()
+            held.watch(workers[-1].executor)
+            stack.callback(held.gate.open)
             await all_in_use(workers)
             gateways = [await stack.enter_async_context(client(resolve, name=name)) for name in ("a", "b")]
+            held.gate.close(but_for=2)
             streams = [await gateways[index % 2].submit(request_of(index, TOKENS)) for index in range(STREAMS)]
-            begun = [await read_some(stream, 10) for stream in streams]
+            texts: list[list[int]] = [[] for _ in streams]
+            reading = [
+                asyncio.create_task(read_into(text, stream)) for text, stream in zip(texts, streams, strict=True)
+            ]
+            await until(lambda: sum(map(len, texts)) >= STREAMS)
 
             first.hang()
             epoch = max(worker.server.highest_epoch for worker in workers)
             resolve.address = second.address
+            # Few enough steps that no stream ends, enough for those that the first scheduler has begun.
+            held.gate.close(but_for=4)
             await until(lambda: all(worker.server.highest_epoch > epoch for worker in workers))
-            begun = [tokens + await read_some(stream, 1) for tokens, stream in zip(begun, streams, strict=True)]
-            assert sum(map(len, begun)) < STREAMS * TOKENS, "all was over before the first scheduler went on"
+            before = sum(map(len, texts))
+            await until(lambda: sum(map(len, texts)) >= before + STREAMS)
             first.wake()
             status = await fenced(first.address)
+            assert not all(task.done() for task in reading)
+            held.gate.open()
             async with asyncio.timeout(LONG):
-                texts = [tokens + await read(stream) for tokens, stream in zip(begun, streams, strict=True)]
+                await asyncio.gather(*reading)
 
             assert texts == [continuation(prompt_of(index), TOKENS) for index in range(STREAMS)]
             assert {stream.finish_reason for stream in streams} == {FinishReason.LENGTH}
@@ -93,6 +110,11 @@ def test_scheduler_that_comes_back_beside_its_successor_gets_refusals_only() -> 
                 await asyncio.wait_for(worker.server.wait_empty(), LONG)
 
     asyncio.run(run())
+
+
+async def read_into(text: list[int], stream: RemoteStream) -> None:
+    async for delta in stream:
+        text.extend(delta.tokens)
 
 
 async def fenced(address: str) -> scheduler_pb2.StatusReply:

@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from engine import demo
-from engine.demo import DemoBuildError, build_demo_models
-from engine.demo_convert import TRAINED_LAYERS, assemble_draft
-from engine.draft_vocabulary import FILE_NAME, read_draft_vocabulary
-from engine.model_source import DEMO_MARKER, demo_assets, demo_is_built
+from engine.models import demo
+from engine.models.demo import DemoBuildError, build_demo_models
+from engine.models.demo_convert import TRAINED_LAYERS, assemble_draft
+from engine.models.draft_vocabulary import FILE_NAME, read_draft_vocabulary
+from engine.models.source import DEMO_MARKER, demo_assets, demo_is_built
 from scheduler.messages import Role
 from tests.support import demo_builds
 from tests.support.waiting import LONG
@@ -65,6 +65,7 @@ def test_the_draft_has_no_safetensors_but_its_weights(folders: dict[Role, Path])
     assert read_draft_vocabulary(folders[Role.DRAFT], model.config.vocab_size) is not None
 
 
+@pytest.mark.slow
 def test_a_draft_of_older_assets_is_built_anew(
     folders: dict[Role, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,19 +15,19 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from bench.distill import __main__ as command_line
-from bench.distill.batches import Batches
-from bench.distill.budget import Budget
 from bench.distill.dialogue import DialogueStyle, TokenKind
-from bench.distill.progress import Progress
 from bench.distill.recipe import Distillation, Recipe
-from bench.distill.shards import Shard, open_shards
+from bench.distill.shards import Batches, Shard, open_shards
+from bench.distill.stages import Budget, Progress
 from bench.distill.student import Student, StudentShape
 from bench.distill.training import TrainingSettings
 from bench.distill.vocabulary import choose_vocabulary, count_tokens
 from bench.distill.writing import Writer, WritingSettings
-from engine.draft_vocabulary import FILE_NAME, read_draft_vocabulary
-from services.tokenizer import ModelTokenizer
+from engine.models.draft_vocabulary import FILE_NAME, read_draft_vocabulary
+from services.text.tokenizer import ModelTokenizer
 from tests.support.tiny_chat import save_tiny_chat_model
+
+pytestmark = pytest.mark.slow
 
 WRITING = WritingSettings(
     seed=3, feature_layer=1, tokens=16 * 96, lengths=(96, 70), style=DialogueStyle(answer_limit=0.4, begun=0.2)
@@ -203,6 +203,7 @@ def test_the_vocabulary_has_the_most_frequent_tokens(written: Path) -> None:
         choose_vocabulary(counts, 260, [256, 257, 258])
 
 
+@pytest.mark.slow
 def test_training_teaches(trained: Path, target: Path, tmp_path: Path) -> None:
     """Compared with a training of one step, which is hardly any, on text neither has seen."""
     notes: list[str] = []
@@ -219,6 +220,7 @@ def test_training_teaches(trained: Path, target: Path, tmp_path: Path) -> None:
     assert found.draft.tokens_per_round > untrained.draft.tokens_per_round
 
 
+@pytest.mark.slow
 def test_an_interrupted_training_ends_like_one_in_one_go(trained: Path, target: Path, tmp_path: Path) -> None:
     writing, training = Budget(count=SHARDS), Budget(count=STEPS)
     with pytest.raises(KeyboardInterrupt):

@@ -11,15 +11,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from engine.draft import DraftEngine
-from engine.draft_vocabulary import FILE_NAME
+from engine.drafting.model_draft import DraftEngine
+from engine.drafting.prompt_lookup import TokenPlaces
 from engine.errors import DraftVocabularyError
-from engine.loading import load_draft_engine
-from engine.packed_pass import PackedSequence
-from engine.pages import PageTable
-from engine.prompt_lookup import TokenPlaces
-from engine.runner import PassResult
-from engine.sampling import ChoiceContext, choose_tokens
+from engine.kv.pages import PageTable
+from engine.models.draft_vocabulary import FILE_NAME
+from engine.models.loading import load_draft_engine
+from engine.passes.layout import BatchedSequence
+from engine.passes.runner import PassResult
+from engine.sampling.sampler import SamplingContext, sample_tokens
 from engine.settings import EngineSettings
 from engine.steps import Computing, ProposeRow
 from scheduler.sampling import SamplingParameters
@@ -30,7 +30,13 @@ SOME_TOKENS = list(range(0, VOCABULARY, 3))
 
 
 def load(folder: Path, **changes: object) -> DraftEngine:
-    fields = {"dtype": "float32", "threads": 1, "page_size": 4, "kv_pages": 200, "max_packed_rows": 256} | changes
+    fields = {
+        "dtype": "float32",
+        "threads": 1,
+        "page_size": 4,
+        "kv_pages": 200,
+        "max_num_batched_tokens": 256,
+    } | changes
     return load_draft_engine(EngineSettings(str(folder), **fields), lambda *_: None)  # type: ignore[arg-type]
 
 
@@ -69,7 +75,7 @@ def proposed_by(
     for _ in range(count):
         with torch.no_grad():
             logits = model(input_ids=torch.tensor([tokens])).logits[:, -1].masked_fill(excluded, -math.inf)
-        (token,) = choose_tokens(logits, [ChoiceContext(sampling, len(tokens), tokens, len(prompt))])
+        (token,) = sample_tokens(logits, [SamplingContext(sampling, len(tokens), tokens, len(prompt))])
         assert token is not None
         tokens.append(token)
     return tokens[len(prompt) :]
@@ -149,7 +155,7 @@ def passes_of(engine: DraftEngine, monkeypatch: pytest.MonkeyPatch) -> list[list
     passes: list[list[int]] = []
     run = engine._runner.run
 
-    def counted(sequences: list[PackedSequence], computing: Computing) -> PassResult:
+    def counted(sequences: list[BatchedSequence], computing: Computing) -> PassResult:
         passes.append([len(sequence.tokens) for sequence in sequences])
         return run(sequences, computing)
 
@@ -175,6 +181,7 @@ def test_what_was_there_before_is_proposed_in_one_pass(folder: Path, monkeypatch
     engine.pool.check_conservation(tables)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("sampling", [GREEDY, SamplingParameters(temperature=0.8, seed=3)])
 def test_rounds_with_lookup_keep_the_models_kv_right(folder: Path, sampling: SamplingParameters) -> None:
     """Rounds that accept a random part of each proposal; what the model proposes is what it does from scratch."""
@@ -213,7 +220,7 @@ def test_rounds_with_lookup_keep_the_models_kv_right(folder: Path, sampling: Sam
 
 
 def test_a_row_that_fills_a_pass_is_left_to_the_model(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = load(folder, lookup_match=2, max_packed_rows=16)
+    engine = load(folder, lookup_match=2, max_num_batched_tokens=16)
     passes = passes_of(engine, monkeypatch)
     full, nearly = [1, 2] * 8, [1, 2] * 6 + [1]
     outcomes = engine.step([row(PageTable(), full, 4), row(PageTable(), nearly, 4)]).rows

@@ -9,19 +9,19 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, MistralConfig
 
-from engine import exactness
-from engine.attention import AttentionForm
-from engine.calibration_cache import read_calibration
-from engine.draft import DraftEngine
+from engine.attention.backends import AttentionForm
+from engine.drafting.model_draft import DraftEngine
 from engine.errors import ExactModeUnavailableError, UnsupportedModelError
-from engine.loaded_model import LoadedModel
-from engine.loading import load_draft_engine, load_target_engine
-from engine.packed_pass import PackedSequence
-from engine.pages import PageTable
+from engine.exactness import calibration as exactness
+from engine.exactness.calibration_cache import read_calibration
+from engine.kv.pages import PageTable
+from engine.models.loaded_model import LoadedModel
+from engine.models.loading import load_draft_engine, load_target_engine
+from engine.models.vocabulary import Vocabulary
+from engine.passes.layout import BatchedSequence
 from engine.settings import EngineSettings
 from engine.steps import ProposeRow, RowOutcome, VerifyRow
 from engine.target import TargetEngine
-from engine.vocabulary import Vocabulary
 from scheduler.sampling import SamplingParameters
 from tests.support.tiny_models import CONFIGS, VOCABULARY, save_tiny_pair
 
@@ -39,7 +39,7 @@ def load(folder: Path, **changes: object) -> TargetEngine:
         "page_size": 8,
         "kv_pages": 64,
         "exact": False,
-        "max_packed_rows": 96,
+        "max_num_batched_tokens": 96,
     } | changes
     return load_target_engine(EngineSettings(str(folder), **fields), silent)  # type: ignore[arg-type]
 
@@ -56,7 +56,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.mark.parametrize("family", sorted(CONFIGS))
 def test_paged_logits_are_those_of_transformers(family: str, folders: dict[str, Path]) -> None:
-    """Sequences fed in random pieces, packed in random company, against one plain forward pass each."""
+    """Sequences fed in random pieces, batched in random company, against one plain forward pass each."""
     rng = random.Random(5)
     engine = load(folders[family])
     reference = AutoModelForCausalLM.from_pretrained(folders[family], dtype=torch.float32)
@@ -64,13 +64,13 @@ def test_paged_logits_are_those_of_transformers(family: str, folders: dict[str, 
     tables = [PageTable() for _ in sequences]
     collected: list[list[torch.Tensor]] = [[] for _ in sequences]
     while unfinished := [i for i, tokens in enumerate(sequences) if tables[i].length < len(tokens)]:
-        packed = []
+        batch = []
         for index in rng.sample(unfinished, rng.randint(1, len(unfinished))):
             fed = sequences[index][tables[index].length :][: rng.choice((1, 3, 17))]
             engine.pool.append(tables[index], len(fed))
-            packed.append((index, PackedSequence(tables[index], fed, len(fed))))
-        logits = engine._runner.run([sequence for _, sequence in packed]).logits
-        for index, sequence in packed:
+            batch.append((index, BatchedSequence(tables[index], fed, len(fed))))
+        logits = engine._runner.run([sequence for _, sequence in batch]).logits
+        for index, sequence in batch:
             collected[index].append(logits[: sequence.logits])
             logits = logits[sequence.logits :]
     for tokens, parts in zip(sequences, collected, strict=True):
@@ -140,12 +140,12 @@ def test_a_model_that_raises_leaves_tables_as_they_were(folders: dict[str, Path]
 
 
 def test_a_step_larger_than_a_pass_is_cut(folders: dict[str, Path]) -> None:
-    engine = load(folders["llama"], max_packed_rows=16, kv_pages=64)
+    engine = load(folders["llama"], max_num_batched_tokens=16, kv_pages=64)
     prompts = [[index] * 9 for index in range(6)]
     tables = [PageTable() for _ in prompts]
     together = engine.step([verify(t, p, [], p) for t, p in zip(tables, prompts, strict=True)]).rows
-    alone = [engine.step([verify(PageTable(), p, [], p)]).rows[0] for p in prompts]
-    assert [row.tokens for row in together] == [row.tokens for row in alone]
+    exclusive = [engine.step([verify(PageTable(), p, [], p)]).rows[0] for p in prompts]
+    assert [row.tokens for row in together] == [row.tokens for row in exclusive]
 
 
 def test_draft_proposes_less_when_pages_run_out(folders: dict[str, Path]) -> None:
@@ -179,7 +179,7 @@ def test_calibration_is_stored_and_read_again(
     stored = read_calibration(file)
     assert stored is not None
     assert stored.shapes.row_counts == first.description.exact_row_counts
-    monkeypatch.setattr("engine.loading.calibrate", lambda *_: pytest.fail("calibrated again"))
+    monkeypatch.setattr("engine.models.loading.calibrate", lambda *_: pytest.fail("calibrated again"))
     assert load(folders["llama"], exact=True).description == first.description
     with pytest.raises(pytest.fail.Exception):
         load(folders["llama"], exact=True, dtype="bfloat16")
@@ -205,16 +205,18 @@ def test_row_counts_with_other_bits_are_told_apart() -> None:
 
 
 def test_exact_mode_refuses_a_device_on_which_nothing_agrees(folders: dict[str, Path]) -> None:
-    """Rows whose bits depend on their place in the pass pass no end-to-end check, whatever the shapes."""
+    """Logits whose bits depend on their place in the pass fail the end-to-end check in every form of attention."""
     engine = load(folders["llama"])
     norm = engine._runner.model.model.norm
     norm.register_forward_hook(lambda _, __, out: out * (1 + torch.arange(out.shape[1])[None, :, None] * 1e-5))
 
     model = engine._runner.model
     loaded = LoadedModel(model, Vocabulary(b"", VOCABULARY), None, None)
-    settings = EngineSettings(str(folders["llama"]), page_size=8, max_packed_rows=96)
+    settings = EngineSettings(str(folders["llama"]), page_size=8, max_num_batched_tokens=24)
+    first, *_ = loaded.forms(settings.page_size)
+    one_shape = AttentionForm((512,), 8, 8)
     with pytest.raises(ExactModeUnavailableError, match="differs from plain decoding at position"):
-        exactness.calibrate(model, loaded.runner, settings, loaded.forms(settings.page_size))
+        exactness.calibrate(model, loaded.runner, settings, [first, one_shape])
 
 
 def test_kv_length_of_a_call_depends_on_the_position_alone() -> None:
@@ -265,7 +267,9 @@ def test_log_probabilities_are_of_the_targets_own_distribution(folders: dict[str
 
 def test_loading_says_what_exact_mode_chose_and_costs(folders: dict[str, Path]) -> None:
     said: list[str] = []
-    settings = EngineSettings(str(folders["llama"]), threads=1, page_size=8, kv_pages=8)
+    settings = EngineSettings(
+        str(folders["llama"]), "float32", threads=1, page_size=8, kv_pages=8, max_num_batched_tokens=24
+    )
     load_target_engine(settings, lambda stage, _: said.append(stage))
     (summary,) = [stage for stage in said if stage.startswith("exact mode:")]
     assert "row counts from" in summary

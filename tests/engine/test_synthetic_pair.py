@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from bench.synthetic_pair import SHAPES, mean_accepted, write_pair
-from services.tokenizer import ModelTokenizer
+from services.text.tokenizer import ModelTokenizer
 
 
 def agreement_token_by_token(target_folder: str, draft_folder: str) -> float:
@@ -26,6 +26,7 @@ def agreement_token_by_token(target_folder: str, draft_folder: str) -> float:
     return agreed / total
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asked", [0.4, 0.8])
 def test_agreement_is_as_asked(tmp_path: Path, asked: float) -> None:
     pair = write_pair(tmp_path, SHAPES["tiny"](), asked, seed=5)

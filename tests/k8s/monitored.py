@@ -32,6 +32,20 @@ def panel_expressions() -> dict[str, str]:
     }
 
 
+def relabelled(series: dict[str, str]) -> dict[str, str] | None:
+    """What becomes of a series of Ray's metrics port in Prometheus, `__name__` among its labels; None: dropped."""
+    monitor = yaml.safe_load((overlay("monitoring") / "podmonitor.yaml").read_text())
+    (endpoint,) = [one for one in monitor["spec"]["podMetricsEndpoints"] if one["port"] == "metrics"]
+    for rule in endpoint["metricRelabelings"]:
+        value = ";".join(series.get(label, "") for label in rule["sourceLabels"])
+        match = re.fullmatch(rule["regex"], value)
+        if match is None and rule["action"] == "keep":
+            return None
+        if match is not None and rule["action"] == "replace":
+            series = series | {rule["targetLabel"]: match.expand(rule["replacement"].replace("$", "\\"))}
+    return series
+
+
 def names_in(expression: str) -> set[str]:
     """Names of the series that a PromQL expression selects. Raises ValueError for what is no such expression."""
     return {selector.name for selector in _selectors(promql_parser.parse(expression))}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from deploy.cli import run
+from deploy.cli.main import run
 from tests.support.ports import free_ports
 
 

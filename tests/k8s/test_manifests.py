@@ -14,8 +14,8 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from deploy.local_ray import own_ray_environment
-from deploy.served_state import STATE_VARIABLE, StateFolder
+from deploy.cluster.local_ray import own_ray_environment
+from deploy.cluster.served_state import STATE_VARIABLE, StateFolder
 from tests.k8s.manifests import (
     CELLS,
     GROUPS,

@@ -11,7 +11,7 @@ import pytest
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from tests.k8s.manifests import ROOT, Manifest, built, labels_of_pods, only, overlay, pod_specs, validate
-from tests.k8s.monitored import alert_expressions, dashboard, names_in, panel_expressions
+from tests.k8s.monitored import alert_expressions, dashboard, names_in, panel_expressions, relabelled
 
 SECRET_KEYS = {"internal-token", "api-keys", "metrics-key", "hub-token"}
 
@@ -45,11 +45,20 @@ class Authorization(Strict):
     credentials: SecretKey
 
 
+class Relabeling(Strict):
+    action: Literal["keep", "replace"]
+    source_labels: list[str] = Field(alias="sourceLabels")
+    regex: str
+    replacement: str = "$1"
+    target_label: str | None = Field(None, alias="targetLabel")
+
+
 class Endpoint(Strict):
     port: str
     path: str
     interval: Duration
-    authorization: Authorization
+    authorization: Authorization | None = None
+    relabelings: list[Relabeling] = Field([], alias="metricRelabelings")
 
 
 class Selector(Strict):
@@ -103,13 +112,30 @@ def test_objects_are_valid(manifests: list[Manifest]) -> None:
     names = [rule.alert for group in rules.spec.groups for rule in group.rules]
     assert len(names) == len(set(names)) > 10
     validate(only(manifests, "ConfigMap"))
-    assert len(manifests) == 3
+    policy = only(manifests, "NetworkPolicy")
+    validate(policy)
+    assert len(manifests) == 4
     cell = built(overlay("cpu-demo"))
     assert any(monitor.spec.selector.match_labels.items() <= labels.items() for labels in labels_of_pods(cell))
-    (endpoint,) = monitor.spec.endpoints
-    assert endpoint.port in {one["name"] for one in pod_specs(cell)["gateway"]["containers"][0]["ports"]}
-    assert (endpoint.authorization.credentials.name, endpoint.path) == ("spool-keys", "/metrics")
-    assert endpoint.authorization.credentials.key in SECRET_KEYS
+    gateways, ray = monitor.spec.endpoints
+    assert gateways.port in {one["name"] for one in pod_specs(cell)["gateway"]["containers"][0]["ports"]}
+    assert gateways.authorization is not None
+    assert (gateways.authorization.credentials.name, gateways.path) == ("spool-keys", "/metrics")
+    assert gateways.authorization.credentials.key in SECRET_KEYS
+    # KubeRay gives every container of Ray a port of this name, without a key: the policy says who may ask.
+    assert (ray.port, ray.authorization, ray.path) == ("metrics", None, "/metrics")
+    assert [one["ports"] for one in policy["spec"]["ingress"]] == [[{"port": ray.port}]]
+    assert policy["spec"]["podSelector"]["matchLabels"] == monitor.spec.selector.match_labels
+
+
+def test_of_rays_figures_the_schedulers_are_taken_under_their_own_names() -> None:
+    series = [
+        {"__name__": "ray_spool_workers", "deployment": "Scheduler", "role": "draft"},
+        {"__name__": "ray_spool_prompt_tokens_total", "deployment": "Gateway"},
+        {"__name__": "ray_serve_num_router_requests", "deployment": "Scheduler"},
+        {"__name__": "ray_node_cpu_count"},
+    ]
+    assert [relabelled(one) for one in series] == [series[0] | {"__name__": "spool_workers"}, None, None, None]
 
 
 @pytest.mark.parametrize(

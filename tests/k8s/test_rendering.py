@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from deploy.cli import run
+from deploy.cli.main import run
 from tests.k8s.manifests import CELLS, K8S, built, cluster, only, overlay, validate, worker_group
 from tests.support.command_line import spool
 

@@ -14,23 +14,21 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from engine.model_source import CACHE_VARIABLE
 from protos import generation_pb2, generation_pb2_grpc
 from tests.k8s.manifests import overlay
-from tests.k8s.monitored import alert_expressions, labels_in, names_in, panel_expressions
-from tests.support.command_line import save_tokenizer, spool
+from tests.k8s.monitored import alert_expressions, labels_in, names_in, panel_expressions, relabelled
+from tests.support.command_line import spool
 from tests.support.ports import free_ports
 from tests.support.ray_cluster import RayCluster
 from tests.support.serving import ENGINE, PlainDecoder, requests, stream_all
-from tests.support.tiny_models import save_tiny_pair
 from tests.support.waiting import LONG, wait_until
+
+pytestmark = [pytest.mark.slow, pytest.mark.ray]
 
 MODEL = "tiny"
 # The key that `stream_all` shows.
 KEY = "none"
 SECRETS = {"SPOOL_API_KEYS": f"another,{KEY}", "SPOOL_INTERNAL_TOKEN": "0123456789abcdef0123456789abcdef"}
-
-SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_sum", "_count")}
 
 
 @dataclass(frozen=True)
@@ -56,7 +54,10 @@ def serve_config(folder: Path, models: dict[str, Any], http_port: int, grpc_port
     fields = {one["path"]: one["value"] for one in operations}
     config = yaml.safe_load(fields["/spec/serveConfigV2"])
     config["http_options"] = {"host": "127.0.0.1", "port": http_port}
-    settings = config["applications"][0]["args"]["settings"]
+    (application,) = config["applications"]
+    # Where the pods have them from their Secret.
+    application["runtime_env"] = {"env_vars": SECRETS}
+    settings = application["args"]["settings"]
     settings["models"] = settings["models"] | models
     settings["engine"] = ENGINE
     # Drafts always; `auto` would weigh what steps happen to take.
@@ -74,26 +75,22 @@ def serve_config(folder: Path, models: dict[str, Any], http_port: int, grpc_port
 
 
 @pytest.fixture(scope="module")
-def cell(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cell]:
+def cell(
+    ray_cluster: RayCluster, tiny_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Cell]:
     folder = tmp_path_factory.mktemp("cell")
-    target, draft = save_tiny_pair("llama", folder)
-    for model in (target, draft):
-        save_tokenizer(model)
+    target, draft = tiny_pair
     http_port, grpc_port = free_ports(2)
     models = {"target": str(target), "draft": str(draft), "served_name": MODEL, "dtype": "float32"}
     file, pods = serve_config(folder, models, http_port, grpc_port)
     gateway, target_pod, draft_pod = pods
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(CACHE_VARIABLE, str(folder / "cache"))
-        for name, value in SECRETS.items():
-            patch.setenv(name, value)
-        plain = PlainDecoder(target)
-        # The head, as in the manifests, has nothing that a replica reserves; one more target's pod is there to move to.
-        with RayCluster([{}, gateway | draft_pod, target_pod, target_pod]) as cluster:
-            cluster.deploy(file)
-            found = Cell(cluster, plain, http_port, grpc_port)
-            wait_until(lambda: healthy(found), "a cell that serves", 2 * LONG)
-            yield found
+    plain = PlainDecoder(target)
+    # The head, as in the manifests, has nothing that a replica reserves; one more target's pod is there to move to.
+    with ray_cluster.further_nodes([gateway | draft_pod, target_pod, target_pod]) as cluster:
+        cluster.deploy(file)
+        found = Cell(cluster, plain, http_port, grpc_port)
+        wait_until(lambda: healthy(found), "a cell that serves", 2 * LONG)
+        yield found
 
 
 def healthy(cell: Cell) -> bool:
@@ -157,14 +154,23 @@ def test_the_heads_pod_stays_while_there_are_replicas(cell: Cell) -> None:
 
 
 def test_alerts_and_dashboard_ask_for_what_the_cell_exports(cell: Cell) -> None:
-    page = httpx.get(f"{cell.url}/metrics", headers={"Authorization": f"Bearer {KEY}"}, timeout=LONG)
-    series: set[str] = set()
-    labels = {"namespace"}
-    for family in text_string_to_metric_families(page.text):
-        series |= {f"{family.name}{suffix}" for suffix in SUFFIXES[family.type]}
-        labels |= {label for sample in family.samples for label in sample.labels}
-    assert len(series) > 40
+    """Of the gateway's own page and, as Prometheus takes them, of Ray's metrics ports."""
+    page = httpx.get(f"{cell.url}/metrics", headers={"Authorization": f"Bearer {KEY}"}, timeout=LONG).text
+    own = [sample for family in text_string_to_metric_families(page) for sample in family.samples]
+    assert len({sample.name for sample in own}) > 10
+
+    def of_scheduler() -> list[dict[str, str]]:
+        texts = [httpx.get(endpoint, timeout=LONG).text for endpoint in set(cell.cluster.metrics())]
+        samples = [one for text in texts for family in text_string_to_metric_families(text) for one in family.samples]
+        taken = [relabelled({"__name__": sample.name, **sample.labels}) for sample in samples]
+        return [series for series in taken if series is not None]
+
+    wait_until(lambda: len({series["__name__"] for series in of_scheduler()}) > 40, "Ray has the scheduler's figures")
+    series = [{"__name__": sample.name, **sample.labels} for sample in own] + of_scheduler()
     expressions = {**alert_expressions(), **panel_expressions()}
-    assert set().union(*map(names_in, expressions.values())) - series == set()
-    # Kinds of errors have no sample before the first error.
-    assert set().union(*map(labels_in, expressions.values())) - labels <= {"kind", "finished_reason", "cause", "status"}
+    # Kinds of errors have no sample before the first error, and ends none before the first end.
+    begun = {"spool_request_failure_total", "spool_request_success_total"}
+    names = {one["__name__"] for one in series} | begun
+    assert set().union(*map(names_in, expressions.values())) - names == set()
+    labels = {"namespace"}.union(*series)
+    assert set().union(*map(labels_in, expressions.values())) - labels <= {"kind", "finished_reason"}

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from engine.pages import PageTable
+from engine.kv.pages import PageTable
 from scheduler.config import Policy, SchedulerConfig
 from scheduler.core import SchedulerCore
-from scheduler.digests import DigestedTokens
 from scheduler.messages import (
     Command,
     EmitTokens,
@@ -29,6 +28,7 @@ from scheduler.messages import (
     WorkerLost,
     WorkerSpec,
 )
+from scheduler.state.digests import DigestedTokens
 from tests.sim.model import ModelWorker, plain_decoding
 
 C = TypeVar("C", bound=Command)
@@ -107,10 +107,10 @@ class Driver:
         results = tuple((instead and instead(row)) or worker.run_row(row) for row in step.rows)
         return self.handle(StepCompleted(worker_id, step.step_id, results, seconds))
 
-    def settle(self, *worker_ids: str, most: int = 1000) -> None:
+    def settle(self, *worker_ids: str, max_steps: int = 1000) -> None:
         """Answers all steps, worker by worker in turn, until none is left."""
         ids = worker_ids or tuple(self.steps)
-        for _ in range(most):
+        for _ in range(max_steps):
             waiting = [worker_id for worker_id in ids if self.steps[worker_id]]
             if not waiting:
                 return

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.pages import PagePool, PageTable
-from scheduler.digests import DigestedTokens
+from engine.kv.pages import PagePool, PageTable
 from scheduler.messages import (
     FinishReason,
     Role,
@@ -20,6 +19,7 @@ from scheduler.messages import (
     SequenceRequest,
     WorkerSpec,
 )
+from scheduler.state.digests import DigestedTokens
 
 VOCABULARY = 50
 _MIX = 0x9E3779B97F4A7C15
@@ -122,11 +122,11 @@ class ModelWorker:
         return True
 
     def _verify(self, row: Row, held: Held) -> RowResult:
-        if row.draft_length or (row.draft_tokens and not row.choose):
+        if row.draft_length or (row.draft_tokens and not row.sample):
             return self._result(row, RowStatus.INVALID, error="not a row for a target")
         if not self._append(held, row.tokens + row.draft_tokens):
             return self._result(row, RowStatus.OUT_OF_PAGES)
-        if not row.choose:
+        if not row.sample:
             return self._result(row, RowStatus.OK, reused=self._take_over(held))
         fed, accepted = row.kv_len + len(row.tokens), 0
         while accepted < len(row.draft_tokens):
@@ -140,7 +140,7 @@ class ModelWorker:
         return self._result(row, RowStatus.OK, tokens, accepted)
 
     def _propose(self, row: Row, held: Held) -> RowResult:
-        if row.draft_tokens or row.choose:
+        if row.draft_tokens or row.sample:
             return self._result(row, RowStatus.INVALID, error="not a row for a draft")
         if not self._append(held, row.tokens):
             return self._result(row, RowStatus.OUT_OF_PAGES)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from engine.pages import PageTable
-from scheduler.digests import DigestedTokens
+from engine.kv.pages import PageTable
 from scheduler.messages import KvMoved, MoveKv
+from scheduler.state.digests import DigestedTokens
 
 if TYPE_CHECKING:
     from tests.sim.simulation import Simulation

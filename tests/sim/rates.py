@@ -65,7 +65,7 @@ STEEP = Costs(base=0.004, row=0.0025, draft_base=0.0008, draft_row=0.0001)
 CPU = Costs(base=0.015, row=0.0007, draft_base=0.003, draft_row=0.0002)
 """As measured on two cores with a model of 135 million parameters and a draft of a quarter of its layers."""
 SHARED_CPU = Costs(base=0.0165, row=0.0008, draft_base=0.0025, draft_row=0.0002, row_alone=0.0004)
-"""The same, where one that is alone computes on both cores: less for a row, but what reads weights takes as long."""
+"""The same, where exclusive steps compute on both cores: less for a row, but reading weights takes as long."""
 KERNELS = Costs(base=0.0075, row=0.0006, draft_base=0.0025, draft_row=0.0001, row_alone=0.00033)
 """Shared cores again, with kernels of our own for the linear layers and attention."""
 SLOW_DRAFT = Costs(base=0.010, row=0.0002, draft_base=0.006, draft_row=0.0002)
@@ -80,7 +80,10 @@ class Outcome:
     rate_from_start: float
     snapshot: Snapshot
     disturbed_steps: int
-    """Steps that were to be alone and were not."""
+    """Exclusive steps during which another worker computed."""
+    other_steps: int
+    """Steps that verify nothing: those of drafts."""
+    verify_steps: int
 
 
 class _Worker:
@@ -105,6 +108,8 @@ class RateSimulation:
         self.now = 0.0
         self.emitted_tokens = 0
         self.disturbed_steps = 0
+        self.other_steps = 0
+        self.verify_steps = 0
 
     def join(self, worker_id: str, role: Role) -> None:
         shares_cores = self._costs.row_alone is not None
@@ -140,6 +145,8 @@ class RateSimulation:
         for command in self.core.handle(event, self.now):
             match command:
                 case SendStep():
+                    self.verify_steps += command.group is not None
+                    self.other_steps += command.group is None
                     self._at(self.now + self._costs.latency, lambda step=command: self._arrive(step))
                 case EmitTokens():
                     self.emitted_tokens += len(command.tokens)
@@ -161,9 +168,9 @@ class RateSimulation:
         self._at(self.now + seconds, lambda: self._finish(worker, seconds))
 
     def _check_alone(self, worker: _Worker, step: SendStep) -> None:
-        """A change of plan may find a step of the other worker still running; else nobody computes beside one alone."""
+        """A change of plan may find a step of the other worker still running; otherwise exclusive steps run alone."""
         others = [other.steps[0] for other in self._workers.values() if other is not worker and other.steps]
-        if step.rows and any(other.rows and (step.alone or other.alone) for other in others):
+        if step.rows and any(other.rows and (step.exclusive or other.exclusive) for other in others):
             self.disturbed_steps += 1
 
     def _seconds(self, worker: _Worker, step: SendStep) -> float:
@@ -171,7 +178,7 @@ class RateSimulation:
             return 0.0
         costs = self._costs
         if worker.spec.role is Role.TARGET:
-            per_row = costs.row_alone if step.alone and costs.row_alone is not None else costs.row
+            per_row = costs.row_alone if step.exclusive and costs.row_alone is not None else costs.row
             seconds = costs.base + per_row * sum(len(row.tokens) + len(row.draft_tokens) for row in step.rows)
         else:
             passes = max(1, *(row.draft_length for row in step.rows))
@@ -196,7 +203,7 @@ class RateSimulation:
         accepted = 0
         while accepted < len(row.draft_tokens) and self._right(row.sequence_id, fed + accepted):
             accepted += 1
-        tokens = (7,) * (accepted + 1) if row.choose else ()
+        tokens = (7,) * (accepted + 1) if row.sample else ()
         return RowResult(row.sequence_id, RowStatus.OK, fed + accepted, 0, tokens, accepted)
 
     def _right(self, sequence_id: int, position: int) -> bool:
@@ -213,7 +220,7 @@ def rate_of(
     draft_length: int,
     batch_size: int,
     sequences: int,
-    asked: int | None = None,
+    requested: int | None = None,
     prompt_tokens: int | None = None,
     output_tokens: int | None = None,
     tokens_each: int = 300,
@@ -226,10 +233,10 @@ def rate_of(
 
     None ends, or each after `output_tokens`, and then another one comes.
 
-    The learning is the first `learning` tokens of that. `asked` is the draft length that the requests ask for.
+    The learning is the first `learning` tokens of that. `requested` is the draft length that the requests ask for.
     """
     window = max(sequences, batch_size)
-    config = SchedulerConfig(batch_size=batch_size, window=window, policy=policy, draft_length=draft_length)
+    config = SchedulerConfig(batch_size=batch_size, max_running=window, policy=policy, draft_length=draft_length)
     simulation = RateSimulation(config, costs, acceptance, seed)
     for index in range(targets):
         simulation.join(f"target{index}", Role.TARGET)
@@ -237,7 +244,7 @@ def rate_of(
         simulation.join(f"draft{index}", Role.DRAFT)
     for sequence_id in range(sequences):
         usual = _PROMPT_LENGTHS[sequence_id % len(_PROMPT_LENGTHS)]
-        simulation.submit(sequence_id, usual if prompt_tokens is None else prompt_tokens, asked, output_tokens)
+        simulation.submit(sequence_id, usual if prompt_tokens is None else prompt_tokens, requested, output_tokens)
     simulation.run(lambda: simulation.emitted_tokens >= sequences * learning)
     learnt_at, learnt_tokens = simulation.now, simulation.emitted_tokens
     simulation.run(lambda: simulation.emitted_tokens >= sequences * tokens_each)
@@ -246,4 +253,6 @@ def rate_of(
         simulation.emitted_tokens / simulation.now,
         simulation.core.snapshot(),
         simulation.disturbed_steps,
+        simulation.other_steps,
+        simulation.verify_steps,
     )

@@ -85,10 +85,10 @@ class Cell:
         arrivals: Callable[[float], float] = lambda _: 0.0,
         acceptance: Callable[[float], float] = lambda _: 0.7,
         tokens: int = 100,
-        window: int = 256,
+        max_running: int = 256,
         start_seconds: float = 20.0,
     ) -> None:
-        self.rules, self.costs, self.start_seconds, self.window = rules, costs, start_seconds, window
+        self.rules, self.costs, self.start_seconds, self.max_running = rules, costs, start_seconds, max_running
         self.clients, self.arrivals, self.acceptance, self.tokens = clients, arrivals, acceptance, tokens
         self.target, self.draft = Group(1), Group(1)
         self.moments: list[Moment] = []
@@ -96,7 +96,7 @@ class Cell:
         self._left: list[float] = []
         self._waiting = 0
         self._due = 0.0
-        self._counts = dict.fromkeys(("arrived", "ended", "tokens", "rounds", "drafted", "accepted"), 0.0)
+        self._counts = dict.fromkeys(("arrived", "ended", "tokens", "deliveries", "drafted", "accepted"), 0.0)
         self._past = Past()
         self._readings: tuple[Reading, ...] = ()
 
@@ -118,7 +118,7 @@ class Cell:
         self._due -= int(self._due)
         self._counts["arrived"] += coming
         self._waiting += coming
-        room = min(self.window, self.target.up * self.costs.pages) - len(self._left)
+        room = min(self.max_running, self.target.up * self.costs.pages) - len(self._left)
         admitted = min(max(room, 0), self._waiting)
         self._waiting -= admitted
         self._left += [float(self.tokens)] * admitted
@@ -126,7 +126,7 @@ class Cell:
         rounds = STEP / seconds
         done = rounds * commit
         count = len(self._left)
-        self._counts["rounds"] += rounds * count
+        self._counts["deliveries"] += rounds * count
         self._counts["tokens"] += done * count
         self._counts["drafted"] += rounds * count * self.costs.draft_length
         self._counts["accepted"] += rounds * count * (commit - 1)
@@ -146,8 +146,8 @@ class Cell:
         steps = math.ceil(each / costs.batch_size)
         verifying = steps * costs.target_base + costs.target_row * each * (gamma + 1)
         drafting = gamma * costs.draft_pass + costs.draft_row * gamma * max(len(self._left) / self.draft.up, 1.0)
-        alone = costs.target_base + costs.target_row * min(each, costs.batch_size) * (gamma + 1)
-        seconds = max(verifying, drafting + alone if steps == 1 else drafting) + costs.overhead
+        exclusive = costs.target_base + costs.target_row * min(each, costs.batch_size) * (gamma + 1)
+        seconds = max(verifying, drafting + exclusive if steps == 1 else drafting) + costs.overhead
         return seconds, sum(accept**k for k in range(gamma + 1))
 
     def _decide(self, now: float) -> None:

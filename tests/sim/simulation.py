@@ -189,7 +189,7 @@ class Simulation:
                     output = self.outputs[command.sequence_id]
                     assert output.end is None, "a second end"
                     output.end = command
-        self._check_window()
+        self._check_running()
         self._check_waits(commands)
 
     def _send(self, step: SendStep) -> None:
@@ -253,9 +253,9 @@ class Simulation:
         waiting = {row.sequence_id for other in seat.unanswered.values() for row in other.rows}
         assert len(set(ids)) == len(ids), "a sequence is twice in a step"
         assert waiting.isdisjoint(ids), "a sequence is twice on its way"
-        assert sum(len(row.tokens) + len(row.draft_tokens) for row in step.rows) <= spec.max_packed_rows
+        assert sum(len(row.tokens) + len(row.draft_tokens) for row in step.rows) <= spec.max_num_batched_tokens
         busy = any(other.rows for other in seat.unanswered.values())
-        if busy and self.ample and spec.max_packed_rows >= 256:
+        if busy and self.ample and spec.max_num_batched_tokens >= 256:
             self._check_worth_queueing(step)
         steady = 1 if spec.role is Role.TARGET else 2
         catching_up = sum(len(row.tokens) for row in step.rows if len(row.tokens) > steady)
@@ -269,7 +269,7 @@ class Simulation:
             assert output.end is None, "a row for a sequence that ended"
             known = [*output.request.prompt, *output.tokens]
             assert list(row.tokens) == known[row.kv_len : row.kv_len + len(row.tokens)], "not the committed tokens"
-            if row.choose or row.draft_length:
+            if row.sample or row.draft_length:
                 assert row.kv_len + len(row.tokens) == len(known), "chooses before the last committed token"
             most = len(output.request.prompt) + output.request.max_tokens
             assert len(known) + max(row.draft_length, len(row.draft_tokens)) < most, "drafts past max_tokens"
@@ -282,11 +282,11 @@ class Simulation:
             assert step.group is not None, "queued without a group"
             assert step.group.rows + len(target.drafted) >= self.config.batch_size, "queued too early"
 
-    def _check_window(self) -> None:
+    def _check_running(self) -> None:
         snapshot = self.core.snapshot()
-        assert snapshot.window <= self.config.window
+        assert snapshot.running <= self.config.max_running
         parts = snapshot.prefilling + snapshot.drafting + snapshot.drafted + snapshot.verifying + snapshot.moving
-        assert parts == snapshot.window
+        assert parts == snapshot.running
         if self.config.policy is Policy.EQSPEC:
             for worker in snapshot.workers:
                 assert worker.role is Role.DRAFT or worker.sequences <= self.config.batch_size
@@ -310,17 +310,17 @@ class Simulation:
     def _check_full_of_older(self, step: SendStep, drafted_at: float, packed: int) -> None:
         group = step.rows[: step.group.rows] if step.group is not None else ()
         for row in group:
-            assert self.core._pool.sequences[row.sequence_id].drafted_at <= drafted_at, "an overdue row was passed over"
+            assert self.core._live.sequences[row.sequence_id].drafted_at <= drafted_at, "an overdue row was passed over"
         if len(group) < self.config.batch_size:
             used = sum(1 + len(row.draft_tokens) for row in group)
-            most = self.seats[step.worker_id].worker.spec.max_packed_rows
+            most = self.seats[step.worker_id].worker.spec.max_num_batched_tokens
             kept = min(self.config.prefill_chunk, most // 2)
             assert used + packed > most - kept, "an overdue row was left out of a step that had room"
 
     def check_end(self) -> None:
         """Everything ended, rightly; and nothing is left on any worker."""
         self.core.check_integrity()
-        assert self.core.snapshot().pool == 0, self.core.snapshot()
+        assert self.core.snapshot().live == 0, self.core.snapshot()
         for output in self.outputs.values():
             expected, reason = plain_decoding(output.request)
             match output.end:

@@ -26,8 +26,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from bench.machine import describe_machine
 from bench.record import origin
-from services.machine import describe_machine
 from tests.sim.cell.plan import FAULTS
 from tests.sim.cell.schedule import ScheduleError, run_schedule
 
@@ -130,9 +130,9 @@ class Summary:
             "fenced_replies": tally.fenced_replies,
             "virtual_seconds": round(tally.virtual_seconds, 1),
         }
-        beside = self._file.with_name(self._file.name + ".part")
-        beside.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        beside.replace(self._file)
+        shared = self._file.with_name(self._file.name + ".part")
+        shared.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        shared.replace(self._file)
 
 
 def _commit() -> str:

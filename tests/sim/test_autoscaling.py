@@ -73,7 +73,7 @@ def test_bursts_that_last_are_served_without_going_down_between_them() -> None:
 @pytest.mark.parametrize("per_second", [4.0, 8.0, 12.0])
 def test_arrivals_that_do_not_wait_for_answers_are_held_without_flapping(per_second: float) -> None:
     costs = Costs(target_base=0.03, target_row=0.0005)
-    cell = Cell(rules(), costs, arrivals=lambda _: per_second, window=1024)
+    cell = Cell(rules(), costs, arrivals=lambda _: per_second, max_running=1024)
     moments = cell.run(900)
     assert held(moments, 0.0, 60.0)
     assert len([change for change in cell.target.changes if change[0] > 200]) <= 2
@@ -84,7 +84,7 @@ def test_arrivals_that_do_not_wait_for_answers_are_held_without_flapping(per_sec
 
 def test_a_growing_load_is_followed_before_it_is_too_much() -> None:
     costs = Costs(target_base=0.03, target_row=0.0005)
-    cell = Cell(rules(), costs, arrivals=lambda time: min(12.0, time / 60), window=1024)
+    cell = Cell(rules(), costs, arrivals=lambda time: min(12.0, time / 60), max_running=1024)
     moments = cell.run(1000)
     assert sum(one.token_seconds > TOKEN_SECONDS for one in moments) * STEP <= 30
     assert max(one.waiting for one in moments) <= 12

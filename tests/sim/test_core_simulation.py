@@ -29,7 +29,7 @@ class Scenario:
     seed: int
     policy: Policy
     batch_size: int
-    window: int
+    max_running: int
     draft_length: int
     prefill_chunk: int
     steps_in_flight: int
@@ -57,7 +57,7 @@ scenarios = st.builds(
     seed=st.integers(0, 2**32),
     policy=st.sampled_from(Policy),
     batch_size=st.integers(1, 6),
-    window=st.sampled_from([1, 3, 8, 16, 64]),
+    max_running=st.sampled_from([1, 3, 8, 16, 64]),
     draft_length=st.integers(0, 7),
     prefill_chunk=st.sampled_from([1, 2, 5, 16, 64]),
     steps_in_flight=st.integers(1, 3),
@@ -114,7 +114,7 @@ def build(scenario: Scenario) -> Simulation:
     rng = random.Random(scenario.seed)
     config = SchedulerConfig(
         batch_size=scenario.batch_size,
-        window=scenario.window,
+        max_running=scenario.max_running,
         policy=scenario.policy,
         draft_length=scenario.draft_length,
         prefill_chunk=scenario.prefill_chunk,
@@ -171,7 +171,7 @@ PREEMPTED_WITHOUT_A_STEP = Scenario(
     seed=8984,
     policy=Policy.AUTO,
     batch_size=3,
-    window=8,
+    max_running=8,
     draft_length=7,
     prefill_chunk=16,
     steps_in_flight=3,
@@ -208,7 +208,7 @@ def test_output_is_that_of_plain_decoding_whatever_happens(scenario: Scenario) -
 @pytest.mark.parametrize("policy", list(Policy))
 def test_three_hundred_sequences_pass_through_pages_for_forty(policy: Policy) -> None:
     rng = random.Random(7)
-    config = SchedulerConfig(policy=policy, window=128, batch_size=8, draft_length=3, prefill_chunk=32)
+    config = SchedulerConfig(policy=policy, max_running=128, batch_size=8, draft_length=3, prefill_chunk=32)
     simulation = Simulation(config, seed=1, ample=False)
     mean_length, page_size = 89, 8
     pages = 40 * mean_length // page_size
@@ -228,7 +228,7 @@ def test_three_hundred_sequences_pass_through_pages_for_forty(policy: Policy) ->
 
 @pytest.mark.parametrize("policy", list(Policy))
 def test_a_busy_cell_keeps_its_rules(policy: Policy) -> None:
-    config = SchedulerConfig(policy=policy, window=48, batch_size=4, prefill_chunk=32)
+    config = SchedulerConfig(policy=policy, max_running=48, batch_size=4, prefill_chunk=32)
     simulation = Simulation(config, seed=11)
     simulation.join(0.0, ModelWorker(WorkerSpec("target", Role.TARGET, 16, 10_000, 1000, 256)))
     simulation.join(0.0, ModelWorker(WorkerSpec("draft", Role.DRAFT, 16, 10_000, 1000, 256), 0.7))
@@ -242,7 +242,7 @@ def test_a_busy_cell_keeps_its_rules(policy: Policy) -> None:
 
 @pytest.mark.parametrize("policy", list(Policy))
 def test_a_cancelled_sequence_is_off_every_worker_within_a_second(policy: Policy) -> None:
-    config = SchedulerConfig(policy=policy, window=16, batch_size=4)
+    config = SchedulerConfig(policy=policy, max_running=16, batch_size=4)
     simulation = Simulation(config, seed=3)
     target = ModelWorker(WorkerSpec("target", Role.TARGET, 4, 1000, 1000, 128))
     draft = ModelWorker(WorkerSpec("draft", Role.DRAFT, 4, 1000, 1000, 128), 0.8)
@@ -273,7 +273,7 @@ def verify_rows_sent(simulation: Simulation) -> list[tuple[float, tuple[int, ...
 
 def test_a_lone_odd_sequence_is_not_starved_by_a_crowd_of_equals() -> None:
     """The paper's tail: equal-length groups keep forming, and one sequence never finds a partner."""
-    config = SchedulerConfig(policy=Policy.EXSPEC, window=64, batch_size=4, draft_length=0, wait_bound_steps=1.5)
+    config = SchedulerConfig(policy=Policy.EXSPEC, max_running=64, batch_size=4, draft_length=0, wait_bound_steps=1.5)
     simulation = Simulation(config, seed=5)
     simulation.join(0.0, ModelWorker(WorkerSpec("target", Role.TARGET, 16, 10_000, 1000, 256)))
     for sequence_id in range(24):
@@ -291,7 +291,9 @@ def test_a_lone_odd_sequence_is_not_starved_by_a_crowd_of_equals() -> None:
 @pytest.mark.parametrize("movement", list(KvMovement))
 @pytest.mark.parametrize("policy", list(Policy))
 def test_targets_that_drain_one_after_the_other_lose_nothing(policy: Policy, movement: KvMovement) -> None:
-    config = SchedulerConfig(policy=policy, window=8, batch_size=4, kv_movement=movement, initial_step_seconds=0.01)
+    config = SchedulerConfig(
+        policy=policy, max_running=8, batch_size=4, kv_movement=movement, initial_step_seconds=0.01
+    )
     simulation = Simulation(config, seed=13, ample=False)
     specs = [WorkerSpec(f"target{index}", Role.TARGET, 4, 400, 1000, 64) for index in range(3)]
     for spec in specs:

@@ -36,6 +36,7 @@ def schedules_of(kind: str) -> list[ScheduleResult]:
     return [run_schedule(seed, kinds=(kind,)) for seed in range(12)]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", FAULTS)
 def test_one_kind_of_fault_breaks_no_rule(kind: str) -> None:
     results = schedules_of(kind)
@@ -49,6 +50,7 @@ def test_schedules_that_found_something_break_no_rule_any_more(seed: int) -> Non
     assert run_schedule(seed).outcomes.total() == 200
 
 
+@pytest.mark.slow
 def test_mixed_faults_break_no_rule() -> None:
     outcomes: Counter[str] = Counter()
     sharing = 0
@@ -65,6 +67,7 @@ def test_mixed_faults_break_no_rule() -> None:
     )
 
 
+@pytest.mark.slow
 def test_faults_do_what_they_are_for() -> None:
     def count(kind: str, *words: str) -> int:
         return sum(happened(result, *words) for result in schedules_of(kind))

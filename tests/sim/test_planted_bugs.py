@@ -9,26 +9,27 @@ from typing import Any
 
 import pytest
 
-from engine import prefix_cache
-from engine.pages import PageKey, PagePool, PageTable
-from engine.prefix_cache import page_key
+from engine.kv import prefix_cache
+from engine.kv.pages import PageKey, PagePool, PageTable
+from engine.kv.prefix_cache import page_key
 from protos import scheduler_pb2, worker_pb2
 from scheduler.core import SchedulerCore
-from scheduler.ledger import KvEntry, PageBook
-from scheduler.lifecycle import Lifecycle
 from scheduler.messages import RowResult, RowStatus, SendStep
-from scheduler.sequence import Sequence
-from scheduler.worker_book import TargetBook, WorkerBook
-from services import kv_transfer, worker_link
-from services.client_session import ClientSession
-from services.gateway_session import GatewaySession
-from services.kv_transfer import KvTransfer
-from services.remote_stream import RemoteStream
-from services.scheduler_service import SchedulerService
-from services.step_executor import StepExecutor
-from services.worker_link import WorkerLink
-from services.worker_sequences import PreparedRow, RowRejectedError, WorkerSequences
-from services.worker_set import WorkerSet
+from scheduler.state.kv_ledger import KvEntry, PageLedger
+from scheduler.state.worker_base import WorkerState
+from scheduler.state.workers import Sequence, TargetWorker
+from scheduler.transitions.lifecycle import Lifecycle
+from services.scheduler.service import SchedulerService
+from services.scheduler.session import GatewaySession
+from services.scheduler.workers import worker_link
+from services.scheduler.workers.worker_link import WorkerLink
+from services.scheduler.workers.worker_set import WorkerSet
+from services.scheduler_client.remote_stream import RemoteStream
+from services.scheduler_client.session import ClientSession
+from services.worker import kv_pages as kv_transfer
+from services.worker.executor import StepExecutor
+from services.worker.kv_pages import KvTransfer
+from services.worker.sequences import PreparedRow, RowRejectedError, WorkerSequences
 from tests.sim.cell.schedule import ScheduleError, run_schedule
 
 MOST_SCHEDULES = 40
@@ -74,35 +75,36 @@ def worker_keeps_the_pages_of_a_scheduler_that_is_gone(patch: Patch) -> None:
 
 
 def core_keeps_the_pages_of_sequences_that_left(patch: Patch) -> None:
-    patch.setattr(PageBook, "release", lambda self, sequence_id: None)
+    patch.setattr(PageLedger, "release", lambda self, sequence_id: None)
 
 
 def releases_are_forgotten(patch: Patch) -> None:
-    evict = WorkerBook.evict
+    evict = WorkerState.evict
 
-    def forgetful(self: WorkerBook[Any], sequence: Sequence) -> None:
+    def forgetful(self: WorkerState[Any, Any], sequence: Sequence) -> None:
         evict(self, sequence)
         self.releases.pop(sequence.sequence_id, None)
 
-    patch.setattr(WorkerBook, "evict", forgetful)
+    patch.setattr(WorkerState, "evict", forgetful)
 
 
 def sequence_that_returns_to_the_queue_forgets_a_token(patch: Patch) -> None:
     return_to_queue = Lifecycle.return_to_queue
 
     def forgetful(self: Lifecycle, sequence: Sequence) -> None:
+        return_to_queue(self, sequence)
         if sequence.length > len(sequence.request.prompt):
-            self._leave_state(sequence)
+            self._live.waiting.remove(sequence)
             sequence.length -= 1
             sequence.tokens.truncate(sequence.length)
-        return_to_queue(self, sequence)
+            self._live.waiting.push(sequence)
 
     patch.setattr(Lifecycle, "return_to_queue", forgetful)
 
 
 def repeated_reply_is_applied_twice(patch: Patch) -> None:
     """The link lets it pass, and the core takes it for the first."""
-    take, take_answered = WorkerLink._take, TargetBook.take_answered
+    take, take_answered = WorkerLink._take, TargetWorker.take_answered
 
     def take_again(self: Any, reply: worker_pb2.StepReply) -> None:
         known = self.__dict__.setdefault("known", {})
@@ -121,7 +123,7 @@ def repeated_reply_is_applied_twice(patch: Patch) -> None:
         return step
 
     patch.setattr(WorkerLink, "_take", take_again)
-    patch.setattr(TargetBook, "take_answered", answered_again)
+    patch.setattr(TargetWorker, "take_answered", answered_again)
 
 
 def step_out_of_turn_fails_its_sequences(patch: Patch) -> None:
@@ -144,11 +146,11 @@ def draining_worker_fails_what_is_new(patch: Patch) -> None:
     execute, prepare = StepExecutor.execute, WorkerSequences.prepare
 
     def lenient(self: Any, request: worker_pb2.StepRequest, *others: Any) -> worker_pb2.StepReply:
-        self._book.closed, self.draining = self.draining, False
+        self._sequences.closed, self.draining = self.draining, False
         try:
             return execute(self, request, *others)
         finally:
-            self.draining = self._book.closed
+            self.draining = self._sequences.closed
 
     def refusing(self: Any, row: worker_pb2.Row) -> PreparedRow:
         if self.closed and row.sequence_id not in self:
@@ -233,6 +235,7 @@ def shared_page_has_no_reference(patch: Patch) -> None:
     patch.setattr(PagePool, "share", uncounted)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("plant", "faults", "broken_rule"),
     [

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from services.gateway.app import create_app
-from services.gateway.grpc_server import GrpcServer
-from services.gateway.http_server import HttpServer
+from services.gateway.grpc.server import GrpcServer
+from services.gateway.http.app import create_app
+from services.gateway.http.server import HttpServer
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.settings import GatewaySettings, ListenSettings
-from services.tokenizer import ModelTokenizer
-from services.tracing import RequestTracing
+from services.observability.tracing import RequestTracing
+from services.text.tokenizer import ModelTokenizer
 from tests.support.cells import CLIENT, Cell, SchedulerClient
 from tests.support.gateway import Served
 from tests.support.waiting import until

@@ -16,20 +16,20 @@ from typing import Any
 
 from scheduler.config import Policy, SchedulerConfig
 from scheduler.messages import FinishReason, Role
-from services.backend import GenerationRequest
-from services.channel_security import SECURITY_VARIABLE, ChannelSecurity
-from services.gateway_session import SessionOptions
-from services.remote_stream import RemoteStream
-from services.scheduler_client import ClientOptions, SchedulerClient
-from services.scheduler_server import SchedulerServer, SchedulerServerOptions
-from services.scheduler_service import SchedulerService
-from services.service_observer import ServiceObserver
-from services.step_executor import DraftStepExecutor, StepExecutor, TargetStepExecutor
-from services.worker_link import LinkOptions
-from services.worker_registration import RegistrationOptions, WorkerRegistration
-from services.worker_registry import RegistryOptions
-from services.worker_server import WorkerServer
-from tests.stand_in_worker import StandInEngine, continuation
+from services.backend.interface import GenerationRequest
+from services.observability.observer import ServiceObserver
+from services.rpc.channel_security import SECURITY_VARIABLE, ChannelSecurity
+from services.scheduler.server import SchedulerServer, SchedulerServerOptions
+from services.scheduler.service import SchedulerService
+from services.scheduler.session import SessionOptions
+from services.scheduler.workers.registry import RegistryOptions
+from services.scheduler.workers.worker_link import LinkOptions
+from services.scheduler_client.remote import ClientOptions, SchedulerClient
+from services.scheduler_client.remote_stream import RemoteStream
+from services.worker.executor import DraftStepExecutor, StepExecutor, TargetStepExecutor
+from services.worker.registration import RegistrationOptions, WorkerRegistration
+from services.worker.server import WorkerServer
+from tests.support.stand_in_worker import StandInEngine, continuation
 from tests.support.waiting import LONG, until
 
 ROOT = Path(__file__).parents[2]
@@ -100,7 +100,7 @@ class Cell:
 
     @property
     def live_sequences(self) -> int:
-        return self.service.core.snapshot().pool
+        return self.service.core.snapshot().live
 
     @property
     def pages_in_use(self) -> int:

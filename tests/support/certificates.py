@@ -6,7 +6,7 @@ from pathlib import Path
 
 import trustme
 
-from services.channel_security import ChannelSecurity
+from services.rpc.channel_security import ChannelSecurity
 
 
 def issue(folder: Path, *names: str, server_name: str = "", token: str = "") -> ChannelSecurity:

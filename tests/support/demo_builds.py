@@ -7,7 +7,7 @@ import time
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
-from engine import demo
+from engine.models import demo
 
 
 def build(cache: str, together: Barrier) -> None:

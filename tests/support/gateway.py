@@ -19,18 +19,18 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from scheduler.config import Policy, SchedulerConfig
 from scheduler.messages import Role
-from services.backend import Backend
-from services.gateway.app import create_app
-from services.gateway.grpc_server import GrpcServer
-from services.gateway.http_server import HttpServer
+from services.backend.interface import Backend
+from services.gateway.grpc.server import GrpcServer
+from services.gateway.http.app import create_app
+from services.gateway.http.server import HttpServer
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.settings import GatewaySettings, ListenSettings, TlsFiles
-from services.launcher import WorkerLaunch, WorkerLauncher
-from services.local_backend import LocalBackend
-from services.scheduler_service import SchedulerService
-from services.tokenizer import ModelTokenizer
-from services.worker_link import LinkOptions, WorkerEndpoint
-from tests.stand_in_worker import VOCABULARY
+from services.launch.launcher import WorkerLaunch, WorkerLauncher
+from services.scheduler.service import SchedulerService
+from services.scheduler.workers.worker_link import LinkOptions, WorkerEndpoint
+from services.scheduler_client.local import LocalBackend
+from services.text.tokenizer import ModelTokenizer
+from tests.support.stand_in_worker import VOCABULARY
 from tests.support.waiting import LONG
 
 T = TypeVar("T")
@@ -95,7 +95,7 @@ class Gateways:
     ) -> None:
         self.tokenizer = tokenizer
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread = threading.Thread(target=self._run_loop, daemon=True)
         self._thread.start()
         self._cell = cell(launches, config or DRAFTING)
         self.service = self.run(self._cell.__aenter__())
@@ -105,7 +105,10 @@ class Gateways:
         self.run(self._cell.__aexit__(None, None, None))
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(LONG)
-        self._loop.close()
+
+    def _run_loop(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:  # cancels at its end what is left
+            runner.get_loop().run_forever()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """What a coroutine gives that runs on the loop of the gateways."""
@@ -154,7 +157,9 @@ def stand_in_gateways(folder: Path, config: SchedulerConfig | None = None, **wor
     tokenizer = save_tokenizer(folder)
     settings = {"tokenizer_digest": tokenizer.vocabulary_digest.hex(), "model_id": MODEL, **worker}
     launches = [
-        WorkerLaunch(role, settings, threads=1, module="tests.stand_in_worker", environment={"PYTHONPATH": str(ROOT)})
+        WorkerLaunch(
+            role, settings, threads=1, module="tests.support.stand_in_worker", environment={"PYTHONPATH": str(ROOT)}
+        )
         for role in (Role.DRAFT, Role.TARGET)
     ]
     return Gateways(tokenizer, launches, config)

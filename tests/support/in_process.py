@@ -25,8 +25,8 @@ from scheduler.messages import (
     WorkerJoined,
     WorkerSpec,
 )
-from services.step_executor import StepExecutor
-from services.wire import result_from_wire, step_to_wire
+from services.rpc.worker_codec import result_from_wire, step_to_wire
+from services.worker.executor import StepExecutor
 
 # Workers live on from run to run; every run is a new scheduler to them.
 _scheduler_epochs = itertools.count(1)
@@ -101,4 +101,6 @@ def run_in_process(
 
 def _spec(worker_id: str, executor: StepExecutor[Any]) -> WorkerSpec:
     d = executor.describe()
-    return WorkerSpec(worker_id, executor.role, d.page_size, d.total_pages, d.max_sequence_length, d.max_packed_rows)
+    return WorkerSpec(
+        worker_id, executor.role, d.page_size, d.total_pages, d.max_sequence_length, d.max_num_batched_tokens
+    )

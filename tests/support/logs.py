@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from services.log_format import PACKAGES
+from services.observability.logs import PACKAGES
 
 
 @contextmanager

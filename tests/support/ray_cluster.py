@@ -1,8 +1,8 @@
 """A Ray cluster of several logical nodes in a process of its own, away from the user's home and from other Rays.
 
 `python -m tests.support.ray_cluster '[{}, {"large_gpu": 1}]'` starts it with these custom resources, prints its
-address, answers the lines `actors`, `scheduler`, `metrics`, `deploy FILE`, `kill_gcs` and `start_gcs` on its standard
-input, and stops it at its end.
+address, answers the lines `actors`, `scheduler`, `metrics`, `deploy FILE`, `add_nodes RESOURCES`, `clear`, `kill_gcs`
+and `start_gcs` on its standard input, and stops it at its end.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -22,11 +22,14 @@ from typing import Any, Self
 import psutil
 import yaml
 
+from tests.support.ports import free_ports
 from tests.support.waiting import LONG
 
 CPUS_OF_A_NODE = 4
 # Ray's workers are as important as what else a machine does; by themselves they would come last.
 PRIORITY = {"RAY_worker_niceness": "0"}
+# Ray gives its own processes 30 s to start, which a busy machine may exceed.
+START_ATTEMPTS = 3
 
 
 def processes_of(folder: str) -> list[psutil.Process]:
@@ -49,21 +52,45 @@ def end(processes: list[psutil.Process]) -> None:
     psutil.wait_procs(processes, LONG)
 
 
-class RayCluster:
-    """For as long as the `with` block lasts: one logical node for each mapping of custom resources, the head first."""
+@contextlib.contextmanager
+def redis(folder: Path) -> Iterator[dict[str, str]]:
+    """What Ray needs to know to keep its state in a Redis; nothing where there is none to be had."""
+    server = shutil.which("redis-server")
+    if server is None:
+        yield {}
+        return
+    (port,) = free_ports(1)
+    command = [server, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(folder)]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
+        try:
+            yield {"RAY_REDIS_ADDRESS": f"127.0.0.1:{port}"}
+        finally:
+            process.kill()
 
-    def __init__(self, nodes: list[dict[str, float]], environment: Mapping[str, str] | None = None) -> None:
+
+class RayCluster:
+    """For as long as the `with` block lasts: one logical node for each mapping of custom resources, the head first.
+
+    Each has four CPUs; the head `head_cpus`.
+    """
+
+    def __init__(
+        self,
+        nodes: list[dict[str, float]],
+        environment: Mapping[str, str] | None = None,
+        head_cpus: int = CPUS_OF_A_NODE,
+    ) -> None:
         self._nodes = nodes
+        self._head_cpus = head_cpus
         # Not pytest's folder: the paths of sockets must be short.
         self.folder = Path(tempfile.mkdtemp(prefix="spool-"))
-        token = self.folder / "token"
-        token.write_text("0" * 64)
+        self._token = self.folder / "token"
         self.environment = {
             **os.environ,
             "HOME": str(self.folder),
             "RAY_TMPDIR": str(self.folder),
             "RAY_AUTH_MODE": "token",
-            "RAY_AUTH_TOKEN_PATH": str(token),
+            "RAY_AUTH_TOKEN_PATH": str(self._token),
             "RAY_USAGE_STATS_ENABLED": "0",
             **PRIORITY,
             **(environment or {}),
@@ -71,9 +98,23 @@ class RayCluster:
         self.address = ""
 
     def __enter__(self) -> Self:
+        for attempt in range(START_ATTEMPTS):
+            try:
+                self._start(attempt)
+                break
+            except AssertionError:
+                if attempt == START_ATTEMPTS - 1:
+                    raise
+        return self
+
+    def _start(self, attempt: int) -> None:
+        # In a Redis, what a Ray that did not start has left is not for the next one.
+        self.environment["RAY_external_storage_namespace"] = f"attempt-{attempt}"
+        self.folder.mkdir(exist_ok=True)
+        self._token.write_text("0" * 64)
         self._log = (self.folder / "cluster.log").open("wb")
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.ray_cluster", json.dumps(self._nodes)],
+            [sys.executable, "-m", "tests.support.ray_cluster", json.dumps(self._nodes), str(self._head_cpus)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -85,7 +126,20 @@ class RayCluster:
         except BaseException:
             self._end()
             raise
-        return self
+
+    @property
+    def process_id(self) -> int:
+        """Of the process that is an ancestor of all others of this Ray."""
+        return self._process.pid
+
+    @contextlib.contextmanager
+    def further_nodes(self, nodes: list[dict[str, float]]) -> Iterator[Self]:
+        """Nodes with these custom resources for the length of the block. At its end they and Serve are gone."""
+        assert self._ask(f"add_nodes {json.dumps(nodes)}") == len(nodes)
+        try:
+            yield self
+        finally:
+            self._ask("clear")
 
     def actors(self) -> list[dict[str, Any]]:
         """Class, process, node and state of every actor, from Ray itself; the node by its custom resources."""
@@ -160,6 +214,15 @@ def deploy(file: Path) -> None:
     client.deploy_apps(config)
 
 
+def clear() -> None:
+    """Ends Serve with all that it runs, so that the next suite can start it with other ports."""
+    from ray import serve
+    from ray.serve.context import _get_global_client
+
+    if _get_global_client(raise_if_no_controller_running=False) is not None:
+        serve.shutdown()
+
+
 def change_gcs(head: Any, change: str) -> int:
     if change == "start_gcs":
         head.start_gcs_server()
@@ -177,8 +240,7 @@ def main() -> None:
     from ray._private.state import actors, state
     from ray.cluster_utils import Cluster
 
-    from deploy.cluster import scheduler_status
-    from tests.support.ports import free_ports
+    from deploy.cluster.client import scheduler_status
 
     def node(resources: dict[str, float]) -> dict[str, Any]:
         return {
@@ -191,11 +253,16 @@ def main() -> None:
     first, *others = json.loads(sys.argv[1])
     # A GCS that comes back must be found where it was.
     (gcs_port,) = free_ports(1)
-    head = {**node(first), "include_dashboard": False, "gcs_server_port": gcs_port}
+    head = {**node(first), "num_cpus": int(sys.argv[2]), "include_dashboard": False, "gcs_server_port": gcs_port}
     cluster = Cluster(initialize_head=True, head_node_args=head)
-    for resources in others:
-        cluster.add_node(wait=False, **node(resources))
-    cluster.wait_for_nodes()
+    added: list[Any] = []
+
+    def add(nodes: list[dict[str, float]]) -> list[Any]:
+        new = [cluster.add_node(wait=False, **node(resources)) for resources in nodes]
+        cluster.wait_for_nodes()
+        return new
+
+    add(others)
     ray.init(address=cluster.address, log_to_driver=False)
     print(json.dumps({"address": cluster.address}), file=answers, flush=True)
     for line in sys.stdin:
@@ -203,6 +270,16 @@ def main() -> None:
         if question == "deploy":
             deploy(Path(file))
             print(json.dumps({"deploy": "taken"}), file=answers, flush=True)
+            continue
+        if question == "add_nodes":
+            added += add(json.loads(file))
+            print(json.dumps({"add_nodes": len(added)}), file=answers, flush=True)
+            continue
+        if question == "clear":
+            clear()
+            while added:
+                cluster.remove_node(added.pop())
+            print(json.dumps({"clear": "done"}), file=answers, flush=True)
             continue
         if question in ("kill_gcs", "start_gcs"):
             print(json.dumps({question: change_gcs(cluster.head_node, question)}), file=answers, flush=True)

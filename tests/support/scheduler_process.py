@@ -9,9 +9,9 @@ import sys
 import time
 
 from scheduler.config import Policy, SchedulerConfig
-from services.channel_security import SECURITY_VARIABLE, ChannelSecurity
-from services.scheduler_server import SchedulerServer, SchedulerServerOptions
-from services.scheduler_service import SchedulerService
+from services.rpc.channel_security import SECURITY_VARIABLE, ChannelSecurity
+from services.scheduler.server import SchedulerServer, SchedulerServerOptions
+from services.scheduler.service import SchedulerService
 from tests.support.cells import LINKS, REGISTRY
 
 

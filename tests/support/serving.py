@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import openai
+import yaml
 
-from engine.loading import load_target_engine
+from bench.chaos.application import Application
+from bench.chaos.streams import Answer, Case
+from engine.models.loading import load_target_engine
 from engine.settings import EngineSettings
 from scheduler.config import Policy, SchedulerConfig
 from scheduler.messages import SequenceRequest
 from scheduler.sampling import SamplingParameters
-from services.step_executor import TargetStepExecutor
-from services.tokenizer import ModelTokenizer
+from services.text.tokenizer import ModelTokenizer
+from services.worker.executor import TargetStepExecutor
+from tests.support.command_line import spool
 from tests.support.in_process import run_in_process
+from tests.support.ports import free_ports
+from tests.support.ray_cluster import RayCluster
 
-ENGINE = {"page_size": 8, "kv_pages": 1024, "max_packed_rows": 96}
+ENGINE = {"page_size": 8, "kv_pages": 1024, "max_num_batched_tokens": 96}
 
 
 @dataclass(frozen=True)
@@ -42,13 +50,13 @@ def requests(count: int, max_tokens: int) -> list[Ask]:
 class PlainDecoder:
     """One sequence at a time, one token at a time, by the engine alone."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, dtype: str = "float32", engine: Mapping[str, int] = ENGINE) -> None:
         self._tokenizer = ModelTokenizer(folder)
-        settings = EngineSettings(str(folder), dtype="float32", threads=1, **ENGINE)
+        settings = EngineSettings(str(folder), dtype=dtype, threads=1, **engine)
         self._executor = TargetStepExecutor(load_target_engine(settings, lambda *_: None))
 
     def __call__(self, asked: Sequence[Ask]) -> list[str]:
-        config = SchedulerConfig(batch_size=1, window=1, policy=Policy.RAGGED, draft_length=0)
+        config = SchedulerConfig(batch_size=1, max_running=1, policy=Policy.RAGGED, draft_length=0)
         sequences = [
             SequenceRequest(
                 sequence_id=number,
@@ -61,6 +69,12 @@ class PlainDecoder:
         ]
         outputs = run_in_process(config, {"target-0": self._executor}, sequences)
         return [self._tokenizer.decode(outputs[number].tokens) for number in range(len(asked))]
+
+
+def oracle(plain: PlainDecoder, asked: Sequence[Case]) -> dict[Case, Answer]:
+    """What must be answered, by the engine alone; a token is a character."""
+    texts = plain([Ask(one.prompt, one.seed, one.max_tokens, one.temperature) for one in asked])
+    return {case: Answer(text, case.max_tokens) for case, text in zip(asked, texts, strict=True)}
 
 
 async def stream_all(
@@ -95,3 +109,21 @@ async def stream_all(
             await begun.wait()
             await asyncio.to_thread(on_start)
         return await asyncio.gather(*answers)
+
+
+@contextmanager
+def served_on(cluster: RayCluster, configuration: Mapping[str, Any], folder: Path) -> Iterator[Application]:
+    """`spool serve --detach` on a Ray that is there, on free ports; `spool down` at the end. `configuration`, with
+    these ports, becomes spool.yaml in `folder`."""
+    http_port, grpc_port = free_ports(2)
+    gateway = {**configuration.get("gateway", {}), "http_port": http_port, "grpc_port": grpc_port}
+    file = folder / "spool.yaml"
+    file.write_text(yaml.safe_dump({**configuration, "gateway": gateway, "ray": {"address": cluster.address}}))
+    environment = {**cluster.environment, "SPOOL_STATE": str(folder / "state")}
+    ended = spool("serve", "--config", file, "--detach", environment=environment)
+    assert ended.code == 0, ended.err
+    served_name = configuration["models"]["served_name"]
+    url = f"http://127.0.0.1:{http_port}"
+    yield Application(url, f"127.0.0.1:{grpc_port}", served_name, cluster.process_id, environment)
+    ended = spool("down", environment=environment)
+    assert ended.code == 0, ended.err

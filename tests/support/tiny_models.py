@@ -29,13 +29,20 @@ _SHAPE = {
     "pad_token_id": None,
 }
 
+# What the CPU kernels take, on pages of 16 positions.
+KERNEL_SHAPE = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 32}
+
 CONFIGS: dict[str, type[PreTrainedConfig]] = {"llama": LlamaConfig, "qwen3": Qwen3Config, "glm4": Glm4Config}
 
 
-def tiny_model(family: str, seed: int = 0) -> PreTrainedModel:
-    """Weights spread widely enough that the next token depends on the context and no two logits are nearly equal."""
+def tiny_model(family: str, seed: int = 0, **shape: int) -> PreTrainedModel:
+    """Weights spread widely enough that the next token depends on the context and no two logits are nearly equal.
+
+    `shape`: sizes of the configuration other than usual.
+    """
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(CONFIGS[family](**_SHAPE, tie_word_embeddings=False), dtype=torch.float32)
+    config = CONFIGS[family](**(_SHAPE | shape), tie_word_embeddings=False)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
@@ -43,9 +50,9 @@ def tiny_model(family: str, seed: int = 0) -> PreTrainedModel:
     return model.eval()
 
 
-def save_tiny_pair(family: str, folder: Path, disagreement: float = 0.02) -> tuple[Path, Path]:
+def save_tiny_pair(family: str, folder: Path, disagreement: float = 0.02, **shape: int) -> tuple[Path, Path]:
     """Target and draft; the draft is the target with noise on its weights, so that it is right some of the time."""
-    target = tiny_model(family)
+    target = tiny_model(family, **shape)
     target_folder, draft_folder = folder / f"{family}-target", folder / f"{family}-draft"
     target.save_pretrained(target_folder)
     torch.manual_seed(1)

@@ -12,5 +12,5 @@ import pytest
 def interpreted_attention() -> ModuleType:
     pytest.importorskip("triton", reason="Triton is made for Linux only")
     if os.environ.get("TRITON_INTERPRET") != "1":
-        pytest.skip("a GPU is there, where tests/engine/test_gpu_engine.py has the kernel itself")
-    return importlib.import_module("engine.triton_attention")
+        pytest.skip("another processor: on this GPU tests/engine/test_gpu_engine.py has the kernel itself")
+    return importlib.import_module("engine.cuda.triton_attention")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from engine.steps import Computing, StepOutcome, VerifyRow
-from services.step_executor import StepExecutor
+from services.worker.executor import StepExecutor
 from tests.support.waiting import LONG
 
 

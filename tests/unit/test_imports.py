@@ -3,7 +3,9 @@
 import ast
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -16,10 +18,12 @@ ALLOWED = {
     "scheduler": {"scheduler"},
     "engine": {"engine", "scheduler"},
     "services": {"services", "protos", "scheduler", "engine"},
-    "deploy": {"deploy", "services", "engine", "scheduler", "protos"},
+    "deploy": {"deploy", "services", "engine", "scheduler", "protos", "bench"},
     "bench": {"bench", "deploy", "services", "engine", "scheduler", "protos"},
 }
 HEAVY = ("torch", "transformers")
+LAYERED = ("scheduler", "engine", "services", "deploy", "bench")
+MOST_MODULES = 15
 
 
 def imported_modules(source: Path) -> Iterator[str]:
@@ -39,6 +43,10 @@ def sources(package: str) -> list[Path]:
     return found
 
 
+def module_name(source: Path) -> str:
+    return ".".join(source.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
 def offences(package: str, forbidden: set[str]) -> list[str]:
     return [
         f"{source.relative_to(ROOT)} imports {name}"
@@ -51,6 +59,32 @@ def offences(package: str, forbidden: set[str]) -> list[str]:
 @pytest.mark.parametrize("package", PACKAGES)
 def test_packages_import_only_what_they_may(package: str) -> None:
     assert offences(package, {*PACKAGES, "tests"} - ALLOWED[package]) == []
+
+
+def test_of_deploy_only_the_command_line_imports_the_benchmarks() -> None:
+    importers = {offence.partition(" ")[0] for offence in offences("deploy", {"bench"})}
+    assert importers == {"deploy/cli/main.py"}
+
+
+@pytest.mark.parametrize("package", LAYERED)
+def test_imports_make_no_circle(package: str) -> None:
+    """Imports for type checkers alone count as well."""
+    modules = {module_name(source): source for source in sources(package)}
+    imports = {name: set(imported_modules(source)) & modules.keys() for name, source in modules.items()}
+    try:
+        list(TopologicalSorter(imports).static_order())
+    except CycleError as error:
+        pytest.fail(f"circle: {' -> '.join(error.args[1])}")
+
+
+def test_a_folder_can_be_taken_in_at_a_glance() -> None:
+    folders = Counter(
+        str(source.parent.relative_to(ROOT))
+        for package in PACKAGES
+        for source in sources(package)
+        if source.name != "__init__.py" and "_pb2" not in source.name
+    )
+    assert {folder: count for folder, count in folders.items() if count > MOST_MODULES} == {}
 
 
 @pytest.mark.parametrize("package", [name for name in PACKAGES if name not in ("engine", "bench")])
@@ -76,11 +110,11 @@ def test_the_scheduler_core_has_neither_clock_nor_randomness_nor_io() -> None:
 @pytest.mark.parametrize(
     "module",
     [
-        "services.scheduler_service",
-        "services.gateway.app",
-        "services.gateway.grpc_server",
-        "deploy.cli",
-        "engine.model_source",
+        "services.scheduler.service",
+        "services.gateway.http.app",
+        "services.gateway.grpc.server",
+        "deploy.cli.main",
+        "engine.models.source",
     ],
 )
 def test_starts_without_torch(module: str) -> None:

@@ -9,7 +9,10 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-_ENGINES = {"engine.target": ("TargetEngine", "target_seconds"), "engine.draft": ("DraftEngine", "draft_seconds")}
+_ENGINES = {
+    "engine.target": ("TargetEngine", "target_seconds"),
+    "engine.drafting.model_draft": ("DraftEngine", "draft_seconds"),
+}
 
 
 class _Finder(MetaPathFinder):

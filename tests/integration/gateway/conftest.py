@@ -1,4 +1,4 @@
-"""Gateways over workers whose output is known beforehand, and clients of them."""
+"""Gateways over stand-in workers of known output, and clients of these gateways."""
 
 from __future__ import annotations
 
@@ -12,39 +12,39 @@ from tests.integration.gateway.expected import STEP_SECONDS, TIMEOUT
 from tests.support.gateway import Gateways, Served, stand_in_gateways
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def gateways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateways]:
     gateways = stand_in_gateways(tmp_path_factory.mktemp("model"), step_seconds=0.001)
     yield gateways
     gateways.close()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def served(gateways: Gateways) -> Iterator[Served]:
     with gateways.serve() as served:
         yield served
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def client(served: Served) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
         yield client
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def http(served: Served) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=served.url, timeout=TIMEOUT) as client:
         yield client
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def slow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateways]:
     gateways = stand_in_gateways(tmp_path_factory.mktemp("slow"), step_seconds=STEP_SECONDS)
     yield gateways
     gateways.close()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def slowly_served(slow: Gateways) -> Iterator[Served]:
     with slow.serve() as served:
         yield served

@@ -1,4 +1,4 @@
-"""What gateways say about stand-in workers, known beforehand, and backends that stand in the way."""
+"""The expected output of gateways over stand-in workers, and backends that fail."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 import httpx
 
-from services.backend import GenerationRequest, LoadFigures
-from services.local_backend import LocalBackend, LocalStream
-from tests.stand_in_worker import continuation
+from services.backend.interface import GenerationRequest, LoadFigures
+from services.scheduler_client.local import LocalBackend, LocalStream
 from tests.support.gateway import Gateways
+from tests.support.stand_in_worker import continuation
 from tests.support.waiting import LONG
 
 PROMPT = "once upon a time"
@@ -20,13 +20,13 @@ CHAT: list[dict[str, Any]] = [{"role": "system", "content": "be brief"}, {"role"
 ENDLESS: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 1900, "ignore_eos": True, "spool": {"speculation": False}}
 THREE = {**ENDLESS, "n": 3}
 
-# A step takes so long that a sequence of ENDLESS outlasts every wait: only its end ahead of time frees anything.
+# A step takes so long that a sequence of ENDLESS outlasts every wait: only cancelling frees its pages in time.
 STEP_SECONDS = 0.08
 assert STEP_SECONDS * ENDLESS["max_tokens"] > LONG
 
 
 def expected_tokens(gateways: Gateways, prompt: Sequence[int], count: int) -> list[int]:
-    """What the model says, up to its own end."""
+    """The output of the stand-in model, up to its end token."""
     tokens = continuation(prompt, count)
     ends = [place for place, token in enumerate(tokens) if token in gateways.tokenizer.stop_token_ids]
     return tokens[: ends[0] + 1] if ends else tokens
@@ -41,7 +41,7 @@ def encoded(gateways: Gateways, text: str = PROMPT) -> list[int]:
 
 
 def stop_cases(gateways: Gateways) -> list[tuple[str, str, int]]:
-    """Stop strings from anywhere in the text, what is left of it, and the tokens up to the one that completes them."""
+    """Stop strings from anywhere in the text, each with the remaining text and the count of tokens up to its end."""
     tokens = expected_tokens(gateways, encoded(gateways), 40)
     text = gateways.tokenizer.decode(tokens)
     cases = []
@@ -63,7 +63,7 @@ def message_of(response: httpx.Response) -> str:
 
 
 class Recorder(LocalBackend):
-    """Keeps what the gateway asked for."""
+    """Keeps the requests that the gateway sends."""
 
     def __init__(self, gateways: Gateways) -> None:
         super().__init__(gateways.service)

@@ -1,4 +1,4 @@
-"""spool.v1.Generation from outside, with grpcio's stubs."""
+"""spool.v1.Generation, called with grpcio's stubs."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from pydantic import SecretStr
 
 from protos import generation_pb2 as pb
 from protos import generation_pb2_grpc
-from services.backend import BackendUnavailableError, GenerationRequest
+from services.backend.interface import BackendUnavailableError, GenerationRequest
 from services.gateway.settings import GatewaySettings, TlsFiles
-from services.local_backend import LocalStream
+from services.scheduler_client.local import LocalStream
 from tests.integration.gateway.expected import (
     PROMPT,
     NoTarget,
@@ -33,8 +33,8 @@ from tests.integration.gateway.expected import (
     expected_tokens,
     stop_cases,
 )
-from tests.stand_in_worker import MAX_LENGTH, ROW_FAILS, VOCABULARY
 from tests.support.gateway import MODEL, Gateways, Served
+from tests.support.stand_in_worker import MAX_LENGTH, ROW_FAILS, VOCABULARY
 from tests.support.waiting import LONG
 
 NEVER_ENDING = {"max_tokens": 1900, "ignore_eos": True, "draft_length": 0}
@@ -192,7 +192,7 @@ def test_bytes_that_are_no_message(
         error = refusal(raw(channel, method, content, method == "GenerateStream"))
         assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert "cannot be read" in error.details()
-    # A negative token id as int32 would have it: it comes as a number past the vocabulary.
+    # The bits of a negative int32: the number is beyond the vocabulary.
     negative = b"\x1a\x0c\x0a\x0a" + b"\xff" * 9 + b"\x01"
     error = refusal(raw(channel, "Generate", negative, False))
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT

@@ -21,8 +21,8 @@ from tests.integration.gateway.expected import (
     expected_tokens,
     stop_cases,
 )
-from tests.stand_in_worker import MAX_LENGTH, VOCABULARY
 from tests.support.gateway import MODEL, Gateways
+from tests.support.stand_in_worker import MAX_LENGTH, VOCABULARY
 from tests.support.waiting import LONG
 
 # --- completions ------------------------------------------------------------------------------------------------------
@@ -108,7 +108,7 @@ def test_completion_logprobs(gateways: Gateways, client: openai.OpenAI) -> None:
     for place, token in enumerate(tokens):
         text = gateways.tokenizer.decode([token], skip_special_tokens=False)
         assert found.tokens[place] == text or "\ufffd" in text
-        # What stands at the offset is the token's text, unless it is part of a character or has none.
+        # The text at the offset is the token's, unless the token is part of a character or has no text.
         if "\ufffd" not in gateways.tokenizer.decode(tokens[: place + 1]) and token < 932:
             assert done.choices[0].text[found.text_offset[place] :].startswith(text)
     chunks = list(client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=12, logprobs=3, stream=True))

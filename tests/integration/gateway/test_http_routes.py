@@ -1,4 +1,4 @@
-"""The other routes of the HTTP API, and who may use them."""
+"""HTTP routes that generate nothing, and the API keys that routes need."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from pydantic import SecretStr
 
 from services.gateway.settings import GatewaySettings
 from tests.integration.gateway.expected import CHAT, PROMPT, TIMEOUT
-from tests.stand_in_worker import MAX_LENGTH, VOCABULARY
 from tests.support.gateway import MODEL, Gateways
+from tests.support.stand_in_worker import MAX_LENGTH, VOCABULARY
 
-# --- the rest of the routes -------------------------------------------------------------------------------------------
+# --- routes -----------------------------------------------------------------------------------------------------------
 
 
 def test_models(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == [MODEL]
     assert client.models.retrieve(MODEL).to_dict()["max_model_len"] == MAX_LENGTH
-    with pytest.raises(openai.NotFoundError, match="model 'other' does not exist, there is stand-in"):
+    with pytest.raises(openai.NotFoundError, match="model 'other' does not exist, this server has stand-in"):
         client.models.retrieve("other")
     with pytest.raises(openai.NotFoundError, match="gpt"):
         client.completions.create(model="gpt", prompt="a")
@@ -72,7 +72,7 @@ def test_metrics(gateways: Gateways) -> None:
     assert float(samples["spool_delivered_draft_tokens_total"]) == done["usage"]["spool"]["drafted"]
     assert float(samples["spool_delivered_accepted_tokens_total"]) == done["usage"]["spool"]["accepted"]
     assert float(samples["spool_time_to_first_token_seconds_count"]) == 2
-    assert float(samples["spool_num_requests_running"]) == 0
+    assert "spool_num_requests_running" not in samples
 
 
 # --- keys -------------------------------------------------------------------------------------------------------------

@@ -98,14 +98,14 @@ class Faults:
                 self._world.network.meddle(other.name, fault.seconds, 0.1 * fault.strength)
 
     def _lose_kv(self, worker: SimulatedWorker, most: int) -> None:
-        held = list(worker.executor._book._sequences)
+        held = list(worker.executor._sequences._sequences)
         for sequence_id in self._world.rng.sample(held, min(most, len(held))):
             key = (worker.plan.worker_id, sequence_id)
             if self._lost[key] < _MOST_LOST:
                 self._lost[key] += 1
                 self._world.note("kv lost", *key)
                 worker.watch.forgotten.add(sequence_id)
-                worker.executor._book.drop(sequence_id)
+                worker.executor._sequences.drop(sequence_id)
 
     def _trouble(self, worker: SimulatedWorker, until: float, chance: float) -> None:
         rng = self._world.rng

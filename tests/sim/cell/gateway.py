@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-from services.backend import BackendUnavailableError, DeadlineExceededError
-from services.scheduler_client import ClientOptions, SchedulerClient
-from services.sequence_stream import AdmissionRefusedError, SequenceFailedError
+from services.backend.interface import BackendUnavailableError, DeadlineExceededError
+from services.backend.sequence_stream import AdmissionRefusedError, SequenceFailedError
+from services.scheduler_client.remote import ClientOptions, SchedulerClient
 from tests.sim.cell.paged_model import true_output
 from tests.sim.cell.plan import LONGEST, RequestPlan
 from tests.sim.cell.process import Process

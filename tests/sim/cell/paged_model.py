@@ -11,9 +11,9 @@ from array import array
 from collections.abc import Callable, Sequence
 
 from engine.description import EngineDescription
-from engine.kv_store import PageLayout
-from engine.pages import OutOfPagesError, PagePool, PageTable
-from engine.steps import Computing, EngineTimings, ProposeRow, RowOutcome, StepOutcome, VerifyRow, nothing
+from engine.kv.kv_store import PageLayout
+from engine.kv.pages import OutOfPagesError, PagePool, PageTable
+from engine.steps import Computing, EngineTimings, ProposeRow, RowOutcome, StepOutcome, VerifyRow, no_callback
 
 VOCABULARY = 64
 
@@ -63,7 +63,7 @@ def true_output(prompt: Sequence[int], most: int, stop_token_ids: frozenset[int]
 
 
 class NumbersStore:
-    """Pages of numbers as bytes (engine/kv_store.py)."""
+    """Pages of numbers as bytes (engine/kv/kv_store.py)."""
 
     def __init__(self, memory: list[int], page_size: int) -> None:
         self.layout = PageLayout("paged", "int64", (1, 1, 1, page_size, 1), 8)
@@ -85,10 +85,10 @@ class PagedModel:
         pages: int,
         page_size: int,
         max_sequence_length: int,
-        max_packed_rows: int,
+        max_num_batched_tokens: int,
         acceptance: float,
         spent: Callable[[], None],
-        threads_alone: int,
+        exclusive_threads: int,
     ) -> None:
         self.pool = PagePool(pages, page_size)
         self.trouble: Trouble | None = None
@@ -101,8 +101,8 @@ class PagedModel:
             page_size=page_size,
             total_pages=pages,
             max_sequence_length=max_sequence_length,
-            max_packed_rows=max_packed_rows,
-            threads_alone=threads_alone,
+            max_num_batched_tokens=max_num_batched_tokens,
+            exclusive_threads=exclusive_threads,
         )
         self._page_size = page_size
         self._memory = [0] * (pages * page_size)
@@ -110,7 +110,7 @@ class PagedModel:
         self._spent = spent
         self.kv_store = NumbersStore(self._memory, page_size)
 
-    def step(self, rows: Sequence[VerifyRow | ProposeRow], computing: Computing = nothing) -> StepOutcome:
+    def step(self, rows: Sequence[VerifyRow | ProposeRow], computing: Computing = no_callback) -> StepOutcome:
         computing()
         self._spent()
         wrong = self.trouble(rows) if self.trouble is not None else {}
@@ -132,7 +132,7 @@ class PagedModel:
     def _verify(self, row: VerifyRow) -> RowOutcome:
         table = row.table
         self._feed(table, row.tokens)
-        if not row.choose:
+        if not row.sample:
             return RowOutcome([])
         base = table.length
         total = self._attend(table)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from scheduler.config import KvMovement, Policy, SchedulerConfig
 from scheduler.messages import Role
-from services.backend import GenerationRequest
+from services.backend.interface import GenerationRequest
 from tests.sim.cell.paged_model import VOCABULARY
 
 LONGEST_PROMPT = 24
@@ -40,11 +40,11 @@ class WorkerPlan:
     role: Role
     pages: int
     page_size: int
-    max_packed_rows: int
+    max_num_batched_tokens: int
     acceptance: float
     base_seconds: float
     row_seconds: float
-    threads_alone: int
+    exclusive_threads: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class Plan:
 def make_plan(rng: random.Random, seed: int, sequences: int, kinds: tuple[str, ...] = FAULTS) -> Plan:
     config = SchedulerConfig(
         batch_size=rng.choice((4, 8, 16, 32)),
-        window=rng.choice((16, 48, 128, 256)),
+        max_running=rng.choice((16, 48, 128, 256)),
         policy=rng.choice(tuple(Policy)),
         draft_length=rng.choice((0, 2, 3, 4)),
         prefill_chunk=rng.choice((16, 64, 128)),
@@ -114,7 +114,7 @@ def make_plan(rng: random.Random, seed: int, sequences: int, kinds: tuple[str, .
                     0.01 if target else 0.003,
                     0.0001,
                     # Every other cell has its workers on shared cores.
-                    threads_alone=1 + seed % 2,
+                    exclusive_threads=1 + seed % 2,
                 )
             )
     gateways = rng.choice((1, 2, 3))

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
-import services.scheduler_server
-import services.worker_set
+import services.scheduler.server
+import services.scheduler.workers.worker_set
 from tests.sim.cell.plan import FAULTS, make_plan
 from tests.sim.cell.virtual_time import StandstillError, VirtualLoop
 from tests.sim.cell.world import World
@@ -42,7 +42,7 @@ class ScheduleResult:
 @contextmanager
 def _quiet(loop: VirtualLoop) -> Iterator[None]:
     """The services' clocks are the loop's, their logs are off, and nothing is collected at times of its own."""
-    modules: list[Any] = [services.worker_set, services.scheduler_server]
+    modules: list[Any] = [services.scheduler.workers.worker_set, services.scheduler.server]
     clock = SimpleNamespace(monotonic=loop.time)
     real = [module.time for module in modules]
     disabled = logging.root.manager.disable

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
-from services.gateway_session import GatewaySession, SessionOptions
-from services.scheduler_server import SchedulerServer, SchedulerServerOptions
-from services.scheduler_service import SchedulerService
-from services.worker_link import LinkOptions
-from services.worker_registry import RegistryOptions
+from services.scheduler.server import SchedulerServer, SchedulerServerOptions
+from services.scheduler.service import SchedulerService
+from services.scheduler.session import GatewaySession, SessionOptions
+from services.scheduler.workers.registry import RegistryOptions
+from services.scheduler.workers.worker_link import LinkOptions
 from tests.sim.cell.network import Listener
 from tests.sim.cell.process import Process
 from tests.sim.cell.watched_core import WatchedCore
@@ -111,8 +111,8 @@ class SimulatedScheduler:
         except RuntimeError as error:
             return f"{self.process.name}: {error}"
         snapshot = core.snapshot()
-        if snapshot.pool or self.service._sinks:
-            return f"{self.process.name} has {snapshot.pool} sequences and {len(self.service._sinks)} sinks"
+        if snapshot.live or self.service._sinks:
+            return f"{self.process.name} has {snapshot.live} sequences and {len(self.service._sinks)} sinks"
         for worker in snapshot.workers:
             if worker.sequences or worker.free_pages != worker.total_pages or worker.steps_in_flight:
                 return f"{self.process.name} thinks that {worker} is not idle"

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from scheduler.core import SchedulerCore
 from scheduler.messages import Command, Event, StepCompleted, WorkerLost
-from scheduler.sequence import Sequence
-from scheduler.worker_book import WorkerBook
+from scheduler.state.workers import Sequence, Worker
 
 if TYPE_CHECKING:
     from tests.sim.cell.scheduler import SimulatedScheduler
@@ -17,7 +16,7 @@ _HARMLESS_TO_LINKS = {"gateway crash", "lost kv", "row trouble", "worker slow"}
 
 _SLACK = 1e-3
 
-# Books are compared every so many events, since that touches all of them.
+# The core's records are compared every so many events, since that visits all of them.
 _CHECK_EVERY = 61
 
 
@@ -41,18 +40,22 @@ class WatchedCore(SchedulerCore):
             raise
         self._events += 1
         if self._events % _CHECK_EVERY == 0:
-            self._check_books()
-        if len(self._pool.window) > self._config.window:
-            self._world.fail(f"{len(self._pool.window)} sequences in a window of {self._config.window}")
+            self._check_workers()
+        if len(self._live.running) > self._config.max_running:
+            self._world.fail(f"{len(self._live.running)} sequences run, the limit is {self._config.max_running}")
         return commands
 
-    def _check_books(self) -> None:
+    def _check_workers(self) -> None:
         try:
             self.check_integrity()
         except RuntimeError as error:
             self._world.fail(f"{self._scheduler.process.name}: {error}")
         links = self._scheduler.service.workers
-        down = [book.worker_id for book in self._fleet.books() if book.worker_id in links.endpoints.keys() - links.up]
+        down = [
+            worker.worker_id
+            for worker in self._fleet.workers()
+            if worker.worker_id in links.endpoints.keys() - links.up
+        ]
         if down:
             self._world.fail(f"{self._scheduler.process.name} counts on {down}, which are lost")
         orphans = self._scheduler.orphans()
@@ -63,7 +66,7 @@ class WatchedCore(SchedulerCore):
         """No sequence has been left waiting on an idle target for longer than its bound, but for a draft's turn."""
         drafting = any(draft.busy for draft in self._fleet.drafts.values())
         for target in self._fleet.targets.values():
-            if target.turns and drafting:
+            if target.time_sliced and drafting:
                 continue
             oldest = target.drafted.oldest()
             if oldest is not None and oldest.due + _SLACK < now and not target.busy and target.can_take_step:
@@ -76,19 +79,19 @@ class WatchedCore(SchedulerCore):
         super()._complete(event, now)
         # Before anything new is sent: what the ledger says of a sequence is then what its workers have.
         for result in event.results:
-            sequence = self._pool.sequences.get(result.sequence_id)
+            sequence = self._live.sequences.get(result.sequence_id)
             if sequence is not None:
-                for home in (sequence.target, sequence.draft):
-                    if home is not None and result.sequence_id not in home.in_flight:
-                        self._check_ledger(sequence, home)
+                for holder in (sequence.target, sequence.draft):
+                    if holder is not None and result.sequence_id not in holder.in_flight:
+                        self._check_ledger(sequence, holder)
 
-    def _check_ledger(self, sequence: Sequence, home: WorkerBook[Any]) -> None:
+    def _check_ledger(self, sequence: Sequence, holder: Worker) -> None:
         """What counts as valid KV is there, and of the committed tokens."""
-        sequence_id, valid = sequence.sequence_id, home.kv[sequence.sequence_id].valid
-        worker = self._world.workers[home.worker_id]
+        sequence_id, valid = sequence.sequence_id, holder.kv[sequence.sequence_id].valid
+        worker = self._world.workers[holder.worker_id]
         if not valid or not self._scheduler.speaks_to(worker) or worker.watch.lost(sequence_id):
             return
-        held = worker.executor._book._sequences.get(sequence_id)
+        held = worker.executor._sequences._sequences.get(sequence_id)
         tokens = sequence.tokens
         if (
             held is None
@@ -97,6 +100,6 @@ class WatchedCore(SchedulerCore):
         ):
             has = list(held.history) if held is not None else None
             self._world.fail(
-                f"the ledger counts {valid} positions of sequence {sequence_id} on {home.worker_id} as valid, "
+                f"the ledger counts {valid} positions of sequence {sequence_id} on {holder.worker_id} as valid, "
                 f"which has {has}, of {tokens.tokens}"
             )

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from engine.steps import Computing
 from protos import worker_pb2
 from scheduler.messages import Role
-from services.step_executor import DraftStepExecutor, StepExecutor, TargetStepExecutor
-from services.worker_registration import RegistrationOptions, WorkerRegistration
-from services.worker_server import WorkerServer
+from services.worker.executor import DraftStepExecutor, StepExecutor, TargetStepExecutor
+from services.worker.registration import RegistrationOptions, WorkerRegistration
+from services.worker.server import WorkerServer
 from tests.sim.cell.network import Listener
 from tests.sim.cell.paged_model import PagedModel
 from tests.sim.cell.plan import LONGEST, WorkerPlan
@@ -105,10 +105,10 @@ class SimulatedWorker:
             plan.pages,
             plan.page_size,
             LONGEST,
-            plan.max_packed_rows,
+            plan.max_num_batched_tokens,
             plan.acceptance,
             self.thread.computed,
-            plan.threads_alone,
+            plan.exclusive_threads,
         )
         self.watch = StepWatch(world, plan.worker_id, lambda: self.executor.draining)
         watch = self.watch

@@ -7,7 +7,7 @@ import hashlib
 import random
 from typing import Any
 
-from services.gateway_session import GatewaySession
+from services.scheduler.session import GatewaySession
 from tests.sim.cell.faults import CUTTING, DISTURBING, Faults
 from tests.sim.cell.gateway import ClientCall, SimulatedGateway
 from tests.sim.cell.network import Network
@@ -202,10 +202,10 @@ class World:
         self.current = SimulatedScheduler(self, index, epoch)
         self.schedulers.append(self.current)
 
-    def add_scheduler(self, beside: SimulatedScheduler, seconds: float) -> None:
+    def add_scheduler(self, shared: SimulatedScheduler, seconds: float) -> None:
         """A new one gets the name, while the old one lives on for some time after `seconds`."""
         self.start_scheduler()
-        self.loop.call_later(seconds + 0.5, self.kill_scheduler, beside)
+        self.loop.call_later(seconds + 0.5, self.kill_scheduler, shared)
 
     def others(self) -> list[Process]:
         """All but schedulers."""

@@ -1,0 +1,164 @@
+"""`spool chat`: a conversation with a running server, over its HTTP API."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, TextIO
+
+import httpx
+
+from deploy.cluster.served_state import StateFolder
+from deploy.errors import RunError, UsageError
+
+KEY_VARIABLE = "SPOOL_API_KEY"
+
+_FALLBACK_URL = "http://127.0.0.1:8000"
+_HELP = "/new starts over, /quit or Ctrl-D ends; Ctrl-C stops an answer."
+_PROMPT = "> "
+
+
+@dataclass(frozen=True, slots=True)
+class ChatOptions:
+    """The server and the parameters of requests. `url` None: that of the application `app_name` on this machine."""
+
+    app_name: str
+    url: str | None
+    model: str | None
+    api_key: str | None
+    system: str | None
+    temperature: float | None
+    max_tokens: int | None
+    seed: int | None
+
+    def parameters(self) -> dict[str, Any]:
+        """Fields of the request that were chosen."""
+        chosen = {"temperature": self.temperature, "max_tokens": self.max_tokens, "seed": self.seed}
+        return {name: value for name, value in chosen.items() if value is not None}
+
+
+@dataclass
+class Conversation:
+    """What was said so far."""
+
+    system: str | None
+    messages: list[dict[str, str]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        self.messages = [{"role": "system", "content": self.system}] if self.system else []
+
+    def ask(self, question: str) -> None:
+        self.messages.append({"role": "user", "content": question})
+
+    def answered(self, answer: str) -> None:
+        """An empty answer takes the question back: a conversation cannot go on from it."""
+        if answer:
+            self.messages.append({"role": "assistant", "content": answer})
+        else:
+            self.messages.pop()
+
+
+def chat(options: ChatOptions, source: TextIO = sys.stdin, sink: TextIO = sys.stdout) -> int:
+    """Until the end of input. Raises RunError when there is no server, or it refuses."""
+    url = options.url or _served_url(options.app_name)
+    key = options.api_key or os.environ.get(KEY_VARIABLE)
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    conversation = Conversation(options.system)
+    try:
+        with httpx.Client(base_url=url, headers=headers, timeout=httpx.Timeout(10.0, read=None)) as client:
+            model = options.model or _first_model(client)
+            if source.isatty():
+                print(f"{model} at {url}. {_HELP}", file=sink)
+            for question in _questions(source, sink):
+                if question == "/new":
+                    conversation.restart()
+                    continue
+                conversation.ask(question)
+                body = {"model": model, "messages": conversation.messages, "stream": True, **options.parameters()}
+                conversation.answered(_answer(client, body, sink))
+    except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
+        raise UsageError(f"--url is {url!r}, must be as in {_FALLBACK_URL}: {error}") from error
+    except httpx.HTTPError as error:
+        raise RunError(f"{url} does not answer: {error or type(error).__name__}") from error
+    return 0
+
+
+def _questions(source: TextIO, sink: TextIO) -> Iterator[str]:
+    while True:
+        try:
+            if source is sys.stdin and source.isatty():
+                line = input(_PROMPT)
+            else:
+                line = source.readline()
+                if not line:
+                    return
+        except EOFError:
+            print(file=sink)
+            return
+        except KeyboardInterrupt:
+            print(f"\n{_HELP}", file=sink)
+            continue
+        question = line.strip()
+        if question == "/quit":
+            return
+        if question:
+            yield question
+
+
+def _answer(client: httpx.Client, body: dict[str, Any], sink: TextIO) -> str:
+    """Prints the answer as it comes. Ctrl-C closes the stream, at which the server stops working on it."""
+    parts: list[str] = []
+    try:
+        with client.stream("POST", "/v1/chat/completions", json=body) as response:
+            if response.is_error:
+                response.read()
+                raise RunError(f"the server refuses: {_reason(response)}")
+            for piece in _pieces(response):
+                parts.append(piece)
+                print(piece, end="", flush=True, file=sink)
+    except KeyboardInterrupt:
+        print(" ...", end="", file=sink)
+    print(file=sink, flush=True)
+    return "".join(parts)
+
+
+def _pieces(response: httpx.Response) -> Iterator[str]:
+    for line in response.iter_lines():
+        data = line.removeprefix("data:").strip()
+        if not line.startswith("data:") or data == "[DONE]":
+            continue
+        event = json.loads(data)
+        if "error" in event:
+            raise RunError(f"the answer broke off: {event['error'].get('message', event['error'])}")
+        for choice in event.get("choices", ()):
+            if piece := choice["delta"].get("content"):
+                yield piece
+
+
+def _first_model(client: httpx.Client) -> str:
+    response = client.get("/v1/models")
+    if response.is_error:
+        raise RunError(f"the server refuses: {_reason(response)}")
+    model: str = response.json()["data"][0]["id"]
+    return model
+
+
+def _reason(response: httpx.Response) -> str:
+    try:
+        message = response.json()["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        message = response.text.strip()[:200] or response.reason_phrase
+    if response.status_code == httpx.codes.UNAUTHORIZED:
+        return f"{message} (--api-key or ${KEY_VARIABLE} gives a key)"
+    return f"{message} (HTTP {response.status_code})"
+
+
+def _served_url(app_name: str) -> str:
+    served = StateFolder().read(app_name)
+    return served.http_url if served is not None else _FALLBACK_URL

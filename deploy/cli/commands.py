@@ -1,0 +1,160 @@
+"""The commands of `spool` with their options; each calls a function in a module of its own.
+
+Options that make up settings are declared in deploy/options.py. The groups `spool bench` and `spool k8s` are declared
+in bench/command.py and deploy/kubernetes/command.py. Function bodies import what they need, so that `--help` is quick.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from deploy.cli.command_options import takes_settings
+from deploy.errors import UsageError
+from deploy.options import GenerateSettings, VerifySettings
+
+_DEFAULT_FILE = Path("spool.yaml")
+
+_File = Annotated[
+    Path | None,
+    typer.Option("--config", "-c", help="Configuration file.", show_default="./spool.yaml, if there is one"),
+]
+_Set = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="FIELD=VALUE", help="Override a field, as in scheduling.batch_size=16; repeatable."),
+]
+_App = Annotated[str, typer.Option("--app", help="Name of the application (ray.app_name).")]
+
+
+def add_commands(app: typer.Typer) -> None:
+    """Adds all commands to the command line."""
+    for name, command in (
+        ("generate", generate_command),
+        ("verify", verify_command),
+        ("serve", serve_command),
+        ("status", status_command),
+        ("chat", chat_command),
+        ("down", down_command),
+        ("config", config_command),
+    ):
+        app.command(name)(command)
+    models = typer.Typer(help="Models on this machine.")
+    models.command("fetch")(fetch_command)
+    app.add_typer(models, name="models")
+
+
+@takes_settings(GenerateSettings)
+def generate_command(settings: GenerateSettings) -> int:
+    """Answers prompts, from a JSON lines file or built-in ones. Run again with the same --output to go on."""
+    from deploy.offline.generate import generate
+
+    return generate(settings)
+
+
+@takes_settings(VerifySettings)
+def verify_command(settings: VerifySettings) -> int:
+    """Checks that speculation gives what plain decoding gives, token for token and logit for logit.
+
+    Exit code 1 if it does not.
+    """
+    from deploy.offline.verify import verify
+
+    return verify(settings)
+
+
+def fetch_command(
+    name: Annotated[str, typer.Argument(help="`demo`, or the hub id of a model.")],
+    json_output: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object as the last line of standard output.")
+    ] = False,
+) -> int:
+    """Downloads and prepares a model, so that later commands start at once."""
+    from deploy.models import fetch_models
+
+    folders = fetch_models(name)
+    if json_output:
+        print(json.dumps({"command": "models fetch", "folders": folders}), flush=True)
+    return 0
+
+
+def serve_command(
+    config: _File = None,
+    overrides: _Set = None,
+    detach: Annotated[bool, typer.Option("--detach", "-d", help="Leave it running and return.")] = False,
+) -> int:
+    """Serves the models over OpenAI's HTTP API and gRPC, on a Ray of its own or on one that is running already."""
+    from deploy.cli.serve import serve
+
+    return serve(_chosen_file(config), overrides or [], detach)
+
+
+def status_command(
+    app: _App = "spool",
+    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> int:
+    """Shows replicas, workers, sequences and groups of the served application."""
+    from deploy.cli.status import status
+
+    return status(app, json_output)
+
+
+def chat_command(
+    app: _App = "spool",
+    url: Annotated[str | None, typer.Option(help="Address of the server, as http://127.0.0.1:8000.")] = None,
+    model: Annotated[str | None, typer.Option(help="Model to talk to.", show_default="the server's")] = None,
+    api_key: Annotated[str | None, typer.Option(help="API key to send.", show_default="$SPOOL_API_KEY")] = None,
+    system: Annotated[str | None, typer.Option(help="System message, sent before the first question.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy.", show_default="the server's")] = None,
+    max_tokens: Annotated[int | None, typer.Option(help="Maximum number of tokens in an answer.")] = None,
+    seed: Annotated[int | None, typer.Option(help="The same seed gives the same answers.")] = None,
+) -> int:
+    """Talks to a running server in the terminal."""
+    from deploy.cli.chat import ChatOptions, chat
+
+    return chat(ChatOptions(app, url, model, api_key, system, temperature, max_tokens, seed))
+
+
+def down_command(app: _App = "spool") -> int:
+    """Stops what `spool serve` started, and nothing else."""
+    from deploy.cli.status import down
+
+    return down(app)
+
+
+def config_command(
+    check: Annotated[Path | None, typer.Option(help="List the problems of a file, with line and field.")] = None,
+    explain: Annotated[bool, typer.Option("--explain", help="List every field.")] = False,
+    example: Annotated[bool, typer.Option("--example", help="Print a file with every field at its default.")] = False,
+    reference: Annotated[bool, typer.Option("--reference", help="Print every field as Markdown.")] = False,
+    serve: Annotated[
+        bool, typer.Option("--serve", help="Print the file for Ray's `serve deploy`, with the secrets in it.")
+    ] = False,
+    config: _File = None,
+    overrides: _Set = None,
+) -> int:
+    """The configuration file: list its fields, print an example, check a file, convert it for Ray Serve."""
+    from deploy.cli import config as commands
+
+    if [check is not None, explain, example, reference, serve].count(True) != 1:
+        raise UsageError("config needs one of --check FILE, --explain, --example, --reference and --serve")
+    if check is not None:
+        return commands.check(check, overrides or [])
+    if explain:
+        commands.explain()
+    elif example:
+        commands.example()
+    elif reference:
+        commands.reference()
+    else:
+        commands.serve_file(_chosen_file(config), overrides or [])
+    return 0
+
+
+def _chosen_file(file: Path | None) -> Path | None:
+    """`file` itself, or else `spool.yaml` in the working directory if there is one."""
+    if file is not None:
+        return file
+    return _DEFAULT_FILE if _DEFAULT_FILE.is_file() else None

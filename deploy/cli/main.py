@@ -1,0 +1,63 @@
+"""The command `spool`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+import typer
+from typer.exceptions import TyperException
+
+from bench.command import bench_app
+from deploy.cli.command_options import usage_message
+from deploy.cli.commands import add_commands
+from deploy.errors import RunError, UsageError
+from deploy.kubernetes.command import k8s_app
+
+_USAGE, _FAILED, _INTERRUPTED = 2, 1, 130
+
+app = typer.Typer(
+    help="Serves large language models with batch speculative decoding, output exactly the target model's own.",
+    add_completion=False,
+)
+add_commands(app)
+app.add_typer(bench_app, name="bench")
+app.add_typer(k8s_app, name="k8s")
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Runs one command line and returns its exit code. Errors go to standard error as one line."""
+    command = typer.main.get_command(app)
+    try:
+        outcome = command.main(list(arguments) or ["--help"], prog_name="spool", standalone_mode=False)
+    except TyperException as error:
+        return _complain(usage_message(error), _USAGE)
+    except UsageError as error:
+        return _complain(str(error), _USAGE)
+    except RunError as error:
+        return _complain(str(error), _FAILED)
+    except (KeyboardInterrupt, typer.Abort):
+        return _complain("interrupted", _INTERRUPTED)
+    except BrokenPipeError:
+        # The reader of standard output has gone; the interpreter must not try to flush it at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _FAILED
+    # Typer returns this code for Ctrl-C and prints nothing.
+    if outcome == _INTERRUPTED:
+        return _complain("interrupted", _INTERRUPTED)
+    return outcome if isinstance(outcome, int) else 0
+
+
+def _complain(message: str, code: int) -> int:
+    # Typer puts "Value error" before the message of a failed validation.
+    print(f"spool: {' '.join(message.replace('Value error, ', '').split())}", file=sys.stderr)
+    return code
+
+
+def main() -> None:
+    sys.exit(run(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""`spool status` and `spool down`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from deploy.cluster.client import ApplicationState, application_state, connected, scheduler_status, stop_application
+from deploy.cluster.local_ray import stop_ray
+from deploy.cluster.served_state import Served, StateFolder
+from deploy.errors import RunError
+from deploy.progress import error_console
+
+_NAMESPACE = "spool"
+
+
+def status(app_name: str, json_output: bool) -> int:
+    """Prints replicas, sequences and groups. Raises RunError where nothing is served."""
+    state = StateFolder()
+    served = find_served(app_name, state)
+    with connected(served.ray_address, _NAMESPACE, own(served, state)):
+        application = application_state(app_name)
+        scheduler = scheduler_status(app_name)
+    if json_output:
+        addresses = {"http": served.http_url, "grpc": served.grpc_address, "ray": served.ray_address}
+        summary = {"application": app_name, "model": served.model, "addresses": addresses}
+        print(json.dumps(summary | asdict(application) | {"scheduler": scheduler}), flush=True)
+        return 0
+    console = Console()
+    console.print(f"{app_name}: {application.status}, {served.model} at {served.http_url}", highlight=False)
+    console.print(_deployments(application))
+    if scheduler is None:
+        console.print("the scheduler does not answer")
+    else:
+        console.print(_workers(scheduler))
+        console.print(_figures(scheduler))
+    return 0
+
+
+def down(app_name: str) -> int:
+    """Stops what `spool serve` started, and nothing else; where there is nothing, that is no error."""
+    state, console = StateFolder(), error_console()
+    served = state.read(app_name)
+    if served is None or not _is_there(served, state):
+        state.forget(app_name)
+        console.print(f"{app_name} is not served, there is nothing to stop", highlight=False)
+        return 0
+    if served.process_id is not None:
+        stop_ray(app_name, served.process_id, state)
+    else:
+        with connected(served.ray_address, _NAMESPACE, None):
+            stop_application(app_name, served.started_serve)
+    state.forget(app_name)
+    console.print(f"{app_name} is stopped", highlight=False)
+    return 0
+
+
+def find_served(app_name: str, state: StateFolder) -> Served:
+    """Raises RunError where nothing is served by that name."""
+    served = state.read(app_name)
+    if served is None or not _is_there(served, state):
+        raise RunError(f"{app_name} is not served here (`spool serve` starts it)")
+    return served
+
+
+def own(served: Served, state: StateFolder) -> StateFolder | None:
+    """The folder with Ray's token, where Ray is Spool's own."""
+    return state if served.process_id is not None else None
+
+
+def _is_there(served: Served, state: StateFolder) -> bool:
+    return served.process_id is None or state.ray_is_alive(served.app_name)
+
+
+def _deployments(application: ApplicationState) -> Table:
+    table = Table("deployment", "status", "replicas", title="replicas", title_justify="left")
+    for name, deployment in application.deployments.items():
+        replicas = ", ".join(f"{count} {state.lower()}" for state, count in deployment.replicas.items())
+        table.add_row(name, deployment.status, replicas or "none")
+    return table
+
+
+def _workers(scheduler: Mapping[str, Any]) -> Table:
+    table = Table("worker", "state", "device", "sequences", "pages in use", title="workers", title_justify="left")
+    for worker in scheduler["workers"]:
+        state = _short(worker["state"], "WORKER_STATE_")
+        used = worker["total_pages"] - worker["free_pages"]
+        state = f"{state}: {worker['reason']}" if worker["reason"] else state
+        pages = f"{used} of {worker['total_pages']}" if worker["total_pages"] else ""
+        table.add_row(worker["worker_id"], state, worker["device"], str(worker["sequences"]), pages)
+    return table
+
+
+def _figures(scheduler: Mapping[str, Any]) -> Table:
+    live_set, groups, throughput = scheduler["live_set"], scheduler["groups"], scheduler["throughput"]
+    table = Table(title="scheduler", show_header=False, title_justify="left")
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column()
+    table.add_row("state", _short(scheduler["state"], "SCHEDULER_STATE_"))
+    table.add_row("gateways", str(scheduler["sessions"]))
+    table.add_row("sequences", f"{live_set['live']}, {live_set['waiting']} of them waiting")
+    table.add_row("running", f"{live_set['running']} of at most {live_set['max_running']}")
+    groups_text = f"{groups['groups']}, {groups['mean_size']:.1f} of {groups['batch_size']} rows on average"
+    table.add_row("groups", f"{groups_text}, {groups['equal_length_share']:.0%} of equal length")
+    table.add_row("tokens", f"{throughput['tokens']}, {throughput['tokens_per_second']:.1f} a second")
+    for figures in scheduler["prefix_cache"]:
+        share = figures["hits"] / figures["queries"] if figures["queries"] else 0.0
+        role = _short(figures["role"], "ROLE_")
+        table.add_row(f"{role} prefixes", f"{figures['hits']} of {figures['queries']} positions shared, {share:.1%}")
+    moves = scheduler["kv_moves"]
+    if moves["moves"] or moves["failed"] or moves["rehomed"]:
+        size = f"{moves['bytes'] / 2**20:.1f} MiB in {moves['seconds']:.2f} s"
+        without = f"{moves['failed'] + moves['rehomed']} went without"
+        table.add_row("KV moved", f"of {moves['moves']} sequences, {size}; {without}")
+    table.add_row("accepted", f"{throughput['acceptance_rate']:.1%} of the drafted tokens")
+    table.add_row("sequences", f"{throughput['finished']} finished, {throughput['failed']} failed")
+    if scheduler["autoscaling"] is not None:
+        table.add_row("autoscaling", scheduler["autoscaling"]["explanation"])
+    return table
+
+
+def _short(name: str, prefix: str) -> str:
+    return name.removeprefix(prefix).lower().replace("_", " ")

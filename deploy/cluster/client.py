@@ -1,0 +1,149 @@
+"""This process as a client of a Ray cluster and of the Serve application on it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from deploy.cluster.local_ray import own_ray_environment
+from deploy.cluster.served_state import StateFolder
+from deploy.errors import RunError
+
+NOT_STARTED = "NOT_STARTED"
+
+_CALL_SECONDS = 10.0
+_CONNECT_SECONDS = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class DeploymentState:
+    """Replicas of one deployment by state, and what Serve has to say."""
+
+    status: str
+    replicas: Mapping[str, int]
+    message: str
+
+    @property
+    def running(self) -> int:
+        return self.replicas.get("RUNNING", 0)
+
+    @property
+    def total(self) -> int:
+        return sum(self.replicas.values())
+
+
+@dataclass(frozen=True, slots=True)
+class ApplicationState:
+    """The application as Serve sees it; `status` is NOT_STARTED where Serve does not know it."""
+
+    status: str = NOT_STARTED
+    message: str = ""
+    deployments: Mapping[str, DeploymentState] = field(default_factory=dict)
+
+    @property
+    def known(self) -> bool:
+        """Whether Serve knows the application."""
+        return self.status != NOT_STARTED
+
+
+@contextmanager
+def connected(address: str, namespace: str, own: StateFolder | None) -> Iterator[None]:
+    """Joins Ray for the length of the block; `own` where it is Spool's. Raises RunError."""
+    if own is not None:
+        os.environ.update(own_ray_environment(own))
+    _check_listening(address)
+    import ray
+    import ray.serve  # sets up its logger
+
+    # What Ray and Serve tell the terminal is not for users of Spool; errors reach them as exceptions.
+    for name in ("ray", "ray.serve"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    try:
+        ray.init(
+            address=address, namespace=namespace, log_to_driver=False, configure_logging=False, logging_level="ERROR"
+        )
+    except Exception as error:  # Ray's errors have no common ancestor
+        raise RunError(f"Ray at {address} cannot be joined: {first_line(error)}") from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def _check_listening(address: str) -> None:
+    """Ray itself takes minutes to find that nobody is there."""
+    host, colon, port = address.rpartition(":")
+    if not colon:
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=_CONNECT_SECONDS).close()
+    except OSError as error:
+        raise RunError(f"Ray at {address} cannot be joined: {error.strerror or error}") from error
+
+
+def serve_is_running() -> bool:
+    """Whether Ray Serve runs on the Ray joined."""
+    from ray.serve.context import _get_global_client
+
+    return _get_global_client(raise_if_no_controller_running=False) is not None
+
+
+def stop_application(app_name: str, started_serve: bool) -> None:
+    """Takes the application down, and Serve with it where that was started for it and nobody else uses it."""
+    from ray import serve
+
+    if not serve_is_running():
+        return
+    serve.delete(app_name)
+    if started_serve and not serve.status().applications:
+        serve.shutdown()
+
+
+def application_state(app_name: str) -> ApplicationState:
+    """Asks Serve, in a connected process."""
+    from ray import serve
+
+    application = serve.status().applications.get(app_name)
+    if application is None:
+        return ApplicationState()
+    deployments = {
+        name: DeploymentState(
+            status=deployment.status.value,
+            replicas={str(getattr(state, "value", state)): count for state, count in deployment.replica_states.items()},
+            message=deployment.message,
+        )
+        for name, deployment in application.deployments.items()
+    }
+    return ApplicationState(application.status.value, application.message, deployments)
+
+
+def scheduler_status(app_name: str) -> dict[str, Any] | None:
+    """What the scheduler says of itself and its workers; None while there is none to ask."""
+    from ray import serve
+
+    from deploy.ray_app import SCHEDULER
+
+    try:
+        handle = serve.get_deployment_handle(SCHEDULER, app_name=app_name)
+        status: dict[str, Any] = handle.status.remote().result(timeout_s=_CALL_SECONDS)
+    except Exception:  # Serve's and Ray's errors have no common ancestor
+        logging.getLogger(__name__).debug("the scheduler did not answer", exc_info=True)
+        return None
+    return status
+
+
+def first_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
+
+
+def reason_of_failure(message: str) -> str:
+    """The one line of Serve's message, with its tracebacks, that says why a replica does not start."""
+    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    errors = [line for line in lines if line.partition(":")[0].endswith(("Error", "Exception")) and ": " in line]
+    return errors[-1] if errors else lines[0] if lines else "no reason is known"

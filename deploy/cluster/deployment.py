@@ -1,0 +1,120 @@
+"""Deploys an application on a Ray that this process has joined, and watches it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from deploy.cluster.client import ApplicationState, application_state, first_line, reason_of_failure
+from deploy.config.spool_config import SpoolConfig
+from deploy.errors import RunError, UsageError
+from deploy.progress import Reporter
+from deploy.ray_app.serve_options import http_options, proxy_location, serve_content
+
+_POLL_SECONDS = 0.3
+_WATCH_SECONDS = 2.0
+
+
+def deploy(config: SpoolConfig, reporter: Reporter) -> None:
+    """Returns once every replica is up. Raises RunError with the reason of one that does not start."""
+    from ray import serve
+
+    app_name = config.ray.app_name
+    serve.start(proxy_location=proxy_location(config), http_options=http_options(config))
+    _check_serve(config)
+    try:
+        if config.scales_workers:
+            _deploy_file(config)
+        else:
+            _deploy_application(config)
+    except Exception as error:  # Ray's errors have no common ancestor
+        raise RunError(f"{app_name} cannot be deployed: {first_line(error)}") from error
+    pause = threading.Event()
+    while (state := application_state(app_name)).status != "RUNNING":
+        report(state, reporter)
+        if state.status == "DEPLOY_FAILED":
+            raise RunError(_failure(state))
+        pause.wait(_POLL_SECONDS)
+    report(state, reporter)
+
+
+def _deploy_application(config: SpoolConfig) -> None:
+    from ray import serve
+
+    from deploy.ray_app.application import application
+
+    target = serve.RunTarget(target=application(config), name=config.ray.app_name, route_prefix="/")
+    serve.run_many([target], wait_for_applications_running=False)
+
+
+def _deploy_file(config: SpoolConfig) -> None:
+    """As `serve deploy` does: Serve takes a policy for a whole application in no other way."""
+    from ray.serve.context import _get_global_client
+    from ray.serve.schema import ServeDeploySchema
+
+    from deploy.ray_app.application import settled
+
+    client = _get_global_client()
+    if client is None:
+        raise RunError("Serve did not start")
+    content = serve_content(settled(config))
+    # Serve takes down what was deployed from a file before and is not in this one.
+    others = client.get_serve_details()["applications"]
+    content["applications"] += [
+        other["deployed_app_config"]
+        for name, other in others.items()
+        if name != config.ray.app_name and other["source"] == "declarative"
+    ]
+    client.deploy_apps(ServeDeploySchema.model_validate(content))
+
+
+def report(state: ApplicationState, reporter: Reporter) -> None:
+    """How far each deployment is."""
+    for name, deployment in state.deployments.items():
+        total = max(deployment.total, 1)
+        if deployment.running == total:
+            reporter.stage(name, "up", 1.0)
+        else:
+            what = reason_of_failure(deployment.message) if deployment.message else "starting"
+            reporter.stage(name, f"{deployment.running} of {total} up, {what}", None)
+
+
+def watch(app_name: str, tell: Callable[[str], None], stop: threading.Event) -> None:
+    """Tells whenever the number of replicas that are up changes, until told to stop or the application is gone."""
+    known: dict[str, tuple[int, int]] = {}
+    while not stop.is_set():
+        try:
+            state = application_state(app_name)
+        except Exception as error:  # Ray's errors have no common ancestor
+            raise RunError(f"Ray does not answer any more: {first_line(error)}") from error
+        if not state.known or state.status == "DELETING":
+            return
+        for name, deployment in state.deployments.items():
+            now = (deployment.running, deployment.total)
+            if known.get(name, now) != now:
+                tell(f"{name}: {now[0]} of {now[1]} replicas up")
+            known[name] = now
+        stop.wait(_WATCH_SECONDS)
+
+
+def _check_serve(config: SpoolConfig) -> None:
+    """A Serve that ran before keeps its own HTTP options, whatever is asked for."""
+    from ray.serve.context import _get_global_client
+
+    client = _get_global_client()
+    if client is None:
+        raise RunError("Serve did not start")
+    for name, wanted in http_options(config).items():
+        found = getattr(client.http_config, name)
+        if found != wanted:
+            raise UsageError(
+                f"Serve runs on this Ray already with {name} {found!r}, and the configuration asks for {wanted!r}: "
+                "change gateway.* or auth.tls, or shut Serve down"
+            )
+
+
+def _failure(state: ApplicationState) -> str:
+    for name, deployment in state.deployments.items():
+        if deployment.status in ("DEPLOY_FAILED", "UNHEALTHY"):
+            return f"{name} does not start: {reason_of_failure(deployment.message)}"
+    return f"the application does not start: {reason_of_failure(state.message)}"

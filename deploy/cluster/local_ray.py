@@ -1,0 +1,153 @@
+"""A Ray of Spool's own on this machine: started, found again, and stopped."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from filelock import Timeout
+
+from deploy.cluster.ray_process import DETACH, RayOptions
+from deploy.cluster.served_state import StateFolder
+from deploy.config.spool_config import LONGEST_RAY_FOLDER, RaySettings
+from deploy.errors import RunError, UsageError
+from deploy.ray_app.proxy_middleware import IMPORT_PATH
+
+_STOP_SECONDS = 120.0
+
+
+def own_ray_environment(state: StateFolder) -> dict[str, str]:
+    """The environment in which Ray is started, and joined, when it is Spool's own.
+
+    Calls within Ray carry a token, which lies in Spool's folder. A scheduler that hangs is killed at once when another
+    takes its place. Serve's proxies keep the list of applications to themselves. Replicas are as nice as what started
+    them, not Ray's 15: those that serve must not wait for whatever else runs. Nothing is reported to Ray's makers.
+    """
+    return {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(state.ray_token_file()),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_worker_niceness": "0",
+        "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
+        "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": IMPORT_PATH,
+    }
+
+
+class LocalRay:
+    """A Ray that was started here. Unless `detach` is called, it ends with this process."""
+
+    def __init__(self, process: subprocess.Popen[bytes], address: str) -> None:
+        self._process = process
+        self.address = address
+        self.attached = True
+
+    @property
+    def process_id(self) -> int:
+        return self._process.pid
+
+    def detach(self) -> None:
+        """Lets it live on after this process."""
+        if self._process.stdin is not None:
+            self._process.stdin.write(f"{DETACH}\n".encode())
+            self._process.stdin.close()
+        self.attached = False
+
+    def stop(self) -> None:
+        """Stops it and all that runs on it."""
+        self._process.terminate()
+        try:
+            self._process.wait(_STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def start_ray(app_name: str, settings: RaySettings, state: StateFolder) -> LocalRay:
+    """Raises RunError with Ray's own reason."""
+    folder = _folder(app_name, settings)
+    options = RayOptions(
+        folder=str(folder),
+        lock=str(state.lock(app_name).lock_file),
+        namespace=settings.namespace,
+        dashboard=settings.dashboard,
+        num_cpus=settings.num_cpus,
+        num_gpus=settings.num_gpus,
+    )
+    for session in folder.glob("session_*"):
+        # What a Ray left that is gone: its lock is free, or we would not be here.
+        shutil.rmtree(
+            session, ignore_errors=True
+        ) if session.is_dir() and not session.is_symlink() else session.unlink()
+    log_file = state.ray_log(app_name)
+    with log_file.open("wb") as log:
+        process = subprocess.Popen(
+            # -P: a folder named `deploy` where the user happens to be must not come before ours.
+            [sys.executable, "-P", "-m", "deploy.cluster.ray_process", options.to_json()],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            env={**os.environ, **own_ray_environment(state)},
+            # Ctrl-C goes to the whole foreground group; who started it decides when it stops.
+            start_new_session=True,
+        )
+    try:
+        line = process.stdout.readline() if process.stdout is not None else b""
+        event = json.loads(line) if line else {}
+    except BaseException:
+        process.kill()
+        raise
+    if event.get("event") != "ready":
+        process.kill()
+        process.wait()
+        reason = event.get("error") or f"it ended with exit code {process.returncode}"
+        raise RunError(f"Ray did not start: {reason} (log: {log_file})")
+    return LocalRay(process, event["address"])
+
+
+def stop_ray(app_name: str, process_id: int, state: StateFolder) -> None:
+    """Stops the Ray that was started for an application and detached; one that is gone is no error."""
+    if not state.ray_is_alive(app_name):
+        return
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process_id, signal.SIGTERM)
+    if _wait_for_end(app_name, state, _STOP_SECONDS):
+        return
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process_id, signal.SIGKILL)
+    if not _wait_for_end(app_name, state, 10.0):
+        raise RunError(f"the Ray of {app_name}, process {process_id}, does not end")
+
+
+def _wait_for_end(app_name: str, state: StateFolder, seconds: float) -> bool:
+    lock = state.lock(app_name)
+    try:
+        with lock.acquire(timeout=seconds, poll_interval=0.1):
+            return True
+    except Timeout:
+        return False
+
+
+def _folder(app_name: str, settings: RaySettings) -> Path:
+    if settings.folder is not None:
+        folder = settings.folder.expanduser().absolute()
+    else:
+        folder = Path(tempfile.gettempdir()) / f"spool-{os.getuid()}" / app_name
+        if len(str(folder)) > LONGEST_RAY_FOLDER:
+            folder = folder.with_name(hashlib.sha256(app_name.encode()).hexdigest()[:8])
+        if len(str(folder)) > LONGEST_RAY_FOLDER:
+            raise UsageError(f"{folder} is too long for Ray's sockets: ray.folder names another folder")
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as error:
+        raise RunError(f"{folder} cannot be made: {error.strerror} (ray.folder names another)") from error
+    if folder.stat().st_uid != os.getuid():
+        raise RunError(f"{folder} belongs to somebody else (ray.folder names another)")
+    return folder

@@ -1,0 +1,102 @@
+"""The process that a Ray started by Spool lives in: `python -m deploy.cluster.ray_process '{...}'`.
+
+It reports on standard output in JSON lines, as worker processes do (`ready` with `address`, or `failed` with `error`),
+and stops Ray, with all that runs on it, when it is told to by SIGTERM or SIGINT, or when standard input ends before the
+line `detach` has come: then whoever started it is gone. Ray's own processes end with it even if it is killed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from services.worker.executor import one_line
+from services.worker.process import EventPipe
+
+DETACH = "detach"
+
+# Spool keeps nothing in Ray's object store; this is about the least that Ray takes.
+_OBJECT_STORE_BYTES = 100 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class RayOptions:
+    """How Ray is started. `lock` is held as long as it lives."""
+
+    folder: str
+    lock: str
+    namespace: str
+    dashboard: bool
+    num_cpus: int | None
+    num_gpus: int | None
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+
+def main() -> int:
+    options = RayOptions(**json.loads(sys.argv[1]))
+    events = EventPipe()
+    stop = threading.Event()
+    _stop_at_signals(stop)
+    threading.Thread(target=_watch_stdin, args=(stop,), name="stdin-watch", daemon=True).start()
+    try:
+        with FileLock(options.lock, timeout=0):
+            _run(options, events, stop)
+    except Timeout:
+        events.send("failed", error="another Ray was started for this application meanwhile")
+        return 1
+    except Exception as error:
+        events.send("failed", error=one_line(error))
+        raise
+    return 0
+
+
+def _run(options: RayOptions, events: EventPipe, stop: threading.Event) -> None:
+    import ray
+    from ray import serve
+
+    Path(options.folder).mkdir(parents=True, exist_ok=True, mode=0o700)
+    context = ray.init(
+        address="local",
+        namespace=options.namespace,
+        num_cpus=options.num_cpus,
+        num_gpus=options.num_gpus,
+        object_store_memory=_OBJECT_STORE_BYTES,
+        include_dashboard=options.dashboard,
+        dashboard_host="127.0.0.1",
+        log_to_driver=False,
+        _temp_dir=options.folder,
+    )
+    # Ray has taken them for itself.
+    _stop_at_signals(stop)
+    try:
+        events.send("ready", address=context.address_info["gcs_address"], process_id=os.getpid())
+        stop.wait()
+        serve.shutdown()
+    finally:
+        ray.shutdown()
+
+
+def _stop_at_signals(stop: threading.Event) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+
+
+def _watch_stdin(stop: threading.Event) -> None:
+    content = b""
+    while chunk := os.read(0, 4096):
+        content += chunk
+    if DETACH.encode() not in content.split():
+        stop.set()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

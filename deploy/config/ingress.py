@@ -1,0 +1,146 @@
+"""How clients reach Spool: addresses, authentication and limits of requests; and how replicas trust each other."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Iterator
+from enum import Enum
+from pathlib import Path
+
+from pydantic import SecretStr
+
+from deploy.config.placement import GatewayAutoscaling, Placement
+from deploy.config.section import FieldProblem, Section, described
+from services.gateway.settings import Limits, SamplingDefaults
+
+_SHORTEST_TOKEN = 16
+_KEY = re.compile(r"[!-~]+")
+
+
+class ProxyLocation(Enum):
+    EVERY_NODE = "every_node"
+    HEAD_NODE = "head_node"
+
+
+class GatewaySettings(Placement):
+    """The HTTP and gRPC ingress."""
+
+    host: str = described("127.0.0.1", "Address to listen on; any address but loopback requires auth.", min_length=1)
+    http_port: int = described(8000, "Port of the OpenAI HTTP API.", ge=1, le=65535)
+    grpc_port: int | None = described(8001, "Port of the gRPC API; null: no gRPC.", ge=1, le=65535)
+    http_on: ProxyLocation = described(
+        ProxyLocation.EVERY_NODE, "Nodes that listen for HTTP: all nodes with replicas, or only the head."
+    )
+    replicas: int = described(1, "Gateway replicas; with autoscaling, the number at the start.", ge=1, le=4096)
+    autoscaling: GatewayAutoscaling | None = described(
+        None, "Lets the number of replicas follow the open requests, within bounds. Unset: the number is fixed."
+    )
+    max_ongoing_requests: int = described(
+        8192, "Open HTTP requests of one replica; further ones wait and are not refused.", ge=1, le=1_000_000
+    )
+    drain_seconds: float = described(
+        30.0, "Time that a departing replica has to finish its requests, in seconds.", ge=1, le=86400
+    )
+    allow_unauthenticated: bool = described(False, "Allow listening beyond loopback without any API key.")
+    default_timeout_seconds: float | None = described(
+        600.0, "Timeout of requests that set none; null: limits.timeout_seconds.", gt=0
+    )
+    retry_after_seconds: int = described(
+        1, "Seconds that clients are told to wait when the queue is full.", ge=1, le=86400
+    )
+    sampling: SamplingDefaults | None = described(
+        None,
+        "Sampling defaults for requests. Unset: the recommendation of the model's author, else OpenAI's defaults.",
+    )
+    limits: Limits = described(Limits(), "Upper limits of one request.")
+
+    def problems(self) -> Iterator[FieldProblem]:
+        if self.grpc_port == self.http_port:
+            yield FieldProblem(("grpc_port",), f"is {self.grpc_port}, must differ from http_port")
+        if not self.listens_on_loopback and not _is_address(self.host):
+            yield FieldProblem(("host",), f"is {self.host!r}, must be localhost or an IP address")
+        scaling = self.autoscaling
+        if scaling is not None and not scaling.min_replicas <= self.replicas <= scaling.max_replicas:
+            limit = f"must be between autoscaling's {scaling.min_replicas} and {scaling.max_replicas}"
+            yield FieldProblem(("replicas",), f"is {self.replicas}, {limit}")
+
+    @property
+    def listens_on_loopback(self) -> bool:
+        return self.host == "localhost" or (_is_address(self.host) and ipaddress.ip_address(self.host).is_loopback)
+
+
+class ServerTlsFiles(Section):
+    """Our own certificate and key: PEM files on every node."""
+
+    certificate: Path = described(..., "Certificate, with the intermediate certificates.")
+    key: Path = described(..., "Its private key.")
+
+
+class MutualTlsFiles(ServerTlsFiles):
+    """Our own certificate and key, and the authority that peers' certificates must come from."""
+
+    ca: Path = described(..., "Certificate of the authority that signs the certificates of all replicas.")
+    server_name: str | None = described(
+        None, "Name in all certificates, if they do not contain the nodes' addresses.", min_length=1
+    )
+
+
+class AuthSettings(Section):
+    """API keys of clients, and the certificate that they see."""
+
+    api_keys: tuple[SecretStr, ...] = described((), "API keys that clients may use.")
+    api_keys_env: str | None = described(
+        None, "Environment variable of the gateway with more keys, separated by commas.", min_length=1
+    )
+    api_keys_file: Path | None = described(None, "File on the gateway's node with more keys, one a line.")
+    tls: ServerTlsFiles | None = described(None, "Certificate for HTTP and gRPC; unset: no encryption.")
+
+    def problems(self) -> Iterator[FieldProblem]:
+        for number, key in enumerate(self.api_keys):
+            if not _KEY.fullmatch(key.get_secret_value()):
+                yield FieldProblem(("api_keys", str(number)), "is a key with characters other than printable ASCII")
+
+    @property
+    def required(self) -> bool:
+        return bool(self.api_keys or self.api_keys_env or self.api_keys_file)
+
+
+class InternalSettings(Section):
+    """Between gateways, scheduler and workers: either a shared token or mutual TLS."""
+
+    token: SecretStr | None = described(
+        None, "Token by which replicas know each other. Unset, and no TLS: each deployment makes a new one."
+    )
+    token_env: str | None = described(None, "Environment variable of all replicas with the token.", min_length=1)
+    token_file: Path | None = described(None, "File with the token, on every node.")
+    tls: MutualTlsFiles | None = described(None, "Files for mutual TLS, on every node.")
+    host: str | None = described(
+        None,
+        "Address that scheduler and workers listen on. Unset: the node's own; 127.0.0.1 on a Ray that `spool serve` "
+        "started.",
+        min_length=1,
+    )
+
+    def problems(self) -> Iterator[FieldProblem]:
+        given = [name for name in ("token", "token_env", "token_file") if getattr(self, name) is not None]
+        for name in given[1:]:
+            yield FieldProblem((name,), f"is given together with {given[0]}, must be unset: one token is enough")
+        token = self.token.get_secret_value() if self.token is not None else None
+        if token is not None and len(token) < _SHORTEST_TOKEN:
+            yield FieldProblem(("token",), f"has {len(token)} characters, must have at least {_SHORTEST_TOKEN}")
+        if token is not None and not _KEY.fullmatch(token):
+            yield FieldProblem(("token",), "has characters other than printable ASCII")
+
+    @property
+    def chosen(self) -> bool:
+        """Whether the file says how replicas authenticate each other."""
+        return any(value is not None for value in (self.token, self.token_env, self.token_file, self.tls))
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True

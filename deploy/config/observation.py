@@ -1,0 +1,72 @@
+"""Logs and traces of the replicas."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from enum import Enum
+from urllib.parse import urlsplit
+
+from deploy.config.section import FieldProblem, Section, described
+from services.observability.logs import LogFormat
+
+
+class LogLevel(Enum):
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+    @property
+    def number(self) -> int:
+        return int(logging.getLevelNamesMapping()[self.name])
+
+
+class LoggingSettings(Section):
+    """What replicas write to their standard error, which Ray keeps in its log folder."""
+
+    format: LogFormat = described(LogFormat.TEXT, "`text`, or `json` for one object a line.")
+    level: LogLevel = described(LogLevel.INFO, "The least important lines to write; `debug` has two for each sequence.")
+
+
+class MetricsSettings(Section):
+    """Where Prometheus finds what the scheduler counts. Gateways answer /metrics on their own port."""
+
+    scheduler_address: str | None = described(
+        "127.0.0.1:8002",
+        "host:port of the scheduler's own /metrics, on the scheduler's node; no key is asked for. null: none.",
+    )
+
+    def problems(self) -> Iterator[FieldProblem]:
+        if self.scheduler_address is not None and self.listen is None:
+            yield FieldProblem(
+                ("scheduler_address",), f"is {self.scheduler_address!r}, must be host:port, such as 127.0.0.1:8002"
+            )
+
+    @property
+    def listen(self) -> tuple[str, int] | None:
+        """Host and port of the scheduler's /metrics; None where there is none."""
+        host, _, port = (self.scheduler_address or "").rpartition(":")
+        host = host.removeprefix("[").removesuffix("]")
+        return (host, int(port)) if host and port.isascii() and port.isdigit() and int(port) < 65536 else None
+
+
+class TracingSettings(Section):
+    """Spans of requests for OpenTelemetry, from gateways and scheduler."""
+
+    endpoint: str | None = described(
+        None,
+        "URL of a collector for OTLP over HTTP, such as `http://collector:4318/v1/traces`, or `console` for standard "
+        "error. Unset: no traces.",
+        min_length=1,
+    )
+    sample_ratio: float = described(
+        1.0, "Share of requests that are traced, among those whose client does not decide.", ge=0, le=1
+    )
+    service_name: str = described("spool", "Service name in the spans.", min_length=1)
+
+    def problems(self) -> Iterator[FieldProblem]:
+        if self.endpoint is not None and self.endpoint != "console":
+            parts = urlsplit(self.endpoint)
+            if parts.scheme not in ("http", "https") or not parts.netloc:
+                yield FieldProblem(("endpoint",), f"is {self.endpoint!r}, must be `console` or an http or https URL")

@@ -1,0 +1,169 @@
+"""Where replicas run, and how many there are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+from pydantic import ByteSize, Field
+
+from deploy.config.section import FieldProblem, Section, described
+
+PositiveFloat = Annotated[float, Field(gt=0, le=1_000_000)]
+
+
+class Autoscaling(Section):
+    """Bounds and pace of a number of replicas that follows the load."""
+
+    min_replicas: int = described(1, "Minimum number of replicas.", ge=1, le=4096)
+    max_replicas: int = described(4, "Maximum number of replicas.", ge=1, le=4096)
+    upscale_delay_seconds: float = described(10.0, "How long demand must stay high before scaling up.", ge=0)
+    downscale_delay_seconds: float = described(300.0, "How long demand must stay low before scaling down.", ge=0)
+
+    def problems(self) -> Iterator[FieldProblem]:
+        if self.max_replicas < self.min_replicas:
+            limit = f"must be at least min_replicas, which is {self.min_replicas}"
+            yield FieldProblem(("max_replicas",), f"is {self.max_replicas}, {limit}")
+
+
+class WorkerAutoscaling(Autoscaling):
+    """Bounds and pace of a number of workers, which follows what the scheduler measures (docs/autoscaling.md)."""
+
+    utilisation: float = described(
+        0.85, "Share of the replicas' capacity above which more replicas are wanted.", gt=0, le=1
+    )
+    hysteresis: float = described(
+        0.2, "How far below `utilisation` the load on fewer replicas must stay before scaling down.", ge=0, lt=1
+    )
+    cost: float = described(
+        1.0, "Relative cost of a replica; drafts are kept while they save more than they cost.", gt=0
+    )
+
+    def problems(self) -> Iterator[FieldProblem]:
+        yield from super().problems()
+        if self.hysteresis >= self.utilisation:
+            limit = f"must be below utilisation, which is {self.utilisation:g}"
+            yield FieldProblem(("hysteresis",), f"is {self.hysteresis:g}, {limit}")
+
+
+class TargetAutoscaling(WorkerAutoscaling):
+    """The same for targets, with the latencies to hold."""
+
+    token_seconds: float = described(
+        0.05, "Longest time that a token of a sequence should take under load, in seconds.", gt=0, le=3600
+    )
+    queue_seconds: float = described(
+        2.0, "Longest time that a sequence should wait in the queue, in seconds.", gt=0, le=3600
+    )
+
+
+class GatewayAutoscaling(Autoscaling):
+    """The gateway follows the number of open requests."""
+
+    target_ongoing_requests: int = described(256, "Open requests that one gateway replica should have.", ge=1)
+
+
+class Placement(Section):
+    """What a replica needs from its node."""
+
+    num_cpus: float = described(
+        0.1, "CPUs that a replica reserves; the default is small, so that everything fits on a laptop.", ge=0, le=4096
+    )
+    resources: dict[str, PositiveFloat] = described(
+        {}, "Custom Ray resources that a replica reserves, such as `large_gpu: 1`."
+    )
+    node_labels: dict[str, str] = described(
+        {}, "Labels that the node must have, such as `ray.io/accelerator-type: H200`."
+    )
+
+    def actor_options(self) -> dict[str, Any]:
+        """Options of the replica's Ray actor."""
+        options: dict[str, Any] = {"num_cpus": self.num_cpus}
+        if self.resources:
+            options["resources"] = dict(self.resources)
+        if self.node_labels:
+            options["label_selector"] = dict(self.node_labels)
+        return options
+
+
+class WorkerGroup(Placement):
+    """The replicas that hold one model, drafting or verifying; each holds what it reserves for as long as it serves."""
+
+    replicas: int = described(1, "Replicas of the group; with autoscaling, the number at the start.", ge=1, le=4096)
+    autoscaling: WorkerAutoscaling | None = described(
+        None,
+        "Lets the number of replicas follow what the scheduler measures, within bounds. Unset: the number is fixed.",
+    )
+    num_gpus: float | None = described(
+        None,
+        "GPUs that a replica reserves: 1, a share of one, or 0. Unset: 1 where models.device and the GPUs that Ray "
+        "has allow it, targets first, else 0.",
+        ge=0,
+        le=1,
+    )
+    accelerator_type: str | None = described(
+        None, "Type of GPU that the node must have, as Ray names it, such as `H200`.", min_length=1
+    )
+    threads: int | None = described(
+        None, "Threads that a replica computes with. Unset: num_cpus if that is 1 or more, else an even share.", ge=1
+    )
+    exclusive_threads: int | None = described(
+        None,
+        "Threads of a step during which no other worker computes, for a draft and a target replica that share the "
+        "cores of one machine; policy auto makes use of it. Unset: on one machine the threads of both, else no more.",
+        ge=1,
+    )
+    kv_pages: int | None = described(None, "Pages of KV of a replica in this group; overrides engine.kv_pages.", ge=1)
+    kv_memory: ByteSize | None = described(
+        None, "Memory for KV of a replica in this group; overrides engine.kv_memory.", ge=1
+    )
+    drain_seconds: float = described(
+        60.0, "Time that a departing replica has to hand over its sequences, in seconds.", ge=1, le=86400
+    )
+    environment: dict[str, str] = described({}, "Environment variables of the replicas.")
+
+    def problems(self) -> Iterator[FieldProblem]:
+        scaling = self.autoscaling
+        if scaling is not None and not scaling.min_replicas <= self.replicas <= scaling.max_replicas:
+            limit = f"must be between autoscaling's {scaling.min_replicas} and {scaling.max_replicas}"
+            yield FieldProblem(("replicas",), f"is {self.replicas}, {limit}")
+        if self.accelerator_type is not None and self.num_gpus == 0:
+            yield FieldProblem(
+                ("accelerator_type",), f"is {self.accelerator_type!r}, must be unset where num_gpus is 0"
+            )
+
+    @property
+    def highest_replicas(self) -> int:
+        return self.autoscaling.max_replicas if self.autoscaling is not None else self.replicas
+
+    @property
+    def shares_a_gpu(self) -> bool:
+        return self.num_gpus is not None and 0 < self.num_gpus < 1
+
+
+class TargetGroup(WorkerGroup):
+    """The group of target replicas."""
+
+    autoscaling: TargetAutoscaling | None = described(
+        None,
+        "Lets the number of replicas follow the latencies that the scheduler measures. Unset: the number is fixed.",
+    )
+
+
+class Groups(Section):
+    """The two groups of workers."""
+
+    draft: WorkerGroup = described(WorkerGroup(), "The replicas that propose tokens.")
+    target: TargetGroup = described(TargetGroup(), "The replicas that verify them.")
+    share_gpus: bool = described(
+        False, "Allow shares of GPUs so small that a draft and a target replica can end up on one GPU."
+    )
+
+    def problems(self) -> Iterator[FieldProblem]:
+        draft, target = self.draft.num_gpus or 0, self.target.num_gpus or 0
+        if not self.share_gpus and draft > 0 and target > 0 and draft + target <= 1:
+            yield FieldProblem(
+                ("draft", "num_gpus"),
+                f"is {draft:g}, must be above {1 - target:g}: with target.num_gpus {target:g} a draft and a target "
+                "would fit on one GPU (share_gpus: true allows that)",
+            )

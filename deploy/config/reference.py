@@ -1,0 +1,41 @@
+"""docs/configuration.md, from the fields themselves."""
+
+from __future__ import annotations
+
+from deploy.config.example import shown_value
+from deploy.config.field_documents import FieldDocument, documents
+from deploy.config.spool_config import SpoolConfig
+
+_HEAD = """\
+# Configuration
+
+One file, `spool.yaml`, configures everything. This page is what `spool config --reference` prints. Sections may be
+left out, and so may every field that has a default. `spool config --example` prints a file with all of them,
+`spool config --check FILE` says what is wrong with one, and `--set scheduling.batch_size=16` overrides a field on
+the command line of a command that reads it.
+"""
+
+_TABLE = """
+| field | type | default | |
+| --- | --- | --- | --- |
+"""
+
+
+def reference() -> str:
+    """Markdown: a table for each section, of the fields that belong to no section below it."""
+    heads: dict[tuple[str, ...], str] = {}
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for document in documents(SpoolConfig, SpoolConfig()):
+        if document.section:
+            optional = " May be null, for none." if document.optional else ""
+            heads[document.path] = f"\n## {document.name}\n\n{document.description}{optional}\n"
+        else:
+            rows.setdefault(document.path[:-1], []).append(_row(document))
+    tables = {path: "".join([_TABLE, *fields]) for path, fields in rows.items()}
+    return "".join([_HEAD, *(head + tables.get(path, "") for path, head in heads.items())])
+
+
+def _row(document: FieldDocument) -> str:
+    default = "required" if document.required else f"`{shown_value(document.default)}`"
+    cells = (f"`{document.path[-1]}`", document.type, default, document.description)
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |\n"

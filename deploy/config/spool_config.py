@@ -1,0 +1,311 @@
+"""The whole configuration."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pydantic import ByteSize, ValidationInfo, field_validator
+
+from deploy.config.ingress import AuthSettings, GatewaySettings, InternalSettings
+from deploy.config.observation import LoggingSettings, MetricsSettings, TracingSettings
+from deploy.config.placement import Groups, Placement, WorkerGroup
+from deploy.config.section import FieldProblem, Section, described
+from deploy.options import NGRAM, NO_DRAFT, ModelSettings, SchedulingSettings
+from engine.settings import EngineSettings
+from scheduler.config import KvMovement, Policy, SchedulerConfig
+from scheduler.messages import Role
+
+# What KV gets on a CPU without a setting: memory there is everybody's, and filling it with zeros takes a while.
+_CPU_KV_BYTES = {Role.TARGET: 1 << 30, Role.DRAFT: 1 << 29}
+
+# Fields that are mappings themselves, and not sections.
+_MAPPINGS = ("resources", "node_labels", "environment")
+
+# The path of a socket has 107 characters at most, and Ray's names below its folder take the rest.
+LONGEST_RAY_FOLDER = 40
+
+_DEVICES = ("auto", "cpu", "cuda")
+
+
+class ServedModels(ModelSettings, Section):
+    """The models, their dtype, and their name in the APIs."""
+
+    device: str = described("auto", "`cpu`, `cuda`, or `auto`: GPUs for the groups that get some, else the CPU.")
+    served_name: str | None = described(None, "Name of the model in the APIs. Unset: models.target.", min_length=1)
+
+    def problems(self) -> Iterator[FieldProblem]:
+        for name in ("target", "draft"):
+            if getattr(self, name) == "":
+                yield FieldProblem((name,), "is empty, must name a model")
+        if self.target in (NGRAM, NO_DRAFT):
+            yield FieldProblem(("target",), f"is {self.target!r}, must be a model: that is a way to draft")
+        if self.device not in _DEVICES:
+            which = "Ray chooses which GPU a replica gets" if self.device.startswith("cuda:") else "no other is known"
+            yield FieldProblem(("device",), f"is {self.device!r}, must be {_one_of(_DEVICES)}: {which}")
+
+    @property
+    def drafts(self) -> bool:
+        return self.draft_name != NO_DRAFT
+
+
+class EngineSection(Section):
+    """How engines use memory and form their passes."""
+
+    page_size: int = described(16, "Tokens of one KV page.", ge=1, le=1024)
+    kv_pages: int | None = described(None, "Pages of KV of each worker. Unset: as kv_memory says.", ge=1)
+    kv_memory: ByteSize | None = described(
+        None, "Memory for KV of each worker, such as `2GiB`. Unset: 85% of what a GPU has left, 1 GiB on a CPU.", ge=1
+    )
+    max_num_batched_tokens: int = described(192, "Maximum number of tokens in one forward pass.", ge=8, le=65536)
+    prefix_cache: bool = described(
+        True, "Compute the KV of a common prompt prefix once, and keep it for later requests."
+    )
+    cuda_graphs: bool = described(True, "On a GPU, compute passes of few tokens as CUDA graphs.")
+
+
+class SchedulingSection(SchedulingSettings, Section):
+    """How sequences are admitted and grouped."""
+
+    policy: Policy = described(Policy.AUTO, "How verify batches are formed.")
+    prefill_chunk: int = described(96, "Tokens of a long prompt that one step takes in.", ge=1)
+    wait_bound_steps: float = described(
+        1.5, "How long a sequence may wait for others of its length, in verify steps.", ge=0, le=1000
+    )
+    draft_batch_size: int | None = described(
+        None, "Maximum number of sequences in one draft step. Unset: four batches, at least 64.", ge=1
+    )
+    kv_movement: KvMovement = described(
+        KvMovement.AUTO,
+        "Whether the KV of a leaving target's sequences goes to other targets: `auto` where moving is expected to be "
+        "sooner than computing it anew, `always` or `never`.",
+    )
+    max_queued_sequences: int = described(
+        1024, "Sequences that may wait beside those that run; more are refused.", ge=1
+    )
+    max_queued_tokens: int | None = described(
+        None, "Tokens that may wait there, prompts and answers together. Unset: no bound.", ge=1
+    )
+    step_timeout_seconds: float = described(
+        120.0, "Time after which a worker that has not answered a step counts as lost, in seconds.", gt=0
+    )
+    silence_timeout_seconds: float = described(
+        1.0,
+        "Time without the answer to a ping after which a worker counts as lost, whatever it computes: its process was "
+        "stopped, or it is out of reach.",
+        gt=0,
+    )
+
+    @field_validator("batch_size", "max_running", "draft_length")
+    @classmethod
+    def _check_number(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value is not None and info.field_name is not None:
+            one: dict[str, Any] = {info.field_name: value}
+            SchedulerConfig(**one)
+        return value
+
+    def scheduler_config(self, drafting: bool) -> SchedulerConfig:
+        """For the scheduler core."""
+        return SchedulerConfig(
+            batch_size=self.batch_size,
+            max_running=self.config(self.policy, drafting).max_running,
+            policy=self.policy,
+            draft_length=self.draft_length if drafting else 0,
+            prefill_chunk=self.prefill_chunk,
+            wait_bound_steps=self.wait_bound_steps,
+            draft_batch_size=self.draft_batch_size,
+            kv_movement=self.kv_movement,
+            max_queued_sequences=self.max_queued_sequences,
+            max_queued_tokens=self.max_queued_tokens,
+        )
+
+
+class RaySettings(Section):
+    """The Ray cluster."""
+
+    address: str | None = described(
+        None, "Ray cluster to join: `auto` or host:port. Unset: `spool serve` starts a local one.", min_length=1
+    )
+    namespace: str = described("spool", "Ray namespace of this process's connection.", min_length=1)
+    app_name: str = described("spool", "Name of the Serve application.", min_length=1)
+    num_cpus: int | None = described(
+        None, "CPUs that a Ray started here offers. Unset: those of the machine, at least 4.", ge=1, le=4096
+    )
+    num_gpus: int | None = described(
+        None, "GPUs that a Ray started here offers. Unset: those of the machine.", ge=0, le=64
+    )
+    dashboard: bool = described(False, "Start Ray's dashboard, on loopback, with a Ray started here.")
+    folder: Path | None = described(
+        None, "Folder for the files of a Ray started here. Unset: one of the user's own in the temporary folder."
+    )
+
+    def problems(self) -> Iterator[FieldProblem]:
+        address = self.address
+        if address is not None and address != "auto" and not re.fullmatch(r"[\w.\[\]:-]+:\d{1,5}", address):
+            yield FieldProblem(("address",), f"is {address!r}, must be `auto` or host:port")
+        if not re.fullmatch(r"[\w.-]{1,64}", self.app_name):
+            limit = "must be up to 64 letters, digits, '.', '_' and '-'"
+            yield FieldProblem(("app_name",), f"is {self.app_name!r}, {limit}")
+        if self.folder is not None and len(str(self.folder.expanduser().absolute())) > LONGEST_RAY_FOLDER:
+            limit = f"must have at most {LONGEST_RAY_FOLDER} characters: Ray puts sockets below it"
+            yield FieldProblem(("folder",), f"is {self.folder}, {limit}")
+
+
+class SpoolConfig(Section):
+    """Everything that one Spool application is made of."""
+
+    models: ServedModels = described(ServedModels(), "The models.")
+    engine: EngineSection = described(EngineSection(), "The engines of the workers.")
+    scheduling: SchedulingSection = described(SchedulingSection(), "What the scheduler does.")
+    groups: Groups = described(Groups(), "The workers.")
+    scheduler: Placement = described(Placement(), "Where the one scheduler runs.")
+    gateway: GatewaySettings = described(GatewaySettings(), "The HTTP and gRPC ingress.")
+    auth: AuthSettings = described(AuthSettings(), "API keys and TLS for clients.")
+    internal: InternalSettings = described(InternalSettings(), "How replicas authenticate each other.")
+    logging: LoggingSettings = described(LoggingSettings(), "Logs of the replicas.")
+    metrics: MetricsSettings = described(MetricsSettings(), "Metrics for Prometheus.")
+    tracing: TracingSettings = described(TracingSettings(), "Traces of requests.")
+    ray: RaySettings = described(RaySettings(), "The Ray cluster.")
+
+    def problems(self) -> Iterator[FieldProblem]:
+        gateway = self.gateway
+        if not gateway.listens_on_loopback and not self.auth.required and not gateway.allow_unauthenticated:
+            yield FieldProblem(
+                ("gateway", "host"),
+                f"is {gateway.host!r}, must be loopback such as 127.0.0.1 as long as auth names no API keys: everybody "
+                "who reaches the port could use it (gateway.allow_unauthenticated: true allows that)",
+                frozenset({"auth"}),
+            )
+        for role in self.roles:
+            yield from self._group_problems(role)
+
+    def _group_problems(self, role: Role) -> Iterator[FieldProblem]:
+        group = self.group(role)
+        on_gpu = group.num_gpus is not None and group.num_gpus > 0
+        path, others = ("groups", role.value, "num_gpus"), frozenset({"models", "engine"})
+        if self.models.device == "cpu" and on_gpu:
+            yield FieldProblem(path, f"is {group.num_gpus:g}, must be 0 or unset where models.device is cpu", others)
+        if on_gpu and not self.has_model(role):
+            yield FieldProblem(path, f"is {group.num_gpus:g}, must be 0 or unset: prompt lookup needs no GPU", others)
+        if self.models.device == "cuda" and group.num_gpus == 0 and self.has_model(role):
+            yield FieldProblem(path, "is 0, must be above 0 where models.device is cuda", others)
+        if group.shares_a_gpu and self.has_model(role) and not self._kv_is_given(group):
+            yield FieldProblem(
+                path,
+                f"is {group.num_gpus:g}, which needs a kv_memory for the {role.value} group: a replica would take all "
+                "memory of the GPU that it shares",
+                others,
+            )
+
+    def _kv_is_given(self, group: WorkerGroup) -> bool:
+        settings = (group.kv_pages, group.kv_memory, self.engine.kv_pages, self.engine.kv_memory)
+        return any(setting is not None for setting in settings)
+
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        """The groups that there are."""
+        return (Role.TARGET, Role.DRAFT) if self.models.drafts else (Role.TARGET,)
+
+    @property
+    def served_name(self) -> str:
+        return self.models.served_name or self.models.target
+
+    def group(self, role: Role) -> WorkerGroup:
+        return self.groups.target if role is Role.TARGET else self.groups.draft
+
+    @property
+    def scales_workers(self) -> bool:
+        """Whether the number of replicas of a group follows the load."""
+        return any(self.group(role).autoscaling is not None for role in self.roles)
+
+    def model(self, role: Role) -> str:
+        return self.models.target if role is Role.TARGET else self.models.draft_name
+
+    def has_model(self, role: Role) -> bool:
+        """Whether the group's workers load weights; prompt lookup has none."""
+        return role is Role.TARGET or self.models.drafts_with_model
+
+    def threads(self, role: Role) -> int:
+        """Threads of one worker: as asked for, or the CPUs it reserves, or an even share of this machine's cores."""
+        group = self.group(role)
+        if group.threads is not None:
+            return group.threads
+        if group.num_cpus >= 1:
+            return int(group.num_cpus)
+        busy = sum(self.group(other).replicas for other in self.roles if self.has_model(other))
+        return max(1, len(os.sched_getaffinity(0)) // busy)
+
+    def engine_settings(self, role: Role, device: str, threads: int) -> EngineSettings:
+        """For a worker of the group on `device`."""
+        group = self.group(role)
+        pages, memory = group.kv_pages, group.kv_memory
+        if pages is None and memory is None:
+            pages, memory = self.engine.kv_pages, self.engine.kv_memory
+        if pages is None and memory is None and device == "cpu":
+            memory = ByteSize(_CPU_KV_BYTES[role])
+        return EngineSettings(
+            model=self.model(role),
+            dtype=self.models.dtype.value,
+            device=device,
+            threads=threads,
+            exclusive_threads=(group.exclusive_threads or 0) if device == "cpu" else 0,
+            page_size=self.engine.page_size,
+            kv_pages=pages,
+            kv_memory_bytes=None if memory is None else int(memory),
+            exact=self.models.exact,
+            max_num_batched_tokens=self.engine.max_num_batched_tokens,
+            lookup_match=self.models.lookup_match if role is Role.DRAFT else None,
+            prefix_cache=self.engine.prefix_cache,
+            cuda_graphs=self.engine.cuda_graphs,
+        )
+
+    def on_one_machine(self) -> SpoolConfig:
+        """Replicas communicate over loopback and share the cores, unless the file says otherwise."""
+        config = self._sharing_cores()
+        if self.internal.host is not None:
+            return config
+        return config.model_copy(update={"internal": self.internal.model_copy(update={"host": "127.0.0.1"})})
+
+    def _sharing_cores(self) -> SpoolConfig:
+        """A single draft and a single target on the machine may each use the cores of both."""
+        if not self.models.drafts_with_model or any(self.group(role).highest_replicas != 1 for role in self.roles):
+            return self
+        both = min(len(os.sched_getaffinity(0)), sum(self.threads(role) for role in self.roles))
+        groups = {
+            role.value: self.group(role).model_copy(
+                update={"exclusive_threads": self.group(role).exclusive_threads or both}
+            )
+            for role in self.roles
+        }
+        return self.model_copy(update={"groups": self.groups.model_copy(update=groups)})
+
+    def without_replicas(self) -> SpoolConfig:
+        """One replica of each kind, and what else is set about them as it is."""
+        one = {"replicas": 1, "autoscaling": None}
+        draft, target = self.groups.draft.model_copy(update=one), self.groups.target.model_copy(update=one)
+        groups = self.groups.model_copy(update={"draft": draft, "target": target})
+        return self.model_copy(update={"groups": groups, "gateway": self.gateway.model_copy(update=one)})
+
+    def plain(self) -> dict[str, Any]:
+        """Plain data from which another process makes the same configuration, secrets and all."""
+        return _changes(self.dump(reveal=True), SpoolConfig().dump())
+
+
+def _changes(data: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    """What differs from the defaults; sections that do not are left out."""
+    changes = {}
+    for name, value in data.items():
+        default = defaults.get(name)
+        if isinstance(value, dict) and isinstance(default, dict) and name not in _MAPPINGS:
+            value = _changes(value, default)
+            default = {}
+        if value != default:
+            changes[name] = value
+    return changes
+
+
+def _one_of(names: tuple[str, ...]) -> str:
+    return f"{', '.join(names[:-1])} or {names[-1]}"

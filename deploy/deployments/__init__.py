@@ -1,1 +1,0 @@
-"""The Ray Serve deployments: each is a thin shell around a service that runs without Ray too."""

@@ -1,0 +1,138 @@
+"""Compares what speculation gave with what plain decoding gave."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import zip_longest
+from typing import Any
+
+from deploy.offline.decoding import Completion, Job
+from services.text.tokenizer import ModelTokenizer
+
+_CONTEXT_TOKENS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Divergence:
+    """The first place where a sequence differs. A token is None where its side had ended already.
+
+    `position` counts output tokens from 0. `logits_margin` is by how much the reference's logit led the next one,
+    where that is known: differences at small margins are rounding.
+    """
+
+    index: int
+    position: int
+    context: str
+    expected_token: int | None
+    expected_text: str
+    found_token: int | None
+    found_text: str
+    logits_margin: float | None = None
+
+    def __str__(self) -> str:
+        expected = _named(self.expected_token, self.expected_text)
+        found = _named(self.found_token, self.found_text)
+        margin = "" if self.logits_margin is None else f"; the reference's logit led by {self.logits_margin:.4g}"
+        place = f"prompt {self.index}, output token {self.position}, after {self.context!r}"
+        return f"{place}: expected {expected}, found {found}{margin}"
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Of the sequences, how many are the same; of the logits that can be compared, how many are the same bit for bit.
+
+    Logits can be compared up to and with the first token that differs: after it they continue different texts.
+    """
+
+    sequences: int
+    equal_sequences: int
+    compared_logits: int
+    equal_logits: int
+    first_divergence: Divergence | None
+    first_unequal_logits: tuple[int, int] | None = None
+    """Index of the prompt and position in its output."""
+
+    @property
+    def exact_match(self) -> float:
+        return self.equal_sequences / self.sequences if self.sequences else 1.0
+
+    @property
+    def logits_bit_equal(self) -> float:
+        return self.equal_logits / self.compared_logits if self.compared_logits else 1.0
+
+    def to_json(self) -> dict[str, Any]:
+        divergence = self.first_divergence
+        return {
+            "exact_match": self.exact_match,
+            "logits_bit_equal": self.logits_bit_equal,
+            "sequences": self.sequences,
+            "equal_sequences": self.equal_sequences,
+            "compared_logits": self.compared_logits,
+            "equal_logits": self.equal_logits,
+            "first_unequal_logits": self.first_unequal_logits,
+            "first_divergence": asdict(divergence) if divergence is not None else None,
+        }
+
+
+def compare(
+    jobs: Sequence[Job],
+    expected: Sequence[Completion],
+    found: Sequence[Completion],
+    tokenizer: ModelTokenizer,
+    margins: Sequence[Sequence[float]] = (),
+) -> Comparison:
+    """All three in one order. `margins` holds for each expected token its lead over the next one, if known."""
+    equal_sequences = compared = equal_logits = 0
+    first: Divergence | None = None
+    unequal: tuple[int, int] | None = None
+    for number, (job, right, other) in enumerate(zip(jobs, expected, found, strict=True)):
+        place = _first_difference(right.tokens, other.tokens)
+        end = len(right.tokens) if place is None else place + 1
+        same = [one == two for one, two in zip(right.logits_digests[:end], other.logits_digests[:end], strict=False)]
+        compared += len(same)
+        equal_logits += sum(same)
+        if unequal is None and not all(same):
+            unequal = (job.prompt.index, same.index(False))
+        equal_sequences += place is None
+        if place is not None and first is None:
+            margin = margins[number][place] if margins and place < len(margins[number]) else None
+            first = _divergence(job, right.tokens, other.tokens, place, tokenizer, margin)
+    return Comparison(len(jobs), equal_sequences, compared, equal_logits, first, unequal)
+
+
+def _first_difference(one: Sequence[int], two: Sequence[int]) -> int | None:
+    for place, (left, right) in enumerate(zip_longest(one, two)):
+        if left != right:
+            return place
+    return None
+
+
+def _divergence(
+    job: Job,
+    expected: Sequence[int],
+    found: Sequence[int],
+    place: int,
+    tokenizer: ModelTokenizer,
+    margin: float | None,
+) -> Divergence:
+    before = [*job.tokens, *expected[:place]][-_CONTEXT_TOKENS:]
+    right, other = (tokens[place] if place < len(tokens) else None for tokens in (expected, found))
+    return Divergence(
+        index=job.prompt.index,
+        position=place,
+        context=tokenizer.decode(before, skip_special_tokens=False),
+        expected_token=right,
+        expected_text=_text(right, tokenizer),
+        found_token=other,
+        found_text=_text(other, tokenizer),
+        logits_margin=margin,
+    )
+
+
+def _text(token: int | None, tokenizer: ModelTokenizer) -> str:
+    return "" if token is None else tokenizer.decode([token], skip_special_tokens=False)
+
+
+def _named(token: int | None, text: str) -> str:
+    return "the end" if token is None else f"{text!r} (token {token})"

@@ -1,0 +1,143 @@
+"""The Ray Serve application: `serve run deploy.ray_app.application:build config=spool.yaml`."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+from pydantic import SecretStr
+from ray import serve
+from ray.serve import Application
+
+from deploy.config.ingress import GatewaySettings
+from deploy.config.loading import configuration_from, load_configuration
+from deploy.config.placement import WorkerGroup
+from deploy.config.spool_config import SpoolConfig
+from deploy.errors import UsageError
+from deploy.ray_app import GATEWAY, SCHEDULER, WORKERS
+from deploy.ray_app.gateway import Gateway
+from deploy.ray_app.gpus import gpus_per_replica
+from deploy.ray_app.replica import Plan
+from deploy.ray_app.scheduler import Scheduler
+from deploy.ray_app.serve_options import replica_options
+from deploy.ray_app.worker import WorkerReplica
+from scheduler.messages import Role
+from services.launch.process_tuning import compute_environment
+from services.rpc.channel_security import random_token
+
+logger = logging.getLogger(__name__)
+
+# Every gateway and worker may ask at once; none of these calls takes long.
+_SCHEDULER_CALLS = 10_000
+
+# A worker that does not start twice will not the third time, and each time costs a loading of weights.
+_START_ATTEMPTS = 2
+
+# Serve replaces a replica that missed this limit three times in a row.
+_HEALTH = {"health_check_period_s": 1.0, "health_check_timeout_s": 10.0}
+# While the scheduler hangs nothing goes on, and gateways wait for 40 s at most.
+_SCHEDULER_HEALTH = {"health_check_period_s": 1.0, "health_check_timeout_s": 3.0}
+
+# The scheduler is asked for its address by every worker, every second.
+_QUIET = {"logging_config": {"enable_access_log": False}}
+
+
+def build(args: dict[str, Any]) -> Application:
+    """The application that a configuration describes.
+
+    `config` is the path of a file, `settings` its content as plain data; every other argument is an override as in
+    `scheduling.batch_size=16`. Raises `UsageError` for what is no configuration.
+    """
+    arguments = dict(args)
+    file, settings = arguments.pop("config", None), arguments.pop("settings", None)
+    if file is not None and settings is not None:
+        raise UsageError("config and settings are given, must be one of them")
+    overrides = [f"{name}={value}" for name, value in arguments.items()]
+    if settings is None:
+        return application(load_configuration(None if file is None else Path(file), overrides))
+    if overrides:
+        raise UsageError(f"{overrides[0]}: overrides go with config, not with settings")
+    return application(configuration_from(settings))
+
+
+def application(config: SpoolConfig) -> Application:
+    """All deployments, tied together by the gateway, through which Serve sees them as one application."""
+    if not config.internal.chosen:
+        internal = config.internal.model_copy(update={"token": SecretStr(random_token())})
+        config = config.model_copy(update={"internal": internal})
+    config = _with_folders_found(config)
+    threads = {role: config.threads(role) for role in config.roles}
+    plan = Plan(config, gpus_per_replica(config), threads)
+    scheduler = _scheduler(plan).bind(plan)
+    workers = [_worker(plan, role).bind(plan, role, scheduler) for role in config.roles]
+    return _gateway(plan).bind(plan, scheduler, *workers)
+
+
+def settled(config: SpoolConfig) -> SpoolConfig:
+    """What depends on this process and on the Ray that it has joined is written down, for a build somewhere else."""
+    gpus = gpus_per_replica(config)
+    groups = {}
+    for role in config.roles:
+        group = config.group(role)
+        known: dict[str, Any] = {"threads": config.threads(role)}
+        if gpus[role] > 0 or group.accelerator_type is None:
+            known["num_gpus"] = gpus[role]
+        groups[role.value] = group.model_copy(update=known)
+    return _with_folders_found(config.model_copy(update={"groups": config.groups.model_copy(update=groups)}))
+
+
+def _with_folders_found(config: SpoolConfig) -> SpoolConfig:
+    """Replicas have other working directories than this process, from which folders of models are meant."""
+    named = {"target": config.models.target, "draft": config.models.draft}
+    found = {field: str(Path(name).resolve()) for field, name in named.items() if name and Path(name).is_dir()}
+    if config.models.served_name is None:
+        found["served_name"] = config.models.target
+    return config.model_copy(update={"models": config.models.model_copy(update=found)})
+
+
+def _scheduler(plan: Plan) -> serve.Deployment:
+    return serve.deployment(Scheduler).options(
+        name=SCHEDULER,
+        num_replicas=1,
+        ray_actor_options=plan.config.scheduler.actor_options(),
+        max_ongoing_requests=_SCHEDULER_CALLS,
+        graceful_shutdown_timeout_s=5.0,
+        **_QUIET,
+        **_SCHEDULER_HEALTH,
+    )
+
+
+def _worker(plan: Plan, role: Role) -> serve.Deployment:
+    group = plan.config.group(role)
+    return serve.deployment(WorkerReplica).options(
+        name=WORKERS[role],
+        ray_actor_options=_worker_options(plan, role, group),
+        graceful_shutdown_timeout_s=group.drain_seconds,
+        max_constructor_retry_count=_START_ATTEMPTS,
+        graceful_shutdown_wait_loop_s=0.1,
+        **replica_options(group),
+        **_HEALTH,
+    )
+
+
+def _worker_options(plan: Plan, role: Role, group: WorkerGroup) -> dict[str, Any]:
+    options = group.actor_options()
+    options["num_gpus"] = plan.gpus[role]
+    if group.accelerator_type is not None:
+        options["accelerator_type"] = group.accelerator_type
+    options["runtime_env"] = {"env_vars": compute_environment(plan.threads[role]) | group.environment}
+    return options
+
+
+def _gateway(plan: Plan) -> serve.Deployment:
+    gateway: GatewaySettings = plan.config.gateway
+    return serve.deployment(Gateway).options(
+        name=GATEWAY,
+        ray_actor_options=gateway.actor_options(),
+        max_ongoing_requests=gateway.max_ongoing_requests,
+        graceful_shutdown_timeout_s=gateway.drain_seconds,
+        graceful_shutdown_wait_loop_s=0.1,
+        **replica_options(gateway),
+        **_HEALTH,
+    )

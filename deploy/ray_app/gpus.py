@@ -1,0 +1,48 @@
+"""How many GPUs each worker replica reserves, where the configuration leaves that open."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+import ray
+
+from deploy.config.spool_config import SpoolConfig
+from scheduler.messages import Role
+
+logger = logging.getLogger(__name__)
+
+
+def gpus_per_replica(config: SpoolConfig) -> Mapping[Role, float]:
+    """The configured number; otherwise one for each replica as far as Ray's GPUs go, targets first.
+
+    Groups that do not get one for each of their replicas compute on the CPU, except where the device is `cuda`.
+    """
+    gpus: dict[Role, float] = {}
+    left: float | None = None
+    for role in config.roles:
+        group = config.group(role)
+        if not config.has_model(role) or config.models.device == "cpu":
+            gpus[role] = 0.0
+        elif group.num_gpus is not None:
+            gpus[role] = group.num_gpus
+        elif config.models.device == "cuda":
+            gpus[role] = 1.0
+        else:
+            if left is None:
+                left = _gpus_of_ray() - sum(_asked_for(config, other) for other in config.roles)
+            gpus[role] = 1.0 if group.highest_replicas <= left else 0.0
+            left -= gpus[role] * group.highest_replicas
+    if left is not None and 0.0 in gpus.values() and 1.0 in gpus.values():
+        names = ", ".join(role.value for role, count in gpus.items() if count == 0 and config.has_model(role))
+        logger.warning("Ray has too few GPUs: %s workers compute on the CPU (see groups.*.num_gpus)", names)
+    return gpus
+
+
+def _asked_for(config: SpoolConfig, role: Role) -> float:
+    group = config.group(role)
+    return (group.num_gpus or 0.0) * group.highest_replicas if config.has_model(role) else 0.0
+
+
+def _gpus_of_ray() -> float:
+    return float(ray.cluster_resources().get("GPU", 0.0)) if ray.is_initialized() else 0.0

@@ -1,0 +1,110 @@
+"""The one scheduler as a Serve replica."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from typing import Any
+
+from google.protobuf.message import Message
+
+from deploy.autoscaling.reporter import Autoscaler
+from deploy.autoscaling.rules import rules_from_plain
+from deploy.ray_app.ray_metrics import RayMirror
+from deploy.ray_app.replica import Plan, channel_security, internal_host, sequence_tracing
+from services.launch.process_tuning import keep_loaded_objects
+from services.observability.logs import install_logs
+from services.scheduler.metrics_endpoint import MetricsEndpoint
+from services.scheduler.server import SchedulerServer
+from services.scheduler.service import SchedulerService
+from services.scheduler.workers.worker_link import LinkOptions
+
+
+class Scheduler:
+    """Runs the scheduler service on its node's address.
+
+    Serve keeps one replica. A scheduler that hangs may live on for seconds next to its successor; the successor has a
+    higher epoch, and workers refuse the old scheduler.
+    """
+
+    async def __init__(self, plan: Plan) -> None:  # type: ignore[misc]  # Serve awaits it
+        config = plan.config
+        install_logs(config.logging.format, config.logging.level.number)
+        security = channel_security(config.internal)
+        scheduler_config = config.scheduling.scheduler_config(config.models.drafts)
+        self._autoscaler = Autoscaler(scheduler_config)
+        self._running = AsyncExitStack()
+        self._service = SchedulerService(
+            scheduler_config,
+            scheduler_epoch=time.time_ns(),
+            link_options=LinkOptions(
+                step_timeout=config.scheduling.step_timeout_seconds,
+                silence_timeout=config.scheduling.silence_timeout_seconds,
+            ),
+            security=security,
+            observers=sequence_tracing(config.tracing, self._running),
+        )
+        self._server = SchedulerServer(
+            self._service,
+            internal_host(config.internal),
+            security=security,
+            replicas=self._autoscaler.replica_figures,
+        )
+        self._address = await self._server.start()
+        await self._running.enter_async_context(RayMirror(self._server.metric_families))
+        listen = config.metrics.listen
+        if listen is not None:
+            await self._running.enter_async_context(MetricsEndpoint(self._server.metric_families, *listen))
+        keep_loaded_objects()
+
+    async def locate(self) -> str:
+        """The address of the gRPC server."""
+        return self._address
+
+    async def status(self) -> dict[str, Any]:
+        """What it knows of itself and its workers, and why there are so many, as plain data."""
+        return plain_message(self._server.status()) | {"autoscaling": self._autoscaler.status()}
+
+    def reconfigure(self, rules: Mapping[str, Any]) -> None:
+        """Serve calls this with the rules of autoscaling, at the start and whenever they change."""
+        self._autoscaler.set_rules(rules_from_plain(rules))
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Serve calls this twice a second, and gives the answer to the policy (deploy/autoscaling/policy.py)."""
+        return self._autoscaler.observe(self._service.core.snapshot(), self._service.statistics(), time.monotonic())
+
+    async def check_health(self) -> None:
+        """Serve replaces the replica where this raises: also one that another scheduler has taken over from."""
+        self._server.check_health()
+
+    async def __del__(self) -> None:
+        await self._server.stop(1.0)
+        await self._service.close()
+        await self._running.aclose()
+
+
+def plain_message(message: Message) -> dict[str, Any]:
+    """Plain data for JSON: fields by name, enums by name, bytes in hexadecimal, absent messages as None.
+
+    Protobuf's own JSON form turns long integers into text.
+    """
+    data: dict[str, Any] = {}
+    for field in message.DESCRIPTOR.fields:
+        value = getattr(message, field.name)
+        if field.is_repeated:
+            data[field.name] = [_plain(field, item) for item in value]
+        elif field.has_presence and not message.HasField(field.name):
+            data[field.name] = None
+        else:
+            data[field.name] = _plain(field, value)
+    return data
+
+
+def _plain(field: Any, value: Any) -> Any:
+    if field.message_type is not None:
+        return plain_message(value)
+    if field.enum_type is not None:
+        known = field.enum_type.values_by_number.get(value)
+        return known.name if known is not None else value
+    return value.hex() if isinstance(value, bytes) else value

@@ -1,0 +1,88 @@
+"""What Serve itself is told: where its proxies listen, and the file for `serve deploy`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+from deploy.autoscaling.rules import plain_rules, rules_of
+from deploy.config.ingress import GatewaySettings, ProxyLocation
+from deploy.config.placement import GatewayAutoscaling, WorkerGroup
+from deploy.config.spool_config import SpoolConfig
+from deploy.ray_app import GATEWAY, SCHEDULER, WORKERS
+
+_LOCATIONS = {ProxyLocation.EVERY_NODE: "EveryNode", ProxyLocation.HEAD_NODE: "HeadOnly"}
+
+IMPORT_PATH = "deploy.ray_app.application:build"
+POLICY_PATH = "deploy.autoscaling.policy:FollowScheduler"
+
+# Serve collects what a deployment reports only where its number may change, if only from one to one.
+_REPORTING = {"min_replicas": 1, "max_replicas": 1, "metrics_interval_s": 0.5, "look_back_period_s": 5.0}
+
+
+def proxy_location(config: SpoolConfig) -> str:
+    """Nodes with an HTTP proxy."""
+    return _LOCATIONS[config.gateway.http_on]
+
+
+def http_options(config: SpoolConfig) -> dict[str, Any]:
+    """For Serve's HTTP proxies."""
+    options: dict[str, Any] = {"host": config.gateway.host, "port": config.gateway.http_port}
+    if config.auth.tls is not None:
+        options["ssl_certfile"] = str(config.auth.tls.certificate)
+        options["ssl_keyfile"] = str(config.auth.tls.key)
+    return options
+
+
+def replica_options(settings: WorkerGroup | GatewaySettings) -> dict[str, Any]:
+    """How many replicas a deployment has."""
+    autoscaling = settings.autoscaling
+    if autoscaling is None:
+        return {"num_replicas": settings.replicas}
+    options: dict[str, Any] = {
+        "min_replicas": autoscaling.min_replicas,
+        "initial_replicas": settings.replicas,
+        "max_replicas": autoscaling.max_replicas,
+    }
+    if isinstance(autoscaling, GatewayAutoscaling):
+        options["target_ongoing_requests"] = autoscaling.target_ongoing_requests
+        options["upscale_delay_s"] = autoscaling.upscale_delay_seconds
+        options["downscale_delay_s"] = autoscaling.downscale_delay_seconds
+    else:
+        # The policy has waited already when it asks for another number.
+        options |= {"upscale_delay_s": 0.0, "downscale_delay_s": 0.0}
+    return {"autoscaling_config": options}
+
+
+def serve_file(config: SpoolConfig) -> str:
+    """The file for `serve deploy`, or a RayService's serveConfigV2, secrets and all."""
+    text: str = yaml.safe_dump(serve_content(config), sort_keys=False)
+    return text
+
+
+def serve_content(config: SpoolConfig) -> dict[str, Any]:
+    """What stands in that file.
+
+    Numbers of replicas, and the rules that they follow, are not among the arguments: Serve changes
+    the former in place, and replaces every replica when one of the latter changes.
+    """
+    settings: dict[str, WorkerGroup | GatewaySettings] = {GATEWAY: config.gateway}
+    settings |= {WORKERS[role]: config.group(role) for role in config.roles}
+    deployments: list[dict[str, Any]] = [{"name": name, **replica_options(one)} for name, one in settings.items()]
+    application: dict[str, Any] = {
+        "name": config.ray.app_name,
+        "route_prefix": "/",
+        "import_path": IMPORT_PATH,
+        "args": {"settings": config.without_replicas().plain()},
+        "deployments": deployments,
+    }
+    if config.scales_workers:
+        rules = plain_rules(rules_of(config))
+        deployments.append({"name": SCHEDULER, "autoscaling_config": dict(_REPORTING), "user_config": rules})
+        application["autoscaling_policy"] = {"policy_function": POLICY_PATH}
+    return {
+        "proxy_location": proxy_location(config),
+        "http_options": http_options(config),
+        "applications": [application],
+    }

@@ -1,0 +1,85 @@
+"""One draft or target worker as a Serve replica: it holds its Ray resources for as long as it serves."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from dataclasses import asdict
+
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from deploy.ray_app.replica import Plan, SchedulerAddress, channel_security, internal_host
+from engine.settings import EngineSettings
+from scheduler.messages import Role
+from services.observability.logs import install_logs
+from services.worker.process import NGRAM_MODEL, WorkerArguments, load_executor
+from services.worker.registration import WorkerRegistration
+from services.worker.server import WorkerServer, step_thread
+
+logger = logging.getLogger(__name__)
+
+# Of the time for draining: what stays for the steps still running and for Serve's own end of the replica.
+_STOP_SECONDS = 2.0
+
+_PATIENCE_SECONDS = 30.0
+_REFUSED = "WORKER_STATE_REFUSED"
+
+
+class WorkerRefusedError(RuntimeError):
+    """The scheduler does not use the worker, and says why."""
+
+
+class WorkerReplica:
+    """Loads an engine, serves it over gRPC on the node's address, and keeps the scheduler informed."""
+
+    async def __init__(self, plan: Plan, role: Role, scheduler: DeploymentHandle) -> None:  # type: ignore[misc]  # Serve awaits it
+        config = plan.config
+        install_logs(config.logging.format, config.logging.level.number)
+        self._drain_seconds = config.group(role).drain_seconds
+        security = channel_security(config.internal)
+        thread = step_thread()
+        loading = thread.submit(load_executor, _arguments(plan, role), _log_progress)
+        executor = await asyncio.wrap_future(loading)
+        self._server = WorkerServer(executor, internal_host(config.internal), thread=thread, security=security)
+        address = await self._server.start()
+        worker_id = f"{role.value}-{serve.get_replica_context().replica_id.unique_id}"
+        resolve = SchedulerAddress(scheduler)
+        self._registration = WorkerRegistration(worker_id, address, self._server, resolve, security=security)
+        self._registration.start()
+        await self._wait_in_use()
+
+    async def _wait_in_use(self) -> None:
+        """The replica counts as up when the scheduler uses it. Raises WorkerRefusedError.
+
+        A refusal may pass: in an update, workers with another model go one by one.
+        """
+        while not self._registration.in_use:
+            try:
+                async with asyncio.timeout(_PATIENCE_SECONDS):
+                    await self._registration.wait_in_use()
+            except TimeoutError:
+                if self._registration.reason.startswith(_REFUSED):
+                    raise WorkerRefusedError(self._registration.reason) from None
+                logger.warning("not in use yet: %s", self._registration.reason)
+
+    async def check_health(self) -> None:
+        """Serve replaces the replica where this raises."""
+        self._server.check_health()
+
+    async def __del__(self) -> None:
+        """Serve awaits this when the replica is to go: its sequences go on elsewhere first."""
+        await self._registration.leave(max(self._drain_seconds - _STOP_SECONDS, 0.0))
+        await self._server.stop(_STOP_SECONDS)
+
+
+def _arguments(plan: Plan, role: Role) -> WorkerArguments:
+    config = plan.config
+    if not config.has_model(role):
+        return WorkerArguments(role, {"model": NGRAM_MODEL})
+    settings: EngineSettings = config.engine_settings(role, plan.device(role), plan.threads[role])
+    return WorkerArguments(role, asdict(settings))
+
+
+def _log_progress(message: str, fraction: float | None) -> None:
+    logger.info("%s%s", message, "" if fraction is None else f" ({fraction:.0%})")

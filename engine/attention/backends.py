@@ -1,0 +1,283 @@
+"""Attention of a batch over paged KV.
+
+A backend turns the layout of a pass into a plan once, and the plan then attends in every layer. `MatmulBackend` runs
+anywhere; others read the pages where they lie (engine/cpu/attention.py on CPUs, engine/cuda/triton_attention.py on
+GPUs).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+
+from engine.kv.paged_kv import LayerKv
+
+# Few lengths, so that sequences share calls, but close enough that little of a call is padding.
+_KV_LENGTHS = (128, 256, 384, 512, 768, 1024, 1536, 2048)
+
+LONGEST_PROBE = 1024
+"""Positions up to which exact mode tries whether padding changes bits."""
+
+# Sequences with at most this many rows in a pass (decode, verify) share one call; longer ones (prefill) have their own.
+_SHARED_CALL_ROWS = 16
+
+# KV lengths of calls that may be padded are multiples of this or so: few shapes, little padding.
+_PADDED_STEP = 64
+
+# KV positions, times heads, that may be added as padding to save a call: what a call costs beside its work.
+_CALL_WORTH = 3000
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Rows `[first_row, first_row + rows)` of a batch: positions `[start, start + rows)` of the sequence on `pages`."""
+
+    first_row: int
+    rows: int
+    start: int
+    pages: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionForm:
+    """Shapes that attention calls keep to.
+
+    The KV length of a call depends on nothing but the position of its rows: the smallest of `kv_lengths` (ascending)
+    that holds it, past the last one their multiples. Up to `longest_padded`, it may be any multiple of `padded_step`
+    that holds them. Each sequence's rows are padded to a multiple of `query_multiple` and cut to at most
+    `max_query_rows`.
+    """
+
+    kv_lengths: tuple[int, ...]
+    query_multiple: int = 1
+    max_query_rows: int | None = None
+    longest_padded: int = 0
+    padded_step: int = _PADDED_STEP
+
+    def summary(self) -> str:
+        limit = "any number of" if self.max_query_rows is None else f"at most {self.max_query_rows}"
+        return (
+            f"with {limit} query rows in multiples of {self.query_multiple} over KV lengths "
+            f"{', '.join(map(str, self.kv_lengths))} and multiples, padded to {self.longest_padded} at most"
+        )
+
+    def kv_length(self, positions: int) -> int:
+        index = bisect_left(self.kv_lengths, positions)
+        if index < len(self.kv_lengths):
+            return self.kv_lengths[index]
+        return -(-positions // self.kv_lengths[-1]) * self.kv_lengths[-1]
+
+    def padded_length(self, positions: int) -> int | None:
+        """A length that hardly exceeds `positions`, where the form leaves it free."""
+        length = -(-positions // self.padded_step) * self.padded_step
+        return length if length <= self.longest_padded else None
+
+
+def cut_into_blocks(
+    spans: Sequence[Span], page_size: int, max_rows: int
+) -> tuple[list[tuple[int, int, int, int]], list[int]]:
+    """What kernels that read pages take: blocks of at most `max_rows` rows of one sequence, each as its first row, its
+    rows, the position of the first, and where in the list of pages those of its sequence begin; and that list."""
+    pages: list[int] = []
+    blocks: list[tuple[int, int, int, int]] = []
+    for span in spans:
+        blocks.extend(
+            (span.first_row + done, min(max_rows, span.rows - done), span.start + done, len(pages))
+            for done in range(0, span.rows, max_rows)
+        )
+        pages.extend(span.pages[: -(-(span.start + span.rows) // page_size)])
+    return blocks, pages
+
+
+def kv_lengths(page_size: int) -> tuple[int, ...]:
+    """The usual KV lengths, in whole pages."""
+    return tuple(sorted({-(-length // page_size) * page_size for length in _KV_LENGTHS}))
+
+
+def padded_form(page_size: int, longest_padded: int) -> AttentionForm:
+    """The usual KV lengths, and any whole pages up to `longest_padded`."""
+    step = -(-_PADDED_STEP // page_size) * page_size
+    return AttentionForm(kv_lengths(page_size), longest_padded=longest_padded, padded_step=step)
+
+
+def unrestricted_form(page_size: int) -> AttentionForm:
+    """For passes whose bits may depend on what shares them."""
+    return padded_form(page_size, kv_lengths(page_size)[-1])
+
+
+def attention_forms(page_size: int) -> Iterator[AttentionForm]:
+    """Cheapest first; the last has one shape only."""
+    lengths = kv_lengths(page_size)
+    yield padded_form(page_size, LONGEST_PROBE)
+    for multiple in (1, 2, 4, 8):
+        yield AttentionForm(lengths, multiple)
+    yield AttentionForm(lengths, 8, 8)
+    yield AttentionForm(lengths[-1:], 8, 8)
+
+
+class AttentionPlan(Protocol):
+    def attend(self, layer: LayerKv, query: torch.Tensor, scaling: float) -> torch.Tensor:
+        """`query` `[rows, heads, head_dim]` over a layer's pages; gives the same shape."""
+        ...
+
+
+class AttentionBackend(Protocol):
+    def plan(self, spans: Sequence[Span], batched_tokens: int) -> AttentionPlan:
+        """`batched_tokens` counts the padding rows at the end, which belong to no span."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """`n` sequences with `q` query rows each over one KV length.
+
+    `queries` `[n * q]` rows of the batch; `chunks` `[2 * n * kv_heads * pages]` rows of the pool, K before V; `mask`
+    `[n * kv_heads, q * group, kv length]`, additive.
+    """
+
+    sequences: int
+    queries: torch.Tensor
+    chunks: torch.Tensor
+    mask: torch.Tensor
+
+
+class MatmulPlan:
+    def __init__(self, calls: list[_Call], output_rows: torch.Tensor | None) -> None:
+        self._calls = calls
+        self._output_rows = output_rows
+
+    def attend(self, layer: LayerKv, query: torch.Tensor, scaling: float) -> torch.Tensor:
+        outputs = [self._attend(call, layer, query, scaling) for call in self._calls]
+        flat = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return flat if self._output_rows is None else flat.index_select(0, self._output_rows)
+
+    @staticmethod
+    def _attend(call: _Call, layer: LayerKv, query: torch.Tensor, scaling: float) -> torch.Tensor:
+        n, kv_heads = call.sequences, layer.kv_heads
+        heads, head_dim = query.shape[1:]
+        # The query heads of a KV head become rows of one product, so that K and V are not repeated.
+        queries = query.index_select(0, call.queries).view(n, -1, kv_heads, heads // kv_heads, head_dim)
+        queries = queries.transpose(1, 2).reshape(n * kv_heads, -1, head_dim)
+        keys, values = layer.chunks.index_select(0, call.chunks).view(2, n * kv_heads, -1, head_dim)
+        scores = torch.baddbmm(call.mask, queries, keys.transpose(1, 2), alpha=scaling)
+        out = torch.bmm(torch.softmax(scores, -1), values).view(n, kv_heads, -1, heads // kv_heads, head_dim)
+        return out.transpose(1, 2).reshape(-1, heads, head_dim)
+
+
+class MatmulBackend:
+    """Gathers each sequence's pages and multiplies matrices in the shapes that `form` allows.
+
+    Plain products and a softmax rather than a fused kernel: batched matrix products keep a row's bits
+    whatever their row count, which the fused CPU kernel does not (docs/exactness.md), and take less time for few rows.
+    """
+
+    def __init__(
+        self,
+        form: AttentionForm,
+        query_heads: int,
+        kv_heads: int,
+        page_size: int,
+        pages: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """`pages` counts the pages of the pool, with the one for padding."""
+        self._form = form
+        self._group = query_heads // kv_heads
+        self._page_size = page_size
+        self._dtype = dtype
+        self._device = device
+        # Of K and V by KV head, as [2, 1, kv_heads, 1].
+        self._chunk_offsets = (np.arange(2)[:, None] * pages * kv_heads + np.arange(kv_heads))[:, None, :, None]
+        self._kv_heads = kv_heads
+
+    def plan(self, spans: Sequence[Span], batched_tokens: int) -> MatmulPlan:
+        calls: list[_Call] = []
+        output_rows = [0] * batched_tokens
+        base = 0
+        for kv_length, blocks in self._partition(spans):
+            multiple = self._form.query_multiple
+            query_rows = -(-_round_up(max(block.rows for block in blocks)) // multiple) * multiple
+            # What fills a call up to its size computes again what the first sequence does, and is not used.
+            filled = [*blocks, *[blocks[0]] * (_round_up(len(blocks)) - len(blocks))]
+            calls.append(self._call(filled, query_rows, kv_length))
+            for index, block in enumerate(blocks):
+                first = base + index * query_rows
+                output_rows[block.first_row : block.first_row + block.rows] = range(first, first + block.rows)
+            base += len(filled) * query_rows
+        in_order = base == batched_tokens and output_rows == list(range(batched_tokens))
+        return MatmulPlan(calls, None if in_order else torch.tensor(output_rows, device=self._device))
+
+    def _partition(self, spans: Sequence[Span]) -> Iterable[tuple[int, list[Span]]]:
+        """Spans, cut where the form asks for it, by the call they share: short ones together, of like KV length."""
+        shared: dict[int, list[Span]] = {}
+        calls: list[tuple[int, list[Span]]] = []
+        for span in spans:
+            for kv_length, block in self._blocks(span):
+                if block.rows > _SHARED_CALL_ROWS:
+                    calls.append((kv_length, [block]))
+                else:
+                    shared.setdefault(kv_length, []).append(block)
+        return [*calls, *self._merged(shared)]
+
+    def _merged(self, shared: dict[int, list[Span]]) -> Iterator[tuple[int, list[Span]]]:
+        """Calls, longest first; one that a longer call can take in for less than it costs by itself joins that."""
+        longer: list[Span] = []
+        longer_length = 0
+        for kv_length in sorted(shared, reverse=True):
+            blocks = shared[kv_length]
+            padding = len(blocks) * (longer_length - kv_length) * self._kv_heads
+            if longer and longer_length <= self._form.longest_padded and padding <= _CALL_WORTH:
+                longer.extend(blocks)
+                continue
+            if longer:
+                yield longer_length, longer
+            longer, longer_length = blocks, kv_length
+        if longer:
+            yield longer_length, longer
+
+    def _blocks(self, span: Span) -> Iterator[tuple[int, Span]]:
+        done = 0
+        short = span.rows <= _SHARED_CALL_ROWS
+        padded = self._form.padded_length(span.start + span.rows) if short else None
+        while done < span.rows:
+            kv_length = padded or self._form.kv_length(span.start + done + 1)
+            rows = min(span.rows - done, kv_length - (span.start + done), self._form.max_query_rows or span.rows)
+            yield kv_length, Span(span.first_row + done, rows, span.start + done, span.pages)
+            done += rows
+
+    def _call(self, blocks: Sequence[Span], query_rows: int, kv_length: int) -> _Call:
+        page_count = kv_length // self._page_size
+        # Unused entries name a page of the same sequence, hidden by the mask: a NaN elsewhere must not leak in.
+        pages = np.array([_fit(block.pages, page_count) for block in blocks])
+        chunks = pages[:, None] * self._kv_heads + self._chunk_offsets
+        edges = np.array([[block.first_row, block.start, block.rows] for block in blocks])
+        first_row, start, rows = edges[:, :, None].swapaxes(0, 1)
+        # Rows past a block's end repeat its last one: their output is not used, and no row is fully masked.
+        offset = np.minimum(np.arange(query_rows), rows - 1)
+        last_seen = torch.from_numpy(start + offset).to(self._device)
+        hidden = torch.arange(kv_length, device=self._device) > last_seen.unsqueeze(-1)
+        mask = torch.zeros(hidden.shape, dtype=self._dtype, device=self._device).masked_fill_(hidden, float("-inf"))
+        shape = (len(blocks), self._kv_heads, query_rows, self._group, kv_length)
+        mask = mask.view(len(blocks), 1, query_rows, 1, kv_length).expand(shape)
+        return _Call(
+            len(blocks),
+            torch.from_numpy((first_row + offset).ravel()).to(self._device),
+            torch.from_numpy(chunks.ravel()).to(self._device),
+            mask.reshape(len(blocks) * self._kv_heads, query_rows * self._group, kv_length),
+        )
+
+
+def _round_up(count: int) -> int:
+    """To one of few sizes, less than half more: libraries keep a kernel and its memory for every shape they met."""
+    step = max(1, 1 << (count - 1).bit_length() - 2) if count > 2 else 1
+    return -(-count // step) * step
+
+
+def _fit(pages: Sequence[int], count: int) -> list[int]:
+    return [*pages[:count], *(pages[0] for _ in range(count - len(pages)))]

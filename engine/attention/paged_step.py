@@ -1,0 +1,79 @@
+"""A forward pass as transformers sees it: a `Cache` that writes to pages, and an attention function that reads them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, Cache
+
+from engine.attention.backends import AttentionPlan
+from engine.errors import UnsupportedModelError
+from engine.kv.paged_kv import PagedKv
+
+ATTENTION_NAME = "spool_paged"
+
+
+class PagedStep(Cache):
+    """One forward pass over a batch: where its new K/V go, and how its rows attend.
+
+    Handed to the model as `past_key_values` (transformers calls `update` in every layer) and once more as the keyword
+    `paged_step`, which reaches the attention function unchanged.
+    """
+
+    def __init__(self, kv: PagedKv, slots: torch.Tensor, plan: AttentionPlan) -> None:
+        """`slots`: int64 `[rows]`, position in the pool of each row's K/V."""
+        super().__init__(layers=[])
+        self.kv = kv
+        self.plan = plan
+        self.slots = slots
+        self._rows: torch.Tensor | None = None
+        self._rotation: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """transformers' way to `write`: `[1, kv_heads, rows, head_dim]`; the attention reads them from the pages."""
+        self.write(layer_idx, key_states[0].transpose(0, 1), value_states[0].transpose(0, 1))
+        return key_states, value_states
+
+    def write(self, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Writes `[rows, kv_heads, head_dim]` to the pages."""
+        if self._rows is None:
+            self._rows = self.kv.rows(self.slots)
+        pools = self.kv.layers[layer].rows
+        for pool, states in zip(pools, (keys, values), strict=True):
+            pool.index_copy_(0, self._rows, states.reshape(-1, states.shape[-1]))
+
+    def rotation(self, position_embeddings: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines, and sines whose first half is negated, float32 `[rows, 1, head_dim]`: what a rotation by halves
+        multiplies a row and its halves swapped with. The same for every layer of the pass."""
+        if self._rotation is None:
+            cos, sin = (values[0].unsqueeze(1).float() for values in position_embeddings)
+            first, second = sin.chunk(2, dim=-1)
+            self._rotation = (cos, torch.cat((-first, second), dim=-1))
+        return self._rotation
+
+
+def _paged_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    paged_step: PagedStep | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    if paged_step is None:
+        raise UnsupportedModelError("the model does not pass keyword arguments on to its attention")
+    for name in ("sliding_window", "softcap", "s_aux", "head_mask", "position_bias"):
+        if kwargs.get(name) is not None:
+            raise UnsupportedModelError(f"the model's attention uses {name}, which paged attention does not support")
+    layer = module.layer_idx
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    output = paged_step.plan.attend(paged_step.kv.layers[layer], query[0].transpose(0, 1), scaling)
+    return output.unsqueeze(0), None
+
+
+AttentionInterface.register(ATTENTION_NAME, _paged_attention)

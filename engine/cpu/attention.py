@@ -1,0 +1,72 @@
+"""Attention over paged KV by a kernel that reads the pages where they lie: no gather, no mask, no padded length."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from engine.attention.backends import Span, cut_into_blocks
+from engine.attention.paged_step import PagedStep
+from engine.cpu.kernels import LANES, AttentionBlocks, CpuKernels, LayerPass
+from engine.kv.paged_kv import LayerKv
+
+# Rows of a sequence that share the unpacking of a page; more of them leave less to share out among threads.
+_BLOCK_ROWS = 8
+
+
+class KernelPlan:
+    def __init__(self, kernels: CpuKernels, blocks: AttentionBlocks) -> None:
+        self._kernels = kernels
+        self._blocks = blocks
+        self._layer_pass: LayerPass | None = None
+        self._kept: tuple[torch.Tensor, ...] = ()
+
+    def layer_pass(
+        self, step: PagedStep, position_embeddings: tuple[torch.Tensor, torch.Tensor], scratch: int
+    ) -> LayerPass:
+        """What whole layers by kernel share in this plan's pass, made once. `scratch`: elements for a row."""
+        if self._layer_pass is None:
+            cos, sin = step.rotation(position_embeddings)
+            room = torch.empty(len(cos) * scratch, dtype=torch.bfloat16)
+            self._kept = (cos, sin, room)
+            blocks = self._blocks
+            self._layer_pass = LayerPass(
+                cos=cos.data_ptr(),
+                sin=sin.data_ptr(),
+                slots=step.slots.data_ptr(),
+                pages=blocks.pages.ctypes.data,
+                blocks=blocks.edges.ctypes.data,
+                scratch=room.data_ptr(),
+                rows=len(cos),
+                block_count=len(blocks.edges),
+                max_rows=blocks.max_rows,
+                longest=blocks.longest,
+                page_size=step.kv.page_size,
+                page_count=step.kv.pages,
+            )
+        return self._layer_pass
+
+    def attend(self, layer: LayerKv, query: torch.Tensor, scaling: float) -> torch.Tensor:
+        return self._kernels.attend(query.contiguous(), layer.pool, self._blocks, scaling)
+
+
+class KernelBackend:
+    """Gives a row the same bits whatever shares its pass: each query head's sums have one order."""
+
+    def __init__(self, kernels: CpuKernels, page_size: int) -> None:
+        self._kernels = kernels
+        self._page_size = page_size
+
+    @staticmethod
+    def supports(dtype: torch.dtype, device: torch.device, head_dim: int, page_size: int) -> bool:
+        on_cpu = device.type == "cpu" and dtype == torch.bfloat16
+        return on_cpu and head_dim % (2 * LANES) == 0 and page_size % LANES == 0
+
+    def plan(self, spans: Sequence[Span], batched_tokens: int) -> KernelPlan:
+        edges, pages = cut_into_blocks(spans, self._page_size, _BLOCK_ROWS)
+        max_rows = max(rows for _, rows, _, _ in edges)
+        longest = max(span.start + span.rows for span in spans)
+        blocks = AttentionBlocks(np.array(edges, np.int64), np.array(pages, np.int64), max_rows, longest)
+        return KernelPlan(self._kernels, blocks)

@@ -1,0 +1,181 @@
+// What the ways to attend share.
+
+#pragma once
+
+#include "kernels.h"
+#include "pages.h"
+
+// Runs of LANES positions from one whose keys are computed with to the one whose keys are asked for meanwhile.
+#define AHEAD 2
+// Runs whose scores are computed at once: the chains of one would wait for each other.
+#define RUNS 2
+// Queries whose outputs are summed up at once.
+#define MAX_QUERIES 4
+
+// Of a call: queries and outputs [rows, query_heads, head_dim], the pages listed, and the floats from the scores of one
+// query to those of the next.
+typedef struct {
+    bf16 *to;
+    const bf16 *queries;
+    bf16 *pool;
+    const int64_t *pages;
+    float scaling;
+    ptrdiff_t stride;
+    Heads heads;
+} Attention;
+
+// How many query heads share a KV head.
+INLINE ptrdiff_t group_of(const Attention *call) { return call->heads.query_heads / call->heads.kv_heads; }
+
+// Where a row's query heads of a KV head are, in queries and in outputs.
+INLINE ptrdiff_t place_of(const Attention *call, ptrdiff_t row, ptrdiff_t kv_head) {
+    return (row * call->heads.query_heads + kv_head * group_of(call)) * call->heads.head_dim;
+}
+
+// Queries of a block to [rows * group, head_dim].
+INLINE void gather_queries(bf16 *to, const Attention *call, const Block *block, ptrdiff_t kv_head) {
+    ptrdiff_t size = group_of(call) * call->heads.head_dim;
+    for (ptrdiff_t row = 0; row < block->rows; row++)
+        memcpy(to + row * size, call->queries + place_of(call, block->first_row + row, kv_head), size * sizeof *to);
+}
+
+// Keys (values: 0) or values (1) of LANES positions from `position` on, a multiple of LANES.
+INLINE const bf16 *kv_at(
+    const Attention *call, const Block *block, ptrdiff_t values, ptrdiff_t position, ptrdiff_t kv_head) {
+    const Heads *heads = &call->heads;
+    return page_of(call->pool, heads, values, call->pages[block->first_page + position / heads->page_size], kv_head) +
+           position % heads->page_size * heads->head_dim;
+}
+
+// Swaps the off-diagonal blocks of `step` lanes in a pair of rows: one stage of a transposition.
+#define SWAP_BLOCKS(step)                                                                                              \
+    for (int i = 0; i < LANES; i++)                                                                                    \
+        if (!(i & step)) {                                                                                             \
+            u32v low = rows[i], high = rows[i + step];                                                                 \
+            i32v upper = (lane & step) != 0;                                                                           \
+            rows[i] = __builtin_shuffle(low, high, (u32v)(lane + (upper & (LANES - step))));                           \
+            rows[i + step] = __builtin_shuffle(low, high, (u32v)(lane + (upper & LANES) + (~upper & step)));           \
+        }
+
+// Keys [LANES, head_dim] to pairs of dimensions [head_dim / 2, LANES].
+INLINE void transpose(u32v *to, const bf16 *keys, ptrdiff_t head_dim) {
+    const i32v lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    for (ptrdiff_t first = 0; first < head_dim; first += 2 * LANES) {
+        u32v rows[LANES];
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES; i++) memcpy(&rows[i], keys + i * head_dim + first, sizeof rows[i]);
+#pragma GCC unroll 16
+        SWAP_BLOCKS(8)
+#pragma GCC unroll 16
+        SWAP_BLOCKS(4)
+#pragma GCC unroll 16
+        SWAP_BLOCKS(2)
+#pragma GCC unroll 16
+        SWAP_BLOCKS(1)
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES; i++) to[first / 2 + i] = rows[i];
+    }
+}
+
+// What comes next lies on another page, which no hardware foresees.
+INLINE void fetch_ahead(const bf16 *from, ptrdiff_t size) {
+    for (ptrdiff_t i = 0; i < size; i += 32) __builtin_prefetch(from + i);
+}
+
+// Keys of up to RUNS runs from `position` on, as far as the block sees, to pairs of dimensions [runs, head_dim / 2,
+// LANES]. Gives how many runs there are.
+INLINE int take_keys(u32v *to, const Attention *call, const Block *block, ptrdiff_t kv_head, ptrdiff_t position) {
+    ptrdiff_t head_dim = call->heads.head_dim, last = block->start + block->rows;
+    int runs = last - position > LANES ? RUNS : 1;
+    for (int run = 0; run < runs; run++) {
+        ptrdiff_t here = position + run * LANES, ahead = here + AHEAD * LANES;
+        if (ahead < last) fetch_ahead(kv_at(call, block, 0, ahead, kv_head), LANES * head_dim);
+        // Values come while there is something to compute: their turn has little of that.
+        fetch_ahead(kv_at(call, block, 1, here, kv_head), LANES * head_dim);
+        transpose(to + run * head_dim / 2, kv_at(call, block, 0, here, kv_head), head_dim);
+    }
+    return runs;
+}
+
+// Of scores times `scaling`, which is above 0: shares of the first `seen`, and zeros up to a whole run.
+INLINE void softmax(float *scores, ptrdiff_t seen, float scaling) {
+    ptrdiff_t whole = (seen + LANES - 1) / LANES * LANES;
+    for (ptrdiff_t i = seen; i < whole; i++) scores[i] = -INFINITY;
+    f32v maxima = load(scores);
+    for (ptrdiff_t i = LANES; i < whole; i += LANES) {
+        f32v x = load(scores + i);
+        maxima = blend(maxima < x, x, maxima);
+    }
+    float highest = largest(maxima) * scaling;
+    f32v total = splat(0.0f);
+    for (ptrdiff_t i = 0; i < whole; i += LANES) {
+        f32v x = exponential(load(scores + i) * scaling - highest);
+        store(scores + i, x);
+        total = total + x;
+    }
+    float share = 1.0f / sum(total);
+    for (ptrdiff_t i = 0; i < whole; i += LANES) store(scores + i, load(scores + i) * share);
+}
+
+// Weighted sums of values from position `from` on, for `count` queries that see the same positions and `parts` times
+// LANES dimensions from `first` on. Each is one chain of sums in the order of positions that continues `begun`.
+INLINE void sum_values(int count, int parts, bf16 *to, const float *weights, const float *begun, ptrdiff_t from,
+    ptrdiff_t seen, const Attention *call, const Block *block, ptrdiff_t kv_head, ptrdiff_t first) {
+    ptrdiff_t head_dim = call->heads.head_dim;
+    f32v sums[MAX_QUERIES][4];
+#pragma GCC unroll 4
+    for (int query = 0; query < count; query++)
+#pragma GCC unroll 4
+        for (int part = 0; part < parts; part++)
+            sums[query][part] = from ? load(begun + query * head_dim + first + part * LANES) : splat(0.0f);
+    for (ptrdiff_t run = from; run < seen; run += LANES) {
+        const bf16 *values = kv_at(call, block, 1, run, kv_head) + first;
+        ptrdiff_t end = seen - run < LANES ? seen : run + LANES;
+        for (ptrdiff_t position = run; position < end; position++, values += head_dim) {
+            f32v value[4];
+#pragma GCC unroll 4
+            for (int part = 0; part < parts; part++) value[part] = load_bf16(values + part * LANES);
+#pragma GCC unroll 4
+            for (int query = 0; query < count; query++)
+#pragma GCC unroll 4
+                for (int part = 0; part < parts; part++)
+                    sums[query][part] = sums[query][part] + value[part] * weights[query * call->stride + position];
+        }
+    }
+#pragma GCC unroll 4
+    for (int query = 0; query < count; query++)
+#pragma GCC unroll 4
+        for (int part = 0; part < parts; part++)
+            store_bf16(to + query * head_dim + first + part * LANES, sums[query][part]);
+}
+
+// The same for all dimensions of up to MAX_QUERIES queries.
+INLINE void sum_query_values(int count, bf16 *to, const float *weights, const float *begun, ptrdiff_t from,
+    ptrdiff_t seen, const Attention *call, const Block *block, ptrdiff_t kv_head) {
+    ptrdiff_t first = 0;
+    for (; first + 4 * LANES <= call->heads.head_dim; first += 4 * LANES)
+        sum_values(count, 4, to, weights, begun, from, seen, call, block, kv_head, first);
+    for (; first < call->heads.head_dim; first += 2 * LANES)
+        sum_values(count, 2, to, weights, begun, from, seen, call, block, kv_head, first);
+}
+
+// The same for all queries of a row, which have `weights` [group, stride] and the sums `begun` [group, head_dim] of the
+// positions before `from`.
+INLINE void sum_row_values(const Attention *call, const Block *block, ptrdiff_t kv_head, ptrdiff_t row,
+    const float *weights, const float *begun, ptrdiff_t from) {
+    ptrdiff_t group = group_of(call), head_dim = call->heads.head_dim, seen = block->start + row + 1;
+    bf16 *to = call->to + place_of(call, block->first_row + row, kv_head);
+    for (; group > 0; group -= MAX_QUERIES) {
+        switch (group) {
+        case 1: sum_query_values(1, to, weights, begun, from, seen, call, block, kv_head); break;
+        case 2: sum_query_values(2, to, weights, begun, from, seen, call, block, kv_head); break;
+        case 3: sum_query_values(3, to, weights, begun, from, seen, call, block, kv_head); break;
+        default: sum_query_values(4, to, weights, begun, from, seen, call, block, kv_head);
+        }
+        to += MAX_QUERIES * head_dim, weights += MAX_QUERIES * call->stride, begun += MAX_QUERIES * head_dim;
+    }
+}
+
+// In attention_amx.c, where spool_has_tiles.
+size_t tile_scratch_bytes(const Attention *call, ptrdiff_t count);
+void tile_attend_block(const Attention *call, const Block *block, ptrdiff_t kv_head, void *scratch);

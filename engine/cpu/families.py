@@ -1,0 +1,89 @@
+"""Families of models whose layers Spool replaces by faster ones, by the names of their classes in transformers.
+
+Names, not imports: transformers renames classes now and then, and one missing name must cost one family its faster
+layers, not every model its engine.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import nn
+from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Names of the classes of a family of the Llama kind: `module` and, in it, one class for each part of a model."""
+
+    module: str
+    decoder: str
+    layer: str
+    attention: str
+    mlp: str
+    norm: str
+
+
+FAMILIES = {
+    "llama": Family(
+        "transformers.models.llama.modeling_llama",
+        "LlamaModel",
+        "LlamaDecoderLayer",
+        "LlamaAttention",
+        "LlamaMLP",
+        "LlamaRMSNorm",
+    ),
+    "qwen2": Family(
+        "transformers.models.qwen2.modeling_qwen2",
+        "Qwen2Model",
+        "Qwen2DecoderLayer",
+        "Qwen2Attention",
+        "Qwen2MLP",
+        "Qwen2RMSNorm",
+    ),
+    "qwen3": Family(
+        "transformers.models.qwen3.modeling_qwen3",
+        "Qwen3Model",
+        "Qwen3DecoderLayer",
+        "Qwen3Attention",
+        "Qwen3MLP",
+        "Qwen3RMSNorm",
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class FamilyClasses:
+    """The classes that a `Family` names. Subclasses are other classes: they may compute something else."""
+
+    decoder: type[nn.Module]
+    layer: type[nn.Module]
+    attention: type[nn.Module]
+    mlp: type[nn.Module]
+    norm: type[nn.Module]
+
+
+def families_of(model: PreTrainedModel) -> list[FamilyClasses]:
+    """Classes of the known families that `model` is made of; empty for a model of another family.
+
+    A family whose classes this version of transformers does not have is left out, with a line in the log.
+    """
+    return list(_resolved(model))
+
+
+def _resolved(model: PreTrainedModel) -> Iterator[FamilyClasses]:
+    modules = {type(module).__module__ for module in model.modules()}
+    for name, family in FAMILIES.items():
+        if family.module not in modules and model.config.model_type != name:
+            continue
+        try:
+            module = importlib.import_module(family.module)
+            names = (family.decoder, family.layer, family.attention, family.mlp, family.norm)
+            yield FamilyClasses(*(getattr(module, class_name) for class_name in names))
+        except (ImportError, AttributeError) as error:
+            logger.warning("%s models keep transformers' own layers, which are slower: %s", name, error)

@@ -1,0 +1,159 @@
+"""Whole decoder layers of the Llama kind for a CPU, out of kernels.
+
+The weights and the mathematics are those of transformers' own modules; rounding to 16 bits is less frequent. Layers of
+another structure, or of sizes that the kernels do not take, are left to engine/cpu/joined_layers.py.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.activations import SiLUActivation
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from engine.attention.paged_step import PagedStep
+from engine.cpu.attention import KernelPlan
+from engine.cpu.families import families_of
+from engine.cpu.kernels import LANES, CpuKernels, LayerWeights
+from engine.cpu.linear import KernelLinear, can_prepack, joined, prepack_linear
+
+_SILU = (nn.SiLU, SiLUActivation)
+
+
+class FusedDecoderLayer(nn.Module):
+    """Four linear layers with prepacked weights, and kernels for the operations between them."""
+
+    def __init__(self, layer: nn.Module, kernels: CpuKernels) -> None:
+        super().__init__()
+        attention, mlp = layer.self_attn, layer.mlp
+        self._kernels = kernels
+        self._index = attention.layer_idx
+        self._scaling = attention.scaling
+        self._query_heads = attention.q_proj.out_features // attention.head_dim
+        self._kv_heads = attention.k_proj.out_features // attention.head_dim
+        self._head_dim = attention.head_dim
+        self._qkv = prepack_linear(joined([attention.q_proj, attention.k_proj, attention.v_proj]), kernels)
+        self._out = prepack_linear(attention.o_proj, kernels)
+        self._gate_up = prepack_linear(joined([mlp.gate_proj, mlp.up_proj]), kernels)
+        self._down = prepack_linear(mlp.down_proj, kernels)
+        self._attention_norm = _weight_and_epsilon(layer.input_layernorm)
+        self._mlp_norm = _weight_and_epsilon(layer.post_attention_layernorm)
+        self._head_norms: tuple[torch.Tensor, torch.Tensor, float] | None = None
+        if hasattr(attention, "q_norm"):
+            self._head_norms = (attention.q_norm.weight.detach(), *_weight_and_epsilon(attention.k_norm))
+
+    @property
+    def has_kernel_linears(self) -> bool:
+        return all(isinstance(linear, KernelLinear) for linear in (self._qkv, self._out, self._gate_up, self._down))
+
+    def weights(self) -> LayerWeights:
+        """For whole layers by kernel. They point to what this layer keeps alive."""
+        linears = {"qkv": self._qkv, "out": self._out, "gate_up": self._gate_up, "down": self._down}
+        weights = LayerWeights(
+            **{name: linear.panels.data_ptr() for name, linear in linears.items()},
+            **{f"{name}_bias": linear.bias_address for name, linear in linears.items()},
+            attention_norm=self._attention_norm[0].data_ptr(),
+            mlp_norm=self._mlp_norm[0].data_ptr(),
+            hidden=self._qkv.in_features,
+            inner=self._down.in_features,
+            query_heads=self._query_heads,
+            kv_heads=self._kv_heads,
+            head_dim=self._head_dim,
+            attention_epsilon=self._attention_norm[1],
+            mlp_epsilon=self._mlp_norm[1],
+            scaling=self._scaling,
+        )
+        if self._head_norms is not None:
+            query_norm, key_norm, weights.head_epsilon = self._head_norms
+            weights.query_norm, weights.key_norm = query_norm.data_ptr(), key_norm.data_ptr()
+        return weights
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        paged_step: PagedStep,
+        **kwargs: object,
+    ) -> torch.Tensor:
+        """`[1, rows, hidden]`, which becomes the sum of residuals, and the cosines and sines of the rows' positions."""
+        kernels, residual = self._kernels, hidden_states[0]
+        layer = paged_step.kv.layers[self._index]
+        rows = kernels.norm(residual, *self._attention_norm)
+        rotation = paged_step.rotation(position_embeddings)
+        queries = kernels.rotate_write(
+            self._qkv(rows), rotation, paged_step.slots, layer.pool, self._query_heads, self._head_norms
+        )
+        attended = self._out(paged_step.plan.attend(layer, queries, self._scaling).flatten(1))
+        rows = kernels.add_norm(residual, attended, *self._mlp_norm)
+        residual.add_(self._down(kernels.silu_mul(self._gate_up(rows))))
+        return hidden_states
+
+
+class KernelDecoder(nn.Module):
+    """Embeddings, all layers in one call, and the last norm: passes over few rows are short."""
+
+    def __init__(self, decoder: nn.Module, kernels: CpuKernels) -> None:
+        """`decoder` has layers that are fused, with linear layers by kernel."""
+        super().__init__()
+        self.embed_tokens = decoder.embed_tokens
+        self.layers = decoder.layers
+        self.rotary_emb = decoder.rotary_emb
+        self._norm = _weight_and_epsilon(decoder.norm)
+        self._kernels = kernels
+        self._weights = (LayerWeights * len(self.layers))(*(layer.weights() for layer in self.layers))
+        self._scratch = kernels.layer_scratch(self._weights[0])
+
+    def forward(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, paged_step: PagedStep, **kwargs: object
+    ) -> BaseModelOutputWithPast:
+        """Tokens and their positions `[1, rows]`. Raises TypeError where the pass attends otherwise, MemoryError."""
+        hidden_states = self.embed_tokens(input_ids)
+        self.add_layers(hidden_states, self.rotary_emb(hidden_states, position_ids), paged_step)
+        normed = self._kernels.norm(hidden_states[0], *self._norm)
+        return BaseModelOutputWithPast(last_hidden_state=normed.unsqueeze(0))
+
+    def add_layers(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        paged_step: PagedStep,
+    ) -> None:
+        """Adds to `hidden_states` `[1, rows, hidden]`, in place, what the layers add."""
+        plan = paged_step.plan
+        if not isinstance(plan, KernelPlan):
+            raise TypeError(f"the pass attends by {type(plan).__name__}, must be by kernel")
+        layer_pass = plan.layer_pass(paged_step, position_embeddings, self._scratch)
+        self._kernels.layers(hidden_states, paged_step.kv.addresses, self._weights, layer_pass)
+
+
+def fuse_layers(model: PreTrainedModel, kernels: CpuKernels) -> None:
+    """Replaces decoder layers of known families in a bfloat16 model on a CPU, in place; the whole decoder, too, where
+    all of its layers run by kernel. Other layers stay as they are."""
+    if not can_prepack(model.get_input_embeddings().weight, kernels):
+        return
+    families = families_of(model)
+    layers = {family.layer for family in families}
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if type(child) in layers and _fits(child):
+                setattr(module, name, FusedDecoderLayer(child, kernels))
+    decoder = model.base_model
+    if type(decoder) in {family.decoder for family in families} and all(
+        _is_by_kernel(layer) for layer in decoder.layers
+    ):
+        setattr(model, model.base_model_prefix, KernelDecoder(decoder, kernels))
+
+
+def _weight_and_epsilon(norm: nn.Module) -> tuple[torch.Tensor, float]:
+    return norm.weight.detach(), norm.variance_epsilon
+
+
+def _is_by_kernel(layer: nn.Module) -> bool:
+    return isinstance(layer, FusedDecoderLayer) and layer.has_kernel_linears
+
+
+def _fits(layer: nn.Module) -> bool:
+    attention, mlp = layer.self_attn, layer.mlp
+    sizes = (attention.q_proj.in_features, attention.head_dim // 2, mlp.down_proj.in_features)
+    return type(mlp.act_fn) in _SILU and all(size % LANES == 0 for size in sizes)

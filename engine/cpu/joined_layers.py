@@ -1,0 +1,107 @@
+"""Decoder layers of the Llama kind in fewer and larger operations, for small passes on a CPU.
+
+The weights and the mathematics are those of transformers' own modules. Linear layers that read the same rows become
+one, and rotation and norm take one or two operations where eager code takes ten. A model of another structure keeps its
+modules; of such a model only the weights of linear layers are prepacked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F  # noqa: N812  (the name everybody knows)
+from torch import nn
+from transformers import PreTrainedModel
+
+from engine.attention.paged_step import PagedStep
+from engine.cpu.families import FamilyClasses, families_of
+from engine.cpu.kernels import CpuKernels
+from engine.cpu.linear import can_prepack, joined, prepack_linear, prepack_linears
+
+
+class JoinedAttention(nn.Module):
+    """Attention with half-split rotary positions over paged KV; `q_norm` and `k_norm` where the model has them."""
+
+    def __init__(self, attention: nn.Module, kernels: CpuKernels | None) -> None:
+        super().__init__()
+        self._layer = attention.layer_idx
+        self._head_dim = attention.head_dim
+        self._scaling = attention.scaling
+        self._query_heads = attention.q_proj.out_features // self._head_dim
+        self._rotated_heads = self._query_heads + attention.k_proj.out_features // self._head_dim
+        self._qkv = prepack_linear(joined([attention.q_proj, attention.k_proj, attention.v_proj]), kernels)
+        self._out = prepack_linear(attention.o_proj, kernels)
+        self.q_norm = getattr(attention, "q_norm", None)
+        self.k_norm = getattr(attention, "k_norm", None)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        paged_step: PagedStep,
+        **kwargs: object,
+    ) -> tuple[torch.Tensor, None]:
+        """`[1, rows, hidden]`, and the cosines and sines `[1, rows, head_dim]` of the rows' positions."""
+        heads = self._qkv(hidden_states[0]).view(hidden_states.shape[1], -1, self._head_dim)
+        rotated = heads[:, : self._rotated_heads]
+        if self.q_norm is not None and self.k_norm is not None:
+            queries, keys = rotated[:, : self._query_heads], rotated[:, self._query_heads :]
+            rotated = torch.cat((self.q_norm(queries), self.k_norm(keys)), dim=1)
+        cos, signed_sin = paged_step.rotation(position_embeddings)
+        # In float32, for two products and a sum would round three times.
+        exact = rotated.float()
+        exact = torch.addcmul(exact * cos, torch.roll(exact, self._head_dim // 2, -1), signed_sin)
+        rotated = exact.to(heads.dtype)
+        paged_step.write(self._layer, rotated[:, self._query_heads :], heads[:, self._rotated_heads :])
+        queries = rotated[:, : self._query_heads]
+        output = paged_step.plan.attend(paged_step.kv.layers[self._layer], queries, self._scaling)
+        return self._out(output.flatten(1)).unsqueeze(0), None
+
+
+class JoinedMlp(nn.Module):
+    """Gate and up projection in one."""
+
+    def __init__(self, mlp: nn.Module, kernels: CpuKernels | None) -> None:
+        super().__init__()
+        self._gate_up = prepack_linear(joined([mlp.gate_proj, mlp.up_proj]), kernels)
+        self._down = prepack_linear(mlp.down_proj, kernels)
+        self._activation = mlp.act_fn
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        gate, up = self._gate_up(rows).chunk(2, dim=-1)
+        return self._down(self._activation(gate) * up)
+
+
+class FusedRmsNorm(nn.Module):
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.weight = norm.weight
+        self._epsilon = norm.variance_epsilon
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(rows, self.weight.shape, self.weight, self._epsilon)
+
+
+def join_layers(model: PreTrainedModel, kernels: CpuKernels | None) -> None:
+    """Replaces the parts of known families in a bfloat16 model on a CPU, in place; any other model stays as it is."""
+    if not can_prepack(model.get_input_embeddings().weight, kernels):
+        return
+    families = families_of(model)
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            replacement = _replacement(child, families, kernels)
+            if replacement is not None:
+                setattr(module, name, replacement)
+    prepack_linears(model, kernels)
+
+
+def _replacement(module: nn.Module, families: Sequence[FamilyClasses], kernels: CpuKernels | None) -> nn.Module | None:
+    kind = type(module)
+    if any(kind is family.attention for family in families):
+        return JoinedAttention(module, kernels)
+    if any(kind is family.mlp for family in families):
+        return JoinedMlp(module, kernels)
+    if any(kind is family.norm for family in families):
+        return FusedRmsNorm(module)
+    return None

@@ -1,0 +1,97 @@
+"""Linear layers whose weights lie in memory the way that CPU kernels read them: Spool's own, or oneDNN's.
+
+Prepacked weights take a third off a small pass. Their kernels also give a row the same bits in calls of one row and of
+many, which torch's plain kernel does not (docs/exactness.md).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from engine.cpu.kernels import CpuKernels
+
+# The row count that oneDNN lays weights out for; more or fewer rows work, too.
+_TYPICAL_ROWS = 16
+
+
+class KernelLinear(nn.Module):
+    """Computes what `linear` does with Spool's kernel, which adds up each output in one order."""
+
+    def __init__(self, linear: nn.Linear, kernels: CpuKernels) -> None:
+        super().__init__()
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
+        self.bias = linear.bias
+        self._kernels = kernels
+        self.panels = kernels.to_panels(linear.weight.detach())
+        self._padded_bias = None if linear.bias is None else kernels.padded_bias(linear.bias.detach())
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """`[..., in_features]` to `[..., out_features]`."""
+        flat = rows.reshape(-1, self.in_features).contiguous()
+        outputs = self._kernels.linear(flat, self.panels, self._padded_bias, self.out_features)
+        return outputs.view(*rows.shape[:-1], self.out_features)
+
+    @property
+    def bias_address(self) -> int | None:
+        return None if self._padded_bias is None else self._padded_bias.data_ptr()
+
+
+class PrepackedLinear(nn.Module):
+    """Computes what `linear` does with oneDNN, from weights that `linear` need not keep."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
+        self.bias = linear.bias
+        # Not a buffer: nobody can copy, save or move weights in this layout.
+        self._prepacked = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), _TYPICAL_ROWS)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """`[..., in_features]` to `[..., out_features]`."""
+        return torch.ops.mkldnn._linear_pointwise(rows, self._prepacked, self.bias, "none", [], "")
+
+
+def joined(layers: Sequence[nn.Linear]) -> nn.Linear:
+    """One layer whose outputs are those of `layers`, one after the other. They have a bias all or none."""
+    first = layers[0]
+    with torch.no_grad():
+        joined = nn.Linear(1, 1, bias=first.bias is not None)
+        joined.in_features = first.in_features
+        joined.out_features = sum(layer.out_features for layer in layers)
+        joined.weight = nn.Parameter(torch.cat([layer.weight for layer in layers]), requires_grad=False)
+        if first.bias is not None:
+            joined.bias = nn.Parameter(torch.cat([layer.bias for layer in layers]), requires_grad=False)
+    return joined
+
+
+def prepack_linear(linear: nn.Linear, kernels: CpuKernels | None) -> nn.Module:
+    """By `kernels`, if they take this weight; otherwise by oneDNN, or `linear` itself where that cannot either."""
+    if kernels is not None and kernels.multiplies(linear.weight):
+        return KernelLinear(linear, kernels)
+    return PrepackedLinear(linear) if can_prepack(linear.weight) else linear
+
+
+def prepack_linears(model: nn.Module, kernels: CpuKernels | None) -> None:
+    """Replaces the linear layers of a bfloat16 model on a CPU where `kernels` or this build of torch take them."""
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if type(child) is nn.Linear and can_prepack(child.weight, kernels):
+                setattr(module, name, prepack_linear(child, kernels))
+
+
+def can_prepack(weight: torch.Tensor, kernels: CpuKernels | None = None) -> bool:
+    """Whether `kernels`, or this build of torch, prepack weights like this one, on its device and in its dtype."""
+    if kernels is not None and kernels.multiplies(weight):
+        return True
+    return (
+        weight.device.type == "cpu"
+        and weight.dtype == torch.bfloat16
+        and torch.backends.mkldnn.is_available()
+        and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    )

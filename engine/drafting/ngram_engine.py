@@ -1,0 +1,61 @@
+"""Prompt lookup: proposes what followed the longest recent match of the last tokens. Needs no model and no torch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from engine.description import EngineDescription
+from engine.drafting.prompt_lookup import TokenPlaces
+from engine.kv.pages import PagePool
+from engine.passes.admission import make_room
+from engine.steps import Computing, EngineTimings, ProposeRow, RowOutcome, StepOutcome, no_callback
+
+MODEL_ID = "ngram"
+# A single token that stood before is seldom followed by the same again, less often than pays for a row of a full batch.
+_SHORTEST_MATCH = 2
+_LONGEST_MATCH = 32
+_PAGE_SIZE = 16
+# It keeps no KV; the pages only carry the lengths that the protocol speaks of.
+_PAGES = 1 << 18
+
+
+class NgramEngine:
+    """Looks like a `DraftEngine`. Works with any vocabulary; a row without a match proposes nothing."""
+
+    def __init__(self) -> None:
+        self.pool = PagePool(_PAGES, _PAGE_SIZE)
+        self.description = EngineDescription(
+            model_id=MODEL_ID,
+            tokenizer_digest=b"",
+            vocabulary_size=0,
+            dtype="",
+            device="cpu",
+            page_size=_PAGE_SIZE,
+            total_pages=_PAGES,
+            max_sequence_length=_PAGES * _PAGE_SIZE,
+            max_num_batched_tokens=_PAGES,
+        )
+
+    def step(self, rows: Sequence[ProposeRow], computing: Computing = no_callback) -> StepOutcome:
+        computing()
+        started = time.perf_counter()
+        outcomes = [RowOutcome([]) for _ in rows]
+        for index in make_room(self.pool, [(row.table, len(row.tokens)) for row in rows], outcomes):
+            row = rows[index]
+            proposal = continuation(row.history, row.draft_length, row.places)
+            # As with a model, the last proposed token is not part of the state yet.
+            self.pool.append(row.table, max(0, len(proposal) - 1))
+            outcomes[index].tokens = proposal
+        fed = sum(len(row.tokens) for row in rows)
+        return StepOutcome(outcomes, EngineTimings(forward=time.perf_counter() - started, batched_tokens=fed))
+
+
+def continuation(history: Sequence[int], count: int, places: TokenPlaces | None = None) -> list[int]:
+    """The `count` tokens after the latest earlier place where the longest ending of `history`, of two at least, stood.
+
+    `places` are those of an earlier state of the same history: with them only what is new takes time.
+    """
+    places = TokenPlaces() if places is None else places
+    places.follow(history)
+    return places.continuation(count, _SHORTEST_MATCH, _LONGEST_MATCH)

@@ -1,0 +1,76 @@
+"""Calibrations on disk, one file each, named after everything that the bits of a pass may depend on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+from engine.attention.backends import AttentionForm
+from engine.cpu.kernels import processor_name
+from engine.exactness.calibration import Calibration, ExactShapes
+from engine.models.source import cache_folder
+from engine.settings import EngineSettings
+
+# Raised when calibration itself changes, so that older results are not believed.
+_CALIBRATION_RECIPE = 9
+
+
+def calibration_file(model: PreTrainedModel, settings: EngineSettings, kernels: str | None) -> Path:
+    """Where the calibration of this model on this device, with these library versions and threads, belongs."""
+    return cache_folder() / "calibrations" / f"{calibration_key(model, settings, kernels)}.json"
+
+
+def calibration_key(model: PreTrainedModel, settings: EngineSettings, kernels: str | None) -> str:
+    """Names everything but the weights that the bits of a pass may depend on; hexadecimal digits. `kernels`: what
+    names those in use."""
+    config = {k: v for k, v in model.config.to_dict().items() if k not in ("_name_or_path", "transformers_version")}
+    conditions = {
+        "recipe": _CALIBRATION_RECIPE,
+        "model": config,
+        "dtype": str(model.dtype),
+        "device": _device_name(model.device),
+        "kernels": kernels,
+        "threads": torch.get_num_threads(),
+        "exclusive_threads": settings.exclusive_threads,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "page_size": settings.page_size,
+        "max_num_batched_tokens": settings.max_num_batched_tokens,
+    }
+    return hashlib.sha256(json.dumps(conditions, sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+
+def read_calibration(file: Path) -> Calibration | None:
+    """None where there is no file, or one that cannot be read as a calibration."""
+    try:
+        stored = json.loads(file.read_text(encoding="utf-8"))
+        shapes = stored.pop("shapes")
+        form = shapes["attention"]
+        attention = AttentionForm(**(form | {"kv_lengths": tuple(form["kv_lengths"])})) if form else None
+        exact = ExactShapes(tuple(shapes["row_counts"]), attention, tuple(shapes["thread_counts"]))
+        return Calibration(exact, **stored)
+    except (FileNotFoundError, json.JSONDecodeError, KeyError, TypeError):
+        return None
+
+
+def write_calibration(file: Path, calibration: Calibration) -> None:
+    """Whole or not at all: another worker may read at the same time."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False, encoding="utf-8") as scratch:
+        json.dump(asdict(calibration), scratch)
+    os.replace(scratch.name, file)
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()} {processor_name()} {torch.backends.cpu.get_cpu_capability()}"

@@ -1,0 +1,37 @@
+"""How a worker reads and writes whole pages of KV, to move sequences between workers. Knows no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class PageLayout:
+    """What the bytes of a page mean: native byte order, `shape` [layers, keys and values, heads, positions, elements].
+
+    `compute_digest` names the model's weights and, in exact mode, everything else that the bits of KV depend on.
+    """
+
+    model_id: str
+    dtype: str
+    shape: tuple[int, ...]
+    element_bytes: int
+    compute_digest: bytes = b""
+
+    @property
+    def page_bytes(self) -> int:
+        return prod(self.shape) * self.element_bytes
+
+
+class KvStore(Protocol):
+    """The pages of an engine. To be called on the thread that computes."""
+
+    @property
+    def layout(self) -> PageLayout: ...
+
+    def read_page(self, page: int) -> bytes: ...
+
+    def write_page(self, page: int, data: bytes) -> None:
+        """Raises ValueError unless `data` has as many bytes as a page."""

@@ -1,0 +1,69 @@
+"""Which full pages hold the KV of which tokens, so that sequences that begin alike share them. Knows no torch."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Iterator, Sequence
+
+from engine.kv.pages import PageKey, PagePool, PageTable
+
+_KEY_BYTES = 32
+
+
+def page_key(before: PageKey, tokens: Sequence[int]) -> PageKey:
+    """The key of the page that holds `tokens` and follows the page with the key `before` (empty for the first).
+
+    Prompts come from strangers, and a key that two prompts have in common would give one the other's KV: hence a
+    cryptographic digest of all the tokens, and not that of scheduler/state/digests.py.
+    """
+    return hashlib.blake2b(before + array("I", tokens).tobytes(), digest_size=_KEY_BYTES).digest()
+
+
+class PrefixCache:
+    """Finds and registers pages of a pool by tokens.
+
+    Its callers keep, for each sequence, the `keys` of its first pages, so that nothing is computed twice: a list,
+    empty at first, to be cut to `length // page_size` where the sequence is truncated.
+    """
+
+    def __init__(self, pool: PagePool) -> None:
+        self._pool = pool
+
+    def share(self, table: PageTable, keys: list[PageKey], tokens: Sequence[int], limit: int) -> int:
+        """Appends known pages of `tokens` to a table that holds the first of them and ends at a page's border, no
+        further than position `limit`; returns the number of positions taken over."""
+        size = self._pool.page_size
+        most = limit // size
+        if table.length % size or most <= table.length // size:
+            return 0
+        self._complete(keys, tokens, table.length // size)
+        shared = self._pool.share(table, self._following(keys, tokens, most))
+        del keys[len(table.pages) :]
+        return shared * size
+
+    def register(self, table: PageTable, keys: list[PageKey], tokens: Sequence[int], length: int) -> None:
+        """Lets others find the pages that the first `length` tokens fill. `tokens` are those whose KV the table holds;
+        those before `length` are never to be replaced by others."""
+        first, full = len(keys), length // self._pool.page_size
+        if first < full:
+            self._complete(keys, tokens, full)
+            for page, key in zip(table.pages[first:full], keys[first:full], strict=True):
+                self._pool.remember(page, key)
+
+    def forget(self, table: PageTable) -> None:
+        """Nobody is to find the pages of a table whose KV is not trusted."""
+        for page in table.pages:
+            self._pool.forget(page)
+
+    def _complete(self, keys: list[PageKey], tokens: Sequence[int], pages: int) -> None:
+        for _ in self._following(keys, tokens, pages):
+            pass
+
+    def _following(self, keys: list[PageKey], tokens: Sequence[int], pages: int) -> Iterator[PageKey]:
+        """Appends keys until there are `pages` of them, one at a time."""
+        size = self._pool.page_size
+        while len(keys) < pages:
+            start = len(keys) * size
+            keys.append(page_key(keys[-1] if keys else b"", tokens[start : start + size]))
+            yield keys[-1]

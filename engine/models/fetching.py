@@ -1,0 +1,24 @@
+"""Brings a model to this machine: builds the demo, or downloads from the hub. Knows no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from engine.models.source import ModelSource, Progress, SourceKind, download_model
+
+
+def fetch_model(source: ModelSource, progress: Progress) -> Path:
+    """Makes the model of `source` loadable, building or downloading it where needed, and returns its folder.
+
+    Raises `ModelNotFoundError` if the hub does not have it, `engine.models.demo.DemoBuildError` if the demo cannot be
+    built.
+    """
+    if source.ready and source.folder is not None:
+        return source.folder
+    if source.kind is SourceKind.DEMO:
+        from engine.models.demo import build_demo_models
+
+        build_demo_models(progress)
+        if source.folder is not None:
+            return source.folder
+    return download_model(source.name, progress)

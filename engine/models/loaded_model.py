@@ -1,0 +1,88 @@
+"""A model in memory, and runners that compute with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from engine.attention.backends import AttentionBackend, AttentionForm, MatmulBackend, attention_forms, unrestricted_form
+from engine.cpu.attention import KernelBackend
+from engine.cpu.fused_layers import fuse_layers
+from engine.cpu.joined_layers import join_layers
+from engine.cpu.kernels import CpuKernels
+from engine.cuda.setup import GpuPasses
+from engine.kv.paged_kv import PagedKv
+from engine.kv.pages import PagePool
+from engine.models.vocabulary import Vocabulary
+from engine.passes.runner import ModelRunner
+
+
+@dataclass(frozen=True, slots=True)
+class KvShape:
+    layers: int
+    kv_heads: int
+    head_dim: int
+
+    @classmethod
+    def of(cls, config: PreTrainedConfig) -> KvShape:
+        kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return cls(config.num_hidden_layers, kv_heads, head_dim)
+
+    def bytes_per_token(self, dtype: torch.dtype) -> int:
+        return 2 * self.layers * self.kv_heads * self.head_dim * dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """`kernels`: None where the CPU kernels do not take the model, or could not be made. `gpu`: None where the model
+    is on no GPU, or its attention there could not be made."""
+
+    model: PreTrainedModel
+    vocabulary: Vocabulary
+    kernels: CpuKernels | None
+    gpu: GpuPasses | None
+
+    @property
+    def kernel_identity(self) -> str | None:
+        """Names the kernels in use."""
+        kernels = self.kernels or self.gpu
+        return None if kernels is None else kernels.identity
+
+    def replace_layers(self) -> None:
+        """Replaces layers by faster ones that compute the same, in place."""
+        if self.kernels is not None:
+            fuse_layers(self.model, self.kernels)
+        join_layers(self.model, self.kernels)
+
+    def forms(self, page_size: int) -> Sequence[AttentionForm | None]:
+        """Of attention, cheapest first. None is that of kernels that read pages, which have but one."""
+        if self.kernels is not None:
+            return [None]
+        products = list(attention_forms(page_size))
+        return products if self.gpu is None else [None, *products]
+
+    def unrestricted_form(self, page_size: int) -> AttentionForm | None:
+        """For passes whose bits may depend on what shares them."""
+        return unrestricted_form(page_size) if self.kernels is None and self.gpu is None else None
+
+    def runner(self, pool: PagePool, form: AttentionForm | None, row_counts: Sequence[int]) -> ModelRunner:
+        model, page_size = self.model, pool.page_size
+        shape = KvShape.of(model.config)
+        kv = PagedKv(
+            shape.layers, pool.total_pages, page_size, shape.kv_heads, shape.head_dim, model.dtype, model.device
+        )
+        graphs = None if self.gpu is None or form is not None else self.gpu.graphs(model, kv)
+        return ModelRunner(model, kv, self._backend(kv, shape, form), row_counts, graphs)
+
+    def _backend(self, kv: PagedKv, shape: KvShape, form: AttentionForm | None) -> AttentionBackend:
+        if self.kernels is not None:
+            return KernelBackend(self.kernels, kv.page_size)
+        if form is None and self.gpu is not None:
+            return self.gpu.backend(kv.page_size)
+        heads, model = self.model.config.num_attention_heads, self.model
+        form = form or unrestricted_form(kv.page_size)
+        return MatmulBackend(form, heads, shape.kv_heads, kv.page_size, kv.pages, model.dtype, model.device)

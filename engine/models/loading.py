@@ -1,0 +1,238 @@
+"""From settings to an engine that is ready: weights, vocabulary, pages, exact shapes."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from collections.abc import Sequence
+
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.utils.logging import disable_progress_bar
+
+from engine.attention.paged_step import ATTENTION_NAME
+from engine.cpu.attention import KernelBackend
+from engine.cpu.kernels import load_cpu_kernels
+from engine.cpu.logits_scan import LogitsScan
+from engine.cuda.setup import load_gpu_passes
+from engine.description import EngineDescription
+from engine.drafting.model_draft import DraftEngine
+from engine.errors import UnsupportedModelError
+from engine.exactness.calibration import ExactShapes, calibrate, candidate_row_counts
+from engine.exactness.calibration_cache import calibration_file, calibration_key, read_calibration, write_calibration
+from engine.kv.paged_kv import PagedKvStore
+from engine.kv.pages import PagePool, PageTable
+from engine.models.draft_vocabulary import read_draft_vocabulary, restrict_head
+from engine.models.fetching import fetch_model
+from engine.models.loaded_model import KvShape, LoadedModel
+from engine.models.source import Progress, resolve_model
+from engine.models.vocabulary import read_vocabulary
+from engine.passes.layout import BatchedSequence
+from engine.passes.runner import ModelRunner
+from engine.settings import EngineSettings
+from engine.target import TargetEngine
+from scheduler.messages import Role
+
+logger = logging.getLogger(__name__)
+
+# Without a setting: the share of the memory free after the weights are loaded that KV may take, and a cap on a CPU,
+# where it is shared with everything else that runs.
+_KV_MEMORY_SHARE = {"cpu": 0.2, "cuda": 0.85}
+_CPU_KV_BYTES = 4 << 30
+
+# Verification seldom wants logits of more rows.
+_MAX_WARM_LOGITS = 48
+
+# Passes of more rows take longer than launching their kernels, with or without a graph.
+_MAX_GRAPHED_ROWS = 256
+
+# Of each tensor of weights, the elements that tell one model from another.
+_SAMPLED_WEIGHTS = 256
+
+
+def load_target_engine(settings: EngineSettings, progress: Progress) -> TargetEngine:
+    """Raises `engine.errors.EngineError` or `ModelNotFoundError` with the reason, one line."""
+    loaded = _load_model(settings, Role.TARGET, progress)
+    compute_digest = _compute_digest(loaded, settings)
+    loaded.replace_layers()
+    shapes = _exact_shapes(loaded, settings, progress) if settings.exact else None
+    description, runner, pool = _assemble(loaded, settings, shapes)
+    progress("warming up", None)
+    _warm_up(description, runner, pool)
+    _capture_graphs(description, runner, pool, progress)
+    kv_store = PagedKvStore(runner.kv, settings.model, compute_digest)
+    return TargetEngine(description, runner, pool, kv_store, LogitsScan(loaded.kernels))
+
+
+def load_draft_engine(settings: EngineSettings, progress: Progress) -> DraftEngine:
+    """As `load_target_engine`. A draft has no use for exact shapes: whatever it proposes, the target decides."""
+    loaded = _load_model(settings, Role.DRAFT, progress)
+    folder = fetch_model(resolve_model(settings.model, Role.DRAFT), progress)
+    token_ids = read_draft_vocabulary(folder, loaded.vocabulary.size)
+    if token_ids is not None:
+        progress(f"drafting with {token_ids.numel()} of {loaded.vocabulary.size} tokens", None)
+        token_ids = token_ids.to(loaded.model.device)
+        restrict_head(loaded.model, token_ids)
+    loaded.replace_layers()
+    description, runner, pool = _assemble(loaded, settings, None)
+    progress("warming up", None)
+    _warm_up(description, runner, pool)
+    _capture_graphs(description, runner, pool, progress)
+    return DraftEngine(description, runner, pool, LogitsScan(loaded.kernels), token_ids, settings.lookup_match)
+
+
+def use_threads(count: int) -> None:
+    """For the operations that the calling thread starts from now on."""
+    torch.set_num_threads(count)
+
+
+def _load_model(settings: EngineSettings, role: Role, progress: Progress) -> LoadedModel:
+    if settings.threads:
+        use_threads(settings.threads)
+    folder = fetch_model(resolve_model(settings.model, role), progress)
+    progress(f"loading {settings.model}", None)
+    disable_progress_bar()
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=getattr(torch, settings.dtype), attn_implementation=ATTENTION_NAME
+    )
+    model = model.to(settings.device).eval()
+    kv_shape = KvShape.of(model.config)
+    useful = KernelBackend.supports(model.dtype, model.device, kv_shape.head_dim, settings.page_size)
+    kernels = load_cpu_kernels(progress) if useful else None
+    gpu = None
+    if model.device.type == "cuda":
+        heads = (model.config.num_attention_heads, kv_shape.kv_heads, kv_shape.head_dim)
+        gpu = load_gpu_passes(model.dtype, model.device, heads, settings.cuda_graphs, progress)
+    vocabulary = read_vocabulary(folder, model.get_input_embeddings().num_embeddings)
+    loaded = LoadedModel(model, vocabulary, kernels, gpu)
+    _check_supported(loaded, settings.page_size)
+    return loaded
+
+
+def _compute_digest(loaded: LoadedModel, settings: EngineSettings) -> bytes:
+    """Names the weights, by a sample of each tensor, and in exact mode all that the bits of a pass depend on."""
+    key = calibration_key(loaded.model, settings, loaded.kernel_identity)
+    digest = hashlib.sha256(key.encode() if settings.exact else b"")
+    for name, weights in sorted(loaded.model.state_dict().items()):
+        sample = weights.flatten()[:_SAMPLED_WEIGHTS].contiguous().cpu().view(torch.uint8)
+        digest.update(name.encode() + sample.numpy().tobytes())
+    return digest.digest()
+
+
+def _check_supported(loaded: LoadedModel, page_size: int) -> None:
+    config = loaded.model.config
+    layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if layer_types != {"full_attention"}:
+        raise UnsupportedModelError(
+            f"{config.model_type} has layers of type {', '.join(sorted(layer_types))}, only full_attention is supported"
+        )
+    # Whatever else does not fit shows in a pass.
+    pool = PagePool(2, page_size)
+    table = PageTable()
+    pool.append(table, 2)
+    loaded.runner(pool, loaded.unrestricted_form(page_size), ()).run([BatchedSequence(table, [0, 0], 1)])
+
+
+def _exact_shapes(loaded: LoadedModel, settings: EngineSettings, progress: Progress) -> ExactShapes:
+    file = calibration_file(loaded.model, settings, loaded.kernel_identity)
+    calibration = read_calibration(file)
+    if calibration is None:
+        progress("calibrating exact mode", None)
+        calibration = calibrate(loaded.model, loaded.runner, settings, loaded.forms(settings.page_size))
+        write_calibration(file, calibration)
+    progress(f"exact mode: {calibration.summary()}", None)
+    logger.info("exact mode: %s", calibration.summary())
+    return calibration.shapes
+
+
+def _assemble(
+    loaded: LoadedModel, settings: EngineSettings, shapes: ExactShapes | None
+) -> tuple[EngineDescription, ModelRunner, PagePool]:
+    model, vocabulary = loaded.model, loaded.vocabulary
+    bytes_per_token = KvShape.of(model.config).bytes_per_token(model.dtype)
+    pages = settings.kv_pages or max(1, _kv_bytes(settings, model.device) // (bytes_per_token * settings.page_size))
+    pool = PagePool(pages, settings.page_size)
+    exact_row_counts = shapes.row_counts if shapes else ()
+    # Few in any case: libraries keep a kernel, and its memory, for every row count they met.
+    row_counts = exact_row_counts or candidate_row_counts(settings.max_num_batched_tokens)
+    threads = torch.get_num_threads()
+    exclusive_threads = settings.exclusive_threads or threads
+    if shapes and exclusive_threads not in shapes.thread_counts:
+        logger.warning(
+            "%d threads give other bits than %d: steps that are alone use no more", exclusive_threads, threads
+        )
+        exclusive_threads = threads
+    runner = loaded.runner(pool, shapes.attention if shapes else loaded.unrestricted_form(pool.page_size), row_counts)
+    description = EngineDescription(
+        model_id=settings.model,
+        tokenizer_digest=vocabulary.digest,
+        vocabulary_size=vocabulary.size,
+        dtype=settings.dtype,
+        device=str(model.device),
+        page_size=settings.page_size,
+        total_pages=pages,
+        max_sequence_length=min(int(model.config.max_position_embeddings), pages * settings.page_size),
+        max_num_batched_tokens=row_counts[-1],
+        exact_row_counts=exact_row_counts,
+        threads=threads,
+        exclusive_threads=exclusive_threads,
+        kv_bytes_per_token=bytes_per_token,
+    )
+    return description, runner, pool
+
+
+def _warm_up(description: EngineDescription, runner: ModelRunner, pool: PagePool) -> None:
+    """One pass of every size in use, on every number of threads: kernels are made now and not in the first steps."""
+    sizes = [size for size in runner.row_counts if size <= description.max_sequence_length]
+    for threads in dict.fromkeys((description.exclusive_threads, description.threads)):
+        use_threads(threads)
+        for size in sizes:
+            table = PageTable()
+            pool.append(table, size)
+            runner.run([BatchedSequence(table, [0] * size, min(size, _MAX_WARM_LOGITS))])
+            pool.free(table)
+
+
+def _capture_graphs(description: EngineDescription, runner: ModelRunner, pool: PagePool, progress: Progress) -> None:
+    """Passes of few rows as CUDA graphs, where there are any, and in exact mode only if they give the same bits."""
+    graphs = runner.graphs
+    if graphs is None:
+        return
+    longest = min(_MAX_GRAPHED_ROWS, description.max_sequence_length)
+    row_counts = [count for count in runner.row_counts if count <= longest]
+    progress(f"capturing CUDA graphs of {len(row_counts)} row counts", None)
+    try:
+        graphs.capture(row_counts)
+    # What a model does in a pass may be nothing that can be captured, and torch says so in many ways.
+    except Exception as error:
+        logger.warning("no CUDA graphs, as this model's passes cannot be captured: %s", error)
+        return
+    if description.exact_row_counts and not _agree_with_graphs(description, runner, pool, row_counts):
+        graphs.clear()
+        logger.warning("no CUDA graphs, as they give other bits than the same passes without them")
+
+
+def _agree_with_graphs(
+    description: EngineDescription, runner: ModelRunner, pool: PagePool, row_counts: Sequence[int]
+) -> bool:
+    without = ModelRunner(runner.model, runner.kv, runner.backend, runner.row_counts)
+    for rows in row_counts:
+        table = PageTable()
+        pool.append(table, rows)
+        sequence = BatchedSequence(table, [row % description.vocabulary_size for row in range(rows)], rows)
+        graphed = runner.run([sequence]).logits.clone()
+        agree = torch.equal(graphed, without.run([sequence]).logits)
+        pool.free(table)
+        if not agree:
+            return False
+    return True
+
+
+def _kv_bytes(settings: EngineSettings, device: torch.device) -> int:
+    if settings.kv_memory_bytes is not None:
+        return settings.kv_memory_bytes
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0] * _KV_MEMORY_SHARE["cuda"])
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(int(free * _KV_MEMORY_SHARE["cpu"]), _CPU_KV_BYTES)

@@ -1,0 +1,174 @@
+"""From the name of a model to its folder. No torch here: names are resolved wherever settings are read."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+from importlib import resources
+from importlib.resources.abc import Traversable
+from pathlib import Path
+
+from platformdirs import user_cache_dir
+
+from scheduler.messages import Role
+
+DEMO = "demo"
+CACHE_VARIABLE = "SPOOL_CACHE"
+
+# Raised when the way of building the demo models changes, so that folders built in an older one are built again.
+DEMO_RECIPE = 1
+DEMO_MARKER = "spool_demo.json"
+_ASSETS = (".safetensors", ".json")
+
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
+# Weights in pickle files (.bin) are taken only from models that have no others.
+_HUB_FILES = ("*.json", "*.safetensors", "*.jinja", "*.model", "*.txt")
+
+Progress = Callable[[str, float | None], None]
+"""Called with what is being done and the part of it that is done, in [0, 1]; None where that is not known."""
+
+
+class ModelNotFoundError(ValueError):
+    """The name is neither a built-in model, nor a folder with a model, nor a model that the hub has."""
+
+
+class SourceKind(Enum):
+    DEMO = "demo"
+    FOLDER = "folder"
+    HUB = "hub"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """Where a model for `role` comes from. `folder` is where it is or will be; None for one to be found on the hub."""
+
+    name: str
+    kind: SourceKind
+    folder: Path | None
+    role: Role
+
+    @property
+    def ready(self) -> bool:
+        """Whether the model can be loaded without building or downloading anything."""
+        if self.folder is None:
+            return False
+        return self.kind is not SourceKind.DEMO or demo_is_built(self.role)
+
+
+def cache_folder() -> Path:
+    """The folder for models Spool builds itself: `$SPOOL_CACHE`, or the user's cache folder."""
+    chosen = os.environ.get(CACHE_VARIABLE)
+    return Path(chosen).expanduser() if chosen else Path(user_cache_dir("spool"))
+
+
+def demo_folder(role: Role) -> Path:
+    return cache_folder() / f"demo-{role.value}"
+
+
+def demo_assets() -> Traversable:
+    """The folder of what this package ships of the demo draft: trained layers and, if there is one, a vocabulary."""
+    return resources.files("engine.models") / "demo_assets"
+
+
+def demo_marker(role: Role) -> dict[str, object]:
+    """What the marker in the folder of a demo model says about how it was built.
+
+    The draft's names its assets by their contents, so that a folder made of others is built again.
+    """
+    if role is Role.TARGET:
+        return {"recipe": DEMO_RECIPE}
+    assets = sorted(
+        (file for file in demo_assets().iterdir() if file.name.endswith(_ASSETS)), key=lambda file: file.name
+    )
+    return {
+        "recipe": DEMO_RECIPE,
+        "assets": {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in assets},
+    }
+
+
+def demo_is_built(role: Role) -> bool:
+    """Whether the demo model is there as it would be built now, with all its files in full length."""
+    folder = demo_folder(role)
+    try:
+        marker = json.loads((folder / DEMO_MARKER).read_text(encoding="utf-8"))
+        if any(marker.get(name) != value for name, value in demo_marker(role).items()):
+            return False
+        return all((folder / name).stat().st_size == size for name, size in marker["files"].items())
+    except (FileNotFoundError, NotADirectoryError, json.JSONDecodeError, KeyError, TypeError, AttributeError):
+        return False
+
+
+def resolve_model(name: str, role: Role) -> ModelSource:
+    """Finds out what `name` means: `demo`, a folder, or a hub id (looked up in the local hub cache only).
+
+    Raises `ModelNotFoundError` for a name that cannot be any of them.
+    """
+    if name == DEMO:
+        return ModelSource(name, SourceKind.DEMO, demo_folder(role), role)
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise ModelNotFoundError(f"{name}: the folder holds no config.json, so no model")
+        if not _has_weights(path):
+            raise ModelNotFoundError(f"{name}: the folder holds no weights (*.safetensors)")
+        return ModelSource(name, SourceKind.FOLDER, path.resolve(), role)
+    if path.exists():
+        raise ModelNotFoundError(f"{name} is a file, must be a folder with a Hugging Face model")
+    if not _HUB_ID.fullmatch(name):
+        raise ModelNotFoundError(f"{name}: no such folder, and not a hub id (organisation/model)")
+    return ModelSource(name, SourceKind.HUB, _in_hub_cache(name), role)
+
+
+def _has_weights(folder: Path) -> bool:
+    return any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))
+
+
+def _in_hub_cache(name: str) -> Path | None:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        folder = Path(snapshot_download(name, local_files_only=True, allow_patterns=list(_HUB_FILES)))
+    except LocalEntryNotFoundError:
+        return None
+    except HFValidationError as error:
+        raise ModelNotFoundError(f"{name}: no such folder, and not a hub id: {_first_line(error)}") from error
+    # Other programs leave snapshots with a tokenizer only.
+    return folder if (folder / "config.json").is_file() and _has_weights(folder) else None
+
+
+def download_model(name: str, progress: Progress) -> Path:
+    """The folder of a model from the hub. Raises `ModelNotFoundError`."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
+
+    progress(f"downloading {name}", None)
+    try:
+        folder = Path(snapshot_download(name, allow_patterns=list(_HUB_FILES)))
+        if not _has_weights(folder):
+            folder = Path(snapshot_download(name, allow_patterns=[*_HUB_FILES, "*.bin"]))
+    except GatedRepoError as error:
+        raise ModelNotFoundError(f"{name}: the hub gives it only to those who accepted its terms") from error
+    except RepositoryNotFoundError as error:
+        raise ModelNotFoundError(f"{name}: no such folder, and the hub has no such model") from error
+    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        raise ModelNotFoundError(
+            f"{name}: no such folder, and not to be had from the hub: {_first_line(error)}"
+        ) from error
+    if not (folder / "config.json").is_file() or not _has_weights(folder):
+        raise ModelNotFoundError(f"{name}: the hub has it, but without config.json or weights")
+    return folder
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n", 1)[0].removeprefix("Got: ") or type(error).__name__

@@ -1,0 +1,57 @@
+"""Passes of any row count, computed operation by operation."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+from transformers import PreTrainedModel
+
+from engine.attention.backends import AttentionBackend
+from engine.attention.paged_step import PagedStep
+from engine.kv.paged_kv import PagedKv
+from engine.passes.device import on_device
+from engine.passes.layout import PreparedPass, TokenBatch
+
+
+class EagerPasses:
+    def __init__(
+        self, model: PreTrainedModel, kv: PagedKv, backend: AttentionBackend, padded: Callable[[int], int]
+    ) -> None:
+        """`padded` gives the row count that so many rows of logits are computed on."""
+        self._model = model
+        self._kv = kv
+        self._backend = backend
+        self._padded = padded
+
+    def prepare(self, batch: TokenBatch) -> PreparedPass:
+        # A pass that wants no logits (prefill chunks alone) still pays for the smallest head call.
+        wanted = len(batch.logits_rows)
+        logits_rows = [*batch.logits_rows, *[0] * (self._padded(max(wanted, 1)) - wanted)]
+        numbers = [*batch.tokens, *batch.positions, *batch.slots, *logits_rows]
+        sizes = [*[batch.padded_rows] * 3, len(logits_rows)]
+        tokens, positions, slots, head_rows = on_device(numbers, self._model.device).split(sizes)
+        started = time.perf_counter()
+        step = PagedStep(self._kv, slots, self._backend.plan(batch.spans, batch.padded_rows))
+        planning = time.perf_counter() - started
+        return PreparedPass(lambda: forward(self._model, tokens, positions, head_rows, step)[:wanted], planning)
+
+
+def forward(
+    model: PreTrainedModel,
+    tokens: torch.Tensor,
+    positions: torch.Tensor,
+    logits_rows: torch.Tensor,
+    step: PagedStep,
+) -> torch.Tensor:
+    """Logits `[logits_rows, vocabulary]` of one pass over a batch; all but `step` int64 on the model's device."""
+    output = model(
+        input_ids=tokens.unsqueeze(0),
+        position_ids=positions.unsqueeze(0),
+        past_key_values=step,
+        paged_step=step,
+        use_cache=True,
+        logits_to_keep=logits_rows,
+    )
+    return output.logits[0]

@@ -1,0 +1,78 @@
+"""The batch of one forward pass: the tokens of many sequences, one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from engine.attention.backends import Span
+from engine.kv.pages import PageTable
+
+
+@dataclass(slots=True)
+class BatchedSequence:
+    """`tokens` to feed at the last `len(tokens)` positions of `table`, where room was made already; logits are wanted
+    for the last `logits` of them."""
+
+    table: PageTable
+    tokens: Sequence[int]
+    logits: int
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBatch:
+    """`tokens`, their `positions` and the `slots` of their K/V, all padded to one row count; `logits_rows` are the rows
+    of which logits are wanted. `spans` hold the first `rows` rows, the real ones."""
+
+    tokens: list[int]
+    positions: list[int]
+    slots: list[int]
+    logits_rows: list[int]
+    spans: list[Span]
+    rows: int
+
+    @classmethod
+    def of(
+        cls, sequences: Sequence[BatchedSequence], page_size: int, padding_slot: int, padded: Callable[[int], int]
+    ) -> TokenBatch:
+        """`padded` gives the row count that so many rows run on; padding rows write their K/V to `padding_slot`."""
+        tokens: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        spans: list[Span] = []
+        logits_rows: list[int] = []
+        for sequence in sequences:
+            count = len(sequence.tokens)
+            start = sequence.table.length - count
+            pages = sequence.table.pages
+            spans.append(Span(len(tokens), count, start, pages))
+            tokens.extend(sequence.tokens)
+            positions.extend(range(start, start + count))
+            slots.extend(pages[p // page_size] * page_size + p % page_size for p in range(start, start + count))
+            logits_rows.extend(range(len(tokens) - sequence.logits, len(tokens)))
+        rows = len(tokens)
+        padding = padded(rows) - rows
+        tokens.extend([0] * padding)
+        positions.extend([0] * padding)
+        slots.extend([padding_slot] * padding)
+        return cls(tokens, positions, slots, logits_rows, spans, rows)
+
+    @property
+    def padded_rows(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def is_ragged(self) -> bool:
+        """Whether sequences differ in length or in rows."""
+        return len({(span.start, span.rows) for span in self.spans}) > 1
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedPass:
+    """A pass that is on its device: `compute` gives logits `[logits_rows, vocabulary]`, which hold until the next pass.
+    `planning` is how many seconds the plan of its attention took."""
+
+    compute: Callable[[], torch.Tensor]
+    planning: float

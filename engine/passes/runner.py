@@ -1,0 +1,86 @@
+"""One forward pass over a batch of tokens of many sequences, with a Hugging Face causal model left as it is."""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from engine.attention.backends import AttentionBackend
+from engine.kv.paged_kv import PagedKv
+from engine.kv.pages import PagePool, PageTable
+from engine.passes.device import PassClock, current
+from engine.passes.eager import EagerPasses
+from engine.passes.graphed import GraphedPasses
+from engine.passes.layout import BatchedSequence, TokenBatch
+from engine.steps import Computing, EngineTimings, no_callback
+
+
+@dataclass(slots=True)
+class PassResult:
+    """`logits` `[sum of logits asked for, vocabulary]`, in the order of the sequences, until the next pass; what is
+    known of the time, and the clock that knows the rest."""
+
+    logits: torch.Tensor
+    timings: EngineTimings
+    clock: PassClock
+
+
+class ModelRunner:
+    """Runs passes whose row count is one of `row_counts` (ascending), or free where that is empty."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        kv: PagedKv,
+        backend: AttentionBackend,
+        row_counts: Sequence[int] = (),
+        graphs: GraphedPasses | None = None,
+    ) -> None:
+        """`graphs`: those of the device, where it has any."""
+        self.model = model
+        self.kv = kv
+        self.backend = backend
+        self.graphs = graphs
+        self.row_counts = tuple(row_counts)
+        self._eager = EagerPasses(model, kv, backend, self.padded)
+        self._current_device = current(model.device)
+
+    def padded(self, rows: int) -> int:
+        """The row count that a pass or LM head call with `rows` real rows runs on. Raises ValueError past the last."""
+        if not self.row_counts:
+            return rows
+        index = bisect_left(self.row_counts, rows)
+        if index == len(self.row_counts):
+            raise ValueError(f"rows is {rows}, must be at most {self.row_counts[-1]}")
+        return self.row_counts[index]
+
+    def discard(self, pool: PagePool, table: PageTable, length: int) -> None:
+        """Truncates a table whose KV from `length` on may not be finite, and leaves none of it to the next owner."""
+        self.kv.scrub(table.pages[length // pool.page_size :], length % pool.page_size)
+        pool.truncate(table, length)
+
+    @torch.inference_mode()
+    def run(self, sequences: Sequence[BatchedSequence], computing: Computing = no_callback) -> PassResult:
+        """Computes a pass, or starts to: on a GPU, whoever reads of the logits waits."""
+        started = time.perf_counter()
+        batch = TokenBatch.of(sequences, self.kv.page_size, self.kv.padding_slot, self.padded)
+        graphs = self.graphs if self.graphs is not None and self.graphs.takes(batch) else None
+        with self._current_device:
+            prepared = (graphs or self._eager).prepare(batch)
+            planned = time.perf_counter()
+            computing()
+            clock = PassClock(self.model.device)
+            logits = prepared.compute()
+            clock.computed()
+        timings = EngineTimings(
+            prepare=planned - started,
+            realign=prepared.planning if batch.is_ragged else 0.0,
+            batched_tokens=batch.rows,
+            padding_rows=batch.padded_rows - batch.rows,
+        )
+        return PassResult(logits, timings, clock)

@@ -1,0 +1,193 @@
+"""Samples tokens from logits, row by row: equal logits and context give the same token in any batch.
+
+A greedy row takes the argmax. Otherwise the token is the argmax of log probability + Gumbel noise, which draws exactly
+from the distribution; the noise depends on seed, position and token id alone, so a draft that uses it too tends to
+guess what the target will sample (coupled sampling, arXiv 2408.07978).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine.cpu.logits_scan import LogitsScan
+from engine.sampling.logits_shaping import change_scores, changes_scores, deficits, filters_tokens, kept_tokens
+from engine.sampling.noise import gumbel, noise_bits, row_key
+from scheduler.sampling import SamplingParameters
+
+_BUCKET = 128
+# Rows are taken in blocks whose scratch fits a CPU core's cache; a GPU takes all rows at once.
+_CPU_BLOCK_ELEMENTS = 65536
+# Above the largest -log(1 - t) / t that 32 bits of noise give (22.874), by far more than float32 errs.
+_RACE_MARGIN = 24.0
+_NO_TOKEN = 2**62
+_BY_TORCH = LogitsScan()
+
+
+@dataclass(slots=True)
+class SamplingContext:
+    """What sampling one token depends on besides the logits.
+
+    `position` is the absolute position of the token to sample. `history` is prompt and output before that position;
+    only penalties read it.
+    """
+
+    sampling: SamplingParameters
+    position: int
+    history: Sequence[int]
+    prompt_length: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidates:
+    """Tokens that may win, of several rows: flat tensors of equal length, `rows` indexing into the rows of logits."""
+
+    rows: Tensor
+    token_ids: Tensor
+    deficits: Tensor
+
+
+@torch.no_grad()
+def sample_tokens(
+    logits: Tensor,
+    rows: Sequence[SamplingContext],
+    vocabulary_size: int | None = None,
+    token_ids: Tensor | None = None,
+    scan: LogitsScan = _BY_TORCH,
+) -> list[int | None]:
+    """The next token of each row of `logits` [R, V]; None for a row that holds NaN or +inf, or nothing but -inf.
+
+    Columns from `vocabulary_size` on are padding and never sampled. Ties go to the lowest id. Where only some tokens
+    have a column, `token_ids` [V] names them: int64, ascending, on the device of the logits. The token is then the one
+    that the whole vocabulary would give, with -inf for every other token. `scan` affects speed, not results.
+    Raises `ValueError` if shapes do not fit.
+    """
+    if logits.dim() != 2 or logits.shape[0] != len(rows):
+        raise ValueError(f"logits have shape {tuple(logits.shape)}, must be [{len(rows)}, vocabulary]")
+    if vocabulary_size is not None:
+        if not 0 < vocabulary_size <= logits.shape[1]:
+            raise ValueError(f"vocabulary_size is {vocabulary_size}, must be between 1 and {logits.shape[1]}")
+        logits = logits[:, :vocabulary_size]
+    if token_ids is not None and token_ids.shape != logits.shape[1:]:
+        raise ValueError(f"token_ids have shape {tuple(token_ids.shape)}, must be [{logits.shape[1]}]")
+    if not rows:
+        return []
+    largest = torch.empty(len(rows), dtype=torch.float32, device=logits.device)
+    sampled = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
+    as_they_are = [i for i, row in enumerate(rows) if row.sampling.greedy and not changes_scores(row.sampling)]
+    changed = [i for i, row in enumerate(rows) if row.sampling.greedy and changes_scores(row.sampling)]
+    drawn = [i for i, row in enumerate(rows) if not row.sampling.greedy]
+    if len(as_they_are) == len(rows):
+        columns, largest = scan.argmax(logits)
+        sampled = _ids(columns, token_ids)
+    elif as_they_are:
+        index = _tensor(as_they_are, logits)
+        columns, largest[index] = scan.argmax(logits[index])
+        sampled[index] = _ids(columns, token_ids)
+    for block in _blocks(changed, logits):
+        index = _tensor(block, logits)
+        columns, largest[index] = scan.argmax(_scores(logits, index, [rows[i] for i in block], token_ids))
+        sampled[index] = _ids(columns, token_ids)
+    if drawn:
+        keys = _tensor([0 if row.sampling.greedy else row_key(row.sampling.seed, row.position) for row in rows], logits)
+        candidates = list(_candidates(logits, rows, drawn, keys, largest, token_ids))
+        sampled[_tensor(drawn, logits)] = _winners(candidates, keys)[_tensor(drawn, logits)]
+    # One transfer, for which a GPU's host waits once.
+    known = torch.where(largest.isfinite(), sampled, _NO_TOKEN).tolist()
+    return [None if token == _NO_TOKEN else token for token in known]
+
+
+@torch.no_grad()
+def probabilities_of(
+    logits: Tensor, sampled: Sequence[int | None], token_ids: Tensor | None = None, scan: LogitsScan = _BY_TORCH
+) -> list[float]:
+    """Softmax probability of each row's token in `logits` [R, V], 0 for None; `token_ids` as in `sample_tokens`."""
+    tokens = _tensor([0 if token is None else token for token in sampled], logits)
+    columns = tokens if token_ids is None else torch.searchsorted(token_ids, tokens).clamp(max=logits.shape[1] - 1)
+    found = scan.probabilities(logits, columns).tolist()
+    return [0.0 if token is None else probability for token, probability in zip(sampled, found, strict=True)]
+
+
+def _candidates(
+    logits: Tensor,
+    rows: Sequence[SamplingContext],
+    drawn: Sequence[int],
+    keys: Tensor,
+    largest: Tensor,
+    token_ids: Tensor | None,
+) -> Iterator[_Candidates]:
+    """The candidates of the rows `drawn`, block by block; writes the largest score of each to `largest`."""
+    for filtering in (False, True):
+        for block in _blocks([i for i in drawn if filters_tokens(rows[i].sampling) == filtering], logits):
+            index = _tensor(block, logits)
+            scores = _scores(logits, index, [rows[i] for i in block], token_ids)
+            largest[index] = scores.amax(1)
+            sampling = [rows[i].sampling for i in block]
+            deficit = deficits(scores, largest[index], sampling)
+            if filtering:
+                order, kept = kept_tokens(deficit, sampling)
+                row, rank = kept.nonzero(as_tuple=True)
+                columns = order[row, rank]
+            else:
+                row, columns = _front_runners(deficit, keys[index], token_ids)
+            yield _Candidates(index[row], _ids(columns, token_ids), deficit[row, columns])
+
+
+def _front_runners(deficit: Tensor, keys: Tensor, token_ids: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Rows and columns, flat, among which the winner of each row [R, V] is certain to be.
+
+    Adding Gumbel noise and taking the largest is a race: token v arrives at -log(1 - t_v) * e^deficit_v and the first
+    one wins. As t <= -log(1 - t) < 22.88 t for all t that occur, no token whose t_v * e^deficit_v exceeds 24 times the
+    least can be first, nor come near enough for rounding to decide.
+    """
+    count, vocabulary_size = deficit.shape
+    buckets = -(-vocabulary_size // _BUCKET)
+    if token_ids is None:
+        token_ids = torch.arange(vocabulary_size, device=deficit.device)
+    bits = noise_bits(keys[:, None], token_ids)
+    race = deficit.new_full((count, buckets * _BUCKET), torch.inf)
+    arrival = race[:, :vocabulary_size]
+    # The upper halves of the 64 bits: (x + 0.5) is t, but for a factor that all tokens share.
+    arrival.copy_(bits.view(torch.uint32)[:, 1::2]).add_(0.5).mul_(torch.exp(deficit))
+    race = race.view(count, buckets, _BUCKET)
+    first = race.amin(2)
+    limit = first.amin(1) * _RACE_MARGIN
+    row, bucket = (first <= limit[:, None]).nonzero(as_tuple=True)
+    which, lane = (race[row, bucket] <= limit[row, None]).nonzero(as_tuple=True)
+    return row[which], bucket[which] * _BUCKET + lane
+
+
+def _winners(candidates: Sequence[_Candidates], keys: Tensor) -> Tensor:
+    """For each row the candidate with the largest log probability + noise, the lowest id on ties."""
+    rows = torch.cat([part.rows for part in candidates])
+    token_ids = torch.cat([part.token_ids for part in candidates])
+    scores = gumbel(keys[rows], token_ids) - torch.cat([part.deficits for part in candidates])
+    best = torch.full(keys.shape, -torch.inf, device=keys.device).scatter_reduce(0, rows, scores, "amax")
+    tied = torch.where(scores == best[rows], token_ids, _NO_TOKEN)
+    return torch.full_like(keys, _NO_TOKEN).scatter_reduce(0, rows, tied, "amin")
+
+
+def _scores(logits: Tensor, index: Tensor, rows: Sequence[SamplingContext], token_ids: Tensor | None) -> Tensor:
+    """A float32 copy of some rows of the logits, with penalties and bias applied."""
+    scores = logits[index].to(torch.float32)
+    for line, row in zip(scores, rows, strict=True):
+        if changes_scores(row.sampling):
+            change_scores(line, row.sampling, row.history, row.prompt_length, token_ids)
+    return scores
+
+
+def _ids(columns: Tensor, token_ids: Tensor | None) -> Tensor:
+    return columns if token_ids is None else token_ids[columns]
+
+
+def _blocks(indices: Sequence[int], logits: Tensor) -> Iterator[Sequence[int]]:
+    size = max(1, _CPU_BLOCK_ELEMENTS // logits.shape[1]) if logits.device.type == "cpu" else max(1, len(indices))
+    for start in range(0, len(indices), size):
+        yield indices[start : start + size]
+
+
+def _tensor(values: Sequence[int], like: Tensor) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64, device=like.device)

@@ -1,0 +1,137 @@
+"""Forms the steps of draft workers: proposals for all ready sequences, and in the same step chunks to catch up."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+from scheduler.batching.time_slicing import draft_may_go
+from scheduler.config import SchedulerConfig
+from scheduler.messages import SendStep
+from scheduler.state.fleet import Fleet
+from scheduler.state.worker_base import DraftWork, InFlightRow
+from scheduler.state.workers import STEADY_KV_LAG, DraftWorker, Sequence
+from scheduler.transitions.lifecycle import READY, Lifecycle
+
+_LATENESS = 0.25
+"""A late step is waited for by so much of its expected seconds longer."""
+
+
+class DraftPlanner:
+    """A draft worker proposes for every READY sequence placed there, oldest first."""
+
+    def __init__(self, config: SchedulerConfig, fleet: Fleet, lifecycle: Lifecycle) -> None:
+        self._proposals_per_step = config.proposals_per_step
+        self._fleet = fleet
+        self._lifecycle = lifecycle
+
+    def plan(self, draft: DraftWorker, step_id: int, now: float) -> SendStep | None:
+        """The next step for this worker, or None when it must wait or has nothing to do."""
+        if not draft.can_take_step or not (draft.ready or draft.lagging) or not draft_may_go(draft, self._fleet):
+            return None
+        # A second step is queued only when no sequence that is about to come back could still join it.
+        if draft.busy and draft.verifying and len(draft.ready) < self._proposals_per_step:
+            return None
+        if self._waits(draft, now):
+            return None
+        rows: dict[int, InFlightRow[Sequence]] = {}
+        work = DraftWork()
+        budget, room = self._propose(draft, rows, work, now)
+        if draft.lagging:
+            self._catch_up(draft, rows, work, min(budget, room))
+        return draft.send(step_id, rows, work, now) if rows else None
+
+    def deadline(self, draft: DraftWorker) -> float | None:
+        """When a draft that waits for more sequences must stop waiting."""
+        return draft.waiting_until if draft_may_go(draft, self._fleet) else None
+
+    def _waits(self, draft: DraftWorker, now: float) -> bool:
+        """Whether a draft should wait for sequences that are about to come back, so that its steps are few and full.
+
+        It waits only where drafting may be the bottleneck. A busy draft waits for the end of its own step. An idle one
+        waits for the end of its target's step, unless that takes longer than the base cost of the step that it saves.
+        """
+        first = next(iter(draft.ready.values()), None)
+        began = now if draft.waiting_since is None else draft.waiting_since
+        draft.stop_waiting()
+        if first is None or len(draft.ready) >= self._proposals_per_step:
+            return False
+        target = first.target
+        if target is None or target.plan is None or len(draft.ready) + 0.5 >= target.plan.full_draft_step:
+            return False
+        if draft.busy:
+            return True
+        end = target.expected_end() if draft.verifying else None
+        if end is None or end > began + draft.times.base * first.planned_draft_length:
+            return False
+        latest = end + _LATENESS * (end - target.running_since)
+        if now >= latest:
+            return False
+        draft.waiting_since, draft.waiting_until = began, latest
+        return True
+
+    def _propose(
+        self, draft: DraftWorker, rows: dict[int, InFlightRow[Sequence]], work: DraftWork, now: float
+    ) -> tuple[int, int]:
+        """Adds the proposing rows; returns how many tokens are left for catching up, and in the step."""
+        budget, room = draft.chunk, draft.spec.max_num_batched_tokens
+        # A copy, since proposing takes them out; those in flight, which are skipped, are fewer than a step's.
+        for sequence in list(islice(draft.ready.values(), 3 * self._proposals_per_step)):
+            if len(rows) == self._proposals_per_step:
+                break
+            if sequence.state is not READY or sequence.draft is not draft:
+                continue  # it gave its pages to an older one
+            if sequence.sequence_id in draft.in_flight:
+                continue
+            kv_lag = draft.kv_lag(sequence)
+            if kv_lag > draft.max_kv_lag or (kv_lag > STEADY_KV_LAG and kv_lag > budget):
+                self._lifecycle.skip_draft(sequence, now)
+                continue
+            if kv_lag > room:
+                break
+            length = sequence.planned_draft_length
+            positions = sequence.length + length
+            if not draft.pages.reserve(sequence.sequence_id, positions) and not self._make_room(
+                draft, sequence, positions, rows, now
+            ):
+                continue
+            if kv_lag > STEADY_KV_LAG:
+                budget -= kv_lag
+            room -= kv_lag
+            self._lifecycle.start_drafting(sequence)
+            row = draft.make_row(sequence, sequence.length, draft_length=length)
+            rows[sequence.sequence_id] = InFlightRow(sequence, row)
+            work.add(len(row.tokens), length)
+        return budget, room
+
+    def _catch_up(
+        self, draft: DraftWorker, rows: dict[int, InFlightRow[Sequence]], work: DraftWork, budget: int
+    ) -> None:
+        for sequence_id, sequence in draft.lagging.items():
+            if budget <= 0:
+                break
+            if sequence_id in draft.in_flight or sequence_id in rows:
+                continue
+            tokens = min(draft.kv_lag(sequence), budget)
+            end = draft.kv[sequence_id].valid + tokens
+            if draft.pages.reserve(sequence_id, end):
+                budget -= tokens
+                rows[sequence_id] = InFlightRow(sequence, draft.make_row(sequence, end))
+                work.add(tokens, 0)
+
+    def _make_room(
+        self, draft: DraftWorker, sequence: Sequence, positions: int, rows: dict[int, InFlightRow[Sequence]], now: float
+    ) -> bool:
+        """Makes room for a proposal. Where pages are short, the youngest sequences go without a draft meanwhile."""
+        while not draft.pages.reserve(sequence.sequence_id, positions):
+            victim = draft.youngest_idle(sequence.order, rows)
+            if victim is None:
+                if draft.has_younger(sequence):
+                    return False  # a younger one has a row in flight: it can make room once that is answered
+                victim = sequence
+            was_ready = victim.state is READY
+            self._lifecycle.leave_draft(victim)
+            if was_ready:
+                self._lifecycle.skip_draft(victim, now)
+            if victim is sequence:
+                return False
+        return True

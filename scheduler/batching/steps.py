@@ -1,0 +1,79 @@
+"""Sends all steps that can be sent now: who is asked first, and until nothing more is to be sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from scheduler.batching.draft_steps import DraftPlanner
+from scheduler.batching.grouping_policies import GroupingPolicy
+from scheduler.batching.target_steps import TargetPlanner
+from scheduler.config import SchedulerConfig
+from scheduler.messages import Command, SendStep
+from scheduler.speculation.draft_lengths import DraftLengths
+from scheduler.state.fleet import Fleet
+from scheduler.state.workers import TargetWorker
+from scheduler.statistics import Counters
+from scheduler.transitions.lifecycle import Lifecycle
+
+
+class StepPlanner:
+    """Asks the planners of draft and target steps, in passes, until no worker takes another step.
+
+    In each pass sequences are admitted first, then every draft worker is asked, then every target. The targets rely on
+    that order:
+
+    - A policy waits for proposals of draft steps that run. A draft step that could start must have started by then.
+    - Where draft and target compute one at a time, an idle draft that was asked and did not start has nothing to do,
+      so the target may go (`time_slicing.target_may_go`).
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        fleet: Fleet,
+        lifecycle: Lifecycle,
+        lengths: DraftLengths,
+        policy: GroupingPolicy,
+        counters: Counters,
+        emit: Callable[[Command], None],
+    ) -> None:
+        self._fleet = fleet
+        self._lifecycle = lifecycle
+        self._drafts = DraftPlanner(config, fleet, lifecycle)
+        self._targets = TargetPlanner(config, fleet, lifecycle, lengths, policy)
+        self._counters = counters
+        self._emit = emit
+        self._last_step_id = 0
+
+    def send_all(self, now: float) -> None:
+        """Sends every step that can be sent, and releases to workers that get no other step."""
+        progress = True
+        while progress:
+            preemptions = self._counters.preemptions
+            progress = self._lifecycle.admit()
+            for draft in self._fleet.drafts.values():
+                progress |= self._send(self._drafts.plan(draft, self._last_step_id + 1, now))
+            for target in self._fleet.targets.values():
+                progress |= self._send(self._targets.plan(target, self._last_step_id + 1, now))
+            # A preemption may have freed pages without a step: a waiting sequence may fit now.
+            progress |= self._counters.preemptions > preemptions
+        for worker in self._fleet.workers():
+            if worker.releases and not worker.outstanding:
+                self._send(worker.release(self._last_step_id + 1, now))
+
+    def next_deadline(self) -> float | None:
+        """When the first worker that waits for a larger step must stop waiting; None when no worker waits."""
+        deadlines = [self._targets.deadline(target) for target in self._fleet.targets.values()]
+        deadlines += [self._drafts.deadline(draft) for draft in self._fleet.drafts.values()]
+        return min((deadline for deadline in deadlines if deadline is not None), default=None)
+
+    def wait_bound(self, target: TargetWorker) -> float:
+        """Seconds that a DRAFTED sequence of this target may wait voluntarily."""
+        return self._targets.bound(target)
+
+    def _send(self, step: SendStep | None) -> bool:
+        if step is None:
+            return False
+        self._last_step_id = step.step_id
+        self._emit(step)
+        return True

@@ -1,0 +1,187 @@
+"""Forms the steps of target workers: a verify group and, in the same step, chunks of prefill."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+from scheduler.batching.grouping_policies import Arrivals, GroupingPolicy, GroupingView
+from scheduler.batching.time_slicing import target_may_go
+from scheduler.config import SchedulerConfig
+from scheduler.messages import GroupFormed, SendStep
+from scheduler.speculation.confidence import most_promising
+from scheduler.speculation.draft_lengths import DraftLengths
+from scheduler.state.fleet import Fleet
+from scheduler.state.worker_base import InFlightRow, TargetWork
+from scheduler.state.workers import Sequence, TargetWorker
+from scheduler.transitions.lifecycle import DRAFTED, PREFILLING, Lifecycle
+
+
+class TargetPlanner:
+    """Asks the grouping policy for a verify group, and fits the group into the step's pages and tokens."""
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        fleet: Fleet,
+        lifecycle: Lifecycle,
+        lengths: DraftLengths,
+        policy: GroupingPolicy,
+    ) -> None:
+        self._config = config
+        self._fleet = fleet
+        self._lifecycle = lifecycle
+        self._lengths = lengths
+        self._policy = policy
+
+    def bound(self, target: TargetWorker) -> float:
+        """Seconds that a DRAFTED sequence of this target may wait voluntarily."""
+        return self._config.wait_bound_steps * target.times.typical
+
+    def deadline(self, target: TargetWorker) -> float | None:
+        """When a target that waits for more sequences must stop waiting."""
+        oldest = target.drafted.oldest()
+        if oldest is None or target.busy or not target.can_take_step or not target_may_go(target, self._fleet):
+            return None
+        return oldest.due
+
+    def plan(self, target: TargetWorker, step_id: int, now: float) -> SendStep | None:
+        """The next step for this worker, or None when it waits or has nothing to do."""
+        if not target.can_take_step or not (target.drafted or target.prefilling):
+            return None
+        if not target_may_go(target, self._fleet):
+            return None
+        batch_size = self._config.batch_size
+        may_grow = target.busy and target.coming.total > 0
+        # A second step is queued only if it is full, or no sequence is on its way that could still join it.
+        if may_grow and len(target.drafted) < batch_size:
+            return None
+        can_prefill = target.can_prefill()
+        choice = self._policy.pick(self._view(target, now, may_wait=not can_prefill))
+        # With prefill pending, some of the room is kept for it, so that verify groups cannot shut it out.
+        room = target.spec.max_num_batched_tokens
+        kept = min(target.chunk, room // 2) if can_prefill else 0
+        chosen, drafted, left = self._fitting(choice.sequences if choice else [], room - kept)
+        if may_grow and not chosen:
+            return None
+        rows: dict[int, InFlightRow[Sequence]] = {}
+        work = TargetWork()
+        self._add_group(target, chosen, drafted, rows, work)
+        group = self._describe(rows, work, choice is not None and choice.forced, now)
+        if can_prefill:
+            self._add_prefill(target, rows, work, min(target.chunk, left + kept))
+        return target.send(step_id, rows, work, now, group) if rows else None
+
+    def _view(self, target: TargetWorker, now: float, may_wait: bool) -> GroupingView:
+        return GroupingView(
+            drafted=target.drafted,
+            coming=target.coming,
+            verifying=target.verifying,
+            batch_size=self._config.batch_size,
+            now=now,
+            may_wait=may_wait,
+            times=target.times,
+            plan=target.plan,
+            arrivals=lambda: self._arrivals(target, now),
+        )
+
+    def _arrivals(self, target: TargetWorker, now: float) -> Arrivals | None:
+        """The first draft step to bring proposals for this target."""
+        first = None
+        for draft in self._fleet.drafts.values():
+            running = next(iter(draft.outstanding.values()), None)
+            if running is None:
+                continue
+            sequences, batched, tokens = 0, 0, 0.0
+            for flight in running.rows:
+                sequence, length = flight.sequence, flight.row.draft_length
+                if length and sequence.target is target and not flight.abandoned:
+                    sequences += 1
+                    batched += 1 + length
+                    tokens += self._lengths.expected_tokens(sequence, length)
+            seconds = max(0.0, draft.expected_end(running) - now)
+            if sequences and (first is None or seconds < first.seconds):
+                first = Arrivals(seconds, sequences, batched, tokens)
+        return first
+
+    def _fitting(self, sequences: list[Sequence], room: int) -> tuple[list[Sequence], list[int], int]:
+        """Fits a group into `room` tokens: its sequences, how many draft tokens of each, and the room that is left.
+
+        The least promising draft tokens are left out before any sequence is.
+        """
+        drafted = [len(sequence.draft_tokens) for sequence in sequences]
+        batched = len(sequences) + sum(drafted)
+        if batched > room:
+            sequences = sequences[:room]
+            chances = [
+                self._lengths.confidence.chances(sequence.confidences[:length], length)
+                for sequence, length in zip(sequences, drafted, strict=False)
+            ]
+            drafted = most_promising(chances, room - len(sequences))
+            batched = len(sequences) + sum(drafted)
+        return sequences, drafted, room - batched
+
+    def _add_group(
+        self,
+        target: TargetWorker,
+        chosen: list[Sequence],
+        lengths: list[int],
+        rows: dict[int, InFlightRow[Sequence]],
+        work: TargetWork,
+    ) -> None:
+        for sequence, drafted in zip(chosen, lengths, strict=True):
+            if sequence.state is not DRAFTED:
+                continue  # it gave its pages to an older one
+            length = sequence.length
+            if target.pages.reserve(sequence.sequence_id, length + drafted) or self._make_room(
+                target, sequence, length + drafted, rows
+            ):
+                row = target.make_row(sequence, length, sequence.draft_tokens[:drafted], sample=True)
+                rows[sequence.sequence_id] = InFlightRow(sequence, row)
+                work.verify_tokens += 1 + drafted
+                self._lifecycle.start_verifying(sequence)
+
+    def _describe(
+        self, rows: dict[int, InFlightRow[Sequence]], work: TargetWork, forced: bool, now: float
+    ) -> GroupFormed | None:
+        if not rows:
+            return None
+        shapes = {(flight.sequence.length, len(flight.row.draft_tokens)) for flight in rows.values()}
+        work.equal_length = len(shapes) == 1
+        oldest = next(iter(rows.values())).sequence
+        return GroupFormed(len(rows), work.equal_length, forced, now - oldest.drafted_at)
+
+    def _add_prefill(
+        self, target: TargetWorker, rows: dict[int, InFlightRow[Sequence]], work: TargetWork, budget: int
+    ) -> None:
+        # A copy, since making room may take some out; each but those in flight takes at least one token of the chunk.
+        most = (1 + self._config.steps_in_flight) * target.chunk
+        for sequence in list(islice(target.prefilling.values(), most)):
+            if budget <= 0:
+                break
+            if sequence.state is not PREFILLING or sequence.sequence_id in target.in_flight:
+                continue
+            start = target.kv[sequence.sequence_id].valid
+            end = min(sequence.length, start + budget)
+            if self._make_room(target, sequence, end, rows):
+                budget -= end - start
+                work.prefill_tokens += end - start
+                row = target.make_row(sequence, end, sample=end == sequence.length)
+                rows[sequence.sequence_id] = InFlightRow(sequence, row)
+
+    def _make_room(
+        self, target: TargetWorker, sequence: Sequence, positions: int, rows: dict[int, InFlightRow[Sequence]]
+    ) -> bool:
+        """Makes room for the row, at the expense of the youngest; False when the sequence must miss this step.
+
+        The oldest sequence of a target always gets through, at the latest when the steps in flight are back.
+        """
+        while not target.pages.reserve(sequence.sequence_id, positions):
+            victim = target.youngest_idle(sequence.order, rows)
+            if victim is not None:
+                self._lifecycle.preempt(victim)
+            elif target.has_younger(sequence):
+                return False  # a younger one has a row in flight: it can make room once that is answered
+            else:
+                self._lifecycle.preempt(sequence)
+                return False
+        return True

@@ -1,0 +1,84 @@
+"""Moves of KV from a draining target to another one, and whether a move pays."""
+
+from __future__ import annotations
+
+from scheduler.config import KvMovement
+from scheduler.costs.cost_fit import CostFit
+from scheduler.messages import MoveKv
+from scheduler.state.workers import KvMove, Sequence, TargetWorker
+
+MAX_MOVES = 4
+"""Sequences that may leave a target at the same time; the others go on decoding there meanwhile."""
+
+_PRIOR = (1.0, 0.001)
+
+
+class MoveTimes:
+    """Predicts the seconds of a move: a base, and so much for each position. 0 until the first was measured."""
+
+    def __init__(self) -> None:
+        self._fit = CostFit(0.0, _PRIOR)
+
+    def observe(self, positions: int, seconds: float) -> None:
+        self._fit.observe((1.0, positions), seconds)
+
+    def predict(self, positions: int) -> float:
+        return self._fit.predict((1.0, positions))
+
+
+class KvMoves:
+    """The moves that were not answered yet."""
+
+    def __init__(self, movement: KvMovement) -> None:
+        self._movement = movement
+        self._moves: dict[int, KvMove] = {}
+        self._last_id = 0
+        self.times = MoveTimes()
+
+    def worth_it(self, positions: int, destination: TargetWorker) -> bool:
+        """Whether to move so many positions to the destination; otherwise it computes them."""
+        if self._movement is KvMovement.AUTO:
+            recompute = destination.times.predict(0, prefill_tokens=positions)
+            return positions > 0 and self.times.predict(positions) < recompute
+        return positions > 0 and self._movement is KvMovement.ALWAYS
+
+    def may_leave(self, source: TargetWorker) -> bool:
+        """Whether one more sequence may begin to leave the target."""
+        leaving = sum(move.source is source and not move.abandoned for move in self._moves.values())
+        return leaving < MAX_MOVES
+
+    def begin(self, sequence: Sequence, source: TargetWorker, destination: TargetWorker) -> MoveKv:
+        """Records a move of the KV that the source holds of the sequence; returns the command for it."""
+        positions = source.kv[sequence.sequence_id].valid
+        self._last_id += 1
+        move = KvMove(self._last_id, sequence, source, destination, positions)
+        self._moves[move.move_id] = sequence.kv_move = move
+        tokens = sequence.tokens
+        return MoveKv(
+            move.move_id,
+            source.worker_id,
+            destination.worker_id,
+            tuple(tokens.tokens[:positions]),
+            tokens.digest(positions),
+            sequence.request,
+        )
+
+    def abandon(self, sequence: Sequence) -> None:
+        """The sequence no longer needs the move. The destination keeps pages for its KV until the move was answered."""
+        move = sequence.kv_move
+        if move is not None:
+            move.abandoned = True
+            sequence.kv_move = None
+            move.destination.pages.reserve(_page_key(move), move.positions)
+
+    def take_answered(self, move_id: int) -> KvMove | None:
+        """Removes and returns the move that was answered; None for an unknown one."""
+        move = self._moves.pop(move_id, None)
+        if move is not None and move.abandoned:
+            move.destination.pages.release(_page_key(move))
+        return move
+
+
+def _page_key(move: KvMove) -> int:
+    """The key of pages that are reserved for KV which no sequence needs; no sequence has a negative id."""
+    return -move.move_id

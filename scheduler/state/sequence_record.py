@@ -1,0 +1,131 @@
+"""One live sequence: its tokens, its state, and the numbers of its rounds.
+
+Which workers hold the sequence is told in placement.py.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from scheduler.messages import FinishReason, SequenceRequest
+from scheduler.state.digests import DigestedTokens
+
+
+class SequenceState(Enum):
+    """Where a sequence stands. scheduler/transitions/table.py lists the legal changes."""
+
+    # Members are looked up for every row: the hash of an enumeration's member is a call, that of an object is not.
+    __hash__ = object.__hash__
+
+    WAITING = "waiting"
+    """Has no target and no KV yet, or has lost both."""
+    PREFILLING = "prefilling"
+    """The target's KV lags behind the committed tokens. The row that feeds the last of them samples the next token."""
+    READY = "ready"
+    """Waits for a draft worker to propose."""
+    DRAFTING = "drafting"
+    DRAFTED = "drafted"
+    """Waits for the target, with a proposal or, in a plain decoding round, without."""
+    VERIFYING = "verifying"
+    MOVING = "moving"
+    """The sequence's KV is on the way from one target to another. Both have pages for it."""
+    FINISHED = "finished"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+
+
+class SequenceRecord:
+    """All that the core knows of a sequence, except which workers hold it: `placement.Sequence` adds those.
+
+    Only scheduler/transitions/lifecycle.py changes `state`, since the workers' indexes must follow.
+
+    `order` is the order of arrival: smaller is older. `length` counts committed tokens. The length changes only in
+    PREFILLING and VERIFYING, so indexes of the other states may use it as a key. At length `end` the sequence has all
+    tokens that it may get.
+
+    One round: `planned_draft_length` is the number of tokens to draft in the present round, `requested_draft_length`
+    the number that the draft was asked for in the round that waits for verification. `expected_tokens` is the number of
+    tokens which that round is expected to commit, and `confidences` holds the draft's confidence in each token that it
+    proposed, whether or not the token is worth verifying. `wants_draft_kv` tells whether a draft worker should keep its
+    KV of the sequence up to date; without it the draft's KV may lag behind.
+
+    Acceptance: `taken` and `tried` count the sequence's draft tokens, older ones for less (draft_lengths.py).
+    `plain_rounds` counts the rounds since the sequence last drafted. `probing` is set while the sequence drafts only to
+    measure what drafting would yield.
+    """
+
+    __slots__ = (
+        "confidences",
+        "draft_failures",
+        "draft_tokens",
+        "drafted_at",
+        "drafted_order",
+        "drafting_refused",
+        "due",
+        "end",
+        "expected_tokens",
+        "length",
+        "order",
+        "plain_rounds",
+        "planned_draft_length",
+        "probing",
+        "ready_at",
+        "request",
+        "requested_draft_length",
+        "sequence_id",
+        "state",
+        "taken",
+        "target_failures",
+        "tokens",
+        "tried",
+        "wants_draft_kv",
+    )
+
+    def __init__(self, request: SequenceRequest, order: int) -> None:
+        self.request = request
+        self.sequence_id = request.sequence_id
+        self.order = order
+        self.tokens = DigestedTokens(request.prompt)
+        self.tokens.extend(request.committed_output)
+        self.length = len(self.tokens)
+        self.end = len(request.prompt) + request.max_tokens
+        self.state = SequenceState.WAITING
+        self.draft_tokens: tuple[int, ...] = ()
+        self.confidences = b""
+        self.ready_at = 0.0
+        self.drafted_at = 0.0
+        self.drafted_order = 0
+        self.due = 0.0
+        self.target_failures = 0
+        self.draft_failures = 0
+        self.drafting_refused = False
+        self.wants_draft_kv = False
+        self.planned_draft_length = 0
+        self.requested_draft_length = 0
+        self.expected_tokens = 1.0
+        self.taken = 0.0
+        self.tried = 0.0
+        self.plain_rounds = 0
+        self.probing = False
+
+    def commit(self, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], FinishReason | None]:
+        """Appends `tokens` up to the end of the sequence. Returns what was appended, and why it ends if it does."""
+        stop_token_ids, remaining = self.request.stop_token_ids, self.end - self.length
+        reason = None
+        if stop_token_ids:
+            for index, token in enumerate(tokens[:remaining]):
+                if token in stop_token_ids:
+                    tokens, reason = tokens[: index + 1], FinishReason.STOP
+                    break
+        if reason is None and len(tokens) >= remaining:
+            tokens, reason = tokens[:remaining], FinishReason.LENGTH
+        self.tokens.extend(tokens)
+        self.length += len(tokens)
+        return tokens, reason
+
+
+def already_ended(request: SequenceRequest) -> FinishReason | None:
+    """Why a resubmitted request has nothing left to generate; None if it has."""
+    if any(token in request.stop_token_ids for token in request.committed_output):
+        return FinishReason.STOP
+    return FinishReason.LENGTH if len(request.committed_output) >= request.max_tokens else None

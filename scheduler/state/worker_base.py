@@ -1,0 +1,256 @@
+"""What the core knows of any worker: its KV and pages, and the steps that it has not answered.
+
+Draft and target workers, with the work that waits for each, are in placement.py.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Container
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from scheduler.costs.step_times import DraftTimes, RecentMedian, TargetTimes
+from scheduler.messages import GroupFormed, Row, SendStep, SequenceRequest, WorkerSpec
+from scheduler.state.kv_ledger import KvEntry, PageLedger
+from scheduler.state.sequence_record import SequenceRecord
+
+Member = TypeVar("Member", bound=SequenceRecord)
+"""A worker's sequences. The workers of placement.py hold `Sequence`s, which in turn know their workers."""
+
+
+@dataclass(slots=True, eq=False)
+class InFlightRow(Generic[Member]):
+    """A row that was sent and not answered. `abandoned` once its sequence left the worker: the answer is ignored."""
+
+    sequence: Member
+    row: Row
+    abandoned: bool = False
+
+
+@dataclass(slots=True)
+class TargetWork:
+    """Batched tokens of a target step: those to verify, whether all rows have one length, and those of prefill."""
+
+    verify_tokens: int = 0
+    equal_length: bool = True
+    prefill_tokens: int = 0
+
+    @property
+    def any(self) -> bool:
+        return self.verify_tokens > 0 or self.prefill_tokens > 0
+
+    def leave_out(self, tokens: int) -> None:
+        """So many tokens of prefill needed no work."""
+        self.prefill_tokens = max(0, self.prefill_tokens - tokens)
+
+
+@dataclass(slots=True)
+class DraftWork:
+    """What a draft step does: its passes, the tokens that it proposes, and the committed tokens that it feeds."""
+
+    passes: int = 1
+    proposed_tokens: int = 0
+    catch_up_tokens: int = 0
+
+    @property
+    def any(self) -> bool:
+        return self.proposed_tokens > 0 or self.catch_up_tokens > 0
+
+    def leave_out(self, tokens: int) -> None:
+        """So many tokens to catch up with needed no work."""
+        self.catch_up_tokens = max(0, self.catch_up_tokens - tokens)
+
+    def add(self, fed: int, draft_length: int) -> None:
+        if draft_length:
+            if draft_length > self.passes:
+                self.passes = draft_length
+            self.proposed_tokens += draft_length
+            self.catch_up_tokens += fed - 1
+        else:
+            self.catch_up_tokens += fed
+
+
+Work = TypeVar("Work", TargetWork, DraftWork)
+
+
+@dataclass(slots=True, eq=False)
+class OutstandingStep(Generic[Member, Work]):
+    """A step that was sent and not answered.
+
+    `to_idle_worker` when the worker had no other step, `exclusive` as in `SendStep`.
+    """
+
+    rows: list[InFlightRow[Member]]
+    work: Work
+    group: GroupFormed | None
+    sent_at: float
+    to_idle_worker: bool
+    exclusive: bool
+
+
+class WorkerState(ABC, Generic[Member, Work]):
+    """The state of one worker. `sequences` are those placed here, `releases` those whose KV the worker may free."""
+
+    def __init__(self, spec: WorkerSpec, prefill_chunk: int, steps_in_flight: int) -> None:
+        self.spec = spec
+        self.worker_id = spec.worker_id
+        self.chunk = min(prefill_chunk, spec.max_num_batched_tokens)
+        self.pages = PageLedger(spec.total_pages, spec.page_size)
+        self.kv: dict[int, KvEntry] = {}
+        self.sequences: dict[int, Member] = {}
+        self.in_flight: dict[int, InFlightRow[Member]] = {}
+        self.outstanding: dict[int, OutstandingStep[Member, Work]] = {}
+        self.releases: dict[int, None] = {}
+        self.running_since = 0.0
+        self.overhead = RecentMedian(0.0)
+        """Seconds from sending a step to an idle worker to its answer, beyond those of the step itself."""
+        self.time_sliced = False
+        """Whether target and draft compute one at a time, each on the cores of both."""
+        self.draining = False
+        """Whether the worker gets no new sequences, since it will leave."""
+        self._steps_in_flight = steps_in_flight
+
+    @property
+    @abstractmethod
+    def times(self) -> TargetTimes | DraftTimes:
+        """What steps take the way they are run now."""
+
+    @property
+    def capacity(self) -> int:
+        """Tokens of the longest sequence that fits when no other is placed here."""
+        return min(self.spec.max_sequence_length, self.spec.total_pages * self.spec.page_size)
+
+    @property
+    def can_take_step(self) -> bool:
+        return len(self.outstanding) < self._steps_in_flight
+
+    @property
+    def busy(self) -> bool:
+        """Whether rows are in flight; a step that only releases takes no time."""
+        return bool(self.in_flight)
+
+    def has_room(self, positions: int) -> bool:
+        pages = self.pages
+        return positions <= self.capacity and pages.pages_for(positions) + self._spare() <= pages.free_pages
+
+    def _spare(self) -> int:
+        """Pages kept back from newcomers, for the sequences here to grow into."""
+        return -(-len(self.sequences) // 4)
+
+    def place(self, sequence: Member, positions: int) -> None:
+        """Places the sequence here. `has_room` must have said yes; raises RuntimeError otherwise."""
+        if not self.pages.reserve(sequence.sequence_id, positions):
+            raise RuntimeError(f"no pages for sequence {sequence.sequence_id} on worker {self.worker_id}")
+        self.sequences[sequence.sequence_id] = sequence
+        self.kv[sequence.sequence_id] = KvEntry()
+
+    def evict(self, sequence: Member) -> None:
+        """Removes the sequence. What the worker holds of it is released with the next step."""
+        sequence_id = sequence.sequence_id
+        del self.sequences[sequence_id]
+        self.pages.release(sequence_id)
+        if self.kv.pop(sequence_id).opened:
+            self.releases[sequence_id] = None
+        flight = self.in_flight.get(sequence_id)
+        if flight is not None:
+            flight.abandoned = True
+
+    def has_younger(self, sequence: Member) -> bool:
+        return any(other.order > sequence.order for other in self.sequences.values())
+
+    def youngest_idle(self, younger_than: int, excluded: Container[int]) -> Member | None:
+        """The youngest sequence here that arrived after `younger_than`, has no row in flight and is not `excluded`."""
+        youngest = None
+        for sequence_id, sequence in self.sequences.items():
+            if sequence.order > younger_than and sequence_id not in self.in_flight and sequence_id not in excluded:
+                younger_than, youngest = sequence.order, sequence
+        return youngest
+
+    def make_row(
+        self,
+        sequence: Member,
+        end: int,
+        draft_tokens: tuple[int, ...] = (),
+        draft_length: int = 0,
+        sample: bool = False,
+    ) -> Row:
+        """A row that feeds committed tokens up to position `end`, at least one. It must be sent."""
+        sequence_id, tokens = sequence.sequence_id, sequence.tokens
+        entry = self.kv[sequence_id]
+        start = entry.valid if entry.valid < end else end - 1
+        opening: SequenceRequest | None = None
+        committed: tuple[int, ...] = ()
+        if not entry.opened:
+            entry.opened = True
+            opening = sequence.request
+            committed = tuple(tokens.tokens[: self.pages.reserved(sequence_id) * self.spec.page_size])
+        return Row(
+            sequence_id,
+            start,
+            tokens.digest(start),
+            tuple(tokens.tokens[start:end]),
+            draft_tokens,
+            draft_length,
+            sample,
+            opening,
+            committed,
+        )
+
+    def send(
+        self,
+        step_id: int,
+        rows: dict[int, InFlightRow[Member]],
+        work: Work,
+        now: float,
+        group: GroupFormed | None = None,
+    ) -> SendStep:
+        """Records a step with these rows and all pending releases as sent; returns the command for it."""
+        released = tuple(self.releases)
+        self.releases.clear()
+        self.in_flight.update(rows)
+        idle = not self.outstanding
+        if idle:
+            self.running_since = now
+        flights = list(rows.values())
+        self.outstanding[step_id] = OutstandingStep(flights, work, group, now, idle, self.time_sliced)
+        return SendStep(
+            self.worker_id, step_id, tuple([flight.row for flight in flights]), released, group, self.time_sliced
+        )
+
+    def release(self, step_id: int, now: float) -> SendStep:
+        """A step that only carries the pending releases."""
+        return self.send(step_id, {}, self._no_work(), now)
+
+    @abstractmethod
+    def _no_work(self) -> Work: ...
+
+    def take_answered(self, step_id: int, now: float) -> OutstandingStep[Member, Work] | None:
+        """Removes and returns the step that was answered. Its rows stay in flight until each result was applied."""
+        step = self.outstanding.pop(step_id, None)
+        if step is not None:
+            self.running_since = now
+        return step
+
+    def note_overhead(self, step: OutstandingStep[Member, Work], seconds: float, now: float) -> None:
+        if step.to_idle_worker and step.rows and math.isfinite(seconds):
+            self.overhead.observe(max(0.0, now - step.sent_at - max(0.0, seconds)))
+
+    def check_integrity(self) -> None:
+        """Raises RuntimeError when this worker's records disagree."""
+        self.pages.check_integrity()
+        if not self.sequences.keys() == self.kv.keys():
+            raise RuntimeError(f"worker {self.worker_id}: sequences and KV ledger differ")
+        sent_ids = [flight.row.sequence_id for step in self.outstanding.values() for flight in step.rows]
+        if len(sent_ids) != len(set(sent_ids)) or set(sent_ids) != set(self.in_flight):
+            raise RuntimeError(f"worker {self.worker_id}: rows in flight and outstanding steps differ")
+        for sequence_id, entry in self.kv.items():
+            held = entry.valid + entry.ahead
+            if self.pages.reserved(sequence_id) < self.pages.pages_for(held):
+                raise RuntimeError(
+                    f"worker {self.worker_id}: sequence {sequence_id} holds {held} positions, too few pages"
+                )
+        for flight in self.in_flight.values():
+            if not flight.abandoned and flight.row.sequence_id not in self.sequences:
+                raise RuntimeError(f"worker {self.worker_id}: a row is in flight for a sequence that left")

@@ -1,0 +1,254 @@
+"""Which workers hold which sequences: the two ends of one relation, so both are in one module.
+
+A sequence knows its target and its draft worker. A worker knows its sequences: by id, and by the state of each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from scheduler.costs.draft_plan import DraftPlan
+from scheduler.costs.plan_record import PlanRecord
+from scheduler.costs.step_times import DraftTimes, TargetTimes
+from scheduler.messages import SequenceRequest, WorkerSpec
+from scheduler.state.indexes import CountByLength, DraftedIndex
+from scheduler.state.sequence_record import SequenceRecord, SequenceState
+from scheduler.state.worker_base import DraftWork, OutstandingStep, TargetWork, WorkerState
+
+# Looked up for every row: names are faster than attributes of the enumeration.
+_PREFILLING, _READY, _DRAFTING = SequenceState.PREFILLING, SequenceState.READY, SequenceState.DRAFTING
+_DRAFTED, _VERIFYING = SequenceState.DRAFTED, SequenceState.VERIFYING
+
+_FIRST_PLAIN_STEP = 12
+
+STEADY_KV_LAG = 2
+"""The largest KV lag of a draft between rounds, in tokens: its own last proposal and the bonus token."""
+
+
+class Sequence(SequenceRecord):
+    """A live sequence and its place: a target worker and, if any had room, a draft worker; both hold KV of it.
+
+    `kv_move` is set while the KV moves to another target, where the sequence is placed as well then.
+    """
+
+    __slots__ = ("draft", "kv_move", "target")
+
+    def __init__(self, request: SequenceRequest, order: int) -> None:
+        super().__init__(request, order)
+        self.target: TargetWorker | None = None
+        self.draft: DraftWorker | None = None
+        self.kv_move: KvMove | None = None
+
+
+@dataclass(slots=True, eq=False)
+class KvMove:
+    """One sequence's KV on its way between two targets.
+
+    `abandoned` once the sequence no longer needs it: the KV that arrives is released then.
+    """
+
+    move_id: int
+    sequence: Sequence
+    source: TargetWorker
+    destination: TargetWorker
+    positions: int
+    abandoned: bool = False
+
+
+class DraftWorker(WorkerState[Sequence, DraftWork]):
+    """A draft worker: the sequences that are `ready` for a proposal, and those whose KV must catch up (`lagging`)."""
+
+    def __init__(self, spec: WorkerSpec, prefill_chunk: int, steps_in_flight: int, initial_seconds: float) -> None:
+        super().__init__(spec, prefill_chunk, steps_in_flight)
+        self.ready: dict[int, Sequence] = {}
+        self.lagging: dict[int, Sequence] = {}
+        self.max_kv_lag = min(max(self.chunk, STEADY_KV_LAG), spec.max_num_batched_tokens)
+        """Committed tokens that one step can feed before it proposes."""
+        self.verifying = 0
+        """Sequences placed here that a target is verifying: they may come back any moment."""
+        self.exclusive_times = DraftTimes(initial_seconds)
+        self.shared_times = (
+            DraftTimes(initial_seconds, self.exclusive_times) if spec.shares_cores else self.exclusive_times
+        )
+        self.waiting_since: float | None = None
+        self.waiting_until: float | None = None
+        """Both set while the worker stays idle for sequences that are about to come back from a target."""
+
+    @property
+    def times(self) -> DraftTimes:
+        return self.exclusive_times if self.time_sliced else self.shared_times
+
+    def observe(self, step: OutstandingStep[Sequence, DraftWork], seconds: float) -> None:
+        """Learns from the seconds of an answered step."""
+        work = step.work
+        if work.any:
+            self._times_of(step).observe(work.passes, work.proposed_tokens, work.catch_up_tokens, seconds)
+
+    def expected_seconds(self, step: OutstandingStep[Sequence, DraftWork]) -> float:
+        work = step.work
+        return self._times_of(step).predict(work.passes, work.proposed_tokens, work.catch_up_tokens)
+
+    def _times_of(self, step: OutstandingStep[Sequence, DraftWork]) -> DraftTimes:
+        return self.exclusive_times if step.exclusive else self.shared_times
+
+    def _no_work(self) -> DraftWork:
+        return DraftWork()
+
+    def kv_lag(self, sequence: Sequence) -> int:
+        """Committed tokens whose KV is missing; at least 1, since a proposal needs the logits of the last one."""
+        missing = sequence.length - self.kv[sequence.sequence_id].valid
+        return missing if missing > 1 else 1
+
+    def update_lagging(self, sequence: Sequence) -> int:
+        """Updates `lagging`; to be called when the sequence's length, KV or `wants_draft_kv` has changed.
+
+        Returns the sequence's KV lag.
+        """
+        missing = sequence.length - self.kv[sequence.sequence_id].valid
+        if missing > STEADY_KV_LAG and sequence.wants_draft_kv:
+            self.lagging.setdefault(sequence.sequence_id, sequence)
+        elif self.lagging:
+            self.lagging.pop(sequence.sequence_id, None)
+        return missing if missing > 1 else 1
+
+    def place(self, sequence: Sequence, positions: int) -> None:
+        super().place(sequence, positions)
+        self.update_lagging(sequence)
+
+    def evict(self, sequence: Sequence) -> None:
+        super().evict(sequence)
+        self.lagging.pop(sequence.sequence_id, None)
+
+    def expected_end(self, step: OutstandingStep[Sequence, DraftWork]) -> float:
+        """When the answer to the running step is expected."""
+        return self.running_since + self.expected_seconds(step) + self.overhead.value
+
+    def reindex(self, sequence: Sequence, before: SequenceState, after: SequenceState) -> None:
+        """Moves the sequence from the index of one state to that of another.
+
+        WAITING has no index: it stands for a worker that the sequence comes from or goes to as well.
+        """
+        if before is _READY:
+            del self.ready[sequence.sequence_id]
+        elif before is _VERIFYING:
+            self.verifying -= 1
+        if after is _READY:
+            self.ready[sequence.sequence_id] = sequence
+        elif after is _VERIFYING:
+            self.verifying += 1
+
+    def stop_waiting(self) -> None:
+        self.waiting_since = self.waiting_until = None
+
+    def check_integrity(self) -> None:
+        super().check_integrity()
+        for sequence_id, sequence in self.sequences.items():
+            lags = sequence.wants_draft_kv and self.kv_lag(sequence) > STEADY_KV_LAG
+            if lags != (sequence_id in self.lagging):
+                raise RuntimeError(f"draft worker {self.worker_id}: lagging is wrong about sequence {sequence_id}")
+        if not (self.ready.keys() <= self.sequences.keys() and self.lagging.keys() <= self.sequences.keys()):
+            raise RuntimeError(f"draft worker {self.worker_id}: sequences that left are ready or lagging")
+
+
+class TargetWorker(WorkerState[Sequence, TargetWork]):
+    """A target worker: the sequences to prefill, those to verify, and those being drafted for."""
+
+    def __init__(
+        self, spec: WorkerSpec, prefill_chunk: int, steps_in_flight: int, initial_seconds: float, batch_size: int
+    ) -> None:
+        super().__init__(spec, prefill_chunk, steps_in_flight)
+        self.longest_draft = max(0, spec.max_num_batched_tokens // 2 - 1)
+        """The most draft tokens of a row: two rows always fit a step, so that verification cannot shut prefill out."""
+        self.prefilling: dict[int, Sequence] = {}
+        self.drafted: DraftedIndex[Sequence] = DraftedIndex(batch_size)
+        self.coming = CountByLength()
+        """READY and DRAFTING sequences."""
+        self.verifying = 0
+        self.exclusive_times = TargetTimes(initial_seconds)
+        self.shared_times = (
+            TargetTimes(initial_seconds, self.exclusive_times) if spec.shares_cores else self.exclusive_times
+        )
+        self.verify_steps = 0
+        self.plan: DraftPlan | None = None
+        """How the sequences draft and group under AUTO; None during the first trials."""
+        self.plain_step = False
+        self.plain_step_due = _FIRST_PLAIN_STEP
+        """The verify step from which the next plain one is due: plain rounds, to learn what they cost."""
+        self.record = PlanRecord()
+        self.planned_for = 0
+        self.sampled_tokens = 0
+        self.rounds_since_plan = 0
+        self.probe_credit = 0.0
+        self.probe_income = 0.0
+        """Seconds that each plain round adds to `probe_credit`."""
+        self._batch_size = batch_size
+        self._latest_due = 0.0
+
+    @property
+    def times(self) -> TargetTimes:
+        return self.exclusive_times if self.time_sliced else self.shared_times
+
+    def observe(self, step: OutstandingStep[Sequence, TargetWork], seconds: float) -> None:
+        """Learns from the seconds of an answered step."""
+        work = step.work
+        if work.any:
+            self._times_of(step).observe(work.verify_tokens, work.equal_length, work.prefill_tokens, seconds)
+
+    def expected_seconds(self, step: OutstandingStep[Sequence, TargetWork]) -> float:
+        work = step.work
+        return self._times_of(step).predict(work.verify_tokens, work.equal_length, work.prefill_tokens)
+
+    def _times_of(self, step: OutstandingStep[Sequence, TargetWork]) -> TargetTimes:
+        return self.exclusive_times if step.exclusive else self.shared_times
+
+    def _no_work(self) -> TargetWork:
+        return TargetWork()
+
+    def reindex(self, sequence: Sequence, before: SequenceState, after: SequenceState) -> None:
+        """Moves the sequence from the index of one state to that of another; WAITING has none, as in `DraftWorker`."""
+        if before is _DRAFTED:
+            self.drafted.remove(sequence)
+        elif before is _VERIFYING:
+            self.verifying -= 1
+        elif before is _PREFILLING:
+            del self.prefilling[sequence.sequence_id]
+        elif (before is _READY or before is _DRAFTING) and after is not _DRAFTING:
+            self.coming.remove(sequence.length)
+        if after is _DRAFTED:
+            self.drafted.add(sequence)
+        elif after is _VERIFYING:
+            self.verifying += 1
+        elif after is _PREFILLING:
+            self.prefilling[sequence.sequence_id] = sequence
+        elif after is _READY or (after is _DRAFTING and before is not _READY):
+            self.coming.add(sequence.length)
+
+    def due(self, now: float, wait_bound_steps: float) -> float:
+        """Until when a sequence drafted now may be made to wait: the bound, counted from its place in the queue.
+
+        Sequences drafted earlier go first in any case, a batch in each step; that wait is not a choice. No sequence is
+        due before one that was drafted earlier.
+        """
+        steps_before = len(self.drafted) // self._batch_size
+        due = now + (wait_bound_steps + steps_before) * self.times.typical
+        if due > self._latest_due:
+            self._latest_due = due
+        return self._latest_due
+
+    def expected_end(self) -> float | None:
+        """When the answer to the running step is expected; None without one."""
+        running = next(iter(self.outstanding.values()), None)
+        if running is None:
+            return None
+        return self.running_since + self.expected_seconds(running) + self.overhead.value
+
+    def can_prefill(self) -> bool:
+        """Whether any sequence to prefill has no row in flight."""
+        return any(sequence_id not in self.in_flight for sequence_id in self.prefilling)
+
+    def check_integrity(self) -> None:
+        super().check_integrity()
+        self.drafted.check_integrity()
+
+
+Worker = DraftWorker | TargetWorker

@@ -1,0 +1,342 @@
+"""How sequences move between states and between workers: the one place that changes either."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from scheduler.config import SchedulerConfig
+from scheduler.messages import Command, FailSequence, FinishReason, FinishSequence
+from scheduler.speculation.draft_lengths import DraftLengths
+from scheduler.state.fleet import Fleet
+from scheduler.state.live_set import LiveSet
+from scheduler.state.pending_kv_moves import KvMoves
+from scheduler.state.sequence_record import SequenceState
+from scheduler.state.workers import KvMove, Sequence, TargetWorker
+from scheduler.statistics import Counters
+from scheduler.transitions.table import TRANSITIONS, Cause, IllegalTransitionError
+
+# Looked up for every row: names are faster than attributes of the enumeration.
+WAITING, PREFILLING = SequenceState.WAITING, SequenceState.PREFILLING
+READY, DRAFTING = SequenceState.READY, SequenceState.DRAFTING
+DRAFTED, VERIFYING = SequenceState.DRAFTED, SequenceState.VERIFYING
+ADMITTED, KV_MISSING = Cause.ADMITTED, Cause.KV_MISSING
+DRAFT_WANTED, DRAFT_SENT, DRAFT_SKIPPED = Cause.DRAFT_WANTED, Cause.DRAFT_SENT, Cause.DRAFT_SKIPPED
+PROPOSED, VERIFY_SENT = Cause.PROPOSED, Cause.VERIFY_SENT
+
+
+class Lifecycle:
+    """Moves sequences, and emits the commands that follow: ends, failures and moves of KV.
+
+    At most `max_per_target` sequences are placed on one target; None sets no limit.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        live: LiveSet,
+        fleet: Fleet,
+        lengths: DraftLengths,
+        moves: KvMoves,
+        counters: Counters,
+        emit: Callable[[Command], None],
+        max_per_target: int | None,
+    ) -> None:
+        self._config = config
+        self._live = live
+        self._fleet = fleet
+        self._lengths = lengths
+        self._moves = moves
+        self._counters = counters
+        self._emit = emit
+        self._max_per_target = max_per_target
+
+    # --- states -------------------------------------------------------------------------------------------------------
+
+    def _change(self, sequence: Sequence, cause: Cause) -> None:
+        """Changes the state as the table says, and with it the sequence's place in the indexes of its workers.
+
+        Raises IllegalTransitionError when the table does not have such a change.
+        """
+        before = sequence.state
+        try:
+            after = TRANSITIONS[before][cause]
+        except KeyError:
+            name = f"sequence {sequence.sequence_id}"
+            raise IllegalTransitionError(f"{name} is {before.value}, which {cause.value!r} cannot change") from None
+        target, draft = sequence.target, sequence.draft
+        if target is not None:
+            target.reindex(sequence, before, after)
+        if draft is not None:
+            draft.reindex(sequence, before, after)
+        sequence.state = after
+
+    # --- rounds -------------------------------------------------------------------------------------------------------
+
+    def begin_round(self, sequence: Sequence, now: float) -> None:
+        """Sends a sequence whose target is up to date to its draft worker, or straight to the target.
+
+        A sequence whose target drains moves to another target first, if one has room.
+        """
+        if sequence.target is not None and sequence.target.draining and self.leave_target(sequence):
+            return
+        if sequence.draft is not None and sequence.length >= sequence.draft.spec.max_sequence_length:
+            self.leave_draft(sequence)
+        planned = self.longest_draft(sequence)
+        if planned and sequence.request.draft_length is None:
+            planned = self._lengths.for_round(sequence, planned)
+        if planned and sequence.draft is None:
+            self._find_draft(sequence)
+            planned = min(planned, self.longest_draft(sequence))
+        sequence.planned_draft_length = planned
+        sequence.wants_draft_kv = planned > 0
+        draft = sequence.draft
+        if draft is None:
+            self.skip_draft(sequence, now)
+            return
+        kv_lag = draft.update_lagging(sequence)
+        if not planned:
+            self.skip_draft(sequence, now)
+            return
+        flight = draft.in_flight.get(sequence.sequence_id)
+        fed = 0 if flight is None or flight.abandoned else len(flight.row.tokens)
+        # A draft that is far behind catches up during plain rounds instead of holding the sequence up. Where draft and
+        # target compute one at a time, it would hold all sequences up either way.
+        far_behind = kv_lag > self._lengths.max_eager_kv_lag and not draft.time_sliced
+        if kv_lag - fed <= draft.max_kv_lag and not far_behind:
+            sequence.ready_at = now
+            self._change(sequence, DRAFT_WANTED)
+        else:
+            self.skip_draft(sequence, now)
+
+    def start_drafting(self, sequence: Sequence) -> None:
+        """The step in which the draft proposes is on its way."""
+        self._change(sequence, DRAFT_SENT)
+
+    def start_verifying(self, sequence: Sequence) -> None:
+        """The step in which the target verifies is on its way."""
+        self._change(sequence, VERIFY_SENT)
+
+    def skip_draft(self, sequence: Sequence, now: float) -> None:
+        """Goes on with a plain decoding round."""
+        self.become_drafted(sequence, (), 0, now, cause=DRAFT_SKIPPED)
+
+    def become_drafted(
+        self,
+        sequence: Sequence,
+        draft_tokens: tuple[int, ...],
+        requested: int,
+        now: float,
+        confidences: bytes = b"",
+        cause: Cause = PROPOSED,
+    ) -> None:
+        """The draft was asked for `requested` tokens. `confidences` has one number for each that came, or is empty."""
+        if len(confidences) != len(draft_tokens):
+            confidences = b""
+        if confidences:
+            chances = self._lengths.promising(sequence, confidences)
+            draft_tokens = draft_tokens[: len(chances)]
+            sequence.expected_tokens = 1.0 + sum(chances)
+        else:
+            sequence.expected_tokens = self._lengths.expected_tokens(sequence, len(draft_tokens))
+        sequence.draft_tokens = draft_tokens
+        sequence.confidences = confidences
+        sequence.requested_draft_length = requested
+        sequence.drafted_at = now
+        if sequence.target is not None:
+            sequence.due = sequence.target.due(now, self._config.wait_bound_steps)
+        self._change(sequence, cause)
+
+    def catch_up(self, sequence: Sequence) -> None:
+        """Goes back to feeding the target committed tokens, and drops a pending proposal."""
+        sequence.draft_tokens = ()
+        if sequence.draft is not None:
+            sequence.draft.update_lagging(sequence)
+        self._change(sequence, KV_MISSING)
+
+    def plan_changed(self, target: TargetWorker) -> None:
+        """The target has a new plan: newcomers that will not draft under it need no draft KV."""
+        for sequence in target.prefilling.values():
+            if sequence.wants_draft_kv and sequence.request.draft_length is None:
+                sequence.wants_draft_kv = self._lengths.newcomer_drafts(target)
+                if sequence.draft is not None:
+                    sequence.draft.update_lagging(sequence)
+
+    def longest_draft(self, sequence: Sequence) -> int:
+        """Tokens that may be proposed in the sequence's next round, if its draft worker can."""
+        if sequence.drafting_refused:
+            return 0
+        requested, target, draft = sequence.request.draft_length, sequence.target, sequence.draft
+        length = self._config.draft_length if requested is None else requested
+        if length >= (rest := sequence.end - sequence.length):
+            length = rest - 1
+        if target is not None and length > target.longest_draft:
+            length = target.longest_draft
+        if draft is not None and length > (rest := draft.spec.max_sequence_length - sequence.length):
+            length = max(0, rest)
+        return length
+
+    # --- places -------------------------------------------------------------------------------------------------------
+
+    def submit(self, sequence: Sequence) -> None:
+        """A new sequence waits."""
+        self._live.sequences[sequence.sequence_id] = sequence
+        self._live.waiting.push(sequence)
+
+    def admit(self) -> bool:
+        """Lets waiting sequences run, first come first served. Returns whether any was let in."""
+        live, admitted = self._live, False
+        while len(live.running) < self._config.max_running:
+            sequence = live.waiting.oldest()
+            if sequence is None or not self._fleet.targets:
+                break
+            if not self.fits_somewhere(sequence):
+                self.fail(sequence, self.too_long(sequence))
+                continue
+            longest = self.longest_draft(sequence)
+            positions = sequence.length + longest + 1
+            target = self._fleet.pick_target(positions, self._max_per_target)
+            if target is None:
+                break
+            live.waiting.remove(sequence)
+            live.running[sequence.sequence_id] = sequence
+            target.place(sequence, positions)
+            sequence.target = target
+            requested = sequence.request.draft_length is not None
+            sequence.wants_draft_kv = longest > 0 and (requested or self._lengths.newcomer_drafts(target))
+            if sequence.wants_draft_kv:
+                self._find_draft(sequence)
+            self._change(sequence, ADMITTED)
+            admitted = True
+        return admitted
+
+    def fits_somewhere(self, sequence: Sequence) -> bool:
+        request = sequence.request
+        return len(request.prompt) + request.max_tokens <= self._fleet.largest_capacity()
+
+    def too_long(self, sequence: Sequence) -> str:
+        request = sequence.request
+        prompt, most = len(request.prompt), request.max_tokens
+        limit = self._fleet.largest_capacity()
+        return f"prompt of {prompt} and max_tokens of {most} need {prompt + most} positions, the limit is {limit}"
+
+    def _find_draft(self, sequence: Sequence) -> None:
+        """Places the sequence on a draft worker, if one has room."""
+        positions = sequence.length + self.longest_draft(sequence)
+        draft = self._fleet.pick_draft(positions)
+        if draft is not None:
+            draft.place(sequence, positions)
+            draft.reindex(sequence, WAITING, sequence.state)
+            sequence.draft = draft
+
+    def leave_draft(self, sequence: Sequence) -> None:
+        """Gives up the draft worker. A sequence that was READY or DRAFTING must begin its round again."""
+        draft = sequence.draft
+        if draft is not None:
+            draft.reindex(sequence, sequence.state, WAITING)
+            draft.evict(sequence)
+            sequence.draft = None
+
+    def leave_target(self, sequence: Sequence) -> bool:
+        """Finds the sequence another target, with or without its KV, whichever is sooner. False where it stays.
+
+        No row of the sequence may be in flight on its target.
+        """
+        source = sequence.target
+        positions = sequence.length + self.longest_draft(sequence) + 1
+        destination = self._fleet.pick_target(positions, self._max_per_target)
+        if source is None or destination is None:
+            return False
+        if not self._moves.worth_it(source.kv[sequence.sequence_id].valid, destination):
+            self._counters.rehomed += 1
+            destination.place(sequence, positions)
+            self._change_target(sequence, source, destination)
+            self.catch_up(sequence)
+        elif self._moves.may_leave(source):
+            self._move_kv(sequence, source, destination, positions)
+        else:
+            return False
+        return True
+
+    def _move_kv(self, sequence: Sequence, source: TargetWorker, destination: TargetWorker, positions: int) -> None:
+        if sequence.draft is not None:
+            sequence.draft.update_lagging(sequence)
+        destination.place(sequence, positions)
+        # Whatever becomes of the move, the destination may hold something to release from now on.
+        destination.kv[sequence.sequence_id].opened = True
+        self._emit(self._moves.begin(sequence, source, destination))
+        self._change(sequence, Cause.KV_LEAVES)
+
+    def arrive(self, move: KvMove, now: float) -> None:
+        """The KV of a MOVING sequence has reached its destination."""
+        sequence = move.sequence
+        self._change_target(sequence, move.source, move.destination)
+        move.destination.kv[sequence.sequence_id].valid = move.positions
+        if move.positions < sequence.length - 1:
+            self.catch_up(sequence)
+        else:
+            self.begin_round(sequence, now)
+
+    def arrive_without_kv(self, move: KvMove) -> None:
+        """The KV of a MOVING sequence did not get through: the destination computes it anew."""
+        sequence, destination = move.sequence, move.destination
+        self._change_target(sequence, move.source, destination)
+        destination.kv[sequence.sequence_id].opened = False
+        destination.releases[sequence.sequence_id] = None
+        self.catch_up(sequence)
+
+    def _change_target(self, sequence: Sequence, source: TargetWorker, destination: TargetWorker) -> None:
+        """Takes the sequence off `source`; it was placed on `destination` before."""
+        source.reindex(sequence, sequence.state, WAITING)
+        source.evict(sequence)
+        sequence.kv_move = None
+        sequence.target = destination
+        destination.reindex(sequence, WAITING, sequence.state)
+
+    def stay(self, sequence: Sequence, now: float) -> None:
+        """The destination of a MOVING sequence is gone."""
+        self._moves.abandon(sequence)
+        self.begin_round(sequence, now)
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Takes the pages of a running sequence for others."""
+        self._counters.preemptions += 1
+        self.return_to_queue(sequence)
+
+    def return_to_queue(self, sequence: Sequence) -> None:
+        """Takes a sequence off its workers. It keeps its tokens, and gets its old place in the queue back."""
+        self._change(sequence, Cause.RETURNED)
+        self._leave_workers(sequence)
+        self._live.waiting.push(sequence)
+
+    def _leave_workers(self, sequence: Sequence) -> None:
+        """What no longer runs is placed nowhere."""
+        self.leave_draft(sequence)
+        move = sequence.kv_move
+        if move is not None:
+            move.destination.evict(sequence)
+            self._moves.abandon(sequence)
+        if sequence.target is not None:
+            sequence.target.evict(sequence)
+            sequence.target = None
+        sequence.draft_tokens = ()
+        del self._live.running[sequence.sequence_id]
+
+    # --- ends ---------------------------------------------------------------------------------------------------------
+
+    def finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        self._lengths.finished(sequence)
+        self._end(sequence, Cause.CANCEL if reason is FinishReason.CANCELLED else Cause.ENDED)
+        self._emit(FinishSequence(sequence.sequence_id, reason))
+
+    def fail(self, sequence: Sequence, error: str) -> None:
+        self._end(sequence, Cause.ERROR)
+        self._emit(FailSequence(sequence.sequence_id, error))
+
+    def _end(self, sequence: Sequence, cause: Cause) -> None:
+        waits = sequence.state is WAITING
+        self._change(sequence, cause)
+        if waits:
+            self._live.waiting.remove(sequence)
+        else:
+            self._leave_workers(sequence)
+        del self._live.sequences[sequence.sequence_id]

@@ -1,0 +1,222 @@
+"""Applies workers' answers, row by row: progress, commits, and the handling of rows that failed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from scheduler.messages import Command, EmitTokens, Row, RowResult, RowStatus
+from scheduler.speculation.draft_lengths import DraftLengths
+from scheduler.state.kv_ledger import KvEntry
+from scheduler.state.worker_base import DraftWork, InFlightRow, OutstandingStep, TargetWork
+from scheduler.state.workers import STEADY_KV_LAG, DraftWorker, Sequence, TargetWorker, Worker
+from scheduler.statistics import Counters
+from scheduler.transitions.lifecycle import DRAFTING, READY, VERIFYING, Lifecycle
+
+Results = Mapping[int, RowResult]
+
+MAX_TARGET_FAILURES = 5
+"""Consecutive rows of a sequence that a target may answer with lost KV before the sequence fails."""
+MAX_DRAFT_FAILURES = 3
+"""Consecutive failures of a sequence on draft workers before it goes on without a draft."""
+
+_SLOW = 2.0
+"""A step that takes longer than expected by more than so many times the expected seconds is an outlier."""
+
+
+class Rounds:
+    """Applies one answered step at a time."""
+
+    def __init__(
+        self, lifecycle: Lifecycle, lengths: DraftLengths, counters: Counters, emit: Callable[[Command], None]
+    ) -> None:
+        self._lifecycle = lifecycle
+        self._lengths = lengths
+        self._counters = counters
+        self._emit = emit
+
+    def draft_step(self, draft: DraftWorker, step_id: int, results: Results, seconds: float, now: float) -> None:
+        step = draft.take_answered(step_id, now)
+        if step is None:
+            return
+        _leave_out_reused(step, results)
+        draft.note_overhead(step, seconds, now)
+        late = seconds - draft.expected_seconds(step)
+        if late > _SLOW * (seconds - late):
+            for target in {flight.sequence.target for flight in step.rows if not flight.abandoned}:
+                if target is not None:
+                    target.record.forgive(late)
+        draft.observe(step, seconds)
+        for flight in step.rows:
+            sequence_id = flight.row.sequence_id
+            del draft.in_flight[sequence_id]
+            if not flight.abandoned:
+                self._draft_row(draft, flight, results.get(sequence_id) or _missing(flight.row), now)
+
+    def target_step(self, target: TargetWorker, step_id: int, results: Results, seconds: float, now: float) -> None:
+        step = target.take_answered(step_id, now)
+        if step is None:
+            return
+        _leave_out_reused(step, results)
+        target.note_overhead(step, seconds, now)
+        late = seconds - target.expected_seconds(step)
+        if late > _SLOW * (seconds - late):
+            target.record.forgive(late)
+        target.observe(step, seconds)
+        if step.group is not None:
+            target.verify_steps += 1
+            if self._lengths.step_answered(target, now):
+                self._lifecycle.plan_changed(target)
+        for flight in step.rows:
+            sequence_id = flight.row.sequence_id
+            del target.in_flight[sequence_id]
+            if not flight.abandoned:
+                self._target_row(target, flight, results.get(sequence_id) or _missing(flight.row), now)
+
+    # --- draft rows ---------------------------------------------------------------------------------------------------
+
+    def _draft_row(self, draft: DraftWorker, flight: InFlightRow[Sequence], result: RowResult, now: float) -> None:
+        sequence, row = flight.sequence, flight.row
+        entry = draft.kv[sequence.sequence_id]
+        fed = row.kv_len + len(row.tokens)
+        proposed = sequence.state is DRAFTING
+        match result.status:
+            case RowStatus.OK:
+                length = row.draft_length
+                ahead = result.kv_len - fed
+                if ahead >= 0:
+                    sequence.draft_failures = 0
+                    entry.valid = fed
+                else:
+                    sequence.draft_failures += 1
+                    entry.valid = max(0, result.kv_len)
+                if not length:
+                    entry.valid = max(entry.valid, _agreed_length(sequence, result))
+                if proposed:
+                    proposal = result.tokens[:length]
+                    last = len(proposal) - 1
+                    if ahead > last:
+                        ahead = last
+                    entry.ahead = ahead if ahead > 0 else 0
+                    self._lifecycle.become_drafted(sequence, proposal, length, now, result.confidences[:length])
+            case RowStatus.UNKNOWN_SEQUENCE:
+                sequence.draft_failures += 1
+                entry.reset()
+                entry.opened = False
+            case RowStatus.KV_MISMATCH:
+                sequence.draft_failures += 1
+                entry.valid = _agreed_length(sequence, result)
+            case RowStatus.OUT_OF_PAGES:
+                sequence.draft_failures += 1
+                self._lifecycle.leave_draft(sequence)
+            case _:
+                sequence.drafting_refused = True
+        if sequence.drafting_refused or sequence.draft_failures >= MAX_DRAFT_FAILURES:
+            sequence.drafting_refused = True
+            self._lifecycle.leave_draft(sequence)
+        if sequence.draft is not None and (draft.lagging or entry.valid + STEADY_KV_LAG < sequence.length):
+            draft.update_lagging(sequence)
+        if sequence.state is DRAFTING or (sequence.state is READY and sequence.draft is None):
+            self._lifecycle.begin_round(sequence, now)
+
+    # --- target rows --------------------------------------------------------------------------------------------------
+
+    def _target_row(self, target: TargetWorker, flight: InFlightRow[Sequence], result: RowResult, now: float) -> None:
+        sequence, row = flight.sequence, flight.row
+        entry = target.kv[sequence.sequence_id]
+        match result.status:
+            case RowStatus.OK if row.sample:
+                self._commit(target, entry, sequence, row, result, now)
+            case RowStatus.OK if result.kv_len >= row.kv_len + len(row.tokens):
+                fed = row.kv_len + len(row.tokens)
+                entry.valid = max(fed, min(_agreed_length(sequence, result), sequence.length - 1))
+            case RowStatus.OK | RowStatus.KV_MISMATCH:
+                entry.valid = min(_agreed_length(sequence, result), sequence.length - 1)
+                self._lost_kv(target, sequence, result)
+            case RowStatus.UNKNOWN_SEQUENCE:
+                entry.reset()
+                entry.opened = False
+                self._lost_kv(target, sequence, result)
+            case RowStatus.OUT_OF_PAGES:
+                entry.valid = row.kv_len
+                self._out_of_pages(target, sequence, result)
+            case _:
+                self._lifecycle.fail(sequence, _error(target, result))
+
+    def _commit(
+        self, target: TargetWorker, entry: KvEntry, sequence: Sequence, row: Row, result: RowResult, now: float
+    ) -> None:
+        accepted, drafted, tokens = result.accepted, len(row.draft_tokens), result.tokens
+        legal = 0 <= accepted <= drafted and len(tokens) == accepted + 1
+        if not legal or (accepted and tokens[:accepted] != row.draft_tokens[:accepted]):
+            error = f"{accepted} of {drafted} draft tokens accepted and {len(tokens)} tokens returned do not match"
+            self._lifecycle.fail(sequence, f"target worker {target.worker_id}: {error}")
+            return
+        fed = row.kv_len + len(row.tokens) + accepted
+        entry.valid = fed if result.kv_len >= fed else max(0, result.kv_len)
+        sequence.target_failures = 0
+        sequence.draft_tokens = ()
+        if sequence.state is VERIFYING:
+            self._lengths.observe(sequence, drafted, accepted)
+            if sequence.confidences:
+                self._lengths.confidence.observe(sequence.confidences[:drafted], accepted)
+            self._counters.count_draft_length(sequence.requested_draft_length)
+        emitted, reason = sequence.commit(tokens)
+        count = len(emitted)
+        kept = accepted if accepted < count else count
+        digests, logprobs = result.logits_digests, result.logprobs
+        if count < len(tokens):
+            digests, logprobs = digests[:count], logprobs[:count]
+        emission = EmitTokens(sequence.sequence_id, emitted, drafted, kept, digests, logprobs)
+        self._emit(emission)
+        if reason is not None:
+            self._lifecycle.finish(sequence, reason)
+            return
+        if sequence.draft is not None:
+            sequence.draft.kv[sequence.sequence_id].settle_proposal(accepted)
+        if entry.valid < sequence.length - 1:
+            self._lifecycle.catch_up(sequence)
+        else:
+            self._lifecycle.begin_round(sequence, now)
+
+    def _lost_kv(self, target: TargetWorker, sequence: Sequence, result: RowResult) -> None:
+        sequence.target_failures += 1
+        if sequence.target_failures > MAX_TARGET_FAILURES:
+            times = f"{sequence.target_failures} times without progress"
+            self._lifecycle.fail(sequence, f"{_error(target, result)}, {times}")
+        else:
+            self._lifecycle.catch_up(sequence)
+
+    def _out_of_pages(self, target: TargetWorker, sequence: Sequence, result: RowResult) -> None:
+        """The worker has fewer pages than it said. The youngest sequence makes room; a single one tries again."""
+        if len(target.sequences) == 1:
+            self._lost_kv(target, sequence, result)
+            return
+        victim = target.youngest_idle(sequence.order, ()) or sequence
+        self._lifecycle.preempt(victim)
+        if victim is not sequence:
+            self._lifecycle.catch_up(sequence)
+
+
+def _agreed_length(sequence: Sequence, result: RowResult) -> int:
+    """The worker's KV length if it holds KV of the sequence's committed tokens, else 0."""
+    if 0 <= result.kv_len <= sequence.length and sequence.tokens.digest(result.kv_len) == result.prefix_digest:
+        return result.kv_len
+    return 0
+
+
+def _leave_out_reused(
+    step: OutstandingStep[Sequence, TargetWork] | OutstandingStep[Sequence, DraftWork], results: Results
+) -> None:
+    """Prefix KV that a worker took over from other sequences took no time."""
+    reused = {result.sequence_id: result.reused for result in results.values() if result.reused > 0}
+    for flight in step.rows if reused else ():
+        step.work.leave_out(min(reused.get(flight.row.sequence_id, 0), len(flight.row.tokens)))
+
+
+def _missing(row: Row) -> RowResult:
+    return RowResult(row.sequence_id, RowStatus.FAILED, 0, 0, error="the worker's answer lacks this row")
+
+
+def _error(worker: Worker, result: RowResult) -> str:
+    detail = f": {result.error}" if result.error else ""
+    return f"{worker.spec.role.value} worker {worker.worker_id} answered {result.status.value}{detail}"

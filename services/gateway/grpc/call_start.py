@@ -1,0 +1,49 @@
+"""What happens before every gRPC method: the request gets its id, and the client shows its key."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import grpc
+import grpc.aio
+
+from services.gateway.api_keys import ApiKeys
+from services.gateway.errors import RequestError
+from services.gateway.metrics import GatewayMetrics
+from services.observability.request_ids import REQUEST_ID, TRACEPARENT, begin_request, given_in
+from services.rpc.call_guards import CallerGuard, Refusal
+
+
+async def begin_call(context: grpc.aio.ServicerContext) -> None:
+    """From here on the task works for the call's request, whose id goes back in the initial metadata."""
+    metadata = context.invocation_metadata()
+    request_id = begin_request(given_in(metadata), given_in(metadata, TRACEPARENT))
+    await context.send_initial_metadata(((REQUEST_ID, request_id),))
+
+
+class KeyGuard(CallerGuard):
+    """Lets calls pass that carry a key."""
+
+    def __init__(self, keys: ApiKeys, metrics: GatewayMetrics) -> None:
+        self._keys = keys
+        self._metrics = metrics
+
+    def refusal(self, authorization: bytes | None) -> Refusal | None:
+        try:
+            self._keys.check(authorization)
+        except RequestError as error:
+            self._metrics.failed(error.kind)
+            return _refusal(error)
+        return None
+
+
+def _refusal(error: RequestError) -> Refusal:
+    async def refuse(requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
+        await begin_call(context)
+        await context.abort(grpc.StatusCode.UNAUTHENTICATED, error.message, _metadata(error))
+
+    return refuse
+
+
+def _metadata(error: RequestError) -> tuple[tuple[str, str], ...]:
+    return (("spool-error-code", error.code),) if error.code else ()

@@ -1,0 +1,54 @@
+"""Errors as gRPC statuses, with code and field in the trailing metadata."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable
+from typing import TypeVar
+
+import grpc
+import grpc.aio
+
+from services.gateway.errors import UNEXPECTED, ErrorKind, request_error
+from services.gateway.metrics import GatewayMetrics
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_CODES = {
+    ErrorKind.INVALID: grpc.StatusCode.INVALID_ARGUMENT,
+    ErrorKind.UNAUTHENTICATED: grpc.StatusCode.UNAUTHENTICATED,
+    ErrorKind.NOT_FOUND: grpc.StatusCode.NOT_FOUND,
+    ErrorKind.QUEUE_FULL: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    ErrorKind.UNAVAILABLE: grpc.StatusCode.UNAVAILABLE,
+    ErrorKind.DEADLINE: grpc.StatusCode.DEADLINE_EXCEEDED,
+    ErrorKind.FAILED: grpc.StatusCode.INTERNAL,
+}
+
+
+async def answer(
+    work: Awaitable[T], context: grpc.aio.ServicerContext, metrics: GatewayMetrics, retry_after_seconds: int
+) -> T:
+    """The result of `work`; an error that `work` raises ends the call with its status."""
+    try:
+        return await work
+    except (grpc.aio.AbortError, grpc.aio.UsageError):
+        raise
+    except Exception as error:
+        told = request_error(error)
+        if told is None:
+            logger.exception("a call failed")
+            told = UNEXPECTED
+        metrics.failed(told.kind)
+        trailing = [("spool-error-code", told.code), ("spool-error-param", told.param)]
+        seconds = told.retry_after(retry_after_seconds)
+        if seconds is not None:
+            trailing.append(("retry-after", str(seconds)))
+        metadata = tuple((name, _header(value)) for name, value in trailing if value)
+        await context.abort(_CODES.get(told.kind, grpc.StatusCode.INTERNAL), told.message, metadata)
+
+
+def _header(text: str) -> str:
+    """Metadata holds ASCII only."""
+    return text.encode("ascii", "backslashreplace").decode()

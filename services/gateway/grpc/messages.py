@@ -1,0 +1,122 @@
+"""Turns protobuf messages into requests, and pieces of text into protobuf messages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from protos import generation_pb2 as pb
+from scheduler.messages import TokenLogprobs
+from services.gateway.choice import EndReason, Piece
+from services.gateway.completion import Usage
+from services.gateway.errors import invalid
+from services.gateway.options import ChatPrompt, GenerationOptions, Prompt, TextPrompt, TokenPrompt, chat_message
+from services.gateway.token_strings import TokenStrings
+
+_OPTIONAL_FIELDS = (
+    "max_tokens",
+    "n",
+    "skip_special_tokens",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "seed",
+    "top_logprobs",
+    "draft_length",
+)
+_FINISH_REASONS: dict[EndReason | None, pb.FinishReason] = {
+    None: pb.FINISH_REASON_UNSPECIFIED,
+    "stop": pb.FINISH_REASON_STOP,
+    "length": pb.FINISH_REASON_LENGTH,
+}
+
+
+def options_from_message(request: pb.GenerateRequest, timeout_seconds: float | None) -> GenerationOptions:
+    given: dict[str, Any] = {name: getattr(request, name) for name in _OPTIONAL_FIELDS if request.HasField(name)}
+    return GenerationOptions(
+        stop=tuple(request.stop),
+        stop_token_ids=tuple(request.stop_token_ids),
+        ignore_eos=request.ignore_eos,
+        echo=request.echo,
+        logit_bias=dict(request.logit_bias),
+        timeout_seconds=timeout_seconds,
+        **given,
+    )
+
+
+def prompt_from_message(request: pb.GenerateRequest) -> Prompt:
+    """Raises RequestError."""
+    match request.WhichOneof("prompt"):
+        case "text":
+            return TextPrompt(request.text)
+        case "tokens":
+            return TokenPrompt(tuple(request.tokens.token_ids))
+        case "chat":
+            return _chat(request.chat)
+    raise invalid("prompt is missing, must be text, tokens or chat", "prompt")
+
+
+def text_from_message(request: pb.TokenizeRequest) -> TextPrompt | ChatPrompt:
+    """Raises RequestError."""
+    match request.WhichOneof("prompt"):
+        case "text":
+            return TextPrompt(request.text)
+        case "chat":
+            return _chat(request.chat)
+    raise invalid("prompt is missing, must be text or chat", "prompt")
+
+
+def _chat(chat: pb.Chat) -> ChatPrompt:
+    messages = tuple(chat_message(message.role, message.content) for message in chat.messages)
+    begin = chat.add_generation_prompt if chat.HasField("add_generation_prompt") else True
+    return ChatPrompt(messages, {"add_generation_prompt": begin})
+
+
+def usage_message(usage: Usage) -> pb.GenerationUsage:
+    return pb.GenerationUsage(
+        prompt_tokens=usage.prompt_tokens,
+        completion_tokens=usage.completion_tokens,
+        drafted_tokens=usage.drafted,
+        accepted_tokens=usage.accepted,
+        seed=usage.seed,
+    )
+
+
+class ChoiceMessages:
+    """Turns pieces of text into messages."""
+
+    def __init__(self, strings: TokenStrings) -> None:
+        self._strings = strings
+
+    def of(self, piece: Piece) -> pb.GeneratedChoice:
+        choice = pb.GeneratedChoice(index=piece.index)
+        self.extend(choice, piece)
+        return choice
+
+    def extend(self, choice: pb.GeneratedChoice, piece: Piece) -> None:
+        """Adds `piece` to a message that holds the choice's earlier pieces."""
+        choice.text += piece.text
+        choice.token_ids.extend(piece.tokens)
+        choice.logprobs.extend(self._logprobs(piece.logprobs))
+        choice.finish_reason = _FINISH_REASONS[piece.finish_reason]
+        if isinstance(piece.stop_reason, str):
+            choice.stop_string = piece.stop_reason
+        elif piece.stop_reason is not None:
+            choice.stop_token_id = piece.stop_reason
+
+    def _logprobs(self, entries: Sequence[TokenLogprobs]) -> list[pb.OutputTokenLogprobs]:
+        return [
+            pb.OutputTokenLogprobs(
+                chosen=self._logprob(entry.token_id, entry.logprob),
+                top=[self._logprob(token, logprob) for token, logprob in entry.top],
+            )
+            for entry in entries
+        ]
+
+    def _logprob(self, token: int, logprob: float) -> pb.Logprob:
+        string = self._strings.of(token)
+        return pb.Logprob(token_id=token, token=string.text, token_bytes=string.data, logprob=logprob)

@@ -1,0 +1,127 @@
+"""The gateway's own gRPC server.
+
+Ray Serve's gRPC proxy is not used: it does not always pass on cancellations, and has neither keys nor TLS.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Self
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from protos import generation_pb2, generation_pb2_grpc
+from services.backend.interface import Backend, BackendUnavailableError
+from services.gateway.api_keys import ApiKeys
+from services.gateway.completion import CompletionEngine
+from services.gateway.grpc.call_start import KeyGuard
+from services.gateway.grpc.service import GenerationService
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.settings import GatewaySettings, ListenSettings
+from services.gateway.token_strings import TokenStrings
+from services.observability.tracing import RequestTracing
+from services.rpc.call_guards import MessageGuard
+from services.rpc.channel_options import SERVER_OPTIONS
+from services.text.tokenizer import ModelTokenizer
+
+SERVICE = generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name
+_HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+_RECEIVE_LIMIT = "grpc.max_receive_message_length"
+_REUSE_PORT = "grpc.so_reuseport"
+
+
+class GrpcServer:
+    """Serves spool.v1.Generation, health and reflection for as long as the `async with` block lasts.
+
+    At the end of the block, calls under way have `drain_seconds` to end. Raises OSError for an address that cannot be
+    bound or TLS files that cannot be read. With `share_port` several servers of one user can listen on one address; the
+    kernel spreads connections over them.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        tokenizer: ModelTokenizer,
+        settings: GatewaySettings,
+        metrics: GatewayMetrics | None = None,
+        drain_seconds: float = 10.0,
+        *,
+        share_port: bool = False,
+        tracing: RequestTracing | None = None,
+    ) -> None:
+        metrics = metrics or GatewayMetrics()
+        self._engine = CompletionEngine(backend, tokenizer, settings, metrics, tracing)
+        self._strings = TokenStrings(tokenizer)
+        self._drain_seconds = drain_seconds
+        self._share_port = share_port
+        self._guards = [KeyGuard(ApiKeys(settings.api_keys), metrics), MessageGuard()]
+        self._server: grpc.aio.Server | None = None
+        self._port = 0
+
+    @property
+    def address(self) -> str:
+        """The address for clients; known inside the block."""
+        host = self._engine.settings.grpc.host
+        return f"[{host}]:{self._port}" if ":" in host else f"{host}:{self._port}"
+
+    async def __aenter__(self) -> Self:
+        settings = self._engine.settings
+        own = {_RECEIVE_LIMIT: settings.limits.body_bytes, _REUSE_PORT: int(self._share_port)}
+        options = [*(dict(SERVER_OPTIONS) | own).items()]
+        self._server = server = grpc.aio.server(interceptors=self._guards, options=options)
+        generation_pb2_grpc.add_GenerationServicer_to_server(GenerationService(self._engine, self._strings), server)
+        health_pb2_grpc.add_HealthServicer_to_server(_Health(self._engine), server)
+        if settings.grpc_reflection:
+            reflection.enable_server_reflection([SERVICE, _HEALTH, reflection.SERVICE_NAME], server)
+        self._port = _bind(server, settings.grpc)
+        await server.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._server is not None:
+            await self._server.stop(self._drain_seconds)
+
+
+class _Health(health_pb2_grpc.HealthServicer):
+    """Serving while a target worker is up. Watch is not implemented, which clients take for always serving."""
+
+    def __init__(self, engine: CompletionEngine) -> None:
+        self._engine = engine
+
+    async def Check(  # noqa: N802
+        self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext
+    ) -> health_pb2.HealthCheckResponse:
+        if request.service not in ("", SERVICE):
+            await context.abort(grpc.StatusCode.NOT_FOUND, "the service is not known here")
+        try:
+            await self._engine.check_ready()
+        except BackendUnavailableError:
+            return health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.NOT_SERVING)
+        return health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.SERVING)
+
+    async def Watch(  # noqa: N802
+        self, request: health_pb2.HealthCheckRequest, context: grpc.aio.ServicerContext
+    ) -> None:
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Watch is not implemented, call Check")
+
+
+def _bind(server: grpc.aio.Server, listen: ListenSettings) -> int:
+    address = f"[{listen.host}]:{listen.port}" if ":" in listen.host else f"{listen.host}:{listen.port}"
+    try:
+        if listen.tls is None:
+            return server.add_insecure_port(address)
+        tls = listen.tls
+        authority = None if tls.client_ca is None else tls.client_ca.read_bytes()
+        credentials = grpc.ssl_server_credentials(
+            [(tls.key.read_bytes(), tls.certificate.read_bytes())],
+            root_certificates=authority,
+            require_client_auth=authority is not None,
+        )
+        return server.add_secure_port(address, credentials)
+    except RuntimeError as error:
+        raise OSError(f"host {listen.host}, port {listen.port}: cannot be bound: {error}") from error

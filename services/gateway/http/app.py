@@ -1,0 +1,53 @@
+"""The HTTP application."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+
+from fastapi import FastAPI, Security
+from fastapi.security import HTTPBearer
+
+from services.backend.interface import Backend
+from services.gateway.api_keys import ApiKeys
+from services.gateway.completion import CompletionEngine
+from services.gateway.dashboard.routes import dashboard_router
+from services.gateway.http.generation_routes import generation_router
+from services.gateway.http.middleware import BodyReader, KeyGate, RequestIds
+from services.gateway.http.openai_errors import install_error_handlers
+from services.gateway.http.service_routes import DISTRIBUTION, open_router, service_router
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.settings import GatewaySettings
+from services.gateway.token_strings import TokenStrings
+from services.observability.tracing import RequestTracing
+from services.text.tokenizer import ModelTokenizer
+
+
+def create_app(
+    backend: Backend,
+    tokenizer: ModelTokenizer,
+    settings: GatewaySettings,
+    metrics: GatewayMetrics | None = None,
+    tracing: RequestTracing | None = None,
+) -> FastAPI:
+    """`metrics` is that of the gateway's gRPC server, if the gateway has one."""
+    metrics = metrics or GatewayMetrics()
+    engine = CompletionEngine(backend, tokenizer, settings, metrics, tracing)
+    strings = TokenStrings(tokenizer)
+    app = FastAPI(
+        title="Spool",
+        version=version(DISTRIBUTION),
+        summary="OpenAI's API over batch speculative decoding",
+        redirect_slashes=False,
+    )
+    # For the OpenAPI description only: KeyGate checks the keys, before all routes.
+    keys = [Security(HTTPBearer(auto_error=False))] if settings.api_keys else []
+    app.include_router(generation_router(engine, strings), dependencies=keys)
+    app.include_router(service_router(engine, strings), dependencies=keys)
+    app.include_router(open_router(engine))
+    app.include_router(dashboard_router(backend))
+    install_error_handlers(app, metrics, settings.retry_after_seconds)
+    # A request passes the middleware that was added last first.
+    app.add_middleware(BodyReader, settings=settings, metrics=metrics)
+    app.add_middleware(KeyGate, keys=ApiKeys(settings.api_keys), settings=settings, metrics=metrics)
+    app.add_middleware(RequestIds)
+    return app

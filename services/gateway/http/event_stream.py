@@ -1,0 +1,29 @@
+"""Server-sent events, by sse-starlette."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Mapping
+
+from sse_starlette import EventSourceResponse, ServerSentEvent
+from sse_starlette.sse import AppStatus
+
+# The library would end all streams when the server starts to shut down; HttpServer gives them time to end.
+AppStatus.disable_automatic_graceful_drain()
+
+_SEPARATOR = "\n"
+
+
+def event_stream(
+    events: AsyncGenerator[str, None], ping_seconds: float, headers: Mapping[str, str] | None = None
+) -> EventSourceResponse:
+    """Sends each text of `events` as an event's data, and a comment every `ping_seconds`.
+
+    Whatever ends the response, `events` is closed before the response returns.
+    """
+    return EventSourceResponse(
+        events,
+        headers={"cache-control": "no-cache", **(headers or {})},
+        ping=ping_seconds,
+        ping_message_factory=lambda: ServerSentEvent(comment="ping", sep=_SEPARATOR),
+        sep=_SEPARATOR,
+    )

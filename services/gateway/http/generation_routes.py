@@ -1,0 +1,122 @@
+"""OpenAI's two routes that generate text: /v1/chat/completions and /v1/completions."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import ExitStack, aclosing
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Header
+from pydantic import BaseModel
+from starlette.responses import Response
+
+from services.gateway.completion import Completion, CompletionEngine
+from services.gateway.errors import UNEXPECTED, request_error
+from services.gateway.http.event_stream import event_stream
+from services.gateway.http.openai_builders import ChatBuilder, CompletionBuilder
+from services.gateway.http.openai_errors import ErrorResponse, error_body
+from services.gateway.http.openai_requests import ChatBody, CompletionBody
+from services.gateway.http.openai_responses import ChatChunk, ChatCompletion, CompletionShape
+from services.gateway.options import GenerationOptions, Prompt
+from services.gateway.token_strings import TokenStrings
+
+logger = logging.getLogger(__name__)
+
+TIMEOUT_HEADER = "x-request-timeout-seconds"
+SEED_HEADER = "x-spool-seed"
+ERRORS: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": ErrorResponse, "description": "Refused"},
+    "5XX": {"model": ErrorResponse, "description": "Failed"},
+}
+_DONE = "[DONE]"
+
+
+async def request_scope() -> AsyncIterator[ExitStack]:
+    """A stack that is closed when the response is sent, or will never be sent."""
+    with ExitStack() as stack:
+        yield stack
+
+
+TimeLimit = Annotated[
+    float | None,
+    Header(alias=TIMEOUT_HEADER, description="Time for the whole request", gt=0, allow_inf_nan=False),
+]
+RequestScope = Annotated[ExitStack, Depends(request_scope)]
+
+
+def generation_router(engine: CompletionEngine, strings: TokenStrings) -> APIRouter:
+    router = APIRouter(responses=ERRORS)
+
+    async def start(
+        scope: ExitStack, model: str | None, prompts: Sequence[Prompt], options: GenerationOptions
+    ) -> Completion:
+        return scope.enter_context(await engine.start(model, prompts, options))
+
+    def stream(builder: ChatBuilder | CompletionBuilder, completion: Completion, include_usage: bool) -> Response:
+        events = _events(builder, completion, include_usage, engine)
+        return event_stream(events, engine.settings.ping_seconds, _headers(completion))
+
+    @router.post(
+        "/v1/chat/completions", response_model=ChatCompletion, responses={200: _streamed("chat.completion.chunk")}
+    )
+    async def chat(body: ChatBody, scope: RequestScope, time_limit: TimeLimit = None) -> Response:
+        options = body.options(time_limit)
+        completion = await start(scope, body.model, [body.prompt()], options)
+        builder = ChatBuilder(completion, strings, options.top_logprobs is not None)
+        if body.stream:
+            return stream(builder, completion, body.include_usage)
+        return _json(await builder.whole(), completion)
+
+    @router.post("/v1/completions", response_model=CompletionShape, responses={200: _streamed("text_completion")})
+    async def complete(body: CompletionBody, scope: RequestScope, time_limit: TimeLimit = None) -> Response:
+        options = body.options(time_limit)
+        completion = await start(scope, body.model, body.prompt, options)
+        builder = CompletionBuilder(completion, strings, options.top_logprobs is not None)
+        if body.stream:
+            return stream(builder, completion, body.include_usage)
+        return _json(await builder.whole(), completion)
+
+    return router
+
+
+def _json(shape: BaseModel, completion: Completion) -> Response:
+    text = shape.model_dump_json(exclude_unset=True)
+    return Response(text, headers=_headers(completion), media_type="application/json")
+
+
+def _headers(completion: Completion) -> dict[str, str]:
+    return {SEED_HEADER: str(completion.seed)}
+
+
+def _streamed(kind: str) -> dict[str, Any]:
+    example = f'data: {{"object": "{kind}", ...}}\n\ndata: [DONE]\n\n'
+    return {"content": {"text/event-stream": {"schema": {"type": "string"}, "example": example}}}
+
+
+async def _events(
+    builder: ChatBuilder | CompletionBuilder, completion: Completion, include_usage: bool, engine: CompletionEngine
+) -> AsyncGenerator[str, None]:
+    """The events of a stream. The status is sent by then, so an error becomes an event; [DONE] follows it as usual."""
+
+    def event(chunk: ChatChunk | CompletionShape) -> str:
+        if include_usage and chunk.usage is None:
+            chunk.usage = None  # a field that was set is written, as null
+        return chunk.model_dump_json(exclude_unset=True)
+
+    try:
+        for chunk in builder.first_chunks():
+            yield event(chunk)
+        async with aclosing(completion.pieces()) as pieces:
+            async for piece in pieces:
+                yield event(builder.chunk(piece))
+        if include_usage:
+            yield event(builder.usage_chunk())
+    except Exception as error:
+        told = request_error(error)
+        if told is None:
+            logger.exception("a stream failed")
+            told = UNEXPECTED
+        engine.metrics.failed(told.kind)
+        yield error_body(told)
+    yield _DONE

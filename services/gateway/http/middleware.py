@@ -1,0 +1,198 @@
+"""What happens before every HTTP route: request id, API key, reading the body, watching for the client to leave."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+import time
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from services.gateway.api_keys import ApiKeys, bearer_of_basic
+from services.gateway.dashboard.routes import DASHBOARD_PATH
+from services.gateway.errors import ErrorKind, RequestError
+from services.gateway.http.openai_errors import error_response
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.settings import GatewaySettings, Limits
+from services.observability.request_ids import REQUEST_ID, TRACEPARENT, begin_request
+
+logger = logging.getLogger(__name__)
+
+OPEN_PATHS = ("/health", "/ping")
+_MONITORED = (*OPEN_PATHS, "/metrics", "/load")
+
+# Pages for browsers, which cannot send a bearer's key by themselves. Requests for them have no effect, so a page of
+# another site that makes a browser send one gains nothing.
+_BROWSED = re.compile(rf"/metrics|{DASHBOARD_PATH}(/.*)?")
+_ASK_PERSON = 'Basic realm="Spool: any name, and an API key as the password", charset="UTF-8"'
+
+# Closing the connection while a client still sends resets it, and the client never sees the answer.
+_DISCARDED_BYTES = 64 * 1024 * 1024
+
+
+class RequestIds:
+    """Gives every response the request's x-request-id, or a new one if the request has none of a usable form.
+
+    All log lines of the request carry the id. One line is logged at the end of the request, at debug level for routes
+    that monitoring calls all the time.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        request_id = begin_request(headers.get(REQUEST_ID, ""), headers.get(TRACEPARENT, ""))
+        began = time.perf_counter()
+        status = 0
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)[REQUEST_ID] = request_id
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        finally:
+            figures = {"status": status, "seconds": round(time.perf_counter() - began, 6)}
+            level = logging.DEBUG if _path_of_route(scope) in _MONITORED else logging.INFO
+            logger.log(level, "%s %r", scope["method"], scope["path"], extra={"figures": figures})
+
+
+class KeyGate:
+    """Requires an API key, except on /health and /ping."""
+
+    def __init__(self, app: ASGIApp, keys: ApiKeys, settings: GatewaySettings, metrics: GatewayMetrics) -> None:
+        self._app = app
+        self._keys = keys
+        self._settings = settings
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan" or (scope["type"] == "http" and _path_of_route(scope) in OPEN_PATHS):
+            await self._app(scope, receive, send)
+            return
+        if scope["type"] != "http":
+            # There is no route for web sockets.
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        headers = [value for name, value in scope["headers"] if name.lower() == b"authorization"]
+        shown = headers[0] if len(headers) == 1 else None
+        browsed = scope["method"] == "GET" and _BROWSED.fullmatch(_path_of_route(scope)) is not None
+        try:
+            self._keys.check(bearer_of_basic(shown) if browsed else shown)
+        except RequestError as error:
+            self._metrics.failed(error.kind)
+            response = error_response(error, self._settings.retry_after_seconds)
+            if browsed:
+                response.headers.append("www-authenticate", _ASK_PERSON)
+            await response(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+
+def _path_of_route(scope: Scope) -> str:
+    """The path as the router sees it, without the prefix that the application is mounted under."""
+    path: str = scope["path"]
+    root: str = scope.get("root_path", "")
+    return path[len(root) :] if root and path.startswith(f"{root}/") else path
+
+
+class _ClientGoneError(Exception):
+    pass
+
+
+class BodyReader:
+    """Reads the whole body, within its limits, before the application sees the request.
+
+    Cancels the application when the client goes away, whether a response has begun or not.
+    """
+
+    def __init__(self, app: ASGIApp, settings: GatewaySettings, metrics: GatewayMetrics) -> None:
+        self._app = app
+        self._settings = settings
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            body = await _read(Headers(scope=scope), receive, self._settings.limits)
+        except RequestError as error:
+            self._metrics.failed(error.kind)
+            await error_response(error, self._settings.retry_after_seconds)(scope, receive, send)
+            return
+        except _ClientGoneError:
+            return
+        await self._run(scope, receive, send, body)
+
+    async def _run(self, scope: Scope, receive: Receive, send: Send, body: bytes) -> None:
+        unread: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def wait_for_disconnect() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+
+        async def receive_again() -> Message:
+            if unread:
+                return unread.pop()
+            await asyncio.wait({watcher})
+            return {"type": "http.disconnect"}
+
+        watcher = asyncio.create_task(wait_for_disconnect())
+        run = asyncio.create_task(self._application(scope, receive_again, send))
+        try:
+            await asyncio.wait({run, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            watcher.cancel()
+            run.cancel()
+            await asyncio.gather(watcher, run, return_exceptions=True)
+        if not run.cancelled():
+            run.result()
+
+    async def _application(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._app(scope, receive, send)
+
+
+async def _read(headers: Headers, receive: Receive, limits: Limits) -> bytes:
+    """Raises RequestError for a body that is too large or too slow, _ClientGoneError if the client goes away."""
+    limit = limits.body_bytes
+    length = headers.get("content-length", "")
+    if headers.get("expect") and length.isascii() and length.isdigit() and int(length[:20]) > limit:
+        # The client waits for an answer before it sends the body.
+        raise _too_large(f"{length[:20]} bytes", limit)
+    chunks: list[bytes] = []
+    size = 0
+    try:
+        async with asyncio.timeout(limits.body_seconds):
+            more = True
+            while more and size <= _DISCARDED_BYTES:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise _ClientGoneError
+                chunk = message.get("body", b"")
+                size += len(chunk)
+                more = message.get("more_body", False)
+                if size <= limit:
+                    chunks.append(chunk)
+                else:
+                    chunks.clear()
+    except TimeoutError as error:
+        raise RequestError(
+            ErrorKind.SLOW_BODY, f"the body did not arrive within {limits.body_seconds:g} s", code="body_timeout"
+        ) from error
+    if size > limit:
+        raise _too_large(f"more than {limit} bytes" if more else f"{size} bytes", limit)
+    return b"".join(chunks)
+
+
+def _too_large(size: str, limit: int) -> RequestError:
+    return RequestError(ErrorKind.TOO_LARGE, f"the body has {size}, must have at most {limit}", code="body_too_large")

@@ -1,0 +1,151 @@
+"""OpenAI's error shape: ErrorResponse, and how errors of routes, bodies and fields take this shape."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from services.backend.interface import BackendUnavailableError, DeadlineExceededError
+from services.backend.sequence_stream import AdmissionRefusedError, SequenceFailedError
+from services.gateway.errors import UNEXPECTED, ErrorKind, RequestError, invalid, request_error
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.options import shown
+from services.text.chat_template import ChatTemplateError
+
+logger = logging.getLogger(__name__)
+
+
+class ErrorDetail(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorResponse(BaseModel):
+    error: ErrorDetail
+
+
+_KINDS = {
+    ErrorKind.INVALID: (400, "invalid_request_error"),
+    ErrorKind.UNAUTHENTICATED: (401, "invalid_request_error"),
+    ErrorKind.NOT_FOUND: (404, "invalid_request_error"),
+    ErrorKind.METHOD: (405, "invalid_request_error"),
+    ErrorKind.SLOW_BODY: (408, "invalid_request_error"),
+    ErrorKind.TOO_LARGE: (413, "invalid_request_error"),
+    ErrorKind.QUEUE_FULL: (429, "rate_limit_error"),
+    ErrorKind.FAILED: (500, "server_error"),
+    ErrorKind.UNAVAILABLE: (503, "server_error"),
+    ErrorKind.DEADLINE: (504, "timeout_error"),
+}
+_OF_STATUS = {404: ErrorKind.NOT_FOUND, 405: ErrorKind.METHOD}
+_SHOWN_FAULTS = 3
+# Parts of pydantic's and FastAPI's locations that clients do not know.
+_NOT_FIELDS = ("body", "header", "path", "query", "[key]")
+# FastAPI only says that such bodies cannot be read.
+_UNREADABLE = "the body cannot be read as JSON in UTF-8: broken text, a number of thousands of digits, or deep nesting"
+
+
+def error_body(error: RequestError) -> str:
+    _, kind = _KINDS[error.kind]
+    detail = ErrorDetail(message=error.message, type=kind, param=error.param, code=error.code)
+    return ErrorResponse(error=detail).model_dump_json()
+
+
+def error_response(error: RequestError, retry_after_seconds: int) -> Response:
+    status, _ = _KINDS[error.kind]
+    headers = {}
+    seconds = error.retry_after(retry_after_seconds)
+    if seconds is not None:
+        headers["retry-after"] = str(seconds)
+    if error.kind is ErrorKind.UNAUTHENTICATED:
+        headers["www-authenticate"] = "Bearer"
+    return Response(error_body(error), status, headers, media_type="application/json")
+
+
+def validation_error(faults: Sequence[Any]) -> RequestError:
+    """What is wrong with a request, from pydantic's list of errors."""
+    params, messages = [], []
+    for fault in faults[:_SHOWN_FAULTS]:
+        param, message = _fault(fault)
+        params.append(param)
+        messages.append(message)
+    if len(faults) > _SHOWN_FAULTS:
+        messages.append(f"and {len(faults) - _SHOWN_FAULTS} more")
+    return invalid("; ".join(messages), params[0], "invalid_value")
+
+
+def _fault(fault: Any) -> tuple[str | None, str]:
+    place = [_printable(str(part)) for part in fault["loc"] if part not in _NOT_FIELDS]
+    kind, message = fault["type"], _printable(str(fault["msg"]))
+    if kind == "json_invalid":
+        return None, f"the body is not JSON: {_printable(str(fault['ctx']['error']))} at character {place[0]}"
+    param = ".".join(place) or fault.get("ctx", {}).get("param")
+    if kind == "wrong_form":
+        return param, f"{'.'.join(place)} {message}" if place else message
+    if kind == "string_unicode":
+        return param, f"{param or 'the body'} holds half a surrogate pair, which is no character"
+    if param is None:
+        if kind == "missing":
+            return None, "the body is empty, must be a JSON object"
+        return None, f"the body must be a JSON object, sent with content-type application/json: {message}"
+    if kind == "missing":
+        return param, f"{param} is missing"
+    if kind == "extra_forbidden":
+        return param, f"{param} is not a known field"
+    return param, f"{param} is {shown(fault['input'])}, {message.replace('Input should', 'must', 1)}"
+
+
+def _printable(text: str) -> str:
+    return text[:200].encode("utf-8", "backslashreplace").decode()
+
+
+def install_error_handlers(app: FastAPI, metrics: GatewayMetrics, retry_after_seconds: int) -> None:
+    """Makes every error of a route a response of OpenAI's error shape."""
+
+    def answer(error: RequestError, headers: dict[str, str] | None = None) -> Response:
+        metrics.failed(error.kind)
+        response = error_response(error, retry_after_seconds)
+        response.headers.update(headers or {})
+        return response
+
+    async def known(request: Request, error: Exception) -> Response:
+        return answer(request_error(error) or UNEXPECTED)
+
+    async def wrong_body(request: Request, error: Exception) -> Response:
+        faults = error.errors() if isinstance(error, RequestValidationError) else []
+        return answer(validation_error(faults))
+
+    async def http(request: Request, error: Exception) -> Response:
+        status = error.status_code if isinstance(error, HTTPException) else 500
+        kind = _OF_STATUS.get(status, ErrorKind.INVALID if status < 500 else ErrorKind.FAILED)
+        detail = _UNREADABLE if status == 400 else str(getattr(error, "detail", ""))
+        if kind in (ErrorKind.NOT_FOUND, ErrorKind.METHOD):
+            detail = f"{HTTPStatus(status).phrase}: {request.method} {_printable(request.url.path)}"
+        headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
+        return answer(RequestError(kind, detail), headers)
+
+    async def unexpected(request: Request, error: Exception) -> Response:
+        logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
+        return answer(UNEXPECTED)
+
+    for kind in (
+        RequestError,
+        AdmissionRefusedError,
+        BackendUnavailableError,
+        DeadlineExceededError,
+        SequenceFailedError,
+        ChatTemplateError,
+    ):
+        app.add_exception_handler(kind, known)
+    app.add_exception_handler(RequestValidationError, wrong_body)
+    app.add_exception_handler(HTTPException, http)
+    app.add_exception_handler(Exception, unexpected)

@@ -1,0 +1,137 @@
+"""Fields of OpenAI's requests that come in several forms.
+
+pydantic checks lists and numbers. Unions are checked here: pydantic reports one error for each member of a union, and
+a client cannot tell which of these errors is about the form that the client meant.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, WithJsonSchema
+from pydantic_core import PydanticCustomError
+
+from services.gateway.options import Prompt, TextPrompt, TokenPrompt, shown
+
+_TEMPLATE_NAMES = {"messages", "tools", "documents", "add_generation_prompt"}
+
+# Whether a token is in the vocabulary is checked where the vocabulary is known.
+_TokenId = Annotated[int, WithJsonSchema({"type": "integer", "minimum": 0})]
+_Texts = Annotated[list[str], Field(min_length=1)]
+_Tokens = Annotated[list[_TokenId], Field(min_length=1)]
+
+
+class TextPart(BaseModel):
+    """A part of a message's content."""
+
+    type: Literal["text"]
+    text: str
+
+
+def wrong(message: str, param: str | None = None) -> PydanticCustomError:
+    """The error for a validator to raise.
+
+    Errors of one field begin with the field's name, which is put before `message`; other errors name their `param`.
+    """
+    # pydantic would fill in the braces of a message.
+    return PydanticCustomError("wrong_form", "{message}", {"message": message, "param": param})
+
+
+def _prompts(value: object) -> tuple[Prompt, ...]:
+    if isinstance(value, str):
+        return (TextPrompt(_text(value)),)
+    if not isinstance(value, list) or not value:
+        raise wrong(f"is {shown(value)}, must be text, token ids, or a list of either")
+    if all(isinstance(entry, str) for entry in value):
+        return tuple(TextPrompt(_text(entry)) for entry in value)
+    if all(isinstance(entry, list) for entry in value):
+        return tuple(_token_prompt(entry) for entry in value)
+    return (_token_prompt(value),)
+
+
+def _token_prompt(value: list[Any]) -> TokenPrompt:
+    for index, token in enumerate(value):
+        if not isinstance(token, int) or isinstance(token, bool):
+            raise wrong(f"holds {shown(token)} at index {index}, must be token ids")
+    return TokenPrompt(tuple(value))
+
+
+def _text(value: str) -> str:
+    if not value.isascii() and any(0xD800 <= ord(letter) <= 0xDFFF for letter in value):
+        raise wrong("holds half a surrogate pair, which is no character")
+    return value
+
+
+def _token_id_key(value: object) -> int:
+    """JSON has only text as keys."""
+    if not (isinstance(value, str) and value.isascii() and value.isdigit() and len(value) <= 10):
+        raise wrong("is no token id")
+    return int(value)
+
+
+def _stop(value: object) -> object:
+    if value is None or isinstance(value, str):
+        return [] if value is None else [value]
+    if not isinstance(value, list):
+        raise wrong(f"is {shown(value)}, must be a text or a list of texts")
+    return value
+
+
+def _template_options(value: object) -> object:
+    """Plain values, under names that the template does not get from elsewhere."""
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise wrong(f"is {shown(value)}, must be an object")
+    for key, option in value.items():
+        if not (isinstance(key, str) and key.isascii() and key.isidentifier()) or key in _TEMPLATE_NAMES:
+            raise wrong(f"has the key {shown(key)}, which is no option of a template")
+        plain = option is None or isinstance(option, bool | int | str)
+        if not plain and not (isinstance(option, float) and math.isfinite(option)):
+            raise wrong(f"{key} is {shown(option)}, must be a text, a number, true, false or null")
+        if isinstance(option, str):
+            _text(option)
+    return value
+
+
+def _content(value: object) -> str:
+    """Joins the parts of a text: templates of text models expect a single text."""
+    if isinstance(value, list) and value:
+        texts = []
+        for index, part in enumerate(value):
+            text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
+            if not isinstance(text, str):
+                raise wrong(f'has {shown(part)} at index {index}, must be {{"type": "text", "text": ...}}')
+            texts.append(text)
+        value = "\n".join(texts)
+    if not isinstance(value, str):
+        raise wrong(f"is {shown(value)}, must be a text or a list of text parts")
+    return _text(value)
+
+
+def _none_is(empty: list[Any] | dict[Any, Any], form: Any) -> BeforeValidator:
+    return BeforeValidator(lambda value: empty if value is None else value, json_schema_input_type=form | None)
+
+
+_Bias = Annotated[float, Field(ge=-100, le=100)]
+_Plain = str | float | bool | None
+
+Prompts = Annotated[
+    Any,
+    BeforeValidator(
+        _prompts, json_schema_input_type=str | _Texts | _Tokens | Annotated[list[_Tokens], Field(min_length=1)]
+    ),
+]
+TokenIds = list[_TokenId]
+OptionalTokenIds = Annotated[TokenIds, _none_is([], TokenIds)]
+Stop = Annotated[
+    list[Annotated[str, AfterValidator(_text)]], BeforeValidator(_stop, json_schema_input_type=str | list[str] | None)
+]
+LogitBias = Annotated[dict[Annotated[int, BeforeValidator(_token_id_key)], _Bias], _none_is({}, dict[str, _Bias])]
+TemplateOptions = Annotated[
+    dict[str, Any], BeforeValidator(_template_options, json_schema_input_type=dict[str, _Plain] | None)
+]
+Content = Annotated[
+    str, BeforeValidator(_content, json_schema_input_type=str | Annotated[list[TextPart], Field(min_length=1)])
+]

@@ -1,0 +1,299 @@
+"""Bodies of OpenAI's requests, with the fields and routes that other servers commonly add.
+
+Unknown fields are refused, as OpenAI does: an error is better than an option that silently does nothing. Forms are
+checked here; ranges are checked in services.gateway.options, for both APIs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from services.gateway.http.openai_fields import (
+    Content,
+    LogitBias,
+    OptionalTokenIds,
+    Prompts,
+    Stop,
+    TemplateOptions,
+    TokenIds,
+    wrong,
+)
+from services.gateway.options import ChatPrompt, ChatRole, GenerationOptions, TextPrompt, chat_message, shown
+
+_NUMBER_FIELDS = (
+    "n",
+    "seed",
+    "temperature",
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+)
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(
+        strict=True, extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+class SpoolOptions(Body):
+    """How a request is decoded; the output does not depend on these options."""
+
+    draft_length: int | None = Field(default=None, ge=0)
+    """Tokens to propose in each round; 0 turns speculation off."""
+    speculation: bool | None = None
+    """False turns speculation off."""
+
+    def effective_draft_length(self) -> int | None:
+        return 0 if self.speculation is False else self.draft_length
+
+    @model_validator(mode="after")
+    def _check(self) -> SpoolOptions:
+        if self.speculation is False and self.draft_length:
+            raise wrong(f"asks for a draft_length of {self.draft_length} with speculation off", "spool")
+        return self
+
+
+class StreamOptions(Body):
+    include_usage: bool | None = None
+    """Ends the stream with an event that carries the usage."""
+    include_obfuscation: bool | None = None
+    """Accepted, without effect."""
+    continuous_usage_stats: Literal[False] | None = None
+
+
+# Known fields that are not supported, with the values that have no effect.
+_UNSUPPORTED_COMPLETION: Mapping[str, tuple[Any, ...]] = {"suffix": ("",), "prompt_logprobs": ()}
+_UNSUPPORTED_CHAT: Mapping[str, tuple[Any, ...]] = {
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "web_search_options": (),
+    "reasoning_effort": (),
+    "verbosity": (),
+    "store": (False,),
+}
+# Known fields that change no output: who asks, and how the provider should bill and cache.
+_WITHOUT_EFFECT = {
+    "user",
+    "metadata",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "parallel_tool_calls",
+}
+
+
+def _refuse_unsupported(body: Any, unsupported: Mapping[str, tuple[Any, ...]]) -> Any:
+    if not isinstance(body, dict):
+        return body
+    known = {}
+    for name, value in body.items():
+        if name in unsupported:
+            if value is not None and value not in unsupported[name]:
+                raise wrong(f"{name} is {shown(value)}: {name} is not supported by this server", name)
+        elif name not in _WITHOUT_EFFECT:
+            known[name] = value
+    return known
+
+
+class _Generation(Body):
+    model: str | None = None
+    """One of the server's models; may be left out."""
+    max_tokens: int | None = None
+    """Output tokens of each choice."""
+    n: int | None = None
+    """Choices for each prompt; choice i is sampled with `seed` + i."""
+    stop: Stop = []
+    """Texts that end the output; they are not part of it."""
+    stop_token_ids: OptionalTokenIds = []
+    """Token ids that end the output; their text is not part of it."""
+    ignore_eos: bool = False
+    """Continues after the model's own end token."""
+    skip_special_tokens: bool = True
+    """Leaves special tokens out of the text."""
+    stream: bool | None = None
+    """Sends the output as it grows, as server-sent events."""
+    stream_options: StreamOptions | None = None
+    seed: int | None = None
+    """Equal seeds give equal output; a request without a seed gets a random one, which the response reports."""
+    temperature: float | None = None
+    """Between 0 (greedy) and 100."""
+    top_p: float | None = None
+    """Above 0 and at most 1."""
+    top_k: int | None = None
+    """0 or -1 keeps all tokens."""
+    min_p: float | None = None
+    """Between 0 and 1."""
+    presence_penalty: float | None = None
+    """Between -2 and 2."""
+    frequency_penalty: float | None = None
+    """Between -2 and 2."""
+    repetition_penalty: float | None = None
+    """Above 0 and at most 100."""
+    logit_bias: LogitBias = {}
+    """Added to the logits of token ids, each between -100 and 100."""
+    spool: SpoolOptions | None = None
+
+    @model_validator(mode="after")
+    def _check_stream_options(self) -> _Generation:
+        if self.stream_options is not None and not self.stream:
+            raise wrong("stream_options is given, which needs stream to be true", "stream_options")
+        return self
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    def _options(self, names: Mapping[str, str], **more: Any) -> GenerationOptions:
+        given: dict[str, Any] = {name: value for name in _NUMBER_FIELDS if (value := getattr(self, name)) is not None}
+        return GenerationOptions(
+            stop=tuple(self.stop),
+            stop_token_ids=tuple(self.stop_token_ids),
+            ignore_eos=self.ignore_eos,
+            skip_special_tokens=self.skip_special_tokens,
+            top_k=0 if self.top_k == -1 else self.top_k,
+            logit_bias=self.logit_bias,
+            draft_length=None if self.spool is None else self.spool.effective_draft_length(),
+            names={"draft_length": "spool.draft_length", **names},
+            **given,
+            **more,
+        )
+
+
+class CompletionBody(_Generation):
+    """/v1/completions"""
+
+    prompt: Prompts
+    """Text, a list of texts, token ids, or a list of lists of token ids."""
+    echo: bool | None = None
+    """Puts the prompt before the output."""
+    logprobs: int | None = None
+    """Log probabilities of the output's tokens, and of this many likeliest tokens beside each."""
+    best_of: int | None = None
+    """Only accepted where it equals n."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, body: Any) -> Any:
+        return _refuse_unsupported(body, _UNSUPPORTED_COMPLETION)
+
+    @model_validator(mode="after")
+    def _check(self) -> CompletionBody:
+        if self.echo and self.logprobs is not None:
+            raise wrong("logprobs is given with echo: log probabilities of a prompt are not supported", "logprobs")
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise wrong(f"best_of is {shown(self.best_of)}, must equal n, which is {shown(self.n or 1)}", "best_of")
+        return self
+
+    def options(self, timeout_seconds: float | None) -> GenerationOptions:
+        return self._options(
+            {"top_logprobs": "logprobs"},
+            max_tokens=self.max_tokens,
+            echo=bool(self.echo),
+            top_logprobs=self.logprobs,
+            timeout_seconds=timeout_seconds,
+        )
+
+
+class Message(Body):
+    role: ChatRole
+    """`developer` is what newer clients call `system`."""
+    content: Content
+    name: str | None = None
+    tool_call_id: str | None = None
+    tool_calls: None = None
+    refusal: None = None
+
+    def for_template(self) -> dict[str, Any]:
+        more = {"name": self.name, "tool_call_id": self.tool_call_id}
+        return chat_message(self.role, self.content, **{key: value for key, value in more.items() if value is not None})
+
+
+class _TemplateSettings(Body):
+    chat_template_kwargs: TemplateOptions = {}
+    """Options of the model's chat template, such as `enable_thinking`."""
+    add_generation_prompt: bool = True
+    """Begins the assistant's answer after the last message."""
+
+    def _prompt(self, messages: list[Message]) -> ChatPrompt:
+        options = {**self.chat_template_kwargs, "add_generation_prompt": self.add_generation_prompt}
+        return ChatPrompt(tuple(message.for_template() for message in messages), options)
+
+
+class ChatBody(_TemplateSettings, _Generation):
+    """/v1/chat/completions"""
+
+    messages: list[Message]
+    max_completion_tokens: int | None = None
+    """The newer name of max_tokens."""
+    logprobs: bool | None = None
+    """Log probabilities of the output's tokens."""
+    top_logprobs: int | None = None
+    """Also of this many likeliest tokens beside each; needs logprobs."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, body: Any) -> Any:
+        return _refuse_unsupported(body, _UNSUPPORTED_CHAT)
+
+    @model_validator(mode="after")
+    def _check(self) -> ChatBody:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise wrong("top_logprobs is given, which needs logprobs to be true", "top_logprobs")
+        both = self.max_tokens is not None and self.max_completion_tokens is not None
+        if both and self.max_tokens != self.max_completion_tokens:
+            raise wrong(
+                "max_tokens and max_completion_tokens differ, must be one or the other", "max_completion_tokens"
+            )
+        return self
+
+    def prompt(self) -> ChatPrompt:
+        return self._prompt(self.messages)
+
+    def options(self, timeout_seconds: float | None) -> GenerationOptions:
+        older = self.max_completion_tokens is None
+        return self._options(
+            {} if older else {"max_tokens": "max_completion_tokens"},
+            max_tokens=self.max_tokens if older else self.max_completion_tokens,
+            top_logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            timeout_seconds=timeout_seconds,
+        )
+
+
+class TokenizeBody(_TemplateSettings):
+    """/tokenize: of a text or of a conversation"""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    add_special_tokens: bool = True
+    """Adds the tokens that the model expects around a text; templates add theirs themselves."""
+    return_token_strs: bool = False
+
+    @model_validator(mode="after")
+    def _check(self) -> TokenizeBody:
+        if (self.prompt is None) == (self.messages is None):
+            raise wrong("prompt or messages must be given, and only one of them", "prompt")
+        return self
+
+    def prompt_given(self) -> TextPrompt | ChatPrompt:
+        return TextPrompt(self.prompt or "") if self.messages is None else self._prompt(self.messages)
+
+
+class DetokenizeBody(Body):
+    """/detokenize"""
+
+    model: str | None = None
+    tokens: TokenIds

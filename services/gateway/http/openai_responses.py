@@ -1,0 +1,172 @@
+"""Models of OpenAI's responses; openai_errors has the error. Fields that were not set are not written."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel
+
+from services.gateway.choice import EndReason
+
+
+class SpoolUsage(BaseModel):
+    """Tokens proposed by draft workers, how many of them were accepted and delivered, and the seed of choice 0."""
+
+    drafted: int
+    accepted: int
+    seed: int
+
+
+class UsageShape(BaseModel):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    spool: SpoolUsage
+
+
+# --- chat -------------------------------------------------------------------------------------------------------------
+
+
+class TopLogprob(BaseModel):
+    """`token` is text; for a part of a character, its bytes written as \\xe2\\x80."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(BaseModel):
+    content: list[TokenLogprob]
+    refusal: None
+
+
+class ChatMessage(BaseModel):
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class ChatChoice(BaseModel):
+    index: int
+    message: ChatMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: EndReason | None
+    stop_reason: str | int | None
+
+
+class ChatCompletion(BaseModel):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: UsageShape
+
+
+class ChatDelta(BaseModel):
+    role: Literal["assistant"] = "assistant"
+    content: str = ""
+
+
+class ChatChunkChoice(BaseModel):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: EndReason | None
+    stop_reason: str | int | None = None
+
+
+class ChatChunk(BaseModel):
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    usage: UsageShape | None = None
+
+
+# --- completions ------------------------------------------------------------------------------------------------------
+
+
+class CompletionLogprobs(BaseModel):
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class CompletionChoice(BaseModel):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: EndReason | None
+    stop_reason: str | int | None = None
+
+
+class CompletionShape(BaseModel):
+    """A whole response or an event of a stream; events carry `usage` only if the client asks for it."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: UsageShape | None = None
+
+
+# --- the rest ---------------------------------------------------------------------------------------------------------
+
+
+class ModelShape(BaseModel):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int
+
+
+class ModelList(BaseModel):
+    object: Literal["list"]
+    data: list[ModelShape]
+
+
+class TokenizeResponse(BaseModel):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class DetokenizeResponse(BaseModel):
+    prompt: str
+
+
+class Status(BaseModel):
+    status: Literal["ok"]
+
+
+class Version(BaseModel):
+    version: str
+
+
+class WorkerShape(BaseModel):
+    worker_id: str
+    role: Literal["draft", "target"]
+    sequences: int
+    pages_in_use: int
+    total_pages: int
+
+
+class Load(BaseModel):
+    """`server_load` counts unfinished sequences: `running` plus `waiting`."""
+
+    server_load: int
+    running: int
+    waiting: int
+    pages_in_use: int
+    total_pages: int
+    workers: list[WorkerShape]

@@ -1,0 +1,99 @@
+"""Runs the HTTP application without Ray Serve."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import Iterator
+from types import TracebackType
+from typing import Self
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from services.gateway.settings import ListenSettings
+
+
+class HttpServer:
+    """Serves an application for as long as the `async with` block lasts; raises OSError for an address in use.
+
+    At the end of the block, responses under way have `drain_seconds` to end.
+    """
+
+    def __init__(self, app: ASGIApp, listen: ListenSettings, drain_seconds: float = 10.0) -> None:
+        self._listen = listen
+        tls = listen.tls
+        config = uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            lifespan="off",
+            ws="none",
+            timeout_graceful_shutdown=max(1, round(drain_seconds)),
+            ssl_certfile=None if tls is None else str(tls.certificate),
+            ssl_keyfile=None if tls is None else str(tls.key),
+            ssl_ca_certs=None if tls is None or tls.client_ca is None else str(tls.client_ca),
+            ssl_cert_reqs=2 if tls is not None and tls.client_ca is not None else 0,
+        )
+        self._server = _Server(config)
+        self._socket: socket.socket | None = None
+        self._run: asyncio.Task[None] | None = None
+
+    @property
+    def url(self) -> str:
+        """Known inside the block."""
+        if self._socket is None:
+            raise RuntimeError("the HTTP server is not running")
+        host, port = self._socket.getsockname()[:2]
+        return f"{'https' if self._listen.tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
+
+    async def __aenter__(self) -> Self:
+        self._socket = _bind(self._listen)
+        self._run = asyncio.create_task(self._server.serve([self._socket]))
+        started = asyncio.create_task(self._server.ready.wait())
+        await asyncio.wait({self._run, started}, return_when=asyncio.FIRST_COMPLETED)
+        started.cancel()
+        if self._run.done():
+            self._socket.close()
+            self._run.result()
+            raise RuntimeError("the HTTP server ended at its start")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._server.should_exit = True
+        if self._run is not None:
+            await self._run
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to the process, and sets `ready` once it accepts connections."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self.ready = asyncio.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.ready.set()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _bind(listen: ListenSettings) -> socket.socket:
+    family, kind, protocol, _, address = socket.getaddrinfo(
+        listen.host, listen.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    bound = socket.socket(family, kind, protocol)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except OSError:
+        bound.close()
+        raise
+    return bound

@@ -1,0 +1,117 @@
+"""Routes beside generation: models, tokenizing, metrics and health."""
+
+from __future__ import annotations
+
+import time
+from importlib.metadata import version
+
+from fastapi import APIRouter
+from starlette.responses import Response
+
+from scheduler.messages import Role
+from services.backend.interface import LoadFigures, ModelInfo
+from services.gateway.completion import CompletionEngine
+from services.gateway.http.generation_routes import ERRORS
+from services.gateway.http.openai_requests import DetokenizeBody, TokenizeBody
+from services.gateway.http.openai_responses import (
+    DetokenizeResponse,
+    Load,
+    ModelList,
+    ModelShape,
+    Status,
+    TokenizeResponse,
+    Version,
+    WorkerShape,
+)
+from services.gateway.token_strings import TokenStrings
+from services.observability.metric_set import CONTENT_TYPE
+
+DISTRIBUTION = "spool-serve"
+
+
+def service_router(engine: CompletionEngine, strings: TokenStrings) -> APIRouter:
+    """Routes that need an API key, if keys are set."""
+    router = APIRouter(responses=ERRORS)
+    started = int(time.time())
+
+    def model_shape(name: str, info: ModelInfo) -> ModelShape:
+        return ModelShape(
+            id=name, object="model", created=started, owned_by="spool", max_model_len=info.max_sequence_length
+        )
+
+    @router.get("/v1/models")
+    async def models() -> ModelList:
+        name, info = await engine.model(None)
+        names = engine.settings.model_names or (name,)
+        return ModelList(object="list", data=[model_shape(each, info) for each in names])
+
+    @router.get("/v1/models/{model:path}")
+    async def model(model: str) -> ModelShape:
+        return model_shape(*await engine.model(model))
+
+    @router.post("/tokenize")
+    async def tokenize(body: TokenizeBody) -> TokenizeResponse:
+        _, info = await engine.model(body.model)
+        tokens = await engine.tokenize(body.prompt_given(), body.add_special_tokens)
+        words = [strings.of(token).text for token in tokens] if body.return_token_strs else None
+        return TokenizeResponse(
+            count=len(tokens), max_model_len=info.max_sequence_length, tokens=tokens, token_strs=words
+        )
+
+    @router.post("/detokenize")
+    async def detokenize(body: DetokenizeBody) -> DetokenizeResponse:
+        _, info = await engine.model(body.model)
+        return DetokenizeResponse(prompt=await engine.detokenize("tokens", body.tokens, info))
+
+    @router.get("/version")
+    async def server_version() -> Version:
+        return Version(version=version(DISTRIBUTION))
+
+    @router.get("/load")
+    async def load() -> Load:
+        return _load_shape(await engine.backend.load())
+
+    @router.get("/metrics", response_class=Response, responses={200: {"content": {CONTENT_TYPE.split(";")[0]: {}}}})
+    async def metrics() -> Response:
+        """This gateway's own figures; the scheduler serves its own."""
+        return Response(engine.metrics.exposition(), headers={"content-type": CONTENT_TYPE})
+
+    return router
+
+
+def open_router(engine: CompletionEngine) -> APIRouter:
+    """Routes that never need an API key."""
+    router = APIRouter(responses=ERRORS)
+
+    @router.get("/ping")
+    async def ping() -> Status:
+        """For liveness probes: the gateway answers."""
+        return Status(status="ok")
+
+    @router.get("/health")
+    async def health() -> Status:
+        """For readiness probes: 200 if a target worker is up, 503 otherwise."""
+        await engine.check_ready()
+        return Status(status="ok")
+
+    return router
+
+
+def _load_shape(figures: LoadFigures) -> Load:
+    return Load(
+        server_load=figures.live_sequences,
+        running=figures.live_sequences - figures.waiting,
+        waiting=figures.waiting,
+        pages_in_use=figures.pages_in_use,
+        total_pages=figures.total_pages,
+        workers=[
+            WorkerShape(
+                worker_id=worker.worker_id,
+                role="target" if worker.role is Role.TARGET else "draft",
+                sequences=worker.sequences,
+                pages_in_use=worker.pages_in_use,
+                total_pages=worker.total_pages,
+            )
+            for worker in figures.workers
+        ],
+    )

@@ -1,0 +1,36 @@
+"""What makes a process of Spool compute without stalls: its environment, and what its garbage collector may skip."""
+
+from __future__ import annotations
+
+import gc
+
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+
+# A few microseconds: about as long as the threads of one operation on a small pass wait for each other.
+_SPINS = "2000"
+
+
+def compute_environment(threads: int) -> dict[str, str]:
+    """Variables for a process that computes with this many threads; 0 leaves the number to the libraries.
+
+    Numeric libraries read these variables once, when they are loaded, so the variables must be set before the process
+    starts. A thread that waits for others spins only briefly before it sleeps: a worker shares its cores, and passes
+    were ten times slower when threads spun while another process kept their partners from running. Without any
+    spinning, waiting would cost more than a second thread gains.
+    """
+    variables = {
+        "TOKENIZERS_PARALLELISM": "false",
+        "GOMP_SPINCOUNT": _SPINS,
+    }
+    if threads:
+        variables |= dict.fromkeys(_THREAD_VARIABLES, str(threads))
+    return variables
+
+
+def keep_loaded_objects() -> None:
+    """Exempts every object that exists now from garbage collection; to be called once everything is loaded.
+
+    Libraries leave so many objects behind that a full collection takes longer than a step, and interrupts one.
+    """
+    gc.collect()
+    gc.freeze()

@@ -1,0 +1,150 @@
+"""The metrics of one process: each is defined once, with the code that counts or reads its figure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Generic, TypeVar
+
+from prometheus_client import Counter, Gauge, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.core import Metric as Family
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+
+PREFIX = "spool_"
+
+# prometheus_client adds a sample with the time at which each counter began.
+_BEGINNING = "_created"
+
+R = TypeVar("R")
+C = TypeVar("C", Counter, Gauge, Histogram)
+Figures = float | Mapping[str, float]
+"""One figure, or one for each value of the metric's label."""
+
+
+class Kind(Enum):
+    COUNTER = "counter"
+    GAUGE = "gauge"
+    HISTOGRAM = "histogram"
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """What the documentation says of a metric. `name` is the exported one; a counter's ends with `_total`."""
+
+    name: str
+    kind: Kind
+    meaning: str
+    labels: tuple[str, ...] = ()
+
+    @property
+    def family(self) -> str:
+        """The name that prometheus_client wants: it adds `_total` itself."""
+        return self.name.removesuffix("_total") if self.kind is Kind.COUNTER else self.name
+
+
+class MetricSet(Generic[R]):
+    """Metrics in the order of their definitions, all names with `spool_` in front.
+
+    `counter`, `gauge` and `histogram` return objects of prometheus_client, to be changed when something happens. What
+    is counted elsewhere is not counted again: `read` and `read_histogram` take it, at each scrape, from a reading of
+    type R that the caller of `families` brings.
+    """
+
+    def __init__(self) -> None:
+        self._entries: list[tuple[Metric, Callable[[R], Iterable[Family]]]] = []
+
+    @property
+    def metrics(self) -> tuple[Metric, ...]:
+        return tuple(metric for metric, _ in self._entries)
+
+    def counter(self, name: str, meaning: str, label: str | None = None, values: Iterable[str] = ()) -> Counter:
+        """The label's `values` are there from the start, so that a first increase is seen as one."""
+        metric = self._define(name, Kind.COUNTER, meaning, label)
+        counter = Counter(metric.family, meaning, metric.labels, registry=None)
+        for value in values:
+            counter.labels(value)
+        return self._collected(metric, counter)
+
+    def gauge(self, name: str, meaning: str) -> Gauge:
+        metric = self._define(name, Kind.GAUGE, meaning, None)
+        return self._collected(metric, Gauge(metric.family, meaning, registry=None))
+
+    def histogram(self, name: str, meaning: str, bounds: tuple[float, ...]) -> Histogram:
+        metric = self._define(name, Kind.HISTOGRAM, meaning, None)
+        return self._collected(metric, Histogram(metric.family, meaning, buckets=bounds, registry=None))
+
+    def read(
+        self, kind: Kind, name: str, meaning: str, figures: Callable[[R], Figures], label: str | None = None
+    ) -> None:
+        """A counter or a gauge. `figures` gives a mapping from values of the label where there is one."""
+        metric = self._define(name, kind, meaning, label)
+        self._entries.append((metric, lambda reading: [_family(metric, figures(reading))]))
+
+    def read_histogram(
+        self, name: str, meaning: str, bounds: tuple[float, ...], counts: Callable[[R], Mapping[int, int]]
+    ) -> None:
+        """`counts` gives the number of observations of each value."""
+        metric = self._define(name, Kind.HISTOGRAM, meaning, None)
+        self._entries.append((metric, lambda reading: [_histogram(metric, bounds, counts(reading))]))
+
+    def families(self, reading: R) -> Iterator[Family]:
+        for _, collect in self._entries:
+            for family in collect(reading):
+                family.samples = [sample for sample in family.samples if not sample.name.endswith(_BEGINNING)]
+                yield family
+
+    def exposition(self, reading: R) -> bytes:
+        """In Prometheus' text form; CONTENT_TYPE says so."""
+        return generate_latest(_Families(self.families(reading)))
+
+    def markdown_table(self) -> str:
+        """As docs/metrics.md has it."""
+        lines = ["| name | type | labels | meaning |", "| --- | --- | --- | --- |"]
+        for metric in self.metrics:
+            labels = ", ".join(f"`{label}`" for label in metric.labels)
+            lines.append(f"| `{metric.name}` | {metric.kind.value} | {labels} | {metric.meaning} |")
+        return "\n".join(lines)
+
+    def _define(self, name: str, kind: Kind, meaning: str, label: str | None) -> Metric:
+        return Metric(f"{PREFIX}{name}", kind, meaning, () if label is None else (label,))
+
+    def _collected(self, metric: Metric, collector: C) -> C:
+        self._entries.append((metric, lambda reading: collector.collect()))
+        return collector
+
+
+class _Families(Collector):
+    """Families in the place of a registry."""
+
+    def __init__(self, families: Iterator[Family]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterator[Family]:
+        return self._families
+
+
+def _family(metric: Metric, figures: Figures) -> Family:
+    kind = CounterMetricFamily if metric.kind is Kind.COUNTER else GaugeMetricFamily
+    family = kind(metric.family, metric.meaning, labels=metric.labels)
+    if isinstance(figures, Mapping):
+        for value, figure in figures.items():
+            family.add_metric([value], figure)
+    else:
+        family.add_metric([], figures)
+    return family
+
+
+def _histogram(metric: Metric, bounds: tuple[float, ...], counts: Mapping[int, int]) -> Family:
+    buckets = [
+        (floatToGoString(bound), sum(count for value, count in counts.items() if value <= bound))
+        for bound in (*bounds, float("inf"))
+    ]
+    family = HistogramMetricFamily(metric.family, metric.meaning)
+    family.add_metric([], buckets, sum(value * count for value, count in counts.items()))
+    return family

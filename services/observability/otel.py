@@ -1,0 +1,169 @@
+"""Traces as OpenTelemetry spans. Imported only if tracing is on."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+from opentelemetry.context import Context
+from opentelemetry.sdk.resources import SERVICE_NAME, Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExporter, SpanExporter
+from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
+from opentelemetry.trace import Span, SpanKind, StatusCode, Tracer, set_span_in_context
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from scheduler.messages import EmitTokens, Role, SendStep, SequenceRequest
+from services.observability.observer import SequenceEnd, ServiceObserver
+from services.observability.tracing import Attributes
+
+CONSOLE = "console"
+"""The endpoint that means standard error."""
+
+_TRACEPARENT = "traceparent"
+_PROPAGATOR = TraceContextTextMapPropagator()
+
+
+def span_exporter(endpoint: str) -> SpanExporter:
+    """Exports by OTLP over HTTP to the URL of a collector, or to standard error for CONSOLE."""
+    if endpoint == CONSOLE:
+        return ConsoleSpanExporter(out=sys.stderr)
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+
+    return OTLPSpanExporter(endpoint)
+
+
+def tracer_provider(endpoint: str, service_name: str, sample_ratio: float) -> TracerProvider:
+    """`shutdown` of the provider sends the spans that wait.
+
+    The client's decision to sample is followed; of requests without one, `sample_ratio` are sampled.
+    """
+    sampler = ParentBased(TraceIdRatioBased(sample_ratio))
+    provider = TracerProvider(
+        sampler=sampler, resource=Resource.create({SERVICE_NAME: service_name}), shutdown_on_exit=False
+    )
+    provider.add_span_processor(BatchSpanProcessor(span_exporter(endpoint)))
+    return provider
+
+
+class OtelRequests:
+    """Implements services.observability.tracing.RequestTracing: each request is a span `request`."""
+
+    def __init__(self, provider: TracerProvider) -> None:
+        self._tracer = provider.get_tracer("spool.gateway")
+
+    def begin(self, traceparent: str, request_id: str) -> OtelRequestSpan:
+        attributes = {"spool.request_id": request_id}
+        span = self._tracer.start_span("request", _context(traceparent), SpanKind.SERVER, attributes)
+        return OtelRequestSpan(span)
+
+
+class OtelRequestSpan:
+    """Implements services.observability.tracing.RequestSpan."""
+
+    def __init__(self, span: Span) -> None:
+        self._span = span
+        self.traceparent = _traceparent(span)
+
+    def end(self, attributes: Attributes, error: str | None = None) -> None:
+        _end(self._span, attributes, error)
+
+
+@dataclass(slots=True)
+class _Sequence:
+    """The span `sequence` of a live sequence, and the span of its current phase."""
+
+    span: Span
+    phase: Span
+    resumed: bool
+    opened: bool = False
+    begun: bool = False
+    tokens: int = 0
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    recoveries: int = 0
+
+
+class OtelSequences(ServiceObserver):
+    """Each sequence is a span `sequence` below the request's span, with a span for each phase below it.
+
+    The phases are `queue`, `prefill` and `decode`. When a step opens the sequence at a target again, `recovery` lasts
+    until its next tokens, and `decode` follows again.
+    """
+
+    def __init__(self, provider: TracerProvider) -> None:
+        self._tracer = provider.get_tracer("spool.scheduler")
+        self._live: dict[int, _Sequence] = {}
+
+    def sequence_entered(self, request: SequenceRequest, traceparent: str, now: float) -> None:
+        if not traceparent:
+            return
+        resumed = len(request.committed_output)
+        attributes = {"spool.prompt_tokens": len(request.prompt), "spool.resumed_tokens": resumed}
+        span = self._tracer.start_span("sequence", _context(traceparent), attributes=attributes)
+        if span.is_recording():
+            self._live[request.sequence_id] = _Sequence(span, _phase(self._tracer, span, "queue"), resumed > 0)
+
+    def step_sent(self, role: Role, step: SendStep, now: float) -> None:
+        for row in step.rows if role is Role.TARGET else ():
+            if row.opening is not None and (live := self._live.get(row.sequence_id)):
+                again = live.opened or live.resumed
+                live.opened = True
+                live.recoveries += again
+                self._enter_phase(live, "recovery" if again else "prefill")
+
+    def tokens_emitted(self, emission: EmitTokens) -> None:
+        live = self._live.get(emission.sequence_id)
+        if live is None:
+            return
+        live.tokens += len(emission.tokens)
+        live.rounds += live.begun
+        live.begun = True
+        live.drafted += emission.drafted
+        live.accepted += emission.accepted
+        if live.phase.name != "decode":  # type: ignore[attr-defined]  # recording spans have names
+            self._enter_phase(live, "decode")
+
+    def sequence_ended(self, sequence_id: int, end: SequenceEnd, now: float) -> None:
+        live = self._live.pop(sequence_id, None)
+        if live is None:
+            return
+        live.phase.end()
+        counts: dict[str, str | int | float] = {
+            "spool.outcome": end.outcome,
+            "spool.completion_tokens": live.tokens,
+            "spool.rounds": live.rounds,
+            "spool.drafted": live.drafted,
+            "spool.accepted": live.accepted,
+            "spool.recoveries": live.recoveries,
+        }
+        _end(live.span, counts, end.error)
+
+    def _enter_phase(self, live: _Sequence, name: str) -> None:
+        live.phase.end()
+        live.phase = _phase(self._tracer, live.span, name)
+
+
+def _phase(tracer: Tracer, parent: Span, name: str) -> Span:
+    return tracer.start_span(name, set_span_in_context(parent, Context()))
+
+
+def _end(span: Span, attributes: Attributes, error: str | None) -> None:
+    if not span.is_recording():
+        return
+    span.set_attributes(attributes)
+    if error is not None:
+        span.set_status(StatusCode.ERROR, error)
+    span.end()
+
+
+def _context(traceparent: str) -> Context:
+    """A new trace if there is no parent, or none that can be read."""
+    return _PROPAGATOR.extract({_TRACEPARENT: traceparent}, Context())
+
+
+def _traceparent(span: Span) -> str:
+    carrier: dict[str, str] = {}
+    _PROPAGATOR.inject(carrier, set_span_in_context(span, Context()))
+    return carrier.get(_TRACEPARENT, "")

@@ -1,0 +1,52 @@
+"""The request that the current task works for: the request's id, the client's own or a new one, and its trace.
+
+asgi-correlation-id is not used: its middleware serves HTTP only, so gRPC calls would still need what stands here.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Iterable
+from contextvars import ContextVar
+
+REQUEST_ID = "x-request-id"
+"""Name of the HTTP header and of the gRPC metadata."""
+
+LONGEST_REQUEST_ID = 128
+
+# Printable characters, which headers and log lines can hold.
+_FORM = re.compile(rf"[\x21-\x7e]{{1,{LONGEST_REQUEST_ID}}}")
+
+TRACEPARENT = "traceparent"
+"""Name of the header and metadata of W3C Trace Context."""
+
+_current: ContextVar[str] = ContextVar("request_id", default="")
+_traceparent: ContextVar[str] = ContextVar("traceparent", default="")
+
+
+def current_request_id() -> str:
+    """Empty outside a request."""
+    return _current.get()
+
+
+def current_traceparent() -> str:
+    """The client's `traceparent`; empty if the client gave none."""
+    return _traceparent.get()
+
+
+def begin_request(given: str, traceparent: str = "") -> str:
+    """Marks this task, and the tasks that this task starts, as working for a request; returns the request's id.
+
+    The id is `given` if `given` has a usable form, and a new one otherwise.
+    """
+    request_id = given if _FORM.fullmatch(given) else uuid.uuid4().hex
+    _current.set(request_id)
+    _traceparent.set(traceparent)
+    return request_id
+
+
+def given_in(metadata: Iterable[tuple[str, str | bytes]] | None, name: str = REQUEST_ID) -> str:
+    """The text under `name` in a call's metadata; empty if there is none."""
+    found = [value for key, value in metadata or () if key == name and isinstance(value, str)]
+    return found[0] if found else ""

@@ -1,0 +1,118 @@
+"""Interceptors of gRPC servers: they refuse strangers, and bytes that are no message, before a method runs."""
+
+from __future__ import annotations
+
+import hmac
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError
+
+from services.rpc.channel_security import TOKEN_METADATA_KEY, ChannelSecurity
+
+_HEALTH_PREFIX = "/grpc.health.v1.Health/"
+
+# The types of grpc.aio's handlers are private.
+_Handler = Any
+_Continuation = Callable[[grpc.HandlerCallDetails], Awaitable[_Handler]]
+
+
+# Answers a call in place of its own handler, with an error.
+Refusal = Callable[[AsyncIterator[bytes], grpc.aio.ServicerContext], Awaitable[None]]
+
+
+class CallerGuard(grpc.aio.ServerInterceptor, ABC):
+    """Decides by a call's `authorization` metadata whether the call may pass; health checks always may.
+
+    A refused call ends before its message is read, and whether or not its method exists.
+    """
+
+    @abstractmethod
+    def refusal(self, authorization: bytes | None) -> Refusal | None:
+        """How to refuse a call with this metadata; None where the call may pass.
+
+        `authorization` is None for a call without the metadata, or with several values for it.
+        """
+
+    async def intercept_service(
+        self, continuation: _Continuation, handler_call_details: grpc.HandlerCallDetails
+    ) -> _Handler:
+        if not handler_call_details.method.startswith(_HEALTH_PREFIX):
+            refuse = self.refusal(_authorization(handler_call_details))
+            if refuse is not None:
+                return grpc.stream_stream_rpc_method_handler(refuse)
+        return await continuation(handler_call_details)
+
+
+def _authorization(details: grpc.HandlerCallDetails) -> bytes | None:
+    given = [value for key, value in details.invocation_metadata or () if key == TOKEN_METADATA_KEY]
+    if len(given) != 1:
+        return None
+    return given[0] if isinstance(given[0], bytes) else given[0].encode()
+
+
+class TokenGuard(CallerGuard):
+    """Lets calls pass that carry the token."""
+
+    def __init__(self, token: str) -> None:
+        self._expected = f"Bearer {token}".encode()
+
+    def refusal(self, authorization: bytes | None) -> Refusal | None:
+        known = authorization is not None and hmac.compare_digest(authorization, self._expected)
+        return None if known else _refuse_stranger
+
+
+class MessageGuard(grpc.aio.ServerInterceptor):
+    """Answers bytes that are no message with INVALID_ARGUMENT, for methods that take one message.
+
+    grpc.aio alone would answer UNKNOWN and log a traceback. A method that takes a stream must itself expect DecodeError
+    while it reads the stream.
+    """
+
+    async def intercept_service(
+        self, continuation: _Continuation, handler_call_details: grpc.HandlerCallDetails
+    ) -> _Handler:
+        handler = await continuation(handler_call_details)
+        if handler is None or handler.request_streaming:
+            return handler
+        parse, serialize = handler.request_deserializer, handler.response_serializer
+
+        async def parsed(raw: bytes, context: grpc.aio.ServicerContext) -> Any:
+            try:
+                return parse(raw)
+            except DecodeError as error:
+                await refuse_malformed(context, error)
+
+        async def answer(raw: bytes, context: grpc.aio.ServicerContext) -> Any:
+            return await handler.unary_unary(await parsed(raw, context), context)
+
+        async def write(raw: bytes, context: grpc.aio.ServicerContext) -> None:
+            await handler.unary_stream(await parsed(raw, context), context)
+
+        async def stream(raw: bytes, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+            async for reply in handler.unary_stream(await parsed(raw, context), context):
+                yield reply
+
+        if not handler.response_streaming:
+            return grpc.unary_unary_rpc_method_handler(answer, response_serializer=serialize)
+        # Some handlers write their replies, others yield them.
+        replies = write if inspect.iscoroutinefunction(handler.unary_stream) else stream
+        return grpc.unary_stream_rpc_method_handler(replies, response_serializer=serialize)
+
+
+def guards(security: ChannelSecurity) -> list[grpc.aio.ServerInterceptor]:
+    """The interceptors of an internal server."""
+    return [*([TokenGuard(security.token)] if security.token else []), MessageGuard()]
+
+
+async def refuse_malformed(context: grpc.aio.ServicerContext, error: DecodeError) -> None:
+    """Ends a call whose message cannot be read. Always raises."""
+    await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"the message cannot be read: {error}")
+
+
+async def _refuse_stranger(requests: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
+    await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the call carries no token of this cell")

@@ -1,0 +1,102 @@
+"""The scheduler's own /metrics over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable
+from concurrent.futures import TimeoutError as WaitedTooLongError
+from types import TracebackType
+from typing import Self
+from wsgiref.simple_server import WSGIServer
+
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import Metric as Family
+from prometheus_client.registry import Collector
+
+logger = logging.getLogger(__name__)
+
+_READ_SECONDS = 5.0
+_RETRY_SECONDS = 5.0
+
+
+class MetricsEndpoint:
+    """Serves what `families` gives on `host`:`port` (0: a free port) for as long as the `async with` block lasts.
+
+    The server is prometheus_client's, in a thread; `families` is called on the event loop. Nobody has to show a key. A
+    port in use is no error: another scheduler may be about to leave it, so the endpoint tries again every few seconds.
+    """
+
+    def __init__(self, families: Callable[[], Iterable[Family]], host: str, port: int) -> None:
+        self._families = families
+        self._host = host
+        self._port = port
+        self._server: WSGIServer | None = None
+        self._attempts: asyncio.Task[None] | None = None
+
+    @property
+    def url(self) -> str | None:
+        """None while the port is in use by somebody else."""
+        if self._server is None:
+            return None
+        host, port = self._server.server_address[:2]
+        return f"http://{f'[{host!s}]' if ':' in str(host) else host!s}:{port}/metrics"
+
+    async def __aenter__(self) -> Self:
+        trouble = self._start()
+        if trouble is not None:
+            where = f"{self._host}:{self._port}"
+            logger.warning("metrics cannot be served on %s (%s), which is tried again and again", where, trouble)
+            self._attempts = asyncio.create_task(self._start_some_time())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._attempts is not None:
+            self._attempts.cancel()
+            await asyncio.gather(self._attempts, return_exceptions=True)
+        if self._server is not None:
+            server, self._server = self._server, None
+            # Takes until the thread looks up, and a scrape under way needs the event loop.
+            await asyncio.to_thread(server.shutdown)
+            server.server_close()
+
+    def _start(self) -> OSError | None:
+        registry = CollectorRegistry()
+        registry.register(_FromLoop(self._families, asyncio.get_running_loop()))
+        try:
+            self._server, _ = start_http_server(self._port, self._host, registry)
+        except OSError as error:
+            return error
+        logger.info("metrics are served at %s", self.url)
+        return None
+
+    async def _start_some_time(self) -> None:
+        while True:
+            await asyncio.sleep(_RETRY_SECONDS)
+            if self._start() is None:
+                return
+
+
+class _FromLoop(Collector):
+    """Asks the event loop from the server's thread."""
+
+    def __init__(self, families: Callable[[], Iterable[Family]], loop: asyncio.AbstractEventLoop) -> None:
+        self._families = families
+        self._loop = loop
+
+    def collect(self) -> Iterable[Family]:
+        read = asyncio.run_coroutine_threadsafe(self._read(), self._loop)
+        try:
+            return read.result(_READ_SECONDS)
+        except WaitedTooLongError:
+            read.cancel()
+            raise
+
+    def describe(self) -> Iterable[Family]:
+        """Nothing, so that registering does not ask the event loop from within it."""
+        return ()
+
+    async def _read(self) -> list[Family]:
+        return list(self._families())

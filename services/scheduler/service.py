@@ -1,0 +1,425 @@
+"""Connects the scheduler core to its workers and clients: the core decides, this module carries out its commands."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Protocol, Self
+
+from protos import worker_pb2
+from scheduler.config import SchedulerConfig
+from scheduler.core import SchedulerCore
+from scheduler.messages import (
+    Command,
+    EmitTokens,
+    Event,
+    FailSequence,
+    FinishReason,
+    FinishSequence,
+    MoveKv,
+    RefusalCause,
+    RefuseSequence,
+    Role,
+    RowResult,
+    SendStep,
+    SequenceCancelled,
+    SequenceRequest,
+    SequenceSubmitted,
+    StepCompleted,
+    Tick,
+    WorkerDrained,
+    WorkerDraining,
+    WorkerJoined,
+    WorkerLost,
+)
+from scheduler.sampling import SamplingParameters
+from services.backend.sequence_stream import AdmissionRefusedError, SequenceFailedError, SequenceStream, TokenDelta
+from services.observability.observer import FAILED, REFUSED, SequenceEnd, ServiceObserver, StepTimings
+from services.rpc.channel_security import ChannelSecurity
+from services.rpc.worker_codec import spec_from_wire
+from services.scheduler.telemetry.metrics import SchedulerMetrics
+from services.scheduler.telemetry.statistics import ServiceStatistics, StatisticsSnapshot
+from services.scheduler.workers.kv_move_commands import KvMover
+from services.scheduler.workers.worker_link import LinkOptions, SchedulerFencedError, WorkerEndpoint
+from services.scheduler.workers.worker_set import WorkerSet
+
+logger = logging.getLogger(__name__)
+
+# Even a core that keeps setting its deadline in the past leaves the event loop this time for other work.
+_MIN_TICK_SECONDS = 0.0005
+
+# A move of KV that takes longer fails, and the KV is computed anew.
+_MOVE_TIMEOUT_SECONDS = 10.0
+
+
+class ServiceClosedError(RuntimeError):
+    """The service has closed and takes no sequences; the message says why."""
+
+
+class SchedulerStoppedError(SequenceFailedError):
+    """The service was closed before the sequence was finished; another scheduler can go on with it."""
+
+
+class SequenceSink(Protocol):
+    """Receives the output of a sequence. Calls come from the event loop and must not block.
+
+    `client_request_id` is for logs, `traceparent` for traces.
+    """
+
+    client_request_id: str
+    traceparent: str
+
+    def push(self, delta: TokenDelta) -> None: ...
+
+    def end(self, outcome: FinishReason | Exception) -> None:
+        """The last call. An exception is a SequenceFailedError or an AdmissionRefusedError."""
+
+
+class SchedulerService:
+    """One cell: a scheduler core with its draft and target workers.
+
+    `scheduler_epoch` must be higher than every epoch with which another scheduler spoke to the workers before, since
+    workers refuse lower ones. Every connection takes the next number, so `time.time_ns()` of the start leaves room.
+
+    `security` is that of the workers' channels. `observers` are called with everything that happens. All methods belong
+    to one event loop. `close`, or leaving the `async with` block, fails every unfinished sequence.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        *,
+        scheduler_epoch: int,
+        link_options: LinkOptions | None = None,
+        security: ChannelSecurity | None = None,
+        observers: Iterable[ServiceObserver] = (),
+    ) -> None:
+        self.config = config
+        self._core = SchedulerCore(config)
+        self.workers = WorkerSet(
+            self, self._check_open, link_options or LinkOptions(), security or ChannelSecurity(), scheduler_epoch
+        )
+        self._kv_mover = KvMover(self.workers, self._handle, self._client_request_id, _MOVE_TIMEOUT_SECONDS)
+        self._drained: dict[str, asyncio.Event] = {}
+        self._sinks: dict[int, SequenceSink] = {}
+        self._ids = itertools.count(1)
+        self._ticker: asyncio.TimerHandle | None = None
+        self._closed_because: str | None = None
+        self._closed = asyncio.Event()
+        self._fenced = False
+        self._statistics = ServiceStatistics(time.monotonic())
+        self.metrics = SchedulerMetrics()
+        self.observers = [self._statistics, self.metrics, *observers]
+
+    # Workers.
+
+    async def add_workers(self, endpoints: Sequence[WorkerEndpoint]) -> None:
+        """As WorkerSet.add."""
+        await self.workers.add(endpoints)
+
+    async def remove_worker(self, worker_id: str, drain_seconds: float = 0.0) -> None:
+        """Stops using a worker; an unknown one is no error.
+
+        The sequences of a target have `drain_seconds` to move to other targets one by one, with their KV where moving
+        the KV is faster than computing it. The KV of those left after that is computed anew elsewhere. A draft's KV is
+        not moved: its sequences decode on while another draft catches up.
+        """
+        link = self.workers.find(worker_id)
+        if link is not None and link.endpoint.role is Role.TARGET and drain_seconds > 0:
+            await self._drain(worker_id, drain_seconds)
+        await self.workers.remove(worker_id)
+
+    async def _drain(self, worker_id: str, seconds: float) -> None:
+        drained = self._drained.setdefault(worker_id, asyncio.Event())
+        self._handle(WorkerDraining(worker_id))
+        try:
+            async with asyncio.timeout(seconds):
+                await drained.wait()
+        except TimeoutError:
+            logger.warning("worker %s was not drained within %.1f s", worker_id, seconds)
+        finally:
+            self._drained.pop(worker_id, None)
+
+    @property
+    def descriptions(self) -> Mapping[str, worker_pb2.WorkerDescription]:
+        """Of every worker that was up at least once, as it was when it last came up."""
+        return self.workers.descriptions
+
+    @property
+    def workers_up(self) -> frozenset[str]:
+        return self.workers.up
+
+    @property
+    def epoch(self) -> int:
+        """The highest epoch with which this service has spoken to a worker."""
+        return self.workers.epoch
+
+    def hear_of_epoch(self, highest: int, speaking: int) -> None:
+        """A worker reports scheduler epochs: the highest that ever spoke to it, and the highest that does now.
+
+        A scheduler that speaks now with a higher epoch has replaced this one, which closes. A higher epoch that is
+        silent belongs to a scheduler that is gone, whatever its clock said; this scheduler continues above that epoch.
+        """
+        if speaking > self.epoch:
+            self._fenced = True
+            self._shut(f"a scheduler with epoch {speaking} has taken over, this one's is {self.epoch}")
+        elif highest > self.epoch:
+            self.workers.raise_epoch(highest)
+
+    # Sequences.
+
+    def submit(
+        self,
+        prompt: Sequence[int],
+        max_tokens: int,
+        *,
+        stop_token_ids: frozenset[int] = frozenset(),
+        sampling: SamplingParameters | None = None,
+        draft_length: int | None = None,
+        logits_digests: bool = False,
+        top_logprobs: int | None = None,
+        committed_output: Sequence[int] = (),
+        client_request_id: str = "",
+        traceparent: str = "",
+    ) -> SequenceStream:
+        """Enters a sequence; fields as in scheduler.messages.SequenceRequest. `client_request_id` is for logs,
+        `traceparent` for traces.
+
+        Raises AdmissionRefusedError, or ServiceClosedError.
+        """
+        request = SequenceRequest(
+            sequence_id=self.new_sequence_id(),
+            prompt=tuple(prompt),
+            max_tokens=max_tokens,
+            stop_token_ids=stop_token_ids,
+            sampling=sampling or SamplingParameters(),
+            draft_length=draft_length,
+            logits_digests=logits_digests,
+            top_logprobs=top_logprobs,
+            committed_output=tuple(committed_output),
+        )
+        stream = SequenceStream(request.sequence_id, self.cancel, client_request_id, traceparent)
+        self.enter(request, stream)
+        stream.raise_if_refused()
+        return stream
+
+    def new_sequence_id(self) -> int:
+        """A new id for a request to `enter`."""
+        return next(self._ids)
+
+    def enter(self, request: SequenceRequest, sink: SequenceSink) -> None:
+        """Enters a sequence whose output goes to `sink`, which may be called before this method returns.
+
+        Raises AdmissionRefusedError for tokens outside the vocabulary, and ServiceClosedError; then `sink` is never
+        called.
+        """
+        self._check_open()
+        self._check_vocabulary(request)
+        self._sinks[request.sequence_id] = sink
+        now = time.monotonic()
+        for observer in self.observers:
+            observer.sequence_entered(request, sink.traceparent, now)
+        self._handle(SequenceSubmitted(request))
+
+    def cancel(self, sequence_id: int) -> None:
+        """Ends the sequence's stream at once; a sequence that has ended or never existed is no error."""
+        if sequence_id in self._sinks:
+            self._handle(SequenceCancelled(sequence_id))
+
+    # Life and numbers.
+
+    def statistics(self) -> StatisticsSnapshot:
+        return self._statistics.snapshot(time.monotonic())
+
+    def reset_statistics(self) -> None:
+        """Starts counting anew, for measurements after a warm-up."""
+        self._statistics.reset(time.monotonic())
+
+    @contextmanager
+    def observed(self, observer: ServiceObserver) -> Iterator[None]:
+        """Adds an observer for as long as the block lasts."""
+        self.observers.append(observer)
+        try:
+            yield
+        finally:
+            self.observers.remove(observer)
+
+    @property
+    def core(self) -> SchedulerCore:
+        """For reading only (`snapshot`, `sequences`, `check_integrity`); only this service gives the core events."""
+        return self._core
+
+    @property
+    def closed_because(self) -> str | None:
+        """Why the service has closed; None while it takes sequences."""
+        return self._closed_because
+
+    @property
+    def fenced(self) -> bool:
+        """Whether another scheduler has taken the workers over; the service is closed then."""
+        return self._fenced
+
+    async def wait_closed(self) -> str:
+        """Waits until the service has closed, and returns the reason."""
+        await self._closed.wait()
+        return self._closed_because or ""
+
+    async def close(self, reason: str = "the scheduler service is shutting down") -> None:
+        """Fails every unfinished sequence with the reason, and leaves the workers."""
+        self._shut(reason)
+        await self._kv_mover.close()
+        await self.workers.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    # What workers say (WorkerSetListener).
+
+    def worker_up(self, endpoint: WorkerEndpoint, description: worker_pb2.WorkerDescription) -> None:
+        self._handle(WorkerJoined(spec_from_wire(endpoint.worker_id, description)))
+
+    def worker_lost(self, endpoint: WorkerEndpoint, reason: str) -> None:
+        homes = {worker.worker_id: worker.sequences for worker in self._core.snapshot().workers}
+        for observer in self.observers:
+            observer.worker_lost(endpoint.role, endpoint.worker_id, homes.get(endpoint.worker_id, 0))
+        self._handle(WorkerLost(endpoint.worker_id))
+
+    def step_replied(
+        self,
+        endpoint: WorkerEndpoint,
+        step: SendStep,
+        results: tuple[RowResult, ...],
+        timings: StepTimings,
+    ) -> None:
+        now = time.monotonic()
+        for observer in self.observers:
+            observer.step_replied(endpoint.role, step, results, timings, now)
+        self._handle(StepCompleted(endpoint.worker_id, step.step_id, results, timings.total))
+
+    def link_broken(self, endpoint: WorkerEndpoint, error: BaseException) -> None:
+        self._fenced = self._fenced or isinstance(error, SchedulerFencedError)
+        self._shut(f"the link to worker {endpoint.worker_id} ended: {type(error).__name__}: {error}")
+
+    # The core.
+
+    def _handle(self, event: Event) -> None:
+        """Gives the core an event and carries out what it commands."""
+        if self._closed_because is not None:
+            return
+        loop = asyncio.get_running_loop()
+        began = time.perf_counter()
+        try:
+            commands = self._core.handle(event, loop.time())
+        except Exception as error:
+            # After an error the core's state may be wrong, and wrong tokens must not be committed.
+            logger.exception("the scheduler core failed on %s", event)
+            self._shut(f"the scheduler core failed: {type(error).__name__}: {error}")
+            return
+        seconds = time.perf_counter() - began
+        for observer in self.observers:
+            observer.core_ran(seconds)
+        for command in commands:
+            self._carry_out(command)
+        self._plan_tick(loop)
+
+    def _carry_out(self, command: Command) -> None:
+        match command:
+            case SendStep():
+                self._send(command)
+            case MoveKv():
+                self._kv_mover.start(command)
+            case WorkerDrained():
+                self._end_drain(command.worker_id)
+            case EmitTokens():
+                for observer in self.observers:
+                    observer.tokens_emitted(command)
+                delta = TokenDelta(
+                    command.tokens, command.drafted, command.accepted, command.logits_digests, command.logprobs
+                )
+                self._sinks[command.sequence_id].push(delta)
+            case FinishSequence():
+                self._end(command.sequence_id, SequenceEnd(command.reason.value), command.reason)
+            case FailSequence():
+                error = SequenceFailedError(command.error)
+                self._end(command.sequence_id, SequenceEnd(FAILED, command.error), error)
+            case RefuseSequence():
+                refusal = AdmissionRefusedError(command.cause, command.message)
+                self._end(command.sequence_id, SequenceEnd(REFUSED, command.message, command.cause), refusal)
+
+    def _send(self, step: SendStep) -> None:
+        link = self.workers.find(step.worker_id)
+        if link is None:
+            return
+        now = time.monotonic()
+        for observer in self.observers:
+            observer.step_sent(link.endpoint.role, step, now)
+        link.send(step)
+
+    def _end(self, sequence_id: int, end: SequenceEnd, outcome: FinishReason | Exception) -> None:
+        now = time.monotonic()
+        for observer in self.observers:
+            observer.sequence_ended(sequence_id, end, now)
+        self._sinks.pop(sequence_id).end(outcome)
+
+    def _client_request_id(self, sequence_id: int) -> str:
+        sink = self._sinks.get(sequence_id)
+        return "" if sink is None else sink.client_request_id
+
+    def _end_drain(self, worker_id: str) -> None:
+        if worker_id in self._drained:
+            self._drained[worker_id].set()
+
+    def _plan_tick(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self._ticker is not None:
+            self._ticker.cancel()
+            self._ticker = None
+        deadline = self._core.next_deadline()
+        if deadline is not None and self._closed_because is None:
+            self._ticker = loop.call_at(max(deadline, loop.time() + _MIN_TICK_SECONDS), self._handle, Tick())
+
+    def _shut(self, reason: str) -> None:
+        """Closes the service to events and fails every unfinished sequence. The first reason counts."""
+        if self._closed_because is not None:
+            return
+        self._closed_because = reason
+        if self._ticker is not None:
+            self._ticker.cancel()
+            self._ticker = None
+        for worker_id in self._drained:
+            self._end_drain(worker_id)
+        for sequence_id in list(self._sinks):
+            self._end(sequence_id, SequenceEnd(FAILED, reason), SchedulerStoppedError(reason))
+        # The workers may belong to another scheduler now.
+        self.workers.stop()
+        self._closed.set()
+
+    def _check_open(self) -> None:
+        if self._closed_because is not None:
+            raise ServiceClosedError(self._closed_because)
+
+    def _check_vocabulary(self, request: SequenceRequest) -> None:
+        """Refuses tokens outside the vocabulary, which the core does not check and on which a worker would fail."""
+        sizes = [d.vocabulary_size for d in self.descriptions.values() if d.role == worker_pb2.ROLE_TARGET]
+        size = min(sizes, default=0)
+        if not size:
+            return
+        for name, tokens in (
+            ("prompt", request.prompt),
+            ("committed_output", request.committed_output),
+            ("logit_bias", request.sampling.logit_bias),
+        ):
+            if tokens and not (min(tokens) >= 0 and max(tokens) < size):
+                wrong = next(token for token in tokens if not 0 <= token < size)
+                message = f"{name} holds token id {wrong}, must be between 0 and {size - 1}"
+                self.metrics.refused(RefusalCause.INVALID)
+                raise AdmissionRefusedError(RefusalCause.INVALID, message)

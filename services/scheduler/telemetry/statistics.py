@@ -1,0 +1,325 @@
+"""Counts tokens, rounds, groups and sequences, and where the workers' time goes: once, for reports, status and metrics.
+
+A round is one answer of a target to one sequence that it verified. What the core alone knows (preemptions, draft
+lengths, KV moves) is counted there: scheduler/statistics.py.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from scheduler.messages import EmitTokens, Role, RowResult, RowStatus, SendStep, SequenceRequest
+from services.observability.observer import FAILED, REFUSED, SequenceEnd, ServiceObserver, StepTimings
+from services.scheduler.telemetry.hidden_drafting import HiddenDrafting
+
+POSITIONS = 16
+"""Positions of a proposal that are told apart; the last of them stands for all beyond."""
+
+
+@dataclass(frozen=True, slots=True)
+class StatisticsSnapshot:
+    """Counts since the start, or since the last reset. Times are seconds; every share lies in [0, 1].
+
+    Tokens. `tokens` counts committed output tokens delivered. `seconds` is the time in which at least one sequence was
+    unfinished, and `tokens_per_second` their quotient.
+
+    Rounds. A sequence's first tokens come out of its prefill; every other delivery is that of one round. `deliveries`
+    counts both kinds. `committed_per_round` is tokens of rounds over rounds, `acceptance_rate` accepted over drafted
+    tokens, `accepted_lengths` the number of rounds for each number of accepted tokens, rounds without a draft left out.
+
+    Sequences. `outcomes` counts those that ended, by FinishReason, FAILED and REFUSED; `finished`, `failed` and
+    `refused` are sums of it. `row_errors` counts rows that a worker answered otherwise than asked, by status.
+
+    Prefixes. For each role, `prefix_queries` counts the committed positions of sequences when they were opened at a
+    worker, and `prefix_hits` the positions whose KV a worker took over from other sequences instead of computing it.
+
+    Groups. A group is the rows that one step verifies, prefill chunks not counted. `mean_group_size` is rows over
+    groups; `equal_length_share` is, of the groups of at least two rows, the part whose rows all had the same length
+    (a single row is equal to itself and says nothing). `realigned_rows` are those of the other groups of at least two.
+
+    Time of the targets. The whole of it is, for each target, the time from the start of its first step to the end of
+    its last, less the time in which no sequence was unfinished; with several targets both parts of a quotient are sums.
+    Four shares add up to 1:
+    - `target_busy_share`: forward passes and sampling;
+    - `realignment_share`: what rows of unequal length cost on top, in the worker's preparation;
+    - `scheduling_share`: the worker's preparation otherwise (checking rows, packing, replies), and the time the
+      scheduler core computed while the target had no step, running or queued;
+    - `waiting_share`: the target had no step for other reasons: drafts not ready, the wire.
+    `lost_share` is 1 - `target_busy_share`. `draft_busy_share` is forward passes and sampling over the same whole of
+    the drafts' time. `core_seconds` is all the time the scheduler core computed. What the shares are made of, in
+    seconds and by role: `busy_seconds`, and `worker_seconds` for the whole; `realignment_seconds` of the targets;
+    `hidden_draft_seconds`, the part of the drafts' busy time in which a target was busy too.
+    """
+
+    tokens: int = 0
+    seconds: float = 0.0
+    tokens_per_second: float = 0.0
+    finished: int = 0
+    failed: int = 0
+    refused: int = 0
+    unfinished: int = 0
+    outcomes: dict[str, int] = field(default_factory=dict)
+    deliveries: int = 0
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    committed_per_round: float = 0.0
+    acceptance_rate: float = 0.0
+    accepted_lengths: dict[int, int] = field(default_factory=dict)
+    groups: int = 0
+    mean_group_size: float = 0.0
+    group_sizes: dict[int, int] = field(default_factory=dict)
+    equal_length_groups: int = 0
+    equal_length_share: float = 0.0
+    realigned_rows: int = 0
+    forced_groups: int = 0
+    target_steps: int = 0
+    draft_steps: int = 0
+    packed_rows: int = 0
+    padding_rows: int = 0
+    target_busy_share: float = 0.0
+    waiting_share: float = 0.0
+    realignment_share: float = 0.0
+    scheduling_share: float = 0.0
+    lost_share: float = 0.0
+    draft_busy_share: float = 0.0
+    core_seconds: float = 0.0
+    busy_seconds: dict[str, float] = field(default_factory=dict)
+    worker_seconds: dict[str, float] = field(default_factory=dict)
+    realignment_seconds: float = 0.0
+    hidden_draft_seconds: float = 0.0
+    workers_lost: int = 0
+    workers_lost_by_role: dict[str, int] = field(default_factory=dict)
+    prefix_queries: dict[str, int] = field(default_factory=dict)
+    prefix_hits: dict[str, int] = field(default_factory=dict)
+    row_errors: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def drafted_rounds(self) -> int:
+        return sum(self.accepted_lengths.values())
+
+    @property
+    def accepted_per_position(self) -> list[int]:
+        """Accepted tokens at each of POSITIONS positions: a round that accepted n has them at 0 to n - 1."""
+        accepted = [0] * POSITIONS
+        for length, rounds in self.accepted_lengths.items():
+            for position in range(length):
+                accepted[min(position, POSITIONS - 1)] += rounds
+        return accepted
+
+    @property
+    def groups_by_shape(self) -> dict[str, int]:
+        single, equal = self.group_sizes.get(1, 0), self.equal_length_groups
+        return {"single": single, "equal_length": equal, "ragged": self.groups - single - equal}
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            name: {str(key): count for key, count in value.items()} if isinstance(value, dict) else value
+            for name, value in asdict(self).items()
+        }
+
+
+@dataclass(slots=True)
+class _WorkerTime:
+    """Seconds of one worker. `vacant_at_reply` is where the vacancy clock stood at the last reply."""
+
+    steps: int = 0
+    total: float = 0.0
+    idle: float = 0.0
+    busy: float = 0.0
+    realign: float = 0.0
+    core_while_idle: float = 0.0
+    packed_rows: int = 0
+    padding_rows: int = 0
+    vacant_at_reply: float | None = None
+    vacant_at_send: dict[int, float] = field(default_factory=dict)
+
+    @property
+    def whole(self) -> float:
+        return self.total + self.idle
+
+
+class ServiceStatistics(ServiceObserver):
+    """Collects while the service runs."""
+
+    def __init__(self, now: float) -> None:
+        self._workers: dict[tuple[Role, str], _WorkerTime] = {}
+        self._begun: set[int] = set()
+        self._hidden = HiddenDrafting()
+        self._unfinished = 0
+        # When the number of unfinished sequences last left 0 or came back to it.
+        self._turned = now
+        self._vacant_seconds = 0.0
+        self._clear(now)
+
+    def reset(self, now: float) -> None:
+        """Starts again from nothing; sequences and steps under way count from here on."""
+        for key, worker in self._workers.items():
+            self._workers[key] = _WorkerTime(vacant_at_send=dict.fromkeys(worker.vacant_at_send, 0.0))
+        self._clear(now)
+
+    def sequence_entered(self, request: SequenceRequest, traceparent: str, now: float) -> None:
+        if self._unfinished == 0:
+            self._vacant_seconds += now - self._turned
+            self._turned = now
+        self._unfinished += 1
+
+    def sequence_ended(self, sequence_id: int, end: SequenceEnd, now: float) -> None:
+        self._outcomes[end.outcome] += 1
+        self._begun.discard(sequence_id)
+        self._unfinished -= 1
+        if self._unfinished == 0:
+            self._turned = now
+
+    def tokens_emitted(self, emission: EmitTokens) -> None:
+        self._deliveries += 1
+        self._tokens += len(emission.tokens)
+        if emission.sequence_id not in self._begun:
+            self._begun.add(emission.sequence_id)
+            return
+        self._rounds += 1
+        self._round_tokens += len(emission.tokens)
+        if emission.drafted:
+            self._drafted += emission.drafted
+            self._accepted += emission.accepted
+            self._accepted_lengths[emission.accepted] += 1
+
+    def step_sent(self, role: Role, step: SendStep, now: float) -> None:
+        worker = self._workers.setdefault((role, step.worker_id), _WorkerTime())
+        worker.vacant_at_send[step.step_id] = self._vacant(now)
+        self._hidden.step_sent(step.worker_id, step.step_id, now)
+        group = step.group
+        if group is not None and group.rows:
+            self._group_sizes[group.rows] += 1
+            self._forced_groups += group.forced_by_bound
+            if group.rows > 1:
+                self._equal_groups += group.equal_length
+                self._realigned_rows += 0 if group.equal_length else group.rows
+
+    def step_replied(
+        self, role: Role, step: SendStep, results: tuple[RowResult, ...], timings: StepTimings, now: float
+    ) -> None:
+        worker = self._workers.setdefault((role, step.worker_id), _WorkerTime())
+        sent = worker.vacant_at_send.pop(step.step_id, None)
+        if worker.vacant_at_reply is not None and sent is not None:
+            worker.idle += max(timings.idle - max(sent - worker.vacant_at_reply, 0.0), 0.0)
+        worker.vacant_at_reply = self._vacant(now)
+        begin = min(now - timings.total + timings.prepare, now)
+        end = min(begin + timings.forward + timings.sample, now)
+        self._hidden.step_replied(role, step.worker_id, step.step_id, (begin, end))
+        worker.steps += 1
+        worker.total += timings.total
+        worker.busy += timings.forward + timings.sample
+        worker.realign += timings.realign
+        worker.packed_rows += timings.packed_rows
+        worker.padding_rows += timings.padding_rows
+        for row, result in zip(step.rows, results, strict=True):
+            if result.status is not RowStatus.OK:
+                self._row_errors[result.status.value] += 1
+            if row.committed:
+                self._prefix_queries[role] += len(row.committed)
+            if result.reused:
+                self._prefix_hits[role] += result.reused
+
+    def worker_lost(self, role: Role, worker_id: str, sequences: int) -> None:
+        self._workers_lost[role] += 1
+        self._hidden.worker_lost(worker_id)
+        worker = self._workers.setdefault((role, worker_id), _WorkerTime())
+        worker.vacant_at_send.clear()
+        worker.vacant_at_reply = None
+
+    def core_ran(self, seconds: float) -> None:
+        self._core_seconds += seconds
+        if self._unfinished == 0:
+            return
+        for (role, _), worker in self._workers.items():
+            if role is Role.TARGET and worker.steps and not worker.vacant_at_send:
+                worker.core_while_idle += seconds
+
+    def snapshot(self, now: float) -> StatisticsSnapshot:
+        targets = [worker for (role, _), worker in self._workers.items() if role is Role.TARGET]
+        drafts = [worker for (role, _), worker in self._workers.items() if role is Role.DRAFT]
+        whole = sum(worker.whole for worker in targets)
+        busy = sum(worker.busy for worker in targets)
+        realign = sum(worker.realign for worker in targets)
+        draft_busy, draft_whole = sum(worker.busy for worker in drafts), sum(worker.whole for worker in drafts)
+        core_idle = sum(min(worker.core_while_idle, worker.idle) for worker in targets)
+        waiting = sum(worker.idle for worker in targets) - core_idle
+        busy_share = _share(busy, whole)
+        seconds = now - self._since - self._vacant(now)
+        groups = sum(self._group_sizes.values())
+        return StatisticsSnapshot(
+            tokens=self._tokens,
+            seconds=seconds,
+            tokens_per_second=_quotient(self._tokens, seconds),
+            finished=self._outcomes.total() - self._outcomes[FAILED] - self._outcomes[REFUSED],
+            failed=self._outcomes[FAILED],
+            refused=self._outcomes[REFUSED],
+            unfinished=self._unfinished,
+            outcomes=dict(self._outcomes),
+            deliveries=self._deliveries,
+            rounds=self._rounds,
+            drafted=self._drafted,
+            accepted=self._accepted,
+            committed_per_round=_quotient(self._round_tokens, self._rounds),
+            acceptance_rate=_quotient(self._accepted, self._drafted),
+            accepted_lengths=dict(sorted(self._accepted_lengths.items())),
+            groups=groups,
+            mean_group_size=_quotient(sum(rows * count for rows, count in self._group_sizes.items()), groups),
+            group_sizes=dict(sorted(self._group_sizes.items())),
+            equal_length_groups=self._equal_groups,
+            equal_length_share=_quotient(self._equal_groups, groups - self._group_sizes[1]),
+            realigned_rows=self._realigned_rows,
+            forced_groups=self._forced_groups,
+            target_steps=sum(worker.steps for worker in targets),
+            draft_steps=sum(worker.steps for worker in drafts),
+            packed_rows=sum(worker.packed_rows for worker in targets),
+            padding_rows=sum(worker.padding_rows for worker in targets),
+            target_busy_share=busy_share,
+            waiting_share=_share(waiting, whole),
+            realignment_share=_share(realign, whole),
+            scheduling_share=_share(whole - busy - realign - waiting, whole),
+            lost_share=1.0 - busy_share if whole else 0.0,
+            draft_busy_share=_share(draft_busy, draft_whole),
+            core_seconds=self._core_seconds,
+            busy_seconds={"draft": draft_busy, "target": busy},
+            worker_seconds={"draft": draft_whole, "target": whole},
+            realignment_seconds=realign,
+            hidden_draft_seconds=self._hidden.seconds - self._hidden_before,
+            workers_lost=self._workers_lost.total(),
+            workers_lost_by_role={role.value: self._workers_lost[role] for role in Role},
+            prefix_queries={role.value: self._prefix_queries[role] for role in Role},
+            prefix_hits={role.value: self._prefix_hits[role] for role in Role},
+            row_errors=dict(self._row_errors),
+        )
+
+    def _clear(self, now: float) -> None:
+        self._since = now
+        self._turned = now
+        self._vacant_seconds = 0.0
+        self._tokens = self._deliveries = 0
+        self._outcomes: Counter[str] = Counter()
+        self._rounds = self._round_tokens = self._drafted = self._accepted = 0
+        self._accepted_lengths: Counter[int] = Counter()
+        self._group_sizes: Counter[int] = Counter()
+        self._equal_groups = self._forced_groups = self._realigned_rows = 0
+        self._workers_lost: Counter[Role] = Counter()
+        self._hidden_before = self._hidden.seconds
+        self._row_errors: Counter[str] = Counter()
+        self._prefix_queries: Counter[Role] = Counter()
+        self._prefix_hits: Counter[Role] = Counter()
+        self._core_seconds = 0.0
+
+    def _vacant(self, now: float) -> float:
+        """Seconds up to now in which no sequence was unfinished."""
+        return self._vacant_seconds + (now - self._turned if self._unfinished == 0 else 0.0)
+
+
+def _quotient(part: float, whole: float) -> float:
+    return part / whole if whole else 0.0
+
+
+def _share(part: float, whole: float) -> float:
+    return min(max(part / whole, 0.0), 1.0) if whole else 0.0

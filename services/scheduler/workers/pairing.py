@@ -1,0 +1,94 @@
+"""Which workers may serve together: a draft's token ids must mean the same as its target's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from protos import worker_pb2
+from services.rpc.protocol_version import version_conflict
+from services.rpc.worker_codec import role_from_wire
+
+_SAME_ON_TARGETS = ("model_id", "dtype", "vocabulary_size")
+
+
+class PairingError(ValueError):
+    """A worker cannot serve with the others, or with this scheduler; the message says how they differ."""
+
+
+def check_pairing(
+    name: str, new: worker_pb2.WorkerDescription, others: Iterable[tuple[str, worker_pb2.WorkerDescription]]
+) -> None:
+    """Raises PairingError unless the worker `new` fits every one of `others`, each given by name and description.
+
+    Targets must hold the same model in the same number format, so that any of them can take over a sequence. A draft
+    must have the target's tokenizer; with an empty digest (it works with any) its vocabulary must not be the smaller
+    one. Drafts need not fit each other.
+    """
+    for other_name, other in others:
+        if new.role == other.role == worker_pb2.ROLE_TARGET:
+            _check_targets(name, new, other_name, other)
+        elif new.role == worker_pb2.ROLE_DRAFT and other.role == worker_pb2.ROLE_TARGET:
+            _check_draft(name, new, other_name, other)
+        elif new.role == worker_pb2.ROLE_TARGET and other.role == worker_pb2.ROLE_DRAFT:
+            _check_draft(other_name, other, name, new)
+
+
+def _check_targets(
+    name: str, one: worker_pb2.WorkerDescription, other_name: str, other: worker_pb2.WorkerDescription
+) -> None:
+    differences = [
+        f"{field} {getattr(one, field)} and {getattr(other, field)}"
+        for field in _SAME_ON_TARGETS
+        if getattr(one, field) != getattr(other, field)
+    ]
+    if one.tokenizer_digest != other.tokenizer_digest:
+        differences.append(f"tokenizer digest {_short(one.tokenizer_digest)} and {_short(other.tokenizer_digest)}")
+    if bool(one.exact_row_counts) != bool(other.exact_row_counts):
+        differences.append(f"exact mode {_on(one)} and {_on(other)}")
+    if differences:
+        raise PairingError(f"target workers {name} and {other_name} differ: {'; '.join(differences)}")
+
+
+def _check_draft(
+    name: str, draft: worker_pb2.WorkerDescription, target_name: str, target: worker_pb2.WorkerDescription
+) -> None:
+    sizes = f"vocabulary sizes {draft.vocabulary_size} and {target.vocabulary_size}"
+    if not draft.tokenizer_digest:
+        if 0 < draft.vocabulary_size < target.vocabulary_size:
+            raise PairingError(f"draft worker {name} does not fit target worker {target_name}: {sizes}")
+        return
+    differences = []
+    if draft.tokenizer_digest != target.tokenizer_digest:
+        digests = f"{_short(draft.tokenizer_digest)} and {_short(target.tokenizer_digest)}"
+        differences.append(f"tokenizer digests differ ({digests})")
+    if differences or draft.vocabulary_size != target.vocabulary_size:
+        differences.append(sizes)
+        raise PairingError(
+            f"draft worker {name} ({draft.model_id}) does not fit target worker {target_name} ({target.model_id}): "
+            f"{'; '.join(differences)}"
+        )
+
+
+def check_version(name: str, description: worker_pb2.WorkerDescription, ours: int) -> None:
+    """Raises PairingError unless the worker speaks the version of the protocol that this scheduler does."""
+    conflict = version_conflict(f"worker {name}", description.protocol_version, "this scheduler", ours)
+    if conflict is not None:
+        raise PairingError(conflict)
+
+
+def check_role(name: str, expected: worker_pb2.Role, description: worker_pb2.WorkerDescription) -> None:
+    """Raises PairingError unless the worker has the role it was announced with."""
+    if description.role != expected:
+        try:
+            found = role_from_wire(description.role).value
+        except ValueError:
+            found = f"of role {description.role}"
+        raise PairingError(f"worker {name} is {found}, must be {role_from_wire(expected).value}")
+
+
+def _short(digest: bytes) -> str:
+    return digest.hex()[:12] or "none"
+
+
+def _on(description: worker_pb2.WorkerDescription) -> str:
+    return "on" if description.exact_row_counts else "off"

@@ -1,0 +1,184 @@
+"""The workers that have registered with a scheduler, and the state of each."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+from protos import worker_pb2
+from services.rpc.backoff import require_positive
+from services.scheduler.service import SchedulerService, ServiceClosedError
+from services.scheduler.workers.pairing import PairingError
+from services.scheduler.workers.worker_link import WorkerEndpoint, WorkerUnreachableError
+
+logger = logging.getLogger(__name__)
+
+
+class WorkerState(Enum):
+    CONNECTING = "connecting"
+    IN_USE = "in use"
+    REFUSED = "refused"
+    UNREACHABLE = "unreachable"
+    LEAVING = "leaving"
+
+
+@dataclass(frozen=True, slots=True)
+class RegistryOptions:
+    """Times in seconds. A worker that was refused or not reached is tried again at its first registration that comes
+    `retry_seconds` later. A worker that is down and has not registered for `forget_seconds` is forgotten. A
+    registration is answered after `answer_seconds` at the latest, whether or not the connection has been made.
+    """
+
+    retry_seconds: float = 2.0
+    forget_seconds: float = 15.0
+    answer_seconds: float = 2.0
+
+    def __post_init__(self) -> None:
+        require_positive(self, "retry_seconds", "forget_seconds", "answer_seconds")
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerRecord:
+    """One worker and its state. `reason` says why the worker is not in use; empty where it is."""
+
+    endpoint: WorkerEndpoint
+    description: worker_pb2.WorkerDescription
+    state: WorkerState
+    reason: str
+
+
+@dataclass(slots=True)
+class _Entry:
+    endpoint: WorkerEndpoint
+    description: worker_pb2.WorkerDescription
+    heard: float
+    state: WorkerState = WorkerState.CONNECTING
+    reason: str = ""
+    tried: float = 0.0
+    attempt: asyncio.Task[None] | None = None
+    draining: bool = False
+
+
+class WorkerRegistry:
+    """Adds workers to a scheduler service as they register, and removes those that left or are gone for good.
+
+    A registration with the same id, address, role and worker epoch comes from the same worker; one with only the id in
+    common replaces the worker. `sweep` is to be called now and then. `clock` gives monotonic seconds.
+    """
+
+    def __init__(self, service: SchedulerService, options: RegistryOptions, clock: Callable[[], float]) -> None:
+        self._service = service
+        self._options = options
+        self._clock = clock
+        self._entries: dict[str, _Entry] = {}
+
+    async def register(self, endpoint: WorkerEndpoint, description: worker_pb2.WorkerDescription) -> WorkerRecord:
+        """Handles one registration of a worker. Raises ServiceClosedError."""
+        if self._service.closed_because is not None:
+            raise ServiceClosedError(self._service.closed_because)
+        now = self._clock()
+        entry = self._entries.get(endpoint.worker_id)
+        if entry is None or entry.endpoint != endpoint or entry.description.worker_epoch != description.worker_epoch:
+            old, entry = entry, _Entry(endpoint, description, now)
+            self._entries[endpoint.worker_id] = entry
+            self._try(entry, old)
+        entry.heard, entry.description = now, description
+        self._refresh(entry)
+        if entry.state in (WorkerState.REFUSED, WorkerState.UNREACHABLE):
+            self._try_again(entry, now)
+        if entry.attempt is not None:
+            await asyncio.wait({entry.attempt}, timeout=self._options.answer_seconds)
+            self._refresh(entry)
+        return _record(entry)
+
+    async def deregister(self, worker_id: str, worker_epoch: int, drain_seconds: float) -> None:
+        """Removes a worker; returns when it has been told to drop its sequences. An unknown one is no error.
+
+        The worker's sequences have `drain_seconds` to move to other workers with their KV.
+        """
+        entry = self._entries.get(worker_id)
+        if entry is None or entry.description.worker_epoch != worker_epoch:
+            return
+        entry.state, entry.reason = WorkerState.LEAVING, "it asked to be removed"
+        await _stop(entry)
+        entry.draining = True
+        try:
+            await self._service.remove_worker(worker_id, drain_seconds)
+        finally:
+            entry.draining, entry.heard = False, self._clock()
+
+    def records(self) -> Iterator[WorkerRecord]:
+        """Every known worker, in the order of their first registrations."""
+        for entry in self._entries.values():
+            self._refresh(entry)
+            yield _record(entry)
+
+    async def sweep(self) -> None:
+        """Forgets workers that are not in use and have not registered for `forget_seconds`."""
+        oldest = self._clock() - self._options.forget_seconds
+        for worker_id, entry in list(self._entries.items()):
+            self._refresh(entry)
+            if entry.heard < oldest and entry.state is not WorkerState.IN_USE and not entry.draining:
+                logger.info("worker %s is forgotten: %s", worker_id, entry.reason or entry.state.value)
+                del self._entries[worker_id]
+                await _stop(entry)
+                await self._service.workers.remove(worker_id, dismiss=False)
+
+    async def close(self) -> None:
+        for entry in self._entries.values():
+            await _stop(entry)
+
+    def _try_again(self, entry: _Entry, now: float) -> None:
+        if entry.attempt is not None or now - entry.tried < self._options.retry_seconds:
+            return
+        if entry.endpoint.worker_id in self._service.workers.endpoints:
+            entry.tried = now
+            self._service.workers.retry(entry.endpoint.worker_id)
+        else:
+            self._try(entry, None)
+
+    def _try(self, entry: _Entry, old: _Entry | None) -> None:
+        """Starts an attempt to add the worker. State and reason of the last attempt stand until this one has ended."""
+        entry.tried = self._clock()
+        entry.attempt = asyncio.create_task(self._add(entry, old))
+
+    async def _add(self, entry: _Entry, old: _Entry | None) -> None:
+        if old is not None:
+            await _stop(old)
+            await self._service.workers.remove(entry.endpoint.worker_id, dismiss=False)
+        try:
+            await self._service.workers.add([entry.endpoint])
+        except PairingError as error:
+            logger.error("%s", error)
+            entry.state, entry.reason = WorkerState.REFUSED, str(error)
+        except (WorkerUnreachableError, ServiceClosedError, OSError) as error:
+            logger.warning("%s", error)
+            entry.state, entry.reason = WorkerState.UNREACHABLE, str(error)
+        except Exception as error:
+            logger.exception("worker %s could not be added", entry.endpoint.worker_id)
+            entry.state, entry.reason = WorkerState.UNREACHABLE, f"{type(error).__name__}: {error}"
+        finally:
+            entry.attempt = None
+
+    def _refresh(self, entry: _Entry) -> None:
+        """Updates the state from the worker's link, once there is one."""
+        if entry.attempt is not None or entry.state is WorkerState.LEAVING:
+            return
+        worker_id = entry.endpoint.worker_id
+        if worker_id in self._service.workers.up:
+            entry.state, entry.reason = WorkerState.IN_USE, ""
+        elif worker_id in self._service.workers.endpoints:
+            entry.state, entry.reason = WorkerState.UNREACHABLE, self._service.workers.trouble_of(worker_id)
+
+
+async def _stop(entry: _Entry) -> None:
+    if entry.attempt is not None:
+        entry.attempt.cancel()
+        await asyncio.gather(entry.attempt, return_exceptions=True)
+
+
+def _record(entry: _Entry) -> WorkerRecord:
+    return WorkerRecord(entry.endpoint, entry.description, entry.state, entry.reason)

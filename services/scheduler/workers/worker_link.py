@@ -1,0 +1,347 @@
+"""The scheduler's connection to one worker: connects, streams steps, detects loss, connects again."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import grpc
+import grpc.aio
+
+from protos import worker_pb2, worker_pb2_grpc
+from scheduler.messages import MoveKv, Role, RowResult, SendStep
+from services.observability.observer import StepTimings
+from services.rpc.backoff import Backoff, require_positive
+from services.rpc.channel_security import ChannelSecurity
+from services.rpc.errors import rpc_details, rpc_reason
+from services.rpc.protocol_version import PROTOCOL_VERSION
+from services.rpc.worker_codec import (
+    opening_to_wire,
+    result_from_wire,
+    role_to_wire,
+    spec_from_wire,
+    step_to_wire,
+    timings_from_wire,
+)
+from services.scheduler.workers.pairing import PairingError, check_role, check_version
+
+logger = logging.getLogger(__name__)
+
+# The id of empty steps: the one that opens a stream, and those that ask for a sign of life. The core's ids are higher.
+_EMPTY_STEP_ID = 0
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerEndpoint:
+    """Where a worker listens, and its expected role."""
+
+    worker_id: str
+    role: Role
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class LinkOptions:
+    """Times in seconds. A worker that leaves a step unanswered for `step_timeout` counts as lost.
+
+    So does a worker whose process leaves a ping of gRPC unanswered for `silence_timeout`, however long its step may
+    take: the process was stopped, or its machine is gone.
+
+    A worker that had no step for `ping_interval` gets an empty one, whose reply shows whether the worker hangs or
+    belongs to another scheduler. Pauses between attempts to connect grow from `first_backoff` to `longest_backoff`.
+    """
+
+    connect_timeout: float = 10.0
+    step_timeout: float = 60.0
+    silence_timeout: float = 1.0
+    first_backoff: float = 0.1
+    longest_backoff: float = 5.0
+    ping_interval: float = 1.0
+
+    def __post_init__(self) -> None:
+        require_positive(
+            self,
+            "connect_timeout",
+            "step_timeout",
+            "silence_timeout",
+            "first_backoff",
+            "longest_backoff",
+            "ping_interval",
+        )
+
+
+class WorkerUnreachableError(ConnectionError):
+    """The worker did not answer, or its answer broke the protocol."""
+
+
+class SchedulerFencedError(RuntimeError):
+    """Another scheduler, with a higher epoch, has taken the worker over."""
+
+
+class LinkListener(Protocol):
+    """Hears what happens to a link. All calls come from the event loop and must not block."""
+
+    def check_admission(self, link: WorkerLink, description: worker_pb2.WorkerDescription) -> None:
+        """Raises PairingError if the worker does not fit the others."""
+
+    def link_up(self, link: WorkerLink, description: worker_pb2.WorkerDescription) -> None: ...
+
+    def link_down(self, link: WorkerLink, reason: str) -> None: ...
+
+    def step_replied(
+        self, link: WorkerLink, step: SendStep, results: tuple[RowResult, ...], timings: StepTimings
+    ) -> None:
+        """`results` holds one entry for each row of the step, in their order."""
+
+
+class WorkerLink:
+    """One worker's step stream, kept up until `close`.
+
+    Each connection has a scheduler epoch of its own. So the worker refuses steps of a broken stream that still wait
+    there, and drops the sequences that no step would release any more. A connection counts as up only when the worker
+    has answered an empty step: a worker whose current step hangs still answers `Describe`.
+    """
+
+    def __init__(
+        self,
+        endpoint: WorkerEndpoint,
+        options: LinkOptions,
+        next_epoch: Callable[[], int],
+        listener: LinkListener,
+        security: ChannelSecurity,
+    ) -> None:
+        self.endpoint = endpoint
+        self.description: worker_pb2.WorkerDescription | None = None
+        # Why the link is not up.
+        self.trouble = ""
+        self._options = options
+        self._next_epoch = next_epoch
+        self._listener = listener
+        self._channel = security.open_channel(endpoint.address, options.silence_timeout)
+        self._metadata = security.metadata
+        self._stub = worker_pb2_grpc.WorkerStub(self._channel)
+        self._outgoing: asyncio.Queue[SendStep] | None = None
+        self._session_epoch = 0
+        self._in_flight: OrderedDict[int, SendStep] = OrderedDict()
+        self._deadline: asyncio.Timeout | None = None
+        self._pinging = False
+        self._hurry = asyncio.Event()
+
+    @property
+    def up(self) -> bool:
+        return self._outgoing is not None
+
+    async def describe(self) -> worker_pb2.WorkerDescription:
+        """Raises WorkerUnreachableError, or PairingError for the wrong role or another version of the protocol."""
+        endpoint = self.endpoint
+        try:
+            description: worker_pb2.WorkerDescription = await self._stub.Describe(
+                worker_pb2.DescribeRequest(protocol_version=PROTOCOL_VERSION),
+                timeout=self._options.connect_timeout,
+                wait_for_ready=True,
+                metadata=self._metadata,
+            )
+        except grpc.aio.AioRpcError as error:
+            name = f"worker {endpoint.worker_id} at {endpoint.address}"
+            if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
+                raise PairingError(f"{name} refuses this scheduler: {rpc_details(error)}") from error
+            raise WorkerUnreachableError(f"{name} does not answer: {rpc_reason(error)}") from error
+        check_version(endpoint.worker_id, description, PROTOCOL_VERSION)
+        check_role(endpoint.worker_id, role_to_wire(endpoint.role), description)
+        try:
+            spec_from_wire(endpoint.worker_id, description)
+        except ValueError as error:
+            raise WorkerUnreachableError(f"worker {endpoint.worker_id} describes itself wrongly: {error}") from error
+        return description
+
+    async def run(self, description: worker_pb2.WorkerDescription) -> None:
+        """Keeps the link up until cancelled, starting with a fresh description. Raises SchedulerFencedError."""
+        try:
+            await self._keep_up(description)
+        finally:
+            self._outgoing = None
+
+    async def _keep_up(self, description: worker_pb2.WorkerDescription) -> None:
+        backoff = Backoff(self._options.first_backoff, self._options.longest_backoff, self._hurry)
+        while True:
+            try:
+                self._listener.check_admission(self, description)
+                await self._session(description)
+            except WorkerUnreachableError as error:
+                logger.warning("%s", error)
+                self.trouble = str(error)
+                was_up = self.up
+                self._outgoing = None
+                self._in_flight.clear()
+                if was_up:
+                    backoff.reset()
+                    self._listener.link_down(self, str(error))
+            except PairingError as error:
+                logger.error("%s", error)
+                self.trouble = str(error)
+                backoff.use_longest()
+            while True:
+                await backoff.pause()
+                try:
+                    description = await self.describe()
+                    break
+                except (WorkerUnreachableError, PairingError) as error:
+                    logger.info("%s", error)
+                    self.trouble = str(error)
+
+    def retry_now(self) -> None:
+        """Ends the pause before the next attempt; no effect on a link that is up."""
+        self._hurry.set()
+
+    def send(self, step: SendStep) -> None:
+        """Queues a step for sending. A link that is down ignores the step: its loss is or soon will be reported."""
+        if self._outgoing is None:
+            return
+        self._in_flight[step.step_id] = step
+        self._outgoing.put_nowait(step)
+        if len(self._in_flight) == 1:
+            self._expect_reply()
+
+    async def import_kv(self, move: MoveKv, source: WorkerLink, timeout_seconds: float) -> worker_pb2.ImportKvReply:
+        """Has this worker fetch the KV of a sequence from another one. Raises WorkerUnreachableError."""
+        if self.description is None or source.description is None or not (self.up and source.up):
+            raise WorkerUnreachableError(f"worker {self.endpoint.worker_id} or {source.endpoint.worker_id} is not up")
+        request = worker_pb2.ImportKvRequest(
+            worker_epoch=self.description.worker_epoch,
+            scheduler_epoch=self._session_epoch,
+            sequence_id=move.opening.sequence_id,
+            tokens=move.tokens,
+            parameters=opening_to_wire(move.opening),
+            source_address=source.endpoint.address,
+            source_worker_epoch=source.description.worker_epoch,
+            source_scheduler_epoch=source._session_epoch,
+        )
+        try:
+            reply: worker_pb2.ImportKvReply = await self._stub.ImportKv(
+                request, timeout=timeout_seconds, metadata=self._metadata
+            )
+        except grpc.aio.AioRpcError as error:
+            raise WorkerUnreachableError(f"worker {self.endpoint.worker_id}: {rpc_reason(error)}") from error
+        return reply
+
+    async def dismiss(self) -> None:
+        """Tells the worker to drop every sequence; to be called after `run` was cancelled.
+
+        A worker that cannot be reached has dropped them, or drops them for its next scheduler.
+        """
+        if self.description is None:
+            return
+        opening = worker_pb2.StepRequest(
+            worker_epoch=self.description.worker_epoch,
+            step_id=_EMPTY_STEP_ID,
+            scheduler_epoch=self._next_epoch(),
+        )
+        try:
+            limit = self._options.connect_timeout
+            async for _ in self._stub.Steps(iter([opening]), timeout=limit, metadata=self._metadata):
+                return
+        except grpc.aio.AioRpcError as error:
+            logger.info("worker %s was not told that it is dismissed: %s", self.endpoint.worker_id, rpc_reason(error))
+
+    async def close(self) -> None:
+        await self._channel.close(None)
+
+    async def _session(self, description: worker_pb2.WorkerDescription) -> None:
+        """Runs one stream to its end. Always raises WorkerUnreachableError or SchedulerFencedError."""
+        outgoing: asyncio.Queue[SendStep] = asyncio.Queue()
+        self._pinging = False
+        self._session_epoch = self._next_epoch()
+        call = self._stub.Steps(
+            self._requests(outgoing, description.worker_epoch, self._session_epoch), metadata=self._metadata
+        )
+        try:
+            async with asyncio.timeout(self._options.step_timeout) as self._deadline:
+                async for reply in call:
+                    self._check_reply(reply)
+                    if not self.up:
+                        self._open(outgoing, description)
+                    else:
+                        self._take(reply)
+                    self._expect_reply()
+            raise self._unreachable("it ended the stream")
+        except TimeoutError:
+            step_id = next(iter(self._in_flight), _EMPTY_STEP_ID)
+            raise self._unreachable(f"no reply to step {step_id} within {self._options.step_timeout:g} s") from None
+        except grpc.aio.AioRpcError as error:
+            raise self._unreachable(rpc_reason(error)) from error
+        except asyncio.InvalidStateError as error:
+            raise self._unreachable(f"the stream broke: {error}") from error
+        finally:
+            self._deadline = None
+            call.cancel()
+
+    async def _requests(
+        self, outgoing: asyncio.Queue[SendStep], worker_epoch: int, scheduler_epoch: int
+    ) -> AsyncIterator[worker_pb2.StepRequest]:
+        empty = worker_pb2.StepRequest(
+            worker_epoch=worker_epoch, step_id=_EMPTY_STEP_ID, scheduler_epoch=scheduler_epoch
+        )
+        yield empty
+        while True:
+            try:
+                async with asyncio.timeout(self._options.ping_interval):
+                    step = await outgoing.get()
+            except TimeoutError:
+                if self.up and not self._in_flight and not self._pinging:
+                    self._pinging = True
+                    self._expect_reply()
+                    yield empty
+            else:
+                yield step_to_wire(step, worker_epoch, scheduler_epoch)
+
+    def _open(self, outgoing: asyncio.Queue[SendStep], description: worker_pb2.WorkerDescription) -> None:
+        # Other workers may have come up since the check before the connection was made.
+        self._listener.check_admission(self, description)
+        self._hurry.clear()
+        self.trouble = ""
+        self._outgoing = outgoing
+        self.description = description
+        self._listener.link_up(self, description)
+
+    def _check_reply(self, reply: worker_pb2.StepReply) -> None:
+        if reply.status == worker_pb2.STEP_STATUS_FENCED:
+            raise SchedulerFencedError(f"worker {self.endpoint.worker_id}: {reply.error}")
+        # INVALID ends the stream too, for a step out of order: failing its rows would fail sequences that did no wrong
+        # and leave what it was to release.
+        if reply.status != worker_pb2.STEP_STATUS_OK:
+            raise self._unreachable(f"it refused step {reply.step_id}: {reply.error or f'status {reply.status}'}")
+
+    def _take(self, reply: worker_pb2.StepReply) -> None:
+        if reply.step_id == _EMPTY_STEP_ID and self._pinging:
+            self._pinging = False
+            return
+        step = self._in_flight.pop(reply.step_id, None)
+        if step is None:
+            raise self._unreachable(f"it answered step {reply.step_id}, which was not sent")
+        try:
+            results = _results(step, reply)
+        except ValueError as error:
+            raise self._unreachable(f"reply to step {reply.step_id}: {error}") from error
+        self._listener.step_replied(self, step, results, timings_from_wire(reply.timings))
+
+    def _expect_reply(self) -> None:
+        """Moves the deadline: each step has the whole time, from the moment at which the worker could start on it."""
+        if self._deadline is not None and not self._deadline.expired():
+            now = asyncio.get_running_loop().time()
+            waiting = self._in_flight or self._pinging
+            self._deadline.reschedule(now + self._options.step_timeout if waiting else None)
+
+    def _unreachable(self, reason: str) -> WorkerUnreachableError:
+        return WorkerUnreachableError(f"worker {self.endpoint.worker_id} at {self.endpoint.address} is lost: {reason}")
+
+
+def _results(step: SendStep, reply: worker_pb2.StepReply) -> tuple[RowResult, ...]:
+    """Raises ValueError where the reply does not answer the step."""
+    sent, answered = [row.sequence_id for row in step.rows], [row.sequence_id for row in reply.rows]
+    if sent != answered:
+        raise ValueError(f"rows are of sequences {answered}, must be of {sent}")
+    return tuple(result_from_wire(row) for row in reply.rows)

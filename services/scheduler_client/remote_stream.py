@@ -1,0 +1,115 @@
+"""One sequence of a gateway, computed by a scheduler in another process, or by several in turn."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Self
+
+from protos import scheduler_pb2
+from scheduler.messages import FinishReason
+from services.backend.interface import DeadlineExceededError, GenerationRequest
+from services.backend.sequence_stream import DeltaBuffer, TokenDelta
+from services.backend.session_codec import submission_to_wire
+
+
+class RemoteStream:
+    """Implements services.backend.interface.TokenStream.
+
+    Keeps every token received, so that another scheduler can continue after the last one. Unread tokens are merged
+    into one delta. `on_end` is called once at the end, with the stream and whether the scheduler knows of the end.
+    """
+
+    def __init__(
+        self, request_id: int, request: GenerationRequest, on_end: Callable[[RemoteStream, bool], None]
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        self.request_id = request_id
+        self.finish_reason: FinishReason | None = None
+        self.admission: asyncio.Future[None] = loop.create_future()
+        """Done when the sequence is in the live set; holds the exception of a sequence that was refused."""
+        self.admitted = False
+        self.fruitless_submissions = 0
+        """Sessions since the last token that broke while they had the sequence, which may have been the cause."""
+        self.submitted = False
+        """Whether the sequence was ever submitted in a session."""
+        self._request = request
+        self._on_end = on_end
+        self._received: list[int] = []
+        self._buffer = DeltaBuffer()
+        self._news = asyncio.Event()
+        self._outcome: FinishReason | Exception | None = None
+        self._deadline: float | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        if request.deadline_seconds is not None:
+            self._deadline = loop.time() + request.deadline_seconds
+            self._timer = loop.call_at(self._deadline, self._expire)
+
+    def cancel(self) -> None:
+        self.end(FinishReason.CANCELLED, known_there=False)
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> TokenDelta:
+        while not self._buffer:
+            if self._outcome is not None:
+                if isinstance(self._outcome, Exception):
+                    raise self._outcome
+                self.finish_reason = self._outcome
+                raise StopAsyncIteration
+            self._news.clear()
+            await self._news.wait()
+        return self._buffer.take()
+
+    # For the client that feeds the stream.
+
+    @property
+    def client_request_id(self) -> str:
+        """For logs."""
+        return self._request.request_id
+
+    def submission(self) -> scheduler_pb2.SequenceSubmission:
+        """All that a scheduler needs to continue the sequence."""
+        remaining = None
+        if self._deadline is not None:
+            # The timer takes care of a deadline that has just passed.
+            remaining = max(self._deadline - asyncio.get_running_loop().time(), 0.001)
+        self.fruitless_submissions += 1
+        self.submitted = True
+        return submission_to_wire(self.request_id, self._request, self._received, self.admitted, remaining)
+
+    def forgive_submission(self) -> None:
+        """The last session ended for a reason that is known not to be the sequence."""
+        self.fruitless_submissions = max(self.fruitless_submissions - 1, 0)
+
+    def admit(self) -> None:
+        self.admitted = True
+        if not self.admission.done():
+            self.admission.set_result(None)
+
+    def push(self, delta: TokenDelta) -> None:
+        if self._outcome is None:
+            self.fruitless_submissions = 0
+            self._received.extend(delta.tokens)
+            self._buffer.add(delta)
+            self._news.set()
+
+    def end(self, outcome: FinishReason | Exception, *, known_there: bool) -> None:
+        """The first end counts. `known_there`: the scheduler knows of the end, or there is no scheduler."""
+        if self._outcome is not None:
+            return
+        self._outcome = outcome
+        if self._timer is not None:
+            self._timer.cancel()
+        self._news.set()
+        if not self.admission.done():
+            if isinstance(outcome, Exception):
+                self.admission.set_exception(outcome)
+            else:
+                self.admission.set_result(None)
+        self._on_end(self, known_there)
+
+    def _expire(self) -> None:
+        seconds = self._request.deadline_seconds
+        self.end(DeadlineExceededError(f"the request was not finished within its {seconds:g} s"), known_there=False)

@@ -1,0 +1,101 @@
+"""Chat templates, rendered as transformers renders them.
+
+transformers' own renderer is not used: importing `transformers.utils.chat_template_utils` loads transformers, which
+takes a gateway a second at its start; this module takes 0.05 s. A test compares the two.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+
+class ChatTemplateError(ValueError):
+    """The template does not accept the messages; the error's message is one line that a client can act on."""
+
+
+class ChatTemplate:
+    """One compiled template with the special tokens that the template may name (`bos_token`, `eos_token`, ...).
+
+    Templates come with models and are not trusted: they run in jinja2's immutable sandbox. Raises ChatTemplateError.
+    """
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise_exception
+        environment.globals["strftime_now"] = _strftime_now
+        self._special_tokens = dict(special_tokens)
+        try:
+            self._template = environment.from_string(source)
+        except jinja2.TemplateError as error:
+            raise ChatTemplateError(f"the model's chat template does not compile: {_line(error)}") from error
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **variables: Any,
+    ) -> str:
+        """The text of a conversation; `variables` go to the template unchanged (`enable_thinking` ...)."""
+        known = {
+            **self._special_tokens,
+            "messages": messages,
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+            **variables,
+        }
+        try:
+            return self._template.render(known)
+        except jinja2.TemplateError as error:
+            raise ChatTemplateError(f"the model's chat template refuses the messages: {_line(error)}") from error
+        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+            # A template fails in many ways on messages of a form that its author did not foresee.
+            raise ChatTemplateError(f"the model's chat template fails on the messages: {_line(error)}") from error
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """`{% generation %}` marks what the assistant said, for training; rendering keeps the content and drops the tag."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body).set_lineno(line)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own filter escapes HTML, and no model was trained on escaped HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split()) or type(error).__name__

@@ -1,0 +1,369 @@
+"""Runs the steps of one worker: turns rows of the protocol into rows of the engine, and their outcomes into replies.
+
+Not thread-safe: `execute` is called from one thread. Other threads may read `sequences` and `free_pages`, which are
+plain lengths.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Generic, Protocol, TypeVar
+
+from engine.description import EngineDescription
+from engine.kv.kv_store import KvStore
+from engine.kv.pages import PagePool
+from engine.steps import Computing, EngineTimings, ProposeRow, RowOutcome, StepOutcome, VerifyRow, no_callback
+from protos import worker_pb2
+from scheduler.messages import Role, RowStatus
+from scheduler.state.digests import EMPTY_DIGEST
+from services.rpc.worker_codec import confidences_to_wire, logprobs_to_wire, role_to_wire, status_to_wire
+from services.worker.kv_pages import KvTransfer, WrongEpochError
+from services.worker.sequences import PreparedRow, RowRejectedError, WorkerSequences
+
+logger = logging.getLogger(__name__)
+
+_CACHED_REPLIES = 16
+
+_DRAINING = "the worker is draining and takes no new sequences"
+
+EngineRow = TypeVar("EngineRow", VerifyRow, ProposeRow)
+EngineRowIn = TypeVar("EngineRowIn", VerifyRow, ProposeRow, contravariant=True)
+
+
+class Engine(Protocol[EngineRowIn]):
+    """What a worker needs of an engine. Rows fail singly, through `RowOutcome.error`."""
+
+    @property
+    def description(self) -> EngineDescription: ...
+
+    @property
+    def pool(self) -> PagePool: ...
+
+    def step(self, rows: Sequence[EngineRowIn], computing: Computing) -> StepOutcome: ...
+
+
+class StepExecutor(ABC, Generic[EngineRow]):
+    """Executes one step at a time for one engine, and keeps the last replies so that a repeated step is safe.
+
+    `worker_epoch` must differ between two starts of a worker. `clock` is a monotonic clock in seconds. `use_threads`
+    is called before a step that runs on another number of threads than the step before. Without a `kv_store`, the
+    worker neither gives KV to other workers nor takes KV from them.
+    """
+
+    role: Role
+
+    def __init__(
+        self,
+        engine: Engine[EngineRow],
+        worker_epoch: int | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+        use_threads: Callable[[int], None] = lambda _: None,
+        kv_store: KvStore | None = None,
+        prefix_cache: bool = True,
+    ) -> None:
+        self._engine: Engine[EngineRow] = engine
+        self._use_threads = use_threads
+        self._threads = engine.description.threads
+        self._clock = clock
+        self.worker_epoch = time.time_ns() if worker_epoch is None else worker_epoch
+        description = engine.description
+        self._sequences = WorkerSequences(engine.pool, self.role, description, prefix_cache)
+        self.kv_transfer = KvTransfer(self._sequences, kv_store, self.check_epochs)
+        self._scheduler_epoch = 0
+        self._last_step_id = -1
+        self._replies: OrderedDict[int, worker_pb2.StepReply] = OrderedDict()
+        self._ended: float | None = None
+        self.draining = False
+
+    @property
+    def sequences(self) -> int:
+        return len(self._sequences)
+
+    @property
+    def free_pages(self) -> int:
+        return self._engine.pool.free_pages
+
+    @property
+    def scheduler_epoch(self) -> int:
+        """The highest scheduler epoch that has spoken to this worker; 0 before the first."""
+        return self._scheduler_epoch
+
+    def check_epochs(self, worker_epoch: int, scheduler_epoch: int) -> None:
+        """Raises WrongEpochError unless these are the worker's own epoch and its present scheduler's."""
+        if worker_epoch != self.worker_epoch:
+            raise WrongEpochError(f"worker_epoch is {worker_epoch}, this worker's is {self.worker_epoch}")
+        if scheduler_epoch != self._scheduler_epoch:
+            raise WrongEpochError(f"scheduler_epoch is {scheduler_epoch}, {self._scheduler_epoch} has the worker")
+
+    def clock(self) -> float:
+        """The clock on which `execute` expects arrival times."""
+        return self._clock()
+
+    def describe(self) -> worker_pb2.WorkerDescription:
+        description = self._engine.description
+        return worker_pb2.WorkerDescription(
+            role=role_to_wire(self.role),
+            model_id=description.model_id,
+            tokenizer_digest=description.tokenizer_digest,
+            vocabulary_size=description.vocabulary_size,
+            dtype=description.dtype,
+            device=description.device,
+            worker_epoch=self.worker_epoch,
+            page_size=description.page_size,
+            total_pages=description.total_pages,
+            free_pages=self.free_pages,
+            max_sequence_length=description.max_sequence_length,
+            max_num_batched_tokens=description.max_num_batched_tokens,
+            exact_row_counts=description.exact_row_counts,
+            process_id=os.getpid(),
+            threads=description.threads,
+            exclusive_threads=description.exclusive_threads,
+            kv_bytes_per_token=description.kv_bytes_per_token,
+        )
+
+    def execute(
+        self, request: worker_pb2.StepRequest, arrived: float, computing: Computing = no_callback
+    ) -> worker_pb2.StepReply:
+        """Runs a step that arrived at `arrived`, on `clock`. A repeated step gets the reply that it had before.
+
+        An empty step with id 0 only tells the worker its scheduler's epoch, and may come at any time. A draining worker
+        refuses every step with a new sequence, as a whole, and every new scheduler; the sender then goes elsewhere with
+        all of it. `computing` is passed to the engine.
+        """
+        if request.worker_epoch != self.worker_epoch:
+            error = f"worker_epoch is {request.worker_epoch}, this worker's is {self.worker_epoch}"
+            return self._refuse(request, worker_pb2.STEP_STATUS_WRONG_EPOCH, error)
+        if request.scheduler_epoch < self._scheduler_epoch:
+            error = f"scheduler_epoch is {request.scheduler_epoch}, one with {self._scheduler_epoch} has taken over"
+            return self._refuse(request, worker_pb2.STEP_STATUS_FENCED, error)
+        newcomer = request.scheduler_epoch > self._scheduler_epoch
+        if newcomer:
+            self._sequences.drop_all()
+            self._replies.clear()
+            self._last_step_id = -1
+            self._scheduler_epoch = request.scheduler_epoch
+        if newcomer and self.draining:
+            return self._refuse(request, worker_pb2.STEP_STATUS_INVALID, _DRAINING)
+        if not request.step_id and not request.rows and not request.released_sequence_ids:
+            return worker_pb2.StepReply(
+                worker_epoch=self.worker_epoch, status=worker_pb2.STEP_STATUS_OK, free_pages=self.free_pages
+            )
+        cached = self._replies.get(request.step_id)
+        if cached is not None:
+            return cached
+        if self.draining and any(row.sequence_id not in self._sequences for row in request.rows):
+            return self._refuse(request, worker_pb2.STEP_STATUS_INVALID, _DRAINING)
+        if request.step_id <= self._last_step_id:
+            error = f"step_id is {request.step_id}, must be above {self._last_step_id} or one of the last replies'"
+            return self._refuse(request, worker_pb2.STEP_STATUS_INVALID, error)
+        self._last_step_id = request.step_id
+        reply = self._run(request, arrived, computing)
+        self._replies[request.step_id] = reply
+        while len(self._replies) > _CACHED_REPLIES:
+            self._replies.popitem(last=False)
+        return reply
+
+    def check_integrity(self) -> None:
+        """To be called between steps. Raises RuntimeError where tokens, tables and pages do not agree."""
+        self._sequences.check_integrity()
+
+    @abstractmethod
+    def _engine_row(self, prepared: PreparedRow, row: worker_pb2.Row) -> EngineRow: ...
+
+    @abstractmethod
+    def _computed(self, outcome: RowOutcome) -> Sequence[int]:
+        """The tokens after the row's own that have valid KV now."""
+
+    def _run(self, request: worker_pb2.StepRequest, arrived: float, computing: Computing) -> worker_pb2.StepReply:
+        started = self._clock()
+        idle = 0.0 if self._ended is None else started - self._ended
+        self._sequences.release(request.released_sequence_ids)
+        replies, running = self._prepare(request.rows)
+        checked = self._clock()
+        timings = EngineTimings()
+        if running:
+            self._set_threads(request.exclusive)
+            try:
+                rows = [self._engine_row(prepared, row) for _, prepared, row in running]
+                outcome = self._engine.step(rows, computing)
+                if len(outcome.rows) != len(running):
+                    raise RuntimeError(f"the engine answered {len(outcome.rows)} of {len(running)} rows")
+            except Exception as error:
+                # How far the step came is unknown, so the KV of all its sequences may be wrong.
+                logger.exception("step %d failed as a whole", request.step_id)
+                for index, prepared, _ in running:
+                    self._sequences.stop_sharing(prepared.sequence)
+                    self._sequences.drop(prepared.sequence.sequence_id)
+                    replies[index] = _failure(prepared.sequence.sequence_id, one_line(error))
+            else:
+                timings = outcome.timings
+                for (index, prepared, _), row_outcome in zip(running, outcome.rows, strict=True):
+                    replies[index] = self._settle(prepared, row_outcome)
+        ended = self._ended = self._clock()
+        return worker_pb2.StepReply(
+            worker_epoch=self.worker_epoch,
+            step_id=request.step_id,
+            status=worker_pb2.STEP_STATUS_OK,
+            rows=[replies[index] for index in range(len(request.rows))],
+            timings=worker_pb2.StepTimings(
+                queued=max(started - arrived, 0.0),
+                idle=idle,
+                prepare=timings.prepare + checked - started,
+                realign=timings.realign,
+                forward=timings.forward,
+                sample=timings.sample,
+                total=ended - started,
+                packed_rows=timings.batched_tokens,
+                padding_rows=timings.padding_rows,
+            ),
+            free_pages=self.free_pages,
+        )
+
+    def _set_threads(self, exclusive: bool) -> None:
+        description = self._engine.description
+        threads = description.exclusive_threads if exclusive else description.threads
+        if threads and threads != self._threads:
+            self._use_threads(threads)
+            self._threads = threads
+
+    def _prepare(
+        self, rows: Sequence[worker_pb2.Row]
+    ) -> tuple[dict[int, worker_pb2.RowReply], list[tuple[int, PreparedRow, worker_pb2.Row]]]:
+        """Replies to rows that cannot or need not run, and the other rows as prepared; both by place in the step."""
+        replies: dict[int, worker_pb2.RowReply] = {}
+        running: list[tuple[int, PreparedRow, worker_pb2.Row]] = []
+        seen: set[int] = set()
+        for index, row in enumerate(rows):
+            if row.sequence_id in seen:
+                replies[index] = _failure(
+                    row.sequence_id, f"sequence_id {row.sequence_id} comes twice in the step", RowStatus.INVALID
+                )
+                continue
+            seen.add(row.sequence_id)
+            try:
+                prepared = self._sequences.prepare(row)
+            except RowRejectedError as rejected:
+                replies[index] = worker_pb2.RowReply(
+                    sequence_id=row.sequence_id,
+                    status=status_to_wire(rejected.status),
+                    kv_len=rejected.kv_len,
+                    prefix_digest=rejected.digest,
+                    error=rejected.error,
+                )
+                continue
+            if prepared.tokens:
+                running.append((index, prepared, row))
+            else:
+                replies[index] = self._settle(prepared, RowOutcome([]))
+        return replies, running
+
+    def _settle(self, prepared: PreparedRow, outcome: RowOutcome) -> worker_pb2.RowReply:
+        sequence = prepared.sequence
+        status, error = RowStatus.OK, ""
+        if outcome.out_of_pages:
+            status, error = RowStatus.OUT_OF_PAGES, outcome.error or f"{self.free_pages} pages are free"
+        elif outcome.error is not None:
+            status, error = RowStatus.FAILED, outcome.error
+            # Wrong KV from earlier rows may have failed this one; sequences that shared it would fail too.
+            self._sequences.stop_sharing(sequence)
+        try:
+            if status is RowStatus.OK:
+                self._sequences.settle(sequence, self._computed(outcome))
+            else:
+                self._sequences.revert(sequence, prepared.start)
+        except RuntimeError as broken:
+            logger.error("sequence %d: %s", sequence.sequence_id, broken)
+            return _failure(sequence.sequence_id, one_line(broken))
+        reply = worker_pb2.RowReply(
+            sequence_id=sequence.sequence_id,
+            status=status_to_wire(status),
+            kv_len=sequence.table.length,
+            prefix_digest=sequence.digest,
+            error=error,
+            reused=prepared.reused,
+        )
+        if status is RowStatus.OK:
+            reply.tokens.extend(outcome.tokens)
+            reply.accepted = outcome.accepted
+            if outcome.confidences:
+                reply.confidences = confidences_to_wire(outcome.confidences)
+            if outcome.logits_digests:
+                reply.logits_digests.extend(outcome.logits_digests)
+            if outcome.logprobs:
+                reply.logprobs.extend(logprobs_to_wire(logprobs) for logprobs in outcome.logprobs)
+        return reply
+
+    def _refuse(
+        self, request: worker_pb2.StepRequest, status: worker_pb2.StepStatus, error: str
+    ) -> worker_pb2.StepReply:
+        return worker_pb2.StepReply(
+            worker_epoch=self.worker_epoch,
+            step_id=request.step_id,
+            status=status,
+            error=error,
+            free_pages=self.free_pages,
+        )
+
+
+class TargetStepExecutor(StepExecutor[VerifyRow]):
+    """Steps of a target worker: feed, verify, sample."""
+
+    role = Role.TARGET
+
+    def _engine_row(self, prepared: PreparedRow, row: worker_pb2.Row) -> VerifyRow:
+        sequence = prepared.sequence
+        return VerifyRow(
+            table=sequence.table,
+            tokens=prepared.tokens,
+            draft_tokens=list(row.draft_tokens),
+            sample=row.sample,
+            history=sequence.history,
+            prompt_length=sequence.prompt_length,
+            sampling=sequence.sampling,
+            logits_digests=sequence.logits_digests,
+            top_logprobs=sequence.top_logprobs,
+        )
+
+    def _computed(self, outcome: RowOutcome) -> Sequence[int]:
+        return outcome.tokens[: outcome.accepted]
+
+
+class DraftStepExecutor(StepExecutor[ProposeRow]):
+    """Steps of a draft worker: feed, propose."""
+
+    role = Role.DRAFT
+
+    def _engine_row(self, prepared: PreparedRow, row: worker_pb2.Row) -> ProposeRow:
+        sequence = prepared.sequence
+        return ProposeRow(
+            table=sequence.table,
+            tokens=prepared.tokens,
+            draft_length=row.draft_length,
+            history=sequence.history,
+            prompt_length=sequence.prompt_length,
+            sampling=sequence.sampling,
+            places=sequence.places,
+        )
+
+    def _computed(self, outcome: RowOutcome) -> Sequence[int]:
+        return outcome.tokens[:-1]
+
+
+def one_line(error: BaseException) -> str:
+    """The reason of an exception as one line; its type where it has no text."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def _failure(sequence_id: int, error: str, status: RowStatus = RowStatus.FAILED) -> worker_pb2.RowReply:
+    return worker_pb2.RowReply(
+        sequence_id=sequence_id,
+        status=status_to_wire(status),
+        kv_len=0,
+        prefix_digest=EMPTY_DIGEST,
+        error=error,
+    )

@@ -1,0 +1,109 @@
+"""Fetches the KV of a sequence from another worker, page by page."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Protocol
+
+import grpc.aio
+
+from protos import worker_pb2, worker_pb2_grpc
+from services.rpc.channel_security import ChannelSecurity
+from services.rpc.errors import rpc_details
+from services.worker.kv_pages import KvTransfer, KvTransferError
+from services.worker.sequences import WorkerSequence
+
+
+class OnThread(Protocol):
+    """Runs a call on the thread that computes."""
+
+    def __call__(self, call: Callable[..., Any], *arguments: Any) -> asyncio.Future[Any]: ...
+
+
+async def import_kv(
+    request: worker_pb2.ImportKvRequest,
+    transfer: KvTransfer,
+    on_thread: OnThread,
+    security: ChannelSecurity,
+    timeout_seconds: float | None,
+) -> int:
+    """Takes a sequence over from another worker; returns the size of its KV in bytes.
+
+    Raises KvTransferError. A failure or a cancellation frees the pages that were set aside.
+    """
+    expected = on_thread(transfer.expect, request)
+    try:
+        sequence: WorkerSequence = await asyncio.shield(expected)
+    except asyncio.CancelledError:
+        expected.add_done_callback(functools.partial(_give_up, transfer, on_thread))
+        raise
+    try:
+        size = await _fetch(request, sequence, transfer, on_thread, security, timeout_seconds)
+        await on_thread(transfer.adopt, request, sequence)
+    except BaseException:
+        # Not awaited, because a cancelled call must not wait for a step: the thread frees the pages in its turn.
+        on_thread(transfer.give_up, sequence)
+        raise
+    return size
+
+
+def _give_up(transfer: KvTransfer, on_thread: OnThread, expected: asyncio.Future[WorkerSequence]) -> None:
+    if not expected.cancelled() and expected.exception() is None:
+        on_thread(transfer.give_up, expected.result())
+
+
+async def _fetch(
+    request: worker_pb2.ImportKvRequest,
+    sequence: WorkerSequence,
+    transfer: KvTransfer,
+    on_thread: OnThread,
+    security: ChannelSecurity,
+    timeout_seconds: float | None,
+) -> int:
+    channel = security.open_channel(request.source_address)
+    wanted = worker_pb2.ExportKvRequest(
+        worker_epoch=request.source_worker_epoch,
+        scheduler_epoch=request.source_scheduler_epoch,
+        sequence_id=request.sequence_id,
+        kv_len=len(request.tokens),
+        prefix_digest=sequence.digest,
+    )
+    try:
+        stub = worker_pb2_grpc.WorkerStub(channel)
+        parts = stub.ExportKv(wanted, timeout=timeout_seconds, metadata=security.metadata)
+        return await _take(sequence, parts, transfer, on_thread)
+    except grpc.aio.AioRpcError as error:
+        message = f"{request.source_address} gave no KV: {rpc_details(error)}"
+        raise KvTransferError(error.code().name, message) from error
+    finally:
+        await channel.close(None)
+
+
+async def _take(
+    sequence: WorkerSequence, parts: AsyncIterator[worker_pb2.KvPart], transfer: KvTransfer, on_thread: OnThread
+) -> int:
+    """Writes the pages as they come. Raises KvTransferError unless each comes once and in order."""
+    size = taken = 0
+    expected = len(sequence.table.pages)
+    pages: list[worker_pb2.KvPage] = []
+    header = True
+    async for part in parts:
+        if header:
+            transfer.check_header(sequence, part.header)
+            header = False
+            continue
+        if taken == expected or part.page.index != taken:
+            raise KvTransferError("DATA_LOSS", f"page {part.page.index} came after {taken} of {expected} pages")
+        taken += 1
+        size += len(part.page.data)
+        pages.append(part.page)
+        if len(pages) == transfer.pages_at_once:
+            await on_thread(transfer.write, sequence, pages)
+            pages = []
+    if taken < expected:
+        raise KvTransferError("DATA_LOSS", f"{taken} of {expected} pages came")
+    if pages:
+        await on_thread(transfer.write, sequence, pages)
+    return size

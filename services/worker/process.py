@@ -1,0 +1,205 @@
+"""The process of one worker: `python -m services.worker.process --role target --settings '{"model": "..."}'`.
+
+The process reports to the launcher in JSON lines on its standard output:
+
+    {"event": "loading", "message": "loading weights", "fraction": 0.4}     (fraction null where it is not known)
+    {"event": "ready", "address": "127.0.0.1:40123", "process_id": 4711}
+    {"event": "failed", "error": "one line"}
+
+The environment variable SPOOL_CHANNEL_SECURITY says who may call the worker (services/rpc/channel_security.py).
+Everything else that is printed goes to standard error. With `--watch-stdin`, the worker stops when its standard input
+ends, because the process that started it is gone then. SIGTERM and SIGINT stop it too; a running step may end first.
+
+A module of its own makes another engine a worker: it calls `run_worker(parse_arguments(), load)`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, fields
+from typing import Any, TextIO
+
+from engine.settings import EngineSettings
+from scheduler.messages import Role
+from services.launch.process_tuning import keep_loaded_objects
+from services.rpc.channel_security import SECURITY_VARIABLE, ChannelSecurity
+from services.worker.executor import DraftStepExecutor, StepExecutor, TargetStepExecutor, one_line
+from services.worker.server import WorkerServer, step_thread
+
+logger = logging.getLogger(__name__)
+
+NGRAM_MODEL = "ngram"
+
+Progress = Callable[[str, float | None], None]
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerArguments:
+    """The command line of a worker. `settings` is handed to the engine unchanged."""
+
+    role: Role
+    settings: dict[str, Any]
+    host: str = "127.0.0.1"
+    port: int = 0
+    cpus: tuple[int, ...] = ()
+    watch_stdin: bool = False
+    grace_seconds: float = 5.0
+
+
+def parse_arguments(argv: Sequence[str] | None = None) -> WorkerArguments:
+    parser = argparse.ArgumentParser(prog="services.worker.process", description="Runs one draft or target worker.")
+    parser.add_argument("--role", required=True, choices=[role.value for role in Role])
+    parser.add_argument("--settings", default="{}", help="settings of the engine, a JSON object")
+    parser.add_argument("--host", default="127.0.0.1", help="interface to listen on")
+    parser.add_argument("--port", type=int, default=0, help="port to listen on; 0 takes a free one")
+    parser.add_argument("--cpus", default="", help="CPUs to stay on, separated by commas")
+    parser.add_argument("--watch-stdin", action="store_true", help="stop when standard input ends")
+    parser.add_argument("--grace-seconds", type=float, default=5.0, help="time for a running step at a stop")
+    parser.add_argument("--log-level", default="INFO")
+    parsed = parser.parse_args(argv)
+    logging.basicConfig(
+        level=parsed.log_level.upper(), stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
+    )
+    try:
+        settings = json.loads(parsed.settings)
+    except ValueError as error:
+        parser.error(f"--settings is not JSON: {error}")
+    if not isinstance(settings, dict):
+        parser.error(f"--settings is a JSON {type(settings).__name__}, must be an object")
+    try:
+        cpus = tuple(int(cpu) for cpu in parsed.cpus.split(",") if cpu.strip())
+    except ValueError:
+        parser.error(f"--cpus is {parsed.cpus!r}, must be numbers separated by commas")
+    return WorkerArguments(
+        Role(parsed.role), settings, parsed.host, parsed.port, cpus, parsed.watch_stdin, parsed.grace_seconds
+    )
+
+
+class EventPipe:
+    """Writes JSON lines to the launcher on the standard output; everything else printed goes to standard error."""
+
+    def __init__(self) -> None:
+        sys.stdout.flush()
+        self._pipe: TextIO = os.fdopen(os.dup(1), "w", encoding="utf-8")
+        os.dup2(2, 1)
+        self._lock = threading.Lock()
+
+    def send(self, event: str, **fields: object) -> None:
+        with self._lock:
+            self._pipe.write(json.dumps({"event": event, **fields}) + "\n")
+            self._pipe.flush()
+
+    def loading(self, message: str, fraction: float | None = None) -> None:
+        self.send("loading", message=message, fraction=fraction)
+
+
+def run_worker(arguments: WorkerArguments, load: Callable[[WorkerArguments, Progress], StepExecutor[Any]]) -> int:
+    """Loads an executor, serves it until told to stop, and returns the exit code of the process.
+
+    If `load` or the start of the server fails, the launcher gets the reason as one line.
+    """
+    events = EventPipe()
+    try:
+        # Removed from the environment, so that processes started by libraries do not inherit it.
+        security = ChannelSecurity.from_json(os.environ.pop(SECURITY_VARIABLE, "{}"))
+        if arguments.cpus:
+            os.sched_setaffinity(0, arguments.cpus)
+        if arguments.watch_stdin:
+            _stop_when_stdin_ends()
+        thread = step_thread()
+        executor = thread.submit(load, arguments, events.loading).result()
+        keep_loaded_objects()
+        return asyncio.run(serve_worker(executor, thread, events, arguments, security))
+    except Exception as error:
+        logger.exception("the %s worker did not start", arguments.role.value)
+        events.send("failed", error=one_line(error))
+        return 1
+
+
+async def serve_worker(
+    executor: StepExecutor[Any],
+    thread: ThreadPoolExecutor,
+    events: EventPipe,
+    arguments: WorkerArguments,
+    security: ChannelSecurity,
+) -> int:
+    """Serves until SIGTERM or SIGINT. Exit code 0, or 1 if a step was still running after the grace."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    server = WorkerServer(executor, arguments.host, arguments.port, thread=thread, security=security)
+    address = await server.start()
+    events.send("ready", address=address, process_id=os.getpid())
+    await stop.wait()
+    await server.stop(arguments.grace_seconds)
+    if server.busy:
+        # A thread cannot be stopped, and the interpreter would wait for it.
+        logger.error("a step still runs %.1f s after the stop was asked for; leaving it", arguments.grace_seconds)
+        logging.shutdown()
+        os._exit(1)
+    return 0
+
+
+def load_executor(arguments: WorkerArguments, progress: Progress) -> StepExecutor[Any]:
+    """The executor of a real engine for the role and the settings (see engine/settings.py).
+
+    The model `ngram` is a draft that needs no model. Engines are imported here and not above: only worker processes may
+    import torch, and only once their environment is set up.
+    """
+    if arguments.role is Role.DRAFT and arguments.settings.get("model") == NGRAM_MODEL:
+        from engine.drafting.ngram_engine import NgramEngine
+
+        # This engine keeps no KV to share.
+        return DraftStepExecutor(NgramEngine(), prefix_cache=False)
+    settings = _engine_settings(arguments.settings)
+    if arguments.role is Role.TARGET and settings.lookup_match is not None:
+        raise ValueError(f"lookup_match is {settings.lookup_match}, must be unset for a target")
+    from engine.models.loading import load_draft_engine, load_target_engine, use_threads
+
+    if arguments.role is Role.DRAFT:
+        draft = load_draft_engine(settings, progress)
+        return DraftStepExecutor(draft, use_threads=use_threads, prefix_cache=settings.prefix_cache)
+    engine = load_target_engine(settings, progress)
+    return TargetStepExecutor(
+        engine, use_threads=use_threads, kv_store=engine.kv_store, prefix_cache=settings.prefix_cache
+    )
+
+
+def _engine_settings(settings: Mapping[str, Any]) -> EngineSettings:
+    """Raises ValueError for a setting that is missing, unknown or out of range."""
+    known = {field.name for field in fields(EngineSettings)}
+    unknown = sorted(settings.keys() - known)
+    if unknown:
+        raise ValueError(f"settings hold {', '.join(unknown)}, must be among {', '.join(sorted(known))}")
+    if "model" not in settings:
+        raise ValueError("settings hold no model")
+    return EngineSettings(**settings)
+
+
+def _stop_when_stdin_ends() -> None:
+    """Sends SIGTERM to this process then: while it loads it ends at once, while it serves it ends gracefully."""
+
+    def watch() -> None:
+        while os.read(0, 4096):
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, name="stdin-watch", daemon=True).start()
+
+
+def main() -> int:
+    return run_worker(parse_arguments(), load_executor)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

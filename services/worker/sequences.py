@@ -1,0 +1,333 @@
+"""The sequences of a worker: for which tokens each has valid KV, and on which pages. Free of torch.
+
+Between steps a sequence's token list and its page table have the same length: the list names the tokens whose KV is
+valid. `prepare` applies the protocol's row rules and leaves the row's own tokens appended to the list, so that the list
+is the row's history while the engine runs; `settle` or `revert` ends that state.
+
+With a prefix cache, `prepare` also takes over pages that already hold the KV of the sequence's next committed tokens,
+and `settle` offers the pages that the sequence has filled with committed tokens to other sequences.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from engine.description import EngineDescription
+from engine.drafting.prompt_lookup import TokenPlaces
+from engine.kv.pages import OutOfPagesError, PageKey, PagePool, PageTable
+from engine.kv.prefix_cache import PrefixCache
+from protos import worker_pb2
+from scheduler.messages import Role, RowStatus
+from scheduler.sampling import SamplingParameters
+from scheduler.state.digests import EMPTY_DIGEST, DigestedTokens
+from services.rpc.worker_codec import sampling_from_wire
+
+
+@dataclass(slots=True)
+class WorkerSequence:
+    """One sequence as its worker knows it.
+
+    `committed` holds the tokens that were committed when the sequence was opened, until rows have fed all of them.
+    `page_keys` are the keys of its first pages (engine/kv/prefix_cache.py); None once its KV must not be shared.
+    """
+
+    sequence_id: int
+    prompt_length: int
+    sampling: SamplingParameters
+    logits_digests: bool
+    top_logprobs: int | None
+    tokens: DigestedTokens = field(default_factory=DigestedTokens)
+    table: PageTable = field(default_factory=PageTable)
+    places: TokenPlaces = field(default_factory=TokenPlaces)
+    committed: Sequence[int] = ()
+    page_keys: list[PageKey] | None = field(default_factory=list)
+    untouched: bool = False
+    """Whether the sequence was adopted from another worker and no row has come for it yet."""
+
+    @property
+    def history(self) -> Sequence[int]:
+        return self.tokens.tokens
+
+    @property
+    def digest(self) -> int:
+        return self.tokens.digest(self.table.length)
+
+    def truncate_tokens(self, length: int) -> None:
+        self.tokens.truncate(length)
+        self.places.truncate(length)
+
+
+@dataclass(slots=True)
+class PreparedRow:
+    """A row that can run: `tokens` are to be fed from position `start` on, `reused` is how many positions from the
+    row's `kv_len` on were taken over from other sequences. Without tokens there is nothing to compute."""
+
+    sequence: WorkerSequence
+    start: int
+    tokens: Sequence[int]
+    reused: int = 0
+
+
+class RowRejectedError(Exception):
+    """A row cannot run; `kv_len` and `digest` say what the worker holds of its sequence."""
+
+    def __init__(self, status: RowStatus, error: str, held: WorkerSequence | None = None) -> None:
+        super().__init__(error)
+        self.status = status
+        self.error = error
+        self.kv_len = held.table.length if held else 0
+        self.digest = held.digest if held else EMPTY_DIGEST
+
+
+class WorkerSequences:
+    """All sequences of one worker of the given role.
+
+    With a `vocabulary_size` of 0 in the engine's description, every token id is accepted.
+    """
+
+    def __init__(self, pool: PagePool, role: Role, engine: EngineDescription, prefix_cache: bool) -> None:
+        self._pool = pool
+        self._role = role
+        self._engine = engine
+        self._prefixes = PrefixCache(pool) if prefix_cache else None
+        self._sequences: dict[int, WorkerSequence] = {}
+        self._expected: dict[int, WorkerSequence] = {}
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def __contains__(self, sequence_id: int) -> bool:
+        return sequence_id in self._sequences
+
+    def prepare(self, row: worker_pb2.Row) -> PreparedRow:
+        """Checks a row, truncates its sequence to the row's `kv_len`, takes over pages known by the tokens that follow,
+        and appends the row's tokens to the sequence's list.
+
+        Raises RowRejectedError, which says what the worker then holds of the sequence.
+        """
+        held = self._find(row)
+        if row.kv_len > held.table.length:
+            raise RowRejectedError(
+                RowStatus.KV_MISMATCH, f"kv_len is {row.kv_len}, the worker has {held.table.length}", held
+            )
+        if row.prefix_digest != held.tokens.digest(row.kv_len):
+            raise RowRejectedError(
+                RowStatus.KV_MISMATCH, f"the worker has other tokens than expected in [0, {row.kv_len})", held
+            )
+        # A shared page is never written to: the tokens that the row needs of it are computed again, on a new page.
+        start = self._pool.writable_length(held.table, row.kv_len)
+        fed = [*held.history[start : row.kv_len], *row.tokens]
+        self._truncate(held, start)
+        end = start + len(fed)
+        held.tokens.extend(fed)
+        self._take_over(held, end, row.sample or row.draft_length > 0)
+        start = held.table.length
+        tokens = held.history[start:end]
+        if len(tokens) + len(row.draft_tokens) > self._engine.max_num_batched_tokens:
+            held.truncate_tokens(start)
+            most = self._engine.max_num_batched_tokens
+            raise RowRejectedError(RowStatus.KV_MISMATCH, f"{len(tokens)} tokens must be fed, at most {most} can", held)
+        return PreparedRow(held, start, tokens, max(0, start - row.kv_len))
+
+    def settle(self, sequence: WorkerSequence, computed: Sequence[int]) -> None:
+        """After the engine ran: `computed` are the tokens after the row's own that have valid KV now.
+
+        Raises RuntimeError where the page table says otherwise; the sequence is forgotten then.
+        """
+        # Tokens that a draft computes beyond its row are a proposal, and not committed.
+        committed = len(sequence.tokens) + (len(computed) if self._role is Role.TARGET else 0)
+        sequence.tokens.extend(computed)
+        if len(sequence.tokens) != sequence.table.length:
+            length = sequence.table.length
+            self.stop_sharing(sequence)
+            self.drop(sequence.sequence_id)
+            raise RuntimeError(f"the engine left KV for {length} positions, must be {len(sequence.tokens)}")
+        self._register(sequence, committed)
+
+    def revert(self, sequence: WorkerSequence, start: int) -> None:
+        """After the engine refused the row and changed nothing: takes the row's tokens off the list again.
+
+        Raises RuntimeError where the page table did change; the sequence is forgotten then.
+        """
+        length = sequence.table.length
+        if length != start:
+            self.stop_sharing(sequence)
+            self.drop(sequence.sequence_id)
+            raise RuntimeError(f"the engine refused a row but moved its KV from {start} to {length}")
+        sequence.truncate_tokens(start)
+
+    def stop_sharing(self, sequence: WorkerSequence) -> None:
+        """Lets no other sequence take over this one's KV from now on, because the KV may be wrong."""
+        if self._prefixes is not None:
+            self._prefixes.forget(sequence.table)
+        sequence.page_keys = None
+
+    def drop(self, sequence_id: int) -> None:
+        """Forgets a sequence and frees its pages; an unknown one is no error."""
+        sequence = self._sequences.pop(sequence_id, None)
+        if sequence is not None:
+            self._pool.free(sequence.table)
+
+    def held(self, sequence_id: int, kv_len: int, prefix_digest: int) -> WorkerSequence:
+        """The sequence, which must hold exactly `kv_len` positions with this digest. Raises RowRejectedError."""
+        held = self._sequences.get(sequence_id)
+        if held is None:
+            raise RowRejectedError(RowStatus.UNKNOWN_SEQUENCE, f"sequence {sequence_id} is not known here")
+        if held.table.length != kv_len or held.digest != prefix_digest:
+            error = f"kv_len is {kv_len}, the worker has {held.table.length} or other tokens"
+            raise RowRejectedError(RowStatus.KV_MISMATCH, error, held)
+        return held
+
+    def expect(self, sequence: WorkerSequence) -> None:
+        """Sets pages aside for all tokens of a sequence whose KV comes from another worker.
+
+        Raises RowRejectedError where the sequence is here or expected already, is too long, or finds no pages.
+        """
+        sequence_id, length = sequence.sequence_id, len(sequence.tokens)
+        if sequence_id in self._sequences or sequence_id in self._expected:
+            raise RowRejectedError(RowStatus.INVALID, f"sequence {sequence_id} is here or on its way already")
+        if not 0 < length <= self._engine.max_sequence_length:
+            error = f"tokens holds {length}, must hold 1 to {self._engine.max_sequence_length}"
+            raise RowRejectedError(RowStatus.INVALID, error)
+        largest = max(sequence.history)
+        if self._engine.vocabulary_size and largest >= self._engine.vocabulary_size:
+            error = f"tokens holds {largest}, must be below vocabulary_size {self._engine.vocabulary_size}"
+            raise RowRejectedError(RowStatus.INVALID, error)
+        try:
+            self._pool.append(sequence.table, length)
+        except OutOfPagesError as error:
+            raise RowRejectedError(RowStatus.OUT_OF_PAGES, str(error)) from error
+        self._expected[sequence_id] = sequence
+
+    def expects(self, sequence: WorkerSequence) -> bool:
+        """Whether the sequence is still expected, so that its pages may be written."""
+        return self._expected.get(sequence.sequence_id) is sequence
+
+    def adopt(self, sequence: WorkerSequence) -> None:
+        """Takes in an expected sequence, whose KV is complete.
+
+        Raises RowRejectedError where the sequence is not expected any more, or a row has opened it meanwhile.
+        """
+        if not self.expects(sequence) or sequence.sequence_id in self._sequences:
+            raise RowRejectedError(RowStatus.INVALID, f"sequence {sequence.sequence_id} is not expected any more")
+        self._sequences[sequence.sequence_id] = self._expected.pop(sequence.sequence_id)
+        sequence.untouched = True
+        self._register(sequence, len(sequence.tokens))
+
+    def give_up(self, sequence: WorkerSequence) -> None:
+        """Frees the pages of an expected sequence, or of an adopted one for which no row has come yet."""
+        if self.expects(sequence):
+            self._pool.free(self._expected.pop(sequence.sequence_id).table)
+        elif sequence.untouched and self._sequences.get(sequence.sequence_id) is sequence:
+            self.drop(sequence.sequence_id)
+
+    def release(self, sequence_ids: Iterable[int]) -> None:
+        for sequence_id in sequence_ids:
+            self.drop(sequence_id)
+
+    def drop_all(self) -> None:
+        self.release(list(self._sequences))
+        for sequence in list(self._expected.values()):
+            self.give_up(sequence)
+
+    def check_integrity(self) -> None:
+        """To be called between steps. Raises RuntimeError where tokens, tables and pages do not agree."""
+        for sequence in self._sequences.values():
+            if len(sequence.tokens) != sequence.table.length:
+                raise RuntimeError(
+                    f"sequence {sequence.sequence_id} has {len(sequence.tokens)} tokens "
+                    f"and KV for {sequence.table.length}"
+                )
+        sequences = [*self._sequences.values(), *self._expected.values()]
+        self._pool.check_conservation([sequence.table for sequence in sequences])
+
+    def _find(self, row: worker_pb2.Row) -> WorkerSequence:
+        """The sequence of a row; a row with parameters opens it. Raises RowRejectedError."""
+        held = self._sequences.get(row.sequence_id)
+        try:
+            _check_row(row, self._role, self._engine)
+            opened = open_sequence(row.sequence_id, row.parameters) if row.HasField("parameters") else None
+        except ValueError as error:
+            raise RowRejectedError(RowStatus.INVALID, str(error), held) from error
+        if held is None:
+            if opened is None:
+                raise RowRejectedError(RowStatus.UNKNOWN_SEQUENCE, "no parameters came for a sequence not known here")
+            self._sequences[row.sequence_id] = held = opened
+        elif opened is not None:
+            held.prompt_length, held.sampling = opened.prompt_length, opened.sampling
+            held.logits_digests, held.top_logprobs = opened.logits_digests, opened.top_logprobs
+            held.committed = opened.committed
+        held.untouched = False
+        return held
+
+    def _truncate(self, sequence: WorkerSequence, length: int) -> None:
+        self._pool.truncate(sequence.table, length)
+        sequence.truncate_tokens(length)
+        if sequence.page_keys:
+            del sequence.page_keys[length // self._pool.page_size :]
+
+    def _take_over(self, sequence: WorkerSequence, end: int, computes: bool) -> None:
+        """Takes over known pages of the tokens up to `end`, or of all committed tokens where the row only computes KV.
+
+        The last token is always left to feed, because its logits may be wanted next.
+        """
+        known = sequence.history
+        if len(sequence.committed) <= end:
+            sequence.committed = ()
+        elif not computes and list(sequence.committed[:end]) == known:
+            known = sequence.committed
+        if self._prefixes is not None and sequence.page_keys is not None:
+            self._prefixes.share(sequence.table, sequence.page_keys, known, len(known) - 1)
+            sequence.tokens.extend(known[end : sequence.table.length])
+
+    def _register(self, sequence: WorkerSequence, committed: int) -> None:
+        """Offers the pages that the sequence has filled with its first `committed` tokens to other sequences."""
+        if self._prefixes is not None and sequence.page_keys is not None:
+            self._prefixes.register(sequence.table, sequence.page_keys, sequence.history, committed)
+
+
+def open_sequence(sequence_id: int, parameters: worker_pb2.SequenceParameters) -> WorkerSequence:
+    """A sequence of which nothing is held yet. Raises ValueError naming the field that is out of range."""
+    if parameters.prompt_length < 1:
+        raise ValueError(f"prompt_length is {parameters.prompt_length}, must be at least 1")
+    return WorkerSequence(
+        sequence_id,
+        parameters.prompt_length,
+        sampling_from_wire(parameters.sampling) if parameters.HasField("sampling") else SamplingParameters(),
+        parameters.logits_digests,
+        parameters.top_logprobs if parameters.HasField("top_logprobs") else None,
+        committed=tuple(parameters.committed_tokens),
+    )
+
+
+def _check_row(row: worker_pb2.Row, role: Role, engine: EngineDescription) -> None:
+    """Checks what can be said of a row without its sequence. Raises ValueError naming field, value and limit."""
+    if not row.tokens:
+        raise ValueError("tokens is empty, must hold at least one token to feed")
+    if role is Role.DRAFT:
+        if row.draft_tokens or row.sample:
+            raise ValueError("draft_tokens and sample are for target workers, this is a draft worker")
+        behind = max(row.draft_length - 1, 0)
+    else:
+        if row.draft_length:
+            raise ValueError(f"draft_length is {row.draft_length}, must be 0 on a target worker")
+        if row.draft_tokens and not row.sample:
+            raise ValueError("draft_tokens came without sample, nothing would verify them")
+        behind = len(row.draft_tokens)
+    most = engine.max_sequence_length
+    length = row.kv_len + len(row.tokens) + behind
+    if length > most:
+        raise ValueError(f"the row would reach {length} tokens, must be at most {most}")
+    _check_tokens("tokens", row.tokens, engine)
+    if row.draft_tokens:
+        _check_tokens("draft_tokens", row.draft_tokens, engine)
+    if row.HasField("parameters") and (committed := row.parameters.committed_tokens):
+        if len(committed) > most:
+            raise ValueError(f"committed_tokens holds {len(committed)} tokens, must hold at most {most}")
+        _check_tokens("committed_tokens", committed, engine)
+
+
+def _check_tokens(name: str, tokens: Iterable[int], engine: EngineDescription) -> None:
+    if engine.vocabulary_size and (largest := max(tokens)) >= engine.vocabulary_size:
+        raise ValueError(f"{name} holds {largest}, must be below vocabulary_size {engine.vocabulary_size}")

@@ -1,0 +1,126 @@
+"""`spool serve` with a Ray of its own, as a user starts it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+from tests.support.command_line import spool, started
+from tests.support.ports import free_ports
+from tests.support.ray_cluster import PRIORITY, end, processes_of
+from tests.support.serving import ENGINE, PlainDecoder, requests, stream_all
+from tests.support.waiting import LONG, wait_until
+
+ROOT = Path(__file__).parents[3]
+MODEL = "tiny"
+
+pytestmark = pytest.mark.ray
+
+
+@dataclass(frozen=True)
+class OwnRay:
+    """Where `spool serve` keeps its own things in a test, and what it is told."""
+
+    environment: dict[str, str]
+    options: tuple[str, ...]
+    url: str
+    grpc_address: str
+
+    def left(self) -> list[psutil.Process]:
+        """Processes that belong to its Ray."""
+        return processes_of(self.environment["TMPDIR"])
+
+
+@pytest.fixture
+def own_ray(tmp_path: Path) -> Iterator[OwnRay]:
+    http_port, grpc_port = free_ports(2)
+    with tempfile.TemporaryDirectory(prefix="spool-", ignore_cleanup_errors=True) as folder:
+        environment = {"SPOOL_STATE": str(tmp_path / "state"), "HOME": str(tmp_path), "TMPDIR": folder, **PRIORITY}
+        ports = ("--set", f"gateway.http_port={http_port}", "--set", f"gateway.grpc_port={grpc_port}")
+        own = OwnRay(environment, ports, f"http://127.0.0.1:{http_port}", f"127.0.0.1:{grpc_port}")
+        try:
+            yield own
+            spool("down", environment=environment)
+            wait_until(lambda: own.left() == [], "nothing is left of Ray")
+        finally:
+            end(own.left())
+
+
+@pytest.mark.slow
+def test_serve_until_interrupted(own_ray: OwnRay, tiny_pair: tuple[Path, Path]) -> None:
+    target, _ = tiny_pair
+    asked = requests(2, max_tokens=20)
+    models = ("--set", f"models={{target: {target}, draft: ngram, dtype: float32, served_name: {MODEL}}}")
+    command = ("serve", *own_ray.options, *models, "--set", f"engine={json.dumps(ENGINE)}")
+    with started(*command, environment=own_ray.environment) as process:
+        assert process.stderr is not None
+        told = ""
+        for line in process.stderr:
+            told += line
+            if "Ctrl-C stops it" in line:
+                break
+        assert f"HTTP  {own_ray.url}/v1" in told, told
+        assert asyncio.run(stream_all(own_ray.url, MODEL, asked)) == PlainDecoder(target)(asked)
+        assert httpx.get(f"{own_ray.url}/-/routes", timeout=LONG).status_code == 404
+        assert spool("serve", *own_ray.options, environment=own_ray.environment).err == (
+            "spool: spool is served already (`spool down` stops it; ray.app_name names another)\n"
+        )
+        process.send_signal(signal.SIGINT)
+        rest = process.stderr.read()
+        assert process.wait(2 * LONG) == 0, rest
+    assert spool("status", environment=own_ray.environment).code == 1
+    assert not (Path(own_ray.environment["HOME"]) / ".ray").exists()
+
+
+def readme_programs(own: OwnRay) -> dict[str, list[str]]:
+    """What README.md says to try, against the ports of a test."""
+    section = (ROOT / "README.md").read_text().partition("## Serve\n")[2].partition("\n## ")[0]
+    section = section.replace("http://127.0.0.1:8000", own.url).replace("127.0.0.1:8001", own.grpc_address)
+    blocks = re.findall(r"(?:^(?:    .*)?\n)+", section, re.MULTILINE)
+    texts = [textwrap.dedent(block).strip() for block in blocks]
+    programs = {text.split()[0]: ["bash", "-c", text] for text in texts if text.startswith("curl ")}
+    programs |= {text.split()[1]: [sys.executable, "-c", text] for text in texts if "import " in text}
+    assert sorted(programs) == ["curl", "grpc", "openai"]
+    return programs
+
+
+def test_the_demo_detached(own_ray: OwnRay) -> None:
+    environment = own_ray.environment
+    fetched = spool("models", "fetch", "demo", environment=environment)
+    if fetched.code != 0:
+        pytest.skip(f"the demo model is not to be had: {fetched.err}")
+    ended = spool("serve", "--detach", *own_ray.options, environment=environment)
+    assert ended.code == 0, ended.err
+    assert "curl http" in ended.err
+    curl = next(line for line in ended.err.splitlines() if "curl " in line)
+    answer = subprocess.run(shlex.split(curl[curl.index("curl ") :]), capture_output=True, text=True, check=True)
+    assert "Paris" in json.loads(answer.stdout)["choices"][0]["message"]["content"]
+    shown = spool("status", "--json", environment=environment)
+    assert shown.code == 0, shown.err
+    names = ("Gateway", "Scheduler", "TargetWorker", "DraftWorker")
+    replicas = {name: one["replicas"] for name, one in shown.summary["deployments"].items()}
+    assert replicas == {name: {"RUNNING": 1} for name in names}
+    assert shown.summary["scheduler"]["throughput"]["finished"] == 1
+    for name, program in readme_programs(own_ray).items():
+        outcome = subprocess.run(program, capture_output=True, text=True, check=False)
+        assert outcome.returncode == 0, outcome.stderr
+        assert "Paris" in outcome.stdout, f"{name}: {outcome.stdout}"
+    chatted = spool("chat", "--temperature", "0", given="Name the capital of France.\n", environment=environment)
+    assert "Paris" in chatted.out
+    assert spool("down", environment=environment).code == 0
+    assert spool("status", environment=environment).code == 1
+    assert spool("down", environment=environment).code == 0

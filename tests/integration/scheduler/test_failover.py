@@ -1,0 +1,311 @@
+"""Schedulers that die, hang or are replaced: streams pause and go on, each token once; workers find the new one."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+
+import grpc
+import grpc.aio
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from protos import scheduler_pb2, scheduler_pb2_grpc
+from scheduler.messages import FinishReason, Role
+from services.backend.interface import BackendUnavailableError, DeadlineExceededError
+from services.backend.sequence_stream import SequenceFailedError
+from services.rpc.channel_security import ChannelSecurity, random_token
+from services.scheduler.service import ServiceClosedError
+from services.scheduler_client.remote import ClientOptions
+from tests.support.cells import (
+    CLIENT,
+    Whereabouts,
+    all_in_use,
+    check,
+    client,
+    prompt_of,
+    read,
+    read_some,
+    request_of,
+    running_cell,
+    running_scheduler,
+    running_worker,
+    scheduler_process,
+)
+from tests.support.stand_in_worker import continuation
+from tests.support.waiting import LONG, until
+
+pytestmark = pytest.mark.slow
+
+
+@dataclass
+class CountedWhereabouts(Whereabouts):
+    questions: int = 0
+
+    async def __call__(self) -> str:
+        self.questions += 1
+        return await super().__call__()
+
+
+def test_scheduler_killed_and_another_elsewhere_costs_no_token() -> None:
+    async def run() -> None:
+        resolve, security = Whereabouts(), ChannelSecurity(token=random_token())
+        async with AsyncExitStack() as stack:
+            first = await stack.enter_async_context(scheduler_process(security))
+            second = await stack.enter_async_context(scheduler_process(security))
+            resolve.address = first.address
+            workers = [
+                await stack.enter_async_context(running_worker(name, role, resolve, security, step_seconds=0.005))
+                for name, role in (("draft-0", Role.DRAFT), ("target-0", Role.TARGET), ("target-1", Role.TARGET))
+            ]
+            await all_in_use(workers)
+            one = await stack.enter_async_context(client(resolve, security, name="a"))
+            other = await stack.enter_async_context(client(resolve, security, name="b"))
+            streams = [await (one, other)[index % 2].submit(request_of(index, 150)) for index in range(40)]
+            begun = [await read_some(stream, 10) for stream in streams[:30]]
+            epoch = one.scheduler_epoch
+
+            await first.kill()
+            late = asyncio.create_task(one.submit(request_of(77, 20)))
+            resolve.address = second.address
+            async with asyncio.timeout(2 * LONG):
+                for index, stream in enumerate(streams):
+                    tokens = (begun[index] if index < len(begun) else []) + await read(stream)
+                    assert tokens == continuation(prompt_of(index), 150)
+                    assert stream.finish_reason is FinishReason.LENGTH
+                assert await read(await late) == continuation(prompt_of(77), 20)
+            assert one.scheduler_epoch > epoch
+            await all_in_use(workers)
+            status = await one.status()
+            assert {worker.worker_id for worker in status.workers} == {"draft-0", "target-0", "target-1"}
+            assert status.throughput.tokens < 41 * 150
+            for worker in workers:
+                await asyncio.wait_for(worker.server.wait_empty(), LONG)
+
+    asyncio.run(run())
+
+
+def test_scheduler_that_hangs_is_replaced_and_turned_away_when_it_wakes() -> None:
+    async def run() -> None:
+        resolve = Whereabouts()
+        async with (
+            scheduler_process() as first,
+            scheduler_process() as second,
+            running_worker("target-0", Role.TARGET, resolve, step_seconds=0.005) as worker,
+            client(resolve) as backend,
+        ):
+            resolve.address = first.address
+            await all_in_use([worker])
+            streams = [await backend.submit(request_of(index, 150)) for index in range(10)]
+            begun = [await read_some(stream, 5) for stream in streams]
+            first.hang()
+            resolve.address = second.address
+            async with asyncio.timeout(2 * LONG):
+                for index, stream in enumerate(streams):
+                    assert begun[index] + await read(stream) == continuation(prompt_of(index), 150)
+            # The old one still believes that it has the worker and the sequences.
+            first.wake()
+            async with grpc.aio.insecure_channel(first.address) as channel, asyncio.timeout(LONG):
+                stub = scheduler_pb2_grpc.SchedulerStub(channel)
+                status = await stub.Status(scheduler_pb2.StatusRequest())
+                while status.state == scheduler_pb2.SCHEDULER_STATE_SERVING:
+                    await asyncio.sleep(0.05)
+                    status = await stub.Status(scheduler_pb2.StatusRequest())
+                assert status.state == scheduler_pb2.SCHEDULER_STATE_FENCED
+                assert "has taken over" in status.reason
+            await check(backend, 1, 20)
+            await all_in_use([worker])
+
+    asyncio.run(run())
+
+
+def test_older_of_two_schedulers_is_fenced_and_its_gateways_move() -> None:
+    async def run() -> None:
+        everyone, old_only = Whereabouts(), CountedWhereabouts()
+        async with (
+            running_scheduler(everyone) as (old, old_server),
+            running_worker("target-0", Role.TARGET, everyone, step_seconds=0.01) as worker,
+            client(everyone) as backend,
+            client(old_only) as stubborn,
+        ):
+            old_only.address = everyone.address
+            old_address = everyone.address
+            await all_in_use([worker])
+            stream = await backend.submit(request_of(1, 100))
+            begun = await read_some(stream, 5)
+            async with running_scheduler(everyone) as (new, new_server):
+                assert new.epoch > old.epoch
+                reason = await asyncio.wait_for(old.wait_closed(), LONG)
+                assert "has taken over" in reason
+                assert old.fenced
+                assert begun + await asyncio.wait_for(read(stream), LONG) == continuation(prompt_of(1), 100)
+                with pytest.raises(ServiceClosedError, match="has taken over"):
+                    old_server.check_health()
+                new_server.check_health()
+                assert old_server.status().state == scheduler_pb2.SCHEDULER_STATE_FENCED
+                assert "has taken over" in old_server.status().reason
+                async with grpc.aio.insecure_channel(old_address) as channel:
+                    health = health_pb2_grpc.HealthStub(channel)
+                    answer = await health.Check(health_pb2.HealthCheckRequest(service="spool.v1.Scheduler"))
+                    assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING
+                    with pytest.raises(grpc.aio.AioRpcError) as caught:
+                        async for _ in scheduler_pb2_grpc.SchedulerStub(channel).Session():
+                            pass
+                    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+                    assert "has taken over" in (caught.value.details() or "")
+                # One whose resolver still names the old scheduler waits, and goes on once it learns better. Between the
+                # two questions to the resolver lies a whole attempt, which the old scheduler turned away.
+                waiting = asyncio.create_task(check(stubborn, 2, 20))
+                before = old_only.questions
+                await until(lambda: old_only.questions >= before + 2)
+                assert not waiting.done()
+                with pytest.raises(BackendUnavailableError, match=f"there is no scheduler: scheduler at {old_address}"):
+                    await stubborn.load()
+                old_only.address = everyone.address
+                await asyncio.wait_for(waiting, LONG)
+
+    asyncio.run(run())
+
+
+def test_idle_scheduler_notices_too_that_it_is_fenced() -> None:
+    async def run() -> None:
+        resolve = Whereabouts()
+        async with (
+            running_scheduler(resolve) as (old, _),
+            running_worker("target-0", Role.TARGET, resolve) as worker,
+        ):
+            await all_in_use([worker])
+            async with running_scheduler(resolve) as (new, _):
+                await asyncio.wait_for(old.wait_closed(), LONG)
+                async with asyncio.timeout(LONG), client(resolve) as backend:
+                    await check(backend, 1, 10)
+                assert new.closed_because is None
+
+    asyncio.run(run())
+
+
+def test_scheduler_whose_clock_is_behind_takes_over_from_a_dead_one() -> None:
+    async def run() -> None:
+        resolve = Whereabouts()
+        async with AsyncExitStack() as stack:
+            async with running_scheduler(resolve, epoch=time.time_ns() + 10**15):
+                worker = await stack.enter_async_context(running_worker("target-0", Role.TARGET, resolve))
+                await all_in_use([worker])
+            resolve.address = ""
+            service, _ = await stack.enter_async_context(running_scheduler(resolve, epoch=5))
+            backend = await stack.enter_async_context(client(resolve))
+            await asyncio.wait_for(check(backend, 1, 10), LONG)
+            assert service.epoch > 10**15
+            assert service.closed_because is None
+
+    asyncio.run(run())
+
+
+def test_scheduler_that_shuts_down_hands_its_gateways_on() -> None:
+    async def run() -> None:
+        resolve = Whereabouts()
+        async with (
+            running_worker("target-0", Role.TARGET, resolve, step_seconds=0.01) as worker,
+            running_scheduler(resolve) as (_, first),
+            client(resolve) as backend,
+        ):
+            await all_in_use([worker])
+            stream = await backend.submit(request_of(1, 80, deadline_seconds=LONG))
+            begun = await read_some(stream, 5)
+            async with running_scheduler(resolve):
+                await first.stop()
+                rest = await asyncio.wait_for(read(stream), LONG)
+            assert begun + rest == continuation(prompt_of(1), 80)
+
+    asyncio.run(run())
+
+
+def test_client_gives_up_after_a_while_and_says_why() -> None:
+    async def run() -> None:
+        options = ClientOptions(give_up=3, connect_timeout=3, first_backoff=0.02, longest_backoff=0.1)
+        async with AsyncExitStack() as stack:
+            cell_stack = await stack.enter_async_context(AsyncExitStack())
+            cell = await cell_stack.enter_async_context(running_cell(step_seconds=0.02))
+            backend = await stack.enter_async_context(client(cell.resolve, options=options))
+            stream = await backend.submit(request_of(1, 500))
+            model = await backend.model()
+            await read_some(stream, 5)
+            await cell_stack.aclose()
+            with pytest.raises(BackendUnavailableError, match=r"no scheduler was reached for 3 s: scheduler at"):
+                await asyncio.wait_for(read(stream), LONG)
+            with pytest.raises(BackendUnavailableError, match="no scheduler was reached"):
+                await backend.submit(request_of(2, 5))
+            with pytest.raises(BackendUnavailableError, match="there is no scheduler"):
+                await backend.load()
+            assert await backend.model() == model
+            # It goes on looking, and is well again when one is there.
+            async with running_scheduler(cell.resolve), running_worker("t", Role.TARGET, cell.resolve) as worker:
+                await all_in_use([worker])
+                await until(lambda: backend.connected)
+                await check(backend, 3, 10)
+
+    asyncio.run(run())
+
+
+def test_nobody_knows_a_scheduler() -> None:
+    async def run() -> None:
+        options = ClientOptions(give_up=0.2)
+        async with client(Whereabouts(), options=options) as backend:
+            with pytest.raises(BackendUnavailableError, match="LookupError: nobody knows"):
+                await backend.submit(request_of(1, 5))
+        with pytest.raises(BackendUnavailableError, match="is closed"):
+            await backend.submit(request_of(1, 5))
+        async with client(Whereabouts()) as backend:
+            with pytest.raises(DeadlineExceededError):
+                await backend.submit(request_of(1, 5, deadline_seconds=0.1))
+
+    asyncio.run(run())
+
+
+def test_sequence_that_no_session_survives_is_given_up() -> None:
+    async def run() -> None:
+        options = ClientOptions(max_fruitless_submissions=3, first_backoff=0.01, longest_backoff=0.02)
+        resolve = Whereabouts()
+        async with AsyncExitStack() as stack:
+            backend = await stack.enter_async_context(client(resolve, options=options))
+
+            async def first_tokens() -> None:
+                await anext(await backend.submit(request_of(1, 5)))
+
+            asked = asyncio.create_task(first_tokens())
+            async with asyncio.timeout(LONG):
+                while not asked.done():
+                    # A scheduler without workers that dies as soon as it has the sequence.
+                    async with running_scheduler(resolve) as (service, _):
+                        await until(lambda: service.core.snapshot().live > 0 or asked.done())
+            with pytest.raises(SequenceFailedError, match="3 sessions broke without a token for the sequence"):
+                await asked
+
+    asyncio.run(run())
+
+
+def test_schedulers_that_are_replaced_are_not_held_against_a_sequence() -> None:
+    async def run() -> None:
+        options = ClientOptions(max_fruitless_submissions=3, first_backoff=0.01, longest_backoff=0.02)
+        resolve = Whereabouts()
+        async with client(resolve, options=options) as backend:
+            asked = asyncio.create_task(check(backend, 1, 5))
+            for _ in range(5):
+                async with running_scheduler(resolve) as (service, _server):
+                    await until(lambda service=service: service.core.snapshot().live > 0)  # type: ignore[misc]
+                    service.hear_of_epoch(service.epoch + 1, service.epoch + 1)
+                    assert service.fenced
+                    await until(lambda: not backend.connected)
+            assert not asked.done()
+            async with running_scheduler(resolve), running_worker("target-0", Role.TARGET, resolve):
+                await asyncio.wait_for(asked, LONG)
+
+    asyncio.run(run())
+
+
+def test_client_options_are_checked() -> None:
+    with pytest.raises(ValueError, match="give_up is 0, must be above 0"):
+        ClientOptions(give_up=0)
+    assert CLIENT.give_up > 0

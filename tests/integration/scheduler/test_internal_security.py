@@ -1,0 +1,201 @@
+"""Strangers at the doors of scheduler and workers, and bytes that are no message."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import psutil
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from protos import scheduler_pb2, scheduler_pb2_grpc, worker_pb2
+from scheduler.config import SchedulerConfig
+from scheduler.messages import Role
+from services.launch.launcher import WorkerLauncher
+from services.rpc.channel_security import ChannelSecurity, random_token
+from services.scheduler.service import SchedulerService
+from services.scheduler.workers.worker_link import WorkerEndpoint, WorkerUnreachableError
+from tests.integration.workers.test_processes import stand_in
+from tests.support.cells import LINKS, Cell, check, client, running_cell, running_worker
+from tests.support.certificates import issue
+from tests.support.stand_in_worker import continuation
+from tests.support.waiting import LONG, until
+
+TOKEN = ChannelSecurity(token=random_token())
+
+METHODS = [
+    (service.full_name, method)
+    for file in (worker_pb2, scheduler_pb2)
+    for service in file.DESCRIPTOR.services_by_name.values()
+    for method in service.methods
+]
+
+
+def address_of(cell: Cell, service: str) -> str:
+    return cell.workers[0].address if service.endswith("Worker") else cell.resolve.address
+
+
+async def answer_to(security: ChannelSecurity, address: str) -> grpc.StatusCode | None:
+    """What a scheduler answers to one call of someone with this security; None where it answers the call itself."""
+    channel = security.open_channel(address)
+    try:
+        stub = scheduler_pb2_grpc.SchedulerStub(channel)
+        await stub.Status(scheduler_pb2.StatusRequest(), metadata=security.metadata, timeout=LONG)
+    except grpc.aio.AioRpcError as error:
+        return error.code()
+    finally:
+        await channel.close(None)
+    return None
+
+
+async def call(channel: grpc.aio.Channel, path: str, method: Any, raw: bytes, metadata: Sequence[Any]) -> bytes | None:
+    """One message as it is, and the first of the answer."""
+    if not method.client_streaming:
+        return await channel.unary_unary(path)(raw, metadata=metadata, timeout=LONG)
+    while True:
+        stream = channel.stream_stream(path)(iter([raw]), metadata=metadata, timeout=LONG)
+        try:
+            async for answer in stream:
+                return answer
+        except grpc.aio.AioRpcError as error:
+            # The client's own word where the server ended the call while it sent; what the server said is lost then.
+            if error.details() == "Internal error from Core":
+                continue
+            raise
+        return None
+
+
+@pytest.mark.parametrize(("service", "method"), METHODS, ids=lambda value: getattr(value, "name", value))
+def test_strangers_are_refused_by_every_method(service: str, method: Any) -> None:
+    async def run() -> None:
+        async with running_cell(drafts=0, security=TOKEN) as cell:
+            async with grpc.aio.insecure_channel(address_of(cell, service)) as channel:
+                bearer = TOKEN.metadata[0][1]
+                for metadata in (
+                    [],
+                    [("authorization", "")],
+                    [("authorization", "Bearer")],
+                    [("authorization", f"Bearer {random_token()}")],
+                    [("authorization", bearer[:-1])],
+                    [("authorization", bearer + "x")],
+                    [("authorization", bearer), ("authorization", bearer)],
+                    [("authorization-bin", bearer.encode())],
+                    [("Authorization".lower(), bearer.upper())],
+                ):
+                    for raw in (b"", b"\xff\xff\xff"):
+                        with pytest.raises(grpc.aio.AioRpcError) as caught:
+                            await call(channel, f"/{service}/{method.name}", method, raw, metadata)
+                        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+                        assert TOKEN.token not in (caught.value.details() or "")
+            assert cell.live_sequences == 0
+            assert cell.service.workers_up == {"target-0"}
+            async with client(cell.resolve, TOKEN) as backend:
+                await check(backend, 1, 10)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(("service", "method"), METHODS, ids=lambda value: getattr(value, "name", value))
+def test_bytes_that_are_no_message_get_a_clear_answer(service: str, method: Any) -> None:
+    async def run() -> None:
+        async with running_cell(drafts=0, security=TOKEN) as cell:
+            async with grpc.aio.insecure_channel(address_of(cell, service)) as channel:
+                for raw in (b"\xff\xff\xff\xff", b"\x0a\x05ab", b"\x0a\xff\xff\xff\xff\x0f"):
+                    with pytest.raises(grpc.aio.AioRpcError) as caught:
+                        await call(channel, f"/{service}/{method.name}", method, raw, TOKEN.metadata)
+                    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+                    assert "the message cannot be read" in (caught.value.details() or "")
+            async with client(cell.resolve, TOKEN) as backend:
+                await check(backend, 1, 10)
+
+    asyncio.run(run())
+
+
+def test_health_is_open_and_there_is_no_reflection() -> None:
+    async def run() -> None:
+        async with running_cell(drafts=0, security=TOKEN) as cell:
+            for address, name in (
+                (cell.resolve.address, "spool.v1.Scheduler"),
+                (cell.workers[0].address, "spool.v1.Worker"),
+            ):
+                async with grpc.aio.insecure_channel(address) as channel:
+                    request = health_pb2.HealthCheckRequest(service=name)
+                    answer = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=LONG)
+                    assert answer.status == health_pb2.HealthCheckResponse.SERVING
+                    reflection = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+                    for metadata, code in (
+                        ([], grpc.StatusCode.UNAUTHENTICATED),
+                        (TOKEN.metadata, grpc.StatusCode.UNIMPLEMENTED),
+                    ):
+                        with pytest.raises(grpc.aio.AioRpcError) as caught:
+                            async for _ in channel.stream_stream(reflection)(iter([b""]), metadata=metadata):
+                                pass
+                        assert caught.value.code() is code
+
+    asyncio.run(run())
+
+
+def test_mutual_tls(tmp_path: Path) -> None:
+    async def run() -> None:
+        security = issue(tmp_path / "ours", "127.0.0.1", token=random_token())
+        async with running_cell(security=security) as cell, client(cell.resolve, security) as backend:
+            await check(backend, 1, 30)
+            stranger = issue(tmp_path / "theirs", "127.0.0.1", token=security.token)
+            wrong_authority = ChannelSecurity("", security.ca_file, stranger.certificate_file, stranger.key_file)
+            no_token = ChannelSecurity("", security.ca_file, security.certificate_file, security.key_file)
+            for other, code in (
+                (security, None),
+                (stranger, grpc.StatusCode.UNAVAILABLE),
+                (ChannelSecurity(token=security.token), grpc.StatusCode.UNAVAILABLE),
+                (wrong_authority, grpc.StatusCode.UNAVAILABLE),
+                (no_token, grpc.StatusCode.UNAUTHENTICATED),
+            ):
+                assert await answer_to(other, cell.resolve.address) is code
+            # A worker that does not belong here fails to register, so the scheduler never hears of it.
+            async with running_worker("target-9", Role.TARGET, cell.resolve, stranger) as worker:
+                await until(lambda: "handshake failed" in worker.registration.reason)
+                assert not worker.registration.in_use
+                assert worker.server.highest_epoch == 0
+            assert {status.worker_id for status in cell.server.status().workers} == {"draft-0", "target-0"}
+            assert cell.service.workers_up == {"draft-0", "target-0"}
+            await check(backend, 2, 10)
+
+    asyncio.run(run())
+
+
+def test_certificates_that_carry_one_name_instead_of_addresses(tmp_path: Path) -> None:
+    async def run() -> None:
+        security = issue(tmp_path, "spool.internal", server_name="spool.internal")
+        async with running_cell(drafts=0, security=security) as cell, client(cell.resolve, security) as backend:
+            await check(backend, 1, 10)
+            nameless = ChannelSecurity("", security.ca_file, security.certificate_file, security.key_file)
+            assert await answer_to(security, cell.resolve.address) is None
+            assert await answer_to(nameless, cell.resolve.address) is grpc.StatusCode.UNAVAILABLE
+
+    asyncio.run(run())
+
+
+def test_worker_processes_get_the_token_out_of_sight() -> None:
+    async def run() -> None:
+        security = ChannelSecurity(token=random_token())
+        async with (
+            WorkerLauncher([stand_in(Role.TARGET)], security=security) as launcher,
+            SchedulerService(SchedulerConfig(), scheduler_epoch=1, link_options=LINKS, security=security) as service,
+            SchedulerService(SchedulerConfig(), scheduler_epoch=9, link_options=LINKS) as stranger,
+        ):
+            (worker,) = launcher.workers
+            endpoint = WorkerEndpoint(worker.worker_id, worker.role, worker.address)
+            with pytest.raises(WorkerUnreachableError, match="UNAUTHENTICATED"):
+                await stranger.add_workers([endpoint])
+            await service.add_workers([endpoint])
+            assert await service.submit([1, 2, 3], 10).collect() == continuation([1, 2, 3], 10)
+            assert not any(security.token in argument for argument in psutil.Process(worker.process_id).cmdline())
+            assert worker.process_id != os.getpid()
+
+    asyncio.run(run())

@@ -1,0 +1,452 @@
+"""Gateways' sessions with a scheduler, over gRPC: everything comes back right, and nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from dataclasses import replace
+
+import grpc
+import grpc.aio
+import pytest
+
+from protos import scheduler_pb2, scheduler_pb2_grpc
+from scheduler.config import SchedulerConfig
+from scheduler.messages import FinishReason, RefusalCause, Role
+from services.backend.interface import Backend, BackendUnavailableError, DeadlineExceededError, GenerationRequest
+from services.backend.sequence_stream import AdmissionRefusedError, SequenceFailedError
+from services.rpc.protocol_version import PROTOCOL_VERSION
+from services.scheduler.session import SessionOptions
+from services.scheduler_client.remote import ClientOptions
+from tests.support.cells import (
+    SESSIONS,
+    Whereabouts,
+    check,
+    client,
+    prompt_of,
+    read,
+    read_some,
+    request_of,
+    running_cell,
+    running_scheduler,
+    running_worker,
+)
+from tests.support.stand_in_worker import MAX_LENGTH, STEP_FAILS, VOCABULARY, continuation
+from tests.support.waiting import LONG, until
+
+pytestmark = pytest.mark.slow
+
+# No more than 5 tokens come out of a draft step and a verify step, so ENDLESS tokens take at least 7 seconds.
+SLOW = {"step_seconds": 0.01}
+ENDLESS = 1900
+
+
+def submission(request_id: int, count: int, **fields: object) -> scheduler_pb2.SequenceSubmission:
+    return scheduler_pb2.SequenceSubmission(
+        request_id=request_id,
+        prompt=prompt_of(request_id),
+        max_tokens=count,
+        **fields,  # type: ignore[arg-type]
+    )
+
+
+def opening(*submissions: scheduler_pb2.SequenceSubmission) -> scheduler_pb2.SessionRequest:
+    first = scheduler_pb2.SessionOpening(gateway_id="raw", protocol_version=PROTOCOL_VERSION)
+    return scheduler_pb2.SessionRequest(opening=first, submissions=submissions)
+
+
+async def events_of(call: AsyncIterator[scheduler_pb2.SessionReply]) -> AsyncIterator[scheduler_pb2.SequenceEvent]:
+    async for reply in call:
+        for event in reply.events:
+            yield event
+
+
+def test_many_sequences_of_two_gateways_equal_the_oracle() -> None:
+    async def run() -> None:
+        async with (
+            running_cell(drafts=2, targets=2) as cell,
+            client(cell.resolve, name="a") as one,
+            client(cell.resolve, name="b") as other,
+        ):
+            backends: list[Backend] = [one, other]
+            assert len(backends) == 2
+            work = [check((one, other)[index % 2], index, 20 + index % 30) for index in range(120)]
+            async with asyncio.timeout(2 * LONG):
+                await asyncio.gather(*work)
+            status = await one.status()
+            assert status.sessions == 2
+            assert status.throughput.finished == 120
+            assert status.throughput.tokens == sum(20 + index % 30 for index in range(120))
+            assert status.live_set.live == 0
+            await cell.wait_empty()
+            assert cell.pages_in_use == 0
+            cell.service.core.check_integrity()
+
+    asyncio.run(run())
+
+
+def test_what_a_gateway_can_learn() -> None:
+    async def run() -> None:
+        async with running_cell(targets=2, **SLOW) as cell, client(cell.resolve) as backend:
+            stream = await backend.submit(request_of(1, ENDLESS))
+            begun = list((await anext(stream)).tokens)
+            model, load = await backend.model(), await backend.load()
+            assert (model.model_id, model.vocabulary_size) == ("stand-in", VOCABULARY)
+            assert model.max_sequence_length == MAX_LENGTH
+            assert load.live_sequences == 1
+            assert {worker.worker_id for worker in load.workers} == {"draft-0", "target-0", "target-1"}
+            assert load.pages_in_use > 0
+            status = await backend.status()
+            assert status.scheduler_epoch == backend.scheduler_epoch == cell.service.epoch
+            assert status.uptime_seconds > 0
+            assert {worker.address for worker in status.workers} == {worker.address for worker in cell.workers}
+            stream.cancel()
+            stream.cancel()
+            tokens = begun + await read(stream)
+            assert tokens == continuation(prompt_of(1), len(tokens))
+            assert stream.finish_reason is FinishReason.CANCELLED
+
+    asyncio.run(run())
+
+
+def test_log_probabilities_stop_tokens_and_draft_lengths_cross_the_wire() -> None:
+    async def run() -> None:
+        whole = continuation(prompt_of(1), 20)
+        async with running_cell() as cell, client(cell.resolve) as backend:
+            stream = await backend.submit(request_of(1, 20, stop_token_ids=frozenset({whole[9], 5000}), draft_length=0))
+            deltas = [delta async for delta in stream]
+            assert [token for delta in deltas for token in delta.tokens] == whole[:10]
+            assert sum(delta.drafted for delta in deltas) == 0
+            assert stream.finish_reason is FinishReason.STOP
+
+    asyncio.run(run())
+
+
+def test_refusals_failures_and_deadlines_are_told_apart() -> None:
+    async def run() -> None:
+        config = SchedulerConfig(max_running=1, max_queued_sequences=1)
+        async with running_cell(config=config, **SLOW) as cell, client(cell.resolve) as backend:
+            with pytest.raises(AdmissionRefusedError, match=f"the limit is {MAX_LENGTH}") as refusal:
+                await backend.submit(GenerationRequest((1,), MAX_LENGTH))
+            assert refusal.value.cause is RefusalCause.TOO_LONG
+            with pytest.raises(AdmissionRefusedError, match=f"token id {VOCABULARY}") as refusal:
+                await backend.submit(GenerationRequest((VOCABULARY,), 5))
+            assert refusal.value.cause is RefusalCause.INVALID
+            with pytest.raises(SequenceFailedError, match="the step exploded"):
+                await read(await backend.submit(GenerationRequest((30, STEP_FAILS), 5)))
+
+            running = await backend.submit(request_of(1, ENDLESS))
+            await anext(running)
+            waiting = await backend.submit(request_of(2, 5))
+            with pytest.raises(AdmissionRefusedError) as refusal:
+                await backend.submit(request_of(3, 5))
+            assert refusal.value.cause is RefusalCause.QUEUE_FULL
+            assert refusal.value.retry_after_seconds is not None
+            assert refusal.value.retry_after_seconds >= 1
+            waiting.cancel()
+            with pytest.raises(DeadlineExceededError, match=r"within its 0.2 s"):
+                await read(await backend.submit(request_of(3, 5, deadline_seconds=0.2)))
+            running.cancel()
+            await check(backend, 4, 5)
+            assert cell.live_sequences == 0
+
+    asyncio.run(run())
+
+
+def test_deadline_is_the_schedulers_business_too() -> None:
+    async def run() -> None:
+        async with (
+            running_cell(**SLOW) as cell,
+            grpc.aio.insecure_channel(cell.resolve.address) as channel,
+        ):
+            call = scheduler_pb2_grpc.SchedulerStub(channel).Session()
+            loop = asyncio.get_running_loop()
+            began = loop.time()
+            await call.write(opening(submission(7, ENDLESS, timeout_seconds=2), submission(8, 5, timeout_seconds=-1)))
+            ends = {}
+            tokens: list[int] = []
+            async for event in events_of(call):
+                if event.WhichOneof("end"):
+                    ends[event.request_id] = event
+                if event.request_id == 7:
+                    tokens.extend(event.tokens)
+                if len(ends) == 2:
+                    break
+            assert ends[7].failed.cause == scheduler_pb2.FAILURE_CAUSE_DEADLINE_EXCEEDED
+            assert loop.time() - began >= 2
+            assert tokens == continuation(prompt_of(7), len(tokens))
+            assert tokens
+            assert ends[8].refused.cause == scheduler_pb2.REFUSAL_CAUSE_INVALID
+            assert cell.live_sequences == 0
+            call.cancel()
+
+    asyncio.run(run())
+
+
+def test_broken_session_frees_everything_of_its_gateway_and_nothing_else() -> None:
+    async def run() -> None:
+        async with (
+            running_cell(targets=2, **SLOW) as cell,
+            client(cell.resolve) as bystander,
+            grpc.aio.insecure_channel(cell.resolve.address) as channel,
+        ):
+            other = await bystander.submit(request_of(0, ENDLESS))
+            call = scheduler_pb2_grpc.SchedulerStub(channel).Session()
+            await call.write(opening(*(submission(number, ENDLESS) for number in range(1, 41))))
+            begun: set[int] = set()
+            async for event in events_of(call):
+                begun |= {event.request_id} if event.tokens else set()
+                if len(begun) == 40:
+                    break
+            assert cell.live_sequences == 41
+            assert cell.pages_in_use > 40
+            call.cancel()
+            await until(lambda: cell.server.status().sessions == 1)
+            assert cell.live_sequences == 1
+            begun = await read_some(other, 500)
+            assert begun == continuation(prompt_of(0), len(begun))
+            other.cancel()
+            await cell.wait_empty()
+
+    asyncio.run(run())
+
+
+def test_gateway_that_says_nothing_loses_its_sequences() -> None:
+    async def run() -> None:
+        sessions = SessionOptions(lease_seconds=3)
+        async with (
+            running_cell(sessions=sessions, **SLOW) as cell,
+            client(cell.resolve) as lively,
+            grpc.aio.insecure_channel(cell.resolve.address) as channel,
+        ):
+            quiet_but_alive = await lively.submit(request_of(1, ENDLESS))
+            call = scheduler_pb2_grpc.SchedulerStub(channel).Session()
+            await call.write(opening(submission(2, ENDLESS)))
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                async for _ in call:
+                    pass
+            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+            assert "for 3 s" in (caught.value.details() or "")
+            assert cell.live_sequences == 1
+            begun = await read_some(quiet_but_alive, 200)
+            assert begun == continuation(prompt_of(1), len(begun))
+            assert lively.connected
+
+    asyncio.run(run())
+
+
+# The less a channel takes on its own, the sooner the scheduler feels that nobody reads.
+NARROW = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1024)]
+
+
+def test_gateway_that_does_not_read_stalls_nobody() -> None:
+    async def run() -> None:
+        numbers, count = range(24), 500
+        async with (
+            running_cell() as cell,
+            client(cell.resolve) as backend,
+            grpc.aio.insecure_channel(cell.resolve.address, options=NARROW) as channel,
+        ):
+            deaf = scheduler_pb2_grpc.SchedulerStub(channel).Session()
+            await deaf.write(opening(*(submission(number, count) for number in numbers)))
+            await until(lambda: cell.live_sequences > 0)
+            async with asyncio.timeout(2 * LONG):
+                await check(backend, 0, 20)
+                assert cell.live_sequences > 0
+                while cell.live_sequences:
+                    await check(backend, 1, 20)
+            # What it did not read has been merged, and is all there when it reads at last.
+            outputs: dict[int, list[int]] = {number: [] for number in numbers}
+            events = ended = 0
+            async for event in events_of(deaf):
+                events += 1
+                outputs[event.request_id].extend(event.tokens)
+                ended += event.WhichOneof("end") is not None
+                if ended == len(numbers):
+                    break
+            assert outputs == {number: continuation(prompt_of(number), count) for number in numbers}
+            assert events < cell.service.statistics().rounds / 4
+            deaf.cancel()
+
+    asyncio.run(run())
+
+
+def test_gateway_that_neither_reads_nor_speaks_loses_its_sequences() -> None:
+    async def run() -> None:
+        async with (
+            running_cell(sessions=SessionOptions(lease_seconds=1.5)) as cell,
+            client(cell.resolve) as backend,
+            grpc.aio.insecure_channel(cell.resolve.address, options=NARROW) as channel,
+        ):
+            deaf = scheduler_pb2_grpc.SchedulerStub(channel).Session()
+            await deaf.write(opening(*(submission(number, ENDLESS) for number in range(24))))
+            await until(lambda: cell.live_sequences > 0)
+            async with asyncio.timeout(2 * LONG):
+                await check(backend, 0, 20)
+                assert cell.live_sequences > 0
+                while cell.live_sequences:
+                    await check(backend, 1, 20)
+            await cell.wait_empty()
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                async for _ in deaf:
+                    pass
+            assert "nothing came from the gateway" in (caught.value.details() or "")
+
+    asyncio.run(run())
+
+
+def test_reader_of_one_stream_that_is_slow_stalls_nobody() -> None:
+    async def run() -> None:
+        async with running_cell() as cell, client(cell.resolve) as backend:
+            slow = await backend.submit(request_of(1, 1000))
+            for index in range(20):
+                await check(backend, index, 50)
+            while cell.live_sequences:
+                await check(backend, 2, 20)
+            # What a session has to say comes in order: when this one's answer is here, so is the end of the slow one.
+            await check(backend, 2, 20)
+            deltas = [delta async for delta in slow]
+            assert [token for delta in deltas for token in delta.tokens] == continuation(prompt_of(1), 1000)
+            assert len(deltas) == 1
+            assert deltas[0].drafted > deltas[0].accepted > 0
+
+    asyncio.run(run())
+
+
+def test_submission_that_is_given_up_leaves_no_sequence() -> None:
+    async def run() -> None:
+        async with running_cell(**SLOW) as cell, client(cell.resolve) as backend:
+            submissions = [asyncio.create_task(backend.submit(request_of(index, 500))) for index in range(10)]
+            await asyncio.sleep(0)
+            for task in submissions:
+                task.cancel()
+            await asyncio.gather(*submissions, return_exceptions=True)
+            await check(backend, 1, 5)
+            assert cell.live_sequences == 0
+
+    asyncio.run(run())
+
+
+def test_thousand_sequences_cancelled_at_random_moments_leave_nothing() -> None:
+    async def run() -> None:
+        chance = random.Random(5)
+        config = SchedulerConfig(max_queued_sequences=2000, max_running=64)
+        async with running_cell(targets=2, config=config, step_seconds=0.002) as cell, client(cell.resolve) as backend:
+
+            async def one(index: int) -> None:
+                wait = chance.uniform(0, 3)
+                try:
+                    async with asyncio.timeout(wait):
+                        stream = await backend.submit(request_of(index, 400))
+                except TimeoutError:
+                    return
+                tokens: list[int] = []
+                try:
+                    async with asyncio.timeout(wait):
+                        async for delta in stream:
+                            tokens.extend(delta.tokens)
+                except TimeoutError:
+                    stream.cancel()
+                assert tokens == continuation(prompt_of(index), len(tokens))
+
+            await asyncio.gather(*(one(index) for index in range(1000)))
+            # Whatever was cancelled has been told to the scheduler when this comes back.
+            await check(backend, 1, 10)
+            await cell.wait_empty()
+            cell.service.core.check_integrity()
+
+    asyncio.run(run())
+
+
+def test_sessions_cancelled_at_random_moments_leave_nothing() -> None:
+    async def run() -> None:
+        chance = random.Random(6)
+        async with (
+            running_cell(step_seconds=0.001) as cell,
+            client(cell.resolve) as backend,
+            grpc.aio.insecure_channel(cell.resolve.address) as channel,
+        ):
+            stub = scheduler_pb2_grpc.SchedulerStub(channel)
+
+            async def one(number: int) -> None:
+                call = stub.Session()
+                await call.write(opening(*(submission(10 * number + place, 1500) for place in range(3))))
+                try:
+                    async with asyncio.timeout(chance.uniform(0, 2)):
+                        async for _ in events_of(call):
+                            pass
+                except TimeoutError:
+                    call.cancel()
+
+            await asyncio.gather(*(one(number) for number in range(200)))
+            await check(backend, 1, 10)
+            await until(lambda: cell.server.status().sessions == 1 and not cell.live_sequences + cell.pages_in_use)
+            cell.service.core.check_integrity()
+
+    asyncio.run(run())
+
+
+def test_no_target_for_long_is_told_to_new_and_old_sequences() -> None:
+    async def run() -> None:
+        sessions = replace(SESSIONS, refuse_without_target_seconds=0.2, fail_without_target_seconds=0.8)
+        async with running_cell(sessions=sessions, **SLOW) as cell, client(cell.resolve) as backend:
+            waiting = await backend.submit(request_of(1, ENDLESS))
+            # It has no other target to go to, and does not end in this time.
+            await cell.workers[1].registration.leave(2)
+            with pytest.raises(BackendUnavailableError, match=r"no target worker has been up for 0.8 s"):
+                await asyncio.wait_for(read(waiting), LONG)
+            with pytest.raises(BackendUnavailableError, match="no target worker has been up"):
+                await backend.submit(request_of(2, 5))
+            assert cell.live_sequences == 0
+
+    asyncio.run(run())
+
+
+def test_without_a_target_there_is_no_model() -> None:
+    async def run() -> None:
+        options = ClientOptions(first_model_timeout=0.3)
+        async with running_cell(targets=0) as cell, client(cell.resolve, options=options) as backend:
+            await until(lambda: backend.connected)
+            with pytest.raises(BackendUnavailableError, match="no target worker is up"):
+                await backend.model()
+
+    asyncio.run(run())
+
+
+def test_a_gateway_that_is_new_waits_for_its_first_model() -> None:
+    async def run() -> None:
+        resolve = Whereabouts()
+        async with client(resolve) as backend:
+            asked = asyncio.create_task(backend.model())
+            async with running_scheduler(resolve):
+                await until(lambda: backend.connected)
+                assert not asked.done()
+                async with running_worker("target-0", Role.TARGET, resolve):
+                    assert (await asyncio.wait_for(asked, LONG)).model_id == "stand-in"
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("requests", "message"),
+    [
+        ([scheduler_pb2.SessionRequest()], "the first message has no opening"),
+        ([opening(), opening()], "the session is open already"),
+        ([opening(submission(1, 900), submission(1, 5))], "request_id 1 is taken"),
+    ],
+)
+def test_session_that_breaks_the_rules_is_ended(requests: list[scheduler_pb2.SessionRequest], message: str) -> None:
+    async def run() -> None:
+        async with running_cell(**SLOW) as cell, grpc.aio.insecure_channel(cell.resolve.address) as channel:
+            call = scheduler_pb2_grpc.SchedulerStub(channel).Session()
+            for request in requests:
+                await call.write(request)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                async for _ in call:
+                    pass
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert message in (caught.value.details() or "")
+            assert cell.live_sequences == 0
+
+    asyncio.run(run())

@@ -1,0 +1,81 @@
+"""`spool chat` against a real gateway over workers of known output."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+from pydantic import SecretStr
+
+from services.gateway.settings import GatewaySettings
+from tests.support.command_line import SPOOL, spool
+from tests.support.gateway import Gateways, stand_in_gateways
+from tests.support.stand_in_worker import continuation
+from tests.support.waiting import LONG
+
+TOKENS = 30
+
+
+@pytest.fixture(scope="module")
+def gateways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateways]:
+    gateways = stand_in_gateways(tmp_path_factory.mktemp("chat"), step_seconds=0.05)
+    yield gateways
+    gateways.close()
+
+
+def answer(gateways: Gateways, messages: list[dict[str, str]], count: int = TOKENS) -> str:
+    tokenizer = gateways.tokenizer
+    return tokenizer.decode(continuation(tokenizer.encode_chat(messages, add_generation_prompt=True), count))
+
+
+def test_a_conversation_keeps_its_history(gateways: Gateways) -> None:
+    with gateways.serve() as served:
+        options = ("--url", served.url, "--temperature", "0", "--max-tokens", TOKENS, "--system", "be brief")
+        ended = spool("chat", *options, given="hello there\n\nand now\n/new\nhello there\n")
+    assert ended.code == 0, ended.err
+    history = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello there"}]
+    first = answer(gateways, history)
+    history += [{"role": "assistant", "content": first}, {"role": "user", "content": "and now"}]
+    assert ended.out == f"{first}\n{answer(gateways, history)}\n{first}\n"
+
+
+def test_an_interrupt_stops_the_answer_and_not_the_conversation(gateways: Gateways) -> None:
+    with gateways.serve() as served:
+        command = [str(SPOOL), "chat", "--url", served.url, "--temperature", "0"]
+        with subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ}
+        ) as process:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.write(b"tell it all\n")
+            process.stdin.flush()
+            begun = process.stdout.read(20)
+            process.send_signal(signal.SIGINT)
+            # The whole answer would take 38 seconds or more: 1967 tokens, at most 5 in two steps.
+            gateways.wait_until_idle(30)
+            process.stdin.write(b"/new\n/quit\n")
+            process.stdin.close()
+            rest = process.stdout.read()
+            assert process.wait(LONG) == 0, process.stderr.read() if process.stderr is not None else ""
+    text = (begun + rest).decode(errors="replace")
+    assert text.endswith(" ...\n")
+    whole = answer(gateways, [{"role": "user", "content": "tell it all"}], 1500)
+    assert whole.startswith(text.removesuffix(" ...\n").rstrip("\ufffd"))
+
+
+def test_a_server_that_wants_a_key(gateways: Gateways) -> None:
+    settings = GatewaySettings(api_keys=(SecretStr("sesame"),))
+    with gateways.serve(settings) as served:
+        refused = spool("chat", "--url", served.url, given="hello\n")
+        assert refused.code == 1
+        assert refused.err.startswith("spool: the server refuses: ")
+        assert refused.err.endswith("(--api-key or $SPOOL_API_KEY gives a key)\n")
+        assert len(refused.err.splitlines()) == 1
+        options = ("--url", served.url, "--max-tokens", 3)
+        assert spool("chat", *options, "--api-key", "sesame", given="hello\n").code == 0
+        assert spool("chat", *options, environment={"SPOOL_API_KEY": "sesame"}, given="hello\n").code == 0
+        wrong = spool("chat", *options, "--model", "other", "--api-key", "sesame", given="hello\n")
+        assert (wrong.code, len(wrong.err.splitlines())) == (1, 1)

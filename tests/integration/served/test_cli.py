@@ -1,0 +1,216 @@
+"""`spool` from end to end, with real workers over tiny models."""
+
+import json
+import os
+import signal
+import subprocess
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.command_line import Ended, save_tokenizer, spool, started, write_lines
+from tests.support.tiny_models import save_tiny_pair
+from tests.support.waiting import LONG, wait_until
+
+pytestmark = pytest.mark.slow
+
+PROMPTS = [
+    {"prompt": "once upon a time"},
+    {"id": "chat", "messages": [{"role": "system", "content": "be kind"}, {"role": "user", "content": "hello?"}]},
+    {"question_id": 7, "turns": ["what is 2 + 2?", "and 3 + 3?"]},
+    {"prompt": "x"},
+    {"prompt": "the quick brown fox jumps over the lazy dog"},
+]
+FAST = ("--max-tokens", "12", "--batch-size", "3", "--dtype", "float32", "--threads", "1")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("cli")
+    for model in save_tiny_pair("llama", folder):
+        save_tokenizer(model)
+    write_lines(folder / "prompts.jsonl", *PROMPTS)
+    return folder
+
+
+def run(folder: Path, command: str, *arguments: object, draft: str = "llama-draft") -> Ended:
+    models = ("--target", "llama-target", "--draft", draft)
+    environment = {"SPOOL_CACHE": str(folder / "cache")}
+    return spool(command, *models, "--prompts", "prompts.jsonl", *FAST, *arguments, cwd=folder, environment=environment)
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def answers(path: Path) -> list[str]:
+    return [line["text"] for line in lines(path)]
+
+
+def test_generate_writes_answers_in_order(folder: Path) -> None:
+    output = folder / "out.jsonl"
+    ended = run(folder, "generate", "--output", output, "--json")
+    assert ended.code == 0, ended.err
+    found = lines(output)
+    assert [line["index"] for line in found] == list(range(5))
+    assert [line.get("id") for line in found] == [None, "chat", 7, None, None]
+    assert all(len(line["tokens"]) == 12 and line["finish_reason"] == "length" for line in found)
+    assert all(len(line["text"]) == 12 for line in found)
+    assert ended.out.count("\n") == 1
+    summary = ended.summary
+    assert summary["sequences"] == summary["finished"] == 5
+    assert summary["tokens"] == 60
+    assert 1 <= summary["committed_per_round"] <= 5
+    assert summary["tokens_per_second"] > 0
+    for name in ("equal_length_share", "target_busy_share", "lost_share", "waiting_share", "realignment_share"):
+        assert 0 <= summary[name] <= 1
+    assert "throughput" in ended.err
+    assert "lost to waiting" in ended.err
+
+
+@pytest.mark.slow
+def test_answers_do_not_depend_on_how_they_are_computed(folder: Path) -> None:
+    workers = ("--policy", "ragged", "--batch-size", "2", "--draft-workers", "2", "--target-workers", "2")
+    for name, draft, arguments in (("plain", "none", ()), ("lookup", "ngram", ()), ("workers", "llama-draft", workers)):
+        ended = run(folder, "generate", "--output", f"{name}.jsonl", *arguments, draft=draft)
+        assert ended.code == 0, ended.err
+    assert answers(folder / "plain.jsonl") == answers(folder / "lookup.jsonl") == answers(folder / "workers.jsonl")
+
+
+@pytest.mark.slow
+def test_generate_goes_on_where_it_stopped(folder: Path) -> None:
+    whole, part = folder / "whole.jsonl", folder / "part.jsonl"
+    sampled = ("--temperature", "1", "--seed", "11")
+    assert run(folder, "generate", "--output", whole, *sampled).code == 0
+    assert run(folder, "generate", "--output", part, *sampled, "--limit", "2").code == 0
+    with part.open("a") as file:
+        file.write('{"index": 2, "text": "cut sho')
+    ended = run(folder, "generate", "--output", part, *sampled, "--json")
+    assert ended.code == 0, ended.err
+    assert ended.summary["kept"] == 2
+    assert ended.summary["finished"] == 3
+    assert part.read_text() == whole.read_text()
+    # A second run has nothing to do and starts no workers.
+    ended = run(folder, "generate", "--output", part, *sampled, "--json")
+    assert (ended.summary["kept"], ended.summary["tokens"]) == (5, 0)
+    assert part.read_text() == whole.read_text()
+
+
+@pytest.mark.slow
+def test_generate_does_not_mix_runs(folder: Path) -> None:
+    output = folder / "mixed.jsonl"
+    assert run(folder, "generate", "--output", output, "--limit", "2").code == 0
+    before = output.read_text()
+    for arguments, message in (
+        (("--seed", "1"), "mixed.jsonl:1 was written with other settings"),
+        (("--max-tokens", "5"), "mixed.jsonl:1 was written with other settings"),
+        (("--limit", "1"), "mixed.jsonl:2 answers a prompt that is not among the 1 given"),
+    ):
+        ended = run(folder, "generate", "--output", output, *arguments)
+        assert (ended.code, message in ended.err) == (2, True), ended.err
+    write_lines(folder / "changed.jsonl", {"prompt": "once upon a mattress"}, *PROMPTS[1:])
+    ended = run(folder, "generate", "--output", output, "--prompts", "changed.jsonl")
+    assert (ended.code, "mixed.jsonl:1 answers another prompt" in ended.err) == (2, True)
+    assert output.read_text() == before
+
+
+@pytest.mark.slow
+def test_without_output_answers_go_to_standard_output(folder: Path) -> None:
+    ended = run(folder, "generate", "--limit", "2", "--json")
+    assert [json.loads(line).get("index") for line in ended.out.splitlines()] == [0, 1, None]
+    assert ended.summary["command"] == "generate"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("temperature", ["0", "0.8"])
+def test_verify_finds_speculation_exact(folder: Path, temperature: str) -> None:
+    policies = ("--policy", "eqspec", "--policy", "exspec", "--policy", "auto")
+    ended = run(folder, "verify", *policies, "--temperature", temperature, "--json")
+    assert ended.code == 0, ended.err
+    summary = ended.summary
+    assert summary["exact_match"] == summary["logits_bit_equal"] == 1
+    assert (summary["sequences"], summary["tokens"]) == (5, 60)
+    assert list(summary["policies"]) == ["eqspec", "exspec", "auto"]
+    for policy, outcome in summary["policies"].items():
+        assert outcome["compared_logits"] == outcome["equal_logits"] == 60
+        assert outcome["first_divergence"] is None
+        # AUTO may find that drafts do not pay off within so few tokens.
+        assert policy == "auto" or outcome["statistics"]["drafted"] > 0
+    assert "5 of 5" in ended.err
+
+
+@pytest.mark.slow
+def test_verify_against_transformers(folder: Path) -> None:
+    ended = run(folder, "verify", "--reference", "generate", "--json")
+    assert ended.code == 0, ended.err
+    assert ended.summary["generate"]["exact_match"] == 1
+
+
+@pytest.mark.slow
+def test_a_broken_model_is_one_line(folder: Path) -> None:
+    broken = folder / "broken"
+    broken.mkdir()
+    save_tokenizer(broken)
+    config = json.loads((folder / "llama-target" / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps(config))
+    (broken / "model.safetensors").write_text("no weights")
+    ended = run(folder, "generate", "--target", "broken", draft="none")
+    assert ended.code == 1
+    assert ended.err.splitlines()[-1].startswith("spool: worker target-0: ")
+    assert "Traceback" not in ended.err
+
+
+def at_work(folder: Path, prompts: str, output: Path, *arguments: str) -> AbstractContextManager[subprocess.Popen[str]]:
+    """`spool generate` with a draft worker and a target worker."""
+    command = ("generate", "--target", "llama-target", "--draft", "llama-draft", "--prompts", prompts)
+    environment = {"SPOOL_CACHE": str(folder / "cache")}
+    return started(*command, "--output", output, *FAST, *arguments, cwd=folder, environment=environment)
+
+
+def children(process_id: int) -> list[int]:
+    listed = subprocess.run(
+        ["ps", "-o", "pid=", "--ppid", str(process_id)], capture_output=True, text=True, check=False
+    )
+    return [int(line) for line in listed.stdout.split()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_leaves_no_workers_and_can_go_on(folder: Path, number: signal.Signals) -> None:
+    output = folder / f"interrupted-{number.name}.jsonl"
+    write_lines(folder / "many.jsonl", *PROMPTS * 40)
+    with at_work(folder, "many.jsonl", output, "--max-tokens", "100") as process:
+        wait_until(lambda: output.exists() and bool(output.read_bytes()), "the first answer")
+        workers = children(process.pid)
+        assert len(workers) == 2
+        process.send_signal(number)
+        error = process.communicate(timeout=2 * LONG)[1]
+    assert process.returncode in (128 + number, -number), error
+    assert "Traceback" not in error
+    wait_until(lambda: not any(Path(f"/proc/{worker}/cmdline").exists() for worker in workers), "no worker is left")
+    kept = [json.loads(line)["index"] for line in output.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+    assert kept == list(range(len(kept)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("role", ["draft", "target"])
+def test_a_worker_that_dies(folder: Path, role: str) -> None:
+    """Without its draft worker the run goes on without speculation; without its last target it ends with one line."""
+    output = folder / f"killed-{role}.jsonl"
+    write_lines(folder / "some.jsonl", *PROMPTS * 12)
+    with at_work(folder, "some.jsonl", output, "--max-tokens", "60") as process:
+        wait_until(lambda: output.exists() and bool(output.read_bytes()), "the first answer")
+        for worker in children(process.pid):
+            if f"--role\0{role}\0" in Path(f"/proc/{worker}/cmdline").read_text():
+                os.kill(worker, signal.SIGKILL)
+        error = process.communicate(timeout=2 * LONG)[1]
+    assert "Traceback" not in error
+    if role == "target":
+        assert process.returncode == 1
+        assert error.splitlines()[-1] == "spool: worker target-0 died: killed by signal 9; no target worker is left"
+    else:
+        assert process.returncode == 0
+        assert "draft-0: died: killed by signal 9" in error
+        assert len(answers(output)) == 60

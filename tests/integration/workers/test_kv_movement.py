@@ -1,0 +1,495 @@
+"""KV that moves from a worker that leaves: outputs stay the oracle's, and whatever goes wrong leaves nothing behind."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import zlib
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import pytest
+
+from engine.models.loading import load_target_engine
+from engine.settings import EngineSettings
+from protos import worker_pb2, worker_pb2_grpc
+from scheduler.config import KvMovement, Policy, SchedulerConfig
+from scheduler.messages import Role
+from scheduler.state.digests import EMPTY_DIGEST, DigestedTokens
+from services.rpc.channel_security import ChannelSecurity
+from services.scheduler.service import SchedulerService
+from services.scheduler.workers.worker_link import WorkerEndpoint
+from services.worker.executor import StepExecutor, TargetStepExecutor
+from services.worker.kv_fetch import import_kv
+from services.worker.server import WorkerServer, step_thread
+from tests.support.cells import LINKS, Worker, client, prompt_of, read, read_some, request_of, running_cell
+from tests.support.stand_in_worker import StandInEngine, continuation
+from tests.support.tiny_models import VOCABULARY, save_tiny_pair
+from tests.support.waiting import LONG, until
+
+pytestmark = pytest.mark.slow
+
+MOVING = SchedulerConfig(policy=Policy.RAGGED, max_running=32, kv_movement=KvMovement.ALWAYS)
+EPOCH = 7
+SCHEDULER_EPOCH = 11
+
+
+def target_of(workers: Sequence[Worker], worker_id: str) -> Worker:
+    return next(worker for worker in workers if worker.worker_id == worker_id)
+
+
+def test_target_that_leaves_hands_its_sequences_over_with_their_kv() -> None:
+    async def run() -> None:
+        async with running_cell(targets=2, config=MOVING, step_seconds=0.002) as cell, client(cell.resolve) as backend:
+            streams = [await backend.submit(request_of(index, 1000)) for index in range(12)]
+            begun = [await read_some(stream, 20) for stream in streams]
+            leaving = target_of(cell.workers, "target-0")
+            assert leaving.executor.sequences
+            assert await leaving.registration.leave(LONG) == 0
+            assert not leaving.pages_in_use
+            for index, (tokens, stream) in enumerate(zip(begun, streams, strict=True)):
+                assert tokens + await read(stream) == continuation(prompt_of(index), 1000)
+            moves = cell.service.core.snapshot().moves
+            assert moves.moves == 6
+            assert (moves.failed, moves.rehomed) == (0, 0)
+            page = leaving.executor.kv_transfer.layout.page_bytes
+            assert moves.bytes >= moves.positions * 8
+            assert moves.bytes % page == 0
+            await cell.wait_empty()
+
+    asyncio.run(run())
+
+
+def test_sequences_decode_on_where_no_other_target_is() -> None:
+    async def run() -> None:
+        async with running_cell(config=MOVING, step_seconds=0.002) as cell, client(cell.resolve) as backend:
+            stream = await backend.submit(request_of(1, 300))
+            tokens = await read_some(stream, 5)
+            assert await target_of(cell.workers, "target-0").registration.leave(LONG) == 0
+            assert tokens + await read(stream) == continuation(prompt_of(1), 300)
+            assert cell.service.core.snapshot().preemptions == 0
+
+    asyncio.run(run())
+
+
+@dataclass
+class Served:
+    """One worker and a stub to speak to it, as a scheduler of SCHEDULER_EPOCH."""
+
+    executor: StepExecutor
+    stub: worker_pb2_grpc.WorkerStub
+    address: str
+    steps: int = 0
+
+    @property
+    def pages_in_use(self) -> int:
+        description = self.executor.describe()
+        return description.total_pages - description.free_pages
+
+    async def step(self, *rows: worker_pb2.Row) -> worker_pb2.StepReply:
+        request = worker_pb2.StepRequest(
+            worker_epoch=EPOCH, scheduler_epoch=SCHEDULER_EPOCH, step_id=self.steps, rows=rows
+        )
+        self.steps += 1
+        async for reply in self.stub.Steps(iter([request])):
+            return reply
+        raise AssertionError("no reply")
+
+
+@asynccontextmanager
+async def served(executor: StepExecutor) -> AsyncIterator[Served]:
+    server = WorkerServer(executor)
+    address = await server.start()
+    try:
+        async with grpc.aio.insecure_channel(address) as channel:
+            worker = Served(executor, worker_pb2_grpc.WorkerStub(channel), address)
+            await worker.step()
+            yield worker
+    finally:
+        await server.stop(1)
+
+
+TOKENS = [31, 32, 33, 34, 35, 36, 37, 38, 39, 40]
+PARAMETERS = worker_pb2.SequenceParameters(prompt_length=len(TOKENS))
+
+
+def opening() -> worker_pb2.Row:
+    return worker_pb2.Row(sequence_id=5, prefix_digest=EMPTY_DIGEST, tokens=TOKENS, sample=True, parameters=PARAMETERS)
+
+
+def feed(kv_len: int, tokens: Sequence[int], **fields: object) -> worker_pb2.Row:
+    known = DigestedTokens([*TOKENS, *tokens])
+    return worker_pb2.Row(
+        sequence_id=5, kv_len=kv_len, prefix_digest=known.digest(kv_len), tokens=tokens, sample=True, **fields
+    )
+
+
+def import_from(address: str, **fields: object) -> worker_pb2.ImportKvRequest:
+    wanted: dict[str, object] = {
+        "worker_epoch": EPOCH,
+        "scheduler_epoch": SCHEDULER_EPOCH,
+        "sequence_id": 5,
+        "tokens": TOKENS,
+        "parameters": PARAMETERS,
+        "source_address": address,
+        "source_worker_epoch": EPOCH,
+        "source_scheduler_epoch": SCHEDULER_EPOCH,
+    }
+    return worker_pb2.ImportKvRequest(**(wanted | fields))  # type: ignore[arg-type]
+
+
+def stand_in(**settings: object) -> StepExecutor:
+    engine = StandInEngine(**settings)  # type: ignore[arg-type]
+    return TargetStepExecutor(engine, worker_epoch=EPOCH, kv_store=engine.kv_store)
+
+
+@asynccontextmanager
+async def two(**settings: object) -> AsyncIterator[tuple[Served, Served]]:
+    """A worker that holds a sequence of TOKENS, and another one."""
+    async with served(stand_in()) as source, served(stand_in(**settings)) as destination:
+        row = opening()
+        (reply,) = (await source.step(row)).rows
+        assert (reply.status, reply.kv_len) == (worker_pb2.ROW_STATUS_OK, len(TOKENS))
+        yield source, destination
+
+
+async def refusal(worker: Served, request: worker_pb2.ImportKvRequest) -> tuple[grpc.StatusCode, str]:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await worker.stub.ImportKv(request, timeout=LONG)
+    await until(lambda: not worker.pages_in_use)
+    return caught.value.code(), caught.value.details() or ""
+
+
+def test_imported_sequence_goes_on_as_if_it_had_always_been_there() -> None:
+    async def run() -> None:
+        async with two() as (source, destination):
+            reply = await destination.stub.ImportKv(import_from(source.address), timeout=LONG)
+            assert reply.bytes == 3 * 4 * 8
+            assert reply.seconds > 0
+            bonus = continuation(TOKENS, 2)
+            (row,) = (await destination.step(feed(len(TOKENS), bonus[:1]))).rows
+            assert (row.status, list(row.tokens)) == (worker_pb2.ROW_STATUS_OK, bonus[1:])
+            destination.executor.check_integrity()
+            # The source keeps what it has until it is told to release it.
+            assert source.executor.sequences == 1
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "reason"),
+    [
+        ({"worker_epoch": 6}, grpc.StatusCode.FAILED_PRECONDITION, "worker_epoch is 6"),
+        ({"scheduler_epoch": 10}, grpc.StatusCode.FAILED_PRECONDITION, "scheduler_epoch is 10"),
+        ({"source_worker_epoch": 6}, grpc.StatusCode.FAILED_PRECONDITION, "worker_epoch is 6"),
+        ({"source_scheduler_epoch": 10}, grpc.StatusCode.FAILED_PRECONDITION, "scheduler_epoch is 10"),
+        ({"sequence_id": 6}, grpc.StatusCode.NOT_FOUND, "sequence 6 is not known"),
+        ({"tokens": TOKENS[:-1]}, grpc.StatusCode.FAILED_PRECONDITION, "kv_len is 9"),
+        ({"tokens": [*TOKENS[:-1], 99]}, grpc.StatusCode.FAILED_PRECONDITION, "other tokens"),
+        ({"tokens": []}, grpc.StatusCode.INVALID_ARGUMENT, "tokens holds 0"),
+        ({"tokens": [1 << 20]}, grpc.StatusCode.INVALID_ARGUMENT, "must be below vocabulary_size"),
+        ({"parameters": worker_pb2.SequenceParameters()}, grpc.StatusCode.INVALID_ARGUMENT, "prompt_length is 0"),
+        ({"source_address": "127.0.0.1:1"}, grpc.StatusCode.UNAVAILABLE, "127.0.0.1:1 gave no KV"),
+    ],
+)
+def test_import_that_cannot_be_is_refused(fields: dict[str, object], code: grpc.StatusCode, reason: str) -> None:
+    async def run() -> None:
+        async with two() as (source, destination):
+            given = await refusal(destination, import_from(source.address, **fields))
+            assert given[0] is code
+            assert reason in given[1]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("settings", "code", "reason"),
+    [
+        ({"model_id": "another"}, grpc.StatusCode.FAILED_PRECONDITION, "model_id"),
+        ({"page_size": 8}, grpc.StatusCode.FAILED_PRECONDITION, "page_shape"),
+        ({"pages": 2}, grpc.StatusCode.RESOURCE_EXHAUSTED, "pages"),
+    ],
+)
+def test_worker_that_does_not_fit_takes_nothing(
+    settings: dict[str, object], code: grpc.StatusCode, reason: str
+) -> None:
+    async def run() -> None:
+        async with two(**settings) as (source, destination):
+            given = await refusal(destination, import_from(source.address))
+            assert given[0] is code
+            assert reason in given[1]
+
+    asyncio.run(run())
+
+
+def test_sequence_that_is_known_already_is_not_overwritten() -> None:
+    async def run() -> None:
+        async with two() as (source, destination):
+            await destination.stub.ImportKv(import_from(source.address), timeout=LONG)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await destination.stub.ImportKv(import_from(source.address), timeout=LONG)
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert destination.executor.sequences == 1
+
+    asyncio.run(run())
+
+
+class OddSource(worker_pb2_grpc.WorkerServicer):
+    """Gives the parts that a test has made; then it ends, or says nothing any more."""
+
+    def __init__(self, parts: Sequence[worker_pb2.KvPart], hangs: bool = False) -> None:
+        self._parts = parts
+        self._hangs = hangs
+
+    async def ExportKv(  # noqa: N802
+        self, request: worker_pb2.ExportKvRequest, context: grpc.aio.ServicerContext
+    ) -> AsyncIterator[worker_pb2.KvPart]:
+        for part in self._parts:
+            yield part
+        if self._hangs:
+            await asyncio.Event().wait()
+
+
+@asynccontextmanager
+async def odd_source(parts: Sequence[worker_pb2.KvPart], hangs: bool = False) -> AsyncIterator[str]:
+    server = grpc.aio.server()
+    worker_pb2_grpc.add_WorkerServicer_to_server(OddSource(parts, hangs), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield f"127.0.0.1:{port}"
+    finally:
+        await server.stop(0)
+
+
+HEADER = worker_pb2.KvPart(
+    header=worker_pb2.KvHeader(model_id="stand-in", dtype="int64", page_shape=(1, 1, 1, 4, 1), pages=3)
+)
+
+
+def page(index: int, data: bytes = bytes(32), checksum: int | None = None) -> worker_pb2.KvPart:
+    known = zlib.crc32(data) if checksum is None else checksum
+    return worker_pb2.KvPart(page=worker_pb2.KvPage(index=index, data=data, checksum=known))
+
+
+@pytest.mark.parametrize(
+    ("parts", "reason"),
+    [
+        ([HEADER, page(0), page(1, checksum=4711), page(2)], "page 1: its checksum"),
+        ([HEADER, page(0), page(1, bytes(31)), page(2)], "page 1: 31 bytes"),
+        ([HEADER, page(0), page(2)], "page 2 came after 1 of 3"),
+        ([HEADER, page(0), page(0)], "page 0 came after 1 of 3"),
+        ([HEADER, page(0), page(1)], "2 of 3 pages came"),
+        ([HEADER, page(0), page(1), page(2), page(3)], "page 3 came after 3 of 3"),
+        ([], "0 of 3 pages came"),
+    ],
+)
+def test_damaged_kv_is_never_taken(parts: list[worker_pb2.KvPart], reason: str) -> None:
+    async def run() -> None:
+        async with odd_source(parts) as address, served(stand_in()) as worker:
+            code, details = await refusal(worker, import_from(address))
+            assert code is grpc.StatusCode.DATA_LOSS
+            assert reason in details
+            assert not worker.executor.sequences
+
+    asyncio.run(run())
+
+
+def test_import_that_nobody_waits_for_any_more_gives_its_pages_back() -> None:
+    async def run() -> None:
+        async with odd_source([HEADER, page(0)], hangs=True) as address, served(stand_in()) as worker:
+            call = worker.stub.ImportKv(import_from(address))
+            await until(lambda: worker.pages_in_use == 3)
+            call.cancel()
+            await until(lambda: not worker.pages_in_use)
+            assert not worker.executor.sequences
+
+    asyncio.run(run())
+
+
+def test_import_that_is_given_up_while_pages_are_set_aside_gives_them_back() -> None:
+    async def run() -> None:
+        executor, thread = stand_in(), ThreadPoolExecutor(max_workers=1)
+        executor.execute(worker_pb2.StepRequest(worker_epoch=EPOCH, scheduler_epoch=SCHEDULER_EPOCH), 0.0)
+        set_aside, goes_on = threading.Event(), threading.Event()
+
+        def slowly(call: Callable[..., object], *arguments: object) -> object:
+            result = call(*arguments)
+            set_aside.set()
+            goes_on.wait(LONG)
+            return result
+
+        def on_thread(call: Callable[..., object], *arguments: object) -> asyncio.Future[object]:
+            return asyncio.get_running_loop().run_in_executor(thread, slowly, call, *arguments)
+
+        task = asyncio.create_task(
+            import_kv(import_from("127.0.0.1:1"), executor.kv_transfer, on_thread, ChannelSecurity(), LONG)
+        )
+        await asyncio.to_thread(set_aside.wait, LONG)
+        total = executor.describe().total_pages
+        assert executor.free_pages == total - 3
+        task.cancel()
+        await asyncio.wait([task])
+        goes_on.set()
+        await until(lambda: executor.free_pages == total)
+        thread.shutdown()
+
+    asyncio.run(run())
+
+
+def test_import_ends_where_another_scheduler_takes_over() -> None:
+    async def run() -> None:
+        async with odd_source([HEADER, page(0), page(1), page(2)], hangs=True) as address, served(stand_in()) as worker:
+            call = asyncio.ensure_future(worker.stub.ImportKv(import_from(address), timeout=LONG))
+            await until(lambda: worker.pages_in_use == 3)
+            opening = worker_pb2.StepRequest(worker_epoch=EPOCH, scheduler_epoch=SCHEDULER_EPOCH + 1)
+            async for reply in worker.stub.Steps(iter([opening])):
+                assert reply.status == worker_pb2.STEP_STATUS_OK
+                break
+            assert not worker.pages_in_use
+            call.cancel()
+            worker.executor.check_integrity()
+
+    asyncio.run(run())
+
+
+def test_row_that_opens_the_sequence_meanwhile_wins() -> None:
+    async def run() -> None:
+        async with two() as (source, destination):
+            parts = [part async for part in source.stub.ExportKv(export())]
+            async with odd_source(parts[:-1], hangs=True) as address:
+                call = asyncio.ensure_future(destination.stub.ImportKv(import_from(address), timeout=LONG))
+                await until(lambda: destination.pages_in_use == 3)
+                row = opening()
+                (reply,) = (await destination.step(row)).rows
+                assert reply.status == worker_pb2.ROW_STATUS_OK
+                call.cancel()
+                await until(lambda: destination.pages_in_use == 3)
+                assert destination.executor.sequences == 1
+                destination.executor.check_integrity()
+
+    asyncio.run(run())
+
+
+def export() -> worker_pb2.ExportKvRequest:
+    return worker_pb2.ExportKvRequest(
+        worker_epoch=EPOCH,
+        scheduler_epoch=SCHEDULER_EPOCH,
+        sequence_id=5,
+        kv_len=len(TOKENS),
+        prefix_digest=DigestedTokens(TOKENS).digest(len(TOKENS)),
+    )
+
+
+def test_draining_worker_takes_nothing_and_gives_what_it_has() -> None:
+    async def run() -> None:
+        async with two() as (source, destination):
+            source.executor.draining = True
+            reply = await destination.stub.ImportKv(import_from(source.address), timeout=LONG)
+            assert reply.bytes
+            destination.executor.draining = True
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await destination.stub.ImportKv(import_from(source.address, sequence_id=6), timeout=LONG)
+            assert "draining" in (caught.value.details() or "")
+
+    asyncio.run(run())
+
+
+# --- real engines -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_pair("llama", tmp_path_factory.mktemp("tiny"))[0]
+
+
+Loaded = tuple[TargetStepExecutor, ThreadPoolExecutor]
+
+
+def load(folder: Path, **settings: object) -> Loaded:
+    """A worker's executor and the thread that it computes on: numbers of threads, and so bits, belong to a thread."""
+    thread = step_thread()
+    return thread.submit(_load, folder, settings).result(), thread
+
+
+def _load(folder: Path, settings: dict[str, object]) -> TargetStepExecutor:
+    defaults = {"dtype": "float32", "threads": 1, "page_size": 8, "kv_pages": 400, "max_num_batched_tokens": 64}
+    engine = load_target_engine(EngineSettings(str(folder), **(defaults | settings)), lambda *_: None)  # type: ignore[arg-type]
+    return TargetStepExecutor(engine, worker_epoch=EPOCH, kv_store=engine.kv_store)
+
+
+def tokens_of(outputs: list[list[tuple[int, int]]]) -> list[list[int]]:
+    return [[token for token, _ in output] for output in outputs]
+
+
+async def decode(
+    executors: Sequence[Loaded], leaves: bool, config: SchedulerConfig = MOVING
+) -> tuple[list[list[tuple[int, int]]], SchedulerService]:
+    """Tokens of some sequences and the digests of their logits, while the first worker leaves in the middle of all."""
+    outputs: list[list[tuple[int, int]]] = [[] for _ in range(5)]
+    async with AsyncExitStack() as stack:
+        service = await stack.enter_async_context(SchedulerService(config, scheduler_epoch=1, link_options=LINKS))
+        for index, (executor, thread) in enumerate(executors):
+            server = WorkerServer(executor, thread=thread)
+            endpoint = WorkerEndpoint(f"target-{index}", Role.TARGET, await server.start())
+            stack.push_async_callback(server.stop, 1)
+            await service.add_workers([endpoint])
+        prompts = [[(3 * index + place) % VOCABULARY for place in range(20 + 7 * index)] for index in range(5)]
+        streams = [service.submit(prompt, 60, draft_length=0, logits_digests=True) for prompt in prompts]
+        for index, stream in enumerate(streams):
+            delta = await anext(stream)
+            outputs[index].extend(zip(delta.tokens, delta.logits_digests, strict=True))
+        if leaves:
+            await service.remove_worker("target-0", LONG)
+            assert not executors[0][0].sequences
+        for index, stream in enumerate(streams):
+            async for delta in stream:
+                outputs[index].extend(zip(delta.tokens, delta.logits_digests, strict=True))
+        return outputs, service
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_real_kv_moves_bit_by_bit(target_folder: Path, dtype: str) -> None:
+    (first, _), (second, _) = load(target_folder, dtype=dtype), load(target_folder, dtype=dtype)
+
+    async def pages_of(worker: Served) -> list[bytes]:
+        return [part.page.data async for part in worker.stub.ExportKv(export()) if part.HasField("page")]
+
+    async def run() -> None:
+        async with served(first) as source, served(second) as destination:
+            row = opening()
+            (reply,) = (await source.step(row)).rows
+            assert reply.status == worker_pb2.ROW_STATUS_OK
+            moved = await destination.stub.ImportKv(import_from(source.address), timeout=LONG)
+            held = await pages_of(source)
+            assert await pages_of(destination) == held
+            assert moved.bytes == sum(map(len, held))
+            assert any(any(page) for page in held)
+            assert len(held) == 2
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_logits_have_the_same_bits_where_real_kv_has_moved(target_folder: Path, dtype: str) -> None:
+    plain, _ = asyncio.run(decode([load(target_folder, dtype=dtype)], leaves=False))
+    moved, service = asyncio.run(decode([load(target_folder, dtype=dtype) for _ in range(2)], leaves=True))
+    moves = service.core.snapshot().moves
+    assert moves.moves > 0
+    assert moves.failed == 0
+    assert moved == plain
+
+
+def test_kv_with_another_compute_digest_is_computed_anew(target_folder: Path) -> None:
+    plain, _ = asyncio.run(decode([load(target_folder)], leaves=False))
+    executors = [load(target_folder), load(target_folder, max_num_batched_tokens=48)]
+    output, service = asyncio.run(decode(executors, leaves=True))
+    moves = service.core.snapshot().moves
+    assert moves.moves == 0
+    assert moves.failed > 0
+    assert tokens_of(output) == tokens_of(plain)

@@ -1,0 +1,199 @@
+"""Processes of different releases: each pair refuses to work together, and both say which versions they speak."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+
+import grpc
+import grpc.aio
+import pytest
+
+from protos import scheduler_pb2, scheduler_pb2_grpc, worker_pb2, worker_pb2_grpc
+from scheduler.config import SchedulerConfig
+from scheduler.messages import Role
+from services.backend.interface import BackendUnavailableError
+from services.rpc.protocol_version import PROTOCOL_VERSION, version_conflict
+from services.scheduler.service import SchedulerService
+from services.scheduler.workers.pairing import PairingError
+from services.scheduler.workers.worker_link import WorkerEndpoint
+from services.scheduler_client.remote import ClientOptions, SchedulerClient
+from tests.support.cells import (
+    LINKS,
+    Whereabouts,
+    all_in_use,
+    check,
+    client,
+    running_cell,
+    running_scheduler,
+    running_worker,
+)
+from tests.support.waiting import LONG, until
+
+OTHERS = [0, PROTOCOL_VERSION + 1]
+IMPATIENT = ClientOptions(give_up=LONG, first_backoff=0.02, longest_backoff=0.05)
+
+
+def speak(monkeypatch: pytest.MonkeyPatch, modules: tuple[str, ...], version: int) -> None:
+    """Has these modules speak another version. Version 0 stands for releases that check no version either."""
+    for module in modules:
+        monkeypatch.setattr(f"{module}.PROTOCOL_VERSION", version)
+        if not version:
+            for name in ("version_conflict", "check_version"):
+                monkeypatch.setattr(f"{module}.{name}", lambda *_: None, raising=False)
+
+
+def worker_speaks(monkeypatch: pytest.MonkeyPatch, version: int) -> None:
+    speak(monkeypatch, ("services.worker.server",), version)
+
+
+def scheduler_speaks(monkeypatch: pytest.MonkeyPatch, version: int) -> None:
+    speak(monkeypatch, ("services.scheduler.session", "services.scheduler.workers.worker_link"), version)
+
+
+def gateway_speaks(monkeypatch: pytest.MonkeyPatch, version: int) -> None:
+    speak(monkeypatch, ("services.scheduler_client.session",), version)
+
+
+def both_named(text: str, one: int, other: int) -> bool:
+    return [int(found) for found in re.findall(r"version (\d+)", text)] in ([one, other], [other, one])
+
+
+async def until_told(backend: SchedulerClient, version: int) -> None:
+    """Asks until the answer names both versions; gRPC may put a broken stream in its own words in between."""
+    async with asyncio.timeout(LONG):
+        while True:
+            with pytest.raises(BackendUnavailableError) as caught:
+                await backend.load()
+            if both_named(str(caught.value), version, PROTOCOL_VERSION):
+                return
+            await asyncio.sleep(0.02)
+
+
+def test_the_message_names_both_versions() -> None:
+    assert version_conflict("the worker", 3, "this scheduler", 3) is None
+    assert version_conflict("the worker", 3, "this scheduler", 4) == (
+        "the worker speaks protocol version 3, this scheduler speaks version 4: both must be of the same release"
+    )
+
+
+@pytest.mark.parametrize("version", OTHERS)
+def test_worker_of_another_release_is_refused(version: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        worker_speaks(monkeypatch, version)
+        async with (
+            running_cell(drafts=0, targets=0) as cell,
+            running_worker("target-0", Role.TARGET, cell.resolve) as worker,
+        ):
+            await until(lambda: both_named(worker.registration.reason, version, PROTOCOL_VERSION))
+            assert not worker.registration.in_use
+            (status,) = cell.server.status().workers
+            assert status.state == scheduler_pb2.WORKER_STATE_REFUSED
+            assert both_named(status.reason, version, PROTOCOL_VERSION)
+            assert not cell.service.workers_up
+            # A release of the scheduler that fits takes the worker.
+            worker_speaks(monkeypatch, PROTOCOL_VERSION)
+            await all_in_use([worker])
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("version", OTHERS)
+def test_scheduler_of_another_release_gets_no_worker(version: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def run() -> None:
+        scheduler_speaks(monkeypatch, version)
+        async with (
+            running_cell(drafts=0, targets=0) as cell,
+            running_worker("target-0", Role.TARGET, cell.resolve) as worker,
+        ):
+            await until(lambda: both_named(worker.registration.reason, version, PROTOCOL_VERSION))
+            assert not worker.registration.in_use
+            assert not cell.service.workers_up
+            assert worker.server.highest_epoch == 0
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("version", OTHERS)
+def test_worker_of_another_release_cannot_be_added_by_its_address(
+    version: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run() -> None:
+        worker_speaks(monkeypatch, version)
+        async with (
+            running_worker("target-0", Role.TARGET, Whereabouts()) as worker,
+            SchedulerService(SchedulerConfig(), scheduler_epoch=1, link_options=LINKS) as service,
+        ):
+            with pytest.raises(PairingError) as caught:
+                await service.add_workers([WorkerEndpoint("target-0", Role.TARGET, worker.address)])
+            assert both_named(str(caught.value), version, PROTOCOL_VERSION)
+
+    asyncio.run(run())
+
+
+def test_whoever_names_no_version_gets_no_description() -> None:
+    async def run() -> None:
+        async with (
+            running_worker("target-0", Role.TARGET, Whereabouts()) as worker,
+            grpc.aio.insecure_channel(worker.address) as channel,
+        ):
+            stub = worker_pb2_grpc.WorkerStub(channel)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stub.Describe(worker_pb2.DescribeRequest(), timeout=LONG)
+            assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+            assert both_named(caught.value.details() or "", 0, PROTOCOL_VERSION)
+            described = await stub.Describe(worker_pb2.DescribeRequest(protocol_version=PROTOCOL_VERSION), timeout=LONG)
+            assert described.protocol_version == PROTOCOL_VERSION
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("version", OTHERS)
+def test_session_of_a_gateway_of_another_release_is_refused(version: int) -> None:
+    async def run() -> None:
+        async with running_cell(drafts=0) as cell, grpc.aio.insecure_channel(cell.resolve.address) as channel:
+            call = scheduler_pb2_grpc.SchedulerStub(channel).Session()
+            opening = scheduler_pb2.SessionOpening(gateway_id="other", protocol_version=version)
+            submission = scheduler_pb2.SequenceSubmission(request_id=1, prompt=[1, 2], max_tokens=5)
+            await call.write(scheduler_pb2.SessionRequest(opening=opening, submissions=[submission]))
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                async for _ in call:
+                    pass
+            assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+            assert both_named(caught.value.details() or "", version, PROTOCOL_VERSION)
+            # Status needs no session, so that people can look at schedulers of other releases.
+            status = await scheduler_pb2_grpc.SchedulerStub(channel).Status(scheduler_pb2.StatusRequest())
+            assert (status.sessions, status.live_set.live) == (0, 0)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("version", OTHERS)
+@pytest.mark.parametrize("other", ["gateway", "scheduler"])
+def test_gateway_says_why_it_has_no_session_and_goes_on_with_a_scheduler_that_fits(
+    other: str, version: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    speaks = gateway_speaks if other == "gateway" else scheduler_speaks
+
+    def named(record: logging.LogRecord) -> bool:
+        return record.name == "services.scheduler_client.remote" and both_named(
+            record.getMessage(), version, PROTOCOL_VERSION
+        )
+
+    async def run() -> None:
+        resolve = Whereabouts()
+        async with client(resolve, options=IMPATIENT) as backend:
+            with monkeypatch.context() as patch:
+                speaks(patch, version)
+                async with running_scheduler(resolve):
+                    submitted = asyncio.create_task(check(backend, 1, 10))
+
+                    await until(lambda: any(named(record) for record in caplog.records))
+                    await until_told(backend, version)
+                    assert not backend.connected
+                    assert not submitted.done()
+            async with running_scheduler(resolve), running_worker("target-0", Role.TARGET, resolve):
+                await asyncio.wait_for(submitted, LONG)
+
+    asyncio.run(run())

@@ -1,0 +1,350 @@
+"""Sequences end to end: scheduler service, draft and target processes, tokens that must equal the oracle's."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+import grpc.aio
+import pytest
+
+from protos import worker_pb2, worker_pb2_grpc
+from scheduler.config import Policy, SchedulerConfig
+from scheduler.messages import FinishReason, RefusalCause, Role
+from services.backend.sequence_stream import AdmissionRefusedError, SequenceFailedError, SequenceStream
+from services.launch.launcher import RunningWorker, WorkerLaunch, WorkerLauncher
+from services.scheduler.service import SchedulerService, ServiceClosedError
+from services.scheduler.workers.pairing import PairingError
+from services.scheduler.workers.worker_link import LinkOptions, WorkerEndpoint, WorkerUnreachableError
+from tests.integration.workers.test_processes import DESCRIBE, ROOT, stand_in
+from tests.support.stand_in_worker import MAX_LENGTH, STEP_FAILS, VOCABULARY, continuation
+from tests.support.waiting import LONG, until
+
+pytestmark = pytest.mark.slow
+
+# Drafts always; `auto` would weigh what stand-in workers happen to cost.
+DRAFTING = SchedulerConfig(policy=Policy.RAGGED)
+LINKS = LinkOptions(connect_timeout=60, step_timeout=60, first_backoff=0.02, longest_backoff=0.2)
+
+
+def endpoints(workers: Sequence[RunningWorker]) -> list[WorkerEndpoint]:
+    return [WorkerEndpoint(worker.worker_id, worker.role, worker.address) for worker in workers]
+
+
+@asynccontextmanager
+async def cell(
+    drafts: int = 1,
+    targets: int = 1,
+    config: SchedulerConfig | None = None,
+    restart_seconds: float | None = None,
+    links: LinkOptions = LINKS,
+    **settings: Any,
+) -> AsyncIterator[tuple[SchedulerService, WorkerLauncher]]:
+    launches = [stand_in(Role.DRAFT, **settings)] * drafts + [stand_in(Role.TARGET, **settings)] * targets
+    async with (
+        WorkerLauncher(launches, restart_seconds=restart_seconds) as launcher,
+        SchedulerService(config or DRAFTING, scheduler_epoch=time.time_ns(), link_options=links) as service,
+    ):
+        await service.add_workers(endpoints(launcher.workers))
+        yield service, launcher
+
+
+def prompts(count: int) -> list[list[int]]:
+    return [[20 + index, *range(21, 25 + index % 7)] for index in range(count)]
+
+
+async def check(stream: SequenceStream, prompt: Sequence[int], count: int, begun: Sequence[int] = ()) -> None:
+    """`begun` are the tokens that the test has read already."""
+    assert [*begun, *await asyncio.wait_for(stream.collect(), LONG)] == continuation(prompt, count)
+    assert stream.finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("policy", list(Policy))
+def test_output_is_the_targets_own(policy: Policy) -> None:
+    async def run() -> None:
+        async with cell(config=SchedulerConfig(policy=policy), step_seconds=0.001) as (service, launcher):
+            streams = [(service.submit(prompt, 40), prompt) for prompt in prompts(24)]
+            for stream, prompt in streams:
+                await check(stream, prompt, 40)
+            service.core.check_integrity()
+            statistics = service.statistics()
+            assert statistics.tokens == 24 * 40
+            assert statistics.finished == 24
+            assert statistics.unfinished == 0
+            # How much `auto` drafts depends on what steps happen to take.
+            if policy is not Policy.AUTO:
+                assert 0.3 < statistics.acceptance_rate < 0.7
+                assert 1.2 < statistics.committed_per_round < 5
+            assert statistics.mean_group_size > 1
+            shares = (
+                statistics.target_busy_share,
+                statistics.waiting_share,
+                statistics.realignment_share,
+                statistics.scheduling_share,
+            )
+            assert sum(shares) == pytest.approx(1)
+            assert min(shares) >= 0
+            assert not statistics.row_errors
+            # Releases ride on a step of their own once all is done.
+            target = launcher.workers[1]
+            async with grpc.aio.insecure_channel(target.address) as channel:
+                stub = worker_pb2_grpc.WorkerStub(channel)
+                async with asyncio.timeout(LONG):
+                    description = await stub.Describe(DESCRIBE)
+                    while description.free_pages != description.total_pages:
+                        await asyncio.sleep(0.02)
+                        description = await stub.Describe(DESCRIBE)
+
+    asyncio.run(run())
+
+
+def test_without_a_draft_worker() -> None:
+    async def run() -> None:
+        async with cell(drafts=0) as (service, _):
+            await check(service.submit([30, 31], 20), [30, 31], 20)
+            assert service.statistics().committed_per_round == 1
+
+    asyncio.run(run())
+
+
+def test_prompt_lookup_drafts_without_a_model() -> None:
+    async def run() -> None:
+        # The draft has read the prompt long before the target has: one that is behind is not waited for.
+        launches = [WorkerLaunch(Role.DRAFT, {"model": "ngram"}), stand_in(Role.TARGET, step_seconds=0.1)]
+        async with (
+            WorkerLauncher(launches) as launcher,
+            SchedulerService(DRAFTING, scheduler_epoch=time.time_ns(), link_options=LINKS) as service,
+        ):
+            await service.add_workers(endpoints(launcher.workers))
+            # Whatever comes after the 5 at the end, the two of them stand here too.
+            prompt = [token for follower in range(100, VOCABULARY) for token in (5, follower)] + [5]
+            await check(service.submit(prompt, 5), prompt, 5)
+            assert service.statistics().drafted > 0
+            assert not service.statistics().row_errors
+
+    asyncio.run(run())
+
+
+def test_deltas_carry_rounds_and_digests() -> None:
+    async def run() -> None:
+        async with cell() as (service, _):
+            stream = service.submit([30, 31], 20, logits_digests=True, draft_length=3)
+            deltas = [delta async for delta in stream]
+            assert [token for delta in deltas for token in delta.tokens] == continuation([30, 31], 20)
+            for delta in deltas:
+                assert delta.logits_digests == tuple(token + 5 for token in delta.tokens)
+                assert delta.drafted <= 3
+            assert any(delta.accepted for delta in deltas)
+
+    asyncio.run(run())
+
+
+def test_stop_token_and_resubmission() -> None:
+    async def run() -> None:
+        whole = continuation([30, 31], 20)
+        async with cell() as (service, _):
+            stream = service.submit([30, 31], 20, stop_token_ids=frozenset({whole[9]}))
+            tokens = await stream.collect()
+            assert tokens == whole[:10]
+            assert stream.finish_reason is FinishReason.STOP
+            assert await service.submit([30, 31], 20, committed_output=whole[:7]).collect() == whole[7:]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("victim", ["draft-0", "target-0"])
+def test_worker_killed_mid_run_costs_no_token(victim: str) -> None:
+    async def run() -> None:
+        async with cell(targets=2, restart_seconds=0.05, step_seconds=0.005) as (service, launcher):
+            streams = [(service.submit(prompt, 60), prompt) for prompt in prompts(16)]
+            begun = (await anext(streams[0][0])).tokens
+            worker = next(worker for worker in launcher.workers if worker.worker_id == victim)
+            os.kill(worker.process_id, signal.SIGKILL)
+            await until(lambda: victim not in service.workers_up)
+            await until(lambda: victim in service.workers_up)
+            first, *others = streams
+            for stream, prompt in others:
+                await check(stream, prompt, 60)
+            await check(*first, 60, begun)
+            assert service.statistics().workers_lost == 1
+            service.core.check_integrity()
+
+    asyncio.run(run())
+
+
+def test_only_target_killed_and_back() -> None:
+    async def run() -> None:
+        async with cell(restart_seconds=0.05, step_seconds=0.005) as (service, launcher):
+            streams = [(service.submit(prompt, 60), prompt) for prompt in prompts(6)]
+            await until(lambda: service.statistics().tokens > 30)
+            os.kill(launcher.workers[1].process_id, signal.SIGKILL)
+            for stream, prompt in streams:
+                await check(stream, prompt, 60)
+
+    asyncio.run(run())
+
+
+def test_hung_worker_is_lost_and_comes_back_only_when_it_answers() -> None:
+    async def run() -> None:
+        links = LinkOptions(connect_timeout=3, step_timeout=2, first_backoff=0.02, longest_backoff=0.1)
+        async with cell(links=links, step_seconds=0.005) as (service, launcher):
+            stream = service.submit([30, 31], 100)
+            begun = (await anext(stream)).tokens
+            target = launcher.workers[1]
+            os.kill(target.process_id, signal.SIGSTOP)
+            await until(lambda: "target-0" not in service.workers_up)
+            # An attempt to reach it again has failed before it goes on.
+            await until(lambda: "does not answer" in service.workers.trouble_of("target-0"))
+            assert "target-0" not in service.workers_up
+            os.kill(target.process_id, signal.SIGCONT)
+            await check(stream, [30, 31], 100, begun)
+            assert service.workers_up == {"draft-0", "target-0"}
+
+    asyncio.run(run())
+
+
+def test_failed_engine_step_reaches_the_client_with_its_reason() -> None:
+    async def run() -> None:
+        async with cell() as (service, _):
+            with pytest.raises(SequenceFailedError, match="the step exploded"):
+                await service.submit([30, STEP_FAILS], 20).collect()
+            await check(service.submit([30, 31], 20), [30, 31], 20)
+
+    asyncio.run(run())
+
+
+def test_refusals_name_their_cause() -> None:
+    async def run() -> None:
+        config = SchedulerConfig(max_running=1, max_queued_sequences=1)
+        async with cell(config=config, step_seconds=0.02) as (service, _):
+            with pytest.raises(
+                AdmissionRefusedError, match=f"token id {VOCABULARY}, must be between 0 and 999"
+            ) as refusal:
+                service.submit([VOCABULARY], 5)
+            assert refusal.value.cause is RefusalCause.INVALID
+            with pytest.raises(AdmissionRefusedError, match="prompt is empty"):
+                service.submit([], 5)
+            with pytest.raises(AdmissionRefusedError, match=f"the limit is {MAX_LENGTH}") as refusal:
+                service.submit([1], MAX_LENGTH)
+            assert refusal.value.cause is RefusalCause.TOO_LONG
+            running, queued = service.submit([1], 50), service.submit([2], 5)
+            with pytest.raises(AdmissionRefusedError) as refusal:
+                service.submit([3], 5)
+            assert refusal.value.cause is RefusalCause.QUEUE_FULL
+            running.cancel()
+            await running.collect()
+            assert running.finish_reason is FinishReason.CANCELLED
+            await check(queued, [2], 5)
+            assert service.statistics().refused == 3
+
+    asyncio.run(run())
+
+
+def test_leaving_a_stream_cancels_it() -> None:
+    async def run() -> None:
+        async with cell(step_seconds=0.01) as (service, _):
+            async with service.submit([1], 500) as stream:
+                await anext(stream)
+            assert service.core.snapshot().live == 0
+
+    asyncio.run(run())
+
+
+def test_closing_fails_what_is_unfinished() -> None:
+    async def run() -> None:
+        async with cell(step_seconds=0.01) as (service, _):
+            stream = service.submit([1], 500)
+            await anext(stream)
+            await service.close("maintenance")
+            with pytest.raises(SequenceFailedError, match="maintenance"):
+                await stream.collect()
+            with pytest.raises(ServiceClosedError, match="maintenance"):
+                service.submit([1], 5)
+
+    asyncio.run(run())
+
+
+def test_removed_worker_leaves_its_sequences_to_others() -> None:
+    async def run() -> None:
+        async with cell(targets=2, step_seconds=0.005) as (service, launcher):
+            streams = [(service.submit(prompt, 40), prompt) for prompt in prompts(8)]
+            begun = (await anext(streams[0][0])).tokens
+            await service.remove_worker("target-0")
+            assert service.workers_up == {"draft-0", "target-1"}
+            address = next(worker.address for worker in launcher.workers if worker.worker_id == "target-0")
+            async with grpc.aio.insecure_channel(address) as channel:
+                drained = await worker_pb2_grpc.WorkerStub(channel).Drain(worker_pb2.DrainRequest(), timeout=LONG)
+                assert drained.sequences_left == 0
+            await check(*streams[0], 40, begun)
+            for stream, prompt in streams[1:]:
+                await check(stream, prompt, 40)
+
+    asyncio.run(run())
+
+
+def test_second_scheduler_takes_the_workers_over() -> None:
+    async def run() -> None:
+        async with cell(step_seconds=0.01) as (service, launcher):
+            stream = service.submit([1], 1900)
+            await anext(stream)
+            async with SchedulerService(DRAFTING, scheduler_epoch=time.time_ns(), link_options=LINKS) as second:
+                await second.add_workers(endpoints(launcher.workers))
+                with pytest.raises(SequenceFailedError, match="has taken over"):
+                    await stream.collect()
+                assert "has taken over" in (service.closed_because or "")
+                await check(second.submit([1], 20), [1], 20)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("draft", "message"),
+    [
+        ({"tokenizer_digest": "bb", "vocabulary_size": 900}, "digests differ (bb and aa); vocabulary sizes 900 and"),
+        ({"tokenizer_digest": "", "vocabulary_size": 900}, "vocabulary sizes 900 and 1000"),
+    ],
+)
+def test_draft_of_another_vocabulary_is_refused(draft: dict[str, Any], message: str) -> None:
+    async def run() -> None:
+        async with (
+            WorkerLauncher([stand_in(Role.DRAFT, **draft), stand_in(Role.TARGET)]) as launcher,
+            SchedulerService(SchedulerConfig(), scheduler_epoch=1) as service,
+        ):
+            with pytest.raises(PairingError) as caught:
+                await service.add_workers(endpoints(launcher.workers))
+            assert message in str(caught.value)
+            assert not service.workers_up
+
+    asyncio.run(run())
+
+
+def test_worker_of_the_wrong_role_and_worker_that_is_not_there() -> None:
+    async def run() -> None:
+        links = LinkOptions(connect_timeout=5)
+        async with (
+            WorkerLauncher([stand_in(Role.TARGET)]) as launcher,
+            SchedulerService(SchedulerConfig(), scheduler_epoch=1, link_options=links) as service,
+        ):
+            address = launcher.workers[0].address
+            with pytest.raises(PairingError, match="worker a is target, must be draft"):
+                await service.add_workers([WorkerEndpoint("a", Role.DRAFT, address)])
+            with pytest.raises(WorkerUnreachableError, match=r"worker b at 127.0.0.1:1 does not answer"):
+                await service.add_workers([WorkerEndpoint("b", Role.TARGET, "127.0.0.1:1")])
+
+    asyncio.run(run())
+
+
+def test_the_service_needs_no_torch() -> None:
+    code = (
+        "import sys, services.scheduler.service, services.launch.launcher, services.text.tokenizer; "
+        "sys.exit(', '.join({'torch', 'transformers'} & sys.modules.keys()) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

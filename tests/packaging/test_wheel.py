@@ -1,0 +1,181 @@
+"""The wheel, built, installed in a clean virtual environment and run there, beside nothing but what serving needs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+import venv
+import zipfile
+from email import message_from_bytes
+from pathlib import Path
+
+import pytest
+
+from tests.support.command_line import Ended, save_tokenizer, write_lines
+from tests.support.dependencies import PYPROJECT, ROOT, installed_closure, requirements
+from tests.support.tiny_models import save_tiny_pair
+
+pytestmark = pytest.mark.slow
+
+PACKAGES = [pattern.removesuffix("*") for pattern in PYPROJECT["tool"]["setuptools"]["packages"]["find"]["include"]]
+DATA = ("engine/cpu/csrc", "engine/models/demo_assets", "services/gateway/dashboard/page", "bench/pacing/site")
+# They need triton and vllm, which serving on a CPU does without, and what only measurements need.
+NOT_FOR_SERVING = r"engine\.cuda\.triton_attention|bench(\..*)?"
+IMPORT_ALL = f"""
+import importlib, pkgutil, re, sys
+for package in {PACKAGES}:
+    for module in pkgutil.walk_packages([f"{{sys.argv[1]}}/{{package}}"], f"{{package}}."):
+        if not re.fullmatch({NOT_FOR_SERVING!r}, module.name):
+            found = importlib.import_module(module.name).__file__
+            assert found.startswith(sys.argv[1]), found
+            print(module.name)
+"""
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a copy of the sources, without what earlier builds left among them."""
+    copy = tmp_path_factory.mktemp("sources") / "spool"
+    for package in PACKAGES:
+        shutil.copytree(ROOT / package, copy / package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "tests" / "support", copy / "tests" / "support")
+    for name in ("pyproject.toml", "README.md", "LICENSE", "NOTICE"):
+        shutil.copy(ROOT / name, copy)
+    folder = tmp_path_factory.mktemp("wheel")
+    build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, copy]
+    subprocess.run(build, check=True, capture_output=True)
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def members(wheel: Path) -> dict[str, int]:
+    """Sizes in bytes of the files in the wheel."""
+    with zipfile.ZipFile(wheel) as archive:
+        return {member.filename: member.file_size for member in archive.infolist()}
+
+
+@pytest.fixture(scope="module")
+def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A virtual environment with the wheel, and links to the packages that serving needs among those installed here."""
+    folder = tmp_path_factory.mktemp("clean") / "venv"
+    venv.create(folder, with_pip=False, symlinks=True)
+    paths = {"base": str(folder), "platbase": str(folder), "installed_base": str(folder)}
+    site_packages = Path(sysconfig.get_path("purelib", "venv", vars=paths))
+    for distribution in installed_closure(requirements(PYPROJECT["project"]["dependencies"])).values():
+        for top in {file.parts[0] for file in distribution.files or () if file.parts[0] not in ("..", "__pycache__")}:
+            if not (site_packages / top).exists():
+                (site_packages / top).symlink_to(distribution.locate_file(top))
+    pip(folder, "install", "--no-deps", "--no-index", wheel)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder elsewhere, with a tiny pair and prompts."""
+    folder = tmp_path_factory.mktemp("elsewhere")
+    for model in save_tiny_pair("llama", folder):
+        save_tokenizer(model)
+    write_lines(folder / "prompts.jsonl", {"prompt": "once upon a time"}, {"prompt": "x"}, {"prompt": "the quick fox"})
+    return folder
+
+
+def pip(environment: Path, *arguments: object) -> None:
+    command = [sys.executable, "-m", "pip", "--python", environment / "bin" / "python", *map(str, arguments)]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+def run(program: str, environment: Path, folder: Path, *arguments: object) -> Ended:
+    """Runs a program of the clean environment, where nothing leads to the project's folder."""
+    variables = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    ended = subprocess.run(
+        [environment / "bin" / program, *map(str, arguments)],
+        cwd=folder,
+        env={**variables, "HF_HUB_OFFLINE": "1", "SPOOL_CACHE": str(folder / "cache"), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    return Ended(ended.returncode, ended.stdout, ended.stderr)
+
+
+def test_the_wheel_holds_the_packages_and_their_data(members: dict[str, int]) -> None:
+    modules = {file.relative_to(ROOT).as_posix() for package in PACKAGES for file in (ROOT / package).rglob("*.py")}
+    protos = {file.relative_to(ROOT).as_posix() for file in (ROOT / "protos").glob("*.proto")}
+    data = {file.relative_to(ROOT).as_posix() for name in DATA for file in (ROOT / name).iterdir() if file.is_file()}
+    assert len(protos) > 2
+    assert len(data) > 20
+    assert sorted((modules | protos | data) - members.keys()) == []
+
+
+def test_the_wheel_holds_nothing_else(members: dict[str, int]) -> None:
+    tops = {name.split("/")[0] for name in members}
+    assert {top for top in tops if not top.endswith(".dist-info")} == set(PACKAGES)
+    assert [name for name in members if "results" in Path(name).parts or "__pycache__" in name] == []
+    assert [name for name, size in members.items() if size > 2**20] == [
+        "engine/models/demo_assets/trained_layers.safetensors"
+    ]
+
+
+def test_the_wheel_says_its_licences_and_its_ranges(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        licences = {
+            name.partition(".dist-info/licenses/")[2]: archive.read(name)
+            for name in archive.namelist()
+            if ".dist-info/licenses/" in name
+        }
+        (metadata,) = [archive.read(name) for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
+    assert licences == {name: (ROOT / name).read_bytes() for name in PYPROJECT["project"]["license-files"]}
+    assert {"LICENSE", "NOTICE"} < licences.keys()
+    said = [line for line in message_from_bytes(metadata).get_all("Requires-Dist", []) if "extra ==" not in line]
+    assert set(requirements(said)) == set(requirements(PYPROJECT["project"]["dependencies"]))
+
+
+def test_what_is_installed_beside_it_is_what_it_asks_for(environment: Path) -> None:
+    pip(environment, "check")
+
+
+def test_all_modules_of_serving_can_be_imported(environment: Path, folder: Path) -> None:
+    installed = Path(sysconfig.get_path("purelib", "venv", vars={"base": str(environment)}))
+    ended = run("python", environment, folder, "-P", "-c", IMPORT_ALL, installed)
+    assert ended.code == 0, ended.err
+    assert len(ended.out.split()) > 150
+
+
+def test_the_commands_are_there(environment: Path, folder: Path) -> None:
+    ended = run("spool", environment, folder, "--help")
+    assert ended.code == 0, ended.err
+    commands = re.findall(r"^[│ ]+([a-z]+) {2,}", ended.out, re.MULTILINE)
+    assert {"serve", "generate", "verify", "config", "bench"} <= set(commands)
+    for command in ("serve", "bench"):
+        assert run("spool", environment, folder, command, "--help").code == 0
+
+
+def test_configuration_is_written_and_checked(environment: Path, folder: Path) -> None:
+    assert (
+        run("spool", environment, folder, "config", "--reference").out == (ROOT / "docs/configuration.md").read_text()
+    )
+    (folder / "spool.yaml").write_text(run("spool", environment, folder, "config", "--example").out)
+    ended = run("spool", environment, folder, "config", "--check", "spool.yaml")
+    assert (ended.code, ended.out) == (0, "spool.yaml: right\n")
+
+
+def test_it_generates_with_a_draft_what_it_generates_without(environment: Path, folder: Path) -> None:
+    texts = {}
+    for draft in ("llama-draft", "none"):
+        output = folder / f"{draft}.jsonl"
+        models = ("--target", "llama-target", "--draft", draft, "--prompts", "prompts.jsonl")
+        steps = ("--max-tokens", "12", "--batch-size", "3", "--dtype", "float32", "--threads", "1")
+        ended = run("spool", environment, folder, "generate", *models, *steps, "--output", output)
+        assert ended.code == 0, ended.err
+        texts[draft] = [json.loads(line)["text"] for line in output.read_text().splitlines()]
+    assert texts["none"] == texts["llama-draft"]
+    assert len(texts["none"]) == 3
+    assert all(texts["none"])

@@ -1,0 +1,158 @@
+"""Bad input to every command: one line on standard error, exit code 2, no traceback."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from deploy.cli import command_options, main
+from tests.support.command_line import save_tokenizer, spool, write_lines
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Prompt files of all kinds, and two model folders without real weights: no run gets as far as loading them."""
+    folder = tmp_path_factory.mktemp("cli")
+    for name in ("target", "other"):
+        (folder / name).mkdir()
+        (folder / name / "config.json").write_text(json.dumps({"max_position_embeddings": 200}))
+        (folder / name / "model.safetensors").write_text("")
+        save_tokenizer(folder / name, reverse=name == "other")
+    (folder / "no-weights").mkdir()
+    (folder / "no-weights" / "config.json").write_text("{}")
+    (folder / "no-tokenizer").mkdir()
+    (folder / "no-tokenizer" / "config.json").write_text("{}")
+    (folder / "no-tokenizer" / "model.safetensors").write_text("")
+    write_lines(folder / "good.jsonl", {"prompt": "hello"})
+    write_lines(folder / "bad-json.jsonl", {"prompt": "hello"}, "", '{"prompt": "hel')
+    write_lines(folder / "list.jsonl", [1, 2])
+    write_lines(folder / "empty.jsonl", "")
+    write_lines(folder / "both.jsonl", {"prompt": "a", "turns": ["b"]})
+    write_lines(folder / "neither.jsonl", {"question": "a"})
+    write_lines(folder / "not-text.jsonl", {"prompt": 3})
+    write_lines(folder / "no-content.jsonl", {"messages": [{"role": "user"}]})
+    write_lines(folder / "no-turns.jsonl", {"turns": []})
+    write_lines(folder / "long.jsonl", {"prompt": "hello"}, {"prompt": "x" * 200})
+    (folder / "binary.jsonl").write_bytes(b"\xff\xfe\x00")
+    return folder
+
+
+def check(folder: Path, command: str, message: str, *arguments: object) -> None:
+    ended = spool(*command.split(), *arguments, cwd=folder, environment={"SPOOL_CACHE": str(folder / "cache")})
+    assert ended.code == 2, ended.err
+    assert message in ended.err
+    assert ended.err.startswith("spool: ")
+    assert ended.err.count("\n") == 1
+    assert ended.out == ""
+
+
+BAD_INPUT = [
+    (["--prompts", "missing.jsonl"], "cannot read missing.jsonl: No such file"),
+    (["--prompts", "."], "cannot read .: Is a directory"),
+    (["--prompts", "bad-json.jsonl"], "bad-json.jsonl:3: not JSON: "),
+    (["--prompts", "list.jsonl"], "list.jsonl:1: a JSON list, must be an object"),
+    (["--prompts", "empty.jsonl"], "empty.jsonl holds no prompts"),
+    (["--prompts", "both.jsonl"], "both.jsonl:1: has prompt and turns"),
+    (["--prompts", "neither.jsonl"], "neither.jsonl:1: has none of prompt, messages, turns"),
+    (["--prompts", "not-text.jsonl"], "not-text.jsonl:1: prompt must be a text"),
+    (["--prompts", "no-content.jsonl"], "no-content.jsonl:1: messages[0] must be an object with role and content"),
+    (["--prompts", "no-turns.jsonl"], "no-turns.jsonl:1: turns must be a list"),
+    (["--prompts", "binary.jsonl"], "binary.jsonl is not UTF-8 text"),
+    (["--limit", "0"], "--limit is 0"),
+    (["--policy", "best"], "'best' is not one of 'eqspec', 'exspec', 'ragged', 'auto'"),
+    (["--batch-size", "-1"], "batch_size is -1, must be at least 1"),
+    (["--max-running", "4"], "max_running is 4, must be at least batch_size, which is 8"),
+    (["--draft-length", "-1"], "draft_length is -1"),
+    (["--draft-length", "65"], "--draft-length is 65"),
+    (["--max-tokens", "-3"], "--max-tokens is -3"),
+    (["--temperature", "-0.5"], "temperature is -0.5, must be between 0 and 100"),
+    (["--temperature", "warm"], "Invalid value for '--temperature'"),
+    (["--top-k", "-1"], "top_k is -1"),
+    (["--top-p", "0"], "top_p is 0.0"),
+    (["--min-p", "2"], "min_p is 2.0"),
+    (["--seed", "-1"], "seed is -1"),
+    (["--seed", str(2**64)], "must be between 0 and 18446744073709551615"),
+    (["--threads", "0"], "--threads is 0"),
+    (["--draft-workers", "0"], "--draft-workers is 0"),
+    (["--target-workers", "-2"], "--target-workers is -2"),
+    (["--dtype", "int8"], "'int8' is not one of"),
+    (["--target", "/no/such/model"], "target model /no/such/model: no such folder"),
+    (["--target", "no-weights"], "target model no-weights: the folder holds no weights"),
+    (["--target", "no-tokenizer"], "holds no tokenizer.json"),
+    (["--target", "good.jsonl"], "good.jsonl is a file"),
+    (["--target", "target", "--draft", "/no/such/model"], "draft model /no/such/model: no such folder"),
+    (["--target", "target", "--draft", "other"], "the draft other does not fit the target target"),
+    (
+        ["--target", "target", "--prompts", "long.jsonl"],
+        "long.jsonl:2: the prompt has 200 tokens, the model takes 200",
+    ),
+    (["--target", "target", "--device", "gpu"], "device is 'gpu', must be auto, cpu, cuda or cuda:N"),
+    (["--unknown"], "No such option: --unknown"),
+    (["--seed"], "requires an argument"),
+    (["extra"], "unexpected extra argument"),
+]
+
+# The commands share these options; every third is tried with the second command too.
+CASES = [("generate", *case) for case in BAD_INPUT] + [("verify", *case) for case in BAD_INPUT[::3]]
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize(("command", "arguments", "message"), CASES)
+def test_bad_input(folder: Path, command: str, arguments: list[str], message: str) -> None:
+    check(folder, command, message, *arguments)
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("nonsense", "No such command 'nonsense'"),
+        ("models", "Missing command"),
+        ("models fetch", "Missing argument"),
+        ("models fetch /no/such/model", "no such folder"),
+        ("models fetch demo --unknown", "No such option"),
+        ("verify --reference oracle", "'oracle' is not one of 'generate'"),
+        ("verify --reference generate --temperature 1", "temperature is 1.0, must be 0 with --reference generate"),
+        ("generate --target target --output /no/such/folder/out.jsonl", "cannot write /no/such/folder/out.jsonl"),
+        ("generate --target target --output .", "cannot read .: Is a directory"),
+        ("generate --target target --output good.jsonl", "good.jsonl:1 is no line of results"),
+    ],
+)
+def test_bad_input_to_one_command(folder: Path, command: str, message: str) -> None:
+    check(folder, command, message)
+
+
+def test_a_renamed_option_is_answered_with_its_new_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(command_options.RENAMED_OPTIONS, "--rows", "--batch-size")
+    assert main.run(["generate", "--rows", "4"]) == 2
+    assert capsys.readouterr().err == "spool: --rows is now --batch-size\n"
+
+
+def options_of(command: Any) -> set[str]:
+    """All long options of a command and of the commands below it."""
+    found = {name for parameter in command.params for name in parameter.opts if name.startswith("--")}
+    return found.union(*(options_of(below) for below in getattr(command, "commands", {}).values()))
+
+
+def test_names_of_renamed_options_are_up_to_date() -> None:
+    known = options_of(typer.main.get_command(main.app))
+    assert "--batch-size" in known
+    assert known >= set(command_options.RENAMED_OPTIONS.values())
+    assert known.isdisjoint(command_options.RENAMED_OPTIONS)
+
+
+def test_a_model_the_hub_does_not_give(folder: Path) -> None:
+    ended = spool("models", "fetch", "nobody/nothing", environment={"HF_HOME": str(folder / "hf")})
+    assert ended.code == 2
+    assert "target model nobody/nothing: no such folder, and not to be had from the hub" in ended.err
+    assert "Traceback" not in ended.err
+
+
+def test_help() -> None:
+    for arguments in ([], ["--help"], ["generate", "--help"], ["verify", "--help"], ["models", "fetch", "--help"]):
+        ended = spool(*arguments)
+        assert ended.code == 0
+        assert "Usage: spool" in ended.out

@@ -1,0 +1,207 @@
+"""Parts of the command line that need no workers."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from deploy.cli.command_options import settings_from
+from deploy.errors import UsageError
+from deploy.offline.cell import worker_launches
+from deploy.offline.comparison import compare
+from deploy.offline.decoding import Completion, Job, longest_lengths, make_jobs
+from deploy.offline.devices import worker_devices
+from deploy.offline.prompts import Prompt, load_prompts
+from deploy.offline.results import InOrder, settings_digest
+from deploy.options import (
+    GenerateSettings,
+    ModelSettings,
+    RunSettings,
+    SamplingSettings,
+    SchedulingSettings,
+    VerifySettings,
+)
+from deploy.progress import reporting
+from scheduler.config import Policy, SchedulerConfig
+from scheduler.messages import Role
+from scheduler.sampling import SamplingParameters
+from services.scheduler.telemetry.statistics import StatisticsSnapshot
+from services.text.tokenizer import ModelTokenizer
+from tests.support.command_line import save_tokenizer, write_lines
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> ModelTokenizer:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    save_tokenizer(folder)
+    return ModelTokenizer(folder)
+
+
+def job(index: int = 0, prompt: tuple[int, ...] = (1, 2, 3), max_tokens: int = 8) -> Job:
+    return Job(Prompt(index, f"p:{index}", "abc", ()), prompt, max_tokens, SamplingParameters())
+
+
+# --- comparison -------------------------------------------------------------------------------------------------------
+
+
+def test_equal_outputs(tokenizer: ModelTokenizer) -> None:
+    outputs = [Completion([5, 6], [50, 60]), Completion([7], [70])]
+    found = compare([job(0), job(1)], outputs, outputs, tokenizer)
+    assert (found.exact_match, found.logits_bit_equal, found.first_divergence) == (1, 1, None)
+    assert (found.compared_logits, found.first_unequal_logits) == (3, None)
+
+
+def test_logits_count_up_to_the_first_different_token(tokenizer: ModelTokenizer) -> None:
+    expected = [Completion([5, 6, 7, 8], [1, 2, 3, 4])]
+    found = [Completion([5, 6, 9, 8], [1, 20, 30, 4])]
+    comparison = compare([job(4)], expected, found, tokenizer, margins=[[9.0, 8.0, 0.5, 7.0]])
+    assert comparison.exact_match == 0
+    # After the third token the two continue different texts.
+    assert (comparison.compared_logits, comparison.equal_logits) == (3, 1)
+    assert comparison.first_unequal_logits == (4, 1)
+    divergence = comparison.first_divergence
+    assert divergence is not None
+    assert (divergence.index, divergence.position, divergence.expected_token, divergence.found_token) == (4, 2, 7, 9)
+    assert divergence.context == tokenizer.decode([1, 2, 3, 5, 6])
+    assert divergence.logits_margin == 0.5
+    assert "prompt 4, output token 2, after" in str(divergence)
+
+
+def test_an_output_that_ends_early_differs(tokenizer: ModelTokenizer) -> None:
+    comparison = compare([job()], [Completion([5, 6])], [Completion([5])], tokenizer)
+    assert comparison.exact_match == 0
+    assert comparison.first_divergence is not None
+    assert comparison.first_divergence.found_token is None
+    assert "found the end" in str(comparison.first_divergence)
+
+
+# --- results ----------------------------------------------------------------------------------------------------------
+
+
+def test_lines_come_out_in_order() -> None:
+    written: list[dict[str, Any]] = []
+    lines = InOrder(written.append)
+    for number in (2, 0, 3, 1):
+        lines.add(number, {"index": number})
+    assert [line["index"] for line in written] == [0, 1, 2, 3]
+
+
+def test_settings_digest_follows_what_changes_text() -> None:
+    plain = GenerateSettings()
+    same = [
+        GenerateSettings(policy=Policy.EQSPEC),
+        GenerateSettings(scheduling=SchedulingSettings(batch_size=2, draft_length=1)),
+        GenerateSettings(models=ModelSettings(draft="ngram")),
+        GenerateSettings(output=Path("elsewhere.jsonl"), json_output=True),
+    ]
+    other = [
+        GenerateSettings(sampling=SamplingSettings(seed=1)),
+        GenerateSettings(sampling=SamplingSettings(max_tokens=5)),
+        GenerateSettings(models=ModelSettings(target="another")),
+        GenerateSettings(models=ModelSettings(exact=False)),
+    ]
+    digest = settings_digest(plain, b"v")
+    assert {settings_digest(settings, b"v") for settings in same} == {digest}
+    assert len({digest, settings_digest(plain, b"w"), *(settings_digest(settings, b"v") for settings in other)}) == 6
+
+
+# --- settings and jobs ------------------------------------------------------------------------------------------------
+
+
+def test_defaults() -> None:
+    settings = RunSettings()
+    assert (settings.models.draft_name, settings.drafting) == ("demo", True)
+    assert ModelSettings(target="some/model").draft_name == "ngram"
+    assert not RunSettings(models=ModelSettings(draft="none")).drafting
+    assert not RunSettings(scheduling=SchedulingSettings(draft_length=0)).drafting
+    assert settings.scheduling.config(Policy.AUTO, drafting=True).max_running == 48
+    assert SchedulingSettings(batch_size=32).config(Policy.AUTO, drafting=True).max_running == 128
+
+
+def test_threads_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
+    assert RunSettings().threads_per_worker() == 4
+    assert RunSettings(models=ModelSettings(draft="ngram")).threads_per_worker() == 8
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0})
+    assert RunSettings().threads_per_worker() == 1
+
+
+@pytest.mark.parametrize(("asked", "told"), [(5, 5), (None, 2), (0, None)])
+def test_lookup_beside_a_model_reaches_the_drafts_alone(asked: int | None, told: int | None) -> None:
+    launches = worker_launches(RunSettings(models=ModelSettings(device="cpu", draft_lookup=asked)), [40])
+    matches = {launch.role: launch.settings["lookup_match"] for launch in launches}
+    assert matches == {Role.TARGET: None, Role.DRAFT: told}
+
+
+@pytest.mark.parametrize("models", [{"draft": "ngram"}, {"draft": "none"}, {"target": "some/model"}])
+def test_lookup_beside_a_model_needs_a_model(models: dict[str, str]) -> None:
+    with pytest.raises(UsageError, match="draft_lookup is 5, must be unset where draft is n"):
+        settings_from(ModelSettings, vars(ModelSettings(**models)) | {"draft_lookup": 5})
+
+
+def test_seeds_count_up() -> None:
+    sampling = SamplingSettings(seed=2**64 - 1, temperature=1.0)
+    assert [sampling.parameters(index).seed for index in (0, 1, 2)] == [2**64 - 1, 0, 1]
+
+
+def test_answers_get_shorter_where_the_model_ends(tokenizer: ModelTokenizer, tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "prompts.jsonl", {"prompt": "a" * 10}, {"prompt": "a" * 95})
+    jobs = make_jobs(load_prompts(path, None), tokenizer, SamplingSettings(max_tokens=20), 100)
+    assert [(len(job.tokens), job.max_tokens) for job in jobs] == [(10, 20), (95, 5)]
+    assert longest_lengths(jobs, SchedulerConfig(max_running=1, draft_length=3)) == [103]
+    with pytest.raises(UsageError, match=r"prompts.jsonl:2: the prompt has 95 tokens, the model takes 95"):
+        make_jobs(load_prompts(path, None), tokenizer, SamplingSettings(), 95)
+
+
+def test_turns_and_messages_go_through_the_chat_template(tokenizer: ModelTokenizer, tmp_path: Path) -> None:
+    path = write_lines(
+        tmp_path / "prompts.jsonl", {"turns": ["hi", "ho"]}, {"messages": [{"role": "user", "content": "hi"}]}
+    )
+    texts = [tokenizer.decode(prompt.encode(tokenizer)) for prompt in load_prompts(path, None)]
+    assert texts == ["user: hi\nassistant:"] * 2
+
+
+def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deploy.offline.devices._may_have_gpus", lambda: True)
+    monkeypatch.setattr("deploy.offline.devices._count_gpus", lambda: 2)
+    assert worker_devices("cpu", 2) == ["cpu", "cpu"]
+    assert worker_devices("auto", 3) == worker_devices("cuda", 3) == ["cuda:0", "cuda:1", "cuda:0"]
+    assert worker_devices("cuda:1", 2) == ["cuda:1", "cuda:1"]
+    with pytest.raises(UsageError, match="the last is cuda:1"):
+        worker_devices("cuda:2", 1)
+    monkeypatch.setattr("deploy.offline.devices._count_gpus", lambda: 0)
+    assert worker_devices("auto", 1) == ["cpu"]
+    with pytest.raises(UsageError, match="no GPU"):
+        worker_devices("cuda", 1)
+
+
+# --- progress ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_progress_is_shown(terminal: bool) -> None:
+    stream = io.StringIO()
+    with reporting(Console(file=stream, force_terminal=terminal, width=150)) as reporter:
+        reporter.stage("demo", "downloading", 0.5)
+        reporter.stage("demo", "downloading", 0.6)
+        reporter.stage("target-0", "loading", None)
+        statistics = StatisticsSnapshot(
+            tokens_per_second=123.4,
+            drafted=10,
+            acceptance_rate=0.25,
+            committed_per_round=2,
+            groups=3,
+            mean_group_size=4,
+        )
+        reporter.run("generating", 2, 2, statistics)
+    shown = stream.getvalue()
+    assert "123 tokens/s, accepted 25%, 2.00 a round, group 4.0" in shown
+    if not terminal:
+        assert shown.splitlines()[:2] == ["demo: downloading", "target-0: loading"]
+
+
+def test_runs_that_compare_compute_everything_anew() -> None:
+    settings = GenerateSettings(), VerifySettings(), RunSettings()
+    assert [each.engine_settings(Role.TARGET, "cpu").prefix_cache for each in settings] == [True, False, False]

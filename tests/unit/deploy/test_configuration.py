@@ -1,0 +1,267 @@
+"""The configuration file: what it takes, and what it says about what it does not take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+from pydantic import ByteSize, ValidationError
+
+from deploy.cli import main as cli
+from deploy.config.example import example_file
+from deploy.config.field_documents import documents
+from deploy.config.loading import configuration_from, load_configuration
+from deploy.config.problems import RENAMED_FIELDS, ConfigurationError
+from deploy.config.spool_config import SpoolConfig
+from scheduler.config import Policy, SchedulerConfig
+from scheduler.messages import Role
+
+
+def problems(path: Path, content: str | bytes, *overrides: str) -> list[str]:
+    """What is wrong with a file, each as `line: field message`."""
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ConfigurationError) as raised:
+        load_configuration(path, overrides)
+    return [str(problem).replace(f"{path}:", "") for problem in raised.value.problems]
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "spool.yaml"
+
+
+def test_the_example_is_what_holds_without_a_file(file: Path) -> None:
+    file.write_text(example_file())
+    assert load_configuration(file) == SpoolConfig() == load_configuration(None)
+
+
+def test_the_example_holds_every_field_once_with_its_description() -> None:
+    lines = [line.strip().removeprefix("# ").strip() for line in example_file().splitlines()]
+    for document in documents(SpoolConfig, SpoolConfig()):
+        assert document.description, document.name
+        assert any(line.startswith(f"{document.path[-1]}:") for line in lines), document.name
+
+
+def test_sections_that_the_example_leaves_out_can_be_uncommented(file: Path) -> None:
+    lines = example_file().splitlines()
+    start = lines.index("  # autoscaling:")
+    for number in range(start, start + 11):
+        lines[number] = lines[number].replace("# ", "", 1)
+    file.write_text("\n".join(lines))
+    scaling = load_configuration(file).gateway.autoscaling
+    assert scaling is not None
+    assert scaling.target_ongoing_requests == 256
+
+
+def test_every_problem_is_reported_with_its_line(file: Path) -> None:
+    content = """\
+models:
+  target: demo
+  targt: x
+  exact: 3
+scheduling:
+  batch_size: 0
+  policy: fast
+groups:
+  target:
+    replicas: true
+    autoscaling: {min_replicas: 3, max_replicas: 2}
+gateway:
+  host: 0.0.0.0
+  http_port: 90000
+internal:
+  token: short
+"""
+    assert problems(file, content) == [
+        "3: models.targt is no field of Spool; did you mean target?",
+        "4: models.exact is 3, must be true or false",
+        "6: scheduling.batch_size is 0, must be at least 1",
+        "7: scheduling.policy is 'fast', must be 'eqspec', 'exspec', 'ragged' or 'auto'",
+        "10: groups.target.replicas is true, must be a number or text, not true or false",
+        "11: groups.target.autoscaling.max_replicas is 2, must be at least min_replicas, which is 3",
+        "14: gateway.http_port is 90000, must be at most 65535",
+        "16: internal.token has 5 characters, must have at least 16",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("models: [", "1: not YAML: while parsing a flow node expected the node content, but found '<stream end>'"),
+        ("- models", "1: holds no `section:` lines, must begin with one"),
+        ("models:\n  target: a\n  target: b", "3: models.target is there twice, first in line 2"),
+        ("models: &a\n  target: *a", "2: models.target holds itself"),
+        (
+            "models: !!python/object:os.system {}",
+            "1: models has the tag tag:yaml.org,2002:python/object:os.system,",
+        ),
+        ("? [a]\n: 1", "1: holds a field whose name is no text"),
+        (b"models: \xff", "not YAML: unacceptable character #x00ff"),
+        ("models: 3", "1: models is 3, must be a section of `field: value` lines"),
+        ("models:", "1: models is null, must be a section of `field: value` lines"),
+        ("engine:\n  kv_memory: lots", "2: engine.kv_memory is 'lots', must be a size such as 512MiB or 2GiB"),
+        ("engine:\n  page_size: 0", "2: engine.page_size is 0, must be at least 1"),
+        ("scheduling:\n  max_running: 4", "2: scheduling.max_running is 4, must be at least batch_size, which is 8"),
+        ("scheduling:\n  wait_bound_steps: .nan", "2: scheduling.wait_bound_steps is nan"),
+        ("auth:\n  tls: {certificate: a}", "2: auth.tls.key is missing"),
+        ("auth:\n  api_keys: [1]", "2: auth.api_keys.0 is 1, must be text"),
+        ("groups:\n  draft:\n    resources:\n      gpu: 0", "4: groups.draft.resources.gpu is 0, must be above 0"),
+        ("ray:\n  address: here", "2: ray.address is 'here', must be `auto` or host:port"),
+        ("gateway:\n  grpc_port: 8000", "2: gateway.grpc_port is 8000, must differ from http_port"),
+        ("models:\n  device: cuda:1", "2: models.device is 'cuda:1', must be auto, cpu or cuda"),
+        ("models:\n  draft_lookup: 33", "2: models.draft_lookup is 33, must be at most 32"),
+        ("models:\n  draft: none\n  draft_lookup: 3", "3: models.draft_lookup is 3, must be unset where draft is none"),
+        ("models:\n  target: ngram", "2: models.target is 'ngram', must be a model"),
+        ("internal:\n  token_env: A\n  token_file: b", "3: internal.token_file is given together with token_env"),
+    ],
+)
+def test_single_problems(file: Path, content: str | bytes, expected: str) -> None:
+    found = problems(file, content)
+    assert len(found) == 1
+    assert found[0].replace(f"{file}: ", "").strip().startswith(expected)
+
+
+@pytest.mark.parametrize(("old", "new"), RENAMED_FIELDS.items())
+def test_a_renamed_field_is_answered_with_its_new_name(file: Path, old: str, new: str) -> None:
+    known = {document.name for document in documents(SpoolConfig, SpoolConfig())}
+    assert new in known
+    assert old not in known
+    section, _, name = old.rpartition(".")
+    assert problems(file, f"{section}:\n  {name}: 64\n") == [f"2: {old} is now {new}"]
+    assert problems(file, "", f"{old}=64") == [f"--set {old}=64: {old} is now {new}"]
+
+
+def test_a_file_that_is_not_there() -> None:
+    with pytest.raises(ConfigurationError, match=r"nowhere\.yaml: cannot be read: No such file or directory"):
+        load_configuration(Path("nowhere.yaml"))
+
+
+def test_listening_beyond_loopback_needs_keys_or_a_word(file: Path) -> None:
+    beyond = "gateway:\n  host: 0.0.0.0\n"
+    [found] = problems(file, beyond)
+    assert found.startswith("2: gateway.host is '0.0.0.0', must be loopback")
+    assert "allow_unauthenticated" in found
+    for more in (
+        "  allow_unauthenticated: true",
+        "auth: {api_keys: [k]}",
+        "auth: {api_keys_env: KEYS}",
+        "auth: {api_keys_file: keys}",
+    ):
+        file.write_text(beyond + more)
+        assert load_configuration(file).gateway.host == "0.0.0.0"
+    for host in ("127.0.0.1", "127.9.9.9", "::1", "localhost"):
+        assert load_configuration(None, [f"gateway.host='{host}'"]).gateway.listens_on_loopback
+
+
+def test_checks_over_sections_run_although_others_are_wrong(file: Path) -> None:
+    assert len(problems(file, "gateway: {host: 0.0.0.0}\nengine: {page_size: 0}")) == 2
+    assert len(problems(file, "gateway: {host: 0.0.0.0}\nauth: {api_keys: 3}")) == 1
+
+
+@pytest.mark.parametrize(
+    ("groups", "field"),
+    [
+        ("{draft: {num_gpus: 0.5}, target: {num_gpus: 0.5}}", "groups.draft.num_gpus"),
+        ("{draft: {num_gpus: 0.5}, target: {num_gpus: 1}}", "groups.draft.num_gpus"),
+        ("{target: {num_gpus: 0, accelerator_type: H200}}", "groups.target.accelerator_type"),
+        ("{target: {num_gpus: 2}}", "groups.target.num_gpus"),
+    ],
+)
+def test_gpus_are_not_shared_by_accident(file: Path, groups: str, field: str) -> None:
+    assert any(f"{field} is " in found for found in problems(file, f"groups: {groups}"))
+
+
+def test_gpus_are_shared_when_asked() -> None:
+    share = "{share_gpus: true, draft: {num_gpus: 0.3, kv_memory: 2GiB}, target: {num_gpus: 0.7, kv_pages: 9}}"
+    config = load_configuration(None, [f"groups={share}"])
+    assert config.groups.draft.kv_memory == ByteSize(2 << 30)
+
+
+def test_devices_and_gpus_agree(file: Path) -> None:
+    assert "must be 0 or unset where" in problems(file, "models: {device: cpu}\ngroups: {target: {num_gpus: 1}}")[0]
+    assert "must be above 0 where" in problems(file, "models: {device: cuda}\ngroups: {target: {num_gpus: 0}}")[0]
+    assert "needs no GPU" in problems(file, "models: {draft: ngram}\ngroups: {draft: {num_gpus: 1}}")[0]
+
+
+def test_overrides_go_over_the_file(file: Path) -> None:
+    file.write_text("scheduling:\n  batch_size: 4\n  policy: exspec\n")
+    config = load_configuration(
+        file, ["scheduling.batch_size=16", "groups.target.resources.big=1", "models.draft=null"]
+    )
+    assert (config.scheduling.batch_size, config.scheduling.policy) == (16, Policy.EXSPEC)
+    assert config.groups.target.resources == {"big": 1}
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("batch", "--set batch: must be section.field=value"),
+        (".=1", "--set .=1: must be section.field=value"),
+        ("models.target=[", "--set models.target=[: the value is not YAML"),
+        ("scheduling.batch_size=many", "--set scheduling.batch_size=many: scheduling.batch_size is 'many', must be a"),
+        ("nothing.at=1", "--set nothing.at=1: nothing is no field of Spool"),
+        ("models.target.x=1", "--set models.target.x=1: models.target is a section, must be text"),
+    ],
+)
+def test_wrong_overrides(override: str, expected: str) -> None:
+    with pytest.raises(ConfigurationError) as raised:
+        load_configuration(None, [override])
+    assert str(raised.value).startswith(expected)
+
+
+def test_the_tree_is_frozen() -> None:
+    config = SpoolConfig()
+    with pytest.raises(ValidationError):
+        config.models.target = "other"  # type: ignore[misc]
+
+
+def test_secrets_do_not_show_but_travel() -> None:
+    config = load_configuration(None, ["auth.api_keys=[open-sesame]", "internal.token=a-token-of-some-length"])
+    assert "sesame" not in f"{config!r} {config.dump()} {config.model_dump_json()}"
+    assert "of-some" not in f"{config!r} {config.dump()} {config.model_dump_json()}"
+    assert configuration_from(config.plain()) == config
+    assert yaml.safe_load(yaml.safe_dump(config.plain())) == config.plain()
+
+
+def test_what_the_scheduler_and_the_engines_get() -> None:
+    config = load_configuration(
+        None,
+        [
+            "scheduling={batch_size: 2, max_running: 6, policy: ragged, draft_length: 3, max_queued_tokens: 99}",
+            "groups.target={kv_pages: 7, threads: 3}",
+            "engine={page_size: 8, kv_memory: 3MiB, prefix_cache: false}",
+            "models.draft_lookup=4",
+        ],
+    )
+    expected = SchedulerConfig(batch_size=2, max_running=6, policy=Policy.RAGGED, draft_length=3, max_queued_tokens=99)
+    assert config.scheduling.scheduler_config(drafting=True) == expected
+    assert config.scheduling.scheduler_config(drafting=False).draft_length == 0
+    target = config.engine_settings(Role.TARGET, "cpu", config.threads(Role.TARGET))
+    assert (target.kv_pages, target.kv_memory_bytes, target.threads, target.page_size) == (7, None, 3, 8)
+    assert (target.lookup_match, config.engine_settings(Role.DRAFT, "cpu", 1).lookup_match) == (None, 4)
+    assert config.engine_settings(Role.DRAFT, "cuda:0", 1).kv_memory_bytes == 3 << 20
+    assert SpoolConfig().engine_settings(Role.DRAFT, "cuda:0", 1).kv_memory_bytes is None
+    assert SpoolConfig().engine_settings(Role.DRAFT, "cpu", 1).kv_memory_bytes == 1 << 29
+    assert (target.prefix_cache, SpoolConfig().engine_settings(Role.TARGET, "cpu", 1).prefix_cache) == (False, True)
+
+
+def test_groups_there_are() -> None:
+    assert load_configuration(None, ["models.draft=none"]).roles == (Role.TARGET,)
+    assert load_configuration(None, ["models.draft=ngram"]).roles == (Role.TARGET, Role.DRAFT)
+
+
+def test_config_command(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["config", "--example"]) == 0
+    file.write_text(capsys.readouterr().out)
+    assert cli.run(["config", "--check", str(file)]) == 0
+    capsys.readouterr()
+    assert cli.run(["config", "--check", str(file), "--set", "models.exact=maybe"]) == 2
+    assert capsys.readouterr().out == ("--set models.exact=maybe: models.exact is 'maybe', must be true or false\n")
+    assert cli.run(["config", "--explain"]) == 0
+    explained = capsys.readouterr().out
+    for document in documents(SpoolConfig, SpoolConfig()):
+        assert f"\n{document.name} " in f"\n{explained}"
+    assert cli.run(["config"]) == 2
+    ways = "--check FILE, --explain, --example, --reference and --serve"
+    assert capsys.readouterr().err == f"spool: config needs one of {ways}\n"

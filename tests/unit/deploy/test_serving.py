@@ -1,0 +1,187 @@
+"""What stands around the Ray application: secrets, GPUs, addresses, state, and what commands say to bad input."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from pathlib import Path
+
+import pytest
+import yaml
+from pydantic import SecretStr
+
+from deploy.cli import main as cli
+from deploy.cluster.addresses import check_ports, curl_line, grpc_address, http_url
+from deploy.cluster.client import reason_of_failure
+from deploy.cluster.served_state import Served, StateFolder
+from deploy.config.ingress import InternalSettings
+from deploy.config.loading import configuration_from, load_configuration
+from deploy.config.spool_config import SpoolConfig
+from deploy.errors import UsageError
+from deploy.ray_app.gpus import gpus_per_replica
+from deploy.ray_app.replica import Plan, SecretError, channel_security
+from deploy.ray_app.scheduler import plain_message
+from deploy.ray_app.serve_options import serve_file
+from protos import scheduler_pb2
+from scheduler.messages import Role
+
+TOKEN = "a-token-of-some-length"
+BOTH = {Role.TARGET: 1.0, Role.DRAFT: 1.0}
+
+
+@pytest.fixture
+def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StateFolder:
+    monkeypatch.setenv("SPOOL_STATE", str(tmp_path / "state"))
+    return StateFolder()
+
+
+def gpus(monkeypatch: pytest.MonkeyPatch, of_ray: float, *overrides: str) -> dict[Role, float]:
+    monkeypatch.setattr("deploy.ray_app.gpus._gpus_of_ray", lambda: of_ray)
+    return dict(gpus_per_replica(load_configuration(None, overrides)))
+
+
+def test_gpus_go_to_the_targets_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert gpus(monkeypatch, 0) == dict.fromkeys(BOTH, 0.0)
+    assert gpus(monkeypatch, 1) == {Role.TARGET: 1.0, Role.DRAFT: 0.0}
+    assert gpus(monkeypatch, 2) == BOTH
+    assert gpus(monkeypatch, 2, "groups.target.replicas=2") == {Role.TARGET: 1.0, Role.DRAFT: 0.0}
+    assert gpus(monkeypatch, 3, "groups.draft.num_gpus=1", "groups.target.replicas=3")[Role.TARGET] == 0.0
+    assert gpus(monkeypatch, 8, "models.device=cpu") == dict.fromkeys(BOTH, 0.0)
+    assert gpus(monkeypatch, 0, "models.device=cuda") == BOTH
+    assert gpus(monkeypatch, 1, "models.draft=ngram", "models.device=cuda") == {Role.TARGET: 1.0, Role.DRAFT: 0.0}
+    assert gpus(monkeypatch, 1, "models.draft=none") == {Role.TARGET: 1.0}
+
+
+def test_devices_are_those_that_ray_shows() -> None:
+    plan = Plan(SpoolConfig(), {Role.TARGET: 0.5, Role.DRAFT: 0.0}, {})
+    assert (plan.device(Role.TARGET), plan.device(Role.DRAFT)) == ("cuda:0", "cpu")
+
+
+def test_secrets_come_from_where_the_file_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert channel_security(InternalSettings(token=SecretStr(TOKEN))).token == TOKEN
+    file = tmp_path / "token"
+    with pytest.raises(SecretError, match=r"internal\.token_file is .* cannot be read"):
+        channel_security(InternalSettings(token_file=file))
+    file.write_text(f"{TOKEN}\n")
+    assert channel_security(InternalSettings(token_file=file)).token == TOKEN
+    with pytest.raises(SecretError, match=r"internal\.token_env is SECRET, and the environment has no such variable"):
+        channel_security(InternalSettings(token_env="SECRET"))
+    monkeypatch.setenv("SECRET", TOKEN)
+    assert channel_security(InternalSettings(token_env="SECRET")).token == TOKEN
+
+
+def test_the_file_for_serve_makes_the_same_configuration() -> None:
+    overrides = ["auth.api_keys=[k]", "scheduling.batch_size=3", "gateway={http_port: 81, http_on: head_node}"]
+    scaled = [*overrides, "groups.target.replicas=3", "gateway.autoscaling.max_replicas=5"]
+    config = load_configuration(None, overrides)
+    content = yaml.safe_load(serve_file(config))
+    assert content["http_options"] == {"host": "127.0.0.1", "port": 81}
+    assert content["proxy_location"] == "HeadOnly"
+    [application] = content["applications"]
+    assert configuration_from(application["args"]["settings"]) == config
+    [changed] = yaml.safe_load(serve_file(load_configuration(None, scaled)))["applications"]
+    assert changed["args"] == application["args"]
+    replicas = {one["name"]: one for one in changed["deployments"]}
+    assert replicas["TargetWorker"]["num_replicas"] == 3
+    assert replicas["Gateway"]["autoscaling_config"]["max_replicas"] == 5
+
+
+def test_addresses(tmp_path: Path) -> None:
+    overrides = ["gateway.host='::'", "gateway.allow_unauthenticated=true", "gateway.grpc_port=null"]
+    config = load_configuration(None, overrides)
+    assert (http_url(config), grpc_address(config)) == ("http://[::1]:8000", None)
+    config = load_configuration(None, ["auth={api_keys: [k], tls: {certificate: c, key: k}}"])
+    assert (http_url(config), grpc_address(config)) == ("https://127.0.0.1:8000", "127.0.0.1:8001")
+    assert "Authorization: Bearer YOUR-KEY" in curl_line(config, http_url(config))
+
+
+def test_ports_that_are_taken() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(UsageError, match=rf"gateway.grpc_port is {port}, .*: Address already in use"):
+            check_ports(load_configuration(None, [f"gateway.grpc_port={port}"]))
+
+
+def test_state_is_read_back_and_forgotten(state: StateFolder) -> None:
+    assert state.read("spool") is None
+    served = Served("spool", "127.0.0.1:1", 3, "http://127.0.0.1:8000", None, "demo", True)
+    state.write(served)
+    assert state.read("spool") == served
+    (state.path / "spool.json").write_text(json.dumps({"app_name": "spool"}))
+    assert state.read("spool") is None
+    state.forget("spool")
+    state.forget("spool")
+
+
+def test_a_ray_is_alive_while_it_holds_its_lock(state: StateFolder) -> None:
+    assert not state.ray_is_alive("spool")
+    with state.lock("spool"):
+        assert state.ray_is_alive("spool")
+    assert not state.ray_is_alive("spool")
+
+
+def test_the_token_of_ray_is_made_once_and_private(state: StateFolder) -> None:
+    file = state.ray_token_file()
+    assert len(file.read_text()) == 64
+    assert os.stat(file).st_mode & 0o077 == 0
+    assert os.stat(state.path).st_mode & 0o077 == 0
+    content = file.read_text()
+    assert StateFolder().ray_token_file().read_text() == content
+
+
+def test_messages_keep_their_numbers() -> None:
+    message = scheduler_pb2.StatusReply(
+        scheduler_epoch=1 << 60, model=scheduler_pb2.ServedModel(tokenizer_digest=b"\1")
+    )
+    message.workers.add(worker_id="a", state=scheduler_pb2.WORKER_STATE_IN_USE)
+    data = plain_message(message)
+    assert data["scheduler_epoch"] == 1 << 60
+    assert data["model"]["tokenizer_digest"] == "01"
+    assert data["workers"][0]["state"] == "WORKER_STATE_IN_USE"
+    assert data["live_set"] is None
+
+
+def test_the_reason_is_found_in_what_serve_says() -> None:
+    message = """The deployment failed to start 2 times in a row. See controller logs for details.
+Traceback (most recent call last):
+  File "x.py", line 1, in f
+engine.errors.UnsupportedModelError: mamba has layers of type mamba, only full_attention is supported"""
+    assert reason_of_failure(message).endswith("only full_attention is supported")
+    assert reason_of_failure("nothing known") == "nothing known"
+    assert reason_of_failure("") == "no reason is known"
+
+
+@pytest.mark.parametrize(
+    ("command", "code", "message"),
+    [
+        ("serve --config nowhere.yaml", 2, "nowhere.yaml: cannot be read: No such file or directory"),
+        ("serve --set gateway.http_port=80000", 2, "gateway.http_port is 80000, must be at most 65535"),
+        ("serve --set models.target=/", 2, "the folder holds no config.json, so no model"),
+        ("serve --set ray.folder=/a/very/long/folder/that/no/socket/can/be/put/below", 2, "must have at most 40"),
+        ("serve --set ray.app_name=a/b", 2, "ray.app_name is 'a/b', must be up to 64 letters"),
+        ("serve --set ray.address=127.0.0.1:1", 1, "Ray at 127.0.0.1:1 cannot be joined: Connection refused"),
+        ("status", 1, "spool is not served here"),
+        ("status --app a/b", 2, "the application's name is 'a/b', must be up to 64 letters"),
+        ("chat --url nope", 2, "--url is 'nope', must be as in http://127.0.0.1:8000"),
+        ("chat --url http://127.0.0.1:1", 1, "http://127.0.0.1:1 does not answer"),
+        ("config --check nowhere.yaml", 2, ""),
+        ("config --explain --example", 2, "config needs one of"),
+        ("down extra", 2, "Got unexpected extra argument"),
+    ],
+)
+def test_bad_input_gets_one_line(
+    state: StateFolder, capsys: pytest.CaptureFixture[str], command: str, code: int, message: str
+) -> None:
+    assert cli.run(command.split()) == code
+    told = capsys.readouterr().err
+    assert message in told
+    assert len(told.splitlines()) == (1 if message else 0)
+    assert "Traceback" not in told
+
+
+def test_nothing_to_stop_is_no_error(state: StateFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run(["down"]) == 0
+    assert "nothing to stop" in capsys.readouterr().err

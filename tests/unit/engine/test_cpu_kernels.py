@@ -1,0 +1,306 @@
+"""The CPU kernels against the same mathematics in float64, and a row's bits in any company."""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.attention.backends import Span
+from engine.cpu.attention import KernelBackend
+from engine.cpu.kernels import CpuKernels, WeightMemory, load_cpu_kernels
+from engine.kv.paged_kv import LayerKv
+from tests.support.cpu_kernels import NEEDS_BF16_PRODUCTS, compiled_kernels
+
+PAGES = 64
+HALF_BIT = 2.0**-8
+"""Of bfloat16: the most that rounding to it changes a number by, as a share of it."""
+
+
+@pytest.fixture(scope="module")
+def kernels() -> CpuKernels:
+    return compiled_kernels()
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def rounded(*shape: int, seed: int = 1) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def assert_rounds(result: torch.Tensor, exact: torch.Tensor, slack: float = 1.02) -> None:
+    """`result` is `exact` rounded to bfloat16, but for what float32 did on the way."""
+    allowed = exact.abs() * HALF_BIT * slack + 1e-6
+    assert bool(((result.double() - exact).abs() <= allowed).all())
+
+
+def exact_norm(rows: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    rows = rows.double()
+    return rows / (rows.square().mean(-1, keepdim=True) + epsilon).sqrt() * weight.double()
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("rows", [1, 7, 40])
+def test_norms(kernels: CpuKernels, rows: int) -> None:
+    x, added, weight = rounded(rows, 96), rounded(rows, 96, seed=2), rounded(96, seed=3)
+    assert_rounds(kernels.norm(x, weight, 1e-5), exact_norm(x, weight, 1e-5))
+    residual = x.clone()
+    normed = kernels.add_norm(residual, added, weight, 1e-5)
+    assert torch.equal(residual, x + added)
+    assert_rounds(normed, exact_norm(residual, weight, 1e-5))
+
+
+@pytest.fixture(scope="module")
+def multiplying(kernels: CpuKernels) -> CpuKernels:
+    if not kernels.multiplies(torch.zeros(2, 2, dtype=torch.bfloat16)):
+        pytest.skip(NEEDS_BF16_PRODUCTS)
+    return kernels
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("inputs", "outputs"), [(64, 32), (576, 100), (130, 1), (2, 4097)])
+def test_a_linear_layer(multiplying: CpuKernels, inputs: int, outputs: int, biased: bool) -> None:
+    weight = rounded(outputs, inputs) / inputs**0.5
+    bias = rounded(outputs, seed=2) if biased else None
+    panels = multiplying.to_panels(weight)
+    bias_panels = None if bias is None else multiplying.padded_bias(bias)
+    rows = rounded(100, inputs, seed=3)
+    exact = rows.double() @ weight.double().T + (0 if bias is None else bias.double())
+    exclusive = torch.cat([multiplying.linear(rows[i : i + 1], panels, bias_panels, outputs) for i in range(len(rows))])
+    # What cancels keeps the errors of its parts.
+    assert bool(((exclusive.double() - exact).abs() <= HALF_BIT * exact.abs().clamp(min=0.1) * 1.02).all())
+    for count in range(2, len(rows) + 1):
+        assert torch.equal(multiplying.linear(rows[:count], panels, bias_panels, outputs), exclusive[:count])
+
+
+def test_weights_lie_side_by_side_and_apart() -> None:
+    memory = WeightMemory()
+    shapes = [(3, 5), (1,), (1000, 1000), (20_000_000,), (7, 64)]
+    tensors = [memory.take(shape).fill_(index) for index, shape in enumerate(shapes)]
+    for index, (tensor, shape) in enumerate(zip(tensors, shapes, strict=True)):
+        assert tensor.shape == shape
+        assert tensor.dtype == torch.bfloat16
+        assert tensor.data_ptr() % 64 == 0
+        assert bool((tensor == index).all())
+    assert tensors[1].data_ptr() - tensors[0].data_ptr() == 64
+
+
+@pytest.mark.usefixtures("threads")
+def test_silu_of_small_large_and_infinite_numbers(kernels: CpuKernels) -> None:
+    gate = torch.cat((rounded(9, 64) * 4, torch.linspace(-200, 200, 64).bfloat16()[None]))
+    up = rounded(10, 64, seed=2)
+    exact = torch.nn.functional.silu(gate.double()) * up.double()
+    assert_rounds(kernels.silu_mul(torch.cat((gate, up), dim=1)), exact)
+    edges = torch.tensor([[torch.inf, -torch.inf, torch.nan, 0.0] * 4])
+    product = kernels.silu_mul(torch.cat((edges, torch.ones(1, 16)), dim=1).bfloat16())
+    assert product[0, 0] == torch.inf
+    assert product[0, 1:3].isnan().all()  # -inf times 0 is none, and that is what torch gives
+    assert product[0, 3] == 0
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("normalized", [False, True])
+def test_rotation_and_where_keys_and_values_go(kernels: CpuKernels, normalized: bool) -> None:
+    rows, query_heads, kv_heads, head_dim, page_size = 20, 6, 2, 64, 16
+    qkv = rounded(rows, (query_heads + 2 * kv_heads) * head_dim)
+    angles = torch.rand(rows, 1, head_dim // 2, generator=torch.Generator().manual_seed(4)) * 6
+    cos, sin = angles.cos().repeat(1, 1, 2), angles.sin()
+    slots = torch.randperm(PAGES * page_size, generator=torch.Generator().manual_seed(5))[:rows]
+    layer = LayerKv(PAGES, kv_heads, page_size, head_dim, torch.bfloat16, torch.device("cpu"))
+    norms = (rounded(head_dim, seed=6), rounded(head_dim, seed=7), 1e-6) if normalized else None
+    queries = kernels.rotate_write(qkv, (cos, torch.cat((-sin, sin), -1)), slots, layer.pool, query_heads, norms)
+
+    heads = qkv.view(rows, -1, head_dim).double()
+    rotated = heads[:, : query_heads + kv_heads]
+    slack = 1.02
+    if norms is not None:
+        # Rounded once more between norm and rotation.
+        slack = 3.0
+        parts = rotated.split((query_heads, kv_heads), dim=1)
+        rotated = torch.cat([exact_norm(part, weight, 1e-6) for part, weight in zip(parts, norms, strict=False)], 1)
+    first, second = rotated.chunk(2, -1)
+    exact = torch.cat(
+        (first * cos[..., :32] - second * sin.double(), second * cos[..., 32:] + first * sin.double()), -1
+    )
+    written = layer.pool.transpose(2, 3).reshape(2, PAGES * page_size, kv_heads, head_dim)
+    # What cancels keeps the errors of its parts.
+    for result, expected in ((queries, exact[:, :query_heads]), (written[0, slots], exact[:, query_heads:])):
+        assert bool(((result.double() - expected).abs() <= HALF_BIT * slack * expected.abs().clamp(min=4)).all())
+    assert torch.equal(written[1, slots], qkv.view(rows, -1, head_dim)[:, -kv_heads:])
+    untouched = torch.ones(PAGES * page_size, dtype=torch.bool)
+    untouched[slots] = False
+    assert not written[:, untouched].any()
+
+
+class Pages:
+    """A pool of random keys and values, and sequences on pages in no order."""
+
+    def __init__(self, query_heads: int, kv_heads: int, head_dim: int, page_size: int) -> None:
+        self.layer = LayerKv(PAGES, kv_heads, page_size, head_dim, torch.bfloat16, torch.device("cpu"))
+        self.layer.pool.copy_(rounded(*self.layer.pool.shape))
+        self.page_size = page_size
+        self.query_heads = query_heads
+        self.head_dim = head_dim
+        self._rng = random.Random(3)
+
+    def spans(self, places: list[tuple[int, int]]) -> list[Span]:
+        """Of (start, rows)."""
+        spans, first = [], 0
+        for start, rows in places:
+            pages = self._rng.sample(range(PAGES), -(-(start + rows) // self.page_size))
+            spans.append(Span(first, rows, start, pages))
+            first += rows
+        return spans
+
+    def exact(self, span: Span, queries: torch.Tensor, scaling: float) -> torch.Tensor:
+        """Attention of a span's rows `[rows, query_heads, head_dim]`, in float64."""
+        keys, values = self.layer.pool.double()[:, list(span.pages)].transpose(1, 2).flatten(2, 3)
+        group = self.query_heads // keys.shape[0]
+        keys, values = keys.repeat_interleave(group, 0), values.repeat_interleave(group, 0)
+        scores = torch.einsum("qhd,hkd->hqk", queries.double(), keys) * scaling
+        last_seen = torch.arange(span.start, span.start + span.rows)
+        scores[:, torch.arange(keys.shape[1]) > last_seen[:, None]] = -torch.inf
+        return torch.einsum("hqk,hkd->qhd", scores.softmax(-1), values)
+
+
+SHAPES = [(4, 4, 32, 16), (4, 2, 64, 16), (9, 3, 64, 16), (8, 2, 96, 32), (16, 2, 128, 16), (5, 1, 160, 48)]
+PLACES = [(0, 1), (15, 1), (16, 1), (200, 5), (3, 40), (47, 2), (0, 17), (250, 1)]
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_attention(kernels: CpuKernels, shape: tuple[int, int, int, int]) -> None:
+    pages = Pages(*shape)
+    spans = pages.spans(PLACES)
+    rows = spans[-1].first_row + spans[-1].rows
+    queries = rounded(rows + 3, shape[0], shape[2], seed=9)
+    attended = KernelBackend(kernels, shape[3]).plan(spans, rows + 3).attend(pages.layer, queries, 0.2)
+    for span in spans:
+        part = slice(span.first_row, span.first_row + span.rows)
+        error = (attended[part].double() - pages.exact(span, queries[part], 0.2)).abs()
+        assert error.max() < 0.01
+    assert not attended[rows:].any()
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_a_row_of_attention_keeps_its_bits_in_any_company(
+    kernels: CpuKernels, threads: int, shape: tuple[int, int, int, int]
+) -> None:
+    pages = Pages(*shape)
+    backend = KernelBackend(kernels, shape[3])
+    spans = pages.spans(PLACES)
+    rows = spans[-1].first_row + spans[-1].rows
+    queries = rounded(rows, shape[0], shape[2], seed=9)
+    together = backend.plan(spans, rows).attend(pages.layer, queries, 0.2)
+    torch.set_num_threads(1)
+    for span in spans:
+        for row in range(span.rows):
+            exclusive = backend.plan([Span(0, 1, span.start + row, span.pages)], 1)
+            place = slice(span.first_row + row, span.first_row + row + 1)
+            assert torch.equal(exclusive.attend(pages.layer, queries[place], 0.2), together[place])
+
+
+@pytest.mark.parametrize(("start", "first_bad"), [(20, 24), (28, 32), (29, 31), (60, 63)])
+def test_what_a_row_does_not_see_may_be_no_number(kernels: CpuKernels, start: int, first_bad: int) -> None:
+    pages = Pages(6, 2, 64, 16)
+    (span,) = pages.spans([(start, 6)])
+    backend = KernelBackend(kernels, 16)
+    queries = rounded(6, 6, 64, seed=9)
+    before = backend.plan([span], 6).attend(pages.layer, queries, 0.2)
+    for position in range(first_bad, len(span.pages) * 16):
+        pages.layer.pool[:, span.pages[position // 16], :, position % 16] = torch.nan
+    after = backend.plan([span], 6).attend(pages.layer, queries, 0.2)
+    unharmed = first_bad - start
+    assert torch.equal(after[:unharmed], before[:unharmed])
+    assert after[unharmed:].isnan().all()
+
+
+def test_without_a_compiler_there_are_no_kernels(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SPOOL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("CC", str(tmp_path / "none"))
+    with caplog.at_level(logging.WARNING):
+        assert load_cpu_kernels(lambda *_: None) is None
+    assert "no C compiler" in caplog.text
+
+
+def test_a_compiler_that_fails_is_reported(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    compiler = tmp_path / "cc"
+    compiler.write_text('#!/bin/sh\n[ "$1" = --version ] && exit 0\necho "this machine is unknown" >&2\nexit 1\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("SPOOL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("CC", str(compiler))
+    with caplog.at_level(logging.WARNING):
+        assert load_cpu_kernels(lambda *_: None) is None
+    assert "this machine is unknown" in caplog.text
+    assert not list((tmp_path / "cache" / "kernels").iterdir())
+
+
+def test_kernels_are_compiled_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kernels: CpuKernels) -> None:
+    monkeypatch.setenv("SPOOL_CACHE", str(tmp_path))
+    words: list[str] = []
+    for _ in range(2):
+        loaded = load_cpu_kernels(lambda word, _: words.append(word))
+        assert loaded is not None
+        assert loaded.identity == kernels.identity
+    assert words == ["compiling CPU kernels"]
+
+
+def scores_like(case: str, rows: int, size: int) -> torch.Tensor:
+    """Rows of logits cut out of wider ones, as padded vocabularies are."""
+    scores = rounded(rows, size + 9)[:, :size]
+    if case == "ties":
+        scores = (scores * 2).round()
+    elif case == "negative":
+        scores = -scores.abs() - 1
+    elif case == "excluded":
+        scores[:, : size // 2 + 1] = -torch.inf
+    return scores
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("case", ["plain", "ties", "negative", "excluded"])
+@pytest.mark.parametrize(("rows", "size"), [(1, 3), (5, 130), (3, 1000), (4, 49152)])
+def test_scan_of_logits(kernels: CpuKernels, case: str, rows: int, size: int) -> None:
+    scores = scores_like(case, rows, size)
+    places, values = kernels.argmax(scores)
+    lists = scores.tolist()
+    assert values.tolist() == [max(row) for row in lists]
+    assert places.tolist() == [row.index(max(row)) for row in lists]
+    wanted = torch.tensor([index % size for index in range(7, 7 + rows)])
+    exact = torch.softmax(scores.double(), 1).gather(1, wanted[:, None])[:, 0]
+    torch.testing.assert_close(kernels.probabilities(scores, wanted).double(), exact, rtol=1e-5, atol=1e-12)
+
+
+@pytest.mark.parametrize("place", [0, 77, 999])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_scan_sees_what_is_no_number(kernels: CpuKernels, place: int, sign: float) -> None:
+    scores = rounded(3, 1000)
+    scores[1, place] = math.copysign(math.nan, sign)
+    values = kernels.argmax(scores)[1].tolist()
+    assert math.isnan(values[1])
+    assert [values[0], values[2]] == [max(scores[0].tolist()), max(scores[2].tolist())]
+    scores[1, place] = sign * torch.inf
+    assert math.isinf(kernels.argmax(scores)[1].tolist()[1]) is (sign > 0)
+
+
+def test_scan_takes_both_zeros_for_one(kernels: CpuKernels) -> None:
+    scores = torch.full((2, 100), -1.0, dtype=torch.bfloat16)
+    scores[0, 40], scores[0, 70] = -0.0, 0.0
+    scores[1, 40], scores[1, 70] = 0.0, -0.0
+    assert kernels.argmax(scores)[0].tolist() == [40, 40]

@@ -1,0 +1,136 @@
+"""Names of models, without network and without torch."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from engine.models import source as model_source
+from engine.models.fetching import fetch_model
+from engine.models.source import (
+    DEMO_MARKER,
+    ModelNotFoundError,
+    SourceKind,
+    cache_folder,
+    demo_assets,
+    demo_folder,
+    demo_is_built,
+    demo_marker,
+    resolve_model,
+)
+from scheduler.messages import Role
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SPOOL_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def build(role: Role, **changes: object) -> None:
+    folder = demo_folder(role)
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    marker = {**demo_marker(role), "files": {"config.json": 2}, **changes}
+    (folder / DEMO_MARKER).write_text(json.dumps(marker))
+
+
+def test_cache_folder_follows_the_environment(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cache_folder() == cache
+    monkeypatch.delenv("SPOOL_CACHE")
+    assert cache_folder().name == "spool"
+
+
+def test_demo_is_resolved_before_it_is_built(cache: Path) -> None:
+    source = resolve_model("demo", Role.DRAFT)
+    assert (source.kind, source.folder, source.ready) == (SourceKind.DEMO, cache / "demo-draft", False)
+    build(Role.DRAFT)
+    assert source.ready
+    assert fetch_model(source, lambda stage, fraction: pytest.fail("nothing to do")) == cache / "demo-draft"
+
+
+def test_damaged_and_outdated_demo_folders_do_not_count(cache: Path) -> None:
+    folder = demo_folder(Role.TARGET)
+    assert not demo_is_built(Role.TARGET)
+    build(Role.TARGET)
+    assert demo_is_built(Role.TARGET)
+    (folder / "config.json").write_text("{")
+    assert not demo_is_built(Role.TARGET)
+    (folder / "config.json").unlink()
+    assert not demo_is_built(Role.TARGET)
+    (folder / DEMO_MARKER).write_text("[]")
+    assert not demo_is_built(Role.TARGET)
+    build(Role.DRAFT, recipe=0)
+    assert not demo_is_built(Role.DRAFT)
+
+
+def test_a_draft_of_other_assets_does_not_count(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assets = tmp_path / "assets"
+    shutil.copytree(Path(str(demo_assets())), assets)
+    monkeypatch.setattr(model_source, "demo_assets", lambda: assets)
+    build(Role.TARGET)
+    build(Role.DRAFT)
+    assert demo_is_built(Role.DRAFT)
+    (assets / "README.md").write_text("other words")
+    assert demo_is_built(Role.DRAFT)
+    trained = assets / "trained_layers.safetensors"
+    content = trained.read_bytes()
+    trained.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert not demo_is_built(Role.DRAFT)
+    trained.write_bytes(content)
+    assert demo_is_built(Role.DRAFT)
+    vocabulary = assets / "draft_vocabulary.json"
+    content = vocabulary.read_bytes()
+    vocabulary.write_text('{"token_ids":[0,1]}')
+    assert not demo_is_built(Role.DRAFT)
+    vocabulary.write_bytes(content)
+    assert demo_is_built(Role.DRAFT)
+    (assets / "another.safetensors").write_bytes(b"")
+    assert not demo_is_built(Role.DRAFT)
+    assert demo_is_built(Role.TARGET)
+
+
+def test_a_folder_with_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    (tmp_path / "model" / "model.safetensors").write_text("")
+    monkeypatch.chdir(tmp_path)
+    source = resolve_model("model", Role.TARGET)
+    assert (source.kind, source.folder, source.ready) == (SourceKind.FOLDER, tmp_path / "model", True)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("/no/such/folder", "no such folder, and not a hub id"),
+        ("a/b/c", "no such folder, and not a hub id"),
+        ("--flag", "no such folder, and not a hub id"),
+        ("a--b/..", "no such folder, and not a hub id"),
+        ("", "no config.json"),
+        ("file.txt", "is a file, must be a folder"),
+        ("empty", "holds no config.json"),
+        ("light", "holds no weights"),
+    ],
+)
+def test_names_that_are_no_model(name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file.txt").write_text("")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "light").mkdir()
+    (tmp_path / "light" / "config.json").write_text("{}")
+    with pytest.raises(ModelNotFoundError, match=message):
+        resolve_model(name, Role.TARGET)
+
+
+def test_a_model_the_hub_does_not_give(monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub
+
+    def offline(*_: object, **__: object) -> str:
+        raise huggingface_hub.errors.LocalEntryNotFoundError("no connection\nmore lines")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
+    source = resolve_model("someone/something", Role.TARGET)
+    assert (source.kind, source.ready) == (SourceKind.HUB, False)
+    with pytest.raises(ModelNotFoundError, match=r"not to be had from the hub: no connection$"):
+        fetch_model(source, lambda stage, fraction: None)

@@ -1,0 +1,274 @@
+"""Choice of tokens: greedy rules, the fast path against the plain one, penalties and filters against transformers."""
+
+import math
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from engine.sampling.logits_shaping import change_scores, deficits, kept_tokens
+from engine.sampling.noise import gumbel, row_key
+from engine.sampling.sampler import SamplingContext, sample_tokens
+from scheduler.sampling import SamplingParameters
+
+
+def context(
+    position: int = 0, history: Sequence[int] = (), prompt_length: int = 0, **settings: float
+) -> SamplingContext:
+    return SamplingContext(SamplingParameters(**settings), position, history, prompt_length)  # type: ignore[arg-type]
+
+
+def kept(deficit: Tensor, sampling: SamplingParameters) -> list[set[int]]:
+    order, mask = kept_tokens(deficit, [sampling] * deficit.shape[0])
+    return [set(line[chosen].tolist()) for line, chosen in zip(order, mask, strict=True)]
+
+
+def deficit_of(logits: Tensor, temperature: float = 1.0) -> Tensor:
+    scores = logits.float().clone()
+    return deficits(scores, scores.amax(1), [SamplingParameters(temperature=temperature)] * logits.shape[0])
+
+
+# --- greedy -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("vocabulary_size", [1, 7, 127, 128, 129, 300, 1000])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_greedy_is_the_first_argmax(vocabulary_size: int, dtype: torch.dtype) -> None:
+    # A coarse grid of values makes ties the rule.
+    logits = torch.randint(-5, 6, (64, vocabulary_size), generator=torch.Generator().manual_seed(1)).to(dtype)
+    expected = [line.index(max(line)) for line in logits.tolist()]
+    assert sample_tokens(logits, [context()] * 64) == expected
+    # The same through the path with changed scores.
+    biased = [SamplingContext(SamplingParameters(logit_bias={0: 0.0}), position=0, history=(), prompt_length=0)] * 64
+    assert sample_tokens(logits, biased) == expected
+
+
+def test_padding_is_never_sampled() -> None:
+    logits = torch.zeros(3, 200)
+    logits[:, 150:] = 50
+    rows = [context(), context(temperature=1.0), context(temperature=1.0, top_p=0.5)]
+    assert all(token is not None and token < 150 for token in sample_tokens(logits, rows, vocabulary_size=150))
+
+
+def test_shapes_are_checked() -> None:
+    with pytest.raises(ValueError, match="must be \\[2, vocabulary\\]"):
+        sample_tokens(torch.zeros(3, 5), [context()] * 2)
+    with pytest.raises(ValueError, match="vocabulary_size is 6"):
+        sample_tokens(torch.zeros(2, 5), [context()] * 2, vocabulary_size=6)
+    assert sample_tokens(torch.zeros(0, 5), []) == []
+
+
+# --- rows that are not finite -----------------------------------------------------------------------------------------
+
+KINDS = [
+    {},
+    {"temperature": 1.0},
+    {"temperature": 1.0, "top_k": 5},
+    {"temperature": 1.0, "top_p": 0.9},
+    {"temperature": 0.7, "min_p": 0.1},
+    {"repetition_penalty": 1.3},
+    {"temperature": 1.0, "presence_penalty": 0.5},
+]
+
+
+@pytest.mark.parametrize("settings", KINDS)
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_row_that_is_not_finite_fails_alone(settings: dict[str, float], bad: float) -> None:
+    logits = torch.randn(4, 700, generator=torch.Generator().manual_seed(2))
+    rows = [context(position=9, history=[1, 2, 3], prompt_length=1, seed=row, **settings) for row in range(4)]
+    whole = sample_tokens(logits, rows)
+    logits[1, 650] = bad
+    logits[2] = -math.inf
+    assert sample_tokens(logits, rows) == [whole[0], None, None, whole[3]]
+
+
+@pytest.mark.parametrize("settings", KINDS)
+def test_minus_infinity_is_never_sampled(settings: dict[str, float]) -> None:
+    logits = torch.full((50, 300), -math.inf)
+    logits[:, 17] = 1.0
+    logits[:, 203] = 1.0
+    rows = [context(seed=row, **settings) for row in range(50)]
+    assert set(sample_tokens(logits, rows)) <= {17, 203}
+
+
+# --- the fast path ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("vocabulary_size", [3, 128, 1000, 49152])
+@pytest.mark.parametrize("spread", [0.0, 0.1, 1.0, 3.0, 20.0])
+@pytest.mark.parametrize("temperature", [0.01, 0.8, 5.0])
+def test_discarding_tokens_early_changes_nothing(vocabulary_size: int, spread: float, temperature: float) -> None:
+    count = 12 if vocabulary_size == 49152 else 300
+    generator = torch.Generator().manual_seed(vocabulary_size)
+    logits = (torch.randn(count, vocabulary_size, generator=generator) * spread).bfloat16()
+    rows = [context(position=row * 7, seed=row, temperature=temperature) for row in range(count)]
+    keys = torch.tensor([row_key(row, row * 7) for row in range(count)])
+    scores = gumbel(keys[:, None], torch.arange(vocabulary_size)) - deficit_of(logits, temperature)
+    assert sample_tokens(logits, rows) == scores.argmax(1).tolist()
+
+
+def test_a_row_depends_on_nothing_but_itself() -> None:
+    """Every kind of row, alone and in batches of several compositions, with several numbers of threads."""
+    logits = (torch.randn(42, 5000, generator=torch.Generator().manual_seed(5)) * 2).bfloat16()
+    history = list(range(0, 600, 3))
+    rows = [
+        context(position=200 + i, history=history, prompt_length=100, seed=i // 3, **KINDS[i % len(KINDS)])
+        for i in range(42)
+    ]
+    together = sample_tokens(logits, rows)
+    exclusive = [sample_tokens(logits[i : i + 1], rows[i : i + 1])[0] for i in range(42)]
+    assert together == exclusive
+    order = torch.randperm(42, generator=torch.Generator().manual_seed(6)).tolist()
+    shuffled = sample_tokens(logits[order], [rows[i] for i in order])
+    assert shuffled == [together[i] for i in order]
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        assert sample_tokens(logits, rows) == together
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_tiny_temperature_is_greedy() -> None:
+    logits = torch.randn(20, 1000, generator=torch.Generator().manual_seed(7))
+    rows = [context(seed=row, temperature=1e-300) for row in range(20)]
+    assert sample_tokens(logits, rows) == logits.argmax(1).tolist()
+
+
+# --- against transformers ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("penalty", [0.5, 1.1, 2.0])
+def test_repetition_penalty_is_that_of_transformers(penalty: float) -> None:
+    logits = torch.randn(1, 400, generator=torch.Generator().manual_seed(8)) * 5
+    history = [3, 3, 3, 17, 399, 0, 250, 17]
+    expected = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([history]), logits.clone())[0]
+    scores = logits[0].clone()
+    change_scores(scores, SamplingParameters(repetition_penalty=penalty), history, prompt_length=4)
+    torch.testing.assert_close(scores, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("vocabulary_size", [50, 3000, 20000])
+@pytest.mark.parametrize("spread", [0.5, 3.0, 8.0])
+def test_filters_keep_what_transformers_keeps(vocabulary_size: int, spread: float) -> None:
+    logits = torch.randn(20, vocabulary_size, generator=torch.Generator().manual_seed(9)) * spread
+    warmed = TemperatureLogitsWarper(0.8)(None, logits)
+    deficit = deficit_of(logits, 0.8)
+    for k, p, m in ((5, 1.0, 0.0), (0, 0.9, 0.0), (0, 1.0, 0.05), (40, 0.7, 0.02), (0, 0.99, 0.0), (700, 0.999, 0.0)):
+        expected = warmed
+        if k:
+            expected = TopKLogitsWarper(k)(None, expected)
+        if p < 1:
+            expected = TopPLogitsWarper(p)(None, expected)
+        if m:
+            expected = MinPLogitsWarper(m)(None, expected)
+        supports = [set(line.isfinite().nonzero()[:, 0].tolist()) for line in expected]
+        assert kept(deficit, SamplingParameters(temperature=0.8, top_k=k, top_p=p, min_p=m)) == supports
+
+
+def test_filters_break_ties_by_id() -> None:
+    # 10 equal tokens, then 10 equal ones less likely.
+    deficit = torch.tensor([[0.0] * 10 + [1.0] * 10])
+    assert kept(deficit, SamplingParameters(temperature=1, top_k=3)) == [{0, 1, 2}]
+    assert kept(deficit, SamplingParameters(temperature=1, top_k=12)) == [set(range(12))]
+    total = 10 + 10 * math.exp(-1)
+    assert kept(deficit, SamplingParameters(temperature=1, top_p=3.5 / total)) == [{0, 1, 2, 3}]
+    assert kept(deficit, SamplingParameters(temperature=1, min_p=0.9)) == [set(range(10))]
+    assert kept(deficit, SamplingParameters(temperature=1, top_p=1e-9)) == [{0}]
+
+
+def test_filters_agree_between_short_prefix_and_full_order() -> None:
+    """Rows that keep more than the tokens ordered at first, beside rows that do not."""
+    deficit = deficit_of(torch.randn(3, 5000, generator=torch.Generator().manual_seed(10)) * 0.1)
+    settings = [
+        SamplingParameters(temperature=1, top_k=3),
+        SamplingParameters(temperature=1, top_p=0.9),
+        SamplingParameters(temperature=1, top_k=2000),
+    ]
+    order, mask = kept_tokens(deficit, settings)
+    sizes = mask.sum(1).tolist()
+    assert sizes[0] == 3
+    assert 4000 < sizes[1] < 4600
+    assert sizes[2] == 2000
+    for row, sampling in enumerate(settings):
+        assert kept(deficit[row : row + 1], sampling) == [set(order[row][mask[row]].tolist())]
+
+
+def test_penalties_and_bias_on_scores() -> None:
+    scores = torch.zeros(10)
+    sampling = SamplingParameters(presence_penalty=0.5, frequency_penalty=0.25, logit_bias={9: 4.0, 1: -1.0, 77: 9.0})
+    change_scores(scores, sampling, history=[1, 1, 2, 3, 3, 3, 500], prompt_length=2)
+    assert scores.tolist() == [0, -1, -0.75, -1.25, 0, 0, 0, 0, 0, 4]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("settings", KINDS)
+@pytest.mark.parametrize("spread", [0.0, 2.0])
+def test_a_gpu_chooses_what_a_cpu_chooses(settings: dict[str, float], spread: float) -> None:
+    logits = (torch.randn(40, 49152, generator=torch.Generator().manual_seed(11)) * spread).bfloat16()
+    logits[5, 3] = math.nan
+    history = list(range(0, 600, 3))
+    rows = [context(position=200 + i, history=history, prompt_length=100, seed=i, **settings) for i in range(40)]
+    assert sample_tokens(logits.cuda(), rows) == sample_tokens(logits, rows)
+    some = torch.arange(0, 49152, 6)
+    expected = sample_tokens(logits[:, some], rows, token_ids=some)
+    assert sample_tokens(logits[:, some].cuda(), rows, token_ids=some.cuda()) == expected
+    keys, ids = torch.tensor([[row_key(1, 2)], [row_key(3, 4)]]), torch.arange(100_000)
+    assert torch.equal(gumbel(keys.cuda(), ids.cuda()).cpu(), gumbel(keys, ids))
+
+
+# --- columns for some tokens only -------------------------------------------------------------------------------------
+
+SOME_TOKENS_KINDS: list[dict[str, object]] = [
+    *KINDS,
+    {"frequency_penalty": 0.7, "presence_penalty": -0.4},
+    {"logit_bias": {0: 3.0, 40: -2.0, 41: 5.0, 4999: 4.0, 10**9: 9.0}},
+    {"temperature": 0.9, "repetition_penalty": 1.2, "frequency_penalty": 0.3, "logit_bias": {41: 6.0, 44: 6.0}},
+    {"temperature": 0.9, "top_k": 2000, "top_p": 0.95, "min_p": 0.001},
+    {"temperature": 1e-300},
+]
+
+
+@pytest.mark.parametrize("count", [1, 2, 127, 128, 700, 3000])
+@pytest.mark.parametrize("grid", [False, True])
+def test_choice_among_some_tokens_is_that_with_minus_infinity_elsewhere(count: int, grid: bool) -> None:
+    """The same rows with a column for each of 5000 tokens; history and bias name tokens on both sides."""
+    generator = torch.Generator().manual_seed(count)
+    token_ids = torch.randperm(5000, generator=generator)[:count].sort().values
+    rows_per_kind = 6
+    rows = [
+        SamplingContext(
+            SamplingParameters(**settings, seed=10 * kind + i),  # type: ignore[arg-type]
+            position=100 + i,
+            history=[*range(0, 300, 3), *token_ids[:50].tolist(), 40, 41, 41],
+            prompt_length=60,
+        )
+        for i in range(rows_per_kind)
+        for kind, settings in enumerate(SOME_TOKENS_KINDS)
+    ]
+    logits = torch.randn(len(rows), count, generator=generator) * 2
+    # On a coarse grid ties are the rule.
+    logits = (logits.round() if grid else logits).bfloat16()
+    logits[3] = math.nan
+    logits[7] = -math.inf
+    everywhere = torch.full((len(rows), 5000), -math.inf, dtype=torch.bfloat16)
+    everywhere[:, token_ids] = logits
+    expected = sample_tokens(everywhere, rows)
+    assert sample_tokens(logits, rows, token_ids=token_ids) == expected
+    assert [index for index, token in enumerate(expected) if token is None] == [3, 7]
+    for kind in range(len(SOME_TOKENS_KINDS)):
+        exclusive = slice(kind, None, len(SOME_TOKENS_KINDS))
+        assert sample_tokens(logits[exclusive], rows[exclusive], token_ids=token_ids) == expected[exclusive]
+
+
+def test_tokens_and_columns_must_be_as_many() -> None:
+    with pytest.raises(ValueError, match=r"token_ids have shape \(3,\), must be \[4\]"):
+        sample_tokens(torch.zeros(1, 4), [context()], token_ids=torch.arange(3))

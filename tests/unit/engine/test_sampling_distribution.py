@@ -1,0 +1,219 @@
+"""What is drawn follows the processed target distribution, with and without a draft in front.
+
+The oracle works in float64 numpy from the definitions alone and shares no code with the engine.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from engine.sampling.sampler import SamplingContext, sample_tokens
+from scheduler.sampling import SamplingParameters
+
+HISTORY = (3, 3, 5, 7, 7, 7, 11, 2)
+PROMPT_LENGTH = 3
+LEAST_P_VALUE = 1e-4
+
+
+def oracle(logits: Sequence[float], sampling: SamplingParameters) -> np.ndarray:
+    """The distribution that `sampling` makes of `logits` after HISTORY."""
+    scores = np.array(logits, dtype=np.float64)
+    for token in set(HISTORY):
+        scores[token] *= sampling.repetition_penalty if scores[token] < 0 else 1 / sampling.repetition_penalty
+    for token, count in Counter(HISTORY[PROMPT_LENGTH:]).items():
+        scores[token] -= sampling.presence_penalty + count * sampling.frequency_penalty
+    for token, bias in sampling.logit_bias.items():
+        scores[token] += bias
+    scores /= sampling.temperature
+    probabilities = np.exp(scores - scores.max())
+    probabilities /= probabilities.sum()
+    order = sorted(range(len(scores)), key=lambda token: (-probabilities[token], token))
+    if sampling.top_k:
+        order = order[: sampling.top_k]
+    if sampling.top_p < 1:
+        mass = probabilities[order].sum()
+        nucleus, total = [], 0.0
+        for token in order:
+            if total >= sampling.top_p * mass:
+                break
+            nucleus.append(token)
+            total += probabilities[token]
+        order = nucleus
+    order = [token for token in order if probabilities[token] >= sampling.min_p * probabilities.max()]
+    kept = np.zeros_like(probabilities)
+    kept[order] = probabilities[order]
+    return kept / kept.sum()
+
+
+def p_value(counts: np.ndarray, probabilities: np.ndarray) -> float:
+    """Of the chi-square test; cells that expect fewer than five draws are put together."""
+    assert counts[probabilities == 0].sum() == 0
+    expected = probabilities * counts.sum()
+    rare = expected < 5
+    observed, wanted = list(counts[~rare]), list(expected[~rare])
+    if expected[rare].sum() > 0:
+        observed.append(counts[rare].sum())
+        wanted.append(expected[rare].sum())
+    if len(observed) < 2:
+        return 1.0
+    return float(stats.chisquare(observed, wanted).pvalue)
+
+
+def counts_of(tokens: Sequence[int | None], size: int) -> np.ndarray:
+    assert None not in tokens
+    return np.bincount(np.array(tokens, dtype=np.int64), minlength=size)
+
+
+SETTINGS = [
+    {"temperature": 1.0},
+    {"temperature": 0.6},
+    {"temperature": 3.0},
+    {"temperature": 1.0, "top_k": 5},
+    {"temperature": 0.9, "top_p": 0.8},
+    {"temperature": 1.0, "min_p": 0.1},
+    {"temperature": 1.3, "top_k": 9, "top_p": 0.9, "min_p": 0.05},
+    {"temperature": 1.0, "repetition_penalty": 1.5},
+    {"temperature": 0.8, "presence_penalty": 0.7, "frequency_penalty": 0.4},
+    {"temperature": 1.0, "logit_bias": {0: 3.0, 4: -100.0}},
+    {
+        "temperature": 0.8,
+        "repetition_penalty": 1.2,
+        "presence_penalty": -0.5,
+        "logit_bias": {1: 1.5},
+        "top_p": 0.95,
+        "top_k": 10,
+    },
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("size", [12, 50])
+def test_draws_follow_the_distribution(settings: dict[str, float], size: int) -> None:
+    draws = 4000
+    line = torch.randn(size, generator=torch.Generator().manual_seed(size)) * 2
+    rows = [
+        SamplingContext(SamplingParameters(seed=seed, **settings), 8, HISTORY, PROMPT_LENGTH) for seed in range(draws)
+    ]  # type: ignore[arg-type]
+    counts = counts_of(sample_tokens(line.expand(draws, size), rows), size)
+    assert p_value(counts, oracle(line.tolist(), rows[0].sampling)) > LEAST_P_VALUE
+
+
+def test_draws_at_successive_positions_follow_the_distribution() -> None:
+    """One seed, many positions: what one long sequence sees."""
+    line = torch.randn(30, generator=torch.Generator().manual_seed(3))
+    sampling = SamplingParameters(temperature=1.0, seed=77)
+    rows = [SamplingContext(sampling, position, (), 0) for position in range(20_000)]
+    tokens = sample_tokens(line.expand(len(rows), 30), rows)
+    probabilities = oracle(line.tolist(), sampling)
+    assert p_value(counts_of(tokens, 30), probabilities) > LEAST_P_VALUE
+    # Neighbours are independent: pairs follow the product.
+    pairs = [first * 30 + second for first, second in zip(tokens[::2], tokens[1::2], strict=True)]  # type: ignore[operator]
+    assert p_value(counts_of(pairs, 900), np.outer(probabilities, probabilities).ravel()) > LEAST_P_VALUE
+
+
+# --- coupled speculative sampling -------------------------------------------------------------------------------------
+
+
+@dataclass
+class MarkovModel:
+    """A model whose logits depend on the last token alone."""
+
+    table: torch.Tensor
+
+    def sample(self, tokens: Sequence[int], sampling: SamplingParameters) -> int:
+        row = SamplingContext(sampling, len(tokens), tokens, 1)
+        chosen = sample_tokens(self.table[tokens[-1]][None], [row])[0]
+        assert chosen is not None
+        return chosen
+
+
+def decode(target: MarkovModel, sampling: SamplingParameters, length: int) -> list[int]:
+    tokens = [0]
+    while len(tokens) < length:
+        tokens.append(target.sample(tokens, sampling))
+    return tokens
+
+
+def decode_with_draft(
+    target: MarkovModel, draft: MarkovModel, sampling: SamplingParameters, length: int, draft_length: int
+) -> tuple[list[int], int]:
+    """Tokens, and how many of them the draft had right."""
+    tokens, accepted = [0], 0
+    while len(tokens) < length:
+        proposal = list(tokens)
+        for _ in range(draft_length):
+            proposal.append(draft.sample(proposal, sampling))
+        for guess in [*proposal[len(tokens) :], None]:
+            tokens.append(target.sample(tokens, sampling))
+            if tokens[-1] != guess:
+                break
+            accepted += 1
+    return tokens[:length], accepted
+
+
+def models(size: int, difference: float) -> tuple[MarkovModel, MarkovModel]:
+    generator = torch.Generator().manual_seed(size)
+    table = torch.randn(size, size, generator=generator) * 1.5
+    return MarkovModel(table), MarkovModel(table + torch.randn(size, size, generator=generator) * difference)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"temperature": 0.0},
+        {"temperature": 1.0},
+        {"temperature": 0.7, "top_p": 0.9},
+        {"temperature": 1.0, "repetition_penalty": 1.3, "frequency_penalty": 0.2},
+    ],
+)
+@pytest.mark.parametrize("draft_length", [1, 4])
+def test_speculation_commits_what_plain_sampling_commits(settings: dict[str, float], draft_length: int) -> None:
+    target, draft = models(12, difference=0.5)
+    drafted_right = 0
+    for seed in range(8):
+        sampling = SamplingParameters(seed=seed, **settings)  # type: ignore[arg-type]
+        tokens, accepted = decode_with_draft(target, draft, sampling, 25, draft_length)
+        assert tokens == decode(target, sampling, 25)
+        drafted_right += accepted
+    assert drafted_right > 8 * 25 * 0.2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("with_draft", [False, True])
+def test_committed_tokens_follow_the_target(with_draft: bool) -> None:
+    """The second and third token after the prompt, over many seeds, against the exact two-step distribution."""
+    size, seeds = 12, 1500
+    target, draft = models(size, difference=1.0)
+    counts = np.zeros(size * size, dtype=np.int64)
+    for seed in range(seeds):
+        sampling = SamplingParameters(temperature=1.0, seed=seed)
+        if with_draft:
+            tokens, _ = decode_with_draft(target, draft, sampling, 3, draft_length=2)
+        else:
+            tokens = decode(target, sampling, 3)
+        counts[tokens[1] * size + tokens[2]] += 1
+    steps = torch.softmax(target.table.double(), 1).numpy()
+    assert p_value(counts, (steps[0][:, None] * steps).ravel()) > LEAST_P_VALUE
+
+
+@pytest.mark.parametrize("difference", [0.2, 1.0, 3.0])
+def test_match_probability_has_its_lower_bound(difference: float) -> None:
+    size, draws = 30, 10_000
+    generator = torch.Generator().manual_seed(4)
+    line = torch.randn(size, generator=generator) * 1.5
+    other = line + torch.randn(size, generator=generator) * difference
+    rows = [SamplingContext(SamplingParameters(temperature=1.0, seed=seed), 5, (), 0) for seed in range(draws)]
+    ours = sample_tokens(line.expand(draws, size), rows)
+    theirs = sample_tokens(other.expand(draws, size), rows)
+    matches = sum(a == b for a, b in zip(ours, theirs, strict=True)) / draws
+    distance = 0.5 * float((torch.softmax(line.double(), 0) - torch.softmax(other.double(), 0)).abs().sum())
+    bound = (1 - distance) / (1 + distance)
+    assert matches >= bound - 4 * math.sqrt(0.25 / draws)
+    # Nor above what any coupling can reach.
+    assert matches <= 1 - distance + 4 * math.sqrt(0.25 / draws)

@@ -1,0 +1,91 @@
+"""What a gateway exports, and how it is counted."""
+
+from __future__ import annotations
+
+import pytest
+from prometheus_client.metrics_core import Metric as Family
+from prometheus_client.parser import text_string_to_metric_families
+
+from services.gateway import metrics as gateway_metrics
+from services.gateway.errors import ErrorKind
+from services.gateway.metrics import GatewayMetrics
+
+
+def families(text: bytes) -> dict[str, Family]:
+    """By the name under which they are told of, which a counter's own has no `_total` of."""
+    found = {}
+    for family in text_string_to_metric_families(text.decode()):
+        found[f"{family.name}_total" if family.type == "counter" else family.name] = family
+    return found
+
+
+def value(text: bytes, name: str, **labels: str) -> float:
+    samples = [
+        sample
+        for family in text_string_to_metric_families(text.decode())
+        for sample in family.samples
+        if (sample.name, sample.labels) == (name, labels)
+    ]
+    (sample,) = samples
+    return sample.value
+
+
+def used() -> GatewayMetrics:
+    """Every figure of the gateway has been counted once."""
+    metrics = GatewayMetrics()
+    metrics.prompt(3)
+    metrics.failed(ErrorKind.INVALID)
+    metrics.session_broke()
+    metrics.resubmitted(2)
+    meter = metrics.sequence(0.0)
+    meter.round(1, 0, 0)
+    meter.round(3, 4, 2)
+    meter.finished("stop")
+    return metrics
+
+
+def test_exactly_the_defined_metrics_are_exported() -> None:
+    metrics = used()
+    found = families(metrics.exposition())
+    assert {name: family.type for name, family in found.items()} == {
+        metric.name: metric.kind.value for metric in metrics.metrics
+    }
+    for metric in metrics.metrics:
+        told = found[metric.name]
+        assert told.documentation == metric.meaning
+        assert {frozenset(sample.labels) - {"le"} for sample in told.samples} == {frozenset(metric.labels)}
+
+
+def test_paces_of_a_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two tokens at 2 s, three at 3 s, one at 5 s: the mean after the first delivery is 3 s for 4 tokens."""
+    clock = iter([2.0, 3.0, 5.0, 6.0])
+    monkeypatch.setattr(gateway_metrics.time, "perf_counter", lambda: next(clock))
+    metrics = GatewayMetrics()
+    meter = metrics.sequence(arrived=1.5)
+    for tokens in (2, 3, 1):
+        meter.round(tokens, 0, 0)
+    meter.finished("length")
+    meter.aborted()
+    text = metrics.exposition()
+    assert value(text, "spool_time_to_first_token_seconds_sum") == 0.5
+    assert value(text, "spool_inter_token_latency_seconds_sum") == 3
+    assert value(text, "spool_inter_token_latency_seconds_count") == 2
+    assert value(text, "spool_request_time_per_output_token_seconds_sum") == 0.75
+    assert value(text, "spool_e2e_request_latency_seconds_sum") == 4.5
+    assert value(text, "spool_generation_tokens_total") == 6
+    assert value(text, "spool_request_success_total", finished_reason="length") == 1
+    assert "abort" not in text.decode().split("# HELP spool_request_failure")[0].split("finished_reason=")[-1]
+
+
+def test_sessions_say_whether_there_is_a_scheduler() -> None:
+    metrics = GatewayMetrics()
+
+    def up() -> float:
+        (family,) = [family for family in metrics.families() if family.name == "spool_scheduler_up"]
+        return family.samples[0].value
+
+    assert up() == 0
+    metrics.session_opened()
+    assert up() == 1
+    metrics.session_broke()
+    assert up() == 0

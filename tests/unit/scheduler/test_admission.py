@@ -1,0 +1,135 @@
+"""Who comes into the pool, who waits, who is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from scheduler.messages import (
+    FailSequence,
+    FinishReason,
+    FinishSequence,
+    RefusalCause,
+    RefuseSequence,
+    SendStep,
+)
+from tests.sim.driver import Driver, expected, of_type, outputs, pair
+
+
+def refusal(commands: list[object]) -> RefuseSequence:
+    (command,) = commands
+    assert isinstance(command, RefuseSequence)
+    return command
+
+
+def test_faulty_requests_are_refused() -> None:
+    driver = pair()
+    assert refusal(driver.submit(1, prompt_length=0)).cause is RefusalCause.INVALID
+    assert refusal(driver.submit(1, max_tokens=0)).cause is RefusalCause.INVALID
+    assert refusal(driver.submit(1, draft_length=-1)).cause is RefusalCause.INVALID
+    driver.submit(1)
+    twice = refusal(driver.submit(1))
+    assert (twice.cause, twice.sequence_id) == (RefusalCause.INVALID, 1)
+    driver.settle()
+    assert outputs(driver, 1) == expected(driver, 1)
+
+
+def test_what_can_never_fit_is_refused_with_both_numbers() -> None:
+    driver = Driver()
+    driver.join("small", pages=5, page_size=4, max_length=1000)
+    refused = refusal(driver.submit(1, prompt_length=11, max_tokens=10))
+    assert refused.cause is RefusalCause.TOO_LONG
+    assert "21 positions" in refused.message
+    assert "limit is 20" in refused.message
+    driver.submit(2, prompt_length=10, max_tokens=10)
+    driver.settle()
+    assert len(outputs(driver, 2)) == 10
+    driver.join("short", pages=1000, max_length=30)
+    assert refusal(driver.submit(3, prompt_length=21, max_tokens=10)).cause is RefusalCause.TOO_LONG
+    assert not of_type(driver.submit(4, prompt_length=20, max_tokens=10), RefuseSequence)
+
+
+def test_without_targets_sequences_queue_and_are_checked_when_one_joins() -> None:
+    driver = Driver()
+    assert driver.submit(1, prompt_length=100) == []
+    assert driver.submit(2, prompt_length=3) == []
+    commands = driver.join("target", max_length=50)
+    (failed,) = of_type(commands, FailSequence)
+    assert failed.sequence_id == 1
+    assert "120 positions" in failed.error
+    assert [row.sequence_id for row in driver.only_step("target").rows] == [2]
+
+
+def test_a_sequence_that_only_a_lost_target_could_hold_fails_instead_of_blocking_the_queue() -> None:
+    driver = Driver()
+    driver.join("large", max_length=500)
+    driver.join("small", max_length=50)
+    driver.submit(1, prompt_length=100)
+    commands = driver.lose("large")
+    assert [failed.sequence_id for failed in of_type(commands, FailSequence)] == [1]
+
+
+def test_the_queue_is_bounded_in_sequences() -> None:
+    driver = Driver(max_running=2, max_queued_sequences=3)
+    driver.join("target")
+    for sequence_id in range(5):
+        assert not of_type(driver.submit(sequence_id), RefuseSequence)
+    refused = refusal(driver.submit(5))
+    assert refused.cause is RefusalCause.QUEUE_FULL
+    assert "3 sequences wait, the limit is 3" in refused.message
+    driver.cancel(4)
+    assert driver.submit(6) == []
+
+
+def test_the_queue_is_bounded_in_tokens() -> None:
+    driver = Driver(max_running=1, max_queued_tokens=50)
+    driver.join("target")
+    driver.submit(0)
+    assert driver.submit(1, prompt_length=60) == []  # nothing else waits: it could never wait otherwise
+    assert refusal(driver.submit(2, prompt_length=1)).cause is RefusalCause.QUEUE_FULL
+    driver.cancel(1)
+    assert driver.submit(3, prompt_length=30) == []
+    assert driver.submit(4, prompt_length=20) == []
+    assert "limit of 50" in refusal(driver.submit(5, prompt_length=1)).message
+
+
+def test_a_resubmitted_sequence_goes_on_where_its_output_stopped() -> None:
+    driver = pair(max_running=1, max_queued_sequences=1)
+    driver.submit(0)
+    driver.submit(1)
+    assert refusal(driver.submit(2)).cause is RefusalCause.QUEUE_FULL
+    fresh = Driver()
+    fresh.join("target")
+    fresh.submit(7, max_tokens=12)
+    fresh.settle()
+    whole = outputs(fresh, 7)
+    assert driver.submit(7, max_tokens=12, committed_output=tuple(whole[:5])) == []  # was admitted once: let in again
+    assert driver.submit(8, admitted_before=True) == []
+    assert refusal(driver.submit(9)).cause is RefusalCause.QUEUE_FULL
+    driver.settle()
+    assert outputs(driver, 7) == whole[5:]
+    assert FinishSequence(7, FinishReason.LENGTH) in driver.log
+
+
+@pytest.mark.parametrize(
+    ("committed", "stop", "reason"),
+    [((4, 5, 6), frozenset(), FinishReason.LENGTH), ((4, 5), frozenset({5}), FinishReason.STOP)],
+)
+def test_a_resubmitted_sequence_that_was_complete_ends_at_once(
+    committed: tuple[int, ...], stop: frozenset[int], reason: FinishReason
+) -> None:
+    driver = pair()
+    commands = driver.submit(1, max_tokens=3, committed_output=committed, stop_token_ids=stop)
+    assert commands == [FinishSequence(1, reason)]
+    assert driver.core.snapshot().live == 0
+
+
+def test_first_come_first_served() -> None:
+    driver = Driver(max_running=2)
+    driver.join("target", pages=20, page_size=4)
+    driver.submit(0, prompt_length=10, max_tokens=5)
+    driver.submit(1, prompt_length=60, max_tokens=5)
+    driver.submit(2, prompt_length=2, max_tokens=5)
+    assert driver.core.snapshot().running == 1  # the long one does not fit yet, and nobody overtakes it
+    driver.settle()
+    opened = [row.sequence_id for step in of_type(driver.log, SendStep) for row in step.rows if row.opening]
+    assert opened == [0, 1, 2]

@@ -1,0 +1,98 @@
+"""How sequences end, and what the core makes of answers and clocks that come late."""
+
+from __future__ import annotations
+
+import pytest
+
+from scheduler.config import Policy
+from scheduler.messages import (
+    FinishReason,
+    FinishSequence,
+    SendStep,
+    StepCompleted,
+)
+from tests.sim.driver import Driver, expected, of_type, outputs, pair
+
+
+@pytest.mark.parametrize("answers", range(8))
+def test_cancelling_frees_every_worker_at_once(answers: int) -> None:
+    """At any moment of its life; idle workers get a step just to release."""
+    driver = pair()
+    driver.submit(1, prompt_length=6, max_tokens=50)
+    for _ in range(answers):
+        worker_id = max(
+            driver.steps, key=lambda name: -driver.steps[name][0].step_id if driver.steps[name] else -(10**9)
+        )
+        driver.answer(worker_id)
+    count = len(outputs(driver, 1))
+    assert of_type(driver.cancel(1), FinishSequence) == [FinishSequence(1, FinishReason.CANCELLED)]
+    assert driver.core.snapshot().live == 0
+    driver.settle(max_steps=4)
+    assert not driver.workers["target"].held
+    assert not driver.workers["draft"].held
+    assert len(outputs(driver, 1)) == count
+    assert driver.cancel(1) == []
+    pages = {worker.worker_id: worker.free_pages for worker in driver.core.snapshot().workers}
+    assert pages == {"target": 1000, "draft": 1000}
+
+
+def test_a_cancelled_sequence_that_waits_leaves_the_queue() -> None:
+    driver = Driver(max_running=1)
+    driver.join("target")
+    driver.submit(1)
+    driver.submit(2)
+    assert driver.cancel(2) == [FinishSequence(2, FinishReason.CANCELLED)]
+    assert driver.core.snapshot().waiting == 0
+
+
+def test_stale_and_unknown_answers_do_nothing() -> None:
+    driver = pair()
+    driver.submit(1, max_tokens=20)
+    step = driver.steps["target"][0]
+    driver.answer("target")
+    results = driver.workers["target"].run(step)
+    assert driver.handle(StepCompleted("target", step.step_id, results, 0.1)) == []
+    assert driver.handle(StepCompleted("target", 999, (), 0.1)) == []
+    assert driver.handle(StepCompleted("nobody", 1, (), 0.1)) == []
+    driver.lose("nobody")
+    driver.settle()
+    assert outputs(driver, 1) == expected(driver, 1)
+
+
+def test_releases_ride_on_the_next_step() -> None:
+    driver = Driver(draft_length=0)
+    driver.join("target")
+    driver.submit(1, max_tokens=2)
+    driver.submit(2, max_tokens=30)
+    driver.settle()
+    (release,) = [step for step in of_type(driver.log, SendStep) if 1 in step.released]
+    assert release.rows, "another sequence was running: no step of its own is needed"
+
+
+def test_time_that_goes_backwards_is_taken_as_standing_still() -> None:
+    driver = pair()
+    driver.now = 100.0
+    driver.submit(1)
+    driver.now = 50.0
+    driver.settle()
+    assert outputs(driver, 1) == expected(driver, 1)
+
+
+def test_same_events_same_commands() -> None:
+    def run() -> list[object]:
+        driver = pair(policy=Policy.AUTO, batch_size=3, max_running=6)
+        driver.workers["draft"].guess = 0.6
+        for sequence_id in range(12):
+            driver.submit(sequence_id, prompt_length=1 + sequence_id * 5, max_tokens=15)
+        driver.settle()
+        return list(driver.log)
+
+    assert run() == run()
+
+
+def test_broken_books_are_noticed() -> None:
+    driver = pair()
+    driver.submit(1)
+    driver.core._fleet.targets["target"].prefilling.clear()
+    with pytest.raises(RuntimeError):
+        driver.core.check_integrity()

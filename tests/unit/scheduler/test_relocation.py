@@ -1,0 +1,229 @@
+"""Targets that drain: who leaves when, with KV or without, and what becomes of moves that go wrong."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.kv.pages import PageTable
+from scheduler.config import KvMovement
+from scheduler.messages import EmitTokens, FinishSequence, MoveKv, Role, SendStep, SequenceRequest, WorkerDrained
+from scheduler.state.digests import DigestedTokens
+from tests.sim.driver import Driver, of_type
+from tests.sim.model import plain_decoding
+
+
+def cell(movement: KvMovement = KvMovement.ALWAYS, sequences: int = 1, **config: object) -> Driver:
+    """A target `old` with sequences in the middle of decoding, and one, `new`, that has just joined."""
+    driver = Driver(kv_movement=movement, steps_in_flight=1, draft_length=0, **config)
+    driver.join("old")
+    for sequence_id in range(1, sequences + 1):
+        driver.submit(sequence_id)
+    for _ in range(3):
+        driver.answer("old")
+    driver.join("new")
+    return driver
+
+
+def ends(driver: Driver) -> set[int]:
+    return {command.sequence_id for command in of_type(driver.log, FinishSequence)}
+
+
+def check_outputs(driver: Driver, count: int) -> None:
+    driver.settle()
+    for sequence_id in range(1, count + 1):
+        emitted = [
+            token
+            for command in of_type(driver.log, EmitTokens)
+            if command.sequence_id == sequence_id
+            for token in command.tokens
+        ]
+        prompt = tuple((sequence_id * 7 + i) % 50 for i in range(3))
+        assert emitted == plain_decoding(SequenceRequest(sequence_id, prompt, 20))[0]
+    assert ends(driver) == set(range(1, count + 1))
+    for worker in driver.core.snapshot().workers:
+        assert not driver.workers[worker.worker_id].held
+        driver.workers[worker.worker_id].pool.check_conservation([])
+
+
+def start_move(driver: Driver) -> MoveKv:
+    """Drains `old` and lets its running step end, which is when a sequence may leave."""
+    assert not of_type(driver.drain("old"), MoveKv)
+    (move,) = of_type(driver.answer("old"), MoveKv)
+    return move
+
+
+def test_sequence_leaves_with_its_kv_between_two_rounds() -> None:
+    driver = cell()
+    move = start_move(driver)
+    assert (move.source_id, move.destination_id) == ("old", "new")
+    held = driver.workers["old"].held[1].tokens
+    assert list(move.tokens) == held.tokens[: len(move.tokens)]
+    assert move.prefix_digest == held.digest(len(move.tokens))
+    assert not driver.outstanding("old")
+    assert not driver.outstanding("new")
+    commands = driver.moved(move)
+    (row,) = driver.only_step("new").rows
+    assert row.kv_len == len(move.tokens)
+    assert len(row.tokens) == 1
+    assert row.opening is None
+    (released,) = [step for step in of_type(commands, SendStep) if step.worker_id == "old"]
+    assert released.released == (1,)
+    assert not released.rows
+    assert of_type(driver.answer("old"), WorkerDrained) == [WorkerDrained("old")]
+    driver.lose("old")
+    check_outputs(driver, 1)
+    moves = driver.core.snapshot().moves
+    assert (moves.moves, moves.positions, moves.bytes, moves.seconds) == (1, len(move.tokens), 100, 0.01)
+
+
+def test_draining_target_gets_no_newcomers_and_decodes_on_until_there_is_room_elsewhere() -> None:
+    driver = Driver(kv_movement=KvMovement.ALWAYS, steps_in_flight=1, draft_length=0)
+    driver.join("old")
+    driver.submit(1)
+    driver.answer("old")
+    assert not of_type(driver.drain("old"), WorkerDrained)
+    driver.submit(2)
+    for _ in range(3):
+        driver.answer("old")
+        (row,) = driver.only_step("old").rows
+        assert row.sequence_id == 1
+    (step,) = of_type(driver.join("new"), SendStep)
+    assert [row.sequence_id for row in step.rows] == [2]
+    (move,) = of_type(driver.answer("old"), MoveKv)
+    driver.moved(move)
+    check_outputs(driver, 2)
+
+
+def test_target_without_sequences_is_drained_at_once() -> None:
+    driver = Driver()
+    driver.join("old")
+    assert of_type(driver.drain("old"), WorkerDrained) == [WorkerDrained("old")]
+    assert of_type(driver.drain("nobody"), WorkerDrained) == [WorkerDrained("nobody")]
+    assert not of_type(driver.tick(), WorkerDrained)
+
+
+def test_moves_are_few_at_a_time_and_the_others_decode_on() -> None:
+    driver = cell(sequences=7, batch_size=7)
+    driver.drain("old")
+    moves = of_type(driver.answer("old"), MoveKv)
+    assert len(moves) == 4
+    assert len(driver.only_step("old").rows) == 3
+    driver.moved(moves[0])
+    assert len(of_type(driver.answer("old"), MoveKv)) == 1
+    for move in of_type(driver.log, MoveKv)[1:]:
+        driver.moved(move)
+    while not of_type(driver.log, WorkerDrained):
+        for move in of_type(driver.answer("old"), MoveKv):
+            driver.moved(move)
+    check_outputs(driver, 7)
+
+
+def test_without_moving_the_kv_is_computed_anew() -> None:
+    driver = cell(KvMovement.NEVER)
+    driver.drain("old")
+    commands = driver.answer("old")
+    assert not of_type(commands, MoveKv)
+    (row,) = driver.only_step("new").rows
+    assert row.kv_len == 0
+    assert row.opening is not None
+    assert row.sample
+    assert driver.core.snapshot().moves.rehomed == 1
+    check_outputs(driver, 1)
+
+
+def test_the_measured_times_decide() -> None:
+    driver = cell(KvMovement.AUTO, sequences=2)
+    driver.drain("old")
+    first, second = of_type(driver.answer("old"), MoveKv)  # nothing is known of moving: it is tried
+    driver.moved(first, seconds=30.0)
+    driver.moved(second, seconds=30.0)
+    driver.lose("old")
+    driver.join("old")
+    driver.drain("new")
+    driver.answer("new")
+    driver.answer("new")
+    assert len(of_type(driver.log, MoveKv)) == 2
+    assert driver.core.snapshot().moves.rehomed == 2
+    check_outputs(driver, 2)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_failed_move_is_made_up_for_by_computing_anew(late: bool) -> None:
+    """`late`: the destination has the KV all the same, and nobody heard of it."""
+    driver = cell()
+    move = start_move(driver)
+    if late:
+        table = PageTable()
+        driver.workers["new"].pool.append(table, len(move.tokens))
+        assert driver.workers["new"].adopt(1, DigestedTokens(move.tokens), table)
+    driver.moved(move, moved=False)
+    step = driver.only_step("new")
+    (row,) = step.rows
+    assert step.released == (1,)
+    assert row.kv_len == 0
+    assert row.opening is not None
+    assert driver.core.snapshot().moves.failed == 1
+    check_outputs(driver, 1)
+
+
+def test_source_that_is_lost_while_kv_moves() -> None:
+    driver = cell()
+    move = start_move(driver)
+    driver.lose("old")
+    (row,) = driver.only_step("new").rows  # in the queue, and at once into the window again
+    assert row.kv_len == 0
+    assert row.opening is not None
+    driver.moved(move, moved=False)
+    check_outputs(driver, 1)
+
+
+def test_destination_that_is_lost_while_kv_moves() -> None:
+    driver = cell()
+    move = start_move(driver)
+    driver.lose("new")
+    (row,) = driver.only_step("old").rows
+    assert row.kv_len == len(move.tokens)
+    driver.moved(move, moved=False)
+    driver.join("new")
+    (again,) = of_type(driver.answer("old"), MoveKv)
+    driver.moved(again)
+    check_outputs(driver, 1)
+
+
+def test_sequence_that_is_cancelled_while_its_kv_moves_leaves_nothing_behind() -> None:
+    driver = cell()
+    move = start_move(driver)
+    driver.cancel(1)
+    free = {worker.worker_id: worker.free_pages for worker in driver.core.snapshot().workers}
+    assert free["old"] == 1000
+    assert free["new"] < 1000, "room is kept for what is on its way"
+    driver.settle()
+    commands = driver.moved(move)
+    (step,) = of_type(commands, SendStep)
+    assert (step.worker_id, step.released) == ("new", (1,))
+    driver.settle()
+    for worker in driver.workers.values():
+        assert not worker.held
+    assert all(worker.free_pages == 1000 for worker in driver.core.snapshot().workers)
+
+
+def test_drafts_proposals_go_on_after_a_move() -> None:
+    driver = Driver(kv_movement=KvMovement.ALWAYS, steps_in_flight=1, draft_length=3)
+    driver.join("old")
+    driver.join("draft", Role.DRAFT)
+    driver.submit(1)
+    for _ in range(4):
+        for worker_id in ("old", "draft"):
+            if driver.outstanding(worker_id):
+                driver.answer(worker_id)
+    driver.join("new")
+    driver.drain("old")
+    while not of_type(driver.log, MoveKv):
+        for worker_id in ("draft", "old"):
+            if driver.outstanding(worker_id):
+                driver.answer(worker_id)
+    (move,) = of_type(driver.log, MoveKv)
+    driver.moved(move)
+    check_outputs(driver, 1)
+    after = [command for command in driver.log[driver.log.index(move) :] if isinstance(command, EmitTokens)]
+    assert any(command.accepted for command in after)

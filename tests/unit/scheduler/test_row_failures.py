@@ -1,0 +1,330 @@
+"""Rows fail singly: what the core does about each status, and that the rest of the step does not notice."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from scheduler.messages import EmitTokens, FailSequence, FinishSequence, Row, RowResult, RowStatus, SendStep
+from scheduler.state.digests import EMPTY_DIGEST
+from scheduler.transitions.results import MAX_DRAFT_FAILURES, MAX_TARGET_FAILURES
+from tests.sim.driver import Answer, Driver, of_type, pair
+from tests.sim.model import plain_decoding
+
+
+def until_verifying(driver: Driver, sequence_id: int = 1) -> Row:
+    """Goes on until a row with draft tokens of the sequence is the target's next."""
+    for _ in range(100):
+        for step in driver.steps["target"][:1]:
+            for row in step.rows:
+                if row.sequence_id == sequence_id and row.draft_tokens:
+                    return row
+        driver.answer("target" if driver.steps["target"] else "draft")
+    raise AssertionError("never verified")
+
+
+def for_row(sequence_id: int, make: Answer) -> Answer:
+    return lambda row: make(row) if row.sequence_id == sequence_id else None
+
+
+def status(kind: RowStatus, error: str = "") -> Answer:
+    return lambda row: RowResult(row.sequence_id, kind, 0, 0, error=error)
+
+
+def next_row(driver: Driver, worker_id: str, sequence_id: int = 1) -> Row:
+    for _ in range(20):
+        for step in driver.steps[worker_id]:
+            for row in step.rows:
+                if row.sequence_id == sequence_id:
+                    return row
+        driver.answer(next(w for w, steps in driver.steps.items() if steps))
+    raise AssertionError("no further row")
+
+
+def check_outputs(driver: Driver, *sequence_ids: int) -> None:
+    """To the end, everything as plain decoding has it."""
+    driver.settle()
+    for sequence_id in sequence_ids:
+        tokens = [t for e in of_type(driver.log, EmitTokens) if e.sequence_id == sequence_id for t in e.tokens]
+        opening = next(
+            row.opening
+            for step in of_type(driver.log, SendStep)
+            for row in step.rows
+            if row.sequence_id == sequence_id and row.opening
+        )
+        assert tokens == plain_decoding(opening)[0]
+        assert [f.sequence_id for f in of_type(driver.log, FinishSequence)].count(sequence_id) == 1
+    assert not driver.workers["target"].held
+    assert not driver.workers["draft"].held
+
+
+# --- on the target ---
+
+
+def test_an_unknown_sequence_is_opened_again_from_its_first_token() -> None:
+    driver = pair(prefill_chunk=64)
+    driver.submit(1, prompt_length=9)
+    driver.submit(2, prompt_length=9)
+    until_verifying(driver)
+
+    def forgotten(row: Row) -> RowResult:
+        driver.workers["target"].forget(1)
+        return status(RowStatus.UNKNOWN_SEQUENCE)(row)
+
+    driver.answer("target", instead=for_row(1, forgotten))
+    row = next_row(driver, "target")
+    assert (row.kv_len, row.opening is not None, row.draft_tokens, row.sample) == (0, True, (), True)
+    check_outputs(driver, 1, 2)
+
+
+@pytest.mark.parametrize("kept", [0, 4, 9])
+def test_after_a_mismatch_only_what_is_missing_is_sent(kept: int) -> None:
+    driver = pair()
+    driver.submit(1, prompt_length=9)
+    committed = until_verifying(driver).kv_len + 1
+    held = driver.workers["target"].held[1]
+
+    def shorter(row: Row) -> RowResult:
+        held.tokens.truncate(kept)
+        driver.workers["target"].pool.truncate(held.table, kept)
+        return RowResult(1, RowStatus.KV_MISMATCH, kept, held.tokens.digest(kept))
+
+    driver.answer("target", instead=shorter)
+    row = next_row(driver, "target")
+    assert (row.kv_len, len(row.tokens), row.opening) == (kept, committed - kept, None)
+    check_outputs(driver, 1)
+
+
+def test_after_a_mismatch_of_other_tokens_everything_is_sent_again() -> None:
+    driver = pair()
+    driver.submit(1, prompt_length=9)
+    until_verifying(driver)
+    driver.answer("target", instead=lambda row: RowResult(1, RowStatus.KV_MISMATCH, 5, 12345))
+    assert next_row(driver, "target").kv_len == 0
+    check_outputs(driver, 1)
+
+
+def test_a_worker_that_has_more_than_the_committed_tokens_feeds_the_last_one_again() -> None:
+    driver = pair()
+    driver.submit(1, prompt_length=9)
+    row = until_verifying(driver)
+    digest = driver.core._live.sequences[1].tokens.digest(row.kv_len + 1)
+    driver.answer("target", instead=lambda row: RowResult(1, RowStatus.KV_MISMATCH, row.kv_len + 1, digest))
+    again = next_row(driver, "target")
+    assert (again.kv_len, len(again.tokens), again.draft_tokens) == (row.kv_len, 1, ())
+    check_outputs(driver, 1)
+
+
+def test_a_proposal_that_was_never_verified_is_not_credited_to_the_draft() -> None:
+    driver = pair()
+    driver.submit(1, prompt_length=9)
+    length = until_verifying(driver).kv_len + 1
+    driver.answer("target", instead=lambda row: RowResult(1, RowStatus.KV_MISMATCH, 0, 0))
+    driver.answer("target")  # the row that catches up commits one token
+    row = next_row(driver, "draft")
+    assert (row.kv_len, len(row.tokens)) == (length, 1)
+    check_outputs(driver, 1)
+
+
+def test_endless_mismatches_end_in_an_error_for_that_sequence_alone() -> None:
+    driver = pair()
+    driver.submit(1, prompt_length=9)
+    driver.submit(2, prompt_length=9)
+    broken = for_row(1, status(RowStatus.KV_MISMATCH, "odd"))
+    for _ in range(500):
+        if driver.steps["target"]:
+            driver.answer("target", instead=broken)
+        elif driver.steps["draft"]:
+            driver.answer("draft")
+    (failed,) = of_type(driver.log, FailSequence)
+    assert failed.sequence_id == 1
+    assert failed.error.startswith("target worker target answered kv_mismatch: odd, ")
+    assert str(MAX_TARGET_FAILURES + 1) in failed.error
+    assert [f.sequence_id for f in of_type(driver.log, FinishSequence)] == [2]
+    check_outputs(driver, 2)
+
+
+def test_now_and_then_a_mismatch_is_no_reason_to_fail() -> None:
+    driver = pair(draft_length=0)
+    driver.submit(1, prompt_length=9, max_tokens=40)
+    driver.answer("target")
+    for _ in range(3 * MAX_TARGET_FAILURES):
+        driver.answer("target", instead=status(RowStatus.KV_MISMATCH))
+        driver.answer("target")
+    check_outputs(driver, 1)
+
+
+def test_a_target_that_says_ok_without_progress_is_not_asked_for_ever() -> None:
+    driver = pair(prefill_chunk=4)
+    driver.submit(1, prompt_length=9)
+    for _ in range(50):
+        if driver.steps["target"]:
+            driver.answer("target", instead=lambda row: RowResult(1, RowStatus.OK, 0, 1))
+    assert [failed.sequence_id for failed in of_type(driver.log, FailSequence)] == [1]
+
+
+def test_tokens_count_also_when_the_target_lost_kv_after_choosing_them() -> None:
+    driver = pair()
+    driver.submit(1, prompt_length=9)
+    until_verifying(driver)
+
+    def lossy(row: Row) -> RowResult:
+        result = driver.workers["target"].run_row(row)
+        driver.workers["target"].forget(1)
+        return replace(result, kv_len=0, prefix_digest=EMPTY_DIGEST)
+
+    commands = driver.answer("target", instead=lossy)
+    assert of_type(commands, EmitTokens)
+    row = next_row(driver, "target")
+    assert (row.kv_len, row.draft_tokens, row.sample) == (0, (), True)
+    check_outputs(driver, 1)
+
+
+@pytest.mark.parametrize("kind", [RowStatus.INVALID, RowStatus.FAILED])
+def test_a_row_that_the_target_cannot_run_fails_its_sequence_with_the_reason(kind: RowStatus) -> None:
+    driver = pair()
+    driver.submit(1, prompt_length=9)
+    driver.submit(2, prompt_length=9)
+    until_verifying(driver)
+    commands = driver.answer("target", instead=for_row(1, status(kind, "no such kernel")))
+    (failed,) = of_type(commands, FailSequence)
+    assert (failed.sequence_id, failed.error) == (1, f"target worker target answered {kind.value}: no such kernel")
+    check_outputs(driver, 2)
+
+
+def test_an_answer_that_lacks_a_row_fails_that_row() -> None:
+    driver = pair()
+    driver.submit(1)
+    driver.submit(2)
+    other = RowResult(77, RowStatus.OK, 3, 0)
+    driver.answer("target", instead=for_row(1, lambda row: other))
+    (failed,) = of_type(driver.log, FailSequence)
+    assert failed.sequence_id == 1
+    assert "lacks this row" in failed.error
+    check_outputs(driver, 2)
+
+
+@pytest.mark.parametrize(("tokens", "accepted"), [((), 0), ((1, 2), 0), ((9, 9, 9), 2), ((1,), -1), ((1,) * 9, 8)])
+def test_an_answer_that_cannot_be_is_not_committed(tokens: tuple[int, ...], accepted: int) -> None:
+    driver = pair()
+    driver.workers["draft"].guess = 0.5
+    driver.submit(1, prompt_length=9)
+    row = until_verifying(driver)
+    assert row.draft_tokens[:2] != (9, 9)
+    before = len(of_type(driver.log, EmitTokens))
+    driver.answer("target", instead=lambda row: RowResult(1, RowStatus.OK, row.kv_len + 1, 0, tokens, accepted))
+    assert len(of_type(driver.log, EmitTokens)) == before
+    (failed,) = of_type(driver.log, FailSequence)
+    assert "do not match" in failed.error
+
+
+def test_a_target_out_of_pages_sends_the_youngest_away() -> None:
+    driver = pair(draft_length=0)
+    driver.submit(1, prompt_length=9)
+    driver.submit(2, prompt_length=9)
+    while driver.core.snapshot().verifying < 1:
+        driver.answer("target")
+    preempted = driver.core.snapshot().preemptions
+    while not any(row.sequence_id == 1 for row in driver.steps["target"][0].rows):
+        driver.answer("target")
+    driver.answer("target", instead=for_row(1, status(RowStatus.OUT_OF_PAGES)))
+    assert driver.core.snapshot().preemptions == preempted + 1
+    check_outputs(driver, 1, 2)
+
+
+def test_a_lone_sequence_that_never_gets_pages_fails_in_the_end() -> None:
+    driver = pair()
+    driver.submit(1, prompt_length=9)
+    for _ in range(50):
+        if driver.steps["target"]:
+            driver.answer("target", instead=status(RowStatus.OUT_OF_PAGES, "0 pages are free"))
+    (failed,) = of_type(driver.log, FailSequence)
+    assert "out_of_pages: 0 pages are free" in failed.error
+
+
+# --- on a draft ---
+
+
+def test_a_draft_that_forgot_is_told_again() -> None:
+    driver = pair()
+    driver.submit(1, prompt_length=9)
+    until_verifying(driver)
+    driver.answer("target")
+
+    def forgotten(row: Row) -> RowResult:
+        driver.workers["draft"].forget(1)
+        return status(RowStatus.UNKNOWN_SEQUENCE)(row)
+
+    driver.answer("draft", instead=forgotten)
+    row = next_row(driver, "draft")
+    assert (row.kv_len, row.opening is not None, row.draft_length) == (0, True, 4)
+    check_outputs(driver, 1)
+
+
+@pytest.mark.parametrize("kind", [RowStatus.INVALID, RowStatus.FAILED])
+def test_a_draft_that_cannot_run_a_row_is_done_without(kind: RowStatus) -> None:
+    driver = pair()
+    driver.submit(1, prompt_length=9)
+    driver.submit(2, prompt_length=9)
+    until_verifying(driver)
+    driver.answer("target")
+    while not any(row.sequence_id == 1 for step in driver.steps["draft"][:1] for row in step.rows):
+        driver.answer("draft" if driver.steps["draft"] else "target")
+    driver.answer("draft", instead=for_row(1, status(kind)))
+    logged = len(driver.log)
+    check_outputs(driver, 1, 2)
+    later = [row for step in of_type(driver.log[logged:], SendStep) if step.worker_id == "draft" for row in step.rows]
+    assert {row.sequence_id for row in later} == {2}
+
+
+@pytest.mark.parametrize("kind", [RowStatus.UNKNOWN_SEQUENCE, RowStatus.KV_MISMATCH, RowStatus.OUT_OF_PAGES])
+def test_a_draft_that_keeps_failing_is_done_without(kind: RowStatus) -> None:
+    driver = pair()
+    driver.submit(1, prompt_length=9, max_tokens=30)
+    for _ in range(300):
+        if driver.steps["draft"]:
+            driver.answer("draft", instead=status(kind))
+        elif driver.steps["target"]:
+            driver.answer("target")
+    rows = [row for step in of_type(driver.log, SendStep) if step.worker_id == "draft" for row in step.rows]
+    assert len(rows) == MAX_DRAFT_FAILURES
+    assert not of_type(driver.log, FailSequence)
+    check_outputs(driver, 1)
+
+
+def test_a_draft_that_kept_less_than_it_proposed_is_fed_the_rest() -> None:
+    """Prompt lookup keeps no KV of its proposal, and says so."""
+    driver = pair()
+    driver.submit(1, prompt_length=9)
+    while not any(row.draft_length for step in driver.steps["draft"] for row in step.rows):
+        driver.answer("target" if driver.steps["target"] else "draft")
+    held = driver.workers["draft"].held
+
+    def forgetful(row: Row) -> RowResult:
+        result = driver.workers["draft"].run_row(row)
+        fed = row.kv_len + len(row.tokens)
+        held[1].tokens.truncate(fed)
+        return RowResult(1, RowStatus.OK, fed, held[1].tokens.digest(fed), result.tokens)
+
+    driver.answer("draft", instead=forgetful)
+    driver.answer("target")
+    row = next_row(driver, "draft")
+    assert (row.kv_len, len(row.tokens)) == (10, 5)
+    driver.workers["draft"].short_sighted = True
+    check_outputs(driver, 1)
+
+
+def test_a_proposal_longer_than_asked_is_cut() -> None:
+    driver = pair(draft_length=2)
+    driver.submit(1, prompt_length=9)
+    while not any(row.draft_length for step in driver.steps["draft"] for row in step.rows):
+        driver.answer("target" if driver.steps["target"] else "draft")
+
+    def eager(row: Row) -> RowResult:
+        result = driver.workers["draft"].run_row(row)
+        return RowResult(1, RowStatus.OK, result.kv_len, result.prefix_digest, (*result.tokens, 7, 7, 7))
+
+    driver.answer("draft", instead=eager)
+    assert len(next_row(driver, "target").draft_tokens) == 2
+    check_outputs(driver, 1)

@@ -1,0 +1,360 @@
+"""The rules of the worker protocol, on executors with an arithmetic engine."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from engine.drafting import ngram_engine as ngram
+from engine.drafting.ngram_engine import NgramEngine
+from engine.steps import Computing, RowOutcome, StepOutcome, VerifyRow, no_callback
+from protos import worker_pb2
+from scheduler.state.digests import EMPTY_DIGEST, DigestedTokens
+from services.worker.executor import DraftStepExecutor, StepExecutor, TargetStepExecutor
+from tests.support.stand_in_worker import (
+    MAX_LENGTH,
+    ROW_FAILS,
+    STEP_FAILS,
+    VOCABULARY,
+    StandInEngine,
+    continuation,
+    guess,
+)
+
+EPOCH = 77
+PROMPT = [5, 6, 7, 8, 9]
+PARAMETERS = worker_pb2.SequenceParameters(prompt_length=len(PROMPT))
+
+
+class Conversation:
+    """Speaks to an executor as a scheduler would."""
+
+    def __init__(self, executor: StepExecutor) -> None:
+        self.executor = executor
+        self.step_id = 0
+
+    def step(self, *rows: worker_pb2.Row, released: Sequence[int] = (), **fields: int) -> worker_pb2.StepReply:
+        self.step_id += 1
+        request = worker_pb2.StepRequest(
+            **{"worker_epoch": EPOCH, "scheduler_epoch": 1, "step_id": self.step_id} | fields,
+            released_sequence_ids=released,
+            rows=rows,
+        )
+        reply = self.executor.execute(request, self.executor.clock())
+        self.executor.check_integrity()
+        return reply
+
+
+def row(sequence_id: int, known: Sequence[int], kv_len: int, **fields: object) -> worker_pb2.Row:
+    """A row that feeds what of `known` lies behind `kv_len`."""
+    digest = DigestedTokens(known).digest(kv_len)
+    return worker_pb2.Row(sequence_id=sequence_id, kv_len=kv_len, prefix_digest=digest, tokens=known[kv_len:], **fields)
+
+
+def opening(sequence_id: int, **fields: object) -> worker_pb2.Row:
+    return row(sequence_id, PROMPT, 0, parameters=PARAMETERS, **fields)
+
+
+@pytest.fixture
+def engine() -> StandInEngine:
+    return StandInEngine()
+
+
+@pytest.fixture
+def target(engine: StandInEngine) -> Conversation:
+    return Conversation(TargetStepExecutor(engine, EPOCH))
+
+
+@pytest.fixture
+def draft(engine: StandInEngine) -> Conversation:
+    return Conversation(DraftStepExecutor(engine, EPOCH))
+
+
+def test_verifies_accepts_and_rolls_back(target: Conversation) -> None:
+    output = continuation(PROMPT, 8)
+    (reply,) = target.step(opening(1, sample=True)).rows
+    assert list(reply.tokens) == output[:1]
+    assert (reply.kv_len, reply.prefix_digest) == (5, DigestedTokens(PROMPT).digest(5))
+
+    known = [*PROMPT, output[0]]
+    (reply,) = target.step(row(1, known, 5, draft_tokens=[output[1], output[2], 1, 2], sample=True)).rows
+    assert list(reply.tokens) == output[1:4]
+    assert reply.accepted == 2
+    assert (reply.kv_len, reply.prefix_digest) == (8, DigestedTokens([*PROMPT, *output]).digest(8))
+
+
+def test_prefill_in_chunks_chooses_nothing_before_the_last(target: Conversation) -> None:
+    (reply,) = target.step(row(1, PROMPT[:3], 0, parameters=PARAMETERS)).rows
+    assert (list(reply.tokens), reply.kv_len) == ([], 3)
+    (reply,) = target.step(row(1, PROMPT, 3, sample=True)).rows
+    assert list(reply.tokens) == continuation(PROMPT, 1)
+
+
+def test_draft_proposes_and_holds_all_but_the_last(draft: Conversation) -> None:
+    (reply,) = draft.step(opening(1, draft_length=3)).rows
+    proposal = list(reply.tokens)
+    expected = list(PROMPT)
+    for _ in range(3):
+        expected.append(guess(expected))
+    assert proposal == expected[5:]
+    assert list(reply.confidences) == [min(token % 5 * 64, 255) for token in proposal]
+    assert reply.kv_len == 7
+    known = [*PROMPT, proposal[0], 500]
+    (reply,) = draft.step(row(1, known, 6, draft_length=1)).rows
+    assert list(reply.tokens) == [guess(known)]
+    (reply,) = draft.step(row(1, [*known, 501], 7)).rows
+    assert (list(reply.tokens), reply.confidences, reply.kv_len) == ([], b"", 8)
+
+
+def test_logits_digests_come_when_asked_for(target: Conversation) -> None:
+    parameters = worker_pb2.SequenceParameters(prompt_length=5, logits_digests=True)
+    (reply,) = target.step(row(1, PROMPT, 0, parameters=parameters, sample=True)).rows
+    assert list(reply.logits_digests) == [reply.tokens[0] + 5]
+
+
+def test_repeated_step_gets_the_cached_reply(target: Conversation, engine: StandInEngine) -> None:
+    first = target.step(opening(1, sample=True))
+    again = target.step(opening(1, sample=True), step_id=1)
+    assert again == first
+    assert engine.steps == 1
+
+
+def test_old_step_without_a_cached_reply_is_refused(target: Conversation) -> None:
+    for _ in range(20):
+        target.step()
+    reply = target.step(opening(1), step_id=1)
+    assert reply.status == worker_pb2.STEP_STATUS_INVALID
+    assert "step_id is 1, must be above 20" in reply.error
+    assert not reply.rows
+
+
+def test_wrong_worker_epoch_is_refused(target: Conversation, engine: StandInEngine) -> None:
+    reply = target.step(opening(1), worker_epoch=78)
+    assert reply.status == worker_pb2.STEP_STATUS_WRONG_EPOCH
+    assert reply.error == "worker_epoch is 78, this worker's is 77"
+    assert engine.steps == 0
+
+
+def test_higher_scheduler_epoch_takes_over(target: Conversation, engine: StandInEngine) -> None:
+    target.step(opening(1), opening(2))
+    assert engine.pool.free_pages < engine.pool.total_pages
+    (reply,) = target.step(row(1, PROMPT, 0), scheduler_epoch=2, step_id=1).rows
+    assert reply.status == worker_pb2.ROW_STATUS_UNKNOWN_SEQUENCE
+    assert engine.pool.free_pages == engine.pool.total_pages
+    fenced = target.step(opening(1), scheduler_epoch=1)
+    assert fenced.status == worker_pb2.STEP_STATUS_FENCED
+    assert "one with 2 has taken over" in fenced.error
+
+
+def test_releases_free_pages_before_the_rows(target: Conversation, engine: StandInEngine) -> None:
+    target.step(opening(1), opening(2))
+    held = engine.pool.total_pages - engine.pool.free_pages
+    reply = target.step(released=[1, 99])
+    assert engine.pool.total_pages - engine.pool.free_pages == held // 2
+    assert reply.free_pages == engine.pool.free_pages
+    target.step(released=[2])
+    assert engine.pool.free_pages == engine.pool.total_pages
+
+
+def test_unknown_sequence(target: Conversation) -> None:
+    reply, other = target.step(row(9, PROMPT, 0, sample=True), opening(1, sample=True)).rows
+    assert reply.status == worker_pb2.ROW_STATUS_UNKNOWN_SEQUENCE
+    assert (reply.kv_len, reply.prefix_digest) == (0, EMPTY_DIGEST)
+    assert list(other.tokens) == continuation(PROMPT, 1)
+
+
+def test_mismatch_says_what_the_worker_has(target: Conversation) -> None:
+    target.step(opening(1), opening(2))
+    longer = [*PROMPT, 1, 2]
+    too_far, other_tokens = target.step(row(1, longer, 6), row(2, [1, 2, 3, 4], 3)).rows
+    for reply in (too_far, other_tokens):
+        assert reply.status == worker_pb2.ROW_STATUS_KV_MISMATCH
+        assert (reply.kv_len, reply.prefix_digest) == (5, DigestedTokens(PROMPT).digest(5))
+    (mended,) = target.step(row(1, longer, reply.kv_len, sample=True)).rows
+    assert list(mended.tokens) == continuation(longer, 1)
+
+
+def test_opening_behind_the_start_is_a_mismatch_with_nothing_held(target: Conversation) -> None:
+    (reply,) = target.step(row(1, PROMPT, 2, parameters=PARAMETERS)).rows
+    assert reply.status == worker_pb2.ROW_STATUS_KV_MISMATCH
+    assert (reply.kv_len, reply.prefix_digest) == (0, EMPTY_DIGEST)
+    (reply,) = target.step(row(1, PROMPT, 0, sample=True)).rows
+    assert list(reply.tokens) == continuation(PROMPT, 1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "error"),
+    [
+        ({"tokens": []}, "tokens is empty"),
+        ({"tokens": [VOCABULARY]}, f"tokens holds {VOCABULARY}, must be below vocabulary_size {VOCABULARY}"),
+        ({"tokens": [1], "draft_tokens": [5000], "sample": True}, "draft_tokens holds 5000"),
+        ({"tokens": [1], "draft_tokens": [5]}, "draft_tokens came without sample"),
+        ({"tokens": [1], "draft_length": 2}, "draft_length is 2, must be 0 on a target worker"),
+        ({"tokens": [1] * (MAX_LENGTH + 1)}, f"reach {MAX_LENGTH + 1} tokens, must be at most {MAX_LENGTH}"),
+        ({"tokens": [1], "parameters": worker_pb2.SequenceParameters()}, "prompt_length is 0"),
+        (
+            {
+                "tokens": [1],
+                "parameters": worker_pb2.SequenceParameters(
+                    prompt_length=1, sampling=worker_pb2.SamplingParameters(temperature=-1, top_p=1)
+                ),
+            },
+            "temperature is -1.0",
+        ),
+    ],
+)
+def test_invalid_row_fails_alone(target: Conversation, fields: dict[str, object], error: str) -> None:
+    bad = worker_pb2.Row(**{"sequence_id": 1, "prefix_digest": EMPTY_DIGEST, "parameters": PARAMETERS} | fields)
+    reply, other = target.step(bad, opening(2, sample=True)).rows
+    assert reply.status == worker_pb2.ROW_STATUS_INVALID
+    assert error in reply.error
+    assert "\n" not in reply.error
+    assert list(other.tokens) == continuation(PROMPT, 1)
+
+
+@pytest.mark.parametrize("fields", [{"draft_tokens": [1]}, {"sample": True}])
+def test_draft_refuses_what_only_targets_do(draft: Conversation, fields: dict[str, object]) -> None:
+    (reply,) = draft.step(opening(1, **fields)).rows
+    assert reply.status == worker_pb2.ROW_STATUS_INVALID
+    assert "for target workers" in reply.error
+
+
+def test_sequence_twice_in_a_step(target: Conversation) -> None:
+    first, second = target.step(opening(1, sample=True), opening(1, sample=True)).rows
+    assert list(first.tokens) == continuation(PROMPT, 1)
+    assert second.status == worker_pb2.ROW_STATUS_INVALID
+
+
+def test_row_failing_in_the_engine_keeps_its_state(target: Conversation) -> None:
+    target.step(opening(1), opening(2))
+    known = [*PROMPT, ROW_FAILS]
+    reply, other = target.step(row(1, known, 5, sample=True), row(2, [*PROMPT, 3], 5, sample=True)).rows
+    assert (reply.status, reply.error, reply.kv_len) == (worker_pb2.ROW_STATUS_FAILED, "unlucky token", 5)
+    assert list(other.tokens) == continuation([*PROMPT, 3], 1)
+    (reply,) = target.step(row(1, [*PROMPT, 4], 5, sample=True)).rows
+    assert list(reply.tokens) == continuation([*PROMPT, 4], 1)
+
+
+def test_out_of_pages_fails_alone() -> None:
+    target = Conversation(TargetStepExecutor(StandInEngine(pages=3), EPOCH))
+    fits, too_much = target.step(opening(1, sample=True), opening(2, sample=True)).rows
+    assert fits.status == worker_pb2.ROW_STATUS_OK
+    assert too_much.status == worker_pb2.ROW_STATUS_OUT_OF_PAGES
+    assert too_much.kv_len == 0
+    (reply,) = target.step(row(2, PROMPT, 0, sample=True), released=[1]).rows
+    assert list(reply.tokens) == continuation(PROMPT, 1)
+
+
+def test_failed_step_forgets_its_sequences_only(target: Conversation, engine: StandInEngine) -> None:
+    target.step(opening(1), opening(2), opening(3))
+    reply = target.step(row(1, [*PROMPT, STEP_FAILS], 5), row(2, [*PROMPT, 3], 5))
+    assert reply.status == worker_pb2.STEP_STATUS_OK
+    for each in reply.rows:
+        assert (each.status, each.error) == (worker_pb2.ROW_STATUS_FAILED, "the step exploded")
+        assert (each.kv_len, each.prefix_digest) == (0, EMPTY_DIGEST)
+    gone, kept = target.step(row(2, [*PROMPT, 3], 5), row(3, [*PROMPT, 3], 5, sample=True)).rows
+    assert gone.status == worker_pb2.ROW_STATUS_UNKNOWN_SEQUENCE
+    assert list(kept.tokens) == continuation([*PROMPT, 3], 1)
+
+
+class LyingEngine(StandInEngine):
+    def step(self, rows: Sequence[VerifyRow], computing: Computing = no_callback) -> StepOutcome:
+        outcome = super().step(rows, computing)
+        outcome.rows[0] = RowOutcome([1, 2, 3], accepted=2)
+        return outcome
+
+
+def test_engine_that_breaks_its_word_loses_the_sequence() -> None:
+    engine = LyingEngine()
+    target = Conversation(TargetStepExecutor(engine, EPOCH))
+    lied, other = target.step(opening(1, sample=True), opening(2, sample=True)).rows
+    assert lied.status == worker_pb2.ROW_STATUS_FAILED
+    assert "KV for 5 positions, must be 7" in lied.error
+    assert other.status == worker_pb2.ROW_STATUS_OK
+    assert target.executor.sequences == 1
+
+
+def test_draining_worker_refuses_steps_with_new_sequences_whole(target: Conversation) -> None:
+    known = row(1, [*PROMPT, 3], 5, sample=True)
+    target.step(opening(1))
+    target.executor.draining = True
+    refused = target.step(known, opening(2))
+    assert refused.status == worker_pb2.STEP_STATUS_INVALID
+    assert "draining" in refused.error
+    assert target.executor.sequences == 1
+    (reply,) = target.step(known).rows
+    assert reply.status == worker_pb2.ROW_STATUS_OK
+
+
+def test_draining_worker_drops_everything_for_a_scheduler_that_it_refuses(target: Conversation) -> None:
+    target.step(opening(1))
+    target.executor.draining = True
+    assert target.step(scheduler_epoch=2, step_id=0).status == worker_pb2.STEP_STATUS_INVALID
+    assert target.executor.sequences == 0
+    assert target.step(scheduler_epoch=1).status == worker_pb2.STEP_STATUS_FENCED
+
+
+def test_timings_tell_queueing_idleness_and_work() -> None:
+    now = [100.0]
+
+    class TimedEngine(StandInEngine):
+        def step(self, rows: Sequence[VerifyRow], computing: Computing = no_callback) -> StepOutcome:
+            now[0] += 2.0
+            return super().step(rows, computing)
+
+    executor = TargetStepExecutor(TimedEngine(), EPOCH, clock=lambda: now[0])
+    first = executor.execute(
+        worker_pb2.StepRequest(worker_epoch=EPOCH, step_id=1, rows=[opening(1)]), arrived=now[0] - 0.5
+    ).timings
+    assert (first.queued, first.idle, first.total) == (0.5, 0.0, 2.0)
+    now[0] += 3.0
+    second = executor.execute(worker_pb2.StepRequest(worker_epoch=EPOCH, step_id=2), arrived=now[0]).timings
+    assert (second.queued, second.idle, second.total) == (0.0, 3.0, 0.0)
+
+
+def test_prompt_lookup_keeps_up_with_rollbacks() -> None:
+    """Rounds that keep any prefix of the proposal, against a look at the whole history each time."""
+    rng = random.Random(2)
+    draft = Conversation(DraftStepExecutor(NgramEngine(), EPOCH))
+    committed, kv_len, proposals = list(PROMPT), 0, 0
+    for round_number in range(60):
+        opens = {"parameters": PARAMETERS} if round_number == 0 else {}
+        (reply,) = draft.step(row(1, committed, kv_len, draft_length=4, **opens)).rows
+        assert list(reply.tokens) == ngram.continuation(committed, 4)
+        proposals += bool(reply.tokens)
+        accepted = rng.randint(0, len(reply.tokens))
+        kv_len = min(len(committed) + accepted, reply.kv_len)
+        if round_number % 9 == 8:
+            # An earlier state of the sequence, as after a scheduler that was replaced.
+            kv_len = rng.randrange(len(PROMPT))
+            committed, accepted = committed[: kv_len + 1], 0
+        committed += [*reply.tokens[:accepted], rng.randrange(2)]
+    assert proposals > 15
+
+
+def test_threads_change_with_steps_that_are_alone() -> None:
+    used: list[int] = []
+    engine = StandInEngine()
+    engine.description = replace(engine.description, threads=1, exclusive_threads=2)
+    executor = TargetStepExecutor(engine, EPOCH, use_threads=used.append)
+    for step_id, exclusive in enumerate((False, True, True, False), 1):
+        request = worker_pb2.StepRequest(
+            worker_epoch=EPOCH, step_id=step_id, rows=[opening(step_id)], exclusive=exclusive
+        )
+        executor.execute(request, arrived=0.0)
+    assert used == [2, 1]
+    assert executor.describe().exclusive_threads == 2
+
+
+def test_the_engine_says_when_it_computes_and_nobody_else(engine: StandInEngine) -> None:
+    executor = TargetStepExecutor(engine, EPOCH)
+    said: list[int] = []
+    request = worker_pb2.StepRequest(worker_epoch=EPOCH, step_id=1, rows=[opening(1)])
+    executor.execute(request, 0.0, lambda: said.append(engine.steps))
+    assert said == [0]
+    executor.execute(request, 0.0, lambda: said.append(engine.steps))
+    executor.execute(worker_pb2.StepRequest(worker_epoch=EPOCH + 1, step_id=2), 0.0, lambda: said.append(engine.steps))
+    assert said == [0]

@@ -1,0 +1,107 @@
+"""Log lines, and the request ids in them."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import logging
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from services.observability.logs import PACKAGES, JsonFormatter, LogFormat, TextFormatter, install_logs
+from services.observability.request_ids import begin_request, current_request_id, given_in
+from tests.support.logs import restored_loggers
+
+
+@pytest.fixture(autouse=True)
+def _restored() -> Iterator[None]:
+    with restored_loggers():
+        yield
+
+
+def record(message: str, *args: object, **extra: object) -> logging.LogRecord:
+    made = logging.getLogger("services.test").makeRecord(
+        "services.test", logging.WARNING, "file.py", 1, message, args, None, extra=extra
+    )
+    made.created = 1_700_000_000.25
+    return made
+
+
+def test_json_is_one_object_on_one_line() -> None:
+    line = JsonFormatter().format(record("two\nlines of %s", "text", figures={"seconds": 0.5}, request_id="mine"))
+    assert "\n" not in line
+    assert json.loads(line) == {
+        "time": "2023-11-14T22:13:20.250Z",
+        "level": "WARNING",
+        "logger": "services.test",
+        "message": "two\nlines of text",
+        "request_id": "mine",
+        "seconds": 0.5,
+    }
+
+
+def test_text() -> None:
+    line = TextFormatter().format(record("it %s", "happened", figures={"seconds": 0.5}, request_id="mine"))
+    assert line == "2023-11-14T22:13:20.250Z WARNING services.test: [mine] it happened seconds=0.5"
+
+
+@pytest.mark.parametrize("form", LogFormat)
+def test_tracebacks_and_loggers_of_others(form: LogFormat) -> None:
+    stream = io.StringIO()
+    install_logs(form, logging.INFO, stream)
+    try:
+        raise ValueError("wrong")
+    except ValueError:
+        logging.getLogger("services.test").exception("it failed")
+    logging.getLogger("services.test").debug("not told")
+    logging.getLogger("elsewhere").error("not told")
+    written = stream.getvalue()
+    assert "ValueError: wrong" in written
+    assert "not told" not in written
+    if form is LogFormat.JSON:
+        assert "ValueError: wrong" in json.loads(written)["exception"]
+
+
+def test_figures_do_not_hide_what_a_line_is() -> None:
+    assert json.loads(JsonFormatter().format(record("it", figures={"message": "x", "level": "x"})))["message"] == "it"
+
+
+def test_installed_twice_lines_come_once() -> None:
+    stream = io.StringIO()
+    for _ in range(2):
+        install_logs(LogFormat.TEXT, logging.INFO, stream)
+    for package in PACKAGES:
+        logging.getLogger(f"{package}.test").info("told")
+    assert stream.getvalue().count("told") == len(PACKAGES)
+
+
+def test_ids_stay_with_their_tasks() -> None:
+    async def work(given: str) -> tuple[str, str, str]:
+        chosen = begin_request(given)
+        await asyncio.sleep(0)
+        return chosen, current_request_id(), await asyncio.create_task(later())
+
+    async def later() -> str:
+        return current_request_id()
+
+    async def run() -> list[tuple[str, str, str]]:
+        return await asyncio.gather(*(work(f"mine-{number}") for number in range(5)))
+
+    assert asyncio.run(run()) == [(f"mine-{number}",) * 3 for number in range(5)]
+    assert current_request_id() == ""
+
+
+@pytest.mark.parametrize("given", ["", "with space", "x" * 129, "line\nbreak", "ünicode"])
+def test_ids_of_no_usable_form_are_replaced(given: str) -> None:
+    async def run() -> str:
+        return begin_request(given)
+
+    assert re.fullmatch("[0-9a-f]{32}", asyncio.run(run()))
+
+
+def test_ids_in_metadata() -> None:
+    assert given_in((("a", "b"), ("x-request-id", "mine"))) == "mine"
+    assert given_in((("x-request-id", b"mine"),)) == given_in(None) == ""

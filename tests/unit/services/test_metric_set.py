@@ -1,0 +1,73 @@
+"""Metrics are told of as they are defined, and as docs/metrics.md says."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
+
+from services.gateway.metrics import GatewayMetrics
+from services.observability.metric_set import Kind, Metric, MetricSet
+from services.scheduler.telemetry.metrics import SchedulerMetrics
+
+DOCS = Path(__file__).parents[3] / "docs" / "metrics.md"
+GATEWAYS, SCHEDULERS = GatewayMetrics().metrics, SchedulerMetrics().metrics
+ROW = re.compile(r"\| `(spool_\w+)` \| (\w+) \| (.*?) ?\| (.+) \|")
+
+
+@pytest.mark.parametrize(
+    ("heading", "metrics"),
+    [("Of each gateway", GATEWAYS), ("Of the scheduler", SCHEDULERS)],
+    ids=["gateway", "scheduler"],
+)
+def test_the_documentation_lists_exactly_what_is_exported(heading: str, metrics: tuple[Metric, ...]) -> None:
+    (part,) = [part for part in DOCS.read_text(encoding="utf-8").split("\n## ") if part.startswith(f"{heading}\n")]
+    assert [match.groups() for match in ROW.finditer(part)] == [
+        (metric.name, metric.kind.value, ", ".join(f"`{label}`" for label in metric.labels), metric.meaning)
+        for metric in metrics
+    ]
+
+
+def test_names_in_the_documentation_are_names_of_its_tables() -> None:
+    suffix = re.compile(r"_(bucket|sum|count)$")
+    mentioned = {suffix.sub("", name) for name in re.findall(r"spool_\w*\w", DOCS.read_text(encoding="utf-8"))}
+    assert mentioned - {"spool_"} == {metric.name for metric in (*GATEWAYS, *SCHEDULERS)}
+
+
+def test_names_follow_the_conventions() -> None:
+    metrics = (*GATEWAYS, *SCHEDULERS)
+    assert len({metric.name for metric in metrics}) == len(metrics)
+    for metric in metrics:
+        assert metric.name.endswith("_total") == (metric.kind is Kind.COUNTER), metric.name
+        assert not set(metric.labels) & {"request_id", "sequence_id", "worker_id", "le"}
+
+
+@given(st.lists(st.integers(0, 40)))
+def test_exact_counts_become_cumulative_buckets(values: list[int]) -> None:
+    bounds = (0, 1, 5, 20)
+    metrics: MetricSet[Counter[int]] = MetricSet()
+    metrics.read_histogram("rows", "Rows.", bounds, lambda counts: counts)
+    (family,) = text_string_to_metric_families(metrics.exposition(Counter(values)).decode())
+    told = {(sample.name, sample.labels.get("le")): sample.value for sample in family.samples}
+    limits = [-1, *bounds, 1000]
+    within = [sum(low < value <= high for value in values) for low, high in pairwise(limits)]
+    edges = ("0.0", "1.0", "5.0", "20.0", "+Inf")
+    assert [told["spool_rows_bucket", edge] for edge in edges] == [sum(within[: end + 1]) for end in range(len(edges))]
+    assert told["spool_rows_sum", None] == sum(values)
+    assert told["spool_rows_count", None] == len(values)
+
+
+def test_labels_given_from_the_start_are_told_with_0() -> None:
+    metrics: MetricSet[float] = MetricSet()
+    refusals = metrics.counter("refusals_total", "Refusals.", "cause", ("full", "invalid"))
+    metrics.read(Kind.GAUGE, "room", "Room.", lambda room: room)
+    refusals.labels("full").inc(2)
+    (counted, read) = text_string_to_metric_families(metrics.exposition(1.5).decode())
+    assert {sample.labels["cause"]: sample.value for sample in counted.samples} == {"full": 2, "invalid": 0}
+    assert [sample.value for sample in read.samples] == [1.5]

@@ -1,0 +1,94 @@
+"""Where spans are sent, and which spans exist; tests/integration/served/test_traces.py tests their content."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+from deploy.config.loading import load_configuration
+from deploy.config.problems import ConfigurationError
+from scheduler.messages import SequenceRequest
+from services.observability.observer import SequenceEnd
+from services.observability.otel import CONSOLE, OtelRequests, OtelSequences, tracer_provider
+from tests.support.waiting import LONG
+
+
+@pytest.fixture
+def collector() -> Iterator[tuple[str, list[ExportTraceServiceRequest]]]:
+    received: list[ExportTraceServiceRequest] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["content-length"]))
+            received.append(ExportTraceServiceRequest.FromString(body))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *args: object) -> None:
+            return
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}/v1/traces", received
+        server.shutdown()
+        thread.join(LONG)
+
+
+def test_a_collector_gets_what_was_traced(collector: tuple[str, list[ExportTraceServiceRequest]]) -> None:
+    url, received = collector
+    provider = tracer_provider(url, "my-spool", 1.0)
+    OtelRequests(provider).begin("", "mine").end({"spool.completion_tokens": 5})
+    provider.shutdown()
+    (resource,) = [one for request in received for one in request.resource_spans]
+    names = {one.key: one.value.string_value for one in resource.resource.attributes}
+    assert names["service.name"] == "my-spool"
+    ((span,),) = [one.spans for one in resource.scope_spans]
+    assert span.name == "request"
+    values = {one.key: one.value for one in span.attributes}
+    assert values["spool.request_id"].string_value == "mine"
+    assert values["spool.completion_tokens"].int_value == 5
+
+
+def test_the_console(capfd: pytest.CaptureFixture[str]) -> None:
+    provider = tracer_provider(CONSOLE, "spool", 1.0)
+    OtelRequests(provider).begin("", "mine").end({}, "it failed")
+    provider.shutdown()
+    told = capfd.readouterr()
+    assert '"name": "request"' in told.err
+    assert "it failed" in told.err
+    assert told.out == ""
+
+
+def test_who_is_not_sampled_costs_the_scheduler_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    provider = tracer_provider(CONSOLE, "spool", 0.0)
+    span = OtelRequests(provider).begin("", "mine")
+    sequences = OtelSequences(provider)
+    sequences.sequence_entered(SequenceRequest(1, (1,), 5), span.traceparent, 0.0)
+    assert not sequences._live
+    sequences.sequence_ended(1, SequenceEnd("stop"), 1.0)
+    span.end({})
+    provider.shutdown()
+    assert capfd.readouterr().err == ""
+
+
+def test_a_clients_decision_to_sample_is_kept_to() -> None:
+    provider = tracer_provider(CONSOLE, "spool", 0.0)
+    decided = OtelRequests(provider).begin(f"00-{'1' * 32}-{'2' * 16}-01", "mine").traceparent
+    drawn = OtelRequests(provider).begin("", "mine").traceparent
+    provider.shutdown()
+    assert decided.startswith(f"00-{'1' * 32}-")
+    assert [int(traceparent.rpartition("-")[2], 16) & 1 for traceparent in (decided, drawn)] == [1, 0]
+
+
+@pytest.mark.parametrize("endpoint", ["collector:4318", "ftp://collector", "http://", "stdout"])
+def test_endpoints_that_are_none(tmp_path: Path, endpoint: str) -> None:
+    file = tmp_path / "spool.yaml"
+    file.write_text(f"tracing: {{endpoint: '{endpoint}'}}")
+    with pytest.raises(ConfigurationError, match=r"tracing.endpoint is .*, must be `console` or an http or https URL"):
+        load_configuration(file)

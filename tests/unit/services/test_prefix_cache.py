@@ -1,0 +1,282 @@
+"""Executors that share KV pages by prefix: what is computed, what is answered, and what is never shared."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from engine.steps import Computing, StepOutcome, VerifyRow, no_callback
+from protos import worker_pb2
+from scheduler.state.digests import DigestedTokens
+from services.worker.executor import DraftStepExecutor, TargetStepExecutor
+from tests.support.stand_in_worker import MAX_LENGTH, ROW_FAILS, STEP_FAILS, VOCABULARY, StandInEngine, continuation
+from tests.unit.services.test_executor import EPOCH, Conversation, row
+
+PAGE = 4
+SYSTEM = list(range(20, 37))
+"""Four pages and one token."""
+
+OK = worker_pb2.ROW_STATUS_OK
+
+
+def opening(sequence_id: int, known: Sequence[int], end: int | None = None, **fields: object) -> worker_pb2.Row:
+    """Feeds the first `end` tokens of a sequence that is `known`, or all of them."""
+    parameters = worker_pb2.SequenceParameters(prompt_length=len(known), committed_tokens=known)
+    return row(sequence_id, list(known[:end]), 0, parameters=parameters, **fields)
+
+
+def target(pages: int = 100, **settings: object) -> Conversation:
+    return Conversation(TargetStepExecutor(StandInEngine(pages=pages), EPOCH, **settings))  # type: ignore[arg-type]
+
+
+def packed(reply: worker_pb2.StepReply) -> int:
+    return reply.timings.packed_rows
+
+
+def held(reply: worker_pb2.RowReply) -> tuple[int, int, int]:
+    return reply.status, reply.kv_len, reply.reused
+
+
+def test_common_beginning_is_computed_once() -> None:
+    cell = target()
+    first, second = [*SYSTEM, 50, 51], [*SYSTEM, 60]
+    step = cell.step(opening(1, first, sample=True))
+    assert (packed(step), held(step.rows[0])) == (19, (OK, 19, 0))
+    step = cell.step(opening(2, second, sample=True))
+    assert (packed(step), held(step.rows[0])) == (2, (OK, 18, 16))
+    assert list(step.rows[0].tokens) == continuation(second, 1)
+    assert step.free_pages == 100 - 5 - 1
+    # Also once the first is gone, and for one that begins alike for two pages only.
+    third = [*SYSTEM[:10], 70, 71]
+    step = cell.step(opening(3, third, sample=True), released=[1, 2])
+    assert (packed(step), held(step.rows[0])) == (4, (OK, 12, 8))
+    assert list(step.rows[0].tokens) == continuation(third, 1)
+
+
+def test_last_token_is_always_fed() -> None:
+    """A prompt of whole pages that are all known: its last page is computed again, for the logits."""
+    cell = target()
+    prompt = SYSTEM[:16]
+    cell.step(opening(1, prompt, sample=True))
+    step = cell.step(opening(2, prompt, sample=True))
+    assert (packed(step), held(step.rows[0])) == (4, (OK, 16, 12))
+    assert list(step.rows[0].tokens) == continuation(prompt, 1)
+
+
+def test_chunk_that_is_known_needs_no_work_and_leads_on_to_all_that_is() -> None:
+    cell = target()
+    cell.step(opening(1, SYSTEM, sample=True))
+    steps = cell.executor._engine.steps  # type: ignore[attr-defined]
+    step = cell.step(opening(2, SYSTEM, 6))
+    assert (packed(step), held(step.rows[0])) == (0, (OK, 16, 16))
+    assert step.rows[0].prefix_digest == DigestedTokens(SYSTEM).digest(16)
+    assert cell.executor._engine.steps == steps  # type: ignore[attr-defined]
+    (reply,) = cell.step(row(2, SYSTEM, 16, sample=True)).rows
+    assert (list(reply.tokens), reply.reused) == (continuation(SYSTEM, 1), 0)
+
+
+def test_chunks_take_over_what_was_computed_since_the_opening() -> None:
+    """Two of the same prompt, chunk by chunk, one always behind the other."""
+    cell = target()
+    cell.step(opening(1, SYSTEM, 8))
+    step = cell.step(row(1, SYSTEM[:12], 8), opening(2, SYSTEM, 8))
+    assert [held(reply) for reply in step.rows] == [(OK, 12, 0), (OK, 8, 8)]
+    step = cell.step(row(1, SYSTEM, 12, sample=True), row(2, SYSTEM[:12], 8))
+    assert [held(reply) for reply in step.rows] == [(OK, 17, 0), (OK, 12, 4)]
+    step = cell.step(row(2, SYSTEM, 12, sample=True))
+    assert (packed(step), held(step.rows[0])) == (1, (OK, 17, 4))
+    assert list(step.rows[0].tokens) == continuation(SYSTEM, 1)
+
+
+def test_scheduler_that_does_not_take_the_offer_is_served_as_it_asks() -> None:
+    cell = target()
+    cell.step(opening(1, SYSTEM, sample=True))
+    assert cell.step(opening(2, SYSTEM, 6)).rows[0].kv_len == 16
+    # Back to position 6, inside a page that the first sequence shares.
+    step = cell.step(row(2, [*SYSTEM[:6], 90, 91], 6, sample=True))
+    assert held(step.rows[0]) == (OK, 8, 0)
+    assert list(step.rows[0].tokens) == continuation([*SYSTEM[:6], 90, 91], 1)
+    (reply,) = cell.step(row(1, [*SYSTEM, 3], 17, sample=True)).rows
+    assert list(reply.tokens) == continuation([*SYSTEM, 3], 1)
+
+
+def test_shared_page_is_not_written_to() -> None:
+    """The first one goes back into a page that the second has taken over, with the same token and with another."""
+    cell = target()
+    prompt = SYSTEM[:16]
+    cell.step(opening(1, prompt, sample=True))
+    cell.step(opening(2, SYSTEM, sample=True))
+    step = cell.step(row(1, prompt, 15, sample=True))
+    assert (packed(step), held(step.rows[0])) == (4, (OK, 16, 0))
+    step = cell.step(row(1, [*prompt[:9], 99], 9, sample=True))
+    assert (packed(step), held(step.rows[0])) == (2, (OK, 10, 0))
+    assert list(step.rows[0].tokens) == continuation([*prompt[:9], 99], 1)
+    (reply,) = cell.step(row(2, [*SYSTEM, 3], 17, sample=True)).rows
+    assert list(reply.tokens) == continuation([*SYSTEM, 3], 1)
+
+
+def test_page_of_ones_own_that_is_written_to_is_not_found_any_more() -> None:
+    cell = target()
+    prompt = SYSTEM[:16]
+    cell.step(opening(1, prompt, sample=True))
+    cell.step(row(1, [*prompt[:15], 99], 15, sample=True))
+    step = cell.step(opening(2, SYSTEM, sample=True))
+    assert held(step.rows[0]) == (OK, 17, 12)
+    step = cell.step(opening(3, [*prompt[:15], 99, 1], sample=True))
+    assert held(step.rows[0]) == (OK, 17, 16)
+
+
+def test_row_that_would_be_too_long_for_a_pass_says_what_is_held() -> None:
+    cell = target()
+    prompt = SYSTEM[:16]
+    cell.step(opening(1, prompt, sample=True))
+    cell.step(opening(2, SYSTEM, sample=True))
+    most = cell.executor._engine.description.max_num_batched_tokens
+    (reply,) = cell.step(row(1, [*prompt[:15], *range(200, 200 + most)], 15, sample=True)).rows
+    assert reply.status == worker_pb2.ROW_STATUS_KV_MISMATCH
+    assert (reply.kv_len, reply.prefix_digest) == (12, DigestedTokens(prompt).digest(12))
+
+
+def test_output_is_shared_as_well() -> None:
+    """A sequence that comes back with what it was given before, as after a preemption or a scheduler's death."""
+    cell = target()
+    (reply,) = cell.step(opening(1, SYSTEM, sample=True)).rows
+    output = continuation(SYSTEM, 4)
+    known = [*SYSTEM, output[0]]
+    (reply,) = cell.step(row(1, known, 17, draft_tokens=[*output[1:3], 1], sample=True)).rows
+    assert (reply.accepted, reply.kv_len) == (2, 20)
+    known = [*SYSTEM, *output]
+    step = cell.step(opening(1, known, sample=True), scheduler_epoch=2)
+    assert (packed(step), held(step.rows[0])) == (1, (OK, 21, 20))
+    assert list(step.rows[0].tokens) == continuation(known, 1)
+
+
+def test_proposals_of_a_draft_are_not_shared() -> None:
+    cell = Conversation(DraftStepExecutor(StandInEngine(), EPOCH))
+    (reply,) = cell.step(opening(1, SYSTEM[:15], draft_length=6)).rows
+    proposal = list(reply.tokens)
+    assert reply.kv_len == 20
+    step = cell.step(opening(2, [*SYSTEM[:15], *proposal], draft_length=2))
+    assert held(step.rows[0]) == (OK, 22, 12)
+    # Committed they are.
+    cell.step(row(1, [*SYSTEM[:15], *proposal[:5], 7], 20, draft_length=2))
+    step = cell.step(opening(3, [*SYSTEM[:15], *proposal], draft_length=2))
+    assert held(step.rows[0]) == (OK, 22, 20)
+
+
+def test_draft_that_catches_up_takes_over_too() -> None:
+    cell = Conversation(DraftStepExecutor(StandInEngine(), EPOCH))
+    cell.step(opening(1, SYSTEM))
+    step = cell.step(opening(2, [*SYSTEM, 1, 2], 5))
+    assert (packed(step), held(step.rows[0])) == (0, (OK, 16, 16))
+    (reply,) = cell.step(row(2, [*SYSTEM, 1, 2], 16, draft_length=3)).rows
+    assert len(reply.tokens) == 3
+
+
+def test_oldest_prefixes_make_room() -> None:
+    """Ten pages, which the known ones of two prompts fill nearly: the third has taken what the first had."""
+    cell = target(pages=10)
+    prompts = [[20 + number, *range(30, 46)] for number in range(3)]
+    for number, prompt in enumerate(prompts):
+        cell.step(opening(number, prompt, sample=True))
+        cell.step(released=[number])
+    assert cell.executor.free_pages == 10
+    reused = [cell.step(opening(10 + n, prompts[n], sample=True), released=[9 + n]).rows[0].reused for n in (2, 1, 0)]
+    assert reused == [16, 16, 0]
+
+
+def test_pages_in_use_are_not_handed_out() -> None:
+    cell = target(pages=6)
+    cell.step(opening(1, SYSTEM, sample=True))
+    other = [9] * 5
+    (reply,) = cell.step(opening(2, other, sample=True)).rows
+    assert (reply.status, reply.kv_len) == (worker_pb2.ROW_STATUS_OUT_OF_PAGES, 0)
+    (reply,) = cell.step(opening(3, [*SYSTEM, 5], sample=True)).rows
+    assert held(reply) == (OK, 18, 16)
+    assert cell.executor.free_pages == 0
+    (reply,) = cell.step(row(3, [*SYSTEM, 5, 1, 2, 3], 18, sample=True)).rows
+    assert (reply.status, reply.kv_len) == (worker_pb2.ROW_STATUS_OUT_OF_PAGES, 18)
+    (reply,) = cell.step(row(2, other, 0, sample=True), released=[1, 3]).rows
+    assert list(reply.tokens) == continuation(other, 1)
+
+
+def test_row_that_finds_no_page_keeps_what_it_took_over() -> None:
+    cell = target(pages=5)
+    cell.step(opening(1, SYSTEM, sample=True))
+    (reply,) = cell.step(opening(2, [*SYSTEM, 5], sample=True)).rows
+    assert held(reply) == (worker_pb2.ROW_STATUS_OUT_OF_PAGES, 16, 16)
+    (reply,) = cell.step(row(2, [*SYSTEM, 5], 16, sample=True), released=[1]).rows
+    assert list(reply.tokens) == continuation([*SYSTEM, 5], 1)
+
+
+def test_failing_row_takes_what_it_had_out_of_circulation() -> None:
+    """Whatever its KV had to do with it: also the pages that it shares."""
+    cell = target()
+    cell.step(opening(1, SYSTEM, sample=True))
+    step = cell.step(opening(2, [*SYSTEM, ROW_FAILS], sample=True), opening(3, [*SYSTEM, 3], sample=True))
+    assert [reply.status for reply in step.rows] == [worker_pb2.ROW_STATUS_FAILED, OK]
+    assert list(step.rows[1].tokens) == continuation([*SYSTEM, 3], 1)
+    assert cell.step(opening(4, SYSTEM, sample=True)).rows[0].reused == 0
+    assert cell.step(opening(5, SYSTEM, sample=True)).rows[0].reused == 16
+
+
+def test_failed_sequence_shares_nothing_later() -> None:
+    cell = target()
+    cell.step(opening(1, SYSTEM[:8]))
+    (reply,) = cell.step(row(1, [*SYSTEM[:8], ROW_FAILS], 8)).rows
+    assert reply.status == worker_pb2.ROW_STATUS_FAILED
+    (reply,) = cell.step(row(1, SYSTEM, 8, sample=True)).rows
+    assert reply.status == OK
+    assert cell.step(opening(2, SYSTEM, sample=True)).rows[0].reused == 0
+
+
+def test_failed_step_takes_its_sequences_out_of_circulation() -> None:
+    cell = target()
+    cell.step(opening(1, SYSTEM, sample=True))
+    cell.step(row(1, [*SYSTEM, STEP_FAILS], 17, sample=True))
+    assert cell.executor.sequences == 0
+    assert cell.step(opening(2, SYSTEM, sample=True)).rows[0].reused == 0
+
+
+def test_engine_that_breaks_its_word_leaves_nothing_to_find() -> None:
+    class Lying(StandInEngine):
+        def step(self, rows: Sequence[VerifyRow], computing: Computing = no_callback) -> StepOutcome:
+            outcome = super().step(rows, computing)
+            for each in outcome.rows if self.steps == 2 else ():
+                each.tokens, each.accepted = [1, 2, 3], 2
+            return outcome
+
+    cell = Conversation(TargetStepExecutor(Lying(), EPOCH))
+    cell.step(opening(1, SYSTEM, sample=True))
+    assert cell.step(row(1, [*SYSTEM, 1], 17, sample=True)).rows[0].status == worker_pb2.ROW_STATUS_FAILED
+    assert cell.step(opening(2, SYSTEM, sample=True)).rows[0].reused == 0
+
+
+def test_without_the_cache_everything_is_computed() -> None:
+    cell = target(prefix_cache=False)
+    for number in (1, 2):
+        step = cell.step(opening(number, SYSTEM, sample=True))
+        assert (packed(step), held(step.rows[0])) == (17, (OK, 17, 0))
+        assert list(step.rows[0].tokens) == continuation(SYSTEM, 1)
+
+
+def test_committed_tokens_that_are_not_the_rows_own_are_not_followed() -> None:
+    cell = target()
+    cell.step(opening(1, SYSTEM, sample=True))
+    parameters = worker_pb2.SequenceParameters(prompt_length=17, committed_tokens=[1, *SYSTEM[1:]])
+    (reply,) = cell.step(row(2, SYSTEM[:8], 0, parameters=parameters)).rows
+    assert held(reply) == (OK, 8, 4)
+
+
+@pytest.mark.parametrize(
+    ("committed", "error"),
+    [
+        ([VOCABULARY], f"committed_tokens holds {VOCABULARY}, must be below vocabulary_size {VOCABULARY}"),
+        ([1] * (MAX_LENGTH + 1), f"committed_tokens holds {MAX_LENGTH + 1} tokens, must hold at most {MAX_LENGTH}"),
+    ],
+)
+def test_committed_tokens_out_of_range(committed: list[int], error: str) -> None:
+    parameters = worker_pb2.SequenceParameters(prompt_length=1, committed_tokens=committed)
+    (reply,) = target().step(row(1, [1], 0, parameters=parameters)).rows
+    assert (reply.status, reply.error) == (worker_pb2.ROW_STATUS_INVALID, error)

@@ -1,0 +1,200 @@
+"""What waits for a gateway, how it is merged, and when a refused client should come again."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from protos import scheduler_pb2
+from scheduler.messages import FinishReason, RefusalCause, TokenLogprobs
+from scheduler.sampling import SamplingParameters
+from services.backend.interface import BackendUnavailableError, DeadlineExceededError, GenerationRequest
+from services.backend.sequence_stream import AdmissionRefusedError, DeltaBuffer, SequenceFailedError, TokenDelta
+from services.backend.session_codec import (
+    read_delta,
+    read_end,
+    request_from_wire,
+    submission_to_wire,
+    write_delta,
+    write_end,
+)
+from services.scheduler.outbox import SessionOutbox
+from services.scheduler.session import RetryAdvice, SessionOptions
+from services.scheduler.workers.registry import RegistryOptions
+from services.scheduler_client.remote_stream import RemoteStream
+from services.worker.registration import RegistrationOptions
+
+
+def logprobs(token: int) -> TokenLogprobs:
+    return TokenLogprobs(token, -0.5, ((token, -0.5), (token + 1, -1.25)))
+
+
+def test_deltas_are_merged_in_order() -> None:
+    buffer = DeltaBuffer()
+    assert not buffer
+    buffer.add(TokenDelta((1, 2), 4, 1, logprobs=(logprobs(1), logprobs(2))))
+    buffer.add(TokenDelta((3,), 2, 0, logprobs=(logprobs(3),)))
+    assert len(buffer) == 3
+    assert buffer.take() == TokenDelta((1, 2, 3), 6, 1, logprobs=tuple(map(logprobs, (1, 2, 3))))
+    assert not buffer
+    assert buffer.take() == TokenDelta((), 0, 0)
+
+
+def test_outbox_holds_one_event_for_each_sequence() -> None:
+    async def run() -> None:
+        outbox = SessionOutbox(limit=2)
+        taking = asyncio.create_task(outbox.take())
+        await asyncio.sleep(0)
+        assert not taking.done()
+        outbox.admitted(7)
+        for token in range(100):
+            outbox.push(7, TokenDelta((token,), 1, 0))
+        outbox.end(9, AdmissionRefusedError(RefusalCause.QUEUE_FULL, "full"), retry_after=2.5)
+        assert not outbox.room.is_set()
+        outbox.end(7, FinishReason.LENGTH)
+        first, second = await taking
+        assert (first.request_id, first.admitted, list(first.tokens)) == (7, True, list(range(100)))
+        assert first.finished == scheduler_pb2.SEQUENCE_END_LENGTH
+        assert (second.request_id, second.admitted) == (9, False)
+        assert second.refused.retry_after_seconds == 2.5
+        assert outbox.room.is_set()
+
+    asyncio.run(run())
+
+
+def test_replies_are_bounded_and_no_sequence_is_passed_over() -> None:
+    async def run() -> None:
+        outbox = SessionOutbox(limit=10_000)
+        for request_id in range(3000):
+            outbox.push(request_id, TokenDelta((1,) * 10, 0, 0))
+        sizes, told = [], []
+        while len(told) < 3000:
+            events = await outbox.take()
+            sizes.append(len(events))
+            told += [event.request_id for event in events]
+            # One that has more to say every time goes to the end.
+            if len(told) < 2500:
+                outbox.push(0, TokenDelta((1,), 0, 0))
+        assert max(sizes) <= 1024
+        assert told[:1025] == [*range(1024), 1024]
+        assert set(range(1, 3000)) <= set(told)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    "outcome",
+    [
+        FinishReason.STOP,
+        FinishReason.LENGTH,
+        FinishReason.CANCELLED,
+        SequenceFailedError("broken"),
+        DeadlineExceededError("late"),
+        BackendUnavailableError("nobody"),
+        AdmissionRefusedError(RefusalCause.QUEUE_FULL, "full"),
+        AdmissionRefusedError(RefusalCause.TOO_LONG, "long"),
+        AdmissionRefusedError(RefusalCause.INVALID, "wrong"),
+    ],
+    ids=str,
+)
+def test_ends_cross_the_wire(outcome: FinishReason | Exception) -> None:
+    event = scheduler_pb2.SequenceEvent()
+    assert read_end(event) is None
+    write_end(outcome, 3.0, event)
+    back = read_end(scheduler_pb2.SequenceEvent.FromString(event.SerializeToString()))
+    if isinstance(outcome, FinishReason):
+        assert back is outcome
+        return
+    assert type(back) is type(outcome)
+    assert str(back) == str(outcome)
+    if isinstance(outcome, AdmissionRefusedError) and isinstance(back, AdmissionRefusedError):
+        assert back.cause is outcome.cause
+        assert back.retry_after_seconds == (3.0 if outcome.cause is RefusalCause.QUEUE_FULL else None)
+
+
+def test_ends_that_are_not_known_are_named() -> None:
+    with pytest.raises(ValueError, match="end of a sequence is 77"):
+        read_end(scheduler_pb2.SequenceEvent.FromString(b"\x38\x4d"))
+    refusal = scheduler_pb2.SequenceRefusal.FromString(b"\x08\x4d")
+    with pytest.raises(ValueError, match="cause of a refusal is 77"):
+        read_end(scheduler_pb2.SequenceEvent(refused=refusal))
+
+
+def test_deltas_cross_the_wire() -> None:
+    delta = TokenDelta((5, 6), 4, 1, logprobs=(logprobs(5), logprobs(6)))
+    event = scheduler_pb2.SequenceEvent()
+    write_delta(delta, event)
+    assert read_delta(event) == delta
+    del event.logprobs[1]
+    with pytest.raises(ValueError, match="1 log probabilities came with 2 tokens"):
+        read_delta(event)
+
+
+def test_requests_cross_the_wire() -> None:
+    sampling = SamplingParameters(temperature=0.7, top_k=5, logit_bias={3: 1.5}, seed=2**64 - 1)
+    request = GenerationRequest((1, 2), 9, frozenset({4, 2}), sampling, 0, 0, 5.0)
+    submission = submission_to_wire(3, request, [7, 8], True, 4.5)
+    back = request_from_wire(11, scheduler_pb2.SequenceSubmission.FromString(submission.SerializeToString()))
+    assert (back.sequence_id, back.prompt, back.max_tokens) == (11, (1, 2), 9)
+    assert (back.stop_token_ids, back.sampling) == (request.stop_token_ids, sampling)
+    assert (back.draft_length, back.top_logprobs) == (0, 0)
+    assert (back.committed_output, back.admitted_before) == ((7, 8), True)
+    bare = request_from_wire(1, scheduler_pb2.SequenceSubmission(prompt=[1], max_tokens=1))
+    assert (bare.draft_length, bare.top_logprobs, bare.sampling) == (None, None, SamplingParameters())
+    wrong = scheduler_pb2.SequenceSubmission(prompt=[1], max_tokens=1)
+    wrong.sampling.temperature = -1
+    with pytest.raises(ValueError, match="temperature is -1"):
+        request_from_wire(1, wrong)
+
+
+def test_advice_follows_the_speed_of_late() -> None:
+    advice = RetryAdvice()
+    assert advice.seconds(1000, 5.0) == 1
+    for number in range(100):
+        advice.sequence_ended(number * 0.5)
+    assert advice.seconds(100, 50.0) == pytest.approx(5, rel=0.1)
+    assert advice.seconds(2, 50.0) == 1
+    assert advice.seconds(100_000, 50.0) == 30
+    assert advice.seconds(100, 5000.0) == 30
+
+
+def test_stream_remembers_what_it_received_and_how_often_it_was_sent() -> None:
+    async def run() -> None:
+        ends: list[bool] = []
+        request = GenerationRequest((1, 2), 9, deadline_seconds=1000)
+        stream = RemoteStream(4, request, lambda stream, known: ends.append(known))
+        first = stream.submission()
+        assert (list(first.committed_output), first.admitted_before) == ([], False)
+        assert 900 < first.timeout_seconds <= 1000
+        stream.admit()
+        stream.push(TokenDelta((5, 6), 1, 1))
+        assert stream.fruitless_submissions == 0
+        assert (await anext(stream)).tokens == (5, 6)
+        stream.push(TokenDelta((7,), 1, 0))
+        again = stream.submission()
+        assert (list(again.committed_output), again.admitted_before) == ([5, 6, 7], True)
+        assert stream.fruitless_submissions == 1
+        stream.cancel()
+        stream.push(TokenDelta((8,), 0, 0))
+        stream.end(SequenceFailedError("late"), known_there=True)
+        assert [delta.tokens async for delta in stream] == [(7,)]
+        assert stream.finish_reason is FinishReason.CANCELLED
+        assert [delta async for delta in stream] == []
+        assert ends == [False]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (SessionOptions, "lease_seconds"),
+        (SessionOptions, "max_pending_events"),
+        (RegistryOptions, "forget_seconds"),
+        (RegistrationOptions, "interval"),
+    ],
+)
+def test_options_are_checked(make: type, name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} is 0, must be"):
+        make(**{name: 0})

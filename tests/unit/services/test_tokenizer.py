@@ -1,0 +1,230 @@
+"""Tokenizer, chat template and incremental decoding, on tokenizers built here and files as models bring them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import decoders, models, pre_tokenizers
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from engine.models.vocabulary import vocabulary_digest
+from services.text.chat_template import ChatTemplate, ChatTemplateError
+from services.text.incremental_decoder import IncrementalDecoder
+from services.text.tokenizer import ModelTokenizer, TokenizerError, load_tokenizer
+from tests.support.decoder_oracle import OracleDecoder
+
+TEMPLATE = """\
+{% for message in messages %}
+    {% if message.role == "tool" %}{% continue %}{% endif %}
+    {% if message.role not in ("system", "user", "assistant") %}
+{{ raise_exception("role " ~ message.role ~ " is not known") }}
+    {% endif %}
+<start>{{ message.role }}
+{% generation %}{{ message.content | trim }}{% endgeneration %}{{ eos_token }}
+{% endfor %}
+{% if tools %}{{ tools | tojson }}{% endif %}
+{% if add_generation_prompt %}
+<start>assistant
+{% endif %}"""
+
+
+def byte_level() -> tokenizers.Tokenizer:
+    """Every byte a token, one merge, two special tokens."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: index for index, token in enumerate([*alphabet, "th"])}
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary, [("t", "h")]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<start>", "<end>"])
+    return tokenizer
+
+
+def byte_fallback() -> tokenizers.Tokenizer:
+    """As SentencePiece models have it: words with a mark for the space before, bytes for the rest."""
+    words = ["<unk>", "▁", "▁a", "▁b", "a", "b", *(f"<0x{byte:02X}>" for byte in range(256))]
+    vocabulary = {token: index for index, token in enumerate(words)}
+    tokenizer = tokenizers.Tokenizer(
+        models.BPE(vocabulary, [("▁", "a"), ("▁", "b")], unk_token="<unk>", byte_fallback=True)
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return tokenizer
+
+
+def write(folder: Path, name: str, content: dict[str, Any] | str) -> None:
+    text = content if isinstance(content, str) else json.dumps(content)
+    (folder / name).write_text(text, encoding="utf-8")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    byte_level().save(str(tmp_path / "tokenizer.json"))
+    write(
+        tmp_path,
+        "tokenizer_config.json",
+        {"eos_token": {"content": "<end>", "lstrip": False}, "bos_token": "<start>", "chat_template": TEMPLATE},
+    )
+    return tmp_path
+
+
+@pytest.fixture
+def tokenizer(folder: Path) -> ModelTokenizer:
+    return ModelTokenizer(folder)
+
+
+def test_encodes_and_decodes(tokenizer: ModelTokenizer) -> None:
+    tokens = tokenizer.encode("the thé<end>")
+    assert tokens.count(256) == 2
+    assert tokenizer.decode(tokens) == "the thé"
+    assert tokenizer.decode(tokens, skip_special_tokens=False) == "the thé<end>"
+    assert tokenizer.vocabulary_size == 259
+    assert (tokenizer.token_id("<end>"), tokenizer.token_text(258)) == (258, "<end>")
+
+
+def test_digest_is_of_the_table_alone(tokenizer: ModelTokenizer) -> None:
+    table = byte_level().get_vocab(with_added_tokens=True)
+    assert tokenizer.vocabulary_digest == vocabulary_digest(dict(reversed(table.items())))
+    assert len(tokenizer.vocabulary_digest) == 32
+    assert vocabulary_digest(table | {"x": 400}) != tokenizer.vocabulary_digest
+    assert vocabulary_digest({"a 1 b": 2}) != vocabulary_digest({"a": 1, "b": 2})
+
+
+def test_chat_is_rendered_as_hugging_face_does(tokenizer: ModelTokenizer) -> None:
+    messages = [
+        {"role": "user", "content": " <b>hi</b> "},
+        {"role": "tool", "content": "left out"},
+        {"role": "assistant", "content": "yes"},
+    ]
+    text = tokenizer.render_chat(messages)
+    theirs, _ = render_jinja_template([messages], chat_template=TEMPLATE, add_generation_prompt=True, eos_token="<end>")
+    assert [text] == theirs
+    assert text == "<start>user\n<b>hi</b><end>\n<start>assistant\nyes<end>\n<start>assistant\n"
+    assert tokenizer.render_chat(messages, add_generation_prompt=False, tools=[{"n": "<é>"}]).endswith('[{"n": "<é>"}]')
+    assert tokenizer.encode_chat(messages)[0] == tokenizer.token_id("<start>")
+
+
+def test_what_a_template_refuses_is_told(tokenizer: ModelTokenizer) -> None:
+    with pytest.raises(ChatTemplateError, match="refuses the messages: role pirate is not known"):
+        tokenizer.render_chat([{"role": "pirate", "content": "arr"}])
+    with pytest.raises(ChatTemplateError, match="fails on the messages"):
+        ChatTemplate("{{ messages[0].content + 1 }}", {}).render([{"content": "a"}])
+    with pytest.raises(ChatTemplateError, match="does not compile"):
+        ChatTemplate("{% for %}", {})
+
+
+@pytest.mark.parametrize("attack", ["{{ messages.append(1) }}", "{{ ''.__class__.__mro__[1].__subclasses__() }}"])
+def test_templates_run_in_a_sandbox(attack: str) -> None:
+    template = ChatTemplate(attack, {})
+    with pytest.raises(ChatTemplateError):
+        template.render([{}])
+
+
+def test_template_file_comes_before_the_settings(folder: Path) -> None:
+    write(folder, "chat_template.jinja", "{{ bos_token }}{{ messages | length }}")
+    assert ModelTokenizer(folder).render_chat([{}, {}]) == "<start>2"
+
+
+def test_named_templates_and_none(folder: Path) -> None:
+    named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
+    write(folder, "tokenizer_config.json", {"chat_template": named})
+    assert ModelTokenizer(folder).render_chat([]) == "d"
+    write(folder, "tokenizer_config.json", {})
+    bare = ModelTokenizer(folder)
+    assert not bare.has_chat_template
+    with pytest.raises(ChatTemplateError, match="no chat template"):
+        bare.render_chat([])
+
+
+@pytest.mark.parametrize(
+    ("files", "stops"),
+    [
+        ({}, {258}),
+        ({"config.json": {"eos_token_id": 7}}, {7, 258}),
+        ({"config.json": {"eos_token_id": 7}, "generation_config.json": {"eos_token_id": [8, 9]}}, {8, 9, 258}),
+        ({"generation_config.json": {"eos_token_id": None}, "config.json": {"eos_token_id": 7}}, {7, 258}),
+    ],
+)
+def test_stop_tokens(folder: Path, files: dict[str, dict[str, Any]], stops: set[int]) -> None:
+    for name, content in files.items():
+        write(folder, name, content)
+    assert ModelTokenizer(folder).stop_token_ids == stops
+
+
+def test_what_is_wrong_with_a_folder_is_told(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    with pytest.raises(TokenizerError, match=r"holds no tokenizer\.json"):
+        load_tokenizer(str(tmp_path_factory.mktemp("empty")))
+    write(folder, "generation_config.json", {"eos_token_id": "end"})
+    with pytest.raises(TokenizerError, match="eos_token_id holds"):
+        load_tokenizer(str(folder))
+    write(folder, "tokenizer_config.json", "[]")
+    with pytest.raises(TokenizerError, match="holds a JSON list"):
+        load_tokenizer(str(folder))
+    write(folder, "tokenizer.json", "{}")
+    with pytest.raises(TokenizerError, match="cannot be read"):
+        load_tokenizer(str(folder))
+
+
+BYTE_LEVEL, BYTE_FALLBACK = byte_level(), byte_fallback()
+TOKENIZERS = pytest.mark.parametrize("tokenizer", [BYTE_LEVEL, BYTE_FALLBACK], ids=["byte-level", "byte-fallback"])
+TEXTS = st.text(alphabet=st.sampled_from("ab tché€漢😀\n"), max_size=30)
+
+
+@TOKENIZERS
+@given(text=TEXTS, start=TEXTS)
+def test_pieces_make_up_the_text(tokenizer: tokenizers.Tokenizer, text: str, start: str) -> None:
+    context, tokens = tokenizer.encode(start).ids, tokenizer.encode(start + text).ids
+    if tokens[: len(context)] != context:
+        context = []
+    decoder, oracle = IncrementalDecoder(tokenizer, context), OracleDecoder(tokenizer, context)
+    pieces = [decoder.push([token]) for token in tokens[len(context) :]]
+    assert pieces == [oracle.push([token]) for token in tokens[len(context) :]]
+    assert not any("\ufffd" in piece for piece in pieces)
+    whole = tokenizer.decode(context) + "".join(pieces) + decoder.finish()
+    assert whole == tokenizer.decode(tokens)
+    assert decoder.finish() == ""
+
+
+@given(tokens=st.lists(st.integers(0, 258), max_size=80), cut=st.integers(0, 80), skip=st.booleans())
+def test_pieces_make_up_any_bytes(tokens: list[int], cut: int, skip: bool) -> None:
+    decoder = IncrementalDecoder(BYTE_LEVEL, tokens[:cut], skip)
+    before = BYTE_LEVEL.decode(tokens[:cut], skip_special_tokens=skip)
+    whole = BYTE_LEVEL.decode(tokens, skip_special_tokens=skip)
+    assert decoder.push(tokens[cut:]) + decoder.finish() == whole[len(before) :]
+
+
+@given(runs=st.lists(st.one_of(st.integers(1, 5).map(lambda token: [token]), st.lists(st.integers(6, 261)))))
+def test_broken_bytes_hide_no_text_after_them(runs: list[list[int]]) -> None:
+    """Byte fallback takes a whole run of bytes for broken, which may change text that is out already."""
+    tokens = [token for run in runs for token in [*run, *BYTE_FALLBACK.encode("a b").ids]]
+    decoder = IncrementalDecoder(BYTE_FALLBACK)
+    pieces = [decoder.push([token]) for token in tokens]
+    assert "".join(pieces).count(" b") >= len(runs)
+    assert decoder.finish() == ""
+
+
+@TOKENIZERS
+def test_special_tokens_cost_no_space(tokenizer: tokenizers.Tokenizer) -> None:
+    own = tokenizers.Tokenizer.from_str(tokenizer.to_str())
+    own.add_special_tokens(["<start>", "<end>"])
+    first, *rest = own.encode("a b").ids
+    for specials in (1, 41):
+        tokens = [first, *[own.token_to_id("<end>")] * specials, *rest]
+        for skip, text in ((True, "a b"), (False, f"a{'<end>' * specials} b")):
+            decoder = IncrementalDecoder(own, (), skip)
+            assert decoder.push(tokens) + decoder.finish() == text
+
+
+@TOKENIZERS
+def test_text_does_not_wait_for_bytes_that_make_no_character(tokenizer: tokenizers.Tokenizer) -> None:
+    broken = tokenizer.encode("é").ids[-2:-1]
+    decoder = IncrementalDecoder(tokenizer, tokenizer.encode("a").ids)
+    assert decoder.push(broken * 40)
+    assert decoder.push(tokenizer.encode("a b").ids[1:]).endswith(" b")
