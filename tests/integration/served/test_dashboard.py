@@ -322,7 +322,9 @@ def test_pictures_move_and_figures_are_those_that_are_told(
                 figures("spool_delivered_draft_tokens_total"),
                 figures("spool_delivered_accepted_tokens_total"),
             )
-            load = person.get("/load").json()
+            response = person.get("/load", headers={"authorization": f"Bearer {KEY}"}, auth=None)
+            assert response.status_code == 200, response.text
+            load = response.json()
             return {name: text_of(chrome, name) for name in ("generated", "running", "waiting", "acceptance")} == {
                 "generated": f"{figures('spool_generation_tokens_total'):,.0f}",
                 "running": str(load["running"]),
