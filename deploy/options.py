@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Annotated, Any, Self
 
 import typer
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from engine.cpu.isa import AUTO, CPU_ISAS
 from engine.settings import LONGEST_LOOKUP_MATCH, EngineSettings
 from scheduler.config import Policy, SchedulerConfig
 from scheduler.messages import Role
@@ -21,6 +22,7 @@ NO_DRAFT = "none"
 
 
 class Dtype(Enum):
+    AUTO = "auto"
     BFLOAT16 = "bfloat16"
     FLOAT16 = "float16"
     FLOAT32 = "float32"
@@ -62,7 +64,9 @@ class ModelSettings(_Frozen):
             show_default=f"{_DEMO_LOOKUP} with the demo draft, else 0",
         ),
     ] = None
-    dtype: Annotated[Dtype, _option("dtype of weights and KV.")] = Dtype.BFLOAT16
+    dtype: Annotated[
+        Dtype, _option("dtype of weights and KV; `auto`: the checkpoint's own where the device computes it well.")
+    ] = Dtype.AUTO
     device: Annotated[str, _option("`auto`, `cpu`, `cuda` or `cuda:N`; workers are spread over GPUs.")] = "auto"
     exact: Annotated[
         bool, _option("Logits are bit-equal whatever the batch, by calibrated shapes.", "--exact/--no-exact")
@@ -98,10 +102,21 @@ class WorkerSettings(_Frozen):
     threads: Annotated[
         int | None, Field(ge=1, le=1024), _option("Threads of each worker.", show_default="an even share of the cores")
     ] = None
+    cpu_isa: Annotated[
+        str,
+        _option(f"Limit of the CPU's instruction set: {', '.join(CPU_ISAS)}.", show_default="SPOOL_CPU_ISA, or auto"),
+    ] = AUTO
     share_cores: Annotated[
         bool,
         _option("One draft and one target on a CPU: policy auto may let each use the other's cores while it is idle."),
     ] = True
+
+    @field_validator("cpu_isa")
+    @classmethod
+    def _check_isa(cls, value: str) -> str:
+        if value not in CPU_ISAS:
+            raise ValueError(f"cpu_isa is {value!r}, must be one of {', '.join(CPU_ISAS)}")
+        return value
 
 
 class SchedulingSettings(_Frozen):
@@ -215,6 +230,7 @@ class RunSettings(_Frozen):
             model=models.target if role is Role.TARGET else models.draft_name,
             dtype=models.dtype.value,
             device=device,
+            cpu_isa=self.workers.cpu_isa,
             threads=self.threads_per_worker(),
             exclusive_threads=self.exclusive_threads(device),
             exact=models.exact,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-DTYPES = ("bfloat16", "float16", "float32")
+from engine.cpu.isa import CPU_ISAS
+
+DTYPES = ("auto", "bfloat16", "float16", "float32")
 LONGEST_LOOKUP_MATCH = 32
 
 
@@ -12,7 +14,9 @@ LONGEST_LOOKUP_MATCH = 32
 class EngineSettings:
     """Settings of one engine. Raises `ValueError` naming field, value and limit.
 
-    `model` is a folder with a Hugging Face model, or a hub id. `kv_pages` overrides the number of pages that
+    `model` is a folder with a Hugging Face model, or a hub id. `dtype` "auto" takes the checkpoint's own where the
+    device computes it well. `cpu_isa` limits a CPU's instruction set (engine/cpu/isa.py), with "auto" to that of
+    `SPOOL_CPU_ISA`, or not at all. `kv_pages` overrides the number of pages that
     `kv_memory_bytes` (None: a share of what is free after warm-up) would give. `max_num_batched_tokens` bounds the
     tokens of one forward pass. `threads` 0 leaves the number to torch; `exclusive_threads` is for steps during which no
     other worker of the machine computes, 0: as many as otherwise. `lookup_match` is for drafts: where at least that
@@ -22,8 +26,9 @@ class EngineSettings:
     """
 
     model: str
-    dtype: str = "bfloat16"
+    dtype: str = "auto"
     device: str = "cpu"
+    cpu_isa: str = "auto"
     threads: int = 0
     exclusive_threads: int = 0
     page_size: int = 16
@@ -38,6 +43,8 @@ class EngineSettings:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype is {self.dtype!r}, must be one of {', '.join(DTYPES)}")
+        if self.cpu_isa not in CPU_ISAS:
+            raise ValueError(f"cpu_isa is {self.cpu_isa!r}, must be one of {', '.join(CPU_ISAS)}")
         limits = (
             ("threads", 0, 1024),
             ("exclusive_threads", 0, 1024),

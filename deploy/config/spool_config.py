@@ -15,6 +15,7 @@ from deploy.config.observation import LoggingSettings, MetricsSettings, TracingS
 from deploy.config.placement import Groups, Placement, WorkerGroup
 from deploy.config.section import FieldProblem, Section, described
 from deploy.options import NGRAM, NO_DRAFT, ModelSettings, SchedulingSettings
+from engine.cpu.isa import AUTO, CPU_ISAS, ISA_VARIABLE
 from engine.settings import EngineSettings
 from scheduler.config import KvMovement, Policy, SchedulerConfig
 from scheduler.messages import Role
@@ -55,6 +56,10 @@ class ServedModels(ModelSettings, Section):
 class EngineSection(Section):
     """How engines use memory and form their passes."""
 
+    cpu_isa: str = described(
+        AUTO,
+        f"Limit of a CPU's instruction set: {', '.join(CPU_ISAS)}. `auto`: that of `{ISA_VARIABLE}`, else the fastest.",
+    )
     page_size: int = described(16, "Tokens of one KV page.", ge=1, le=1024)
     kv_pages: int | None = described(None, "Pages of KV of each worker. Unset: as kv_memory says.", ge=1)
     kv_memory: ByteSize | None = described(
@@ -65,6 +70,10 @@ class EngineSection(Section):
         True, "Compute the KV of a common prompt prefix once, and keep it for later requests."
     )
     cuda_graphs: bool = described(True, "On a GPU, compute passes of few tokens as CUDA graphs.")
+
+    def problems(self) -> Iterator[FieldProblem]:
+        if self.cpu_isa not in CPU_ISAS:
+            yield FieldProblem(("cpu_isa",), f"is {self.cpu_isa!r}, must be {_one_of(CPU_ISAS)}")
 
 
 class SchedulingSection(SchedulingSettings, Section):
@@ -250,6 +259,7 @@ class SpoolConfig(Section):
             model=self.model(role),
             dtype=self.models.dtype.value,
             device=device,
+            cpu_isa=self.engine.cpu_isa,
             threads=threads,
             exclusive_threads=(group.exclusive_threads or 0) if device == "cpu" else 0,
             page_size=self.engine.page_size,

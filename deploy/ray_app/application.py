@@ -126,7 +126,8 @@ def _worker_options(plan: Plan, role: Role, group: WorkerGroup) -> dict[str, Any
     options["num_gpus"] = plan.gpus[role]
     if group.accelerator_type is not None:
         options["accelerator_type"] = group.accelerator_type
-    options["runtime_env"] = {"env_vars": compute_environment(plan.threads[role]) | group.environment}
+    variables = compute_environment(plan.threads[role], plan.config.engine.cpu_isa)
+    options["runtime_env"] = {"env_vars": variables | group.environment}
     return options
 
 

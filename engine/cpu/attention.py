@@ -26,10 +26,10 @@ class KernelPlan:
     def layer_pass(
         self, step: PagedStep, position_embeddings: tuple[torch.Tensor, torch.Tensor], scratch: int
     ) -> LayerPass:
-        """What whole layers by kernel share in this plan's pass, made once. `scratch`: elements for a row."""
+        """What whole layers by kernel share in this plan's pass, made once. `scratch`: bytes for a row."""
         if self._layer_pass is None:
             cos, sin = step.rotation(position_embeddings)
-            room = torch.empty(len(cos) * scratch, dtype=torch.bfloat16)
+            room = torch.empty(len(cos) * scratch, dtype=torch.uint8)
             self._kept = (cos, sin, room)
             blocks = self._blocks
             self._layer_pass = LayerPass(
@@ -60,9 +60,8 @@ class KernelBackend:
         self._page_size = page_size
 
     @staticmethod
-    def supports(dtype: torch.dtype, device: torch.device, head_dim: int, page_size: int) -> bool:
-        on_cpu = device.type == "cpu" and dtype == torch.bfloat16
-        return on_cpu and head_dim % (2 * LANES) == 0 and page_size % LANES == 0
+    def supports(head_dim: int, page_size: int) -> bool:
+        return head_dim % (2 * LANES) == 0 and page_size % LANES == 0
 
     def plan(self, spans: Sequence[Span], batched_tokens: int) -> KernelPlan:
         edges, pages = cut_into_blocks(spans, self._page_size, _BLOCK_ROWS)

@@ -16,7 +16,7 @@ from engine.attention.paged_step import PagedStep
 from engine.cpu.attention import KernelPlan
 from engine.cpu.families import families_of
 from engine.cpu.kernels import LANES, CpuKernels, LayerWeights
-from engine.cpu.linear import KernelLinear, can_prepack, joined, prepack_linear
+from engine.cpu.linear import KernelLinear, joined, prepack_linear
 
 _SILU = (nn.SiLU, SiLUActivation)
 
@@ -128,9 +128,9 @@ class KernelDecoder(nn.Module):
 
 
 def fuse_layers(model: PreTrainedModel, kernels: CpuKernels) -> None:
-    """Replaces decoder layers of known families in a bfloat16 model on a CPU, in place; the whole decoder, too, where
+    """Replaces decoder layers of known families in a model on a CPU, in place; the whole decoder, too, where
     all of its layers run by kernel. Other layers stay as they are."""
-    if not can_prepack(model.get_input_embeddings().weight, kernels):
+    if not kernels.takes(model.get_input_embeddings().weight):
         return
     families = families_of(model)
     layers = {family.layer for family in families}

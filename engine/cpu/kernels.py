@@ -1,24 +1,21 @@
-"""Compiles engine/cpu/csrc for this machine, keeps the result, and calls it on torch's tensors and threads."""
+"""Calls the kernels of engine/cpu/csrc on torch's tensors and threads."""
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
 import logging
 import math
-import os
-import platform
-import shutil
-import subprocess
-import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
+from typing import Any, cast
 
 import numpy as np
 import torch
 
-from engine.models.source import Progress, cache_folder
+from engine.cpu.build import CompilationError, compiled_library
+from engine.cpu.isa import AUTO, chosen_isa
+from engine.models.source import Progress
 
 logger = logging.getLogger(__name__)
 
@@ -28,63 +25,22 @@ LANES = 16
 PANEL = 32
 """Outputs of a linear layer whose weights lie together, in one panel."""
 
-_FOLDER = Path(__file__).with_name("csrc")
-# Threads are those of the OpenMP library that torch has loaded: their number is what torch says.
-_FLAGS = ("-O3", "-march=native", "-std=gnu11", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC")
-# Elements of 16 bits in a cache line.
-_ALIGNED = 32
-_COMPILE_SECONDS = 120
+# Inputs whose weights for one output lie side by side in a panel (WEIGHT_INPUTS of engine/cpu/csrc/element.h).
+_WEIGHT_INPUTS = {torch.bfloat16: 2, torch.float16: 1, torch.float32: 1}
+_CACHE_LINE = 64
 _NO_MEMORY = "no memory for the scores of attention"
 
 
-def load_cpu_kernels(progress: Progress) -> CpuKernels | None:
-    """None, with a word in the log, where no compiler makes them or they cannot share torch's threads: torch's
-    operations then do the same."""
-    compiler = shutil.which(os.environ.get("CC", "gcc"))
-    if compiler is None:
-        logger.warning("no C compiler (gcc) here: passes on the CPU take longer")
-        return None
-    sources = [file.read_bytes() for file in sorted(_FOLDER.iterdir())]
+def load_cpu_kernels(dtype: torch.dtype, progress: Progress, cpu_isa: str = AUTO) -> CpuKernels | None:
+    """For models of `dtype`. None, with a word in the log, where they cannot be compiled or loaded: torch's operations
+    then do the same, only slower. Raises ValueError for an instruction set that this processor does not have."""
+    isa = chosen_isa(cpu_isa)
     try:
-        version = _run([compiler, "--version"])
-        conditions = (*sources, " ".join(_FLAGS).encode(), version.encode(), processor_name().encode())
-        identity = hashlib.sha256(b"\0".join(conditions)).hexdigest()[:32]
-        library = cache_folder() / "kernels" / f"{identity}.so"
-        if not library.exists():
-            progress("compiling CPU kernels", None)
-            _compile(compiler, library)
-        kernels = ctypes.CDLL(str(library))
-        if kernels.spool_threads() != torch.get_num_threads():
-            raise OSError("torch shares its threads with another OpenMP library than the compiler's")
-        # Whether a process gets matrix tiles is the system's choice, and their sums have another order.
-        return CpuKernels(kernels, f"{identity}-tiles" if kernels.spool_has_tiles() else identity)
-    except (OSError, subprocess.SubprocessError) as error:
-        reason = getattr(error, "stderr", None) or error
-        logger.warning("no CPU kernels, passes take longer: %s", str(reason).strip()[:500])
+        library = compiled_library(isa, str(dtype).removeprefix("torch."), progress)
+        return CpuKernels(ctypes.CDLL(str(library.path)), dtype, isa.name, library.identity)
+    except (CompilationError, OSError) as error:
+        logger.warning("no CPU kernels, passes take longer: %s", error)
         return None
-
-
-def processor_name() -> str:
-    """What this machine's processor is called. Two machines of one name compute alike, with the same instructions."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    identity = ("vendor_id", "cpu family", "model", "model name", "stepping", "flags", "Features")
-    return " ".join(sorted({line for line in lines if line.split("\t")[0].strip() in identity}))
-
-
-def _compile(compiler: str, library: Path) -> None:
-    """Whole or not at all: another worker may load it at the same time."""
-    library.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
-        made = Path(scratch) / library.name
-        _run([compiler, *_FLAGS, "-o", str(made), *map(str, sorted(_FOLDER.glob("*.c"))), "-lm"])
-        os.replace(made, library)
-
-
-def _run(command: Sequence[str]) -> str:
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=_COMPILE_SECONDS).stdout
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,57 +83,61 @@ class WeightMemory:
     """Tensors side by side in large pieces of memory, which numpy asks the system to hold on large pages: weights are
     read from end to end, and each page of 4 KiB costs a search for its address."""
 
-    _PIECE = 16 << 20
+    _PIECE = 32 << 20
 
-    def __init__(self) -> None:
-        self._free = torch.empty(0, dtype=torch.bfloat16)
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._free = torch.empty(0, dtype=torch.uint8)
 
     def take(self, shape: Sequence[int]) -> torch.Tensor:
-        """A tensor of bfloat16 with any content, 64 bytes aligned."""
-        size = math.prod(shape)
-        room = -(-size // _ALIGNED) * _ALIGNED
+        """A tensor with any content, 64 bytes aligned."""
+        size = math.prod(shape) * self._dtype.itemsize
+        room = -(-size // _CACHE_LINE) * _CACHE_LINE
         if room > len(self._free):
-            piece = np.empty(max(room, self._PIECE) + _ALIGNED, np.int16)
-            first = -(piece.ctypes.data // 2) % _ALIGNED
-            self._free = torch.from_numpy(piece)[first:].view(torch.bfloat16)
+            piece = np.empty(max(room, self._PIECE) + _CACHE_LINE, np.uint8)
+            self._free = torch.from_numpy(piece)[-piece.ctypes.data % _CACHE_LINE :]
         taken, self._free = self._free[:size], self._free[room:]
-        return taken.view(*shape)
+        return taken.view(self._dtype).view(*shape)
 
 
 class CpuKernels:
-    """The functions of engine/cpu/csrc. Tensors are contiguous, on the CPU, bfloat16 where not said otherwise."""
+    """The functions of engine/cpu/csrc. Tensors are contiguous, on the CPU, of `dtype` where not said otherwise."""
 
-    def __init__(self, library: ctypes.CDLL, identity: str) -> None:
-        """`identity` names the source, the compiler, its flags, the processor and what of it may be used."""
-        self.identity = identity
-        self._weights = WeightMemory()
+    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype, isa: str, identity: str) -> None:
+        """`identity` names the source, the compiler and its options."""
+        self.dtype = dtype
+        self.isa = isa
+        # Whether a process gets matrix tiles is the system's choice, and their sums have another order.
+        self.identity = f"{identity}-tiles" if library.spool_has_tiles() else identity
+        self._weights = WeightMemory(dtype)
+        function = partial(_function, library, _shares_threads(library))
         pointer, size, number = ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_float
-        self._norm = _function(library.spool_norm, [pointer] * 3 + [size] * 2 + [number])
-        self._add_norm = _function(library.spool_add_norm, [pointer] * 4 + [size] * 2 + [number])
-        self._silu_mul = _function(library.spool_silu_mul, [pointer] * 2 + [size] * 2)
-        self._rotate_write = _function(library.spool_rotate_write, [pointer] * 8 + [number] + [size] * 6)
-        self._attend = _function(library.spool_attend, [pointer] * 5 + [size] * 3 + [number] + [size] * 5)
-        self._attend.restype = ctypes.c_int
-        self._argmax = _function(library.spool_argmax, [pointer] * 3 + [size] * 3)
-        self._probabilities = _function(library.spool_probabilities, [pointer] * 3 + [size] * 3)
-        self._linear: ctypes._NamedFuncPointer | None = None
-        if hasattr(library, "spool_linear"):
-            self._linear = _function(library.spool_linear, [pointer] * 4 + [size] * 3)
-            self._layers = _function(library.spool_linear_layers, [pointer] * 3 + [size] + [pointer])
-            self._layers.restype = ctypes.c_int
-            self._layer_scratch = _function(library.spool_linear_layer_scratch, [pointer])
-            self._layer_scratch.restype = size
+        self._norm = function("spool_norm", [pointer] * 3 + [size] * 2 + [number])
+        self._add_norm = function("spool_add_norm", [pointer] * 4 + [size] * 2 + [number])
+        self._silu_mul = function("spool_silu_mul", [pointer] * 2 + [size] * 2)
+        self._rotate_write = function("spool_rotate_write", [pointer] * 8 + [number] + [size] * 6)
+        self._attend = function("spool_attend", [pointer] * 5 + [size] * 3 + [number] + [size] * 5, ctypes.c_int)
+        self._argmax = function("spool_argmax", [pointer] * 3 + [size] * 3)
+        self._probabilities = function("spool_probabilities", [pointer] * 3 + [size] * 3)
+        self._linear = function("spool_linear", [pointer] * 5 + [size] * 3)
+        self._layers = function("spool_layers", [pointer] * 3 + [size] + [pointer], ctypes.c_int)
+        self._layer_scratch = function("spool_layer_scratch", [pointer], size)
+
+    def takes(self, tensor: torch.Tensor) -> bool:
+        """Whether the functions take tensors of this one's dtype and device."""
+        return tensor.dtype == self.dtype and tensor.device.type == "cpu"
 
     def multiplies(self, weight: torch.Tensor) -> bool:
-        """Whether `linear` takes a weight like this one. It needs AVX-512's products of bfloat16, or AVX2."""
-        is_fit = weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and weight.shape[1] % 2 == 0
-        return self._linear is not None and is_fit
+        """Whether `linear` takes a weight `[out, in]` like this one."""
+        return self.takes(weight) and weight.shape[1] % _WEIGHT_INPUTS[self.dtype] == 0
 
     def to_panels(self, weight: torch.Tensor) -> torch.Tensor:
-        """`[out, in]` to what `linear` reads, `[ceil(out / 32), in / 2, 32, 2]`, with zeros past the last output."""
+        """`[out, in]` to what `linear` reads, `[ceil(out / 32), in / n, 32, n]` with n neighbouring inputs, with zeros
+        past the last output."""
         out, inputs = weight.shape
+        side_by_side = _WEIGHT_INPUTS[self.dtype]
         padded = torch.nn.functional.pad(weight, (0, 0, 0, -out % PANEL))
-        panels = padded.view(-1, PANEL, inputs // 2, 2).transpose(1, 2)
+        panels = padded.view(-1, PANEL, inputs // side_by_side, side_by_side).transpose(1, 2)
         return self._weights.take(panels.shape).copy_(panels)
 
     @staticmethod
@@ -187,16 +147,16 @@ class CpuKernels:
 
     def linear(self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: int) -> torch.Tensor:
         """`rows` `[rows, in]` times the panels of a weight, plus a padded bias, `[rows, out]`."""
-        if self._linear is None:
-            raise RuntimeError("this processor has no products of bfloat16")
         count, inputs = rows.shape
         outputs = rows.new_empty(count, out)
+        scratch = torch.empty(count, inputs, dtype=torch.float32)
         bias_pointer = None if bias is None else bias.data_ptr()
-        self._linear(outputs.data_ptr(), rows.data_ptr(), weight.data_ptr(), bias_pointer, count, inputs, out)
+        pointers = (outputs.data_ptr(), rows.data_ptr(), weight.data_ptr(), bias_pointer, scratch.data_ptr())
+        self._linear(*pointers, count, inputs, out)
         return outputs
 
     def layer_scratch(self, weights: LayerWeights) -> int:
-        """Elements of scratch that `layers` needs for a row, where all layers are like this one."""
+        """Bytes of scratch that `layers` needs for a row, where all layers are like this one."""
         return int(self._layer_scratch(ctypes.addressof(weights)))
 
     def layers(
@@ -300,10 +260,9 @@ class CpuKernels:
             raise MemoryError(_NO_MEMORY)
         return outputs
 
-    @staticmethod
-    def scans(scores: torch.Tensor) -> bool:
+    def scans(self, scores: torch.Tensor) -> bool:
         """Whether `argmax` and `probabilities` take rows of scores like these."""
-        return scores.dtype == torch.bfloat16 and scores.device.type == "cpu" and scores.stride(1) == 1
+        return self.takes(scores) and scores.stride(1) == 1
 
     def argmax(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Place (int64) and value (float32) of the first largest score of each row `[rows, size]`; the value is NaN
@@ -324,7 +283,28 @@ class CpuKernels:
         return found
 
 
-def _function(function: ctypes._NamedFuncPointer, arguments: Sequence[type]) -> ctypes._NamedFuncPointer:
+def _shares_threads(library: ctypes.CDLL) -> bool:
+    """Whether the library computes on as many threads as torch is told to. It does where both use the same OpenMP
+    library; clang's is another one than torch's."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 1)
+    try:
+        return bool(library.spool_threads() == before + 1)
+    finally:
+        torch.set_num_threads(before)
+
+
+def _function(
+    library: ctypes.CDLL, shares_threads: bool, name: str, arguments: Sequence[type], result: type | None = None
+) -> Callable[..., Any]:
+    function = getattr(library, name)
     function.argtypes = arguments
-    function.restype = None
-    return function
+    function.restype = result
+    if shares_threads:
+        return cast(Callable[..., Any], function)
+
+    def on_own_threads(*values: Any) -> Any:
+        library.spool_use_threads(torch.get_num_threads())
+        return function(*values)
+
+    return on_own_threads

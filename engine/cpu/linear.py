@@ -77,7 +77,7 @@ def prepack_linear(linear: nn.Linear, kernels: CpuKernels | None) -> nn.Module:
 
 
 def prepack_linears(model: nn.Module, kernels: CpuKernels | None) -> None:
-    """Replaces the linear layers of a bfloat16 model on a CPU where `kernels` or this build of torch take them."""
+    """Replaces the linear layers of a model on a CPU where `kernels` or this build of torch take them."""
     for module in list(model.modules()):
         for name, child in module.named_children():
             if type(child) is nn.Linear and can_prepack(child.weight, kernels):

@@ -15,7 +15,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from engine.attention.backends import AttentionForm
-from engine.cpu.kernels import processor_name
+from engine.cpu.isa import processor_name
 from engine.exactness.calibration import Calibration, ExactShapes
 from engine.models.source import cache_folder
 from engine.settings import EngineSettings

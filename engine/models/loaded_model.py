@@ -38,7 +38,7 @@ class KvShape:
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """`kernels`: None where the CPU kernels do not take the model, or could not be made. `gpu`: None where the model
+    """`kernels`: None where the model is on no CPU, or the CPU kernels could not be made. `gpu`: None where the model
     is on no GPU, or its attention there could not be made."""
 
     model: PreTrainedModel
@@ -52,22 +52,23 @@ class LoadedModel:
         kernels = self.kernels or self.gpu
         return None if kernels is None else kernels.identity
 
-    def replace_layers(self) -> None:
+    def replace_layers(self, page_size: int) -> None:
         """Replaces layers by faster ones that compute the same, in place."""
-        if self.kernels is not None:
+        if self.kernels is not None and self._attends_by_kernel(page_size):
             fuse_layers(self.model, self.kernels)
         join_layers(self.model, self.kernels)
 
     def forms(self, page_size: int) -> Sequence[AttentionForm | None]:
         """Of attention, cheapest first. None is that of kernels that read pages, which have but one."""
-        if self.kernels is not None:
+        if self._attends_by_kernel(page_size):
             return [None]
         products = list(attention_forms(page_size))
         return products if self.gpu is None else [None, *products]
 
     def unrestricted_form(self, page_size: int) -> AttentionForm | None:
         """For passes whose bits may depend on what shares them."""
-        return unrestricted_form(page_size) if self.kernels is None and self.gpu is None else None
+        by_kernel = self._attends_by_kernel(page_size) or self.gpu is not None
+        return None if by_kernel else unrestricted_form(page_size)
 
     def runner(self, pool: PagePool, form: AttentionForm | None, row_counts: Sequence[int]) -> ModelRunner:
         model, page_size = self.model, pool.page_size
@@ -78,8 +79,11 @@ class LoadedModel:
         graphs = None if self.gpu is None or form is not None else self.gpu.graphs(model, kv)
         return ModelRunner(model, kv, self._backend(kv, shape, form), row_counts, graphs)
 
+    def _attends_by_kernel(self, page_size: int) -> bool:
+        return self.kernels is not None and KernelBackend.supports(KvShape.of(self.model.config).head_dim, page_size)
+
     def _backend(self, kv: PagedKv, shape: KvShape, form: AttentionForm | None) -> AttentionBackend:
-        if self.kernels is not None:
+        if self.kernels is not None and self._attends_by_kernel(kv.page_size):
             return KernelBackend(self.kernels, kv.page_size)
         if form is None and self.gpu is not None:
             return self.gpu.backend(kv.page_size)

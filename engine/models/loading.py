@@ -12,18 +12,18 @@ from transformers import AutoModelForCausalLM
 from transformers.utils.logging import disable_progress_bar
 
 from engine.attention.paged_step import ATTENTION_NAME
-from engine.cpu.attention import KernelBackend
-from engine.cpu.kernels import load_cpu_kernels
+from engine.cpu.kernels import CpuKernels, load_cpu_kernels
 from engine.cpu.logits_scan import LogitsScan
 from engine.cuda.setup import load_gpu_passes
 from engine.description import EngineDescription
 from engine.drafting.model_draft import DraftEngine
-from engine.errors import UnsupportedModelError
+from engine.errors import UnsupportedModelError, UnsupportedProcessorError
 from engine.exactness.calibration import ExactShapes, calibrate, candidate_row_counts
 from engine.exactness.calibration_cache import calibration_file, calibration_key, read_calibration, write_calibration
 from engine.kv.paged_kv import PagedKvStore
 from engine.kv.pages import PagePool, PageTable
 from engine.models.draft_vocabulary import read_draft_vocabulary, restrict_head
+from engine.models.dtype import AUTO, best_dtype, dtype_name
 from engine.models.fetching import fetch_model
 from engine.models.loaded_model import KvShape, LoadedModel
 from engine.models.source import Progress, resolve_model
@@ -55,7 +55,7 @@ def load_target_engine(settings: EngineSettings, progress: Progress) -> TargetEn
     """Raises `engine.errors.EngineError` or `ModelNotFoundError` with the reason, one line."""
     loaded = _load_model(settings, Role.TARGET, progress)
     compute_digest = _compute_digest(loaded, settings)
-    loaded.replace_layers()
+    loaded.replace_layers(settings.page_size)
     shapes = _exact_shapes(loaded, settings, progress) if settings.exact else None
     description, runner, pool = _assemble(loaded, settings, shapes)
     progress("warming up", None)
@@ -74,7 +74,7 @@ def load_draft_engine(settings: EngineSettings, progress: Progress) -> DraftEngi
         progress(f"drafting with {token_ids.numel()} of {loaded.vocabulary.size} tokens", None)
         token_ids = token_ids.to(loaded.model.device)
         restrict_head(loaded.model, token_ids)
-    loaded.replace_layers()
+    loaded.replace_layers(settings.page_size)
     description, runner, pool = _assemble(loaded, settings, None)
     progress("warming up", None)
     _warm_up(description, runner, pool)
@@ -93,13 +93,19 @@ def _load_model(settings: EngineSettings, role: Role, progress: Progress) -> Loa
     folder = fetch_model(resolve_model(settings.model, role), progress)
     progress(f"loading {settings.model}", None)
     disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=getattr(torch, settings.dtype), attn_implementation=ATTENTION_NAME
-    )
-    model = model.to(settings.device).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=settings.dtype, attn_implementation=ATTENTION_NAME)
+    device = torch.device(settings.device)
+    kernels = _cpu_kernels(model.dtype, device, settings, progress)
+    if settings.dtype == AUTO:
+        dtype, reason = best_dtype(model.dtype, device, kernels is not None)
+        if dtype != model.dtype:
+            model = model.to(dtype)
+            kernels = _cpu_kernels(dtype, device, settings, progress)
+        _report(f"dtype {dtype_name(dtype)}: {reason}", progress)
+    if kernels is not None:
+        _report(f"CPU kernels for {kernels.isa}", progress)
+    model = model.to(device).eval()
     kv_shape = KvShape.of(model.config)
-    useful = KernelBackend.supports(model.dtype, model.device, kv_shape.head_dim, settings.page_size)
-    kernels = load_cpu_kernels(progress) if useful else None
     gpu = None
     if model.device.type == "cuda":
         heads = (model.config.num_attention_heads, kv_shape.kv_heads, kv_shape.head_dim)
@@ -108,6 +114,22 @@ def _load_model(settings: EngineSettings, role: Role, progress: Progress) -> Loa
     loaded = LoadedModel(model, vocabulary, kernels, gpu)
     _check_supported(loaded, settings.page_size)
     return loaded
+
+
+def _cpu_kernels(
+    dtype: torch.dtype, device: torch.device, settings: EngineSettings, progress: Progress
+) -> CpuKernels | None:
+    if device.type != "cpu":
+        return None
+    try:
+        return load_cpu_kernels(dtype, progress, settings.cpu_isa)
+    except ValueError as error:
+        raise UnsupportedProcessorError(str(error)) from error
+
+
+def _report(message: str, progress: Progress) -> None:
+    progress(message, None)
+    logger.info("%s", message)
 
 
 def _compute_digest(loaded: LoadedModel, settings: EngineSettings) -> bytes:
@@ -141,8 +163,7 @@ def _exact_shapes(loaded: LoadedModel, settings: EngineSettings, progress: Progr
         progress("calibrating exact mode", None)
         calibration = calibrate(loaded.model, loaded.runner, settings, loaded.forms(settings.page_size))
         write_calibration(file, calibration)
-    progress(f"exact mode: {calibration.summary()}", None)
-    logger.info("exact mode: %s", calibration.summary())
+    _report(f"exact mode: {calibration.summary()}", progress)
     return calibration.shapes
 
 
@@ -168,7 +189,7 @@ def _assemble(
         model_id=settings.model,
         tokenizer_digest=vocabulary.digest,
         vocabulary_size=vocabulary.size,
-        dtype=settings.dtype,
+        dtype=dtype_name(model.dtype),
         device=str(model.device),
         page_size=settings.page_size,
         total_pages=pages,

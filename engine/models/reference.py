@@ -40,7 +40,7 @@ def generate_reference(request: ReferenceRequest) -> Iterator[ReferenceOutput]:
 
     if request.threads:
         torch.set_num_threads(request.threads)
-    model = AutoModelForCausalLM.from_pretrained(Path(request.folder), dtype=getattr(torch, request.dtype))
+    model = AutoModelForCausalLM.from_pretrained(Path(request.folder), dtype=request.dtype)
     model = model.to(request.device).eval()
     # The model's own settings may sample or penalise repetition.
     model.generation_config = GenerationConfig(

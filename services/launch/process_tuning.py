@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import gc
 
+from engine.cpu.isa import AUTO, library_limits
+
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 
 # A few microseconds: about as long as the threads of one operation on a small pass wait for each other.
 _SPINS = "2000"
 
 
-def compute_environment(threads: int) -> dict[str, str]:
-    """Variables for a process that computes with this many threads; 0 leaves the number to the libraries.
+def compute_environment(threads: int, cpu_isa: str = AUTO) -> dict[str, str]:
+    """Variables for a process that computes with this many threads, 0 leaves the number to the libraries, and with no
+    more than an instruction set (engine/cpu/isa.py).
 
     Numeric libraries read these variables once, when they are loaded, so the variables must be set before the process
     starts. A thread that waits for others spins only briefly before it sleeps: a worker shares its cores, and passes
@@ -24,7 +27,7 @@ def compute_environment(threads: int) -> dict[str, str]:
     }
     if threads:
         variables |= dict.fromkeys(_THREAD_VARIABLES, str(threads))
-    return variables
+    return variables | library_limits(cpu_isa)
 
 
 def keep_loaded_objects() -> None:

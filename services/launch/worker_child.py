@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from engine.cpu.isa import AUTO
 from scheduler.messages import Role
 from services.launch.process_tuning import compute_environment
 from services.rpc.channel_security import SECURITY_VARIABLE, ChannelSecurity
@@ -129,7 +130,7 @@ class WorkerChild:
         # Secrets go into the environment: every user of the machine can read command lines.
         environment = {
             **os.environ,
-            **compute_environment(launch.threads),
+            **compute_environment(launch.threads, settings.get("cpu_isa", AUTO)),
             SECURITY_VARIABLE: self._security.to_json(),
         }
         if launch.threads:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,16 +11,16 @@ from torch import nn
 from transformers import AutoModelForCausalLM, Glm4Config, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
 from bench.step_parts import by_parts
-from engine.cpu import families, fused_layers, joined_layers, linear
+from engine.cpu import families
 from engine.cpu.fused_layers import FusedDecoderLayer, KernelDecoder
 from engine.cpu.joined_layers import FusedRmsNorm, JoinedAttention, JoinedMlp
-from engine.cpu.linear import KernelLinear, PrepackedLinear, can_prepack
+from engine.cpu.linear import KernelLinear
 from engine.kv.pages import PagePool, PageTable
 from engine.models.loading import load_target_engine
 from engine.passes.layout import BatchedSequence
 from engine.passes.runner import ModelRunner
 from engine.settings import EngineSettings
-from tests.support.cpu_kernels import NEEDS_BF16_PRODUCTS, compiled_kernels
+from tests.support.cpu_kernels import compiled_kernels
 
 VOCABULARY = 96
 CONFIGS: dict[str, type[PreTrainedConfig]] = {
@@ -31,38 +30,13 @@ CONFIGS: dict[str, type[PreTrainedConfig]] = {
     "qwen3": Qwen3Config,
 }
 
-# Head dimension and page size: of these, the CPU kernels take the second.
+# Head dimension and page size: the CPU kernels attend with the second.
 SIZES = {"joined": (16, 8), "fused": (32, 16)}
-
-
-class Float32Linear(PrepackedLinear):
-    """Stands in for layers with prepacked weights on a processor that has neither kind: products in float32."""
-
-    def __init__(self, linear: nn.Linear) -> None:
-        nn.Module.__init__(self)
-        self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
-        self._weight = linear.weight.detach().float()
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        bias = None if self.bias is None else self.bias.float()
-        return nn.functional.linear(rows.float(), self._weight, bias).to(rows.dtype)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _linear_layers() -> Iterator[None]:
-    """Lets a processor without products of bfloat16 test everything around the linear layers."""
-    with pytest.MonkeyPatch.context() as patches:
-        if not can_prepack(torch.zeros(1, dtype=torch.bfloat16)):
-            patches.setattr(linear, "PrepackedLinear", Float32Linear)
-            for module in (linear, fused_layers, joined_layers):
-                patches.setattr(module, "can_prepack", lambda weight, kernels=None: weight.dtype == torch.bfloat16)
-        yield
 
 
 @pytest.fixture(scope="module", params=sorted(SIZES))
 def sizes(request: pytest.FixtureRequest) -> tuple[int, int]:
-    if request.param == "fused":
-        compiled_kernels()
+    compiled_kernels()
     return SIZES[request.param]
 
 
@@ -131,12 +105,12 @@ def test_what_is_known_is_replaced(folder: Path, sizes: tuple[int, int], pool: P
     model = model_runner(folder, pool).model
     kinds = {type(module) for module in model.modules()}
     assert nn.Linear not in kinds
-    assert kinds & {KernelLinear, linear.PrepackedLinear}
+    assert KernelLinear in kinds
     replacements = {FusedDecoderLayer, KernelDecoder, JoinedAttention, JoinedMlp, FusedRmsNorm}
     if folder.name == "glm4":
         expected = set()
     elif sizes == SIZES["fused"]:
-        expected = {FusedDecoderLayer, KernelDecoder if KernelLinear in kinds else FusedRmsNorm}
+        expected = {FusedDecoderLayer, KernelDecoder}
     else:
         expected = {JoinedAttention, JoinedMlp, FusedRmsNorm}
     assert kinds & replacements == expected
@@ -148,8 +122,7 @@ def test_layers_in_one_call_are_their_parts(folder: Path, sizes: tuple[int, int]
     if folder.name == "glm4" or sizes != SIZES["fused"]:
         assert not isinstance(decoder, KernelDecoder)
         return
-    if not isinstance(decoder, KernelDecoder):
-        pytest.skip(NEEDS_BF16_PRODUCTS)
+    assert isinstance(decoder, KernelDecoder)
     tokens, pieces = list(range(40)), (17, 1, 5, 1, 16)
     whole = paged_logits(runner, pool, tokens, pieces)
     decoder.add_layers = by_parts(decoder)  # type: ignore[method-assign]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.cpu import kernels
+from engine.cpu import build
 from engine.drafting.ngram_engine import NgramEngine
 from engine.models.loading import load_draft_engine, load_target_engine
 from engine.settings import EngineSettings
@@ -271,8 +271,8 @@ FAULTS = {
     ),
     "argmax gives the place before": (
         "logits.c",
-        "places[row] = first_place(of, size, to_bf16(values[row]));",
-        "places[row] = (first_place(of, size, to_bf16(values[row])) + size - 1) % size;",
+        "places[row] = first_place(of, size, values[row]);",
+        "places[row] = (first_place(of, size, values[row]) + size - 1) % size;",
     ),
 }
 
@@ -283,11 +283,11 @@ def test_a_faulty_kernel_is_seen(
     kernel_pair: KernelPair, fault: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     file, right, wrong = FAULTS[fault]
-    shutil.copytree(kernels._FOLDER, tmp_path / "csrc")
+    shutil.copytree(build.SOURCES, tmp_path / "csrc")
     source = (tmp_path / "csrc" / file).read_text()
     assert source.count(right) == 1
     (tmp_path / "csrc" / file).write_text(source.replace(right, wrong))
-    monkeypatch.setattr(kernels, "_FOLDER", tmp_path / "csrc")
+    monkeypatch.setattr(build, "SOURCES", tmp_path / "csrc")
     monkeypatch.setenv("SPOOL_CACHE", str(tmp_path / "cache"))
     config = SchedulerConfig(batch_size=4, max_running=10, draft_length=4, prefill_chunk=PREFILL_CHUNK)
     assert outputs_by_kernels(kernel_pair, config) != kernel_pair.expected

@@ -1,22 +1,24 @@
-"""The CPU kernels for tests, and why a test of them may be skipped."""
+"""The CPU kernels for tests, of every instruction set that this machine has."""
 
 from __future__ import annotations
 
-import os
-import shutil
-
 import pytest
+import torch
 
+from engine.cpu.build import CompilationError, compiler_command
+from engine.cpu.isa import AUTO, available_isas
 from engine.cpu.kernels import CpuKernels, load_cpu_kernels
 
-NEEDS_BF16_PRODUCTS = "another processor: needs AVX-512 BF16, or AVX2"
+ISAS = tuple(isa.name for isa in available_isas())
 NEEDS_ONEDNN_BF16 = "another processor: needs AVX-512, without which oneDNN does not multiply bfloat16"
 
 
-def compiled_kernels() -> CpuKernels:
+def compiled_kernels(dtype: torch.dtype = torch.bfloat16, isa: str = AUTO) -> CpuKernels:
     """The kernels for this processor. Skips without a compiler; fails where the compiler refuses them."""
-    if shutil.which(os.environ.get("CC", "gcc")) is None:
+    try:
+        compiler_command()
+    except CompilationError:
         pytest.skip("no C compiler")
-    kernels = load_cpu_kernels(lambda *_: None)
+    kernels = load_cpu_kernels(dtype, lambda *_: None, isa)
     assert kernels is not None, "the CPU kernels cannot be compiled or loaded; the log says why"
     return kernels

@@ -9,15 +9,13 @@
 #define AHEAD 2
 // Runs whose scores are computed at once: the chains of one would wait for each other.
 #define RUNS 2
-// Queries whose outputs are summed up at once.
-#define MAX_QUERIES 4
 
 // Of a call: queries and outputs [rows, query_heads, head_dim], the pages listed, and the floats from the scores of one
 // query to those of the next.
 typedef struct {
-    bf16 *to;
-    const bf16 *queries;
-    bf16 *pool;
+    element *to;
+    const element *queries;
+    element *pool;
     const int64_t *pages;
     float scaling;
     ptrdiff_t stride;
@@ -32,17 +30,26 @@ INLINE ptrdiff_t place_of(const Attention *call, ptrdiff_t row, ptrdiff_t kv_hea
     return (row * call->heads.query_heads + kv_head * group_of(call)) * call->heads.head_dim;
 }
 
-// Queries of a block to [rows * group, head_dim].
-INLINE void gather_queries(bf16 *to, const Attention *call, const Block *block, ptrdiff_t kv_head) {
-    ptrdiff_t size = group_of(call) * call->heads.head_dim;
-    for (ptrdiff_t row = 0; row < block->rows; row++)
-        memcpy(to + row * size, call->queries + place_of(call, block->first_row + row, kv_head), size * sizeof *to);
+// Factors of a query or a key.
+INLINE ptrdiff_t factors_of(const Attention *call) { return call->heads.head_dim / FACTOR_ELEMENTS; }
+
+// Queries of a block to [rows * group, factors_of].
+INLINE void gather_queries(factor *to, const Attention *call, const Block *block, ptrdiff_t kv_head) {
+    ptrdiff_t size = group_of(call) * factors_of(call);
+    for (ptrdiff_t row = 0; row < block->rows; row++, to += size) {
+        const element *from = call->queries + place_of(call, block->first_row + row, kv_head);
+        for (ptrdiff_t i = 0; i < size; i += LANES) {
+            factors some = load_factors(from + i * FACTOR_ELEMENTS);
+            memcpy(to + i, &some, sizeof some);
+        }
+    }
 }
 
 // Keys (values: 0) or values (1) of LANES positions from `position` on, a multiple of LANES.
-INLINE const bf16 *kv_at(
+INLINE const element *kv_at(
     const Attention *call, const Block *block, ptrdiff_t values, ptrdiff_t position, ptrdiff_t kv_head) {
     const Heads *heads = &call->heads;
+    assert(position >= 0 && position < block->start + block->rows + LANES);
     return page_of(call->pool, heads, values, call->pages[block->first_page + position / heads->page_size], kv_head) +
            position % heads->page_size * heads->head_dim;
 }
@@ -53,38 +60,43 @@ INLINE const bf16 *kv_at(
         if (!(i & step)) {                                                                                             \
             u32v low = rows[i], high = rows[i + step];                                                                 \
             i32v upper = (lane & step) != 0;                                                                           \
-            rows[i] = __builtin_shuffle(low, high, (u32v)(lane + (upper & (LANES - step))));                           \
-            rows[i + step] = __builtin_shuffle(low, high, (u32v)(lane + (upper & LANES) + (~upper & step)));           \
+            rows[i] = shuffle(low, high, (u32v)(lane + (upper & (LANES - step))));                           \
+            rows[i + step] = shuffle(low, high, (u32v)(lane + (upper & LANES) + (~upper & step)));           \
         }
 
-// Keys [LANES, head_dim] to pairs of dimensions [head_dim / 2, LANES].
-INLINE void transpose(u32v *to, const bf16 *keys, ptrdiff_t head_dim) {
-    const i32v lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-    for (ptrdiff_t first = 0; first < head_dim; first += 2 * LANES) {
+// Keys [LANES, head_dim] to factors [head_dim / FACTOR_ELEMENTS, LANES].
+INLINE void transpose(factors *to, const element *keys, ptrdiff_t head_dim) {
+    i32v lane;
+    for (int i = 0; i < LANES; i++) lane[i] = i;
+    for (ptrdiff_t first = 0; first < head_dim; first += FACTOR_ELEMENTS * LANES) {
         u32v rows[LANES];
 #pragma GCC unroll 16
-        for (int i = 0; i < LANES; i++) memcpy(&rows[i], keys + i * head_dim + first, sizeof rows[i]);
+        for (int i = 0; i < LANES; i++) rows[i] = (u32v)load_factors(keys + i * head_dim + first);
+#if LANES > 8
 #pragma GCC unroll 16
         SWAP_BLOCKS(8)
+#endif
+#if LANES > 4
 #pragma GCC unroll 16
         SWAP_BLOCKS(4)
+#endif
 #pragma GCC unroll 16
         SWAP_BLOCKS(2)
 #pragma GCC unroll 16
         SWAP_BLOCKS(1)
 #pragma GCC unroll 16
-        for (int i = 0; i < LANES; i++) to[first / 2 + i] = rows[i];
+        for (int i = 0; i < LANES; i++) to[first / FACTOR_ELEMENTS + i] = (factors)rows[i];
     }
 }
 
 // What comes next lies on another page, which no hardware foresees.
-INLINE void fetch_ahead(const bf16 *from, ptrdiff_t size) {
-    for (ptrdiff_t i = 0; i < size; i += 32) __builtin_prefetch(from + i);
+INLINE void fetch_ahead(const element *from, ptrdiff_t size) {
+    for (ptrdiff_t i = 0; i < size; i += 64 / sizeof *from) __builtin_prefetch(from + i);
 }
 
-// Keys of up to RUNS runs from `position` on, as far as the block sees, to pairs of dimensions [runs, head_dim / 2,
+// Keys of up to RUNS runs from `position` on, as far as the block sees, to factors [runs, head_dim / FACTOR_ELEMENTS,
 // LANES]. Gives how many runs there are.
-INLINE int take_keys(u32v *to, const Attention *call, const Block *block, ptrdiff_t kv_head, ptrdiff_t position) {
+INLINE int take_keys(factors *to, const Attention *call, const Block *block, ptrdiff_t kv_head, ptrdiff_t position) {
     ptrdiff_t head_dim = call->heads.head_dim, last = block->start + block->rows;
     int runs = last - position > LANES ? RUNS : 1;
     for (int run = 0; run < runs; run++) {
@@ -92,7 +104,7 @@ INLINE int take_keys(u32v *to, const Attention *call, const Block *block, ptrdif
         if (ahead < last) fetch_ahead(kv_at(call, block, 0, ahead, kv_head), LANES * head_dim);
         // Values come while there is something to compute: their turn has little of that.
         fetch_ahead(kv_at(call, block, 1, here, kv_head), LANES * head_dim);
-        transpose(to + run * head_dim / 2, kv_at(call, block, 0, here, kv_head), head_dim);
+        transpose(to + run * factors_of(call), kv_at(call, block, 0, here, kv_head), head_dim);
     }
     return runs;
 }
@@ -109,7 +121,7 @@ INLINE void softmax(float *scores, ptrdiff_t seen, float scaling) {
     float highest = largest(maxima) * scaling;
     f32v total = splat(0.0f);
     for (ptrdiff_t i = 0; i < whole; i += LANES) {
-        f32v x = exponential(load(scores + i) * scaling - highest);
+        f32v x = exponential(multiply_add(load(scores + i), splat(scaling), splat(-highest)));
         store(scores + i, x);
         total = total + x;
     }
@@ -119,42 +131,43 @@ INLINE void softmax(float *scores, ptrdiff_t seen, float scaling) {
 
 // Weighted sums of values from position `from` on, for `count` queries that see the same positions and `parts` times
 // LANES dimensions from `first` on. Each is one chain of sums in the order of positions that continues `begun`.
-INLINE void sum_values(int count, int parts, bf16 *to, const float *weights, const float *begun, ptrdiff_t from,
+INLINE void sum_values(int count, int parts, element *to, const float *weights, const float *begun, ptrdiff_t from,
     ptrdiff_t seen, const Attention *call, const Block *block, ptrdiff_t kv_head, ptrdiff_t first) {
     ptrdiff_t head_dim = call->heads.head_dim;
-    f32v sums[MAX_QUERIES][4];
+    f32v sums[VALUE_QUERIES][VALUE_VECTORS];
 #pragma GCC unroll 4
     for (int query = 0; query < count; query++)
 #pragma GCC unroll 4
         for (int part = 0; part < parts; part++)
             sums[query][part] = from ? load(begun + query * head_dim + first + part * LANES) : splat(0.0f);
     for (ptrdiff_t run = from; run < seen; run += LANES) {
-        const bf16 *values = kv_at(call, block, 1, run, kv_head) + first;
+        const element *values = kv_at(call, block, 1, run, kv_head) + first;
         ptrdiff_t end = seen - run < LANES ? seen : run + LANES;
         for (ptrdiff_t position = run; position < end; position++, values += head_dim) {
-            f32v value[4];
+            f32v value[VALUE_VECTORS];
 #pragma GCC unroll 4
-            for (int part = 0; part < parts; part++) value[part] = load_bf16(values + part * LANES);
+            for (int part = 0; part < parts; part++) value[part] = load_element(values + part * LANES);
 #pragma GCC unroll 4
             for (int query = 0; query < count; query++)
 #pragma GCC unroll 4
                 for (int part = 0; part < parts; part++)
-                    sums[query][part] = sums[query][part] + value[part] * weights[query * call->stride + position];
+                    sums[query][part] =
+                        multiply_add(value[part], splat(weights[query * call->stride + position]), sums[query][part]);
         }
     }
 #pragma GCC unroll 4
     for (int query = 0; query < count; query++)
 #pragma GCC unroll 4
         for (int part = 0; part < parts; part++)
-            store_bf16(to + query * head_dim + first + part * LANES, sums[query][part]);
+            store_element(to + query * head_dim + first + part * LANES, sums[query][part]);
 }
 
-// The same for all dimensions of up to MAX_QUERIES queries.
-INLINE void sum_query_values(int count, bf16 *to, const float *weights, const float *begun, ptrdiff_t from,
+// The same for all dimensions of up to VALUE_QUERIES queries.
+INLINE void sum_query_values(int count, element *to, const float *weights, const float *begun, ptrdiff_t from,
     ptrdiff_t seen, const Attention *call, const Block *block, ptrdiff_t kv_head) {
     ptrdiff_t first = 0;
-    for (; first + 4 * LANES <= call->heads.head_dim; first += 4 * LANES)
-        sum_values(count, 4, to, weights, begun, from, seen, call, block, kv_head, first);
+    for (; first + VALUE_VECTORS * LANES <= call->heads.head_dim; first += VALUE_VECTORS * LANES)
+        sum_values(count, VALUE_VECTORS, to, weights, begun, from, seen, call, block, kv_head, first);
     for (; first < call->heads.head_dim; first += 2 * LANES)
         sum_values(count, 2, to, weights, begun, from, seen, call, block, kv_head, first);
 }
@@ -164,18 +177,20 @@ INLINE void sum_query_values(int count, bf16 *to, const float *weights, const fl
 INLINE void sum_row_values(const Attention *call, const Block *block, ptrdiff_t kv_head, ptrdiff_t row,
     const float *weights, const float *begun, ptrdiff_t from) {
     ptrdiff_t group = group_of(call), head_dim = call->heads.head_dim, seen = block->start + row + 1;
-    bf16 *to = call->to + place_of(call, block->first_row + row, kv_head);
-    for (; group > 0; group -= MAX_QUERIES) {
+    element *to = call->to + place_of(call, block->first_row + row, kv_head);
+    for (; group > 0; group -= VALUE_QUERIES) {
         switch (group) {
         case 1: sum_query_values(1, to, weights, begun, from, seen, call, block, kv_head); break;
         case 2: sum_query_values(2, to, weights, begun, from, seen, call, block, kv_head); break;
         case 3: sum_query_values(3, to, weights, begun, from, seen, call, block, kv_head); break;
         default: sum_query_values(4, to, weights, begun, from, seen, call, block, kv_head);
         }
-        to += MAX_QUERIES * head_dim, weights += MAX_QUERIES * call->stride, begun += MAX_QUERIES * head_dim;
+        to += VALUE_QUERIES * head_dim, weights += VALUE_QUERIES * call->stride, begun += VALUE_QUERIES * head_dim;
     }
 }
 
-// In attention_amx.c, where spool_has_tiles.
+#ifdef HAS_TILES
+// In attention_amx.c.
 size_t tile_scratch_bytes(const Attention *call, ptrdiff_t count);
 void tile_attend_block(const Attention *call, const Block *block, ptrdiff_t kv_head, void *scratch);
+#endif

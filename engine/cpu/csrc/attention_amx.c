@@ -1,11 +1,9 @@
 // Attention by the processor's matrix tiles (AMX).
 
-#include "attention.h"
 #include "amx.h"
+#include "attention.h"
 
-#ifdef __AMX_BF16__
-
-#include <immintrin.h>
+#ifdef HAS_TILES
 
 // Positions whose values are weighed at once; what is left over of them is weighed one by one.
 #define SPAN TILE_INPUTS
@@ -67,6 +65,10 @@ INLINE void split(bf16 *high, bf16 *low, const float *weights, ptrdiff_t count) 
     }
 }
 
+INLINE u16w interleaved(u16w one, u16w other, u16w places) {
+    return (u16w)_mm512_permutex2var_epi16((__m512i)one, (__m512i)places, (__m512i)other);
+}
+
 // Of the values of two runs, `width` dimensions to pairs of positions [SPAN / 2, WIDTH, 2].
 INLINE void interleave(bf16 *to, const bf16 *first, const bf16 *second, ptrdiff_t width, ptrdiff_t head_dim) {
     const u16w low = {0, 32, 1, 33, 2, 34, 3, 35, 4, 36, 5, 37, 6, 38, 7, 39, 8, 40, 9, 41, 10, 42, 11, 43, 12, 44, 13,
@@ -77,7 +79,7 @@ INLINE void interleave(bf16 *to, const bf16 *first, const bf16 *second, ptrdiff_
             u16w one, other;
             memcpy(&one, even + dimension, sizeof one);
             memcpy(&other, even + head_dim + dimension, sizeof other);
-            u16w halves[2] = {__builtin_shuffle(one, other, low), __builtin_shuffle(one, other, low + LANES)};
+            u16w halves[2] = {interleaved(one, other, low), interleaved(one, other, low + LANES)};
             memcpy(to + (pair * WIDTH + dimension) * 2, halves, sizeof halves);
         }
     }
@@ -140,7 +142,7 @@ void tile_attend_block(const Attention *call, const Block *block, ptrdiff_t kv_h
     ptrdiff_t tiles = (count + TILE_ROWS - 1) / TILE_ROWS, height = (count + tiles - 1) / tiles;
     Scratch parts = parts_of(scratch, call, count);
     TileShapes shapes = tile_shapes(height, height);
-    gather_queries(parts.queries, call, block, kv_head);
+    gather_queries((factor *)parts.queries, call, block, kv_head);
     _tile_loadconfig(&shapes);
     for (ptrdiff_t position = 0; position < last; position += RUNS * LANES) {
         int runs = take_keys(parts.keys, call, block, kv_head, position);
@@ -165,10 +167,5 @@ void tile_attend_block(const Attention *call, const Block *block, ptrdiff_t kv_h
         sum_row_values(call, block, kv_head, row, parts.scores + row * group * stride,
             parts.sums + row * group * head_dim, whole_spans(block->start + row + 1));
 }
-
-#else
-
-size_t tile_scratch_bytes(const Attention *call, ptrdiff_t count) { return 0; }
-void tile_attend_block(const Attention *call, const Block *block, ptrdiff_t kv_head, void *scratch) {}
 
 #endif

@@ -2,13 +2,11 @@
 
 #include "kernels.h"
 
-#ifdef MULTIPLIES_BF16
-
 // Panels of weights, and sizes. Biases and the norms of heads may be missing.
 typedef struct {
-    const bf16 *qkv, *out, *gate_up, *down;
+    const element *qkv, *out, *gate_up, *down;
     const float *qkv_bias, *out_bias, *gate_up_bias, *down_bias;
-    const bf16 *attention_norm, *mlp_norm, *query_norm, *key_norm;
+    const element *attention_norm, *mlp_norm, *query_norm, *key_norm;
     ptrdiff_t hidden, inner, query_heads, kv_heads, head_dim;
     float attention_epsilon, mlp_epsilon, head_epsilon, scaling;
 } Layer;
@@ -18,27 +16,34 @@ typedef struct {
     const float *cos, *sin;
     const int64_t *slots, *pages;
     const Block *blocks;
-    bf16 *scratch;
+    void *scratch;
     ptrdiff_t rows, block_count, max_rows, longest, page_size, page_count;
 } Pass;
 
-// Elements of scratch for a row.
-ptrdiff_t spool_linear_layer_scratch(const Layer *layer) {
+INLINE ptrdiff_t largest_size(const Layer *layer) {
+    ptrdiff_t queries = layer->query_heads * layer->head_dim, size = queries > layer->inner ? queries : layer->inner;
+    return size > layer->hidden ? size : layer->hidden;
+}
+
+// Bytes of scratch for a row.
+ptrdiff_t spool_layer_scratch(const Layer *layer) {
     ptrdiff_t queries = layer->query_heads * layer->head_dim, keys = layer->kv_heads * layer->head_dim;
-    return 2 * layer->hidden + 3 * queries + 2 * keys + 3 * layer->inner;
+    ptrdiff_t elements = 2 * layer->hidden + 3 * queries + 2 * keys + 3 * layer->inner;
+    return largest_size(layer) * sizeof(float) + elements * sizeof(element);
 }
 
 // Adds to `residual` [rows, hidden] what the layer adds, and writes keys and values to `pool`. Gives 0, or 1 where
 // memory ran out.
-static int add_layer(bf16 *residual, bf16 *pool, const Layer *layer, const Pass *pass) {
+static int add_layer(element *residual, element *pool, const Layer *layer, const Pass *pass) {
     ptrdiff_t rows = pass->rows, hidden = layer->hidden, inner = layer->inner, head_dim = layer->head_dim;
     ptrdiff_t queries_size = layer->query_heads * head_dim, qkv_size = queries_size + 2 * layer->kv_heads * head_dim;
-    bf16 *normed = pass->scratch, *projected = normed + rows * hidden, *qkv = projected + rows * hidden;
-    bf16 *queries = qkv + rows * qkv_size, *attended = queries + rows * queries_size;
-    bf16 *gate_up = attended + rows * queries_size, *product = gate_up + rows * 2 * inner;
+    float *widened = pass->scratch;
+    element *normed = (element *)(widened + rows * largest_size(layer)), *projected = normed + rows * hidden, *qkv = projected + rows * hidden;
+    element *queries = qkv + rows * qkv_size, *attended = queries + rows * queries_size;
+    element *gate_up = attended + rows * queries_size, *product = gate_up + rows * 2 * inner;
 
     spool_norm(normed, residual, layer->attention_norm, rows, hidden, layer->attention_epsilon);
-    spool_linear(qkv, normed, layer->qkv, layer->qkv_bias, rows, hidden, qkv_size);
+    spool_linear(qkv, normed, layer->qkv, layer->qkv_bias, widened, rows, hidden, qkv_size);
     spool_rotate_write(queries, pool, qkv, pass->cos, pass->sin, pass->slots, layer->query_norm, layer->key_norm,
         layer->head_epsilon, rows, layer->query_heads, layer->kv_heads, head_dim, pass->page_size, pass->page_count);
     // Rows of no block attend to nothing.
@@ -47,21 +52,19 @@ static int add_layer(bf16 *residual, bf16 *pool, const Layer *layer, const Pass 
             pass->longest, layer->scaling, layer->query_heads, layer->kv_heads, head_dim, pass->page_size,
             pass->page_count))
         return 1;
-    spool_linear(projected, attended, layer->out, layer->out_bias, rows, queries_size, hidden);
+    spool_linear(projected, attended, layer->out, layer->out_bias, widened, rows, queries_size, hidden);
     spool_add_norm(normed, residual, projected, layer->mlp_norm, rows, hidden, layer->mlp_epsilon);
-    spool_linear(gate_up, normed, layer->gate_up, layer->gate_up_bias, rows, hidden, 2 * inner);
+    spool_linear(gate_up, normed, layer->gate_up, layer->gate_up_bias, widened, rows, hidden, 2 * inner);
     spool_silu_mul(product, gate_up, rows, inner);
-    spool_linear(projected, product, layer->down, layer->down_bias, rows, inner, hidden);
+    spool_linear(projected, product, layer->down, layer->down_bias, widened, rows, inner, hidden);
     spool_add(residual, projected, rows * hidden);
     return 0;
 }
 
 // The same for layers of one size, one after the other, each with its pool.
-int spool_linear_layers(
-    bf16 *residual, bf16 *const *pools, const Layer *layers, ptrdiff_t layer_count, const Pass *pass) {
+int spool_layers(
+    element *residual, element *const *pools, const Layer *layers, ptrdiff_t layer_count, const Pass *pass) {
     for (ptrdiff_t i = 0; i < layer_count; i++)
         if (add_layer(residual, pools[i], layers + i, pass)) return 1;
     return 0;
 }
-
-#endif

@@ -2,134 +2,138 @@
 
 #include "amx.h"
 
-#ifdef MULTIPLIES_BF16
+// Vectors of outputs of one panel.
+#define PANEL_VECTORS (PANEL / LANES)
 
-#include <immintrin.h>
-
-// Bytes of weights from a load to the one that is asked for meanwhile: past the page where hardware stops to look
-// ahead.
+// Bytes of weights from a load to the one that is asked for meanwhile, where a panel is read once: past the page where
+// hardware stops to look ahead.
 #define WEIGHTS_AHEAD 8192
+#define CACHE_LINE 64
 
-INLINE void fetch_weights(const bf16 *from) {
-    __builtin_prefetch((const char *)from + WEIGHTS_AHEAD);
-    __builtin_prefetch((const char *)(from + 2 * LANES) + WEIGHTS_AHEAD);
-}
+// Weights that are asked for while others are multiplied: how many bytes from `from` on for a group of WEIGHT_INPUTS
+// inputs.
+typedef struct {
+    const char *from;
+    ptrdiff_t bytes;
+} Ahead;
 
-// `multiply`: `count` rows [in] by a panel [in / 2, PANEL, 2] to [count, out], of which `columns` are there. Each output
-// is one chain of sums, from the bias on, in the order of inputs, two at a time. No more than TILE rows share a reading
-// of a panel: as registers hold.
-
-#ifdef __AVX512BF16__
-
-#define TILE 12
-
-INLINE __m512bh pairs(const bf16 *from) { return (__m512bh)_mm512_loadu_si512(from); }
-
-INLINE void multiply(int count, bf16 *to, const bf16 *rows, const bf16 *panel, const float *bias, ptrdiff_t in,
-    ptrdiff_t out, ptrdiff_t columns) {
-    __m512 sums[TILE][2];
-#pragma GCC unroll 12
-    for (int row = 0; row < count; row++)
-#pragma GCC unroll 2
-        for (int half = 0; half < 2; half++)
-            sums[row][half] = bias ? _mm512_loadu_ps(bias + half * LANES) : _mm512_setzero_ps();
-    for (ptrdiff_t i = 0; i < in; i += 2) {
-        fetch_weights(panel + i * PANEL);
-        __m512bh weights[2] = {pairs(panel + i * PANEL), pairs(panel + i * PANEL + 2 * LANES)};
-#pragma GCC unroll 12
-        for (int row = 0; row < count; row++) {
-            int32_t pair;
-            memcpy(&pair, rows + row * in + i, sizeof pair);
-            __m512bh inputs = (__m512bh)_mm512_set1_epi32(pair);
-#pragma GCC unroll 2
-            for (int half = 0; half < 2; half++)
-                sums[row][half] = _mm512_dpbf16_ps(sums[row][half], weights[half], inputs);
-        }
-    }
-#pragma GCC unroll 12
-    for (int row = 0; row < count; row++)
-        store_outputs(to + row * out, (f32v)sums[row][0], (f32v)sums[row][1], columns);
-}
-
+// Of weights [LANES, WEIGHT_INPUTS], those of one factor.
+INLINE factors weights_of(const element *from, int which) {
+#if WEIGHT_INPUTS == FACTOR_ELEMENTS
+    (void)which;
+    return load_factors(from);
 #else
+    u32v pairs;
+    memcpy(&pairs, from, sizeof pairs);
+    return (f32v)(which ? pairs & 0xffff0000 : pairs << 16);
+#endif
+}
 
-#define TILE 3
-// Registers that a row's outputs of one panel take.
-#define PARTS 4
-#define PART (PANEL / PARTS)
-
-INLINE __m256i pairs(const bf16 *from) { return _mm256_loadu_si256((const __m256i *)from); }
-
-// Of pairs of bfloat16 numbers, the first ones and the second ones as float32.
-INLINE __m256 first_of(__m256i pairs) { return (__m256)_mm256_slli_epi32(pairs, 16); }
-INLINE __m256 second_of(__m256i pairs) { return (__m256)_mm256_and_si256(pairs, _mm256_set1_epi32(0xffff0000)); }
-
-INLINE void multiply(int count, bf16 *to, const bf16 *rows, const bf16 *panel, const float *bias, ptrdiff_t in,
-    ptrdiff_t out, ptrdiff_t columns) {
-    __m256 sums[TILE][PARTS];
-#pragma GCC unroll 3
+// `count` rows [in] by `vectors` vectors of outputs of a panel [in / WEIGHT_INPUTS, PANEL, WEIGHT_INPUTS] to [count, out],
+// of which `columns` are there. Each output is one chain of sums, from the bias on, in the order of inputs.
+INLINE void multiply_part(int count, int vectors, element *to, const factor *rows, const element *panel,
+    const float *bias, Ahead ahead, ptrdiff_t in, ptrdiff_t out, ptrdiff_t columns) {
+    f32v sums[LINEAR_ROWS][PANEL_VECTORS];
+#pragma GCC unroll 12
     for (int row = 0; row < count; row++)
-#pragma GCC unroll 4
-        for (int part = 0; part < PARTS; part++)
-            sums[row][part] = bias ? _mm256_loadu_ps(bias + part * PART) : _mm256_setzero_ps();
-    for (ptrdiff_t i = 0; i < in; i += 2) {
-        const bf16 *from = panel + i * PANEL;
-        fetch_weights(from);
-#pragma GCC unroll 4
-        for (int part = 0; part < PARTS; part++) {
-            __m256i weights = pairs(from + part * 2 * PART);
-#pragma GCC unroll 3
-            for (int row = 0; row < count; row++) {
-                int32_t pair;
-                memcpy(&pair, rows + row * in + i, sizeof pair);
-                __m256i inputs = _mm256_set1_epi32(pair);
-                sums[row][part] = _mm256_fmadd_ps(first_of(weights), first_of(inputs), sums[row][part]);
-                sums[row][part] = _mm256_fmadd_ps(second_of(weights), second_of(inputs), sums[row][part]);
-            }
+#pragma GCC unroll 8
+        for (int part = 0; part < vectors; part++)
+            sums[row][part] = bias ? load(bias + part * LANES) : splat(0.0f);
+    ptrdiff_t row_factors = in / FACTOR_ELEMENTS;
+    for (ptrdiff_t i = 0; i < row_factors; i += WEIGHT_INPUTS / FACTOR_ELEMENTS) {
+        const element *weights = panel + i * FACTOR_ELEMENTS * PANEL;
+        __builtin_prefetch(ahead.from);
+        if (ahead.bytes > CACHE_LINE) __builtin_prefetch(ahead.from + CACHE_LINE);
+        ahead.from += ahead.bytes;
+#pragma GCC unroll 2
+        for (int which = 0; which < WEIGHT_INPUTS / FACTOR_ELEMENTS; which++) {
+            factors by[PANEL_VECTORS];
+#pragma GCC unroll 8
+            for (int part = 0; part < vectors; part++)
+                by[part] = weights_of(weights + part * LANES * WEIGHT_INPUTS, which);
+#pragma GCC unroll 12
+            for (int row = 0; row < count; row++)
+#pragma GCC unroll 8
+                for (int part = 0; part < vectors; part++)
+                    sums[row][part] = add_products(sums[row][part], by[part], rows[row * row_factors + i + which]);
         }
     }
-#pragma GCC unroll 3
-    for (int row = 0; row < count; row++) {
-        f32v halves[2];
-        memcpy(halves, sums[row], sizeof halves);
-        store_outputs(to + row * out, halves[0], halves[1], columns);
+#pragma GCC unroll 12
+    for (int row = 0; row < count; row++) store_outputs(to + row * out, sums[row], vectors, columns);
+}
+
+// The same for a whole panel, in as many parts as registers hold sums of all rows, which are no more than LINEAR_ROWS.
+INLINE void multiply(int count, element *to, const factor *rows, const element *panel, const float *bias, Ahead ahead,
+    ptrdiff_t in, ptrdiff_t out, ptrdiff_t columns) {
+    for (ptrdiff_t first = 0; first < columns; first += LINEAR_VECTORS(count) * LANES) {
+        multiply_part(count, LINEAR_VECTORS(count), to + first, rows, panel + first * WEIGHT_INPUTS,
+            bias ? bias + first : NULL, ahead, in, out, columns - first);
+        ahead.from += in / WEIGHT_INPUTS * ahead.bytes;
     }
 }
 
+#ifdef PAIRED
+#define FACTORS_OF(rows, factors, size) ((void)(factors), (const factor *)(rows))
+#else
+#define FACTORS_OF(rows, factors, size) (widen(factors, rows, size), (const factor *)(factors))
+
+static void widen(float *to, const element *from, ptrdiff_t size) {
+    ptrdiff_t whole = size / LANES * LANES;
+#pragma omp parallel for schedule(static) if (size >= 1 << 15)
+    for (ptrdiff_t i = 0; i < whole; i += LANES) store(to + i, load_element(from + i));
+    if (whole == size) return;
+    element last[LANES] = {};
+    memcpy(last, from + whole, (size - whole) * sizeof *last);
+    float widened[LANES];
+    store(widened, load_element(last));
+    memcpy(to + whole, widened, (size - whole) * sizeof *to);
+}
 #endif
 
-// rows [count, in] by weights [panels, in / 2, PANEL, 2], plus bias [panels * PANEL] if there is one, to [count, out].
-void spool_linear(
-    bf16 *to, const bf16 *rows, const bf16 *weights, const float *bias, ptrdiff_t count, ptrdiff_t in, ptrdiff_t out) {
-#ifdef __AMX_BF16__
+// rows [count, in] by weights [panels, in / WEIGHT_INPUTS, PANEL, WEIGHT_INPUTS], plus bias [panels * PANEL] if there is
+// one, to [count, out]. `scratch`: [count, in]. `in` is a multiple of WEIGHT_INPUTS.
+void spool_linear(element *to, const element *rows, const element *weights, const float *bias, float *scratch,
+    ptrdiff_t count, ptrdiff_t in, ptrdiff_t out) {
+    assert(count > 0 && in > 0 && out > 0 && in % WEIGHT_INPUTS == 0);
+#ifdef HAS_TILES
     if (spool_has_tiles() && in % TILE_INPUTS == 0) {
         tile_linear(to, rows, weights, bias, count, in, out);
         return;
     }
 #endif
-    ptrdiff_t panels = (out + PANEL - 1) / PANEL, tiles = (count + TILE - 1) / TILE;
+    const factor *row_factors = FACTORS_OF(rows, scratch, count * in);
+    ptrdiff_t panels = (out + PANEL - 1) / PANEL, tiles = (count + LINEAR_ROWS - 1) / LINEAR_ROWS;
+    // Each reading of a panel asks for its share of the next one.
+    ptrdiff_t readings = tiles * PANEL_VECTORS / LINEAR_VECTORS((count + tiles - 1) / tiles);
+    ptrdiff_t group_bytes = WEIGHT_INPUTS * PANEL * sizeof *weights, ahead_bytes = (group_bytes + readings - 1) / readings;
 #pragma omp parallel for schedule(static)
     for (ptrdiff_t panel = 0; panel < panels; panel++) {
-        const bf16 *panel_weights = weights + panel * in * PANEL;
+        const element *panel_weights = weights + panel * in * PANEL;
         const float *panel_bias = bias ? bias + panel * PANEL : NULL;
         ptrdiff_t columns = out - panel * PANEL < PANEL ? out - panel * PANEL : PANEL;
         for (ptrdiff_t tile = 0; tile < tiles; tile++) {
             ptrdiff_t first = tile * count / tiles, height = (tile + 1) * count / tiles - first;
+            element *outputs = to + first * out + panel * PANEL;
+            const factor *tile_rows = row_factors + first * (in / FACTOR_ELEMENTS);
+            ptrdiff_t distance = readings > 1 ? in * PANEL * sizeof *weights : WEIGHTS_AHEAD;
+            const Ahead ahead = {
+                (const char *)panel_weights + distance + tile * readings / tiles * (in / WEIGHT_INPUTS) * ahead_bytes,
+                ahead_bytes};
 #define HEIGHT(rows_)                                                                                                  \
     case rows_:                                                                                                        \
-        multiply(                                                                                                      \
-            rows_, to + first * out + panel * PANEL, rows + first * in, panel_weights, panel_bias, in, out, columns);  \
+        multiply(rows_, outputs, tile_rows, panel_weights, panel_bias, ahead, in, out, columns);                       \
         break;
             switch (height) {
                 HEIGHT(1)
                 HEIGHT(2)
                 HEIGHT(3)
-#if TILE > 3
-                HEIGHT(4) HEIGHT(5) HEIGHT(6) HEIGHT(7) HEIGHT(8) HEIGHT(9) HEIGHT(10) HEIGHT(11) HEIGHT(12)
+                HEIGHT(4)
+                HEIGHT(5)
+                HEIGHT(6)
+#if LINEAR_ROWS > 6
+                HEIGHT(7) HEIGHT(8) HEIGHT(9) HEIGHT(10) HEIGHT(11) HEIGHT(12)
 #endif
             }
         }
     }
 }
-
-#endif

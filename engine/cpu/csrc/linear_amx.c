@@ -2,9 +2,8 @@
 
 #include "amx.h"
 
-#ifdef __AMX_BF16__
+#ifdef HAS_TILES
 
-#include <immintrin.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -38,12 +37,10 @@ typedef struct {
 INLINE void write_outputs(Finished *block, ptrdiff_t rows, ptrdiff_t out) {
     ptrdiff_t end = block->written + rows < block->rows ? block->written + rows : block->rows;
     for (ptrdiff_t row = block->written; row < end; row++) {
-        f32v left = load(block->sums[row]), right = load(block->sums[row] + LANES);
-        if (block->bias) {
-            left += load(block->bias);
-            right += load(block->bias + LANES);
-        }
-        store_outputs(block->to + row * out, left, right, block->columns);
+        f32v outputs[2] = {load(block->sums[row]), load(block->sums[row] + LANES)};
+        if (block->bias)
+            for (int half = 0; half < 2; half++) outputs[half] += load(block->bias + half * LANES);
+        store_outputs(block->to + row * out, outputs, 2, block->columns);
     }
     block->written = end;
 }

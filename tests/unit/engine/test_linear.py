@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from engine.cpu.kernels import CpuKernels, load_cpu_kernels
+from engine.cpu.kernels import CpuKernels
 from engine.cpu.linear import KernelLinear, PrepackedLinear, can_prepack, prepack_linears
-from tests.support.cpu_kernels import NEEDS_BF16_PRODUCTS, NEEDS_ONEDNN_BF16, compiled_kernels
+from tests.support.cpu_kernels import NEEDS_ONEDNN_BF16, compiled_kernels
 
 
 def model(dtype: torch.dtype) -> nn.Sequential:
@@ -30,8 +30,6 @@ def plain_and_prepacked(dtype: torch.dtype, kernels: CpuKernels | None) -> tuple
 def bfloat16_pair(request: pytest.FixtureRequest) -> tuple[nn.Sequential, nn.Sequential]:
     kernels = compiled_kernels() if request.param is KernelLinear else None
     weight = torch.zeros(2, 2, dtype=torch.bfloat16)
-    if kernels is not None and not kernels.multiplies(weight):
-        pytest.skip(NEEDS_BF16_PRODUCTS)
     if not can_prepack(weight, kernels):
         pytest.skip(NEEDS_ONEDNN_BF16)
     plain, changed = plain_and_prepacked(torch.bfloat16, kernels)
@@ -63,6 +61,9 @@ def test_a_row_keeps_its_bits_at_every_row_count(bfloat16_pair: tuple[nn.Sequent
             assert torch.equal(layer(rows[:, :count]), together[:, :count]), count
 
 
-def test_float32_is_left_as_it_is() -> None:
-    _, changed = plain_and_prepacked(torch.float32, load_cpu_kernels(lambda *_: None))
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32], ids=str)
+def test_kernels_of_another_dtype_leave_layers_as_they_are(dtype: torch.dtype) -> None:
+    _, changed = plain_and_prepacked(dtype, compiled_kernels(torch.bfloat16))
     assert not any(isinstance(module, PrepackedLinear | KernelLinear) for module in changed.modules())
+    _, changed = plain_and_prepacked(dtype, compiled_kernels(dtype))
+    assert sum(isinstance(module, KernelLinear) for module in changed.modules()) == 2

@@ -1,0 +1,86 @@
+// Elements: the numbers of the model's dtype, as weights, rows and KV have them in memory. A library is built for one
+// dtype, by -DELEMENT_F32, -DELEMENT_F16 or -DELEMENT_BF16. All sums are float32.
+
+#pragma once
+
+#include "vectors.h"
+
+typedef uint16_t bf16;
+
+INLINE f32v load_bf16(const bf16 *from) {
+    u16v x;
+    memcpy(&x, from, sizeof x);
+    return (f32v)(__builtin_convertvector(x, u32v) << 16);
+}
+
+#ifndef ROUNDS_TO_BF16
+// To nearest, ties to even; NaN stays NaN.
+INLINE void store_bf16(bf16 *to, f32v value) {
+    u32v bits = (u32v)value;
+    u32v rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    u32v nan = (u32v)(value != value);
+    u16v x = __builtin_convertvector((nan & 0x7fc0) | (~nan & rounded), u16v);
+    memcpy(to, &x, sizeof x);
+}
+#endif
+
+// PAIRED: products are taken of pairs of elements, as they lie in memory. Otherwise elements are widened to float32
+// before. WEIGHT_INPUTS: inputs whose weights for one output lie side by side in a panel.
+
+#if defined ELEMENT_F32
+
+typedef float element;
+#define WEIGHT_INPUTS 1
+static const element LOWEST = -INFINITY;
+INLINE f32v load_element(const element *from) { return load(from); }
+INLINE void store_element(element *to, f32v x) { store(to, x); }
+
+#elif defined ELEMENT_F16
+
+typedef uint16_t element;
+#define WEIGHT_INPUTS 1
+static const element LOWEST = 0xfc00; // -infinity
+INLINE f32v load_element(const element *from) { return load_f16(from); }
+INLINE void store_element(element *to, f32v x) { store_f16(to, x); }
+
+#elif defined ELEMENT_BF16
+
+typedef bf16 element;
+#define WEIGHT_INPUTS 2
+static const element LOWEST = 0xff80; // -infinity
+INLINE f32v load_element(const element *from) { return load_bf16(from); }
+INLINE void store_element(element *to, f32v x) { store_bf16(to, x); }
+#ifdef MULTIPLIES_PAIRS
+#define PAIRED
+#endif
+
+#else
+#error "one of ELEMENT_F32, ELEMENT_F16 and ELEMENT_BF16 must be defined"
+#endif
+
+// What one factor of a product takes in memory where rows are multiplied, and in a vector, by what.
+#ifdef PAIRED
+
+#define FACTOR_ELEMENTS 2
+typedef uint32_t factor;
+typedef u32v factors;
+
+INLINE factors load_factors(const element *from) {
+    factors x;
+    memcpy(&x, from, sizeof x);
+    return x;
+}
+
+INLINE f32v add_products(f32v sum, factors x, factor by) { return add_pair_products(sum, x, by - (u32v){}); }
+
+#else
+
+#define FACTOR_ELEMENTS 1
+typedef float factor;
+typedef f32v factors;
+
+INLINE factors load_factors(const element *from) { return load_element(from); }
+
+INLINE f32v add_products(f32v sum, factors x, factor by) { return multiply_add(x, splat(by), sum); }
+
+#endif

@@ -1,0 +1,19 @@
+// AVX2 with fused multiply-add and float16 conversions (FMA, F16C).
+
+#include <immintrin.h>
+
+#define LANES 8
+#define LINEAR_ROWS 6
+#define LINEAR_VECTORS(rows) ((rows) > 2 ? 2 : 4)
+#define VALUE_QUERIES 4
+#define VALUE_VECTORS 2
+
+INLINE f32v multiply_add(f32v x, f32v y, f32v sum) {
+    return (f32v)_mm256_fmadd_ps((__m256)x, (__m256)y, (__m256)sum);
+}
+
+INLINE f32v load_f16(const uint16_t *from) { return (f32v)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from)); }
+
+INLINE void store_f16(uint16_t *to, f32v x) {
+    _mm_storeu_si128((__m128i *)to, _mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}

@@ -1,0 +1,38 @@
+// AVX-512, with bfloat16 products where the processor has them.
+
+#include <immintrin.h>
+
+#define LANES 16
+// Sums that stay in registers, in rows and vectors: of linear layers, and of values in attention.
+#define LINEAR_ROWS 12
+#define LINEAR_VECTORS(rows) 2
+#define VALUE_QUERIES 4
+#define VALUE_VECTORS 4
+
+INLINE f32v multiply_add(f32v x, f32v y, f32v sum) {
+    return (f32v)_mm512_fmadd_ps((__m512)x, (__m512)y, (__m512)sum);
+}
+
+INLINE f32v load_f16(const uint16_t *from) {
+    return (f32v)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)from));
+}
+
+INLINE void store_f16(uint16_t *to, f32v x) {
+    _mm256_storeu_si256((__m256i *)to, _mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+
+#ifdef __AVX512BF16__
+#define MULTIPLIES_PAIRS
+
+// Flushes subnormal products and sums to 0, and rounds once for both products.
+INLINE f32v add_pair_products(f32v sum, u32v pairs, u32v by) {
+    return (f32v)_mm512_dpbf16_ps((__m512)sum, (__m512bh)pairs, (__m512bh)by);
+}
+
+// Numbers below the normal range become 0.
+#define ROUNDS_TO_BF16
+INLINE void store_bf16(uint16_t *to, f32v x) {
+    __m256bh rounded = _mm512_cvtneps_pbh((__m512)x);
+    memcpy(to, &rounded, sizeof rounded);
+}
+#endif

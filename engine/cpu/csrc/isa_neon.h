@@ -1,0 +1,27 @@
+// 64-bit ARM (NEON), with bfloat16 products where the processor has them.
+
+#include <arm_neon.h>
+
+#define LANES 4
+#define LINEAR_ROWS 6
+#define LINEAR_VECTORS(rows) ((rows) > 2 ? 4 : 8)
+#define VALUE_QUERIES 4
+#define VALUE_VECTORS 4
+
+INLINE f32v multiply_add(f32v x, f32v y, f32v sum) {
+    return (f32v)vfmaq_f32((float32x4_t)sum, (float32x4_t)x, (float32x4_t)y);
+}
+
+INLINE f32v load_f16(const uint16_t *from) { return (f32v)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(from))); }
+
+INLINE void store_f16(uint16_t *to, f32v x) { vst1_u16(to, vreinterpret_u16_f16(vcvt_f16_f32((float32x4_t)x))); }
+
+#ifdef __ARM_FEATURE_BF16_VECTOR_ARITHMETIC
+#define MULTIPLIES_PAIRS
+
+// The second products before the first, each sum rounded once.
+INLINE f32v add_pair_products(f32v sum, u32v pairs, u32v by) {
+    bfloat16x8_t x = (bfloat16x8_t)pairs, y = (bfloat16x8_t)by;
+    return (f32v)vbfmlalbq_f32(vbfmlaltq_f32((float32x4_t)sum, x, y), x, y);
+}
+#endif

@@ -1,0 +1,50 @@
+// Any processor: the compiler splits vectors as it must. Products are rounded before they are added.
+
+#define LANES 4
+#define LINEAR_ROWS 6
+#define LINEAR_VECTORS(rows) ((rows) > 2 ? 2 : 8)
+#define VALUE_QUERIES 4
+#define VALUE_VECTORS 2
+
+INLINE f32v multiply_add(f32v x, f32v y, f32v sum) { return x * y + sum; }
+
+INLINE float f16_to_float(uint16_t x) {
+    // Shifted to float32's place, exponents are 112 too small; the product mends normal and subnormal numbers alike.
+    uint32_t bits = (uint32_t)(x & 0x7fff) << 13, sign = (uint32_t)(x & 0x8000) << 16;
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    value *= 0x1p112f;
+    memcpy(&bits, &value, sizeof bits);
+    if ((x & 0x7c00) == 0x7c00) bits |= 0x7f800000;
+    bits |= sign;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+INLINE uint16_t float_to_f16(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    uint16_t sign = bits >> 16 & 0x8000;
+    bits &= 0x7fffffff;
+    if (bits > 0x7f800000) return sign | 0x7e00;
+    if (bits >= 0x477ff000) return sign | 0x7c00;
+    if (bits < 0x38800000) {
+        // Adding 1/2 leaves a subnormal's digits, rounded, in the lowest places.
+        float magnitude;
+        memcpy(&magnitude, &bits, sizeof magnitude);
+        magnitude += 0.5f;
+        memcpy(&bits, &magnitude, sizeof bits);
+        return sign | (uint16_t)(bits - 0x3f000000);
+    }
+    return sign | (uint16_t)((bits - 0x38000000 + 0xfff + (bits >> 13 & 1)) >> 13);
+}
+
+INLINE f32v load_f16(const uint16_t *from) {
+    f32v x;
+    for (int lane = 0; lane < LANES; lane++) x[lane] = f16_to_float(from[lane]);
+    return x;
+}
+
+INLINE void store_f16(uint16_t *to, f32v x) {
+    for (int lane = 0; lane < LANES; lane++) to[lane] = float_to_f16(x[lane]);
+}

@@ -1,0 +1,360 @@
+// Compares the CPU kernels with plain C in float64, and rows in company with the same rows alone, on small shapes.
+//
+// A program without Python, for sanitizers and for processors that only an emulator has. Every array is allocated at its
+// exact size, so that AddressSanitizer sees what is read or written beside it. Ends with status 1 at the first
+// difference.
+
+#include <stdio.h>
+
+#include "kernels.h"
+
+// Of kernels.h's functions, what is in no header.
+typedef struct {
+    const element *qkv, *out, *gate_up, *down;
+    const float *qkv_bias, *out_bias, *gate_up_bias, *down_bias;
+    const element *attention_norm, *mlp_norm, *query_norm, *key_norm;
+    ptrdiff_t hidden, inner, query_heads, kv_heads, head_dim;
+    float attention_epsilon, mlp_epsilon, head_epsilon, scaling;
+} Layer;
+
+typedef struct {
+    const float *cos, *sin;
+    const int64_t *slots, *pages;
+    const Block *blocks;
+    void *scratch;
+    ptrdiff_t rows, block_count, max_rows, longest, page_size, page_count;
+} Pass;
+
+ptrdiff_t spool_layer_scratch(const Layer *layer);
+int spool_layers(element *residual, element *const *pools, const Layer *layers, ptrdiff_t layer_count, const Pass *pass);
+
+#if defined ELEMENT_F32
+#define HALF_BIT 2e-6
+#elif defined ELEMENT_F16
+#define HALF_BIT 0x1p-11
+#else
+#define HALF_BIT 0x1p-8
+#endif
+
+#define NEW(type, count) ((type *)calloc_or_end((count), sizeof(type)))
+
+static void *calloc_or_end(size_t count, size_t size) {
+    void *memory = aligned_alloc(64, (count * size + 63) / 64 * 64);
+    if (!memory) exit(2);
+    memset(memory, 0, count * size);
+    return memory;
+}
+
+static void end_unless(int holds, const char *what) {
+    if (holds) return;
+    printf("%s\n", what);
+    exit(1);
+}
+
+static double number(element x) {
+#if defined ELEMENT_F32
+    return x;
+#elif defined ELEMENT_F16
+    int exponent = x >> 10 & 31, digits = x & 1023;
+    double magnitude = exponent ? ldexp(1024 + digits, exponent - 25) : ldexp(digits, -24);
+    if (exponent == 31) magnitude = digits ? NAN : INFINITY;
+    return x & 0x8000 ? -magnitude : magnitude;
+#else
+    uint32_t bits = (uint32_t)x << 16;
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+#endif
+}
+
+// Of a whole number of 64ths between -2 and 2, which all dtypes have.
+static element element_of(int sixty_fourths) {
+#if defined ELEMENT_F32
+    return (float)sixty_fourths / 64;
+#elif defined ELEMENT_F16
+    int exponent = 0;
+    unsigned magnitude = abs(sixty_fourths);
+    if (!magnitude) return 0;
+    while (magnitude >> (exponent + 1)) exponent++;
+    unsigned digits = (magnitude << (10 - exponent)) & 1023;
+    return (sixty_fourths < 0 ? 0x8000 : 0) | (exponent - 6 + 15) << 10 | digits;
+#else
+    float value = (float)sixty_fourths / 64;
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    return bits >> 16;
+#endif
+}
+
+static uint64_t state = 20251022;
+
+static int draw(int below) {
+    state = state * 6364136223846793005u + 1442695040888963407u;
+    return (int)((state >> 33) % below);
+}
+
+static element *random_elements(ptrdiff_t count) {
+    element *numbers = NEW(element, count);
+    for (ptrdiff_t i = 0; i < count; i++) numbers[i] = element_of(draw(257) - 128);
+    return numbers;
+}
+
+static void expect(element got, double exact, double slack, const char *what) {
+    double error = fabs(number(got) - exact);
+    if (error <= HALF_BIT * slack * fmax(fabs(exact), 0.05)) return;
+    printf("%s: %.9g, must be %.9g\n", what, number(got), exact);
+    exit(1);
+}
+
+// --- linear layers ----------------------------------------------------------------------------------------------------
+
+// weights [out, in] to panels.
+static element *to_panels(const element *weights, ptrdiff_t out, ptrdiff_t in) {
+    ptrdiff_t panels = (out + PANEL - 1) / PANEL;
+    element *to = NEW(element, panels * PANEL * in);
+    for (ptrdiff_t o = 0; o < out; o++)
+        for (ptrdiff_t i = 0; i < in; i++)
+            to[(o / PANEL * (in / WEIGHT_INPUTS) + i / WEIGHT_INPUTS) * PANEL * WEIGHT_INPUTS +
+                o % PANEL * WEIGHT_INPUTS + i % WEIGHT_INPUTS] = weights[o * in + i];
+    return to;
+}
+
+static float *random_bias(ptrdiff_t out) {
+    float *bias = NEW(float, (out + PANEL - 1) / PANEL * PANEL);
+    for (ptrdiff_t i = 0; i < out; i++) bias[i] = (float)(draw(257) - 128) / 64;
+    return bias;
+}
+
+static void check_linear(ptrdiff_t count, ptrdiff_t in, ptrdiff_t out, int biased) {
+    element *rows = random_elements(count * in), *weights = random_elements(out * in);
+    element *panels = to_panels(weights, out, in), *to = NEW(element, count * out), *alone = NEW(element, out);
+    float *bias = biased ? random_bias(out) : NULL, *scratch = NEW(float, count * in);
+    spool_linear(to, rows, panels, bias, scratch, count, in, out);
+    for (ptrdiff_t row = 0; row < count; row++) {
+        for (ptrdiff_t o = 0; o < out; o++) {
+            double exact = biased ? bias[o] : 0;
+            for (ptrdiff_t i = 0; i < in; i++) exact += number(rows[row * in + i]) * number(weights[o * in + i]);
+            expect(to[row * out + o], exact, 1.1, "linear");
+        }
+        spool_linear(alone, rows + row * in, panels, bias, scratch, 1, in, out);
+        end_unless(!memcmp(alone, to + row * out, out * sizeof *alone), "linear: a row alone has other bits");
+    }
+    free(rows), free(weights), free(panels), free(to), free(alone), free(bias), free(scratch);
+}
+
+// --- what happens between them ----------------------------------------------------------------------------------------
+
+static double norm_scale(const element *row, ptrdiff_t hidden, double epsilon) {
+    double squares = 0;
+    for (ptrdiff_t i = 0; i < hidden; i++) squares += number(row[i]) * number(row[i]);
+    return 1 / sqrt(squares / hidden + epsilon);
+}
+
+static void check_rows(ptrdiff_t rows, ptrdiff_t hidden) {
+    ptrdiff_t size = rows * hidden;
+    element *x = random_elements(size), *added = random_elements(size), *weight = random_elements(hidden);
+    element *to = NEW(element, size), *residual = NEW(element, size), *sums = NEW(element, size);
+    spool_norm(to, x, weight, rows, hidden, 1e-5f);
+    for (ptrdiff_t i = 0; i < size; i++) {
+        double scale = norm_scale(x + i / hidden * hidden, hidden, 1e-5);
+        expect(to[i], number(x[i]) * scale * number(weight[i % hidden]), 1.1, "norm");
+    }
+    memcpy(residual, x, size * sizeof *x);
+    spool_add_norm(to, residual, added, weight, rows, hidden, 1e-5f);
+    memcpy(sums, x, size * sizeof *x);
+    spool_add(sums, added, size);
+    end_unless(!memcmp(sums, residual, size * sizeof *sums), "add and add_norm give other sums");
+    for (ptrdiff_t i = 0; i < size; i++) {
+        expect(sums[i], number(x[i]) + number(added[i]), 1.1, "add");
+        double scale = norm_scale(sums + i / hidden * hidden, hidden, 1e-5);
+        expect(to[i], number(sums[i]) * scale * number(weight[i % hidden]), 1.1, "add_norm");
+    }
+    element *gate_up = random_elements(2 * size);
+    spool_silu_mul(to, gate_up, rows, hidden);
+    for (ptrdiff_t i = 0; i < size; i++) {
+        double gate = number(gate_up[i / hidden * 2 * hidden + i % hidden]);
+        double up = number(gate_up[i / hidden * 2 * hidden + hidden + i % hidden]);
+        expect(to[i], gate / (1 + exp(-gate)) * up, 1.1, "silu_mul");
+    }
+    free(x), free(added), free(weight), free(to), free(residual), free(sums), free(gate_up);
+}
+
+static void check_logits(ptrdiff_t rows, ptrdiff_t size) {
+    ptrdiff_t stride = size + 3;
+    element *scores = random_elements(rows * stride);
+    int64_t *places = NEW(int64_t, rows);
+    float *values = NEW(float, rows);
+    spool_argmax(places, values, scores, rows, stride, size);
+    for (ptrdiff_t row = 0; row < rows; row++) {
+        ptrdiff_t best = 0;
+        for (ptrdiff_t i = 1; i < size; i++)
+            if (number(scores[row * stride + i]) > number(scores[row * stride + best])) best = i;
+        end_unless(places[row] == best && values[row] == number(scores[row * stride + best]), "argmax");
+        places[row] = (row * 7) % size;
+    }
+    spool_probabilities(values, scores, places, rows, stride, size);
+    for (ptrdiff_t row = 0; row < rows; row++) {
+        double total = 0;
+        for (ptrdiff_t i = 0; i < size; i++) total += exp(number(scores[row * stride + i]));
+        double exact = exp(number(scores[row * stride + places[row]])) / total;
+        end_unless(fabs(values[row] - exact) < 1e-4 * exact, "probabilities");
+    }
+    free(scores), free(places), free(values);
+}
+
+// --- attention --------------------------------------------------------------------------------------------------------
+
+typedef struct {
+    ptrdiff_t query_heads, kv_heads, head_dim, page_size, pages;
+} Shape;
+
+// Element of a pool [2, pages, kv_heads, page_size, head_dim].
+static element *kv_of(element *pool, const Shape *shape, int values, int64_t page, ptrdiff_t head, ptrdiff_t offset) {
+    return pool + (((values * shape->pages + page) * shape->kv_heads + head) * shape->page_size + offset) *
+                      shape->head_dim;
+}
+
+static void check_attention_row(const element *got, const element *query, element *pool, const Shape *shape,
+    const int64_t *pages, ptrdiff_t seen, ptrdiff_t kv_head, double scaling) {
+    double *weights = NEW(double, seen), total = 0;
+    for (ptrdiff_t position = 0; position < seen; position++) {
+        const element *key = kv_of(pool, shape, 0, pages[position / shape->page_size], kv_head, position % shape->page_size);
+        double score = 0;
+        for (ptrdiff_t i = 0; i < shape->head_dim; i++) score += number(query[i]) * number(key[i]);
+        total += weights[position] = exp(score * scaling);
+    }
+    for (ptrdiff_t i = 0; i < shape->head_dim; i++) {
+        double exact = 0;
+        for (ptrdiff_t position = 0; position < seen; position++)
+            exact += weights[position] / total *
+                     number(kv_of(pool, shape, 1, pages[position / shape->page_size], kv_head, position % shape->page_size)[i]);
+        end_unless(fabs(number(got[i]) - exact) < 4 * HALF_BIT * fmax(fabs(exact), 0.5), "attend");
+    }
+    free(weights);
+}
+
+static void check_attention(const Shape *shape) {
+    enum { BLOCKS = 3 };
+    const ptrdiff_t starts[BLOCKS] = {0, 37, 15}, heights[BLOCKS] = {8, 5, 1};
+    ptrdiff_t row_size = shape->query_heads * shape->head_dim, half = shape->pages * shape->kv_heads * shape->page_size;
+    element *pool = random_elements(2 * half * shape->head_dim);
+    int64_t *pages = NEW(int64_t, shape->pages);
+    Block *blocks = NEW(Block, BLOCKS);
+    ptrdiff_t rows = 0, listed = 0;
+    for (int i = 0; i < BLOCKS; i++) {
+        blocks[i] = (Block){rows, heights[i], starts[i], listed};
+        rows += heights[i];
+        for (ptrdiff_t first = 0; first < starts[i] + heights[i]; first += shape->page_size, listed++)
+            pages[listed] = shape->pages - 1 - listed;
+    }
+    end_unless(listed <= shape->pages, "too few pages");
+    element *queries = random_elements(rows * row_size), *to = NEW(element, rows * row_size);
+    element *alone = NEW(element, row_size);
+    float scaling = 0.125f;
+    end_unless(!spool_attend(to, queries, pool, pages, blocks, BLOCKS, 8, 42, scaling, shape->query_heads,
+                   shape->kv_heads, shape->head_dim, shape->page_size, shape->pages),
+        "attend: no memory");
+    for (int i = 0; i < BLOCKS; i++)
+        for (ptrdiff_t row = 0; row < blocks[i].rows; row++) {
+            ptrdiff_t place = (blocks[i].first_row + row) * row_size, seen = blocks[i].start + row + 1;
+            const Block block = {0, 1, blocks[i].start + row, blocks[i].first_page};
+            for (ptrdiff_t head = 0; head < shape->query_heads; head++)
+                check_attention_row(to + place + head * shape->head_dim, queries + place + head * shape->head_dim, pool,
+                    shape, pages + blocks[i].first_page, seen, head / (shape->query_heads / shape->kv_heads), scaling);
+            spool_attend(alone, queries + place, pool, pages, &block, 1, 1, seen, scaling, shape->query_heads,
+                shape->kv_heads, shape->head_dim, shape->page_size, shape->pages);
+            end_unless(!memcmp(alone, to + place, row_size * sizeof *alone), "attend: a row alone has other bits");
+        }
+    free(pool), free(pages), free(blocks), free(queries), free(to), free(alone);
+}
+
+// --- whole layers -----------------------------------------------------------------------------------------------------
+
+// Positions [0, rows) of one sequence through the layers, `together` at a time, to `residual`.
+static void run_layers(element *residual, const Layer *layers, ptrdiff_t count, ptrdiff_t rows, ptrdiff_t together,
+    const Shape *shape, const int64_t *pages) {
+    ptrdiff_t hidden = layers->hidden, head_dim = shape->head_dim;
+    ptrdiff_t pool_size = 2 * shape->pages * shape->kv_heads * shape->page_size * head_dim;
+    element **pools = NEW(element *, count);
+    for (ptrdiff_t i = 0; i < count; i++) pools[i] = NEW(element, pool_size);
+    for (ptrdiff_t first = 0; first < rows; first += together) {
+        ptrdiff_t height = rows - first < together ? rows - first : together;
+        float *cosines = NEW(float, height * head_dim), *sines = NEW(float, height * head_dim);
+        int64_t *slots = NEW(int64_t, height);
+        void *scratch = NEW(char, height * spool_layer_scratch(layers));
+        for (ptrdiff_t row = 0; row < height; row++) {
+            ptrdiff_t position = first + row;
+            slots[row] = pages[position / shape->page_size] * shape->page_size + position % shape->page_size;
+            for (ptrdiff_t i = 0; i < head_dim; i++) {
+                double angle = position / pow(10000, (double)(i % (head_dim / 2)) / (head_dim / 2.0));
+                cosines[row * head_dim + i] = (float)cos(angle);
+                sines[row * head_dim + i] = (float)(i < head_dim / 2 ? -sin(angle) : sin(angle));
+            }
+        }
+        const Block block = {0, height, first, 0};
+        const Pass pass = {cosines, sines, slots, pages, &block, scratch, height, 1, height, first + height,
+            shape->page_size, shape->pages};
+        end_unless(!spool_layers(residual + first * hidden, pools, layers, count, &pass), "layers: no memory");
+        free(cosines), free(sines), free(slots), free(scratch);
+    }
+    for (ptrdiff_t i = 0; i < count; i++) free(pools[i]);
+    free(pools);
+}
+
+static element *random_panels(ptrdiff_t out, ptrdiff_t in) {
+    element *weights = random_elements(out * in), *panels = to_panels(weights, out, in);
+    free(weights);
+    return panels;
+}
+
+static void check_layers(const Shape *shape, ptrdiff_t hidden, ptrdiff_t inner, ptrdiff_t rows) {
+    enum { LAYERS = 2 };
+    ptrdiff_t queries = shape->query_heads * shape->head_dim, qkv = queries + 2 * shape->kv_heads * shape->head_dim;
+    Layer layers[LAYERS];
+    for (int i = 0; i < LAYERS; i++)
+        layers[i] = (Layer){random_panels(qkv, hidden), random_panels(hidden, queries), random_panels(2 * inner, hidden),
+            random_panels(hidden, inner), random_bias(qkv), NULL, NULL, NULL, random_elements(hidden),
+            random_elements(hidden), random_elements(shape->head_dim), random_elements(shape->head_dim), hidden, inner,
+            shape->query_heads, shape->kv_heads, shape->head_dim, 1e-5f, 1e-5f, 1e-6f, 0.125f};
+    int64_t *pages = NEW(int64_t, shape->pages);
+    for (ptrdiff_t i = 0; i < shape->pages; i++) pages[i] = shape->pages - 1 - i;
+    element *inputs = random_elements(rows * hidden), *one_by_one = NEW(element, rows * hidden);
+    element *together = NEW(element, rows * hidden);
+    size_t size = rows * hidden * sizeof *inputs;
+    memcpy(one_by_one, inputs, size);
+    run_layers(one_by_one, layers, LAYERS, rows, 1, shape, pages);
+    end_unless(memcmp(one_by_one, inputs, size), "layers add nothing");
+    for (ptrdiff_t i = 0; i < rows * hidden; i++) end_unless(isfinite(number(one_by_one[i])), "layers: no number");
+    for (ptrdiff_t count = 2; count <= rows; count += 3) {
+        memcpy(together, inputs, size);
+        run_layers(together, layers, LAYERS, rows, count, shape, pages);
+        end_unless(!memcmp(together, one_by_one, size), "layers: rows together have other bits");
+    }
+    for (int i = 0; i < LAYERS; i++) {
+        const Layer *layer = layers + i;
+        const void *parts[] = {layer->qkv, layer->out, layer->gate_up, layer->down, layer->qkv_bias,
+            layer->attention_norm, layer->mlp_norm, layer->query_norm, layer->key_norm};
+        for (size_t part = 0; part < sizeof parts / sizeof *parts; part++) free((void *)parts[part]);
+    }
+    free(pages), free(inputs), free(one_by_one), free(together);
+}
+
+int main(void) {
+    const Shape shapes[] = {{4, 4, 32, 16, 8}, {6, 2, 64, 16, 8}, {5, 1, 96, 32, 8}, {4, 2, 128, 16, 8}};
+    for (int biased = 0; biased < 2; biased++) {
+        check_linear(1, 64, 32, biased);
+        check_linear(7, 96, 100, biased);
+        check_linear(13, 34, 5, biased);
+        check_linear(29, 2, 65, biased);
+    }
+    check_rows(1, 16);
+    check_rows(20, 96);
+    check_logits(3, 5);
+    check_logits(2, 1000);
+    for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) check_attention(shapes + i);
+    check_layers(shapes, 64, 96, 19);
+    check_layers(shapes + 1, 96, 32, 11);
+    printf("agree: %d lanes, %s\n", LANES,
+        spool_has_tiles() ? "tiles" : FACTOR_ELEMENTS == 2 ? "products of pairs" : "products");
+    return 0;
+}

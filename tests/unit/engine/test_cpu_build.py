@@ -1,0 +1,128 @@
+"""How the CPU kernels are compiled and kept, and which libraries are not loaded."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.cpu.build import CompilationError, Library, compiled_library, compiler_command
+from engine.cpu.isa import available_isas
+from engine.cpu.kernels import load_cpu_kernels
+
+FOLDER = "cpu-kernels"
+
+
+@pytest.fixture(autouse=True)
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("SPOOL_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def build(words: list[str] | None = None) -> Library:
+    if shutil.which("gcc") is None:
+        pytest.skip("no C compiler")
+    said = [] if words is None else words
+    return compiled_library(available_isas()[0], "bfloat16", lambda word, _: said.append(word))
+
+
+def test_a_library_is_compiled_once() -> None:
+    words: list[str] = []
+    assert build(words) == build(words)
+    assert words == [f"compiling CPU kernels for {available_isas()[0].name}, bfloat16"]
+
+
+def test_instruction_sets_and_dtypes_have_libraries_of_their_own() -> None:
+    smallest = compiled_library(available_isas()[-1], "float32", lambda *_: None)
+    assert smallest.identity != build().identity
+
+
+@pytest.mark.parametrize("damage", ["truncated", "changed", "without its digest"])
+def test_a_damaged_library_is_compiled_again(damage: str) -> None:
+    library = build()
+    whole = library.path.read_bytes()
+    if damage == "truncated":
+        library.path.write_bytes(whole[: len(whole) // 2])
+    elif damage == "changed":
+        library.path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    else:
+        library.path.with_suffix(".sha256").unlink()
+    words: list[str] = []
+    build(words)
+    assert len(words) == 1
+    assert load_cpu_kernels(torch.bfloat16, lambda *_: None) is not None
+
+
+def test_the_folder_is_the_users_alone(cache: Path) -> None:
+    build()
+    assert (cache / FOLDER).stat().st_mode & 0o777 == 0o700
+
+
+def test_a_library_that_others_may_have_written_is_not_loaded(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    build()
+    (cache / FOLDER).chmod(0o770)
+    with caplog.at_level(logging.WARNING):
+        assert load_cpu_kernels(torch.bfloat16, lambda *_: None) is None
+    assert "has mode 770, must not be writable by others" in caplog.text
+
+
+def test_without_a_compiler_there_are_no_kernels(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("CC", str(tmp_path / "none"))
+    with caplog.at_level(logging.WARNING):
+        assert load_cpu_kernels(torch.bfloat16, lambda *_: None) is None
+    assert "no C compiler" in caplog.text
+
+
+def test_a_compiler_that_fails_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cache: Path) -> None:
+    compiler = tmp_path / "cc"
+    compiler.write_text('#!/bin/sh\n[ "$1" = --version ] && exit 0\necho "this machine is unknown" >&2\nexit 1\n')
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CC", str(compiler))
+    with pytest.raises(CompilationError, match="this machine is unknown"):
+        compiled_library(available_isas()[0], "bfloat16", lambda *_: None)
+    assert not list((cache / FOLDER).iterdir())
+
+
+def test_a_compiler_may_have_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    folder = tmp_path / "my tools"
+    folder.mkdir()
+    (folder / "cc").symlink_to(shutil.which("gcc") or pytest.skip("no C compiler"))
+    monkeypatch.setenv("CC", f"'{folder / 'cc'}' -g0")
+    assert compiler_command() == [str(folder / "cc"), "-g0"]
+    assert load_cpu_kernels(torch.bfloat16, lambda *_: None) is not None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("isa", available_isas(), ids=lambda isa: isa.name)
+def test_clang_compiles_what_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch, isa: object) -> None:
+    if shutil.which("clang") is None:
+        pytest.skip("no clang")
+    name = getattr(isa, "name", "")
+    gcc = load_cpu_kernels(torch.bfloat16, lambda *_: None, name)
+    monkeypatch.setenv("CC", "clang")
+    clang = load_cpu_kernels(torch.bfloat16, lambda *_: None, name)
+    assert gcc is not None
+    assert clang is not None
+    weight, rows = (torch.randn(size, 96).bfloat16() for size in (100, 13))
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        assert torch.equal(
+            *(kernels.linear(rows, kernels.to_panels(weight), None, 100) for kernels in (gcc, clang)),
+        )
+
+
+def test_no_source_warns() -> None:
+    library = build()
+    assert library.path.exists()
+    sources = Path(__file__).parents[3] / "engine" / "cpu" / "csrc"
+    options = ("-std=gnu11", "-Wall", "-Wextra", "-Werror", "-Wno-sign-compare", "-fopenmp", "-fsyntax-only")
+    for element in ("BF16", "F16", "F32"):
+        command = ["gcc", *options, f"-DELEMENT_{element}", *map(str, sorted(sources.glob("*.c")))]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr

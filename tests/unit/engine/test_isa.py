@@ -1,0 +1,52 @@
+"""Which instruction set is used, and what keeps other libraries to it."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine.cpu.isa import CPU_ISAS, ISA_VARIABLE, available_isas, chosen_isa, library_limits
+
+
+@pytest.fixture(autouse=True)
+def _no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(ISA_VARIABLE, raising=False)
+
+
+def test_the_fastest_is_chosen() -> None:
+    assert chosen_isa("auto") == available_isas()[0]
+    assert available_isas()[-1].name == "portable"
+    assert library_limits("auto") == {}
+
+
+@pytest.mark.parametrize("isa", available_isas(), ids=lambda isa: isa.name)
+def test_settings_and_environment_limit_it(monkeypatch: pytest.MonkeyPatch, isa: object) -> None:
+    name = getattr(isa, "name", "")
+    assert chosen_isa(name) == isa
+    monkeypatch.setenv(ISA_VARIABLE, name)
+    assert chosen_isa("auto") == isa
+    assert chosen_isa("portable").name == "portable"  # what the settings say comes first
+    assert library_limits("auto")[ISA_VARIABLE] == name
+
+
+def test_torch_and_onednn_are_limited_as_well() -> None:
+    assert library_limits("avx2") == {
+        ISA_VARIABLE: "avx2",
+        "ATEN_CPU_CAPABILITY": "avx2",
+        "ONEDNN_MAX_CPU_ISA": "AVX2",
+    }
+
+
+def test_an_unknown_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="cpu_isa is 'sse9', must be one of auto, amx, avx512, avx2, neon, portable"):
+        chosen_isa("sse9")
+    monkeypatch.setenv(ISA_VARIABLE, "sse9")
+    with pytest.raises(ValueError, match=f"{ISA_VARIABLE} is 'sse9', must be one of"):
+        library_limits("auto")
+
+
+def test_a_set_of_another_processor_is_refused() -> None:
+    absent = set(CPU_ISAS) - {"auto"} - {isa.name for isa in available_isas()}
+    for name in absent:
+        with pytest.raises(ValueError, match=f"{name!r} is not one of this processor's"):
+            chosen_isa(name)
+    assert "neon" in absent or "avx2" in absent
