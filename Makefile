@@ -20,6 +20,8 @@ JOBS ?= $(shell nproc 2>/dev/null || echo 1)
 SIM ?=
 LOCK ?=
 
+# One process has the tests on Ray, one after the other, which mostly wait; the others have the rest.
+BESIDE_RAY = $(shell expr $(JOBS) + 1)
 # Tests that take long by what they wait for or compute are marked `slow`; those on Ray, `ray` (docs/testing.md).
 PYTEST = $(BIN)/python -m pytest --durations=20
 BESIDE_OTHERS = OMP_NUM_THREADS=1 $(PYTEST) -n $(JOBS) --dist worksteal
@@ -64,8 +66,7 @@ else
 endif
 
 test-all: test
-	$(BESIDE_OTHERS) -m "slow and not ray and not long"
-	$(PYTEST) -m "slow and ray and not long"
+	OMP_NUM_THREADS=1 $(PYTEST) -n $(BESIDE_RAY) --dist loadgroup -m "slow and not long"
 
 sim: $(STAMP)
 	$(BIN)/python -m tests.sim.soak --seeds $(SEEDS) --jobs $(JOBS) $(SIM)

@@ -15,6 +15,7 @@ import hypothesis
 import pytest
 from filelock import FileLock
 
+from engine.cpu.isa import AUTO, library_limits
 from engine.models.source import CACHE_VARIABLE, demo_folder, demo_is_built
 from scheduler.messages import Role
 from tests.support.ray_cluster import RayCluster, redis
@@ -32,6 +33,8 @@ def pytest_configure(config: pytest.Config) -> None:
     # Triton looks when it is first imported; without a GPU its kernels run in no other way.
     if not Path("/dev/nvidiactl").exists():
         os.environ.setdefault("TRITON_INTERPRET", "1")
+    # So that all of a run keeps to the instruction set of SPOOL_CPU_ISA, torch included, which is not imported yet.
+    os.environ.update(library_limits(AUTO))
     # Shells let background programs ignore SIGINT, and then every process that a test starts to interrupt does too.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # The same examples every time, however slow the machine is; `make sim` looks for new ones.
@@ -104,7 +107,8 @@ def _cache_at(folder: Path) -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts the tests on Ray first, which wait more than they compute, and marks what a sample leaves out as slow."""
+    """Puts the tests on Ray first, which wait more than they compute, and keeps them in one process, which has their Ray.
+    Marks what a sample leaves out as slow."""
     seen: dict[str, int] = {}
     for item in items:
         sample = item.get_closest_marker("sampled")
@@ -114,6 +118,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             number = seen[place] = seen.get(place, -1) + 1
             if number % every:
                 item.add_marker(pytest.mark.slow)
+        if item.get_closest_marker("ray") is not None:
+            item.add_marker(pytest.mark.xdist_group("ray"))
     items.sort(key=lambda item: item.get_closest_marker("ray") is None)
 
 

@@ -1,0 +1,92 @@
+"""Exact mode on every instruction set of this machine: bits of all logits, whatever the policy, batch and draft."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from engine.models.loading import load_draft_engine, load_target_engine
+from engine.settings import EngineSettings
+from scheduler.config import Policy, SchedulerConfig
+from scheduler.messages import SequenceRequest
+from scheduler.sampling import SamplingParameters
+from services.worker.executor import DraftStepExecutor, TargetStepExecutor
+from tests.support.cpu_kernels import ISAS, compiled_kernels
+from tests.support.in_process import Output, run_in_process
+from tests.support.tiny_models import VOCABULARY, save_tiny_pair
+
+GRID = list(itertools.product(Policy, (1, 3, 8), (1, 4, 7)))
+HEAD_DIMS = (32, 64, 128)
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+class Workers:
+    """A target and a draft in this process, on one instruction set."""
+
+    def __init__(self, isa: str, target: str, draft: str, dtype: str) -> None:
+        settings = [
+            EngineSettings(model, dtype, cpu_isa=isa, threads=1, page_size=16, kv_pages=200, max_num_batched_tokens=64)
+            for model in (target, draft)
+        ]
+        self.workers = {
+            "target": TargetStepExecutor(load_target_engine(settings[0], lambda *_: None), prefix_cache=False),
+            "draft": DraftStepExecutor(load_draft_engine(settings[1], lambda *_: None), prefix_cache=False),
+        }
+
+    def outputs(self, config: SchedulerConfig, prompts: list[list[int]], max_tokens: int) -> list[Output]:
+        """Every second sequence is sampled."""
+        requests = [
+            SequenceRequest(
+                index,
+                tuple(prompt),
+                max_tokens,
+                sampling=SamplingParameters(temperature=0.8 * (index % 2), seed=index),
+                logits_digests=True,
+            )
+            for index, prompt in enumerate(prompts)
+        ]
+        workers = self.workers if config.draft_length else {"target": self.workers["target"]}
+        outputs = run_in_process(config, workers, requests)
+        return [outputs[index] for index in range(len(prompts))]
+
+    def check(self, prompts: list[list[int]], max_tokens: int) -> None:
+        plainly = SchedulerConfig(batch_size=1, max_running=1, draft_length=0)
+        plain = self.outputs(plainly, prompts, max_tokens)
+        assert all(len(output.logits_digests) == max_tokens for output in plain)
+        assert len({tuple(output.logits_digests) for output in plain}) == len(prompts)
+        for policy, batch_size, draft_length in GRID:
+            config = SchedulerConfig(
+                batch_size=batch_size, max_running=8, policy=policy, draft_length=draft_length, prefill_chunk=24
+            )
+            for output, expected in zip(self.outputs(config, prompts, max_tokens), plain, strict=True):
+                assert output.tokens == expected.tokens
+                assert output.logits_digests == expected.logits_digests
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize(
+    ("head_dim", "dtype"), [*((dim, "bfloat16") for dim in HEAD_DIMS), *((32, dtype) for dtype in DTYPES[1:])]
+)
+@pytest.mark.parametrize("isa", ISAS)
+def test_tiny_pairs(isa: str, head_dim: int, dtype: str, tmp_path: Path) -> None:
+    compiled_kernels()
+    shape = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": head_dim}
+    folders = save_tiny_pair("llama", tmp_path, **shape)
+    for folder in folders:
+        AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).save_pretrained(folder)
+    rng = random.Random(3)
+    prompts = [[rng.randrange(VOCABULARY) for _ in range(length)] for length in (1, 40, 17, 90, 16)]
+    Workers(isa, *map(str, folders), dtype).check(prompts, 10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("isa", ISAS)
+def test_the_demo_pair(isa: str) -> None:
+    rng = random.Random(3)
+    prompts = [[rng.randrange(1000, 20000) for _ in range(length)] for length in (3, 20)]
+    Workers(isa, "demo", "demo", "auto").check(prompts, 5)

@@ -1,0 +1,100 @@
+"""The CPU kernels in a program without Python: under sanitizers, and for ARM in an emulator."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from engine.cpu.build import FLAGS, SOURCES
+from engine.cpu.isa import available_isas, compiler_options
+
+PROGRAM = Path(__file__).parent / "kernels" / "check_kernels.c"
+ELEMENTS = ("BF16", "F16", "F32")
+SANITIZED = ("-g", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
+
+# Bits must not depend on these.
+BITS = tuple(flag for flag in FLAGS if flag.startswith(("-std", "-ff", "-fno-math", "-fopenmp")))
+
+ARM = {"NEON": "-march=armv8-a", "NEON with bfloat16": "-march=armv8.2-a+bf16"}
+CROSS_COMPILER, EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64"
+
+
+def built(compiler: str, options: Sequence[str], element: str, folder: Path, sources: Path = SOURCES) -> Path:
+    """The program for one dtype. Skips without the compiler."""
+    if shutil.which(compiler) is None:
+        pytest.skip(f"there is no {compiler} here")
+    program = folder / "check_kernels"
+    files = [str(PROGRAM), *map(str, sorted(sources.glob("*.c")))]
+    command = [compiler, *BITS, *options, f"-DELEMENT_{element}", f"-I{sources}", "-o", str(program), *files, "-lm"]
+    subprocess.run(command, check=True, capture_output=True, text=True)
+    return program
+
+
+def run(command: Sequence[str | Path]) -> subprocess.CompletedProcess[str]:
+    # Two threads, so that kernels share out their rows.
+    environment = os.environ | {"OMP_NUM_THREADS": "2"}
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=300)
+
+
+@pytest.mark.sampled(9)
+@pytest.mark.parametrize("element", ELEMENTS)
+@pytest.mark.parametrize("isa", available_isas(), ids=lambda isa: isa.name)
+def test_sanitizers_find_nothing(isa: object, element: str, tmp_path: Path) -> None:
+    options = compiler_options(isa)  # type: ignore[arg-type]
+    done = run([built("gcc", [*SANITIZED, *options], element, tmp_path)])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith("agree: ")
+
+
+FAULTS = {
+    "reads past the last row": (
+        "linear.c",
+        "ptrdiff_t whole = size / LANES * LANES;",
+        "ptrdiff_t whole = (size + LANES - 1) / LANES * LANES;",
+        "AddressSanitizer",
+    ),
+    "sums up in an order that depends on the number of rows": (
+        "linear.c",
+        "sums[row][part] = bias ? load(bias + part * LANES) : splat(0.0f);",
+        "sums[row][part] = splat(count > 1 ? 0.01f : 0.0f);",
+        "linear: ",
+    ),
+    "writes to a page that is not there": (
+        "rows.c",
+        "ptrdiff_t page = slots[row] / heads->page_size,",
+        "ptrdiff_t page = slots[row] / heads->page_size + pages,",
+        "page < heads->pages",
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_seen(fault: str, tmp_path: Path) -> None:
+    file, right, wrong, words = FAULTS[fault]
+    sources = tmp_path / "csrc"
+    shutil.copytree(SOURCES, sources)
+    text = (sources / file).read_text(encoding="utf-8")
+    assert text.count(right) == 1
+    (sources / file).write_text(text.replace(right, wrong), encoding="utf-8")
+    done = run([built("gcc", SANITIZED, "F32", tmp_path, sources)])
+    assert done.returncode != 0
+    assert words in done.stdout + done.stderr
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("element", ELEMENTS)
+@pytest.mark.parametrize("options", ARM.values(), ids=ARM)
+def test_kernels_for_arm_in_an_emulator(options: str, element: str, tmp_path: Path) -> None:
+    if shutil.which(EMULATOR) is None:
+        pytest.skip(f"there is no {EMULATOR} here")
+    program = built(CROSS_COMPILER, ["-O3", options, "-static"], element, tmp_path)
+    done = run([EMULATOR, "-cpu", "max", program])
+    assert done.returncode == 0, done.stdout + done.stderr
+    pairs = element == "BF16" and "bf16" in options
+    assert done.stdout == f"agree: 4 lanes, products{' of pairs' if pairs else ''}\n"
