@@ -102,14 +102,16 @@ class Report:
         drafts = {name: content for name, content in recorded.items() if name.startswith("draft")}
         steps = {name: content for name, content in recorded.items() if name.startswith("step_parts")}
         prices = {name: content for name, content in recorded.items() if name.startswith("exact_steps")}
+        kernels = {name: content for name, content in recorded.items() if name.startswith("cpu_kernels")}
         self._section("Decoding", offline, self._offline)
         self._section("Large pairs on one device", gpu, self._gpu)
         self._section("Serving", serve, self._serve)
+        self._section("Linear layers on CPUs", kernels, self._kernels)
         self._section("Where a step's time goes", steps, self._steps)
         self._section("What exact mode costs", prices, self._prices)
         self._section("Memory", memory, self._memory)
         self._section("Drafts", drafts, self._draft)
-        shown = memory | drafts | steps | prices
+        shown = memory | drafts | steps | prices | kernels
         self._others({name: content for name, content in recorded.items() if name not in shown})
         self._not_measured(offline, serve, memory, gpu)
         page = self._docs / "performance.md"
@@ -132,7 +134,7 @@ class Report:
         self._say(
             f"{settings['prompts']} prompts with {settings['prompt_tokens']} tokens in all, up to "
             f"{settings['sampling']['max_tokens']} new tokens each, temperature "
-            f"{settings['sampling']['temperature']:g}, {settings['dtype']}. Plain decoding and other systems had "
+            f"{settings['sampling']['temperature']:g}, {_numbers(settings)}. Plain decoding and other systems had "
             f"{settings['plain_threads']} threads in one process, speculating workers "
             f"{settings['threads'] or 'an even share'} each (`auto` may lend those of one that is idle to the other). "
             f"{_windows(settings)} Prefill is part of every time. Medians of "
@@ -179,6 +181,20 @@ class Report:
             if load["client_late_seconds"] > 0.5:
                 self._say(f"At {load['rate']:g} requests/s the client was late by {load['client_late_seconds']:.1f} s.")
         self._figure(name, "latency", plots.latency_over_load, content["loads"], "Latency by load")
+
+    def _kernels(self, _name: str, content: dict[str, Any]) -> None:
+        result = content["result"]
+        for found in result["sets"]:
+            self._say(
+                f"**{found['isa']}**, {result['threads']} threads: memory is read at {found['read_gb_per_second']:.0f} "
+                f"GB/s, and torch multiplies large float32 matrices at {found['float32_gflops']:.0f} GFLOP/s. "
+                "Milliseconds for the linear layers of 30 decoder layers, by rows:"
+            )
+            times = found["milliseconds"]
+            rows = list(next(iter(times.values())))
+            self._table(("", *rows), [[name, *(f"{cell[row]:.1f}" for row in rows)] for name, cell in times.items()])
+            for name, reason in found["left_out"].items():
+                self._say(f"Left out: {name} ({reason}).")
 
     def _steps(self, _name: str, content: dict[str, Any]) -> None:
         result = content["result"]
@@ -334,6 +350,13 @@ def _windows(settings: dict[str, Any]) -> str:
         f"Up to {most} were in work at a time, each step for one batch; in plain decoding at batch 1 and in other "
         "systems never more than a batch."
     )
+
+
+def _numbers(settings: dict[str, Any]) -> str:
+    """The dtypes, and the instruction set where the file has it."""
+    dtype, others = settings["dtype"], settings.get("peer_dtype", settings["dtype"])
+    numbers = dtype if dtype == others else f"{dtype} (other systems: {others})"
+    return f"{numbers}, instruction set {settings['cpu_isa']}" if "cpu_isa" in settings else numbers
 
 
 def _range_of(numbers: Sequence[int]) -> str:

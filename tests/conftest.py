@@ -107,7 +107,7 @@ def _cache_at(folder: Path) -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts the tests on Ray first, which wait more than they compute, and keeps them in one process, which has their Ray.
+    """Puts the tests on Ray first, which wait more than they compute, and keeps them in the process that has their Ray.
     Marks what a sample leaves out as slow."""
     seen: dict[str, int] = {}
     for item in items:

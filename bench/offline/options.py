@@ -20,6 +20,7 @@ from deploy.options import (
     SchedulingSettings,
     WorkerSettings,
 )
+from engine.cpu.isa import AUTO, CPU_ISAS
 
 
 def without_place(argument: str) -> str:
@@ -65,7 +66,17 @@ class BenchModels(_Frozen):
         ),
     ] = Field(default_factory=list)
     dtype: Annotated[Dtype, typer.Option(help="Number format of weights and KV.")] = Dtype.BFLOAT16
+    peer_dtype: Annotated[
+        Dtype | None, typer.Option(help="The same for other systems.", show_default="as for Spool")
+    ] = None
     device: Annotated[str, typer.Option(help="`auto`, `cpu`, `cuda` or `cuda:N`.")] = "auto"
+    cpu_isa: Annotated[
+        str,
+        typer.Option(
+            help=f"Limit of the instruction set, also for torch and oneDNN of other systems: {', '.join(CPU_ISAS)}.",
+            show_default="SPOOL_CPU_ISA, or auto",
+        ),
+    ] = AUTO
     exact: Annotated[list[Exactness], Field(min_length=1), typer.Option(help="Calibrated shapes; repeat for both.")] = (
         Field(default_factory=lambda: [Exactness.ON])
     )
@@ -202,6 +213,7 @@ class BenchOfflineSettings(_Frozen):
                 draft_workers=models.draft_workers,
                 target_workers=models.target_workers,
                 threads=models.threads if point.draft else self.plain_threads,
+                cpu_isa=models.cpu_isa,
             ),
             scheduling=self.grid.scheduling(point.batch_size, point.draft_length),
             sampling=self.sampling,

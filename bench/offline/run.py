@@ -28,6 +28,7 @@ from deploy.models import ReadyModels, fetch, prepare_models
 from deploy.offline.decoding import Completion, DecodingPlan, Job, decode, longest_lengths, make_jobs
 from deploy.offline.devices import worker_devices
 from deploy.progress import Reporter, error_console, reporting
+from engine.cpu.isa import chosen_isa
 from scheduler.config import Policy, SchedulerConfig
 from scheduler.messages import Role
 from services.launch.process_tuning import keep_loaded_objects
@@ -157,7 +158,8 @@ class _Run:
         models = PeerModels(
             target=self._models.target_folder,
             drafts={draft: fetch(settings.drafts[draft], Role.DRAFT, self._reporter) for draft in drafts},
-            dtype=settings.models.dtype.value,
+            dtype=(settings.models.peer_dtype or settings.models.dtype).value,
+            cpu_isa=settings.models.cpu_isa,
             device=worker_devices(settings.models.device, 1)[0],
             threads=settings.plain_threads,
             stop_token_ids=self._models.tokenizer.stop_token_ids,
@@ -298,6 +300,8 @@ def _comparable(settings: BenchOfflineSettings, models: ReadyModels, jobs: Seque
         "target": without_place(chosen.target),
         "vocabulary": models.tokenizer.vocabulary_digest.hex()[:16],
         "dtype": chosen.dtype.value,
+        "peer_dtype": (chosen.peer_dtype or chosen.dtype).value,
+        "cpu_isa": chosen_isa(chosen.cpu_isa).name,
         "device": chosen.device,
         "threads": chosen.threads,
         "plain_threads": settings.plain_threads,

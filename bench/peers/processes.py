@@ -14,6 +14,7 @@ from typing import Any, Self
 
 from bench.offline.grid import GridPoint, System
 from deploy.offline.decoding import Job
+from engine.cpu.isa import library_limits
 
 _MAIN = Path(__file__).with_name("peer_main.py")
 _LONGEST_LINE = 1 << 26
@@ -39,6 +40,7 @@ class PeerModels:
     target: Path
     drafts: dict[str, Path]
     dtype: str
+    cpu_isa: str
     device: str
     threads: int
     stop_token_ids: frozenset[int]
@@ -106,6 +108,7 @@ class Peers:
             "stop_token_ids": sorted(models.stop_token_ids),
         }
         environment = dict.fromkeys(_THREAD_VARIABLES, str(models.threads)) | {"HF_HUB_OFFLINE": "1"}
+        environment |= library_limits(models.cpu_isa)
         if kind.plain is not System.VLLM:
             command = [sys.executable, str(_MAIN), "transformers_peer"]
         elif self._vllm_python is None:

@@ -69,7 +69,7 @@ class Peer:
         return [until_stop(row[width:].tolist()[:limit], stops) for row, limit in zip(output, limits, strict=True)]
 
     def _load(self, folder: str) -> Any:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, self._request["dtype"]))
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=self._request["dtype"])
         return model.to(self._request["device"]).eval()
 
 

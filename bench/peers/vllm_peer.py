@@ -6,11 +6,24 @@ a finished prompt makes room for the next one at once, as in serving.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from typing import Any
 
-import vllm
+import torch
+
+# Which of its libraries vLLM loads depends on what torch says of the processor, whatever limits torch's own kernels.
+_SETS_THAT_HAVE = {
+    "_is_avx512_supported": ("amx", "avx512"),
+    "_is_avx512_bf16_supported": ("amx", "avx512"),
+    "_is_amx_tile_supported": ("amx",),
+}
+for _question, _sets in _SETS_THAT_HAVE.items():
+    if os.environ.get("SPOOL_CPU_ISA", _sets[0]) not in _sets:
+        setattr(torch.cpu, _question, lambda: False)
+
+import vllm  # noqa: E402
 
 _WARM_UP_TOKENS = 8
 

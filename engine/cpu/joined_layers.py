@@ -84,8 +84,8 @@ class FusedRmsNorm(nn.Module):
 
 
 def join_layers(model: PreTrainedModel, kernels: CpuKernels | None) -> None:
-    """Replaces the parts of known families in a model on a CPU, in place. What neither `kernels` nor oneDNN compute stays
-    as it is."""
+    """Replaces the parts of known families in a model on a CPU, in place. What neither `kernels` nor oneDNN compute
+    stays as it is."""
     if not can_prepack(model.get_input_embeddings().weight, kernels):
         return
     families = families_of(model)

@@ -1,0 +1,166 @@
+"""Linear layers of a small model on this CPU: Spool's kernels beside what libraries offer. JSON on the last line.
+
+    python -m bench.record cpu_kernels -- python -m bench.cpu_kernels --threads 2
+
+For each instruction set that the processor has, in a process of its own that limits torch and oneDNN as well: how many
+milliseconds the linear layers of 30 decoder layers take (the demo target's; each has weights of its own, which come
+from memory), how fast memory is read, and how fast torch multiplies large float32 matrices.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from engine.cpu.isa import available_isas, library_limits
+
+ROWS = (1, 2, 4, 8, 16, 32, 64, 192)
+LAYERS = 30
+# Inputs and outputs of a layer: joined query, key and value; output; joined gate and up; down.
+SHAPES = ((576, 960), (576, 576), (576, 3072), (1536, 576))
+_SECONDS_A_CELL = 0.6
+_READ_BYTES = 1 << 29
+_LARGE = 1536
+
+SPOOL = ("spool bfloat16", "spool float16", "spool float32")
+OTHERS = ("torch bfloat16", "oneDNN bfloat16, prepacked", "torch float32", "FBGEMM float16 weights")
+"""FBGEMM as torch carries it. Not here: torchao's CPU kernels multiply weights of 4 and 8 bits, KleidiAI's are for ARM,
+and libxsmm has no package for Python."""
+
+
+def measure(threads: int, console: Console) -> dict[str, Any]:
+    """In this process, on the instruction set that its environment names."""
+    import torch
+
+    from engine.cpu.isa import AUTO, chosen_isa
+
+    torch.set_num_threads(threads)
+    found: dict[str, Any] = {
+        "isa": chosen_isa(AUTO).name,
+        "torch": torch.backends.cpu.get_cpu_capability(),
+        "read_gb_per_second": _read_speed() / 1e9,
+        "float32_gflops": _multiply_speed() / 1e9,
+        "milliseconds": {},
+        "left_out": {},
+    }
+    with torch.inference_mode():
+        for name in (*SPOOL, *OTHERS):
+            console.print(f"{found['isa']}: {name}", highlight=False)
+            try:
+                layers = [_layer(name, inputs, outputs) for _ in range(LAYERS) for inputs, outputs in SHAPES]
+                found["milliseconds"][name] = {rows: _pass_milliseconds(layers, name, rows) for rows in ROWS}
+            except (RuntimeError, AttributeError) as error:
+                found["left_out"][name] = " ".join(str(error).split())[:200]
+    return found
+
+
+def _read_speed() -> float:
+    """Bytes a second, the best of a few."""
+    import torch
+
+    data = torch.ones(_READ_BYTES // 4)
+    return max(_READ_BYTES / _seconds(data.sum) for _ in range(8))
+
+
+def _multiply_speed() -> float:
+    """Operations a second, two for a product and its sum."""
+    import torch
+
+    left, right = torch.randn(2, _LARGE, _LARGE)
+    return max(2 * _LARGE**3 / _seconds(lambda: left @ right) for _ in range(8))
+
+
+def _layer(name: str, inputs: int, outputs: int) -> Callable[[Any], Any]:
+    """A function of rows `[rows, inputs]`. Raises RuntimeError or AttributeError where there is no such thing here."""
+    import torch
+
+    from engine.cpu.kernels import load_cpu_kernels
+    from engine.cpu.linear import PrepackedLinear
+
+    weight = torch.randn(outputs, inputs) / inputs**0.5
+    if name in SPOOL:
+        dtype = getattr(torch, name.split()[1])
+        kernels = load_cpu_kernels(dtype, lambda *_: None)
+        if kernels is None:
+            raise RuntimeError("no C compiler")
+        panels = kernels.to_panels(weight.to(dtype))
+        return lambda rows: kernels.linear(rows, panels, None, outputs)
+    if name.startswith("FBGEMM"):
+        packed, bias = torch.fbgemm_pack_gemm_matrix_fp16(weight), torch.zeros(outputs)
+        return lambda rows: torch.fbgemm_linear_fp16_weight(rows, packed, bias)
+    if name.startswith("oneDNN"):
+        if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            raise RuntimeError("oneDNN has no products of bfloat16 here")
+        linear = torch.nn.Linear(inputs, outputs, bias=False)
+        linear.weight = torch.nn.Parameter(weight.bfloat16(), requires_grad=False)
+        return PrepackedLinear(linear)
+    weight = weight.to(getattr(torch, name.split()[1]))
+    return lambda rows: torch.nn.functional.linear(rows, weight)
+
+
+def _pass_milliseconds(layers: Sequence[Callable[[Any], Any]], name: str, rows: int) -> float:
+    import torch
+
+    dtype = torch.float32 if name.startswith("FBGEMM") else getattr(torch, name.replace(",", "").split()[1])
+    inputs = {size: torch.randn(rows, size).to(dtype) for size, _ in SHAPES}
+
+    def one() -> None:
+        for place, layer in enumerate(layers):
+            layer(inputs[SHAPES[place % len(SHAPES)][0]])
+
+    one()
+    samples: list[float] = []
+    while sum(samples) < _SECONDS_A_CELL or len(samples) < 3:
+        samples.append(_seconds(one))
+    return statistics.median(samples) * 1000
+
+
+def _seconds(work: Callable[[], Any]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
+
+
+def table(found: dict[str, Any]) -> Table:
+    title = f"{found['isa']}: reads {found['read_gb_per_second']:.0f} GB/s, {found['float32_gflops']:.0f} GFLOP/s"
+    shown = Table("ms, by rows", *map(str, ROWS), title=title)
+    for name, times in found["milliseconds"].items():
+        shown.add_row(name, *(f"{times[str(rows)]:.1f}" for rows in ROWS))
+    return shown
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="threads that compute")
+    parser.add_argument("--here", action="store_true", help="measure in this process, as its environment says")
+    asked = parser.parse_args()
+    console = Console(stderr=True)
+    if asked.here:
+        print(json.dumps(measure(asked.threads, console)), flush=True)
+        return 0
+    sets = []
+    for isa in available_isas():
+        environment = os.environ | library_limits(isa.name) | {"OMP_NUM_THREADS": str(asked.threads)}
+        command = [sys.executable, "-m", "bench.cpu_kernels", "--here", "--threads", str(asked.threads)]
+        done = subprocess.run(
+            command, env=environment, stdout=subprocess.PIPE, text=True, check=True, cwd=Path(__file__).parents[1]
+        )
+        sets.append(json.loads(done.stdout.strip().splitlines()[-1]))
+        console.print(table(sets[-1]))
+    print(json.dumps({"threads": asked.threads, "sets": sets}), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
