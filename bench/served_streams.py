@@ -2,9 +2,9 @@
 
     python -m bench.record served_streams -- python -m bench.served_streams --prompts FILE --count 48
 
-A whole application runs on this machine, with Ray and gateway, and so do its clients: each of N asks for the next prompt
-as soon as its last one was answered. Offline, `spool bench offline` decodes the same prompts N at a time. Both take turns
-at each N; the figures are medians.
+A whole application runs on this machine, with Ray and gateway, and so do its clients: each of N asks for the next
+prompt as soon as its last one was answered. Offline, `spool bench offline` decodes the same prompts N at a time. Both
+take turns at each N; the figures are medians.
 """
 
 from __future__ import annotations
