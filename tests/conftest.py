@@ -15,9 +15,9 @@ import hypothesis
 import pytest
 from filelock import FileLock
 
-from engine.cpu.isa import AUTO, library_limits
 from engine.models.source import CACHE_VARIABLE, demo_folder, demo_is_built
 from scheduler.messages import Role
+from services.launch.process_tuning import compute_environment
 from tests.support.ray_cluster import RayCluster, redis
 
 ACCEPTED_SKIPS = ("no GPU", "another processor")
@@ -33,8 +33,9 @@ def pytest_configure(config: pytest.Config) -> None:
     # Triton looks when it is first imported; without a GPU its kernels run in no other way.
     if not Path("/dev/nvidiactl").exists():
         os.environ.setdefault("TRITON_INTERPRET", "1")
-    # So that all of a run keeps to the instruction set of SPOOL_CPU_ISA, torch included, which is not imported yet.
-    os.environ.update(library_limits(AUTO))
+    # As in a worker, and before torch is imported: threads wait without spinning for long, and all of a run keeps to the
+    # instruction set of SPOOL_CPU_ISA.
+    os.environ.update(compute_environment(0))
     # Shells let background programs ignore SIGINT, and then every process that a test starts to interrupt does too.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # The same examples every time, however slow the machine is; `make sim` looks for new ones.

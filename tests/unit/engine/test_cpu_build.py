@@ -41,6 +41,7 @@ def test_instruction_sets_and_dtypes_have_libraries_of_their_own() -> None:
     assert smallest.identity != build().identity
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("damage", ["truncated", "changed", "without its digest"])
 def test_a_damaged_library_is_compiled_again(damage: str) -> None:
     library = build()
