@@ -33,7 +33,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # Triton looks when it is first imported; without a GPU its kernels run in no other way.
     if not Path("/dev/nvidiactl").exists():
         os.environ.setdefault("TRITON_INTERPRET", "1")
-    # As in a worker, and before torch is imported: threads wait without spinning for long, and all of a run keeps to the
+    # As in a worker, and before torch is imported: threads do not spin for long, and all of a run keeps to the
     # instruction set of SPOOL_CPU_ISA.
     os.environ.update(compute_environment(0))
     # Shells let background programs ignore SIGINT, and then every process that a test starts to interrupt does too.
@@ -106,10 +106,15 @@ def _cache_at(folder: Path) -> Iterator[None]:
 # --- which tests run when ---------------------------------------------------------------------------------------------
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Keeps tests on Ray in the one process that has their Ray, where pytest-xdist is told to look at groups."""
+    if item.get_closest_marker("ray") is not None:
+        item.add_marker(pytest.mark.xdist_group("ray"))
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts the tests on Ray first, which wait more than they compute, and keeps them in the process that has their Ray.
-    Marks what a sample leaves out as slow."""
+    """Puts the tests on Ray first, which wait more than they compute, and marks what a sample leaves out as slow."""
     seen: dict[str, int] = {}
     for item in items:
         sample = item.get_closest_marker("sampled")
@@ -119,8 +124,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             number = seen[place] = seen.get(place, -1) + 1
             if number % every:
                 item.add_marker(pytest.mark.slow)
-        if item.get_closest_marker("ray") is not None:
-            item.add_marker(pytest.mark.xdist_group("ray"))
     items.sort(key=lambda item: item.get_closest_marker("ray") is None)
 
 

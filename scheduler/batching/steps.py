@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from scheduler.batching.draft_steps import DraftPlanner
 from scheduler.batching.grouping_policies import GroupingPolicy
-from scheduler.batching.target_steps import TargetPlanner
+from scheduler.batching.verify_steps import TargetPlanner
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Command, SendStep
 from scheduler.speculation.draft_lengths import DraftLengths

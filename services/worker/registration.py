@@ -115,7 +115,7 @@ class WorkerRegistration:
             # There may be no scheduler any more; the worker leaves anyway.
             logger.warning("worker %s was not deregistered: %s", self._worker_id, reason_of(error))
         # Without a scheduler that speaks to the worker, nobody tells it to drop its sequences.
-        wait = let_go or self._server.speaking_epoch
+        wait = let_go or self._server.streams.speaking_epoch
         left = await self._server.drain(max(end - loop.time(), 0.0) if wait else 0.0)
         await self._forget_channel()
         return left
@@ -130,7 +130,7 @@ class WorkerRegistration:
         await self.close()
 
     async def _keep_registered(self) -> None:
-        hurry = self._server.stream_ended
+        hurry = self._server.streams.ended
         hurry.clear()
         while True:
             try:
@@ -150,7 +150,7 @@ class WorkerRegistration:
             address=self._address,
             description=self._server.describe(),
             highest_scheduler_epoch=self._server.highest_epoch,
-            speaking_scheduler_epoch=self._server.speaking_epoch,
+            speaking_scheduler_epoch=self._server.streams.speaking_epoch,
         )
         return await stub.Register(request, timeout=self._options.call_timeout, metadata=self._security.metadata)
 

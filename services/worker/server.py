@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
 from typing import Any
 
 import grpc
@@ -24,13 +24,11 @@ from services.worker.executor import StepExecutor
 from services.worker.kv_fetch import import_kv
 from services.worker.kv_pages import KvTransferError
 from services.worker.queue import StepQueue
+from services.worker.step_streams import StepStreams
 
 logger = logging.getLogger(__name__)
 
 SERVICE_NAME = "spool.v1.Worker"
-
-# At most so many steps of one stream are read ahead of its oldest reply; further steps stay with the sender.
-_QUEUED_STEPS = 32
 
 # A drain answers this long before its caller gives up on it.
 _DRAIN_MARGIN_SECONDS = 0.5
@@ -70,19 +68,9 @@ class WorkerServer(worker_pb2_grpc.WorkerServicer):
         self._thread = thread or step_thread()
         self._health = health_aio.HealthServicer()
         self._server: grpc.aio.Server | None = None
-        self._receivers: set[asyncio.Task[None]] = set()
         self._longest_step = longest_step_seconds
         self._steps = StepQueue(executor, self._thread)
-        # The highest scheduler epoch on each open step stream.
-        self._speaking: dict[int, int] = {}
-        self._stream_ids = itertools.count()
-        self.stream_ended = asyncio.Event()
-        """Set whenever a step stream ends; the waiter clears it."""
-
-    @property
-    def speaking_epoch(self) -> int:
-        """The highest scheduler epoch that speaks on an open step stream; 0 where none does."""
-        return max(self._speaking.values(), default=0)
+        self.streams = StepStreams(self._steps)
 
     @property
     def highest_epoch(self) -> int:
@@ -122,9 +110,7 @@ class WorkerServer(worker_pb2_grpc.WorkerServicer):
 
     async def stop(self, grace_seconds: float) -> None:
         await self._health.enter_graceful_shutdown()
-        # A step stream does not end by itself. Without its reader it ends after the replies to the steps already read.
-        for receiver in self._receivers:
-            receiver.cancel()
+        self.streams.end()
         if self._server is not None:
             await self._server.stop(grace_seconds)
         self._thread.shutdown(wait=False, cancel_futures=True)
@@ -141,26 +127,12 @@ class WorkerServer(worker_pb2_grpc.WorkerServicer):
     async def Steps(  # noqa: N802
         self, request_iterator: AsyncIterator[worker_pb2.StepRequest], context: grpc.aio.ServicerContext
     ) -> AsyncIterator[worker_pb2.StepReply]:
-        queue: asyncio.Queue[asyncio.Future[worker_pb2.StepReply] | None] = asyncio.Queue(_QUEUED_STEPS)
-        stream_id = next(self._stream_ids)
-        receiver = asyncio.create_task(self._receive(stream_id, request_iterator, queue))
-        self._receivers.add(receiver)
         try:
-            while (reply := await queue.get()) is not None:
-                yield await reply
-            await asyncio.wait([receiver])
-            if not receiver.cancelled():
-                receiver.result()
+            async with aclosing(self.streams.run(request_iterator)) as replies:
+                async for reply in replies:
+                    yield reply
         except DecodeError as error:
             await refuse_malformed(context, error)
-        finally:
-            self._speaking.pop(stream_id, None)
-            self.stream_ended.set()
-            self._receivers.discard(receiver)
-            receiver.cancel()
-            while not queue.empty():
-                if (unsent := queue.get_nowait()) is not None:
-                    unsent.cancel()
 
     async def Drain(  # noqa: N802
         self, request: worker_pb2.DrainRequest, context: grpc.aio.ServicerContext
@@ -219,19 +191,6 @@ class WorkerServer(worker_pb2_grpc.WorkerServicer):
         while self._executor.sequences:
             self._steps.step_ended.clear()
             await self._steps.step_ended.wait()
-
-    async def _receive(
-        self,
-        stream_id: int,
-        requests: AsyncIterator[worker_pb2.StepRequest],
-        queue: asyncio.Queue[asyncio.Future[worker_pb2.StepReply] | None],
-    ) -> None:
-        try:
-            async for request in requests:
-                self._speaking[stream_id] = max(request.scheduler_epoch, self._speaking.get(stream_id, 0))
-                await queue.put(self._steps.add(request))
-        finally:
-            await queue.put(None)
 
     async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus) -> None:
         for service in ("", SERVICE_NAME):

@@ -1,4 +1,5 @@
 // AVX2 with fused multiply-add and float16 conversions (FMA, F16C).
+// What the kernels (linear.c, attention.c, rows.c, logits.c) are built from on these processors.
 
 #include <immintrin.h>
 

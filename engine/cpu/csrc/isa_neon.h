@@ -1,4 +1,5 @@
 // 64-bit ARM (NEON), with bfloat16 products where the processor has them.
+// What the kernels (linear.c, attention.c, rows.c, logits.c) are built from on these processors.
 
 #include <arm_neon.h>
 

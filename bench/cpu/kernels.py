@@ -1,6 +1,6 @@
 """Linear layers of a small model on this CPU: Spool's kernels beside what libraries offer. JSON on the last line.
 
-    python -m bench.record cpu_kernels -- python -m bench.cpu_kernels --threads 2
+    python -m bench.record cpu_kernels -- python -m bench.cpu.kernels --threads 2
 
 For each instruction set that the processor has, in a process of its own that limits torch and oneDNN as well: how many
 milliseconds the linear layers of 30 decoder layers take (the demo target's; each has weights of its own, which come
@@ -152,9 +152,9 @@ def main() -> int:
     sets = []
     for isa in available_isas():
         environment = os.environ | library_limits(isa.name) | {"OMP_NUM_THREADS": str(asked.threads)}
-        command = [sys.executable, "-m", "bench.cpu_kernels", "--here", "--threads", str(asked.threads)]
+        command = [sys.executable, "-m", "bench.cpu.kernels", "--here", "--threads", str(asked.threads)]
         done = subprocess.run(
-            command, env=environment, stdout=subprocess.PIPE, text=True, check=True, cwd=Path(__file__).parents[1]
+            command, env=environment, stdout=subprocess.PIPE, text=True, check=True, cwd=Path(__file__).parents[2]
         )
         sets.append(json.loads(done.stdout.strip().splitlines()[-1]))
         console.print(table(sets[-1]))

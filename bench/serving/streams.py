@@ -1,6 +1,6 @@
 """Streams over HTTP beside offline decoding of the same prompts, both in one run. JSON on the last line.
 
-    python -m bench.record served_streams -- python -m bench.served_streams --prompts FILE --count 48
+    python -m bench.record served_streams -- python -m bench.serving.streams --prompts FILE --count 48
 
 A whole application runs on this machine, with Ray and gateway, and so do its clients: each of N asks for the next
 prompt as soon as its last one was answered. Offline, `spool bench offline` decodes the same prompts N at a time. Both
