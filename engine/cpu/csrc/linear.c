@@ -42,8 +42,13 @@ INLINE void multiply_part(int count, int vectors, element *to, const factor *row
     ptrdiff_t row_factors = in / FACTOR_ELEMENTS;
     for (ptrdiff_t i = 0; i < row_factors; i += WEIGHT_INPUTS / FACTOR_ELEMENTS) {
         const element *weights = panel + i * FACTOR_ELEMENTS * PANEL;
-        __builtin_prefetch(ahead.from);
-        if (ahead.bytes > CACHE_LINE) __builtin_prefetch(ahead.from + CACHE_LINE);
+        if (ahead.bytes > CACHE_LINE) {
+            __builtin_prefetch(ahead.from);
+            __builtin_prefetch(ahead.from + CACHE_LINE);
+        } else {
+            // The next panel, for which the smallest cache has no room beside this one.
+            __builtin_prefetch(ahead.from, 0, 2);
+        }
         ahead.from += ahead.bytes;
 #pragma GCC unroll 2
         for (int which = 0; which < WEIGHT_INPUTS / FACTOR_ELEMENTS; which++) {
