@@ -20,16 +20,16 @@ AUTO = "auto"
 
 @dataclass(frozen=True, slots=True)
 class InstructionSet:
-    """`needs` and `takes` are names of /proc/cpuinfo: what a processor must have, and what is used where it is there,
-    with the compiler's option for it. `aten` and `onednn` limit torch's own kernels and oneDNN's to the same set."""
+    """`needs` and `takes` are names of /proc/cpuinfo: what a processor must have, and what else is used, with
+    the compiler's option for it. `limits`: environment variables that keep torch's own kernels, oneDNN and MKL to the set.
+    """
 
     name: str
     machine: str | None
     needs: frozenset[str]
     options: tuple[str, ...]
     takes: Mapping[str, str]
-    aten: str | None
-    onednn: str | None
+    limits: Mapping[str, str]
 
 
 _AVX2 = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2", "movbe"})
@@ -38,22 +38,26 @@ _AMX = _AVX512 | {"avx512_bf16", "amx_tile", "amx_bf16"}
 _AMX_OPTIONS = ("-march=x86-64-v4", "-mavx512bf16", "-mamx-tile", "-mamx-bf16")
 _X86 = "x86_64"
 
+
+def _limits(aten: str, onednn: str, mkl: str) -> Mapping[str, str]:
+    return {"ATEN_CPU_CAPABILITY": aten, "ONEDNN_MAX_CPU_ISA": onednn, "MKL_ENABLE_INSTRUCTIONS": mkl}
+
+
 INSTRUCTION_SETS = {
     each.name: each
     for each in (
-        InstructionSet("amx", _X86, _AMX, _AMX_OPTIONS, {}, "avx512", "ALL"),
+        InstructionSet("amx", _X86, _AMX, _AMX_OPTIONS, {}, _limits("avx512", "ALL", "AVX512")),
         InstructionSet(
             "avx512",
             _X86,
             _AVX512,
             ("-march=x86-64-v4",),
             {"avx512_bf16": "-mavx512bf16"},
-            "avx512",
-            "AVX512_CORE_BF16",
+            _limits("avx512", "AVX512_CORE_BF16", "AVX512"),
         ),
-        InstructionSet("avx2", _X86, _AVX2, ("-march=x86-64-v3",), {}, "avx2", "AVX2"),
-        InstructionSet("neon", "aarch64", frozenset(), (), {"bf16": "-march=armv8.2-a+bf16"}, None, None),
-        InstructionSet("portable", None, frozenset(), (), {}, "default", "SSE41"),
+        InstructionSet("avx2", _X86, _AVX2, ("-march=x86-64-v3",), {}, _limits("avx2", "AVX2", "AVX2")),
+        InstructionSet("neon", "aarch64", frozenset(), (), {"bf16": "-march=armv8.2-a+bf16"}, {}),
+        InstructionSet("portable", None, frozenset(), (), {}, _limits("default", "SSE41", "SSE4_2")),
     )
 }
 """By name, the fastest first."""
@@ -78,19 +82,14 @@ def chosen_isa(setting: str) -> InstructionSet:
 
 
 def library_limits(setting: str) -> dict[str, str]:
-    """Environment variables that keep torch and oneDNN to the chosen set; none where nobody has limited it.
+    """Environment variables that keep torch, oneDNN and MKL to the chosen set; none where nobody has limited it.
 
     The process that they are for may run on another machine. Raises ValueError for an unknown name.
     """
     isa = _limit(setting)
     if isa is None:
         return {}
-    limits = {ISA_VARIABLE: isa.name}
-    if isa.aten is not None:
-        limits["ATEN_CPU_CAPABILITY"] = isa.aten
-    if isa.onednn is not None:
-        limits["ONEDNN_MAX_CPU_ISA"] = isa.onednn
-    return limits
+    return {ISA_VARIABLE: isa.name, **isa.limits}
 
 
 @cache

@@ -41,7 +41,7 @@ def run(command: Sequence[str | Path]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=300)
 
 
-@pytest.mark.sampled(9)
+@pytest.mark.slow
 @pytest.mark.parametrize("element", ELEMENTS)
 @pytest.mark.parametrize("isa", available_isas(), ids=lambda isa: isa.name)
 def test_sanitizers_find_nothing(isa: object, element: str, tmp_path: Path) -> None:

@@ -36,12 +36,13 @@ def test_a_library_is_compiled_once() -> None:
     assert words == [f"compiling CPU kernels for {available_isas()[0].name}, bfloat16"]
 
 
+@pytest.mark.slow
 def test_instruction_sets_and_dtypes_have_libraries_of_their_own() -> None:
     smallest = compiled_library(available_isas()[-1], "float32", lambda *_: None)
     assert smallest.identity != build().identity
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", ["truncated", "changed", "without its digest"])
 def test_a_damaged_library_is_compiled_again(damage: str) -> None:
     library = build()
@@ -58,13 +59,9 @@ def test_a_damaged_library_is_compiled_again(damage: str) -> None:
     assert load_cpu_kernels(torch.bfloat16, lambda *_: None) is not None
 
 
-def test_the_folder_is_the_users_alone(cache: Path) -> None:
-    build()
-    assert (cache / FOLDER).stat().st_mode & 0o777 == 0o700
-
-
 def test_a_library_that_others_may_have_written_is_not_loaded(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
     build()
+    assert (cache / FOLDER).stat().st_mode & 0o777 == 0o700
     (cache / FOLDER).chmod(0o770)
     with caplog.at_level(logging.WARNING):
         assert load_cpu_kernels(torch.bfloat16, lambda *_: None) is None
@@ -90,6 +87,7 @@ def test_a_compiler_that_fails_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_
     assert not list((cache / FOLDER).iterdir())
 
 
+@pytest.mark.slow
 def test_a_compiler_may_have_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     folder = tmp_path / "my tools"
     folder.mkdir()
@@ -118,6 +116,7 @@ def test_clang_compiles_what_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch
         )
 
 
+@pytest.mark.slow
 def test_no_source_warns() -> None:
     library = build()
     assert library.path.exists()

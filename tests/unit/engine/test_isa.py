@@ -28,11 +28,12 @@ def test_settings_and_environment_limit_it(monkeypatch: pytest.MonkeyPatch, isa:
     assert library_limits("auto")[ISA_VARIABLE] == name
 
 
-def test_torch_and_onednn_are_limited_as_well() -> None:
+def test_torch_and_its_libraries_are_limited_as_well() -> None:
     assert library_limits("avx2") == {
         ISA_VARIABLE: "avx2",
         "ATEN_CPU_CAPABILITY": "avx2",
         "ONEDNN_MAX_CPU_ISA": "AVX2",
+        "MKL_ENABLE_INSTRUCTIONS": "AVX2",
     }
 
 
