@@ -20,8 +20,6 @@ JOBS ?= $(shell nproc 2>/dev/null || echo 1)
 SIM ?=
 LOCK ?=
 
-# One process has the tests on Ray, one after the other, which mostly wait; the others have the rest.
-BESIDE_RAY = $(shell expr $(JOBS) + 1)
 # Tests that take long by what they wait for or compute are marked `slow`; those on Ray, `ray` (docs/testing.md).
 PYTEST = $(BIN)/python -m pytest --durations=20
 BESIDE_OTHERS = OMP_NUM_THREADS=1 $(PYTEST) -n $(JOBS) --dist worksteal
@@ -35,7 +33,7 @@ COMPILE := UV_CUSTOM_COMPILE_COMMAND="make lock" $(BIN)/uv pip compile --quiet -
 TORCH := $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' requirements.lock)
 
 .DELETE_ON_ERROR:
-.PHONY: setup serve test test-all sim lint format stubs lock test-oldest test-newest clean
+.PHONY: setup serve test test-all test-slow test-slow-ray sim lint format stubs lock test-oldest test-newest clean
 
 setup: $(STAMP)
 
@@ -66,7 +64,14 @@ else
 endif
 
 test-all: test
-	OMP_NUM_THREADS=1 $(PYTEST) -n $(BESIDE_RAY) --dist loadgroup -m "slow and not long"
+	$(MAKE) -j 2 test-slow test-slow-ray
+
+# Both at once: the tests on Ray, one after the other, mostly wait.
+test-slow: $(STAMP)
+	$(BESIDE_OTHERS) -m "slow and not ray and not long"
+
+test-slow-ray: $(STAMP)
+	$(PYTEST) -m "slow and ray and not long"
 
 sim: $(STAMP)
 	$(BIN)/python -m tests.sim.soak --seeds $(SEEDS) --jobs $(JOBS) $(SIM)

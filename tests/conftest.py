@@ -106,12 +106,6 @@ def _cache_at(folder: Path) -> Iterator[None]:
 # --- which tests run when ---------------------------------------------------------------------------------------------
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
-    """Keeps tests on Ray in the one process that has their Ray, where pytest-xdist is told to look at groups."""
-    if item.get_closest_marker("ray") is not None:
-        item.add_marker(pytest.mark.xdist_group("ray"))
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Puts the tests on Ray first, which wait more than they compute, and marks what a sample leaves out as slow."""

@@ -20,8 +20,9 @@ AUTO = "auto"
 
 @dataclass(frozen=True, slots=True)
 class InstructionSet:
-    """`needs` and `takes` are names of /proc/cpuinfo: what a processor must have, and what else is used, with
-    the compiler's option for it. `limits`: environment variables that keep torch's own kernels, oneDNN and MKL to the set.
+    """`needs` and `takes` are names of /proc/cpuinfo: what a processor must have, and what else is used,
+    with the compiler's option for it. `limits`: environment variables that keep torch's own kernels, oneDNN and MKL to
+    the set.
     """
 
     name: str

@@ -170,6 +170,7 @@ def test_chunks_without_choice_choose_nothing(folders: dict[str, Path]) -> None:
 # --- exact mode -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_calibration_is_stored_and_read_again(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

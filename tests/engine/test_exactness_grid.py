@@ -68,7 +68,7 @@ class Workers:
                 assert output.logits_digests == expected.logits_digests
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("head_dim", "dtype"), [*((dim, "bfloat16") for dim in HEAD_DIMS), *((32, dtype) for dtype in DTYPES[1:])]
 )

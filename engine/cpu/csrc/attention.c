@@ -3,6 +3,8 @@
 #include "amx.h"
 #include "attention.h"
 
+#ifdef PAIRED
+
 // Scores of `count` queries [row_factors] over `runs` times LANES keys [row_factors, LANES], each one chain of sums in
 // the order of dimensions.
 INLINE void score_block(int count, int runs, float *scores, ptrdiff_t stride, const factor *queries,
@@ -36,6 +38,28 @@ INLINE void score_queries(int runs, float *scores, ptrdiff_t stride, const facto
     for (; query < count; query++)
         score_block(1, runs, scores + query * stride, stride, queries + query * row_factors, keys, row_factors);
 }
+
+#else
+
+// Scores of `count` queries [row_factors] over `runs` times LANES keys [LANES, row_factors]. Of each, every lane is one
+// chain of sums in the order of dimensions; lanes are added up in pairs.
+INLINE void score_queries(int runs, float *scores, ptrdiff_t stride, const factor *queries, ptrdiff_t count,
+    const factors *keys, ptrdiff_t row_factors) {
+    ptrdiff_t vectors = row_factors / LANES;
+    for (int run = 0; run < runs; run++, keys += row_factors)
+        for (ptrdiff_t query = 0; query < count; query++) {
+            f32v sums[LANES] = {};
+            for (ptrdiff_t i = 0; i < vectors; i++) {
+                f32v by = load(queries + query * row_factors + i * LANES);
+#pragma GCC unroll 16
+                for (int key = 0; key < LANES; key++)
+                    sums[key] = multiply_add(keys[key * vectors + i], by, sums[key]);
+            }
+            store(scores + query * stride + run * LANES, sums_of_rows(sums));
+        }
+}
+
+#endif
 
 // Bytes of scratch that a block of up to `count` queries needs.
 static size_t scratch_bytes(const Attention *call, ptrdiff_t count) {

@@ -54,6 +54,8 @@ INLINE const element *kv_at(
            position % heads->page_size * heads->head_dim;
 }
 
+#ifdef PAIRED
+
 // Swaps the off-diagonal blocks of `step` lanes in a pair of rows: one stage of a transposition.
 #define SWAP_BLOCKS(step)                                                                                              \
     for (int i = 0; i < LANES; i++)                                                                                    \
@@ -64,8 +66,8 @@ INLINE const element *kv_at(
             rows[i + step] = shuffle(low, high, (u32v)(lane + (upper & LANES) + (~upper & step)));           \
         }
 
-// Keys [LANES, head_dim] to factors [head_dim / FACTOR_ELEMENTS, LANES].
-INLINE void transpose(factors *to, const element *keys, ptrdiff_t head_dim) {
+// Keys [LANES, head_dim] to factors [head_dim / FACTOR_ELEMENTS, LANES], so that scores are sums of whole vectors.
+INLINE void arrange_keys(factors *to, const element *keys, ptrdiff_t head_dim) {
     i32v lane;
     for (int i = 0; i < LANES; i++) lane[i] = i;
     for (ptrdiff_t first = 0; first < head_dim; first += FACTOR_ELEMENTS * LANES) {
@@ -89,13 +91,39 @@ INLINE void transpose(factors *to, const element *keys, ptrdiff_t head_dim) {
     }
 }
 
+#else
+
+// Keys [LANES, head_dim] to factors of the same order: without products of pairs, a transposition costs more than sums
+// within vectors do.
+INLINE void arrange_keys(factors *to, const element *keys, ptrdiff_t head_dim) {
+    for (ptrdiff_t i = 0; i < LANES * head_dim; i += LANES) *to++ = load_factors(keys + i);
+}
+
+// The sum of the lanes of each of LANES rows.
+INLINE f32v sums_of_rows(f32v *sums) {
+    i32v lane;
+    for (int i = 0; i < LANES; i++) lane[i] = i;
+#pragma GCC unroll 4
+    for (int step = LANES / 2; step; step /= 2)
+#pragma GCC unroll 8
+        for (int i = 0; i < step; i++) {
+            u32v low = (u32v)sums[i], high = (u32v)sums[i + step];
+            i32v upper = (lane & step) != 0;
+            f32v first = (f32v)shuffle(low, high, (u32v)(lane + (upper & (LANES - step))));
+            sums[i] = first + (f32v)shuffle(low, high, (u32v)(lane + (upper & LANES) + (~upper & step)));
+        }
+    return sums[0];
+}
+
+#endif
+
 // What comes next lies on another page, which no hardware foresees.
 INLINE void fetch_ahead(const element *from, ptrdiff_t size) {
     for (ptrdiff_t i = 0; i < size; i += 64 / sizeof *from) __builtin_prefetch(from + i);
 }
 
-// Keys of up to RUNS runs from `position` on, as far as the block sees, to factors [runs, head_dim / FACTOR_ELEMENTS,
-// LANES]. Gives how many runs there are.
+// Keys of up to RUNS runs from `position` on, as far as the block sees, arranged, to factors [runs, head_dim /
+// FACTOR_ELEMENTS, LANES]. Gives how many runs there are.
 INLINE int take_keys(factors *to, const Attention *call, const Block *block, ptrdiff_t kv_head, ptrdiff_t position) {
     ptrdiff_t head_dim = call->heads.head_dim, last = block->start + block->rows;
     int runs = last - position > LANES ? RUNS : 1;
@@ -104,7 +132,7 @@ INLINE int take_keys(factors *to, const Attention *call, const Block *block, ptr
         if (ahead < last) fetch_ahead(kv_at(call, block, 0, ahead, kv_head), LANES * head_dim);
         // Values come while there is something to compute: their turn has little of that.
         fetch_ahead(kv_at(call, block, 1, here, kv_head), LANES * head_dim);
-        transpose(to + run * factors_of(call), kv_at(call, block, 0, here, kv_head), head_dim);
+        arrange_keys(to + run * factors_of(call), kv_at(call, block, 0, here, kv_head), head_dim);
     }
     return runs;
 }

@@ -62,7 +62,7 @@ INLINE void store_element(element *to, f32v x) { store_bf16(to, x); }
 #ifdef PAIRED
 
 #define FACTOR_ELEMENTS 2
-typedef uint32_t factor;
+typedef uint32_t factor __attribute__((may_alias)); // of rows in memory
 typedef u32v factors;
 
 INLINE factors load_factors(const element *from) {
