@@ -1,4 +1,4 @@
-"""What is shipped by default, on real Ray while a target is killed: bfloat16, policy `auto`, the CPU kernels."""
+"""What is shipped by default, on real Ray while a target is killed: dtype and policy `auto`, the CPU kernels."""
 
 from __future__ import annotations
 
@@ -7,10 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from bench.chaos.application import TARGET, Application, watching
 from bench.chaos.faults import Faults
 from bench.chaos.streams import ConstantLoad, cases, faults_of, streaming
+from engine.cpu.isa import AUTO, chosen_isa
 from tests.support.command_line import save_tokenizer
 from tests.support.ray_cluster import RayCluster
 from tests.support.serving import PlainDecoder, oracle, served_on
@@ -29,6 +32,7 @@ SECONDS = 300.0
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folders = save_tiny_pair("llama", tmp_path_factory.mktemp("models"), **KERNEL_SHAPE)
     for folder in folders:
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(folder)
         save_tokenizer(folder)
     return folders
 
@@ -54,7 +58,8 @@ def application(
 
 def test_workers_compute_with_the_kernels(application: Application) -> None:
     for process in application.replicas(TARGET):
-        assert "/cache/kernels/" in Path(f"/proc/{process.pid}/maps").read_text()
+        library = f"/cpu-kernels/{chosen_isa(AUTO).name}-bfloat16-"
+        assert library in Path(f"/proc/{process.pid}/maps").read_text()
 
 
 def test_a_killed_target_changes_no_text(application: Application, pair: tuple[Path, Path]) -> None:
