@@ -51,7 +51,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> PeerModels:
     target, draft = save_tiny_pair("llama", tmp_path_factory.mktemp("peers"))
     # A stop token that some outputs reach.
     stops = frozenset({generated(target, jobs()[0], frozenset())[3]})
-    return PeerModels(target, {"noisy": draft}, "float32", "cpu", 1, stops, jobs())
+    return PeerModels(target, {"noisy": draft}, "float32", "auto", "cpu", 1, stops, jobs())
 
 
 def generated(folder: Path, job: Job, stops: frozenset[int]) -> list[int]:
