@@ -58,7 +58,7 @@ class AttentionBlocks:
 
 
 class LayerWeights(ctypes.Structure):
-    """`Layer` of engine/cpu/csrc/layer.c."""
+    """`Layer` of engine/cpu/csrc/kernels.h."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("qkv", "out", "gate_up", "down")),
@@ -70,7 +70,7 @@ class LayerWeights(ctypes.Structure):
 
 
 class LayerPass(ctypes.Structure):
-    """`Pass` of engine/cpu/csrc/layer.c. Keeps no tensor alive."""
+    """`Pass` of engine/cpu/csrc/kernels.h. Keeps no tensor alive."""
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in ("cos", "sin", "slots", "pages", "blocks", "scratch")),

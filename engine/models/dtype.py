@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import torch
 
+from engine.cpu.linear import can_prepack
+
 AUTO = "auto"
 
-_COMPUTED = (torch.bfloat16, torch.float16, torch.float32)
+COMPUTED = (torch.bfloat16, torch.float16, torch.float32)
 # Of CUDA's compute capability: the first GPUs that multiply bfloat16.
 _BFLOAT16_GPUS = (8, 0)
 
@@ -16,7 +18,7 @@ def best_dtype(checkpoint: torch.dtype, device: torch.device, has_kernels: bool)
 
     `has_kernels`: whether the CPU kernels were built for the checkpoint's dtype.
     """
-    if checkpoint not in _COMPUTED:
+    if checkpoint not in COMPUTED:
         return torch.float32 if device.type == "cpu" else torch.bfloat16, f"the checkpoint has {dtype_name(checkpoint)}"
     if device.type == "cuda":
         if checkpoint == torch.bfloat16 and torch.cuda.get_device_capability(device) < _BFLOAT16_GPUS:
@@ -24,7 +26,7 @@ def best_dtype(checkpoint: torch.dtype, device: torch.device, has_kernels: bool)
         return checkpoint, "the checkpoint's own"
     if checkpoint == torch.float32 or has_kernels:
         return checkpoint, "the checkpoint's own"
-    if checkpoint == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    if can_prepack(torch.empty(0, dtype=checkpoint)):
         return checkpoint, "the checkpoint's own"
     return torch.float32, f"without CPU kernels, {dtype_name(checkpoint)} takes longer here"
 

@@ -23,7 +23,7 @@ from engine.exactness.calibration_cache import calibration_file, calibration_key
 from engine.kv.paged_kv import PagedKvStore
 from engine.kv.pages import PagePool, PageTable
 from engine.models.draft_vocabulary import read_draft_vocabulary, restrict_head
-from engine.models.dtype import AUTO, best_dtype, dtype_name
+from engine.models.dtype import AUTO, COMPUTED, best_dtype, dtype_name
 from engine.models.fetching import fetch_model
 from engine.models.loaded_model import KvShape, LoadedModel
 from engine.models.source import Progress, resolve_model
@@ -119,7 +119,7 @@ def _load_model(settings: EngineSettings, role: Role, progress: Progress) -> Loa
 def _cpu_kernels(
     dtype: torch.dtype, device: torch.device, settings: EngineSettings, progress: Progress
 ) -> CpuKernels | None:
-    if device.type != "cpu":
+    if device.type != "cpu" or dtype not in COMPUTED:
         return None
     try:
         return load_cpu_kernels(dtype, progress, settings.cpu_isa)

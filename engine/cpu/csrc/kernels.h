@@ -18,6 +18,24 @@ typedef struct {
     int64_t first_row, rows, start, first_page;
 } Block;
 
+// Panels of weights, and sizes. Biases and the norms of heads may be missing.
+typedef struct {
+    const element *qkv, *out, *gate_up, *down;
+    const float *qkv_bias, *out_bias, *gate_up_bias, *down_bias;
+    const element *attention_norm, *mlp_norm, *query_norm, *key_norm;
+    ptrdiff_t hidden, inner, query_heads, kv_heads, head_dim;
+    float attention_epsilon, mlp_epsilon, head_epsilon, scaling;
+} Layer;
+
+// What all layers of a pass share. `scratch` has room for `rows` times what spool_layer_scratch says.
+typedef struct {
+    const float *cos, *sin;
+    const int64_t *slots, *pages;
+    const Block *blocks;
+    void *scratch;
+    ptrdiff_t rows, block_count, max_rows, longest, page_size, page_count;
+} Pass;
+
 void spool_norm(
     element *to, const element *from, const element *weight, ptrdiff_t rows, ptrdiff_t hidden, float epsilon);
 
@@ -46,6 +64,11 @@ void spool_linear(element *to, const element *rows, const element *weights, cons
     ptrdiff_t count, ptrdiff_t in, ptrdiff_t out);
 
 int spool_has_tiles(void);
+
+ptrdiff_t spool_layer_scratch(const Layer *layer);
+
+int spool_layers(
+    element *residual, element *const *pools, const Layer *layers, ptrdiff_t layer_count, const Pass *pass);
 
 // A row's `vectors` vectors of outputs, of which `columns` are there.
 INLINE void store_outputs(element *to, const f32v *outputs, int vectors, ptrdiff_t columns) {

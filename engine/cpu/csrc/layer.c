@@ -2,24 +2,6 @@
 
 #include "kernels.h"
 
-// Panels of weights, and sizes. Biases and the norms of heads may be missing.
-typedef struct {
-    const element *qkv, *out, *gate_up, *down;
-    const float *qkv_bias, *out_bias, *gate_up_bias, *down_bias;
-    const element *attention_norm, *mlp_norm, *query_norm, *key_norm;
-    ptrdiff_t hidden, inner, query_heads, kv_heads, head_dim;
-    float attention_epsilon, mlp_epsilon, head_epsilon, scaling;
-} Layer;
-
-// What all layers of a pass share. `scratch` has room for `rows` times what spool_layer_scratch says.
-typedef struct {
-    const float *cos, *sin;
-    const int64_t *slots, *pages;
-    const Block *blocks;
-    void *scratch;
-    ptrdiff_t rows, block_count, max_rows, longest, page_size, page_count;
-} Pass;
-
 INLINE ptrdiff_t largest_size(const Layer *layer) {
     ptrdiff_t queries = layer->query_heads * layer->head_dim, size = queries > layer->inner ? queries : layer->inner;
     return size > layer->hidden ? size : layer->hidden;
@@ -38,7 +20,8 @@ static int add_layer(element *residual, element *pool, const Layer *layer, const
     ptrdiff_t rows = pass->rows, hidden = layer->hidden, inner = layer->inner, head_dim = layer->head_dim;
     ptrdiff_t queries_size = layer->query_heads * head_dim, qkv_size = queries_size + 2 * layer->kv_heads * head_dim;
     float *widened = pass->scratch;
-    element *normed = (element *)(widened + rows * largest_size(layer)), *projected = normed + rows * hidden, *qkv = projected + rows * hidden;
+    element *normed = (element *)(widened + rows * largest_size(layer)), *projected = normed + rows * hidden;
+    element *qkv = projected + rows * hidden;
     element *queries = qkv + rows * qkv_size, *attended = queries + rows * queries_size;
     element *gate_up = attended + rows * queries_size, *product = gate_up + rows * 2 * inner;
 

@@ -8,26 +8,6 @@
 
 #include "kernels.h"
 
-// Of kernels.h's functions, what is in no header.
-typedef struct {
-    const element *qkv, *out, *gate_up, *down;
-    const float *qkv_bias, *out_bias, *gate_up_bias, *down_bias;
-    const element *attention_norm, *mlp_norm, *query_norm, *key_norm;
-    ptrdiff_t hidden, inner, query_heads, kv_heads, head_dim;
-    float attention_epsilon, mlp_epsilon, head_epsilon, scaling;
-} Layer;
-
-typedef struct {
-    const float *cos, *sin;
-    const int64_t *slots, *pages;
-    const Block *blocks;
-    void *scratch;
-    ptrdiff_t rows, block_count, max_rows, longest, page_size, page_count;
-} Pass;
-
-ptrdiff_t spool_layer_scratch(const Layer *layer);
-int spool_layers(element *residual, element *const *pools, const Layer *layers, ptrdiff_t layer_count, const Pass *pass);
-
 #if defined ELEMENT_F32
 #define HALF_BIT 2e-6
 #elif defined ELEMENT_F16
