@@ -12,7 +12,7 @@ _DRAFT_BATCHES = 4
 
 
 class Policy(Enum):
-    """How verify groups are formed; see scheduler/batching/grouping_policies.py."""
+    """How verify groups are formed; see scheduler/batching/verify_grouping.py."""
 
     EQSPEC = "eqspec"
     EXSPEC = "exspec"

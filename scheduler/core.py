@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from itertools import chain, islice
 
-from scheduler.batching.grouping_policies import make_policy
 from scheduler.batching.steps import StepPlanner
+from scheduler.batching.verify_grouping import make_policy
 from scheduler.config import SchedulerConfig
 from scheduler.costs.step_times import Acceptance
 from scheduler.messages import (

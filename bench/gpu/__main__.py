@@ -1,17 +1,27 @@
 """`python -m bench.gpu`: says in one sentence what is missing where it cannot start."""
 
+import importlib
 import sys
+
+COMMANDS = {"measure": "bench.gpu.measure_command", "compile": "bench.gpu.compile_command"}
 
 
 def run() -> int:
+    name = sys.argv[1] if len(sys.argv) > 1 else ""
+    if name not in COMMANDS:
+        print(f"bench.gpu: the command is {name!r}, must be one of {', '.join(COMMANDS)}", file=sys.stderr)
+        return 2
     try:
-        from bench.gpu.command import main
+        command = importlib.import_module(COMMANDS[name])
     except ModuleNotFoundError as error:
-        name = _missing(error)
-        reason = f"needs the Python package {name}, which is not installed here" if name else f"cannot start: {error}"
+        package = _missing(error)
+        reason = (
+            f"needs the Python package {package}, which is not installed here" if package else f"cannot start: {error}"
+        )
         print(f"bench.gpu {reason}.", file=sys.stderr)
         return 1
-    return main()
+    found: int = command.main(sys.argv[2:])
+    return found
 
 
 def _missing(error: BaseException) -> str | None:

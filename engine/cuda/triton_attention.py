@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import triton
@@ -20,21 +19,25 @@ from engine.attention.backends import Span, cut_into_blocks
 from engine.kv.paged_kv import LayerKv
 from engine.passes.device import on_device
 
-# Rows of a tile, the fewest that matrix units take, and positions that a tile of scores covers.
+# Rows and dimensions of a tile, the fewest that matrix units take.
 _MIN_QUERIES = 16
-_POSITIONS = 64
 _MIN_DIMENSIONS = 16
+# Positions that a tile of scores covers, at most. Fewer where their keys would take more bytes than this: a tile of
+# keys and one of values are in a multiprocessor's shared memory at a time.
+_POSITIONS = 64
+_TILE_BYTES = 32 << 10
 
 
 @triton.jit
-def _attend(
-    to: Any,
-    queries: Any,
-    keys: Any,
-    values: Any,
-    edges: Any,
-    pages: Any,
-    scale: Any,
+def _attend(  # type: ignore[no-untyped-def]
+    # Triton takes no annotation of a parameter but tl.constexpr.
+    to,
+    queries,
+    keys,
+    values,
+    edges,
+    pages,
+    scale,
     kv_heads: tl.constexpr,
     group: tl.constexpr,
     head_dim: tl.constexpr,
@@ -43,7 +46,7 @@ def _attend(
     dimensions: tl.constexpr,
     tile_positions: tl.constexpr,
     precision: tl.constexpr,
-) -> None:
+):
     """One block of rows, one KV head. `scale` is for powers of 2; `tile_queries` and `dimensions` are padded."""
     edge = edges + tl.program_id(0) * 4
     kv_head = tl.program_id(1)
@@ -82,22 +85,44 @@ def _attend(
     tl.store(to + places, (sums / total[:, None]).to(to.dtype.element_ty), mask=is_real)
 
 
+def constants(query_heads: int, kv_heads: int, head_dim: int, page_size: int, element_bytes: int) -> dict[str, object]:
+    """What the kernel is compiled with, for a model's heads, pages of so many positions, and elements of a size."""
+    dimensions = max(_MIN_DIMENSIONS, triton.next_power_of_2(head_dim))
+    return {
+        "kv_heads": kv_heads,
+        "group": query_heads // kv_heads,
+        "head_dim": head_dim,
+        "page_size": page_size,
+        "tile_queries": tile_rows(query_heads // kv_heads),
+        "dimensions": dimensions,
+        "tile_positions": min(_POSITIONS, _TILE_BYTES // (dimensions * element_bytes)),
+        # Elements that are no 16 bits wide are multiplied as they are, and not as TF32.
+        "precision": "ieee",
+    }
+
+
+def tile_rows(group: int) -> int:
+    """Query rows of a tile, for so many query heads that share a KV head."""
+    return max(_MIN_QUERIES, triton.next_power_of_2(group))
+
+
 class TritonPlan:
-    def __init__(self, edges: torch.Tensor, pages: torch.Tensor, query_rows: int) -> None:
-        """`edges` int64 `[blocks, 4]` and `pages` as from `cut_into_blocks`, on the device; a block of zeros is none.
-        `query_rows`: those of a tile."""
+    def __init__(self, edges: torch.Tensor, pages: torch.Tensor) -> None:
+        """`edges` int64 `[blocks, 4]` and `pages` as from `cut_into_blocks`, on the device; a block of zeros is
+        none."""
         self._edges = edges
         self._pages = pages
-        self._query_rows = query_rows
         self._output: torch.Tensor | None = None
+        self._constants: dict[str, object] = {}
 
     def attend(self, layer: LayerKv, query: torch.Tensor, scaling: float) -> torch.Tensor:
         """The output holds until the next call, which has the next layer's."""
+        heads, head_dim = query.shape[1:]
         if self._output is None:
             # Rows of no block stay 0 in all layers.
             self._output = query.new_zeros(query.shape)
+            self._constants = constants(heads, layer.kv_heads, head_dim, layer.pool.shape[3], query.element_size())
         keys, values = layer.pool
-        heads, head_dim = query.shape[1:]
         _attend[(len(self._edges), layer.kv_heads)](
             self._output,
             query.contiguous(),
@@ -106,15 +131,7 @@ class TritonPlan:
             self._edges,
             self._pages,
             scaling * math.log2(math.e),
-            kv_heads=layer.kv_heads,
-            group=heads // layer.kv_heads,
-            head_dim=head_dim,
-            page_size=layer.pool.shape[3],
-            tile_queries=self._query_rows,
-            dimensions=max(_MIN_DIMENSIONS, triton.next_power_of_2(head_dim)),
-            tile_positions=_POSITIONS,
-            # What is no 16 bits wide is multiplied as it is, and not as TF32.
-            precision="ieee",
+            **self._constants,
         )
         return self._output
 
@@ -124,8 +141,7 @@ class TritonBackend:
 
     def __init__(self, query_heads: int, kv_heads: int, page_size: int, device: torch.device) -> None:
         group = query_heads // kv_heads
-        self._query_rows = max(_MIN_QUERIES, triton.next_power_of_2(group))
-        self._block_rows = self._query_rows // group
+        self._block_rows = tile_rows(group) // group
         self._page_size = page_size
         self._device = device
 
@@ -141,4 +157,4 @@ class TritonBackend:
 
     def plan_of(self, edges: torch.Tensor, pages: torch.Tensor) -> TritonPlan:
         """Of blocks that are on the device already."""
-        return TritonPlan(edges, pages, self._query_rows)
+        return TritonPlan(edges, pages)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from scheduler.batching.draft_steps import DraftPlanner
-from scheduler.batching.grouping_policies import GroupingPolicy
+from scheduler.batching.verify_grouping import GroupingPolicy
 from scheduler.batching.verify_steps import TargetPlanner
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Command, SendStep

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from itertools import islice
 
-from scheduler.batching.grouping_policies import Arrivals, GroupingPolicy, GroupingView
 from scheduler.batching.time_slicing import target_may_go
+from scheduler.batching.verify_grouping import Arrivals, GroupingPolicy, GroupingView
 from scheduler.config import SchedulerConfig
 from scheduler.messages import GroupFormed, SendStep
 from scheduler.speculation.confidence import most_promising

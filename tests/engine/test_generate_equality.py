@@ -161,6 +161,7 @@ def test_prompt_lookup_changes_nothing(pair: Pair, target: TargetStepExecutor, p
     assert [outputs[index].tokens for index in range(len(pair.plain))] == pair.plain
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("policy", list(Policy))
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_prompt_lookup_beside_a_model_changes_nothing(

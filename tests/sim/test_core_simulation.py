@@ -195,7 +195,7 @@ PREEMPTED_WITHOUT_A_STEP = Scenario(
 )
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
 @given(scenarios)
 @example(PREEMPTED_WITHOUT_A_STEP)
 def test_output_is_that_of_plain_decoding_whatever_happens(scenario: Scenario) -> None:

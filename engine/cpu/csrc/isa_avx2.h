@@ -1,5 +1,5 @@
 // AVX2 with fused multiply-add and float16 conversions (FMA, F16C).
-// What the kernels (linear.c, attention.c, rows.c, logits.c) are built from on these processors.
+// With what all processors share (vectors.h), the kernels are built from this: linear.c, attention.c, rows.c, logits.c.
 
 #include <immintrin.h>
 

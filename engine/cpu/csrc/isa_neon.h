@@ -1,5 +1,5 @@
 // 64-bit ARM (NEON), with bfloat16 products where the processor has them.
-// What the kernels (linear.c, attention.c, rows.c, logits.c) are built from on these processors.
+// With what all processors share (vectors.h), the kernels are built from this: linear.c, attention.c, rows.c, logits.c.
 
 #include <arm_neon.h>
 

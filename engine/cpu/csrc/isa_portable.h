@@ -1,5 +1,5 @@
 // Any processor: the compiler splits vectors as it must. Products are rounded before they are added.
-// What the kernels (linear.c, attention.c, rows.c, logits.c) are built from on these processors.
+// With what all processors share (vectors.h), the kernels are built from this: linear.c, attention.c, rows.c, logits.c.
 
 #define LANES 4
 #define LINEAR_ROWS 6

@@ -15,9 +15,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from bench.gpu import measure
-from bench.gpu.command import main
 from bench.gpu.driver import RunRecord
 from bench.gpu.figures import output_digest
+from bench.gpu.measure_command import main
 from bench.gpu.settings import GpuBenchSettings
 from engine.errors import ExactModeUnavailableError
 from engine.models.source import CACHE_VARIABLE
@@ -61,7 +61,7 @@ def run_without(absent: tuple[str, ...], arguments: list[str], cache: Path) -> s
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp("gpu")
     output = folder / "found.json"
-    done = run_without(ABSENT, [str(folder / "pair"), *ASKED, "-o", str(output)], folder / "cache")
+    done = run_without(ABSENT, ["measure", str(folder / "pair"), *ASKED, "-o", str(output)], folder / "cache")
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"{output}\n"
     return Run(folder / "pair", json.loads(output.read_text(encoding="utf-8")), done.stderr)
@@ -139,7 +139,7 @@ def test_figures_agree_with_each_other(run: Run) -> None:
 def test_it_is_said_what_was_measured_on_what(run: Run) -> None:
     result = run.result
     assert result["kind"] == "gpu"
-    assert result["command"].startswith("python -m bench.gpu pair --shape tiny --agreement 0.7")
+    assert result["command"].startswith("python -m bench.gpu measure pair --shape tiny --agreement 0.7")
     assert result["command"].endswith("-o found.json")
     assert result["machine"]["torch"] == torch.__version__
     assert {"processor", "cores", "memory_gib", "python", "transformers"} <= result["machine"].keys()
@@ -152,7 +152,7 @@ def test_it_is_said_what_was_measured_on_what(run: Run) -> None:
 
 
 def test_a_missing_package_is_named_in_one_sentence(tmp_path: Path) -> None:
-    done = run_without(("safetensors",), [], tmp_path)
+    done = run_without(("safetensors",), ["measure"], tmp_path)
     assert done.returncode == 1
     assert done.stderr == "bench.gpu needs the Python package safetensors, which is not installed here.\n"
 

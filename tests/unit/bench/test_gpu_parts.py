@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from bench.gpu import page
-from bench.gpu.command import main, shown
 from bench.gpu.device import check_device
+from bench.gpu.measure_command import main, shown
 from bench.gpu.results import ResultFile
 from bench.gpu.settings import GpuBenchSettings, Point, grid, variant_name
 from bench.offline.grid import System
@@ -120,7 +120,7 @@ def test_bad_arguments_end_in_one_line(tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_results_do_not_say_where_files_lay() -> None:
     command = shown(["/somewhere/private/pair", "--shape", "tiny", "-o", "/somewhere/out.json"])
-    assert command == "python -m bench.gpu pair --shape tiny -o out.json"
+    assert command == "python -m bench.gpu measure pair --shape tiny -o out.json"
 
 
 def cell(system: str, speed: float, exact: bool = True, **changes: Any) -> dict[str, Any]:

@@ -134,8 +134,8 @@ def test_bits_of_a_row_do_not_depend_on_what_shares_its_call(kernel: ModuleType)
 FAULTS = {
     "rows of a tile share a maximum": ("tl.max(scores, 1))", "tl.max(scores))"),
     "tiles depend on the number of sequences": (
-        "tile_positions=_POSITIONS,",
-        "tile_positions=_POSITIONS if len(self._edges) > 1 else 16,",
+        "**self._constants,",
+        "**(self._constants | {'tile_positions': 64 if len(self._edges) > 1 else 16}),",
     ),
 }
 

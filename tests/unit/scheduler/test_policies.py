@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from scheduler.batching.grouping_policies import Arrivals, GroupingView, make_policy
+from scheduler.batching.verify_grouping import Arrivals, GroupingView, make_policy
 from scheduler.config import Policy
 from scheduler.costs.draft_plan import DraftPlan
 from scheduler.costs.step_times import TargetTimes, expected_commit

@@ -1,4 +1,4 @@
-"""The command line of `python -m bench.gpu`."""
+"""The command line of `python -m bench.gpu measure`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _NUMBERS = {
 
 def parse(arguments: Sequence[str]) -> tuple[Path, Path, GpuBenchSettings]:
     """Folder of the pair, file of the results, settings. Raises ValueError naming field, value and limit."""
-    parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=_DESCRIPTION)
+    parser = argparse.ArgumentParser(prog="python -m bench.gpu measure", description=_DESCRIPTION)
     parser.add_argument("folder", type=Path, help="of the pair; made where it is not there")
     parser.add_argument("--shape", required=True, help="see bench/synthetic_pair.py: qwen3-8b, vicuna-7b, ...")
     parser.add_argument("--agreement", type=float, default=0.7, help="share of draft tokens that are the target's")
@@ -65,14 +65,13 @@ def parse(arguments: Sequence[str]) -> tuple[Path, Path, GpuBenchSettings]:
     return asked.folder, asked.output, settings
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     """0 where all was measured, else 1. The reason is told in one line, and in the file where there is one by then;
     what nobody expects is raised as well."""
-    given = sys.argv[1:] if arguments is None else list(arguments)
     transformers_logging.set_verbosity_error()
     try:
-        folder, output, settings = parse(given)
-        results = ResultFile(output, origin(shown(given), describe_used(settings.device)), settings.to_json())
+        folder, output, settings = parse(arguments)
+        results = ResultFile(output, origin(shown(arguments), describe_used(settings.device)), settings.to_json())
     except ValueError as error:
         print(f"bench.gpu: {error}", file=sys.stderr)
         return 1
@@ -98,4 +97,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def shown(arguments: Sequence[str]) -> str:
     """The command that results carry; where files lie on one machine is no part of it."""
     short = [os.path.basename(one.rstrip("/")) if os.path.isabs(one) else one for one in arguments]
-    return shlex.join(["python", "-m", "bench.gpu", *short])
+    return shlex.join(["python", "-m", "bench.gpu", "measure", *short])

@@ -1,0 +1,159 @@
+"""Compiles the Triton kernels for GPUs that need not be there, and says what ptxas made of them.
+
+Triton's wheel carries NVIDIA's assembler, so that a kernel which does not compile, keeps numbers of its registers in
+memory, or wants more shared memory than a multiprocessor has, is found on any machine. What a kernel computes is tested
+elsewhere (tests/unit/engine/test_triton_attention.py).
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from engine.cuda import triton_attention
+
+HEAD_DIMS = (64, 96, 128, 256)
+GROUPS = tuple(range(1, 9))
+PAGE_SIZES = (16, 64)
+# By Triton's name of the type: ours, and bytes.
+DTYPES = {"bf16": ("bfloat16", 2), "fp16": ("float16", 2), "fp32": ("float32", 4)}
+
+_POINTERS = ("to", "queries", "keys", "values", "edges", "pages")
+_KV_HEADS = 8
+_THREADS_OF_A_WARP = 32
+_CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+
+
+@dataclass(frozen=True, slots=True)
+class Multiprocessor:
+    """What kernels on one multiprocessor share (CUDA C++ Programming Guide, technical specifications by compute
+    capability). Memory in bytes; `block_memory` is what one block can have."""
+
+    shared_memory: int
+    block_memory: int
+    threads: int
+    blocks: int
+    registers: int = 64 << 10
+
+    def occupancy(self, registers: int, shared_memory: int, warps: int) -> float:
+        """Share of its threads that blocks of so many warps can have at a time. `registers` of a thread."""
+        # Registers are given to warps in units of 256, and 1 KiB of a block's memory is the system's.
+        of_warp = -(-registers * _THREADS_OF_A_WARP // 256) * 256
+        by_registers = self.registers // (of_warp * warps)
+        by_memory = self.shared_memory // (shared_memory + 1024)
+        by_threads = self.threads // (warps * _THREADS_OF_A_WARP)
+        return min(by_registers, by_memory, by_threads, self.blocks) * warps * _THREADS_OF_A_WARP / self.threads
+
+
+# By compute capability without its point: A100, RTX 40 and L40, H100 and H200, B200.
+ARCHITECTURES = {
+    80: Multiprocessor(164 << 10, 163 << 10, 2048, 32),
+    89: Multiprocessor(100 << 10, 99 << 10, 1536, 24),
+    90: Multiprocessor(228 << 10, 227 << 10, 2048, 32),
+    100: Multiprocessor(228 << 10, 227 << 10, 2048, 32),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """A kernel is compiled anew for each of these."""
+
+    architecture: int
+    dtype: str
+    head_dim: int
+    group: int
+    page_size: int
+
+    def __str__(self) -> str:
+        return (
+            f"sm_{self.architecture}, {DTYPES[self.dtype][0]}, head_dim {self.head_dim}, {self.group} query heads for "
+            f"each KV head, pages of {self.page_size}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """What came of one. `registers` of a thread; `spilled` bytes of a thread and `shared_memory` bytes of a block;
+    `occupancy` as `Multiprocessor.occupancy` gives it. `fault`: why the kernel is of no use, or empty."""
+
+    variant: Variant
+    fault: str
+    registers: int = 0
+    spilled: int = 0
+    shared_memory: int = 0
+    occupancy: float = 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        found = asdict(self)
+        return {**found.pop("variant"), **found}
+
+
+def variants(architectures: tuple[int, ...] = tuple(ARCHITECTURES)) -> Iterator[Variant]:
+    """All that models of the supported families ask for."""
+    for shape in itertools.product(architectures, DTYPES, HEAD_DIMS, GROUPS, PAGE_SIZES):
+        yield Variant(*shape)
+
+
+def build(variant: Variant) -> Build:
+    """Compiles the attention kernel; whatever the compiler raises becomes a fault."""
+    multiprocessor = ARCHITECTURES[variant.architecture]
+    try:
+        compiled = triton.compile(_source(variant), target=GPUTarget("cuda", variant.architecture, _THREADS_OF_A_WARP))
+        registers, spilled = _resources(compiled.asm["cubin"])
+    # Triton has errors of its own, those of LLVM and those of the programs that it starts.
+    except Exception as error:
+        return Build(variant, fault=f"does not compile: {_last_line(error)}")
+    shared_memory = compiled.metadata.shared
+    fault = ""
+    if spilled:
+        fault = f"{spilled} bytes of registers spill to memory"
+    if shared_memory > multiprocessor.block_memory:
+        fault = f"wants {shared_memory} bytes of shared memory, a block can have {multiprocessor.block_memory}"
+    occupancy = multiprocessor.occupancy(registers, shared_memory, compiled.metadata.num_warps)
+    return Build(variant, fault, registers, spilled, shared_memory, occupancy)
+
+
+def _source(variant: Variant) -> ASTSource:
+    """As the launch in `TritonPlan.attend` has it compiled: its tensors begin at multiples of 16 bytes."""
+    kernel = triton_attention._attend
+    names = kernel.arg_names
+    element_bytes = DTYPES[variant.dtype][1]
+    values = triton_attention.constants(
+        _KV_HEADS * variant.group, _KV_HEADS, variant.head_dim, variant.page_size, element_bytes
+    )
+    pointers = dict.fromkeys(_POINTERS, f"*{variant.dtype}") | {"edges": "*i64", "pages": "*i64"}
+    signature = dict.fromkeys(names, "constexpr") | pointers | {"scale": "fp32"}
+    return ASTSource(
+        kernel,
+        signature,
+        constexprs={(names.index(name),): value for name, value in values.items()},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in _POINTERS},
+    )
+
+
+def _resources(cubin: bytes) -> tuple[int, int]:
+    """Registers of a thread, and bytes of its stack: the kernel has no arrays, so these are spilled registers."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(_CUOBJDUMP), "-res-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    if found is None:
+        raise RuntimeError(f"cuobjdump names no resources: {text.strip()!r}")
+    return int(found[1]), int(found[2])
+
+
+def _last_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__
