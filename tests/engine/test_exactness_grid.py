@@ -88,5 +88,5 @@ def test_tiny_pairs(isa: str, head_dim: int, dtype: str, tmp_path: Path) -> None
 @pytest.mark.parametrize("isa", ISAS)
 def test_the_demo_pair(isa: str) -> None:
     rng = random.Random(3)
-    prompts = [[rng.randrange(1000, 20000) for _ in range(length)] for length in (3, 20)]
-    Workers(isa, "demo", "demo", "auto").check(prompts, 5)
+    prompts = [[rng.randrange(1000, 20000) for _ in range(length)] for length in (2, 9)]
+    Workers(isa, "demo", "demo", "auto").check(prompts, 4)
