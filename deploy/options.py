@@ -106,6 +106,9 @@ class WorkerSettings(_Frozen):
         str,
         _option(f"Limit of the CPU's instruction set: {', '.join(CPU_ISAS)}.", show_default="SPOOL_CPU_ISA, or auto"),
     ] = AUTO
+    gpu_memory_utilization: Annotated[
+        float, Field(gt=0, le=1), _option("Share of a GPU's memory that the workers on it may take together.")
+    ] = 0.9
     share_cores: Annotated[
         bool,
         _option("One draft and one target on a CPU: policy auto may let each use the other's cores while it is idle."),
@@ -236,6 +239,7 @@ class RunSettings(_Frozen):
             exact=models.exact,
             lookup_match=models.lookup_match if role is Role.DRAFT else None,
             prefix_cache=self.shares_prefixes,
+            gpu_memory_utilization=self.workers.gpu_memory_utilization,
         )
 
 

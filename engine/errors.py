@@ -13,6 +13,10 @@ class UnsupportedProcessorError(EngineError):
     """The settings ask for an instruction set that this processor does not have."""
 
 
+class GpuMemoryError(EngineError):
+    """The workers of a GPU do not fit into its memory, or it cannot be known whether they do."""
+
+
 class ExactModeUnavailableError(EngineError):
     """No set of shapes gives the same bits on this device."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.cpu.isa import CPU_ISAS
+from engine.models.memory_plan import ModelMemory
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 LONGEST_LOOKUP_MATCH = 32
@@ -16,13 +17,14 @@ class EngineSettings:
 
     `model` is a folder with a Hugging Face model, or a hub id. `dtype` "auto" takes the checkpoint's own where the
     device computes it well. `cpu_isa` limits a CPU's instruction set (engine/cpu/isa.py), with "auto" to that of
-    `SPOOL_CPU_ISA`, or not at all. `kv_pages` overrides the number of pages that
-    `kv_memory_bytes` (None: a share of what is free after warm-up) would give. `max_num_batched_tokens` bounds the
-    tokens of one forward pass. `threads` 0 leaves the number to torch; `exclusive_threads` is for steps during which no
-    other worker of the machine computes, 0: as many as otherwise. `lookup_match` is for drafts: where at least that
-    many of the last tokens stood in the sequence before, what followed them is proposed instead of the model's tokens.
-    With `prefix_cache`, sequences that begin alike share the pages of what they have in common. With
-    `cuda_graphs`, a GPU computes small passes as CUDA graphs.
+    `SPOOL_CPU_ISA`, or not at all. `kv_pages` overrides the number of pages that `kv_memory_bytes` would give.
+    Without either, KV gets a share of a CPU's free memory; of a GPU's memory, the share `gpu_memory_utilization` is
+    divided among this worker and `gpu_peers`, the other workers there (engine/models/memory_plan.py).
+    `max_num_batched_tokens` bounds the tokens of one forward pass. `threads` 0 leaves the number to torch;
+    `exclusive_threads` is for steps during which no other worker of the machine computes, 0: as many as otherwise.
+    `lookup_match` is for drafts: where at least that many of the last tokens stood in the sequence before, what
+    followed them is proposed instead of the model's tokens. With `prefix_cache`, sequences that begin alike share
+    the pages of what they have in common. With `cuda_graphs`, a GPU computes small passes as CUDA graphs.
     """
 
     model: str
@@ -39,6 +41,8 @@ class EngineSettings:
     lookup_match: int | None = None
     prefix_cache: bool = True
     cuda_graphs: bool = True
+    gpu_memory_utilization: float = 0.9
+    gpu_peers: tuple[ModelMemory, ...] = ()
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -55,6 +59,8 @@ class EngineSettings:
             value = getattr(self, name)
             if not low <= value <= high:
                 raise ValueError(f"{name} is {value}, must be between {low} and {high}")
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ValueError(f"gpu_memory_utilization is {self.gpu_memory_utilization}, must be above 0 and at most 1")
         if self.kv_pages is not None and self.kv_pages < 1:
             raise ValueError(f"kv_pages is {self.kv_pages}, must be at least 1")
         if self.kv_memory_bytes is not None and self.kv_memory_bytes < 1:

@@ -3,11 +3,16 @@
 import importlib
 import sys
 
+import bench.gpu
+
 COMMANDS = {"measure": "bench.gpu.measure_command", "compile": "bench.gpu.compile_command"}
 
 
 def run() -> int:
     name = sys.argv[1] if len(sys.argv) > 1 else ""
+    if name in ("-h", "--help"):
+        print(f"usage: python -m bench.gpu {{{','.join(COMMANDS)}}} ...\n\n{bench.gpu.__doc__}")
+        return 0
     if name not in COMMANDS:
         print(f"bench.gpu: the command is {name!r}, must be one of {', '.join(COMMANDS)}", file=sys.stderr)
         return 2

@@ -16,6 +16,7 @@ from deploy.config.placement import Groups, Placement, WorkerGroup
 from deploy.config.section import FieldProblem, Section, described
 from deploy.options import NGRAM, NO_DRAFT, ModelSettings, SchedulingSettings
 from engine.cpu.isa import AUTO, CPU_ISAS, ISA_VARIABLE
+from engine.models.memory_plan import ModelMemory
 from engine.settings import EngineSettings
 from scheduler.config import KvMovement, Policy, SchedulerConfig
 from scheduler.messages import Role
@@ -63,7 +64,12 @@ class EngineSection(Section):
     page_size: int = described(16, "Tokens of one KV page.", ge=1, le=1024)
     kv_pages: int | None = described(None, "Pages of KV of each worker. Unset: as kv_memory says.", ge=1)
     kv_memory: ByteSize | None = described(
-        None, "Memory for KV of each worker, such as `2GiB`. Unset: 85% of what a GPU has left, 1 GiB on a CPU.", ge=1
+        None,
+        "Memory for KV of each worker, such as `2GiB`. Unset: what gpu_memory_utilization leaves, 1 GiB on a CPU.",
+        ge=1,
+    )
+    gpu_memory_utilization: float = described(
+        0.9, "Share of a GPU's memory that its workers may take together: weights, workspaces and KV.", gt=0, le=1
     )
     max_num_batched_tokens: int = described(192, "Maximum number of tokens in one forward pass.", ge=8, le=65536)
     prefix_cache: bool = described(
@@ -201,7 +207,7 @@ class SpoolConfig(Section):
             yield FieldProblem(path, f"is {group.num_gpus:g}, must be 0 or unset: prompt lookup needs no GPU", others)
         if self.models.device == "cuda" and group.num_gpus == 0 and self.has_model(role):
             yield FieldProblem(path, "is 0, must be above 0 where models.device is cuda", others)
-        if group.shares_a_gpu and self.has_model(role) and not self._kv_is_given(group):
+        if group.shares_a_gpu and self.has_model(role) and not self._kv_is_given(group) and not self.pair_shares_a_gpu:
             yield FieldProblem(
                 path,
                 f"is {group.num_gpus:g}, which needs a kv_memory for the {role.value} group: a replica would take all "
@@ -212,6 +218,17 @@ class SpoolConfig(Section):
     def _kv_is_given(self, group: WorkerGroup) -> bool:
         settings = (group.kv_pages, group.kv_memory, self.engine.kv_pages, self.engine.kv_memory)
         return any(setting is not None for setting in settings)
+
+    @property
+    def is_one_pair(self) -> bool:
+        """Whether there is one replica with a target model, one with a draft model, and never more."""
+        return self.models.drafts_with_model and all(self.group(role).highest_replicas == 1 for role in self.roles)
+
+    @property
+    def pair_shares_a_gpu(self) -> bool:
+        """Whether a draft and a target are on one GPU, and nothing else of this configuration."""
+        gpus = [self.group(role).num_gpus or 0.0 for role in self.roles]
+        return self.groups.share_gpus and self.is_one_pair and min(gpus) > 0 and sum(gpus) <= 1
 
     @property
     def roles(self) -> tuple[Role, ...]:
@@ -247,8 +264,10 @@ class SpoolConfig(Section):
         busy = sum(self.group(other).replicas for other in self.roles if self.has_model(other))
         return max(1, len(os.sched_getaffinity(0)) // busy)
 
-    def engine_settings(self, role: Role, device: str, threads: int) -> EngineSettings:
-        """For a worker of the group on `device`."""
+    def engine_settings(
+        self, role: Role, device: str, threads: int, gpu_peers: tuple[ModelMemory, ...] = ()
+    ) -> EngineSettings:
+        """For a worker of the group on `device`, and the other workers there if that is a GPU."""
         group = self.group(role)
         pages, memory = group.kv_pages, group.kv_memory
         if pages is None and memory is None:
@@ -270,6 +289,8 @@ class SpoolConfig(Section):
             lookup_match=self.models.lookup_match if role is Role.DRAFT else None,
             prefix_cache=self.engine.prefix_cache,
             cuda_graphs=self.engine.cuda_graphs,
+            gpu_memory_utilization=self.engine.gpu_memory_utilization,
+            gpu_peers=gpu_peers,
         )
 
     def on_one_machine(self) -> SpoolConfig:
@@ -281,7 +302,7 @@ class SpoolConfig(Section):
 
     def _sharing_cores(self) -> SpoolConfig:
         """A single draft and a single target on the machine may each use the cores of both."""
-        if not self.models.drafts_with_model or any(self.group(role).highest_replicas != 1 for role in self.roles):
+        if not self.is_one_pair:
             return self
         both = min(len(os.sched_getaffinity(0)), sum(self.threads(role) for role in self.roles))
         groups = {

@@ -11,6 +11,9 @@ from deploy.errors import RunError, UsageError
 from deploy.offline.devices import worker_devices
 from deploy.options import NGRAM, RunSettings
 from deploy.progress import Reporter
+from engine.errors import GpuMemoryError
+from engine.models.memory_plan import ModelMemory, model_memory
+from engine.models.source import resolve_model
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Role
 from services.launch.launcher import LoadingMessage, RunningWorker, WorkerLaunch, WorkerLauncher, WorkerStartError
@@ -103,10 +106,15 @@ def worker_launches(settings: RunSettings, lengths: Sequence[int]) -> list[Worke
     on_gpu = drafts if models.drafts_with_model else 0
     devices = worker_devices(models.device, workers.target_workers + on_gpu)
     threads = settings.threads_per_worker()
+    roles = [Role.TARGET] * workers.target_workers + [Role.DRAFT] * on_gpu
+    memory = {role: _memory(settings, role) for role in set(roles)} if set(devices) != {"cpu"} else {}
     launches = []
     for number, device in enumerate(devices):
-        role = Role.TARGET if number < workers.target_workers else Role.DRAFT
+        role = roles[number]
         engine = settings.engine_settings(role, device)
+        if device != "cpu":
+            beside = [other for place, other in enumerate(roles) if devices[place] == device and place != number]
+            engine = replace(engine, gpu_peers=tuple(memory[other] for other in beside))
         # Every sequence may leave a page partly filled.
         pages = sum(-(-length // engine.page_size) + 1 for length in lengths)
         if device == "cpu" and pages * engine.page_size <= _SMALL_KV_POSITIONS:
@@ -115,3 +123,15 @@ def worker_launches(settings: RunSettings, lengths: Sequence[int]) -> list[Worke
         launches.append(WorkerLaunch(role, asdict(engine), threads=threads))
     launches += [WorkerLaunch(Role.DRAFT, {"model": NGRAM}, threads=1)] * (drafts - on_gpu)
     return launches
+
+
+def _memory(settings: RunSettings, role: Role) -> ModelMemory:
+    """What a worker of this role takes of a GPU. Raises `UsageError`."""
+    engine = settings.engine_settings(role, "cuda")
+    folder = resolve_model(engine.model, role).folder
+    if folder is None:
+        raise UsageError(f"{role.value} model {engine.model} is not on this machine")
+    try:
+        return model_memory(role.value, folder, engine.dtype, engine.max_num_batched_tokens)
+    except GpuMemoryError as error:
+        raise UsageError(str(error)) from error

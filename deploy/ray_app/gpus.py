@@ -16,8 +16,12 @@ logger = logging.getLogger(__name__)
 def gpus_per_replica(config: SpoolConfig) -> Mapping[Role, float]:
     """The configured number; otherwise one for each replica as far as Ray's GPUs go, targets first.
 
-    Groups that do not get one for each of their replicas compute on the CPU, except where the device is `cuda`.
+    Groups that do not get one for each of their replicas compute on the CPU, except where the device is `cuda`. The one
+    GPU that Ray has is shared by a target and a draft, if there are no more replicas.
     """
+    if _pair_on_one_gpu(config):
+        logger.warning("Ray has one GPU: the target and the draft share it, and its memory")
+        return dict.fromkeys(config.roles, 0.5)
     gpus: dict[Role, float] = {}
     left: float | None = None
     for role in config.roles:
@@ -37,6 +41,11 @@ def gpus_per_replica(config: SpoolConfig) -> Mapping[Role, float]:
         names = ", ".join(role.value for role, count in gpus.items() if count == 0 and config.has_model(role))
         logger.warning("Ray has too few GPUs: %s workers compute on the CPU (see groups.*.num_gpus)", names)
     return gpus
+
+
+def _pair_on_one_gpu(config: SpoolConfig) -> bool:
+    unset = all(config.group(role).num_gpus is None for role in config.roles)
+    return config.is_one_pair and unset and config.models.device != "cpu" and _gpus_of_ray() == 1
 
 
 def _asked_for(config: SpoolConfig, role: Role) -> float:

@@ -33,6 +33,11 @@ class Plan:
     gpus: Mapping[Role, float]
     threads: Mapping[Role, int]
 
+    @property
+    def pair_shares_a_gpu(self) -> bool:
+        """Whether a draft and a target are on one GPU, and nothing else of this application."""
+        return self.config.is_one_pair and min(self.gpus.values()) > 0 and sum(self.gpus.values()) <= 1
+
     def device(self, role: Role) -> str:
         """The device of one worker. Ray shows a replica its own GPUs only, so the first is always the right one."""
         return "cuda:0" if self.gpus[role] > 0 else "cpu"

@@ -10,6 +10,9 @@ from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from deploy.ray_app.replica import Plan, SchedulerAddress, channel_security, internal_host
+from engine.models.fetching import fetch_model
+from engine.models.memory_plan import ModelMemory, model_memory
+from engine.models.source import resolve_model
 from engine.settings import EngineSettings
 from scheduler.messages import Role
 from services.observability.logs import install_logs
@@ -39,7 +42,7 @@ class WorkerReplica:
         self._drain_seconds = config.group(role).drain_seconds
         security = channel_security(config.internal)
         thread = step_thread()
-        loading = thread.submit(load_executor, _arguments(plan, role), _log_progress)
+        loading = thread.submit(lambda: load_executor(_arguments(plan, role), _log_progress))
         executor = await asyncio.wrap_future(loading)
         self._server = WorkerServer(executor, internal_host(config.internal), thread=thread, security=security)
         address = await self._server.start()
@@ -77,8 +80,16 @@ def _arguments(plan: Plan, role: Role) -> WorkerArguments:
     config = plan.config
     if not config.has_model(role):
         return WorkerArguments(role, {"model": NGRAM_MODEL})
-    settings: EngineSettings = config.engine_settings(role, plan.device(role), plan.threads[role])
+    peers = tuple(_memory(plan, other) for other in config.roles if other is not role) if plan.pair_shares_a_gpu else ()
+    settings: EngineSettings = config.engine_settings(role, plan.device(role), plan.threads[role], peers)
     return WorkerArguments(role, asdict(settings))
+
+
+def _memory(plan: Plan, role: Role) -> ModelMemory:
+    """What the worker of another role takes of the GPU. Fetches its model, if that worker has not done so yet."""
+    settings = plan.config.engine_settings(role, plan.device(role), plan.threads[role])
+    folder = fetch_model(resolve_model(settings.model, role), _log_progress)
+    return model_memory(role.value, folder, settings.dtype, settings.max_num_batched_tokens)
 
 
 def _log_progress(message: str, fraction: float | None) -> None:

@@ -39,12 +39,13 @@ class KvShape:
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     """`kernels`: None where the model is on no CPU, or the CPU kernels could not be made. `gpu`: None where the model
-    is on no GPU, or its attention there could not be made."""
+    is on no GPU, or its attention there could not be made. `planned_kv_bytes`: of the plan of a GPU's memory."""
 
     model: PreTrainedModel
     vocabulary: Vocabulary
     kernels: CpuKernels | None
     gpu: GpuPasses | None
+    planned_kv_bytes: int | None = None
 
     @property
     def kernel_identity(self) -> str | None:

@@ -6,6 +6,7 @@ import hashlib
 import logging
 import os
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -17,7 +18,7 @@ from engine.cpu.logits_scan import LogitsScan
 from engine.cuda.setup import load_gpu_passes
 from engine.description import EngineDescription
 from engine.drafting.model_draft import DraftEngine
-from engine.errors import UnsupportedModelError, UnsupportedProcessorError
+from engine.errors import GpuMemoryError, UnsupportedModelError, UnsupportedProcessorError
 from engine.exactness.calibration import ExactShapes, calibrate, candidate_row_counts
 from engine.exactness.calibration_cache import calibration_file, calibration_key, read_calibration, write_calibration
 from engine.kv.paged_kv import PagedKvStore
@@ -26,6 +27,7 @@ from engine.models.draft_vocabulary import read_draft_vocabulary, restrict_head
 from engine.models.dtype import AUTO, COMPUTED, best_dtype, dtype_name
 from engine.models.fetching import fetch_model
 from engine.models.loaded_model import KvShape, LoadedModel
+from engine.models.memory_plan import model_memory, plan_memory
 from engine.models.source import Progress, resolve_model
 from engine.models.vocabulary import read_vocabulary
 from engine.passes.layout import BatchedSequence
@@ -36,9 +38,9 @@ from scheduler.messages import Role
 
 logger = logging.getLogger(__name__)
 
-# Without a setting: the share of the memory free after the weights are loaded that KV may take, and a cap on a CPU,
-# where it is shared with everything else that runs.
-_KV_MEMORY_SHARE = {"cpu": 0.2, "cuda": 0.85}
+# Without a setting: the share of a CPU's free memory that KV may take, and a cap, for it is shared with everything else
+# that runs.
+_CPU_KV_SHARE = 0.2
 _CPU_KV_BYTES = 4 << 30
 
 # Verification seldom wants logits of more rows.
@@ -93,8 +95,9 @@ def _load_model(settings: EngineSettings, role: Role, progress: Progress) -> Loa
     folder = fetch_model(resolve_model(settings.model, role), progress)
     progress(f"loading {settings.model}", None)
     disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=settings.dtype, attn_implementation=ATTENTION_NAME)
     device = torch.device(settings.device)
+    planned_kv_bytes = _planned_kv_bytes(settings, role, folder, device)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=settings.dtype, attn_implementation=ATTENTION_NAME)
     kernels = _cpu_kernels(model.dtype, device, settings, progress)
     if settings.dtype == AUTO:
         dtype, reason = best_dtype(model.dtype, device, kernels is not None)
@@ -111,7 +114,7 @@ def _load_model(settings: EngineSettings, role: Role, progress: Progress) -> Loa
         heads = (model.config.num_attention_heads, kv_shape.kv_heads, kv_shape.head_dim)
         gpu = load_gpu_passes(model.dtype, model.device, heads, settings.cuda_graphs, progress)
     vocabulary = read_vocabulary(folder, model.get_input_embeddings().num_embeddings)
-    loaded = LoadedModel(model, vocabulary, kernels, gpu)
+    loaded = LoadedModel(model, vocabulary, kernels, gpu, planned_kv_bytes)
     _check_supported(loaded, settings.page_size)
     return loaded
 
@@ -172,7 +175,7 @@ def _assemble(
 ) -> tuple[EngineDescription, ModelRunner, PagePool]:
     model, vocabulary = loaded.model, loaded.vocabulary
     bytes_per_token = KvShape.of(model.config).bytes_per_token(model.dtype)
-    pages = settings.kv_pages or max(1, _kv_bytes(settings, model.device) // (bytes_per_token * settings.page_size))
+    pages = settings.kv_pages or max(1, _kv_bytes(settings, loaded) // (bytes_per_token * settings.page_size))
     pool = PagePool(pages, settings.page_size)
     exact_row_counts = shapes.row_counts if shapes else ()
     # Few in any case: libraries keep a kernel, and its memory, for every row count they met.
@@ -250,10 +253,28 @@ def _agree_with_graphs(
     return True
 
 
-def _kv_bytes(settings: EngineSettings, device: torch.device) -> int:
+def _planned_kv_bytes(settings: EngineSettings, role: Role, folder: Path, device: torch.device) -> int | None:
+    """What the plan of a GPU's memory gives to the KV of this worker; None where settings do, and on a CPU."""
+    if device.type != "cuda" or settings.kv_pages or settings.kv_memory_bytes:
+        return None
+    own = model_memory(role.value, folder, settings.dtype, settings.max_num_batched_tokens)
+    total = torch.cuda.mem_get_info(device)[1]
+    return plan_memory(total, settings.gpu_memory_utilization, (own, *settings.gpu_peers))[0]
+
+
+def _kv_bytes(settings: EngineSettings, loaded: LoadedModel) -> int:
     if settings.kv_memory_bytes is not None:
         return settings.kv_memory_bytes
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0] * _KV_MEMORY_SHARE["cuda"])
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(int(free * _KV_MEMORY_SHARE["cpu"]), _CPU_KV_BYTES)
+    planned, device = loaded.planned_kv_bytes, loaded.model.device
+    if planned is None:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return min(int(free * _CPU_KV_SHARE), _CPU_KV_BYTES)
+    torch.cuda.empty_cache()
+    free = torch.cuda.mem_get_info(device)[0]
+    logger.info("%s: %d MiB are free beside the weights, KV gets %d", device, free >> 20, planned >> 20)
+    if planned > free:
+        raise GpuMemoryError(
+            f"KV is to have {planned >> 20} MiB of {device}, of which {free >> 20} MiB are free: other programs use "
+            f"it (gpu_memory_utilization is {settings.gpu_memory_utilization:g})"
+        )
+    return planned

@@ -28,6 +28,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from typing import Any, TextIO
 
+from engine.models.memory_plan import ModelMemory
 from engine.settings import EngineSettings
 from scheduler.messages import Role
 from services.launch.process_tuning import keep_loaded_objects
@@ -183,7 +184,8 @@ def _engine_settings(settings: Mapping[str, Any]) -> EngineSettings:
         raise ValueError(f"settings hold {', '.join(unknown)}, must be among {', '.join(sorted(known))}")
     if "model" not in settings:
         raise ValueError("settings hold no model")
-    return EngineSettings(**settings)
+    peers = tuple(ModelMemory(**peer) for peer in settings.get("gpu_peers", ()))
+    return EngineSettings(**{**settings, "gpu_peers": peers})
 
 
 def _stop_when_stdin_ends() -> None:

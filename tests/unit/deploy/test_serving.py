@@ -19,6 +19,7 @@ from deploy.config.ingress import InternalSettings
 from deploy.config.loading import configuration_from, load_configuration
 from deploy.config.spool_config import SpoolConfig
 from deploy.errors import UsageError
+from deploy.ray_app.application import settled
 from deploy.ray_app.gpus import gpus_per_replica
 from deploy.ray_app.replica import Plan, SecretError, channel_security
 from deploy.ray_app.scheduler import plain_message
@@ -43,7 +44,7 @@ def gpus(monkeypatch: pytest.MonkeyPatch, of_ray: float, *overrides: str) -> dic
 
 def test_gpus_go_to_the_targets_first(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gpus(monkeypatch, 0) == dict.fromkeys(BOTH, 0.0)
-    assert gpus(monkeypatch, 1) == {Role.TARGET: 1.0, Role.DRAFT: 0.0}
+    assert gpus(monkeypatch, 1, "groups.draft.replicas=2") == {Role.TARGET: 1.0, Role.DRAFT: 0.0}
     assert gpus(monkeypatch, 2) == BOTH
     assert gpus(monkeypatch, 2, "groups.target.replicas=2") == {Role.TARGET: 1.0, Role.DRAFT: 0.0}
     assert gpus(monkeypatch, 3, "groups.draft.num_gpus=1", "groups.target.replicas=3")[Role.TARGET] == 0.0
@@ -51,6 +52,20 @@ def test_gpus_go_to_the_targets_first(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gpus(monkeypatch, 0, "models.device=cuda") == BOTH
     assert gpus(monkeypatch, 1, "models.draft=ngram", "models.device=cuda") == {Role.TARGET: 1.0, Role.DRAFT: 0.0}
     assert gpus(monkeypatch, 1, "models.draft=none") == {Role.TARGET: 1.0}
+
+
+def test_a_pair_shares_the_only_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    shared = {Role.TARGET: 0.5, Role.DRAFT: 0.5}
+    assert gpus(monkeypatch, 1) == shared
+    assert gpus(monkeypatch, 1, "models.device=cuda") == shared
+    assert gpus(monkeypatch, 1, "models.device=cpu") == dict.fromkeys(BOTH, 0.0)
+    assert gpus(monkeypatch, 1, "groups.target.num_gpus=1")[Role.TARGET] == 1.0
+    assert gpus(monkeypatch, 1, "groups.draft.autoscaling.max_replicas=2")[Role.TARGET] == 1.0
+    written_down = settled(load_configuration(None, []))
+    assert [written_down.group(role).num_gpus for role in written_down.roles] == [0.5, 0.5]
+    again = configuration_from(written_down.plain())
+    assert again.pair_shares_a_gpu
+    assert not load_configuration(None, []).pair_shares_a_gpu
 
 
 def test_devices_are_those_that_ray_shows() -> None:

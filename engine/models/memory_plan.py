@@ -1,0 +1,109 @@
+"""How the memory of one GPU is divided among the workers on it, before any of them has taken some. No torch here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from engine.errors import GpuMemoryError
+
+# A worker on a GPU with KV for fewer tokens serves nobody.
+MIN_KV_TOKENS = 2048
+
+# What a process has on a GPU before it loads anything, with the workspaces of CUDA's libraries: an allowance.
+_CONTEXT_BYTES = 1 << 30
+# Of a row of a pass: its logits in the model's dtype and, while tokens are chosen, twice in float32.
+_LOGITS_FLOATS = 2
+# Of a row of a pass: vectors as long as its hidden state and its layers' inner state that are there at the same time.
+_VECTORS = 8
+
+_DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelMemory:
+    """Bytes that a worker takes of its GPU: its model's `weights`, a `workspace` for passes of the largest size and
+    what CUDA itself keeps, and `kv_bytes_per_token` for each token of a sequence."""
+
+    name: str
+    weights: int
+    workspace: int
+    kv_bytes_per_token: int
+
+    @property
+    def fixed(self) -> int:
+        return self.weights + self.workspace
+
+
+def plan_memory(total: int, utilization: float, workers: Sequence[ModelMemory]) -> tuple[int, ...]:
+    """Bytes of KV for each of the workers of a GPU that has `total` bytes, of which they may use a share.
+
+    All get KV for equally many tokens, since a sequence has its tokens on a draft and on a target. Raises
+    GpuMemoryError, with all numbers, where that would be less than `MIN_KV_TOKENS`.
+    """
+    allowed = int(total * utilization)
+    left = allowed - sum(worker.fixed for worker in workers)
+    tokens = left // sum(worker.kv_bytes_per_token for worker in workers)
+    if tokens < MIN_KV_TOKENS:
+        needs = ", ".join(
+            f"{worker.name} {_gib(worker.weights)} of weights, {_gib(worker.workspace)} of workspace and "
+            f"{_gib(MIN_KV_TOKENS * worker.kv_bytes_per_token)} of KV for {MIN_KV_TOKENS} tokens"
+            for worker in workers
+        )
+        raise GpuMemoryError(
+            f"the GPU is too small: it has {_gib(total)}, of which gpu_memory_utilization {utilization:g} allows "
+            f"{_gib(allowed)}; needed are {needs}"
+        )
+    return tuple(tokens * worker.kv_bytes_per_token for worker in workers)
+
+
+def model_memory(name: str, folder: Path, dtype: str, max_num_batched_tokens: int) -> ModelMemory:
+    """Of the model in `folder`, from its configuration and the headers of its weights.
+
+    `dtype` "auto" is the checkpoint's own. Raises GpuMemoryError where the folder does not say.
+    """
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        config = config.get("text_config", config)
+        own_dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
+        size = _DTYPE_BYTES[own_dtype if dtype == "auto" else dtype]
+        heads, hidden = config["num_attention_heads"], config["hidden_size"]
+        kv_heads = config.get("num_key_value_heads") or heads
+        head_dim = config.get("head_dim") or hidden // heads
+        row = config["vocab_size"] * (size + 4 * _LOGITS_FLOATS)
+        row += _VECTORS * (hidden + config.get("intermediate_size", 4 * hidden)) * size
+        return ModelMemory(
+            name,
+            weights=size * _elements(folder, _DTYPE_BYTES[own_dtype]),
+            workspace=_CONTEXT_BYTES + max_num_batched_tokens * row,
+            kv_bytes_per_token=2 * config["num_hidden_layers"] * kv_heads * head_dim * size,
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise GpuMemoryError(f"{folder} does not say how much memory its model takes ({reason})") from error
+
+
+def _elements(folder: Path, own_size: int) -> int:
+    """Numbers in all files of weights, each of `own_size` bytes."""
+    files = list(folder.glob("*.safetensors"))
+    if files:
+        return sum(prod(tensor["shape"]) for tensor in chain.from_iterable(map(_tensors, files)))
+    # Pickled: next to the numbers these files hold little.
+    return sum(file.stat().st_size for file in folder.glob("*.bin")) // own_size
+
+
+def _tensors(file: Path) -> list[Mapping[str, Any]]:
+    """From the beginning of a file of safetensors: eight bytes that say how long its header is, then that, as JSON."""
+    with file.open("rb") as content:
+        length = int.from_bytes(content.read(8), "little")
+        header = json.loads(content.read(length))
+    return [tensor for name, tensor in header.items() if name != "__metadata__"]
+
+
+def _gib(count: int) -> str:
+    return f"{count / 2**30:.1f} GiB"

@@ -1,0 +1,104 @@
+"""How a GPU's memory is divided: all of it, evenly by tokens, and never more than there is."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from engine.errors import GpuMemoryError
+from engine.models.loaded_model import KvShape
+from engine.models.memory_plan import MIN_KV_TOKENS, ModelMemory, model_memory, plan_memory
+from scheduler.messages import Role
+from services.worker.process import _engine_settings
+from tests.support.tiny_models import save_tiny_pair
+
+GB = 10**9
+GPUS = (24, 48, 80, 141)
+# Qwen3-8B and Qwen3-0.6B in bfloat16: parameters of their model cards, KV of their layers, KV heads and dimensions.
+TARGET = ModelMemory("target", 2 * 8_190_735_360, 3 * GB // 2, 2 * 36 * 8 * 128 * 2)
+DRAFT = ModelMemory("draft", 2 * 596_049_920, 3 * GB // 2, 2 * 28 * 8 * 128 * 2)
+WORKERS = {"target": (TARGET,), "pair": (TARGET, DRAFT), "two pairs": (TARGET, DRAFT, TARGET, DRAFT)}
+FITTING = [
+    (gigabytes, workers) for gigabytes in GPUS for workers in WORKERS if (gigabytes, workers) != (24, "two pairs")
+]
+
+
+@pytest.mark.parametrize(("gigabytes", "workers"), FITTING)
+@pytest.mark.parametrize("utilization", [0.9, 1.0])
+def test_all_that_is_allowed_is_used_and_no_more(gigabytes: int, workers: str, utilization: float) -> None:
+    total = gigabytes * GB
+    kv = plan_memory(total, utilization, WORKERS[workers])
+    taken = sum(kv) + sum(worker.weights + worker.workspace for worker in WORKERS[workers])
+    of_a_token = sum(worker.kv_bytes_per_token for worker in WORKERS[workers])
+    assert total * utilization - of_a_token < taken <= total * utilization
+    tokens = [count / worker.kv_bytes_per_token for count, worker in zip(kv, WORKERS[workers], strict=True)]
+    assert len(set(tokens)) == 1
+    assert tokens[0] >= MIN_KV_TOKENS
+
+
+def test_a_pair_on_a_gpu_of_24_gb_by_hand() -> None:
+    """21.6 GB, less 17,573,570,560 bytes of weights and 3 GB of workspaces, are 3,915 tokens of 262,144 bytes."""
+    assert plan_memory(24 * GB, 0.9, (TARGET, DRAFT)) == (3915 * 147_456, 3915 * 114_688)
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "workers", "said"),
+    [
+        (24, "two pairs", "has 22.4 GiB, of which gpu_memory_utilization 0.9 allows 20.1 GiB"),
+        (16, "target", "needed are target 15.3 GiB of weights, 1.4 GiB of workspace and 0.3 GiB of KV for 2048 tokens"),
+    ],
+)
+def test_what_cannot_fit_is_refused_with_numbers(gigabytes: int, workers: str, said: str) -> None:
+    with pytest.raises(GpuMemoryError) as refused:
+        plan_memory(gigabytes * GB, 0.9, WORKERS[workers])
+    assert said in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "glm4"])
+def test_what_a_checkpoint_says_is_what_its_model_takes(family: str, tmp_path: Path) -> None:
+    folder, _ = save_tiny_pair(family, tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float16)
+    found = model_memory("target", folder, "float16", 100)
+    assert found.weights == sum(weights.nbytes for weights in model.parameters())
+    assert found.kv_bytes_per_token == KvShape.of(model.config).bytes_per_token(torch.float16)
+    assert found.workspace > 1 << 30
+    assert model_memory("target", folder, "auto", 100).weights == 2 * found.weights  # float32
+
+
+def test_pickled_checkpoints_are_taken_by_their_size(tmp_path: Path) -> None:
+    folder, _ = save_tiny_pair("llama", tmp_path)
+    in_safetensors = model_memory("target", folder, "auto", 100)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    (folder / "model.safetensors").unlink()
+    torch.save(model.state_dict(), folder / "pytorch_model.bin")
+    pickled = model_memory("target", folder, "auto", 100)
+    assert in_safetensors.weights <= pickled.weights < 1.3 * in_safetensors.weights
+
+
+@pytest.mark.parametrize("content", ["{}", "no JSON", '{"dtype": "float8_e4m3fn", "num_attention_heads": 1}', "[]"])
+def test_a_folder_that_does_not_say_is_refused(content: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(GpuMemoryError, match="does not say how much memory its model takes"):
+        model_memory("draft", tmp_path, "auto", 100)
+
+
+def test_shapes_of_published_models_are_understood(tmp_path: Path) -> None:
+    """Configurations as they are published leave out what transformers knows by itself."""
+    config = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 3}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 100, "torch_dtype": "bfloat16"}))
+    shape = KvShape.of(AutoConfig.from_pretrained(tmp_path))
+    assert model_memory("draft", tmp_path, "auto", 1).kv_bytes_per_token == shape.bytes_per_token(torch.bfloat16)
+
+
+def test_workers_hear_of_those_beside_them() -> None:
+    """Through JSON, as settings reach a worker's process."""
+    said = json.loads(json.dumps({"model": "m", "gpu_peers": [asdict(DRAFT)]}))
+    assert _engine_settings(said).gpu_peers == (DRAFT,)
+    assert _engine_settings({"model": "m"}).gpu_peers == ()
+    assert Role.DRAFT.value == DRAFT.name
