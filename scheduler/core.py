@@ -43,6 +43,7 @@ from scheduler.statistics import (
     Snapshot,
     WorkerSnapshot,
 )
+from scheduler.transitions.blame import blame, blame_on_draft, in_flight
 from scheduler.transitions.lifecycle import Lifecycle
 from scheduler.transitions.relocation import Relocation
 from scheduler.transitions.results import Rounds
@@ -95,10 +96,10 @@ class SchedulerCore:
                 if sequence is not None:
                     self._lifecycle.finish(sequence, FinishReason.CANCELLED)
             case WorkerJoined():
-                self._lose(event.worker.worker_id, now)
+                self._lose(WorkerLost(event.worker.worker_id, "it came anew"), now)
                 self._join(event.worker)
             case WorkerLost():
-                self._lose(event.worker_id, now)
+                self._lose(event, now)
             case WorkerDraining():
                 self._relocation.drain(event.worker_id)
             case KvMoved():
@@ -123,9 +124,9 @@ class SchedulerCore:
             waiting=len(live.waiting),
             running=len(live.running),
             live=len(live.sequences),
-            prefilling=sum(len(target.prefilling) for target in targets),
+            prefilling=sum(target.count(SequenceState.PREFILLING) for target in targets),
             drafting=sum(target.coming.total for target in targets),
-            drafted=sum(len(target.drafted) for target in targets),
+            drafted=sum(target.count(SequenceState.DRAFTED) for target in targets),
             verifying=sum(target.verifying for target in targets),
             moving=sum(sequence.state is SequenceState.MOVING for sequence in live.running.values()),
             acceptance=self._acceptance.rate,
@@ -235,12 +236,16 @@ class SchedulerCore:
                 if not self._lifecycle.fits_somewhere(sequence):
                     self._lifecycle.fail(sequence, self._lifecycle.too_long(sequence))
 
-    def _lose(self, worker_id: str, now: float) -> None:
+    def _lose(self, event: WorkerLost, now: float) -> None:
         """Forgets everything in flight there. The worker's sequences go elsewhere, with the tokens that they have."""
-        worker = self._fleet.remove(worker_id)
+        worker = self._fleet.remove(event.worker_id)
         if isinstance(worker, TargetWorker):
+            suspects = [] if event.orderly or worker.draining else in_flight(worker)
             self._relocation.lose(worker, now)
+            blame(suspects, worker.worker_id, event.reason, self._lifecycle)
         elif isinstance(worker, DraftWorker):
+            if not event.orderly:
+                blame_on_draft(worker)
             for sequence in list(worker.sequences.values()):
                 self._lifecycle.leave_draft(sequence)
                 if sequence.state in (SequenceState.READY, SequenceState.DRAFTING):

@@ -129,7 +129,12 @@ class WorkerJoined:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLost:
+    """`reason`: why, for those who are told. `orderly`: the worker was removed or has left, so that no sequence is to
+    blame."""
+
     worker_id: str
+    reason: str = ""
+    orderly: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,11 +45,38 @@ class TargetPlanner:
         return oldest.due
 
     def plan(self, target: TargetWorker, step_id: int, now: float) -> SendStep | None:
-        """The next step for this worker, or None when it waits or has nothing to do."""
-        if not target.can_take_step or not (target.drafted or target.prefilling):
+        """The next step for this worker, or None when it waits or has nothing to do.
+
+        Suspects and the others take turns: a suspect's row waits until no other is in flight, and is then alone.
+        """
+        if not target.can_take_step or target.lone_step in target.outstanding or not target_may_go(target, self._fleet):
             return None
-        if not target_may_go(target, self._fleet):
+        suspect = target.next_suspect() if target.suspects else None
+        if suspect is not None and not target.lone_step_was_last:
+            step = None if target.busy else self._plan_alone(target, suspect, step_id, now)
+            if step is not None or target.busy:
+                return step
+        step = self._plan_group(target, step_id, now) if target.drafted or target.prefilling else None
+        if step is not None:
+            target.lone_step_was_last = False
+        elif suspect is not None and target.lone_step_was_last and not target.busy:
+            step = self._plan_alone(target, suspect, step_id, now)
+        return step
+
+    def _plan_alone(self, target: TargetWorker, suspect: Sequence, step_id: int, now: float) -> SendStep | None:
+        rows: dict[int, InFlightRow[Sequence]] = {}
+        work = TargetWork()
+        if suspect.state is PREFILLING:
+            self._add_prefill(target, [suspect], rows, work, target.chunk)
+        else:
+            self._add_group(target, [suspect], [0], rows, work)
+        if not rows:
             return None
+        group = None if work.prefill_tokens else self._describe(rows, work, False, now)
+        target.lone_step, target.lone_step_was_last = step_id, True
+        return target.send(step_id, rows, work, now, group)
+
+    def _plan_group(self, target: TargetWorker, step_id: int, now: float) -> SendStep | None:
         batch_size = self._config.batch_size
         may_grow = target.busy and target.coming.total > 0
         # A second step is queued only if it is full, or no sequence is on its way that could still join it.
@@ -68,7 +95,10 @@ class TargetPlanner:
         self._add_group(target, chosen, drafted, rows, work)
         group = self._describe(rows, work, choice is not None and choice.forced, now)
         if can_prefill:
-            self._add_prefill(target, rows, work, min(target.chunk, left + kept))
+            # A copy: making room may take some out. Each but those in flight takes at least one token of the chunk.
+            most = (1 + self._config.steps_in_flight) * target.chunk
+            oldest = list(islice(target.prefilling.values(), most))
+            self._add_prefill(target, oldest, rows, work, min(target.chunk, left + kept))
         return target.send(step_id, rows, work, now, group) if rows else None
 
     def _view(self, target: TargetWorker, now: float, may_wait: bool) -> GroupingView:
@@ -151,11 +181,14 @@ class TargetPlanner:
         return GroupFormed(len(rows), work.equal_length, forced, now - oldest.drafted_at)
 
     def _add_prefill(
-        self, target: TargetWorker, rows: dict[int, InFlightRow[Sequence]], work: TargetWork, budget: int
+        self,
+        target: TargetWorker,
+        sequences: list[Sequence],
+        rows: dict[int, InFlightRow[Sequence]],
+        work: TargetWork,
+        budget: int,
     ) -> None:
-        # A copy, since making room may take some out; each but those in flight takes at least one token of the chunk.
-        most = (1 + self._config.steps_in_flight) * target.chunk
-        for sequence in list(islice(target.prefilling.values(), most)):
+        for sequence in sequences:
             if budget <= 0:
                 break
             if sequence.state is not PREFILLING or sequence.sequence_id in target.in_flight:

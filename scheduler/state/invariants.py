@@ -30,6 +30,7 @@ def check_integrity(live: LiveSet, fleet: Fleet) -> None:
     for target in fleet.targets.values():
         moving = sum(sequence.state is SequenceState.MOVING for sequence in target.sequences.values())
         indexed = len(target.prefilling) + target.coming.total + len(target.drafted) + target.verifying + moving
+        indexed += len(target.suspects)
         if indexed != len(target.sequences):
             raise RuntimeError(
                 f"target {target.worker_id} has {len(target.sequences)} sequences and {indexed} in its indexes"
@@ -47,13 +48,13 @@ def _check_indexed(sequence: Sequence) -> None:
         raise RuntimeError(f"sequence {sequence.sequence_id} runs without a target")
     match sequence.state:
         case SequenceState.PREFILLING:
-            indexed = sequence.sequence_id in target.prefilling
+            indexed = sequence.sequence_id in (target.suspects if sequence.suspected else target.prefilling)
         case SequenceState.READY:
             indexed = draft is not None and sequence.sequence_id in draft.ready
         case SequenceState.DRAFTING:
             indexed = draft is not None and _has_row(sequence, draft)
         case SequenceState.DRAFTED:
-            indexed = sequence.sequence_id in target.drafted
+            indexed = sequence.sequence_id in (target.suspects if sequence.suspected else target.drafted)
         case SequenceState.VERIFYING:
             indexed = _has_row(sequence, target)
         case SequenceState.MOVING:

@@ -49,6 +49,10 @@ class SequenceRecord:
     proposed, whether or not the token is worth verifying. `wants_draft_kv` tells whether a draft worker should keep its
     KV of the sequence up to date; without it the draft's KV may lag behind.
 
+    Blame (scheduler/transitions/blame.py): a `suspected` sequence had a row on a target that was lost. Its rows are
+    alone in their steps until its length passes `suspected_until`; `suspicions` counts how often that has happened.
+    `draft_losses` counts draft workers that were lost with a row of the sequence since one last proposed for it.
+
     Acceptance: `taken` and `tried` count the sequence's draft tokens, older ones for less (draft_lengths.py).
     `plain_rounds` counts the rounds since the sequence last drafted. `probing` is set while the sequence drafts only to
     measure what drafting would yield.
@@ -57,6 +61,7 @@ class SequenceRecord:
     __slots__ = (
         "confidences",
         "draft_failures",
+        "draft_losses",
         "draft_tokens",
         "drafted_at",
         "drafted_order",
@@ -74,6 +79,9 @@ class SequenceRecord:
         "requested_draft_length",
         "sequence_id",
         "state",
+        "suspected",
+        "suspected_until",
+        "suspicions",
         "taken",
         "target_failures",
         "tokens",
@@ -99,6 +107,10 @@ class SequenceRecord:
         self.target_failures = 0
         self.draft_failures = 0
         self.drafting_refused = False
+        self.suspected = False
+        self.suspected_until = 0
+        self.suspicions = 0
+        self.draft_losses = 0
         self.wants_draft_kv = False
         self.planned_draft_length = 0
         self.requested_draft_length = 0

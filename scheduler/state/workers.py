@@ -163,6 +163,11 @@ class TargetWorker(WorkerState[Sequence, TargetWork]):
         self.drafted: DraftedIndex[Sequence] = DraftedIndex(batch_size)
         self.coming = CountByLength()
         """READY and DRAFTING sequences."""
+        self.suspects: dict[int, Sequence] = {}
+        """Suspected sequences, PREFILLING or DRAFTED, which are in no other index: their rows go alone."""
+        self.lone_step: int | None = None
+        """The last step with a suspect's row, beside which none may be in flight."""
+        self.lone_step_was_last = False
         self.verifying = 0
         self.exclusive_times = TargetTimes(initial_seconds)
         self.shared_times = (
@@ -206,7 +211,9 @@ class TargetWorker(WorkerState[Sequence, TargetWork]):
 
     def reindex(self, sequence: Sequence, before: SequenceState, after: SequenceState) -> None:
         """Moves the sequence from the index of one state to that of another; WAITING has none, as in `DraftWorker`."""
-        if before is _DRAFTED:
+        if self.suspects and self.suspects.pop(sequence.sequence_id, None) is not None:
+            pass
+        elif before is _DRAFTED:
             self.drafted.remove(sequence)
         elif before is _VERIFYING:
             self.verifying -= 1
@@ -214,7 +221,9 @@ class TargetWorker(WorkerState[Sequence, TargetWork]):
             del self.prefilling[sequence.sequence_id]
         elif (before is _READY or before is _DRAFTING) and after is not _DRAFTING:
             self.coming.remove(sequence.length)
-        if after is _DRAFTED:
+        if sequence.suspected and (after is _DRAFTED or after is _PREFILLING):
+            self.suspects[sequence.sequence_id] = sequence
+        elif after is _DRAFTED:
             self.drafted.add(sequence)
         elif after is _VERIFYING:
             self.verifying += 1
@@ -241,6 +250,16 @@ class TargetWorker(WorkerState[Sequence, TargetWork]):
         if running is None:
             return None
         return self.running_since + self.expected_seconds(running) + self.overhead.value
+
+    def count(self, state: SequenceState) -> int:
+        """Sequences that are PREFILLING or DRAFTED."""
+        suspects = sum(sequence.state is state for sequence in self.suspects.values())
+        return suspects + (len(self.prefilling) if state is _PREFILLING else len(self.drafted))
+
+    def next_suspect(self) -> Sequence | None:
+        """The suspect that came first of those that have no row in flight."""
+        idle = (one for sequence_id, one in self.suspects.items() if sequence_id not in self.in_flight)
+        return min(idle, key=lambda sequence: sequence.order, default=None)
 
     def can_prefill(self) -> bool:
         """Whether any sequence to prefill has no row in flight."""

@@ -163,7 +163,7 @@ class Lifecycle:
 
     def longest_draft(self, sequence: Sequence) -> int:
         """Tokens that may be proposed in the sequence's next round, if its draft worker can."""
-        if sequence.drafting_refused:
+        if sequence.drafting_refused or sequence.suspected:
             return 0
         requested, target, draft = sequence.request.draft_length, sequence.target, sequence.draft
         length = self._config.draft_length if requested is None else requested

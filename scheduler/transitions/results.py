@@ -10,6 +10,7 @@ from scheduler.state.kv_ledger import KvEntry
 from scheduler.state.worker_base import DraftWork, InFlightRow, OutstandingStep, TargetWork
 from scheduler.state.workers import STEADY_KV_LAG, DraftWorker, Sequence, TargetWorker, Worker
 from scheduler.statistics import Counters
+from scheduler.transitions.blame import clear, suspect
 from scheduler.transitions.lifecycle import DRAFTING, READY, VERIFYING, Lifecycle
 
 Results = Mapping[int, RowResult]
@@ -46,11 +47,12 @@ class Rounds:
                 if target is not None:
                     target.record.forgive(late)
         draft.observe(step, seconds)
+        together = _failed_together(step, results)
         for flight in step.rows:
             sequence_id = flight.row.sequence_id
             del draft.in_flight[sequence_id]
             if not flight.abandoned:
-                self._draft_row(draft, flight, results.get(sequence_id) or _missing(flight.row), now)
+                self._draft_row(draft, flight, results.get(sequence_id) or _missing(flight.row), together, now)
 
     def target_step(self, target: TargetWorker, step_id: int, results: Results, seconds: float, now: float) -> None:
         step = target.take_answered(step_id, now)
@@ -66,15 +68,18 @@ class Rounds:
             target.verify_steps += 1
             if self._lengths.step_answered(target, now):
                 self._lifecycle.plan_changed(target)
+        together = _failed_together(step, results)
         for flight in step.rows:
             sequence_id = flight.row.sequence_id
             del target.in_flight[sequence_id]
             if not flight.abandoned:
-                self._target_row(target, flight, results.get(sequence_id) or _missing(flight.row), now)
+                self._target_row(target, flight, results.get(sequence_id) or _missing(flight.row), together, now)
 
     # --- draft rows ---------------------------------------------------------------------------------------------------
 
-    def _draft_row(self, draft: DraftWorker, flight: InFlightRow[Sequence], result: RowResult, now: float) -> None:
+    def _draft_row(
+        self, draft: DraftWorker, flight: InFlightRow[Sequence], result: RowResult, together: bool, now: float
+    ) -> None:
         sequence, row = flight.sequence, flight.row
         entry = draft.kv[sequence.sequence_id]
         fed = row.kv_len + len(row.tokens)
@@ -92,6 +97,7 @@ class Rounds:
                 if not length:
                     entry.valid = max(entry.valid, _agreed_length(sequence, result))
                 if proposed:
+                    sequence.draft_losses = 0
                     proposal = result.tokens[:length]
                     last = len(proposal) - 1
                     if ahead > last:
@@ -108,6 +114,10 @@ class Rounds:
             case RowStatus.OUT_OF_PAGES:
                 sequence.draft_failures += 1
                 self._lifecycle.leave_draft(sequence)
+            case _ if together:
+                sequence.draft_failures += 1
+                entry.reset()
+                entry.opened = False
             case _:
                 sequence.drafting_refused = True
         if sequence.drafting_refused or sequence.draft_failures >= MAX_DRAFT_FAILURES:
@@ -120,7 +130,9 @@ class Rounds:
 
     # --- target rows --------------------------------------------------------------------------------------------------
 
-    def _target_row(self, target: TargetWorker, flight: InFlightRow[Sequence], result: RowResult, now: float) -> None:
+    def _target_row(
+        self, target: TargetWorker, flight: InFlightRow[Sequence], result: RowResult, together: bool, now: float
+    ) -> None:
         sequence, row = flight.sequence, flight.row
         entry = target.kv[sequence.sequence_id]
         match result.status:
@@ -139,6 +151,11 @@ class Rounds:
             case RowStatus.OUT_OF_PAGES:
                 entry.valid = row.kv_len
                 self._out_of_pages(target, sequence, result)
+            case _ if together:
+                entry.reset()
+                entry.opened = False
+                suspect(sequence)
+                self._lifecycle.catch_up(sequence)
             case _:
                 self._lifecycle.fail(sequence, _error(target, result))
 
@@ -171,6 +188,7 @@ class Rounds:
         if reason is not None:
             self._lifecycle.finish(sequence, reason)
             return
+        clear(sequence)
         if sequence.draft is not None:
             sequence.draft.kv[sequence.sequence_id].settle_proposal(accepted)
         if entry.valid < sequence.length - 1:
@@ -211,6 +229,14 @@ def _leave_out_reused(
     reused = {result.sequence_id: result.reused for result in results.values() if result.reused > 0}
     for flight in step.rows if reused else ():
         step.work.leave_out(min(reused.get(flight.row.sequence_id, 0), len(flight.row.tokens)))
+
+
+def _failed_together(
+    step: OutstandingStep[Sequence, TargetWork] | OutstandingStep[Sequence, DraftWork], results: Results
+) -> bool:
+    """Whether the step failed as a whole: then one of its rows, it is not known which, has failed the others."""
+    answers = [results.get(flight.row.sequence_id) for flight in step.rows]
+    return len(answers) > 1 and all(answer is not None and answer.status is RowStatus.FAILED for answer in answers)
 
 
 def _missing(row: Row) -> RowResult:

@@ -288,11 +288,11 @@ class SchedulerService:
     def worker_up(self, endpoint: WorkerEndpoint, description: worker_pb2.WorkerDescription) -> None:
         self._handle(WorkerJoined(spec_from_wire(endpoint.worker_id, description)))
 
-    def worker_lost(self, endpoint: WorkerEndpoint, reason: str) -> None:
+    def worker_lost(self, endpoint: WorkerEndpoint, reason: str, orderly: bool) -> None:
         homes = {worker.worker_id: worker.sequences for worker in self._core.snapshot().workers}
         for observer in self.observers:
             observer.worker_lost(endpoint.role, endpoint.worker_id, homes.get(endpoint.worker_id, 0))
-        self._handle(WorkerLost(endpoint.worker_id))
+        self._handle(WorkerLost(endpoint.worker_id, reason, orderly))
 
     def step_replied(
         self,

@@ -74,6 +74,8 @@ class Simulation:
         self.now = 0.0
         self.seats: dict[str, Seat] = {}
         self.outputs: dict[int, Output] = {}
+        self.losses: dict[int, list[int]] = {}
+        """Rows that were unanswered on a worker when it was lost, of every loss with one of the sequence."""
         self.fault: Fault | None = None
         self.ample = ample
         self.sent: list[tuple[float, SendStep]] = []
@@ -123,12 +125,18 @@ class Simulation:
             self.drained.discard(worker_id)
             if seat is not None:
                 seat.alive = False
+                self._note_loss(seat)
                 self.handle(WorkerLost(worker_id))
                 # Answers that were on the wire when the worker died must do no harm.
                 for step in list(seat.unanswered.values()):
                     self.handle(StepCompleted(worker_id, step.step_id, seat.worker.run(step), 0.01))
 
         self.at(time, action)
+
+    def _note_loss(self, seat: Seat) -> None:
+        rows = [row.sequence_id for step in seat.unanswered.values() for row in step.rows]
+        for sequence_id in rows:
+            self.losses.setdefault(sequence_id, []).append(len(rows))
 
     def drain(self, time: float, worker_id: str) -> None:
         """A worker that is to go: it is gone as soon as nothing is left on it."""
@@ -308,6 +316,9 @@ class Simulation:
                     self._check_full_of_older(step, overdue[0].drafted_at, 1 + len(overdue[0].draft_tokens))
 
     def _check_full_of_older(self, step: SendStep, drafted_at: float, packed: int) -> None:
+        if self.core._live.sequences[step.rows[0].sequence_id].suspected:
+            assert len(step.rows) == 1, "a suspect shares a step"
+            return
         group = step.rows[: step.group.rows] if step.group is not None else ()
         for row in group:
             assert self.core._live.sequences[row.sequence_id].drafted_at <= drafted_at, "an overdue row was passed over"
@@ -330,6 +341,11 @@ class Simulation:
                 case FinishSequence():
                     assert (output.tokens, output.end.reason) == (expected, reason)
                     assert output.digests == [t * 7 for t in expected[len(output.request.committed_output) :]]
+                case FailSequence():
+                    losses = self.losses[output.request.sequence_id]
+                    assert len(losses) > 1, "failed without blame"
+                    assert losses[-1] == 1, "failed for what others may have done"
+                    assert output.tokens == expected[: len(output.tokens)]
                 case RefuseSequence():
                     assert output.tokens == list(output.request.committed_output)
                 case _:

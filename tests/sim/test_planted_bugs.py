@@ -13,6 +13,7 @@ from engine.kv import prefix_cache
 from engine.kv.pages import PageKey, PagePool, PageTable
 from engine.kv.prefix_cache import page_key
 from protos import scheduler_pb2, worker_pb2
+from scheduler import core
 from scheduler.core import SchedulerCore
 from scheduler.messages import RowResult, RowStatus, SendStep
 from scheduler.state.kv_ledger import KvEntry, PageLedger
@@ -200,7 +201,16 @@ def every_connection_has_the_same_epoch(patch: Patch) -> None:
 
 
 def core_does_not_hear_of_lost_workers(patch: Patch) -> None:
-    patch.setattr(SchedulerService, "worker_lost", lambda self, endpoint, reason: None)
+    patch.setattr(SchedulerService, "worker_lost", lambda self, endpoint, reason, orderly: None)
+
+
+def lost_workers_blame_nobody(patch: Patch) -> None:
+    patch.setattr(core, "blame", lambda *_: None)
+
+
+def others_go_beside_a_suspect(patch: Patch) -> None:
+    """So that a second loss has more than one who can be the reason."""
+    patch.setattr(TargetWorker, "lone_step", property(lambda self: None, lambda self, step_id: None), raising=False)
 
 
 def fenced_scheduler_goes_on(patch: Patch) -> None:
@@ -259,6 +269,8 @@ def shared_page_has_no_reference(patch: Patch) -> None:
         (every_connection_has_the_same_epoch, ("reset",), "holds|lost unprovoked|was refused"),
         (core_does_not_hear_of_lost_workers, ("worker crash",), "which are lost"),
         (fenced_scheduler_goes_on, ("two schedulers",), "fenced off and goes on|which are lost"),
+        (lost_workers_blame_nobody, ("poison",), "has killed .* workers"),
+        (others_go_beside_a_suspect, ("poison",), "failed unprovoked: .*was lost"),
         (damaged_kv_is_taken, ("kv damaged",), "must get"),
         (kv_that_did_not_arrive_keeps_its_room, ("kv damaged",), "holds .* pages|failed unprovoked"),
     ],

@@ -148,7 +148,10 @@ class WorkerRegistry:
     async def _add(self, entry: _Entry, old: _Entry | None) -> None:
         if old is not None:
             await _stop(old)
-            await self._service.workers.remove(entry.endpoint.worker_id, dismiss=False)
+            # The link may have found the new process by itself.
+            spoken_to = self._service.workers.descriptions.get(entry.endpoint.worker_id)
+            died = spoken_to is not None and spoken_to.worker_epoch != entry.description.worker_epoch
+            await self._service.workers.remove(entry.endpoint.worker_id, dismiss=False, died=died)
         try:
             await self._service.workers.add([entry.endpoint])
         except PairingError as error:

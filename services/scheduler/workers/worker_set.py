@@ -33,7 +33,8 @@ class WorkerSetListener(Protocol):
 
     def worker_up(self, endpoint: WorkerEndpoint, description: worker_pb2.WorkerDescription) -> None: ...
 
-    def worker_lost(self, endpoint: WorkerEndpoint, reason: str) -> None: ...
+    def worker_lost(self, endpoint: WorkerEndpoint, reason: str, orderly: bool) -> None:
+        """`orderly`: the worker was removed while it was well."""
 
     def step_replied(
         self,
@@ -116,10 +117,11 @@ class WorkerSet:
             raise
         self._check_open()
 
-    async def remove(self, worker_id: str, *, dismiss: bool = True) -> None:
+    async def remove(self, worker_id: str, *, dismiss: bool = True, died: bool = False) -> None:
         """Stops using a worker, which drops its sequences; they go on elsewhere. An unknown worker is no error.
 
-        `dismiss=False` is for a worker that is known to be gone: it is not told.
+        `dismiss=False` is for a worker that need not be told. `died`: the process that the link speaks to is gone, and
+        one of its sequences may be the reason.
         """
         link = self._links.pop(worker_id, None)
         if link is None:
@@ -130,7 +132,7 @@ class WorkerSet:
         run.cancel()
         await asyncio.gather(run, return_exceptions=True)
         if was_up:
-            self._lost(link.endpoint, "it was removed")
+            self._lost(link.endpoint, "it was started anew" if died else "it was removed", orderly=not died)
             if dismiss:
                 await link.dismiss()
         await link.close()
@@ -204,19 +206,19 @@ class WorkerSet:
         self._listener.worker_up(endpoint, description)
 
     def link_down(self, link: WorkerLink, reason: str) -> None:
-        self._lost(link.endpoint, reason)
+        self._lost(link.endpoint, reason, orderly=False)
 
     def step_replied(
         self, link: WorkerLink, step: SendStep, results: tuple[RowResult, ...], timings: StepTimings
     ) -> None:
         self._listener.step_replied(link.endpoint, step, results, timings)
 
-    def _lost(self, endpoint: WorkerEndpoint, reason: str) -> None:
+    def _lost(self, endpoint: WorkerEndpoint, reason: str, orderly: bool) -> None:
         logger.warning("worker %s left: %s", endpoint.worker_id, reason)
         targets_up = any(link.up and link.endpoint.role is Role.TARGET for link in self._links.values())
         if endpoint.role is Role.TARGET and not targets_up:
             self._targetless_since = time.monotonic()
-        self._listener.worker_lost(endpoint, reason)
+        self._listener.worker_lost(endpoint, reason, orderly)
 
     def _run_ended(self, link: WorkerLink, run: asyncio.Task[None]) -> None:
         """A link's task ends only by cancellation; any other end closes the scheduler."""

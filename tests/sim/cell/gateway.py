@@ -138,7 +138,8 @@ class ClientCall:
                 self._fail(f"missed a deadline of {deadline} after {took:.3f} s")
         elif kind == "failed":
             too_long = request.max_tokens > LONGEST and "need" in outcome
-            if "injected" not in outcome and not too_long:
+            blamed = "was lost while it computed this sequence, and then" in outcome and world.may_lose(request.prompt)
+            if "injected" not in outcome and not too_long and not blamed:
                 self._fail(f"failed unprovoked: {outcome}")
         elif kind.startswith("refused"):
             full = kind.endswith("queue_full") and world.plan.config.max_queued_sequences < len(world.plan.requests)

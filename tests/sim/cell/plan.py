@@ -31,6 +31,7 @@ FAULTS = (
     "lost kv",
     "kv damaged",
     "row trouble",
+    "poison",
 )
 
 

@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from tests.sim.cell.scheduler import SimulatedScheduler
     from tests.sim.cell.world import World
 
-_HARMLESS_TO_LINKS = {"gateway crash", "lost kv", "row trouble", "worker slow"}
-
 _SLACK = 1e-3
 
 # The core's records are compared every so many events, since that visits all of them.
@@ -31,7 +29,7 @@ class WatchedCore(SchedulerCore):
 
     def handle(self, event: Event, now: float) -> list[Command]:
         self._check_waits(now)
-        if isinstance(event, WorkerLost) and not self._world.faults.struck.keys() - _HARMLESS_TO_LINKS:
+        if isinstance(event, WorkerLost) and not self._world.may_lose_workers:
             self._world.fail(f"{self._scheduler.process.name} lost {event.worker_id} unprovoked")
         try:
             commands = super().handle(event, now)

@@ -111,7 +111,7 @@ class SimulatedWorker:
             plan.exclusive_threads,
         )
         self.watch = StepWatch(world, plan.worker_id, lambda: self.executor.draining)
-        watch = self.watch
+        watch, worker = self.watch, self
         kind: type[StepExecutor[Any]] = TargetStepExecutor if plan.role is Role.TARGET else DraftStepExecutor
 
         class Watched(kind):  # type: ignore[misc,valid-type]
@@ -120,12 +120,18 @@ class SimulatedWorker:
             ) -> worker_pb2.StepReply:
                 reply = super().execute(request, arrived, computing)
                 watch.check(request, reply)
+                if world.faults.poisoned:
+                    self._poison(request)
                 if request.step_id % _CHECK_EVERY == 0:
                     try:
                         self.check_integrity()
                     except RuntimeError as error:
                         world.fail(f"{plan.worker_id}: {error}")
                 return reply
+
+            def _poison(self, request: worker_pb2.StepRequest) -> None:
+                held = [self._sequences._sequences.get(row.sequence_id) for row in request.rows]
+                world.faults.poison(worker, {tuple(one.history[: one.prompt_length]) for one in held if one})
 
         self.executor: StepExecutor[Any] = Watched(self.model, epoch, self.thread.clock, kv_store=self.model.kv_store)
         self.address = f"{plan.worker_id}:1"

@@ -8,7 +8,7 @@ import random
 from typing import Any
 
 from services.scheduler.session import GatewaySession
-from tests.sim.cell.faults import CUTTING, DISTURBING, Faults
+from tests.sim.cell.faults import CUTTING, DISTURBING, HARMLESS_TO_LINKS, Faults
 from tests.sim.cell.gateway import ClientCall, SimulatedGateway
 from tests.sim.cell.network import Network
 from tests.sim.cell.plan import Plan, WorkerPlan
@@ -71,6 +71,16 @@ class World:
     def undisturbed(self) -> bool:
         """Whether nothing has happened yet to schedulers and connections."""
         return not self.faults.struck.keys() & DISTURBING
+
+    @property
+    def may_lose_workers(self) -> bool:
+        """Whether something has happened that can break a worker's link."""
+        return bool(self.faults.struck.keys() - HARMLESS_TO_LINKS)
+
+    def may_lose(self, prompt: tuple[int, ...]) -> bool:
+        """Whether the same, and not only to others, can have happened to the worker of this prompt, while it was alone
+        there."""
+        return prompt in self.faults.poisoned or bool(self.faults.struck.keys() - HARMLESS_TO_LINKS - {"poison"})
 
     @property
     def sessions(self) -> list[GatewaySession]:

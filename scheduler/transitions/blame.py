@@ -1,0 +1,57 @@
+"""Which sequences may be the reason that workers are lost.
+
+A row can kill its worker, make it hang, or make its whole step fail. The row would do so again wherever it is sent, and
+a sequence that came back to the queue without a mark could take every worker with it. So a loss makes suspects of all
+sequences that had a row in flight there. A suspect's rows are alone in their steps (`TargetPlanner`): whoever is on a
+second target that is lost is the culprit, and fails. Those that were merely beside it make progress and are cleared;
+with each suspicion a sequence has to come twice as far for that.
+"""
+
+from __future__ import annotations
+
+from scheduler.state.workers import DraftWorker, Sequence, TargetWorker
+from scheduler.transitions.lifecycle import Lifecycle
+
+MAX_DRAFT_LOSSES = 2
+"""Draft workers that may be lost with a row of a sequence before it goes on without a draft."""
+
+
+def in_flight(target: TargetWorker) -> list[Sequence]:
+    """The sequences that the target computes, or has queued."""
+    return [flight.sequence for flight in target.in_flight.values() if not flight.abandoned]
+
+
+def blame(sequences: list[Sequence], worker_id: str, reason: str, lifecycle: Lifecycle) -> None:
+    """A target was lost with rows of these sequences in flight. They are in the queue again."""
+    for sequence in sequences:
+        if not sequence.suspected:
+            suspect(sequence)
+            continue
+        lifecycle.fail(
+            sequence,
+            f"a target worker was lost while it computed this sequence, and then target worker {worker_id}, while it "
+            f"computed nothing else{': ' if reason else ''}{reason}",
+        )
+
+
+def blame_on_draft(draft: DraftWorker) -> None:
+    """The draft worker was lost. A sequence that went down with two is no longer drafted for.
+
+    Abandoned rows count: the draft may have been computing one when its sequence lost its target.
+    """
+    for flight in draft.in_flight.values():
+        flight.sequence.draft_losses += 1
+        flight.sequence.drafting_refused |= flight.sequence.draft_losses >= MAX_DRAFT_LOSSES
+
+
+def suspect(sequence: Sequence) -> None:
+    """Marks a sequence that waits, or whose state is about to change: its target's indexes follow then."""
+    sequence.suspected = True
+    sequence.suspected_until = sequence.length + (1 << sequence.suspicions)
+    sequence.suspicions += 1
+
+
+def clear(sequence: Sequence) -> None:
+    """Takes the mark from a suspect that has come far enough; its state is about to change."""
+    if sequence.suspected and sequence.length >= sequence.suspected_until:
+        sequence.suspected = False
