@@ -22,10 +22,11 @@ from engine.passes.device import on_device
 # Rows and dimensions of a tile, the fewest that matrix units take.
 _MIN_QUERIES = 16
 _MIN_DIMENSIONS = 16
-# Positions that a tile of scores covers, at most. Fewer where their keys would take more bytes than this: a tile of
-# keys and one of values are in a multiprocessor's shared memory at a time.
+# Positions that a tile of scores covers, at most. Fewer where their keys would take more bytes than this, by the bytes
+# of an element: a tile of keys and one of values are in a multiprocessor's shared memory at a time, and what is
+# multiplied without matrix units is in registers.
 _POSITIONS = 64
-_TILE_BYTES = 32 << 10
+_TILE_BYTES = {2: 32 << 10, 4: 16 << 10}
 
 
 @triton.jit
@@ -95,10 +96,15 @@ def constants(query_heads: int, kv_heads: int, head_dim: int, page_size: int, el
         "page_size": page_size,
         "tile_queries": tile_rows(query_heads // kv_heads),
         "dimensions": dimensions,
-        "tile_positions": min(_POSITIONS, _TILE_BYTES // (dimensions * element_bytes)),
+        "tile_positions": min(_POSITIONS, _TILE_BYTES[element_bytes] // (dimensions * element_bytes)),
         # Elements that are no 16 bits wide are multiplied as they are, and not as TF32.
         "precision": "ieee",
     }
+
+
+def options(element_bytes: int) -> dict[str, int]:
+    """How the kernel is compiled: so that numbers stay in registers, instead of giving some up for more programs."""
+    return {"num_warps": 4, "maxnreg": 255} if element_bytes == 2 else {"num_warps": 4}
 
 
 def tile_rows(group: int) -> int:
@@ -114,6 +120,7 @@ class TritonPlan:
         self._pages = pages
         self._output: torch.Tensor | None = None
         self._constants: dict[str, object] = {}
+        self._options: dict[str, int] = {}
 
     def attend(self, layer: LayerKv, query: torch.Tensor, scaling: float) -> torch.Tensor:
         """The output holds until the next call, which has the next layer's."""
@@ -122,6 +129,7 @@ class TritonPlan:
             # Rows of no block stay 0 in all layers.
             self._output = query.new_zeros(query.shape)
             self._constants = constants(heads, layer.kv_heads, head_dim, layer.pool.shape[3], query.element_size())
+            self._options = options(query.element_size())
         keys, values = layer.pool
         _attend[(len(self._edges), layer.kv_heads)](
             self._output,
@@ -132,6 +140,7 @@ class TritonPlan:
             self._pages,
             scaling * math.log2(math.e),
             **self._constants,
+            **self._options,
         )
         return self._output
 
