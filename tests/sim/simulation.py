@@ -113,6 +113,7 @@ class Simulation:
             old = self.seats.get(worker.spec.worker_id)
             if old is not None:
                 old.alive = False
+                self._note_loss(old)
             self.drained.discard(worker.spec.worker_id)
             self.seats[worker.spec.worker_id] = Seat(worker)
             self.handle(WorkerJoined(worker.spec))

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from scheduler.config import KvMovement, Policy, SchedulerConfig
 from scheduler.messages import (
+    FailSequence,
     FinishSequence,
     Role,
     Row,
@@ -202,7 +203,8 @@ def test_output_is_that_of_plain_decoding_whatever_happens(scenario: Scenario) -
     simulation = build(scenario)
     simulation.run()
     simulation.check_end()
-    assert all(isinstance(output.end, FinishSequence) for output in simulation.outputs.values())
+    # A sequence can be alone on two targets that are lost; `check_end` has seen that it was.
+    assert all(isinstance(output.end, (FinishSequence, FailSequence)) for output in simulation.outputs.values())
 
 
 @pytest.mark.parametrize("policy", list(Policy))
