@@ -17,8 +17,8 @@ _DESCRIPTION = "Compiles the GPU kernels for every shape of the supported models
 
 
 def main(arguments: Sequence[str]) -> int:
-    """0 where all variants compile, spill nothing and fit into shared memory; else 1. A line on standard error for
-    each architecture, dtype and head dimension as soon as it is done."""
+    """0 where all variants compile, spill no more than `MAX_SPILLED` and fit into shared memory; else 1. A line on
+    standard error for each architecture, dtype and head dimension as soon as it is done."""
     asked = _parser().parse_args(arguments)
     if os.environ.get("TRITON_INTERPRET") == "1":
         print("bench.gpu: TRITON_INTERPRET is 1, with which Triton compiles nothing; unset it", file=sys.stderr)

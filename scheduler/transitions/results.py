@@ -235,8 +235,8 @@ def _failed_together(
     step: OutstandingStep[Sequence, TargetWork] | OutstandingStep[Sequence, DraftWork], results: Results
 ) -> bool:
     """Whether the step failed as a whole: then one of its rows, it is not known which, has failed the others."""
-    answers = [results.get(flight.row.sequence_id) for flight in step.rows]
-    return len(answers) > 1 and all(answer is not None and answer.status is RowStatus.FAILED for answer in answers)
+    answers = (results.get(flight.row.sequence_id) for flight in step.rows)
+    return len(step.rows) > 1 and all(one is not None and one.status is RowStatus.FAILED for one in answers)
 
 
 def _missing(row: Row) -> RowResult:
