@@ -171,6 +171,11 @@ class SchedulerCore:
             for sequence in islice(chain(live.running.values(), waiting), limit)
         ]
 
+    def has_suspect(self, worker_id: str) -> bool:
+        """Whether a sequence will fail if this worker is lost now, unless the loss is blameless."""
+        target = self._fleet.targets.get(worker_id)
+        return target is not None and any(sequence.suspected for sequence in in_flight(target))
+
     def check_integrity(self) -> None:
         """Raises RuntimeError when internal records disagree. Visits every live sequence: call it when idle."""
         check_integrity(self._live, self._fleet)
@@ -240,11 +245,11 @@ class SchedulerCore:
         """Forgets everything in flight there. The worker's sequences go elsewhere, with the tokens that they have."""
         worker = self._fleet.remove(event.worker_id)
         if isinstance(worker, TargetWorker):
-            suspects = [] if event.orderly or worker.draining else in_flight(worker)
+            suspects = [] if event.blameless or worker.draining else in_flight(worker)
             self._relocation.lose(worker, now)
             blame(suspects, worker.worker_id, event.reason, self._lifecycle)
         elif isinstance(worker, DraftWorker):
-            if not event.orderly:
+            if not event.blameless:
                 blame_on_draft(worker)
             for sequence in list(worker.sequences.values()):
                 self._lifecycle.leave_draft(sequence)

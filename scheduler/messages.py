@@ -129,12 +129,12 @@ class WorkerJoined:
 
 @dataclass(frozen=True, slots=True)
 class WorkerLost:
-    """`reason`: why, for those who are told. `orderly`: the worker was removed or has left, so that no sequence is to
-    blame."""
+    """`reason`: why, for those who are told. `blameless`: no sequence can be the reason, since the worker was removed,
+    has left, or lives and only its connection broke."""
 
     worker_id: str
     reason: str = ""
-    orderly: bool = False
+    blameless: bool = False
 
 
 @dataclass(frozen=True, slots=True)

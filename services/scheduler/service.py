@@ -288,11 +288,14 @@ class SchedulerService:
     def worker_up(self, endpoint: WorkerEndpoint, description: worker_pb2.WorkerDescription) -> None:
         self._handle(WorkerJoined(spec_from_wire(endpoint.worker_id, description)))
 
-    def worker_lost(self, endpoint: WorkerEndpoint, reason: str, orderly: bool) -> None:
+    def worker_lost(self, endpoint: WorkerEndpoint, reason: str, blameless: bool) -> None:
         homes = {worker.worker_id: worker.sequences for worker in self._core.snapshot().workers}
         for observer in self.observers:
             observer.worker_lost(endpoint.role, endpoint.worker_id, homes.get(endpoint.worker_id, 0))
-        self._handle(WorkerLost(endpoint.worker_id, reason, orderly))
+        self._handle(WorkerLost(endpoint.worker_id, reason, blameless))
+
+    def has_suspect(self, endpoint: WorkerEndpoint) -> bool:
+        return self._core.has_suspect(endpoint.worker_id)
 
     def step_replied(
         self,

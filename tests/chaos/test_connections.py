@@ -38,6 +38,7 @@ class ProxiedCell:
 
     service: SchedulerService
     backend: SchedulerClient
+    engines: list[StandInEngine]
     workers: list[WorkerServer]
     proxies: list[TcpProxy]
 
@@ -47,11 +48,11 @@ class ProxiedCell:
 
     @property
     def all_up(self) -> bool:
-        return len(self.service.workers_up) == len(ROLES)
+        return len(self.service.workers_up) == len(self.proxies)
 
 
 @asynccontextmanager
-async def proxied_cell() -> AsyncIterator[ProxiedCell]:
+async def proxied_cell(roles: tuple[Role, ...] = ROLES) -> AsyncIterator[ProxiedCell]:
     resolve = Whereabouts()
     async with AsyncExitStack() as stack:
         config = SchedulerConfig(policy=Policy.RAGGED)
@@ -60,8 +61,8 @@ async def proxied_cell() -> AsyncIterator[ProxiedCell]:
         server = SchedulerServer(service, options=SchedulerServerOptions(registry=REGISTRY))
         resolve.address = await server.start()
         stack.push_async_callback(server.stop, 0.2)
-        cell = ProxiedCell(service, await stack.enter_async_context(client(resolve)), [], [])
-        for number, role in enumerate(ROLES):
+        cell = ProxiedCell(service, await stack.enter_async_context(client(resolve)), [], [], [])
+        for number, role in enumerate(roles):
             engine = StandInEngine(step_seconds=0.005)
             executor = TargetStepExecutor(engine) if role is Role.TARGET else DraftStepExecutor(engine)
             worker = WorkerServer(executor)
@@ -70,15 +71,16 @@ async def proxied_cell() -> AsyncIterator[ProxiedCell]:
             proxy = await stack.enter_async_context(tcp_proxy(address))
             registration = WorkerRegistration(f"{number}", proxy.address, worker, resolve, options=REGISTRATION)
             await stack.enter_async_context(registration)
+            cell.engines.append(engine)
             cell.workers.append(worker)
             cell.proxies.append(proxy)
         await until(lambda: cell.all_up)
         yield cell
 
 
-async def check_stream(backend: SchedulerClient, index: int) -> None:
-    stream = await backend.submit(request_of(index, TOKENS))
-    assert await read(stream) == continuation(prompt_of(index), TOKENS)
+async def check_stream(backend: SchedulerClient, index: int, tokens: int = TOKENS) -> None:
+    stream = await backend.submit(request_of(index, tokens))
+    assert await read(stream) == continuation(prompt_of(index), tokens)
     assert stream.finish_reason is FinishReason.LENGTH
 
 
@@ -147,3 +149,22 @@ def test_connection_that_falls_silent_is_given_up_long_before_a_step_times_out(r
         yield
 
     under_load(disturb)
+
+
+def test_sequence_that_is_alone_where_connections_break_again_and_again_does_not_fail() -> None:
+    async def run() -> None:
+        async with proxied_cell(2 * (Role.TARGET,)) as cell:
+            service = cell.service
+            for engine in cell.engines:
+                engine.step_seconds = 0.5
+            checking = asyncio.create_task(check_stream(cell.backend, 1, tokens=4))
+            await until(lambda: cell.service.statistics().tokens > 0)
+            for _ in range(4):
+                lost = cell.lost
+                for proxy in cell.proxies:
+                    proxy.cut()
+                await until(lambda: cell.lost >= lost + 2)  # noqa: B023
+                await until(lambda: cell.all_up and any(map(service.has_suspect, service.workers.endpoints.values())))
+            await checking
+
+    asyncio.run(run())

@@ -201,7 +201,7 @@ def every_connection_has_the_same_epoch(patch: Patch) -> None:
 
 
 def core_does_not_hear_of_lost_workers(patch: Patch) -> None:
-    patch.setattr(SchedulerService, "worker_lost", lambda self, endpoint, reason, orderly: None)
+    patch.setattr(SchedulerService, "worker_lost", lambda self, endpoint, reason, blameless: None)
 
 
 def lost_workers_blame_nobody(patch: Patch) -> None:

@@ -78,6 +78,10 @@ class WorkerUnreachableError(ConnectionError):
     """The worker did not answer, or its answer broke the protocol."""
 
 
+class _ConnectionBrokenError(WorkerUnreachableError):
+    """The connection to the worker broke, which says nothing of the worker."""
+
+
 class SchedulerFencedError(RuntimeError):
     """Another scheduler, with a higher epoch, has taken the worker over."""
 
@@ -90,7 +94,11 @@ class LinkListener(Protocol):
 
     def link_up(self, link: WorkerLink, description: worker_pb2.WorkerDescription) -> None: ...
 
-    def link_down(self, link: WorkerLink, reason: str) -> None: ...
+    def has_suspect(self, link: WorkerLink) -> bool:
+        """Whether the worker computes a sequence that will fail if the worker is lost."""
+
+    def link_down(self, link: WorkerLink, reason: str, blameless: bool) -> None:
+        """`blameless`: only the connection broke."""
 
     def step_replied(
         self, link: WorkerLink, step: SendStep, results: tuple[RowResult, ...], timings: StepTimings
@@ -175,11 +183,12 @@ class WorkerLink:
                 logger.warning("%s", error)
                 self.trouble = str(error)
                 was_up = self.up
+                blameless = isinstance(error, _ConnectionBrokenError) and was_up and await self._suspect_is_innocent()
                 self._outgoing = None
                 self._in_flight.clear()
                 if was_up:
                     backoff.reset()
-                    self._listener.link_down(self, str(error))
+                    self._listener.link_down(self, str(error), blameless)
             except PairingError as error:
                 logger.error("%s", error)
                 self.trouble = str(error)
@@ -192,6 +201,24 @@ class WorkerLink:
                 except (WorkerUnreachableError, PairingError) as error:
                     logger.info("%s", error)
                     self.trouble = str(error)
+
+    async def _suspect_is_innocent(self) -> bool:
+        """After the connection broke: whether the worker computes a suspect, and lives.
+
+        Only a suspect is worth the wait: all others go elsewhere at once, whatever became of the worker.
+        """
+        if self.description is None or not self._listener.has_suspect(self):
+            return False
+        try:
+            description: worker_pb2.WorkerDescription = await self._stub.Describe(
+                worker_pb2.DescribeRequest(protocol_version=PROTOCOL_VERSION),
+                timeout=self._options.silence_timeout,
+                metadata=self._metadata,
+            )
+        except grpc.aio.AioRpcError as error:
+            logger.info("worker %s does not live: %s", self.endpoint.worker_id, rpc_reason(error))
+            return False
+        return description.worker_epoch == self.description.worker_epoch
 
     def retry_now(self) -> None:
         """Ends the pause before the next attempt; no effect on a link that is up."""
@@ -272,7 +299,9 @@ class WorkerLink:
             step_id = next(iter(self._in_flight), _EMPTY_STEP_ID)
             raise self._unreachable(f"no reply to step {step_id} within {self._options.step_timeout:g} s") from None
         except grpc.aio.AioRpcError as error:
-            raise self._unreachable(rpc_reason(error)) from error
+            broken = error.code() is grpc.StatusCode.UNAVAILABLE
+            kind = _ConnectionBrokenError if broken else WorkerUnreachableError
+            raise kind(self._lost_because(rpc_reason(error))) from error
         except asyncio.InvalidStateError as error:
             raise self._unreachable(f"the stream broke: {error}") from error
         finally:
@@ -336,7 +365,10 @@ class WorkerLink:
             self._deadline.reschedule(now + self._options.step_timeout if waiting else None)
 
     def _unreachable(self, reason: str) -> WorkerUnreachableError:
-        return WorkerUnreachableError(f"worker {self.endpoint.worker_id} at {self.endpoint.address} is lost: {reason}")
+        return WorkerUnreachableError(self._lost_because(reason))
+
+    def _lost_because(self, reason: str) -> str:
+        return f"worker {self.endpoint.worker_id} at {self.endpoint.address} is lost: {reason}"
 
 
 def _results(step: SendStep, reply: worker_pb2.StepReply) -> tuple[RowResult, ...]:

@@ -33,8 +33,11 @@ class WorkerSetListener(Protocol):
 
     def worker_up(self, endpoint: WorkerEndpoint, description: worker_pb2.WorkerDescription) -> None: ...
 
-    def worker_lost(self, endpoint: WorkerEndpoint, reason: str, orderly: bool) -> None:
-        """`orderly`: the worker was removed while it was well."""
+    def worker_lost(self, endpoint: WorkerEndpoint, reason: str, blameless: bool) -> None:
+        """`blameless`: what the worker computed is not the reason."""
+
+    def has_suspect(self, endpoint: WorkerEndpoint) -> bool:
+        """Whether the worker computes a sequence that will fail if the worker is lost."""
 
     def step_replied(
         self,
@@ -132,7 +135,7 @@ class WorkerSet:
         run.cancel()
         await asyncio.gather(run, return_exceptions=True)
         if was_up:
-            self._lost(link.endpoint, "it was started anew" if died else "it was removed", orderly=not died)
+            self._lost(link.endpoint, "it was started anew" if died else "it was removed", blameless=not died)
             if dismiss:
                 await link.dismiss()
         await link.close()
@@ -205,20 +208,23 @@ class WorkerSet:
             self._targetless_since = None
         self._listener.worker_up(endpoint, description)
 
-    def link_down(self, link: WorkerLink, reason: str) -> None:
-        self._lost(link.endpoint, reason, orderly=False)
+    def has_suspect(self, link: WorkerLink) -> bool:
+        return self._listener.has_suspect(link.endpoint)
+
+    def link_down(self, link: WorkerLink, reason: str, blameless: bool) -> None:
+        self._lost(link.endpoint, reason, blameless)
 
     def step_replied(
         self, link: WorkerLink, step: SendStep, results: tuple[RowResult, ...], timings: StepTimings
     ) -> None:
         self._listener.step_replied(link.endpoint, step, results, timings)
 
-    def _lost(self, endpoint: WorkerEndpoint, reason: str, orderly: bool) -> None:
+    def _lost(self, endpoint: WorkerEndpoint, reason: str, blameless: bool) -> None:
         logger.warning("worker %s left: %s", endpoint.worker_id, reason)
         targets_up = any(link.up and link.endpoint.role is Role.TARGET for link in self._links.values())
         if endpoint.role is Role.TARGET and not targets_up:
             self._targetless_since = time.monotonic()
-        self._listener.worker_lost(endpoint, reason, orderly)
+        self._listener.worker_lost(endpoint, reason, blameless)
 
     def _run_ended(self, link: WorkerLink, run: asyncio.Task[None]) -> None:
         """A link's task ends only by cancellation; any other end closes the scheduler."""

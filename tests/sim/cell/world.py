@@ -80,7 +80,9 @@ class World:
     def may_lose(self, prompt: tuple[int, ...]) -> bool:
         """Whether the same, and not only to others, can have happened to the worker of this prompt, while it was alone
         there."""
-        return prompt in self.faults.poisoned or bool(self.faults.struck.keys() - HARMLESS_TO_LINKS - {"poison"})
+        return prompt in self.faults.poisoned or bool(
+            self.faults.struck.keys() - HARMLESS_TO_LINKS - {"poison", "reset"}
+        )
 
     @property
     def sessions(self) -> list[GatewaySession]:

@@ -159,16 +159,16 @@ def test_those_beside_it_share_steps_again() -> None:
     assert 0 not in {row.sequence_id for step in last for row in step.rows}
 
 
-@pytest.mark.parametrize("orderly", [True, False])
-def test_a_worker_that_leaves_blames_nobody(orderly: bool) -> None:
+@pytest.mark.parametrize("blameless", [True, False])
+def test_a_worker_that_leaves_blames_nobody(blameless: bool) -> None:
     cell = Cell(Policy.RAGGED, 1)
     cell.submit(4)
     [target] = cell.driver.core._fleet.targets
     assert cell.driver.core._fleet.targets[target].in_flight
     del cell.driver.steps[target], cell.driver.workers[target]
-    cell.driver.handle(WorkerLost(target, "it was removed", orderly))
+    cell.driver.handle(WorkerLost(target, "it was removed", blameless))
     marked = [one for one in cell.driver.core._live.sequences.values() if one.suspected]
-    assert bool(marked) is not orderly
+    assert bool(marked) is not blameless
 
 
 def test_a_draining_worker_blames_nobody() -> None:
