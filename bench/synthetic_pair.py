@@ -112,8 +112,8 @@ SHAPES: dict[str, Callable[[], PairShape]] = {
         _config(Qwen3Config, 8192, 256, 512, 2, 4, 2, 64, max_position_embeddings=4096),
     ),
     "tiny": lambda: PairShape(
-        _config(Qwen3Config, 512, 96, 192, 2, 4, 2, 24, max_position_embeddings=1024),
-        _config(Qwen3Config, 512, 64, 128, 1, 4, 2, 16, max_position_embeddings=1024),
+        _config(Qwen3Config, 512, 96, 192, 2, 4, 2, 32, max_position_embeddings=1024),
+        _config(Qwen3Config, 512, 64, 128, 1, 4, 2, 32, max_position_embeddings=1024),
     ),
 }
 

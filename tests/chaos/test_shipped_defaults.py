@@ -17,7 +17,7 @@ from engine.cpu.isa import AUTO, chosen_isa
 from tests.support.command_line import save_tokenizer
 from tests.support.ray_cluster import RayCluster
 from tests.support.serving import PlainDecoder, oracle, served_on
-from tests.support.tiny_models import KERNEL_SHAPE, save_tiny_pair
+from tests.support.tiny_models import save_tiny_pair
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray]
 
@@ -30,7 +30,7 @@ SECONDS = 300.0
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    folders = save_tiny_pair("llama", tmp_path_factory.mktemp("models"), **KERNEL_SHAPE)
+    folders = save_tiny_pair("llama", tmp_path_factory.mktemp("models"))
     for folder in folders:
         AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(folder)
         save_tokenizer(folder)

@@ -23,7 +23,7 @@ from engine.sampling.sampler import SamplingContext, sample_tokens
 from engine.settings import EngineSettings
 from engine.steps import Computing, ProposeRow
 from scheduler.sampling import SamplingParameters
-from tests.support.tiny_models import CONFIGS, VOCABULARY, tiny_model
+from tests.support.tiny_models import CONFIGS, TORCH_SHAPE, VOCABULARY, tiny_model
 
 GREEDY = SamplingParameters()
 SOME_TOKENS = list(range(0, VOCABULARY, 3))
@@ -54,7 +54,7 @@ def row(
 
 
 def save(folder: Path, family: str, tied: bool = False) -> Path:
-    model = tiny_model(family)
+    model = tiny_model(family, **TORCH_SHAPE)
     if tied:
         model.config.tie_word_embeddings = True
         model.tie_weights()

@@ -23,7 +23,7 @@ from engine.settings import EngineSettings
 from engine.steps import ProposeRow, RowOutcome, VerifyRow
 from engine.target import TargetEngine
 from scheduler.sampling import SamplingParameters
-from tests.support.tiny_models import CONFIGS, VOCABULARY, save_tiny_pair
+from tests.support.tiny_models import CONFIGS, TORCH_SHAPE, VOCABULARY, save_tiny_pair
 
 GREEDY = SamplingParameters()
 
@@ -51,7 +51,7 @@ def verify(table: PageTable, tokens: list[int], drafts: list[int], history: list
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("models")
-    return {family: save_tiny_pair(family, folder)[0] for family in CONFIGS}
+    return {family: save_tiny_pair(family, folder, **TORCH_SHAPE)[0] for family in CONFIGS}
 
 
 @pytest.mark.parametrize("family", sorted(CONFIGS))

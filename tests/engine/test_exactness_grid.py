@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,8 @@ from tests.support.in_process import Output, run_in_process
 from tests.support.tiny_models import VOCABULARY, save_tiny_pair
 
 GRID = list(itertools.product(Policy, (1, 3, 8), (1, 4, 7)))
+"""Policies, batch sizes and draft lengths."""
+FEW = list(itertools.product(Policy, (3,), (4,)))
 HEAD_DIMS = (32, 64, 128)
 DTYPES = ("bfloat16", "float16", "float32")
 
@@ -54,12 +57,12 @@ class Workers:
         outputs = run_in_process(config, workers, requests)
         return [outputs[index] for index in range(len(prompts))]
 
-    def check(self, prompts: list[list[int]], max_tokens: int) -> None:
+    def check(self, prompts: list[list[int]], max_tokens: int, grid: Sequence[tuple[Policy, int, int]] = GRID) -> None:
         plainly = SchedulerConfig(batch_size=1, max_running=1, draft_length=0)
         plain = self.outputs(plainly, prompts, max_tokens)
         assert all(len(output.logits_digests) == max_tokens for output in plain)
         assert len({tuple(output.logits_digests) for output in plain}) == len(prompts)
-        for policy, batch_size, draft_length in GRID:
+        for policy, batch_size, draft_length in grid:
             config = SchedulerConfig(
                 batch_size=batch_size, max_running=8, policy=policy, draft_length=draft_length, prefill_chunk=24
             )
@@ -75,8 +78,7 @@ class Workers:
 @pytest.mark.parametrize("isa", ISAS)
 def test_tiny_pairs(isa: str, head_dim: int, dtype: str, tmp_path: Path) -> None:
     compiled_kernels()
-    shape = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": head_dim}
-    folders = save_tiny_pair("llama", tmp_path, **shape)
+    folders = save_tiny_pair("llama", tmp_path, head_dim=head_dim)
     for folder in folders:
         AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).save_pretrained(folder)
     rng = random.Random(3)
@@ -89,4 +91,4 @@ def test_tiny_pairs(isa: str, head_dim: int, dtype: str, tmp_path: Path) -> None
 def test_the_demo_pair(isa: str) -> None:
     rng = random.Random(3)
     prompts = [[rng.randrange(1000, 20000) for _ in range(length)] for length in (2, 9)]
-    Workers(isa, "demo", "demo", "auto").check(prompts, 4)
+    Workers(isa, "demo", "demo", "auto").check(prompts, 4, FEW)

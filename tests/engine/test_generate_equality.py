@@ -21,7 +21,7 @@ from scheduler.sampling import SamplingParameters
 from services.worker.executor import DraftStepExecutor, TargetStepExecutor
 from tests.support.cpu_kernels import compiled_kernels
 from tests.support.in_process import run_in_process
-from tests.support.tiny_models import CONFIGS, KERNEL_SHAPE, VOCABULARY, save_tiny_pair
+from tests.support.tiny_models import CONFIGS, TORCH_SHAPE, VOCABULARY, save_tiny_pair
 
 PREFILL_CHUNK = 16
 PROMPT_LENGTHS = (1, 2, 3, 7, 15, 16, 17, 30, 45, 70, 5, 16)
@@ -41,7 +41,7 @@ class Pair:
 @pytest.fixture(scope="module", params=sorted(CONFIGS))
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
     folder: Path = tmp_path_factory.mktemp("tiny")
-    target, draft = save_tiny_pair(request.param, folder)
+    target, draft = save_tiny_pair(request.param, folder, **TORCH_SHAPE)
     rng = random.Random(7)
     prompts = [[rng.randrange(VOCABULARY) for _ in range(length)] for length in PROMPT_LENGTHS]
     model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
@@ -207,7 +207,7 @@ class KernelPair:
 @pytest.fixture(scope="module", params=sorted(CONFIGS))
 def kernel_pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> KernelPair:
     compiled_kernels()
-    folders = save_tiny_pair(request.param, tmp_path_factory.mktemp("kernels"), **KERNEL_SHAPE)
+    folders = save_tiny_pair(request.param, tmp_path_factory.mktemp("kernels"))
     for folder in folders:
         AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(folder)
     settings = {
@@ -299,17 +299,13 @@ def test_a_faulty_kernel_is_seen(
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(
-    ("family", "shape", "page_size"), [("llama", KERNEL_SHAPE, 16), *((family, {}, 8) for family in sorted(CONFIGS))]
+    ("family", "shape"), [("llama", {}), ("llama", TORCH_SHAPE), *((family, {}) for family in ("glm4", "qwen3"))]
 )
-def test_exact_logits_do_not_depend_on_the_schedule(
-    family: str, shape: dict[str, int], page_size: int, tmp_path: Path
-) -> None:
+def test_exact_logits_do_not_depend_on_the_schedule(family: str, shape: dict[str, int], tmp_path: Path) -> None:
     """bfloat16, exact mode: the bits of every committed token's logits, plain at batch 1 against speculation."""
     target_folder, draft_folder = save_tiny_pair(family, tmp_path, **shape, max_position_embeddings=256)
     # Few rows a pass: where the processor has no products of bfloat16, calibration of more takes a minute.
-    settings = EngineSettings(
-        str(target_folder), threads=1, page_size=page_size, kv_pages=400, max_num_batched_tokens=48
-    )
+    settings = EngineSettings(str(target_folder), threads=1, kv_pages=400, max_num_batched_tokens=48)
     target = TargetStepExecutor(load_target_engine(settings, lambda *_: None), prefix_cache=False)
     settings = replace(settings, model=str(draft_folder))
     draft = DraftStepExecutor(load_draft_engine(settings, lambda *_: None), prefix_cache=False)

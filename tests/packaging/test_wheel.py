@@ -18,7 +18,7 @@ import pytest
 
 from tests.support.command_line import Ended, save_tokenizer, write_lines
 from tests.support.dependencies import PYPROJECT, ROOT, installed_closure, requirements
-from tests.support.tiny_models import KERNEL_SHAPE, save_tiny_pair
+from tests.support.tiny_models import save_tiny_pair
 
 pytestmark = pytest.mark.slow
 
@@ -79,7 +79,7 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder elsewhere, with a tiny pair and prompts."""
     folder = tmp_path_factory.mktemp("elsewhere")
-    for model in save_tiny_pair("llama", folder, **KERNEL_SHAPE):
+    for model in save_tiny_pair("llama", folder):
         save_tokenizer(model)
     write_lines(folder / "prompts.jsonl", {"prompt": "once upon a time"}, {"prompt": "x"}, {"prompt": "the quick fox"})
     return folder

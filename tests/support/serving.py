@@ -26,7 +26,7 @@ from tests.support.in_process import run_in_process
 from tests.support.ports import free_ports
 from tests.support.ray_cluster import RayCluster
 
-ENGINE = {"page_size": 8, "kv_pages": 1024, "max_num_batched_tokens": 96}
+ENGINE = {"page_size": 16, "kv_pages": 512, "max_num_batched_tokens": 96}
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from services.worker.kv_fetch import import_kv
 from services.worker.server import WorkerServer, step_thread
 from tests.support.cells import LINKS, Worker, client, prompt_of, read, read_some, request_of, running_cell
 from tests.support.stand_in_worker import StandInEngine, continuation
-from tests.support.tiny_models import VOCABULARY, save_tiny_pair
+from tests.support.tiny_models import TORCH_SHAPE, VOCABULARY, save_tiny_pair
 from tests.support.waiting import LONG, until
 
 pytestmark = pytest.mark.slow
@@ -405,7 +405,7 @@ def test_draining_worker_takes_nothing_and_gives_what_it_has() -> None:
 
 @pytest.fixture(scope="module")
 def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_tiny_pair("llama", tmp_path_factory.mktemp("tiny"))[0]
+    return save_tiny_pair("llama", tmp_path_factory.mktemp("tiny"), **TORCH_SHAPE)[0]
 
 
 Loaded = tuple[TargetStepExecutor, ThreadPoolExecutor]

@@ -21,13 +21,13 @@ from services.scheduler.service import SchedulerService
 from services.scheduler.workers.worker_link import WorkerEndpoint
 from services.worker.executor import TargetStepExecutor
 from tests.support.in_process import run_in_process
-from tests.support.tiny_models import KERNEL_SHAPE, VOCABULARY, save_tiny_pair
+from tests.support.tiny_models import VOCABULARY, save_tiny_pair
 
 pytestmark = pytest.mark.slow
 
 SEQUENCES, AT_ONCE, PAGE_SIZE = 300, 20, 16
 LONGEST_PROMPT, MAX_TOKENS = 40, 48
-WARM_UP_ROUNDS, ROUNDS = 1, 3
+WARM_UP_ROUNDS, ROUNDS = 1, 2
 # Bytes. Seven rounds grew a worker by 0.15 MiB.
 ALLOCATORS_MAY_KEEP = 4 << 20
 
@@ -48,7 +48,7 @@ def requests() -> list[SequenceRequest]:
 def test_300_sequences_through_pages_for_20(tmp_path: Path) -> None:
     """All finish with exactly their tokens, some after giving up their pages, and no worker's memory grows."""
     wanted = requests()
-    target, draft = save_tiny_pair("llama", tmp_path, **KERNEL_SHAPE)
+    target, draft = save_tiny_pair("llama", tmp_path)
     mean_pages = sum(-(-(len(r.prompt) + r.max_tokens) // PAGE_SIZE) for r in wanted) / SEQUENCES
     settings = EngineSettings(str(target), threads=1, page_size=PAGE_SIZE, kv_pages=round(mean_pages * AT_ONCE))
 

@@ -27,9 +27,9 @@ from tests.support.tiny_models import VOCABULARY, save_tiny_pair
 
 pytestmark = pytest.mark.slow
 
-PAGE = 8
+PAGE = 16
 SYSTEM = random.Random(2).choices(range(VOCABULARY), k=83)
-"""Ten pages and three tokens."""
+"""Five pages and three tokens."""
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from engine.models.vocabulary import Vocabulary
 from engine.passes.graphed import Compute
 from engine.passes.layout import BatchedSequence
 from engine.passes.runner import ModelRunner
-from tests.support.tiny_models import VOCABULARY, tiny_model
+from tests.support.tiny_models import TORCH_SHAPE, VOCABULARY, tiny_model
 from tests.support.triton_kernel import interpreted_attention
 
 PAGE, PAGES = 16, 12
@@ -56,7 +56,7 @@ def kernel() -> ModuleType:
 
 @pytest.fixture(scope="module")
 def model() -> PreTrainedModel:
-    model = tiny_model("llama")
+    model = tiny_model("llama", **TORCH_SHAPE)
     model.set_attn_implementation(ATTENTION_NAME)
     return model
 
