@@ -8,6 +8,8 @@ from types import MappingProxyType
 from typing import NoReturn
 
 MAX_SEED = 2**64 - 1
+MAX_TOKEN_ID = 2**31 - 1
+"""Of any vocabulary; what the protocol has room for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +37,8 @@ class SamplingParameters:
         # Each check builds its message only when it fails: every request passes here several times.
         if not 0 <= self.temperature <= 100:
             self._refuse("temperature", "between 0 and 100")
-        if self.top_k < 0:
-            self._refuse("top_k", "0 (off) or more")
+        if not 0 <= self.top_k <= MAX_TOKEN_ID:
+            self._refuse("top_k", f"0 (off) or more, and at most {MAX_TOKEN_ID}")
         if not 0 < self.top_p <= 1:
             self._refuse("top_p", "above 0 and at most 1")
         if not 0 <= self.min_p <= 1:
@@ -50,7 +52,7 @@ class SamplingParameters:
         if not 0 <= self.seed <= MAX_SEED:
             self._refuse("seed", f"between 0 and {MAX_SEED}")
         for token_id, bias in self.logit_bias.items():
-            if token_id < 0 or not -100 <= bias <= 100:
+            if not 0 <= token_id <= MAX_TOKEN_ID or not -100 <= bias <= 100:
                 raise ValueError(
                     f"logit_bias[{token_id}] is {bias!r}, must be a token id with a value between -100 and 100"
                 )

@@ -28,9 +28,9 @@ class Protocol(Enum):
 
 @dataclass(frozen=True)
 class Case:
-    """A request whose answer is always the same."""
+    """A request whose answer is always the same. `prompt`: a text, or token ids."""
 
-    prompt: str
+    prompt: str | tuple[int, ...]
     seed: int
     temperature: float
     max_tokens: int
@@ -112,7 +112,7 @@ class StreamClient:
         case = record.case
         stream = await self._http.completions.create(
             model=self._model,
-            prompt=case.prompt,
+            prompt=case.prompt if isinstance(case.prompt, str) else list(case.prompt),
             max_tokens=case.max_tokens,
             temperature=case.temperature,
             seed=case.seed,
@@ -130,9 +130,11 @@ class StreamClient:
 
     async def _over_grpc(self, record: StreamRecord, speculation: bool) -> None:
         case = record.case
+        text, tokens = (case.prompt, None) if isinstance(case.prompt, str) else (None, case.prompt)
         request = generation_pb2.GenerateRequest(
             model=self._model,
-            text=case.prompt,
+            text=text,
+            tokens=None if tokens is None else generation_pb2.TokenIds(token_ids=tokens),
             max_tokens=case.max_tokens,
             temperature=case.temperature,
             seed=case.seed,

@@ -56,7 +56,7 @@ class Gateway:
         tokenizer, sampling = await asyncio.to_thread(_model_files, config)
         settings = gateway_settings(config, sampling)
         metrics = GatewayMetrics()
-        backend = SchedulerClient(
+        self._backend = backend = SchedulerClient(
             resolve=SchedulerAddress(scheduler),
             gateway_id=serve.get_replica_context().replica_id.unique_id,
             security=channel_security(config.internal),
@@ -81,6 +81,10 @@ class Gateway:
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         return self._app
+
+    async def check_health(self) -> None:
+        """Serve replaces the replica where this raises."""
+        self._backend.check_health()
 
     async def __del__(self) -> None:
         await self._running.aclose()

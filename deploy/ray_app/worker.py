@@ -69,6 +69,7 @@ class WorkerReplica:
     async def check_health(self) -> None:
         """Serve replaces the replica where this raises."""
         self._server.check_health()
+        self._registration.check_health()
 
     async def __del__(self) -> None:
         """Serve awaits this when the replica is to go: its sequences go on elsewhere first."""

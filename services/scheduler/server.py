@@ -19,6 +19,7 @@ from protos import cell_view_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc
 from services.rpc.call_guards import guards, refuse_malformed
 from services.rpc.channel_options import SERVER_OPTIONS
 from services.rpc.channel_security import ChannelSecurity
+from services.rpc.supervision import SupervisedTask
 from services.rpc.worker_codec import role_from_wire
 from services.scheduler.service import SchedulerService, ServiceClosedError
 from services.scheduler.session import GatewaySession, RetryAdvice, SessionEndedError, SessionOptions
@@ -76,7 +77,7 @@ class SchedulerServer(scheduler_pb2_grpc.SchedulerServicer):
         self._health = health_aio.HealthServicer()
         self._sessions: set[GatewaySession] = set()
         self._server: grpc.aio.Server | None = None
-        self._chores: list[asyncio.Task[None]] = []
+        self._chores: list[SupervisedTask] = []
         self._started = time.monotonic()
 
     async def start(self) -> str:
@@ -89,7 +90,10 @@ class SchedulerServer(scheduler_pb2_grpc.SchedulerServicer):
         await server.start()
         self._server = server
         await self._set_health(health_pb2.HealthCheckResponse.SERVING)
-        self._chores = [asyncio.create_task(self._await_close()), asyncio.create_task(self._sweep())]
+        self._chores = [
+            SupervisedTask(self._await_close(), "watch for the end of the service"),
+            SupervisedTask(self._sweep(), "sweep of workers that are gone"),
+        ]
         return address
 
     async def stop(self, grace_seconds: float = 1.0) -> None:
@@ -102,17 +106,14 @@ class SchedulerServer(scheduler_pb2_grpc.SchedulerServicer):
         await self._registry.close()
         if self._server is not None:
             await self._server.stop(grace_seconds)
-        for outcome in await asyncio.gather(*self._chores, return_exceptions=True):
-            if isinstance(outcome, Exception):
-                raise outcome
+        await asyncio.gather(*(chore.stop() for chore in self._chores))
 
     def check_health(self) -> None:
         """Raises ServiceClosedError with the reason if the service has closed, RuntimeError if the server is broken."""
         if self._service.closed_because is not None:
             raise ServiceClosedError(self._service.closed_because)
         for chore in self._chores:
-            if chore.done() and not chore.cancelled() and (error := chore.exception()) is not None:
-                raise RuntimeError(f"the scheduler server is broken: {error!r}") from error
+            chore.check()
 
     def status(self) -> scheduler_pb2.StatusReply:
         """The answer of the Status method."""

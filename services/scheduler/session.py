@@ -116,6 +116,8 @@ class GatewaySession:
         if self._closing.done():
             raise self._closing.result()
         for task in ended:
+            if task.cancelled():
+                raise SessionEndedError(grpc.StatusCode.UNAVAILABLE, "the session was cancelled")
             task.result()
 
     def close(self, reason: str) -> None:

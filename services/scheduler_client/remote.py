@@ -22,6 +22,7 @@ from services.backend.sequence_stream import SequenceFailedError
 from services.backend.session_codec import load_from_wire, model_from_wire, read_delta, read_end
 from services.rpc.backoff import Backoff, require_positive
 from services.rpc.channel_security import ChannelSecurity
+from services.rpc.supervision import SupervisedTask
 from services.scheduler_client.remote_stream import RemoteStream
 from services.scheduler_client.session import (
     ClientSession,
@@ -107,14 +108,14 @@ class SchedulerClient:
         self._trouble = "no scheduler was reached yet"
         self._gave_up = False
         self._patience: asyncio.TimerHandle | None = None
-        self._run: asyncio.Task[None] | None = None
+        self._run: SupervisedTask | None = None
         self._model: ModelInfo | None = None
         self._model_time = float("-inf")
 
     def start(self) -> None:
         """Starts to look for a scheduler."""
         self._lose_patience_later()
-        self._run = asyncio.create_task(self._keep_connected())
+        self._run = SupervisedTask(self._keep_connected(), "session with the scheduler", self._connecting_ended)
 
     async def close(self) -> None:
         """Ends the session. Unfinished sequences fail."""
@@ -123,10 +124,12 @@ class SchedulerClient:
             self._patience.cancel()
         self._fail_all("the gateway is shutting down")
         if run is not None:
-            run.cancel()
-            (outcome,) = await asyncio.gather(run, return_exceptions=True)
-            if isinstance(outcome, Exception):
-                raise outcome
+            await run.stop()
+
+    def check_health(self) -> None:
+        """Raises RuntimeError once nothing looks for a scheduler any more."""
+        if self._run is not None:
+            self._run.check()
 
     async def __aenter__(self) -> Self:
         self.start()
@@ -147,8 +150,10 @@ class SchedulerClient:
         return self._session.scheduler_epoch if self._session is not None else 0
 
     async def submit(self, request: GenerationRequest) -> RemoteStream:
-        if self._run is None or self._run.done():
+        if self._run is None:
             raise BackendUnavailableError("the connection to the scheduler is closed")
+        if self._run.error is not None:
+            raise BackendUnavailableError(f"the connection to the scheduler is broken: {self._run.error!r}")
         if self._gave_up:
             raise BackendUnavailableError(self._given_up())
         stream = RemoteStream(next(self._ids), request, self._ended)
@@ -276,6 +281,8 @@ class SchedulerClient:
                 await asyncio.wait([running], timeout=self._options.watch_interval)
                 if not running.done() and await self._find() not in (address, None):
                     raise SessionBrokenError("another scheduler has taken its place")
+            if running.cancelled():
+                raise SessionBrokenError("the session was cancelled")
             running.result()
         finally:
             running.cancel()
@@ -331,6 +338,10 @@ class SchedulerClient:
 
     def _given_up(self) -> str:
         return f"no scheduler was reached for {self._options.give_up:g} s: {self._trouble}"
+
+    def _connecting_ended(self, error: Exception) -> None:
+        logger.error("nothing looks for a scheduler any more: %s", error, exc_info=error)
+        self._fail_all(f"the connection to the scheduler is broken: {error!r}")
 
     def _fail_all(self, reason: str) -> None:
         for stream in list(self._live.values()):

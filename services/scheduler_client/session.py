@@ -11,6 +11,7 @@ import grpc.aio
 from protos import cell_view_pb2, cell_view_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc
 from services.rpc.errors import rpc_reason
 from services.rpc.protocol_version import PROTOCOL_VERSION, version_conflict
+from services.rpc.supervision import is_cancelled
 
 # Tokens of the submissions in one message; a message can hold several times as many.
 _TOKENS_PER_REQUEST = 500_000
@@ -86,8 +87,7 @@ class ClientSession:
             raise SessionBrokenError("the scheduler shows no more") from None
         except asyncio.CancelledError:
             # gRPC raises this error also where the session has ended and closed the channel under the call.
-            task = asyncio.current_task()
-            if task is None or task.cancelling():
+            if is_cancelled():
                 raise
             raise SessionBrokenError("the session is over") from None
         except grpc.aio.AioRpcError as error:
@@ -125,6 +125,10 @@ class ClientSession:
             raise _BROKEN_BY.get(error.code(), SessionBrokenError)(rpc_reason(error)) from error
         except asyncio.InvalidStateError as error:
             raise SessionBrokenError(f"the stream broke: {error}") from error
+        except asyncio.CancelledError:
+            if is_cancelled():
+                raise
+            raise SessionBrokenError("the stream was cancelled: a request cannot be sent") from None
         except ValueError as error:
             raise SessionBrokenError(f"the scheduler's reply cannot be understood: {error}") from error
         finally:

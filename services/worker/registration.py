@@ -15,6 +15,7 @@ from protos import scheduler_pb2, scheduler_pb2_grpc
 from services.rpc.backoff import pause, require_positive
 from services.rpc.channel_security import ChannelSecurity
 from services.rpc.errors import reason_of
+from services.rpc.supervision import SupervisedTask
 from services.worker.server import WorkerServer
 
 logger = logging.getLogger(__name__)
@@ -65,7 +66,7 @@ class WorkerRegistration:
         self._options = options or RegistrationOptions()
         self._channel: grpc.aio.Channel | None = None
         self._scheduler_address = ""
-        self._run: asyncio.Task[None] | None = None
+        self._run: SupervisedTask | None = None
         self._in_use = asyncio.Event()
         self.reason = "the worker has not registered yet"
         """Why the worker is not in use; empty where it is."""
@@ -79,17 +80,19 @@ class WorkerRegistration:
         await self._in_use.wait()
 
     def start(self) -> None:
-        self._run = asyncio.create_task(self._keep_registered())
+        self._run = SupervisedTask(self._keep_registered(), "registration with the scheduler")
 
     async def close(self) -> None:
         """Stops registering, and does not tell the scheduler."""
         run, self._run = self._run, None
         if run is not None:
-            run.cancel()
-            (outcome,) = await asyncio.gather(run, return_exceptions=True)
-            if isinstance(outcome, Exception):
-                raise outcome
+            await run.stop()
         await self._forget_channel()
+
+    def check_health(self) -> None:
+        """Raises RuntimeError once nothing keeps the worker registered any more."""
+        if self._run is not None:
+            self._run.check()
 
     async def leave(self, timeout_seconds: float) -> int:
         """Stops registering, has the scheduler move the worker's sequences elsewhere, and waits until none is left.
@@ -102,7 +105,7 @@ class WorkerRegistration:
         run, self._run = self._run, None
         if run is not None:
             run.cancel()
-            await asyncio.wait([run], timeout=timeout_seconds)
+            await asyncio.wait([run.task], timeout=timeout_seconds)
         self._not_in_use("the worker is leaving")
         let_go = False
         try:

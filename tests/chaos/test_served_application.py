@@ -10,6 +10,7 @@ import pytest
 
 from bench.chaos.application import DRAFT, TARGET, Application, watching
 from bench.chaos.faults import Faults
+from bench.chaos.poison import environment, faults_of_poisons, poison
 from bench.chaos.streams import ConstantLoad, cases, faults_of, streaming
 from bench.overload import Overload, measure
 from tests.support.ray_cluster import RayCluster
@@ -35,7 +36,7 @@ def application(
         "engine": ENGINE,
         # Drafts always; `auto` would weigh what these models happen to cost.
         "scheduling": {"batch_size": 8, "max_running": STREAMS, "policy": "ragged", "max_queued_sequences": QUEUE},
-        "groups": {"draft": worker, "target": worker},
+        "groups": {"draft": worker, "target": worker | {"environment": environment()}},
         "gateway": {"replicas": 2, "http_on": "head_node", "drain_seconds": 2},
     }
     folder = tmp_path_factory.mktemp("configuration")
@@ -60,6 +61,28 @@ def test_processes_that_die_or_stop_change_no_text(application: Application, tin
             assert faults_of(load.records, expected) == []
             assert sum(record.answered for record in load.records) == len(load.records) >= STREAMS
             assert len({one.process_id for one in [*killed, stopped]}) == 4
+            await watcher.until(lambda report: report.idle, "no sequence and no page", SECONDS)
+
+    asyncio.run(run())
+
+
+def test_prompts_that_kill_take_two_targets_each_and_no_other_stream(
+    application: Application, tiny_pair: tuple[Path, Path]
+) -> None:
+    asked = cases(8, max_tokens=200)
+    expected = oracle(PlainDecoder(tiny_pair[0]), asked)
+
+    def lost() -> int:
+        return int(application.status()["scheduler"]["throughput"]["workers_lost"])
+
+    async def run() -> None:
+        async with streaming(application) as client, watching(application) as watcher:
+            before = lost()
+            async with ConstantLoad(client, asked, STREAMS) as load:
+                poisons = await poison(client, 2, interval=1.0)
+            assert faults_of(load.records, expected) == []
+            assert list(faults_of_poisons(poisons, lost() - before)) == []
+            assert lost() > before
             await watcher.until(lambda report: report.idle, "no sequence and no page", SECONDS)
 
     asyncio.run(run())

@@ -44,7 +44,7 @@ class KvMover:
         began = loop.time()
         try:
             size = await self._fetch(move)
-        except WorkerUnreachableError as error:
+        except Exception as error:  # whatever it was: without an answer the core would wait for the KV
             sequence_id = move.opening.sequence_id
             named = {"request_id": self._client_request_id(sequence_id)}
             logger.warning("KV of sequence %d was not moved: %s", sequence_id, error, extra=named)

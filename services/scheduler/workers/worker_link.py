@@ -19,6 +19,7 @@ from services.rpc.backoff import Backoff, require_positive
 from services.rpc.channel_security import ChannelSecurity
 from services.rpc.errors import rpc_details, rpc_reason
 from services.rpc.protocol_version import PROTOCOL_VERSION
+from services.rpc.supervision import is_cancelled
 from services.rpc.worker_codec import (
     opening_to_wire,
     result_from_wire,
@@ -253,6 +254,10 @@ class WorkerLink:
             )
         except grpc.aio.AioRpcError as error:
             raise WorkerUnreachableError(f"worker {self.endpoint.worker_id}: {rpc_reason(error)}") from error
+        except asyncio.CancelledError:
+            if is_cancelled():
+                raise
+            raise WorkerUnreachableError(f"worker {self.endpoint.worker_id}: its connection was closed") from None
         return reply
 
     async def dismiss(self) -> None:
@@ -304,6 +309,10 @@ class WorkerLink:
             raise kind(self._lost_because(rpc_reason(error))) from error
         except asyncio.InvalidStateError as error:
             raise self._unreachable(f"the stream broke: {error}") from error
+        except asyncio.CancelledError:
+            if is_cancelled():
+                raise
+            raise self._unreachable("the stream was cancelled: a step cannot be sent") from None
         finally:
             self._deadline = None
             call.cancel()

@@ -13,6 +13,7 @@ from protos import worker_pb2
 from scheduler.messages import Role, RowResult, SendStep
 from services.observability.observer import StepTimings
 from services.rpc.channel_security import ChannelSecurity
+from services.rpc.supervision import SupervisedTask
 from services.scheduler.workers.pairing import check_pairing
 from services.scheduler.workers.worker_link import (
     LinkOptions,
@@ -71,7 +72,7 @@ class WorkerSet:
         self._security = security
         self._epoch = scheduler_epoch
         self._links: dict[str, WorkerLink] = {}
-        self._runs: dict[str, asyncio.Task[None]] = {}
+        self._runs: dict[str, SupervisedTask] = {}
         self._up: dict[str, asyncio.Event] = {}
         self._targetless_since: float | None = time.monotonic()
 
@@ -102,8 +103,9 @@ class WorkerSet:
         self._links |= added
         for worker_id, link in added.items():
             self._up[worker_id] = asyncio.Event()
-            self._runs[worker_id] = run = asyncio.create_task(link.run(descriptions[worker_id]))
-            run.add_done_callback(functools.partial(self._run_ended, link))
+            self._runs[worker_id] = SupervisedTask(
+                link.run(descriptions[worker_id]), f"link to {worker_id}", functools.partial(self._link_ended, link)
+            )
         try:
             async with asyncio.timeout(self._options.connect_timeout):
                 for worker_id in added:
@@ -133,12 +135,15 @@ class WorkerSet:
         run = self._runs.pop(worker_id)
         self._up.pop(worker_id)
         run.cancel()
-        await asyncio.gather(run, return_exceptions=True)
+        # Before anything is awaited: whoever cancels this call must not leave the core with a worker that is gone.
         if was_up:
             self._lost(link.endpoint, "it was started anew" if died else "it was removed", blameless=not died)
-            if dismiss:
+        try:
+            await run.stop()
+            if was_up and dismiss:
                 await link.dismiss()
-        await link.close()
+        finally:
+            await link.close()
 
     def find(self, worker_id: str) -> WorkerLink | None:
         """The link of a worker that is up."""
@@ -161,7 +166,7 @@ class WorkerSet:
 
     async def close(self) -> None:
         self.stop()
-        await asyncio.gather(*self._runs.values(), return_exceptions=True)
+        await asyncio.gather(*(run.stop() for run in self._runs.values()))
         await asyncio.gather(*(link.close() for link in self._links.values()))
         self._links.clear()
         self._runs.clear()
@@ -226,12 +231,11 @@ class WorkerSet:
             self._targetless_since = time.monotonic()
         self._listener.worker_lost(endpoint, reason, blameless)
 
-    def _run_ended(self, link: WorkerLink, run: asyncio.Task[None]) -> None:
-        """A link's task ends only by cancellation; any other end closes the scheduler."""
-        if not run.cancelled() and (error := run.exception()) is not None:
-            trace = None if isinstance(error, SchedulerFencedError) else error
-            logger.error("the link to worker %s ended: %s", link.endpoint.worker_id, error, exc_info=trace)
-            self._listener.link_broken(link.endpoint, error)
+    def _link_ended(self, link: WorkerLink, error: Exception) -> None:
+        """A link that is not removed goes on for ever; any other end closes the scheduler."""
+        trace = None if isinstance(error, SchedulerFencedError) else error
+        logger.error("the link to worker %s ended: %s", link.endpoint.worker_id, error, exc_info=trace)
+        self._listener.link_broken(link.endpoint, error)
 
     def _take_epoch(self) -> int:
         self._epoch += 1

@@ -45,6 +45,7 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"prompt": "a", "top_p": float("inf")}, "top_p", "top_p is inf"),
     ({"prompt": "a", "top_p": 0}, "top_p", "top_p is 0.0, must be above 0"),
     ({"prompt": "a", "top_k": -2}, "top_k", "top_k is -2, must be 0"),
+    ({"prompt": "a", "top_k": 5 * 10**9}, "top_k", "top_k is 5000000000, must be 0"),
     ({"prompt": "a", "min_p": 2}, "min_p", "min_p is 2.0, must be between 0 and 1"),
     ({"prompt": "a", "presence_penalty": 3}, "presence_penalty", "must be between -2 and 2"),
     ({"prompt": "a", "repetition_penalty": 0}, "repetition_penalty", "must be above 0"),

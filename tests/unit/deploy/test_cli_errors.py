@@ -70,6 +70,7 @@ BAD_INPUT = [
     (["--temperature", "-0.5"], "temperature is -0.5, must be between 0 and 100"),
     (["--temperature", "warm"], "Invalid value for '--temperature'"),
     (["--top-k", "-1"], "top_k is -1"),
+    (["--top-k", "5000000000"], "top_k is 5000000000, must be 0 (off) or more, and at most 2147483647"),
     (["--top-p", "0"], "top_p is 0.0"),
     (["--min-p", "2"], "min_p is 2.0"),
     (["--seed", "-1"], "seed is -1"),

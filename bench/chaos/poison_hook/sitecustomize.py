@@ -1,0 +1,27 @@
+"""Makes a worker process die of a poisoned prompt: Python imports this at its start where this folder is on its path.
+
+A row that holds the tokens in SPOOL_POISON, one after the other, ends the process as the kernel would for want of
+memory: at once, and without a word.
+"""
+
+import os
+import signal
+from typing import Any
+
+from protos import worker_pb2
+from services.worker.executor import StepExecutor
+
+_POISON = tuple(map(int, os.environ["SPOOL_POISON"].split(",")))
+
+_execute = StepExecutor.execute
+
+
+def _deadly(self: StepExecutor[Any], request: worker_pb2.StepRequest, *arguments: Any) -> worker_pb2.StepReply:
+    for row in request.rows:
+        tokens = tuple(row.tokens)
+        if any(tokens[place : place + len(_POISON)] == _POISON for place in range(len(tokens))):
+            os.kill(os.getpid(), signal.SIGKILL)
+    return _execute(self, request, *arguments)
+
+
+StepExecutor.execute = _deadly  # type: ignore[method-assign,assignment]
