@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
 import time
@@ -24,6 +23,7 @@ from bench.offline.tables import category_table, cells_table
 from bench.offline.workers import BenchWorkers, running_workers
 from bench.peers.processes import PeerError, PeerModels, Peers
 from deploy.errors import UsageError
+from deploy.event_loop import run_until_interrupted
 from deploy.models import ReadyModels, fetch, prepare_models
 from deploy.offline.decoding import Completion, DecodingPlan, Job, decode, longest_lengths, make_jobs
 from deploy.offline.devices import worker_devices
@@ -49,7 +49,7 @@ def bench_offline(settings: BenchOfflineSettings) -> int:
         points = bench_points(settings, jobs)
         described = _comparable(settings, models, jobs)
         file = BenchFile(settings.output, described, describe_machine(), shown_command(sys.argv[1:]))
-        asyncio.run(_Run(settings, models, jobs, points, file, reporter, console).run())
+        run_until_interrupted(_Run(settings, models, jobs, points, file, reporter, console).run())
     content = file.to_json()
     # What is no terminal has no width that tables would have to keep to.
     wide = console if console.is_terminal else Console(file=sys.stderr, width=_WIDE)

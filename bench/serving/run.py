@@ -20,6 +20,7 @@ from bench.serving.load import Ending, LatencyBound, RequestRecord, poisson_arri
 from bench.serving.options import BenchServeSettings
 from deploy.cli.chat import KEY_VARIABLE
 from deploy.errors import UsageError
+from deploy.event_loop import run_until_interrupted
 from deploy.offline.prompts import Prompt
 from deploy.progress import Reporter, error_console, reporting
 
@@ -36,7 +37,7 @@ def bench_serve(settings: BenchServeSettings) -> int:
     content.setdefault("loads", [])
     content["commands"] = list(dict.fromkeys([*content.get("commands", []), shown_command(sys.argv[1:])]))
     with reporting(console) as reporter:
-        asyncio.run(_measure_all(settings, prompts, content, reporter))
+        run_until_interrupted(_measure_all(settings, prompts, content, reporter))
     console.print(loads_table(content["loads"]))
     console.print(f"everything is in {settings.output}", highlight=False, markup=False)
     if settings.json_output:

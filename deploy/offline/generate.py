@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
 from collections.abc import Callable
@@ -12,6 +11,7 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from deploy.event_loop import run_until_interrupted
 from deploy.models import ReadyModels, prepare_models
 from deploy.offline.cell import running_cell
 from deploy.offline.decoding import Completion, DecodingPlan, Job, decode, longest_lengths, make_jobs
@@ -74,7 +74,7 @@ def _run(
         async with running_cell(settings, longest_lengths(jobs, plan.config), reporter) as cell:
             return await decode(cell, plan, jobs, reporter, on_done)
 
-    return asyncio.run(run())
+    return run_until_interrupted(run())
 
 
 def _writer_to_stdout(

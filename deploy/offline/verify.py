@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from deploy.event_loop import run_until_interrupted
 from deploy.models import ReadyModels, prepare_models
 from deploy.offline.cell import Cell, running_cell
 from deploy.offline.comparison import Comparison, compare
@@ -67,7 +67,7 @@ def verify(settings: VerifySettings) -> int:
     with reporting(console) as reporter:
         models = prepare_models(settings.models, settings.drafting, reporter)
         jobs = make_jobs(prompts, models.tokenizer, settings.sampling, models.max_positions)
-        verification = asyncio.run(_run(settings, models, jobs, reporter))
+        verification = run_until_interrupted(_run(settings, models, jobs, reporter))
     _print(verification, console)
     if settings.json_output:
         setting = {"command": "verify", "temperature": settings.sampling.temperature, "exact": settings.models.exact}

@@ -89,7 +89,7 @@ def test_stop_token_ends_some_sequences_early(pair: Pair) -> None:
 
 
 @pytest.mark.sampled(7)
-@pytest.mark.parametrize("draft_length", [0, 1, 4, 7])
+@pytest.mark.parametrize("draft_length", [0, 1, 6])
 @pytest.mark.parametrize("batch_size", [1, 4, 8])
 @pytest.mark.parametrize("policy", list(Policy))
 def test_output_is_that_of_generate(

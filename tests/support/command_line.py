@@ -57,10 +57,14 @@ def spool(
 
 
 @contextmanager
-def started(*arguments: object, cwd: Path | None = None, environment: Mapping[str, str]) -> Iterator[Popen[str]]:
+def started(
+    *arguments: object, cwd: Path | None = None, environment: Mapping[str, str] | None = None
+) -> Iterator[Popen[str]]:
     """`spool` at work, its standard error in a pipe; gone when the block ends, however it ends."""
     command = [str(SPOOL), *map(str, arguments)]
-    with Popen(command, cwd=cwd, env={**os.environ, **environment}, stderr=subprocess.PIPE, text=True) as process:
+    with Popen(
+        command, cwd=cwd, env={**os.environ, **(environment or {})}, stderr=subprocess.PIPE, text=True
+    ) as process:
         try:
             yield process
         finally:

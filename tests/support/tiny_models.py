@@ -51,7 +51,7 @@ def tiny_model(family: str, seed: int = 0, **shape: int) -> PreTrainedModel:
     return model.eval()
 
 
-def save_tiny_pair(family: str, folder: Path, disagreement: float = 0.02, **shape: int) -> tuple[Path, Path]:
+def save_tiny_pair(family: str, folder: Path, disagreement: float = 0.01, **shape: int) -> tuple[Path, Path]:
     """Target and draft; the draft is the target with noise on its weights, so that it is right some of the time."""
     target = tiny_model(family, **shape)
     target_folder, draft_folder = folder / f"{family}-target", folder / f"{family}-draft"

@@ -27,8 +27,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def bench(folder: Path, *arguments: object) -> Ended:
     models = ("--target", "llama-target", "--draft", "llama-draft", "--prompts", "prompts.jsonl", "--dtype", "float32")
     few = ("--max-tokens", "8", "--threads", "1", "--plain-threads", "1", "--output", "out.json")
-    environment = {"SPOOL_CACHE": str(folder / "cache")}
-    return spool("bench", "offline", *models, *few, *arguments, cwd=folder, environment=environment)
+    return spool("bench", "offline", *models, *few, *arguments, cwd=folder)
 
 
 def speeds(folder: Path) -> dict[tuple[Any, ...], float]:

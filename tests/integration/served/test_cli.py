@@ -37,8 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(folder: Path, command: str, *arguments: object, draft: str = "llama-draft") -> Ended:
     models = ("--target", "llama-target", "--draft", draft)
-    environment = {"SPOOL_CACHE": str(folder / "cache")}
-    return spool(command, *models, "--prompts", "prompts.jsonl", *FAST, *arguments, cwd=folder, environment=environment)
+    return spool(command, *models, "--prompts", "prompts.jsonl", *FAST, *arguments, cwd=folder)
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -101,24 +100,24 @@ def test_generate_goes_on_where_it_stopped(folder: Path) -> None:
 @pytest.mark.slow
 def test_generate_does_not_mix_runs(folder: Path) -> None:
     output = folder / "mixed.jsonl"
-    assert run(folder, "generate", "--output", output, "--limit", "2").code == 0
+    assert run(folder, "generate", "--output", output, "--limit", "2", draft="none").code == 0
     before = output.read_text()
     for arguments, message in (
         (("--seed", "1"), "mixed.jsonl:1 was written with other settings"),
         (("--max-tokens", "5"), "mixed.jsonl:1 was written with other settings"),
         (("--limit", "1"), "mixed.jsonl:2 answers a prompt that is not among the 1 given"),
     ):
-        ended = run(folder, "generate", "--output", output, *arguments)
+        ended = run(folder, "generate", "--output", output, *arguments, draft="none")
         assert (ended.code, message in ended.err) == (2, True), ended.err
     write_lines(folder / "changed.jsonl", {"prompt": "once upon a mattress"}, *PROMPTS[1:])
-    ended = run(folder, "generate", "--output", output, "--prompts", "changed.jsonl")
+    ended = run(folder, "generate", "--output", output, "--prompts", "changed.jsonl", draft="none")
     assert (ended.code, "mixed.jsonl:1 answers another prompt" in ended.err) == (2, True)
     assert output.read_text() == before
 
 
 @pytest.mark.slow
 def test_without_output_answers_go_to_standard_output(folder: Path) -> None:
-    ended = run(folder, "generate", "--limit", "2", "--json")
+    ended = run(folder, "generate", "--limit", "2", "--json", draft="none")
     assert [json.loads(line).get("index") for line in ended.out.splitlines()] == [0, 1, None]
     assert ended.summary["command"] == "generate"
 
@@ -165,8 +164,7 @@ def test_a_broken_model_is_one_line(folder: Path) -> None:
 def at_work(folder: Path, prompts: str, output: Path, *arguments: str) -> AbstractContextManager[subprocess.Popen[str]]:
     """`spool generate` with a draft worker and a target worker."""
     command = ("generate", "--target", "llama-target", "--draft", "llama-draft", "--prompts", prompts)
-    environment = {"SPOOL_CACHE": str(folder / "cache")}
-    return started(*command, "--output", output, *FAST, *arguments, cwd=folder, environment=environment)
+    return started(*command, "--output", output, *FAST, *arguments, cwd=folder)
 
 
 def children(process_id: int) -> list[int]:
