@@ -21,9 +21,8 @@ SIM ?=
 LOCK ?=
 
 # Tests that take long by what they wait for or compute are marked `slow`; those on Ray, `ray` (docs/testing.md).
-# One process more than cores, for tests wait as well: the loop takes a quarter less time.
 PYTEST = $(BIN)/python -m pytest --durations=20
-BESIDE_OTHERS = OMP_NUM_THREADS=1 $(PYTEST) -n $$(($(JOBS) + 1)) --dist worksteal
+BESIDE_OTHERS = OMP_NUM_THREADS=1 $(PYTEST) --dist worksteal
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -57,9 +56,10 @@ $(STAMP): $(SERVING) requirements-dev.lock
 serve: $(SERVING)
 	$(BIN)/spool serve $(SERVE)
 
+# One process more than cores, for tests wait as well: the loop takes a quarter less time.
 test: $(STAMP)
 ifeq ($(TESTS),)
-	$(BESIDE_OTHERS) -m "not slow and not long"
+	$(BESIDE_OTHERS) -n $$(($(JOBS) + 1)) -m "not slow and not long"
 else
 	$(PYTEST) $(TESTS)
 endif
@@ -67,9 +67,9 @@ endif
 test-all: test
 	$(MAKE) -j 2 test-slow test-slow-ray
 
-# Both at once: the tests on Ray, one after the other, mostly wait.
+# Both at once: the tests on Ray, one after the other, wait half of the time.
 test-slow: $(STAMP)
-	$(BESIDE_OTHERS) -m "slow and not ray and not long"
+	$(BESIDE_OTHERS) -n $(JOBS) -m "slow and not ray and not long"
 
 test-slow-ray: $(STAMP)
 	$(PYTEST) -m "slow and ray and not long"

@@ -26,6 +26,8 @@ class DraftPlanner:
 
     def plan(self, draft: DraftWorker, step_id: int, now: float) -> SendStep | None:
         """The next step for this worker, or None when it must wait or has nothing to do."""
+        if not draft.can_take_step or not draft.ready:
+            draft.stop_waiting()
         if not draft.can_take_step or not (draft.ready or draft.lagging) or not draft_may_go(draft, self._fleet):
             return None
         # A second step is queued only when no sequence that is about to come back could still join it.

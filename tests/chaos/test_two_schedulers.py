@@ -59,25 +59,28 @@ class Replies:
 
 
 def test_scheduler_that_comes_back_beside_its_successor_gets_refusals_only() -> None:
-    """One target computes next to nothing until the first scheduler has gone: its streams are open all that time."""
+    """One target computes next to nothing until the first scheduler has gone: its streams are open all that time. The
+    other one may do so many steps that there are tokens, and so few that its streams do not end either."""
 
     async def run() -> None:
-        resolve = Whereabouts()
+        resolve, of_gateways = Whereabouts(), Whereabouts()
         async with AsyncExitStack() as stack:
             first = await stack.enter_async_context(scheduler_process())
             second = await stack.enter_async_context(scheduler_process())
-            resolve.address = first.address
+            resolve.address = of_gateways.address = first.address
             workers = [
                 await stack.enter_async_context(running_worker(name, role, resolve, step_seconds=0.005))
                 for name, role in WORKERS
             ]
             replies = [Replies.of(worker) for worker in workers]
-            held = WatchedEngine()
-            held.watch(workers[-1].executor)
-            stack.callback(held.gate.open)
+            free, held = WatchedEngine(), WatchedEngine()
+            for engine, worker in zip((free, held), workers[-2:], strict=True):
+                engine.watch(worker.executor)
+                stack.callback(engine.gate.open)
             await all_in_use(workers)
-            gateways = [await stack.enter_async_context(client(resolve, name=name)) for name in ("a", "b")]
+            gateways = [await stack.enter_async_context(client(of_gateways, name=name)) for name in ("a", "b")]
             held.gate.close(but_for=2)
+            free.gate.close(but_for=60)
             streams = [await gateways[index % 2].submit(request_of(index, TOKENS)) for index in range(STREAMS)]
             texts: list[list[int]] = [[] for _ in streams]
             reading = [
@@ -88,15 +91,21 @@ def test_scheduler_that_comes_back_beside_its_successor_gets_refusals_only() -> 
             first.hang()
             epoch = max(worker.server.highest_epoch for worker in workers)
             resolve.address = second.address
-            # Few enough steps that no stream ends, enough for those that the first scheduler has begun.
+            # Enough for the steps that the first scheduler has begun.
             held.gate.close(but_for=4)
+            free.gate.close(but_for=8)
             await until(lambda: all(worker.server.highest_epoch > epoch for worker in workers))
+            # Not before: where one target only is up, it would get all sequences.
+            await all_in_use(workers)
+            of_gateways.address = second.address
             before = sum(map(len, texts))
+            free.gate.close(but_for=60)
             await until(lambda: sum(map(len, texts)) >= before + STREAMS)
             first.wake()
             status = await fenced(first.address)
             assert not all(task.done() for task in reading)
             held.gate.open()
+            free.gate.open()
             async with asyncio.timeout(LONG):
                 await asyncio.gather(*reading)
 

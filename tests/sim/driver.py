@@ -53,6 +53,8 @@ class Driver:
             if isinstance(command, SendStep):
                 self.steps[command.worker_id].append(command)
         self.core.check_integrity()
+        deadline = self.core.next_deadline()
+        assert deadline is None or deadline > self.now, "a tick is due although everything was planned just now"
         return commands
 
     def join(

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right, insort
+from operator import itemgetter
+
 from scheduler.messages import Role
 from services.scheduler.telemetry.overlap import Interval, overlap_seconds, without
+
+_END = itemgetter(1)
 
 
 class HiddenDrafting:
     """Adds up `seconds`. Times are seconds on one monotonic clock, passed in.
 
     A step's interval is where it computed; it lies between its sending and its reply. What an interval may still
-    overlap with is remembered: steps that were sent before it ended and are not answered.
+    overlap with is remembered: steps that were sent before it ended and are not answered. Both lists are in the order
+    of the intervals' ends, so that a reply looks only at those which end after its own begin: a worker that hangs makes
+    them long, and nothing slow.
     """
 
     def __init__(self) -> None:
@@ -30,12 +37,13 @@ class HiddenDrafting:
         if end > begin:
             # Time of targets is kept disjoint, so that each moment of a draft is hidden once.
             if role is Role.DRAFT:
-                self.seconds += overlap_seconds([(begin, end)], self._verifying)
-                self._drafting.append((begin, end))
+                self.seconds += overlap_seconds([(begin, end)], _after(self._verifying, begin))
+                insort(self._drafting, (begin, end), key=_END)
             else:
-                parts = without((begin, end), self._verifying)
-                self.seconds += overlap_seconds(self._drafting, parts)
-                self._verifying.extend(parts)
+                parts = without((begin, end), _after(self._verifying, begin))
+                self.seconds += overlap_seconds(_after(self._drafting, begin), parts)
+                for part in parts:
+                    insort(self._verifying, part, key=_END)
         self._forget()
 
     def worker_lost(self, worker_id: str) -> None:
@@ -46,5 +54,10 @@ class HiddenDrafting:
 
     def _forget(self) -> None:
         horizon = min(self._sent.values(), default=float("inf"))
-        self._drafting = [interval for interval in self._drafting if interval[1] > horizon]
-        self._verifying = [interval for interval in self._verifying if interval[1] > horizon]
+        for intervals in (self._drafting, self._verifying):
+            del intervals[: bisect_right(intervals, horizon, key=_END)]
+
+
+def _after(intervals: list[Interval], time: float) -> list[Interval]:
+    """Those that end later. `intervals` are in the order of their ends."""
+    return intervals[bisect_right(intervals, time, key=_END) :]

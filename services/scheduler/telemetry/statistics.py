@@ -140,12 +140,25 @@ class _WorkerTime:
     def whole(self) -> float:
         return self.total + self.idle
 
+    def add(self, other: _WorkerTime) -> None:
+        """Adds the figures of another one."""
+        self.steps += other.steps
+        self.total += other.total
+        self.idle += other.idle
+        self.busy += other.busy
+        self.realign += other.realign
+        self.core_while_idle += min(other.core_while_idle, other.idle)
+        self.packed_rows += other.packed_rows
+        self.padding_rows += other.padding_rows
+
 
 class ServiceStatistics(ServiceObserver):
     """Collects while the service runs."""
 
     def __init__(self, now: float) -> None:
         self._workers: dict[tuple[Role, str], _WorkerTime] = {}
+        self._gone = {role: _WorkerTime() for role in Role}
+        """All that are gone, together: every new start of a worker has another name."""
         self._begun: set[int] = set()
         self._hidden = HiddenDrafting()
         self._unfinished = 0
@@ -158,6 +171,7 @@ class ServiceStatistics(ServiceObserver):
         """Starts again from nothing; sequences and steps under way count from here on."""
         for key, worker in self._workers.items():
             self._workers[key] = _WorkerTime(vacant_at_send=dict.fromkeys(worker.vacant_at_send, 0.0))
+        self._gone = {role: _WorkerTime() for role in Role}
         self._clear(now)
 
     def sequence_entered(self, request: SequenceRequest, traceparent: str, now: float) -> None:
@@ -226,9 +240,9 @@ class ServiceStatistics(ServiceObserver):
     def worker_lost(self, role: Role, worker_id: str, sequences: int) -> None:
         self._workers_lost[role] += 1
         self._hidden.worker_lost(worker_id)
-        worker = self._workers.setdefault((role, worker_id), _WorkerTime())
-        worker.vacant_at_send.clear()
-        worker.vacant_at_reply = None
+        worker = self._workers.pop((role, worker_id), None)
+        if worker is not None:
+            self._gone[role].add(worker)
 
     def core_ran(self, seconds: float) -> None:
         self._core_seconds += seconds
@@ -239,8 +253,7 @@ class ServiceStatistics(ServiceObserver):
                 worker.core_while_idle += seconds
 
     def snapshot(self, now: float) -> StatisticsSnapshot:
-        targets = [worker for (role, _), worker in self._workers.items() if role is Role.TARGET]
-        drafts = [worker for (role, _), worker in self._workers.items() if role is Role.DRAFT]
+        targets, drafts = self._times_of(Role.TARGET), self._times_of(Role.DRAFT)
         whole = sum(worker.whole for worker in targets)
         busy = sum(worker.busy for worker in targets)
         realign = sum(worker.realign for worker in targets)
@@ -294,6 +307,9 @@ class ServiceStatistics(ServiceObserver):
             prefix_hits={role.value: self._prefix_hits[role] for role in Role},
             row_errors=dict(self._row_errors),
         )
+
+    def _times_of(self, role: Role) -> list[_WorkerTime]:
+        return [self._gone[role], *(worker for (other, _), worker in self._workers.items() if other is role)]
 
     def _clear(self, now: float) -> None:
         self._since = now

@@ -26,7 +26,7 @@ from tests.support.tiny_models import VOCABULARY, save_tiny_pair
 pytestmark = pytest.mark.slow
 
 SEQUENCES, AT_ONCE, PAGE_SIZE = 300, 20, 16
-LONGEST_PROMPT, MAX_TOKENS = 40, 32
+LONGEST_PROMPT, MAX_TOKENS = 40, 48
 WARM_UP_ROUNDS, ROUNDS = 1, 2
 # Bytes. Seven rounds grew a worker by 0.15 MiB.
 ALLOCATORS_MAY_KEEP = 4 << 20

@@ -39,6 +39,9 @@ class WatchedCore(SchedulerCore):
         self._events += 1
         if self._events % _CHECK_EVERY == 0:
             self._check_workers()
+        deadline = self.next_deadline()
+        if deadline is not None and deadline <= now:
+            self._world.fail(f"a tick is due since {now - deadline:.4f} s, although everything was planned just now")
         if len(self._live.running) > self._config.max_running:
             self._world.fail(f"{len(self._live.running)} sequences run, the limit is {self._config.max_running}")
         return commands

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduler.messages import Role
+from services.scheduler.telemetry import hidden_drafting
 from services.scheduler.telemetry.hidden_drafting import HiddenDrafting
+from services.scheduler.telemetry.overlap import Interval
 
 WORKERS = {"d0": Role.DRAFT, "d1": Role.DRAFT, "t0": Role.TARGET, "t1": Role.TARGET}
 
@@ -61,3 +64,24 @@ def test_steps_of_a_lost_worker_hold_nothing_back() -> None:
     assert not hidden._drafting
     hidden.step_replied(Role.TARGET, "t0", 1, (0, 5))
     assert hidden.seconds == 0
+
+
+def test_a_reply_looks_only_at_what_is_about_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However much is remembered while a worker hangs."""
+    looked_at: list[int] = []
+    after = hidden_drafting._after
+
+    def counted(intervals: list[Interval], time: float) -> list[Interval]:
+        looked_at.append(len(found := after(intervals, time)))
+        return found
+
+    monkeypatch.setattr(hidden_drafting, "_after", counted)
+    hidden = HiddenDrafting()
+    hidden.step_sent("t1", 0, 0)
+    for number in range(1000):
+        for worker, role in (("d0", Role.DRAFT), ("t0", Role.TARGET)):
+            hidden.step_sent(worker, number, 2 * number)
+            hidden.step_replied(role, worker, number, (2 * number, 2 * number + 1))
+    assert hidden.seconds == 1000
+    assert len(hidden._drafting) == len(hidden._verifying) == 1000
+    assert sum(looked_at) <= 3000
