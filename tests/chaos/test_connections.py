@@ -14,7 +14,7 @@ from scheduler.config import Policy, SchedulerConfig
 from scheduler.messages import FinishReason, Role
 from services.scheduler.server import SchedulerServer, SchedulerServerOptions
 from services.scheduler.service import SchedulerService
-from services.scheduler.workers.worker_link import WorkerEndpoint
+from services.scheduler.workers.worker_link import LinkOptions, WorkerEndpoint
 from services.scheduler_client.remote import SchedulerClient
 from services.worker.executor import DraftStepExecutor, TargetStepExecutor
 from services.worker.registration import WorkerRegistration
@@ -53,11 +53,11 @@ class ProxiedCell:
 
 
 @asynccontextmanager
-async def proxied_cell(roles: tuple[Role, ...] = ROLES) -> AsyncIterator[ProxiedCell]:
+async def proxied_cell(roles: tuple[Role, ...] = ROLES, links: LinkOptions = PATIENT) -> AsyncIterator[ProxiedCell]:
     resolve = Whereabouts()
     async with AsyncExitStack() as stack:
         config = SchedulerConfig(policy=Policy.RAGGED)
-        service = SchedulerService(config, scheduler_epoch=time.time_ns(), link_options=PATIENT)
+        service = SchedulerService(config, scheduler_epoch=time.time_ns(), link_options=links)
         await stack.enter_async_context(service)
         server = SchedulerServer(service, options=SchedulerServerOptions(registry=REGISTRY))
         resolve.address = await server.start()
@@ -154,7 +154,8 @@ def test_connection_that_falls_silent_is_given_up_long_before_a_step_times_out(r
 
 def test_sequence_that_is_alone_where_connections_break_again_and_again_does_not_fail() -> None:
     async def run() -> None:
-        async with proxied_cell(2 * (Role.TARGET,)) as cell:
+        # However busy the machine is, a worker that lives answers in time.
+        async with proxied_cell(2 * (Role.TARGET,), replace(PATIENT, silence_timeout=LONG)) as cell:
             plainly = cell.service.has_suspect
             suspected: list[bool] = []
 

@@ -148,12 +148,7 @@ class WorkerLink:
         """Raises WorkerUnreachableError, or PairingError for the wrong role or another version of the protocol."""
         endpoint = self.endpoint
         try:
-            description: worker_pb2.WorkerDescription = await self._stub.Describe(
-                worker_pb2.DescribeRequest(protocol_version=PROTOCOL_VERSION),
-                timeout=self._options.connect_timeout,
-                wait_for_ready=True,
-                metadata=self._metadata,
-            )
+            description = await self._ask()
         except grpc.aio.AioRpcError as error:
             name = f"worker {endpoint.worker_id} at {endpoint.address}"
             if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
@@ -211,15 +206,26 @@ class WorkerLink:
         if self.description is None or not self._listener.has_suspect(self):
             return False
         try:
-            description: worker_pb2.WorkerDescription = await self._stub.Describe(
-                worker_pb2.DescribeRequest(protocol_version=PROTOCOL_VERSION),
-                timeout=self._options.silence_timeout,
-                metadata=self._metadata,
-            )
-        except grpc.aio.AioRpcError as error:
-            logger.info("worker %s does not live: %s", self.endpoint.worker_id, rpc_reason(error))
+            async with asyncio.timeout(self._options.silence_timeout):
+                while True:
+                    try:
+                        return (await self._ask()).worker_epoch == self.description.worker_epoch
+                    except grpc.aio.AioRpcError as error:
+                        # The call may have gone out on the connection that is about to break.
+                        logger.info("worker %s does not answer: %s", self.endpoint.worker_id, rpc_reason(error))
+                        await asyncio.sleep(self._options.first_backoff)
+        except TimeoutError:
             return False
-        return description.worker_epoch == self.description.worker_epoch
+
+    async def _ask(self) -> worker_pb2.WorkerDescription:
+        """Raises AioRpcError."""
+        description: worker_pb2.WorkerDescription = await self._stub.Describe(
+            worker_pb2.DescribeRequest(protocol_version=PROTOCOL_VERSION),
+            timeout=self._options.connect_timeout,
+            wait_for_ready=True,
+            metadata=self._metadata,
+        )
+        return description
 
     def retry_now(self) -> None:
         """Ends the pause before the next attempt; no effect on a link that is up."""
