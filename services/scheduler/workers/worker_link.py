@@ -32,6 +32,9 @@ from services.scheduler.workers.pairing import PairingError, check_role, check_v
 
 logger = logging.getLogger(__name__)
 
+# What gRPC calls a connection that breaks.
+_OF_CONNECTIONS = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL, grpc.StatusCode.CANCELLED)
+
 # The id of empty steps: the one that opens a stream, and those that ask for a sign of life. The core's ids are higher.
 _EMPTY_STEP_ID = 0
 
@@ -138,6 +141,7 @@ class WorkerLink:
         self._in_flight: OrderedDict[int, SendStep] = OrderedDict()
         self._deadline: asyncio.Timeout | None = None
         self._pinging = False
+        self._unsendable: Exception | None = None
         self._hurry = asyncio.Event()
 
     @property
@@ -292,6 +296,7 @@ class WorkerLink:
         """Runs one stream to its end. Always raises WorkerUnreachableError or SchedulerFencedError."""
         outgoing: asyncio.Queue[SendStep] = asyncio.Queue()
         self._pinging = False
+        self._unsendable = None
         self._session_epoch = self._next_epoch()
         call = self._stub.Steps(
             self._requests(outgoing, description.worker_epoch, self._session_epoch), metadata=self._metadata
@@ -310,15 +315,16 @@ class WorkerLink:
             step_id = next(iter(self._in_flight), _EMPTY_STEP_ID)
             raise self._unreachable(f"no reply to step {step_id} within {self._options.step_timeout:g} s") from None
         except grpc.aio.AioRpcError as error:
-            broken = error.code() is grpc.StatusCode.UNAVAILABLE
-            kind = _ConnectionBrokenError if broken else WorkerUnreachableError
+            kind = _ConnectionBrokenError if error.code() in _OF_CONNECTIONS else WorkerUnreachableError
             raise kind(self._lost_because(rpc_reason(error))) from error
         except asyncio.InvalidStateError as error:
-            raise self._unreachable(f"the stream broke: {error}") from error
+            raise _ConnectionBrokenError(self._lost_because(f"the stream broke: {error}")) from error
         except asyncio.CancelledError:
             if is_cancelled():
                 raise
-            raise self._unreachable("the stream was cancelled: a step cannot be sent") from None
+            if self._unsendable is not None:
+                raise self._unreachable(f"a step cannot be sent: {self._unsendable!r}") from None
+            raise _ConnectionBrokenError(self._lost_because("the stream was cancelled")) from None
         finally:
             self._deadline = None
             call.cancel()
@@ -340,7 +346,12 @@ class WorkerLink:
                     self._expect_reply()
                     yield empty
             else:
-                yield step_to_wire(step, worker_epoch, scheduler_epoch)
+                try:
+                    request = step_to_wire(step, worker_epoch, scheduler_epoch)
+                except Exception as error:
+                    self._unsendable = error
+                    raise
+                yield request
 
     def _open(self, outgoing: asyncio.Queue[SendStep], description: worker_pb2.WorkerDescription) -> None:
         # Other workers may have come up since the check before the connection was made.
