@@ -92,7 +92,7 @@ async def measure(application: Application, plan: Overload) -> dict[str, Any]:
         "wrong": faults_of([*closed, *opened], expected),
         "left": {"sequences": left.sequences, "pages": left.pages_in_use},
         "seconds_until_idle": idle_after,
-        "workers_lost": application.status()["scheduler"]["throughput"]["workers_lost"],
+        "workers_lost": application.workers_lost(),
         "processes": processes,
         "memory_growth": {name: growth(figures["pss_mib_by_tenth"]) for name, figures in processes.items()},
     }

@@ -49,6 +49,10 @@ class Application:
         status: dict[str, Any] = json.loads(_spool(["status", "--json"], self.environment).splitlines()[-1])
         return status
 
+    def workers_lost(self) -> int:
+        """Times that the present scheduler has lost a worker."""
+        return int(self.status()["scheduler"]["throughput"]["workers_lost"])
+
     def replicas(self, deployment: str) -> list[psutil.Process]:
         """Live replicas of a deployment, which Ray names after it; the oldest first."""
         found = []

@@ -77,13 +77,13 @@ def faults_of_poisons(poisons: list[StreamRecord], lost: int) -> Iterator[str]:
 async def measure(application: Application, asked: list[Case], streams: int, count: int) -> dict[str, Any]:
     async with streaming(application) as client, watching(application) as watcher:
         expected = await plain_answers(client, asked)
-        before = _workers_lost(application)
+        before = application.workers_lost()
         async with ConstantLoad(client, asked, streams) as load:
             await _all_went_on(watcher, load)
             begin = time.monotonic()
             poisons = await poison(client, count, 1.0)
             struck = Window(begin, time.monotonic())
-            lost = _workers_lost(application) - before
+            lost = application.workers_lost() - before
             await _all_went_on(watcher, load)
         idle = await watcher.until(lambda report: report.idle, "idle", _IDLE_SECONDS)
     return {
@@ -100,10 +100,6 @@ async def measure(application: Application, asked: list[Case], streams: int, cou
 async def _all_went_on(watcher: Watcher, load: ConstantLoad) -> None:
     now = time.monotonic()
     await watcher.until(lambda _: load.all_went_on(now), "something for every stream", _IDLE_SECONDS)
-
-
-def _workers_lost(application: Application) -> int:
-    return int(application.status()["scheduler"]["throughput"]["workers_lost"])
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -72,17 +72,15 @@ def test_prompts_that_kill_take_two_targets_each_and_no_other_stream(
     asked = cases(8, max_tokens=200)
     expected = oracle(PlainDecoder(tiny_pair[0]), asked)
 
-    def lost() -> int:
-        return int(application.status()["scheduler"]["throughput"]["workers_lost"])
-
     async def run() -> None:
         async with streaming(application) as client, watching(application) as watcher:
-            before = lost()
+            before = application.workers_lost()
             async with ConstantLoad(client, asked, STREAMS) as load:
                 poisons = await poison(client, 2, interval=1.0)
             assert faults_of(load.records, expected) == []
-            assert list(faults_of_poisons(poisons, lost() - before)) == []
-            assert lost() > before
+            lost = application.workers_lost() - before
+            assert list(faults_of_poisons(poisons, lost)) == []
+            assert lost > 0
             await watcher.until(lambda report: report.idle, "no sequence and no page", SECONDS)
 
     asyncio.run(run())
