@@ -37,7 +37,6 @@ from scheduler.messages import (
     SequenceRequest,
     SequenceSubmitted,
     StepCompleted,
-    Tick,
     WorkerJoined,
     WorkerSpec,
 )
@@ -206,7 +205,7 @@ class _Run:
         deadline = self.core.next_deadline()
         if deadline is not None and (not self._due or deadline < self._due[0][0]):
             self._now = deadline
-            self._handle(Tick())
+            self._handle()
             return
         self._now, _, worker, answer = heapq.heappop(self._due)
         worker.steps.popleft()
@@ -214,10 +213,10 @@ class _Run:
             self._start(worker)
         self._handle(answer)
 
-    def _handle(self, event: Event) -> None:
+    def _handle(self, *events: Event) -> None:
         # The wall clock inside: reading the processor's clock is a system call.
         processor_began, began = time.thread_time(), time.perf_counter()
-        commands = self.core.handle(event, self._now)
+        commands = self.core.handle(events, self._now)
         ended_at, processor_ended = time.perf_counter(), time.thread_time()
         self._wall.append(ended_at - began)
         self._processor.append(processor_ended - processor_began)

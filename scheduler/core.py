@@ -5,6 +5,7 @@ The rest of the package does the work; this module only says what follows from w
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import chain, islice
 
 from scheduler.batching.steps import StepPlanner
@@ -23,7 +24,6 @@ from scheduler.messages import (
     SequenceRequest,
     SequenceSubmitted,
     StepCompleted,
-    Tick,
     WorkerDraining,
     WorkerJoined,
     WorkerLost,
@@ -52,8 +52,9 @@ from scheduler.transitions.results import Rounds
 class SchedulerCore:
     """Drives draft and target workers for all live sequences.
 
-    Feed every event to `handle` and carry out the commands it returns, in their order; send a `Tick` when
-    `next_deadline` says so. The same events at the same times give the same commands.
+    Feed every event to `apply`, and call `plan` after a batch of them and when `next_deadline` says so; carry out the
+    commands that both return, in their order. The same calls at the same times give the same commands. No time may be
+    before the one of the last call; one that is counts as that one.
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
@@ -82,10 +83,9 @@ class SchedulerCore:
         self._rounds = Rounds(self._lifecycle, lengths, self._counters, emit)
         self._now = float("-inf")
 
-    def handle(self, event: Event, now: float) -> list[Command]:
-        """The commands that follow from `event` at time `now`. A time before the last one counts as the last one."""
-        self._now = now = max(now, self._now)
-        self._commands.clear()
+    def apply(self, event: Event, now: float) -> list[Command]:
+        """What follows from the event itself: output, ends, refusals and moves of KV. Its steps follow from `plan`."""
+        now = self._begin(now)
         match event:
             case StepCompleted():
                 self._complete(event, now)
@@ -104,15 +104,28 @@ class SchedulerCore:
                 self._relocation.drain(event.worker_id)
             case KvMoved():
                 self._relocation.moved(event, now)
-            case Tick():
-                pass
+        return self._commands.copy()
+
+    def plan(self, now: float) -> list[Command]:
+        """All steps that can be sent now. The more events before it, the fuller they are."""
+        now = self._begin(now)
         self._steps.send_all(now)
         self._relocation.report_drained()
         return self._commands.copy()
 
+    def handle(self, events: Iterable[Event], now: float) -> list[Command]:
+        """A batch of events, then one plan."""
+        commands = [command for event in events for command in self.apply(event, now)]
+        return commands + self.plan(now)
+
     def next_deadline(self) -> float | None:
-        """When a `Tick` is due: a worker waits for a larger step and must stop waiting then. None: never."""
+        """When to plan without an event: a worker waits for a larger step and must stop waiting then. None: never."""
         return self._steps.next_deadline()
+
+    @property
+    def waiting(self) -> int:
+        """Sequences that nobody works on yet."""
+        return len(self._live.waiting)
 
     def wait_bound(self, target_id: str) -> float:
         """Seconds that a drafted sequence may now wait voluntarily on this target. KeyError for an unknown one."""
@@ -179,6 +192,11 @@ class SchedulerCore:
     def check_integrity(self) -> None:
         """Raises RuntimeError when internal records disagree. Visits every live sequence: call it when idle."""
         check_integrity(self._live, self._fleet)
+
+    def _begin(self, now: float) -> float:
+        self._now = max(now, self._now)
+        self._commands.clear()
+        return self._now
 
     # --- events -------------------------------------------------------------------------------------------------------
 

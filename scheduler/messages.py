@@ -164,14 +164,7 @@ class StepCompleted:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class Tick:
-    """Time has passed: due when `SchedulerCore.next_deadline()` says so."""
-
-
-Event = (
-    SequenceSubmitted | SequenceCancelled | WorkerJoined | WorkerLost | WorkerDraining | KvMoved | StepCompleted | Tick
-)
+Event = SequenceSubmitted | SequenceCancelled | WorkerJoined | WorkerLost | WorkerDraining | KvMoved | StepCompleted
 
 
 # --- commands ---------------------------------------------------------------------------------------------------------

@@ -25,7 +25,6 @@ from scheduler.messages import (
     SequenceRequest,
     SequenceSubmitted,
     StepCompleted,
-    Tick,
     WorkerJoined,
 )
 from services.rpc.worker_codec import result_from_wire, spec_from_wire, step_to_wire
@@ -112,7 +111,7 @@ class InProcessCell:
         if deadline is None:
             raise RuntimeError(f"standstill: {len(self._unfinished)} sequences never ended")
         time.sleep(max(0.0, deadline - time.perf_counter()))
-        self._handle(Tick())
+        self._handle()
 
     def _execute(self, step: SendStep) -> StepCompleted:
         executor = self._workers[step.worker_id]
@@ -136,9 +135,9 @@ class InProcessCell:
             )
         return StepCompleted(step.worker_id, step.step_id, tuple(map(result_from_wire, reply.rows)), timings.total)
 
-    def _handle(self, event: Event) -> None:
+    def _handle(self, *events: Event) -> None:
         began = time.perf_counter()
-        commands = self._core.handle(event, began)
+        commands = self._core.handle(events, began)
         self._record.core_seconds += time.perf_counter() - began
         for command in commands:
             match command:

@@ -41,12 +41,18 @@ class Pace:
         return passes * (self.draft_pass + self.draft_sequence * len(rows))
 
 
+def environment(pace: Pace) -> dict[str, str]:
+    """Of processes that keep to the pace."""
+    folders = filter(None, (str(_SITE), os.environ.get("PYTHONPATH")))
+    return {VARIABLE: json.dumps(asdict(pace)), "PYTHONPATH": os.pathsep.join(folders)}
+
+
 @contextmanager
 def paced(pace: Pace) -> Iterator[None]:
     """Processes started inside the block, and those that they start, keep to the pace."""
-    before = {name: os.environ.get(name) for name in (VARIABLE, "PYTHONPATH")}
-    folders = [str(_SITE), *filter(None, [before["PYTHONPATH"]])]
-    os.environ |= {VARIABLE: json.dumps(asdict(pace)), "PYTHONPATH": os.pathsep.join(folders)}
+    of_workers = environment(pace)
+    before = {name: os.environ.get(name) for name in of_workers}
+    os.environ |= of_workers
     try:
         yield
     finally:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import logging
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Protocol, Self
@@ -31,7 +32,6 @@ from scheduler.messages import (
     SequenceRequest,
     SequenceSubmitted,
     StepCompleted,
-    Tick,
     WorkerDrained,
     WorkerDraining,
     WorkerJoined,
@@ -51,7 +51,7 @@ from services.scheduler.workers.worker_set import WorkerSet
 logger = logging.getLogger(__name__)
 
 # Even a core that keeps setting its deadline in the past leaves the event loop this time for other work.
-_MIN_TICK_SECONDS = 0.0005
+_MIN_WAIT_SECONDS = 0.0005
 
 # A move of KV that takes longer fails, and the KV is computed anew.
 _MOVE_TIMEOUT_SECONDS = 10.0
@@ -108,7 +108,9 @@ class SchedulerService:
         self._drained: dict[str, asyncio.Event] = {}
         self._sinks: dict[int, SequenceSink] = {}
         self._ids = itertools.count(1)
-        self._ticker: asyncio.TimerHandle | None = None
+        self._planning: asyncio.Handle | None = None
+        """The next plan: at the end of this turn of the event loop, or at the core's deadline."""
+        self._has_news = False
         self._closed_because: str | None = None
         self._closed = asyncio.Event()
         self._fenced = False
@@ -316,16 +318,37 @@ class SchedulerService:
     # The core.
 
     def _handle(self, event: Event) -> None:
-        """Gives the core an event and carries out what it commands."""
+        """Gives the core an event. All events of one turn of the event loop are planned for together."""
         if self._closed_because is not None:
             return
-        loop = asyncio.get_running_loop()
+        if not self._has_news:
+            # First of all, so that steps leave before others are woken by what they will read.
+            self._has_news = True
+            self._plan_next(asyncio.get_running_loop().call_soon(self._plan))
+        self._run_core(functools.partial(self._core.apply, event))
+
+    def _plan(self) -> None:
+        self._has_news = False
+        self._run_core(self._core.plan)
+        if self._has_news or self._closed_because is not None:
+            return
+        loop, deadline = asyncio.get_running_loop(), self._core.next_deadline()
+        if deadline is not None:
+            self._plan_next(loop.call_at(max(deadline, loop.time() + _MIN_WAIT_SECONDS), self._plan))
+
+    def _plan_next(self, planning: asyncio.Handle | None) -> None:
+        if self._planning is not None:
+            self._planning.cancel()
+        self._planning = planning
+
+    def _run_core(self, run: Callable[[float], list[Command]]) -> None:
+        """Carries out what the core commands."""
         began = time.perf_counter()
         try:
-            commands = self._core.handle(event, loop.time())
+            commands = run(asyncio.get_running_loop().time())
         except Exception as error:
             # After an error the core's state may be wrong, and wrong tokens must not be committed.
-            logger.exception("the scheduler core failed on %s", event)
+            logger.exception("the scheduler core failed in %s", run)
             self._shut(f"the scheduler core failed: {type(error).__name__}: {error}")
             return
         seconds = time.perf_counter() - began
@@ -333,7 +356,6 @@ class SchedulerService:
             observer.core_ran(seconds)
         for command in commands:
             self._carry_out(command)
-        self._plan_tick(loop)
 
     def _carry_out(self, command: Command) -> None:
         match command:
@@ -382,22 +404,12 @@ class SchedulerService:
         if worker_id in self._drained:
             self._drained[worker_id].set()
 
-    def _plan_tick(self, loop: asyncio.AbstractEventLoop) -> None:
-        if self._ticker is not None:
-            self._ticker.cancel()
-            self._ticker = None
-        deadline = self._core.next_deadline()
-        if deadline is not None and self._closed_because is None:
-            self._ticker = loop.call_at(max(deadline, loop.time() + _MIN_TICK_SECONDS), self._handle, Tick())
-
     def _shut(self, reason: str) -> None:
         """Closes the service to events and fails every unfinished sequence. The first reason counts."""
         if self._closed_because is not None:
             return
         self._closed_because = reason
-        if self._ticker is not None:
-            self._ticker.cancel()
-            self._ticker = None
+        self._plan_next(None)
         for worker_id in self._drained:
             self._end_drain(worker_id)
         for sequence_id in list(self._sinks):

@@ -233,7 +233,7 @@ class GatewaySession:
         now = asyncio.get_running_loop().time()
         retry_after = 0.0
         if isinstance(outcome, AdmissionRefusedError):
-            retry_after = self._advice.seconds(self._service.core.snapshot().waiting, now)
+            retry_after = self._advice.seconds(self._service.core.waiting, now)
         else:
             self._advice.sequence_ended(now)
         self._outbox.end(request_id, outcome, retry_after)

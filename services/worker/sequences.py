@@ -28,7 +28,8 @@ from services.rpc.worker_codec import sampling_from_wire
 class WorkerSequence:
     """One sequence as its worker knows it.
 
-    `committed` holds the tokens that were committed when the sequence was opened, until rows have fed all of them.
+    `committed` holds the tokens that were committed when the sequence was opened, until rows have fed all of them; the
+    first `agreed` of them have been compared with those that rows fed.
     `page_keys` are the keys of its first pages (engine/kv/prefix_cache.py); None once its KV must not be shared.
     """
 
@@ -41,6 +42,7 @@ class WorkerSequence:
     table: PageTable = field(default_factory=PageTable)
     places: TokenPlaces = field(default_factory=TokenPlaces)
     committed: Sequence[int] = ()
+    agreed: int = 0
     page_keys: list[PageKey] | None = field(default_factory=list)
     untouched: bool = False
     """Whether the sequence was adopted from another worker and no row has come for it yet."""
@@ -56,6 +58,16 @@ class WorkerSequence:
     def truncate_tokens(self, length: int) -> None:
         self.tokens.truncate(length)
         self.places.truncate(length)
+        self.agreed = min(self.agreed, length)
+
+    def feeds_committed(self, end: int) -> bool:
+        """Whether the first `end` tokens are committed ones. Each token is compared once; where one differs, there are
+        no committed tokens to follow any more."""
+        if list(self.committed[self.agreed : end]) != self.history[self.agreed : end]:
+            self.committed = ()
+            return False
+        self.agreed = max(self.agreed, end)
+        return True
 
 
 @dataclass(slots=True)
@@ -257,7 +269,7 @@ class WorkerSequences:
         elif opened is not None:
             held.prompt_length, held.sampling = opened.prompt_length, opened.sampling
             held.logits_digests, held.top_logprobs = opened.logits_digests, opened.top_logprobs
-            held.committed = opened.committed
+            held.committed, held.agreed = opened.committed, 0
         held.untouched = False
         return held
 
@@ -275,7 +287,7 @@ class WorkerSequences:
         known = sequence.history
         if len(sequence.committed) <= end:
             sequence.committed = ()
-        elif not computes and list(sequence.committed[:end]) == known:
+        elif not computes and sequence.feeds_committed(end):
             known = sequence.committed
         if self._prefixes is not None and sequence.page_keys is not None:
             self._prefixes.share(sequence.table, sequence.page_keys, known, len(known) - 1)

@@ -16,7 +16,7 @@ from bench.chaos.streams import ConstantLoad, cases, faults_of, streaming
 from tests.support.command_line import spool
 from tests.support.ports import free_ports
 from tests.support.ray_cluster import RayCluster
-from tests.support.serving import ENGINE, PlainDecoder, oracle
+from tests.support.serving import ENGINE, PACED, PlainDecoder, oracle
 from tests.support.waiting import LONG, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray]
@@ -35,7 +35,7 @@ def rendered(folder: Path, pair: tuple[Path, Path], http_port: int, grpc_port: i
     token = folder / "token"
     token.write_text("0123456789abcdef0123456789abcdef")
     pace = {"max_replicas": 2, "upscale_delay_seconds": 1, "downscale_delay_seconds": 4}
-    worker = {"threads": 1, "drain_seconds": LONG}
+    worker = {**PACED, "drain_seconds": LONG}
     configuration = {
         "models": {"target": str(target), "draft": str(draft), "served_name": MODEL, "dtype": "float32"},
         "engine": ENGINE,

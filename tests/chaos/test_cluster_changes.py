@@ -17,7 +17,7 @@ import yaml
 from tests.support.command_line import save_tokenizer, spool
 from tests.support.ports import free_ports
 from tests.support.ray_cluster import RayCluster
-from tests.support.serving import ENGINE, Ask, PlainDecoder, requests, stream_all
+from tests.support.serving import ENGINE, PACED, Ask, PlainDecoder, requests, stream_all
 from tests.support.tiny_models import save_tiny_pair
 from tests.support.waiting import LONG, setting, wait_until
 
@@ -69,8 +69,8 @@ def cell(
         "engine": ENGINE,
         "scheduling": {"batch_size": 4, "max_running": 32, "policy": "ragged", "kv_movement": "always"},
         "groups": {
-            "draft": {"replicas": 1, "threads": 1, "drain_seconds": 5},
-            "target": {"replicas": 2, "threads": 1, "drain_seconds": LONG},
+            "draft": {**PACED, "replicas": 1, "drain_seconds": 5},
+            "target": {**PACED, "replicas": 2, "drain_seconds": LONG},
         },
         "gateway": {"http_port": http_port, "grpc_port": grpc_port, "http_on": "head_node", "drain_seconds": LONG},
         "internal": {"token_file": str(token)},

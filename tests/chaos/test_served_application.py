@@ -14,7 +14,7 @@ from bench.chaos.poison import environment, faults_of_poisons, poison
 from bench.chaos.streams import ConstantLoad, cases, faults_of, streaming
 from bench.overload import Overload, measure
 from tests.support.ray_cluster import RayCluster
-from tests.support.serving import ENGINE, PlainDecoder, oracle, served_on
+from tests.support.serving import ENGINE, PACED, PlainDecoder, oracle, served_on
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray]
 
@@ -30,13 +30,13 @@ def application(
     ray_cluster: RayCluster, tiny_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Application]:
     target, draft = tiny_pair
-    worker = {"replicas": 2, "threads": 1, "drain_seconds": 5}
+    two = {"replicas": 2, "threads": 1, "drain_seconds": 5}
     configuration = {
         "models": {"target": str(target), "draft": str(draft), "served_name": "tiny", "dtype": "float32"},
         "engine": ENGINE,
         # Drafts always; `auto` would weigh what these models happen to cost.
         "scheduling": {"batch_size": 8, "max_running": STREAMS, "policy": "ragged", "max_queued_sequences": QUEUE},
-        "groups": {"draft": worker, "target": worker | {"environment": environment()}},
+        "groups": {"draft": two | PACED, "target": two | {"environment": environment()}},
         "gateway": {"replicas": 2, "http_on": "head_node", "drain_seconds": 2},
     }
     folder = tmp_path_factory.mktemp("configuration")

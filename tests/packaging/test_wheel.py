@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -167,15 +166,10 @@ def test_configuration_is_written_and_checked(environment: Path, folder: Path) -
     assert (ended.code, ended.out) == (0, "spool.yaml: right\n")
 
 
-def test_it_generates_with_a_draft_what_it_generates_without(environment: Path, folder: Path) -> None:
-    texts = {}
-    for draft in ("llama-draft", "none"):
-        output = folder / f"{draft}.jsonl"
-        models = ("--target", "llama-target", "--draft", draft, "--prompts", "prompts.jsonl")
-        steps = ("--max-tokens", "12", "--batch-size", "3", "--threads", "1")
-        ended = run("spool", environment, folder, "generate", *models, *steps, "--output", output)
-        assert ended.code == 0, ended.err
-        texts[draft] = [json.loads(line)["text"] for line in output.read_text().splitlines()]
-    assert texts["none"] == texts["llama-draft"]
-    assert len(texts["none"]) == 3
-    assert all(texts["none"])
+def test_its_speculation_is_exact(environment: Path, folder: Path) -> None:
+    models = ("--target", "llama-target", "--draft", "llama-draft", "--prompts", "prompts.jsonl")
+    steps = ("--max-tokens", "12", "--batch-size", "3", "--threads", "1")
+    ended = run("spool", environment, folder, "verify", *models, *steps, "--policy", "eqspec", "--json")
+    assert ended.code == 0, ended.err
+    assert (ended.summary["sequences"], ended.summary["exact_match"]) == (3, 1)
+    assert ended.summary["policies"]["eqspec"]["statistics"]["drafted"] > 0

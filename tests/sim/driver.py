@@ -22,7 +22,6 @@ from scheduler.messages import (
     SequenceRequest,
     SequenceSubmitted,
     StepCompleted,
-    Tick,
     WorkerDraining,
     WorkerJoined,
     WorkerLost,
@@ -46,15 +45,15 @@ class Driver:
         self.workers: dict[str, ModelWorker] = {}
         self.steps: dict[str, list[SendStep]] = {}
 
-    def handle(self, event: Event) -> list[Command]:
-        commands = self.core.handle(event, self.now)
+    def handle(self, *events: Event) -> list[Command]:
+        commands = self.core.handle(events, self.now)
         self.log.extend(commands)
         for command in commands:
             if isinstance(command, SendStep):
                 self.steps[command.worker_id].append(command)
         self.core.check_integrity()
         deadline = self.core.next_deadline()
-        assert deadline is None or deadline > self.now, "a tick is due although everything was planned just now"
+        assert deadline is None or deadline > self.now, "a plan is due although everything was planned just now"
         return commands
 
     def join(
@@ -97,8 +96,8 @@ class Driver:
     def cancel(self, sequence_id: int) -> list[Command]:
         return self.handle(SequenceCancelled(sequence_id))
 
-    def tick(self) -> list[Command]:
-        return self.handle(Tick())
+    def plan(self) -> list[Command]:
+        return self.handle()
 
     def answer(self, worker_id: str, instead: Answer | None = None, seconds: float = 0.05) -> list[Command]:
         """The worker's oldest step is done; `instead` may answer a row in the worker's place."""

@@ -28,7 +28,6 @@ from scheduler.messages import (
     SequenceRequest,
     SequenceSubmitted,
     StepCompleted,
-    Tick,
     WorkerJoined,
     WorkerSpec,
 )
@@ -132,7 +131,7 @@ class RateSimulation:
             deadline = self.core.next_deadline()
             if deadline is not None and (not self._heap or deadline < self._heap[0][0]):
                 self.now = deadline
-                self._handle(Tick())
+                self._handle()
             else:
                 self.now, _, action = heapq.heappop(self._heap)
                 action()
@@ -141,8 +140,8 @@ class RateSimulation:
         self._count += 1
         heapq.heappush(self._heap, (time, self._count, action))
 
-    def _handle(self, event: Event) -> None:
-        for command in self.core.handle(event, self.now):
+    def _handle(self, *events: Event) -> None:
+        for command in self.core.handle(events, self.now):
             match command:
                 case SendStep():
                     self.verify_steps += command.group is not None

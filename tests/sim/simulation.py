@@ -12,6 +12,7 @@ from itertools import pairwise
 from scheduler.config import Policy, SchedulerConfig
 from scheduler.core import SchedulerCore
 from scheduler.messages import (
+    Command,
     EmitTokens,
     Event,
     FailSequence,
@@ -28,7 +29,6 @@ from scheduler.messages import (
     SequenceRequest,
     SequenceSubmitted,
     StepCompleted,
-    Tick,
     WorkerDrained,
     WorkerDraining,
     WorkerJoined,
@@ -63,10 +63,18 @@ Fault = Callable[[ModelWorker, Row], RowResult | None]
 class Simulation:
     """One core, its workers, and the clock. Checks what must hold at every command.
 
-    Not `ample` are simulations in which pages run short: rows may then have to wait for pages.
+    Not `ample` are simulations in which pages run short: rows may then have to wait for pages. All events within
+    `planning_lag` seconds of the first one are planned for together.
     """
 
-    def __init__(self, config: SchedulerConfig, seed: int = 0, latency: float = 0.001, ample: bool = True) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        seed: int = 0,
+        latency: float = 0.001,
+        ample: bool = True,
+        planning_lag: float = 0.0,
+    ) -> None:
         self.config = config
         self.core = SchedulerCore(config)
         self.random = random.Random(seed)
@@ -84,6 +92,8 @@ class Simulation:
         self.drained: set[str] = set()
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
+        self._planning_lag = planning_lag
+        self._plan_is_due = False
 
     # --- scripting ---
 
@@ -162,12 +172,12 @@ class Simulation:
         """Until nothing is left to happen."""
         for _ in range(most_events):
             deadline = self.core.next_deadline()
-            if deadline is not None and (not self._heap or deadline < self._heap[0][0]):
-                assert deadline >= self.now, "a deadline in the past that handle() did not act on"
+            if deadline is not None and not self._plan_is_due and (not self._heap or deadline < self._heap[0][0]):
+                assert deadline >= self.now, "a deadline in the past that the last plan did not act on"
                 self.now = deadline
-                self.handle(Tick())
+                self._plan()
                 after = self.core.next_deadline()
-                assert after is None or after > deadline, "a tick changed nothing"
+                assert after is None or after > deadline, "a plan changed nothing"
             elif self._heap:
                 self.now, _, action = heapq.heappop(self._heap)
                 action()
@@ -178,7 +188,22 @@ class Simulation:
     # --- commands ---
 
     def handle(self, event: Event) -> None:
-        commands = self.core.handle(event, self.now)
+        self._carry_out(self.core.apply(event, self.now))
+        self._check_running()
+        if not self._planning_lag:
+            self._plan()
+        elif not self._plan_is_due:
+            self._plan_is_due = True
+            self.at(self.now + self._planning_lag, self._plan)
+
+    def _plan(self) -> None:
+        self._plan_is_due = False
+        commands = self.core.plan(self.now)
+        self._carry_out(commands)
+        self._check_running()
+        self._check_waits(commands)
+
+    def _carry_out(self, commands: list[Command]) -> None:
         for command in commands:
             match command:
                 case SendStep():
@@ -198,8 +223,6 @@ class Simulation:
                     output = self.outputs[command.sequence_id]
                     assert output.end is None, "a second end"
                     output.end = command
-        self._check_running()
-        self._check_waits(commands)
 
     def _send(self, step: SendStep) -> None:
         seat = self.seats[step.worker_id]
@@ -300,7 +323,7 @@ class Simulation:
             for worker in snapshot.workers:
                 assert worker.role is Role.DRAFT or worker.sequences <= self.config.batch_size
 
-    def _check_waits(self, commands: list[object]) -> None:
+    def _check_waits(self, commands: list[Command]) -> None:
         """No drafted sequence is passed over, or left on an idle target, for longer than the bound."""
         if not self.ample:
             return

@@ -51,6 +51,7 @@ class Scenario:
     cancels: int
     faults: bool
     late_workers: bool
+    planning_lag: float = 0.0
 
 
 scenarios = st.builds(
@@ -79,6 +80,7 @@ scenarios = st.builds(
     cancels=st.integers(0, 4),
     faults=st.booleans(),
     late_workers=st.booleans(),
+    planning_lag=st.sampled_from([0.0, 0.0005, 0.004]),
 )
 
 
@@ -124,7 +126,7 @@ def build(scenario: Scenario) -> Simulation:
         kv_movement=scenario.kv_movement,
     )
     ample = scenario.spare_pages == 1000
-    simulation = Simulation(config, seed=scenario.seed, ample=ample)
+    simulation = Simulation(config, seed=scenario.seed, ample=ample, planning_lag=scenario.planning_lag)
     longest = scenario.longest_prompt + scenario.most_tokens
     pages = -(-longest // scenario.page_size) + scenario.spare_pages + (longest * 30 if ample else 0)
     workers = []

@@ -103,7 +103,7 @@ def test_speculation_never_loses_on_short_answers_to_long_prompts(law: str, acce
 
 @pytest.mark.sampled(11)
 @pytest.mark.parametrize(("batch_size", "batches"), [(1, 1), (8, 1), (4, 4)])
-@pytest.mark.parametrize("acceptance", ["0.3", "0.7", "0.9", "mixed"])
+@pytest.mark.parametrize("acceptance", ["0.3", "0.9", "mixed"])
 @pytest.mark.parametrize("law", LAWS)
 def test_no_fixed_length_is_much_better(law: str, acceptance: str, batch_size: int, batches: int) -> None:
     rate = auto(law, acceptance, batch_size, batches).rate

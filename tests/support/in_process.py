@@ -21,7 +21,6 @@ from scheduler.messages import (
     SequenceRequest,
     SequenceSubmitted,
     StepCompleted,
-    Tick,
     WorkerJoined,
     WorkerSpec,
 )
@@ -53,8 +52,8 @@ def run_in_process(
     running: list[tuple[float, int, StepCompleted]] = []
     free_at = dict.fromkeys(workers, 0.0)
 
-    def handle(event: Event, now: float) -> None:
-        for command in core.handle(event, now):
+    def handle(now: float, *events: Event) -> None:
+        for command in core.handle(events, now):
             match command:
                 case SendStep():
                     executor = workers[command.worker_id]
@@ -77,19 +76,19 @@ def run_in_process(
                     raise RuntimeError(f"unexpected {command}")
 
     for worker_id, executor in workers.items():
-        handle(WorkerJoined(_spec(worker_id, executor)), 0.0)
+        handle(0.0, WorkerJoined(_spec(worker_id, executor)))
     for request in requests:
         outputs[request.sequence_id] = Output()
-        handle(SequenceSubmitted(request), 0.0)
+        handle(0.0, SequenceSubmitted(request))
     now = 0.0
     while running or core.next_deadline() is not None:
         deadline = core.next_deadline()
         if running and (deadline is None or running[0][0] <= deadline):
             now, _, completed = heapq.heappop(running)
-            handle(completed, now)
+            handle(now, completed)
         elif deadline is not None:
             now = max(now, deadline)
-            handle(Tick(), now)
+            handle(now)
     for sequence_id, output in outputs.items():
         if output.reason is None and output.error is None:
             raise RuntimeError(f"standstill: sequence {sequence_id} never ended")

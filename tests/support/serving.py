@@ -12,6 +12,7 @@ from typing import Any
 import openai
 import yaml
 
+from bench import pacing
 from bench.chaos.application import Application
 from bench.chaos.streams import Answer, Case
 from engine.models.loading import load_target_engine
@@ -27,6 +28,11 @@ from tests.support.ports import free_ports
 from tests.support.ray_cluster import RayCluster
 
 ENGINE = {"page_size": 16, "kv_pages": 512, "max_num_batched_tokens": 96}
+PACED: dict[str, Any] = {
+    "threads": 1,
+    "environment": pacing.environment(pacing.Pace(target_step=0.02, target_token=0, draft_pass=0.01, draft_sequence=0)),
+}
+"""Workers that leave the processors to others between steps, so that replicas start soon while streams go on."""
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from scheduler.core import SchedulerCore
@@ -19,7 +21,7 @@ _CHECK_EVERY = 61
 
 
 class WatchedCore(SchedulerCore):
-    """Checks after each event what must always hold."""
+    """Checks after each event and each plan what must always hold."""
 
     def __init__(self, world: World, scheduler: SimulatedScheduler) -> None:
         super().__init__(world.plan.config)
@@ -27,24 +29,35 @@ class WatchedCore(SchedulerCore):
         self._scheduler = scheduler
         self._events = 0
 
-    def handle(self, event: Event, now: float) -> list[Command]:
+    def apply(self, event: Event, now: float) -> list[Command]:
         self._check_waits(now)
         if isinstance(event, WorkerLost) and not self._world.may_lose_workers:
             self._world.fail(f"{self._scheduler.process.name} lost {event.worker_id} unprovoked")
-        try:
-            commands = super().handle(event, now)
-        except Exception as error:
-            self._world.fail(f"the core failed on {type(event).__name__}: {error!r}")
-            raise
+        with self._failing_on(type(event).__name__):
+            commands = super().apply(event, now)
         self._events += 1
         if self._events % _CHECK_EVERY == 0:
             self._check_workers()
+        return commands
+
+    def plan(self, now: float) -> list[Command]:
+        self._check_waits(now)
+        with self._failing_on("planning"):
+            commands = super().plan(now)
         deadline = self.next_deadline()
         if deadline is not None and deadline <= now:
-            self._world.fail(f"a tick is due since {now - deadline:.4f} s, although everything was planned just now")
+            self._world.fail(f"a plan is due since {now - deadline:.4f} s, although everything was planned just now")
         if len(self._live.running) > self._config.max_running:
             self._world.fail(f"{len(self._live.running)} sequences run, the limit is {self._config.max_running}")
         return commands
+
+    @contextmanager
+    def _failing_on(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._world.fail(f"the core failed on {what}: {error!r}")
+            raise
 
     def _check_workers(self) -> None:
         try:

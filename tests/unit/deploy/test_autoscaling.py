@@ -355,8 +355,8 @@ def test_a_scheduler_is_read() -> None:
     assert autoscaler.status() is None
     autoscaler.set_rules(RULES)
     for spec in specs:
-        core.handle(WorkerJoined(spec), 1.0)
-    core.handle(SequenceSubmitted(SequenceRequest(1, (1, 2, 3), 5)), 1.0)
+        core.handle([WorkerJoined(spec)], 1.0)
+    core.handle([SequenceSubmitted(SequenceRequest(1, (1, 2, 3), 5))], 1.0)
     told = autoscaler.observe(core.snapshot(), StatisticsSnapshot(), 1.0)
     assert told == {"target_at_least": 1.0, "target_at_most": 5.0, "draft_at_least": 1.0, "draft_at_most": 3.0}
     status = autoscaler.status()

@@ -52,7 +52,7 @@ def test_a_sequence_that_has_ended_changes_no_more() -> None:
     driver = pair()
     driver.submit(1, prompt_length=9)
     sequence = driver.core._live.sequences[1]
-    driver.core.handle(SequenceCancelled(1), 0.0)
+    driver.core.handle([SequenceCancelled(1)], 0.0)
     assert sequence.state is SequenceState.CANCELLED
     with pytest.raises(IllegalTransitionError, match="is cancelled"):
         driver.core._lifecycle.finish(sequence, FinishReason.STOP)

@@ -99,7 +99,7 @@ def test_target_without_sequences_is_drained_at_once() -> None:
     driver.join("old")
     assert of_type(driver.drain("old"), WorkerDrained) == [WorkerDrained("old")]
     assert of_type(driver.drain("nobody"), WorkerDrained) == [WorkerDrained("nobody")]
-    assert not of_type(driver.tick(), WorkerDrained)
+    assert not of_type(driver.plan(), WorkerDrained)
 
 
 def test_moves_are_few_at_a_time_and_the_others_decode_on() -> None:

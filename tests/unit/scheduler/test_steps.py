@@ -13,6 +13,8 @@ from scheduler.messages import (
     RowResult,
     RowStatus,
     SendStep,
+    SequenceRequest,
+    SequenceSubmitted,
 )
 from tests.sim.driver import Driver, expected, of_type, outputs, pair
 
@@ -36,6 +38,13 @@ def test_prefill_rides_in_the_step_of_a_verify_group_and_shares_its_chunk() -> N
         (2, 5, True),
         (3, 3, False),
     ]
+
+
+def test_a_burst_of_prompts_goes_out_in_one_step() -> None:
+    driver = pair(batch_size=8)
+    driver.handle(*(SequenceSubmitted(SequenceRequest(number, (1, 2, 3), 5)) for number in range(32)))
+    (step,) = driver.steps["target"]
+    assert [row.sequence_id for row in step.rows] == list(range(32))
 
 
 def test_a_second_step_waits_for_what_may_still_join_it() -> None:
@@ -132,9 +141,9 @@ def test_a_waiting_sequence_goes_when_its_bound_is_reached() -> None:
     assert deadline == pytest.approx(driver.now + 1.5 * 0.1)
     assert driver.core.wait_bound("target") == pytest.approx(0.15)
     driver.now = deadline - 1e-6
-    assert driver.tick() == []
+    assert driver.plan() == []
     driver.now = deadline
-    (step,) = driver.tick()
+    (step,) = driver.plan()
     assert [row.sequence_id for row in step.rows] == [1]
     assert step.group.forced_by_bound
     assert step.group.seconds_waited == pytest.approx(0.15)
@@ -142,7 +151,7 @@ def test_a_waiting_sequence_goes_when_its_bound_is_reached() -> None:
 
 
 def test_a_draft_whose_last_sequence_goes_away_waits_no_more() -> None:
-    """Else its deadline would pass, and a tick be due again and again with nothing to do."""
+    """Else its deadline would pass, and a plan be due again and again with nothing to do."""
     driver = Driver()
     driver.join("target")
     driver.join("draft", Role.DRAFT)

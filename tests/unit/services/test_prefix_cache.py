@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -87,6 +88,30 @@ def test_chunks_take_over_what_was_computed_since_the_opening() -> None:
     step = cell.step(row(2, SYSTEM, 12, sample=True))
     assert (packed(step), held(step.rows[0])) == (1, (OK, 17, 4))
     assert list(step.rows[0].tokens) == continuation(SYSTEM, 1)
+
+
+class CountedTokens(list[int]):
+    """Counts the tokens that were read in slices."""
+
+    read = 0
+
+    def __getitem__(self, place: Any) -> Any:
+        found = super().__getitem__(place)
+        self.read += len(found) if isinstance(place, slice) else 1
+        return found
+
+
+def test_a_long_prompt_is_read_no_more_often_in_many_chunks() -> None:
+    cell = target(pages=200)
+    prompt = [20 + token % 17 for token in range(600)]
+    cell.step(opening(1, prompt, 2))
+    sequence = cell.executor._sequences._sequences[1]
+    sequence.committed = committed = CountedTokens(prompt)
+    for start in range(2, 598, 2):
+        (reply,) = cell.step(row(1, prompt[: start + 2], start)).rows
+        assert reply.status == OK
+    # A second time for the keys of its pages.
+    assert 590 <= committed.read <= 2 * 600
 
 
 def test_scheduler_that_does_not_take_the_offer_is_served_as_it_asks() -> None:

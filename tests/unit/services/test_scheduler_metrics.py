@@ -31,9 +31,9 @@ from services.scheduler.telemetry.statistics import POSITIONS, ServiceStatistics
 def reading(statistics: StatisticsSnapshot | None = None, workers: tuple[WorkerSnapshot, ...] = ()) -> Reading:
     """Of a scheduler with one target and nine sequences."""
     core = SchedulerCore(SchedulerConfig(max_running=6))
-    core.handle(WorkerJoined(WorkerSpec("t", Role.TARGET, 16, 100, 100, 64)), 0.0)
+    core.handle([WorkerJoined(WorkerSpec("t", Role.TARGET, 16, 100, 100, 64))], 0.0)
     for sequence_id in range(9):
-        core.handle(SequenceSubmitted(SequenceRequest(sequence_id, (1, 2, 3), 5)), 0.0)
+        core.handle([SequenceSubmitted(SequenceRequest(sequence_id, (1, 2, 3), 5))], 0.0)
     return Reading(
         core=core.snapshot(),
         statistics=statistics or ServiceStatistics(0.0).snapshot(0.0),
