@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, replace
@@ -51,7 +50,7 @@ class Cell:
         ]
         links = LinkOptions(connect_timeout=_CONNECT_SECONDS, step_timeout=_STEP_SECONDS)
         async with SchedulerService(
-            config, scheduler_epoch=time.time_ns(), link_options=links, security=self._security, observers=observers
+            config, scheduler_epoch=1, link_options=links, security=self._security, observers=observers
         ) as service:
             try:
                 await service.add_workers(endpoints)

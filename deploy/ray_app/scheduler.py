@@ -11,10 +11,12 @@ from google.protobuf.message import Message
 
 from deploy.autoscaling.reporter import Autoscaler
 from deploy.autoscaling.rules import rules_from_plain
+from deploy.ray_app.cluster_epochs import ClusterEpochs
 from deploy.ray_app.ray_metrics import RayMirror
 from deploy.ray_app.replica import Plan, channel_security, internal_host, sequence_tracing
 from services.launch.process_tuning import keep_loaded_objects
 from services.observability.logs import install_logs
+from services.scheduler.epochs import EpochAuthority
 from services.scheduler.metrics_endpoint import MetricsEndpoint
 from services.scheduler.server import SchedulerServer
 from services.scheduler.service import SchedulerService
@@ -33,11 +35,13 @@ class Scheduler:
         install_logs(config.logging.format, config.logging.level.number)
         security = channel_security(config.internal)
         scheduler_config = config.scheduling.scheduler_config(config.models.drafts)
+        epochs = EpochAuthority(ClusterEpochs())
         self._autoscaler = Autoscaler(scheduler_config)
         self._running = AsyncExitStack()
         self._service = SchedulerService(
             scheduler_config,
-            scheduler_epoch=time.time_ns(),
+            scheduler_epoch=await epochs.claim(),
+            epochs=epochs,
             link_options=LinkOptions(
                 step_timeout=config.scheduling.step_timeout_seconds,
                 silence_timeout=config.scheduling.silence_timeout_seconds,

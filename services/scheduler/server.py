@@ -165,7 +165,7 @@ class SchedulerServer(scheduler_pb2_grpc.SchedulerServicer):
             endpoint = _endpoint(request)
         except ValueError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
-        self._service.hear_of_epoch(request.highest_scheduler_epoch, request.speaking_scheduler_epoch)
+        await self._service.hear_of_epoch(request.highest_scheduler_epoch)
         await self._check_open(context)
         try:
             record = await self._registry.register(endpoint, request.description)

@@ -42,6 +42,7 @@ from services.backend.sequence_stream import AdmissionRefusedError, SequenceFail
 from services.observability.observer import FAILED, REFUSED, SequenceEnd, ServiceObserver, StepTimings
 from services.rpc.channel_security import ChannelSecurity
 from services.rpc.worker_codec import spec_from_wire
+from services.scheduler.epochs import EpochAuthority, SupersededError
 from services.scheduler.telemetry.metrics import SchedulerMetrics
 from services.scheduler.telemetry.statistics import ServiceStatistics, StatisticsSnapshot
 from services.scheduler.workers.kv_move_commands import KvMover
@@ -84,7 +85,8 @@ class SchedulerService:
     """One cell: a scheduler core with its draft and target workers.
 
     `scheduler_epoch` must be higher than every epoch with which another scheduler spoke to the workers before, since
-    workers refuse lower ones. Every connection takes the next number, so `time.time_ns()` of the start leaves room.
+    workers refuse lower ones; every connection takes the next number. `epochs` is the authority that gave it out; a
+    scheduler whose workers no other one can reach needs none.
 
     `security` is that of the workers' channels. `observers` are called with everything that happens. All methods belong
     to one event loop. `close`, or leaving the `async with` block, fails every unfinished sequence.
@@ -95,6 +97,7 @@ class SchedulerService:
         config: SchedulerConfig,
         *,
         scheduler_epoch: int,
+        epochs: EpochAuthority | None = None,
         link_options: LinkOptions | None = None,
         security: ChannelSecurity | None = None,
         observers: Iterable[ServiceObserver] = (),
@@ -114,6 +117,8 @@ class SchedulerService:
         self._closed_because: str | None = None
         self._closed = asyncio.Event()
         self._fenced = False
+        self._epochs = epochs
+        self._renewing = asyncio.Lock()
         self._statistics = ServiceStatistics(time.monotonic())
         self.metrics = SchedulerMetrics()
         self.observers = [self._statistics, self.metrics, *observers]
@@ -161,17 +166,22 @@ class SchedulerService:
         """The highest epoch with which this service has spoken to a worker."""
         return self.workers.epoch
 
-    def hear_of_epoch(self, highest: int, speaking: int) -> None:
-        """A worker reports scheduler epochs: the highest that ever spoke to it, and the highest that does now.
+    async def hear_of_epoch(self, highest: int) -> None:
+        """A worker reports the highest scheduler epoch that ever spoke to it.
 
-        A scheduler that speaks now with a higher epoch has replaced this one, which closes. A higher epoch that is
-        silent belongs to a scheduler that is gone, whatever its clock said; this scheduler continues above that epoch.
+        A higher one than this scheduler's has replaced it, if the authority says so; then this one closes. Else it
+        continues above that epoch.
         """
-        if speaking > self.epoch:
-            self._fenced = True
-            self._shut(f"a scheduler with epoch {speaking} has taken over, this one's is {self.epoch}")
-        elif highest > self.epoch:
-            self.workers.raise_epoch(highest)
+        async with self._renewing:
+            if highest <= self.epoch or self._closed_because is not None:
+                return
+            try:
+                if self._epochs is None:
+                    raise SupersededError(f"a scheduler with epoch {highest} has taken over")
+                self.workers.raise_epoch(await self._epochs.renew(self.epoch, highest))
+            except SupersededError as error:
+                self._fenced = True
+                self._shut(str(error))
 
     # Sequences.
 

@@ -153,7 +153,6 @@ class WorkerRegistration:
             address=self._address,
             description=self._server.describe(),
             highest_scheduler_epoch=self._server.highest_epoch,
-            speaking_scheduler_epoch=self._server.streams.speaking_epoch,
         )
         return await stub.Register(request, timeout=self._options.call_timeout, metadata=self._security.metadata)
 

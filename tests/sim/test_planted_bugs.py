@@ -33,7 +33,7 @@ from services.worker.kv_pages import KvTransfer
 from services.worker.sequences import PreparedRow, RowRejectedError, WorkerSequences
 from tests.sim.cell.schedule import ScheduleError, run_schedule
 
-MOST_SCHEDULES = 40
+MOST_SCHEDULES = 80
 
 Patch = pytest.MonkeyPatch
 
@@ -265,7 +265,7 @@ def shared_page_has_no_reference(patch: Patch) -> None:
         (nobody_ends_a_wait, (), "overdue"),
         (client_that_leaves_is_not_reported, (), "ago and goes on"),
         (sequences_of_a_lost_session_go_on, ("gateway crash",), "sessions that are over"),
-        (replies_are_kept_for_the_next_scheduler, ("scheduler crash",), "the ledger counts|must get"),
+        (replies_are_kept_for_the_next_scheduler, ("scheduler crash",), "the ledger counts|must get|failed unprovoked"),
         (every_connection_has_the_same_epoch, ("reset",), "holds|lost unprovoked|was refused"),
         (core_does_not_hear_of_lost_workers, ("worker crash",), "which are lost"),
         (fenced_scheduler_goes_on, ("two schedulers",), "fenced off and goes on|which are lost"),

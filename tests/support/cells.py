@@ -7,10 +7,9 @@ import json
 import os
 import signal
 import sys
-import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from scheduler.messages import FinishReason, Role
 from services.backend.interface import GenerationRequest
 from services.observability.observer import ServiceObserver
 from services.rpc.channel_security import SECURITY_VARIABLE, ChannelSecurity
+from services.scheduler.epochs import EpochAuthority
 from services.scheduler.server import SchedulerServer, SchedulerServerOptions
 from services.scheduler.service import SchedulerService
 from services.scheduler.session import SessionOptions
@@ -29,6 +29,7 @@ from services.scheduler_client.remote_stream import RemoteStream
 from services.worker.executor import DraftStepExecutor, StepExecutor, TargetStepExecutor
 from services.worker.registration import RegistrationOptions, WorkerRegistration
 from services.worker.server import WorkerServer
+from tests.support.memory_register import MemoryRegister
 from tests.support.stand_in_worker import StandInEngine, continuation
 from tests.support.waiting import LONG, until
 
@@ -46,9 +47,10 @@ SESSIONS = SessionOptions(lease_seconds=1000)
 
 @dataclass
 class Whereabouts:
-    """Where the scheduler is, as everybody is told; to be changed by tests."""
+    """Where the scheduler is, as everybody is told, and which numbers schedulers took; to be changed by tests."""
 
     address: str = ""
+    register: MemoryRegister = field(default_factory=MemoryRegister)
 
     async def __call__(self) -> str:
         if not self.address:
@@ -124,12 +126,13 @@ async def running_scheduler(
     security: ChannelSecurity = OPEN,
     sessions: SessionOptions = SESSIONS,
     registry: RegistryOptions = REGISTRY,
-    epoch: int | None = None,
     observers: Sequence[ServiceObserver] = (),
 ) -> AsyncIterator[tuple[SchedulerService, SchedulerServer]]:
+    epochs = EpochAuthority(resolve.register)
     async with SchedulerService(
         config or SchedulerConfig(policy=Policy.RAGGED),
-        scheduler_epoch=time.time_ns() if epoch is None else epoch,
+        scheduler_epoch=await epochs.claim(),
+        epochs=epochs,
         link_options=LINKS,
         security=security,
         observers=observers,

@@ -25,9 +25,6 @@ from services.scheduler.workers.worker_link import (
 
 logger = logging.getLogger(__name__)
 
-# Distance between the epochs of a scheduler and of its successor: room for connections that the former still makes.
-_EPOCH_ROOM = 1_000_000_000
-
 
 class WorkerSetListener(Protocol):
     """Hears what happens to the workers. All calls come from the event loop and must not block."""
@@ -177,8 +174,9 @@ class WorkerSet:
         """The highest epoch that was used."""
         return self._epoch
 
-    def raise_epoch(self, above: int) -> None:
-        self._epoch = max(self._epoch, above + _EPOCH_ROOM)
+    def raise_epoch(self, epoch: int) -> None:
+        """Connections to come have epochs above this one."""
+        self._epoch = max(self._epoch, epoch)
 
     @property
     def endpoints(self) -> Mapping[str, WorkerEndpoint]:

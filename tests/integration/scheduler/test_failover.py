@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
@@ -17,6 +16,7 @@ from scheduler.messages import FinishReason, Role
 from services.backend.interface import BackendUnavailableError, DeadlineExceededError
 from services.backend.sequence_stream import SequenceFailedError
 from services.rpc.channel_security import ChannelSecurity, random_token
+from services.scheduler.epochs import EpochAuthority
 from services.scheduler.service import ServiceClosedError
 from services.scheduler_client.remote import ClientOptions
 from tests.support.cells import (
@@ -186,19 +186,28 @@ def test_idle_scheduler_notices_too_that_it_is_fenced() -> None:
     asyncio.run(run())
 
 
-def test_scheduler_whose_clock_is_behind_takes_over_from_a_dead_one() -> None:
+@pytest.mark.parametrize("dead", [True, False])
+def test_a_scheduler_with_a_higher_epoch_from_a_register_that_is_lost_loses(dead: bool) -> None:
     async def run() -> None:
         resolve = Whereabouts()
         async with AsyncExitStack() as stack:
-            async with running_scheduler(resolve, epoch=time.time_ns() + 10**15):
+            async with AsyncExitStack() as old_stack:
+                await resolve.register.take(999)
+                old, _ = await old_stack.enter_async_context(running_scheduler(resolve))
                 worker = await stack.enter_async_context(running_worker("target-0", Role.TARGET, resolve))
                 await all_in_use([worker])
-            resolve.address = ""
-            service, _ = await stack.enter_async_context(running_scheduler(resolve, epoch=5))
-            backend = await stack.enter_async_context(client(resolve))
-            await asyncio.wait_for(check(backend, 1, 10), LONG)
-            assert service.epoch > 10**15
-            assert service.closed_because is None
+                resolve.register.numbers.clear()
+                if dead:
+                    await old_stack.aclose()
+                new, _ = await stack.enter_async_context(running_scheduler(resolve))
+                backend = await stack.enter_async_context(client(resolve))
+                await asyncio.wait_for(check(backend, 1, 10), LONG)
+                await asyncio.wait_for(old.wait_closed(), LONG)
+                assert old.fenced is not dead
+                assert new.epoch > old.epoch
+            await asyncio.wait_for(check(backend, 2, 10), LONG)
+            assert new.closed_because is None
+            assert resolve.register.numbers == {1, 1001}
 
     asyncio.run(run())
 
@@ -295,7 +304,8 @@ def test_schedulers_that_are_replaced_are_not_held_against_a_sequence() -> None:
             for _ in range(5):
                 async with running_scheduler(resolve) as (service, _server):
                     await until(lambda service=service: service.core.snapshot().live > 0)  # type: ignore[misc]
-                    service.hear_of_epoch(service.epoch + 1, service.epoch + 1)
+                    await EpochAuthority(resolve.register).claim()
+                    await service.hear_of_epoch(service.epoch + 1)
                     assert service.fenced
                     await until(lambda: not backend.connected)
             assert not asked.done()

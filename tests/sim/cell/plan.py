@@ -81,8 +81,8 @@ class Plan:
     latency: float
     horizon: float
     """Until then things go wrong; afterwards everything is mended."""
-    most_clock_error: float
-    """Seconds by which the clock of a scheduler that starts may be behind, from which it takes its epoch."""
+    register_is_lost: bool
+    """Whether the numbers of schedulers begin anew where none lives."""
 
 
 def make_plan(rng: random.Random, seed: int, sequences: int, kinds: tuple[str, ...] = FAULTS) -> Plan:
@@ -139,7 +139,7 @@ def make_plan(rng: random.Random, seed: int, sequences: int, kinds: tuple[str, .
         tuple(faults),
         latency=rng.choice((0.0005, 0.002, 0.01)),
         horizon=horizon,
-        most_clock_error=rng.choice((0.0, 0.0, 5.0)),
+        register_is_lost=rng.random() < 0.3,
     )
 
 

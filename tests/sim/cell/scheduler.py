@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
+from services.scheduler.epochs import EpochAuthority
 from services.scheduler.server import SchedulerServer, SchedulerServerOptions
 from services.scheduler.service import SchedulerService
 from services.scheduler.session import GatewaySession, SessionOptions
@@ -49,21 +51,32 @@ class _Server(SchedulerServer):
         return
 
 
+def _outcome(of: Coroutine[Any, Any, int]) -> int:
+    """Of a coroutine that waits for nothing."""
+    try:
+        of.send(None)
+    except StopIteration as end:
+        return int(end.value)
+    raise RuntimeError("it waits")
+
+
 class SimulatedScheduler:
     """One start of a scheduler."""
 
-    def __init__(self, world: World, index: int, epoch: int) -> None:
+    def __init__(self, world: World, index: int) -> None:
         self.world = world
         self.process = Process(world.network, f"scheduler{index}")
         self.address = f"scheduler{index}:1"
-        self.epoch = epoch
         self.process.run(self._start)
 
     def _start(self) -> None:
         world, security = self.world, self.process
+        epochs = EpochAuthority(world.register)
+        self.epoch = _outcome(epochs.claim())
         self.service = SchedulerService(
             world.plan.config,
             scheduler_epoch=self.epoch,
+            epochs=epochs,
             link_options=LINK_OPTIONS,
             security=security,  # type: ignore[arg-type]
         )

@@ -28,9 +28,11 @@ class WatchedCore(SchedulerCore):
         self._world = world
         self._scheduler = scheduler
         self._events = 0
+        self._all_planned = True
 
     def apply(self, event: Event, now: float) -> list[Command]:
         self._check_waits(now)
+        self._all_planned = False
         if isinstance(event, WorkerLost) and not self._world.may_lose_workers:
             self._world.fail(f"{self._scheduler.process.name} lost {event.worker_id} unprovoked")
         with self._failing_on(type(event).__name__):
@@ -44,6 +46,7 @@ class WatchedCore(SchedulerCore):
         self._check_waits(now)
         with self._failing_on("planning"):
             commands = super().plan(now)
+        self._all_planned = True
         deadline = self.next_deadline()
         if deadline is not None and deadline <= now:
             self._world.fail(f"a plan is due since {now - deadline:.4f} s, although everything was planned just now")
@@ -77,7 +80,9 @@ class WatchedCore(SchedulerCore):
             self._world.fail(f"{self._scheduler.process.name}: sequences {orphans} of sessions that are over")
 
     def _check_waits(self, now: float) -> None:
-        """No sequence has been left waiting on an idle target for longer than its bound, but for a draft's turn."""
+        """The last plan left nothing waiting on an idle target for longer than its bound, but for a draft's turn."""
+        if not self._all_planned:
+            return
         drafting = any(draft.busy for draft in self._fleet.drafts.values())
         for target in self._fleet.targets.values():
             if target.time_sliced and drafting:

@@ -16,6 +16,7 @@ from tests.sim.cell.process import Process
 from tests.sim.cell.scheduler import SimulatedScheduler
 from tests.sim.cell.virtual_time import VirtualLoop
 from tests.sim.cell.worker import SimulatedWorker
+from tests.support.memory_register import MemoryRegister
 
 MOST_SECONDS = 30.0
 """Virtual seconds within which everything must have ended once nothing goes wrong any more."""
@@ -26,7 +27,6 @@ _NOTICED_AFTER = 0.3
 """Seconds until a scheduler that has closed is replaced, as a health check would."""
 _CLOSED_AFTER = 0.2
 """Seconds until a scheduler that was fenced off has heard of it."""
-_FIRST_EPOCH = 10**18
 
 
 class World:
@@ -45,6 +45,7 @@ class World:
         self._unended = len(plan.requests)
         self._worker_epochs = 0
         self._gateway_starts = 0
+        self.register = MemoryRegister()
         self.schedulers: list[SimulatedScheduler] = []
         self.current: SimulatedScheduler | None = None
         self.old_name: tuple[str, float] = ("", 0.0)
@@ -208,10 +209,10 @@ class World:
 
     def start_scheduler(self) -> None:
         index = len(self.schedulers)
-        error = self.plan.most_clock_error * self.rng.random() if index else 0.0
-        epoch = _FIRST_EPOCH + int((self.loop.now - error) * 1e9)
-        self.note("scheduler starts", index, epoch)
-        self.current = SimulatedScheduler(self, index, epoch)
+        if self.plan.register_is_lost and not any(scheduler.process.alive for scheduler in self.schedulers):
+            self.register.numbers.clear()
+        self.note("scheduler starts", index)
+        self.current = SimulatedScheduler(self, index)
         self.schedulers.append(self.current)
 
     def add_scheduler(self, shared: SimulatedScheduler, seconds: float) -> None:

@@ -1,0 +1,51 @@
+"""The epochs by which workers tell schedulers apart: a register gives each number out once, and no clock is asked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+_CONNECTIONS = 1 << 32
+"""Epochs of one scheduler, of which each of its connections takes the next."""
+
+
+class SupersededError(Exception):
+    """Another scheduler has taken a number since."""
+
+
+class EpochRegister(Protocol):
+    """Remembers the numbers that schedulers took, for longer than any scheduler lives."""
+
+    async def taken(self) -> Iterable[int]: ...
+
+    async def take(self, number: int) -> bool:
+        """False where somebody has taken the number before; of those who ask at the same time, one gets it."""
+
+
+class EpochAuthority:
+    """Numbers the schedulers that share a register. The scheduler with the highest number is the one that counts."""
+
+    def __init__(self, register: EpochRegister) -> None:
+        self._register = register
+
+    async def claim(self) -> int:
+        """The first epoch of a scheduler that starts, above those of all before it."""
+        while True:
+            number = await self._highest() + 1
+            if await self._register.take(number):
+                return number * _CONNECTIONS
+
+    async def renew(self, epoch: int, above: int) -> int:
+        """A scheduler with this epoch has met a higher one: a new epoch `above` that.
+
+        Raises SupersededError if another scheduler has claimed an epoch since. If none has, the higher epoch was given
+        out by a register that is lost.
+        """
+        own, highest = epoch // _CONNECTIONS, await self._highest()
+        number = max(own, above // _CONNECTIONS) + 1
+        if highest > own or not await self._register.take(number):
+            raise SupersededError(f"a scheduler with number {max(highest, number)} has taken over, this one's is {own}")
+        return number * _CONNECTIONS
+
+    async def _highest(self) -> int:
+        return max(await self._register.taken(), default=0)
