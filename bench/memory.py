@@ -121,7 +121,7 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
     async with (
         WorkerLauncher(launches) as launcher,
         SchedulerService(
-            config, scheduler_epoch=time.time_ns(), link_options=LinkOptions(60, _STEP_SECONDS)
+            config, scheduler_epoch=1, link_options=LinkOptions(60, _STEP_SECONDS)
         ) as service,
     ):
         workers = launcher.workers

@@ -18,6 +18,7 @@ from scheduler.messages import Role
 from services.launch.launcher import LoadingMessage, RunningWorker, WorkerLaunch, WorkerLauncher, WorkerStartError
 from services.observability.observer import ServiceObserver
 from services.rpc.channel_security import ChannelSecurity, random_token
+from services.scheduler.epochs import EpochAuthority, MemoryRegister
 from services.scheduler.service import SchedulerService
 from services.scheduler.workers.pairing import PairingError
 from services.scheduler.workers.worker_link import LinkOptions, WorkerEndpoint, WorkerUnreachableError
@@ -36,6 +37,7 @@ class Cell:
     def __init__(self, workers: Sequence[RunningWorker], security: ChannelSecurity) -> None:
         self._workers = {worker.worker_id: worker for worker in workers}
         self._security = security
+        self._epochs = EpochAuthority(MemoryRegister())
         self._last_death = ""
 
     @asynccontextmanager
@@ -49,8 +51,9 @@ class Cell:
             if drafting or worker.role is Role.TARGET
         ]
         links = LinkOptions(connect_timeout=_CONNECT_SECONDS, step_timeout=_STEP_SECONDS)
+        epoch = await self._epochs.claim()
         async with SchedulerService(
-            config, scheduler_epoch=1, link_options=links, security=self._security, observers=observers
+            config, scheduler_epoch=epoch, link_options=links, security=self._security, observers=observers
         ) as service:
             try:
                 await service.add_workers(endpoints)

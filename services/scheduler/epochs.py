@@ -22,6 +22,22 @@ class EpochRegister(Protocol):
         """False where somebody has taken the number before; of those who ask at the same time, one gets it."""
 
 
+class MemoryRegister:
+    """For schedulers in one process, over workers that no other process reaches."""
+
+    def __init__(self) -> None:
+        self.numbers: set[int] = set()
+
+    async def taken(self) -> set[int]:
+        return self.numbers
+
+    async def take(self, number: int) -> bool:
+        if number in self.numbers:
+            return False
+        self.numbers.add(number)
+        return True
+
+
 class EpochAuthority:
     """Numbers the schedulers that share a register. The scheduler with the highest number is the one that counts."""
 
@@ -42,10 +58,16 @@ class EpochAuthority:
         out by a register that is lost.
         """
         own, highest = epoch // _CONNECTIONS, await self._highest()
+        if highest > own:
+            raise _superseded(highest, own)
         number = max(own, above // _CONNECTIONS) + 1
-        if highest > own or not await self._register.take(number):
-            raise SupersededError(f"a scheduler with number {max(highest, number)} has taken over, this one's is {own}")
+        if not await self._register.take(number):
+            raise _superseded(number, own)
         return number * _CONNECTIONS
 
     async def _highest(self) -> int:
         return max(await self._register.taken(), default=0)
+
+
+def _superseded(number: int, own: int) -> SupersededError:
+    return SupersededError(f"a scheduler with number {number} has taken over, this one's is {own}")

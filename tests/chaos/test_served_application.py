@@ -23,6 +23,8 @@ WORKERS = {"draft": 2, "target": 2}
 # While a new scheduler has no workers yet, every stream waits in the queue, and none may be refused for that.
 QUEUE = STREAMS + 8
 SECONDS = 300.0
+EPOCHS = 1 << 32
+"""Of one scheduler."""
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +49,10 @@ def application(
         yield application
 
 
-def test_processes_that_die_or_stop_change_no_text(application: Application, tiny_pair: tuple[Path, Path]) -> None:
+def test_processes_that_die_or_stop_change_no_text(
+    ray_cluster: RayCluster, application: Application, tiny_pair: tuple[Path, Path]
+) -> None:
+    before = ray_cluster.scheduler()["scheduler_epoch"]
     asked = cases(8, max_tokens=200)
     expected = oracle(PlainDecoder(tiny_pair[0]), asked)
 
@@ -64,6 +69,8 @@ def test_processes_that_die_or_stop_change_no_text(application: Application, tin
             await watcher.until(lambda report: report.idle, "no sequence and no page", SECONDS)
 
     asyncio.run(run())
+    # The next scheduler has the next number, and not a later time.
+    assert before < ray_cluster.scheduler()["scheduler_epoch"] < before + 3 * EPOCHS
 
 
 def test_prompts_that_kill_take_two_targets_each_and_no_other_stream(

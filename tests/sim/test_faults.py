@@ -33,7 +33,7 @@ def happened(result: ScheduleResult, *words: str) -> int:
 
 @cache
 def schedules_of(kind: str) -> list[ScheduleResult]:
-    return [run_schedule(seed, kinds=(kind,)) for seed in range(12)]
+    return [run_schedule(seed, kinds=(kind,)) for seed in range(8)]
 
 
 @pytest.mark.sampled(4)
@@ -54,12 +54,12 @@ def test_schedules_that_found_something_break_no_rule_any_more(seed: int) -> Non
 def test_mixed_faults_break_no_rule() -> None:
     outcomes: Counter[str] = Counter()
     sharing = 0
-    for seed in range(100, 150):
+    for seed in range(100, 135):
         result = run_schedule(seed)
         outcomes += result.outcomes
         sharing += result.reused > 500
     # Of 200 prompts of about 12 tokens, many begin alike.
-    assert sharing > 25
+    assert sharing > 17
     # Most sequences finish whatever happens; the other ends are there as well.
     assert outcomes["length"] + outcomes["stop"] > 0.75 * outcomes.total()
     assert {"cancelled", "deadline", "refused queue_full", "refused too_long", "failed", "gateway died"} <= set(

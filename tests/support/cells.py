@@ -18,7 +18,7 @@ from scheduler.messages import FinishReason, Role
 from services.backend.interface import GenerationRequest
 from services.observability.observer import ServiceObserver
 from services.rpc.channel_security import SECURITY_VARIABLE, ChannelSecurity
-from services.scheduler.epochs import EpochAuthority
+from services.scheduler.epochs import EpochAuthority, MemoryRegister
 from services.scheduler.server import SchedulerServer, SchedulerServerOptions
 from services.scheduler.service import SchedulerService
 from services.scheduler.session import SessionOptions
@@ -29,7 +29,6 @@ from services.scheduler_client.remote_stream import RemoteStream
 from services.worker.executor import DraftStepExecutor, StepExecutor, TargetStepExecutor
 from services.worker.registration import RegistrationOptions, WorkerRegistration
 from services.worker.server import WorkerServer
-from tests.support.memory_register import MemoryRegister
 from tests.support.stand_in_worker import StandInEngine, continuation
 from tests.support.waiting import LONG, until
 

@@ -7,6 +7,7 @@ import hashlib
 import random
 from typing import Any
 
+from services.scheduler.epochs import MemoryRegister
 from services.scheduler.session import GatewaySession
 from tests.sim.cell.faults import CUTTING, DISTURBING, HARMLESS_TO_LINKS, Faults
 from tests.sim.cell.gateway import ClientCall, SimulatedGateway
@@ -16,7 +17,6 @@ from tests.sim.cell.process import Process
 from tests.sim.cell.scheduler import SimulatedScheduler
 from tests.sim.cell.virtual_time import VirtualLoop
 from tests.sim.cell.worker import SimulatedWorker
-from tests.support.memory_register import MemoryRegister
 
 MOST_SECONDS = 30.0
 """Virtual seconds within which everything must have ended once nothing goes wrong any more."""

@@ -1,0 +1,68 @@
+"""Schedulers are numbered, each number once; of two that meet, the register says which one counts."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+
+import pytest
+
+from services.scheduler.epochs import EpochAuthority, MemoryRegister, SupersededError
+
+
+class SlowRegister(MemoryRegister):
+    """Everybody sees what is taken before anybody takes a number."""
+
+    async def taken(self) -> set[int]:
+        before = set(self.numbers)
+        await asyncio.sleep(0)
+        return before
+
+
+def test_schedulers_that_start_at_once_have_different_epochs() -> None:
+    async def run() -> None:
+        register = SlowRegister()
+        epochs = await asyncio.gather(*(EpochAuthority(register).claim() for _ in range(20)))
+        assert register.numbers == set(range(1, 21))
+        assert len(set(epochs)) == 20
+        # Each has room for its connections below the next.
+        ordered = sorted(epochs)
+        assert min(later - earlier for earlier, later in itertools.pairwise(ordered)) >= 1 << 32
+
+    asyncio.run(run())
+
+
+def test_a_later_scheduler_counts() -> None:
+    async def run() -> None:
+        authority = EpochAuthority(MemoryRegister())
+        first, second = await authority.claim(), await authority.claim()
+        with pytest.raises(SupersededError, match="a scheduler with number 2 has taken over, this one's is 1"):
+            await authority.renew(first, above=second + 7)
+
+    asyncio.run(run())
+
+
+def test_an_epoch_that_nobody_was_given_loses() -> None:
+    async def run() -> None:
+        register = MemoryRegister()
+        authority = EpochAuthority(register)
+        epoch = await authority.claim()
+        of_a_clock = 1_795_000_000_000_000_000
+        renewed = await authority.renew(epoch, above=of_a_clock)
+        assert renewed > of_a_clock
+        assert await authority.claim() > renewed
+
+    asyncio.run(run())
+
+
+def test_of_two_that_renew_at_once_one_counts() -> None:
+    async def run() -> None:
+        register = SlowRegister()
+        authority = EpochAuthority(register)
+        epoch = await authority.claim()
+        outcomes = await asyncio.gather(
+            *(authority.renew(epoch, above=epoch + 5) for _ in range(2)), return_exceptions=True
+        )
+        assert sorted(isinstance(outcome, SupersededError) for outcome in outcomes) == [False, True]
+
+    asyncio.run(run())
