@@ -120,9 +120,7 @@ async def run(arguments: argparse.Namespace) -> dict[str, Any]:
     samples = MemorySamples()
     async with (
         WorkerLauncher(launches) as launcher,
-        SchedulerService(
-            config, scheduler_epoch=1, link_options=LinkOptions(60, _STEP_SECONDS)
-        ) as service,
+        SchedulerService(config, scheduler_epoch=1, link_options=LinkOptions(60, _STEP_SECONDS)) as service,
     ):
         workers = launcher.workers
         await service.add_workers([WorkerEndpoint(w.worker_id, w.role, w.address) for w in workers])

@@ -28,6 +28,8 @@ from tests.support.waiting import LONG
 CPUS_OF_A_NODE = 4
 # Ray's workers are as important as what else a machine does; by themselves they would come last.
 PRIORITY = {"RAY_worker_niceness": "0"}
+# Ray's processes end themselves where they have no GCS for a minute, which a busy machine may need to start another.
+PATIENCE = {"RAY_gcs_rpc_server_reconnect_timeout_s": "600"}
 # Ray gives its own processes 30 s to start, which a busy machine may exceed.
 START_ATTEMPTS = 3
 
@@ -93,6 +95,7 @@ class RayCluster:
             "RAY_AUTH_TOKEN_PATH": str(self._token),
             "RAY_USAGE_STATS_ENABLED": "0",
             **PRIORITY,
+            **PATIENCE,
             **(environment or {}),
         }
         self.address = ""
