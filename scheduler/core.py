@@ -216,6 +216,9 @@ class SchedulerCore:
             emit(RefuseSequence(request.sequence_id, RefusalCause.TOO_LONG, message))
             return
         full = self._queue_full(sequence)
+        if full is not None and self._lifecycle.admit():
+            # Others came before it since the last plan, and need not wait.
+            full = self._queue_full(sequence)
         if full is not None:
             emit(RefuseSequence(request.sequence_id, RefusalCause.QUEUE_FULL, full))
             return

@@ -14,6 +14,7 @@ from deploy.offline.cell import Cell, worker_launches
 from deploy.progress import Reporter
 from services.launch.launcher import LoadingMessage, RunningWorker, WorkerLaunch, WorkerLauncher, WorkerStartError
 from services.rpc.channel_security import ChannelSecurity, random_token
+from services.scheduler.epochs import EpochAuthority, MemoryRegister
 
 
 class BenchWorkers:
@@ -22,6 +23,7 @@ class BenchWorkers:
     def __init__(self, used: Mapping[GridPoint, Sequence[int]], security: ChannelSecurity) -> None:
         self._used = used
         self._security = security
+        self._epochs = EpochAuthority(MemoryRegister())
         self._workers: Sequence[RunningWorker] = ()
         self._death = ""
 
@@ -34,7 +36,7 @@ class BenchWorkers:
     def cell(self, point: GridPoint) -> Cell:
         """Raises `RunError` once any worker has died: figures without it would be of something else."""
         self.check_alive()
-        return Cell([self._workers[number] for number in self._used[point]], self._security)
+        return Cell([self._workers[number] for number in self._used[point]], self._security, self._epochs)
 
     def check_alive(self) -> None:
         if self._death:

@@ -32,12 +32,12 @@ _SMALL_KV_POSITIONS = 65536
 
 
 class Cell:
-    """Running workers, used by one scheduler service after the other."""
+    """Running workers, used by one scheduler service after the other. All cells that share a worker share `epochs`."""
 
-    def __init__(self, workers: Sequence[RunningWorker], security: ChannelSecurity) -> None:
+    def __init__(self, workers: Sequence[RunningWorker], security: ChannelSecurity, epochs: EpochAuthority) -> None:
         self._workers = {worker.worker_id: worker for worker in workers}
         self._security = security
-        self._epochs = EpochAuthority(MemoryRegister())
+        self._epochs = epochs
         self._last_death = ""
 
     @asynccontextmanager
@@ -82,7 +82,8 @@ async def running_cell(settings: RunSettings, lengths: Sequence[int], reporter: 
     """
     # Loopback is open to every user of the machine.
     security = ChannelSecurity(token=random_token())
-    cell = Cell((), security)
+    epochs = EpochAuthority(MemoryRegister())
+    cell = Cell((), security, epochs)
 
     def on_loading(loading: LoadingMessage) -> None:
         reporter.stage(loading.worker_id, loading.message, loading.fraction)
@@ -95,7 +96,7 @@ async def running_cell(settings: RunSettings, lengths: Sequence[int], reporter: 
         async with WorkerLauncher(
             worker_launches(settings, lengths), on_loading=on_loading, on_exit=on_exit, security=security
         ) as launcher:
-            cell = Cell(launcher.workers, security)
+            cell = Cell(launcher.workers, security, epochs)
             yield cell
     except WorkerStartError as error:
         raise RunError(str(error)) from error
