@@ -70,7 +70,7 @@ def test_processes_that_die_or_stop_change_no_text(
 
     asyncio.run(run())
     # The next scheduler has the next number, and not a later time.
-    assert before < ray_cluster.scheduler()["scheduler_epoch"] < before + 3 * EPOCHS
+    assert before < ray_cluster.scheduler()["scheduler_epoch"] < before + 10 * EPOCHS
 
 
 def test_prompts_that_kill_take_two_targets_each_and_no_other_stream(
