@@ -20,6 +20,9 @@ JOBS ?= $(shell nproc 2>/dev/null || echo 1)
 SIM ?=
 LOCK ?=
 
+# Where the environment forbids bytecode, every one of hundreds of processes would compile the sources anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Tests that take long by what they wait for or compute are marked `slow`; those on Ray, `ray` (docs/testing.md).
 PYTEST = $(BIN)/python -m pytest --durations=20
 BESIDE_OTHERS = OMP_NUM_THREADS=1 $(PYTEST) --dist worksteal

@@ -20,7 +20,6 @@ from types import TracebackType
 from typing import Any, Self
 
 import psutil
-import yaml
 
 from tests.support.ports import free_ports
 from tests.support.waiting import LONG
@@ -204,111 +203,98 @@ class RayCluster:
         return answer
 
 
-def deploy(file: Path) -> None:
-    """As the dashboard does that `serve deploy` speaks to."""
-    from ray import serve
-    from ray.serve.context import _get_global_client
-    from ray.serve.schema import ServeDeploySchema
+class Driver:
+    """A Ray driver in a process of its own (tests/support/ray_driver.py).
 
-    config = ServeDeploySchema.model_validate(yaml.safe_load(file.read_text()))
-    serve.start(proxy_location=config.proxy_location, http_options=config.http_options.model_dump())
-    client = _get_global_client()
-    assert client is not None
-    client.deploy_apps(config)
+    A driver keeps a processor busy once another GCS has taken over (its poll for errors returns at once then), and may
+    not find that GCS at all. So its process ends before the GCS does, and another one follows.
+    """
+
+    def __init__(self, address: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.support.ray_driver", address],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def ask(self, question: str) -> Any:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(f"{question}\n")
+        self._process.stdin.flush()
+        return json.loads(self._process.stdout.readline())[question.partition(" ")[0]]
+
+    def end(self) -> None:
+        self._process.communicate()
 
 
-def clear() -> None:
-    """Ends Serve with all that it runs, so that the next suite can start it with other ports."""
-    from ray import serve
-    from ray.serve.context import _get_global_client
+class Cluster:
+    """The nodes of a cluster, and a driver that answers what they do not know themselves."""
 
-    if _get_global_client(raise_if_no_controller_running=False) is not None:
-        serve.shutdown()
+    def __init__(self, first: dict[str, float], others: list[dict[str, float]], head_cpus: int) -> None:
+        from ray.cluster_utils import Cluster as RayNodes
+
+        # A GCS that comes back must be found where it was.
+        (gcs_port,) = free_ports(1)
+        head = {"num_cpus": head_cpus, "include_dashboard": False, "gcs_server_port": gcs_port}
+        self._nodes = RayNodes(initialize_head=True, head_node_args={**_node(first), **head})
+        self._added: list[Any] = []
+        self._add(others)
+        self.address: str = self._nodes.address
+        self._driver = Driver(self.address)
+
+    def answer(self, question: str, argument: str) -> Any:
+        match question:
+            case "add_nodes":
+                self._added += self._add(json.loads(argument))
+                return len(self._added)
+            case "clear":
+                done = self._driver.ask("clear")
+                while self._added:
+                    self._nodes.remove_node(self._added.pop())
+                return done
+            case "kill_gcs":
+                process_id = self._gcs()
+                self._driver.end()
+                self._nodes.head_node.kill_gcs_server()
+                return process_id
+            case "start_gcs":
+                self._nodes.head_node.start_gcs_server()
+                self._driver = Driver(self.address)
+                return self._gcs()
+            case _:
+                return self._driver.ask(f"{question} {argument}".strip())
+
+    def end(self) -> None:
+        self._driver.end()
+        self._nodes.shutdown()
+
+    def _add(self, nodes: list[dict[str, float]]) -> list[Any]:
+        new = [self._nodes.add_node(wait=False, **_node(resources)) for resources in nodes]
+        self._nodes.wait_for_nodes()
+        return new
+
+    def _gcs(self) -> int:
+        (server,) = self._nodes.head_node.all_processes["gcs_server"]
+        process_id: int = server.process.pid
+        return process_id
 
 
-def change_gcs(head: Any, change: str) -> int:
-    if change == "start_gcs":
-        head.start_gcs_server()
-    (server,) = head.all_processes["gcs_server"]
-    process_id: int = server.process.pid
-    if change == "kill_gcs":
-        head.kill_gcs_server()
-    return process_id
+def _node(resources: dict[str, float]) -> dict[str, Any]:
+    return {"num_cpus": CPUS_OF_A_NODE, "num_gpus": 0, "resources": resources, "object_store_memory": 80 << 20}
 
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    import ray
-    from ray._private.state import actors, state
-    from ray.cluster_utils import Cluster
-
-    from deploy.cluster.client import scheduler_status
-
-    def node(resources: dict[str, float]) -> dict[str, Any]:
-        return {
-            "num_cpus": CPUS_OF_A_NODE,
-            "num_gpus": 0,
-            "resources": resources,
-            "object_store_memory": 80 << 20,
-        }
-
     first, *others = json.loads(sys.argv[1])
-    # A GCS that comes back must be found where it was.
-    (gcs_port,) = free_ports(1)
-    head = {**node(first), "num_cpus": int(sys.argv[2]), "include_dashboard": False, "gcs_server_port": gcs_port}
-    cluster = Cluster(initialize_head=True, head_node_args=head)
-    added: list[Any] = []
-
-    def add(nodes: list[dict[str, float]]) -> list[Any]:
-        new = [cluster.add_node(wait=False, **node(resources)) for resources in nodes]
-        cluster.wait_for_nodes()
-        return new
-
-    add(others)
-    ray.init(address=cluster.address, log_to_driver=False)
+    cluster = Cluster(first, others, head_cpus=int(sys.argv[2]))
     print(json.dumps({"address": cluster.address}), file=answers, flush=True)
     for line in sys.stdin:
-        question, _, file = line.strip().partition(" ")
-        if question == "deploy":
-            deploy(Path(file))
-            print(json.dumps({"deploy": "taken"}), file=answers, flush=True)
-            continue
-        if question == "add_nodes":
-            added += add(json.loads(file))
-            print(json.dumps({"add_nodes": len(added)}), file=answers, flush=True)
-            continue
-        if question == "clear":
-            clear()
-            while added:
-                cluster.remove_node(added.pop())
-            print(json.dumps({"clear": "done"}), file=answers, flush=True)
-            continue
-        if question in ("kill_gcs", "start_gcs"):
-            print(json.dumps({question: change_gcs(cluster.head_node, question)}), file=answers, flush=True)
-            continue
-        if question == "scheduler":
-            print(json.dumps({"scheduler": scheduler_status("spool")}), file=answers, flush=True)
-            continue
-        if question == "metrics":
-            nodes = [node for node in ray.nodes() if node["Alive"]]
-            endpoints = [f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics" for node in nodes]
-            print(json.dumps({"metrics": endpoints}), file=answers, flush=True)
-            continue
-        places = {found["NodeID"]: sorted(found["Resources"]) for found in state.node_table()}
-        known = [
-            {
-                "name": actor["Name"],
-                "state": actor["State"],
-                "process_id": actor["Pid"],
-                "node": actor["Address"]["NodeID"],
-                "resources": [name for name in places.get(actor["Address"]["NodeID"], ()) if name.endswith("_gpu")],
-            }
-            for actor in actors().values()
-        ]
-        print(json.dumps({"actors": known}), file=answers, flush=True)
-    ray.shutdown()
-    cluster.shutdown()
+        question, _, argument = line.strip().partition(" ")
+        print(json.dumps({question: cluster.answer(question, argument)}), file=answers, flush=True)
+    cluster.end()
 
 
 if __name__ == "__main__":

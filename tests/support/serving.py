@@ -54,12 +54,13 @@ def requests(count: int, max_tokens: int) -> list[Ask]:
 
 
 class PlainDecoder:
-    """One sequence at a time, one token at a time, by the engine alone."""
+    """One sequence at a time, one token at a time, by the engine alone; what was asked before is not computed again."""
 
     def __init__(self, folder: Path, dtype: str = "float32", engine: Mapping[str, int] = ENGINE) -> None:
         self._tokenizer = ModelTokenizer(folder)
         settings = EngineSettings(str(folder), dtype=dtype, threads=1, **engine)
         self._executor = TargetStepExecutor(load_target_engine(settings, lambda *_: None))
+        self._answers: dict[Ask, str] = {}
 
     def __call__(self, asked: Sequence[Ask]) -> list[str]:
         config = SchedulerConfig(batch_size=1, max_running=1, policy=Policy.RAGGED, draft_length=0)
@@ -72,9 +73,12 @@ class PlainDecoder:
                 sampling=SamplingParameters(temperature=ask.temperature, seed=ask.seed),
             )
             for number, ask in enumerate(asked)
+            if ask not in self._answers
         ]
         outputs = run_in_process(config, {"target-0": self._executor}, sequences)
-        return [self._tokenizer.decode(outputs[number].tokens) for number in range(len(asked))]
+        for number, output in outputs.items():
+            self._answers[asked[number]] = self._tokenizer.decode(output.tokens)
+        return [self._answers[ask] for ask in asked]
 
 
 def oracle(plain: PlainDecoder, asked: Sequence[Case]) -> dict[Case, Answer]:
