@@ -179,6 +179,7 @@ class Rounds:
             self._counters.count_draft_length(sequence.requested_draft_length)
         emitted, reason = sequence.commit(tokens)
         count = len(emitted)
+        sequence.account.serve_output(count, now)
         kept = accepted if accepted < count else count
         digests, logprobs = result.logits_digests, result.logprobs
         if count < len(tokens):
@@ -205,11 +206,11 @@ class Rounds:
             self._lifecycle.catch_up(sequence)
 
     def _out_of_pages(self, target: TargetWorker, sequence: Sequence, result: RowResult) -> None:
-        """The worker has fewer pages than it said. The youngest sequence makes room; a single one tries again."""
+        """The worker has fewer pages than it said. The last in rank makes room; a single sequence tries again."""
         if len(target.sequences) == 1:
             self._lost_kv(target, sequence, result)
             return
-        victim = target.youngest_idle(sequence.order, ()) or sequence
+        victim = target.last_idle(sequence, ()) or sequence
         self._lifecycle.preempt(victim)
         if victim is not sequence:
             self._lifecycle.catch_up(sequence)
