@@ -12,14 +12,15 @@ from scheduler.state.token_bucket import TokenBucket
 class KeyAccount:
     """One key. `live_set.LiveSet` counts its `waiting` and `running` sequences.
 
-    `served` is the virtual counter of Sheng et al., "Fairness in Serving Large Language Models" (arXiv 2401.00588,
-    section 4): the tokens that the key was served, divided by its weight. The waiting queue raises it, too, for a key
-    that was idle.
+    `served` is the virtual counter of Sheng et al., "Fairness in Serving Large Language Models" (arXiv 2401.00588): the
+    tokens that the key was served, divided by its weight. `claimed` also counts the prompts of running sequences that
+    are not computed yet, so that a key is not admitted over and over before the first chunk is back.
     """
 
     __slots__ = (
         "_weight",
         "bucket",
+        "claimed",
         "key",
         "output_tokens",
         "prompt_tokens",
@@ -32,6 +33,7 @@ class KeyAccount:
     def __init__(self, key: KeyClass) -> None:
         self.key = key
         self.served = 0.0
+        self.claimed = 0.0
         self.running = 0
         self.waiting = 0
         self.prompt_tokens = 0
@@ -45,15 +47,27 @@ class KeyAccount:
     def may_run_more(self) -> bool:
         return self.key.max_running is None or self.running < self.key.max_running
 
+    def raise_to(self, served: float) -> None:
+        """The key was idle, and has no claim to what it was not served meanwhile."""
+        missing = max(0.0, served - self.served)
+        self.served += missing
+        self.claimed += missing
+
+    def claim_prompt(self, tokens: int) -> None:
+        """A sequence was admitted, with so many tokens of prompt to compute; fewer than 0: it has left before that."""
+        self.claimed += tokens / self._weight
+
     def serve_prompt(self, tokens: int) -> None:
-        """A sequence with so many tokens of prompt was admitted."""
+        """So many tokens of a prompt were computed."""
         self.prompt_tokens += tokens
         self.served += tokens / self._weight
 
     def serve_output(self, tokens: int, now: float) -> None:
         """So many tokens of output were committed."""
         self.output_tokens += tokens
-        self.served += tokens / self._weight
+        share = tokens / self._weight
+        self.served += share
+        self.claimed += share
         if self.bucket is not None:
             self.bucket.debit(tokens, now)
 

@@ -26,21 +26,21 @@ class LiveSet:
         return self._arrivals
 
     def start(self, sequence: Sequence) -> None:
-        """A waiting sequence runs from now on. The first time its key is charged with the prompt."""
+        """A waiting sequence runs from now on."""
+        account = sequence.account
         self.waiting.remove(sequence)
         self.running[sequence.sequence_id] = sequence
-        account = sequence.account
         account.running += 1
-        if not sequence.ran_before:
-            sequence.ran_before = True
-            account.serve_prompt(len(sequence.request.prompt))
+        account.claim_prompt(sequence.prompt_left)
         self.waiting.update(account)
 
     def stop(self, sequence: Sequence) -> None:
         """A running sequence runs no more."""
+        account = sequence.account
         del self.running[sequence.sequence_id]
-        sequence.account.running -= 1
-        self.waiting.update(sequence.account)
+        account.running -= 1
+        account.claim_prompt(-sequence.prompt_left)
+        self.waiting.update(account, shrunk=sequence.prompt_left > 0)
 
     def check_integrity(self) -> None:
         """Raises RuntimeError unless every sequence is in exactly one place."""

@@ -42,7 +42,7 @@ class SequenceRecord:
 
     `order` is the order of arrival: smaller is older. `rank` (priority, then order) is the one order in which sequences
     give way: where room is short, those of the highest rank lose theirs first. `account` is that of the sequence's key,
-    which has been charged with the prompt once the sequence `ran_before`.
+    and `prompt_left` counts the tokens of the prompt that no target has computed yet: those are served only once.
 
     `length` counts committed tokens. The length changes only in
     PREFILLING and VERIFYING, so indexes of the other states may use it as a key. At length `end` the sequence has all
@@ -80,7 +80,7 @@ class SequenceRecord:
         "plain_rounds",
         "planned_draft_length",
         "probing",
-        "ran_before",
+        "prompt_left",
         "rank",
         "ready_at",
         "request",
@@ -103,7 +103,7 @@ class SequenceRecord:
         self.order = order
         self.rank = (request.priority, order)
         self.account = account
-        self.ran_before = False
+        self.prompt_left = len(request.prompt)
         self.tokens = DigestedTokens(request.prompt)
         self.tokens.extend(request.committed_output)
         self.length = len(self.tokens)

@@ -2,8 +2,9 @@
 
 The order among keys is that of the Virtual Token Counter (Sheng et al., "Fairness in Serving Large Language Models",
 arXiv 2401.00588, algorithm 2): the key with the smallest counter is next. A key that begins to compete has its counter
-raised to the smallest one of the keys that compete, or where none does, to that of the key which did last; so a key
-saves nothing up while it asks for less than its share.
+raised to that of the key which is next, or where none competes, of the one which did last; so a key saves nothing up
+while it asks for less than its share. Unlike in the paper, prompts are computed in chunks, long after admission. So the
+order goes by what a key has claimed, and counters are raised to what was served.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ class WaitingQueue:
     """Every operation takes a time logarithmic in the sequences and keys that wait.
 
     A key *competes* while sequences of it wait and it may run more. `_competing` has the number of each one's latest
-    entry in the heap; entries hold the counter as it was, and since counters only grow, the first entry whose counter
-    is up to date has the smallest.
+    entry in the heap. Entries hold the claim as it was: one that has grown is noticed when its entry comes first, and
+    one that has shrunk gets a new entry (`update`).
     """
 
     def __init__(self) -> None:
@@ -104,32 +105,35 @@ class WaitingQueue:
         account.waiting -= 1
         self.update(account)
 
-    def update(self, account: KeyAccount) -> None:
-        """To be called when the key has more or fewer running sequences."""
+    def update(self, account: KeyAccount, shrunk: bool = False) -> None:
+        """To be called when the key runs more or fewer sequences; `shrunk` where its claim is smaller as well."""
         competes = account.waiting > 0 and account.may_run_more
-        if competes == (account in self._competing):
-            return
-        if not competes:
+        if competes and account not in self._competing:
+            before = self._smallest() or self._last
+            if before is not None:
+                account.raise_to(before.served)
+            self._enter(account, next(self._numbers))
+        elif competes and shrunk:
+            self._enter(account, next(self._numbers))
+        elif not competes and account in self._competing:
             del self._competing[account]
             self._last = account
-            return
-        smallest = self._smallest() or self._last
-        if smallest is not None:
-            account.served = max(account.served, smallest.served)
-        self._competing[account] = number = next(self._numbers)
-        heapq.heappush(self._heap, (account.served, number, account))
+
+    def _enter(self, account: KeyAccount, number: int) -> None:
+        self._competing[account] = number
+        heapq.heappush(self._heap, (account.claimed, number, account))
         if len(self._heap) > 2 * len(self._competing) + _MOST_STALE:
-            self._heap = [(account.served, number, account) for account, number in self._competing.items()]
+            self._heap = [(account.claimed, number, account) for account, number in self._competing.items()]
             heapq.heapify(self._heap)
 
     def _smallest(self) -> KeyAccount | None:
-        """The competing key with the smallest counter."""
+        """The competing key with the smallest claim."""
         while self._heap:
-            served, number, account = self._heap[0]
+            claimed, number, account = self._heap[0]
             if self._competing.get(account) != number:
                 heapq.heappop(self._heap)
-            elif served < account.served:
-                heapq.heapreplace(self._heap, (account.served, number, account))
+            elif claimed < account.claimed:
+                heapq.heapreplace(self._heap, (account.claimed, number, account))
             else:
                 return account
         return None

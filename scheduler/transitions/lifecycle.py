@@ -13,7 +13,7 @@ from scheduler.state.pending_kv_moves import KvMoves
 from scheduler.state.sequence_record import SequenceState
 from scheduler.state.workers import KvMove, Sequence, TargetWorker
 from scheduler.statistics import Counters
-from scheduler.transitions.slot_shares import sequence_beyond_share
+from scheduler.transitions.slot_shares import sequence_beyond_share, slot_claimant
 from scheduler.transitions.table import TRANSITIONS, Cause, IllegalTransitionError
 
 # Looked up for every row: names are faster than attributes of the enumeration.
@@ -186,9 +186,7 @@ class Lifecycle:
     def admit(self) -> bool:
         """Lets waiting sequences run, in the order of the waiting queue. Returns whether any was let in."""
         live, admitted = self._live, False
-        while (sequence := live.waiting.first()) is not None and self._fleet.targets:
-            if len(live.running) >= self._config.max_running and sequence.account.running == len(live.running):
-                break
+        while self._fleet.targets and (sequence := self._next_to_admit()) is not None:
             if not self.fits_somewhere(sequence):
                 self.fail(sequence, self.too_long(sequence))
                 continue
@@ -208,23 +206,27 @@ class Lifecycle:
             admitted = True
         return admitted
 
-    def _find_target(self, sequence: Sequence, positions: int) -> TargetWorker | None:
-        """A target with a slot and pages for the sequence.
+    def _next_to_admit(self) -> Sequence | None:
+        return self._live.waiting.first() if self._slot_is_free() else slot_claimant(self._live)
 
-        Where all slots are taken, another key gives one of its slots up if it has more than its share of them.
-        """
+    def _slot_is_free(self) -> bool:
+        most = self._max_per_target
+        if len(self._live.running) >= self._config.max_running:
+            return False
+        targets = self._fleet.targets.values()
+        return most is None or any(not target.draining and len(target.sequences) < most for target in targets)
+
+    def _find_target(self, sequence: Sequence, positions: int) -> TargetWorker | None:
+        """A target with a slot and pages for the sequence, at the expense of another key where all slots are taken."""
         target = self._fleet.pick_target(positions, self._max_per_target)
-        slots_left = len(self._live.running) < self._config.max_running
-        if target is not None and slots_left:
+        if self._slot_is_free() or (target is None and self._max_per_target is None):
             return target
-        if target is None and self._max_per_target is None:
-            return None
-        victim = sequence_beyond_share(self._live, sequence, None if target is not None else positions)
+        victim = sequence_beyond_share(self._live, None if target is not None else positions)
         if victim is None:
             return None
-        home = victim.target
+        place = target or victim.target
         self.preempt(victim)
-        return target or home
+        return place
 
     def fits_somewhere(self, sequence: Sequence) -> bool:
         request = sequence.request

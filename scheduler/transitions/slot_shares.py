@@ -1,8 +1,9 @@
-"""Which sequence gives its slot up for one of another key, where all slots are taken.
+"""Who takes a slot from another key where all slots are taken, and whose sequence gives the slot up.
 
-A key's share of the slots is that of its weight among the keys with live sequences. A key with fewer running sequences
-than its share takes a slot from one that stays at its share or above it without that slot. So each such preemption
-brings a key nearer to its share and none below its own, and the two never take slots from each other in turns.
+A key's share of the slots is that of its weight among the keys with live sequences. The key that is next
+(scheduler/state/waiting_queue.py) may take a slot while it runs fewer sequences than its share, from a key that stays
+at its share or above it. So each such preemption brings one key nearer to its share and none below its own: two keys
+never take slots from each other in turns.
 """
 
 from __future__ import annotations
@@ -12,25 +13,27 @@ from scheduler.state.live_set import LiveSet
 from scheduler.state.workers import Sequence
 
 
-def sequence_beyond_share(live: LiveSet, newcomer: Sequence, positions: int | None) -> Sequence | None:
-    """The last in rank of the idle sequences whose key runs more than its share; None where nobody must make room.
+def slot_claimant(live: LiveSet) -> Sequence | None:
+    """The waiting sequence that may take a slot; None where none may."""
+    first = live.waiting.first()
+    if first is None or first.account.running == len(live.running):
+        return None
+    entitled = first.account.running < _slots_per_weight(live) * first.account.key.weight
+    return first if entitled else None
 
-    `positions` None: the slot may be on any target, otherwise on one with pages for so many positions. An idle sequence
-    has no row in flight on its target.
+
+def sequence_beyond_share(live: LiveSet, positions: int | None) -> Sequence | None:
+    """The last in rank of the idle sequences whose key has its share without them; None where there is none.
+
+    `positions` None: the sequence may be on any target, otherwise on one with pages for so many positions. An idle
+    sequence has no row in flight on its target.
     """
-    accounts = live.accounts.live()
-    slots_per_weight = len(live.running) / sum(account.key.weight for account in accounts)
-
-    def beyond(account: KeyAccount, slots: float) -> bool:
-        return account.running - slots >= slots_per_weight * account.key.weight
-
-    if beyond(newcomer.account, 0):
-        return None
-    givers = {account for account in accounts if beyond(account, 1)}
-    if not givers:
-        return None
+    slots_per_weight = _slots_per_weight(live)
+    givers = {
+        account for account in live.accounts.live() if account.running - 1 >= slots_per_weight * account.key.weight
+    }
     victim = None
-    for sequence in live.running.values():
+    for sequence in live.running.values() if givers else ():
         target = sequence.target
         if sequence.account not in givers or target is None or sequence.sequence_id in target.in_flight:
             continue
@@ -39,3 +42,8 @@ def sequence_beyond_share(live: LiveSet, newcomer: Sequence, positions: int | No
         if victim is None or sequence.rank > victim.rank:
             victim = sequence
     return victim
+
+
+def _slots_per_weight(live: LiveSet) -> float:
+    accounts: list[KeyAccount] = live.accounts.live()
+    return len(live.running) / sum(account.key.weight for account in accounts)

@@ -20,6 +20,7 @@ KEYS = (
     KeyClass("c", weight=0.5, max_running=2),
     KeyClass("d", max_running=1),
 )
+ACCOUNTS = ("a", "b", "c", "d", "")
 NAMES = ("a", "b", "c", "d", "", "nobody configured this")
 
 
@@ -27,7 +28,8 @@ NAMES = ("a", "b", "c", "d", "", "nobody configured this")
 class PlainQueue:
     """The rules by themselves: no heap, everything is looked for anew."""
 
-    served: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("a", "b", "c", "d", ""), 0.0))
+    served: dict[str, float] = field(default_factory=lambda: dict.fromkeys(ACCOUNTS, 0.0))
+    claimed: dict[str, float] = field(default_factory=lambda: dict.fromkeys(ACCOUNTS, 0.0))
     waiting: list[tuple[str, int, int]] = field(default_factory=list)
     """(key, priority, order)"""
     running: list[tuple[str, int, int]] = field(default_factory=list)
@@ -38,11 +40,14 @@ class PlainQueue:
     def first(self) -> tuple[str, int, int] | None:
         if not self.competing:
             return None
-        key = min(self.competing, key=lambda name: self.served[name])
+        key = min(self.competing, key=lambda name: self.claimed[name])
         return min((one for one in self.waiting if one[0] == key), key=lambda one: one[1:])
 
-    def charge(self, key: str, tokens: int) -> None:
+    def serve(self, key: str, tokens: int) -> None:
         self.served[key] += tokens / {"b": 2.0, "c": 0.5}.get(key, 1.0)
+
+    def claim(self, key: str, tokens: int) -> None:
+        self.claimed[key] += tokens / {"b": 2.0, "c": 0.5}.get(key, 1.0)
 
     def settle(self) -> None:
         """Notes who has begun to compete and who has stopped."""
@@ -51,10 +56,10 @@ class PlainQueue:
             wants = any(one[0] == key for one in self.waiting)
             may = sum(one[0] == key for one in self.running) < most.get(key, 10**6)
             if wants and may and key not in self.competing:
-                floor = min((self.served[other] for other in self.competing), default=None)
-                if floor is None and self.last is not None:
-                    floor = self.served[self.last]
-                self.served[key] = max(self.served[key], floor or 0.0)
+                first = min(self.competing, key=lambda name: self.claimed[name], default=self.last)
+                if first is not None and self.served[first] > self.served[key]:
+                    self.claimed[key] += self.served[first] - self.served[key]
+                    self.served[key] = self.served[first]
                 self.competing.insert(0, key)
             elif not (wants and may) and key in self.competing:
                 self.competing.remove(key)
@@ -82,23 +87,35 @@ class Both:
         if first is None:
             return
         sequence = self.known[first[2]]
-        new = not sequence.ran_before
         self.live.start(sequence)
         self.plain.waiting.remove(first)
-        self.plain.settle()  # leaves the queue, perhaps to come back below its limit
-        if new:
-            self.plain.charge(first[0], len(sequence.request.prompt))
+        self.plain.settle()
+        self.plain.claim(first[0], sequence.prompt_left)
         self.plain.running.append(first)
+
+    def prefill(self, place: int, tokens: int) -> None:
+        key, _, order = self.plain.running[place % len(self.plain.running)]
+        sequence = self.known[order]
+        tokens = min(tokens, sequence.prompt_left)
+        sequence.prompt_left -= tokens
+        sequence.account.serve_prompt(tokens)
+        self.plain.serve(key, tokens)
 
     def commit(self, place: int, tokens: int) -> None:
         key, _, order = self.plain.running[place % len(self.plain.running)]
         self.known[order].account.serve_output(tokens, 0.0)
-        self.plain.charge(key, tokens)
+        self.plain.serve(key, tokens)
+        self.plain.claim(key, tokens)
 
     def end(self, place: int, returns: bool) -> None:
         one = self.plain.running.pop(place % len(self.plain.running))
         sequence = self.known[one[2]]
         self.live.stop(sequence)
+        self.plain.claim(one[0], -sequence.prompt_left)
+        if sequence.prompt_left and one[0] in self.plain.competing:
+            # Of equal claims, that which has just become so small is first.
+            self.plain.competing.remove(one[0])
+            self.plain.competing.insert(0, one[0])
         if returns:
             self.plain.settle()
             self.live.waiting.push(sequence)
@@ -118,6 +135,7 @@ class Both:
         assert (None if first is None else first.order) == (None if expected is None else expected[2])
         served = {account.key.name: account.served for account in self.live.accounts}
         assert served == self.plain.served
+        assert {account.key.name: account.claimed for account in self.live.accounts} == self.plain.claimed
         self.live.check_integrity()
 
 
@@ -126,6 +144,7 @@ OPERATIONS = st.one_of(
     st.tuples(st.just("submit"), st.sampled_from(NAMES), st.integers(-1, 1), st.integers(1, 40)),
     st.tuples(st.just("admit")),
     st.tuples(st.just("admit")),
+    st.tuples(st.just("prefill"), NUMBERS, st.integers(1, 20)),
     st.tuples(st.just("commit"), NUMBERS, st.integers(1, 8)),
     st.tuples(st.just("end"), NUMBERS, st.booleans()),
     st.tuples(st.just("cancel"), NUMBERS),
@@ -137,7 +156,7 @@ OPERATIONS = st.one_of(
 def test_the_queue_names_whom_a_search_would_name(operations: Sequence[tuple[object, ...]]) -> None:
     both = Both()
     for name, *arguments in operations:
-        if name in ("commit", "end") and not both.plain.running:
+        if name in ("prefill", "commit", "end") and not both.plain.running:
             continue
         if name == "cancel" and not both.plain.waiting:
             continue
@@ -170,6 +189,8 @@ class Saturated:
             self.ends[sequence.order] = sequence.request.max_tokens
             admitted.append(sequence)
         for sequence in list(self.live.running.values()):
+            sequence.account.serve_prompt(sequence.prompt_left)
+            sequence.prompt_left = 0
             sequence.account.serve_output(1, 0.0)
             self.ends[sequence.order] -= 1
             if not self.ends[sequence.order]:
@@ -244,7 +265,6 @@ def test_within_a_key_priority_then_age_and_one_that_returns_gets_its_place_back
             cell.live.stop(older)
             cell.live.waiting.push(older)
     assert order == [sooner, older, older, younger, later]
-    assert cell.live.accounts.of("a").prompt_tokens == 4 * 2  # none was charged twice
 
 
 def test_names_that_are_not_configured_share_one_account() -> None:
