@@ -64,7 +64,7 @@ def test_the_flood_loses_no_more_than_the_other_key_gets() -> None:
 @pytest.mark.parametrize("policy", [Policy.AUTO, Policy.RAGGED, Policy.EXSPEC])
 @pytest.mark.parametrize("costs", [CPU, STEEP], ids=["cpu", "steep"])
 def test_two_floods_share_tokens_by_weight(costs: Costs, policy: Policy) -> None:
-    """Prompts and output, whatever the requests of each look like; off by what is in the slots at most."""
+    """Prompts and output, whatever the requests of each look like."""
     config = SchedulerConfig(policy=policy, keys=(KeyClass("chat", weight=3.0), KeyClass("batch")))
     load = KeyedLoad(config, costs)
     load.join("target", Role.TARGET)
@@ -74,5 +74,4 @@ def test_two_floods_share_tokens_by_weight(costs: Costs, policy: Policy) -> None
     load.run_for(150.0)
     served = {key.name: key.prompt_tokens + key.output_tokens for key in load.core.snapshot().keys}
     assert served["chat"] + served["batch"] > 4000
-    assert abs(served["chat"] / 3.0 - served["batch"]) < config.max_running * 140
-    assert served["chat"] / served["batch"] == pytest.approx(3.0, rel=0.35)
+    assert served["chat"] / served["batch"] == pytest.approx(3.0, rel=0.05)
