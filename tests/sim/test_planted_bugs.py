@@ -311,7 +311,7 @@ def forgetful_of_limits(update: Callable[..., None]) -> Callable[..., None]:
         (others_go_beside_a_suspect, ("poison",), "failed unprovoked: .*was lost"),
         (damaged_kv_is_taken, ("kv damaged",), "must get"),
         (kv_that_did_not_arrive_keeps_its_room, ("kv damaged",), "holds .* pages|failed unprovoked"),
-        (output_is_not_charged, (), "tokens of output at weight"),
+        (output_is_not_charged, (), "was served .* its counter is"),
         (priority_is_ignored, (), "comes first"),
         (key_that_was_served_most_is_next, (), "comes first"),
         (limit_of_running_sequences_is_forgotten, (), "the limit is|comes first|competes though"),

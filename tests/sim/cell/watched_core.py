@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from scheduler.core import SchedulerCore
-from scheduler.messages import Command, EmitTokens, Event, SequenceSubmitted, StepCompleted, WorkerLost
+from scheduler.messages import Command, EmitTokens, Event, SequenceRequest, SequenceSubmitted, StepCompleted, WorkerLost
 from scheduler.state.workers import Sequence, Worker
 
 if TYPE_CHECKING:
@@ -32,8 +32,10 @@ class WatchedCore(SchedulerCore):
         self._all_planned = True
         self._first = self._live.waiting.first
         self._live.waiting.first = self._watch_first  # type: ignore[method-assign]
-        self._keys: dict[int, str] = {}
+        self._requests: dict[int, SequenceRequest] = {}
+        self._begun: set[int] = set()
         self._emitted: Counter[str] = Counter()
+        self._prompts: Counter[str] = Counter()
 
     def apply(self, event: Event, now: float) -> list[Command]:
         self._check_waits(now)
@@ -41,7 +43,7 @@ class WatchedCore(SchedulerCore):
         if isinstance(event, WorkerLost) and not self._world.may_lose_workers:
             self._world.fail(f"{self._scheduler.process.name} lost {event.worker_id} unprovoked")
         if isinstance(event, SequenceSubmitted):
-            self._keys[event.request.sequence_id] = event.request.key
+            self._requests[event.request.sequence_id] = event.request
         with self._failing_on(type(event).__name__):
             commands = super().apply(event, now)
         self._check_served(commands)
@@ -87,17 +89,22 @@ class WatchedCore(SchedulerCore):
                 self._world.fail(f"{running} sequences of key {account.key.name} run, the limit is {limit}")
 
     def _check_served(self, commands: list[Command]) -> None:
-        """A key's counter holds at least the output that it was given, each token once."""
+        """A key's counter holds at least the output that it was given and the prompts before it, each token once."""
         for command in commands:
             if isinstance(command, EmitTokens):
-                key = self._keys[command.sequence_id]
-                self._emitted[self._live.accounts.of(key).key.name] += len(command.tokens)
+                request = self._requests[command.sequence_id]
+                name = self._live.accounts.of(request.key).key.name
+                self._emitted[name] += len(command.tokens)
+                if command.sequence_id not in self._begun:
+                    self._begun.add(command.sequence_id)
+                    self._prompts[name] += len(request.prompt)
         for account in self._live.accounts if commands else ():
-            emitted = self._emitted[account.key.name]
-            if account.output_tokens != emitted or account.served + _SLACK < emitted / account.key.weight:
+            name, weight = account.key.name, account.key.weight
+            served = self._prompts[name] + self._emitted[name]
+            if account.output_tokens != self._emitted[name] or account.served + _SLACK < served / weight:
                 self._world.fail(
-                    f"key {account.key.name!r} was given {emitted} tokens of output at weight {account.key.weight:g}; "
-                    f"counted are {account.output_tokens}, and its counter is {account.served:.3f}"
+                    f"key {name!r} was served {served} tokens at weight {weight:g}, {self._emitted[name]} of output; "
+                    f"its counter is {account.served:.3f}, with {account.output_tokens} of output"
                 )
 
     @contextmanager
