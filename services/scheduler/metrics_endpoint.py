@@ -27,9 +27,9 @@ _RETRY_SECONDS = 5.0
 class MetricsEndpoint:
     """Serves what `families` gives on `host`:`port` (0: a free port) for as long as the `async with` block lasts.
 
-    The server is prometheus_client's, in a thread; `families` is called on the event loop, and for scrapes that follow
-    each other within half a second only once. Nobody has to show a key. A port in use is no error: another scheduler may
-    be about to leave it, so the endpoint tries again every few seconds. `clock` gives monotonic seconds.
+    The server is prometheus_client's, in a thread; `families` is called on the event loop, once for all scrapes of half
+    a second. Nobody has to show a key. A port in use is no error: another scheduler may be about to leave it, so the
+    endpoint tries again every few seconds. `clock` gives monotonic seconds.
     """
 
     def __init__(
