@@ -58,6 +58,7 @@ class KeyedLoad(RateSimulation):
         for command in self.core.handle(events, self.now):
             match command:
                 case SendStep():
+                    self.verify_steps += command.group is not None
                     self._at(self.now + self._costs.latency, lambda step=command: self._arrive(step))
                 case EmitTokens():
                     key, asked = self._asked[command.sequence_id]
