@@ -79,7 +79,8 @@ class Clients:
             number += self._arguments.streams
 
     async def _pieces(self, key: str, body: dict[str, Any]) -> AsyncIterator[None]:
-        more = {"stream": True, "ignore_eos": True, "temperature": 0}
+        # Special tokens have a text here, so that no token is without one.
+        more = {"stream": True, "ignore_eos": True, "skip_special_tokens": False, "temperature": 0}
         headers = {"authorization": f"Bearer {key}"}
         async with self._http.stream("POST", "/v1/completions", json=body | more, headers=headers) as response:
             response.raise_for_status()
