@@ -367,7 +367,7 @@ class SchedulerMetrics(ServiceObserver):
             "key_refusals_total",
             "Sequences refused by a limit: of the key (tokens_per_minute, max_waiting) or of the queue "
             "(max_queued_sequences, max_queued_tokens).",
-            lambda now: {(key.name, limit): key.refusals.get(limit, 0) for key in now.core.keys for limit in LIMITS},
+            _refusals_by_limit,
             _KEY,
             "limit",
         )
@@ -409,6 +409,10 @@ class SchedulerMetrics(ServiceObserver):
         self._entered.pop(sequence_id, None)
         if end.cause is not None:
             self._refusals.labels(end.cause.value).inc()
+
+
+def _refusals_by_limit(now: Reading) -> dict[tuple[str, ...], float]:
+    return {(key.name, limit): key.refusals.get(limit, 0) for key in now.core.keys for limit in LIMITS}
 
 
 def _all_of(values: Iterable[str], counts: Mapping[str, int]) -> dict[str, int]:
