@@ -94,8 +94,20 @@ class WaitingQueue:
 
     def first(self) -> Sequence | None:
         """The sequence to admit next; None where no key competes."""
-        account = self._smallest()
+        account = self.first_key()
         return None if account is None else self._lines[account].first()
+
+    def first_key(self) -> KeyAccount | None:
+        """The key that is next, which is the one with the smallest claim; None where no key competes."""
+        while self._heap:
+            claimed, number, account = self._heap[0]
+            if self._competing.get(account) != number:
+                heapq.heappop(self._heap)
+            elif claimed < account.claimed:
+                heapq.heapreplace(self._heap, (account.claimed, number, account))
+            else:
+                return account
+        return None
 
     def remove(self, sequence: Sequence) -> None:
         account = sequence.account
@@ -109,7 +121,7 @@ class WaitingQueue:
         """To be called when the key runs more or fewer sequences; `shrunk` where its claim is smaller as well."""
         competes = account.waiting > 0 and account.may_run_more
         if competes and account not in self._competing:
-            before = self._smallest() or self._last
+            before = self.first_key() or self._last
             if before is not None:
                 account.raise_to(before.served)
             self._enter(account, next(self._numbers))
@@ -125,18 +137,6 @@ class WaitingQueue:
         if len(self._heap) > 2 * len(self._competing) + _MOST_STALE:
             self._heap = [(account.claimed, number, account) for account, number in self._competing.items()]
             heapq.heapify(self._heap)
-
-    def _smallest(self) -> KeyAccount | None:
-        """The competing key with the smallest claim."""
-        while self._heap:
-            claimed, number, account = self._heap[0]
-            if self._competing.get(account) != number:
-                heapq.heappop(self._heap)
-            elif claimed < account.claimed:
-                heapq.heapreplace(self._heap, (account.claimed, number, account))
-            else:
-                return account
-        return None
 
     def check_integrity(self) -> None:
         """Raises RuntimeError when totals are wrong, or a sequence or a key would never be found."""

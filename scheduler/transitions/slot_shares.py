@@ -15,11 +15,11 @@ from scheduler.state.workers import Sequence
 
 def slot_claimant(live: LiveSet) -> Sequence | None:
     """The waiting sequence that may take a slot; None where none may."""
-    first = live.waiting.first()
-    if first is None or first.account.running == len(live.running):
+    account = live.waiting.first_key()
+    if account is None or account.running == len(live.running):
         return None
-    entitled = first.account.running < _slots_per_weight(live) * first.account.key.weight
-    return first if entitled else None
+    entitled = account.running < _slots_per_weight(live) * account.key.weight
+    return live.waiting.first() if entitled else None
 
 
 def sequence_beyond_share(live: LiveSet, positions: int | None) -> Sequence | None:

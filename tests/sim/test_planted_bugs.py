@@ -265,7 +265,7 @@ def priority_is_ignored(patch: Patch) -> None:
 
 
 def key_that_was_served_most_is_next(patch: Patch) -> None:
-    patch.setattr(WaitingQueue, "_smallest", lambda self: max(self._competing, key=lambda a: a.claimed, default=None))
+    patch.setattr(WaitingQueue, "first_key", lambda self: max(self._competing, key=lambda a: a.claimed, default=None))
 
 
 def limit_of_running_sequences_is_forgotten(patch: Patch) -> None:
