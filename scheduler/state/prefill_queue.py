@@ -1,4 +1,4 @@
-"""Which sequences of a target are prefilled next: the keys take turns, and each goes by age of its places there."""
+"""Which sequences of a target are prefilled next: the keys take turns, and those of one key go in order."""
 
 from __future__ import annotations
 
@@ -12,15 +12,18 @@ Member = TypeVar("Member", bound=SequenceRecord)
 
 
 class PrefillQueue(Generic[Member]):
-    """PREFILLING sequences of one target.
+    """PREFILLING sequences of one target, those of a key in the order in which they came here.
 
-    The key that had a chunk last goes to the end, so a newcomer waits for one chunk of every other key at most, and not
-    for all the prompts of a key with many. Weights do not count here: admission and slots go by them already.
+    The key whose last chunk is longest ago is first, so a newcomer does not wait for all the prompts of a key with
+    many. Weights do not count here: admission and slots go by them already.
     """
 
     def __init__(self) -> None:
         self._lines: dict[KeyAccount, dict[int, Member]] = {}
-        """In the order of their turns; none is empty."""
+        """None is empty."""
+        self._turns: dict[KeyAccount, int] = {}
+        """The number of each key's last turn, also of keys that have no sequence here now."""
+        self._last_turn = 0
         self._count = 0
 
     def __len__(self) -> int:
@@ -46,7 +49,8 @@ class PrefillQueue(Generic[Member]):
 
     def in_turns(self) -> Iterator[Member]:
         """The first of each key, then the second of each, and so on."""
-        lines = [iter(line.values()) for line in self._lines.values()]
+        keys = sorted(self._lines, key=lambda account: self._turns.get(account, 0))
+        lines = [iter(self._lines[account].values()) for account in keys]
         while lines:
             left = []
             for line in lines:
@@ -58,9 +62,8 @@ class PrefillQueue(Generic[Member]):
 
     def took_turn(self, account: KeyAccount) -> None:
         """A chunk of one of the key's sequences was planned."""
-        line = self._lines.pop(account, None)
-        if line is not None:
-            self._lines[account] = line
+        self._last_turn += 1
+        self._turns[account] = self._last_turn
 
     def check_integrity(self) -> None:
         """Raises RuntimeError where a line is empty, or the lines do not add up."""

@@ -1,7 +1,7 @@
 """Who is admitted next: fair among API keys by the tokens that they were served, by priority and age within a key.
 
 The order among keys is that of the Virtual Token Counter (Sheng et al., "Fairness in Serving Large Language Models",
-arXiv 2401.00588, algorithm 2): the key with the smallest counter is next. A key that begins to compete has its counter
+arXiv 2401.00588, section 4): the key with the smallest counter is next. A key that begins to compete has its counter
 raised to that of the key which is next, or where none competes, of the one which did last; so a key saves nothing up
 while it asks for less than its share. Unlike in the paper, prompts are computed in chunks, long after admission. So the
 order goes by what a key has claimed, and counters are raised to what was served.
@@ -55,7 +55,7 @@ class _Line:
 
 
 class WaitingQueue:
-    """Every operation takes a time logarithmic in the sequences and keys that wait.
+    """All but `members` takes amortised logarithmic time in the sequences and keys that wait.
 
     A key *competes* while sequences of it wait and it may run more. `_competing` has the number of each one's latest
     entry in the heap. Entries hold the claim as it was: one that has grown is noticed when its entry comes first, and

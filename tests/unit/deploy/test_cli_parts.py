@@ -213,4 +213,4 @@ def test_chat_sends_what_was_chosen_and_refuses_priorities_that_cannot_be(capsys
     options = ChatOptions("spool", None, None, None, None, None, 7, None, priority=MIN_PRIORITY)
     assert options.parameters() == {"max_tokens": 7, "priority": MIN_PRIORITY}
     assert main.run(["chat", "--priority", str(MAX_PRIORITY + 1)]) == 2
-    assert f"{MIN_PRIORITY}<=x<={MAX_PRIORITY}" in capsys.readouterr().err
+    assert f"'--priority': Input should be less than or equal to {MAX_PRIORITY}" in capsys.readouterr().err

@@ -203,7 +203,7 @@ class Saturated:
 
 
 def test_tokens_are_shared_by_weight_whatever_the_length_of_requests() -> None:
-    """Within twice what the slots hold, the bound of the paper's theorem 4.4."""
+    """Within twice what the slots can hold: the kind of bound that the paper proves for keys with a backlog."""
     cell = Saturated(KeyClass("one"), KeyClass("three", weight=3.0))
     shapes = {"one": (3, 60), "three": (40, 5)}
     for _ in range(3000):
