@@ -28,6 +28,7 @@ class RefusalCause(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     REFUSAL_CAUSE_QUEUE_FULL: _ClassVar[RefusalCause]
     REFUSAL_CAUSE_TOO_LONG: _ClassVar[RefusalCause]
     REFUSAL_CAUSE_INVALID: _ClassVar[RefusalCause]
+    REFUSAL_CAUSE_KEY_LIMIT: _ClassVar[RefusalCause]
 
 class WorkerState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -56,6 +57,7 @@ REFUSAL_CAUSE_UNSPECIFIED: RefusalCause
 REFUSAL_CAUSE_QUEUE_FULL: RefusalCause
 REFUSAL_CAUSE_TOO_LONG: RefusalCause
 REFUSAL_CAUSE_INVALID: RefusalCause
+REFUSAL_CAUSE_KEY_LIMIT: RefusalCause
 WORKER_STATE_UNSPECIFIED: WorkerState
 WORKER_STATE_CONNECTING: WorkerState
 WORKER_STATE_IN_USE: WorkerState
@@ -86,7 +88,7 @@ class SessionOpening(_message.Message):
     def __init__(self, gateway_id: _Optional[str] = ..., protocol_version: _Optional[int] = ...) -> None: ...
 
 class SequenceSubmission(_message.Message):
-    __slots__ = ("request_id", "prompt", "max_tokens", "stop_token_ids", "sampling", "draft_length", "top_logprobs", "committed_output", "admitted_before", "timeout_seconds", "client_request_id", "traceparent")
+    __slots__ = ("request_id", "prompt", "max_tokens", "stop_token_ids", "sampling", "draft_length", "top_logprobs", "committed_output", "admitted_before", "timeout_seconds", "client_request_id", "traceparent", "key", "priority")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -99,6 +101,8 @@ class SequenceSubmission(_message.Message):
     TIMEOUT_SECONDS_FIELD_NUMBER: _ClassVar[int]
     CLIENT_REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     TRACEPARENT_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
     request_id: int
     prompt: _containers.RepeatedScalarFieldContainer[int]
     max_tokens: int
@@ -111,7 +115,9 @@ class SequenceSubmission(_message.Message):
     timeout_seconds: float
     client_request_id: str
     traceparent: str
-    def __init__(self, request_id: _Optional[int] = ..., prompt: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_worker_pb2.SamplingParameters, _Mapping]] = ..., draft_length: _Optional[int] = ..., top_logprobs: _Optional[int] = ..., committed_output: _Optional[_Iterable[int]] = ..., admitted_before: _Optional[bool] = ..., timeout_seconds: _Optional[float] = ..., client_request_id: _Optional[str] = ..., traceparent: _Optional[str] = ...) -> None: ...
+    key: str
+    priority: int
+    def __init__(self, request_id: _Optional[int] = ..., prompt: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_worker_pb2.SamplingParameters, _Mapping]] = ..., draft_length: _Optional[int] = ..., top_logprobs: _Optional[int] = ..., committed_output: _Optional[_Iterable[int]] = ..., admitted_before: _Optional[bool] = ..., timeout_seconds: _Optional[float] = ..., client_request_id: _Optional[str] = ..., traceparent: _Optional[str] = ..., key: _Optional[str] = ..., priority: _Optional[int] = ...) -> None: ...
 
 class SessionReply(_message.Message):
     __slots__ = ("scheduler_epoch", "opened", "events")

@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from enum import Enum
 
+from scheduler.key_class import KeyClass
+
 # Larger draft steps would take the scheduler milliseconds to plan, and save a draft little.
 _MIN_DRAFT_BATCH = 64
 _DRAFT_BATCHES = 4
@@ -38,7 +40,8 @@ class SchedulerConfig:
     of any worker. Every round drafts `draft_length` tokens, under AUTO up to so many. `max_queued_sequences` and
     `max_queued_tokens` bound what waits; beyond them submissions are refused. No sequence waits voluntarily for longer
     than `wait_bound_steps` times the verify step time, which is taken to be `initial_step_seconds` until it was
-    measured. `steps_in_flight` includes the step that a worker runs.
+    measured. `steps_in_flight` includes the step that a worker runs. `keys` are the classes of the API keys that have a
+    name; all other requests share one more, of weight 1 and without limits.
 
     Raises `ValueError` naming field, value and limit.
     """
@@ -55,6 +58,7 @@ class SchedulerConfig:
     steps_in_flight: int = 2
     draft_batch_size: int | None = None
     kv_movement: KvMovement = KvMovement.AUTO
+    keys: tuple[KeyClass, ...] = ()
 
     def __post_init__(self) -> None:
         def require(name: str, holds: bool, limit: str) -> None:
@@ -74,6 +78,12 @@ class SchedulerConfig:
         finite = math.isfinite
         require("wait_bound_steps", finite(self.wait_bound_steps) and self.wait_bound_steps >= 0, "finite, 0 or more")
         require("initial_step_seconds", finite(self.initial_step_seconds) and self.initial_step_seconds > 0, "above 0")
+        names = [key.name for key in self.keys]
+        for place, name in enumerate(names):
+            if not name:
+                raise ValueError(f"keys[{place}] has the name '', must have at least 1 character")
+            if name in names[:place]:
+                raise ValueError(f"keys[{place}] has the name {name!r}, must differ from keys[{names.index(name)}]")
 
     @property
     def proposals_per_step(self) -> int:

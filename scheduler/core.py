@@ -13,6 +13,8 @@ from scheduler.batching.verify_grouping import make_policy
 from scheduler.config import SchedulerConfig
 from scheduler.costs.step_times import Acceptance
 from scheduler.messages import (
+    MAX_PRIORITY,
+    MIN_PRIORITY,
     Command,
     Event,
     FinishReason,
@@ -38,11 +40,13 @@ from scheduler.state.sequence_record import SequenceState, already_ended
 from scheduler.state.workers import DraftWorker, Sequence, TargetWorker
 from scheduler.statistics import (
     Counters,
+    KeySnapshot,
     MoveStatistics,
     SequenceSnapshot,
     Snapshot,
     WorkerSnapshot,
 )
+from scheduler.transitions.admission_limits import AdmissionLimits
 from scheduler.transitions.blame import blame, blame_on_draft, in_flight
 from scheduler.transitions.lifecycle import Lifecycle
 from scheduler.transitions.relocation import Relocation
@@ -59,7 +63,8 @@ class SchedulerCore:
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
-        self._live = LiveSet()
+        self._live = LiveSet(config.keys)
+        self._admission = AdmissionLimits(config, self._live)
         self._fleet = Fleet(config)
         self._counters = Counters()
         self._acceptance = Acceptance()
@@ -90,7 +95,7 @@ class SchedulerCore:
             case StepCompleted():
                 self._complete(event, now)
             case SequenceSubmitted():
-                self._submit(event.request)
+                self._submit(event.request, now)
             case SequenceCancelled():
                 sequence = self._live.sequences.get(event.sequence_id)
                 if sequence is not None:
@@ -167,6 +172,17 @@ class SchedulerCore:
                 )
                 for worker in self._fleet.workers()
             ),
+            keys=tuple(
+                KeySnapshot(
+                    account.key.name,
+                    account.running,
+                    account.waiting,
+                    account.prompt_tokens,
+                    account.output_tokens,
+                    dict(account.refusals),
+                )
+                for account in live.accounts
+            ),
         )
 
     def sequences(self, limit: int) -> list[SequenceSnapshot]:
@@ -200,7 +216,7 @@ class SchedulerCore:
 
     # --- events -------------------------------------------------------------------------------------------------------
 
-    def _submit(self, request: SequenceRequest) -> None:
+    def _submit(self, request: SequenceRequest, now: float) -> None:
         emit = self._commands.append
         invalid = self._find_fault(request)
         if invalid is not None:
@@ -210,18 +226,20 @@ class SchedulerCore:
         if ended is not None:
             emit(FinishSequence(request.sequence_id, ended))
             return
-        sequence = Sequence(request, self._live.next_order())
+        sequence = Sequence(request, self._live.next_order(), self._live.accounts.of(request.key))
         if self._fleet.targets and not self._lifecycle.fits_somewhere(sequence):
             message = self._lifecycle.too_long(sequence)
             emit(RefuseSequence(request.sequence_id, RefusalCause.TOO_LONG, message))
             return
-        full = self._queue_full(sequence)
-        if full is not None and self._lifecycle.admit():
+        refusal = self._admission.refusal(sequence, now)
+        if refusal is not None and self._lifecycle.admit():
             # Others came before it since the last plan, and need not wait.
-            full = self._queue_full(sequence)
-        if full is not None:
-            emit(RefuseSequence(request.sequence_id, RefusalCause.QUEUE_FULL, full))
+            refusal = self._admission.refusal(sequence, now)
+        if refusal is not None:
+            sequence.account.refusals[refusal.limit] += 1
+            emit(RefuseSequence(request.sequence_id, refusal.cause, refusal.message, refusal.retry_after_seconds))
             return
+        self._admission.debit(sequence, now)
         self._lifecycle.submit(sequence)
 
     def _find_fault(self, request: SequenceRequest) -> str | None:
@@ -233,18 +251,8 @@ class SchedulerCore:
             return f"max_tokens is {request.max_tokens}, must be at least 1"
         if request.draft_length is not None and request.draft_length < 0:
             return f"draft_length is {request.draft_length}, must be None or at least 0"
-        return None
-
-    def _queue_full(self, sequence: Sequence) -> str | None:
-        """Why the queue has no room. A sequence that was admitted before, or has output, is never refused."""
-        waiting, config = self._live.waiting, self._config
-        if sequence.request.admitted_before or sequence.request.committed_output:
-            return None
-        if len(waiting) >= config.max_queued_sequences:
-            return f"{len(waiting)} sequences wait, the limit is {config.max_queued_sequences}"
-        max_tokens = config.max_queued_tokens
-        if max_tokens is not None and len(waiting) and waiting.tokens + sequence.length > max_tokens:
-            return f"{waiting.tokens} tokens wait, {sequence.length} more would pass the limit of {max_tokens}"
+        if not MIN_PRIORITY <= request.priority <= MAX_PRIORITY:
+            return f"priority is {request.priority}, must be between {MIN_PRIORITY} and {MAX_PRIORITY}"
         return None
 
     def _complete(self, event: StepCompleted, now: float) -> None:

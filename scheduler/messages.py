@@ -11,6 +11,10 @@ from enum import Enum
 
 from scheduler.sampling import SamplingParameters
 
+MIN_PRIORITY = -(2**31)
+MAX_PRIORITY = 2**31 - 1
+"""Limits of a priority, in every API."""
+
 
 class Role(Enum):
     DRAFT = "draft"
@@ -74,7 +78,11 @@ class SequenceRequest:
     `sequence_id` is unique for the life of the core. `committed_output` holds tokens of the output that were already
     delivered (resubmission after a scheduler's death): they count towards `max_tokens` and are not emitted again.
     `top_logprobs` None asks for no log probabilities, a number for those of the tokens and of that many likeliest ones.
-    A request that was `admitted_before`, by a scheduler that is gone, is not refused for a full queue.
+    A request that was `admitted_before`, by a scheduler that is gone, is not refused for a full queue or for the limits
+    of its key.
+
+    `key` is the name of the API key that asks ("": none, or one without a name). `priority` orders the key's requests
+    among each other, and all sequences where KV pages run short: as in vLLM, a lower value is handled earlier.
     """
 
     sequence_id: int
@@ -87,6 +95,8 @@ class SequenceRequest:
     top_logprobs: int | None = None
     committed_output: tuple[int, ...] = ()
     admitted_before: bool = False
+    key: str = ""
+    priority: int = 0
 
 
 @dataclass(slots=True)
@@ -261,15 +271,18 @@ class RefusalCause(Enum):
     QUEUE_FULL = "queue_full"
     TOO_LONG = "too_long"
     INVALID = "invalid"
+    KEY_LIMIT = "key_limit"
+    """A limit of the request's API key."""
 
 
 @dataclass(frozen=True, slots=True)
 class RefuseSequence:
-    """The sequence never became a live one."""
+    """The sequence never became a live one. `retry_after_seconds`: when it can be one, where the core knows that."""
 
     sequence_id: int
     cause: RefusalCause
     message: str
+    retry_after_seconds: float | None = None
 
 
 Command = SendStep | MoveKv | WorkerDrained | EmitTokens | FinishSequence | FailSequence | RefuseSequence

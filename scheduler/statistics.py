@@ -5,6 +5,7 @@ What shows in its commands and in answers of workers (steps, groups, tokens) is 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from scheduler.messages import Role
@@ -64,6 +65,22 @@ class WorkerSnapshot:
 
 
 @dataclass(frozen=True, slots=True)
+class KeySnapshot:
+    """One API key by its name, "" for all requests without one of the configured names.
+
+    Since the start: `prompt_tokens` of admitted sequences, `output_tokens` committed, and `refusals` by the name of the
+    limit (`LIMITS` of scheduler/transitions/admission_limits.py) that refused.
+    """
+
+    name: str
+    running: int
+    waiting: int
+    prompt_tokens: int
+    output_tokens: int
+    refusals: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
 class SequenceSnapshot:
     """`length` counts committed tokens, those of the prompt among them; no target for a sequence that waits."""
 
@@ -98,6 +115,7 @@ class Snapshot:
     draft_lengths: dict[int, int]
     moves: MoveStatistics
     workers: tuple[WorkerSnapshot, ...]
+    keys: tuple[KeySnapshot, ...] = ()
 
     @property
     def plain_rounds(self) -> int:

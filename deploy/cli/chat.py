@@ -33,10 +33,12 @@ class ChatOptions:
     temperature: float | None
     max_tokens: int | None
     seed: int | None
+    priority: int | None = None
 
     def parameters(self) -> dict[str, Any]:
         """Fields of the request that were chosen."""
-        chosen = {"temperature": self.temperature, "max_tokens": self.max_tokens, "seed": self.seed}
+        names = ("temperature", "max_tokens", "seed", "priority")
+        chosen = {name: getattr(self, name) for name in names}
         return {name: value for name, value in chosen.items() if value is not None}
 
 

@@ -15,6 +15,7 @@ import typer
 from deploy.cli.command_options import takes_settings
 from deploy.errors import UsageError
 from deploy.options import GenerateSettings, VerifySettings
+from scheduler.messages import MAX_PRIORITY, MIN_PRIORITY
 
 _DEFAULT_FILE = Path("spool.yaml")
 
@@ -110,11 +111,20 @@ def chat_command(
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.", show_default="the server's")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Maximum number of tokens in an answer.")] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same answers.")] = None,
+    priority: Annotated[
+        int | None,
+        typer.Option(
+            help="Of requests with one API key, those with the lower number go first.",
+            min=MIN_PRIORITY,
+            max=MAX_PRIORITY,
+            show_default="0",
+        ),
+    ] = None,
 ) -> int:
     """Talks to a running server in the terminal."""
     from deploy.cli.chat import ChatOptions, chat
 
-    return chat(ChatOptions(app, url, model, api_key, system, temperature, max_tokens, seed))
+    return chat(ChatOptions(app, url, model, api_key, system, temperature, max_tokens, seed, priority))
 
 
 def down_command(app: _App = "spool") -> int:

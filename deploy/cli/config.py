@@ -45,7 +45,8 @@ def explain() -> None:
     for document in documents(SpoolConfig, SpoolConfig()):
         if document.section:
             about = f"{document.description}" if document.optional else f"[bold]{document.description}[/bold]"
-            table.add_row(f"[bold]{document.name}[/bold]", "section", "null" if document.optional else "", about)
+            default = r"\[]" if document.listed else "null" if document.optional else ""
+            table.add_row(f"[bold]{document.name}[/bold]", document.type, default, about)
         else:
             default = "(required)" if document.required else shown_value(document.default)
             table.add_row(document.name, document.type, default.replace("[", r"\["), document.description)

@@ -28,17 +28,19 @@ def example_file() -> str:
 
 
 def _with_comments() -> Iterator[tuple[FieldDocument, bool]]:
-    """Sections that are not there by default are commented out with all their fields."""
+    """Sections that are not there by default are commented out with all their fields; of a list, the fields of each."""
     left_out: list[tuple[str, ...]] = []
     for document in documents(SpoolConfig, SpoolConfig()):
         if document.optional:
             left_out.append(document.path)
         yield document, any(document.path[: len(path)] == path for path in left_out)
+        if document.listed:
+            left_out.append(document.path)
 
 
 def _value(document: FieldDocument) -> str:
     if document.section:
-        return ""
+        return " []" if document.listed else ""
     return " " + ("..." if document.required else shown_value(document.default))
 
 

@@ -28,7 +28,8 @@ _PLAIN_NAMES: dict[object, str] = {
 
 @dataclass(frozen=True, slots=True)
 class FieldDocument:
-    """One field, or the head of a section. `default` is plain data; `optional` sections may be left out whole."""
+    """One field, or the head of a section. `default` is plain data; `optional` sections may be left out whole, and of
+    `listed` ones there is a list, empty by default."""
 
     path: tuple[str, ...]
     type: str
@@ -37,6 +38,7 @@ class FieldDocument:
     section: bool
     optional: bool = False
     required: bool = False
+    listed: bool = False
 
     @property
     def name(self) -> str:
@@ -54,6 +56,11 @@ def documents(
         kind, optional = _without_none(field.annotation)
         default = getattr(defaults, name) if defaults is not None else field.get_default(call_default_factory=True)
         required = default is PydanticUndefined
+        listed = _listed_section(kind)
+        if listed is not None:
+            yield FieldDocument((*path, name), "list of sections", [], _description(field), section=True, listed=True)
+            yield from documents(listed, None, (*path, name))
+            continue
         section = isinstance(kind, type) and issubclass(kind, BaseModel)
         below = default if section and isinstance(default, BaseModel) else None
         yield FieldDocument(
@@ -72,12 +79,21 @@ def documents(
 def section_at(model: type[BaseModel], path: Sequence[str]) -> type[BaseModel] | None:
     """The section at a path; None where there is none."""
     for name in path:
+        if name.isdecimal():
+            continue
         field = model.model_fields.get(name)
         kind = _without_none(field.annotation)[0] if field is not None else None
+        kind = _listed_section(kind) or kind
         if not (isinstance(kind, type) and issubclass(kind, BaseModel)):
             return None
         model = kind
     return model
+
+
+def _listed_section(kind: Any) -> type[BaseModel] | None:
+    """Of what sections there is a list; None where the kind is something else."""
+    first = next(iter(get_args(kind)), None) if get_origin(kind) is tuple else None
+    return first if isinstance(first, type) and issubclass(first, BaseModel) else None
 
 
 def _description(field: FieldInfo) -> str:

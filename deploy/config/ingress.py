@@ -12,10 +12,13 @@ from pydantic import SecretStr
 
 from deploy.config.placement import GatewayAutoscaling, Placement
 from deploy.config.section import FieldProblem, Section, described
+from scheduler.key_class import MAX_WEIGHT, MIN_WEIGHT, KeyClass
 from services.gateway.settings import Limits, SamplingDefaults
 
 _SHORTEST_TOKEN = 16
 _KEY = re.compile(r"[!-~]+")
+_KEY_NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
+_DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 class ProxyLocation(Enum):
@@ -86,24 +89,68 @@ class MutualTlsFiles(ServerTlsFiles):
     )
 
 
+class KeySettings(Section):
+    """An API key with a name, and its part of the service."""
+
+    name: str = described(..., "Name of the key in metrics and logs.")
+    digest: str = described(..., "SHA-256 of the key, 64 hexadecimal digits; the key itself stands nowhere.")
+    weight: float = described(
+        1.0,
+        "Keys that compete are served tokens in proportion to their weights.",
+        ge=MIN_WEIGHT,
+        le=MAX_WEIGHT,
+    )
+    max_running: int | None = described(
+        None, "Sequences of the key that may run at a time; its others wait. Unset: scheduling.max_running.", ge=1
+    )
+    max_waiting: int | None = described(
+        None, "Sequences of the key that may wait; more are refused. Unset: scheduling.max_queued_sequences.", ge=1
+    )
+    tokens_per_minute: int | None = described(
+        None,
+        "Tokens of prompts and output together, after which requests are refused for a while. Unset: no limit.",
+        ge=1,
+    )
+
+    def problems(self) -> Iterator[FieldProblem]:
+        if not _KEY_NAME.fullmatch(self.name):
+            yield FieldProblem(("name",), f"is {self.name!r}, must be up to 64 letters, digits, '.', '_' and '-'")
+        if not _DIGEST.fullmatch(self.digest):
+            yield FieldProblem(("digest",), "is no SHA-256 in hexadecimal, must be 64 digits of 0-9 and a-f")
+
+    @property
+    def key_class(self) -> KeyClass:
+        """For the scheduler core."""
+        return KeyClass(self.name, self.weight, self.max_running, self.max_waiting, self.tokens_per_minute)
+
+
 class AuthSettings(Section):
     """API keys of clients, and the certificate that they see."""
 
-    api_keys: tuple[SecretStr, ...] = described((), "API keys that clients may use.")
-    api_keys_env: str | None = described(
-        None, "Environment variable of the gateway with more keys, separated by commas.", min_length=1
+    keys: tuple[KeySettings, ...] = described(
+        (), "API keys with a name, a list. Requests with any other key share one class of weight 1 without limits."
     )
-    api_keys_file: Path | None = described(None, "File on the gateway's node with more keys, one a line.")
+    api_keys: tuple[SecretStr, ...] = described((), "API keys without a name.")
+    api_keys_env: str | None = described(
+        None, "Environment variable of the gateway with more such keys, separated by commas.", min_length=1
+    )
+    api_keys_file: Path | None = described(None, "File on the gateway's node with more such keys, one a line.")
     tls: ServerTlsFiles | None = described(None, "Certificate for HTTP and gRPC; unset: no encryption.")
 
     def problems(self) -> Iterator[FieldProblem]:
         for number, key in enumerate(self.api_keys):
             if not _KEY.fullmatch(key.get_secret_value()):
                 yield FieldProblem(("api_keys", str(number)), "is a key with characters other than printable ASCII")
+        for field in ("name", "digest"):
+            values = [getattr(key, field) for key in self.keys]
+            for number, value in enumerate(values):
+                first = values.index(value)
+                if first < number:
+                    yield FieldProblem(("keys", str(number), field), f"is that of keys.{first}, must differ")
 
     @property
     def required(self) -> bool:
-        return bool(self.api_keys or self.api_keys_env or self.api_keys_file)
+        return bool(self.keys or self.api_keys or self.api_keys_env or self.api_keys_file)
 
 
 class InternalSettings(Section):

@@ -28,6 +28,8 @@ def reference() -> str:
     for document in documents(SpoolConfig, SpoolConfig()):
         if document.section:
             optional = " May be null, for none." if document.optional else ""
+            if document.listed:
+                optional = " Each entry of the list has these fields."
             heads[document.path] = f"\n## {document.name}\n\n{document.description}{optional}\n"
         else:
             rows.setdefault(document.path[:-1], []).append(_row(document))

@@ -19,6 +19,7 @@ from engine.cpu.isa import AUTO, CPU_ISAS, ISA_VARIABLE
 from engine.models.memory_plan import ModelMemory
 from engine.settings import EngineSettings
 from scheduler.config import KvMovement, Policy, SchedulerConfig
+from scheduler.key_class import KeyClass
 from scheduler.messages import Role
 
 # What KV gets on a CPU without a setting: memory there is everybody's, and filling it with zeros takes a while.
@@ -122,7 +123,7 @@ class SchedulingSection(SchedulingSettings, Section):
             SchedulerConfig(**one)
         return value
 
-    def scheduler_config(self, drafting: bool) -> SchedulerConfig:
+    def scheduler_config(self, drafting: bool, keys: tuple[KeyClass, ...] = ()) -> SchedulerConfig:
         """For the scheduler core."""
         return SchedulerConfig(
             batch_size=self.batch_size,
@@ -135,6 +136,7 @@ class SchedulingSection(SchedulingSettings, Section):
             kv_movement=self.kv_movement,
             max_queued_sequences=self.max_queued_sequences,
             max_queued_tokens=self.max_queued_tokens,
+            keys=keys,
         )
 
 
@@ -218,6 +220,10 @@ class SpoolConfig(Section):
     def _kv_is_given(self, group: WorkerGroup) -> bool:
         settings = (group.kv_pages, group.kv_memory, self.engine.kv_pages, self.engine.kv_memory)
         return any(setting is not None for setting in settings)
+
+    def scheduler_config(self) -> SchedulerConfig:
+        """For the scheduler core, with the classes of the keys that have a name."""
+        return self.scheduling.scheduler_config(self.models.drafts, tuple(key.key_class for key in self.auth.keys))
 
     @property
     def is_one_pair(self) -> bool:

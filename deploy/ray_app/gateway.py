@@ -29,6 +29,7 @@ from services.gateway.metrics import GatewayMetrics
 from services.gateway.settings import (
     GatewaySettings,
     ListenSettings,
+    NamedKey,
     SamplingDefaults,
     TlsFiles,
     model_sampling_defaults,
@@ -99,6 +100,7 @@ def gateway_settings(config: SpoolConfig, sampling: SamplingDefaults) -> Gateway
     return GatewaySettings(
         model_names=(config.served_name,),
         api_keys=tuple(_api_keys(config)),  # type: ignore[arg-type]  # pydantic hides them
+        named_keys=tuple(NamedKey(name=key.name, digest=key.digest) for key in config.auth.keys),
         sampling=sampling,
         limits=gateway.limits,
         default_timeout_seconds=gateway.default_timeout_seconds,

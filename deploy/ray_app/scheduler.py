@@ -34,7 +34,7 @@ class Scheduler:
         config = plan.config
         install_logs(config.logging.format, config.logging.level.number)
         security = channel_security(config.internal)
-        scheduler_config = config.scheduling.scheduler_config(config.models.drafts)
+        scheduler_config = config.scheduler_config()
         epochs = EpochAuthority(ClusterEpochs())
         self._autoscaler = Autoscaler(scheduler_config)
         self._running = AsyncExitStack()

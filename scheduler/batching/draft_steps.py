@@ -81,7 +81,7 @@ class DraftPlanner:
             if len(rows) == self._proposals_per_step:
                 break
             if sequence.state is not READY or sequence.draft is not draft:
-                continue  # it gave its pages to an older one
+                continue  # it gave its pages to one before it
             if sequence.sequence_id in draft.in_flight:
                 continue
             kv_lag = draft.kv_lag(sequence)
@@ -123,12 +123,12 @@ class DraftPlanner:
     def _make_room(
         self, draft: DraftWorker, sequence: Sequence, positions: int, rows: dict[int, InFlightRow[Sequence]], now: float
     ) -> bool:
-        """Makes room for a proposal. Where pages are short, the youngest sequences go without a draft meanwhile."""
+        """Makes room for a proposal. Where pages are short, the last in rank go without a draft meanwhile."""
         while not draft.pages.reserve(sequence.sequence_id, positions):
-            victim = draft.youngest_idle(sequence.order, rows)
+            victim = draft.last_idle(sequence, rows)
             if victim is None:
-                if draft.has_younger(sequence):
-                    return False  # a younger one has a row in flight: it can make room once that is answered
+                if draft.has_behind(sequence):
+                    return False  # one behind it has a row in flight, and can make room once that is answered
                 victim = sequence
             was_ready = victim.state is READY
             self._lifecycle.leave_draft(victim)

@@ -97,8 +97,8 @@ class TargetPlanner:
         if can_prefill:
             # A copy: making room may take some out. Each but those in flight takes at least one token of the chunk.
             most = (1 + self._config.steps_in_flight) * target.chunk
-            oldest = list(islice(target.prefilling.values(), most))
-            self._add_prefill(target, oldest, rows, work, min(target.chunk, left + kept))
+            next_ones = list(islice(target.prefilling.in_turns(), most))
+            self._add_prefill(target, next_ones, rows, work, min(target.chunk, left + kept))
         return target.send(step_id, rows, work, now, group) if rows else None
 
     def _view(self, target: TargetWorker, now: float, may_wait: bool) -> GroupingView:
@@ -160,7 +160,7 @@ class TargetPlanner:
     ) -> None:
         for sequence, drafted in zip(chosen, lengths, strict=True):
             if sequence.state is not DRAFTED:
-                continue  # it gave its pages to an older one
+                continue  # it gave its pages to one before it
             length = sequence.length
             if target.pages.reserve(sequence.sequence_id, length + drafted) or self._make_room(
                 target, sequence, length + drafted, rows
@@ -199,21 +199,22 @@ class TargetPlanner:
                 budget -= end - start
                 work.prefill_tokens += end - start
                 row = target.make_row(sequence, end, sample=end == sequence.length)
+                target.prefilling.took_turn(sequence.account)
                 rows[sequence.sequence_id] = InFlightRow(sequence, row)
 
     def _make_room(
         self, target: TargetWorker, sequence: Sequence, positions: int, rows: dict[int, InFlightRow[Sequence]]
     ) -> bool:
-        """Makes room for the row, at the expense of the youngest; False when the sequence must miss this step.
+        """Makes room for the row, at the expense of the last in rank; False when the sequence must miss this step.
 
-        The oldest sequence of a target always gets through, at the latest when the steps in flight are back.
+        The first in rank of a target's sequences always gets through, at the latest when the steps in flight are back.
         """
         while not target.pages.reserve(sequence.sequence_id, positions):
-            victim = target.youngest_idle(sequence.order, rows)
+            victim = target.last_idle(sequence, rows)
             if victim is not None:
                 self._lifecycle.preempt(victim)
-            elif target.has_younger(sequence):
-                return False  # a younger one has a row in flight: it can make room once that is answered
+            elif target.has_behind(sequence):
+                return False  # one behind it has a row in flight, and can make room once that is answered
             else:
                 self._lifecycle.preempt(sequence)
                 return False

@@ -9,6 +9,7 @@ from enum import Enum
 
 from scheduler.messages import FinishReason, SequenceRequest
 from scheduler.state.digests import DigestedTokens
+from scheduler.state.key_accounts import KeyAccount
 
 
 class SequenceState(Enum):
@@ -39,7 +40,11 @@ class SequenceRecord:
 
     Only scheduler/transitions/lifecycle.py changes `state`, since the workers' indexes must follow.
 
-    `order` is the order of arrival: smaller is older. `length` counts committed tokens. The length changes only in
+    `order` is the order of arrival: smaller is older. `rank` (priority, then order) is the one order in which sequences
+    give way: where room is short, those of the highest rank lose theirs first. `account` is that of the sequence's key,
+    and `prompt_left` counts the tokens of the prompt that no target has computed yet: those are served only once.
+
+    `length` counts committed tokens. The length changes only in
     PREFILLING and VERIFYING, so indexes of the other states may use it as a key. At length `end` the sequence has all
     tokens that it may get.
 
@@ -59,6 +64,7 @@ class SequenceRecord:
     """
 
     __slots__ = (
+        "account",
         "confidences",
         "draft_failures",
         "draft_losses",
@@ -74,6 +80,8 @@ class SequenceRecord:
         "plain_rounds",
         "planned_draft_length",
         "probing",
+        "prompt_left",
+        "rank",
         "ready_at",
         "request",
         "requested_draft_length",
@@ -89,10 +97,13 @@ class SequenceRecord:
         "wants_draft_kv",
     )
 
-    def __init__(self, request: SequenceRequest, order: int) -> None:
+    def __init__(self, request: SequenceRequest, order: int, account: KeyAccount) -> None:
         self.request = request
         self.sequence_id = request.sequence_id
         self.order = order
+        self.rank = (request.priority, order)
+        self.account = account
+        self.prompt_left = len(request.prompt)
         self.tokens = DigestedTokens(request.prompt)
         self.tokens.extend(request.committed_output)
         self.length = len(self.tokens)

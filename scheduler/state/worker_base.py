@@ -157,16 +157,18 @@ class WorkerState(ABC, Generic[Member, Work]):
         if flight is not None:
             flight.abandoned = True
 
-    def has_younger(self, sequence: Member) -> bool:
-        return any(other.order > sequence.order for other in self.sequences.values())
+    def has_behind(self, sequence: Member) -> bool:
+        """Whether any sequence here gives way to this one: it is of less priority, or younger."""
+        return any(other.rank > sequence.rank for other in self.sequences.values())
 
-    def youngest_idle(self, younger_than: int, excluded: Container[int]) -> Member | None:
-        """The youngest sequence here that arrived after `younger_than`, has no row in flight and is not `excluded`."""
-        youngest = None
-        for sequence_id, sequence in self.sequences.items():
-            if sequence.order > younger_than and sequence_id not in self.in_flight and sequence_id not in excluded:
-                younger_than, youngest = sequence.order, sequence
-        return youngest
+    def last_idle(self, sequence: Member, excluded: Container[int]) -> Member | None:
+        """The sequence that gives way first, of those here that give way to this one, have no row in flight and are not
+        `excluded`."""
+        last, rank = None, sequence.rank
+        for sequence_id, other in self.sequences.items():
+            if other.rank > rank and sequence_id not in self.in_flight and sequence_id not in excluded:
+                last, rank = other, other.rank
+        return last
 
     def make_row(
         self,

@@ -12,6 +12,8 @@ from scheduler.costs.plan_record import PlanRecord
 from scheduler.costs.step_times import DraftTimes, TargetTimes
 from scheduler.messages import SequenceRequest, WorkerSpec
 from scheduler.state.indexes import CountByLength, DraftedIndex
+from scheduler.state.key_accounts import KeyAccount
+from scheduler.state.prefill_queue import PrefillQueue
 from scheduler.state.sequence_record import SequenceRecord, SequenceState
 from scheduler.state.worker_base import DraftWork, OutstandingStep, TargetWork, WorkerState
 
@@ -33,8 +35,8 @@ class Sequence(SequenceRecord):
 
     __slots__ = ("draft", "kv_move", "target")
 
-    def __init__(self, request: SequenceRequest, order: int) -> None:
-        super().__init__(request, order)
+    def __init__(self, request: SequenceRequest, order: int, account: KeyAccount) -> None:
+        super().__init__(request, order, account)
         self.target: TargetWorker | None = None
         self.draft: DraftWorker | None = None
         self.kv_move: KvMove | None = None
@@ -159,7 +161,7 @@ class TargetWorker(WorkerState[Sequence, TargetWork]):
         super().__init__(spec, prefill_chunk, steps_in_flight)
         self.longest_draft = max(0, spec.max_num_batched_tokens // 2 - 1)
         """The most draft tokens of a row: two rows always fit a step, so that verification cannot shut prefill out."""
-        self.prefilling: dict[int, Sequence] = {}
+        self.prefilling: PrefillQueue[Sequence] = PrefillQueue()
         self.drafted: DraftedIndex[Sequence] = DraftedIndex(batch_size)
         self.coming = CountByLength()
         """READY and DRAFTING sequences."""
@@ -218,7 +220,7 @@ class TargetWorker(WorkerState[Sequence, TargetWork]):
         elif before is _VERIFYING:
             self.verifying -= 1
         elif before is _PREFILLING:
-            del self.prefilling[sequence.sequence_id]
+            self.prefilling.remove(sequence)
         elif (before is _READY or before is _DRAFTING) and after is not _DRAFTING:
             self.coming.remove(sequence.length)
         if sequence.suspected and (after is _DRAFTED or after is _PREFILLING):
@@ -228,7 +230,7 @@ class TargetWorker(WorkerState[Sequence, TargetWork]):
         elif after is _VERIFYING:
             self.verifying += 1
         elif after is _PREFILLING:
-            self.prefilling[sequence.sequence_id] = sequence
+            self.prefilling.add(sequence)
         elif after is _READY or (after is _DRAFTING and before is not _READY):
             self.coming.add(sequence.length)
 
@@ -263,11 +265,12 @@ class TargetWorker(WorkerState[Sequence, TargetWork]):
 
     def can_prefill(self) -> bool:
         """Whether any sequence to prefill has no row in flight."""
-        return any(sequence_id not in self.in_flight for sequence_id in self.prefilling)
+        return any(sequence.sequence_id not in self.in_flight for sequence in self.prefilling)
 
     def check_integrity(self) -> None:
         super().check_integrity()
         self.drafted.check_integrity()
+        self.prefilling.check_integrity()
 
 
 Worker = DraftWorker | TargetWorker

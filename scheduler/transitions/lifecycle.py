@@ -13,6 +13,7 @@ from scheduler.state.pending_kv_moves import KvMoves
 from scheduler.state.sequence_record import SequenceState
 from scheduler.state.workers import KvMove, Sequence, TargetWorker
 from scheduler.statistics import Counters
+from scheduler.transitions.slot_shares import sequence_beyond_share, slot_claimant
 from scheduler.transitions.table import TRANSITIONS, Cause, IllegalTransitionError
 
 # Looked up for every row: names are faster than attributes of the enumeration.
@@ -155,7 +156,7 @@ class Lifecycle:
 
     def plan_changed(self, target: TargetWorker) -> None:
         """The target has a new plan: newcomers that will not draft under it need no draft KV."""
-        for sequence in target.prefilling.values():
+        for sequence in target.prefilling:
             if sequence.wants_draft_kv and sequence.request.draft_length is None:
                 sequence.wants_draft_kv = self._lengths.newcomer_drafts(target)
                 if sequence.draft is not None:
@@ -183,22 +184,18 @@ class Lifecycle:
         self._live.waiting.push(sequence)
 
     def admit(self) -> bool:
-        """Lets waiting sequences run, first come first served. Returns whether any was let in."""
+        """Lets waiting sequences run, in the order of the waiting queue. Returns whether any was let in."""
         live, admitted = self._live, False
-        while len(live.running) < self._config.max_running:
-            sequence = live.waiting.oldest()
-            if sequence is None or not self._fleet.targets:
-                break
+        while self._fleet.targets and (sequence := self._next_to_admit()) is not None:
             if not self.fits_somewhere(sequence):
                 self.fail(sequence, self.too_long(sequence))
                 continue
             longest = self.longest_draft(sequence)
             positions = sequence.length + longest + 1
-            target = self._fleet.pick_target(positions, self._max_per_target)
+            target = self._find_target(sequence, positions)
             if target is None:
                 break
-            live.waiting.remove(sequence)
-            live.running[sequence.sequence_id] = sequence
+            live.start(sequence)
             target.place(sequence, positions)
             sequence.target = target
             requested = sequence.request.draft_length is not None
@@ -208,6 +205,28 @@ class Lifecycle:
             self._change(sequence, ADMITTED)
             admitted = True
         return admitted
+
+    def _next_to_admit(self) -> Sequence | None:
+        return self._live.waiting.first() if self._slot_is_free() else slot_claimant(self._live)
+
+    def _slot_is_free(self) -> bool:
+        most = self._max_per_target
+        if len(self._live.running) >= self._config.max_running:
+            return False
+        targets = self._fleet.targets.values()
+        return most is None or any(not target.draining and len(target.sequences) < most for target in targets)
+
+    def _find_target(self, sequence: Sequence, positions: int) -> TargetWorker | None:
+        """A target with a slot and pages for the sequence, at the expense of another key where all slots are taken."""
+        target = self._fleet.pick_target(positions, self._max_per_target)
+        if self._slot_is_free() or (target is None and self._max_per_target is None):
+            return target
+        victim = sequence_beyond_share(self._live, None if target is not None else positions)
+        if victim is None:
+            return None
+        place = target or victim.target
+        self.preempt(victim)
+        return place
 
     def fits_somewhere(self, sequence: Sequence) -> bool:
         request = sequence.request
@@ -298,7 +317,7 @@ class Lifecycle:
         self.begin_round(sequence, now)
 
     def preempt(self, sequence: Sequence) -> None:
-        """Takes the pages of a running sequence for others."""
+        """Takes the pages of a running sequence, or its slot, for others."""
         self._counters.preemptions += 1
         self.return_to_queue(sequence)
 
@@ -319,7 +338,7 @@ class Lifecycle:
             sequence.target.evict(sequence)
             sequence.target = None
         sequence.draft_tokens = ()
-        del self._live.running[sequence.sequence_id]
+        self._live.stop(sequence)
 
     # --- ends ---------------------------------------------------------------------------------------------------------
 

@@ -141,6 +141,7 @@ class Rounds:
             case RowStatus.OK if result.kv_len >= row.kv_len + len(row.tokens):
                 fed = row.kv_len + len(row.tokens)
                 entry.valid = max(fed, min(_agreed_length(sequence, result), sequence.length - 1))
+                _serve_prompt(sequence, entry.valid)
             case RowStatus.OK | RowStatus.KV_MISMATCH:
                 entry.valid = min(_agreed_length(sequence, result), sequence.length - 1)
                 self._lost_kv(target, sequence, result)
@@ -179,6 +180,9 @@ class Rounds:
             self._counters.count_draft_length(sequence.requested_draft_length)
         emitted, reason = sequence.commit(tokens)
         count = len(emitted)
+        if sequence.prompt_left:
+            _serve_prompt(sequence, fed)
+        sequence.account.serve_output(count, now)
         kept = accepted if accepted < count else count
         digests, logprobs = result.logits_digests, result.logprobs
         if count < len(tokens):
@@ -205,14 +209,22 @@ class Rounds:
             self._lifecycle.catch_up(sequence)
 
     def _out_of_pages(self, target: TargetWorker, sequence: Sequence, result: RowResult) -> None:
-        """The worker has fewer pages than it said. The youngest sequence makes room; a single one tries again."""
+        """The worker has fewer pages than it said. The last in rank makes room; a single sequence tries again."""
         if len(target.sequences) == 1:
             self._lost_kv(target, sequence, result)
             return
-        victim = target.youngest_idle(sequence.order, ()) or sequence
+        victim = target.last_idle(sequence, ()) or sequence
         self._lifecycle.preempt(victim)
         if victim is not sequence:
             self._lifecycle.catch_up(sequence)
+
+
+def _serve_prompt(sequence: Sequence, computed: int) -> None:
+    """The target has computed so many committed tokens. What it computes a second time is no further service."""
+    tokens = sequence.prompt_left - max(0, len(sequence.request.prompt) - computed)
+    if tokens > 0:
+        sequence.prompt_left -= tokens
+        sequence.account.serve_prompt(tokens)
 
 
 def _agreed_length(sequence: Sequence, result: RowResult) -> int:

@@ -39,7 +39,7 @@ class Cause(Enum):
     KV_LEAVES = "KV leaves"
     """The target drains, and the KV is sent to another one."""
     RETURNED = "returned"
-    """The sequence gave its pages to an older one, or its target is gone."""
+    """The sequence gave its pages or its slot to another one, or its target is gone."""
     ENDED = "ended"
     """A stop token, or `max_tokens`."""
     CANCEL = "cancel"

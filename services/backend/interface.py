@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from protos import cell_view_pb2
-from scheduler.messages import FinishReason, Role
+from scheduler.messages import MAX_PRIORITY, MIN_PRIORITY, FinishReason, Role
 from scheduler.sampling import SamplingParameters
 from services.backend.sequence_stream import TokenDelta
 
@@ -20,7 +20,8 @@ class GenerationRequest:
     `max_tokens` is at least 1 and counts a stop token. `draft_length` None leaves the choice to the scheduler, 0 turns
     speculation off. `top_logprobs` None: no log probabilities; 0: those of the chosen tokens alone; n: those of the n
     most likely tokens as well. `deadline_seconds` counts from `Backend.submit`; None: no deadline. `request_id` is for
-    logs alone, and `traceparent` for traces.
+    logs alone, and `traceparent` for traces. `key` is the name of the API key that asks, "" for none; `priority` orders
+    its requests, lower values first.
 
     Raises `ValueError` naming field, value and limit. Limits that depend on the model are the backend's to check.
     """
@@ -34,6 +35,8 @@ class GenerationRequest:
     deadline_seconds: float | None = None
     request_id: str = ""
     traceparent: str = ""
+    key: str = ""
+    priority: int = 0
 
     def __post_init__(self) -> None:
         def require(name: str, holds: bool, limit: str) -> None:
@@ -44,6 +47,8 @@ class GenerationRequest:
             raise ValueError("prompt is empty, must have at least 1 token")
         require("max_tokens", self.max_tokens >= 1, "at least 1")
         require("draft_length", self.draft_length is None or self.draft_length >= 0, "None or at least 0")
+        priority_fits = MIN_PRIORITY <= self.priority <= MAX_PRIORITY
+        require("priority", priority_fits, f"between {MIN_PRIORITY} and {MAX_PRIORITY}")
         require("top_logprobs", self.top_logprobs is None or self.top_logprobs >= 0, "None or at least 0")
         seconds = self.deadline_seconds
         require("deadline_seconds", seconds is None or (math.isfinite(seconds) and seconds > 0), "None or above 0")

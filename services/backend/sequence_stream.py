@@ -59,7 +59,8 @@ class SequenceFailedError(RuntimeError):
 
 
 class AdmissionRefusedError(RuntimeError):
-    """The sequence never entered the live set. Trying again later helps only where `cause` is QUEUE_FULL.
+    """The sequence never entered the live set. Trying again later helps only where `cause` is QUEUE_FULL
+    or KEY_LIMIT.
 
     `retry_after_seconds` says when to try again, where that is known.
     """

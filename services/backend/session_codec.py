@@ -32,6 +32,7 @@ _CAUSES = {
     RefusalCause.QUEUE_FULL: scheduler_pb2.REFUSAL_CAUSE_QUEUE_FULL,
     RefusalCause.TOO_LONG: scheduler_pb2.REFUSAL_CAUSE_TOO_LONG,
     RefusalCause.INVALID: scheduler_pb2.REFUSAL_CAUSE_INVALID,
+    RefusalCause.KEY_LIMIT: scheduler_pb2.REFUSAL_CAUSE_KEY_LIMIT,
 }
 _CAUSES_BACK = {number: cause for cause, number in _CAUSES.items()}
 
@@ -56,6 +57,8 @@ def submission_to_wire(
         timeout_seconds=timeout_seconds,
         client_request_id=request.request_id,
         traceparent=request.traceparent,
+        key=request.key,
+        priority=request.priority,
     )
 
 
@@ -72,6 +75,8 @@ def request_from_wire(sequence_id: int, submission: scheduler_pb2.SequenceSubmis
         top_logprobs=submission.top_logprobs if submission.HasField("top_logprobs") else None,
         committed_output=tuple(submission.committed_output),
         admitted_before=submission.admitted_before,
+        key=submission.key,
+        priority=submission.priority,
     )
 
 
@@ -91,13 +96,13 @@ def read_delta(event: scheduler_pb2.SequenceEvent) -> TokenDelta:
 
 
 def write_end(outcome: FinishReason | Exception, retry_after: float, event: scheduler_pb2.SequenceEvent) -> None:
-    """Writes how a sequence ended. `retry_after` (seconds) is sent only with a refusal for a full queue."""
+    """Writes how a sequence ended. `retry_after` (seconds) is sent only where trying again can help."""
     if isinstance(outcome, FinishReason):
         event.finished = _ENDS[outcome]
     elif isinstance(outcome, AdmissionRefusedError):
         event.refused.cause = _CAUSES[outcome.cause]
         event.refused.message = str(outcome)
-        if outcome.cause is RefusalCause.QUEUE_FULL:
+        if outcome.cause in (RefusalCause.QUEUE_FULL, RefusalCause.KEY_LIMIT):
             event.refused.retry_after_seconds = retry_after
     elif isinstance(outcome, DeadlineExceededError):
         event.failed.cause = scheduler_pb2.FAILURE_CAUSE_DEADLINE_EXCEEDED

@@ -1,4 +1,4 @@
-"""API keys: who may call."""
+"""API keys: who may call, and under which name."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pydantic import SecretStr
 
 from services.gateway.errors import ErrorKind, RequestError
+from services.gateway.settings import NamedKey
 
 _SCHEME = b"bearer "
 _BASIC = b"basic "
@@ -19,27 +20,30 @@ _BASIC = b"basic "
 class ApiKeys:
     """Compares the key that a client shows with every known key, in a time that reveals nothing about the keys."""
 
-    def __init__(self, keys: Sequence[SecretStr]) -> None:
+    def __init__(self, keys: Sequence[SecretStr], named: Sequence[NamedKey] = ()) -> None:
         # Digests all have the same length, and comparing digests does not reveal how much of a key was right.
-        self._digests = [_digest(key.get_secret_value().encode()) for key in keys]
+        self._digests = [(_digest(key.get_secret_value().encode()), "") for key in keys]
+        self._digests += [(bytes.fromhex(key.digest), key.name) for key in named]
 
-    def check(self, authorization: bytes | None) -> None:
-        """Raises RequestError unless a known key is shown, or none is set.
+    def check(self, authorization: bytes | None) -> str:
+        """The name of the key that is shown; "" for one without a name, and where no key is set.
 
-        `authorization` is the value of the header or the metadata.
+        `authorization` is the value of the header or the metadata. Raises RequestError unless a known key is shown.
         """
         if not self._digests:
-            return
+            return ""
         if authorization is None:
             raise _refusal("no API key was given: send `authorization: Bearer <key>`", "missing_api_key")
         if authorization[: len(_SCHEME)].lower() != _SCHEME:
             raise _refusal("authorization must have the form `Bearer <key>`", "invalid_api_key")
         shown = _digest(authorization[len(_SCHEME) :].strip())
-        known = False
-        for digest in self._digests:
-            known |= hmac.compare_digest(digest, shown)
-        if not known:
+        found = None
+        for digest, name in self._digests:
+            # All are compared, wherever the right one stands.
+            found = name if hmac.compare_digest(digest, shown) else found
+        if found is None:
             raise _refusal("the API key is not known here", "invalid_api_key")
+        return found
 
 
 def bearer_of_basic(authorization: bytes | None) -> bytes | None:

@@ -36,7 +36,7 @@ from services.gateway.options import (
 )
 from services.gateway.prompts import PreparedPrompt, encode_chat, prepare_prompts, too_long
 from services.gateway.settings import GatewaySettings
-from services.observability.request_ids import current_request_id, current_traceparent
+from services.observability.request_ids import current_key, current_request_id, current_traceparent
 from services.observability.tracing import NoTracing, RequestSpan, RequestTracing
 from services.text.tokenizer import ModelTokenizer
 
@@ -232,6 +232,8 @@ class CompletionEngine:
                 deadline_seconds=seconds_left,
                 request_id=current_request_id(),
                 traceparent=span.traceparent,
+                key=current_key(),
+                priority=options.priority,
             )
             meter = self.metrics.sequence(arrived)
             try:

@@ -19,6 +19,7 @@ class ErrorKind(Enum):
     TOO_LARGE = "too_large"
     SLOW_BODY = "slow_body"
     QUEUE_FULL = "queue_full"
+    KEY_LIMIT = "key_limit"
     UNAVAILABLE = "unavailable"
     DEADLINE = "deadline"
     FAILED = "failed"
@@ -48,7 +49,7 @@ class RequestError(Exception):
 
     def retry_after(self, default_seconds: int) -> int | None:
         """Whole seconds after which to try again; None if trying again does not help."""
-        if self.kind not in (ErrorKind.QUEUE_FULL, ErrorKind.UNAVAILABLE):
+        if self.kind not in (ErrorKind.QUEUE_FULL, ErrorKind.KEY_LIMIT, ErrorKind.UNAVAILABLE):
             return None
         return default_seconds if self._retry_after_seconds is None else max(1, math.ceil(self._retry_after_seconds))
 
@@ -64,6 +65,7 @@ _REFUSALS = {
     RefusalCause.QUEUE_FULL: (ErrorKind.QUEUE_FULL, "queue_full", None),
     RefusalCause.TOO_LONG: (ErrorKind.INVALID, "context_length_exceeded", "max_tokens"),
     RefusalCause.INVALID: (ErrorKind.INVALID, "invalid_value", None),
+    RefusalCause.KEY_LIMIT: (ErrorKind.KEY_LIMIT, "rate_limit_exceeded", None),
 }
 
 

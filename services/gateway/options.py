@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar, get_args
 
+from scheduler.messages import MAX_PRIORITY, MIN_PRIORITY
 from scheduler.sampling import MAX_SEED, SamplingParameters
 from services.gateway.errors import invalid
 from services.gateway.settings import Limits, SamplingDefaults
@@ -56,7 +57,8 @@ def chat_message(role: str, content: str, **more: Any) -> dict[str, Any]:
 class GenerationOptions:
     """How to continue each prompt. None means the server's default.
 
-    Choice i of a prompt is sampled with `seed` + i. `draft_length` 0 turns speculation off. `top_logprobs` has the
+    Choice i of a prompt is sampled with `seed` + i. `draft_length` 0 turns speculation off. Of one
+    key's requests, those with the lower `priority` are handled earlier. `top_logprobs` has the
     meaning of services.backend.interface.GenerationRequest. `names` maps a field to the client's name for it, where
     the two differ.
     """
@@ -79,6 +81,7 @@ class GenerationOptions:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     top_logprobs: int | None = None
     draft_length: int | None = None
+    priority: int = 0
     timeout_seconds: float | None = None
     names: Mapping[str, str] = field(default_factory=dict)
 
@@ -97,6 +100,7 @@ def check_options(options: GenerationOptions, limits: Limits, vocabulary_size: i
         ("top_logprobs", options.top_logprobs, 0, limits.top_logprobs),
         ("draft_length", options.draft_length, 0, None),
         ("seed", options.seed, _MIN_SEED, MAX_SEED),
+        ("priority", options.priority, MIN_PRIORITY, MAX_PRIORITY),
     ):
         _check_range(options.names.get(name, name), value, minimum, maximum)
     _check_count("stop", options.stop, limits.stop_strings, "strings")

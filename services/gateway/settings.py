@@ -98,13 +98,24 @@ class Limits(_Frozen):
     """Time for the whole request; a client that asks for more gets this much."""
 
 
+class NamedKey(_Frozen):
+    """An API key that the scheduler knows by its name; the key itself need not be written down."""
+
+    name: Annotated[str, Field(min_length=1)]
+    """For logs and metrics, and for the class of service."""
+    digest: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+    """SHA-256 of the key, in hexadecimal."""
+
+
 class GatewaySettings(_Frozen):
     """One gateway, over HTTP and gRPC."""
 
     model_names: tuple[str, ...] = ()
     """Names that clients may give for the model, the first one being its own; empty: what the target workers say."""
     api_keys: tuple[SecretStr, ...] = ()
-    """Keys of which a client must show one; empty: everybody may call."""
+    """Keys without a name."""
+    named_keys: tuple[NamedKey, ...] = ()
+    """Keys with a name. A client must show one of either; without any, everybody may call."""
     sampling: SamplingDefaults = SamplingDefaults()
     """What holds for requests that do not say."""
     limits: Limits = Limits()
@@ -123,6 +134,10 @@ class GatewaySettings(_Frozen):
     """Where the gRPC server listens."""
     grpc_reflection: bool = True
     """Lets clients ask the gRPC server for its methods."""
+
+    @property
+    def keys_required(self) -> bool:
+        return bool(self.api_keys or self.named_keys)
 
     @model_validator(mode="after")
     def _check(self) -> Self:

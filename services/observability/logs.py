@@ -1,7 +1,9 @@
-"""Log lines: text for people or JSON for programs, each with the id of the request that the line belongs to.
+"""Log lines: text for people or JSON for programs, each with the id of the request that the line belongs to, and the
+name of its API key.
 
 `extra` gives a record its `figures` (a mapping of numbers and short texts) and its `request_id`, as in
-`logger.info("...", extra={"figures": {"seconds": 0.5}})`. A record without `request_id` gets that of the current task.
+`logger.info("...", extra={"figures": {"seconds": 0.5}})`. A record without `request_id` gets that of the current task,
+and every record gets the `key` of that task.
 
 The formatters are ours: python-json-logger would still need a subclass as long as JsonFormatter for these field names,
 times and figures, and structlog would change the lines of text and bring a second way to write a log.
@@ -17,7 +19,7 @@ from datetime import UTC, datetime
 from enum import Enum
 from typing import IO, Any
 
-from services.observability.request_ids import current_request_id
+from services.observability.request_ids import current_key, current_request_id
 
 PACKAGES = ("services", "scheduler", "engine", "deploy")
 """The packages of this project; their loggers are configured here."""
@@ -41,6 +43,8 @@ class JsonFormatter(logging.Formatter):
         request_id = _request_id(record)
         if request_id:
             line["request_id"] = request_id
+        if current_key():
+            line["key"] = current_key()
         # A figure never replaces one of the fields above.
         line = {**_figures(record), **line}
         if record.exc_info:
@@ -49,12 +53,14 @@ class JsonFormatter(logging.Formatter):
 
 
 class TextFormatter(logging.Formatter):
-    """Time, level, logger, request id in brackets, message and figures; a traceback follows on the next lines."""
+    """Time, level, logger, request id in brackets, message, key and figures; a traceback follows on the next lines."""
 
     def format(self, record: logging.LogRecord) -> str:
         request_id = _request_id(record)
         parts = [_time(record), record.levelname, f"{record.name}:", *([f"[{request_id}]"] if request_id else [])]
-        parts += [record.getMessage(), *(f"{name}={value}" for name, value in _figures(record).items())]
+        key = current_key()
+        parts += [record.getMessage(), *([f"key={key}"] if key else [])]
+        parts += [*(f"{name}={value}" for name, value in _figures(record).items())]
         text = " ".join(parts)
         return f"{text}\n{self.formatException(record.exc_info)}" if record.exc_info else text
 

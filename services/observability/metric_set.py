@@ -23,8 +23,8 @@ _BEGINNING = "_created"
 
 R = TypeVar("R")
 C = TypeVar("C", Counter, Gauge, Histogram)
-Figures = float | Mapping[str, float]
-"""One figure, or one for each value of the metric's label."""
+Figures = float | Mapping[str, float] | Mapping[tuple[str, ...], float]
+"""One figure, or one for each value of the metric's label, or for each combination of values of several labels."""
 
 
 class Kind(Enum):
@@ -65,32 +65,31 @@ class MetricSet(Generic[R]):
 
     def counter(self, name: str, meaning: str, label: str | None = None, values: Iterable[str] = ()) -> Counter:
         """The label's `values` are there from the start, so that a first increase is seen as one."""
-        metric = self._define(name, Kind.COUNTER, meaning, label)
+        metric = self._define(name, Kind.COUNTER, meaning, *([] if label is None else [label]))
         counter = Counter(metric.family, meaning, metric.labels, registry=None)
         for value in values:
             counter.labels(value)
         return self._collected(metric, counter)
 
     def gauge(self, name: str, meaning: str) -> Gauge:
-        metric = self._define(name, Kind.GAUGE, meaning, None)
+        metric = self._define(name, Kind.GAUGE, meaning)
         return self._collected(metric, Gauge(metric.family, meaning, registry=None))
 
     def histogram(self, name: str, meaning: str, bounds: tuple[float, ...]) -> Histogram:
-        metric = self._define(name, Kind.HISTOGRAM, meaning, None)
+        metric = self._define(name, Kind.HISTOGRAM, meaning)
         return self._collected(metric, Histogram(metric.family, meaning, buckets=bounds, registry=None))
 
-    def read(
-        self, kind: Kind, name: str, meaning: str, figures: Callable[[R], Figures], label: str | None = None
-    ) -> None:
-        """A counter or a gauge. `figures` gives a mapping from values of the label where there is one."""
-        metric = self._define(name, kind, meaning, label)
+    def read(self, kind: Kind, name: str, meaning: str, figures: Callable[[R], Figures], *labels: str) -> None:
+        """A counter or a gauge. `figures` gives a mapping from values of the label, or tuples of them, where there is
+        one."""
+        metric = self._define(name, kind, meaning, *labels)
         self._entries.append((metric, lambda reading: [_family(metric, figures(reading))]))
 
     def read_histogram(
         self, name: str, meaning: str, bounds: tuple[float, ...], counts: Callable[[R], Mapping[int, int]]
     ) -> None:
         """`counts` gives the number of observations of each value."""
-        metric = self._define(name, Kind.HISTOGRAM, meaning, None)
+        metric = self._define(name, Kind.HISTOGRAM, meaning)
         self._entries.append((metric, lambda reading: [_histogram(metric, bounds, counts(reading))]))
 
     def families(self, reading: R) -> Iterator[Family]:
@@ -111,8 +110,8 @@ class MetricSet(Generic[R]):
             lines.append(f"| `{metric.name}` | {metric.kind.value} | {labels} | {metric.meaning} |")
         return "\n".join(lines)
 
-    def _define(self, name: str, kind: Kind, meaning: str, label: str | None) -> Metric:
-        return Metric(f"{PREFIX}{name}", kind, meaning, () if label is None else (label,))
+    def _define(self, name: str, kind: Kind, meaning: str, *labels: str) -> Metric:
+        return Metric(f"{PREFIX}{name}", kind, meaning, labels)
 
     def _collected(self, metric: Metric, collector: C) -> C:
         self._entries.append((metric, lambda reading: collector.collect()))
@@ -134,7 +133,7 @@ def _family(metric: Metric, figures: Figures) -> Family:
     family = kind(metric.family, metric.meaning, labels=metric.labels)
     if isinstance(figures, Mapping):
         for value, figure in figures.items():
-            family.add_metric([value], figure)
+            family.add_metric([value] if isinstance(value, str) else value, figure)
     else:
         family.add_metric([], figures)
     return family

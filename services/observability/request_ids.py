@@ -1,4 +1,4 @@
-"""The request that the current task works for: the request's id, the client's own or a new one, and its trace.
+"""The request that the current task works for: its id (the client's own or a new one), its trace and its API key.
 
 asgi-correlation-id is not used: its middleware serves HTTP only, so gRPC calls would still need what stands here.
 """
@@ -23,6 +23,7 @@ TRACEPARENT = "traceparent"
 
 _current: ContextVar[str] = ContextVar("request_id", default="")
 _traceparent: ContextVar[str] = ContextVar("traceparent", default="")
+_key: ContextVar[str] = ContextVar("key", default="")
 
 
 def current_request_id() -> str:
@@ -33,6 +34,16 @@ def current_request_id() -> str:
 def current_traceparent() -> str:
     """The client's `traceparent`; empty if the client gave none."""
     return _traceparent.get()
+
+
+def current_key() -> str:
+    """The name of the API key that the request showed; empty if there was none, or one without a name."""
+    return _key.get()
+
+
+def note_key(name: str) -> None:
+    """Marks this task, and the tasks that this task starts, as working for a request that showed this key."""
+    _key.set(name)
 
 
 def begin_request(given: str, traceparent: str = "") -> str:

@@ -4,31 +4,43 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import TimeoutError as WaitedTooLongError
 from types import TracebackType
 from typing import Self
 from wsgiref.simple_server import WSGIServer
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry, make_wsgi_app, start_http_server
 from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
+
+from services.scheduler.scrape_cache import ScrapeCache
 
 logger = logging.getLogger(__name__)
 
 _READ_SECONDS = 5.0
+_FRESH_SECONDS = 0.5
 _RETRY_SECONDS = 5.0
 
 
 class MetricsEndpoint:
     """Serves what `families` gives on `host`:`port` (0: a free port) for as long as the `async with` block lasts.
 
-    The server is prometheus_client's, in a thread; `families` is called on the event loop. Nobody has to show a key. A
-    port in use is no error: another scheduler may be about to leave it, so the endpoint tries again every few seconds.
+    The server is prometheus_client's, in a thread; `families` is called on the event loop, once for all scrapes of half
+    a second. Nobody has to show a key. A port in use is no error: another scheduler may be about to leave it, so the
+    endpoint tries again every few seconds. `clock` gives monotonic seconds.
     """
 
-    def __init__(self, families: Callable[[], Iterable[Family]], host: str, port: int) -> None:
+    def __init__(
+        self,
+        families: Callable[[], Iterable[Family]],
+        host: str,
+        port: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._families = families
+        self._clock = clock
         self._host = host
         self._port = port
         self._server: WSGIServer | None = None
@@ -69,6 +81,7 @@ class MetricsEndpoint:
             self._server, _ = start_http_server(self._port, self._host, registry)
         except OSError as error:
             return error
+        self._server.set_app(ScrapeCache(make_wsgi_app(registry), _FRESH_SECONDS, self._clock))
         logger.info("metrics are served at %s", self.url)
         return None
 

@@ -198,6 +198,8 @@ class SchedulerService:
         committed_output: Sequence[int] = (),
         client_request_id: str = "",
         traceparent: str = "",
+        key: str = "",
+        priority: int = 0,
     ) -> SequenceStream:
         """Enters a sequence; fields as in scheduler.messages.SequenceRequest. `client_request_id` is for logs,
         `traceparent` for traces.
@@ -214,6 +216,8 @@ class SchedulerService:
             logits_digests=logits_digests,
             top_logprobs=top_logprobs,
             committed_output=tuple(committed_output),
+            key=key,
+            priority=priority,
         )
         stream = SequenceStream(request.sequence_id, self.cancel, client_request_id, traceparent)
         self.enter(request, stream)
@@ -388,7 +392,8 @@ class SchedulerService:
                 error = SequenceFailedError(command.error)
                 self._end(command.sequence_id, SequenceEnd(FAILED, command.error), error)
             case RefuseSequence():
-                refusal = AdmissionRefusedError(command.cause, command.message)
+                seconds = command.retry_after_seconds
+                refusal = AdmissionRefusedError(command.cause, command.message, retry_after_seconds=seconds)
                 self._end(command.sequence_id, SequenceEnd(REFUSED, command.message, command.cause), refusal)
 
     def _send(self, step: SendStep) -> None:

@@ -233,7 +233,8 @@ class GatewaySession:
         now = asyncio.get_running_loop().time()
         retry_after = 0.0
         if isinstance(outcome, AdmissionRefusedError):
-            retry_after = self._advice.seconds(self._service.core.waiting, now)
+            known = outcome.retry_after_seconds
+            retry_after = self._advice.seconds(self._service.core.waiting, now) if known is None else known
         else:
             self._advice.sequence_ended(now)
         self._outbox.end(request_id, outcome, retry_after)

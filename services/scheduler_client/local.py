@@ -45,6 +45,8 @@ class LocalBackend:
                 top_logprobs=request.top_logprobs,
                 client_request_id=request.request_id,
                 traceparent=request.traceparent,
+                key=request.key,
+                priority=request.priority,
             )
         except ServiceClosedError as error:
             raise BackendUnavailableError(str(error)) from error

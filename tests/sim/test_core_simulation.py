@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import pytest
@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from scheduler.config import KvMovement, Policy, SchedulerConfig
+from scheduler.key_class import KeyClass
 from scheduler.messages import (
     FailSequence,
     FinishSequence,
@@ -52,6 +53,7 @@ class Scenario:
     faults: bool
     late_workers: bool
     planning_lag: float = 0.0
+    keys: int = 0
 
 
 scenarios = st.builds(
@@ -81,6 +83,7 @@ scenarios = st.builds(
     faults=st.booleans(),
     late_workers=st.booleans(),
     planning_lag=st.sampled_from([0.0, 0.0005, 0.004]),
+    keys=st.sampled_from([0, 0, 1, 3]),
 )
 
 
@@ -113,6 +116,22 @@ def few_faults(rng: random.Random, most_per_sequence: int = 3):
     return fault
 
 
+def keys_of(scenario: Scenario) -> tuple[KeyClass, ...]:
+    """From a generator of their own: examples without keys take the course that they always took."""
+    rng = random.Random(f"keys of {scenario.seed}")
+    return tuple(
+        KeyClass(f"key{number}", rng.choice((0.25, 1.0, 4.0)), max_running=rng.choice((None, 1, 4)))
+        for number in range(scenario.keys)
+    )
+
+
+def with_key(request: SequenceRequest, scenario: Scenario) -> SequenceRequest:
+    if not scenario.keys:
+        return request
+    rng = random.Random(f"key of {request.sequence_id} in {scenario.seed}")
+    return replace(request, key=f"key{rng.randrange(scenario.keys + 1)}", priority=rng.randint(-1, 1))
+
+
 def build(scenario: Scenario) -> Simulation:
     rng = random.Random(scenario.seed)
     config = SchedulerConfig(
@@ -124,6 +143,7 @@ def build(scenario: Scenario) -> Simulation:
         steps_in_flight=scenario.steps_in_flight,
         max_queued_sequences=1000,
         kv_movement=scenario.kv_movement,
+        keys=keys_of(scenario),
     )
     ample = scenario.spare_pages == 1000
     simulation = Simulation(config, seed=scenario.seed, ample=ample, planning_lag=scenario.planning_lag)
@@ -151,7 +171,7 @@ def build(scenario: Scenario) -> Simulation:
             draft_length=rng.choice([None, None, None, 0, 1, 6]),
             logits_digests=True,
         )
-        simulation.submit(rng.uniform(0, 0.5), request)
+        simulation.submit(rng.uniform(0, 0.5), with_key(request, scenario))
     for _ in range(scenario.cancels):
         simulation.cancel(rng.uniform(0, 1.0), rng.randrange(scenario.sequences))
     for _ in range(scenario.losses):

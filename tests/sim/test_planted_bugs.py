@@ -15,8 +15,10 @@ from engine.kv.prefix_cache import page_key
 from protos import scheduler_pb2, worker_pb2
 from scheduler import core
 from scheduler.core import SchedulerCore
-from scheduler.messages import RowResult, RowStatus, SendStep
+from scheduler.messages import RowResult, RowStatus, SendStep, SequenceRequest
+from scheduler.state.key_accounts import KeyAccount
 from scheduler.state.kv_ledger import KvEntry, PageLedger
+from scheduler.state.waiting_queue import WaitingQueue
 from scheduler.state.worker_base import WorkerState
 from scheduler.state.workers import Sequence, TargetWorker
 from scheduler.transitions.lifecycle import Lifecycle
@@ -245,6 +247,42 @@ def shared_page_has_no_reference(patch: Patch) -> None:
     patch.setattr(PagePool, "share", uncounted)
 
 
+def output_is_not_charged(patch: Patch) -> None:
+    def uncharged(self: KeyAccount, tokens: int, now: float) -> None:
+        self.output_tokens += tokens
+
+    patch.setattr(KeyAccount, "serve_output", uncharged)
+
+
+def priority_is_ignored(patch: Patch) -> None:
+    start = Sequence.__init__
+
+    def without(self: Sequence, request: SequenceRequest, order: int, account: KeyAccount) -> None:
+        start(self, request, order, account)
+        self.rank = (0, order)
+
+    patch.setattr(Sequence, "__init__", without)
+
+
+def key_that_was_served_most_is_next(patch: Patch) -> None:
+    patch.setattr(WaitingQueue, "first_key", lambda self: max(self._competing, key=lambda a: a.claimed, default=None))
+
+
+def limit_of_running_sequences_is_forgotten(patch: Patch) -> None:
+    patch.setattr(WaitingQueue, "update", forgetful_of_limits(WaitingQueue.update))
+
+
+def forgetful_of_limits(update: Callable[..., None]) -> Callable[..., None]:
+    """A key competes on when it has reached its limit."""
+
+    def without_limits(self: WaitingQueue, account: KeyAccount, shrunk: bool = False) -> None:
+        if account.waiting and account in self._competing and not account.may_run_more:
+            return
+        update(self, account, shrunk)
+
+    return without_limits
+
+
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("plant", "faults", "broken_rule"),
@@ -273,6 +311,10 @@ def shared_page_has_no_reference(patch: Patch) -> None:
         (others_go_beside_a_suspect, ("poison",), "failed unprovoked: .*was lost"),
         (damaged_kv_is_taken, ("kv damaged",), "must get"),
         (kv_that_did_not_arrive_keeps_its_room, ("kv damaged",), "holds .* pages|failed unprovoked"),
+        (output_is_not_charged, (), "was served .* its counter is"),
+        (priority_is_ignored, (), "comes first"),
+        (key_that_was_served_most_is_next, (), "comes first"),
+        (limit_of_running_sequences_is_forgotten, (), "the limit is|comes first|competes though"),
     ],
 )
 def test_planted_bug_is_found(

@@ -10,7 +10,7 @@ import grpc.aio
 from services.gateway.api_keys import ApiKeys
 from services.gateway.errors import RequestError
 from services.gateway.metrics import GatewayMetrics
-from services.observability.request_ids import REQUEST_ID, TRACEPARENT, begin_request, given_in
+from services.observability.request_ids import REQUEST_ID, TRACEPARENT, begin_request, given_in, note_key
 from services.rpc.call_guards import CallerGuard, Refusal
 
 
@@ -22,7 +22,7 @@ async def begin_call(context: grpc.aio.ServicerContext) -> None:
 
 
 class KeyGuard(CallerGuard):
-    """Lets calls pass that carry a key."""
+    """Lets calls pass that carry a key, and notes the key's name for the call."""
 
     def __init__(self, keys: ApiKeys, metrics: GatewayMetrics) -> None:
         self._keys = keys
@@ -30,7 +30,7 @@ class KeyGuard(CallerGuard):
 
     def refusal(self, authorization: bytes | None) -> Refusal | None:
         try:
-            self._keys.check(authorization)
+            note_key(self._keys.check(authorization))
         except RequestError as error:
             self._metrics.failed(error.kind)
             return _refusal(error)

@@ -27,6 +27,7 @@ _OPTIONAL_FIELDS = (
     "seed",
     "top_logprobs",
     "draft_length",
+    "priority",
 )
 _FINISH_REASONS: dict[EndReason | None, pb.FinishReason] = {
     None: pb.FINISH_REASON_UNSPECIFIED,

@@ -57,7 +57,7 @@ class GrpcServer:
         self._strings = TokenStrings(tokenizer)
         self._drain_seconds = drain_seconds
         self._share_port = share_port
-        self._guards = [KeyGuard(ApiKeys(settings.api_keys), metrics), MessageGuard()]
+        self._guards = [KeyGuard(ApiKeys(settings.api_keys, settings.named_keys), metrics), MessageGuard()]
         self._server: grpc.aio.Server | None = None
         self._port = 0
 

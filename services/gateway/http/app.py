@@ -40,7 +40,7 @@ def create_app(
         redirect_slashes=False,
     )
     # For the OpenAPI description only: KeyGate checks the keys, before all routes.
-    keys = [Security(HTTPBearer(auto_error=False))] if settings.api_keys else []
+    keys = [Security(HTTPBearer(auto_error=False))] if settings.keys_required else []
     app.include_router(generation_router(engine, strings), dependencies=keys)
     app.include_router(service_router(engine, strings), dependencies=keys)
     app.include_router(open_router(engine))
@@ -48,6 +48,8 @@ def create_app(
     install_error_handlers(app, metrics, settings.retry_after_seconds)
     # A request passes the middleware that was added last first.
     app.add_middleware(BodyReader, settings=settings, metrics=metrics)
-    app.add_middleware(KeyGate, keys=ApiKeys(settings.api_keys), settings=settings, metrics=metrics)
+    app.add_middleware(
+        KeyGate, keys=ApiKeys(settings.api_keys, settings.named_keys), settings=settings, metrics=metrics
+    )
     app.add_middleware(RequestIds)
     return app

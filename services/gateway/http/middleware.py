@@ -16,7 +16,7 @@ from services.gateway.errors import ErrorKind, RequestError
 from services.gateway.http.openai_errors import error_response
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.settings import GatewaySettings, Limits
-from services.observability.request_ids import REQUEST_ID, TRACEPARENT, begin_request
+from services.observability.request_ids import REQUEST_ID, TRACEPARENT, begin_request, note_key
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ class RequestIds:
 
 
 class KeyGate:
-    """Requires an API key, except on /health and /ping."""
+    """Requires an API key, except on /health and /ping, and notes the key's name for the request."""
 
     def __init__(self, app: ASGIApp, keys: ApiKeys, settings: GatewaySettings, metrics: GatewayMetrics) -> None:
         self._app = app
@@ -87,7 +87,7 @@ class KeyGate:
         shown = headers[0] if len(headers) == 1 else None
         browsed = scope["method"] == "GET" and _BROWSED.fullmatch(_path_of_route(scope)) is not None
         try:
-            self._keys.check(bearer_of_basic(shown) if browsed else shown)
+            note_key(self._keys.check(bearer_of_basic(shown) if browsed else shown))
         except RequestError as error:
             self._metrics.failed(error.kind)
             response = error_response(error, self._settings.retry_after_seconds)

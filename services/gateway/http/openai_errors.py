@@ -42,6 +42,7 @@ _KINDS = {
     ErrorKind.SLOW_BODY: (408, "invalid_request_error"),
     ErrorKind.TOO_LARGE: (413, "invalid_request_error"),
     ErrorKind.QUEUE_FULL: (429, "rate_limit_error"),
+    ErrorKind.KEY_LIMIT: (429, "rate_limit_error"),
     ErrorKind.FAILED: (500, "server_error"),
     ErrorKind.UNAVAILABLE: (503, "server_error"),
     ErrorKind.DEADLINE: (504, "timeout_error"),

@@ -25,6 +25,7 @@ from services.gateway.options import ChatPrompt, ChatRole, GenerationOptions, Te
 
 _NUMBER_FIELDS = (
     "n",
+    "priority",
     "seed",
     "temperature",
     "top_p",
@@ -144,6 +145,8 @@ class _Generation(Body):
     """Above 0 and at most 100."""
     logit_bias: LogitBias = {}
     """Added to the logits of token ids, each between -100 and 100."""
+    priority: int | None = None
+    """Of requests with the same API key, those with the lower number are handled earlier; 0 unless given."""
     spool: SpoolOptions | None = None
 
     @model_validator(mode="after")

@@ -6,18 +6,20 @@ knows is read from its snapshot.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from prometheus_client.core import Metric as Family
 
 from scheduler.messages import FinishReason, RefusalCause, Role, RowResult, RowStatus, SendStep, SequenceRequest
-from scheduler.statistics import Snapshot, WorkerSnapshot
-from services.observability.metric_set import Kind, Metric, MetricSet
+from scheduler.statistics import KeySnapshot, Snapshot, WorkerSnapshot
+from scheduler.transitions.admission_limits import LIMITS
+from services.observability.metric_set import Figures, Kind, Metric, MetricSet
 from services.observability.observer import FAILED, SequenceEnd, ServiceObserver, StepTimings
 from services.scheduler.telemetry.statistics import StatisticsSnapshot
 
 _GAUGE, _COUNTER = Kind.GAUGE, Kind.COUNTER
+_KEY = "key"
 _QUEUE_BOUNDS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.25, 2.5, 5, 10, 20, 40, 80, 160)
 _GROUP_BOUNDS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 256)
 _LENGTH_BOUNDS = (0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32)
@@ -70,6 +72,7 @@ class SchedulerMetrics(ServiceObserver):
         self._define_groups(self._set)
         self._define_speculation(self._set)
         self._define_kv(self._set)
+        self._define_keys(self._set)
 
     @property
     def metrics(self) -> tuple[Metric, ...]:
@@ -112,7 +115,10 @@ class SchedulerMetrics(ServiceObserver):
             "outcome",
         )
         self._refusals = of.counter(
-            "refusals_total", "Sequences refused: queue_full, too_long, invalid or no_target.", "cause", _REFUSALS
+            "refusals_total",
+            "Sequences refused: queue_full, key_limit, too_long, invalid or no_target.",
+            "cause",
+            _REFUSALS,
         )
         self._queue_time = of.histogram(
             "request_queue_time_seconds",
@@ -122,7 +128,7 @@ class SchedulerMetrics(ServiceObserver):
         of.read(
             _COUNTER,
             "num_preemptions_total",
-            "Running sequences sent back to wait so that others get their KV pages.",
+            "Running sequences sent back to wait so that others get their KV pages or their slot.",
             lambda now: now.core.preemptions,
         )
         self._recoveries = of.counter(
@@ -332,6 +338,40 @@ class SchedulerMetrics(ServiceObserver):
             lambda now: now.core.moves.seconds,
         )
 
+    def _define_keys(self, of: MetricSet[Reading]) -> None:
+        """By API key. Names come from the configuration alone, so that nobody who asks can add one."""
+
+        def by_key(figure: Callable[[KeySnapshot], int]) -> Callable[[Reading], Figures]:
+            return lambda now: {key.name: figure(key) for key in now.core.keys}
+
+        of.read(_GAUGE, "key_requests_running", "Sequences being worked on.", by_key(lambda key: key.running), _KEY)
+        of.read(
+            _GAUGE, "key_requests_waiting", "Sequences that nobody works on yet.", by_key(lambda key: key.waiting), _KEY
+        )
+        of.read(
+            _COUNTER,
+            "key_prompt_tokens_total",
+            "Prompt tokens computed, those found in the prefix cache among them.",
+            by_key(lambda key: key.prompt_tokens),
+            _KEY,
+        )
+        of.read(
+            _COUNTER,
+            "key_generation_tokens_total",
+            "Output tokens committed.",
+            by_key(lambda key: key.output_tokens),
+            _KEY,
+        )
+        of.read(
+            _COUNTER,
+            "key_refusals_total",
+            "Sequences refused by a limit: of the key (tokens_per_minute, max_waiting) or of the queue "
+            "(max_queued_sequences, max_queued_tokens).",
+            _refusals_by_limit,
+            _KEY,
+            "limit",
+        )
+
     # Counts.
 
     def refused(self, cause: RefusalCause) -> None:
@@ -369,6 +409,10 @@ class SchedulerMetrics(ServiceObserver):
         self._entered.pop(sequence_id, None)
         if end.cause is not None:
             self._refusals.labels(end.cause.value).inc()
+
+
+def _refusals_by_limit(now: Reading) -> dict[tuple[str, ...], float]:
+    return {(key.name, limit): key.refusals.get(limit, 0) for key in now.core.keys for limit in LIMITS}
 
 
 def _all_of(values: Iterable[str], counts: Mapping[str, int]) -> dict[str, int]:

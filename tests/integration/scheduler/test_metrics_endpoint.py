@@ -6,6 +6,7 @@ import asyncio
 import socket
 import threading
 from collections.abc import Iterator
+from wsgiref.types import StartResponse, WSGIEnvironment
 
 import httpx
 import pytest
@@ -14,6 +15,7 @@ from prometheus_client.core import Metric as Family
 
 from services.scheduler import metrics_endpoint
 from services.scheduler.metrics_endpoint import MetricsEndpoint
+from services.scheduler.scrape_cache import ScrapeCache
 from tests.support.waiting import LONG, until
 
 HOST = "127.0.0.1"
@@ -42,6 +44,53 @@ def test_figures_are_read_on_the_event_loop() -> None:
         assert endpoint.url is None
 
     asyncio.run(run())
+
+
+def test_one_rendering_serves_all_who_scrape_within_half_a_second() -> None:
+    readings: list[None] = []
+    now = [100.0]
+
+    def counted() -> Iterator[Family]:
+        readings.append(None)
+        family = GaugeMetricFamily("spool_readings", "How often it was read.")
+        family.add_metric([], float(len(readings)))
+        yield family
+
+    async def run() -> None:
+        async with MetricsEndpoint(counted, HOST, 0, clock=lambda: now[0]) as endpoint:
+            texts = await asyncio.gather(*(scrape(endpoint) for _ in range(40)))
+            assert len(readings) == 1
+            assert all("\nspool_readings 1.0\n" in text for text in texts)
+            now[0] += 0.49
+            assert "\nspool_readings 1.0\n" in await scrape(endpoint)
+            now[0] += 0.02
+            assert "\nspool_readings 2.0\n" in await scrape(endpoint)
+            # Who asks for another form gets that one, and not what was kept for others.
+            async with httpx.AsyncClient(timeout=LONG) as http:
+                plain = await http.get(endpoint.url or "", headers={"accept-encoding": "identity"})
+                assert "content-encoding" not in plain.headers
+                wrong = await http.post(endpoint.url or "")
+            assert plain.text.startswith("# HELP spool_readings")
+            assert wrong.status_code == 405
+
+    asyncio.run(run())
+
+
+def test_ways_to_ask_do_not_pile_up() -> None:
+    rendered: list[str] = []
+
+    def render(environ: WSGIEnvironment, start_response: StartResponse) -> list[bytes]:
+        rendered.append(environ["QUERY_STRING"])
+        start_response("200 OK", [])
+        return [environ["QUERY_STRING"].encode()]
+
+    cache = ScrapeCache(render, 0.5, clock=lambda: 7.0)
+    for number in range(1000):
+        assert b"".join(cache({"QUERY_STRING": str(number)}, lambda status, headers, error=None: bytes)) == (
+            str(number).encode()
+        )
+    assert len(cache._answers) <= 8
+    assert len(rendered) == 1000
 
 
 def test_a_port_in_use_is_taken_when_it_is_free(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,18 @@ def answer(gateways: Gateways, messages: list[dict[str, str]], count: int = TOKE
 
 def test_a_conversation_keeps_its_history(gateways: Gateways) -> None:
     with gateways.serve() as served:
-        options = ("--url", served.url, "--temperature", "0", "--max-tokens", TOKENS, "--system", "be brief")
+        options = (
+            "--url",
+            served.url,
+            "--temperature",
+            "0",
+            "--max-tokens",
+            TOKENS,
+            "--system",
+            "be brief",
+            "--priority",
+            "-3",
+        )
         ended = spool("chat", *options, given="hello there\n\nand now\n/new\nhello there\n")
     assert ended.code == 0, ended.err
     history = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello there"}]

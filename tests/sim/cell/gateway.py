@@ -144,10 +144,20 @@ class ClientCall:
         elif kind.startswith("refused"):
             full = kind.endswith("queue_full") and world.plan.config.max_queued_sequences < len(world.plan.requests)
             too_long = kind.endswith("too_long") and request.max_tokens > LONGEST
+            full = full or (kind.endswith("key_limit") and self._key_is_limited())
             if self.tokens or not (too_long or (full and self._stream is None)):
                 self._fail(f"was {outcome} after {len(self.tokens)} tokens")
         elif kind != "gateway died":
             self._fail(f"ended with {outcome}")
+
+    def _key_is_limited(self) -> bool:
+        limits = [
+            limit
+            for key in self.world.plan.config.keys
+            if key.name == self.plan.request.key
+            for limit in (key.max_waiting, key.tokens_per_minute)
+        ]
+        return any(limit is not None for limit in limits)
 
     def _fail(self, text: str) -> None:
         self.world.fail(f"request {self.plan.number} {text}")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from scheduler.config import KvMovement, Policy, SchedulerConfig
+from scheduler.key_class import KeyClass
 from scheduler.messages import Role
 from services.backend.interface import GenerationRequest
 from tests.sim.cell.paged_model import VOCABULARY
@@ -130,7 +131,7 @@ def make_plan(rng: random.Random, seed: int, sequences: int, kinds: tuple[str, .
         seconds = rng.choice((0.02, 0.2, 1.0, 2.5))
         faults.append(Fault(rng.random() * horizon, rng.choice(chosen), seconds, rng.random(), rng.random()))
     faults.sort(key=lambda fault: fault.time)
-    return Plan(
+    plan = Plan(
         seed,
         config,
         tuple(workers),
@@ -141,6 +142,31 @@ def make_plan(rng: random.Random, seed: int, sequences: int, kinds: tuple[str, .
         horizon=horizon,
         register_is_lost=rng.random() < 0.3,
     )
+    # From a generator of its own: whatever else is drawn stays what it was before there were keys.
+    return _with_keys(plan, random.Random(f"API keys of {seed}"))
+
+
+def _with_keys(plan: Plan, rng: random.Random) -> Plan:
+    """In one of four schedules, requests come with API keys and priorities."""
+    if rng.random() >= 0.25:
+        return plan
+    keys = tuple(
+        KeyClass(
+            f"key{number}",
+            rng.choice((0.5, 1.0, 2.0, 5.0)),
+            max_running=rng.choice((None, None, 2, 8)),
+            max_waiting=rng.choice((None, None, 10, 40)),
+            tokens_per_minute=rng.choice((None, None, None, 400)),
+        )
+        for number in range(rng.randint(1, 4))
+    )
+    # One key may flood the others.
+    names = ["", *(key.name for key in keys), *[keys[0].name] * rng.choice((0, 0, 20))]
+    requests = tuple(
+        replace(one, request=replace(one.request, key=rng.choice(names), priority=rng.choice((0, 0, -3, 2, 2**31 - 1))))
+        for one in plan.requests
+    )
+    return replace(plan, config=replace(plan.config, keys=keys), requests=requests)
 
 
 def _tokens(rng: random.Random, count: int) -> tuple[int, ...]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from scheduler.core import SchedulerCore
-from scheduler.messages import Command, Event, StepCompleted, WorkerLost
+from scheduler.messages import Command, EmitTokens, Event, SequenceRequest, SequenceSubmitted, StepCompleted, WorkerLost
 from scheduler.state.workers import Sequence, Worker
 
 if TYPE_CHECKING:
@@ -29,14 +30,23 @@ class WatchedCore(SchedulerCore):
         self._scheduler = scheduler
         self._events = 0
         self._all_planned = True
+        self._first = self._live.waiting.first
+        self._live.waiting.first = self._watch_first  # type: ignore[method-assign]
+        self._requests: dict[int, SequenceRequest] = {}
+        self._begun: set[int] = set()
+        self._emitted: Counter[str] = Counter()
+        self._prompts: Counter[str] = Counter()
 
     def apply(self, event: Event, now: float) -> list[Command]:
         self._check_waits(now)
         self._all_planned = False
         if isinstance(event, WorkerLost) and not self._world.may_lose_workers:
             self._world.fail(f"{self._scheduler.process.name} lost {event.worker_id} unprovoked")
+        if isinstance(event, SequenceSubmitted):
+            self._requests[event.request.sequence_id] = event.request
         with self._failing_on(type(event).__name__):
             commands = super().apply(event, now)
+        self._check_served(commands)
         self._events += 1
         if self._events % _CHECK_EVERY == 0:
             self._check_workers()
@@ -52,7 +62,50 @@ class WatchedCore(SchedulerCore):
             self._world.fail(f"a plan is due since {now - deadline:.4f} s, although everything was planned just now")
         if len(self._live.running) > self._config.max_running:
             self._world.fail(f"{len(self._live.running)} sequences run, the limit is {self._config.max_running}")
+        self._check_limits()
         return commands
+
+    def _watch_first(self) -> Sequence | None:
+        """Nobody comes before the sequence that is next: searched for among all that wait, without any heap."""
+        sequence = self._first()
+        waiting = [one for one in self._live.sequences.values() if one.sequence_id not in self._live.running]
+        rivals = [one for one in waiting if one.account.may_run_more]
+        if sequence is None:
+            if rivals:
+                self._world.fail(f"nobody is next, although {len(rivals)} sequences wait")
+            return None
+        claim, rank = sequence.account.claimed, (sequence.request.priority, sequence.order)
+        for one in rivals:
+            same = one.account is sequence.account
+            if (same and (one.request.priority, one.order) < rank) or (not same and one.account.claimed < claim):
+                self._world.fail(f"sequence {sequence.sequence_id} is next, sequence {one.sequence_id} comes first")
+        return sequence
+
+    def _check_limits(self) -> None:
+        for account in self._live.accounts:
+            limit = account.key.max_running
+            running = sum(one.account is account for one in self._live.running.values())
+            if limit is not None and running > limit:
+                self._world.fail(f"{running} sequences of key {account.key.name} run, the limit is {limit}")
+
+    def _check_served(self, commands: list[Command]) -> None:
+        """A key's counter holds at least the output that it was given and the prompts before it, each token once."""
+        for command in commands:
+            if isinstance(command, EmitTokens):
+                request = self._requests[command.sequence_id]
+                name = self._live.accounts.of(request.key).key.name
+                self._emitted[name] += len(command.tokens)
+                if command.sequence_id not in self._begun:
+                    self._begun.add(command.sequence_id)
+                    self._prompts[name] += len(request.prompt)
+        for account in self._live.accounts if commands else ():
+            name, weight = account.key.name, account.key.weight
+            served = self._prompts[name] + self._emitted[name]
+            if account.output_tokens != self._emitted[name] or account.served + _SLACK < served / weight:
+                self._world.fail(
+                    f"key {name!r} was served {served} tokens at weight {weight:g}, {self._emitted[name]} of output; "
+                    f"its counter is {account.served:.3f}, with {account.output_tokens} of output"
+                )
 
     @contextmanager
     def _failing_on(self, what: str) -> Iterator[None]:

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from deploy.cli import main
+from deploy.cli.chat import ChatOptions
 from deploy.cli.command_options import settings_from
 from deploy.errors import UsageError
 from deploy.offline.cell import worker_launches
@@ -25,7 +27,7 @@ from deploy.options import (
 )
 from deploy.progress import reporting
 from scheduler.config import Policy, SchedulerConfig
-from scheduler.messages import Role
+from scheduler.messages import MAX_PRIORITY, MIN_PRIORITY, Role
 from scheduler.sampling import SamplingParameters
 from services.scheduler.telemetry.statistics import StatisticsSnapshot
 from services.text.tokenizer import ModelTokenizer
@@ -205,3 +207,10 @@ def test_progress_is_shown(terminal: bool) -> None:
 def test_runs_that_compare_compute_everything_anew() -> None:
     settings = GenerateSettings(), VerifySettings(), RunSettings()
     assert [each.engine_settings(Role.TARGET, "cpu").prefix_cache for each in settings] == [True, False, False]
+
+
+def test_chat_sends_what_was_chosen_and_refuses_priorities_that_cannot_be(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ChatOptions("spool", None, None, None, None, None, 7, None, priority=MIN_PRIORITY)
+    assert options.parameters() == {"max_tokens": 7, "priority": MIN_PRIORITY}
+    assert main.run(["chat", "--priority", str(MAX_PRIORITY + 1)]) == 2
+    assert f"'--priority': Input should be less than or equal to {MAX_PRIORITY}" in capsys.readouterr().err

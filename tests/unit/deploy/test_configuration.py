@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,14 @@ from deploy.config.field_documents import documents
 from deploy.config.loading import configuration_from, load_configuration
 from deploy.config.problems import RENAMED_FIELDS, ConfigurationError
 from deploy.config.spool_config import SpoolConfig
+from deploy.ray_app.gateway import gateway_settings
 from scheduler.config import Policy, SchedulerConfig
+from scheduler.key_class import KeyClass
 from scheduler.messages import Role
+from services.gateway.api_keys import ApiKeys
+from services.gateway.settings import SamplingDefaults
+
+DIGEST = "0123456789abcdef" * 4
 
 
 def problems(path: Path, content: str | bytes, *overrides: str) -> list[str]:
@@ -106,6 +113,29 @@ internal:
         ("scheduling:\n  wait_bound_steps: .nan", "2: scheduling.wait_bound_steps is nan"),
         ("auth:\n  tls: {certificate: a}", "2: auth.tls.key is missing"),
         ("auth:\n  api_keys: [1]", "2: auth.api_keys.0 is 1, must be text"),
+        ("auth:\n  keys:\n  - {name: a, digest: abc}", "3: auth.keys.0.digest is no SHA-256 in hexadecimal"),
+        (
+            f"auth:\n  keys:\n  - {{name: a b, digest: '{DIGEST}'}}",
+            "3: auth.keys.0.name is 'a b', must be up to 64 let",
+        ),
+        (f"auth:\n  keys:\n  - {{digest: '{DIGEST}'}}", "3: auth.keys.0.name is missing"),
+        (
+            f"auth:\n  keys:\n  - {{name: a, digest: '{DIGEST}', weight: 0}}",
+            "3: auth.keys.0.weight is 0, must be at le",
+        ),
+        (
+            f"auth:\n  keys:\n  - name: a\n    digest: '{DIGEST}'\n    max_waiting: 0",
+            "5: auth.keys.0.max_waiting is 0, must be at least 1",
+        ),
+        (
+            f"auth:\n  keys:\n  - {{name: a, digest: '{DIGEST}', max_runing: 3}}",
+            "3: auth.keys.0.max_runing is no field of Spool; did you mean max_running?",
+        ),
+        (
+            f"auth:\n  keys:\n  - {{name: a, digest: '{DIGEST}'}}\n  - {{name: b, digest: '{DIGEST}'}}",
+            "4: auth.keys.1.digest is that of keys.0, must differ",
+        ),
+        ("auth:\n  keys: {a: b}", "2: auth.keys is a section, must be a list"),
         ("groups:\n  draft:\n    resources:\n      gpu: 0", "4: groups.draft.resources.gpu is 0, must be above 0"),
         ("ray:\n  address: here", "2: ray.address is 'here', must be `auto` or host:port"),
         ("gateway:\n  grpc_port: 8000", "2: gateway.grpc_port is 8000, must differ from http_port"),
@@ -244,6 +274,19 @@ def test_what_the_scheduler_and_the_engines_get() -> None:
     assert SpoolConfig().engine_settings(Role.DRAFT, "cuda:0", 1).kv_memory_bytes is None
     assert SpoolConfig().engine_settings(Role.DRAFT, "cpu", 1).kv_memory_bytes == 1 << 29
     assert (target.prefix_cache, SpoolConfig().engine_settings(Role.TARGET, "cpu", 1).prefix_cache) == (False, True)
+
+
+def test_keys_with_a_name_go_to_the_gateway_and_to_the_scheduler() -> None:
+    digests = [hashlib.sha256(secret).hexdigest() for secret in (b"one", b"two")]
+    plain = [{"name": "a", "digest": digests[0], "weight": 3}, {"name": "b", "digest": digests[1], "max_running": 2}]
+    config = configuration_from({"auth": {"keys": plain, "api_keys": ["three"]}})
+    assert config.scheduler_config().keys == (KeyClass("a", weight=3.0), KeyClass("b", max_running=2))
+    settings = gateway_settings(config, SamplingDefaults())
+    keys = ApiKeys(settings.api_keys, settings.named_keys)
+    assert [keys.check(b"Bearer " + key) for key in (b"one", b"two", b"three")] == ["a", "b", ""]
+    assert configuration_from({"auth": {"keys": plain}}).auth.required
+    # Replicas make the same configuration from plain data.
+    assert configuration_from(config.plain()) == config
 
 
 def test_groups_there_are() -> None:

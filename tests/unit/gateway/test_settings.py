@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from pydantic import SecretStr, ValidationError
 
 from services.gateway.api_keys import ApiKeys
 from services.gateway.errors import RequestError
-from services.gateway.settings import GatewaySettings, SamplingDefaults, model_sampling_defaults
+from services.gateway.settings import GatewaySettings, NamedKey, SamplingDefaults, model_sampling_defaults
 
 
 def test_safe_unless_changed() -> None:
@@ -42,6 +43,9 @@ def test_keys_are_not_shown() -> None:
     assert "topsecret" not in repr(settings) + settings.model_dump_json()
 
 
+SECRETS = {"team-a": b"tuesday", "team-b": b"wednesday"}
+
+
 @pytest.mark.parametrize(
     ("shown", "known"),
     [
@@ -63,6 +67,26 @@ def test_keys(shown: bytes | None, known: bool) -> None:
         with pytest.raises(RequestError):
             keys.check(shown)
     ApiKeys([]).check(shown)
+
+
+def test_a_key_with_a_name_is_known_by_its_digest() -> None:
+    named = [NamedKey(name=name, digest=hashlib.sha256(secret).hexdigest()) for name, secret in SECRETS.items()]
+    keys = ApiKeys([SecretStr("one")], named)
+    assert keys.check(b"Bearer one") == ""
+    assert keys.check(b"Bearer tuesday") == "team-a"
+    assert keys.check(b"bearer  wednesday ") == "team-b"
+    for shown in (b"Bearer team-a", f"Bearer {named[0].digest}".encode(), b"Bearer thursday", None):
+        with pytest.raises(RequestError):
+            keys.check(shown)
+    with pytest.raises(RequestError):
+        ApiKeys([], named).check(None)
+    assert GatewaySettings(named_keys=tuple(named)).keys_required
+
+
+@pytest.mark.parametrize("digest", ["", "abc", "A" * 64, "0" * 63, "0" * 65])
+def test_digests_have_one_form(digest: str) -> None:
+    with pytest.raises(ValidationError, match="digest"):
+        NamedKey(name="a", digest=digest)
 
 
 def test_sampling_defaults_of_a_model(tmp_path: Path) -> None:

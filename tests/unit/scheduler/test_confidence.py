@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 
 from scheduler.config import Policy, SchedulerConfig
 from scheduler.costs.step_times import Acceptance
+from scheduler.key_class import NOBODY
 from scheduler.messages import EmitTokens, Role, Row, RowResult, SendStep, SequenceRequest
 from scheduler.speculation.confidence import MAX_CONFIDENCE, ConfidenceBins, most_promising
 from scheduler.speculation.draft_lengths import make_draft_lengths
 from scheduler.state.fleet import Fleet
+from scheduler.state.key_accounts import KeyAccount
 from scheduler.state.workers import Sequence
 from scheduler.statistics import Counters
 from tests.sim.driver import Driver, expected, of_type, outputs
@@ -144,7 +146,7 @@ def test_tokens_that_were_not_verified_count_as_what_they_promised() -> None:
     """Else drafts that are often cut short would seem to be bad ones, and be cut the more."""
     config, common = SchedulerConfig(policy=Policy.AUTO), Acceptance()
     lengths = make_draft_lengths(config, Fleet(config), common, Counters())
-    sequence = Sequence(SequenceRequest(1, (1, 2), 100), 0)
+    sequence = Sequence(SequenceRequest(1, (1, 2), 100), 0, KeyAccount(NOBODY))
     sequence.requested_draft_length = 4
     for turn in range(3000):
         # Cut after the first of four, which is taken; every tenth is verified whole, and two more are.

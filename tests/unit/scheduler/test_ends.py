@@ -93,6 +93,6 @@ def test_same_events_same_commands() -> None:
 def test_broken_books_are_noticed() -> None:
     driver = pair()
     driver.submit(1)
-    driver.core._fleet.targets["target"].prefilling.clear()
+    driver.core._fleet.targets["target"].prefilling.remove(driver.core._live.sequences[1])
     with pytest.raises(RuntimeError):
         driver.core.check_integrity()

@@ -2,9 +2,11 @@
 
 import pytest
 
+from scheduler.key_class import NOBODY
 from scheduler.messages import FinishReason, Role, SequenceRequest, WorkerSpec
+from scheduler.state.key_accounts import KeyAccount
 from scheduler.state.kv_ledger import KvEntry, PageLedger
-from scheduler.state.live_set import WaitingQueue
+from scheduler.state.waiting_queue import WaitingQueue
 from scheduler.state.workers import Sequence, TargetWorker
 
 
@@ -89,13 +91,16 @@ def test_a_newcomer_leaves_pages_for_the_others_to_grow_into() -> None:
 def test_what_is_committed_of_a_run(
     tokens: tuple[int, ...], stop: tuple[int, ...], kept: int, reason: FinishReason | None
 ) -> None:
-    sequence = Sequence(SequenceRequest(1, (1, 2), 3, frozenset(stop)), 0)
+    sequence = Sequence(SequenceRequest(1, (1, 2), 3, frozenset(stop)), 0, KeyAccount(NOBODY))
     assert sequence.commit(tokens) == (tokens[:kept], reason)
     assert sequence.tokens.tokens == [1, 2, *tokens[:kept]]
 
 
+EVERYBODY = KeyAccount(NOBODY)
+
+
 def waiting(sequence_id: int, order: int, length: int = 1) -> Sequence:
-    return Sequence(SequenceRequest(sequence_id, (1,) * length, 5), order)
+    return Sequence(SequenceRequest(sequence_id, (1,) * length, 5), order, EVERYBODY)
 
 
 def test_the_queue_goes_by_arrival_also_for_those_that_return() -> None:
@@ -106,7 +111,7 @@ def test_the_queue_goes_by_arrival_also_for_those_that_return() -> None:
     assert queue.tokens == 1 + 2 + 3 + 4 + 5
     queue.remove(members[2])
     taken = []
-    while (oldest := queue.oldest()) is not None:
+    while (oldest := queue.first()) is not None:
         taken.append(oldest.order)
         queue.remove(oldest)
     assert taken == [0, 1, 3, 4]
@@ -122,5 +127,5 @@ def test_cancelled_sequences_do_not_pile_up_in_the_queue() -> None:
         queue.push(member)
         queue.remove(member)
     queue.check_integrity()
-    assert len(queue._heap) < 200
-    assert queue.oldest() is first
+    assert len(queue._heap) + len(queue._lines[EVERYBODY]._heap) < 200
+    assert queue.first() is first

@@ -8,13 +8,15 @@ from scheduler.batching.verify_grouping import Arrivals, GroupingView, make_poli
 from scheduler.config import Policy
 from scheduler.costs.draft_plan import DraftPlan
 from scheduler.costs.step_times import TargetTimes, expected_commit
+from scheduler.key_class import NOBODY
 from scheduler.messages import SequenceRequest
 from scheduler.state.indexes import CountByLength, DraftedIndex, group_key
+from scheduler.state.key_accounts import KeyAccount
 from scheduler.state.workers import Sequence
 
 
 def drafted(sequence_id: int, length: int, drafts: int = 4, due: float = 10.0, acceptance: float = 0.7) -> Sequence:
-    sequence = Sequence(SequenceRequest(sequence_id, (1,) * length, 50), sequence_id)
+    sequence = Sequence(SequenceRequest(sequence_id, (1,) * length, 50), sequence_id, KeyAccount(NOBODY))
     sequence.draft_tokens = (1,) * drafts
     sequence.expected_tokens = expected_commit(acceptance, drafts)
     sequence.due = due

@@ -48,6 +48,16 @@ def test_names_follow_the_conventions() -> None:
         assert not set(metric.labels) & {"request_id", "sequence_id", "worker_id", "le"}
 
 
+def test_several_labels_have_a_sample_for_each_combination() -> None:
+    metrics: MetricSet[dict[tuple[str, ...], float]] = MetricSet()
+    metrics.read(Kind.COUNTER, "refused_total", "Refused.", lambda figures: figures, "key", "limit")
+    assert [metric.labels for metric in metrics.metrics] == [("key", "limit")]
+    assert "| `key`, `limit` |" in metrics.markdown_table()
+    (family,) = text_string_to_metric_families(metrics.exposition({("a", "x"): 2.0, ("", "y"): 3.0}).decode())
+    told = {(sample.labels["key"], sample.labels["limit"]): sample.value for sample in family.samples}
+    assert told == {("a", "x"): 2.0, ("", "y"): 3.0}
+
+
 @given(st.lists(st.integers(0, 40)))
 def test_exact_counts_become_cumulative_buckets(values: list[int]) -> None:
     bounds = (0, 1, 5, 20)

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from protos import scheduler_pb2
-from scheduler.messages import FinishReason, RefusalCause, TokenLogprobs
+from scheduler.messages import MIN_PRIORITY, FinishReason, RefusalCause, TokenLogprobs
 from scheduler.sampling import SamplingParameters
 from services.backend.interface import BackendUnavailableError, DeadlineExceededError, GenerationRequest
 from services.backend.sequence_stream import AdmissionRefusedError, DeltaBuffer, SequenceFailedError, TokenDelta
@@ -95,6 +95,7 @@ def test_replies_are_bounded_and_no_sequence_is_passed_over() -> None:
         AdmissionRefusedError(RefusalCause.QUEUE_FULL, "full"),
         AdmissionRefusedError(RefusalCause.TOO_LONG, "long"),
         AdmissionRefusedError(RefusalCause.INVALID, "wrong"),
+        AdmissionRefusedError(RefusalCause.KEY_LIMIT, "max_waiting"),
     ],
     ids=str,
 )
@@ -110,7 +111,9 @@ def test_ends_cross_the_wire(outcome: FinishReason | Exception) -> None:
     assert str(back) == str(outcome)
     if isinstance(outcome, AdmissionRefusedError) and isinstance(back, AdmissionRefusedError):
         assert back.cause is outcome.cause
-        assert back.retry_after_seconds == (3.0 if outcome.cause is RefusalCause.QUEUE_FULL else None)
+        assert back.retry_after_seconds == (
+            3.0 if outcome.cause in (RefusalCause.QUEUE_FULL, RefusalCause.KEY_LIMIT) else None
+        )
 
 
 def test_ends_that_are_not_known_are_named() -> None:
@@ -133,15 +136,17 @@ def test_deltas_cross_the_wire() -> None:
 
 def test_requests_cross_the_wire() -> None:
     sampling = SamplingParameters(temperature=0.7, top_k=5, logit_bias={3: 1.5}, seed=2**64 - 1)
-    request = GenerationRequest((1, 2), 9, frozenset({4, 2}), sampling, 0, 0, 5.0)
+    request = GenerationRequest((1, 2), 9, frozenset({4, 2}), sampling, 0, 0, 5.0, key="a", priority=MIN_PRIORITY)
     submission = submission_to_wire(3, request, [7, 8], True, 4.5)
     back = request_from_wire(11, scheduler_pb2.SequenceSubmission.FromString(submission.SerializeToString()))
     assert (back.sequence_id, back.prompt, back.max_tokens) == (11, (1, 2), 9)
     assert (back.stop_token_ids, back.sampling) == (request.stop_token_ids, sampling)
     assert (back.draft_length, back.top_logprobs) == (0, 0)
     assert (back.committed_output, back.admitted_before) == ((7, 8), True)
+    assert (back.key, back.priority) == ("a", MIN_PRIORITY)
     bare = request_from_wire(1, scheduler_pb2.SequenceSubmission(prompt=[1], max_tokens=1))
     assert (bare.draft_length, bare.top_logprobs, bare.sampling) == (None, None, SamplingParameters())
+    assert (bare.key, bare.priority) == ("", 0)
     wrong = scheduler_pb2.SequenceSubmission(prompt=[1], max_tokens=1)
     wrong.sampling.temperature = -1
     with pytest.raises(ValueError, match="temperature is -1"):
@@ -162,7 +167,7 @@ def test_advice_follows_the_speed_of_late() -> None:
 def test_stream_remembers_what_it_received_and_how_often_it_was_sent() -> None:
     async def run() -> None:
         ends: list[bool] = []
-        request = GenerationRequest((1, 2), 9, deadline_seconds=1000)
+        request = GenerationRequest((1, 2), 9, deadline_seconds=1000, key="a", priority=5)
         stream = RemoteStream(4, request, lambda stream, known: ends.append(known))
         first = stream.submission()
         assert (list(first.committed_output), first.admitted_before) == ([], False)
@@ -174,6 +179,7 @@ def test_stream_remembers_what_it_received_and_how_often_it_was_sent() -> None:
         stream.push(TokenDelta((7,), 1, 0))
         again = stream.submission()
         assert (list(again.committed_output), again.admitted_before) == ([5, 6, 7], True)
+        assert (again.key, again.priority) == (first.key, first.priority) == ("a", 5)
         assert stream.fruitless_submissions == 1
         stream.cancel()
         stream.push(TokenDelta((8,), 0, 0))

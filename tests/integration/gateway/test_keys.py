@@ -1,0 +1,203 @@
+"""Keys with a name: their limits, priorities, metrics and log lines, over HTTP and gRPC and a session with the
+scheduler."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import io
+import json
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from pydantic import SecretStr
+
+from protos import generation_pb2 as pb
+from protos import generation_pb2_grpc
+from scheduler.config import Policy, SchedulerConfig
+from scheduler.key_class import KeyClass
+from scheduler.messages import MAX_PRIORITY
+from services.gateway.settings import GatewaySettings, NamedKey
+from services.observability.logs import LogFormat, install_logs
+from services.scheduler.metrics_endpoint import MetricsEndpoint
+from tests.support.cell_gateways import running_gateway
+from tests.support.cells import running_cell
+from tests.support.gateway import save_tokenizer
+from tests.support.logs import restored_loggers
+from tests.support.waiting import LONG, until
+from tests.support.watched_engine import WatchedEngine
+
+KEYS = (
+    KeyClass("queued", max_running=1, max_waiting=1),
+    KeyClass("metered", tokens_per_minute=60),
+    KeyClass("urgent", max_running=1),
+)
+SECRETS = {key.name: f"secret-of-{key.name}" for key in KEYS} | {"": "without-a-name"}
+SETTINGS = GatewaySettings(
+    api_keys=(SecretStr(SECRETS[""]),),
+    named_keys=tuple(
+        NamedKey(name=key.name, digest=hashlib.sha256(SECRETS[key.name].encode()).hexdigest()) for key in KEYS
+    ),
+)
+CONFIG = SchedulerConfig(policy=Policy.RAGGED, max_running=4, keys=KEYS)
+TOKENS = {"max_tokens": 5, "ignore_eos": True}
+
+
+@dataclass
+class Outcome:
+    http: dict[str, httpx.Response] = field(default_factory=dict)
+    grpc: dict[str, grpc.aio.AioRpcError] = field(default_factory=dict)
+    ended: list[str] = field(default_factory=list)
+    samples: dict[tuple[str, str, str], float] = field(default_factory=dict)
+    """By name, key and limit."""
+    lines: list[dict[str, Any]] = field(default_factory=list)
+
+
+@pytest.fixture(scope="module")
+def outcome(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    stream = io.StringIO()
+    with restored_loggers():
+        install_logs(LogFormat.JSON, logging.DEBUG, stream)
+        outcome = asyncio.run(drive(tmp_path_factory.mktemp("tokenizer")))
+    outcome.lines = [json.loads(line) for line in stream.getvalue().splitlines()]
+    return outcome
+
+
+async def drive(folder: Path) -> Outcome:
+    tokenizer, watched, outcome = save_tokenizer(folder), WatchedEngine(), Outcome()
+    async with (
+        running_cell(config=CONFIG, tokenizer_digest=tokenizer.vocabulary_digest.hex()) as cell,
+        running_gateway(cell, tokenizer, SETTINGS) as served,
+        httpx.AsyncClient(base_url=served.url, timeout=LONG) as http,
+        grpc.aio.insecure_channel(served.address) as channel,
+    ):
+        stub = generation_pb2_grpc.GenerationStub(channel)
+        watched.watch(cell.workers[1].executor)
+
+        async def over_http(name: str, key: str, **fields: Any) -> httpx.Response:
+            headers = {"authorization": f"Bearer {SECRETS[key]}", "x-request-id": name}
+            response = await http.post(
+                "/v1/completions", json={"prompt": [20, 21], **TOKENS, **fields}, headers=headers
+            )
+            outcome.http[name] = response
+            outcome.ended.append(name)
+            return response
+
+        async def over_grpc(name: str, key: str, **fields: Any) -> pb.GenerateResponse | None:
+            metadata = (("authorization", f"Bearer {SECRETS[key]}"), ("x-request-id", name))
+            request = pb.GenerateRequest(tokens=pb.TokenIds(token_ids=[20, 22]), **TOKENS, **fields)
+            try:
+                return await stub.Generate(request, metadata=metadata)
+            except grpc.aio.AioRpcError as error:
+                outcome.grpc[name] = error
+                return None
+
+        # max_waiting: one runs, one waits, and another key's sequence comes in.
+        watched.gate.close()
+        held = [asyncio.create_task(over_http(f"held-{number}", "queued")) for number in range(2)]
+        await until(lambda: cell.live_sequences == 2)
+        await over_http("too-many", "queued")
+        await over_grpc("too-many", "queued")
+        held.append(asyncio.create_task(over_http("beside", "")))
+        await until(lambda: cell.live_sequences == 3)
+        watched.gate.open()
+        await asyncio.gather(*held)
+        # tokens_per_minute: 2 tokens of prompt and 5 of output each time, 60 in all.
+        while (await over_http(f"metered-{len(outcome.ended)}", "metered")).status_code == 200:
+            await cell.wait_empty()
+        await over_grpc("metered", "metered")
+        # priority: one runs; of the two that wait, the later one is more urgent.
+        watched.gate.close()
+        held = []
+        for name, priority in (("first", 0), ("low", 7), ("high", -7)):
+            held.append(asyncio.create_task(over_http(name, "urgent", priority=priority)))
+            await until(lambda: cell.live_sequences == len(held))
+        watched.gate.open()
+        await asyncio.gather(*held)
+        await over_http("beyond", "urgent", priority=MAX_PRIORITY + 1)
+        await over_http("no-number", "urgent", priority="soon")
+        assert await over_grpc("named", "urgent", priority=-3) is not None
+        await cell.wait_empty()
+        async with MetricsEndpoint(cell.server.metric_families, "127.0.0.1", 0) as endpoint:
+            text = (await http.get(endpoint.url or "")).text
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                labels = sample.labels
+                if "key" in labels:
+                    outcome.samples[sample.name, labels["key"], labels.get("limit", "")] = sample.value
+    return outcome
+
+
+def test_too_many_waiting_sequences_of_a_key_are_refused_by_name(outcome: Outcome) -> None:
+    response, call = outcome.http["too-many"], outcome.grpc["too-many"]
+    error = response.json()["error"]
+    assert (response.status_code, error["code"], error["type"]) == (429, "rate_limit_exceeded", "rate_limit_error")
+    assert error["message"] == "1 sequences wait, max_waiting of key queued is 1"
+    assert int(response.headers["retry-after"]) >= 1
+    assert (call.code(), call.details()) == (grpc.StatusCode.RESOURCE_EXHAUSTED, error["message"])
+    trailing = dict(call.trailing_metadata() or ())
+    assert trailing["spool-error-code"] == "rate_limit_exceeded"
+    assert int(trailing["retry-after"]) >= 1
+    assert [outcome.http[name].status_code for name in ("held-0", "held-1", "beside")] == [200] * 3
+
+
+def test_a_key_that_has_used_its_tokens_is_told_when_to_come_again(outcome: Outcome) -> None:
+    answered = [response for name, response in outcome.http.items() if name.startswith("metered-")]
+    # 8 x 7 tokens of 60 are gone after eight, and a ninth finds four. A slow machine adds one a second.
+    assert 9 <= len(answered) - 1 <= 9 + LONG / 7
+    refused = answered[-1]
+    assert refused.status_code == 429
+    assert "tokens_per_minute of key metered is 60" in refused.json()["error"]["message"]
+    # A token a second, and at most as many were owed as the last request took.
+    assert 1 <= int(refused.headers["retry-after"]) <= 8
+    call = outcome.grpc["metered"]
+    assert call.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert 1 <= int(dict(call.trailing_metadata() or ())["retry-after"]) <= 8
+
+
+def test_priorities_order_the_requests_of_a_key(outcome: Outcome) -> None:
+    assert [name for name in outcome.ended if name in ("first", "low", "high")] == ["first", "high", "low"]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("beyond", "priority is 2147483648, must be between -2147483648 and 2147483647"),
+        ("no-number", "priority is 'soon', must be a valid integer"),
+    ],
+)
+def test_priorities_that_cannot_be(outcome: Outcome, name: str, message: str) -> None:
+    error = outcome.http[name].json()["error"]
+    assert (outcome.http[name].status_code, error["param"]) == (400, "priority")
+    assert message in error["message"]
+
+
+def test_what_was_served_and_refused_is_told_by_key(outcome: Outcome) -> None:
+    def told(name: str) -> dict[str, float]:
+        return {key: value for (sample, key, _), value in outcome.samples.items() if sample == f"spool_key_{name}"}
+
+    metered = sum(response.status_code == 200 for name, response in outcome.http.items() if "metered" in name)
+    served = {"": 1, "queued": 2, "metered": metered, "urgent": 4}
+    assert told("prompt_tokens_total") == {key: 2 * count for key, count in served.items()}
+    assert told("generation_tokens_total") == {key: 5 * count for key, count in served.items()}
+    assert told("requests_running") == told("requests_waiting") == dict.fromkeys(served, 0)
+    refused = {(key, limit): value for (name, key, limit), value in outcome.samples.items() if limit and value}
+    assert refused == {("queued", "max_waiting"): 2, ("metered", "tokens_per_minute"): 2}
+
+
+def test_log_lines_of_a_request_name_its_key(outcome: Outcome) -> None:
+    of_gateway = [line for line in outcome.lines if line["logger"].startswith("services.gateway")]
+    expected = {"held-0": "queued", "too-many": "queued", "named": "urgent", "metered": "metered", "beside": None}
+    for request_id, key in expected.items():
+        lines = [line for line in of_gateway if line.get("request_id") == request_id]
+        assert lines, request_id
+        assert {line.get("key") for line in lines} == {key}, request_id
+    text = json.dumps(outcome.lines)
+    assert not any(secret in text for secret in SECRETS.values())

@@ -1,0 +1,77 @@
+"""One key floods a cell in virtual time; another one's requests wait for little more than the steps under way."""
+
+from __future__ import annotations
+
+import pytest
+
+from scheduler.config import Policy, SchedulerConfig
+from scheduler.key_class import KeyClass
+from scheduler.messages import Role
+from tests.sim.keyed_load import KeyedLoad
+from tests.sim.rates import CPU, FLAT, STEEP, Costs
+
+CONFIG = SchedulerConfig(keys=(KeyClass("flood"), KeyClass("single")))
+UNNAMED = SchedulerConfig()
+SECONDS = 30
+REQUESTS = 24
+
+
+def waits(costs: Costs, config: SchedulerConfig, flooded: bool, prompt: int = 200) -> tuple[list[float], KeyedLoad]:
+    """Of the single requests, one each second, which begin when the flood does."""
+    load = KeyedLoad(config, costs)
+    load.join("target", Role.TARGET)
+    load.join("draft", Role.DRAFT)
+    if flooded:
+        load.flood(2.0, "flood", 200, prompt, 100)
+    for number in range(REQUESTS):
+        load.ask(2.05 + number, "single", 20, 10)
+    load.run_for(SECONDS)
+    return sorted(load.waits.get("single", [])), load
+
+
+def longest_step(costs: Costs, config: SchedulerConfig) -> float:
+    """Seconds of a target's step with a full verify group and a chunk of prefill."""
+    tokens = config.batch_size * (1 + config.draft_length) + config.prefill_chunk
+    return (costs.base + costs.row * tokens) * (1 + costs.jitter) + 2 * costs.latency
+
+
+@pytest.mark.parametrize("prompt", [20, 200, 1500])
+@pytest.mark.parametrize("costs", [FLAT, CPU], ids=["flat", "cpu"])
+def test_a_flood_costs_another_key_a_few_steps(costs: Costs, prompt: int) -> None:
+    """The steps that were sent before, one of the flood's turns of prefill, and the request's own."""
+    alone, _ = waits(costs, CONFIG, flooded=False)
+    flooded, load = waits(costs, CONFIG, flooded=True, prompt=prompt)
+    assert (len(alone), len(flooded)) == (REQUESTS, REQUESTS)
+    steps = CONFIG.steps_in_flight + 2
+    assert flooded[REQUESTS // 2] < alone[REQUESTS // 2] + (steps - 1) * longest_step(costs, CONFIG)
+    assert flooded[-1] < alone[-1] + steps * longest_step(costs, CONFIG)
+    # No slot is taken but the one that each request needs.
+    assert load.core.snapshot().preemptions <= REQUESTS
+
+
+def test_without_names_the_same_requests_wait_for_the_whole_queue() -> None:
+    flooded, load = waits(FLAT, UNNAMED, flooded=True)
+    assert flooded[0] > 20 * longest_step(FLAT, UNNAMED)
+    assert load.core.snapshot().preemptions == 0
+
+
+def test_the_flood_loses_no_more_than_the_other_key_gets() -> None:
+    _, fair = waits(FLAT, CONFIG, flooded=True)
+    _, unnamed = waits(FLAT, UNNAMED, flooded=True)
+    assert fair.tokens["flood"] > 0.97 * unnamed.tokens["flood"]
+
+
+@pytest.mark.parametrize("policy", [Policy.AUTO, Policy.RAGGED, Policy.EXSPEC])
+@pytest.mark.parametrize("costs", [CPU, STEEP], ids=["cpu", "steep"])
+def test_two_floods_share_tokens_by_weight(costs: Costs, policy: Policy) -> None:
+    """Prompts and output, whatever the requests of each look like."""
+    config = SchedulerConfig(policy=policy, keys=(KeyClass("chat", weight=3.0), KeyClass("batch")))
+    load = KeyedLoad(config, costs)
+    load.join("target", Role.TARGET)
+    load.join("draft", Role.DRAFT)
+    load.flood(0.0, "chat", 100, 10, 40)
+    load.flood(0.0, "batch", 100, 60, 80)
+    load.run_for(150.0)
+    served = {key.name: key.prompt_tokens + key.output_tokens for key in load.core.snapshot().keys}
+    assert served["chat"] + served["batch"] > 4000
+    assert served["chat"] / served["batch"] == pytest.approx(3.0, rel=0.05)
