@@ -1,7 +1,7 @@
 """Which of a target's DRAFTED sequences to verify next: the grouping policies.
 
-All policies keep the wait bound: once the oldest DRAFTED sequence is due (see TargetWorker.due), the oldest sequences
-go, whatever their lengths.
+`verify_steps.py` asks the policy, and fits the group into the pages and tokens of a step. All policies keep the wait
+bound: once the oldest DRAFTED sequence is due (see TargetWorker.due), the oldest sequences go, whatever their lengths.
 """
 
 from __future__ import annotations
