@@ -90,6 +90,7 @@ class WaitingQueue:
         self._lines.setdefault(account, _Line()).push(sequence)
         self.tokens += sequence.length
         account.waiting += 1
+        account.waiting_tokens += sequence.length
         self.update(account)
 
     def first(self) -> Sequence | None:
@@ -115,6 +116,7 @@ class WaitingQueue:
         self._lines[account].remove(sequence)
         self.tokens -= sequence.length
         account.waiting -= 1
+        account.waiting_tokens -= sequence.length
         self.update(account)
 
     def update(self, account: KeyAccount, shrunk: bool = False) -> None:
@@ -143,6 +145,8 @@ class WaitingQueue:
         tokens = sum(sequence.length for sequence in self._members.values())
         if tokens != self.tokens:
             raise RuntimeError(f"the queue counts {self.tokens} tokens and holds {tokens}")
+        if sum(account.waiting_tokens for account in self._lines) != tokens:
+            raise RuntimeError("the keys' waiting tokens do not add up to the queue's")
         if sum(map(len, self._lines.values())) != len(self._members):
             raise RuntimeError("the lines of the keys do not hold exactly the waiting sequences")
         entries = {number for _, number, _ in self._heap}
