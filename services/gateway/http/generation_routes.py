@@ -14,9 +14,9 @@ from starlette.responses import Response
 from services.gateway.completion import Completion, CompletionEngine
 from services.gateway.errors import UNEXPECTED, request_error
 from services.gateway.http.event_stream import event_stream
-from services.gateway.http.openai_builders import ChatBuilder, CompletionBuilder
+from services.gateway.http.openai_builders import ChatBuilder, CompletionBuilder, usage_shape
 from services.gateway.http.openai_errors import ErrorResponse, error_body
-from services.gateway.http.openai_requests import ChatBody, CompletionBody
+from services.gateway.http.openai_requests import ChatBody, CompletionBody, UsageEvents
 from services.gateway.http.openai_responses import ChatChunk, ChatCompletion, CompletionShape
 from services.gateway.options import GenerationOptions, Prompt
 from services.gateway.token_strings import TokenStrings
@@ -53,8 +53,8 @@ def generation_router(engine: CompletionEngine, strings: TokenStrings) -> APIRou
     ) -> Completion:
         return scope.enter_context(await engine.start(model, prompts, options))
 
-    def stream(builder: ChatBuilder | CompletionBuilder, completion: Completion, include_usage: bool) -> Response:
-        events = _events(builder, completion, include_usage, engine)
+    def stream(builder: ChatBuilder | CompletionBuilder, completion: Completion, usage: UsageEvents) -> Response:
+        events = _events(builder, completion, usage, engine)
         return event_stream(events, engine.settings.ping_seconds, _headers(completion))
 
     @router.post(
@@ -65,7 +65,7 @@ def generation_router(engine: CompletionEngine, strings: TokenStrings) -> APIRou
         completion = await start(scope, body.model, [body.prompt()], options)
         builder = ChatBuilder(completion, strings, options.top_logprobs is not None)
         if body.stream:
-            return stream(builder, completion, body.include_usage)
+            return stream(builder, completion, body.usage_events)
         return _json(await builder.whole(), completion)
 
     @router.post("/v1/completions", response_model=CompletionShape, responses={200: _streamed("text_completion")})
@@ -74,7 +74,7 @@ def generation_router(engine: CompletionEngine, strings: TokenStrings) -> APIRou
         completion = await start(scope, body.model, body.prompt, options)
         builder = CompletionBuilder(completion, strings, options.top_logprobs is not None)
         if body.stream:
-            return stream(builder, completion, body.include_usage)
+            return stream(builder, completion, body.usage_events)
         return _json(await builder.whole(), completion)
 
     return router
@@ -95,12 +95,14 @@ def _streamed(kind: str) -> dict[str, Any]:
 
 
 async def _events(
-    builder: ChatBuilder | CompletionBuilder, completion: Completion, include_usage: bool, engine: CompletionEngine
+    builder: ChatBuilder | CompletionBuilder, completion: Completion, usage: UsageEvents, engine: CompletionEngine
 ) -> AsyncGenerator[str, None]:
     """The events of a stream. The status is sent by then, so an error becomes an event; [DONE] follows it as usual."""
 
     def event(chunk: ChatChunk | CompletionShape) -> str:
-        if include_usage and chunk.usage is None:
+        if usage is UsageEvents.ALL:
+            chunk.usage = usage_shape(completion.usage())
+        elif usage is UsageEvents.LAST and chunk.usage is None:
             chunk.usage = None  # a field that was set is written, as null
         return chunk.model_dump_json(exclude_unset=True)
 
@@ -110,7 +112,7 @@ async def _events(
         async with aclosing(completion.pieces()) as pieces:
             async for piece in pieces:
                 yield event(builder.chunk(piece))
-        if include_usage:
+        if usage is not UsageEvents.NONE:
             yield event(builder.usage_chunk())
     except Exception as error:
         told = request_error(error)

@@ -19,6 +19,7 @@ from services.gateway.http.openai_responses import (
     CompletionChoice,
     CompletionLogprobs,
     CompletionShape,
+    CompletionTokensDetails,
     SpoolUsage,
     TokenLogprob,
     TopLogprob,
@@ -35,6 +36,10 @@ def usage_shape(usage: Usage) -> UsageShape:
         prompt_tokens=usage.prompt_tokens,
         completion_tokens=usage.completion_tokens,
         total_tokens=usage.prompt_tokens + usage.completion_tokens,
+        completion_tokens_details=CompletionTokensDetails(
+            accepted_prediction_tokens=usage.accepted,
+            rejected_prediction_tokens=usage.drafted - usage.accepted,
+        ),
         spool=SpoolUsage(drafted=usage.drafted, accepted=usage.accepted, seed=usage.seed),
     )
 

@@ -7,7 +7,8 @@ checked here; ranges are checked in services.gateway.options, for both APIs.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from enum import Enum
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -65,7 +66,16 @@ class StreamOptions(Body):
     """Ends the stream with an event that carries the usage."""
     include_obfuscation: bool | None = None
     """Accepted, without effect."""
-    continuous_usage_stats: Literal[False] | None = None
+    continuous_usage_stats: bool | None = None
+    """With include_usage, every event carries the usage up to then."""
+
+
+class UsageEvents(Enum):
+    """Which events of a stream carry the usage."""
+
+    NONE = "none"
+    LAST = "last"
+    ALL = "all"
 
 
 # Known fields that are not supported, with the values that have no effect.
@@ -82,12 +92,12 @@ _UNSUPPORTED_CHAT: Mapping[str, tuple[Any, ...]] = {
     "web_search_options": (),
     "reasoning_effort": (),
     "verbosity": (),
-    "store": (False,),
 }
-# Known fields that change no output: who asks, and how the provider should bill and cache.
+# Known fields that change no output: who asks, and how the provider should bill, cache and keep records.
 _WITHOUT_EFFECT = {
     "user",
     "metadata",
+    "store",
     "service_tier",
     "safety_identifier",
     "prompt_cache_key",
@@ -156,8 +166,11 @@ class _Generation(Body):
         return self
 
     @property
-    def include_usage(self) -> bool:
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
+    def usage_events(self) -> UsageEvents:
+        options = self.stream_options
+        if options is None or not options.include_usage:
+            return UsageEvents.NONE
+        return UsageEvents.ALL if options.continuous_usage_stats else UsageEvents.LAST
 
     def _options(self, names: Mapping[str, str], **more: Any) -> GenerationOptions:
         given: dict[str, Any] = {name: value for name in _NUMBER_FIELDS if (value := getattr(self, name)) is not None}

@@ -17,10 +17,18 @@ class SpoolUsage(BaseModel):
     seed: int
 
 
+class CompletionTokensDetails(BaseModel):
+    """What became of the draft tokens. Rejected ones are no part of the output, and do not count as its tokens."""
+
+    accepted_prediction_tokens: int
+    rejected_prediction_tokens: int
+
+
 class UsageShape(BaseModel):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    completion_tokens_details: CompletionTokensDetails
     spool: SpoolUsage
 
 
@@ -122,7 +130,10 @@ class CompletionShape(BaseModel):
 
 
 class ModelShape(BaseModel):
+    """`root` is the target model's folder or hub id, whatever name it is served under."""
+
     id: str
+    root: str
     object: Literal["model"]
     created: int
     owned_by: str

@@ -36,7 +36,12 @@ def service_router(engine: CompletionEngine, strings: TokenStrings) -> APIRouter
 
     def model_shape(name: str, info: ModelInfo) -> ModelShape:
         return ModelShape(
-            id=name, object="model", created=started, owned_by="spool", max_model_len=info.max_sequence_length
+            id=name,
+            root=info.model_id,
+            object="model",
+            created=started,
+            owned_by="spool",
+            max_model_len=info.max_sequence_length,
         )
 
     @router.get("/v1/models")

@@ -116,7 +116,7 @@ def test_harmless_fields_of_other_servers_are_taken(http: httpx.Client) -> None:
         "messages": CHAT,
         "max_tokens": 2,
         "user": "me",
-        "store": False,
+        "store": True,
         "tools": [],
         "tool_choice": "none",
         "response_format": {"type": "text"},

@@ -56,6 +56,29 @@ def test_streamed_completion_is_the_same(gateways: Gateways, client: openai.Open
     assert len({chunk.id for chunk in chunks}) == 1
 
 
+@pytest.mark.parametrize("echo", [False, True])
+def test_usage_in_every_event(client: openai.OpenAI, echo: bool) -> None:
+    options: Any = {"include_usage": True, "continuous_usage_stats": True}
+    stream = client.completions.create(
+        model=MODEL, prompt=PROMPT, max_tokens=60, stream=True, stream_options=options, echo=echo
+    )
+    usages = [chunk.usage for chunk in stream if chunk.usage is not None]
+    counts = [usage.completion_tokens for usage in usages]
+    assert counts == sorted(counts)
+    assert counts[0] < counts[-1] == 60
+    assert len(counts) > 10
+    assert {usage.total_tokens - usage.completion_tokens for usage in usages} == {usages[0].prompt_tokens}
+
+
+def test_usage_says_what_became_of_draft_tokens(client: openai.OpenAI) -> None:
+    usage = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=60).usage
+    assert usage is not None
+    assert usage.completion_tokens_details is not None
+    spool, details = usage.to_dict()["spool"], usage.completion_tokens_details
+    assert details.accepted_prediction_tokens == spool["accepted"] > 0
+    assert details.rejected_prediction_tokens == spool["drafted"] - spool["accepted"] > 0
+
+
 def test_text_continuations_are_short_unless_asked_for_more(client: openai.OpenAI) -> None:
     done = client.completions.create(model=MODEL, prompt=PROMPT)
     assert done.usage is not None
@@ -139,7 +162,11 @@ def test_chat(gateways: Gateways, client: openai.OpenAI) -> None:
     assert chunks[0].choices[0].delta.role == "assistant"
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == choice.message.content
     assert chunks[-2].choices[0].finish_reason == "length"
-    assert chunks[-1].usage == done.usage.model_copy(update={"spool": chunks[-1].usage.to_dict()["spool"]})  # type: ignore[union-attr]
+    usage = chunks[-1].usage
+    assert usage is not None
+    # What was drafted depends on when steps were ready.
+    drafts = {"spool": usage.to_dict()["spool"], "completion_tokens_details": usage.completion_tokens_details}
+    assert usage == done.usage.model_copy(update=drafts)
 
 
 def test_chat_goes_on_until_the_model_ends_it(gateways: Gateways, client: openai.OpenAI) -> None:

@@ -19,7 +19,8 @@ from tests.support.stand_in_worker import MAX_LENGTH, VOCABULARY
 
 def test_models(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == [MODEL]
-    assert client.models.retrieve(MODEL).to_dict()["max_model_len"] == MAX_LENGTH
+    model = client.models.retrieve(MODEL).to_dict()
+    assert (model["root"], model["max_model_len"]) == (MODEL, MAX_LENGTH)
     with pytest.raises(openai.NotFoundError, match="model 'other' does not exist, this server has stand-in"):
         client.models.retrieve("other")
     with pytest.raises(openai.NotFoundError, match="gpt"):
@@ -32,7 +33,8 @@ def test_names_for_the_model(gateways: Gateways) -> None:
         httpx.Client(base_url=served.url, timeout=TIMEOUT) as http,
     ):
         assert [model["id"] for model in http.get("/v1/models").json()["data"]] == ["demo", "org/demo"]
-        assert http.get("/v1/models/org/demo").json()["id"] == "org/demo"
+        named = http.get("/v1/models/org/demo").json()
+        assert (named["id"], named["root"]) == ("org/demo", MODEL)
         assert http.post("/v1/completions", json={"prompt": "a"}).json()["model"] == "demo"
         assert http.post("/v1/completions", json={"prompt": "a", "model": MODEL}).status_code == 404
 
