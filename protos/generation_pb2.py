@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17protos/generation.proto\x12\x08spool.v1\"\x1d\n\x08TokenIds\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"m\n\x04\x43hat\x12\'\n\x08messages\x18\x01 \x03(\x0b\x32\x15.spool.v1.ChatMessage\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x02 \x01(\x08H\x00\x88\x01\x01\x42\x18\n\x16_add_generation_prompt\"\xee\x06\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12$\n\x06tokens\x18\x03 \x01(\x0b\x32\x12.spool.v1.TokenIdsH\x00\x12\x1e\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x0e.spool.v1.ChatH\x00\x12\x17\n\nmax_tokens\x18\x05 \x01(\rH\x01\x88\x01\x01\x12\x0e\n\x01n\x18\x06 \x01(\rH\x02\x88\x01\x01\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\r\x12\x12\n\nignore_eos\x18\t \x01(\x08\x12 \n\x13skip_special_tokens\x18\n \x01(\x08H\x03\x88\x01\x01\x12\x0c\n\x04\x65\x63ho\x18\x0b \x01(\x08\x12\x18\n\x0btemperature\x18\x0c \x01(\x01H\x04\x88\x01\x01\x12\x12\n\x05top_p\x18\r \x01(\x01H\x05\x88\x01\x01\x12\x12\n\x05top_k\x18\x0e \x01(\rH\x06\x88\x01\x01\x12\x12\n\x05min_p\x18\x0f \x01(\x01H\x07\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x10 \x01(\x01H\x08\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x11 \x01(\x01H\t\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x12 \x01(\x01H\n\x88\x01\x01\x12<\n\nlogit_bias\x18\x13 \x03(\x0b\x32(.spool.v1.GenerateRequest.LogitBiasEntry\x12\x11\n\x04seed\x18\x14 \x01(\x04H\x0b\x88\x01\x01\x12\x19\n\x0ctop_logprobs\x18\x15 \x01(\rH\x0c\x88\x01\x01\x12\x19\n\x0c\x64raft_length\x18\x16 \x01(\rH\r\x88\x01\x01\x12\x15\n\x08priority\x18\x17 \x01(\x05H\x0e\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x08\n\x06promptB\r\n\x0b_max_tokensB\x04\n\x02_nB\x16\n\x14_skip_special_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\x07\n\x05_seedB\x0f\n\r_top_logprobsB\x0f\n\r_draft_lengthB\x0b\n\t_priority\"P\n\x07Logprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\r\n\x05token\x18\x02 \x01(\t\x12\x13\n\x0btoken_bytes\x18\x03 \x01(\x0c\x12\x0f\n\x07logprob\x18\x04 \x01(\x01\"X\n\x13OutputTokenLogprobs\x12!\n\x06\x63hosen\x18\x01 \x01(\x0b\x32\x11.spool.v1.Logprob\x12\x1e\n\x03top\x18\x02 \x03(\x0b\x32\x11.spool.v1.Logprob\"\x82\x01\n\x0fGenerationUsage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x04\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\x04\x12\x16\n\x0e\x64rafted_tokens\x18\x03 \x01(\x04\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x04 \x01(\x04\x12\x0c\n\x04seed\x18\x05 \x01(\x04\"\xe0\x01\n\x0fGeneratedChoice\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12-\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x16.spool.v1.FinishReason\x12\x15\n\x0bstop_string\x18\x05 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x06 \x01(\rH\x00\x12/\n\x08logprobs\x18\x07 \x03(\x0b\x32\x1d.spool.v1.OutputTokenLogprobsB\r\n\x0bstop_reason\"\x83\x01\n\x10GenerateResponse\x12\n\n\x02id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12*\n\x07\x63hoices\x18\x03 \x03(\x0b\x32\x19.spool.v1.GeneratedChoice\x12(\n\x05usage\x18\x04 \x01(\x0b\x32\x19.spool.v1.GenerationUsage\"\x88\x01\n\x16GenerateStreamResponse\x12\n\n\x02id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12)\n\x06\x63hoice\x18\x03 \x01(\x0b\x32\x19.spool.v1.GeneratedChoice\x12(\n\x05usage\x18\x04 \x01(\x0b\x32\x19.spool.v1.GenerationUsage\"\x92\x01\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\x1e\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x0e.spool.v1.ChatH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x04 \x01(\x08H\x01\x88\x01\x01\x42\x08\n\x06promptB\x15\n\x13_add_special_tokens\"B\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x1b\n\x13max_sequence_length\x18\x02 \x01(\r\"5\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x13\n\x11ListModelsRequest\"T\n\x10ModelDescription\x12\n\n\x02id\x18\x01 \x01(\t\x12\x1b\n\x13max_sequence_length\x18\x02 \x01(\r\x12\x17\n\x0fvocabulary_size\x18\x03 \x01(\r\"@\n\x12ListModelsResponse\x12*\n\x06models\x18\x01 \x03(\x0b\x32\x1a.spool.v1.ModelDescription*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xf5\x02\n\nGeneration\x12\x41\n\x08Generate\x12\x19.spool.v1.GenerateRequest\x1a\x1a.spool.v1.GenerateResponse\x12O\n\x0eGenerateStream\x12\x19.spool.v1.GenerateRequest\x1a .spool.v1.GenerateStreamResponse0\x01\x12\x41\n\x08Tokenize\x12\x19.spool.v1.TokenizeRequest\x1a\x1a.spool.v1.TokenizeResponse\x12G\n\nDetokenize\x12\x1b.spool.v1.DetokenizeRequest\x1a\x1c.spool.v1.DetokenizeResponse\x12G\n\nListModels\x12\x1b.spool.v1.ListModelsRequest\x1a\x1c.spool.v1.ListModelsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17protos/generation.proto\x12\x08spool.v1\"\x1d\n\x08TokenIds\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"m\n\x04\x43hat\x12\'\n\x08messages\x18\x01 \x03(\x0b\x32\x15.spool.v1.ChatMessage\x12\"\n\x15\x61\x64\x64_generation_prompt\x18\x02 \x01(\x08H\x00\x88\x01\x01\x42\x18\n\x16_add_generation_prompt\"\xba\x07\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12$\n\x06tokens\x18\x03 \x01(\x0b\x32\x12.spool.v1.TokenIdsH\x00\x12\x1e\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x0e.spool.v1.ChatH\x00\x12\x17\n\nmax_tokens\x18\x05 \x01(\rH\x01\x88\x01\x01\x12\x0e\n\x01n\x18\x06 \x01(\rH\x02\x88\x01\x01\x12\x0c\n\x04stop\x18\x07 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x08 \x03(\r\x12\x12\n\nignore_eos\x18\t \x01(\x08\x12 \n\x13skip_special_tokens\x18\n \x01(\x08H\x03\x88\x01\x01\x12\x0c\n\x04\x65\x63ho\x18\x0b \x01(\x08\x12\x18\n\x0btemperature\x18\x0c \x01(\x01H\x04\x88\x01\x01\x12\x12\n\x05top_p\x18\r \x01(\x01H\x05\x88\x01\x01\x12\x12\n\x05top_k\x18\x0e \x01(\rH\x06\x88\x01\x01\x12\x12\n\x05min_p\x18\x0f \x01(\x01H\x07\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x10 \x01(\x01H\x08\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x11 \x01(\x01H\t\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x12 \x01(\x01H\n\x88\x01\x01\x12<\n\nlogit_bias\x18\x13 \x03(\x0b\x32(.spool.v1.GenerateRequest.LogitBiasEntry\x12\x11\n\x04seed\x18\x14 \x01(\x04H\x0b\x88\x01\x01\x12\x19\n\x0ctop_logprobs\x18\x15 \x01(\rH\x0c\x88\x01\x01\x12\x19\n\x0c\x64raft_length\x18\x16 \x01(\rH\r\x88\x01\x01\x12\x15\n\x08priority\x18\x17 \x01(\x05H\x0e\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x18 \x01(\rH\x0f\x88\x01\x01\x12\"\n\x1ainclude_stop_str_in_output\x18\x19 \x01(\x08\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x08\n\x06promptB\r\n\x0b_max_tokensB\x04\n\x02_nB\x16\n\x14_skip_special_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x08\n\x06_top_kB\x08\n\x06_min_pB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x15\n\x13_repetition_penaltyB\x07\n\x05_seedB\x0f\n\r_top_logprobsB\x0f\n\r_draft_lengthB\x0b\n\t_priorityB\r\n\x0b_min_tokens\"P\n\x07Logprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\r\n\x05token\x18\x02 \x01(\t\x12\x13\n\x0btoken_bytes\x18\x03 \x01(\x0c\x12\x0f\n\x07logprob\x18\x04 \x01(\x01\"X\n\x13OutputTokenLogprobs\x12!\n\x06\x63hosen\x18\x01 \x01(\x0b\x32\x11.spool.v1.Logprob\x12\x1e\n\x03top\x18\x02 \x03(\x0b\x32\x11.spool.v1.Logprob\"\x82\x01\n\x0fGenerationUsage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x04\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\x04\x12\x16\n\x0e\x64rafted_tokens\x18\x03 \x01(\x04\x12\x17\n\x0f\x61\x63\x63\x65pted_tokens\x18\x04 \x01(\x04\x12\x0c\n\x04seed\x18\x05 \x01(\x04\"\xe0\x01\n\x0fGeneratedChoice\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12-\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x16.spool.v1.FinishReason\x12\x15\n\x0bstop_string\x18\x05 \x01(\tH\x00\x12\x17\n\rstop_token_id\x18\x06 \x01(\rH\x00\x12/\n\x08logprobs\x18\x07 \x03(\x0b\x32\x1d.spool.v1.OutputTokenLogprobsB\r\n\x0bstop_reason\"\x83\x01\n\x10GenerateResponse\x12\n\n\x02id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12*\n\x07\x63hoices\x18\x03 \x03(\x0b\x32\x19.spool.v1.GeneratedChoice\x12(\n\x05usage\x18\x04 \x01(\x0b\x32\x19.spool.v1.GenerationUsage\"\x88\x01\n\x16GenerateStreamResponse\x12\n\n\x02id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12)\n\x06\x63hoice\x18\x03 \x01(\x0b\x32\x19.spool.v1.GeneratedChoice\x12(\n\x05usage\x18\x04 \x01(\x0b\x32\x19.spool.v1.GenerationUsage\"\x92\x01\n\x0fTokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12\x1e\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x0e.spool.v1.ChatH\x00\x12\x1f\n\x12\x61\x64\x64_special_tokens\x18\x04 \x01(\x08H\x01\x88\x01\x01\x42\x08\n\x06promptB\x15\n\x13_add_special_tokens\"B\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x1b\n\x13max_sequence_length\x18\x02 \x01(\r\"5\n\x11\x44\x65tokenizeRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\"\"\n\x12\x44\x65tokenizeResponse\x12\x0c\n\x04text\x18\x01 \x01(\t\"\x13\n\x11ListModelsRequest\"T\n\x10ModelDescription\x12\n\n\x02id\x18\x01 \x01(\t\x12\x1b\n\x13max_sequence_length\x18\x02 \x01(\r\x12\x17\n\x0fvocabulary_size\x18\x03 \x01(\r\"@\n\x12ListModelsResponse\x12*\n\x06models\x18\x01 \x03(\x0b\x32\x1a.spool.v1.ModelDescription*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xf5\x02\n\nGeneration\x12\x41\n\x08Generate\x12\x19.spool.v1.GenerateRequest\x1a\x1a.spool.v1.GenerateResponse\x12O\n\x0eGenerateStream\x12\x19.spool.v1.GenerateRequest\x1a .spool.v1.GenerateStreamResponse0\x01\x12\x41\n\x08Tokenize\x12\x19.spool.v1.TokenizeRequest\x1a\x1a.spool.v1.TokenizeResponse\x12G\n\nDetokenize\x12\x1b.spool.v1.DetokenizeRequest\x1a\x1c.spool.v1.DetokenizeResponse\x12G\n\nListModels\x12\x1b.spool.v1.ListModelsRequest\x1a\x1c.spool.v1.ListModelsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,8 +33,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_GENERATEREQUEST_LOGITBIASENTRY']._loaded_options = None
   _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=2392
-  _globals['_FINISHREASON']._serialized_end=2487
+  _globals['_FINISHREASON']._serialized_start=2468
+  _globals['_FINISHREASON']._serialized_end=2563
   _globals['_TOKENIDS']._serialized_start=37
   _globals['_TOKENIDS']._serialized_end=66
   _globals['_CHATMESSAGE']._serialized_start=68
@@ -42,35 +42,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CHAT']._serialized_start=114
   _globals['_CHAT']._serialized_end=223
   _globals['_GENERATEREQUEST']._serialized_start=226
-  _globals['_GENERATEREQUEST']._serialized_end=1104
-  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_start=833
-  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_end=881
-  _globals['_LOGPROB']._serialized_start=1106
-  _globals['_LOGPROB']._serialized_end=1186
-  _globals['_OUTPUTTOKENLOGPROBS']._serialized_start=1188
-  _globals['_OUTPUTTOKENLOGPROBS']._serialized_end=1276
-  _globals['_GENERATIONUSAGE']._serialized_start=1279
-  _globals['_GENERATIONUSAGE']._serialized_end=1409
-  _globals['_GENERATEDCHOICE']._serialized_start=1412
-  _globals['_GENERATEDCHOICE']._serialized_end=1636
-  _globals['_GENERATERESPONSE']._serialized_start=1639
-  _globals['_GENERATERESPONSE']._serialized_end=1770
-  _globals['_GENERATESTREAMRESPONSE']._serialized_start=1773
-  _globals['_GENERATESTREAMRESPONSE']._serialized_end=1909
-  _globals['_TOKENIZEREQUEST']._serialized_start=1912
-  _globals['_TOKENIZEREQUEST']._serialized_end=2058
-  _globals['_TOKENIZERESPONSE']._serialized_start=2060
-  _globals['_TOKENIZERESPONSE']._serialized_end=2126
-  _globals['_DETOKENIZEREQUEST']._serialized_start=2128
-  _globals['_DETOKENIZEREQUEST']._serialized_end=2181
-  _globals['_DETOKENIZERESPONSE']._serialized_start=2183
-  _globals['_DETOKENIZERESPONSE']._serialized_end=2217
-  _globals['_LISTMODELSREQUEST']._serialized_start=2219
-  _globals['_LISTMODELSREQUEST']._serialized_end=2238
-  _globals['_MODELDESCRIPTION']._serialized_start=2240
-  _globals['_MODELDESCRIPTION']._serialized_end=2324
-  _globals['_LISTMODELSRESPONSE']._serialized_start=2326
-  _globals['_LISTMODELSRESPONSE']._serialized_end=2390
-  _globals['_GENERATION']._serialized_start=2490
-  _globals['_GENERATION']._serialized_end=2863
+  _globals['_GENERATEREQUEST']._serialized_end=1180
+  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_start=894
+  _globals['_GENERATEREQUEST_LOGITBIASENTRY']._serialized_end=942
+  _globals['_LOGPROB']._serialized_start=1182
+  _globals['_LOGPROB']._serialized_end=1262
+  _globals['_OUTPUTTOKENLOGPROBS']._serialized_start=1264
+  _globals['_OUTPUTTOKENLOGPROBS']._serialized_end=1352
+  _globals['_GENERATIONUSAGE']._serialized_start=1355
+  _globals['_GENERATIONUSAGE']._serialized_end=1485
+  _globals['_GENERATEDCHOICE']._serialized_start=1488
+  _globals['_GENERATEDCHOICE']._serialized_end=1712
+  _globals['_GENERATERESPONSE']._serialized_start=1715
+  _globals['_GENERATERESPONSE']._serialized_end=1846
+  _globals['_GENERATESTREAMRESPONSE']._serialized_start=1849
+  _globals['_GENERATESTREAMRESPONSE']._serialized_end=1985
+  _globals['_TOKENIZEREQUEST']._serialized_start=1988
+  _globals['_TOKENIZEREQUEST']._serialized_end=2134
+  _globals['_TOKENIZERESPONSE']._serialized_start=2136
+  _globals['_TOKENIZERESPONSE']._serialized_end=2202
+  _globals['_DETOKENIZEREQUEST']._serialized_start=2204
+  _globals['_DETOKENIZEREQUEST']._serialized_end=2257
+  _globals['_DETOKENIZERESPONSE']._serialized_start=2259
+  _globals['_DETOKENIZERESPONSE']._serialized_end=2293
+  _globals['_LISTMODELSREQUEST']._serialized_start=2295
+  _globals['_LISTMODELSREQUEST']._serialized_end=2314
+  _globals['_MODELDESCRIPTION']._serialized_start=2316
+  _globals['_MODELDESCRIPTION']._serialized_end=2400
+  _globals['_LISTMODELSRESPONSE']._serialized_start=2402
+  _globals['_LISTMODELSRESPONSE']._serialized_end=2466
+  _globals['_GENERATION']._serialized_start=2566
+  _globals['_GENERATION']._serialized_end=2939
 # @@protoc_insertion_point(module_scope)

@@ -17,7 +17,8 @@ class SamplingParameters:
     """How the next token is sampled from the target's logits.
 
     `temperature` 0 is greedy. `top_k` 0, `top_p` 1, `min_p` 0 and the penalties 1, 0, 0 leave the logits as they are.
-    `repetition_penalty` looks at prompt and output, the other two penalties at the output only. `seed` is any unsigned
+    `repetition_penalty` looks at prompt and output, the other two penalties at the output only. None of the
+    `end_token_ids` is sampled among the first `min_tokens` tokens of output. `seed` is any unsigned
     64-bit number; equal seeds give equal text, whatever the batch, the draft or the workers.
 
     Raises `ValueError` naming field, value and limit.
@@ -32,6 +33,8 @@ class SamplingParameters:
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=lambda: MappingProxyType({}))
     seed: int = 0
+    min_tokens: int = 0
+    end_token_ids: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
         # Each check builds its message only when it fails: every request passes here several times.
@@ -51,6 +54,11 @@ class SamplingParameters:
             self._refuse("frequency_penalty", "between -2 and 2")
         if not 0 <= self.seed <= MAX_SEED:
             self._refuse("seed", f"between 0 and {MAX_SEED}")
+        if not 0 <= self.min_tokens <= MAX_TOKEN_ID:
+            self._refuse("min_tokens", f"between 0 and {MAX_TOKEN_ID}")
+        for token_id in self.end_token_ids:
+            if not 0 <= token_id <= MAX_TOKEN_ID:
+                raise ValueError(f"end_token_ids holds {token_id}, must be token ids between 0 and {MAX_TOKEN_ID}")
         for token_id, bias in self.logit_bias.items():
             if not 0 <= token_id <= MAX_TOKEN_ID or not -100 <= bias <= 100:
                 raise ValueError(
@@ -63,6 +71,10 @@ class SamplingParameters:
     @property
     def greedy(self) -> bool:
         return self.temperature == 0
+
+    def may_end(self, output_tokens: int) -> bool:
+        """Whether an output of so many tokens may be followed by one of the `end_token_ids`."""
+        return output_tokens >= self.min_tokens
 
     @property
     def uses_history(self) -> bool:

@@ -15,6 +15,7 @@ from engine.models.memory_plan import ModelMemory, model_memory
 from engine.models.source import resolve_model
 from engine.settings import EngineSettings
 from scheduler.messages import Role
+from services.launch.process_tuning import keep_loaded_objects
 from services.observability.logs import install_logs
 from services.worker.process import NGRAM_MODEL, WorkerArguments, load_executor
 from services.worker.registration import WorkerRegistration
@@ -44,6 +45,7 @@ class WorkerReplica:
         thread = step_thread()
         loading = thread.submit(lambda: load_executor(_arguments(plan, role), _log_progress))
         executor = await asyncio.wrap_future(loading)
+        keep_loaded_objects()
         self._server = WorkerServer(executor, internal_host(config.internal), thread=thread, security=security)
         address = await self._server.start()
         worker_id = f"{role.value}-{serve.get_replica_context().replica_id.unique_id}"

@@ -1,12 +1,14 @@
 """What a request's parameters do to a row of logits before a token is drawn.
 
-Repetition penalty, presence and frequency penalties, logit bias, in this order, in float32; then temperature; then
-top-k, top-p and min-p, each on what the one before left. The filters keep a prefix of the tokens ordered by
-(score descending, id ascending), found with integer weights, so that ties and sums come out alike everywhere.
+Repetition penalty, presence and frequency penalties, logit bias, -inf for tokens that would end the output too early,
+in this order, in float32; then temperature; then top-k, top-p and min-p, each on what the one before left. The filters
+keep a prefix of the tokens ordered by (score descending, id ascending), found with integer weights, so that ties and
+sums come out alike everywhere.
 """
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -25,9 +27,9 @@ _ARRAY_CODES = {torch.int64: "q", torch.float32: "f", torch.float64: "d"}
 _SMALLEST_TEMPERATURE = 2.0**-126
 
 
-def changes_scores(sampling: SamplingParameters) -> bool:
-    """Whether the parameters change logits before temperature."""
-    return sampling.uses_history or bool(sampling.logit_bias)
+def changes_scores(sampling: SamplingParameters, output_tokens: int) -> bool:
+    """Whether the parameters change logits before temperature, after an output of so many tokens."""
+    return sampling.uses_history or bool(sampling.logit_bias) or not sampling.may_end(output_tokens)
 
 
 def filters_tokens(sampling: SamplingParameters) -> bool:
@@ -40,9 +42,11 @@ def change_scores(
     sampling: SamplingParameters,
     history: Sequence[int],
     prompt_length: int,
+    output_tokens: int,
     token_ids: Tensor | None = None,
 ) -> None:
-    """Applies penalties and bias in place to one row of float32 scores [V]. Tokens without a column do nothing.
+    """Applies penalties, bias and the ban on an early end in place to one row of float32 scores [V], for the token that
+    follows `output_tokens` tokens of output. Tokens without a column do nothing. Only penalties read `history`.
 
     `token_ids` [V] names the tokens of the columns, ascending; without it a column's number is its token's id.
     """
@@ -60,6 +64,9 @@ def change_scores(
     if sampling.logit_bias:
         biased, values = _columns(sampling.logit_bias, scores, token_ids)
         scores[biased] += values
+    if not sampling.may_end(output_tokens):
+        banned, values = _columns(dict.fromkeys(sampling.end_token_ids, -math.inf), scores, token_ids)
+        scores[banned] = values
 
 
 def _columns(changes: Mapping[int, float], scores: Tensor, token_ids: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -40,6 +40,15 @@ class SamplingContext:
     history: Sequence[int]
     prompt_length: int
 
+    @property
+    def output_tokens(self) -> int:
+        """Tokens of output before that position."""
+        return self.position - self.prompt_length
+
+    @property
+    def changes_scores(self) -> bool:
+        return changes_scores(self.sampling, self.output_tokens)
+
 
 @dataclass(frozen=True, slots=True)
 class _Candidates:
@@ -77,8 +86,8 @@ def sample_tokens(
         return []
     largest = torch.empty(len(rows), dtype=torch.float32, device=logits.device)
     sampled = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
-    as_they_are = [i for i, row in enumerate(rows) if row.sampling.greedy and not changes_scores(row.sampling)]
-    changed = [i for i, row in enumerate(rows) if row.sampling.greedy and changes_scores(row.sampling)]
+    as_they_are = [i for i, row in enumerate(rows) if row.sampling.greedy and not row.changes_scores]
+    changed = [i for i, row in enumerate(rows) if row.sampling.greedy and row.changes_scores]
     drawn = [i for i, row in enumerate(rows) if not row.sampling.greedy]
     if len(as_they_are) == len(rows):
         columns, largest = scan.argmax(logits)
@@ -171,11 +180,11 @@ def _winners(candidates: Sequence[_Candidates], keys: Tensor) -> Tensor:
 
 
 def _scores(logits: Tensor, index: Tensor, rows: Sequence[SamplingContext], token_ids: Tensor | None) -> Tensor:
-    """A float32 copy of some rows of the logits, with penalties and bias applied."""
+    """A float32 copy of some rows of the logits, with penalties, bias and the ban on an early end applied."""
     scores = logits[index].to(torch.float32)
     for line, row in zip(scores, rows, strict=True):
-        if changes_scores(row.sampling):
-            change_scores(line, row.sampling, row.history, row.prompt_length, token_ids)
+        if row.changes_scores:
+            change_scores(line, row.sampling, row.history, row.prompt_length, row.output_tokens, token_ids)
     return scores
 
 

@@ -50,11 +50,14 @@ class Choice:
         meter: SequenceMeter,
         *,
         stop: Sequence[str] = (),
+        include_stop: bool = False,
+        min_tokens: int = 0,
         stop_token_ids: frozenset[int] = frozenset(),
         asked_token_ids: frozenset[int] = frozenset(),
         echo: str = "",
     ) -> None:
-        """`asked_token_ids` are those of `stop_token_ids` that the client named; `echo` is put before the output."""
+        """`asked_token_ids` are those of `stop_token_ids` that the client named; `echo` is put before the output. In
+        the text of the first `min_tokens` tokens no stop string is looked for."""
         self.index = index
         self.completion_tokens = 0
         self.drafted = 0
@@ -63,7 +66,8 @@ class Choice:
         self._stream = stream
         self._decoder = decoder
         self._meter = meter
-        self._cutter = StopStringCutter(stop)
+        self._cutter = StopStringCutter(stop, include_stop)
+        self._min_tokens = min_tokens
         self._stop_token_ids = stop_token_ids
         self._asked_token_ids = asked_token_ids
         self._echo = echo
@@ -123,7 +127,8 @@ class Choice:
             if token in self._stop_token_ids:
                 stop_token = token
                 break
-            self._add(self._decoder.push((token,)))
+            text = self._decoder.push((token,))
+            self._add(text, may_end=self.completion_tokens + taken > self._min_tokens)
             if self._cutter.hit is not None:
                 break
         accepted = min(delta.accepted, taken)
@@ -133,9 +138,9 @@ class Choice:
         self._meter.round(taken, delta.drafted, accepted)
         return stop_token
 
-    def _add(self, text: str) -> None:
+    def _add(self, text: str, may_end: bool = True) -> None:
         self._characters += len(text)
-        self._text.append(self._cutter.push(text))
+        self._text.append(self._cutter.push(text) if may_end else text)
 
     def _last(self, finish_reason: EndReason, stop_reason: str | int | None) -> Piece:
         self.finish_reason = finish_reason

@@ -8,7 +8,7 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from types import TracebackType
 from typing import Self
 
@@ -22,7 +22,7 @@ from services.backend.interface import (
     ModelInfo,
 )
 from services.gateway.choice import Choice, Piece
-from services.gateway.errors import ErrorKind, RequestError
+from services.gateway.errors import ErrorKind, RequestError, invalid
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.options import (
     ChatPrompt,
@@ -195,6 +195,12 @@ class CompletionEngine:
             raise RequestError(ErrorKind.INVALID, message, param="n")
         prepared = await prepare_prompts(prompts, self.tokenizer, info, limits, options.echo)
         budgets = [self._max_tokens(prompt, one, options, info) for prompt, one in zip(prompts, prepared, strict=True)]
+        if options.min_tokens > min(budgets):
+            limit = f"at most max_tokens, which is {min(budgets)}"
+            raise invalid(f"min_tokens is {options.min_tokens}, must be {limit}", "min_tokens")
+        if options.min_tokens:
+            ends = self._stop_token_ids(options)
+            sampling = replace(sampling, min_tokens=options.min_tokens, end_token_ids=ends)
         deadline = arrived + self._timeout(options)
         completion = Completion(name, sum(len(one.tokens) for one in prepared), sampling.seed, span)
         try:
@@ -216,8 +222,7 @@ class CompletionEngine:
         deadline: float,
         span: RequestSpan,
     ) -> None:
-        asked = frozenset(options.stop_token_ids)
-        stops = asked if options.ignore_eos else asked | self.tokenizer.stop_token_ids
+        stops = self._stop_token_ids(options)
         for number in range(options.n):
             seconds_left = deadline - time.perf_counter()
             if seconds_left <= 0:
@@ -248,12 +253,18 @@ class CompletionEngine:
                 decoder,
                 meter,
                 stop=options.stop,
+                include_stop=options.include_stop_str_in_output,
+                min_tokens=options.min_tokens,
                 stop_token_ids=stops,
-                asked_token_ids=asked,
+                asked_token_ids=frozenset(options.stop_token_ids),
                 echo=prompt.text or "",
             )
             completion.choices.append(choice)
         self.metrics.prompt(len(prompt.tokens))
+
+    def _stop_token_ids(self, options: GenerationOptions) -> frozenset[int]:
+        asked = frozenset(options.stop_token_ids)
+        return asked if options.ignore_eos else asked | self.tokenizer.stop_token_ids
 
     def _max_tokens(self, prompt: Prompt, prepared: PreparedPrompt, options: GenerationOptions, info: ModelInfo) -> int:
         """A chat may use all the length that is left; a text continuation is short unless the client asks for more."""
@@ -265,7 +276,7 @@ class CompletionEngine:
                 raise too_long(name, len(prepared.tokens), options.max_tokens, info.max_sequence_length)
             return options.max_tokens
         if not isinstance(prompt, ChatPrompt):
-            limit = min(limit, self.settings.default_completion_tokens)
+            limit = min(limit, max(self.settings.default_completion_tokens, options.min_tokens))
         return min(limit, room)
 
     def _timeout(self, options: GenerationOptions) -> float:

@@ -57,16 +57,18 @@ def chat_message(role: str, content: str, **more: Any) -> dict[str, Any]:
 class GenerationOptions:
     """How to continue each prompt. None means the server's default.
 
-    Choice i of a prompt is sampled with `seed` + i. `draft_length` 0 turns speculation off. Of one
-    key's requests, those with the lower `priority` are handled earlier. `top_logprobs` has the
-    meaning of services.backend.interface.GenerationRequest. `names` maps a field to the client's name for it, where
-    the two differ.
+    Choice i of a prompt is sampled with `seed` + i. Neither a stop token nor a stop string ends the output among the
+    first `min_tokens` tokens. `draft_length` 0 turns speculation off. Of one key's requests, those with the lower
+    `priority` are handled earlier. `top_logprobs` has the meaning of services.backend.interface.GenerationRequest.
+    `names` maps a field to the client's name for it, where the two differ.
     """
 
     max_tokens: int | None = None
+    min_tokens: int = 0
     n: int = 1
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     echo: bool = False
@@ -96,6 +98,7 @@ def check_options(options: GenerationOptions, limits: Limits, vocabulary_size: i
     """Raises RequestError that names field, value and limit. SamplingParameters checks the sampling values."""
     for name, value, minimum, maximum in (
         ("max_tokens", options.max_tokens, 1, limits.output_tokens),
+        ("min_tokens", options.min_tokens, 0, None),
         ("n", options.n, 1, limits.sequences),
         ("top_logprobs", options.top_logprobs, 0, limits.top_logprobs),
         ("draft_length", options.draft_length, 0, None),

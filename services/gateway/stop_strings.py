@@ -13,8 +13,9 @@ class StopStringCutter:
     text comes. Only text that may still become a stop string is held back.
     """
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        """`stops` must not hold the empty string."""
+    def __init__(self, stops: Sequence[str], include_stop: bool = False) -> None:
+        """`stops` must not hold the empty string. With `include_stop` the text ends with the stop string."""
+        self._include_stop = include_stop
         self._stops = tuple(stops)
         self._fallbacks = tuple(_fallbacks(stop) for stop in stops)
         # For each stop string, how many of its characters the text ends with.
@@ -34,7 +35,7 @@ class StopStringCutter:
             self.hit = self._advance(text[place])
             if self.hit is not None:
                 self._held = ""
-                return text[: place + 1 - len(self.hit)]
+                return text[: place + 1 - (0 if self._include_stop else len(self.hit))]
         free = len(text) - max(self._matched)
         self._held = text[free:]
         return text[:free]

@@ -76,6 +76,8 @@ def sampling_to_wire(sampling: SamplingParameters) -> worker_pb2.SamplingParamet
         frequency_penalty=sampling.frequency_penalty,
         logit_bias=dict(sampling.logit_bias),
         seed=sampling.seed,
+        min_tokens=sampling.min_tokens,
+        end_token_ids=sorted(sampling.end_token_ids),
     )
 
 
@@ -91,6 +93,8 @@ def sampling_from_wire(sampling: worker_pb2.SamplingParameters) -> SamplingParam
         frequency_penalty=sampling.frequency_penalty,
         logit_bias=dict(sampling.logit_bias),
         seed=sampling.seed,
+        min_tokens=sampling.min_tokens,
+        end_token_ids=frozenset(sampling.end_token_ids),
     )
 
 

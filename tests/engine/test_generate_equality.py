@@ -55,13 +55,16 @@ def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Pair(settings, prompts, plain, max(counts, key=lambda token: counts[token]))
 
 
-def generated(model: torch.nn.Module, prompt: list[int], stop_token: int | None) -> list[int]:
+def generated(
+    model: torch.nn.Module, prompt: list[int], stop_token: int | None, min_tokens: int | None = None
+) -> list[int]:
     ids = torch.tensor([prompt])
     with torch.no_grad():
         output = model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             max_new_tokens=MAX_TOKENS,
+            min_new_tokens=min_tokens,
             do_sample=False,
             eos_token_id=stop_token,
             pad_token_id=0,
@@ -149,6 +152,25 @@ def test_stop_tokens_fall_inside_accepted_runs(pair: Pair, target: TargetStepExe
         assert all(drafted == accepted for drafted, accepted in outputs[index].rounds[:-1])
         cut_short += sum(drafted + 1 for drafted, _ in outputs[index].rounds) > end
     assert cut_short > 0
+
+
+@pytest.mark.parametrize("policy", list(Policy))
+def test_no_stop_token_comes_too_early(
+    pair: Pair, target: TargetStepExecutor, draft: DraftStepExecutor, policy: Policy
+) -> None:
+    """The end is put off in the middle of a run of draft tokens as well."""
+    min_tokens, ends = 11, frozenset([pair.stop_token])
+    model = AutoModelForCausalLM.from_pretrained(pair.settings["target"].model, dtype=torch.float32)
+    expected = [generated(model, prompt, pair.stop_token, min_tokens) for prompt in pair.prompts]
+    assert all(pair.stop_token not in output[:min_tokens] for output in expected)
+    assert any(pair.stop_token in plain[:min_tokens] for plain in pair.plain)
+    sampling = SamplingParameters(min_tokens=min_tokens, end_token_ids=ends)
+    requests = [
+        SequenceRequest(index, tuple(prompt), MAX_TOKENS, ends, sampling) for index, prompt in enumerate(pair.prompts)
+    ]
+    config = SchedulerConfig(batch_size=4, max_running=10, policy=policy, prefill_chunk=PREFILL_CHUNK)
+    outputs = run_in_process(config, {"target": target, "draft": draft}, requests)
+    assert [outputs[index].tokens for index in range(len(requests))] == expected
 
 
 @pytest.mark.parametrize("policy", list(Policy))
@@ -317,7 +339,7 @@ def test_exact_logits_do_not_depend_on_the_schedule(family: str, shape: dict[str
             SequenceRequest(
                 index,
                 prompt,
-                40,
+                24,
                 sampling=SamplingParameters(temperature=temperature, seed=index),
                 logits_digests=True,
             )
@@ -331,4 +353,4 @@ def test_exact_logits_do_not_depend_on_the_schedule(family: str, shape: dict[str
             for index in range(len(prompts)):
                 assert outputs[index].tokens == plain[index].tokens
                 assert outputs[index].logits_digests == plain[index].logits_digests
-                assert len(outputs[index].logits_digests) == 40
+                assert len(outputs[index].logits_digests) == 24

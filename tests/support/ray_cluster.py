@@ -136,7 +136,8 @@ class RayCluster:
 
     @contextlib.contextmanager
     def further_nodes(self, nodes: list[dict[str, float]]) -> Iterator[Self]:
-        """Nodes with these custom resources for the length of the block. At its end they and Serve are gone."""
+        """Nodes with these custom resources for the length of the block. At its end Serve is gone, and before the next
+        block the nodes are too, but for those that it has as well."""
         assert self._ask(f"add_nodes {json.dumps(nodes)}") == len(nodes)
         try:
             yield self
@@ -239,7 +240,9 @@ class Cluster:
         (gcs_port,) = free_ports(1)
         head = {"num_cpus": head_cpus, "include_dashboard": False, "gcs_server_port": gcs_port}
         self._nodes = RayNodes(initialize_head=True, head_node_args={**_node(first), **head})
-        self._added: list[Any] = []
+        self._added: list[tuple[dict[str, float], Any]] = []
+        self._idle: list[tuple[dict[str, float], Any]] = []
+        """Nodes that the next suite may want as well: starting one takes seconds of a processor."""
         self._add(others)
         self.address: str = self._nodes.address
         self._driver = Driver(self.address)
@@ -247,13 +250,11 @@ class Cluster:
     def answer(self, question: str, argument: str) -> Any:
         match question:
             case "add_nodes":
-                self._added += self._add(json.loads(argument))
+                self._use(json.loads(argument))
                 return len(self._added)
             case "clear":
-                done = self._driver.ask("clear")
-                while self._added:
-                    self._nodes.remove_node(self._added.pop())
-                return done
+                self._idle, self._added = self._added, []
+                return self._driver.ask("clear")
             case "kill_gcs":
                 process_id = self._gcs()
                 self._driver.end()
@@ -269,6 +270,20 @@ class Cluster:
     def end(self) -> None:
         self._driver.end()
         self._nodes.shutdown()
+
+    def _use(self, wanted: list[dict[str, float]]) -> None:
+        """Nodes with these resources: idle ones as far as there are any. The other idle ones are removed."""
+        missing = []
+        for resources in wanted:
+            same = next((idle for idle in self._idle if idle[0] == resources), None)
+            if same is None:
+                missing.append(resources)
+            else:
+                self._idle.remove(same)
+                self._added.append(same)
+        while self._idle:
+            self._nodes.remove_node(self._idle.pop()[1])
+        self._added += zip(missing, self._add(missing), strict=True)
 
     def _add(self, nodes: list[dict[str, float]]) -> list[Any]:
         new = [self._nodes.add_node(wait=False, **_node(resources)) for resources in nodes]

@@ -15,6 +15,7 @@ from services.gateway.token_strings import TokenStrings
 
 _OPTIONAL_FIELDS = (
     "max_tokens",
+    "min_tokens",
     "n",
     "skip_special_tokens",
     "temperature",
@@ -41,6 +42,7 @@ def options_from_message(request: pb.GenerateRequest, timeout_seconds: float | N
     return GenerationOptions(
         stop=tuple(request.stop),
         stop_token_ids=tuple(request.stop_token_ids),
+        include_stop_str_in_output=request.include_stop_str_in_output,
         ignore_eos=request.ignore_eos,
         echo=request.echo,
         logit_bias=dict(request.logit_bias),

@@ -25,6 +25,7 @@ from services.gateway.http.openai_fields import (
 from services.gateway.options import ChatPrompt, ChatRole, GenerationOptions, TextPrompt, chat_message, shown
 
 _NUMBER_FIELDS = (
+    "min_tokens",
     "n",
     "priority",
     "seed",
@@ -124,12 +125,16 @@ class _Generation(Body):
     """One of the server's models; may be left out."""
     max_tokens: int | None = None
     """Output tokens of each choice."""
+    min_tokens: int | None = None
+    """Output tokens before which neither a stop token nor a stop string ends a choice; at most max_tokens."""
     n: int | None = None
     """Choices for each prompt; choice i is sampled with `seed` + i."""
     stop: Stop = []
     """Texts that end the output; they are not part of it."""
     stop_token_ids: OptionalTokenIds = []
     """Token ids that end the output; their text is not part of it."""
+    include_stop_str_in_output: bool = False
+    """Leaves the stop string that ends the output at its end."""
     ignore_eos: bool = False
     """Continues after the model's own end token."""
     skip_special_tokens: bool = True
@@ -177,6 +182,7 @@ class _Generation(Body):
         return GenerationOptions(
             stop=tuple(self.stop),
             stop_token_ids=tuple(self.stop_token_ids),
+            include_stop_str_in_output=self.include_stop_str_in_output,
             ignore_eos=self.ignore_eos,
             skip_special_tokens=self.skip_special_tokens,
             top_k=0 if self.top_k == -1 else self.top_k,

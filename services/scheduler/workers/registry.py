@@ -60,6 +60,8 @@ class _Entry:
     tried: float = 0.0
     attempt: asyncio.Task[None] | None = None
     draining: bool = False
+    silent: bool = False
+    """At the last sweep it was not in use, and had not registered for long."""
 
 
 class WorkerRegistry:
@@ -117,11 +119,16 @@ class WorkerRegistry:
             yield _record(entry)
 
     async def sweep(self) -> None:
-        """Forgets workers that are not in use and have not registered for `forget_seconds`."""
+        """Forgets workers that are not in use and have not registered for `forget_seconds`, at this sweep and the last.
+
+        A process that was stopped finds all workers silent at once. By the next sweep the links know more: perhaps that
+        another scheduler has taken over.
+        """
         oldest = self._clock() - self._options.forget_seconds
         for worker_id, entry in list(self._entries.items()):
             self._refresh(entry)
-            if entry.heard < oldest and entry.state is not WorkerState.IN_USE and not entry.draining:
+            before, entry.silent = entry.silent, entry.heard < oldest and entry.state is not WorkerState.IN_USE
+            if before and entry.silent and not entry.draining:
                 logger.info("worker %s is forgotten: %s", worker_id, entry.reason or entry.state.value)
                 del self._entries[worker_id]
                 await _stop(entry)

@@ -137,6 +137,9 @@ class WorkerSet:
             self._lost(link.endpoint, "it was started anew" if died else "it was removed", blameless=not died)
         try:
             await run.stop()
+            if isinstance(run.error, SchedulerFencedError):
+                # Heard at the very moment at which the worker was given up.
+                self._listener.link_broken(link.endpoint, run.error)
             if was_up and dismiss:
                 await link.dismiss()
         finally:

@@ -99,6 +99,10 @@ def test_chat_and_stops(gateways: Gateways, stub: generation_pb2_grpc.Generation
         assert (done.choices[0].text, done.usage.completion_tokens) == (before, count)
         assert (done.choices[0].finish_reason, done.choices[0].stop_string) == (pb.FINISH_REASON_STOP, stop)
         assert len(done.choices[0].token_ids) == count
+        kept = pb.GenerateRequest(text=PROMPT, max_tokens=40, stop=[stop], include_stop_str_in_output=True)
+        assert stub.Generate(kept).choices[0].text == before + stop
+        later = stub.Generate(pb.GenerateRequest(text=PROMPT, max_tokens=40, stop=[stop], min_tokens=count))
+        assert later.usage.completion_tokens > count
     token = expected_tokens(gateways, gateways.tokenizer.encode(PROMPT), 10)[4]
     done = stub.Generate(pb.GenerateRequest(text=PROMPT, max_tokens=40, stop_token_ids=[token]))
     assert done.choices[0].stop_token_id == token
@@ -149,6 +153,7 @@ BAD = [
     (pb.GenerateRequest(text="a", temperature=-1), "temperature", "temperature is -1.0, must be between 0 and 100"),
     (pb.GenerateRequest(text="a", logit_bias={5000: 1}), "logit_bias", "token id 5000"),
     (pb.GenerateRequest(text="a", logit_bias={5: float("inf")}), "logit_bias", "logit_bias"),
+    (pb.GenerateRequest(text="a", min_tokens=2**32 - 1), "min_tokens", "must be at most max_tokens, which is"),
     (pb.GenerateRequest(text="a", stop=[""]), "stop", r"stop\[0\] has 0 characters"),
     (pb.GenerateRequest(text="a", top_logprobs=99), "top_logprobs", "is 99, must be between 0 and 20"),
     (pb.GenerateRequest(chat=pb.Chat()), "messages", "messages has 0 entries"),

@@ -68,6 +68,13 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"prompt": "a", "suffix": "b"}, "suffix", "suffix is not supported"),
     ({"prompt": "a", "best_of": 3}, "best_of", "best_of is 3, must equal n"),
     ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options", "needs stream"),
+    ({"prompt": "a", "min_tokens": -1}, "min_tokens", "min_tokens is -1, must be at least 0"),
+    (
+        {"prompt": "a", "min_tokens": 6, "max_tokens": 5},
+        "min_tokens",
+        "min_tokens is 6, must be at most max_tokens, which is 5",
+    ),
+    ({"prompt": "a", "min_tokens": 1 << 70}, "min_tokens", "must be at most max_tokens"),
     ({"prompt": "a", "spool": {"draft_length": -1}}, "spool.draft_length", "draft_length is -1"),
     ({"prompt": "a", "spool": {"draft_length": 2, "speculation": False}}, "spool", "with speculation off"),
     ({"prompt": "a", "spool": {"speed": 2}}, "spool.speed", "not a known field"),

@@ -234,6 +234,36 @@ def test_stop_strings_cut_exactly_and_usage_agrees(gateways: Gateways, client: o
         assert sum(threads.map(check, cases)) > 0
 
 
+def test_stop_strings_are_kept_where_asked_for(gateways: Gateways, client: openai.OpenAI) -> None:
+    for stop, before, count in stop_cases(gateways)[::4]:
+        arguments: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "max_tokens": 40, "stop": stop}
+        done = client.completions.create(**arguments, extra_body={"include_stop_str_in_output": True})
+        assert done.usage is not None
+        assert (done.choices[0].text, done.choices[0].finish_reason) == (before + stop, "stop")
+        assert done.usage.completion_tokens == count
+
+
+@pytest.mark.parametrize("min_tokens", [3, 7, 20])
+def test_no_stop_string_in_the_first_tokens(gateways: Gateways, client: openai.OpenAI, min_tokens: int) -> None:
+    tokens = expected_tokens(gateways, encoded(gateways), 40)
+    decode = gateways.tokenizer.decode
+    early, text = decode(tokens[:min_tokens]), decode(tokens)
+    assert text.startswith(early)
+    stop = next(letter for letter in early if letter != "\ufffd" and letter in text[len(early) :])
+    done = client.completions.create(
+        model=MODEL, prompt=PROMPT, max_tokens=40, stop=stop, extra_body={"min_tokens": min_tokens}
+    )
+    assert stop in early
+    assert done.choices[0].text == text[: text.index(stop, len(early))]
+    assert done.choices[0].finish_reason == "stop"
+
+
+def test_a_least_length_beyond_the_usual_one(client: openai.OpenAI) -> None:
+    done = client.completions.create(model=MODEL, prompt=PROMPT, extra_body={"min_tokens": 50})
+    assert done.usage is not None
+    assert done.usage.completion_tokens == 50
+
+
 def test_stop_token_ids(gateways: Gateways, client: openai.OpenAI) -> None:
     tokens = expected_tokens(gateways, encoded(gateways), 20)
     done = client.completions.create(

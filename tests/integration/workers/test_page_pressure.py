@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 
 SEQUENCES, AT_ONCE, PAGE_SIZE = 300, 20, 16
 LONGEST_PROMPT, MAX_TOKENS = 40, 48
-ROUNDS = 3
+ROUNDS = 2
 # Bytes. Seven rounds grew a worker by 0.15 MiB.
 ALLOCATORS_MAY_KEEP = 4 << 20
 

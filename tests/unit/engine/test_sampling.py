@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -152,7 +154,7 @@ def test_repetition_penalty_is_that_of_transformers(penalty: float) -> None:
     history = [3, 3, 3, 17, 399, 0, 250, 17]
     expected = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([history]), logits.clone())[0]
     scores = logits[0].clone()
-    change_scores(scores, SamplingParameters(repetition_penalty=penalty), history, prompt_length=4)
+    change_scores(scores, SamplingParameters(repetition_penalty=penalty), history, prompt_length=4, output_tokens=4)
     torch.testing.assert_close(scores, expected, rtol=0, atol=0)
 
 
@@ -205,8 +207,26 @@ def test_filters_agree_between_short_prefix_and_full_order() -> None:
 def test_penalties_and_bias_on_scores() -> None:
     scores = torch.zeros(10)
     sampling = SamplingParameters(presence_penalty=0.5, frequency_penalty=0.25, logit_bias={9: 4.0, 1: -1.0, 77: 9.0})
-    change_scores(scores, sampling, history=[1, 1, 2, 3, 3, 3, 500], prompt_length=2)
+    change_scores(scores, sampling, history=[1, 1, 2, 3, 3, 3, 500], prompt_length=2, output_tokens=5)
     assert scores.tolist() == [0, -1, -0.75, -1.25, 0, 0, 0, 0, 0, 4]
+
+
+@pytest.mark.parametrize("settings", [{}, {"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.9, "top_k": 50}])
+@pytest.mark.parametrize("token_ids", [None, torch.arange(0, 600, 2)])
+def test_no_end_token_among_the_first_tokens(settings: dict[str, Any], token_ids: Tensor | None) -> None:
+    """As if the end tokens had -inf before `min_tokens`, and as without the parameter from then on."""
+    columns = 300
+    ends = frozenset(range(0, 600, 4))
+    logits = torch.randn(40, columns, generator=torch.Generator().manual_seed(11)) * 2
+    banned = logits.clone()
+    ids = torch.arange(columns) if token_ids is None else token_ids
+    banned[:, ids % 4 == 0] = -math.inf
+    for output_tokens, expected_logits in ((0, banned), (4, banned), (5, logits), (9, logits)):
+        plain = [SamplingContext(SamplingParameters(**settings, seed=n), 8 + output_tokens, (), 8) for n in range(40)]
+        rows = [replace(row, sampling=replace(row.sampling, min_tokens=5, end_token_ids=ends)) for row in plain]
+        found = sample_tokens(logits, rows, token_ids=token_ids)
+        assert found == sample_tokens(expected_logits, plain, token_ids=token_ids)
+        assert (ends & set(found) == set()) is (output_tokens < 5)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
