@@ -92,7 +92,7 @@ def test_stop_token_ends_some_sequences_early(pair: Pair) -> None:
 
 
 @pytest.mark.sampled(5)
-@pytest.mark.parametrize(("batch_size", "draft_length"), [(1, 0), (1, 6), (4, 1), (4, 6), (8, 0), (8, 1)])
+@pytest.mark.parametrize(("batch_size", "draft_length"), [(1, 0), (1, 6), (4, 1), (8, 0), (8, 6)])
 @pytest.mark.parametrize("policy", list(Policy))
 def test_output_is_that_of_generate(
     pair: Pair,
