@@ -11,6 +11,7 @@ import grpc.aio
 from protos import cell_view_pb2, cell_view_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc
 from services.rpc.errors import rpc_reason
 from services.rpc.protocol_version import PROTOCOL_VERSION, version_conflict
+from services.rpc.replies import readable
 from services.rpc.supervision import is_cancelled
 
 # Tokens of the submissions in one message; a message can hold several times as many.
@@ -65,8 +66,8 @@ class ClientSession:
     async def status(self, timeout_seconds: float) -> scheduler_pb2.StatusReply:
         """Raises SessionBrokenError."""
         try:
-            return await self._stub.Status(
-                scheduler_pb2.StatusRequest(), timeout=timeout_seconds, metadata=self._metadata
+            return readable(
+                await self._stub.Status(scheduler_pb2.StatusRequest(), timeout=timeout_seconds, metadata=self._metadata)
             )
         except grpc.aio.AioRpcError as error:
             raise SessionBrokenError(rpc_reason(error)) from error
@@ -79,7 +80,7 @@ class ClientSession:
         try:
             while True:
                 async with asyncio.timeout(period_seconds + _VIEW_TIMEOUT_SECONDS):
-                    view = await anext(views)
+                    view = readable(await anext(views))
                 yield view
         except TimeoutError:
             raise SessionBrokenError(f"no view came for {_VIEW_TIMEOUT_SECONDS:g} s") from None
@@ -108,7 +109,7 @@ class ClientSession:
         try:
             async with asyncio.timeout(silence) as deadline:
                 async for reply in call:
-                    self.scheduler_epoch = reply.scheduler_epoch
+                    self.scheduler_epoch = readable(reply).scheduler_epoch
                     if reply.HasField("opened"):
                         _check_version(reply.opened)
                         silence = reply.opened.lease_seconds

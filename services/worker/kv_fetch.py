@@ -12,6 +12,7 @@ import grpc.aio
 from protos import worker_pb2, worker_pb2_grpc
 from services.rpc.channel_security import ChannelSecurity
 from services.rpc.errors import rpc_details
+from services.rpc.replies import readable
 from services.worker.kv_pages import KvTransfer, KvTransferError
 from services.worker.sequences import WorkerSequence
 
@@ -90,6 +91,7 @@ async def _take(
     pages: list[worker_pb2.KvPage] = []
     header = True
     async for part in parts:
+        part = readable(part)
         if header:
             transfer.check_header(sequence, part.header)
             header = False

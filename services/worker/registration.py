@@ -15,6 +15,7 @@ from protos import scheduler_pb2, scheduler_pb2_grpc
 from services.rpc.backoff import pause, require_positive
 from services.rpc.channel_security import ChannelSecurity
 from services.rpc.errors import reason_of
+from services.rpc.replies import readable
 from services.rpc.supervision import SupervisedTask
 from services.worker.server import WorkerServer
 
@@ -154,7 +155,8 @@ class WorkerRegistration:
             description=self._server.describe(),
             highest_scheduler_epoch=self._server.highest_epoch,
         )
-        return await stub.Register(request, timeout=self._options.call_timeout, metadata=self._security.metadata)
+        timeout = self._options.call_timeout
+        return readable(await stub.Register(request, timeout=timeout, metadata=self._security.metadata))
 
     async def _deregister(self, timeout_seconds: float) -> None:
         stub = await self._stub()

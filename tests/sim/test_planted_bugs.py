@@ -27,12 +27,15 @@ from services.scheduler.session import GatewaySession
 from services.scheduler.workers import worker_link
 from services.scheduler.workers.worker_link import WorkerLink
 from services.scheduler.workers.worker_set import WorkerSet
+from services.scheduler_client import session
 from services.scheduler_client.remote_stream import RemoteStream
 from services.scheduler_client.session import ClientSession
 from services.worker import kv_pages as kv_transfer
+from services.worker import registration
 from services.worker.executor import StepExecutor
 from services.worker.kv_pages import KvTransfer
 from services.worker.sequences import PreparedRow, RowRejectedError, WorkerSequences
+from tests.sim.cell.plan import FAULTS
 from tests.sim.cell.schedule import ScheduleError, run_schedule
 
 MOST_SCHEDULES = 80
@@ -215,6 +218,11 @@ def others_go_beside_a_suspect(patch: Patch) -> None:
     patch.setattr(TargetWorker, "lone_step", property(lambda self: None, lambda self, step_id: None), raising=False)
 
 
+def unreadable_replies_are_taken_for_messages(patch: Patch) -> None:
+    for module in (worker_link, session, registration):
+        patch.setattr(module, "readable", lambda reply: reply)
+
+
 def fenced_scheduler_goes_on(patch: Patch) -> None:
     patch.setattr(SchedulerService, "link_broken", lambda self, endpoint, error: None)
 
@@ -309,6 +317,7 @@ def forgetful_of_limits(update: Callable[..., None]) -> Callable[..., None]:
         (fenced_scheduler_goes_on, ("two schedulers",), "fenced off and goes on|which are lost"),
         (lost_workers_blame_nobody, ("poison",), "has killed .* workers"),
         (others_go_beside_a_suspect, ("poison",), "failed unprovoked: .*was lost"),
+        (unreadable_replies_are_taken_for_messages, FAULTS, "NoneType"),
         (damaged_kv_is_taken, ("kv damaged",), "must get"),
         (kv_that_did_not_arrive_keeps_its_room, ("kv damaged",), "holds .* pages|failed unprovoked"),
         (output_is_not_charged, (), "was served .* its counter is"),

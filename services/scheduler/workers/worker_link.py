@@ -19,6 +19,7 @@ from services.rpc.backoff import Backoff, require_positive
 from services.rpc.channel_security import ChannelSecurity
 from services.rpc.errors import rpc_details, rpc_reason
 from services.rpc.protocol_version import PROTOCOL_VERSION
+from services.rpc.replies import readable
 from services.rpc.supervision import is_cancelled
 from services.rpc.worker_codec import (
     opening_to_wire,
@@ -223,13 +224,13 @@ class WorkerLink:
 
     async def _ask(self) -> worker_pb2.WorkerDescription:
         """Raises AioRpcError."""
-        description: worker_pb2.WorkerDescription = await self._stub.Describe(
+        description: worker_pb2.WorkerDescription | None = await self._stub.Describe(
             worker_pb2.DescribeRequest(protocol_version=PROTOCOL_VERSION),
             timeout=self._options.connect_timeout,
             wait_for_ready=True,
             metadata=self._metadata,
         )
-        return description
+        return readable(description)
 
     def retry_now(self) -> None:
         """Ends the pause before the next attempt; no effect on a link that is up."""
@@ -259,8 +260,8 @@ class WorkerLink:
             source_scheduler_epoch=source._session_epoch,
         )
         try:
-            reply: worker_pb2.ImportKvReply = await self._stub.ImportKv(
-                request, timeout=timeout_seconds, metadata=self._metadata
+            reply: worker_pb2.ImportKvReply = readable(
+                await self._stub.ImportKv(request, timeout=timeout_seconds, metadata=self._metadata)
             )
         except grpc.aio.AioRpcError as error:
             raise WorkerUnreachableError(f"worker {self.endpoint.worker_id}: {rpc_reason(error)}") from error
@@ -304,7 +305,7 @@ class WorkerLink:
         try:
             async with asyncio.timeout(self._options.step_timeout) as self._deadline:
                 async for reply in call:
-                    self._check_reply(reply)
+                    self._check_reply(readable(reply))
                     if not self.up:
                         self._open(outgoing, description)
                     else:

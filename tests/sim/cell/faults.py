@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from engine.steps import ProposeRow, RowOutcome, VerifyRow
 from scheduler.messages import Role
 from tests.sim.cell.plan import Fault
+from tests.sim.cell.rpc.wire import REPEATED, TRUNCATED, UNKNOWN_FIELDS
 from tests.sim.cell.worker import SimulatedWorker
 
 if TYPE_CHECKING:
@@ -16,8 +17,18 @@ if TYPE_CHECKING:
 
 CUTTING = {"partition", "reset", "delay", "scheduler freezes"}
 """Faults after which somebody may not hear what was said."""
-HARMLESS_TO_LINKS = {"gateway crash", "lost kv", "row trouble", "worker slow"}
-DISTURBING = CUTTING | {"scheduler crash", "two schedulers"}
+HARMLESS_TO_LINKS = {"gateway crash", "lost kv", "row trouble", "worker slow", UNKNOWN_FIELDS}
+DISTURBING = CUTTING | {"scheduler crash", "two schedulers", TRUNCATED}
+UNHEARD = CUTTING | {
+    "worker crash",
+    "worker leaves",
+    "worker drains",
+    "kv damaged",
+    "duplicate and reorder",
+    REPEATED,
+    TRUNCATED,
+}
+"""Faults after which a scheduler that was fenced off may have lost the worker that says so."""
 
 MAX_KILLS = 2
 """Workers of a kind that one sequence may take with it."""

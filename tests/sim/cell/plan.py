@@ -72,6 +72,17 @@ class Fault:
 
 
 @dataclass(frozen=True, slots=True)
+class WirePlan:
+    """What becomes of messages on the way, each with this chance; at most `most_truncated` of them end too early."""
+
+    unknown_fields: float
+    repeated: float
+    """Of steps only: the protocol allows no other repeat."""
+    truncated: float
+    most_truncated: int
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     seed: int
     config: SchedulerConfig
@@ -84,6 +95,8 @@ class Plan:
     """Until then things go wrong; afterwards everything is mended."""
     register_is_lost: bool
     """Whether the numbers of schedulers begin anew where none lives."""
+    wire: WirePlan | None = None
+    """None: messages arrive as they were sent."""
 
 
 def make_plan(rng: random.Random, seed: int, sequences: int, kinds: tuple[str, ...] = FAULTS) -> Plan:
@@ -142,8 +155,9 @@ def make_plan(rng: random.Random, seed: int, sequences: int, kinds: tuple[str, .
         horizon=horizon,
         register_is_lost=rng.random() < 0.3,
     )
-    # From a generator of its own: whatever else is drawn stays what it was before there were keys.
-    return _with_keys(plan, random.Random(f"API keys of {seed}"))
+    # From generators of their own: whatever else is drawn stays what it was before there was any of these.
+    plan = _with_keys(plan, random.Random(f"API keys of {seed}"))
+    return _with_odd_messages(plan, random.Random(f"messages of {seed}")) if kinds == FAULTS else plan
 
 
 def _with_keys(plan: Plan, rng: random.Random) -> Plan:
@@ -167,6 +181,19 @@ def _with_keys(plan: Plan, rng: random.Random) -> Plan:
         for one in plan.requests
     )
     return replace(plan, config=replace(plan.config, keys=keys), requests=requests)
+
+
+def _with_odd_messages(plan: Plan, rng: random.Random) -> Plan:
+    """In one of ten schedules, messages are changed on the way."""
+    if rng.random() >= 0.1:
+        return plan
+    wire = WirePlan(
+        unknown_fields=rng.choice((0.05, 0.5)),
+        repeated=rng.choice((0.0, 0.0, 0.002, 0.02)),
+        truncated=rng.choice((0.0, 0.001, 0.005, 0.02)),
+        most_truncated=rng.randint(1, 6),
+    )
+    return replace(plan, wire=wire)
 
 
 def _tokens(rng: random.Random, count: int) -> tuple[int, ...]:

@@ -7,11 +7,11 @@ import contextvars
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
-from tests.sim.cell.calls import Channel, StreamCall
+from tests.sim.cell.rpc.calls import Channel, StreamCall
 from tests.sim.cell.virtual_time import OWNER
 
 if TYPE_CHECKING:
-    from tests.sim.cell.network import Network
+    from tests.sim.cell.rpc.network import Network
 
 _MANY_TASKS = 256
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import services.scheduler.server
 import services.scheduler.workers.worker_set
-from tests.sim.cell.plan import FAULTS, make_plan
+from tests.sim.cell.plan import FAULTS, Plan, make_plan
 from tests.sim.cell.virtual_time import StandstillError, VirtualLoop
 from tests.sim.cell.world import World
 
@@ -64,7 +64,11 @@ def _quiet(loop: VirtualLoop) -> Iterator[None]:
 def run_schedule(seed: int, sequences: int = 200, kinds: tuple[str, ...] = FAULTS) -> ScheduleResult:
     """Raises ScheduleError."""
     rng = random.Random(seed)
-    plan = make_plan(rng, seed, sequences, kinds)
+    return run_plan(make_plan(rng, seed, sequences, kinds), rng)
+
+
+def run_plan(plan: Plan, rng: random.Random) -> ScheduleResult:
+    """`rng` as `make_plan` has left it. Raises ScheduleError."""
     loop = VirtualLoop()
     with _quiet(loop):
         world = World(loop, plan, rng)
@@ -83,9 +87,9 @@ def run_schedule(seed: int, sequences: int = 200, kinds: tuple[str, ...] = FAULT
             loop.run_until_complete(world.end())
             loop.close()
     if world.failure is not None:
-        raise ScheduleError(_report(world, sequences))
+        raise ScheduleError(_report(world))
     return ScheduleResult(
-        seed,
+        plan.seed,
         Counter(_kind(call.outcome or "") for call in world.calls),
         world.faults.struck,
         tuple(world.events),
@@ -100,10 +104,11 @@ def _kind(outcome: str) -> str:
     return outcome.partition(":")[0]
 
 
-def _report(world: World, sequences: int) -> str:
+def _report(world: World) -> str:
     lines = [
-        f"seed {world.plan.seed} with {sequences} sequences: {world.failure}",
+        f"seed {world.plan.seed} with {len(world.plan.requests)} sequences: {world.failure}",
         f"  {world.plan.config}",
+        *([f"  {world.plan.wire}"] if world.plan.wire is not None else []),
         *(f"  {fault}" for fault in world.plan.faults),
         "last events:",
         *(f"  {event[0]:9.5f}  {'  '.join(map(str, event[1:]))}" for event in world.events[-_TAIL:]),

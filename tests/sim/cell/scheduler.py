@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 
+from protos import scheduler_pb2_grpc
 from services.scheduler.epochs import EpochAuthority
 from services.scheduler.server import SchedulerServer, SchedulerServerOptions
 from services.scheduler.service import SchedulerService
 from services.scheduler.session import GatewaySession, SessionOptions
 from services.scheduler.workers.registry import RegistryOptions
 from services.scheduler.workers.worker_link import LinkOptions
-from tests.sim.cell.network import Listener
 from tests.sim.cell.process import Process
+from tests.sim.cell.rpc.handlers import Handlers
+from tests.sim.cell.rpc.network import Listener
+from tests.sim.cell.virtual_time import result_of
 from tests.sim.cell.watched_core import WatchedCore
 from tests.sim.cell.worker import SimulatedWorker
 
@@ -51,15 +53,6 @@ class _Server(SchedulerServer):
         return
 
 
-def _outcome(of: Coroutine[Any, Any, int]) -> int:
-    """Of a coroutine that waits for nothing."""
-    try:
-        of.send(None)
-    except StopIteration as end:
-        return int(end.value)
-    raise RuntimeError("it waits")
-
-
 class SimulatedScheduler:
     """One start of a scheduler."""
 
@@ -72,7 +65,7 @@ class SimulatedScheduler:
     def _start(self) -> None:
         world, security = self.world, self.process
         epochs = EpochAuthority(world.register)
-        self.epoch = _outcome(epochs.claim())
+        self.epoch = result_of(epochs.claim())
         self.service = SchedulerService(
             world.plan.config,
             scheduler_epoch=self.epoch,
@@ -82,11 +75,9 @@ class SimulatedScheduler:
         )
         self.service._core = WatchedCore(world, self)
         self.server = _Server(self.service, security=security, options=SERVER_OPTIONS)  # type: ignore[arg-type]
-        methods = {
-            f"/spool.v1.Scheduler/{name}": getattr(self.server, name)
-            for name in ("Session", "Register", "Deregister", "Status")
-        }
-        world.network.listen(self.address, Listener(self.process, methods))
+        handlers = Handlers()
+        scheduler_pb2_grpc.add_SchedulerServicer_to_server(self.server, handlers)
+        world.network.listen(self.address, Listener(self.process, handlers.methods))
         self.process.spawn(self.server.start())
         self.process.spawn(self._watch())
 

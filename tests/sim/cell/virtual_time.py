@@ -10,7 +10,9 @@ import contextvars
 import heapq
 from collections import deque
 from collections.abc import Callable, Coroutine
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
+
+T = TypeVar("T")
 
 
 class TaskOwner(Protocol):
@@ -202,3 +204,13 @@ class VirtualThread:
         finally:
             self._began = None
         self._next()
+
+
+def result_of(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Of a coroutine that waits for nothing. Raises RuntimeError where it waits."""
+    try:
+        coroutine.send(None)
+    except StopIteration as end:
+        result: T = end.value
+        return result
+    raise RuntimeError(f"{coroutine.__qualname__} waits")

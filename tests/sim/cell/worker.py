@@ -7,15 +7,16 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from engine.steps import Computing
-from protos import worker_pb2
+from protos import worker_pb2, worker_pb2_grpc
 from scheduler.messages import Role
 from services.worker.executor import DraftStepExecutor, StepExecutor, TargetStepExecutor
 from services.worker.registration import RegistrationOptions, WorkerRegistration
 from services.worker.server import WorkerServer
-from tests.sim.cell.network import Listener
 from tests.sim.cell.paged_model import PagedModel
 from tests.sim.cell.plan import LONGEST, WorkerPlan
 from tests.sim.cell.process import Process
+from tests.sim.cell.rpc.handlers import Handlers
+from tests.sim.cell.rpc.network import Listener
 from tests.sim.cell.virtual_time import VirtualThread
 
 if TYPE_CHECKING:
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
 
 # Shorter than in service, so that what they wait for happens within a schedule.
 REGISTRATION_OPTIONS = RegistrationOptions(interval=0.5, retry_interval=0.2, call_timeout=1.0)
-
-_METHODS = ("Describe", "Steps", "Drain", "ExportKv", "ImportKv")
 
 _TRANSFER_SECONDS = 0.0005
 
@@ -139,8 +138,9 @@ class SimulatedWorker:
 
     def _start(self) -> None:
         self.server = WorkerServer(self.executor, thread=self.thread, security=self.process)  # type: ignore[arg-type]
-        methods = {f"/spool.v1.Worker/{name}": getattr(self.server, name) for name in _METHODS}
-        self.world.network.listen(self.address, Listener(self.process, methods))
+        handlers = Handlers()
+        worker_pb2_grpc.add_WorkerServicer_to_server(self.server, handlers)
+        self.world.network.listen(self.address, Listener(self.process, handlers.methods))
         self.registration = WorkerRegistration(
             self.plan.worker_id,
             self.address,

@@ -1,7 +1,9 @@
 """gRPC without a network: calls between simulated processes, over connections that can be slow, silent or cut.
 
 Covers what the services use of grpc.aio: unary calls, streams of replies and bidirectional ones, deadlines,
-cancellation, and the errors that a broken connection ends them with. Messages are handed over, not serialised.
+cancellation, and the errors that a broken connection ends them with. Messages travel as bytes. What a server cannot
+read ends the call as the services' own code says. In the place of a reply that cannot be read a client gets None, as
+from grpc.aio.
 """
 
 from __future__ import annotations
@@ -15,13 +17,19 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import grpc
 import grpc.aio
 
+from tests.sim.cell.rpc.wire import read_reply
 from tests.sim.cell.virtual_time import VirtualLoop
 
 if TYPE_CHECKING:
-    from tests.sim.cell.network import Listener
     from tests.sim.cell.process import Process
+    from tests.sim.cell.rpc.network import Listener
 
 _METADATA = grpc.aio.Metadata()
+
+Serializer = Callable[[Any], bytes]
+Deserializer = Callable[[bytes], Any]
+Codec = tuple[Serializer, Deserializer]
+"""How a client writes requests and reads replies of a method."""
 
 
 def rpc_error(code: grpc.StatusCode, details: str) -> grpc.aio.AioRpcError:
@@ -40,25 +48,40 @@ class Channel:
         self._address = address
         self._calls: list[StreamCall] = []
 
-    def unary_unary(self, method: str, **_: Any) -> Callable[..., Coroutine[Any, Any, Any]]:
+    def unary_unary(
+        self, method: str, request_serializer: Serializer, response_deserializer: Deserializer, **_: Any
+    ) -> Callable[..., Coroutine[Any, Any, Any]]:
         def call(
             request: Any, timeout: float | None = None, wait_for_ready: bool = False, metadata: Any = ()
         ) -> Coroutine[Any, Any, Any]:
-            return _unary(self._client, self._address, method, request, timeout, wait_for_ready)
+            codec = (request_serializer, response_deserializer)
+            return self._ask(method, codec, request, timeout, wait_for_ready)
 
         return call
 
-    def stream_stream(self, method: str, **_: Any) -> Callable[..., StreamCall]:
+    async def _ask(self, method: str, codec: Codec, request: Any, seconds: float | None, wait_for_ready: bool) -> Any:
+        serialize, deserialize = codec
+        raw = self._client.network.wire.carry(request, serialize)
+        reply = await _unary(self._client, self._address, method, raw, seconds, wait_for_ready)
+        return read_reply(reply, deserialize)
+
+    def stream_stream(
+        self, method: str, request_serializer: Serializer, response_deserializer: Deserializer, **_: Any
+    ) -> Callable[..., StreamCall]:
         def call(requests: Any, timeout: float | None = None, metadata: Any = ()) -> StreamCall:
-            stream = StreamCall(self._client, self._address, method, requests, timeout)
+            codec = (request_serializer, response_deserializer)
+            stream = StreamCall(self._client, self._address, method, codec, requests, timeout)
             self._calls.append(stream)
             return stream
 
         return call
 
-    def unary_stream(self, method: str, **_: Any) -> Callable[..., StreamCall]:
+    def unary_stream(
+        self, method: str, request_serializer: Serializer, response_deserializer: Deserializer, **_: Any
+    ) -> Callable[..., StreamCall]:
         def call(request: Any, timeout: float | None = None, metadata: Any = ()) -> StreamCall:
-            stream = ReplyStreamCall(self._client, self._address, method, [request], timeout)
+            codec = (request_serializer, response_deserializer)
+            stream = ReplyStreamCall(self._client, self._address, method, codec, [request], timeout)
             self._calls.append(stream)
             return stream
 
@@ -70,12 +93,12 @@ class Channel:
 
 
 async def _unary(
-    client: Process, address: str, method: str, request: Any, seconds: float | None, wait_for_ready: bool
-) -> Any:
+    client: Process, address: str, method: str, request: bytes, seconds: float | None, wait_for_ready: bool
+) -> bytes:
     if not client.alive:
         raise unavailable(f"{client.name} is dead")
     network, loop = client.network, client.network.loop
-    answer: asyncio.Future[Any] = loop.create_future()
+    answer: asyncio.Future[bytes] = loop.create_future()
     handler: asyncio.Task[None] | None = None
     end = None if seconds is None else loop.now + seconds
 
@@ -89,7 +112,9 @@ async def _unary(
 
     async def serve(listener: Listener) -> None:
         try:
-            result = await listener.methods[method](request, ServerContext(None, end))
+            served = listener.methods[method]
+            reply = await served.unary_unary(request, ServerContext(None, end))
+            result: Any = network.wire.carry(reply, served.response_serializer)
         except _AbortedError as aborted:
             result = rpc_error(aborted.code, aborted.details)
         except Exception as error:
@@ -184,12 +209,22 @@ class _Inbox:
 class StreamCall:
     """A bidirectional stream: the client's end of it, and the task that serves it at the other."""
 
-    def __init__(self, client: Process, address: str, method: str, requests: Any, timeout: float | None) -> None:
+    def __init__(
+        self,
+        client: Process,
+        address: str,
+        method: str,
+        codec: Codec,
+        requests: Any,
+        timeout: float | None,
+    ) -> None:
         network = client.network
         self._client = client
         self._server: Process | None = None
         self._address = address
         self._method = method
+        self._serialize, self._deserialize = codec
+        self._served: Any = None
         self._steps = method.endswith("/Steps")
         self._moves_kv = method.endswith("/ExportKv")
         self._network = network
@@ -224,7 +259,7 @@ class StreamCall:
             if item.error is not None:
                 raise item.error
             raise StopAsyncIteration
-        return item
+        return read_reply(item, self._deserialize)
 
     def cancel(self) -> None:
         if not self._ended and self._client.alive:
@@ -235,13 +270,16 @@ class StreamCall:
         if hasattr(requests, "__aiter__"):
             try:
                 async for request in requests:
-                    self._up(self._requests.put, request)
+                    self._send_one(request)
             finally:
                 await requests.aclose()
         else:
             for request in requests:
-                self._up(self._requests.put, request)
+                self._send_one(request)
         self._up(self._requests.put, _End(), straight=True)
+
+    def _send_one(self, request: Any) -> None:
+        self._up(self._requests.put, self._network.wire.carry(request, self._serialize))
 
     def _expire(self) -> None:
         self.cancel()
@@ -274,7 +312,8 @@ class StreamCall:
         context = ServerContext(self)
         end = _End()
         try:
-            result = listener.methods[self._method](await self._argument(), context)
+            self._served = listener.methods[self._method]
+            result = await self._begin(context)
             if hasattr(result, "__aiter__"):
                 try:
                     async for reply in result:
@@ -293,20 +332,22 @@ class StreamCall:
             listener.process.calls.pop(self, None)
         self._down(self._end, end, straight=True)
 
-    async def _argument(self) -> Any:
-        """What the handler is called with."""
-        return self._incoming()
+    async def _begin(self, context: ServerContext) -> Any:
+        """What the handler returns: replies to come, or something to wait for."""
+        return self._served.stream_stream(self._incoming(), context)
 
     async def _incoming(self) -> AsyncIterator[Any]:
+        """Raises DecodeError where a message cannot be read."""
         while not isinstance(item := await self._requests.get(), _End):
-            yield item
+            yield self._served.request_deserializer(item)
 
     def reply(self, message: Any) -> None:
-        self._down(self._take, self._network.damage(message) if self._moves_kv else message)
+        sent = self._network.damage(message) if self._moves_kv else message
+        self._down(self._take, self._network.wire.carry(sent, self._served.response_serializer))
 
-    def _take(self, message: Any) -> None:
+    def _take(self, raw: bytes) -> None:
         if not self._ended:
-            self._replies.put(message)
+            self._replies.put(raw)
 
     def _end(self, end: _End) -> None:
         self._finish(end.error)
@@ -336,6 +377,8 @@ class StreamCall:
         self._loop.post(at, self._arrive_up, action, *args)
         if kind == "twice":
             self._loop.post(at + 0.05 * self._network.rng.random(), self._arrive_up, action, *args)
+        elif self._steps and not straight and self._network.wire.repeats():
+            self._loop.post(at, self._arrive_up, action, *args)
 
     def _arrive_up(self, action: Callable[..., None], *args: Any) -> None:
         if self._server is None or self._server.alive:
@@ -363,5 +406,5 @@ class StreamCall:
 class ReplyStreamCall(StreamCall):
     """One request, and a stream of replies."""
 
-    async def _argument(self) -> Any:
-        return await self._requests.get()
+    async def _begin(self, context: ServerContext) -> Any:
+        return self._served.unary_stream(await self._requests.get(), context)

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from protos import worker_pb2
 from tests.sim.cell.process import Process
+from tests.sim.cell.rpc.wire import Wire
 from tests.sim.cell.virtual_time import VirtualLoop
 
 
 @dataclass(frozen=True, slots=True)
 class Listener:
     process: Process
-    methods: Mapping[str, Callable[..., Any]]
-    """Handlers by full method name, as in the generated servicers."""
+    methods: Mapping[str, Any]
+    """Handlers by full method name (tests/sim/cell/rpc/handlers.py)."""
 
 
 @dataclass(slots=True)
@@ -30,9 +31,10 @@ class Meddling:
 class Network:
     """Who listens where, and how long messages take. `latency` is the longest of an undisturbed one, in seconds."""
 
-    def __init__(self, loop: VirtualLoop, rng: random.Random, latency: float) -> None:
+    def __init__(self, loop: VirtualLoop, rng: random.Random, latency: float, wire: Wire) -> None:
         self.loop = loop
         self.rng = rng
+        self.wire = wire
         self.listeners: dict[str, Listener] = {}
         self.processes: list[Process] = []
         self.handler_errors: list[str] = []
@@ -65,6 +67,7 @@ class Network:
         self._damaging = Meddling(self.loop.now + seconds, chance)
 
     def heal(self) -> None:
+        self.wire.heal()
         self._damaging = None
         self._blocked.clear()
         self._slow.clear()
