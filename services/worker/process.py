@@ -31,7 +31,7 @@ from typing import Any, TextIO
 from engine.models.memory_plan import ModelMemory
 from engine.settings import EngineSettings
 from scheduler.messages import Role
-from services.launch.process_tuning import keep_loaded_objects
+from services.launch.process_tuning import importing, keep_loaded_objects
 from services.rpc.channel_security import SECURITY_VARIABLE, ChannelSecurity
 from services.worker.executor import DraftStepExecutor, StepExecutor, TargetStepExecutor, one_line
 from services.worker.server import WorkerServer, step_thread
@@ -165,8 +165,8 @@ def load_executor(arguments: WorkerArguments, progress: Progress) -> StepExecuto
     settings = _engine_settings(arguments.settings)
     if arguments.role is Role.TARGET and settings.lookup_match is not None:
         raise ValueError(f"lookup_match is {settings.lookup_match}, must be unset for a target")
-    from engine.models.loading import load_draft_engine, load_target_engine, use_threads
-
+    with importing():
+        from engine.models.loading import load_draft_engine, load_target_engine, use_threads
     if arguments.role is Role.DRAFT:
         draft = load_draft_engine(settings, progress)
         return DraftStepExecutor(draft, use_threads=use_threads, prefix_cache=settings.prefix_cache)
