@@ -1,6 +1,7 @@
 """Many schedules of faults, one for each seed: `python -m tests.sim.soak --seeds 1000`.
 
 A seed that breaks a rule is printed with its last events, and `--first SEED --seeds 1` takes the same course again.
+`--shrink SEED` looks for the shortest schedule that fails as this seed does, and prints all that happens in it.
 `--json FILE` keeps a summary there, whole at every time, of all seeds up to the first that has not run: a run that was
 ended goes on from its `next_seed`.
 """
@@ -28,8 +29,10 @@ from rich.table import Table
 
 from bench.machine import describe_machine
 from bench.record import origin
+from tests.sim.cell.coverage import ALL_CHANGES, never_seen
 from tests.sim.cell.plan import FAULTS
 from tests.sim.cell.schedule import ScheduleError, run_schedule
+from tests.sim.cell.shrinking import shrink
 
 _SEEDS_PER_PART = 20
 _SUMMARY_EVERY_SECONDS = 10.0
@@ -47,6 +50,7 @@ class Tally:
     fenced_replies: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
+    changes: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
 
     def add(self, other: Tally) -> None:
@@ -58,6 +62,7 @@ class Tally:
         self.fenced_replies += other.fenced_replies
         self.outcomes += other.outcomes
         self.faults += other.faults
+        self.changes += other.changes
         self.failures += other.failures
 
 
@@ -84,6 +89,7 @@ def run_seeds(seeds: range, sequences: int) -> Tally:
         tally.fenced_replies += result.fenced_replies
         tally.outcomes += result.outcomes
         tally.faults += result.faults
+        tally.changes += result.changes
     return tally
 
 
@@ -125,6 +131,11 @@ class Summary:
             "failures": tally.failures,
             "faults": dict(tally.faults.most_common()),
             "ends": dict(tally.outcomes.most_common()),
+            "changes_of_state": {
+                "in_table": len(ALL_CHANGES),
+                "seen": dict(tally.changes.most_common()),
+                "never_seen": never_seen(tally.changes),
+            },
             "events": tally.events,
             "tokens": tally.tokens,
             "fenced_replies": tally.fenced_replies,
@@ -187,6 +198,12 @@ def _report(console: Console, total: Tally, seconds: float) -> None:
         fault = faults[place] if place < len(faults) else ("", "")
         table.add_row(end[0], f"{end[1]:,}" if end[0] else "", fault[0], f"{fault[1]:,}" if fault[0] else "")
     console.print(table)
+    never = never_seen(total.changes)
+    console.print(
+        f"{len(ALL_CHANGES) - len(never)} of {len(ALL_CHANGES)} changes of state were seen"
+        f"{'; never ' if never else ''}{', '.join(never)}",
+        highlight=False,
+    )
     console.print(
         f"{total.schedules:,} schedules in {seconds:.0f} s ({total.schedules / seconds:.1f}/s): "
         f"{total.virtual_seconds / 3600:.1f} h of virtual time, {total.tokens:,} tokens, "
@@ -211,9 +228,15 @@ def main() -> int:
         "--jobs", type=_at_least_one, default=os.cpu_count() or 1, help="processes (default: one a core)"
     )
     parser.add_argument("--most-failures", type=_at_least_one, default=100, help="stop after so many (default 100)")
+    parser.add_argument("--shrink", type=int, metavar="SEED", help="shorten the schedule of a seed that fails")
     parser.add_argument("--json", type=Path, help="file for a summary")
     given = parser.parse_args()
     console = Console()
+    if given.shrink is not None:
+        shrunk = shrink(given.shrink, given.sequences)
+        report = f"seed {given.shrink} breaks no rule" if shrunk is None else shrunk.report()
+        console.print(report, markup=False, highlight=False, soft_wrap=True)
+        return 0 if shrunk is None else 1
     console.print(f"faults: {', '.join(FAULTS)}", highlight=False)
     summary = Summary(given.json, given.first, given.jobs)
     summary.write()  # so that a file that cannot be written ends the run at its start

@@ -15,7 +15,7 @@ from engine.kv.prefix_cache import page_key
 from protos import scheduler_pb2, worker_pb2
 from scheduler import core
 from scheduler.core import SchedulerCore
-from scheduler.messages import RowResult, RowStatus, SendStep, SequenceRequest
+from scheduler.messages import RowResult, RowStatus, SendStep, SequenceRequest, WorkerSpec
 from scheduler.state.key_accounts import KeyAccount
 from scheduler.state.kv_ledger import KvEntry, PageLedger
 from scheduler.state.waiting_queue import WaitingQueue
@@ -25,7 +25,7 @@ from scheduler.transitions.lifecycle import Lifecycle
 from services.scheduler.service import SchedulerService
 from services.scheduler.session import GatewaySession
 from services.scheduler.workers import worker_link
-from services.scheduler.workers.worker_link import WorkerLink
+from services.scheduler.workers.worker_link import WorkerEndpoint, WorkerLink
 from services.scheduler.workers.worker_set import WorkerSet
 from services.scheduler_client import session
 from services.scheduler_client.remote_stream import RemoteStream
@@ -35,7 +35,7 @@ from services.worker import registration
 from services.worker.executor import StepExecutor
 from services.worker.kv_pages import KvTransfer
 from services.worker.sequences import PreparedRow, RowRejectedError, WorkerSequences
-from tests.sim.cell.plan import FAULTS
+from tests.sim.cell.plan import FAULTS, HANGING
 from tests.sim.cell.schedule import ScheduleError, run_schedule
 
 MOST_SCHEDULES = 80
@@ -223,6 +223,26 @@ def unreadable_replies_are_taken_for_messages(patch: Patch) -> None:
         patch.setattr(module, "readable", lambda reply: reply)
 
 
+def hang_leaves_no_mark(patch: Patch) -> None:
+    worker_lost = SchedulerService.worker_lost
+
+    def forgiving(self: SchedulerService, endpoint: WorkerEndpoint, reason: str, blameless: bool) -> None:
+        worker_lost(self, endpoint, reason, blameless or "no reply to step" in reason)
+
+    patch.setattr(SchedulerService, "worker_lost", forgiving)
+
+
+def mark_is_lost_when_a_worker_comes_back(patch: Patch) -> None:
+    join = SchedulerCore._join
+
+    def forgetful(self: SchedulerCore, spec: WorkerSpec) -> None:
+        join(self, spec)
+        for sequence in self._live.waiting.members():
+            sequence.suspected = False
+
+    patch.setattr(SchedulerCore, "_join", forgetful)
+
+
 def fenced_scheduler_goes_on(patch: Patch) -> None:
     patch.setattr(SchedulerService, "link_broken", lambda self, endpoint, error: None)
 
@@ -318,6 +338,8 @@ def forgetful_of_limits(update: Callable[..., None]) -> Callable[..., None]:
         (lost_workers_blame_nobody, ("poison",), "has killed .* workers"),
         (others_go_beside_a_suspect, ("poison",), "failed unprovoked: .*was lost"),
         (unreadable_replies_are_taken_for_messages, FAULTS, "NoneType"),
+        (hang_leaves_no_mark, (HANGING,), "has killed .* workers"),
+        (mark_is_lost_when_a_worker_comes_back, (HANGING,), "has killed .* workers"),
         (damaged_kv_is_taken, ("kv damaged",), "must get"),
         (kv_that_did_not_arrive_keeps_its_room, ("kv damaged",), "holds .* pages|failed unprovoked"),
         (output_is_not_charged, (), "was served .* its counter is"),

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from engine.steps import ProposeRow, RowOutcome, VerifyRow
-from scheduler.messages import Role
-from tests.sim.cell.plan import Fault
+from tests.sim.cell.plan import POISONS, Fault
+from tests.sim.cell.poisons import Poisons
 from tests.sim.cell.rpc.wire import REPEATED, TRUNCATED, UNKNOWN_FIELDS
 from tests.sim.cell.worker import SimulatedWorker
 
@@ -30,8 +30,6 @@ UNHEARD = CUTTING | {
 }
 """Faults after which a scheduler that was fenced off may have lost the worker that says so."""
 
-MAX_KILLS = 2
-"""Workers of a kind that one sequence may take with it."""
 _MOST_LOST = 2
 """Times that the KV of one sequence is lost on one worker; the core gives up on it at six in a row."""
 
@@ -43,10 +41,7 @@ class Faults:
         self._world = world
         self.struck: Counter[str] = Counter()
         self._lost: Counter[tuple[str, int]] = Counter()
-        self.poisoned: dict[tuple[int, ...], float] = {}
-        """Prompts that kill whoever computes them, and how soon the worker is back."""
-        self._mended = False
-        self._kills: Counter[tuple[tuple[int, ...], Role]] = Counter()
+        self.poisons = Poisons(world)
 
     def strike(self, fault: Fault) -> None:
         """Does what the fault says to whom it picks, unless that one is down already."""
@@ -67,10 +62,11 @@ class Faults:
             case "two schedulers" if scheduler is not None and scheduler.process.alive:
                 self._world.old_name = (scheduler.address, self._world.loop.now + fault.seconds)
                 self._world.add_scheduler(scheduler, fault.seconds + fault.strength)
-            case "poison":
-                requests = self._world.plan.requests
-                poisoned = requests[int(fault.pick * len(requests))].request.prompt
-                self.poisoned[poisoned] = fault.seconds
+            case kind if kind in POISONS:
+                number = int(fault.pick * self._world.plan.drawn)
+                for one in self._world.plan.requests:
+                    if one.number == number:
+                        self.poisons.add(one.request.prompt, fault)
             case "gateway crash":
                 self._world.crash_gateway(int(fault.pick * len(self._world.gateways)))
             case "partition" | "reset" | "delay" | "duplicate and reorder":
@@ -99,17 +95,6 @@ class Faults:
                 self._lose_kv(worker, 1 + int(fault.strength * 20))
             case "row trouble":
                 self._trouble(worker, self._world.loop.now + fault.seconds, 0.05 * fault.strength)
-
-    def poison(self, worker: SimulatedWorker, prompts: set[tuple[int, ...]]) -> None:
-        """The worker has computed these; what a poison takes is bounded for each request and each scheduler."""
-        for prompt in prompts & self.poisoned.keys() if not self._mended else ():
-            role = worker.plan.role
-            self._kills[prompt, role] += 1
-            requests = sum(one.request.prompt == prompt for one in self._world.plan.requests)
-            most = MAX_KILLS * requests * len(self._world.schedulers)
-            if self._kills[prompt, role] > most:
-                self._world.fail(f"{prompt} has killed {self._kills[prompt, role]} {role.value} workers, {most} may go")
-            self._world.loop.call_soon(self._world.stop_worker, worker, self.poisoned[prompt])
 
     def _disturb(self, fault: Fault) -> None:
         """Between the scheduler and one of those it has to do with."""
@@ -164,7 +149,7 @@ class Faults:
     def mend(self) -> None:
         """From here on nothing goes wrong."""
         self._world.note("mended")
-        self._mended = True
+        self.poisons.mend()
         self._world.network.heal()
         self._world.old_name = ("", 0.0)
         for scheduler in self._world.schedulers:

@@ -35,6 +35,10 @@ FAULTS = (
     "poison",
 )
 
+HANGING, SPORADIC = "hanging poison", "sporadic poison"
+POISONS = ("poison", HANGING, SPORADIC)
+"""A request that kills every worker that computes it, or makes it hang, or kills it one time in three."""
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlan:
@@ -89,6 +93,8 @@ class Plan:
     workers: tuple[WorkerPlan, ...]
     gateways: int
     requests: tuple[RequestPlan, ...]
+    drawn: int
+    """How many requests there were before any was left out."""
     faults: tuple[Fault, ...]
     latency: float
     horizon: float
@@ -150,6 +156,7 @@ def make_plan(rng: random.Random, seed: int, sequences: int, kinds: tuple[str, .
         tuple(workers),
         gateways,
         requests,
+        sequences,
         tuple(faults),
         latency=rng.choice((0.0005, 0.002, 0.01)),
         horizon=horizon,
@@ -157,7 +164,10 @@ def make_plan(rng: random.Random, seed: int, sequences: int, kinds: tuple[str, .
     )
     # From generators of their own: whatever else is drawn stays what it was before there was any of these.
     plan = _with_keys(plan, random.Random(f"API keys of {seed}"))
-    return _with_odd_messages(plan, random.Random(f"messages of {seed}")) if kinds == FAULTS else plan
+    if kinds == FAULTS:
+        plan = _with_odd_messages(plan, random.Random(f"messages of {seed}"))
+        plan = _with_poisons(plan, random.Random(f"prompts that kill in {seed}"))
+    return plan
 
 
 def _with_keys(plan: Plan, rng: random.Random) -> Plan:
@@ -194,6 +204,30 @@ def _with_odd_messages(plan: Plan, rng: random.Random) -> Plan:
         most_truncated=rng.randint(1, 6),
     )
     return replace(plan, wire=wire)
+
+
+def _with_poisons(plan: Plan, rng: random.Random) -> Plan:
+    """In one of eight schedules there are poisons of all kinds, in some of these beside a rolling restart."""
+    if rng.random() >= 0.125:
+        return plan
+    faults = [
+        Fault(0.5 * plan.horizon * rng.random(), rng.choice(POISONS), rng.choice((0.02, 0.2, 1.0)), *_two(rng))
+        for _ in range(rng.randint(1, 3))
+    ]
+    if rng.random() < 0.3:
+        faults += _rolling_restart(len(plan.workers), rng)
+    return replace(plan, faults=tuple(sorted((*plan.faults, *faults), key=lambda fault: fault.time)))
+
+
+def _two(rng: random.Random) -> tuple[float, float]:
+    return rng.random(), rng.random()
+
+
+def _rolling_restart(workers: int, rng: random.Random) -> list[Fault]:
+    """One worker after the other goes in peace, and comes anew."""
+    kind, pause = rng.choice(("worker leaves", "worker drains")), rng.choice((0.1, 0.3))
+    start, down = 0.3 * rng.random(), rng.choice((0.02, 0.2))
+    return [Fault(start + place * pause, kind, 0.2, (place + 0.5) / workers, down) for place in range(workers)]
 
 
 def _tokens(rng: random.Random, count: int) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import services.scheduler.server
 import services.scheduler.workers.worker_set
+from tests.sim.cell.coverage import named
 from tests.sim.cell.plan import FAULTS, Plan, make_plan
 from tests.sim.cell.virtual_time import StandstillError, VirtualLoop
 from tests.sim.cell.world import World
@@ -22,7 +23,12 @@ _TAIL = 60
 
 
 class ScheduleError(AssertionError):
-    """A schedule that broke a rule; the message has the seed, the rule and the last events."""
+    """A schedule that broke a rule; the message has the seed, the rule and the last events, `events` all of them."""
+
+    def __init__(self, report: str, failure: str, events: tuple[tuple[Any, ...], ...]) -> None:
+        super().__init__(report)
+        self.failure = failure
+        self.events = events
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +43,8 @@ class ScheduleResult:
     fenced_replies: int
     reused: int
     """Positions whose KV sequences took over from others."""
+    changes: Counter[str]
+    """Changes of sequences' states, by name (tests/sim/cell/coverage.py)."""
 
 
 @contextmanager
@@ -67,11 +75,14 @@ def run_schedule(seed: int, sequences: int = 200, kinds: tuple[str, ...] = FAULT
     return run_plan(make_plan(rng, seed, sequences, kinds), rng)
 
 
-def run_plan(plan: Plan, rng: random.Random) -> ScheduleResult:
-    """`rng` as `make_plan` has left it. Raises ScheduleError."""
+def run_plan(plan: Plan, rng: random.Random, detailed: bool = False) -> ScheduleResult:
+    """`rng` as `make_plan` has left it. `detailed`: what the core hears and says is among the events.
+
+    Raises ScheduleError.
+    """
     loop = VirtualLoop()
     with _quiet(loop):
-        world = World(loop, plan, rng)
+        world = World(loop, plan, rng, detailed)
 
         def loop_error(_loop: object, context: dict[str, Any]) -> None:
             if "owner" in context and (context["owner"] is None or context["owner"].alive):
@@ -87,7 +98,7 @@ def run_plan(plan: Plan, rng: random.Random) -> ScheduleResult:
             loop.run_until_complete(world.end())
             loop.close()
     if world.failure is not None:
-        raise ScheduleError(_report(world))
+        raise ScheduleError(_report(world), world.failure, tuple(world.events))
     return ScheduleResult(
         plan.seed,
         Counter(_kind(call.outcome or "") for call in world.calls),
@@ -97,6 +108,7 @@ def run_plan(plan: Plan, rng: random.Random) -> ScheduleResult:
         sum(len(call.tokens) for call in world.calls),
         world.fenced_replies,
         world.reused,
+        named(world.changes),
     )
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from scheduler.core import SchedulerCore
 from scheduler.messages import Command, EmitTokens, Event, SequenceRequest, SequenceSubmitted, StepCompleted, WorkerLost
 from scheduler.state.workers import Sequence, Worker
+from scheduler.transitions.table import Cause
+from tests.sim.cell.transcript import told
 
 if TYPE_CHECKING:
     from tests.sim.cell.scheduler import SimulatedScheduler
@@ -32,6 +34,8 @@ class WatchedCore(SchedulerCore):
         self._all_planned = True
         self._first = self._live.waiting.first
         self._live.waiting.first = self._watch_first  # type: ignore[method-assign]
+        self._change = self._lifecycle._change
+        self._lifecycle._change = self._watch_change  # type: ignore[method-assign]
         self._requests: dict[int, SequenceRequest] = {}
         self._begun: set[int] = set()
         self._emitted: Counter[str] = Counter()
@@ -44,8 +48,12 @@ class WatchedCore(SchedulerCore):
             self._world.fail(f"{self._scheduler.process.name} lost {event.worker_id} unprovoked")
         if isinstance(event, SequenceSubmitted):
             self._requests[event.request.sequence_id] = event.request
+            self._world.faults.poisons.submissions[tuple(event.request.prompt)] += 1
         with self._failing_on(type(event).__name__):
             commands = super().apply(event, now)
+        if self._world.detailed:
+            self._tell("hears", [event])
+            self._tell("says", commands)
         self._check_served(commands)
         self._events += 1
         if self._events % _CHECK_EVERY == 0:
@@ -65,6 +73,12 @@ class WatchedCore(SchedulerCore):
         self._check_limits()
         return commands
 
+    def _tell(self, how: str, messages: Iterable[Event | Command]) -> None:
+        for message in messages:
+            text = told(message)
+            if text is not None:
+                self._world.note(how, self._scheduler.process.name, text)
+
     def _watch_first(self) -> Sequence | None:
         """Nobody comes before the sequence that is next: searched for among all that wait, without any heap."""
         sequence = self._first()
@@ -80,6 +94,11 @@ class WatchedCore(SchedulerCore):
             if (same and (one.request.priority, one.order) < rank) or (not same and one.account.claimed < claim):
                 self._world.fail(f"sequence {sequence.sequence_id} is next, sequence {one.sequence_id} comes first")
         return sequence
+
+    def _watch_change(self, sequence: Sequence, cause: Cause) -> None:
+        before = sequence.state
+        self._change(sequence, cause)
+        self._world.changes[before, cause] += 1
 
     def _check_limits(self) -> None:
         for account in self._live.accounts:

@@ -119,18 +119,19 @@ class SimulatedWorker:
             ) -> worker_pb2.StepReply:
                 reply = super().execute(request, arrived, computing)
                 watch.check(request, reply)
-                if world.faults.poisoned:
-                    self._poison(request)
                 if request.step_id % _CHECK_EVERY == 0:
                     try:
                         self.check_integrity()
                     except RuntimeError as error:
                         world.fail(f"{plan.worker_id}: {error}")
+                if world.faults.poisons.prompts:
+                    self._poison(request)
                 return reply
 
             def _poison(self, request: worker_pb2.StepRequest) -> None:
                 held = [self._sequences._sequences.get(row.sequence_id) for row in request.rows]
-                world.faults.poison(worker, {tuple(one.history[: one.prompt_length]) for one in held if one})
+                whole = [one for one in held if one and len(one.history) >= one.prompt_length]
+                world.faults.poisons.computed(worker, {tuple(one.history[: one.prompt_length]) for one in whole})
 
         self.executor: StepExecutor[Any] = Watched(self.model, epoch, self.thread.clock, kv_store=self.model.kv_store)
         self.address = f"{plan.worker_id}:1"

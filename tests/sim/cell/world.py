@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import random
+from collections import Counter
 from typing import Any
 
 from services.scheduler.epochs import MemoryRegister
 from services.scheduler.session import GatewaySession
+from tests.sim.cell.coverage import Change
 from tests.sim.cell.faults import DISTURBING, HARMLESS_TO_LINKS, UNHEARD, Faults
 from tests.sim.cell.gateway import ClientCall, SimulatedGateway
-from tests.sim.cell.plan import Plan, WorkerPlan
+from tests.sim.cell.plan import POISONS, Plan, WorkerPlan
 from tests.sim.cell.process import Process
 from tests.sim.cell.rpc.network import Network
 from tests.sim.cell.rpc.wire import Wire
@@ -31,10 +33,13 @@ _CLOSED_AFTER = 0.2
 
 
 class World:
-    def __init__(self, loop: VirtualLoop, plan: Plan, rng: random.Random) -> None:
+    """`detailed`: what cores hear and say is among the events."""
+
+    def __init__(self, loop: VirtualLoop, plan: Plan, rng: random.Random, detailed: bool = False) -> None:
         self.loop = loop
         self.plan = plan
         self.rng = rng
+        self.detailed = detailed
         self.faults = Faults(self)
         # From a generator of its own: what is not touched on the way takes the course that it would take without.
         wire = Wire(plan.wire, random.Random(f"bytes of {plan.seed}"), self.faults.struck, self.note)
@@ -42,6 +47,7 @@ class World:
         self.calls: list[ClientCall] = []
         self.fenced_replies = 0
         self.reused = 0
+        self.changes: Counter[Change] = Counter()
         self.events: list[tuple[Any, ...]] = []
         self.failure: str | None = None
         self._failed = loop.create_future()
@@ -84,8 +90,8 @@ class World:
     def may_lose(self, prompt: tuple[int, ...]) -> bool:
         """Whether the same, and not only to others, can have happened to the worker of this prompt, while it was alone
         there."""
-        return prompt in self.faults.poisoned or bool(
-            self.faults.struck.keys() - HARMLESS_TO_LINKS - {"poison", "reset"}
+        return prompt in self.faults.poisons.prompts or bool(
+            self.faults.struck.keys() - HARMLESS_TO_LINKS - {*POISONS, "reset", "worker leaves"}
         )
 
     @property
