@@ -13,7 +13,7 @@ from services.scheduler.session import GatewaySession
 from tests.sim.cell.coverage import Change
 from tests.sim.cell.faults import DISTURBING, HARMLESS_TO_LINKS, UNHEARD, Faults
 from tests.sim.cell.gateway import ClientCall, SimulatedGateway
-from tests.sim.cell.plan import POISONS, Plan, WorkerPlan
+from tests.sim.cell.plan import HANGING, POISONS, SPORADIC, Plan, WorkerPlan
 from tests.sim.cell.process import Process
 from tests.sim.cell.rpc.network import Network
 from tests.sim.cell.rpc.wire import Wire
@@ -22,7 +22,8 @@ from tests.sim.cell.virtual_time import VirtualLoop
 from tests.sim.cell.worker import SimulatedWorker
 
 MOST_SECONDS = 30.0
-"""Virtual seconds within which everything must have ended once nothing goes wrong any more."""
+"""Virtual seconds within which everything must have ended once nothing goes wrong any more, and twice as many where
+requests go on to hang workers or to kill some."""
 MOST_IDLE_SECONDS = 8.0
 """After that, within which everything that was held must be free: leases run out, lost connections are noticed."""
 
@@ -148,9 +149,10 @@ class World:
         for fault in plan.faults:
             loop.call_at(fault.time, self.faults.strike, fault)
         loop.call_at(plan.horizon, self.faults.mend)
+        goes_on = any(fault.kind in (HANGING, SPORADIC) for fault in plan.faults)
         await asyncio.wait(
             [self._failed, self._all_ended],
-            timeout=plan.horizon + MOST_SECONDS,
+            timeout=plan.horizon + MOST_SECONDS * (2 if goes_on else 1),
             return_when=asyncio.FIRST_COMPLETED,
         )
         if self.failure is None and not self._all_ended.done():
