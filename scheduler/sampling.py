@@ -73,8 +73,8 @@ class SamplingParameters:
         return self.temperature == 0
 
     def may_end(self, output_tokens: int) -> bool:
-        """Whether an output of so many tokens may be followed by one of the `end_token_ids`."""
-        return output_tokens >= self.min_tokens
+        """Whether any token may follow an output of so many tokens, those that end the output among them."""
+        return output_tokens >= self.min_tokens or not self.end_token_ids
 
     @property
     def uses_history(self) -> bool:

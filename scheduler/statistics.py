@@ -68,7 +68,7 @@ class WorkerSnapshot:
 class KeySnapshot:
     """One API key by its name, "" for all requests without one of the configured names.
 
-    Since the start: `prompt_tokens` of admitted sequences, `output_tokens` committed, and `refusals` by the name of the
+    Since the start: `prompt_tokens` computed, `output_tokens` committed, and `refusals` by the name of the
     limit (`LIMITS` of scheduler/transitions/admission_limits.py) that refused.
     """
 

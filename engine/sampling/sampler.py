@@ -47,6 +47,7 @@ class SamplingContext:
 
     @property
     def changes_scores(self) -> bool:
+        """Whether the parameters change this row's logits before temperature."""
         return changes_scores(self.sampling, self.output_tokens)
 
 

@@ -18,7 +18,6 @@ class KeyAccount:
     """
 
     __slots__ = (
-        "_weight",
         "bucket",
         "claimed",
         "key",
@@ -43,7 +42,6 @@ class KeyAccount:
         self.refusals: Counter[str] = Counter()
         """By the name of the limit."""
         self.bucket = None if key.tokens_per_minute is None else TokenBucket(key.tokens_per_minute)
-        self._weight = key.weight
 
     @property
     def may_run_more(self) -> bool:
@@ -57,17 +55,17 @@ class KeyAccount:
 
     def claim_prompt(self, tokens: int) -> None:
         """A sequence was admitted, with so many tokens of prompt to compute; fewer than 0: it has left before that."""
-        self.claimed += tokens / self._weight
+        self.claimed += tokens / self.key.weight
 
     def serve_prompt(self, tokens: int) -> None:
         """So many tokens of a prompt were computed."""
         self.prompt_tokens += tokens
-        self.served += tokens / self._weight
+        self.served += tokens / self.key.weight
 
     def serve_output(self, tokens: int, now: float) -> None:
         """So many tokens of output were committed."""
         self.output_tokens += tokens
-        share = tokens / self._weight
+        share = tokens / self.key.weight
         self.served += share
         self.claimed += share
         if self.bucket is not None:
