@@ -7,7 +7,7 @@ import itertools
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 import grpc
@@ -28,12 +28,13 @@ class Protocol(Enum):
 
 @dataclass(frozen=True)
 class Case:
-    """A request whose answer is always the same. `prompt`: a text, or token ids."""
+    """A request whose answer is always the same: a text or token ids, and a draft length of its own or None."""
 
     prompt: str | tuple[int, ...]
     seed: int
     temperature: float
     max_tokens: int
+    draft_length: int | None = None
 
 
 @dataclass(frozen=True)
@@ -85,18 +86,18 @@ class StreamClient:
         self._model = application.model
         self._metadata = (("authorization", f"Bearer {application.key}"),)
 
-    async def ask(self, case: Case, protocol: Protocol, *, speculation: bool = True) -> StreamRecord:
+    async def ask(self, case: Case, protocol: Protocol) -> StreamRecord:
         record = StreamRecord(case, protocol, time.monotonic())
-        await self.fill(record, speculation=speculation)
+        await self.fill(record)
         return record
 
-    async def fill(self, record: StreamRecord, *, speculation: bool = True) -> None:
+    async def fill(self, record: StreamRecord) -> None:
         """A stream from its request to its end, whatever that is."""
         try:
             if record.protocol is Protocol.HTTP:
-                await self._over_http(record, speculation)
+                await self._over_http(record)
             else:
-                await self._over_grpc(record, speculation)
+                await self._over_grpc(record)
         except openai.RateLimitError:
             record.refused = True
         except openai.OpenAIError as error:
@@ -108,7 +109,7 @@ class StreamClient:
         if record.answered and not record.tokens:
             record.error = "the stream ended without its number of tokens"
 
-    async def _over_http(self, record: StreamRecord, speculation: bool) -> None:
+    async def _over_http(self, record: StreamRecord) -> None:
         case = record.case
         stream = await self._http.completions.create(
             model=self._model,
@@ -118,7 +119,7 @@ class StreamClient:
             seed=case.seed,
             stream=True,
             stream_options={"include_usage": True},
-            extra_body={} if speculation else {"spool": {"speculation": False}},
+            extra_body={} if case.draft_length is None else {"spool": {"draft_length": case.draft_length}},
         )
         async for chunk in stream:
             parts = [choice.text for choice in chunk.choices]
@@ -128,7 +129,7 @@ class StreamClient:
             if chunk.usage is not None:
                 record.tokens = chunk.usage.completion_tokens
 
-    async def _over_grpc(self, record: StreamRecord, speculation: bool) -> None:
+    async def _over_grpc(self, record: StreamRecord) -> None:
         case = record.case
         text, tokens = (case.prompt, None) if isinstance(case.prompt, str) else (None, case.prompt)
         request = generation_pb2.GenerateRequest(
@@ -138,7 +139,7 @@ class StreamClient:
             max_tokens=case.max_tokens,
             temperature=case.temperature,
             seed=case.seed,
-            draft_length=None if speculation else 0,
+            draft_length=case.draft_length,
         )
         async for message in self._stub.GenerateStream(request, timeout=_CALL_SECONDS, metadata=self._metadata):
             if message.choice.token_ids:
@@ -165,7 +166,7 @@ async def plain_answers(client: StreamClient, asked: Sequence[Case], at_once: in
 
     async def one(case: Case) -> Answer:
         async with slots:
-            record = await client.ask(case, Protocol.HTTP, speculation=False)
+            record = await client.ask(replace(case, draft_length=0), Protocol.HTTP)
         if not record.answered:
             raise RuntimeError(f"{case} was not answered: {record.error or 'refused'}")
         return record.answer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,16 +14,22 @@ import httpx
 import pytest
 import yaml
 
+from bench.chaos.application import Application
+from bench.chaos.streams import ConstantLoad, cases, faults_of, streaming
 from tests.support.command_line import save_tokenizer, spool
 from tests.support.ports import free_ports
 from tests.support.ray_cluster import RayCluster
-from tests.support.serving import ENGINE, PACED, Ask, PlainDecoder, requests, stream_all
+from tests.support.serving import ENGINE, PACED, Ask, PlainDecoder, oracle, requests, stream_all
 from tests.support.tiny_models import save_tiny_pair
 from tests.support.waiting import LONG, setting, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray]
 
 MODEL = "tiny"
+KV_PAGES = 256
+"""Of a target: for ten sequences of 400 tokens."""
+MANY, FEW = 20, 2
+"""Streams, of which one target has pages for about ten. What fits does not depend on how fast the machine is."""
 
 
 @dataclass
@@ -32,6 +38,7 @@ class Cell:
 
     cluster: RayCluster
     url: str
+    grpc_port: int
     folder: Path
     configuration: dict[str, Any]
     plain: PlainDecoder
@@ -70,13 +77,13 @@ def cell(
         "scheduling": {"batch_size": 4, "max_running": 32, "policy": "ragged", "kv_movement": "always"},
         "groups": {
             "draft": {**PACED, "replicas": 1, "drain_seconds": 5},
-            "target": {**PACED, "replicas": 2, "drain_seconds": LONG},
+            "target": {**PACED, "replicas": 2, "drain_seconds": LONG, "kv_pages": KV_PAGES},
         },
         "gateway": {"http_port": http_port, "grpc_port": grpc_port, "http_on": "head_node", "drain_seconds": LONG},
         "internal": {"token_file": str(token)},
     }
     with ray_cluster.further_nodes([{}, {}]) as cluster:
-        cell = Cell(cluster, f"http://127.0.0.1:{http_port}", folder, configuration, PlainDecoder(target))
+        cell = Cell(cluster, f"http://127.0.0.1:{http_port}", grpc_port, folder, configuration, PlainDecoder(target))
         cell.deploy()
         wait_until(lambda: len(cell.workers("TARGET")) == 2, "two targets", 2 * LONG)
         wait_until(lambda: len(cell.workers("DRAFT")) == 1, "a draft", 2 * LONG)
@@ -157,3 +164,46 @@ def test_streams_of_a_target_that_is_scaled_away_go_on_elsewhere(cell: Cell) -> 
     assert status["kv_moves"]["moves"] > moved
     assert status["kv_moves"]["failed"] == 0
     assert status["throughput"]["failed"] == 0
+
+
+def test_targets_come_and_go_with_the_load(cell: Cell) -> None:
+    """Autoscaling begins while the application runs: a target comes, hands over its sequences and goes."""
+    pace = {"max_replicas": 2, "upscale_delay_seconds": 1, "downscale_delay_seconds": 4}
+    groups = cell.configuration["groups"]
+    # No latency that a busy machine misses: pages alone are what targets are short of.
+    autoscaled = {**groups["target"], "replicas": 1, "autoscaling": {**pace, "token_seconds": 3600}}
+    cell.deploy(groups={**groups, "target": autoscaled})
+    seen: list[dict[str, Any]] = []
+
+    def targets(count: int) -> bool:
+        """Whether so many are in use and no other is there; what the scheduler said of them is kept."""
+        status = cell.cluster.scheduler()
+        if status is None:
+            return False
+        seen.append(status)
+        states = [one["state"] for one in status["workers"] if one["role"] == "ROLE_TARGET"]
+        return states == ["WORKER_STATE_IN_USE"] * count
+
+    application = Application(cell.url, f"127.0.0.1:{cell.grpc_port}", MODEL, 0, {})
+    asked = cases(8, max_tokens=380)
+    expected = oracle(cell.plain, asked)
+
+    async def load(streams: int, until: Callable[[], bool]) -> list[str]:
+        async with streaming(application) as client, ConstantLoad(client, asked, streams) as load:
+            await asyncio.to_thread(wait_until, until, f"{streams} streams", 2 * LONG)
+        assert len(load.records) >= streams
+        return faults_of(load.records, expected)
+
+    wait_until(lambda: targets(1), "one target")
+    failed = seen[-1]["kv_moves"]["failed"], seen[-1]["throughput"]["failed"], seen[-1]["throughput"]["refused"]
+    assert asyncio.run(load(MANY, lambda: targets(2))) == []
+    before = seen[-1]
+    assert asyncio.run(load(FEW, lambda: targets(1))) == []
+    after = seen[-1]
+    # Whether anything moves depends on whether the target that leaves has a stream just then.
+    assert failed == (0, 0, 0)
+    assert (after["kv_moves"]["failed"], after["throughput"]["failed"], after["throughput"]["refused"]) == failed
+    decided = [one["autoscaling"]["figures"] for one in seen if one["autoscaling"] is not None]
+    assert max(one.get("targets_needed", 0.0) for one in decided) > 1
+    assert before["autoscaling"]["explanation"].startswith("2 targets: ")
+    assert after["autoscaling"]["figures"]["targets_wanted"] == 1

@@ -1,20 +1,27 @@
-"""The application on real Ray under constant load while its processes are killed and stopped, and beyond its load."""
+"""The application as it is shipped (dtype and policy `auto`, the CPU kernels) on real Ray under constant load: while
+its processes are killed and stopped, and beyond its load."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from bench.chaos.application import DRAFT, TARGET, Application, watching
 from bench.chaos.faults import Faults
 from bench.chaos.poison import environment, faults_of_poisons, poison
-from bench.chaos.streams import ConstantLoad, cases, faults_of, streaming
+from bench.chaos.streams import Answer, Case, ConstantLoad, cases, faults_of, streaming
 from bench.overload import Overload, measure
+from engine.cpu.isa import AUTO, chosen_isa
+from tests.support.command_line import save_tokenizer
 from tests.support.ray_cluster import RayCluster
-from tests.support.serving import ENGINE, PACED, PlainDecoder, oracle, served_on
+from tests.support.serving import PACED, PlainDecoder, oracle, served_on
+from tests.support.tiny_models import save_tiny_pair
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray]
 
@@ -22,22 +29,39 @@ STREAMS = 32
 WORKERS = {"draft": 2, "target": 2}
 # While a new scheduler has no workers yet, every stream waits in the queue, and none may be refused for that.
 QUEUE = STREAMS + 8
+# Not a share of this machine's memory, which other tests use too.
+PAGES = {"kv_pages": 512}
 SECONDS = 300.0
 EPOCHS = 1 << 32
 """Of one scheduler."""
 
 
 @pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folders = save_tiny_pair("llama", tmp_path_factory.mktemp("models"))
+    for folder in folders:
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(folder)
+        save_tokenizer(folder)
+    return folders
+
+
+@pytest.fixture(scope="module")
+def expected(pair: tuple[Path, Path]) -> dict[Case, Answer]:
+    """What every request must get. Half of them ask for drafts, whatever `auto` thinks of what these models cost."""
+    answers = oracle(PlainDecoder(pair[0], "bfloat16", PAGES), cases(8, max_tokens=200))
+    return {replace(case, draft_length=(None, 4)[case.seed // 2 % 2]): answer for case, answer in answers.items()}
+
+
+@pytest.fixture(scope="module")
 def application(
-    ray_cluster: RayCluster, tiny_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
+    ray_cluster: RayCluster, pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Application]:
-    target, draft = tiny_pair
+    target, draft = pair
     two = {"replicas": 2, "threads": 1, "drain_seconds": 5}
     configuration = {
-        "models": {"target": str(target), "draft": str(draft), "served_name": "tiny", "dtype": "float32"},
-        "engine": ENGINE,
-        # Drafts always; `auto` would weigh what these models happen to cost.
-        "scheduling": {"batch_size": 8, "max_running": STREAMS, "policy": "ragged", "max_queued_sequences": QUEUE},
+        "models": {"target": str(target), "draft": str(draft), "served_name": "tiny"},
+        "engine": PAGES,
+        "scheduling": {"batch_size": 8, "max_running": STREAMS, "max_queued_sequences": QUEUE},
         "groups": {"draft": two | PACED, "target": two | {"environment": environment()}},
         "gateway": {"replicas": 2, "http_on": "head_node", "drain_seconds": 2},
     }
@@ -49,16 +73,20 @@ def application(
         yield application
 
 
+def test_workers_compute_with_the_kernels(application: Application) -> None:
+    for process in application.replicas(TARGET):
+        library = f"/cpu-kernels/{chosen_isa(AUTO).name}-bfloat16-"
+        assert library in Path(f"/proc/{process.pid}/maps").read_text()
+
+
 def test_processes_that_die_or_stop_change_no_text(
-    ray_cluster: RayCluster, application: Application, tiny_pair: tuple[Path, Path]
+    ray_cluster: RayCluster, application: Application, expected: dict[Case, Answer]
 ) -> None:
     before = ray_cluster.scheduler()["scheduler_epoch"]
-    asked = cases(8, max_tokens=200)
-    expected = oracle(PlainDecoder(tiny_pair[0]), asked)
 
     async def run() -> None:
         async with streaming(application) as client, watching(application) as watcher:
-            async with ConstantLoad(client, asked, STREAMS) as load:
+            async with ConstantLoad(client, list(expected), STREAMS) as load:
                 faults = Faults(application, watcher, load, WORKERS, SECONDS)
                 killed = [await faults.kill_worker(DRAFT), await faults.kill_worker(TARGET)]
                 killed.append(await faults.kill_scheduler())
@@ -69,20 +97,19 @@ def test_processes_that_die_or_stop_change_no_text(
             await watcher.until(lambda report: report.idle, "no sequence and no page", SECONDS)
 
     asyncio.run(run())
+    status = ray_cluster.scheduler()
     # The next scheduler has the next number, and not a later time.
-    assert before < ray_cluster.scheduler()["scheduler_epoch"] < before + 10 * EPOCHS
+    assert before < status["scheduler_epoch"] < before + 10 * EPOCHS
+    assert status["throughput"]["acceptance_rate"] > 0
 
 
 def test_prompts_that_kill_take_two_targets_each_and_no_other_stream(
-    application: Application, tiny_pair: tuple[Path, Path]
+    application: Application, expected: dict[Case, Answer]
 ) -> None:
-    asked = cases(8, max_tokens=200)
-    expected = oracle(PlainDecoder(tiny_pair[0]), asked)
-
     async def run() -> None:
         async with streaming(application) as client, watching(application) as watcher:
             before = application.workers_lost()
-            async with ConstantLoad(client, asked, STREAMS) as load:
+            async with ConstantLoad(client, list(expected), STREAMS) as load:
                 poisons = await poison(client, 2, interval=1.0)
             assert faults_of(load.records, expected) == []
             lost = application.workers_lost() - before
