@@ -10,9 +10,14 @@ import grpc.aio
 import pytest
 
 from protos import scheduler_pb2, scheduler_pb2_grpc, worker_pb2
+from scheduler.config import SchedulerConfig
 from scheduler.messages import Role
-from services.scheduler.workers.registry import RegistryOptions
+from services.scheduler.service import SchedulerService
+from services.scheduler.workers.registry import RegistryOptions, WorkerRegistry, WorkerState
+from services.scheduler.workers.worker_link import WorkerEndpoint
 from tests.support.cells import (
+    LINKS,
+    REGISTRY,
     Cell,
     Whereabouts,
     all_in_use,
@@ -88,6 +93,33 @@ def test_worker_that_is_gone_is_forgotten_and_another_takes_its_name() -> None:
                 await check(backend, 1, 10)
                 cell.service.core.check_integrity()
             await until(lambda: not cell.server.status().workers and not cell.service.workers.endpoints)
+
+    asyncio.run(run())
+
+
+def test_worker_is_forgotten_at_the_second_sweep_in_a_row_that_finds_it_silent() -> None:
+    async def run() -> None:
+        now = 0.0
+        async with SchedulerService(SchedulerConfig(), scheduler_epoch=1, link_options=LINKS) as service:
+            registry = WorkerRegistry(service, REGISTRY, lambda: now)
+            # It finds no scheduler: it registers here when the test says so.
+            async with running_worker("target-0", Role.TARGET, Whereabouts()) as worker:
+                endpoint = WorkerEndpoint("target-0", Role.TARGET, worker.address)
+                description = worker.server.describe()
+                assert (await registry.register(endpoint, description)).state is WorkerState.IN_USE
+            await until(lambda: not service.workers.up)
+            for silent in (False, True):
+                now += 2 * REGISTRY.forget_seconds
+                await registry.sweep()
+                assert [record.endpoint for record in registry.records()] == [endpoint]
+                if not silent:
+                    # One word in between, and its silence begins anew.
+                    await registry.register(endpoint, description)
+                    await registry.sweep()
+            await registry.sweep()
+            assert list(registry.records()) == []
+            assert service.workers.endpoints == {}
+            await registry.close()
 
     asyncio.run(run())
 
