@@ -13,7 +13,9 @@ from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.sampling.ieee_math import exp_of_negative
@@ -25,11 +27,29 @@ _WEIGHT_BITS = 34
 _PREFIXES = (512, 8192)
 _ARRAY_CODES = {torch.int64: "q", torch.float32: "f", torch.float64: "d"}
 _SMALLEST_TEMPERATURE = 2.0**-126
+# For each byte the eight booleans of its bits, the lowest first, as one number.
+_BITS = torch.from_numpy(
+    np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little").view(np.int64)[:, 0]
+)
 
 
-def changes_scores(sampling: SamplingParameters, output_tokens: int) -> bool:
-    """Whether the parameters change logits before temperature, after an output of so many tokens."""
-    return sampling.uses_history or bool(sampling.logit_bias) or not sampling.may_end(output_tokens)
+def changes_scores(sampling: SamplingParameters, output_tokens: int, must_end: bool = False) -> bool:
+    """Whether the parameters change logits before temperature, after an output of so many tokens. With `must_end`, the
+    output ends now, whatever its length."""
+    too_early = not must_end and not sampling.may_end(output_tokens)
+    return sampling.uses_history or bool(sampling.logit_bias) or too_early
+
+
+@torch.inference_mode()
+def forbid(logits: Tensor, rows: Sequence[int], allowed: NDArray[np.uint8], token_ids: Tensor | None = None) -> None:
+    """Puts -inf in place of what some `rows` of logits [R, V] have for other tokens than the `allowed` ones, of which
+    there is a bit for each token and row: [rows, bytes], the lowest bit first. `token_ids` as in `change_scores`."""
+    if not rows:
+        return
+    index = torch.tensor(rows, device=logits.device)
+    bits = _BITS.to(logits.device)[torch.from_numpy(allowed).to(logits.device).to(torch.int64)].view(torch.bool)
+    bits = bits[:, : logits.shape[1]] if token_ids is None else bits[:, token_ids]
+    logits[index] = logits[index].masked_fill_(~bits, -math.inf)
 
 
 def filters_tokens(sampling: SamplingParameters) -> bool:
@@ -44,11 +64,13 @@ def change_scores(
     prompt_length: int,
     output_tokens: int,
     token_ids: Tensor | None = None,
+    must_end: bool = False,
 ) -> None:
     """Applies penalties, bias and the ban on an early end in place to one row of float32 scores [V], for the token that
     follows `output_tokens` tokens of output. Tokens without a column do nothing. Only penalties read `history`.
 
     `token_ids` [V] names the tokens of the columns, ascending; without it a column's number is its token's id.
+    `must_end` as in `changes_scores`.
     """
     if sampling.repetition_penalty != 1:
         seen, penalty = _columns(dict.fromkeys(history, sampling.repetition_penalty), scores, token_ids)
@@ -64,7 +86,7 @@ def change_scores(
     if sampling.logit_bias:
         biased, values = _columns(sampling.logit_bias, scores, token_ids)
         scores[biased] += values
-    if not sampling.may_end(output_tokens):
+    if not must_end and not sampling.may_end(output_tokens):
         banned, values = _columns(dict.fromkeys(sampling.end_token_ids, -math.inf), scores, token_ids)
         scores[banned] = values
 
