@@ -14,7 +14,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
-from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par_with_draft_tokens
+from llguidance.numpy import (
+    allocate_token_bitmask,
+    fill_next_token_bitmask_par,
+    fill_next_token_bitmask_par_with_draft_tokens,
+)
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
@@ -40,7 +44,7 @@ class GrammarTokens:
         copy.no_truncation()
         copy.no_padding()
         copy.add_special_tokens([_END])
-        self.end: int = copy.token_to_id(_END)
+        self.end: int = copy.get_vocab()[_END]
         try:
             self._tokens = LLTokenizer(copy.to_str(), eos_token=[self.end])
         except ValueError as error:
@@ -141,9 +145,9 @@ class Grammars:
         """The tokens that must come next; often none. Waits for the grammar to be compiled."""
         return self._asked(row, lambda matcher: matcher.compute_ff_tokens())
 
-    def allowed_prefix(self, row: GrammarRow, tokens: Sequence[int]) -> Sequence[int]:
+    def allowed_prefix(self, row: GrammarRow, tokens: list[int]) -> list[int]:
         """The first of the `tokens`, as far as they may come next. Waits for the grammar to be compiled."""
-        return tokens[: len(self._asked(row, lambda matcher: range(matcher.validate_tokens(list(tokens)))))]
+        return self._asked(row, lambda matcher: tokens[: matcher.validate_tokens(tokens)])
 
     def _asked(self, row: GrammarRow, question: Callable[[LLMatcher], Iterable[int]]) -> list[int]:
         def ask() -> list[int]:
@@ -170,11 +174,12 @@ class Grammars:
         tokens = self._tokens.result()
         # Whatever is not filled allows everything.
         words = allocate_token_bitmask(spans[-1].stop, tokens.size)
-        fill_next_token_bitmask_par_with_draft_tokens(
-            self._fillers,
-            [(matcher, spans[index].start, list(rows[index].draft_tokens)) for index, matcher in followed],
-            words,
-        )
+        filled = [(matcher, spans[index].start, list(rows[index].draft_tokens)) for index, matcher in followed]
+        # The library wants draft tokens, or a call of its own for rows without.
+        if drafted := [row for row in filled if row[2]]:
+            fill_next_token_bitmask_par_with_draft_tokens(self._fillers, drafted, words)
+        if single := [(matcher, first) for matcher, first, drafts in filled if not drafts]:
+            fill_next_token_bitmask_par(self._fillers, single, words)
         for index, matcher in followed:
             if matcher.is_error():
                 errors[index] = _reason(matcher.get_error())

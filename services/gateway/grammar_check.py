@@ -28,8 +28,11 @@ def definition(kind: str, text: str) -> str:
     if kind == "json_schema":
         return LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": _WHITE_SPACE})
     if kind == "choice":
+        texts = json.loads(text)
+        if not texts:
+            raise ValueError("there must be at least one choice")
         # One terminal: as rules of their own, thousands of choices would be too many for the library.
-        return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {' | '.join(map(_quoted, json.loads(text)))}")
+        return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {' | '.join(map(_quoted, texts))}")
     if kind not in ("regex", "grammar"):
         raise ValueError(f"{kind} is no kind of structure")
     return grammar_from("regex" if kind == "regex" else "grammar", text)
