@@ -272,9 +272,10 @@ class CompletionEngine:
             raise invalid(f"ignore_eos is true, must be false with {structure.param}", "ignore_eos")
         if not info.tokenizer_digest:
             raise invalid(f"{structure.param} needs a model with a tokenizer", structure.param)
-        if not self.tokenizer.stop_token_ids:
-            raise invalid(f"{structure.param} needs a model with an end token", structure.param)
-        return Grammar(await self._grammars.definition(structure), self.tokenizer.stop_token_ids)
+        ends = self.tokenizer.stop_token_ids or frozenset(options.stop_token_ids)
+        if not ends:
+            raise invalid(f"{structure.param} needs stop_token_ids, as the model has no end token", structure.param)
+        return Grammar(await self._grammars.definition(structure), ends)
 
     def _stop_token_ids(self, options: GenerationOptions) -> frozenset[int]:
         asked = frozenset(options.stop_token_ids)

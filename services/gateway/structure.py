@@ -99,9 +99,7 @@ class GrammarChecks:
                 command = [sys.executable, "-P", "-m", "services.gateway.grammar_check", str(self._folder)]
                 command.append(str(CPU_SECONDS))
                 # Ctrl-C is for the gateway, whose end is theirs.
-                return subprocess.Popen(
-                    command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
-                )
+                return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
             if process.poll() is None:
                 return process
 
