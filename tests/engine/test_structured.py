@@ -1,4 +1,4 @@
-"""Structured output against a plain decoder: transformers' `generate`, with a grammar that is stepped token by token."""
+"""Structured output against a plain decoder: transformers' `generate`, its grammar stepped token by token."""
 
 from __future__ import annotations
 
