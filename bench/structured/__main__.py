@@ -65,16 +65,18 @@ class StructurePrice:
     def of(cls, sequences: int, tokens_each: int, structured: Sequence[float], free: Sequence[float]) -> StructurePrice:
         """Of seconds of at least two pairs of steps, pair by pair."""
         logarithms = [math.log(one / two) for one, two in zip(structured, free, strict=True)]
-        medians = statistics.median(structured), statistics.median(free)
+        ours, others = statistics.median(structured), statistics.median(free)
         tokens = sequences * tokens_each
         return cls(
-            sequences,
-            tokens_each,
-            len(logarithms),
-            *(1000 * seconds for seconds in medians),
-            *(tokens / seconds for seconds in medians),
-            math.exp(statistics.mean(logarithms)),
-            statistics.stdev(logarithms) / math.sqrt(len(logarithms)),
+            sequences=sequences,
+            tokens_each=tokens_each,
+            pairs=len(logarithms),
+            structured_ms=1000 * ours,
+            free_ms=1000 * others,
+            structured_tokens_per_second=tokens / ours,
+            free_tokens_per_second=tokens / others,
+            ratio=math.exp(statistics.mean(logarithms)),
+            error=statistics.stdev(logarithms) / math.sqrt(len(logarithms)),
         )
 
 
