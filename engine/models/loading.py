@@ -62,7 +62,7 @@ def load_target_engine(settings: EngineSettings, progress: Progress) -> TargetEn
     shapes = _exact_shapes(loaded, settings, progress) if settings.exact else None
     description, runner, pool = _assemble(loaded, settings, shapes)
     progress("warming up", None)
-    _warm_up(description, runner, pool)
+    _warm_up(loaded, description, runner, pool)
     _capture_graphs(description, runner, pool, progress)
     kv_store = PagedKvStore(runner.kv, settings.model, compute_digest)
     return TargetEngine(description, runner, pool, kv_store, LogitsScan(loaded.kernels), loaded.grammars)
@@ -80,7 +80,7 @@ def load_draft_engine(settings: EngineSettings, progress: Progress) -> DraftEngi
     loaded.replace_layers(settings.page_size)
     description, runner, pool = _assemble(loaded, settings, None)
     progress("warming up", None)
-    _warm_up(description, runner, pool)
+    _warm_up(loaded, description, runner, pool)
     _capture_graphs(description, runner, pool, progress)
     scan = LogitsScan(loaded.kernels)
     return DraftEngine(description, runner, pool, scan, token_ids, settings.lookup_match, loaded.grammars)
@@ -210,9 +210,14 @@ def _assemble(
     return description, runner, pool
 
 
-def _warm_up(description: EngineDescription, runner: ModelRunner, pool: PagePool) -> None:
-    """One pass of every size in use, on every number of threads: kernels are made now and not in the first steps."""
+def _warm_up(loaded: LoadedModel, description: EngineDescription, runner: ModelRunner, pool: PagePool) -> None:
+    """Passes on every number of threads: libraries make a kernel for each row count now and not in the first steps.
+
+    Spool's own kernels are the same for all row counts, so that the smallest and the largest pass will do.
+    """
     sizes = [size for size in runner.row_counts if size <= description.max_sequence_length]
+    if loaded.kernels is not None:
+        sizes = sizes[:: max(1, len(sizes) - 1)]
     for threads in dict.fromkeys((description.exclusive_threads, description.threads)):
         use_threads(threads)
         for size in sizes:
