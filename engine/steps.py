@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from engine.drafting.prompt_lookup import TokenPlaces
 from engine.kv.pages import PageTable
+from engine.sampling.grammars import GrammarState
 from scheduler.messages import TokenLogprobs
 from scheduler.sampling import SamplingParameters
 
@@ -22,8 +23,9 @@ def no_callback() -> None:
 class VerifyRow:
     """Feed `tokens`, then `draft_tokens`, after the `table.length` positions already computed.
 
-    `history` is prompt plus committed output up to and including `tokens`; only penalties read it. With `sample`
-    false (all but the last chunk of a prefill) no token is sampled and `draft_tokens` is empty.
+    `history` is prompt plus committed output up to and including `tokens`; only penalties and grammars read it. With
+    `sample` false (all but the last chunk of a prefill) no token is sampled and `draft_tokens` is empty.
+    `grammar_state` is that of the sequence in steps before; it follows `history` by itself.
     """
 
     table: PageTable
@@ -35,13 +37,15 @@ class VerifyRow:
     sampling: SamplingParameters
     logits_digests: bool = False
     top_logprobs: int | None = None
+    grammar_state: GrammarState = field(default_factory=GrammarState)
 
 
 @dataclass(slots=True)
 class ProposeRow:
     """Feed `tokens`, then propose `draft_length` tokens (0 only feeds).
 
-    `places` are those of the sequence in steps before; prompt lookup keeps them up with `history`.
+    `places` and `grammar_state` are those of the sequence in steps before; prompt lookup keeps the places up with
+    `history`, and the state follows it by itself.
     """
 
     table: PageTable
@@ -51,6 +55,7 @@ class ProposeRow:
     prompt_length: int
     sampling: SamplingParameters
     places: TokenPlaces = field(default_factory=TokenPlaces)
+    grammar_state: GrammarState = field(default_factory=GrammarState)
 
 
 @dataclass(slots=True)

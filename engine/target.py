@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from math import isfinite
 
 import torch
 
@@ -14,10 +16,13 @@ from engine.kv.pages import PagePool
 from engine.passes.admission import make_room, rolled_back_on_error, split_by_rows
 from engine.passes.layout import BatchedSequence
 from engine.passes.runner import ModelRunner, PassResult
+from engine.sampling.grammars import GrammarRow, Grammars, TokenMasks
+from engine.sampling.logits_shaping import forbid
 from engine.sampling.sampler import SamplingContext, sample_tokens
 from engine.steps import Computing, EngineTimings, RowOutcome, StepOutcome, VerifyRow, no_callback
 from scheduler.messages import TokenLogprobs
 
+_NO_TOKENIZER = "the target's folder holds no tokenizer.json, which grammars need"
 _NOT_A_NUMBER = "the target's logits are not finite"
 
 
@@ -31,12 +36,15 @@ class TargetEngine:
         pool: PagePool,
         kv_store: KvStore,
         scan: LogitsScan,
+        grammars: Grammars | None = None,
     ) -> None:
+        """`grammars`: None where the model has no tokenizer; rows with a grammar fail then."""
         self.description = description
         self.pool = pool
         self.kv_store = kv_store
         self._runner = runner
         self._scan = scan
+        self._grammars = grammars
 
     def step(self, rows: Sequence[VerifyRow], computing: Computing = no_callback) -> StepOutcome:
         """One step, in as many passes as `max_num_batched_tokens` asks for; `computing` is called for each.
@@ -52,24 +60,41 @@ class TargetEngine:
             )
             sizes = [len(rows[index].tokens) + len(rows[index].draft_tokens) for index in admitted]
             for batch in split_by_rows(admitted, sizes, self.description.max_num_batched_tokens):
+                masking = self._begin_masks([rows[index] for index in batch])
                 result = self._runner.run([_batched(rows[index]) for index in batch], computing)
                 timings.add(result.timings)
-                for index, outcome in zip(batch, self._sample([rows[i] for i in batch], result), strict=True):
+                for index, outcome in zip(batch, self._sample([rows[i] for i in batch], result, masking), strict=True):
                     self._settle(rows[index], outcome, starts[index])
                     outcomes[index] = outcome
                 timings.add_pass(*result.clock.seconds())
         return StepOutcome(outcomes, timings)
 
-    def _sample(self, rows: Sequence[VerifyRow], result: PassResult) -> Iterator[RowOutcome]:
+    def _begin_masks(self, rows: Sequence[VerifyRow]) -> Future[TokenMasks] | None:
+        """For the rows that sample and have a grammar, in their order; None without any."""
+        asked = [
+            GrammarRow(row.grammar_state, row.sampling.grammar, row.history[row.prompt_length :], row.draft_tokens)
+            for row in rows
+            if row.sample and row.sampling.grammar is not None
+        ]
+        return self._grammars.masks(asked) if asked and self._grammars is not None else None
+
+    def _sample(
+        self, rows: Sequence[VerifyRow], result: PassResult, masking: Future[TokenMasks] | None
+    ) -> Iterator[RowOutcome]:
         logits = result.logits[:, : self.description.vocabulary_size]
         contexts = [context for row in rows if row.sample for context in _contexts(row)]
+        failed = self._constrain(rows, logits, contexts, masking)
         sampled = sample_tokens(logits, contexts, scan=self._scan) if contexts else []
         first = 0
-        for row in rows:
+        for index, row in enumerate(rows):
             if not row.sample:
                 yield RowOutcome([])
                 continue
             own_tokens = sampled[first : first + len(row.draft_tokens) + 1]
+            if index in failed:
+                yield RowOutcome([], error=failed[index])
+                first += len(own_tokens)
+                continue
             outcome = _accept(row.draft_tokens, own_tokens)
             if row.logits_digests and outcome.error is None:
                 outcome.logits_digests = [_digest(line) for line in logits[first : first + len(outcome.tokens)]]
@@ -80,6 +105,32 @@ class TargetEngine:
                 ]
             yield outcome
             first += len(own_tokens)
+
+    def _constrain(
+        self,
+        rows: Sequence[VerifyRow],
+        logits: torch.Tensor,
+        contexts: Sequence[SamplingContext],
+        masking: Future[TokenMasks] | None,
+    ) -> dict[int, str]:
+        """Leaves the rows that have a grammar the logits of the tokens that it allows. What went wrong, by row."""
+        places: dict[int, range] = {}
+        first = 0
+        for index, row in enumerate(rows):
+            count = len(row.draft_tokens) + 1 if row.sample else 0
+            if count and row.sampling.grammar is not None:
+                places[index] = range(first, first + count)
+            first += count
+        if masking is None:
+            return dict.fromkeys(places, _NO_TOKENIZER)
+        masks = masking.result()
+        failed = {index: error for index, error in zip(places, masks.errors, strict=True) if error is not None}
+        if len(failed) < len(places):
+            constrained = [place for span in places.values() for place in span]
+            forbid(logits, constrained, masks.allowed)
+            for place, complete in zip(constrained, masks.complete, strict=True):
+                contexts[place].must_end = bool(complete)
+        return {index: f"the grammar failed: {error}" for index, error in failed.items()}
 
     def _settle(self, row: VerifyRow, outcome: RowOutcome, start: int) -> None:
         if outcome.error is not None:
@@ -114,7 +165,9 @@ def _logprobs(logits: torch.Tensor, token: int, count: int) -> TokenLogprobs:
     """Of one row of logits `[vocabulary]`; computed row by row, so that it does not depend on the batch either."""
     logprobs = torch.log_softmax(logits.float(), dim=-1)
     values, ids = torch.topk(logprobs, min(count, logprobs.numel()))
-    return TokenLogprobs(token, logprobs[token].item(), tuple(zip(ids.tolist(), values.tolist(), strict=True)))
+    # Tokens that a grammar forbids have no probability, and no log of it.
+    top = [(token_id, value) for token_id, value in zip(ids.tolist(), values.tolist(), strict=True) if isfinite(value)]
+    return TokenLogprobs(token, logprobs[token].item(), tuple(top))
 
 
 def _digest(logits: torch.Tensor) -> int:

@@ -10,6 +10,29 @@ from typing import NoReturn
 MAX_SEED = 2**64 - 1
 MAX_TOKEN_ID = 2**31 - 1
 """Of any vocabulary; what the protocol has room for."""
+MAX_GRAMMAR_BYTES = 64 * 1024
+"""Of a grammar's definition, in UTF-8."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What an output must look like, in the form that engine/sampling/grammars.py compiles, and the tokens that end it:
+    these come where the grammar is complete, and nowhere else. Raises `ValueError` naming field, value and limit.
+    """
+
+    definition: str
+    end_token_ids: frozenset[int]
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.definition) <= MAX_GRAMMAR_BYTES:
+            raise ValueError(
+                f"grammar has {len(self.definition)} characters, must have between 1 and {MAX_GRAMMAR_BYTES}"
+            )
+        if not self.end_token_ids or not all(0 <= token_id <= MAX_TOKEN_ID for token_id in self.end_token_ids):
+            raise ValueError(
+                f"end_token_ids of the grammar is {set(self.end_token_ids)}, must be token ids between 0 and "
+                f"{MAX_TOKEN_ID}, one at least"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +42,8 @@ class SamplingParameters:
     `temperature` 0 is greedy. `top_k` 0, `top_p` 1, `min_p` 0 and the penalties 1, 0, 0 leave the logits as they are.
     `repetition_penalty` looks at prompt and output, the other two penalties at the output only. None of the
     `end_token_ids` is sampled among the first `min_tokens` tokens of output. `seed` is any unsigned
-    64-bit number; equal seeds give equal text, whatever the batch, the draft or the workers.
+    64-bit number; equal seeds give equal text, whatever the batch, the draft or the workers. With a `grammar`, only
+    tokens that it allows are sampled; where it is complete, `min_tokens` does not put the end off.
 
     Raises `ValueError` naming field, value and limit.
     """
@@ -35,6 +59,7 @@ class SamplingParameters:
     seed: int = 0
     min_tokens: int = 0
     end_token_ids: frozenset[int] = frozenset()
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         # Each check builds its message only when it fails: every request passes here several times.

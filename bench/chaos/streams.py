@@ -28,13 +28,16 @@ class Protocol(Enum):
 
 @dataclass(frozen=True)
 class Case:
-    """A request whose answer is always the same: a text or token ids, and a draft length of its own or None."""
+    """A request whose answer is always the same: a text or token ids, and a draft length of its own or None. With a
+    `regex`, the answer fits it, and ends with one of the `stop_token_ids` where it is complete."""
 
     prompt: str | tuple[int, ...]
     seed: int
     temperature: float
     max_tokens: int
     draft_length: int | None = None
+    regex: str = ""
+    stop_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -111,6 +114,11 @@ class StreamClient:
 
     async def _over_http(self, record: StreamRecord) -> None:
         case = record.case
+        options: dict[str, object] = {"stop_token_ids": list(case.stop_token_ids)}
+        if case.draft_length is not None:
+            options["spool"] = {"draft_length": case.draft_length}
+        if case.regex:
+            options["structured_outputs"] = {"regex": case.regex}
         stream = await self._http.completions.create(
             model=self._model,
             prompt=case.prompt if isinstance(case.prompt, str) else list(case.prompt),
@@ -119,7 +127,7 @@ class StreamClient:
             seed=case.seed,
             stream=True,
             stream_options={"include_usage": True},
-            extra_body={} if case.draft_length is None else {"spool": {"draft_length": case.draft_length}},
+            extra_body=options,
         )
         async for chunk in stream:
             parts = [choice.text for choice in chunk.choices]
@@ -140,6 +148,8 @@ class StreamClient:
             temperature=case.temperature,
             seed=case.seed,
             draft_length=case.draft_length,
+            stop_token_ids=case.stop_token_ids,
+            structured_outputs=generation_pb2.StructuredOutputs(regex=case.regex) if case.regex else None,
         )
         async for message in self._stub.GenerateStream(request, timeout=_CALL_SECONDS, metadata=self._metadata):
             if message.choice.token_ids:

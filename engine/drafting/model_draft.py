@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from concurrent.futures import Future
 
+import torch
 from torch import Tensor
 
 from engine.cpu.logits_scan import LogitsScan
@@ -12,12 +14,16 @@ from engine.kv.pages import PagePool
 from engine.passes.admission import make_room, rolled_back_on_error, split_by_rows
 from engine.passes.layout import BatchedSequence
 from engine.passes.runner import ModelRunner
+from engine.sampling.grammars import GrammarRow, Grammars, TokenMasks
+from engine.sampling.logits_shaping import forbid
 from engine.sampling.sampler import SamplingContext, probabilities_of, sample_tokens
 from engine.settings import LONGEST_LOOKUP_MATCH
 from engine.steps import Computing, EngineTimings, ProposeRow, RowOutcome, StepOutcome, no_callback
 
 _LOOKED_UP = 0.75
 """Confidence in a token that was looked up: about so many are right (docs/performance.md, by category)."""
+_FORCED = 0.95
+"""Confidence in a token that a grammar forces: the text is certain, its division into tokens nearly so."""
 
 
 class DraftEngine:
@@ -26,7 +32,8 @@ class DraftEngine:
     The draft samples with the target's sampling parameters and the same noise, so that its guesses tend to be the
     target's tokens (coupled sampling, arXiv 2408.07978). `token_ids` names the tokens of the columns of the model's
     logits, where those are not the whole vocabulary. With `lookup_match`, a row of which at least so many of the last
-    tokens stood in its history before proposes what followed them there, and the model only computes their KV.
+    tokens stood in its history before proposes what followed them there, and the model only computes their KV. With
+    `grammars`, a row that has a grammar proposes what it allows, and what it forces without the model's choice.
     """
 
     def __init__(
@@ -37,6 +44,7 @@ class DraftEngine:
         scan: LogitsScan,
         token_ids: Tensor | None = None,
         lookup_match: int | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
         self.description = description
         self.pool = pool
@@ -44,6 +52,7 @@ class DraftEngine:
         self._scan = scan
         self._token_ids = token_ids
         self._lookup_match = lookup_match
+        self._grammars = grammars
 
     def step(self, rows: Sequence[ProposeRow], computing: Computing = no_callback) -> StepOutcome:
         """One step: a pass over the missing tokens, then one for each further token proposed; `computing` is called for
@@ -57,8 +66,8 @@ class DraftEngine:
             drafting = make_room(self.pool, [(row.table, len(row.tokens)) for row in rows], outcomes)
             feed = {index: self._first_feed(rows[index], outcomes[index]) for index in drafting}
             while drafting:
-                self._pass(rows, drafting, feed, outcomes, timings, computing)
-                drafting = [index for index in drafting if self._goes_on(rows[index], outcomes[index])]
+                at_end = self._pass(rows, drafting, feed, outcomes, timings, computing)
+                drafting = [i for i in drafting if i not in at_end and self._goes_on(rows[i], outcomes[i])]
                 feed = {index: outcomes[index].tokens[-1:] for index in drafting}
             for row, outcome, start in zip(rows, outcomes, starts, strict=True):
                 if outcome.error is not None and not outcome.out_of_pages:
@@ -66,24 +75,42 @@ class DraftEngine:
         return StepOutcome(outcomes, timings)
 
     def _first_feed(self, row: ProposeRow, outcome: RowOutcome) -> Sequence[int]:
-        """What the row feeds in the first pass: its missing tokens and, of a proposal looked up, all but the last."""
-        outcome.tokens = self._look_up(row)
-        outcome.confidences = [_LOOKED_UP] * len(outcome.tokens)
-        ahead = outcome.tokens[:-1]
+        """What the row feeds in the first pass: its missing tokens and what is proposed without the model's choice, but
+        for the last token of a whole proposal."""
+        outcome.tokens, confidence = self._known_proposal(row)
+        outcome.confidences = [confidence] * len(outcome.tokens)
+        ahead = outcome.tokens[: row.draft_length - 1]
         if not ahead:
             return row.tokens
         self.pool.append(row.table, len(ahead))
         return [*row.tokens, *ahead]
 
-    def _look_up(self, row: ProposeRow) -> list[int]:
-        """A proposal out of the row's own history; empty where the model has to make it."""
+    def _known_proposal(self, row: ProposeRow) -> tuple[list[int], float]:
+        """A proposal that its grammar forces, or out of the row's own history, with the confidence in each token; empty
+        where the model has to make it."""
         length = row.draft_length
-        if self._lookup_match is None or length < 1 or not self.pool.can_append(row.table, length - 1):
-            return []
+        if length < 1 or not self.pool.can_append(row.table, length - 1):
+            return [], 0.0
         if len(row.tokens) + length - 1 > self.description.max_num_batched_tokens:
-            return []
+            return [], 0.0
+        structured = self._structured(row, ())
+        if structured is not None and self._grammars is not None:
+            forced = self._grammars.forced(structured)[:length]
+            if forced:
+                return forced, _FORCED
+        if self._lookup_match is None:
+            return [], 0.0
         row.places.follow(row.history)
-        return row.places.continuation(length, self._lookup_match, LONGEST_LOOKUP_MATCH)
+        found = row.places.continuation(length, self._lookup_match, LONGEST_LOOKUP_MATCH)
+        if structured is not None and self._grammars is not None and found:
+            found = self._grammars.allowed_prefix(structured, found)
+        return found, _LOOKED_UP
+
+    def _structured(self, row: ProposeRow, proposed: Sequence[int]) -> GrammarRow | None:
+        """What the row's grammar is to be asked of; None without a grammar that is followed here."""
+        if row.sampling.grammar is None or self._grammars is None:
+            return None
+        return GrammarRow(row.grammar_state, row.sampling.grammar, [*row.history[row.prompt_length :], *proposed])
 
     def _pass(
         self,
@@ -93,27 +120,60 @@ class DraftEngine:
         outcomes: Sequence[RowOutcome],
         timings: EngineTimings,
         computing: Computing,
-    ) -> None:
-        """Feeds every row its tokens and appends one proposed token to each that wants one."""
+    ) -> set[int]:
+        """Feeds every row its tokens and appends one proposed token to each that wants one. Returns the rows that have
+        none to append, because their grammars allow none that the draft knows."""
+        at_end: set[int] = set()
         wanting = {index for index in indices if len(outcomes[index].tokens) < rows[index].draft_length}
         for batch in split_by_rows(indices, [len(feed[i]) for i in indices], self.description.max_num_batched_tokens):
             sampling = [index for index in batch if index in wanting]
             sequences = [BatchedSequence(rows[i].table, feed[i], 1 if i in wanting else 0) for i in batch]
+            masking = self._begin_masks(rows, sampling, outcomes)
             result = self._runner.run(sequences, computing)
             timings.add(result.timings)
             if not sampling:
                 timings.add_pass(*result.clock.seconds())
                 continue
-            contexts = [_context(rows[index], outcomes[index]) for index in sampling]
             logits = result.logits[:, : self.description.vocabulary_size]
+            contexts = [_context(rows[index], outcomes[index]) for index in sampling]
+            if masking is not None:
+                self._constrain([rows[index] for index in sampling], logits, contexts, masking.result())
             tokens = sample_tokens(logits, contexts, token_ids=self._token_ids, scan=self._scan)
             probabilities = probabilities_of(logits, tokens, self._token_ids, self._scan)
-            for index, token, probability in zip(sampling, tokens, probabilities, strict=True):
-                _record(outcomes[index], token, probability)
+            for place, (index, token, probability) in enumerate(zip(sampling, tokens, probabilities, strict=True)):
+                if token is None and masking is not None and bool(torch.isneginf(logits[place]).all()):
+                    at_end.add(index)
+                    # The table ends before the proposal's last token, which was fed.
+                    if outcomes[index].tokens:
+                        self.pool.truncate(rows[index].table, rows[index].table.length - 1)
+                else:
+                    _record(outcomes[index], token, probability)
             timings.add_pass(*result.clock.seconds())
+        return at_end
+
+    def _begin_masks(
+        self, rows: Sequence[ProposeRow], indices: Sequence[int], outcomes: Sequence[RowOutcome]
+    ) -> Future[TokenMasks] | None:
+        """For those of the rows that have a grammar, in the order of `indices`; None without any."""
+        asked = [self._structured(rows[index], outcomes[index].tokens) for index in indices]
+        structured = [row for row in asked if row is not None]
+        return self._grammars.masks(structured) if structured and self._grammars is not None else None
+
+    def _constrain(
+        self, rows: Sequence[ProposeRow], logits: Tensor, contexts: Sequence[SamplingContext], masks: TokenMasks
+    ) -> None:
+        """As far as grammars can be followed; where one cannot, the target says so."""
+        places = [place for place, row in enumerate(rows) if row.sampling.grammar is not None]
+        if any(error is None for error in masks.errors):
+            forbid(logits, places, masks.allowed, self._token_ids)
+        for place, complete in zip(places, masks.complete, strict=True):
+            contexts[place].must_end = bool(complete)
 
     def _goes_on(self, row: ProposeRow, outcome: RowOutcome) -> bool:
         if outcome.error is not None or len(outcome.tokens) >= row.draft_length:
+            return False
+        grammar = row.sampling.grammar
+        if grammar is not None and outcome.tokens and outcome.tokens[-1] in grammar.end_token_ids:
             return False
         if not self.pool.can_append(row.table, 1):
             return False

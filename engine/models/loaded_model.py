@@ -18,6 +18,7 @@ from engine.kv.paged_kv import PagedKv
 from engine.kv.pages import PagePool
 from engine.models.vocabulary import Vocabulary
 from engine.passes.runner import ModelRunner
+from engine.sampling.grammars import Grammars
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +40,15 @@ class KvShape:
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     """`kernels`: None where the model is on no CPU, or the CPU kernels could not be made. `gpu`: None where the model
-    is on no GPU, or its attention there could not be made. `planned_kv_bytes`: of the plan of a GPU's memory."""
+    is on no GPU, or its attention there could not be made. `planned_kv_bytes`: of the plan of a GPU's memory.
+    `grammars`: None where the model's folder has no tokenizer."""
 
     model: PreTrainedModel
     vocabulary: Vocabulary
     kernels: CpuKernels | None
     gpu: GpuPasses | None
     planned_kv_bytes: int | None = None
+    grammars: Grammars | None = None
 
     @property
     def kernel_identity(self) -> str | None:

@@ -29,9 +29,10 @@ from engine.models.fetching import fetch_model
 from engine.models.loaded_model import KvShape, LoadedModel
 from engine.models.memory_plan import model_memory, plan_memory
 from engine.models.source import Progress, resolve_model
-from engine.models.vocabulary import read_vocabulary
+from engine.models.vocabulary import read_tokenizer, read_vocabulary
 from engine.passes.layout import BatchedSequence
 from engine.passes.runner import ModelRunner
+from engine.sampling.grammars import Grammars
 from engine.settings import EngineSettings
 from engine.target import TargetEngine
 from scheduler.messages import Role
@@ -64,7 +65,7 @@ def load_target_engine(settings: EngineSettings, progress: Progress) -> TargetEn
     _warm_up(loaded, description, runner, pool)
     _capture_graphs(description, runner, pool, progress)
     kv_store = PagedKvStore(runner.kv, settings.model, compute_digest)
-    return TargetEngine(description, runner, pool, kv_store, LogitsScan(loaded.kernels))
+    return TargetEngine(description, runner, pool, kv_store, LogitsScan(loaded.kernels), loaded.grammars)
 
 
 def load_draft_engine(settings: EngineSettings, progress: Progress) -> DraftEngine:
@@ -81,7 +82,8 @@ def load_draft_engine(settings: EngineSettings, progress: Progress) -> DraftEngi
     progress("warming up", None)
     _warm_up(loaded, description, runner, pool)
     _capture_graphs(description, runner, pool, progress)
-    return DraftEngine(description, runner, pool, LogitsScan(loaded.kernels), token_ids, settings.lookup_match)
+    scan = LogitsScan(loaded.kernels)
+    return DraftEngine(description, runner, pool, scan, token_ids, settings.lookup_match, loaded.grammars)
 
 
 def use_threads(count: int) -> None:
@@ -114,7 +116,9 @@ def _load_model(settings: EngineSettings, role: Role, progress: Progress) -> Loa
         heads = (model.config.num_attention_heads, kv_shape.kv_heads, kv_shape.head_dim)
         gpu = load_gpu_passes(model.dtype, model.device, heads, settings.cuda_graphs, progress)
     vocabulary = read_vocabulary(folder, model.get_input_embeddings().num_embeddings)
-    loaded = LoadedModel(model, vocabulary, kernels, gpu, planned_kv_bytes)
+    tokenizer = read_tokenizer(folder)
+    grammars = None if tokenizer is None else Grammars(tokenizer)
+    loaded = LoadedModel(model, vocabulary, kernels, gpu, planned_kv_bytes, grammars)
     _check_supported(loaded, settings.page_size)
     return loaded
 

@@ -34,10 +34,16 @@ class Vocabulary:
     size: int
 
 
+def read_tokenizer(folder: Path) -> Tokenizer | None:
+    """None where the folder has none."""
+    path = folder / "tokenizer.json"
+    return Tokenizer.from_file(str(path)) if path.is_file() else None
+
+
 def read_vocabulary(folder: Path, embedding_rows: int) -> Vocabulary:
     """The vocabulary of the model in `folder`, whose embedding has `embedding_rows` rows, padding included."""
-    path = folder / "tokenizer.json"
-    if not path.is_file():
+    tokenizer = read_tokenizer(folder)
+    if tokenizer is None:
         return Vocabulary(b"", embedding_rows)
-    table = Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True)
+    table = tokenizer.get_vocab(with_added_tokens=True)
     return Vocabulary(vocabulary_digest(table), min(vocabulary_size(table), embedding_rows))

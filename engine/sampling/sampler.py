@@ -32,13 +32,14 @@ class SamplingContext:
     """What sampling one token depends on besides the logits.
 
     `position` is the absolute position of the token to sample. `history` is prompt and output before that position;
-    only penalties read it.
+    only penalties read it. With `must_end`, only the end is left, so that `min_tokens` cannot put it off.
     """
 
     sampling: SamplingParameters
     position: int
     history: Sequence[int]
     prompt_length: int
+    must_end: bool = False
 
     @property
     def output_tokens(self) -> int:
@@ -48,7 +49,7 @@ class SamplingContext:
     @property
     def changes_scores(self) -> bool:
         """Whether the parameters change this row's logits before temperature."""
-        return changes_scores(self.sampling, self.output_tokens)
+        return changes_scores(self.sampling, self.output_tokens, self.must_end)
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +186,9 @@ def _scores(logits: Tensor, index: Tensor, rows: Sequence[SamplingContext], toke
     scores = logits[index].to(torch.float32)
     for line, row in zip(scores, rows, strict=True):
         if row.changes_scores:
-            change_scores(line, row.sampling, row.history, row.prompt_length, row.output_tokens, token_ids)
+            change_scores(
+                line, row.sampling, row.history, row.prompt_length, row.output_tokens, token_ids, row.must_end
+            )
     return scores
 
 

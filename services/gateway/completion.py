@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Self
 
 from scheduler.messages import Role
-from scheduler.sampling import SamplingParameters
+from scheduler.sampling import Grammar, SamplingParameters
 from services.backend.interface import (
     Backend,
     BackendUnavailableError,
@@ -36,6 +36,7 @@ from services.gateway.options import (
 )
 from services.gateway.prompts import PreparedPrompt, encode_chat, prepare_prompts, too_long
 from services.gateway.settings import GatewaySettings
+from services.gateway.structure import GrammarChecks, Structure
 from services.observability.request_ids import current_key, current_request_id, current_traceparent
 from services.observability.tracing import NoTracing, RequestSpan, RequestTracing
 from services.text.tokenizer import ModelTokenizer
@@ -133,6 +134,7 @@ class CompletionEngine:
         self.settings = settings
         self.metrics = metrics
         self._tracing = tracing or NoTracing()
+        self._grammars = GrammarChecks(tokenizer.folder)
 
     async def model(self, name: str | None) -> tuple[str, ModelInfo]:
         """The model's name and description; `name` is one of its names, or None.
@@ -193,6 +195,8 @@ class CompletionEngine:
                 f"must be at most {limits.sequences}"
             )
             raise RequestError(ErrorKind.INVALID, message, param="n")
+        if options.structure is not None:
+            sampling = replace(sampling, grammar=await self._grammar(options.structure, options, info))
         prepared = await prepare_prompts(prompts, self.tokenizer, info, limits, options.echo)
         budgets = [self._max_tokens(prompt, one, options, info) for prompt, one in zip(prompts, prepared, strict=True)]
         if options.min_tokens > min(budgets):
@@ -261,6 +265,17 @@ class CompletionEngine:
             )
             completion.choices.append(choice)
         self.metrics.prompt(len(prompt.tokens))
+
+    async def _grammar(self, structure: Structure, options: GenerationOptions, info: ModelInfo) -> Grammar:
+        """Raises RequestError."""
+        if options.ignore_eos:
+            raise invalid(f"ignore_eos is true, must be false with {structure.param}", "ignore_eos")
+        if not info.tokenizer_digest:
+            raise invalid(f"{structure.param} needs a model with a tokenizer", structure.param)
+        ends = self.tokenizer.stop_token_ids or frozenset(options.stop_token_ids)
+        if not ends:
+            raise invalid(f"{structure.param} needs stop_token_ids, as the model has no end token", structure.param)
+        return Grammar(await self._grammars.definition(structure), ends)
 
     def _stop_token_ids(self, options: GenerationOptions) -> frozenset[int]:
         asked = frozenset(options.stop_token_ids)

@@ -14,6 +14,7 @@ from scheduler.messages import MAX_PRIORITY, MIN_PRIORITY
 from scheduler.sampling import MAX_SEED, SamplingParameters
 from services.gateway.errors import invalid
 from services.gateway.settings import Limits, SamplingDefaults
+from services.gateway.structure import Structure
 
 # Drawn seeds are reported in JSON, and not every JSON reader keeps integers of more than 53 bits exact.
 _DRAWN_SEED_BITS = 53
@@ -59,7 +60,8 @@ class GenerationOptions:
 
     Choice i of a prompt is sampled with `seed` + i. Neither a stop token nor a stop string ends the output among the
     first `min_tokens` tokens. `draft_length` 0 turns speculation off. Of one key's requests, those with the lower
-    `priority` are handled earlier. `top_logprobs` has the meaning of services.backend.interface.GenerationRequest.
+    `priority` are handled earlier. `structure` says what each choice must look like. `top_logprobs` has the meaning of
+    services.backend.interface.GenerationRequest.
     `names` maps a field to the client's name for it, where the two differ.
     """
 
@@ -84,6 +86,7 @@ class GenerationOptions:
     top_logprobs: int | None = None
     draft_length: int | None = None
     priority: int = 0
+    structure: Structure | None = None
     timeout_seconds: float | None = None
     names: Mapping[str, str] = field(default_factory=dict)
 

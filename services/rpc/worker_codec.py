@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from protos import worker_pb2
 from scheduler.messages import Role, Row, RowResult, RowStatus, SendStep, SequenceRequest, TokenLogprobs, WorkerSpec
-from scheduler.sampling import SamplingParameters
+from scheduler.sampling import Grammar, SamplingParameters
 from scheduler.speculation.confidence import MAX_CONFIDENCE
 from services.observability.observer import StepTimings
 
@@ -78,7 +78,16 @@ def sampling_to_wire(sampling: SamplingParameters) -> worker_pb2.SamplingParamet
         seed=sampling.seed,
         min_tokens=sampling.min_tokens,
         end_token_ids=sorted(sampling.end_token_ids),
+        grammar=None if sampling.grammar is None else _grammar_to_wire(sampling.grammar),
     )
+
+
+def _grammar_to_wire(grammar: Grammar) -> worker_pb2.Grammar:
+    return worker_pb2.Grammar(definition=grammar.definition, end_token_ids=sorted(grammar.end_token_ids))
+
+
+def _grammar_from_wire(grammar: worker_pb2.Grammar) -> Grammar:
+    return Grammar(grammar.definition, frozenset(grammar.end_token_ids))
 
 
 def sampling_from_wire(sampling: worker_pb2.SamplingParameters) -> SamplingParameters:
@@ -95,6 +104,7 @@ def sampling_from_wire(sampling: worker_pb2.SamplingParameters) -> SamplingParam
         seed=sampling.seed,
         min_tokens=sampling.min_tokens,
         end_token_ids=frozenset(sampling.end_token_ids),
+        grammar=_grammar_from_wire(sampling.grammar) if sampling.HasField("grammar") else None,
     )
 
 

@@ -327,6 +327,7 @@ class TargetStepExecutor(StepExecutor[VerifyRow]):
             sampling=sequence.sampling,
             logits_digests=sequence.logits_digests,
             top_logprobs=sequence.top_logprobs,
+            grammar_state=sequence.grammar_state,
         )
 
     def _computed(self, outcome: RowOutcome) -> Sequence[int]:
@@ -348,6 +349,7 @@ class DraftStepExecutor(StepExecutor[ProposeRow]):
             prompt_length=sequence.prompt_length,
             sampling=sequence.sampling,
             places=sequence.places,
+            grammar_state=sequence.grammar_state,
         )
 
     def _computed(self, outcome: RowOutcome) -> Sequence[int]:

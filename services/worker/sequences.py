@@ -17,6 +17,7 @@ from engine.description import EngineDescription
 from engine.drafting.prompt_lookup import TokenPlaces
 from engine.kv.pages import OutOfPagesError, PageKey, PagePool, PageTable
 from engine.kv.prefix_cache import PrefixCache
+from engine.sampling.grammars import GrammarState
 from protos import worker_pb2
 from scheduler.messages import Role, RowStatus
 from scheduler.sampling import SamplingParameters
@@ -41,6 +42,7 @@ class WorkerSequence:
     tokens: DigestedTokens = field(default_factory=DigestedTokens)
     table: PageTable = field(default_factory=PageTable)
     places: TokenPlaces = field(default_factory=TokenPlaces)
+    grammar_state: GrammarState = field(default_factory=GrammarState)
     committed: Sequence[int] = ()
     agreed: int = 0
     page_keys: list[PageKey] | None = field(default_factory=list)

@@ -4,6 +4,7 @@ its processes are killed and stopped, and beyond its load."""
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -32,6 +33,9 @@ QUEUE = STREAMS + 8
 # Not a share of this machine's memory, which other tests use too.
 PAGES = {"kv_pages": 512}
 SECONDS = 300.0
+FORM = "([a-z]{2,4} [0-9]{1,3}[;,] ){60}"
+LINE_END = 95
+"""Of the tokens of `save_tokenizer`, which has none for the end of a text."""
 EPOCHS = 1 << 32
 """Of one scheduler."""
 
@@ -47,8 +51,11 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def expected(pair: tuple[Path, Path]) -> dict[Case, Answer]:
-    """What every request must get. Half of them ask for drafts, whatever `auto` thinks of what these models cost."""
-    answers = oracle(PlainDecoder(pair[0], "bfloat16", PAGES), cases(8, max_tokens=200))
+    """What every request must get. Half of them ask for drafts, whatever `auto` thinks of what these models cost. Some
+    are structured, by a grammar that is not complete before their end."""
+    structured = [Case("Fill this in: ", 100 + n, 0.8, 200, regex=FORM, stop_token_ids=(LINE_END,)) for n in range(4)]
+    answers = oracle(PlainDecoder(pair[0], "bfloat16", PAGES), [*cases(8, max_tokens=200), *structured])
+    assert all(re.match("[a-z]{2,4} [0-9]{1,3}[;,] ", answers[case].text) for case in structured)
     return {replace(case, draft_length=(None, 4)[case.seed // 2 % 2]): answer for case, answer in answers.items()}
 
 

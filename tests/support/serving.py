@@ -19,7 +19,8 @@ from engine.models.loading import load_target_engine
 from engine.settings import EngineSettings
 from scheduler.config import Policy, SchedulerConfig
 from scheduler.messages import SequenceRequest
-from scheduler.sampling import SamplingParameters
+from scheduler.sampling import Grammar, SamplingParameters
+from services.gateway.grammar_check import definition
 from services.text.tokenizer import ModelTokenizer
 from services.worker.executor import TargetStepExecutor
 from tests.support.command_line import spool
@@ -37,12 +38,18 @@ PACED: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Ask:
-    """One request."""
+    """One request. With a `regex`, the answer fits it, and ends with one of the `stop_token_ids`."""
 
     prompt: str
     seed: int
     max_tokens: int
     temperature: float
+    regex: str = ""
+    stop_token_ids: frozenset[int] = frozenset()
+
+    def sampling(self) -> SamplingParameters:
+        grammar = Grammar(definition("regex", self.regex), self.stop_token_ids) if self.regex else None
+        return SamplingParameters(temperature=self.temperature, seed=self.seed, grammar=grammar)
 
 
 def requests(count: int, max_tokens: int) -> list[Ask]:
@@ -69,8 +76,8 @@ class PlainDecoder:
                 sequence_id=number,
                 prompt=tuple(self._tokenizer.encode(ask.prompt)),
                 max_tokens=ask.max_tokens,
-                stop_token_ids=self._tokenizer.stop_token_ids,
-                sampling=SamplingParameters(temperature=ask.temperature, seed=ask.seed),
+                stop_token_ids=self._tokenizer.stop_token_ids | ask.stop_token_ids,
+                sampling=ask.sampling(),
             )
             for number, ask in enumerate(asked)
             if ask not in self._answers
@@ -83,7 +90,12 @@ class PlainDecoder:
 
 def oracle(plain: PlainDecoder, asked: Sequence[Case]) -> dict[Case, Answer]:
     """What must be answered, by the engine alone; a token is a character."""
-    texts = plain([Ask(one.prompt, one.seed, one.max_tokens, one.temperature) for one in asked])
+    texts = plain(
+        [
+            Ask(one.prompt, one.seed, one.max_tokens, one.temperature, one.regex, frozenset(one.stop_token_ids))
+            for one in asked
+        ]
+    )
     return {case: Answer(text, case.max_tokens) for case, text in zip(asked, texts, strict=True)}
 
 

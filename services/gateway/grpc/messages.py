@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from services.gateway.choice import EndReason, Piece
 from services.gateway.completion import Usage
 from services.gateway.errors import invalid
 from services.gateway.options import ChatPrompt, GenerationOptions, Prompt, TextPrompt, TokenPrompt, chat_message
+from services.gateway.structure import ANY_JSON_OBJECT, Structure
 from services.gateway.token_strings import TokenStrings
 
 _OPTIONAL_FIELDS = (
@@ -38,6 +40,7 @@ _FINISH_REASONS: dict[EndReason | None, pb.FinishReason] = {
 
 
 def options_from_message(request: pb.GenerateRequest, timeout_seconds: float | None) -> GenerationOptions:
+    """Raises RequestError."""
     given: dict[str, Any] = {name: getattr(request, name) for name in _OPTIONAL_FIELDS if request.HasField(name)}
     return GenerationOptions(
         stop=tuple(request.stop),
@@ -46,9 +49,27 @@ def options_from_message(request: pb.GenerateRequest, timeout_seconds: float | N
         ignore_eos=request.ignore_eos,
         echo=request.echo,
         logit_bias=dict(request.logit_bias),
+        structure=_structure(request.structured_outputs) if request.HasField("structured_outputs") else None,
         timeout_seconds=timeout_seconds,
         **given,
     )
+
+
+def _structure(asked: pb.StructuredOutputs) -> Structure:
+    """Raises RequestError."""
+    param = "structured_outputs"
+    match asked.WhichOneof("constraint"):
+        case "json_object" if asked.json_object:
+            return Structure("json_schema", ANY_JSON_OBJECT, param)
+        case "json_schema":
+            return Structure("json_schema", asked.json_schema, param)
+        case "regex":
+            return Structure("regex", asked.regex, param)
+        case "choice":
+            return Structure("choice", json.dumps(list(asked.choice.texts)), param)
+        case "grammar":
+            return Structure("grammar", asked.grammar, param)
+    raise invalid(f"{param} is empty, must have json_object (true), json_schema, regex, choice or grammar", param)
 
 
 def prompt_from_message(request: pb.GenerateRequest) -> Prompt:

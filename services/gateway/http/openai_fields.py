@@ -6,6 +6,7 @@ a client cannot tell which of these errors is about the form that the client mea
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Annotated, Any, Literal
 
@@ -61,6 +62,22 @@ def _text(value: str) -> str:
     if not value.isascii() and any(0xD800 <= ord(letter) <= 0xDFFF for letter in value):
         raise wrong("holds half a surrogate pair, which is no character")
     return value
+
+
+def _json_text(value: object) -> str:
+    """The text of a JSON object."""
+    if not isinstance(value, dict):
+        raise wrong(f"is {shown(value)}, must be an object")
+    try:
+        return json.dumps(value, allow_nan=False)
+    except ValueError as error:
+        raise wrong("holds a number that is not finite") from error
+    except RecursionError as error:
+        raise wrong("is nested too deeply") from error
+
+
+def _json_text_given(value: object) -> str:
+    return _text(value) if isinstance(value, str) else _json_text(value)
 
 
 def _token_id_key(value: object) -> int:
@@ -123,11 +140,12 @@ Prompts = Annotated[
         _prompts, json_schema_input_type=str | _Texts | _Tokens | Annotated[list[_Tokens], Field(min_length=1)]
     ),
 ]
+PlainText = Annotated[str, AfterValidator(_text)]
+JsonSchemaObject = Annotated[str, BeforeValidator(_json_text, json_schema_input_type=dict[str, Any])]
+JsonSchemaText = Annotated[str, BeforeValidator(_json_text_given, json_schema_input_type=dict[str, Any] | str)]
 TokenIds = list[_TokenId]
 OptionalTokenIds = Annotated[TokenIds, _none_is([], TokenIds)]
-Stop = Annotated[
-    list[Annotated[str, AfterValidator(_text)]], BeforeValidator(_stop, json_schema_input_type=str | list[str] | None)
-]
+Stop = Annotated[list[PlainText], BeforeValidator(_stop, json_schema_input_type=str | list[str] | None)]
 LogitBias = Annotated[dict[Annotated[int, BeforeValidator(_token_id_key)], _Bias], _none_is({}, dict[str, _Bias])]
 TemplateOptions = Annotated[
     dict[str, Any], BeforeValidator(_template_options, json_schema_input_type=dict[str, _Plain] | None)

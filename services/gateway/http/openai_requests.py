@@ -6,16 +6,20 @@ checked here; ranges are checked in services.gateway.options, for both APIs.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from enum import Enum
-from typing import Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from services.gateway.http.openai_fields import (
     Content,
+    JsonSchemaObject,
+    JsonSchemaText,
     LogitBias,
     OptionalTokenIds,
+    PlainText,
     Prompts,
     Stop,
     TemplateOptions,
@@ -23,6 +27,7 @@ from services.gateway.http.openai_fields import (
     wrong,
 )
 from services.gateway.options import ChatPrompt, ChatRole, GenerationOptions, TextPrompt, chat_message, shown
+from services.gateway.structure import ANY_JSON_OBJECT, Structure
 
 _NUMBER_FIELDS = (
     "min_tokens",
@@ -71,6 +76,74 @@ class StreamOptions(Body):
     """With include_usage, every event carries the usage up to then."""
 
 
+class JsonSchema(Body):
+    name: str | None = None
+    """Accepted, without effect."""
+    description: str | None = None
+    """Accepted, without effect."""
+    schema_: JsonSchemaObject = Field(alias="schema")
+    """What the output must fit."""
+    strict: bool | None = None
+    """The output fits the schema in any case."""
+
+
+class ResponseFormat(Body):
+    """What the output is. JSON ends with the model's end token, or in the middle where max_tokens are used up."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> ResponseFormat:
+        if (self.json_schema is not None) != (self.type == "json_schema"):
+            raise wrong("must have a json_schema with the type json_schema, and only then")
+        return self
+
+    def structure(self) -> Structure | None:
+        if self.type == "text":
+            return None
+        text = ANY_JSON_OBJECT if self.json_schema is None else self.json_schema.schema_
+        return Structure("json_schema", text, "response_format")
+
+
+class StructuredOutputs(Body):
+    """vLLM's field: one of these."""
+
+    json_: JsonSchemaText | None = Field(default=None, alias="json")
+    """A JSON schema, or its text."""
+    json_object: bool | None = None
+    """Any JSON object."""
+    regex: PlainText | None = None
+    """Of the whole output."""
+    choice: Annotated[list[PlainText], Field(min_length=1)] | None = None
+    """The output is one of them."""
+    grammar: PlainText | None = None
+    """In Lark's form or in GBNF."""
+
+    @model_validator(mode="after")
+    def _check(self) -> StructuredOutputs:
+        if len(self._given()) != 1:
+            raise wrong("must have one of json, json_object, regex, choice and grammar")
+        return self
+
+    def _given(self) -> list[Structure]:
+        given: list[Structure] = []
+        if self.json_ is not None:
+            given.append(Structure("json_schema", self.json_, "structured_outputs"))
+        if self.json_object:
+            given.append(Structure("json_schema", ANY_JSON_OBJECT, "structured_outputs"))
+        if self.regex is not None:
+            given.append(Structure("regex", self.regex, "structured_outputs"))
+        if self.choice is not None:
+            given.append(Structure("choice", json.dumps(self.choice), "structured_outputs"))
+        if self.grammar is not None:
+            given.append(Structure("grammar", self.grammar, "structured_outputs"))
+        return given
+
+    def structure(self) -> Structure:
+        return self._given()[0]
+
+
 class UsageEvents(Enum):
     """Which events of a stream carry the usage."""
 
@@ -86,7 +159,6 @@ _UNSUPPORTED_CHAT: Mapping[str, tuple[Any, ...]] = {
     "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
@@ -162,6 +234,10 @@ class _Generation(Body):
     """Added to the logits of token ids, each between -100 and 100."""
     priority: int | None = None
     """Of requests with the same API key, those with the lower number are handled earlier; 0 unless given."""
+    response_format: ResponseFormat | None = None
+    """Text unless given."""
+    structured_outputs: StructuredOutputs | None = None
+    """What the output must look like, in vLLM's form."""
     spool: SpoolOptions | None = None
 
     @model_validator(mode="after")
@@ -169,6 +245,16 @@ class _Generation(Body):
         if self.stream_options is not None and not self.stream:
             raise wrong("stream_options is given, which needs stream to be true", "stream_options")
         return self
+
+    @model_validator(mode="after")
+    def _check_structure(self) -> _Generation:
+        if self.structured_outputs is not None and self.response_format is not None:
+            raise wrong("structured_outputs is given with response_format, must be one of them", "structured_outputs")
+        return self
+
+    def _structure(self) -> Structure | None:
+        asked = self.structured_outputs or self.response_format
+        return None if asked is None else asked.structure()
 
     @property
     def usage_events(self) -> UsageEvents:
@@ -187,6 +273,7 @@ class _Generation(Body):
             skip_special_tokens=self.skip_special_tokens,
             top_k=0 if self.top_k == -1 else self.top_k,
             logit_bias=self.logit_bias,
+            structure=self._structure(),
             draft_length=None if self.spool is None else self.spool.effective_draft_length(),
             names={"draft_length": "spool.draft_length", **names},
             **given,

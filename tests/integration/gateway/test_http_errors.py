@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -100,7 +101,18 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content", "at index 0, must be"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages", "no tools here"),
     ({"messages": CHAT, "tools": [{"type": "function"}]}, "tools", "tools is not supported"),
-    ({"messages": CHAT, "response_format": {"type": "json_object"}}, "response_format", "not supported"),
+    ({"messages": CHAT, "response_format": {"type": "xml"}}, "response_format.type", "is 'xml', must be 'text'"),
+    ({"messages": CHAT, "response_format": {"type": "json_schema"}}, "response_format", "must have a json_schema"),
+    (
+        {"messages": CHAT, "response_format": {"type": "json_schema", "json_schema": {"schema": {}, "mode": 1}}},
+        "response_format.json_schema.mode",
+        "not a known field",
+    ),
+    (
+        {"messages": CHAT, "response_format": {"type": "json_object"}, "ignore_eos": True},
+        "ignore_eos",
+        "must be false with response_format",
+    ),
     ({"messages": CHAT, "top_logprobs": 2}, "top_logprobs", "needs logprobs"),
     ({"messages": CHAT, "logprobs": True, "top_logprobs": 21}, "top_logprobs", "is 21, must be between 0 and 20"),
     ({"messages": CHAT, "max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens", "differ"),
@@ -116,6 +128,53 @@ def test_bad_chats(http: httpx.Client, body: dict[str, Any], param: str, message
     assert response.status_code == 400
     assert re.search(message, message_of(response)), message_of(response)
     assert response.json()["error"]["param"] == param
+
+
+# A hundred of these intersections take the library minutes, a thousand choices at each character many seconds.
+ENDLESS_SCHEMA = {"allOf": [{"properties": {"k": {"type": "string", "pattern": f"^.*{n}.*$"}}} for n in range(400)]}
+BAD_STRUCTURES: list[tuple[dict[str, Any], str, str]] = [
+    ({}, "structured_outputs", "must have one of json"),
+    ({"regex": "a", "choice": ["a"]}, "structured_outputs", "must have one of json"),
+    ({"structural_tag": "a"}, "structured_outputs.structural_tag", "not a known field"),
+    ({"json": {"type": "number?"}}, "structured_outputs", "cannot be used: Invalid type: number"),
+    ({"json": {"$ref": "#/$defs/gone"}}, "structured_outputs", "cannot be used: .*does not exist"),
+    ({"json": {"uniqueItems": True, "type": "array"}}, "structured_outputs", "cannot be used: Unimplemented keys"),
+    ({"json": "{"}, "structured_outputs", "cannot be used: EOF while parsing"),
+    ({"json": 1}, "structured_outputs.json", "is 1, must be an object"),
+    ({"json": {"minimum": 2, "maximum": 1, "type": "integer"}}, "structured_outputs", "Unsatisfiable schema"),
+    ({"json": {"description": "x" * 1_000_000}}, "structured_outputs", "has 1000019 bytes, must have at most 65536"),
+    ({"json": ENDLESS_SCHEMA}, "structured_outputs", "cannot be used: it takes more than 0.5 s of CPU time"),
+    ({"regex": "(a"}, "structured_outputs", "cannot be used: .*unclosed group"),
+    ({"regex": "(" * 30_000}, "structured_outputs", "cannot be used: .*invalid regex"),
+    ({"grammar": "start: gone"}, "structured_outputs", 'cannot be used: .*unknown name: "gone"'),
+    ({"choice": []}, "structured_outputs.choice", "structured_outputs.choice"),
+    ({"choice": ["\ud800"]}, "structured_outputs.choice.0", "half a surrogate pair"),
+]
+
+
+@pytest.mark.parametrize(("structure", "param", "message"), BAD_STRUCTURES)
+def test_bad_structures(http: httpx.Client, structure: dict[str, Any], param: str, message: str) -> None:
+    content = json.dumps({"prompt": "a", "structured_outputs": structure}).encode()
+    response = http.post("/v1/completions", content=content, headers={"content-type": "application/json"})
+    assert response.status_code == 400
+    assert re.search(message, message_of(response)), message_of(response)
+    assert response.json()["error"]["param"] == param
+    assert len(message_of(response)) < 500
+
+
+class NoTokenizer(LocalBackend):
+    async def model(self) -> ModelInfo:
+        return replace(await super().model(), tokenizer_digest=b"")
+
+
+def test_structures_need_a_tokenizer(gateways: Gateways) -> None:
+    with (
+        gateways.serve(backend=NoTokenizer(gateways.service)) as served,
+        httpx.Client(base_url=served.url, timeout=TIMEOUT) as http,
+    ):
+        response = http.post("/v1/completions", json={"prompt": "a", "response_format": {"type": "json_object"}})
+        assert response.status_code == 400
+        assert "response_format needs a model with a tokenizer" in message_of(response)
 
 
 def test_harmless_fields_of_other_servers_are_taken(http: httpx.Client) -> None:

@@ -1,0 +1,1 @@
+"""What structured output costs: see __main__.py."""

@@ -1,0 +1,68 @@
+"""Checks grammars in a process of its own: `python -m services.gateway.grammar_check FOLDER CPU_SECONDS`.
+
+Each line of standard input is a JSON list of the kind and the text of a structure (services/gateway/structure.py); each
+line of standard output is a JSON object with the grammar's `definition`, or with an `error`. A grammar that takes more
+CPU time ends the process by SIGPROF, one that takes more memory by SIGABRT. The process ends with its standard input.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import signal
+import sys
+from pathlib import Path
+
+from llguidance import LLMatcher, grammar_from
+
+from engine.models.vocabulary import read_tokenizer
+from engine.sampling.grammars import GrammarError, GrammarTokens, check_grammar
+
+_MEMORY_BYTES = 4 << 30
+# Between two tokens of JSON. Without a bound a small model may go on with white space until its tokens run out.
+_WHITE_SPACE = r"[ \t\r\n]{0,32}"
+
+
+def definition(kind: str, text: str) -> str:
+    """The grammar of a structure. Raises ValueError."""
+    if kind == "json_schema":
+        return LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": _WHITE_SPACE})
+    if kind == "choice":
+        texts = json.loads(text)
+        if not texts:
+            raise ValueError("there must be at least one choice")
+        # One terminal: as rules of their own, thousands of choices would be too many for the library.
+        return LLMatcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {' | '.join(map(_quoted, texts))}")
+    if kind not in ("regex", "grammar"):
+        raise ValueError(f"{kind} is no kind of structure")
+    return grammar_from("regex" if kind == "regex" else "grammar", text)
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def main() -> None:
+    folder, cpu_seconds = Path(sys.argv[1]), float(sys.argv[2])
+    resource.setrlimit(resource.RLIMIT_DATA, (_MEMORY_BYTES, _MEMORY_BYTES))
+    tokenizer = read_tokenizer(folder)
+    if tokenizer is None:
+        raise SystemExit(f"{folder} holds no tokenizer.json")
+    tokens: GrammarTokens | None = None
+    for line in sys.stdin.buffer:
+        try:
+            tokens = tokens or GrammarTokens(tokenizer)
+            signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
+            found = definition(*json.loads(line))
+            check_grammar(tokens, found)
+            answer = {"definition": found}
+        except (GrammarError, ValueError) as error:
+            answer = {"error": " ".join(str(error).split())}
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0)
+        sys.stdout.write(json.dumps(answer) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""What an output must look like: from the fields of a request to a grammar that workers can follow.
+
+A grammar is compiled before it is let in. Compiling can take minutes and gigabytes, and the library has no bound for
+all of it, so that happens in processes of their own (services/gateway/grammar_check.py), which end when a grammar
+takes too much; the next grammar then gets a new one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+import weakref
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any, Literal
+
+from scheduler.sampling import MAX_GRAMMAR_BYTES
+from services.gateway.errors import ErrorKind, RequestError, invalid
+
+CPU_SECONDS = 0.5
+"""For compiling one grammar. Workers compile what the gateway lets in, in a step that others share."""
+
+# So many hostile grammars at once leave honest ones waiting, each for `CPU_SECONDS`.
+_PROCESSES = 2
+# Grammars that were let in lately need no check.
+_REMEMBERED = 256
+
+ANY_JSON_OBJECT = '{"type": "object"}'
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """`text` is a JSON schema, a regular expression, a JSON list of texts, or a grammar in Lark's form or in GBNF.
+    `param` is the request's field that asks for it."""
+
+    kind: Literal["json_schema", "regex", "choice", "grammar"]
+    text: str
+    param: str
+
+
+class GrammarChecks:
+    """Checks the structures that requests ask for, against the tokenizer of a model's folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._threads = ThreadPoolExecutor(_PROCESSES, thread_name_prefix="grammar-checks")
+        self._idle: SimpleQueue[subprocess.Popen[bytes]] = SimpleQueue()
+        self._known: OrderedDict[tuple[str, str], str] = OrderedDict()
+        weakref.finalize(self, _end, self._idle)
+
+    async def definition(self, structure: Structure) -> str:
+        """The grammar of a structure, for workers. Raises RequestError with the reason, naming the field."""
+        size = len(structure.text.encode())
+        if size > MAX_GRAMMAR_BYTES:
+            message = f"{structure.param} has {size} bytes, must have at most {MAX_GRAMMAR_BYTES}"
+            raise invalid(message, structure.param)
+        key = (structure.kind, structure.text)
+        if key not in self._known:
+            loop = asyncio.get_running_loop()
+            self._known[key] = await loop.run_in_executor(self._threads, self._checked, structure)
+            if len(self._known) > _REMEMBERED:
+                self._known.popitem(last=False)
+        self._known.move_to_end(key)
+        return self._known[key]
+
+    def _checked(self, structure: Structure) -> str:
+        process = self._process()
+        answer = self._ask(process, structure)
+        if answer is None:
+            code = process.wait()
+            if code == -signal.SIGPROF:
+                reason = f"it takes more than {CPU_SECONDS:g} s of CPU time to compile"
+                raise invalid(f"{structure.param} cannot be used: {reason}", structure.param)
+            if code == -signal.SIGABRT:
+                raise invalid(f"{structure.param} cannot be used: it takes too much memory", structure.param)
+            message = f"the check of {structure.param} ended with exit code {code}"
+            raise RequestError(ErrorKind.FAILED, message, param=structure.param, code="internal")
+        self._idle.put(process)
+        if "error" in answer:
+            raise invalid(f"{structure.param} cannot be used: {answer['error']}", structure.param)
+        definition: str = answer["definition"]
+        if len(definition) > MAX_GRAMMAR_BYTES:
+            limit = f"at most {MAX_GRAMMAR_BYTES}"
+            raise invalid(f"{structure.param} gives a grammar of {len(definition)} bytes, {limit}", structure.param)
+        return definition
+
+    def _process(self) -> subprocess.Popen[bytes]:
+        """One that is idle, or a new one."""
+        while True:
+            try:
+                process = self._idle.get_nowait()
+            except Empty:
+                command = [sys.executable, "-P", "-m", "services.gateway.grammar_check", str(self._folder)]
+                command.append(str(CPU_SECONDS))
+                # Ctrl-C is for the gateway, whose end is theirs.
+                return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+            if process.poll() is None:
+                return process
+
+    def _ask(self, process: subprocess.Popen[bytes], structure: Structure) -> dict[str, Any] | None:
+        """None where the process ended."""
+        if process.stdin is None or process.stdout is None:
+            raise RuntimeError("the process was started without pipes")
+        try:
+            process.stdin.write(json.dumps([structure.kind, structure.text]).encode() + b"\n")
+            process.stdin.flush()
+        except BrokenPipeError:
+            return None
+        line = process.stdout.readline()
+        return json.loads(line) if line.endswith(b"\n") else None
+
+
+def _end(processes: SimpleQueue[subprocess.Popen[bytes]]) -> None:
+    while not processes.empty():
+        process = processes.get_nowait()
+        process.kill()
+        process.communicate()

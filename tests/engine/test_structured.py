@@ -1,0 +1,246 @@
+"""Structured output against a plain decoder: transformers' `generate`, its grammar stepped token by token."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+import torch
+from llguidance import LLMatcher, LLTokenizer
+from llguidance.hf import from_tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, LogitsProcessorList
+
+from engine.drafting.ngram_engine import NgramEngine
+from engine.models.loading import load_draft_engine, load_target_engine
+from engine.sampling.noise import gumbel, row_key
+from engine.settings import EngineSettings
+from scheduler.config import Policy, SchedulerConfig
+from scheduler.messages import FinishReason, SequenceRequest
+from scheduler.sampling import Grammar, SamplingParameters
+from services.gateway.grammar_check import definition
+from services.worker.executor import DraftStepExecutor, TargetStepExecutor
+from tests.support.in_process import Output, run_in_process
+from tests.support.tiny_chat import END, save_tiny_chat_model
+
+MAX_TOKENS = 40
+TEMPERATURES = (0.0, 0.8)
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 5},
+        "age": {"type": "integer", "minimum": 0, "maximum": 120},
+        "kind": {"enum": ["cat", "dog", None]},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+}
+TREE = {
+    "$defs": {
+        "tree": {
+            "type": "object",
+            "properties": {"leaf": {"type": "boolean"}, "next": {"$ref": "#/$defs/tree"}},
+            "required": ["leaf"],
+            "additionalProperties": False,
+        }
+    },
+    "$ref": "#/$defs/tree",
+}
+LIST = {"type": "array", "items": {"anyOf": [{"type": "integer"}, {"type": "null"}]}, "maxItems": 3}
+
+STRUCTURES: list[tuple[str, str] | None] = [
+    ("json_schema", json.dumps(PERSON)),
+    ("json_schema", json.dumps(TREE)),
+    ("json_schema", json.dumps(LIST)),
+    ("json_schema", '{"type": "object"}'),
+    ("regex", "(ab?c){2,4}[0-9]{1,3}"),
+    ("choice", '["yes", "yesterday", "no"]'),
+    ("grammar", 'start: word (" " word)*\nword: /[a-f]{2,3}/'),
+    None,
+]
+
+
+@dataclass
+class Case:
+    """A tiny pair, requests of every structure at two temperatures, and what the plain decoder makes of them."""
+
+    tokenizer: Any
+    target: TargetStepExecutor
+    draft: DraftStepExecutor
+    requests: list[SequenceRequest]
+    expected: list[list[int]]
+    settings: EngineSettings
+    end: int
+
+
+class PlainGrammar(LogitsProcessor):
+    """-inf for what the grammar of each row forbids, then Spool's noise for rows that are sampled."""
+
+    def __init__(self, requests: Sequence[SequenceRequest], tokenizer: LLTokenizer) -> None:
+        self._requests = requests
+        self._matchers = [
+            LLMatcher(tokenizer, request.sampling.grammar.definition) if request.sampling.grammar else None
+            for request in requests
+        ]
+        self._length = len(requests[0].prompt)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        scores = scores.clone()
+        started = input_ids.shape[1] > self._length
+        for row, (request, matcher) in enumerate(zip(self._requests, self._matchers, strict=True)):
+            if matcher is not None:
+                if started and not matcher.is_stopped():
+                    assert matcher.consume_token(int(input_ids[row, -1])), matcher.get_error()
+                bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+                allowed = np.unpackbits(bits, bitorder="little")[: scores.shape[1]].astype(bool)
+                scores[row, ~torch.from_numpy(allowed)] = -torch.inf
+            sampling = request.sampling
+            if not sampling.greedy:
+                key = torch.tensor(row_key(sampling.seed, input_ids.shape[1]))
+                scores[row] = torch.log_softmax(scores[row] / sampling.temperature, 0)
+                scores[row] += gumbel(key, torch.arange(scores.shape[1]))
+        return scores
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    folder: Path = tmp_path_factory.mktemp("structured")
+    target, draft = save_tiny_chat_model(folder / "target"), save_tiny_chat_model(folder / "draft")
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    end = tokenizer.convert_tokens_to_ids(END)
+    noisy = AutoModelForCausalLM.from_pretrained(draft)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in noisy.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.02)
+    noisy.save_pretrained(draft)
+    grammars = [None if asked is None else Grammar(definition(*asked), frozenset([end])) for asked in STRUCTURES]
+    rng = random.Random(3)
+    requests = []
+    for number in range(len(STRUCTURES) * len(TEMPERATURES) * 2):
+        prompt = tuple(rng.randrange(len(tokenizer) - 3) for _ in range((9, 23)[number % 2]))
+        sampling = SamplingParameters(
+            temperature=TEMPERATURES[number // 2 % 2], seed=number, grammar=grammars[number // 4 % len(grammars)]
+        )
+        requests.append(SequenceRequest(number, prompt, MAX_TOKENS, frozenset([end]), sampling))
+    expected: list[list[int]] = [[] for _ in requests]
+    tokens = from_tokenizer(tokenizer, eos_token=end)
+    for length in {len(request.prompt) for request in requests}:
+        batch = [request for request in requests if len(request.prompt) == length]
+        ids = torch.tensor([request.prompt for request in batch])
+        output = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=MAX_TOKENS,
+            do_sample=False,
+            eos_token_id=end,
+            pad_token_id=end,
+            logits_processor=LogitsProcessorList([PlainGrammar(batch, tokens)]),
+        )
+        for request, row in zip(batch, output[:, length:].tolist(), strict=True):
+            expected[request.sequence_id] = row[: row.index(end) + 1] if end in row else row
+    settings = EngineSettings(
+        str(target), "float32", threads=1, page_size=8, kv_pages=600, max_num_batched_tokens=96, exact=False
+    )
+    return Case(
+        tokenizer,
+        TargetStepExecutor(load_target_engine(settings, lambda *_: None), worker_epoch=1, prefix_cache=False),
+        DraftStepExecutor(
+            load_draft_engine(
+                EngineSettings(str(draft), "float32", threads=1, page_size=8, kv_pages=600, lookup_match=2),
+                lambda *_: None,
+            ),
+            worker_epoch=1,
+        ),
+        requests,
+        expected,
+        settings,
+        end,
+    )
+
+
+def tokens_of(outputs: dict[int, Output], requests: Sequence[SequenceRequest]) -> list[list[int]]:
+    assert [output.error for output in outputs.values() if output.error] == []
+    return [outputs[request.sequence_id].tokens for request in requests]
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(("batch_size", "draft_length"), [(1, 3), (4, 1), (8, 0), (8, 6)])
+@pytest.mark.parametrize("policy", list(Policy))
+def test_output_is_that_of_a_plain_decoder(case: Case, policy: Policy, batch_size: int, draft_length: int) -> None:
+    config = SchedulerConfig(
+        batch_size=batch_size, max_running=20, policy=policy, draft_length=draft_length, prefill_chunk=16
+    )
+    # One at a time takes long: every third, of all structures and both temperatures.
+    requests = case.requests[:: 3 if batch_size == 1 else 1]
+    outputs = run_in_process(config, {"target": case.target, "draft": case.draft}, requests)
+    assert tokens_of(outputs, requests) == [case.expected[request.sequence_id] for request in requests]
+    if draft_length and policy is not Policy.AUTO:
+        rounds = [round_ for output in outputs.values() for round_ in output.rounds if round_[0]]
+        assert sum(accepted for _, accepted in rounds) > 0
+        assert any(accepted < drafted for drafted, accepted in rounds)
+
+
+def test_prompt_lookup_changes_nothing(case: Case) -> None:
+    """Its proposals are not masked: the target refuses what the grammar forbids."""
+    ngram = DraftStepExecutor(NgramEngine(), worker_epoch=1)
+    config = SchedulerConfig(batch_size=8, max_running=20, policy=Policy.RAGGED, draft_length=4, prefill_chunk=16)
+    outputs = run_in_process(config, {"target": case.target, "draft": ngram}, case.requests)
+    assert tokens_of(outputs, case.requests) == case.expected
+
+
+def test_output_goes_on_from_any_of_its_tokens(case: Case) -> None:
+    """As after a move, a death or a new scheduler: whoever goes on knows the tokens, and nothing of the grammar."""
+    requests = [
+        replace(request, committed_output=tuple(tokens[: request.sequence_id % len(tokens)]))
+        for request, tokens in zip(case.requests, case.expected, strict=True)
+    ]
+    config = SchedulerConfig(batch_size=8, max_running=20, policy=Policy.RAGGED, draft_length=3, prefill_chunk=16)
+    outputs = run_in_process(config, {"target": case.target, "draft": case.draft}, requests)
+    assert [[*r.committed_output, *out] for r, out in zip(requests, tokens_of(outputs, requests), strict=True)] == (
+        case.expected
+    )
+
+
+def test_a_complete_output_ends_before_its_least_length(case: Case) -> None:
+    sampling = SamplingParameters(
+        min_tokens=9, end_token_ids=frozenset([case.end]), grammar=Grammar("start: /ab?/", frozenset([case.end]))
+    )
+    request = SequenceRequest(0, (5,), MAX_TOKENS, frozenset([case.end]), sampling)
+    outputs = run_in_process(SchedulerConfig(draft_length=3), {"target": case.target, "draft": case.draft}, [request])
+    # Only the end may follow "ab", so that it comes; "a" alone could go on.
+    assert case.tokenizer.decode(outputs[0].tokens) == f"ab{END}"
+    assert outputs[0].reason is FinishReason.STOP
+
+
+def test_a_grammar_that_fails_hurts_nobody_else(case: Case) -> None:
+    """The gateway lets none in; a worker of another release might."""
+    broken = SamplingParameters(grammar=Grammar("start: gone", frozenset([case.end])))
+    requests = [replace(case.requests[0], sampling=broken), *case.requests[1:6]]
+    config = SchedulerConfig(batch_size=8, max_running=20, policy=Policy.RAGGED, draft_length=3, prefill_chunk=16)
+    outputs = run_in_process(config, {"target": case.target, "draft": case.draft}, requests)
+    assert 'the grammar failed: at 1(8): unknown name: "gone"' in (outputs[0].error or "")
+    assert [outputs[index].tokens for index in range(1, 6)] == case.expected[1:6]
+
+
+def test_complete_outputs_fit_and_end(case: Case) -> None:
+    fits = 0
+    for request, tokens in zip(case.requests, case.expected, strict=True):
+        asked = STRUCTURES[request.sequence_id // 4 % len(STRUCTURES)]
+        if asked is None or tokens[-1] != case.end:
+            continue
+        text = case.tokenizer.decode(tokens[:-1])
+        if asked[0] == "json_schema":
+            jsonschema.validate(json.loads(text), json.loads(asked[1]))
+        elif asked[0] == "choice":
+            assert text in json.loads(asked[1])
+        fits += 1
+    assert fits > 10

@@ -1,0 +1,128 @@
+"""Structured output of the demo models, as OpenAI's package asks for it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any, Literal
+
+import jsonschema
+import openai
+import pytest
+from pydantic import BaseModel, ConfigDict
+
+from engine.models.fetching import fetch_model
+from engine.models.source import resolve_model
+from engine.settings import EngineSettings
+from scheduler.messages import Role
+from services.launch.launcher import WorkerLaunch
+from services.text.tokenizer import ModelTokenizer
+from tests.support.gateway import Gateways
+
+pytestmark = pytest.mark.slow
+
+
+class Address(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    city: str
+    zip_code: int
+
+
+class Person(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    name: str
+    mood: Literal["good", "bad"]
+    addresses: list[Address]
+
+
+ASK: list[Any] = [{"role": "user", "content": "Describe Ann from Paris, with her mood and one address, as short JSON."}]
+SCHEMAS: list[dict[str, Any]] = [
+    {"type": "object", "properties": {"capital": {"type": "string", "maxLength": 20}}, "required": ["capital"]},
+    {"type": "array", "items": {"type": "integer", "minimum": 1, "maximum": 99}, "minItems": 2, "maxItems": 4},
+    {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"], "additionalProperties": False},
+    {"enum": ["red", "green", 3]},
+]
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[openai.OpenAI]:
+    launches = []
+    for role in (Role.TARGET, Role.DRAFT):
+        settings = EngineSettings("demo", threads=1, kv_pages=400, exact=False, max_num_batched_tokens=64)
+        launches.append(WorkerLaunch(role, asdict(settings), threads=1))
+    gateways = Gateways(ModelTokenizer(fetch_model(resolve_model("demo", Role.TARGET), lambda *_: None)), launches)
+    try:
+        with gateways.serve() as served, openai.OpenAI(base_url=f"{served.url}/v1", api_key="none") as client:
+            yield client
+        gateways.wait_until_idle()
+    finally:
+        gateways.close()
+
+
+def test_parsed_answers(client: openai.OpenAI) -> None:
+    done = client.chat.completions.parse(
+        model="demo", messages=ASK, response_format=Person, temperature=0, max_tokens=200
+    )
+    [choice] = done.choices
+    assert choice.finish_reason == "stop"
+    assert isinstance(choice.message.parsed, Person)
+
+
+def test_streams_are_the_same_with_drafts_and_without(client: openai.OpenAI) -> None:
+    def text(draft_length: int) -> str:
+        stream = client.chat.completions.create(
+            model="demo",
+            messages=ASK,
+            response_format={"type": "json_object"},
+            temperature=0.8,
+            seed=4,
+            max_tokens=120,
+            stream=True,
+            extra_body={"spool": {"draft_length": draft_length}},
+        )
+        chunks = [chunk.choices[0] for chunk in stream if chunk.choices]
+        assert chunks[-1].finish_reason == "stop"
+        return "".join(chunk.delta.content or "" for chunk in chunks)
+
+    assert isinstance(json.loads(text(4)), dict)
+    assert text(4) == text(0)
+
+
+@pytest.mark.parametrize("schema", SCHEMAS)
+def test_text_fits_its_schema(client: openai.OpenAI, schema: dict[str, Any]) -> None:
+    done = client.completions.create(
+        model="demo",
+        prompt="Q: What is the capital of France? Answer in JSON.\nA: ",
+        temperature=0.8,
+        seed=1,
+        max_tokens=80,
+        n=3,
+        logprobs=2,
+        extra_body={"response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}},
+    )
+    for choice in done.choices:
+        assert choice.finish_reason == "stop"
+        jsonschema.validate(json.loads(choice.text), schema)
+        assert choice.logprobs is not None
+        # A token without alternative is certain.
+        assert max(choice.logprobs.token_logprobs or []) <= 0
+
+
+def test_other_structures(client: openai.OpenAI) -> None:
+    def text(**structure: object) -> str:
+        done = client.completions.create(
+            model="demo",
+            prompt="The year is",
+            temperature=0,
+            max_tokens=30,
+            extra_body={"structured_outputs": structure, "min_tokens": 2},
+        )
+        assert done.choices[0].finish_reason == "stop"
+        return done.choices[0].text
+
+    assert re.fullmatch("[0-9]{4}", text(regex="[0-9]{4}"))
+    assert text(choice=["one", "two"]) in ("one", "two")
+    assert re.fullmatch("a b{1,3}", text(grammar='root ::= "a " "b" "b"? "b"?'))
+    assert json.loads(text(json={"type": "integer", "minimum": 1990, "maximum": 2030})) in range(1990, 2031)
