@@ -69,7 +69,7 @@ class SchedulerCore:
         self._counters = Counters()
         self._acceptance = Acceptance()
         policy = make_policy(config.policy)
-        lengths = make_draft_lengths(config, self._fleet, self._acceptance, self._counters)
+        self._lengths = lengths = make_draft_lengths(config, self._fleet, self._acceptance, self._counters)
         moves = KvMoves(config.kv_movement)
         self._commands: list[Command] = []
         emit = self._commands.append
@@ -273,6 +273,7 @@ class SchedulerCore:
     def _lose(self, event: WorkerLost, now: float) -> None:
         """Forgets everything in flight there. The worker's sequences go elsewhere, with the tokens that they have."""
         worker = self._fleet.remove(event.worker_id)
+        self._lengths.lose(event.worker_id)
         if isinstance(worker, TargetWorker):
             suspects = [] if event.blameless or worker.draining else in_flight(worker)
             self._relocation.lose(worker, now)

@@ -13,6 +13,7 @@ from typing import Protocol
 from scheduler.config import Policy
 from scheduler.costs.draft_plan import DraftPlan
 from scheduler.costs.step_times import TargetTimes
+from scheduler.speculation.controller import TargetFigures
 from scheduler.state.indexes import CountByLength, DraftedIndex, group_key
 from scheduler.state.workers import Sequence
 
@@ -48,6 +49,7 @@ class GroupingView:
     times: TargetTimes
     plan: DraftPlan | None
     arrivals: Callable[[], Arrivals | None]
+    figures: TargetFigures | None = None
 
     def overdue(self, sequence: Sequence) -> bool:
         return self.now >= sequence.due
@@ -136,6 +138,8 @@ class BestRate:
         chosen = drafted.first(view.batch_size)
         if view.overdue(chosen[0]):
             return VerifyGroup(chosen, forced=True)
+        if view.figures is not None:
+            return _together(view, view.figures, chosen)
         here, plan = len(drafted), view.plan
         everyone = here + view.coming.total + view.verifying
         one_step = everyone <= view.batch_size
@@ -164,6 +168,16 @@ class BestRate:
                 if pays:
                     return None
         return VerifyGroup(chosen)
+
+
+def _together(view: GroupingView, figures: TargetFigures, chosen: list[Sequence]) -> VerifyGroup | None:
+    everyone = len(view.drafted) + view.coming.total + view.verifying
+    if everyone <= view.batch_size:
+        if figures.parts == 1 and view.may_wait and (view.verifying or (view.coming.total and figures.drafting)):
+            return None
+        if figures.parts > 1 and not view.verifying:
+            chosen = chosen[: (everyone + 1) // 2]
+    return VerifyGroup(chosen)
 
 
 def _worth(sequences: list[Sequence]) -> tuple[int, float]:

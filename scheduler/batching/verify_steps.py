@@ -111,6 +111,7 @@ class TargetPlanner:
             may_wait=may_wait,
             times=target.times,
             plan=target.plan,
+            figures=self._lengths.target(target),
             arrivals=lambda: self._arrivals(target, now),
         )
 
@@ -143,7 +144,7 @@ class TargetPlanner:
         if batched > room:
             sequences = sequences[:room]
             chances = [
-                self._lengths.confidence.chances(sequence.confidences[:length], length)
+                self._lengths.trust(sequence, sequence.confidences[:length], length)
                 for sequence, length in zip(sequences, drafted, strict=False)
             ]
             drafted = most_promising(chances, room - len(sequences))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from itertools import islice, takewhile
 from typing import Protocol
 
@@ -10,6 +11,7 @@ from scheduler.config import Policy, SchedulerConfig
 from scheduler.costs.draft_plan import AcceptanceGroups, CatchUp, CellCosts, StepCosts, best_plan
 from scheduler.costs.step_times import Acceptance, DraftTimes, PromptShare, ProposedShare, TargetTimes, expected_commit
 from scheduler.speculation.confidence import ConfidenceBins
+from scheduler.speculation.controller import Controller, GoodputController
 from scheduler.state.fleet import Fleet
 from scheduler.state.workers import DraftWorker, Sequence, TargetWorker
 from scheduler.statistics import Counters
@@ -79,7 +81,33 @@ class DraftLengths(Protocol):
         ...
 
 
-class FixedDraftLengths:
+class Old:
+    def target(self, target):  # type: ignore
+        return None
+
+    def target_step(self, target, step, seconds, now):  # type: ignore
+        return step.group is not None and self.step_answered(target, now)  # type: ignore
+
+    def draft_step(self, *_):  # type: ignore
+        pass
+
+    def forget(self, sequence):  # type: ignore
+        pass
+
+    def lose(self, worker_id):  # type: ignore
+        pass
+
+    def proposes_at_once(self, draft, kv_lag):  # type: ignore
+        return kv_lag <= self.max_eager_kv_lag or draft.time_sliced  # type: ignore
+
+    def trust(self, sequence, confidences, count):  # type: ignore
+        return self.confidence.chances(confidences, count)  # type: ignore
+
+    def chances(self, sequence, confidences):  # type: ignore
+        return self.promising(sequence, confidences)  # type: ignore
+
+
+class FixedDraftLengths(Old):
     """Always the longest allowed."""
 
     max_eager_kv_lag = math.inf
@@ -88,7 +116,7 @@ class FixedDraftLengths:
         self.confidence = ConfidenceBins()
         self._common = common
 
-    def newcomer_drafts(self, target: TargetWorker) -> bool:
+    def newcomer_drafts(self, target: TargetWorker, sequence: Sequence) -> bool:
         return True
 
     def for_round(self, sequence: Sequence, longest: int) -> int:
@@ -106,12 +134,14 @@ class FixedDraftLengths:
 
     def observe(self, sequence: Sequence, verified: int, accepted: int) -> None:
         self._common.observe(accepted, accepted + (accepted < sequence.requested_draft_length))
+        if sequence.confidences:
+            self.confidence.observe(sequence.confidences[:verified], accepted)
 
     def finished(self, sequence: Sequence) -> None:
         pass
 
 
-class DraftLengthsByCost:
+class DraftLengthsByCost(Old):
     """By the target's plan (scheduler/costs/draft_plan.py) and the sequence's own acceptance.
 
     The acceptance of a sequence decays and shrinks towards the global mean, where a new sequence starts. The first
@@ -141,7 +171,7 @@ class DraftLengthsByCost:
         """The chance that a draft token the sequence asks for is proposed and accepted, given those before it were."""
         return (sequence.taken + self._common.rate * _OWN_PRIOR_WEIGHT) / (sequence.tried + _OWN_PRIOR_WEIGHT)
 
-    def newcomer_drafts(self, target: TargetWorker) -> bool:
+    def newcomer_drafts(self, target: TargetWorker, sequence: Sequence) -> bool:
         if target.time_sliced:
             return False  # the draft's work for it would hold up all others: first the plan must want that
         return target.plan is None or target.plan.length(self._common.rate) > 0
@@ -223,6 +253,8 @@ class DraftLengthsByCost:
             sequence.tried *= _FORGET_PLAIN_ROUND
             self._common.fade(_COMMON_FORGETS_PLAIN_ROUND)
             target.probe_credit += target.probe_income
+        if sequence.confidences:
+            self.confidence.observe(sequence.confidences[:verified], accepted)
 
     def finished(self, sequence: Sequence) -> None:
         prompt_tokens = len(sequence.request.prompt)
@@ -355,6 +387,11 @@ def _step_costs(target: TargetTimes, drafts: list[DraftTimes]) -> StepCosts:
 
 def make_draft_lengths(config: SchedulerConfig, fleet: Fleet, common: Acceptance, counters: Counters) -> DraftLengths:
     """They keep `common`, the acceptance of all sequences together, up to date."""
+    if not os.environ.get("SPOOL_OLD_CONTROLLER"):
+        # Temporary, to compare the two.
+        fleet.always_sliced = config.policy is Policy.AUTO
+        kind = GoodputController if config.policy is Policy.AUTO else Controller
+        return kind(config, fleet, counters, common)  # type: ignore
     if config.policy is Policy.AUTO:
         return DraftLengthsByCost(config, fleet, common, counters)
     return FixedDraftLengths(common)

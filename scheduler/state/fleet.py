@@ -17,6 +17,7 @@ class Fleet:
         self.targets: dict[str, TargetWorker] = {}
         self.drafts: dict[str, DraftWorker] = {}
         self.shares_cores = False
+        self.always_sliced = False
         """Whether a single target, or one with a single draft, shares cores: each is faster while the other is idle."""
 
     def workers(self) -> Iterator[Worker]:
@@ -43,8 +44,8 @@ class Fleet:
     def _note_sharing(self) -> None:
         small = len(self.targets) == 1 and len(self.drafts) <= 1
         self.shares_cores = small and all(worker.spec.shares_cores for worker in self.workers())
-        if not self.shares_cores:
-            self.set_time_sliced(False)
+        if not self.shares_cores or self.always_sliced:
+            self.set_time_sliced(self.shares_cores)
 
     def set_time_sliced(self, time_sliced: bool) -> None:
         """Sets whether all workers' steps run one at a time from now on."""

@@ -102,7 +102,7 @@ class Lifecycle:
         fed = 0 if flight is None or flight.abandoned else len(flight.row.tokens)
         # A draft that is far behind catches up during plain rounds instead of holding the sequence up. Where draft and
         # target compute one at a time, it would hold all sequences up either way.
-        far_behind = kv_lag > self._lengths.max_eager_kv_lag and not draft.time_sliced
+        far_behind = not self._lengths.proposes_at_once(draft, kv_lag)
         if kv_lag - fed <= draft.max_kv_lag and not far_behind:
             sequence.ready_at = now
             self._change(sequence, DRAFT_WANTED)
@@ -134,11 +134,11 @@ class Lifecycle:
         if len(confidences) != len(draft_tokens):
             confidences = b""
         if confidences:
-            chances = self._lengths.promising(sequence, confidences)
+            chances = self._lengths.chances(sequence, confidences)
             draft_tokens = draft_tokens[: len(chances)]
             sequence.expected_tokens = 1.0 + sum(chances)
         else:
-            sequence.expected_tokens = self._lengths.expected_tokens(sequence, len(draft_tokens))
+            sequence.expected_tokens = self._lengths.expected_tokens(sequence, len(draft_tokens)) if draft_tokens else 1.0
         sequence.draft_tokens = draft_tokens
         sequence.confidences = confidences
         sequence.requested_draft_length = requested
@@ -158,7 +158,7 @@ class Lifecycle:
         """The target has a new plan: newcomers that will not draft under it need no draft KV."""
         for sequence in target.prefilling:
             if sequence.wants_draft_kv and sequence.request.draft_length is None:
-                sequence.wants_draft_kv = self._lengths.newcomer_drafts(target)
+                sequence.wants_draft_kv = self._lengths.newcomer_drafts(target, sequence)
                 if sequence.draft is not None:
                     sequence.draft.update_lagging(sequence)
 
@@ -199,7 +199,7 @@ class Lifecycle:
             target.place(sequence, positions)
             sequence.target = target
             requested = sequence.request.draft_length is not None
-            sequence.wants_draft_kv = longest > 0 and (requested or self._lengths.newcomer_drafts(target))
+            sequence.wants_draft_kv = longest > 0 and (requested or self._lengths.newcomer_drafts(target, sequence))
             if sequence.wants_draft_kv:
                 self._find_draft(sequence)
             self._change(sequence, ADMITTED)
@@ -352,6 +352,7 @@ class Lifecycle:
         self._emit(FailSequence(sequence.sequence_id, error))
 
     def _end(self, sequence: Sequence, cause: Cause) -> None:
+        self._lengths.forget(sequence)
         waits = sequence.state is WAITING
         self._change(sequence, cause)
         if waits:

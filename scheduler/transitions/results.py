@@ -47,6 +47,7 @@ class Rounds:
                 if target is not None:
                     target.record.forgive(late)
         draft.observe(step, seconds)
+        self._lengths.draft_step(draft, step, seconds, now)
         together = _failed_together(step, results)
         for flight in step.rows:
             sequence_id = flight.row.sequence_id
@@ -66,8 +67,8 @@ class Rounds:
         target.observe(step, seconds)
         if step.group is not None:
             target.verify_steps += 1
-            if self._lengths.step_answered(target, now):
-                self._lifecycle.plan_changed(target)
+        if self._lengths.target_step(target, step, seconds, now):
+            self._lifecycle.plan_changed(target)
         together = _failed_together(step, results)
         for flight in step.rows:
             sequence_id = flight.row.sequence_id
@@ -175,8 +176,6 @@ class Rounds:
         sequence.draft_tokens = ()
         if sequence.state is VERIFYING:
             self._lengths.observe(sequence, drafted, accepted)
-            if sequence.confidences:
-                self._lengths.confidence.observe(sequence.confidences[:drafted], accepted)
             self._counters.count_draft_length(sequence.requested_draft_length)
         emitted, reason = sequence.commit(tokens)
         count = len(emitted)

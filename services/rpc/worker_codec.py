@@ -48,6 +48,7 @@ def spec_from_wire(worker_id: str, description: worker_pb2.WorkerDescription) ->
         max_sequence_length=description.max_sequence_length,
         max_num_batched_tokens=description.max_num_batched_tokens,
         shares_cores=description.exclusive_threads > description.threads,
+        model_id=description.model_id,
     )
 
 
