@@ -172,12 +172,8 @@ class BestRate:
 
 def _together(view: GroupingView, figures: TargetFigures, chosen: list[Sequence]) -> VerifyGroup | None:
     everyone = len(view.drafted) + view.coming.total + view.verifying
-    if everyone <= view.batch_size:
-        if figures.parts == 1 and view.may_wait and (view.verifying or (view.coming.total and figures.drafting)):
-            return None
-        if figures.parts > 1 and not view.verifying:
-            chosen = chosen[: (everyone + 1) // 2]
-    return VerifyGroup(chosen)
+    waits = view.may_wait and (view.verifying or (view.coming.total and figures.drafting))
+    return None if everyone <= view.batch_size and waits else VerifyGroup(chosen)
 
 
 def _worth(sequences: list[Sequence]) -> tuple[int, float]:

@@ -144,7 +144,7 @@ class TargetPlanner:
         if batched > room:
             sequences = sequences[:room]
             chances = [
-                self._lengths.trust(sequence, sequence.confidences[:length], length)
+                self._lengths.chances(sequence, sequence.confidences[:length], length)
                 for sequence, length in zip(sequences, drafted, strict=False)
             ]
             drafted = most_promising(chances, room - len(sequences))

@@ -1,83 +1,54 @@
-"""How likely a draft's tokens are to be accepted: by place, by sequence, and by the draft's own confidence.
-
-All chances are conditional: that a token is proposed and accepted, given that those before it were.
-"""
+"""How likely draft tokens are to be accepted: by place, by sequence, and by the draft's own confidence."""
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Sequence as Items
 from itertools import accumulate
 from operator import mul
 
 from scheduler.speculation.cost_model import FORGET
 
 MAX_CONFIDENCE = 255
-"""A confidence is a number from 0 to 255 for each draft token (a byte on the wire)."""
+"""A confidence is a number from 0 to 255 for each draft token, a byte on the wire."""
 _BINS = 16
-"""Confidences are told apart as finely as a few hundred tokens can say something about."""
+"""As finely are confidences told apart: finer bins would be too empty to learn from, coarser ones say less."""
 _PRIOR_CHANCE = 0.7
-"""Of a new draft model's tokens: high enough that it is tried, after which it counts for little."""
+"""Of a draft model nobody has seen: high enough that it is tried, which soon says more."""
 _PRIOR_WEIGHT = 4.0
-"""What was seen of few tokens is drawn towards what was to be expected, as if so many had confirmed that."""
-
-
-class OwnAcceptance:
-    """What the controller remembers of one sequence: `taken` of `tried` draft tokens, older ones for less.
-
-    `length` is the draft length that pays for it, None before that was decided; `probing` while it drafts only to show
-    what drafting would yield.
-    """
-
-    __slots__ = ("length", "probing", "taken", "tried")
-
-    def __init__(self) -> None:
-        self.taken = self.tried = 0.0
-        self.length: int | None = None
-        self.probing = False
-
-    def observe(self, taken: float, tried: float) -> None:
-        self.taken = self.taken * FORGET + taken
-        self.tried = self.tried * FORGET + tried
+"""What few tokens say is drawn towards what was to be expected, as if so many tokens had said that."""
 
 
 class ModelAcceptance:
-    """Acceptance of one draft model's tokens, by their place in the proposal and by their confidence."""
+    """Of one draft model: the chance of a token, given that those before it were accepted, by place and confidence."""
 
     def __init__(self, places: int) -> None:
-        self._taken = [0.0] * places
-        self._tried = [0.0] * places
-        self._taken_now = [0.0] * places
-        self._tried_now = [0] * places
-        self.chances = [_PRIOR_CHANCE] * places
-        """For each place; where little was seen, that of the place before."""
-        self._bins_taken = [(place + 0.5) / _BINS * _PRIOR_WEIGHT for place in range(_BINS)]
+        self._taken = [_PRIOR_CHANCE * _PRIOR_WEIGHT] * places
+        self._tried = [_PRIOR_WEIGHT] * places
+        self._bins_taken = [(which + 0.5) / _BINS * _PRIOR_WEIGHT for which in range(_BINS)]
         self._bins_tried = [_PRIOR_WEIGHT] * _BINS
 
-    def observe(self, taken: float, tried: int) -> None:
-        """Of a proposal `tried` tokens were looked at in their order, and `taken` of them accepted."""
+    @property
+    def rate(self) -> float:
+        """Over all places."""
+        return sum(self._taken) / sum(self._tried) if self._tried else _PRIOR_CHANCE
+
+    @property
+    def chances(self) -> list[float]:
+        """By place, each drawn towards that of the place before."""
+        chance, found = _PRIOR_CHANCE, []
+        for taken, tried in zip(self._taken, self._tried, strict=True):
+            chance = (taken + _PRIOR_WEIGHT * chance) / (tried + _PRIOR_WEIGHT)
+            found.append(chance)
+        return found
+
+    def observe(self, taken: float, tried: int, confidences: bytes, accepted: int, sequences: int) -> None:
+        """Of `tried` tokens `taken` were accepted; of those with `confidences`, which were verified, `accepted`.
+
+        `sequences` share the model, so that many observations are one round of each.
+        """
+        keep = 1 - (1 - FORGET) / max(1, sequences)
         for place in range(min(tried, len(self._tried))):
-            self._tried_now[place] += 1
-            self._taken_now[place] += min(1.0, max(0.0, taken - place))
-
-    def end_round(self) -> None:
-        """Every sequence has had a round since the last call: what came before counts less, where any was drafted."""
-        before = _PRIOR_CHANCE
-        for place, tried in enumerate(self._tried_now):
-            if tried:
-                self._taken[place] = self._taken[place] * FORGET + self._taken_now[place]
-                self._tried[place] = self._tried[place] * FORGET + tried
-                self._taken_now[place], self._tried_now[place] = 0.0, 0
-            before = (self._taken[place] + _PRIOR_WEIGHT * before) / (self._tried[place] + _PRIOR_WEIGHT)
-            self.chances[place] = before
-
-    def survival(self, own: OwnAcceptance) -> list[float]:
-        """For each place the chance that the token there is accepted with all before it, for this sequence."""
-        taken, weight = own.taken, own.tried + _PRIOR_WEIGHT
-        return list(accumulate([(taken + _PRIOR_WEIGHT * chance) / weight for chance in self.chances], mul))
-
-    def observe_confidences(self, confidences: bytes, accepted: int) -> None:
-        """Of the verified tokens with these confidences, the first `accepted` were accepted."""
+            self._tried[place] = self._tried[place] * keep + 1.0
+            self._taken[place] = self._taken[place] * keep + min(1.0, max(0.0, taken - place))
         keep = 1 - (1 - FORGET) / _BINS
         for place, confidence in enumerate(confidences[: accepted + 1]):
             which = confidence * _BINS // (MAX_CONFIDENCE + 1)
@@ -89,31 +60,29 @@ class ModelAcceptance:
         which = confidence * _BINS // (MAX_CONFIDENCE + 1)
         return self._bins_taken[which] / self._bins_tried[which]
 
-    def trust(self, confidences: bytes, count: int) -> list[float]:
-        """The chance of each of `count` draft tokens to be accepted with all before it; without confidences, by place."""
-        return list(accumulate([self.chance(one) for one in confidences] or self.chances[:count], mul))
+    def survival(self, confidences: bytes, count: int) -> list[float]:
+        """The chance of each of `count` tokens to be accepted with all before it; without confidences, by place."""
+        single = [self.chance(one) for one in confidences] or [*self.chances, *[_PRIOR_CHANCE] * count][:count]
+        return list(accumulate(single, mul))
 
 
-def most_promising(chances: Items[Items[float]], room: int) -> list[int]:
-    """How many leading tokens of each sequence to verify if only `room` tokens can be: those most likely accepted.
+class OwnAcceptance:
+    """Of one sequence: `taken` of `tried` draft tokens, older ones for less.
 
-    A token is worth nothing without those before it, and is never likelier to be accepted than they are. So taking the
-    likeliest next token, one at a time, is best (TETRIS, arXiv 2502.15197, section 4).
+    `length` is what it drafts, None before that was decided; `probing` while it does so only to see what comes of it.
     """
-    lengths = [0] * len(chances)
-    heap = [(-found[0], index) for index, found in enumerate(chances) if found]
-    heapq.heapify(heap)
-    while heap and room > 0:
-        _, index = heapq.heappop(heap)
-        lengths[index] += 1
-        room -= 1
-        if lengths[index] < len(chances[index]):
-            heapq.heappush(heap, (-chances[index][lengths[index]], index))
-    return lengths
 
+    __slots__ = ("length", "probing", "taken", "tried")
 
-def expected_commit(rate: float, draft_length: int) -> float:
-    """Tokens a round is expected to commit: 1 + rate + rate**2 ... up to the draft length."""
-    if rate >= 1:
-        return draft_length + 1.0
-    return float((1 - rate ** (draft_length + 1)) / (1 - rate))
+    def __init__(self) -> None:
+        self.taken = self.tried = 0.0
+        self.length: int | None = None
+        self.probing = False
+
+    def observe(self, taken: float, tried: int) -> None:
+        self.taken, self.tried = self.taken * FORGET + taken, self.tried * FORGET + tried
+
+    def survival(self, chances: list[float]) -> list[float]:
+        """The chance of each token to be accepted with all before it, where `chances` are the model's by place."""
+        taken, weight = self.taken, self.tried + _PRIOR_WEIGHT
+        return list(accumulate([(taken + _PRIOR_WEIGHT * chance) / weight for chance in chances], mul))

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence as Items
 from operator import mul
 
 FORGET = 0.95
-"""Each observation lets the earlier ones count so much less: about the last twenty decide, here and for acceptance."""
+"""By so much an observation counts less for each one after it: the last twenty or so decide, as for acceptance."""
 _TOKEN_SHARE = 1 / 32
-"""What a token costs before that was measured, by a step's base: loading the weights is most of a step."""
+"""Of a step's base, what a token costs before that was measured: loading the weights is most of a step."""
 
 
 class LinearCost:
@@ -36,7 +35,13 @@ class LinearCost:
         if not math.isfinite(seconds) or seconds <= 0:
             return
         if not self._information:
-            self._begin(seconds, features)
+            # The proportions are a guess, which weighs so little that any two observations overrule it.
+            guess = [1.0] + [_TOKEN_SHARE] * (len(features) - 1)
+            unit = seconds / sum(map(mul, guess, features))
+            self.coefficients = [unit * share for share in guess]
+            self._information = [[0.0] * len(guess) for _ in guess]
+            for place, coefficient in enumerate(self.coefficients):
+                self._information[place][place] = ((1 - FORGET) / coefficient) ** 2
         scaled = [feature / seconds for feature in features]
         along = [sum(map(mul, row, scaled)) for row in self._information]
         forgotten = (1 - FORGET) / sum(map(mul, along, scaled))
@@ -47,15 +52,6 @@ class LinearCost:
         error = 1.0 - sum(map(mul, self.coefficients, scaled))
         gain = _solve(self._information, scaled)
         self.coefficients = [max(0.0, c + g * error) for c, g in zip(self.coefficients, gain, strict=True)]
-
-    def _begin(self, seconds: float, features: Items[float]) -> None:
-        """The proportions are a guess, which weighs so little that any two observations overrule it."""
-        guess = [1.0] + [_TOKEN_SHARE] * (len(features) - 1)
-        unit = seconds / sum(map(mul, guess, features))
-        self.coefficients = [unit * share for share in guess]
-        self._information = [
-            [(1 - FORGET) ** 2 / c**2 if i == j else 0.0 for j in range(len(guess))] for i, c in enumerate(self.coefficients)
-        ]
 
 
 def _solve(matrix: list[list[float]], right: list[float]) -> list[float]:

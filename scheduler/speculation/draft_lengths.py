@@ -11,7 +11,7 @@ from scheduler.config import Policy, SchedulerConfig
 from scheduler.costs.draft_plan import AcceptanceGroups, CatchUp, CellCosts, StepCosts, best_plan
 from scheduler.costs.step_times import Acceptance, DraftTimes, PromptShare, ProposedShare, TargetTimes, expected_commit
 from scheduler.speculation.confidence import ConfidenceBins
-from scheduler.speculation.controller import Controller, GoodputController
+from scheduler.speculation.controller import Controller
 from scheduler.state.fleet import Fleet
 from scheduler.state.workers import DraftWorker, Sequence, TargetWorker
 from scheduler.statistics import Counters
@@ -85,8 +85,8 @@ class Old:
     def target(self, target):  # type: ignore
         return None
 
-    def target_step(self, target, step, seconds, now):  # type: ignore
-        return step.group is not None and self.step_answered(target, now)  # type: ignore
+    def target_step(self, target, work, seconds):  # type: ignore
+        return work.verify_tokens > 0 and self.step_answered(target, self.now)  # type: ignore
 
     def draft_step(self, *_):  # type: ignore
         pass
@@ -100,11 +100,11 @@ class Old:
     def proposes_at_once(self, draft, kv_lag):  # type: ignore
         return kv_lag <= self.max_eager_kv_lag or draft.time_sliced  # type: ignore
 
-    def trust(self, sequence, confidences, count):  # type: ignore
+    def chances(self, sequence, confidences, count):  # type: ignore
         return self.confidence.chances(confidences, count)  # type: ignore
 
-    def chances(self, sequence, confidences):  # type: ignore
-        return self.promising(sequence, confidences)  # type: ignore
+    def worth_verifying(self, sequence, confidences):  # type: ignore
+        return len(self.promising(sequence, confidences))  # type: ignore
 
 
 class FixedDraftLengths(Old):
@@ -390,8 +390,7 @@ def make_draft_lengths(config: SchedulerConfig, fleet: Fleet, common: Acceptance
     if not os.environ.get("SPOOL_OLD_CONTROLLER"):
         # Temporary, to compare the two.
         fleet.always_sliced = config.policy is Policy.AUTO
-        kind = GoodputController if config.policy is Policy.AUTO else Controller
-        return kind(config, fleet, counters, common)  # type: ignore
+        return Controller(config, fleet, counters, common)  # type: ignore
     if config.policy is Policy.AUTO:
         return DraftLengthsByCost(config, fleet, common, counters)
     return FixedDraftLengths(common)

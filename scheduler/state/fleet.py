@@ -47,6 +47,10 @@ class Fleet:
         if not self.shares_cores or self.always_sliced:
             self.set_time_sliced(self.shares_cores)
 
+    @property
+    def time_sliced(self) -> bool:
+        return self.shares_cores and self.always_sliced
+
     def set_time_sliced(self, time_sliced: bool) -> None:
         """Sets whether all workers' steps run one at a time from now on."""
         for worker in self.workers():

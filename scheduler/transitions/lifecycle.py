@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Command, FailSequence, FinishReason, FinishSequence
-from scheduler.speculation.draft_lengths import DraftLengths
+from scheduler.speculation.draft_lengths import DraftLengths, Old
 from scheduler.state.fleet import Fleet
 from scheduler.state.live_set import LiveSet
 from scheduler.state.pending_kv_moves import KvMoves
@@ -134,11 +134,13 @@ class Lifecycle:
         if len(confidences) != len(draft_tokens):
             confidences = b""
         if confidences:
-            chances = self._lengths.chances(sequence, confidences)
-            draft_tokens = draft_tokens[: len(chances)]
-            sequence.expected_tokens = 1.0 + sum(chances)
-        else:
-            sequence.expected_tokens = self._lengths.expected_tokens(sequence, len(draft_tokens)) if draft_tokens else 1.0
+            draft_tokens = draft_tokens[: self._lengths.worth_verifying(sequence, confidences)]
+        if isinstance(self._lengths, Old):
+            if confidences:
+                chances = self._lengths.promising(sequence, confidences)  # type: ignore
+                sequence.expected_tokens = 1.0 + sum(chances)
+            else:
+                sequence.expected_tokens = self._lengths.expected_tokens(sequence, len(draft_tokens))  # type: ignore
         sequence.draft_tokens = draft_tokens
         sequence.confidences = confidences
         sequence.requested_draft_length = requested

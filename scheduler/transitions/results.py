@@ -36,6 +36,7 @@ class Rounds:
         self._emit = emit
 
     def draft_step(self, draft: DraftWorker, step_id: int, results: Results, seconds: float, now: float) -> None:
+        began = draft.running_since
         step = draft.take_answered(step_id, now)
         if step is None:
             return
@@ -47,7 +48,7 @@ class Rounds:
                 if target is not None:
                     target.record.forgive(late)
         draft.observe(step, seconds)
-        self._lengths.draft_step(draft, step, seconds, now)
+        self._lengths.draft_step(draft, step.work, max(seconds, now - began))
         together = _failed_together(step, results)
         for flight in step.rows:
             sequence_id = flight.row.sequence_id
@@ -56,6 +57,7 @@ class Rounds:
                 self._draft_row(draft, flight, results.get(sequence_id) or _missing(flight.row), together, now)
 
     def target_step(self, target: TargetWorker, step_id: int, results: Results, seconds: float, now: float) -> None:
+        began = target.running_since
         step = target.take_answered(step_id, now)
         if step is None:
             return
@@ -67,7 +69,8 @@ class Rounds:
         target.observe(step, seconds)
         if step.group is not None:
             target.verify_steps += 1
-        if self._lengths.target_step(target, step, seconds, now):
+        self._lengths.now = now  # type: ignore
+        if self._lengths.target_step(target, step.work, max(seconds, now - began)):
             self._lifecycle.plan_changed(target)
         together = _failed_together(step, results)
         for flight in step.rows:
