@@ -12,14 +12,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from itertools import takewhile
+from statistics import fmean
 
 from scheduler.config import Policy, SchedulerConfig
-from scheduler.costs.step_times import Acceptance
 from scheduler.speculation.acceptance import ModelAcceptance, OwnAcceptance
 from scheduler.speculation.cost_model import FORGET, LinearCost
 from scheduler.state.fleet import Fleet
 from scheduler.state.worker_base import DraftWork, TargetWork
-from scheduler.state.workers import STEADY_KV_LAG, DraftWorker, Sequence, TargetWorker
+from scheduler.state.workers import STEADY_KV_LAG, DraftWorker, Sequence, TargetWorker, Worker
 from scheduler.statistics import Counters
 
 _HYSTERESIS = 1.05
@@ -76,8 +76,7 @@ class DraftFigures:
 class Controller:
     """Owns all that is learnt of workers and sequences, by their ids. Policies other than AUTO draft all they may."""
 
-    def __init__(self, config: SchedulerConfig, fleet: Fleet, counters: Counters, common: Acceptance) -> None:
-        self._common = common
+    def __init__(self, config: SchedulerConfig, fleet: Fleet, counters: Counters) -> None:
         self._config = config
         self._fleet = fleet
         self._counters = counters
@@ -108,6 +107,16 @@ class Controller:
         if found is None:
             found = self._own[sequence.sequence_id] = OwnAcceptance()
         return found
+
+    @property
+    def acceptance(self) -> float:
+        """Over all draft models, in equal parts."""
+        return fmean([model.rate for model in self._models.values()] or [ModelAcceptance(0).rate])
+
+    def law(self, worker: Worker) -> tuple[float, float]:
+        """Seconds of a step of the worker: of a target by itself and for each token, of a draft the same of a pass."""
+        cost = self.target(worker).cost if isinstance(worker, TargetWorker) else self.draft(worker).cost
+        return cost.coefficients[0], cost.coefficients[1]
 
     def forget(self, sequence: Sequence) -> None:
         """It has ended."""
@@ -162,7 +171,6 @@ class Controller:
             self.target(target).credit = math.inf  # against the odds: worth another look at once
         tried, own.probing = accepted + (accepted < requested), False
         own.observe(taken, tried)
-        self._common.observe(taken, tried)
         model.observe(taken, tried, confidences[:verified], accepted, len(draft.sequences))
 
     # --- what is decided ----------------------------------------------------------------------------------------------
@@ -216,9 +224,6 @@ class Controller:
             survival = own.survival(self.draft(draft).acceptance.chances)
             own.length = min(choice.length, len(_worth(survival, sequence, choice)))
         return 1 if own.length is None else own.length
-
-    def finished(self, sequence: Sequence) -> None:
-        pass
 
     def _draft_of(self, sequence: Sequence) -> DraftWorker:
         """The draft worker that has the sequence, or would get it."""

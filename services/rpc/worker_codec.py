@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from protos import worker_pb2
 from scheduler.messages import Role, Row, RowResult, RowStatus, SendStep, SequenceRequest, TokenLogprobs, WorkerSpec
 from scheduler.sampling import SamplingParameters
-from scheduler.speculation.confidence import MAX_CONFIDENCE
+from scheduler.speculation.acceptance import MAX_CONFIDENCE
 from services.observability.observer import StepTimings
 
 _ROLES = {Role.DRAFT: worker_pb2.ROLE_DRAFT, Role.TARGET: worker_pb2.ROLE_TARGET}

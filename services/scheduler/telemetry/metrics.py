@@ -289,6 +289,23 @@ class SchedulerMetrics(ServiceObserver):
             lambda now: now.core.draft_lengths,
         )
 
+        of.read(
+            _GAUGE,
+            "draft_length_chosen",
+            "Tokens that a target's sequences draft in a round at most, by what policy auto expects; 0 is plain decoding.",
+            lambda now: {(one.target_id, one.draft_id): one.length for one in now.core.drafting_now},
+            "target",
+            "draft",
+        )
+        of.read(
+            _GAUGE,
+            "draft_gain_expected",
+            "Expected tokens a second with that length, over those of plain decoding.",
+            lambda now: {(one.target_id, one.draft_id): one.gain for one in now.core.drafting_now},
+            "target",
+            "draft",
+        )
+
     def _define_kv(self, of: MetricSet[Reading]) -> None:
         of.read(
             _GAUGE,
