@@ -7,6 +7,7 @@ from itertools import islice
 from scheduler.batching.time_slicing import draft_may_go
 from scheduler.config import SchedulerConfig
 from scheduler.messages import SendStep
+from scheduler.speculation.controller import Controller
 from scheduler.state.fleet import Fleet
 from scheduler.state.worker_base import DraftWork, InFlightRow
 from scheduler.state.workers import STEADY_KV_LAG, DraftWorker, Sequence
@@ -16,10 +17,11 @@ from scheduler.transitions.lifecycle import READY, Lifecycle
 class DraftPlanner:
     """A draft worker proposes for every READY sequence placed there, oldest first."""
 
-    def __init__(self, config: SchedulerConfig, fleet: Fleet, lifecycle: Lifecycle) -> None:
+    def __init__(self, config: SchedulerConfig, fleet: Fleet, lifecycle: Lifecycle, controller: Controller) -> None:
         self._proposals_per_step = config.proposals_per_step
         self._fleet = fleet
         self._lifecycle = lifecycle
+        self._controller = controller
 
     def plan(self, draft: DraftWorker, step_id: int, now: float) -> SendStep | None:
         """The next step for this worker, or None when it must wait or has nothing to do."""
@@ -29,12 +31,23 @@ class DraftPlanner:
         # A second step is queued only when no sequence that is about to come back could still join it.
         if draft.busy and draft.verifying and len(draft.ready) < self._proposals_per_step:
             return None
+        if self._waits(draft):
+            return None
         rows: dict[int, InFlightRow[Sequence]] = {}
         work = DraftWork()
         budget, room = self._propose(draft, rows, work, now)
         if draft.lagging:
             self._catch_up(draft, rows, work, min(budget, room))
         return draft.send(step_id, rows, work, now, exclusive=self._fleet.time_sliced) if rows else None
+
+    def _waits(self, draft: DraftWorker) -> bool:
+        """Whether to wait for a target's answer: one half of its sequences is to be drafted for, the other verified."""
+        first = next(iter(draft.ready.values()), None)
+        target = None if first is None else first.target
+        if target is None or not target.verifying or self._fleet.time_sliced:
+            return False
+        choice = self._controller.target(target).choices.get(draft.worker_id)
+        return choice is not None and 2 * len(draft.ready) < choice.sequences
 
     def _propose(
         self, draft: DraftWorker, rows: dict[int, InFlightRow[Sequence]], work: DraftWork, now: float

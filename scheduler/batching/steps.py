@@ -39,7 +39,7 @@ class StepPlanner:
     ) -> None:
         self._fleet = fleet
         self._lifecycle = lifecycle
-        self._drafts = DraftPlanner(config, fleet, lifecycle)
+        self._drafts = DraftPlanner(config, fleet, lifecycle, controller)
         self._targets = TargetPlanner(config, fleet, lifecycle, controller, policy)
         self._counters = counters
         self._emit = emit

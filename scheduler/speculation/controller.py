@@ -22,6 +22,8 @@ from scheduler.state.worker_base import DraftWork, TargetWork
 from scheduler.state.workers import STEADY_KV_LAG, DraftWorker, Sequence, TargetWorker, Worker
 from scheduler.statistics import Counters
 
+_TOKEN = 1 / 32
+"""Of a step's base, what a token is guessed to cost: loading the weights is most of a step."""
 _HYSTERESIS = 1.05
 """To begin, drafting must promise so much more: by that much the best of several estimates looks better than it is."""
 _PROBE_SHARE = 0.01
@@ -34,11 +36,13 @@ _WHOLE_EVERY = 16
 class Choice:
     """What one target's sequences draft with one draft worker: up to `length` tokens each, those worth their price.
 
+    So many `sequences` do.
     A draft token must have a chance of `price`, one to verify of `row_price`; one to feed costs `feed_price` tokens.
     `rate` is the expected tokens a second, `gain` by how much it exceeds that of plain decoding.
     """
 
     length: int
+    sequences: int
     rate: float
     gain: float
     price: float
@@ -51,6 +55,8 @@ class TargetFigures:
     """Of one target: what its steps cost, by (1, tokens to verify, tokens of prefill), and what was decided for it."""
 
     cost: LinearCost
+    wire: LinearCost
+    """Seconds by which an idle target's answer is later than its step takes."""
     typical: float
     """Seconds of a step that verifies as the last one did."""
     choices: dict[str, Choice] = field(default_factory=dict)
@@ -67,7 +73,7 @@ class TargetFigures:
 
 @dataclass(slots=True)
 class DraftFigures:
-    """Of one draft worker: what its steps cost, by (passes, tokens proposed, tokens fed), and its model's acceptance."""
+    """Of one draft worker: what its steps cost, by (1, passes, tokens fed or proposed), wire and all, and its model's acceptance."""
 
     cost: LinearCost
     acceptance: ModelAcceptance
@@ -85,20 +91,22 @@ class Controller:
         self._drafts: dict[str, DraftFigures] = {}
         self._models: dict[str, ModelAcceptance] = {}
         self._own: dict[int, OwnAcceptance] = {}
-        self.kv_moves = LinearCost(2)
+        self.kv_moves = LinearCost((1.0, _TOKEN))
         """What a move of KV between targets takes, by (1, positions)."""
 
     def target(self, target: TargetWorker) -> TargetFigures:
         found, first = self._targets.get(target.worker_id), self._config.initial_step_seconds
         if found is None:
-            found = self._targets[target.worker_id] = TargetFigures(LinearCost(3, first), first)
+            found = self._targets[target.worker_id] = TargetFigures(
+                LinearCost((1.0, _TOKEN, _TOKEN), first), LinearCost((1.0,)), first
+            )
         return found
 
     def draft(self, draft: DraftWorker) -> DraftFigures:
         found, model = self._drafts.get(draft.worker_id), draft.spec.model_id or draft.worker_id
         if found is None:
             acceptance = self._models.setdefault(model, ModelAcceptance(self._config.draft_length))
-            cost = LinearCost(3, self._config.initial_step_seconds)
+            cost = LinearCost((1.0, 1.0, _TOKEN), self._config.initial_step_seconds)
             found = self._drafts[draft.worker_id] = DraftFigures(cost, acceptance)
         return found
 
@@ -133,13 +141,18 @@ class Controller:
 
     def draft_step(self, draft: DraftWorker, work: DraftWork, seconds: float) -> None:
         if work.any:
-            self.draft(draft).cost.observe(seconds, work.passes, work.proposed_tokens, work.catch_up_tokens)
+            self.draft(draft).cost.observe(seconds, 1.0, work.passes, work.proposed_tokens + work.catch_up_tokens)
 
-    def target_step(self, target: TargetWorker, work: TargetWork, seconds: float) -> bool:
-        """A step's answer came, whose rounds are observed next. Whether the target begins to draft or ceases to."""
+    def target_step(self, target: TargetWorker, work: TargetWork, seconds: float, elapsed: float | None) -> bool:
+        """A step's answer came, whose rounds are observed next. Whether the target begins to draft or ceases to.
+
+        `elapsed` are the seconds between step and answer, None where the target had another step meanwhile.
+        """
         figures, count = self.target(target), len(target.sequences)
         if work.any:
             figures.cost.observe(seconds, 1.0, work.verify_tokens, work.prefill_tokens)
+        if elapsed is not None:
+            figures.wire.observe(elapsed - seconds, 1.0)
         if not work.verify_tokens:
             return False
         figures.typical = figures.cost.predict(1.0, work.verify_tokens, work.prefill_tokens)
@@ -199,8 +212,8 @@ class Controller:
 
         It may hold its sequence up for as long as a pass takes; where cores are shared, all wait for it in any case.
         """
-        of_pass, _, of_fed = self.draft(draft).cost.coefficients
-        return not self._auto or self._fleet.time_sliced or kv_lag <= STEADY_KV_LAG or of_fed * kv_lag <= of_pass
+        _, of_pass, of_token = self.draft(draft).cost.coefficients
+        return not self._auto or self._fleet.time_sliced or kv_lag <= STEADY_KV_LAG or of_token * kv_lag <= of_pass
 
     def chances(self, sequence: Sequence, confidences: bytes, count: int) -> list[float]:
         """The chance of each of `count` proposed tokens to be accepted with all before it."""
@@ -232,7 +245,7 @@ class Controller:
     def _probe_seconds(self, sequence: Sequence) -> float:
         """What waits for a probe at most."""
         lag = _kv_lag(sequence) if self._fleet.time_sliced else 0
-        return self.draft(self._draft_of(sequence)).cost.predict(1.0, 1.0, lag)
+        return self.draft(self._draft_of(sequence)).cost.predict(1.0, 1.0, 1.0 + lag)
 
     def _decide(self, target: TargetWorker, figures: TargetFigures) -> None:
         members: dict[str, list[Sequence]] = {}
@@ -245,24 +258,25 @@ class Controller:
 
     def _choose(self, target: TargetWorker, figures: TargetFigures, draft: DraftWorker, members: list[Sequence]) -> None:
         """Chooses the length for one draft worker, as if all sequences of the target were of the kind of `members`."""
-        base, row, _ = figures.cost.coefficients
-        of_pass, of_token, of_fed = self.draft(draft).cost.coefficients
+        (base, row, _), (wire,) = figures.cost.coefficients, figures.wire.coefficients
+        of_step, of_pass, of_token = self.draft(draft).cost.coefficients
         count, load = figures.decided_for, max(figures.decided_for, len(draft.sequences))
-        parts, sliced = max(1.0, count / self._config.batch_size), self._fleet.time_sliced
+        parts = max(1.0, count / self._config.batch_size)
+        serial = parts == 1 or self._fleet.time_sliced
 
         def cycle(passes: int = 0, drafted: float = 0.0, fed: float = 0.0) -> float:
             verify, propose = parts * base + row * count * (1 + drafted), of_token * drafted * load
-            if sliced or parts == 1:
-                return verify + passes * of_pass + propose + (of_fed * fed * load if sliced else 0.0)
-            through = verify / parts + passes * of_pass + propose / parts
-            return max(through, verify, 2 * passes * of_pass + propose + of_fed * fed * load)
+            step, feed = (of_step + passes * of_pass if passes else 0.0), of_token * fed * load
+            if serial:
+                return verify + step + propose + feed + (wire if passes or parts == 1 else 0.0)
+            return max(wire + verify / parts + step + propose / parts, verify, 2 * step + propose + feed)
 
         before = figures.choices.get(draft.worker_id)
         plain = count / cycle()
         rate = plain * (before.gain if before else 1.0)
         row_price = rate * row
-        price = row_price + (rate * of_token if sliced or parts == 1 else 0.0)
-        choice = Choice(0, plain, 1.0, price, row_price, rate * of_fed if sliced else 0.0)
+        price = row_price + (rate * of_token if serial else 0.0)
+        choice = Choice(0, 0, plain, 1.0, price, row_price, rate * of_token if serial else 0.0)
         chances, worth = self.draft(draft).acceptance.chances, []
         for sequence in members:
             worth.append(_worth(self.own(sequence).survival(chances), sequence, choice))
@@ -277,7 +291,8 @@ class Controller:
                 best, choice.length, choice.rate, choice.gain = rate, passes, rate, rate / plain
         figures.choices[draft.worker_id] = choice
         for sequence, kept in zip(members, worth, strict=True):
-            self.own(sequence).length = min(choice.length, len(kept))
+            self.own(sequence).length = length = min(choice.length, len(kept))
+            choice.sequences += length > 0
 
 
 def _worth(survival: list[float], sequence: Sequence, choice: Choice) -> list[float]:

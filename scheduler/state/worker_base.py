@@ -75,11 +75,12 @@ Work = TypeVar("Work", TargetWork, DraftWork)
 
 @dataclass(slots=True, eq=False)
 class OutstandingStep(Generic[Member, Work]):
-    """A step that was sent and not answered."""
+    """A step that was sent and not answered; `to_idle_worker`: the worker had no other step."""
 
     rows: list[InFlightRow[Member]]
     work: Work
     group: GroupFormed | None
+    to_idle_worker: bool
 
 
 class WorkerState(ABC, Generic[Member, Work]):
@@ -196,10 +197,11 @@ class WorkerState(ABC, Generic[Member, Work]):
         released = tuple(self.releases)
         self.releases.clear()
         self.in_flight.update(rows)
-        if not self.outstanding:
+        idle = not self.outstanding
+        if idle:
             self.running_since = now
         flights = list(rows.values())
-        self.outstanding[step_id] = OutstandingStep(flights, work, group)
+        self.outstanding[step_id] = OutstandingStep(flights, work, group, idle)
         return SendStep(self.worker_id, step_id, tuple([flight.row for flight in flights]), released, group, exclusive)
 
     def release(self, step_id: int, now: float) -> SendStep:

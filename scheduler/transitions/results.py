@@ -52,7 +52,7 @@ class Rounds:
         if step is None:
             return
         _leave_out_reused(step, results)
-        if self._controller.target_step(target, step.work, max(seconds, now - began)):
+        if self._controller.target_step(target, step.work, seconds, now - began if step.to_idle_worker else None):
             self._lifecycle.drafting_changed(target)
         together = _failed_together(step, results)
         for flight in step.rows:

@@ -78,7 +78,7 @@ class Cell:
                 work = DraftWork(max(asked), sum(asked), 0)
                 self.controller.draft_step(draft, work, self.law.draft(max(asked), sum(asked)))
         tokens = len(lengths) + sum(lengths)
-        self.controller.target_step(self.target, TargetWork(tokens), self.law.verify(tokens))
+        self.controller.target_step(self.target, TargetWork(tokens), self.law.verify(tokens), None)
         for length, sequence in zip(lengths, self.sequences, strict=True):
             sequence.requested_draft_length = length
             accepted, chance = 0, acceptance[self.drafts.index(sequence.draft)] if sequence.draft else 0.0
