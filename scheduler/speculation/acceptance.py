@@ -21,15 +21,15 @@ class ModelAcceptance:
     """Of one draft model: the chance of a token, given that those before it were accepted, by place and confidence."""
 
     def __init__(self, places: int) -> None:
-        self._taken = [_PRIOR_CHANCE * _PRIOR_WEIGHT] * places
-        self._tried = [_PRIOR_WEIGHT] * places
+        self._taken = [0.0] * places
+        self._tried = [0.0] * places
         self._bins_taken = [(which + 0.5) / _BINS * _PRIOR_WEIGHT for which in range(_BINS)]
         self._bins_tried = [_PRIOR_WEIGHT] * _BINS
 
     @property
     def rate(self) -> float:
         """Over all places."""
-        return sum(self._taken) / sum(self._tried) if self._tried else _PRIOR_CHANCE
+        return (sum(self._taken) + _PRIOR_CHANCE * _PRIOR_WEIGHT) / (sum(self._tried) + _PRIOR_WEIGHT)
 
     @property
     def chances(self) -> list[float]:

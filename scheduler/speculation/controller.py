@@ -190,7 +190,9 @@ class Controller:
 
     def newcomer_drafts(self, target: TargetWorker, sequence: Sequence) -> bool:
         """Whether a sequence that begins to run will draft; if not, or if all would wait for it, its KV can wait."""
-        return not self._auto or (not self._fleet.time_sliced and self._length(self.target(target), sequence) > 0)
+        if not self._auto or not self._fleet.drafts:
+            return not self._auto
+        return not self._fleet.time_sliced and self._length(self.target(target), sequence) > 0
 
     def for_round(self, sequence: Sequence, longest: int) -> int:
         """Tokens to draft in the round that begins, 0 to `longest`."""
@@ -201,7 +203,7 @@ class Controller:
         if figures.plain_step:
             return 0
         length = 1 if own.probing else self._length(figures, sequence)
-        if not length and figures.credit >= self._probe_seconds(sequence):
+        if not length and figures.credit >= self._probe_seconds(figures, sequence):
             # What was saved up beyond that is lost: else probes would come in bursts.
             figures.credit, own.probing, length = 0.0, True, 1
             self._counters.probes += 1
@@ -242,10 +244,11 @@ class Controller:
         """The draft worker that has the sequence, or would get it."""
         return sequence.draft or min(self._fleet.drafts.values(), key=lambda draft: len(draft.sequences))
 
-    def _probe_seconds(self, sequence: Sequence) -> float:
-        """What waits for a probe at most."""
+    def _probe_seconds(self, figures: TargetFigures, sequence: Sequence) -> float:
+        """By how much all others are held up at most."""
         lag = _kv_lag(sequence) if self._fleet.time_sliced else 0
-        return self.draft(self._draft_of(sequence)).cost.predict(1.0, 1.0, 1.0 + lag)
+        drafting = self.draft(self._draft_of(sequence)).cost.predict(1.0, 1.0, 1.0 + lag)
+        return drafting + figures.cost.coefficients[1]
 
     def _decide(self, target: TargetWorker, figures: TargetFigures) -> None:
         members: dict[str, list[Sequence]] = {}

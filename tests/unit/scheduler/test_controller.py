@@ -143,7 +143,7 @@ def test_each_draft_model_has_its_own_acceptance_and_each_sequence_its_own_lengt
     assert all(length == 0 for length in lengths[1::2])
     good, poor = (cell.controller.draft(draft).acceptance.chances[0] for draft in cell.drafts)
     assert good > 0.9
-    assert poor < 0.15
+    assert poor < 0.25
 
 
 def test_a_newcomer_starts_with_what_is_known_of_the_draft_model() -> None:
@@ -173,13 +173,19 @@ def test_where_cores_are_shared_a_sequence_with_a_long_prompt_and_little_to_say_
 
 @pytest.mark.parametrize("acceptance", [0.05, 0.9])
 def test_what_is_not_done_is_looked_at_now_and_then(acceptance: float) -> None:
-    """Plain rounds have probes, and drafted rounds plain steps, both for about a hundredth of the time."""
-    cell = Cell(LAWS["rows nearly free"] if acceptance > 0.5 else LAWS["rows cost"])
+    """Plain rounds have probes, and drafted rounds plain steps, for about a hundredth of the time."""
+    law = LAWS["rows nearly free"] if acceptance > 0.5 else LAWS["rows cost"]
+    cell = Cell(law)
     cell.submit()
     cell.settle({0: acceptance})
     rounds = [cell.round({0: acceptance})[0] for _ in range(2_000)]
-    other = sum((length == 0) is (acceptance > 0.5) for length in rounds)
-    assert 5 <= other <= 40
+    spent, whole = 0.0, 0.0
+    for length in rounds:
+        seconds = law.verify(1 + length) + (law.draft(length, length) if length else 0.0)
+        whole += seconds
+        if (length == 0) is (acceptance > 0.5):
+            spent += seconds if length == 0 else seconds - law.verify(1)
+    assert 0.003 < spent / whole < 0.015
 
 
 def test_a_worker_that_comes_anew_is_learnt_anew() -> None:
