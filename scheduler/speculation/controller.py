@@ -37,7 +37,8 @@ class Choice:
     """What one target's sequences draft with one draft worker: up to `length` tokens each, those worth their price.
 
     So many `sequences` do.
-    A draft token must have a chance of `price`, one to verify of `row_price`; one to feed costs `feed_price` tokens.
+    A draft token must have a chance of `price`, one to verify of `row_price`; one to feed costs `feed_price`
+    tokens; a draft that lacks more than `most_fed` catches up on the side.
     `rate` is the expected tokens a second, `gain` by how much it exceeds that of plain decoding.
     """
 
@@ -48,6 +49,7 @@ class Choice:
     price: float
     row_price: float
     feed_price: float
+    most_fed: float
 
 
 @dataclass(slots=True)
@@ -174,6 +176,7 @@ class Controller:
         if target is not None:
             self.target(target).rounds += 1
         if not requested or draft is None:
+            self.own(sequence).observe(0.0, 0)
             return
         own, model, taken = self.own(sequence), self.draft(draft).acceptance, float(accepted)
         confidences = sequence.confidences
@@ -276,14 +279,15 @@ class Controller:
 
         before = figures.choices.get(draft.worker_id)
         plain = count / cycle()
+        most_fed = math.inf if self._fleet.time_sliced else of_pass / max(of_token, 1e-12)
         rate = plain * (before.gain if before else 1.0)
         row_price = rate * row
         price = row_price + (rate * of_token if serial else 0.0)
-        choice = Choice(0, 0, plain, 1.0, price, row_price, rate * of_token if serial else 0.0)
+        choice = Choice(0, 0, plain, 1.0, price, row_price, rate * of_token if serial else 0.0, most_fed)
         chances, worth = self.draft(draft).acceptance.chances, []
         for sequence in members:
             worth.append(_worth(self.own(sequence).survival(chances), sequence, choice))
-        fed = sum(_fed(sequence, kept) for sequence, kept in zip(members, worth, strict=True) if kept) / len(members)
+        fed = sum(_fed(sequence, kept, most_fed) for sequence, kept in zip(members, worth, strict=True) if kept) / len(members)
         best = plain * (1.0 if before and before.length else _HYSTERESIS)
         accepted = drafted = 0.0
         for passes in range(1, max(map(len, worth)) + 1):
@@ -303,13 +307,13 @@ def _worth(survival: list[float], sequence: Sequence, choice: Choice) -> list[fl
     if sequence.request.draft_length is not None or sequence.drafting_refused or sequence.suspected:
         return []
     kept = list(takewhile(choice.price.__le__, survival))
-    return kept if sum(kept) - choice.price * len(kept) >= choice.feed_price * _fed(sequence, kept) else []
+    return kept if sum(kept) - choice.price * len(kept) >= choice.feed_price * _fed(sequence, kept, choice.most_fed) else []
 
 
-def _fed(sequence: Sequence, kept: list[float]) -> float:
+def _fed(sequence: Sequence, kept: list[float], most: float) -> float:
     """Tokens that a draft has to be fed, spread over the sequence's rounds or those that anything is remembered for."""
     left = max(1, sequence.end - sequence.length)
-    return max(0, _kv_lag(sequence) - STEADY_KV_LAG) * max(1 - FORGET, (1 + sum(kept)) / left)
+    return min(most, max(0, _kv_lag(sequence) - STEADY_KV_LAG)) * max(1 - FORGET, (1 + sum(kept)) / left)
 
 
 def _kv_lag(sequence: Sequence) -> int:

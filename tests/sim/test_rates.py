@@ -259,12 +259,12 @@ def run_for(simulation: RateSimulation, rounds: int) -> None:
 def test_each_of_two_draft_models_gets_its_own_lengths(law: str) -> None:
     """Answers are too short to learn from each of them anew what its draft is worth."""
     config = SchedulerConfig(batch_size=8, max_running=8, policy=Policy.AUTO, draft_length=LONGEST)
-    simulation = RateSimulation(config, replace(LAWS[law], row=0.003), lambda _id, _position: 1.0)
+    simulation = RateSimulation(config, LAWS[law], lambda _id, _position: 1.0)
     simulation.join("target", Role.TARGET)
     simulation.join("good", Role.DRAFT, quality=0.9)
     simulation.join("poor", Role.DRAFT, quality=0.1)
     for sequence_id in range(8):
-        simulation.submit(sequence_id, 30, None, output_tokens=16)
+        simulation.submit(sequence_id, 10, None, output_tokens=24)
     simulation.run(lambda: simulation.emitted_tokens >= 2_000)
     before = {name: Counter(simulation.asked(name)) for name in ("good", "poor")}
     simulation.run(lambda: simulation.emitted_tokens >= 12_000)
