@@ -67,22 +67,24 @@ class ModelAcceptance:
 
 
 class OwnAcceptance:
-    """Of one sequence: `taken` of `tried` draft tokens, older ones for less.
+    """Of one sequence: `taken` of `tried` draft tokens, older ones for less. `probing`: it drafts only to learn that."""
 
-    `length` is what it drafts, None before that was decided; `probing` while it does so only to see what comes of it.
-    """
-
-    __slots__ = ("length", "probing", "taken", "tried")
+    __slots__ = ("probing", "taken", "tried")
 
     def __init__(self) -> None:
         self.taken = self.tried = 0.0
-        self.length: int | None = None
         self.probing = False
 
     def observe(self, taken: float, tried: int) -> None:
+        """A round ended."""
         self.taken, self.tried = self.taken * FORGET + taken, self.tried * FORGET + tried
 
-    def survival(self, chances: list[float]) -> list[float]:
-        """The chance of each token to be accepted with all before it, where `chances` are the model's by place."""
-        taken, weight = self.taken, self.tried + _PRIOR_WEIGHT
-        return list(accumulate([(taken + _PRIOR_WEIGHT * chance) / weight for chance in chances], mul))
+    def survival(self, chances: list[float], least: float = 0.0) -> list[float]:
+        """The chance of each token to be accepted with all before it, down to the `least`; `chances` by the model."""
+        taken, weight, chance, found = self.taken, self.tried + _PRIOR_WEIGHT, 1.0, []
+        for expected in chances:
+            chance *= (taken + _PRIOR_WEIGHT * expected) / weight
+            if chance < least:
+                break
+            found.append(chance)
+        return found

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import islice, takewhile
 from statistics import fmean
 
 from scheduler.config import Policy, SchedulerConfig
@@ -43,13 +43,14 @@ class Choice:
     """
 
     length: int
-    sequences: int
+    sequences: float
     rate: float
     gain: float
     price: float
     row_price: float
     feed_price: float
     most_fed: float
+    chances: list[float]
 
 
 @dataclass(slots=True)
@@ -75,7 +76,7 @@ class TargetFigures:
 
 @dataclass(slots=True)
 class DraftFigures:
-    """Of one draft worker: what its steps cost, by (1, passes, tokens fed or proposed), wire and all, and its model's acceptance."""
+    """Of one draft worker: what its steps cost, by (1, passes, tokens fed or proposed), and its model's acceptance."""
 
     cost: LinearCost
     acceptance: ModelAcceptance
@@ -93,14 +94,14 @@ class Controller:
         self._drafts: dict[str, DraftFigures] = {}
         self._models: dict[str, ModelAcceptance] = {}
         self._own: dict[int, OwnAcceptance] = {}
-        self.kv_moves = LinearCost((1.0, _TOKEN))
+        self.kv_moves = LinearCost((1.0, _TOKEN, _TOKEN))
         """What a move of KV between targets takes, by (1, positions)."""
 
     def target(self, target: TargetWorker) -> TargetFigures:
         found, first = self._targets.get(target.worker_id), self._config.initial_step_seconds
         if found is None:
             found = self._targets[target.worker_id] = TargetFigures(
-                LinearCost((1.0, _TOKEN, _TOKEN), first), LinearCost((1.0,)), first
+                LinearCost((1.0, _TOKEN, _TOKEN), first), LinearCost((1.0, _TOKEN, _TOKEN)), first
             )
         return found
 
@@ -183,7 +184,7 @@ class Controller:
         if accepted == verified < len(confidences):
             # Had the next one been worth verifying: else drafts that are often cut short would seem to be bad ones.
             taken += model.chance(confidences[verified])
-        if own.probing and accepted and own.survival(model.chances)[0] < 0.5 and target is not None:
+        if own.probing and accepted and own.survival(model.chances)[:1] < [0.5] and target is not None:
             self.target(target).credit = math.inf  # against the odds: worth another look at once
         tried, own.probing = accepted + (accepted < requested), False
         own.observe(taken, tried)
@@ -237,11 +238,10 @@ class Controller:
 
     def _length(self, figures: TargetFigures, sequence: Sequence) -> int:
         """What pays for this sequence. A draft worker that nobody tried is tried."""
-        own, draft = self.own(sequence), self._draft_of(sequence)
-        if own.length is None and (choice := figures.choices.get(draft.worker_id)) is not None:
-            survival = own.survival(self.draft(draft).acceptance.chances)
-            own.length = min(choice.length, len(_worth(survival, sequence, choice)))
-        return 1 if own.length is None else own.length
+        choice = figures.choices.get(self._draft_of(sequence).worker_id)
+        if choice is None or not choice.length:
+            return int(choice is None)
+        return min(choice.length, len(_worth(self.own(sequence), sequence, choice)))
 
     def _draft_of(self, sequence: Sequence) -> DraftWorker:
         """The draft worker that has the sequence, or would get it."""
@@ -254,18 +254,24 @@ class Controller:
         return drafting + figures.cost.coefficients[1]
 
     def _decide(self, target: TargetWorker, figures: TargetFigures) -> None:
+        """Goes by as many of the sequences as one draft step takes: more would not change much."""
         members: dict[str, list[Sequence]] = {}
-        for sequence in target.sequences.values() if self._fleet.drafts else ():
+        every = 1 + (len(target.sequences) - 1) // self._config.proposals_per_step
+        for sequence in islice(target.sequences.values(), 0, None, every) if self._fleet.drafts else ():
             draft = self._draft_of(sequence)
             if self.draft(draft).cost.known:
                 members.setdefault(draft.worker_id, []).append(sequence)
         for worker_id, sequences in members.items():
-            self._choose(target, figures, self._fleet.drafts[worker_id], sequences)
+            choice = self._choose(target, figures, self._fleet.drafts[worker_id], sequences)
+            figures.choices[worker_id] = choice
 
-    def _choose(self, target: TargetWorker, figures: TargetFigures, draft: DraftWorker, members: list[Sequence]) -> None:
-        """Chooses the length for one draft worker, as if all sequences of the target were of the kind of `members`."""
-        (base, row, _), (wire,) = figures.cost.coefficients, figures.wire.coefficients
-        of_step, of_pass, of_token = self.draft(draft).cost.coefficients
+    def _choose(
+        self, target: TargetWorker, figures: TargetFigures, draft: DraftWorker, members: list[Sequence]
+    ) -> Choice:
+        """The choice for one draft worker, as if all sequences of the target were like `members`, which it has."""
+        (base, row, _), wire = figures.cost.coefficients, figures.wire.coefficients[0]
+        known, before = self.draft(draft), figures.choices.get(draft.worker_id)
+        of_step, of_pass, of_token = known.cost.coefficients
         count, load = figures.decided_for, max(figures.decided_for, len(draft.sequences))
         parts = max(1.0, count / self._config.batch_size)
         serial = parts == 1 or self._fleet.time_sliced
@@ -277,17 +283,16 @@ class Controller:
                 return verify + step + propose + feed + (wire if passes or parts == 1 else 0.0)
             return max(wire + verify / parts + step + propose / parts, verify, 2 * step + propose + feed)
 
-        before = figures.choices.get(draft.worker_id)
         plain = count / cycle()
-        most_fed = math.inf if self._fleet.time_sliced else of_pass / max(of_token, 1e-12)
+        # A second is worth as many tokens as were committed in one when this was last decided.
         rate = plain * (before.gain if before else 1.0)
-        row_price = rate * row
-        price = row_price + (rate * of_token if serial else 0.0)
-        choice = Choice(0, 0, plain, 1.0, price, row_price, rate * of_token if serial else 0.0, most_fed)
-        chances, worth = self.draft(draft).acceptance.chances, []
-        for sequence in members:
-            worth.append(_worth(self.own(sequence).survival(chances), sequence, choice))
-        fed = sum(_fed(sequence, kept, most_fed) for sequence, kept in zip(members, worth, strict=True) if kept) / len(members)
+        of_draft = rate * of_token if serial else 0.0
+        most_fed = math.inf if self._fleet.time_sliced else of_pass / max(of_token, _TOKEN * of_pass)
+        choice = Choice(
+            0, 0.0, plain, 1.0, rate * row + of_draft, rate * row, of_draft, most_fed, known.acceptance.chances
+        )
+        worth = [_worth(self.own(sequence), sequence, choice) for sequence in members]
+        fed = sum(_fed(one, kept, most_fed) for one, kept in zip(members, worth, strict=True) if kept) / len(members)
         best = plain * (1.0 if before and before.length else _HYSTERESIS)
         accepted = drafted = 0.0
         for passes in range(1, max(map(len, worth)) + 1):
@@ -296,24 +301,25 @@ class Controller:
             rate = count * (1 + accepted) / cycle(passes, drafted, fed)
             if rate > best:
                 best, choice.length, choice.rate, choice.gain = rate, passes, rate, rate / plain
-        figures.choices[draft.worker_id] = choice
-        for sequence, kept in zip(members, worth, strict=True):
-            self.own(sequence).length = length = min(choice.length, len(kept))
-            choice.sequences += length > 0
+        if choice.length:
+            choice.sequences = count * sum(map(bool, worth)) / len(members)
+        return choice
 
 
-def _worth(survival: list[float], sequence: Sequence, choice: Choice) -> list[float]:
+def _worth(own: OwnAcceptance, sequence: Sequence, choice: Choice) -> list[float]:
     """The chances of the tokens that are worth their price, if together they also pay for what has to be fed first."""
     if sequence.request.draft_length is not None or sequence.drafting_refused or sequence.suspected:
         return []
-    kept = list(takewhile(choice.price.__le__, survival))
-    return kept if sum(kept) - choice.price * len(kept) >= choice.feed_price * _fed(sequence, kept, choice.most_fed) else []
+    kept = own.survival(choice.chances, choice.price)
+    fed = _fed(sequence, kept, choice.most_fed)
+    return kept if not fed or sum(kept) - choice.price * len(kept) >= choice.feed_price * fed else []
 
 
 def _fed(sequence: Sequence, kept: list[float], most: float) -> float:
     """Tokens that a draft has to be fed, spread over the sequence's rounds or those that anything is remembered for."""
+    lag = _kv_lag(sequence) - STEADY_KV_LAG
     left = max(1, sequence.end - sequence.length)
-    return min(most, max(0, _kv_lag(sequence) - STEADY_KV_LAG)) * max(1 - FORGET, (1 + sum(kept)) / left)
+    return min(most, lag) * max(1 - FORGET, (1 + sum(kept)) / left) if lag > 0 else 0.0
 
 
 def _kv_lag(sequence: Sequence) -> int:

@@ -19,37 +19,47 @@ class LinearCost:
     first observation a step takes `initial_seconds`, whatever its size.
     """
 
-    def __init__(self, guess: tuple[float, ...], initial_seconds: float = 0.0) -> None:
+    def __init__(self, guess: tuple[float, float, float], initial_seconds: float = 0.0) -> None:
         self._guess = guess
-        self.coefficients = [initial_seconds] + [0.0] * (len(guess) - 1)
-        self._information: list[list[float]] = []
+        self.coefficients = [initial_seconds, 0.0, 0.0]
+        self._information: tuple[float, ...] = ()
+        """The upper triangle, row by row."""
 
     @property
     def known(self) -> bool:
         return bool(self._information)
 
-    def predict(self, *features: float) -> float:
-        return sum(map(mul, self.coefficients, features))
+    def predict(self, x: float, y: float = 0.0, z: float = 0.0) -> float:
+        p, q, r = self.coefficients
+        return p * x + q * y + r * z
 
-    def observe(self, seconds: float, *features: float) -> None:
+    def observe(self, seconds: float, x: float, y: float = 0.0, z: float = 0.0) -> None:
         if not math.isfinite(seconds) or seconds <= 0:
             return
         if not self._information:
-            unit = seconds / sum(map(mul, self._guess, features))
+            unit = seconds / sum(map(mul, self._guess, (x, y, z)))
             self.coefficients = [unit * share for share in self._guess]
             # The guess weighs so little that any few observations overrule it.
-            self._information = [[0.0] * len(features) for _ in features]
-            for place, coefficient in enumerate(self.coefficients):
-                self._information[place][place] = ((1 - FORGET) / coefficient) ** 2
-        scaled = [feature / seconds for feature in features]
-        along = [sum(map(mul, row, scaled)) for row in self._information]
-        forgotten = (1 - FORGET) / sum(map(mul, along, scaled))
-        before, kept, right = sum(map(mul, along, self.coefficients)), [], []
-        for row, a, x in zip(self._information, along, scaled, strict=True):
-            right.append(sum(map(mul, row, self.coefficients)) - forgotten * a * before + x)
-            kept.append([known - forgotten * a * b + x * y for known, b, y in zip(row, along, scaled, strict=True)])
-        self._information = kept
-        self.coefficients = _least_squares(kept, right)
+            a, d, f = (((1 - FORGET) / coefficient) ** 2 for coefficient in self.coefficients)
+            self._information = (a, 0.0, 0.0, d, 0.0, f)
+        x, y, z = x / seconds, y / seconds, z / seconds
+        (a, b, c, d, e, f), (p, q, r) = self._information, self.coefficients
+        u, v, w = a * x + b * y + c * z, b * x + d * y + e * z, c * x + e * y + f * z
+        share = (1 - FORGET) / (u * x + v * y + w * z)
+        lost = share * (u * p + v * q + w * r)
+        i = a * p + b * q + c * r - lost * u + x
+        j = b * p + d * q + e * r - lost * v + y
+        k = c * p + e * q + f * r - lost * w + z
+        a, b, c = a + x * x - share * u * u, b + x * y - share * u * v, c + x * z - share * u * w
+        d, e, f = d + y * y - share * v * v, e + y * z - share * v * w, f + z * z - share * w * w
+        self._information = (a, b, c, d, e, f)
+        g, h, m = d * f - e * e, c * e - b * f, b * e - c * d
+        n, o, s = a * f - c * c, b * c - a * e, a * d - b * b
+        whole = a * g + b * h + c * m
+        found = [(g * i + h * j + m * k) / whole, (h * i + n * j + o * k) / whole, (m * i + o * j + s * k) / whole]
+        if min(found) < 0:
+            found = _least_squares([[a, b, c], [b, d, e], [c, e, f]], [i, j, k])
+        self.coefficients = found
 
 
 def _least_squares(matrix: list[list[float]], right: list[float]) -> list[float]:

@@ -119,9 +119,7 @@ class DraftWorker(WorkerState[Sequence, DraftWork]):
 class TargetWorker(WorkerState[Sequence, TargetWork]):
     """A target worker: the sequences to prefill, those to verify, and those being drafted for."""
 
-    def __init__(
-        self, spec: WorkerSpec, prefill_chunk: int, steps_in_flight: int, batch_size: int
-    ) -> None:
+    def __init__(self, spec: WorkerSpec, prefill_chunk: int, steps_in_flight: int, batch_size: int) -> None:
         super().__init__(spec, prefill_chunk, steps_in_flight)
         self.longest_draft = max(0, spec.max_num_batched_tokens // 2 - 1)
         """The most draft tokens of a row: two rows always fit a step, so that verification cannot shut prefill out."""

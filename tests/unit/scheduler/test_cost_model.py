@@ -35,7 +35,7 @@ def test_as_many_different_steps_as_there_are_features_give_the_law() -> None:
 
 @pytest.mark.parametrize("unit", [1e-3, 1.0, 1e3])
 def test_units_do_not_matter(unit: float) -> None:
-    one, other = LinearCost(GUESS[:2]), LinearCost(GUESS[:2])
+    one, other = LinearCost(GUESS), LinearCost(GUESS)
     rng = random.Random(5)
     for _ in range(60):
         tokens, noise = rng.randrange(1, 30), rng.uniform(0.8, 1.2)
@@ -46,7 +46,7 @@ def test_units_do_not_matter(unit: float) -> None:
 
 def test_what_a_token_costs_is_not_forgotten_while_all_steps_have_one_size() -> None:
     """Plain forgetting would leave nothing but noise of what tells base and token apart."""
-    cost, rng = LinearCost(GUESS[:2]), random.Random(1)
+    cost, rng = LinearCost(GUESS), random.Random(1)
     for _ in range(40):
         tokens = rng.choice((1, 4, 16, 40))
         cost.observe(seconds(tokens) * rng.uniform(0.95, 1.05), 1, tokens)
@@ -60,7 +60,7 @@ def test_what_a_token_costs_is_not_forgotten_while_all_steps_have_one_size() -> 
 @pytest.mark.parametrize("first", [True, False])
 def test_steps_that_stall_count_for_next_to_nothing(first: bool, seed: int) -> None:
     """One in twenty takes twenty times as long; the first one may, when something is compiled."""
-    cost, rng = LinearCost(GUESS[:2]), random.Random(seed)
+    cost, rng = LinearCost(GUESS), random.Random(seed)
     if first:
         cost.observe(20 * seconds(8), 1, 8)
     for step in range(100):
@@ -71,7 +71,7 @@ def test_steps_that_stall_count_for_next_to_nothing(first: bool, seed: int) -> N
 
 
 def test_a_worker_that_has_become_twice_as_slow_is_noticed() -> None:
-    cost, rng = LinearCost(GUESS[:2]), random.Random(3)
+    cost, rng = LinearCost(GUESS), random.Random(3)
     for factor, steps in ((1, 200), (2, 50)):
         for _ in range(steps):
             tokens = rng.randrange(1, 40)
@@ -89,7 +89,7 @@ def test_no_coefficient_is_ever_negative_or_undefined(steps: list[tuple[float, i
 
 @pytest.mark.parametrize("nonsense", [math.nan, math.inf, 0.0, -1.0])
 def test_times_that_cannot_be_change_nothing(nonsense: float) -> None:
-    cost = LinearCost(GUESS[:2])
+    cost = LinearCost(GUESS)
     cost.observe(0.5, 1, 3)
     before = list(cost.coefficients)
     cost.observe(nonsense, 1, 8)
