@@ -67,7 +67,7 @@ class ModelAcceptance:
 
 
 class OwnAcceptance:
-    """Of one sequence: `taken` of `tried` draft tokens, older ones for less. `probing`: it drafts only to learn that."""
+    """Of one sequence: `taken` of `tried` draft tokens, older ones for less. `probing`: it drafts only to learn."""
 
     __slots__ = ("probing", "taken", "tried")
 

@@ -272,6 +272,7 @@ class Controller:
         (base, row, _), wire = figures.cost.coefficients, figures.wire.coefficients[0]
         known, before = self.draft(draft), figures.choices.get(draft.worker_id)
         of_step, of_pass, of_token = known.cost.coefficients
+        base, of_token = max(base, 1e-9), max(of_token, 1e-9)  # nothing takes no time at all
         count, load = figures.decided_for, max(figures.decided_for, len(draft.sequences))
         parts = max(1.0, count / self._config.batch_size)
         serial = parts == 1 or self._fleet.time_sliced
@@ -287,7 +288,7 @@ class Controller:
         # A second is worth as many tokens as were committed in one when this was last decided.
         rate = plain * (before.gain if before else 1.0)
         of_draft = rate * of_token if serial else 0.0
-        most_fed = math.inf if self._fleet.time_sliced else of_pass / max(of_token, _TOKEN * of_pass)
+        most_fed = math.inf if self._fleet.time_sliced else of_pass / of_token
         choice = Choice(
             0, 0.0, plain, 1.0, rate * row + of_draft, rate * row, of_draft, most_fed, known.acceptance.chances
         )

@@ -292,7 +292,7 @@ class SchedulerMetrics(ServiceObserver):
         of.read(
             _GAUGE,
             "draft_length_chosen",
-            "Tokens that a target's sequences draft in a round at most, by what policy auto expects; 0 is plain decoding.",
+            "Tokens that a target's sequences draft in a round at most, under policy auto; 0 is plain decoding.",
             lambda now: {(one.target_id, one.draft_id): one.length for one in now.core.drafting_now},
             "target",
             "draft",

@@ -124,7 +124,7 @@ def test_the_length_is_as_good_as_the_best_of_all(
 
 
 def test_overlapped_with_verification_a_draft_costs_only_what_it_holds_up() -> None:
-    """Four steps' worth of sequences: the draft works while the target does, and the same law pays for longer drafts."""
+    """Four steps' worth of sequences: the draft works while the target does, and may draft more."""
     costs = Law(base=0.010, row=0.0002, of_pass=0.004, of_token=0.0)
     together, apart = Cell(costs, batch_size=16), Cell(costs, batch_size=4)
     for _ in range(16):
