@@ -34,12 +34,11 @@ _WHOLE_EVERY = 16
 
 @dataclass(slots=True)
 class Choice:
-    """What one target's sequences draft with one draft worker: up to `length` tokens each, those worth their price.
+    """What one target's sequences draft with one draft worker: so many `sequences` up to `length` tokens each.
 
-    So many `sequences` do.
-    A draft token must have a chance of `price`, one to verify of `row_price`; one to feed costs `feed_price`
-    tokens; a draft that lacks more than `most_fed` catches up on the side.
-    `rate` is the expected tokens a second, `gain` by how much it exceeds that of plain decoding.
+    A draft token is worth it from a chance of `price` on, and worth verifying from `row_price` on. One to feed costs
+    `feed_price` tokens; a draft that lacks more than `most_fed` catches up on the side. `rate` is the expected tokens a
+    second, `gain` times that of plain decoding. `chances` are the draft model's, by place.
     """
 
     length: int
@@ -202,7 +201,7 @@ class Controller:
         """Tokens to draft in the round that begins, 0 to `longest`."""
         target = sequence.target
         if not self._auto or target is None or not self._fleet.drafts:
-            return longest
+            return 0 if self._auto else longest
         figures, own = self.target(target), self.own(sequence)
         if figures.plain_step:
             return 0
@@ -256,7 +255,7 @@ class Controller:
     def _decide(self, target: TargetWorker, figures: TargetFigures) -> None:
         """Goes by as many of the sequences as one draft step takes: more would not change much."""
         members: dict[str, list[Sequence]] = {}
-        every = 1 + (len(target.sequences) - 1) // self._config.proposals_per_step
+        every = 1 + max(0, len(target.sequences) - 1) // self._config.proposals_per_step
         for sequence in islice(target.sequences.values(), 0, None, every) if self._fleet.drafts else ():
             draft = self._draft_of(sequence)
             if self.draft(draft).cost.known:
