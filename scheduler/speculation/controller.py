@@ -229,8 +229,8 @@ class Controller:
         """How many leading tokens of a proposal with these confidences are."""
         target, draft = sequence.target, sequence.draft
         choice = None if target is None or draft is None else self.target(target).choices.get(draft.worker_id)
-        chosen = choice is None or sequence.request.draft_length is not None or self.own(sequence).probing
-        if choice is None or chosen or sequence.length % _WHOLE_EVERY == 0:
+        whole = sequence.request.draft_length is not None or sequence.length % _WHOLE_EVERY == 0
+        if choice is None or whole or self.own(sequence).probing:
             return len(confidences)
         found = self.chances(sequence, confidences, len(confidences))
         return sum(1 for _ in takewhile(choice.row_price.__le__, found))
@@ -261,8 +261,7 @@ class Controller:
             if self.draft(draft).cost.known:
                 members.setdefault(draft.worker_id, []).append(sequence)
         for worker_id, sequences in members.items():
-            choice = self._choose(target, figures, self._fleet.drafts[worker_id], sequences)
-            figures.choices[worker_id] = choice
+            figures.choices[worker_id] = self._choose(target, figures, self._fleet.drafts[worker_id], sequences)
 
     def _choose(
         self, target: TargetWorker, figures: TargetFigures, draft: DraftWorker, members: list[Sequence]
