@@ -6,12 +6,11 @@ bound: once the oldest DRAFTED sequence is due (see TargetWorker.due), the oldes
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
 from scheduler.config import Policy
-from scheduler.state.indexes import CountByLength, DraftedIndex, group_key
+from scheduler.state.indexes import CountByLength, DraftedIndex
 from scheduler.state.workers import Sequence
 
 
@@ -42,12 +41,6 @@ class VerifyGroup:
 
     sequences: list[Sequence]
     forced: bool = False
-
-
-def equal_lengths(sequences: Iterable[Sequence]) -> bool:
-    remaining = iter(sequences)
-    first = next(remaining, None)
-    return first is None or all(group_key(sequence) == group_key(first) for sequence in remaining)
 
 
 class GroupingPolicy(Protocol):

@@ -75,7 +75,7 @@ class TargetPlanner:
             self._add_group(target, [suspect], [0], rows, work)
         if not rows:
             return None
-        group = None if work.prefill_tokens else self._describe(rows, work, False, now)
+        group = None if work.prefill_tokens else self._describe(rows, False, now)
         target.lone_step, target.lone_step_was_last = step_id, True
         return target.send(step_id, rows, work, now, group, self._fleet.time_sliced)
 
@@ -96,7 +96,7 @@ class TargetPlanner:
         rows: dict[int, InFlightRow[Sequence]] = {}
         work = TargetWork()
         self._add_group(target, chosen, drafted, rows, work)
-        group = self._describe(rows, work, choice is not None and choice.forced, now)
+        group = self._describe(rows, choice is not None and choice.forced, now)
         if can_prefill:
             # A copy: making room may take some out. Each but those in flight takes at least one token of the chunk.
             most = (1 + self._config.steps_in_flight) * target.chunk
@@ -152,15 +152,12 @@ class TargetPlanner:
                 work.verify_tokens += 1 + drafted
                 self._lifecycle.start_verifying(sequence)
 
-    def _describe(
-        self, rows: dict[int, InFlightRow[Sequence]], work: TargetWork, forced: bool, now: float
-    ) -> GroupFormed | None:
+    def _describe(self, rows: dict[int, InFlightRow[Sequence]], forced: bool, now: float) -> GroupFormed | None:
         if not rows:
             return None
         shapes = {(flight.sequence.length, len(flight.row.draft_tokens)) for flight in rows.values()}
-        work.equal_length = len(shapes) == 1
         oldest = next(iter(rows.values())).sequence
-        return GroupFormed(len(rows), work.equal_length, forced, now - oldest.drafted_at)
+        return GroupFormed(len(rows), len(shapes) == 1, forced, now - oldest.drafted_at)
 
     def _add_prefill(
         self,

@@ -1,6 +1,6 @@
 """What the core knows of any worker: its KV and pages, and the steps that it has not answered.
 
-Draft and target workers, with the work that waits for each, are in placement.py.
+Draft and target workers, with the work that waits for each, are in workers.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from scheduler.state.kv_ledger import KvEntry, PageLedger
 from scheduler.state.sequence_record import SequenceRecord
 
 Member = TypeVar("Member", bound=SequenceRecord)
-"""A worker's sequences. The workers of placement.py hold `Sequence`s, which in turn know their workers."""
+"""A worker's sequences. The workers of workers.py hold `Sequence`s, which in turn know their workers."""
 
 
 @dataclass(slots=True, eq=False)
@@ -29,10 +29,9 @@ class InFlightRow(Generic[Member]):
 
 @dataclass(slots=True)
 class TargetWork:
-    """Batched tokens of a target step: those to verify, whether all rows have one length, and those of prefill."""
+    """Batched tokens of a target step: those to verify and those of prefill."""
 
     verify_tokens: int = 0
-    equal_length: bool = True
     prefill_tokens: int = 0
 
     @property

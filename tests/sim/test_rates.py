@@ -223,6 +223,7 @@ SETTLED, SOON, MEASURED = 150, 50, 150
 """Rounds of each sequence: before a change, in which to adapt to the change, and of the measurement after that."""
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("law", LAWS)
 @pytest.mark.parametrize("change", ["eight times the load", "a draft that goes wrong", "a draft twice as slow"])
 def test_after_a_sudden_change_the_new_best_is_found_within_fifty_rounds(law: str, change: str) -> None:
