@@ -218,7 +218,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class StatusReply(_message.Message):
-    __slots__ = ("scheduler_epoch", "uptime_seconds", "state", "reason", "sessions", "workers", "model", "live_set", "groups", "throughput", "prefix_cache", "kv_moves", "speculation", "replicas")
+    __slots__ = ("scheduler_epoch", "uptime_seconds", "state", "reason", "sessions", "workers", "model", "live_set", "groups", "throughput", "prefix_cache", "kv_moves", "speculation", "replicas", "drafting")
     SCHEDULER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     UPTIME_SECONDS_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
@@ -233,6 +233,7 @@ class StatusReply(_message.Message):
     KV_MOVES_FIELD_NUMBER: _ClassVar[int]
     SPECULATION_FIELD_NUMBER: _ClassVar[int]
     REPLICAS_FIELD_NUMBER: _ClassVar[int]
+    DRAFTING_FIELD_NUMBER: _ClassVar[int]
     scheduler_epoch: int
     uptime_seconds: float
     state: SchedulerState
@@ -247,7 +248,26 @@ class StatusReply(_message.Message):
     kv_moves: KvMoveFigures
     speculation: SpeculationFigures
     replicas: ReplicaFigures
-    def __init__(self, scheduler_epoch: _Optional[int] = ..., uptime_seconds: _Optional[float] = ..., state: _Optional[_Union[SchedulerState, str]] = ..., reason: _Optional[str] = ..., sessions: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., model: _Optional[_Union[ServedModel, _Mapping]] = ..., live_set: _Optional[_Union[LiveSetFigures, _Mapping]] = ..., groups: _Optional[_Union[GroupFigures, _Mapping]] = ..., throughput: _Optional[_Union[ThroughputFigures, _Mapping]] = ..., prefix_cache: _Optional[_Iterable[_Union[PrefixCacheFigures, _Mapping]]] = ..., kv_moves: _Optional[_Union[KvMoveFigures, _Mapping]] = ..., speculation: _Optional[_Union[SpeculationFigures, _Mapping]] = ..., replicas: _Optional[_Union[ReplicaFigures, _Mapping]] = ...) -> None: ...
+    drafting: _containers.RepeatedCompositeFieldContainer[DraftingFigures]
+    def __init__(self, scheduler_epoch: _Optional[int] = ..., uptime_seconds: _Optional[float] = ..., state: _Optional[_Union[SchedulerState, str]] = ..., reason: _Optional[str] = ..., sessions: _Optional[int] = ..., workers: _Optional[_Iterable[_Union[WorkerStatus, _Mapping]]] = ..., model: _Optional[_Union[ServedModel, _Mapping]] = ..., live_set: _Optional[_Union[LiveSetFigures, _Mapping]] = ..., groups: _Optional[_Union[GroupFigures, _Mapping]] = ..., throughput: _Optional[_Union[ThroughputFigures, _Mapping]] = ..., prefix_cache: _Optional[_Iterable[_Union[PrefixCacheFigures, _Mapping]]] = ..., kv_moves: _Optional[_Union[KvMoveFigures, _Mapping]] = ..., speculation: _Optional[_Union[SpeculationFigures, _Mapping]] = ..., replicas: _Optional[_Union[ReplicaFigures, _Mapping]] = ..., drafting: _Optional[_Iterable[_Union[DraftingFigures, _Mapping]]] = ...) -> None: ...
+
+class DraftingFigures(_message.Message):
+    __slots__ = ("target_id", "draft_id", "draft_length", "gain", "tokens_per_second", "acceptance", "explanation")
+    TARGET_ID_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_ID_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    GAIN_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_PER_SECOND_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTANCE_FIELD_NUMBER: _ClassVar[int]
+    EXPLANATION_FIELD_NUMBER: _ClassVar[int]
+    target_id: str
+    draft_id: str
+    draft_length: int
+    gain: float
+    tokens_per_second: float
+    acceptance: _containers.RepeatedScalarFieldContainer[float]
+    explanation: str
+    def __init__(self, target_id: _Optional[str] = ..., draft_id: _Optional[str] = ..., draft_length: _Optional[int] = ..., gain: _Optional[float] = ..., tokens_per_second: _Optional[float] = ..., acceptance: _Optional[_Iterable[float]] = ..., explanation: _Optional[str] = ...) -> None: ...
 
 class ReplicaFigures(_message.Message):
     __slots__ = ("explanation", "wanted")

@@ -11,7 +11,6 @@ from itertools import chain, islice
 from scheduler.batching.steps import StepPlanner
 from scheduler.batching.verify_grouping import make_policy
 from scheduler.config import SchedulerConfig
-from scheduler.costs.step_times import Acceptance
 from scheduler.messages import (
     MAX_PRIORITY,
     MIN_PRIORITY,
@@ -31,7 +30,7 @@ from scheduler.messages import (
     WorkerLost,
     WorkerSpec,
 )
-from scheduler.speculation.draft_lengths import make_draft_lengths
+from scheduler.speculation.controller import Controller
 from scheduler.state.fleet import Fleet
 from scheduler.state.invariants import check_integrity
 from scheduler.state.live_set import LiveSet
@@ -40,6 +39,7 @@ from scheduler.state.sequence_record import SequenceState, already_ended
 from scheduler.state.workers import DraftWorker, Sequence, TargetWorker
 from scheduler.statistics import (
     Counters,
+    DraftingSnapshot,
     KeySnapshot,
     MoveStatistics,
     SequenceSnapshot,
@@ -67,9 +67,8 @@ class SchedulerCore:
         self._admission = AdmissionLimits(config, self._live)
         self._fleet = Fleet(config)
         self._counters = Counters()
-        self._acceptance = Acceptance()
         policy = make_policy(config.policy)
-        lengths = make_draft_lengths(config, self._fleet, self._acceptance, self._counters)
+        self._controller = controller = Controller(config, self._fleet, self._counters)
         moves = KvMoves(config.kv_movement)
         self._commands: list[Command] = []
         emit = self._commands.append
@@ -77,15 +76,15 @@ class SchedulerCore:
             config,
             self._live,
             self._fleet,
-            lengths,
+            controller,
             moves,
             self._counters,
             emit,
             max_per_target=config.batch_size if policy.lockstep else None,
         )
-        self._relocation = Relocation(self._fleet, self._lifecycle, moves, self._counters, emit)
-        self._steps = StepPlanner(config, self._fleet, self._lifecycle, lengths, policy, self._counters, emit)
-        self._rounds = Rounds(self._lifecycle, lengths, self._counters, emit)
+        self._relocation = Relocation(self._fleet, self._lifecycle, controller, moves, self._counters, emit)
+        self._steps = StepPlanner(config, self._fleet, self._lifecycle, controller, policy, self._counters, emit)
+        self._rounds = Rounds(self._lifecycle, controller, self._counters, emit)
         self._now = float("-inf")
 
     def apply(self, event: Event, now: float) -> list[Command]:
@@ -147,7 +146,7 @@ class SchedulerCore:
             drafted=sum(target.count(SequenceState.DRAFTED) for target in targets),
             verifying=sum(target.verifying for target in targets),
             moving=sum(sequence.state is SequenceState.MOVING for sequence in live.running.values()),
-            acceptance=self._acceptance.rate,
+            acceptance=self._controller.acceptance,
             preemptions=counters.preemptions,
             probes=counters.probes,
             draft_lengths=dict(sorted(counters.draft_lengths.items())),
@@ -167,8 +166,7 @@ class SchedulerCore:
                     worker.pages.free_pages,
                     worker.spec.total_pages,
                     len(worker.outstanding),
-                    worker.times.base,
-                    worker.times.per_token,
+                    *self._controller.law(worker),
                 )
                 for worker in self._fleet.workers()
             ),
@@ -182,6 +180,18 @@ class SchedulerCore:
                     dict(account.refusals),
                 )
                 for account in live.accounts
+            ),
+            drafting_now=tuple(
+                DraftingSnapshot(
+                    target.worker_id,
+                    draft_id,
+                    choice.length,
+                    choice.gain,
+                    choice.rate,
+                    tuple(self._controller.draft(self._fleet.drafts[draft_id]).acceptance.chances),
+                )
+                for target in targets
+                for draft_id, choice in self._controller.target(target).choices.items()
             ),
         )
 
@@ -273,6 +283,7 @@ class SchedulerCore:
     def _lose(self, event: WorkerLost, now: float) -> None:
         """Forgets everything in flight there. The worker's sequences go elsewhere, with the tokens that they have."""
         worker = self._fleet.remove(event.worker_id)
+        self._controller.lose(event.worker_id)
         if isinstance(worker, TargetWorker):
             suspects = [] if event.blameless or worker.draining else in_flight(worker)
             self._relocation.lose(worker, now)

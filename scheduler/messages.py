@@ -40,7 +40,8 @@ class FinishReason(Enum):
 class WorkerSpec:
     """What the core must know of a worker to plan steps for it.
 
-    `shares_cores`: an exclusive step runs on the cores of the machine's other workers as well.
+    `shares_cores`: an exclusive step runs on the cores of the machine's other workers as well. What drafts of one
+    `model_id` propose is equally good; "" means a model of its own.
 
     Raises `ValueError` naming field, value and limit.
     """
@@ -52,6 +53,7 @@ class WorkerSpec:
     max_sequence_length: int
     max_num_batched_tokens: int
     shares_cores: bool = False
+    model_id: str = ""
 
     def __post_init__(self) -> None:
         for name in ("page_size", "total_pages", "max_sequence_length", "max_num_batched_tokens"):

@@ -65,6 +65,22 @@ class WorkerSnapshot:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftingSnapshot:
+    """What one target's sequences draft with one draft worker at present, and why; only policy AUTO decides that.
+
+    At up to `length` tokens a round they are expected to commit `tokens_per_second`, `gain` times as many as by plain
+    decoding. `chances`: that a token is accepted, given that those before it were, by its place.
+    """
+
+    target_id: str
+    draft_id: str
+    length: int
+    gain: float
+    tokens_per_second: float
+    chances: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class KeySnapshot:
     """One API key by its name, "" for all requests without one of the configured names.
 
@@ -116,6 +132,7 @@ class Snapshot:
     moves: MoveStatistics
     workers: tuple[WorkerSnapshot, ...]
     keys: tuple[KeySnapshot, ...] = ()
+    drafting_now: tuple[DraftingSnapshot, ...] = ()
 
     @property
     def plain_rounds(self) -> int:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from scheduler.costs.step_times import expected_commit
-
 # If a single sequence misses the latency target, its own latency plus some slack becomes the target.
 _SLACK_OVER_ALONE = 1.25
 # Drafting must save at least this share of the targets.
@@ -17,6 +15,13 @@ _MAX_NUMBER = 1e9
 _ACCEPTANCE_STEPS = 20
 _LONGEST_DRAFT = 16
 _AHEAD_SECONDS = 10.0
+
+
+def expected_commit(rate: float, draft_length: int) -> float:
+    """Tokens a round is expected to commit: 1 + rate + rate**2 ... up to the draft length."""
+    if rate >= 1:
+        return draft_length + 1.0
+    return float((1 - rate ** (draft_length + 1)) / (1 - rate))
 
 
 @dataclass(frozen=True, slots=True)

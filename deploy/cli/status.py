@@ -119,6 +119,8 @@ def _figures(scheduler: Mapping[str, Any]) -> Table:
         table.add_row("KV moved", f"of {moves['moves']} sequences, {size}; {without}")
     table.add_row("accepted", f"{throughput['acceptance_rate']:.1%} of the drafted tokens")
     table.add_row("sequences", f"{throughput['finished']} finished, {throughput['failed']} failed")
+    for choice in scheduler["drafting"]:
+        table.add_row("drafting", choice["explanation"])
     if scheduler["autoscaling"] is not None:
         table.add_row("autoscaling", scheduler["autoscaling"]["explanation"])
     return table

@@ -7,69 +7,47 @@ from itertools import islice
 from scheduler.batching.time_slicing import draft_may_go
 from scheduler.config import SchedulerConfig
 from scheduler.messages import SendStep
+from scheduler.speculation.controller import Controller
 from scheduler.state.fleet import Fleet
 from scheduler.state.worker_base import DraftWork, InFlightRow
 from scheduler.state.workers import STEADY_KV_LAG, DraftWorker, Sequence
 from scheduler.transitions.lifecycle import READY, Lifecycle
 
-_LATENESS = 0.25
-"""A late step is waited for by so much of its expected seconds longer."""
-
 
 class DraftPlanner:
     """A draft worker proposes for every READY sequence placed there, oldest first."""
 
-    def __init__(self, config: SchedulerConfig, fleet: Fleet, lifecycle: Lifecycle) -> None:
+    def __init__(self, config: SchedulerConfig, fleet: Fleet, lifecycle: Lifecycle, controller: Controller) -> None:
         self._proposals_per_step = config.proposals_per_step
         self._fleet = fleet
         self._lifecycle = lifecycle
+        self._controller = controller
 
     def plan(self, draft: DraftWorker, step_id: int, now: float) -> SendStep | None:
         """The next step for this worker, or None when it must wait or has nothing to do."""
-        if not draft.can_take_step or not draft.ready:
-            draft.stop_waiting()
-        if not draft.can_take_step or not (draft.ready or draft.lagging) or not draft_may_go(draft, self._fleet):
+        may_go = not self._fleet.time_sliced or draft_may_go(draft, self._fleet)
+        if not draft.can_take_step or not (draft.ready or draft.lagging) or not may_go:
             return None
         # A second step is queued only when no sequence that is about to come back could still join it.
         if draft.busy and draft.verifying and len(draft.ready) < self._proposals_per_step:
             return None
-        if self._waits(draft, now):
+        if self._waits(draft):
             return None
         rows: dict[int, InFlightRow[Sequence]] = {}
         work = DraftWork()
         budget, room = self._propose(draft, rows, work, now)
         if draft.lagging:
             self._catch_up(draft, rows, work, min(budget, room))
-        return draft.send(step_id, rows, work, now) if rows else None
+        return draft.send(step_id, rows, work, now, exclusive=self._fleet.time_sliced) if rows else None
 
-    def deadline(self, draft: DraftWorker) -> float | None:
-        """When a draft that waits for more sequences must stop waiting."""
-        return draft.waiting_until if draft_may_go(draft, self._fleet) else None
-
-    def _waits(self, draft: DraftWorker, now: float) -> bool:
-        """Whether a draft should wait for sequences that are about to come back, so that its steps are few and full.
-
-        It waits only where drafting may be the bottleneck. A busy draft waits for the end of its own step. An idle one
-        waits for the end of its target's step, unless that takes longer than the base cost of the step that it saves.
-        """
+    def _waits(self, draft: DraftWorker) -> bool:
+        """Whether to wait for a target's answer: one half of its sequences is to be drafted for, the other verified."""
         first = next(iter(draft.ready.values()), None)
-        began = now if draft.waiting_since is None else draft.waiting_since
-        draft.stop_waiting()
-        if first is None or len(draft.ready) >= self._proposals_per_step:
+        target = None if first is None else first.target
+        if target is None or not target.verifying or self._fleet.time_sliced:
             return False
-        target = first.target
-        if target is None or target.plan is None or len(draft.ready) + 0.5 >= target.plan.full_draft_step:
-            return False
-        if draft.busy:
-            return True
-        end = target.expected_end() if draft.verifying else None
-        if end is None or end > began + draft.times.base * first.planned_draft_length:
-            return False
-        latest = end + _LATENESS * (end - target.running_since)
-        if now >= latest:
-            return False
-        draft.waiting_since, draft.waiting_until = began, latest
-        return True
+        choice = self._controller.target(target).choices.get(draft.worker_id)
+        return choice is not None and 2 * len(draft.ready) < choice.sequences
 
     def _propose(
         self, draft: DraftWorker, rows: dict[int, InFlightRow[Sequence]], work: DraftWork, now: float

@@ -9,7 +9,7 @@ from scheduler.batching.verify_grouping import GroupingPolicy
 from scheduler.batching.verify_steps import TargetPlanner
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Command, SendStep
-from scheduler.speculation.draft_lengths import DraftLengths
+from scheduler.speculation.controller import Controller
 from scheduler.state.fleet import Fleet
 from scheduler.state.workers import TargetWorker
 from scheduler.statistics import Counters
@@ -32,15 +32,15 @@ class StepPlanner:
         config: SchedulerConfig,
         fleet: Fleet,
         lifecycle: Lifecycle,
-        lengths: DraftLengths,
+        controller: Controller,
         policy: GroupingPolicy,
         counters: Counters,
         emit: Callable[[Command], None],
     ) -> None:
         self._fleet = fleet
         self._lifecycle = lifecycle
-        self._drafts = DraftPlanner(config, fleet, lifecycle)
-        self._targets = TargetPlanner(config, fleet, lifecycle, lengths, policy)
+        self._drafts = DraftPlanner(config, fleet, lifecycle, controller)
+        self._targets = TargetPlanner(config, fleet, lifecycle, controller, policy)
         self._counters = counters
         self._emit = emit
         self._last_step_id = 0
@@ -62,9 +62,8 @@ class StepPlanner:
                 self._send(worker.release(self._last_step_id + 1, now))
 
     def next_deadline(self) -> float | None:
-        """When the first worker that waits for a larger step must stop waiting; None when no worker waits."""
+        """When the first target that waits for a larger step must stop waiting; None when none waits."""
         deadlines = [self._targets.deadline(target) for target in self._fleet.targets.values()]
-        deadlines += [self._drafts.deadline(draft) for draft in self._fleet.drafts.values()]
         return min((deadline for deadline in deadlines if deadline is not None), default=None)
 
     def wait_bound(self, target: TargetWorker) -> float:

@@ -1,5 +1,7 @@
 """Who computes next where one target and one draft share cores, and each is fastest while the other is idle.
 
+Asked only there (`Fleet.time_sliced`).
+
 The worker whose oldest work has waited longer goes next; of equals, the draft. So both get their share, and a draft
 step proposes for all sequences that the target's steps before it have brought back.
 """
@@ -15,14 +17,16 @@ def target_may_go(target: TargetWorker, fleet: Fleet) -> bool:
 
     `StepPlanner` asks the draft first. So an idle draft that is due has nothing to do: it would be busy otherwise.
     """
-    if not target.time_sliced or (draft := fleet.sole_draft) is None:
+    draft = fleet.sole_draft
+    if draft is None:
         return True
     return not draft.busy and not (target.busy and _draft_is_first(draft, target))
 
 
 def draft_may_go(draft: DraftWorker, fleet: Fleet) -> bool:
     """Whether a step of this draft would compute exclusively, and no step of the target is due before it."""
-    if not draft.time_sliced or (target := fleet.sole_target) is None:
+    target = fleet.sole_target
+    if target is None:
         return True
     return not target.busy and _draft_is_first(draft, target)
 

@@ -6,28 +6,12 @@ bound: once the oldest DRAFTED sequence is due (see TargetWorker.due), the oldes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
 from scheduler.config import Policy
-from scheduler.costs.draft_plan import DraftPlan
-from scheduler.costs.step_times import TargetTimes
-from scheduler.state.indexes import CountByLength, DraftedIndex, group_key
+from scheduler.state.indexes import CountByLength, DraftedIndex
 from scheduler.state.workers import Sequence
-
-
-@dataclass(slots=True)
-class Arrivals:
-    """What the next draft step for a target is expected to bring.
-
-    In `seconds`, so many `sequences` with so many `batched_tokens` to verify, expected to commit so many `tokens`.
-    """
-
-    seconds: float
-    sequences: int
-    batched_tokens: int
-    tokens: float
 
 
 @dataclass(slots=True)
@@ -35,8 +19,8 @@ class GroupingView:
     """What a policy may look at.
 
     `coming` counts the target's READY and DRAFTING sequences, `verifying` those in steps not answered yet.
-    `may_wait` is false where waiting cannot pay: the step goes anyway, for a prefill. `plan` is AUTO's, None before the
-    first. `arrivals` tells what the running draft step will bring.
+    `may_wait` is false where waiting cannot pay: the step goes anyway, for a prefill. `drafting`: whether any of the
+    target's sequences draft.
     """
 
     drafted: DraftedIndex[Sequence]
@@ -45,9 +29,7 @@ class GroupingView:
     batch_size: int
     now: float
     may_wait: bool
-    times: TargetTimes
-    plan: DraftPlan | None
-    arrivals: Callable[[], Arrivals | None]
+    drafting: bool = False
 
     def overdue(self, sequence: Sequence) -> bool:
         return self.now >= sequence.due
@@ -59,12 +41,6 @@ class VerifyGroup:
 
     sequences: list[Sequence]
     forced: bool = False
-
-
-def equal_lengths(sequences: Iterable[Sequence]) -> bool:
-    remaining = iter(sequences)
-    first = next(remaining, None)
-    return first is None or all(group_key(sequence) == group_key(first) for sequence in remaining)
 
 
 class GroupingPolicy(Protocol):
@@ -118,62 +94,24 @@ class EqualLength:
         return VerifyGroup(group)
 
 
-class BestRate:
-    """AUTO: whatever is expected to commit the most tokens per second: an equal group, the oldest, or waiting.
+class Together:
+    """AUTO: as long as a target's sequences fit one step, they stay together; else the oldest go.
 
-    Where all sequences of a target fit one step, the plan says how they are verified: merged in one step, or in two
-    halves. A merged plan waits for the sequences of a running step: those queued behind it would need a step of their
-    own from then on. Any other wait must pay at once: the wait and the step after it must give more tokens per second
-    than a step now. In a merged plan it must also be shorter than the base cost of a step.
+    Those behind a running step would need a step of their own from then on, so they wait for it, and for a draft where
+    the target's sequences draft. A probe is not waited for.
     """
 
     lockstep = False
 
     def pick(self, view: GroupingView) -> VerifyGroup | None:
-        drafted = view.drafted
-        if not drafted:
+        if not view.drafted:
             return None
-        chosen = drafted.first(view.batch_size)
-        if view.overdue(chosen[0]):
-            return VerifyGroup(chosen, forced=True)
-        here, plan = len(drafted), view.plan
-        everyone = here + view.coming.total + view.verifying
-        one_step = everyone <= view.batch_size
-        merged = one_step and (plan is None or plan.merged)
-        if merged and view.may_wait and view.verifying:
-            return None
-        if plan is not None and one_step and plan.split and not view.verifying:
-            chosen = chosen[: (everyone + 1) // 2]
-        batched, tokens = _worth(chosen)
-        seconds = view.times.predict(batched, not view.times.ragged_extra or equal_lengths(chosen))
-        if view.times.ragged_extra:
-            group = drafted.largest_group()
-            if len(group) >= 2:
-                group_batched, group_tokens = _worth(group)
-                group_seconds = view.times.predict(group_batched, True)
-                if group_tokens * seconds > tokens * group_seconds:
-                    chosen, batched, tokens, seconds = group, group_batched, group_tokens, group_seconds
-        if len(chosen) < view.batch_size and view.may_wait and view.coming.total:
-            more = view.arrivals()
-            if more is not None and view.now + more.seconds <= chosen[0].due:
-                part = min(1.0, (view.batch_size - len(chosen)) / more.sequences)
-                together = view.times.predict(batched + part * more.batched_tokens, False)
-                pays = (tokens + part * more.tokens) * seconds > tokens * (more.seconds + together)
-                if plan is not None and one_step:
-                    pays = pays and merged and more.seconds < view.times.base
-                if pays:
-                    return None
-        return VerifyGroup(chosen)
-
-
-def _worth(sequences: list[Sequence]) -> tuple[int, float]:
-    """The batched tokens of these sequences, and the tokens that they are expected to commit."""
-    batched = len(sequences)
-    tokens = 0.0
-    for sequence in sequences:
-        batched += len(sequence.draft_tokens)
-        tokens += sequence.expected_tokens
-    return batched, tokens
+        oldest = view.drafted.first(view.batch_size)
+        if view.overdue(oldest[0]):
+            return VerifyGroup(oldest, forced=True)
+        fit_one_step = len(view.drafted) + view.coming.total + view.verifying <= view.batch_size
+        others_come = view.verifying or (view.coming.total and view.drafting)
+        return None if fit_one_step and view.may_wait and others_come else VerifyGroup(oldest)
 
 
 def make_policy(policy: Policy) -> GroupingPolicy:
@@ -185,4 +123,4 @@ def make_policy(policy: Policy) -> GroupingPolicy:
         case Policy.RAGGED:
             return Ragged()
         case Policy.AUTO:
-            return BestRate()
+            return Together()

@@ -5,11 +5,11 @@ from __future__ import annotations
 from itertools import islice
 
 from scheduler.batching.time_slicing import target_may_go
-from scheduler.batching.verify_grouping import Arrivals, GroupingPolicy, GroupingView
+from scheduler.batching.trimming import most_promising
+from scheduler.batching.verify_grouping import GroupingPolicy, GroupingView
 from scheduler.config import SchedulerConfig
 from scheduler.messages import GroupFormed, SendStep
-from scheduler.speculation.confidence import most_promising
-from scheduler.speculation.draft_lengths import DraftLengths
+from scheduler.speculation.controller import Controller
 from scheduler.state.fleet import Fleet
 from scheduler.state.worker_base import InFlightRow, TargetWork
 from scheduler.state.workers import Sequence, TargetWorker
@@ -24,32 +24,35 @@ class TargetPlanner:
         config: SchedulerConfig,
         fleet: Fleet,
         lifecycle: Lifecycle,
-        lengths: DraftLengths,
+        controller: Controller,
         policy: GroupingPolicy,
     ) -> None:
         self._config = config
         self._fleet = fleet
         self._lifecycle = lifecycle
-        self._lengths = lengths
+        self._controller = controller
         self._policy = policy
 
     def bound(self, target: TargetWorker) -> float:
         """Seconds that a DRAFTED sequence of this target may wait voluntarily."""
-        return self._config.wait_bound_steps * target.times.typical
+        return self._config.wait_bound_steps * self._controller.target(target).typical
 
     def deadline(self, target: TargetWorker) -> float | None:
         """When a target that waits for more sequences must stop waiting."""
         oldest = target.drafted.oldest()
-        if oldest is None or target.busy or not target.can_take_step or not target_may_go(target, self._fleet):
+        if oldest is None or target.busy or not target.can_take_step or not self._may_go(target):
             return None
         return oldest.due
+
+    def _may_go(self, target: TargetWorker) -> bool:
+        return not self._fleet.time_sliced or target_may_go(target, self._fleet)
 
     def plan(self, target: TargetWorker, step_id: int, now: float) -> SendStep | None:
         """The next step for this worker, or None when it waits or has nothing to do.
 
         Suspects and the others take turns: a suspect's row waits until no other is in flight, and is then alone.
         """
-        if not target.can_take_step or target.lone_step in target.outstanding or not target_may_go(target, self._fleet):
+        if not target.can_take_step or target.lone_step in target.outstanding or not self._may_go(target):
             return None
         suspect = target.next_suspect() if target.suspects else None
         if suspect is not None and not target.lone_step_was_last:
@@ -72,9 +75,9 @@ class TargetPlanner:
             self._add_group(target, [suspect], [0], rows, work)
         if not rows:
             return None
-        group = None if work.prefill_tokens else self._describe(rows, work, False, now)
+        group = None if work.prefill_tokens else self._describe(rows, False, now)
         target.lone_step, target.lone_step_was_last = step_id, True
-        return target.send(step_id, rows, work, now, group)
+        return target.send(step_id, rows, work, now, group, self._fleet.time_sliced)
 
     def _plan_group(self, target: TargetWorker, step_id: int, now: float) -> SendStep | None:
         batch_size = self._config.batch_size
@@ -93,13 +96,13 @@ class TargetPlanner:
         rows: dict[int, InFlightRow[Sequence]] = {}
         work = TargetWork()
         self._add_group(target, chosen, drafted, rows, work)
-        group = self._describe(rows, work, choice is not None and choice.forced, now)
+        group = self._describe(rows, choice is not None and choice.forced, now)
         if can_prefill:
             # A copy: making room may take some out. Each but those in flight takes at least one token of the chunk.
             most = (1 + self._config.steps_in_flight) * target.chunk
             next_ones = list(islice(target.prefilling.in_turns(), most))
             self._add_prefill(target, next_ones, rows, work, min(target.chunk, left + kept))
-        return target.send(step_id, rows, work, now, group) if rows else None
+        return target.send(step_id, rows, work, now, group, self._fleet.time_sliced) if rows else None
 
     def _view(self, target: TargetWorker, now: float, may_wait: bool) -> GroupingView:
         return GroupingView(
@@ -109,29 +112,8 @@ class TargetPlanner:
             batch_size=self._config.batch_size,
             now=now,
             may_wait=may_wait,
-            times=target.times,
-            plan=target.plan,
-            arrivals=lambda: self._arrivals(target, now),
+            drafting=self._controller.target(target).drafting,
         )
-
-    def _arrivals(self, target: TargetWorker, now: float) -> Arrivals | None:
-        """The first draft step to bring proposals for this target."""
-        first = None
-        for draft in self._fleet.drafts.values():
-            running = next(iter(draft.outstanding.values()), None)
-            if running is None:
-                continue
-            sequences, batched, tokens = 0, 0, 0.0
-            for flight in running.rows:
-                sequence, length = flight.sequence, flight.row.draft_length
-                if length and sequence.target is target and not flight.abandoned:
-                    sequences += 1
-                    batched += 1 + length
-                    tokens += self._lengths.expected_tokens(sequence, length)
-            seconds = max(0.0, draft.expected_end(running) - now)
-            if sequences and (first is None or seconds < first.seconds):
-                first = Arrivals(seconds, sequences, batched, tokens)
-        return first
 
     def _fitting(self, sequences: list[Sequence], room: int) -> tuple[list[Sequence], list[int], int]:
         """Fits a group into `room` tokens: its sequences, how many draft tokens of each, and the room that is left.
@@ -143,7 +125,7 @@ class TargetPlanner:
         if batched > room:
             sequences = sequences[:room]
             chances = [
-                self._lengths.confidence.chances(sequence.confidences[:length], length)
+                self._controller.chances(sequence, sequence.confidences[:length], length)
                 for sequence, length in zip(sequences, drafted, strict=False)
             ]
             drafted = most_promising(chances, room - len(sequences))
@@ -170,15 +152,12 @@ class TargetPlanner:
                 work.verify_tokens += 1 + drafted
                 self._lifecycle.start_verifying(sequence)
 
-    def _describe(
-        self, rows: dict[int, InFlightRow[Sequence]], work: TargetWork, forced: bool, now: float
-    ) -> GroupFormed | None:
+    def _describe(self, rows: dict[int, InFlightRow[Sequence]], forced: bool, now: float) -> GroupFormed | None:
         if not rows:
             return None
         shapes = {(flight.sequence.length, len(flight.row.draft_tokens)) for flight in rows.values()}
-        work.equal_length = len(shapes) == 1
         oldest = next(iter(rows.values())).sequence
-        return GroupFormed(len(rows), work.equal_length, forced, now - oldest.drafted_at)
+        return GroupFormed(len(rows), len(shapes) == 1, forced, now - oldest.drafted_at)
 
     def _add_prefill(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from scheduler.config import SchedulerConfig
+from scheduler.config import Policy, SchedulerConfig
 from scheduler.messages import Role, WorkerSpec
 from scheduler.state.workers import DraftWorker, TargetWorker, Worker
 
@@ -16,8 +16,8 @@ class Fleet:
         self._config = config
         self.targets: dict[str, TargetWorker] = {}
         self.drafts: dict[str, DraftWorker] = {}
-        self.shares_cores = False
-        """Whether a single target, or one with a single draft, shares cores: each is faster while the other is idle."""
+        self.time_sliced = False
+        """Whether a single target and at most one draft share cores, and so take turns, each on the cores of both."""
 
     def workers(self) -> Iterator[Worker]:
         yield from self.drafts.values()
@@ -28,7 +28,7 @@ class Fleet:
 
     def add(self, spec: WorkerSpec) -> None:
         config = self._config
-        shared = (spec, config.prefill_chunk, config.steps_in_flight, config.initial_step_seconds)
+        shared = (spec, config.prefill_chunk, config.steps_in_flight)
         if spec.role is Role.TARGET:
             self.targets[spec.worker_id] = TargetWorker(*shared, config.batch_size)
         else:
@@ -42,14 +42,8 @@ class Fleet:
 
     def _note_sharing(self) -> None:
         small = len(self.targets) == 1 and len(self.drafts) <= 1
-        self.shares_cores = small and all(worker.spec.shares_cores for worker in self.workers())
-        if not self.shares_cores:
-            self.set_time_sliced(False)
-
-    def set_time_sliced(self, time_sliced: bool) -> None:
-        """Sets whether all workers' steps run one at a time from now on."""
-        for worker in self.workers():
-            worker.time_sliced = time_sliced
+        shared = small and all(worker.spec.shares_cores for worker in self.workers())
+        self.time_sliced = shared and self._config.policy is Policy.AUTO
 
     @property
     def sole_target(self) -> TargetWorker | None:

@@ -3,27 +3,11 @@
 from __future__ import annotations
 
 from scheduler.config import KvMovement
-from scheduler.costs.cost_fit import CostFit
 from scheduler.messages import MoveKv
 from scheduler.state.workers import KvMove, Sequence, TargetWorker
 
 MAX_MOVES = 4
 """Sequences that may leave a target at the same time; the others go on decoding there meanwhile."""
-
-_PRIOR = (1.0, 0.001)
-
-
-class MoveTimes:
-    """Predicts the seconds of a move: a base, and so much for each position. 0 until the first was measured."""
-
-    def __init__(self) -> None:
-        self._fit = CostFit(0.0, _PRIOR)
-
-    def observe(self, positions: int, seconds: float) -> None:
-        self._fit.observe((1.0, positions), seconds)
-
-    def predict(self, positions: int) -> float:
-        return self._fit.predict((1.0, positions))
 
 
 class KvMoves:
@@ -33,13 +17,11 @@ class KvMoves:
         self._movement = movement
         self._moves: dict[int, KvMove] = {}
         self._last_id = 0
-        self.times = MoveTimes()
 
-    def worth_it(self, positions: int, destination: TargetWorker) -> bool:
-        """Whether to move so many positions to the destination; otherwise it computes them."""
+    def worth_it(self, positions: int, moving: float, computing: float) -> bool:
+        """Whether to move so many positions, which takes `moving` seconds, instead of `computing` them anew."""
         if self._movement is KvMovement.AUTO:
-            recompute = destination.times.predict(0, prefill_tokens=positions)
-            return positions > 0 and self.times.predict(positions) < recompute
+            return positions > 0 and moving < computing
         return positions > 0 and self._movement is KvMovement.ALWAYS
 
     def may_leave(self, source: TargetWorker) -> bool:

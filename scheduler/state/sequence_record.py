@@ -49,18 +49,13 @@ class SequenceRecord:
     tokens that it may get.
 
     One round: `planned_draft_length` is the number of tokens to draft in the present round, `requested_draft_length`
-    the number that the draft was asked for in the round that waits for verification. `expected_tokens` is the number of
-    tokens which that round is expected to commit, and `confidences` holds the draft's confidence in each token that it
-    proposed, whether or not the token is worth verifying. `wants_draft_kv` tells whether a draft worker should keep its
-    KV of the sequence up to date; without it the draft's KV may lag behind.
+    the number that the draft was asked for in the round that waits for verification. `confidences` holds the draft's
+    confidence in each token that it proposed, whether or not the token is worth verifying. `wants_draft_kv` tells
+    whether a draft worker should keep its KV of the sequence up to date; without it the draft's KV may lag behind.
 
     Blame (scheduler/transitions/blame.py): a `suspected` sequence had a row on a target that was lost. Its rows are
     alone in their steps until its length passes `suspected_until`; `suspicions` counts how often that has happened.
     `draft_losses` counts draft workers that were lost with a row of the sequence since one last proposed for it.
-
-    Acceptance: `taken` and `tried` count the sequence's draft tokens, older ones for less (draft_lengths.py).
-    `plain_rounds` counts the rounds since the sequence last drafted. `probing` is set while the sequence drafts only to
-    measure what drafting would yield.
     """
 
     __slots__ = (
@@ -74,12 +69,9 @@ class SequenceRecord:
         "drafting_refused",
         "due",
         "end",
-        "expected_tokens",
         "length",
         "order",
-        "plain_rounds",
         "planned_draft_length",
-        "probing",
         "prompt_left",
         "rank",
         "ready_at",
@@ -90,10 +82,8 @@ class SequenceRecord:
         "suspected",
         "suspected_until",
         "suspicions",
-        "taken",
         "target_failures",
         "tokens",
-        "tried",
         "wants_draft_kv",
     )
 
@@ -125,11 +115,6 @@ class SequenceRecord:
         self.wants_draft_kv = False
         self.planned_draft_length = 0
         self.requested_draft_length = 0
-        self.expected_tokens = 1.0
-        self.taken = 0.0
-        self.tried = 0.0
-        self.plain_rounds = 0
-        self.probing = False
 
     def commit(self, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], FinishReason | None]:
         """Appends `tokens` up to the end of the sequence. Returns what was appended, and why it ends if it does."""

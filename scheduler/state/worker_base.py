@@ -1,23 +1,21 @@
 """What the core knows of any worker: its KV and pages, and the steps that it has not answered.
 
-Draft and target workers, with the work that waits for each, are in placement.py.
+Draft and target workers, with the work that waits for each, are in workers.py.
 """
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Container
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from scheduler.costs.step_times import DraftTimes, RecentMedian, TargetTimes
 from scheduler.messages import GroupFormed, Row, SendStep, SequenceRequest, WorkerSpec
 from scheduler.state.kv_ledger import KvEntry, PageLedger
 from scheduler.state.sequence_record import SequenceRecord
 
 Member = TypeVar("Member", bound=SequenceRecord)
-"""A worker's sequences. The workers of placement.py hold `Sequence`s, which in turn know their workers."""
+"""A worker's sequences. The workers of workers.py hold `Sequence`s, which in turn know their workers."""
 
 
 @dataclass(slots=True, eq=False)
@@ -31,10 +29,9 @@ class InFlightRow(Generic[Member]):
 
 @dataclass(slots=True)
 class TargetWork:
-    """Batched tokens of a target step: those to verify, whether all rows have one length, and those of prefill."""
+    """Batched tokens of a target step: those to verify and those of prefill."""
 
     verify_tokens: int = 0
-    equal_length: bool = True
     prefill_tokens: int = 0
 
     @property
@@ -77,17 +74,12 @@ Work = TypeVar("Work", TargetWork, DraftWork)
 
 @dataclass(slots=True, eq=False)
 class OutstandingStep(Generic[Member, Work]):
-    """A step that was sent and not answered.
-
-    `to_idle_worker` when the worker had no other step, `exclusive` as in `SendStep`.
-    """
+    """A step that was sent and not answered; `to_idle_worker`: the worker had no other step."""
 
     rows: list[InFlightRow[Member]]
     work: Work
     group: GroupFormed | None
-    sent_at: float
     to_idle_worker: bool
-    exclusive: bool
 
 
 class WorkerState(ABC, Generic[Member, Work]):
@@ -104,18 +96,9 @@ class WorkerState(ABC, Generic[Member, Work]):
         self.outstanding: dict[int, OutstandingStep[Member, Work]] = {}
         self.releases: dict[int, None] = {}
         self.running_since = 0.0
-        self.overhead = RecentMedian(0.0)
-        """Seconds from sending a step to an idle worker to its answer, beyond those of the step itself."""
-        self.time_sliced = False
-        """Whether target and draft compute one at a time, each on the cores of both."""
         self.draining = False
         """Whether the worker gets no new sequences, since it will leave."""
         self._steps_in_flight = steps_in_flight
-
-    @property
-    @abstractmethod
-    def times(self) -> TargetTimes | DraftTimes:
-        """What steps take the way they are run now."""
 
     @property
     def capacity(self) -> int:
@@ -207,6 +190,7 @@ class WorkerState(ABC, Generic[Member, Work]):
         work: Work,
         now: float,
         group: GroupFormed | None = None,
+        exclusive: bool = False,
     ) -> SendStep:
         """Records a step with these rows and all pending releases as sent; returns the command for it."""
         released = tuple(self.releases)
@@ -216,10 +200,8 @@ class WorkerState(ABC, Generic[Member, Work]):
         if idle:
             self.running_since = now
         flights = list(rows.values())
-        self.outstanding[step_id] = OutstandingStep(flights, work, group, now, idle, self.time_sliced)
-        return SendStep(
-            self.worker_id, step_id, tuple([flight.row for flight in flights]), released, group, self.time_sliced
-        )
+        self.outstanding[step_id] = OutstandingStep(flights, work, group, idle)
+        return SendStep(self.worker_id, step_id, tuple([flight.row for flight in flights]), released, group, exclusive)
 
     def release(self, step_id: int, now: float) -> SendStep:
         """A step that only carries the pending releases."""
@@ -234,10 +216,6 @@ class WorkerState(ABC, Generic[Member, Work]):
         if step is not None:
             self.running_since = now
         return step
-
-    def note_overhead(self, step: OutstandingStep[Member, Work], seconds: float, now: float) -> None:
-        if step.to_idle_worker and step.rows and math.isfinite(seconds):
-            self.overhead.observe(max(0.0, now - step.sent_at - max(0.0, seconds)))
 
     def check_integrity(self) -> None:
         """Raises RuntimeError when this worker's records disagree."""

@@ -7,21 +7,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from scheduler.costs.draft_plan import DraftPlan
-from scheduler.costs.plan_record import PlanRecord
-from scheduler.costs.step_times import DraftTimes, TargetTimes
 from scheduler.messages import SequenceRequest, WorkerSpec
 from scheduler.state.indexes import CountByLength, DraftedIndex
 from scheduler.state.key_accounts import KeyAccount
 from scheduler.state.prefill_queue import PrefillQueue
 from scheduler.state.sequence_record import SequenceRecord, SequenceState
-from scheduler.state.worker_base import DraftWork, OutstandingStep, TargetWork, WorkerState
+from scheduler.state.worker_base import DraftWork, TargetWork, WorkerState
 
 # Looked up for every row: names are faster than attributes of the enumeration.
 _PREFILLING, _READY, _DRAFTING = SequenceState.PREFILLING, SequenceState.READY, SequenceState.DRAFTING
 _DRAFTED, _VERIFYING = SequenceState.DRAFTED, SequenceState.VERIFYING
-
-_FIRST_PLAIN_STEP = 12
 
 STEADY_KV_LAG = 2
 """The largest KV lag of a draft between rounds, in tokens: its own last proposal and the bonus token."""
@@ -60,7 +55,7 @@ class KvMove:
 class DraftWorker(WorkerState[Sequence, DraftWork]):
     """A draft worker: the sequences that are `ready` for a proposal, and those whose KV must catch up (`lagging`)."""
 
-    def __init__(self, spec: WorkerSpec, prefill_chunk: int, steps_in_flight: int, initial_seconds: float) -> None:
+    def __init__(self, spec: WorkerSpec, prefill_chunk: int, steps_in_flight: int) -> None:
         super().__init__(spec, prefill_chunk, steps_in_flight)
         self.ready: dict[int, Sequence] = {}
         self.lagging: dict[int, Sequence] = {}
@@ -68,30 +63,6 @@ class DraftWorker(WorkerState[Sequence, DraftWork]):
         """Committed tokens that one step can feed before it proposes."""
         self.verifying = 0
         """Sequences placed here that a target is verifying: they may come back any moment."""
-        self.exclusive_times = DraftTimes(initial_seconds)
-        self.shared_times = (
-            DraftTimes(initial_seconds, self.exclusive_times) if spec.shares_cores else self.exclusive_times
-        )
-        self.waiting_since: float | None = None
-        self.waiting_until: float | None = None
-        """Both set while the worker stays idle for sequences that are about to come back from a target."""
-
-    @property
-    def times(self) -> DraftTimes:
-        return self.exclusive_times if self.time_sliced else self.shared_times
-
-    def observe(self, step: OutstandingStep[Sequence, DraftWork], seconds: float) -> None:
-        """Learns from the seconds of an answered step."""
-        work = step.work
-        if work.any:
-            self._times_of(step).observe(work.passes, work.proposed_tokens, work.catch_up_tokens, seconds)
-
-    def expected_seconds(self, step: OutstandingStep[Sequence, DraftWork]) -> float:
-        work = step.work
-        return self._times_of(step).predict(work.passes, work.proposed_tokens, work.catch_up_tokens)
-
-    def _times_of(self, step: OutstandingStep[Sequence, DraftWork]) -> DraftTimes:
-        return self.exclusive_times if step.exclusive else self.shared_times
 
     def _no_work(self) -> DraftWork:
         return DraftWork()
@@ -121,10 +92,6 @@ class DraftWorker(WorkerState[Sequence, DraftWork]):
         super().evict(sequence)
         self.lagging.pop(sequence.sequence_id, None)
 
-    def expected_end(self, step: OutstandingStep[Sequence, DraftWork]) -> float:
-        """When the answer to the running step is expected."""
-        return self.running_since + self.expected_seconds(step) + self.overhead.value
-
     def reindex(self, sequence: Sequence, before: SequenceState, after: SequenceState) -> None:
         """Moves the sequence from the index of one state to that of another.
 
@@ -139,9 +106,6 @@ class DraftWorker(WorkerState[Sequence, DraftWork]):
         elif after is _VERIFYING:
             self.verifying += 1
 
-    def stop_waiting(self) -> None:
-        self.waiting_since = self.waiting_until = None
-
     def check_integrity(self) -> None:
         super().check_integrity()
         for sequence_id, sequence in self.sequences.items():
@@ -155,9 +119,7 @@ class DraftWorker(WorkerState[Sequence, DraftWork]):
 class TargetWorker(WorkerState[Sequence, TargetWork]):
     """A target worker: the sequences to prefill, those to verify, and those being drafted for."""
 
-    def __init__(
-        self, spec: WorkerSpec, prefill_chunk: int, steps_in_flight: int, initial_seconds: float, batch_size: int
-    ) -> None:
+    def __init__(self, spec: WorkerSpec, prefill_chunk: int, steps_in_flight: int, batch_size: int) -> None:
         super().__init__(spec, prefill_chunk, steps_in_flight)
         self.longest_draft = max(0, spec.max_num_batched_tokens // 2 - 1)
         """The most draft tokens of a row: two rows always fit a step, so that verification cannot shut prefill out."""
@@ -171,42 +133,8 @@ class TargetWorker(WorkerState[Sequence, TargetWork]):
         """The last step with a suspect's row, beside which none may be in flight."""
         self.lone_step_was_last = False
         self.verifying = 0
-        self.exclusive_times = TargetTimes(initial_seconds)
-        self.shared_times = (
-            TargetTimes(initial_seconds, self.exclusive_times) if spec.shares_cores else self.exclusive_times
-        )
-        self.verify_steps = 0
-        self.plan: DraftPlan | None = None
-        """How the sequences draft and group under AUTO; None during the first trials."""
-        self.plain_step = False
-        self.plain_step_due = _FIRST_PLAIN_STEP
-        """The verify step from which the next plain one is due: plain rounds, to learn what they cost."""
-        self.record = PlanRecord()
-        self.planned_for = 0
-        self.sampled_tokens = 0
-        self.rounds_since_plan = 0
-        self.probe_credit = 0.0
-        self.probe_income = 0.0
-        """Seconds that each plain round adds to `probe_credit`."""
         self._batch_size = batch_size
         self._latest_due = 0.0
-
-    @property
-    def times(self) -> TargetTimes:
-        return self.exclusive_times if self.time_sliced else self.shared_times
-
-    def observe(self, step: OutstandingStep[Sequence, TargetWork], seconds: float) -> None:
-        """Learns from the seconds of an answered step."""
-        work = step.work
-        if work.any:
-            self._times_of(step).observe(work.verify_tokens, work.equal_length, work.prefill_tokens, seconds)
-
-    def expected_seconds(self, step: OutstandingStep[Sequence, TargetWork]) -> float:
-        work = step.work
-        return self._times_of(step).predict(work.verify_tokens, work.equal_length, work.prefill_tokens)
-
-    def _times_of(self, step: OutstandingStep[Sequence, TargetWork]) -> TargetTimes:
-        return self.exclusive_times if step.exclusive else self.shared_times
 
     def _no_work(self) -> TargetWork:
         return TargetWork()
@@ -234,24 +162,16 @@ class TargetWorker(WorkerState[Sequence, TargetWork]):
         elif after is _READY or (after is _DRAFTING and before is not _READY):
             self.coming.add(sequence.length)
 
-    def due(self, now: float, wait_bound_steps: float) -> float:
+    def due(self, now: float, wait_bound_steps: float, step_seconds: float) -> float:
         """Until when a sequence drafted now may be made to wait: the bound, counted from its place in the queue.
 
-        Sequences drafted earlier go first in any case, a batch in each step; that wait is not a choice. No sequence is
-        due before one that was drafted earlier.
+        Sequences drafted earlier go first in any case, a batch in each step of `step_seconds`; that wait is not a
+        choice. No sequence is due before one that was drafted earlier.
         """
-        steps_before = len(self.drafted) // self._batch_size
-        due = now + (wait_bound_steps + steps_before) * self.times.typical
+        due = now + (wait_bound_steps + len(self.drafted) // self._batch_size) * step_seconds
         if due > self._latest_due:
             self._latest_due = due
         return self._latest_due
-
-    def expected_end(self) -> float | None:
-        """When the answer to the running step is expected; None without one."""
-        running = next(iter(self.outstanding.values()), None)
-        if running is None:
-            return None
-        return self.running_since + self.expected_seconds(running) + self.overhead.value
 
     def count(self, state: SequenceState) -> int:
         """Sequences that are PREFILLING or DRAFTED."""

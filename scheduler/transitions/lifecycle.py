@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Command, FailSequence, FinishReason, FinishSequence
-from scheduler.speculation.draft_lengths import DraftLengths
+from scheduler.speculation.controller import Controller
 from scheduler.state.fleet import Fleet
 from scheduler.state.live_set import LiveSet
 from scheduler.state.pending_kv_moves import KvMoves
@@ -36,7 +36,7 @@ class Lifecycle:
         config: SchedulerConfig,
         live: LiveSet,
         fleet: Fleet,
-        lengths: DraftLengths,
+        controller: Controller,
         moves: KvMoves,
         counters: Counters,
         emit: Callable[[Command], None],
@@ -45,7 +45,7 @@ class Lifecycle:
         self._config = config
         self._live = live
         self._fleet = fleet
-        self._lengths = lengths
+        self._controller = controller
         self._moves = moves
         self._counters = counters
         self._emit = emit
@@ -84,7 +84,7 @@ class Lifecycle:
             self.leave_draft(sequence)
         planned = self.longest_draft(sequence)
         if planned and sequence.request.draft_length is None:
-            planned = self._lengths.for_round(sequence, planned)
+            planned = self._controller.for_round(sequence, planned)
         if planned and sequence.draft is None:
             self._find_draft(sequence)
             planned = min(planned, self.longest_draft(sequence))
@@ -100,10 +100,7 @@ class Lifecycle:
             return
         flight = draft.in_flight.get(sequence.sequence_id)
         fed = 0 if flight is None or flight.abandoned else len(flight.row.tokens)
-        # A draft that is far behind catches up during plain rounds instead of holding the sequence up. Where draft and
-        # target compute one at a time, it would hold all sequences up either way.
-        far_behind = kv_lag > self._lengths.max_eager_kv_lag and not draft.time_sliced
-        if kv_lag - fed <= draft.max_kv_lag and not far_behind:
+        if kv_lag - fed <= draft.max_kv_lag and self._controller.proposes_at_once(draft, kv_lag):
             sequence.ready_at = now
             self._change(sequence, DRAFT_WANTED)
         else:
@@ -134,17 +131,14 @@ class Lifecycle:
         if len(confidences) != len(draft_tokens):
             confidences = b""
         if confidences:
-            chances = self._lengths.promising(sequence, confidences)
-            draft_tokens = draft_tokens[: len(chances)]
-            sequence.expected_tokens = 1.0 + sum(chances)
-        else:
-            sequence.expected_tokens = self._lengths.expected_tokens(sequence, len(draft_tokens))
+            draft_tokens = draft_tokens[: self._controller.worth_verifying(sequence, confidences)]
         sequence.draft_tokens = draft_tokens
         sequence.confidences = confidences
         sequence.requested_draft_length = requested
         sequence.drafted_at = now
         if sequence.target is not None:
-            sequence.due = sequence.target.due(now, self._config.wait_bound_steps)
+            step_seconds = self._controller.target(sequence.target).typical
+            sequence.due = sequence.target.due(now, self._config.wait_bound_steps, step_seconds)
         self._change(sequence, cause)
 
     def catch_up(self, sequence: Sequence) -> None:
@@ -154,11 +148,11 @@ class Lifecycle:
             sequence.draft.update_lagging(sequence)
         self._change(sequence, KV_MISSING)
 
-    def plan_changed(self, target: TargetWorker) -> None:
-        """The target has a new plan: newcomers that will not draft under it need no draft KV."""
+    def drafting_changed(self, target: TargetWorker) -> None:
+        """The target begins to draft or ceases to: newcomers that will not draft need no draft KV."""
         for sequence in target.prefilling:
             if sequence.wants_draft_kv and sequence.request.draft_length is None:
-                sequence.wants_draft_kv = self._lengths.newcomer_drafts(target)
+                sequence.wants_draft_kv = self._controller.newcomer_drafts(target, sequence)
                 if sequence.draft is not None:
                     sequence.draft.update_lagging(sequence)
 
@@ -199,7 +193,7 @@ class Lifecycle:
             target.place(sequence, positions)
             sequence.target = target
             requested = sequence.request.draft_length is not None
-            sequence.wants_draft_kv = longest > 0 and (requested or self._lengths.newcomer_drafts(target))
+            sequence.wants_draft_kv = longest > 0 and (requested or self._controller.newcomer_drafts(target, sequence))
             if sequence.wants_draft_kv:
                 self._find_draft(sequence)
             self._change(sequence, ADMITTED)
@@ -265,7 +259,10 @@ class Lifecycle:
         destination = self._fleet.pick_target(positions, self._max_per_target)
         if source is None or destination is None:
             return False
-        if not self._moves.worth_it(source.kv[sequence.sequence_id].valid, destination):
+        valid = source.kv[sequence.sequence_id].valid
+        moving = self._controller.kv_moves.predict(1.0, valid)
+        computing = self._controller.target(destination).cost.predict(1.0, 0.0, valid)
+        if not self._moves.worth_it(valid, moving, computing):
             self._counters.rehomed += 1
             destination.place(sequence, positions)
             self._change_target(sequence, source, destination)
@@ -343,7 +340,6 @@ class Lifecycle:
     # --- ends ---------------------------------------------------------------------------------------------------------
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        self._lengths.finished(sequence)
         self._end(sequence, Cause.CANCEL if reason is FinishReason.CANCELLED else Cause.ENDED)
         self._emit(FinishSequence(sequence.sequence_id, reason))
 
@@ -352,6 +348,7 @@ class Lifecycle:
         self._emit(FailSequence(sequence.sequence_id, error))
 
     def _end(self, sequence: Sequence, cause: Cause) -> None:
+        self._controller.forget(sequence)
         waits = sequence.state is WAITING
         self._change(sequence, cause)
         if waits:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from scheduler.messages import Command, KvMoved, WorkerDrained
+from scheduler.speculation.controller import Controller
 from scheduler.state.fleet import Fleet
 from scheduler.state.pending_kv_moves import KvMoves
 from scheduler.state.workers import KvMove, TargetWorker
@@ -23,12 +24,14 @@ class Relocation:
         self,
         fleet: Fleet,
         lifecycle: Lifecycle,
+        controller: Controller,
         moves: KvMoves,
         counters: Counters,
         emit: Callable[[Command], None],
     ) -> None:
         self._fleet = fleet
         self._lifecycle = lifecycle
+        self._controller = controller
         self._moves = moves
         self._counters = counters
         self._emit = emit
@@ -59,7 +62,7 @@ class Relocation:
         if move is None:
             return
         if event.moved:
-            self._moves.times.observe(move.positions, event.seconds)
+            self._controller.kv_moves.observe(event.seconds, 1.0, move.positions)
             self._counters.count_move(move.positions, event.size, event.seconds)
         else:
             self._counters.failed_moves += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from scheduler.messages import Command, EmitTokens, Row, RowResult, RowStatus
-from scheduler.speculation.draft_lengths import DraftLengths
+from scheduler.speculation.controller import Controller
 from scheduler.state.kv_ledger import KvEntry
 from scheduler.state.worker_base import DraftWork, InFlightRow, OutstandingStep, TargetWork
 from scheduler.state.workers import STEADY_KV_LAG, DraftWorker, Sequence, TargetWorker, Worker
@@ -20,33 +20,25 @@ MAX_TARGET_FAILURES = 5
 MAX_DRAFT_FAILURES = 3
 """Consecutive failures of a sequence on draft workers before it goes on without a draft."""
 
-_SLOW = 2.0
-"""A step that takes longer than expected by more than so many times the expected seconds is an outlier."""
-
 
 class Rounds:
     """Applies one answered step at a time."""
 
     def __init__(
-        self, lifecycle: Lifecycle, lengths: DraftLengths, counters: Counters, emit: Callable[[Command], None]
+        self, lifecycle: Lifecycle, controller: Controller, counters: Counters, emit: Callable[[Command], None]
     ) -> None:
         self._lifecycle = lifecycle
-        self._lengths = lengths
+        self._controller = controller
         self._counters = counters
         self._emit = emit
 
     def draft_step(self, draft: DraftWorker, step_id: int, results: Results, seconds: float, now: float) -> None:
+        began = draft.running_since
         step = draft.take_answered(step_id, now)
         if step is None:
             return
         _leave_out_reused(step, results)
-        draft.note_overhead(step, seconds, now)
-        late = seconds - draft.expected_seconds(step)
-        if late > _SLOW * (seconds - late):
-            for target in {flight.sequence.target for flight in step.rows if not flight.abandoned}:
-                if target is not None:
-                    target.record.forgive(late)
-        draft.observe(step, seconds)
+        self._controller.draft_step(draft, step.work, max(seconds, now - began))
         together = _failed_together(step, results)
         for flight in step.rows:
             sequence_id = flight.row.sequence_id
@@ -55,19 +47,13 @@ class Rounds:
                 self._draft_row(draft, flight, results.get(sequence_id) or _missing(flight.row), together, now)
 
     def target_step(self, target: TargetWorker, step_id: int, results: Results, seconds: float, now: float) -> None:
+        began = target.running_since
         step = target.take_answered(step_id, now)
         if step is None:
             return
         _leave_out_reused(step, results)
-        target.note_overhead(step, seconds, now)
-        late = seconds - target.expected_seconds(step)
-        if late > _SLOW * (seconds - late):
-            target.record.forgive(late)
-        target.observe(step, seconds)
-        if step.group is not None:
-            target.verify_steps += 1
-            if self._lengths.step_answered(target, now):
-                self._lifecycle.plan_changed(target)
+        if self._controller.target_step(target, step.work, seconds, now - began if step.to_idle_worker else None):
+            self._lifecycle.drafting_changed(target)
         together = _failed_together(step, results)
         for flight in step.rows:
             sequence_id = flight.row.sequence_id
@@ -174,9 +160,7 @@ class Rounds:
         sequence.target_failures = 0
         sequence.draft_tokens = ()
         if sequence.state is VERIFYING:
-            self._lengths.observe(sequence, drafted, accepted)
-            if sequence.confidences:
-                self._lengths.confidence.observe(sequence.confidences[:drafted], accepted)
+            self._controller.observe(sequence, drafted, accepted)
             self._counters.count_draft_length(sequence.requested_draft_length)
         emitted, reason = sequence.commit(tokens)
         count = len(emitted)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from protos import worker_pb2
 from scheduler.messages import Role, Row, RowResult, RowStatus, SendStep, SequenceRequest, TokenLogprobs, WorkerSpec
 from scheduler.sampling import Grammar, SamplingParameters
-from scheduler.speculation.confidence import MAX_CONFIDENCE
+from scheduler.speculation.acceptance import MAX_CONFIDENCE
 from services.observability.observer import StepTimings
 
 _ROLES = {Role.DRAFT: worker_pb2.ROLE_DRAFT, Role.TARGET: worker_pb2.ROLE_TARGET}
@@ -48,6 +48,7 @@ def spec_from_wire(worker_id: str, description: worker_pb2.WorkerDescription) ->
         max_sequence_length=description.max_sequence_length,
         max_num_batched_tokens=description.max_num_batched_tokens,
         shares_cores=description.exclusive_threads > description.threads,
+        model_id=description.model_id,
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from protos import scheduler_pb2, worker_pb2
 from scheduler.messages import Role
-from scheduler.statistics import WorkerSnapshot
+from scheduler.statistics import DraftingSnapshot, WorkerSnapshot
 from services.rpc.worker_codec import role_to_wire
 from services.scheduler.service import SchedulerService
 from services.scheduler.workers.registry import WorkerRecord, WorkerState
@@ -108,6 +108,7 @@ def status_of(
             accepted_per_position=totals.accepted_per_position,
         ),
     )
+    reply.drafting.extend(map(_drafting, core.drafting_now))
     targets = [d for d in service.descriptions.values() if d.role == worker_pb2.ROLE_TARGET]
     if targets:
         # Targets of one scheduler hold the same model; their page pools may differ.
@@ -171,3 +172,20 @@ def _worker(record: WorkerRecord, snapshot: WorkerSnapshot | None) -> scheduler_
         status.total_pages = snapshot.total_pages
         status.steps_in_flight = snapshot.steps_in_flight
     return status
+
+
+def _drafting(now: DraftingSnapshot) -> scheduler_pb2.DraftingFigures:
+    if now.length:
+        what = f"drafts up to {now.length} tokens with {now.draft_id}, which is to give {now.gain:.2f} times"
+    else:
+        what = f"does not draft with {now.draft_id}: nothing beats, by enough to change,"
+    chances = ", ".join(f"{chance:.2f}" for chance in now.chances) or "unknown"
+    return scheduler_pb2.DraftingFigures(
+        target_id=now.target_id,
+        draft_id=now.draft_id,
+        draft_length=now.length,
+        gain=now.gain,
+        tokens_per_second=now.tokens_per_second,
+        acceptance=now.chances,
+        explanation=f"{now.target_id} {what} the tokens a second of plain decoding; acceptance by place {chances}",
+    )

@@ -59,7 +59,7 @@ class KeyedLoad(RateSimulation):
             match command:
                 case SendStep():
                     self.verify_steps += command.group is not None
-                    self._at(self.now + self._costs.latency, lambda step=command: self._arrive(step))
+                    self._at(self.now + self.costs.latency, lambda step=command: self._arrive(step))
                 case EmitTokens():
                     key, asked = self._asked[command.sequence_id]
                     self.tokens[key] += len(command.tokens)

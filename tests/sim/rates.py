@@ -1,14 +1,14 @@
 """Tokens per virtual second of a cell with known costs: the oracle for what AUTO decides.
 
 Workers here only count: whether the target takes a draft token is fixed by sequence and position, so that every
-policy meets the same luck.
+policy meets the same luck. A draft of a poorer model gives some tokens away as wrong.
 """
 
 from __future__ import annotations
 
 import heapq
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -35,6 +35,7 @@ from scheduler.statistics import Snapshot
 
 _ENDLESS = 90_000
 _PROMPT_LENGTHS = (5, 30, 12, 60)
+_RIGHT, _WRONG = 7, 8
 
 AcceptanceOf = Callable[[int, int], float]
 """The chance of a draft token by sequence id and position."""
@@ -86,8 +87,10 @@ class Outcome:
 
 
 class _Worker:
-    def __init__(self, spec: WorkerSpec) -> None:
+    def __init__(self, spec: WorkerSpec, quality: float) -> None:
         self.spec = spec
+        self.quality = quality
+        self.asked: Counter[int] = Counter()
         self.steps: deque[SendStep] = deque()
 
 
@@ -96,8 +99,8 @@ class RateSimulation:
 
     def __init__(self, config: SchedulerConfig, costs: Costs, acceptance: AcceptanceOf, seed: int = 0) -> None:
         self.core = SchedulerCore(config)
-        self._costs = costs
-        self._acceptance = acceptance
+        self.costs = costs
+        self.acceptance = acceptance
         self._random = random.Random(seed)
         self._workers: dict[str, _Worker] = {}
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
@@ -110,10 +113,11 @@ class RateSimulation:
         self.other_steps = 0
         self.verify_steps = 0
 
-    def join(self, worker_id: str, role: Role) -> None:
-        shares_cores = self._costs.row_alone is not None
+    def join(self, worker_id: str, role: Role, quality: float = 1.0) -> None:
+        """A draft is of a model of its own, of whose tokens the share `quality` are not wrong from the start."""
+        shares_cores = self.costs.row_alone is not None
         spec = WorkerSpec(worker_id, role, 16, 1_000_000, 100_000, 4096, shares_cores)
-        self._workers[worker_id] = _Worker(spec)
+        self._workers[worker_id] = _Worker(spec, quality)
         self._handle(WorkerJoined(spec))
 
     def submit(
@@ -126,6 +130,10 @@ class RateSimulation:
         request = SequenceRequest(sequence_id, (1,) * prompt_length, most, draft_length=draft_length)
         self._handle(SequenceSubmitted(request))
 
+    def asked(self, worker_id: str) -> Counter[int]:
+        """How many proposals of which length a draft was asked for."""
+        return self._workers[worker_id].asked
+
     def run(self, until: Callable[[], bool]) -> None:
         while not until():
             deadline = self.core.next_deadline()
@@ -135,6 +143,10 @@ class RateSimulation:
             else:
                 self.now, _, action = heapq.heappop(self._heap)
                 action()
+
+    @property
+    def rounds(self) -> int:
+        return sum(self.core.snapshot().draft_lengths.values())
 
     def _at(self, time: float, action: Callable[[], None]) -> None:
         self._count += 1
@@ -146,7 +158,7 @@ class RateSimulation:
                 case SendStep():
                     self.verify_steps += command.group is not None
                     self.other_steps += command.group is None
-                    self._at(self.now + self._costs.latency, lambda step=command: self._arrive(step))
+                    self._at(self.now + self.costs.latency, lambda step=command: self._arrive(step))
                 case EmitTokens():
                     self.emitted_tokens += len(command.tokens)
                 case FinishSequence():
@@ -175,7 +187,7 @@ class RateSimulation:
     def _seconds(self, worker: _Worker, step: SendStep) -> float:
         if not step.rows:
             return 0.0
-        costs = self._costs
+        costs = self.costs
         if worker.spec.role is Role.TARGET:
             per_row = costs.row_alone if step.exclusive and costs.row_alone is not None else costs.row
             seconds = costs.base + per_row * sum(len(row.tokens) + len(row.draft_tokens) for row in step.rows)
@@ -188,27 +200,34 @@ class RateSimulation:
 
     def _finish(self, worker: _Worker, seconds: float) -> None:
         step = worker.steps.popleft()
-        results = tuple(self._answer(worker.spec.role, row) for row in step.rows)
+        results = tuple(self._answer(worker, row) for row in step.rows)
         event = StepCompleted(step.worker_id, step.step_id, results, seconds)
-        self._at(self.now + self._costs.latency, lambda: self._handle(event))
+        self._at(self.now + self.costs.latency, lambda: self._handle(event))
         if worker.steps:
             self._start(worker)
 
-    def _answer(self, role: Role, row: Row) -> RowResult:
+    def _answer(self, worker: _Worker, row: Row) -> RowResult:
         fed = row.kv_len + len(row.tokens)
-        if role is Role.DRAFT:
-            ahead = max(0, row.draft_length - 1)
-            return RowResult(row.sequence_id, RowStatus.OK, fed + ahead, 0, (7,) * row.draft_length)
+        if worker.spec.role is Role.DRAFT:
+            worker.asked[row.draft_length] += row.draft_length > 0
+            ahead, places = max(0, row.draft_length - 1), range(fed, fed + row.draft_length)
+            proposal = tuple(_RIGHT if self._hash(-row.sequence_id, at) < worker.quality else _WRONG for at in places)
+            return RowResult(row.sequence_id, RowStatus.OK, fed + ahead, 0, proposal)
         accepted = 0
-        while accepted < len(row.draft_tokens) and self._right(row.sequence_id, fed + accepted):
+        for place, token in enumerate(row.draft_tokens):
+            at = fed + place
+            if token != _RIGHT or self._hash(row.sequence_id, at) >= self.acceptance(row.sequence_id, at):
+                break
             accepted += 1
-        tokens = (7,) * (accepted + 1) if row.sample else ()
+        tokens = (_RIGHT,) * (accepted + 1) if row.sample else ()
         return RowResult(row.sequence_id, RowStatus.OK, fed + accepted, 0, tokens, accepted)
 
-    def _right(self, sequence_id: int, position: int) -> bool:
+    @staticmethod
+    def _hash(sequence_id: int, position: int) -> float:
+        """Evenly distributed over 0 to 1."""
         value = (sequence_id * 1_000_003 + position + 1) * 0x9E3779B97F4A7C15 % 2**64
         value = (value ^ (value >> 29)) * 0xBF58476D1CE4E5B9 % 2**64
-        return (value >> 20) % 10_000 < self._acceptance(sequence_id, position) * 10_000
+        return (value >> 20) % 10_000 / 10_000
 
 
 def rate_of(

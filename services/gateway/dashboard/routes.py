@@ -129,6 +129,7 @@ def view_shape(view: cell_view_pb2.CellView) -> dict[str, Any]:
             "accepted_per_position": list(status.speculation.accepted_per_position),
         },
         "replicas": status.replicas.explanation,
+        "drafting": [choice.explanation for choice in status.drafting],
         "workers": [
             {
                 "id": worker.worker_id,

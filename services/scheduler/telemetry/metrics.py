@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from prometheus_client.core import Metric as Family
 
 from scheduler.messages import FinishReason, RefusalCause, Role, RowResult, RowStatus, SendStep, SequenceRequest
-from scheduler.statistics import KeySnapshot, Snapshot, WorkerSnapshot
+from scheduler.statistics import DraftingSnapshot, KeySnapshot, Snapshot, WorkerSnapshot
 from scheduler.transitions.admission_limits import LIMITS
 from services.observability.metric_set import Figures, Kind, Metric, MetricSet
 from services.observability.observer import FAILED, SequenceEnd, ServiceObserver, StepTimings
@@ -289,6 +289,23 @@ class SchedulerMetrics(ServiceObserver):
             lambda now: now.core.draft_lengths,
         )
 
+        of.read(
+            _GAUGE,
+            "draft_length_chosen",
+            "Tokens that a target's sequences draft in a round at most, under policy auto; 0 is plain decoding.",
+            lambda now: {_pair(one): float(one.length) for one in now.core.drafting_now},
+            "target",
+            "draft",
+        )
+        of.read(
+            _GAUGE,
+            "draft_gain_expected",
+            "Expected tokens a second with that length, over those of plain decoding.",
+            lambda now: {_pair(one): one.gain for one in now.core.drafting_now},
+            "target",
+            "draft",
+        )
+
     def _define_kv(self, of: MetricSet[Reading]) -> None:
         of.read(
             _GAUGE,
@@ -417,3 +434,7 @@ def _refusals_by_limit(now: Reading) -> dict[tuple[str, ...], float]:
 
 def _all_of(values: Iterable[str], counts: Mapping[str, int]) -> dict[str, int]:
     return {value: counts.get(value, 0) for value in values}
+
+
+def _pair(one: DraftingSnapshot) -> tuple[str, ...]:
+    return one.target_id, one.draft_id

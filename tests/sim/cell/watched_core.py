@@ -157,7 +157,7 @@ class WatchedCore(SchedulerCore):
             return
         drafting = any(draft.busy for draft in self._fleet.drafts.values())
         for target in self._fleet.targets.values():
-            if target.time_sliced and drafting:
+            if self._fleet.time_sliced and drafting:
                 continue
             oldest = target.drafted.oldest()
             if oldest is not None and oldest.due + _SLACK < now and not target.busy and target.can_take_step:

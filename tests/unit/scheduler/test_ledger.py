@@ -66,7 +66,7 @@ def test_lost_pages_are_noticed() -> None:
 
 
 def test_a_newcomer_leaves_pages_for_the_others_to_grow_into() -> None:
-    worker = TargetWorker(WorkerSpec("w", Role.TARGET, 4, 10, 1000, 64), 8, 2, initial_seconds=0.1, batch_size=4)
+    worker = TargetWorker(WorkerSpec("w", Role.TARGET, 4, 10, 1000, 64), 8, 2, batch_size=4)
     assert worker.has_room(40)
     assert not worker.has_room(41)
     for sequence_id in range(5):

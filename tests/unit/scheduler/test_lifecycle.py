@@ -14,7 +14,7 @@ from scheduler.transitions.table import TRANSITIONS, Cause, IllegalTransitionErr
 from tests.sim.driver import pair
 
 ROOT = Path(__file__).parents[3]
-LAYERS = ("costs", "state", "speculation", "transitions", "batching")
+LAYERS = ("state", "speculation", "transitions", "batching")
 
 ROW = re.compile(r"^\| (?P<cause>[\w ]+) \| (?P<before>[\w`, ]+) \| `(?P<after>\w+)` \|")
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from scheduler.batching.verify_grouping import Arrivals, GroupingView, make_policy
+from scheduler.batching.verify_grouping import GroupingView, make_policy
 from scheduler.config import Policy
-from scheduler.costs.draft_plan import DraftPlan
-from scheduler.costs.step_times import TargetTimes, expected_commit
 from scheduler.key_class import NOBODY
 from scheduler.messages import SequenceRequest
 from scheduler.state.indexes import CountByLength, DraftedIndex, group_key
@@ -15,10 +13,9 @@ from scheduler.state.key_accounts import KeyAccount
 from scheduler.state.workers import Sequence
 
 
-def drafted(sequence_id: int, length: int, drafts: int = 4, due: float = 10.0, acceptance: float = 0.7) -> Sequence:
+def drafted(sequence_id: int, length: int, drafts: int = 4, due: float = 10.0) -> Sequence:
     sequence = Sequence(SequenceRequest(sequence_id, (1,) * length, 50), sequence_id, KeyAccount(NOBODY))
     sequence.draft_tokens = (1,) * drafts
-    sequence.expected_tokens = expected_commit(acceptance, drafts)
     sequence.due = due
     return sequence
 
@@ -31,9 +28,7 @@ def view(
     batch_size: int = 4,
     now: float = 0.0,
     may_wait: bool = True,
-    times: TargetTimes | None = None,
-    plan: DraftPlan | None = None,
-    arrivals: Arrivals | None = None,
+    drafting: bool = True,
 ) -> GroupingView:
     index = DraftedIndex(batch_size)
     for sequence in sequences:
@@ -41,13 +36,7 @@ def view(
     counts = CountByLength()
     for length in coming:
         counts.add(length)
-    return GroupingView(
-        index, counts, verifying, batch_size, now, may_wait, times or TargetTimes(0.1), plan, lambda: arrivals
-    )
-
-
-def arrivals(seconds: float, rows: int, drafts: int = 4, acceptance: float = 0.7) -> Arrivals:
-    return Arrivals(seconds, rows, rows * (1 + drafts), rows * expected_commit(acceptance, drafts))
+    return GroupingView(index, counts, verifying, batch_size, now, may_wait, drafting)
 
 
 def chosen(policy: Policy, grouping: GroupingView) -> list[int] | None:
@@ -112,7 +101,7 @@ def test_exspec_waits_only_for_members_of_the_same_length() -> None:
 def test_an_overdue_row_goes_at_once_with_the_oldest(policy: Policy) -> None:
     sequences = mixed()
     sequences[0].due = 5.0
-    waiting = {"coming": (20, 20, 20), "verifying": 1, "arrivals": arrivals(0.001, 3)}
+    waiting = {"coming": (20, 20, 20), "verifying": 1}
     before = make_policy(policy).pick(view(sequences, now=4.999, **waiting))
     assert before is None or not before.forced
     at = make_policy(policy).pick(view(sequences, now=5.0, **waiting))
@@ -121,77 +110,24 @@ def test_an_overdue_row_goes_at_once_with_the_oldest(policy: Policy) -> None:
     assert [sequence.sequence_id for sequence in at.sequences] == [1, 2, 3, 4]
 
 
-def measured(equal: float, ragged: float, per_token: float = 0.0) -> TargetTimes:
-    times = TargetTimes(0.1)
-    for rows in (5, 20, 10, 15, 40):
-        times.observe(rows, True, 0, equal + rows * per_token)
-        times.observe(rows, False, 0, ragged + rows * per_token)
-    return times
-
-
-def test_auto_takes_more_rows_where_raggedness_is_free() -> None:
-    assert chosen(Policy.AUTO, view(mixed(), times=measured(0.1, 0.1))) == [1, 2, 3, 4]
-
-
-def test_auto_takes_the_equal_group_where_realignment_is_dear() -> None:
-    assert chosen(Policy.AUTO, view(mixed(), times=measured(0.1, 0.3))) == [2, 4, 6]
-
-
-def test_auto_counts_what_each_row_is_expected_to_commit() -> None:
-    """Three equal rows against four of other lengths, where an unequal step takes half as long again."""
-    times = measured(0.1, 0.15)
-    assert chosen(Policy.AUTO, view(mixed(), times=times)) == [2, 4, 6]
-    hopeless = [drafted(i, length, acceptance=0.0 if length == 20 else 0.9) for i, length in MIXED]
-    assert chosen(Policy.AUTO, view(hopeless, times=times)) == [1, 2, 3, 4]
-
-
-def test_auto_waits_when_what_is_coming_comes_soon_enough() -> None:
-    times = measured(0.1, 0.1)
+def test_auto_keeps_those_together_that_fit_one_step() -> None:
     two = mixed()[:2]
-    soon, late = arrivals(0.01, 2), arrivals(0.5, 2)
-    assert chosen(Policy.AUTO, view(two, coming=(7, 8), arrivals=soon, times=times)) is None
-    assert chosen(Policy.AUTO, view(two, coming=(7, 8), arrivals=late, times=times)) == [1, 2]
-    assert chosen(Policy.AUTO, view(two, coming=(7, 8), arrivals=None, times=times)) == [1, 2]
-    assert chosen(Policy.AUTO, view(two, coming=(7, 8), arrivals=soon, may_wait=False, times=times)) == [1, 2]
+    assert chosen(Policy.AUTO, view(two)) == [1, 2]
+    assert chosen(Policy.AUTO, view(two, verifying=2)) is None
+    assert chosen(Policy.AUTO, view(two, coming=(7, 8))) is None
+    assert chosen(Policy.AUTO, view(two, verifying=2, may_wait=False)) == [1, 2]
 
 
-def test_auto_does_not_wait_for_proposals_that_are_worth_little() -> None:
-    """Every row costs as much as the step's base: two more rows of plain value do not pay for the time they take."""
-    times = measured(0.01, 0.01, per_token=0.01)
-    two = [drafted(1, 10, drafts=0), drafted(2, 20, drafts=0)]
-    poor, rich = arrivals(0.01, 2, acceptance=0.05), arrivals(0.01, 2, acceptance=1.0)
-    assert chosen(Policy.AUTO, view(two, coming=(7, 8), arrivals=poor, times=times)) == [1, 2]
-    assert chosen(Policy.AUTO, view(two, coming=(7, 8), arrivals=rich, times=times)) is None
+def test_auto_waits_for_no_probe() -> None:
+    """Where sequences do not draft, one that is being drafted for is looked at only to see what that yields."""
+    assert chosen(Policy.AUTO, view(mixed()[:3], coming=(7,), drafting=False)) == [1, 2, 3]
+    assert chosen(Policy.AUTO, view(mixed()[:3], verifying=1, drafting=False)) is None
 
 
-def plan(merged: bool = False, split: bool = False) -> DraftPlan:
-    return DraftPlan((), merged, split, time_sliced=False, full_draft_step=0.0, rate=1.0, plain_rate=1.0, cycle=0.1)
-
-
-def test_a_merged_plan_keeps_those_that_fit_one_step_together() -> None:
-    times = measured(0.1, 0.1)
-    two, merged = mixed()[:2], plan(merged=True)
-    assert chosen(Policy.AUTO, view(two, verifying=2, plan=merged, times=times)) is None
-    assert chosen(Policy.AUTO, view(two, verifying=3, plan=merged, times=times)) == [1, 2]  # five do not fit
-    assert chosen(Policy.AUTO, view(two, verifying=2, plan=plan(), times=times)) == [1, 2]
-    assert chosen(Policy.AUTO, view(two, verifying=2, plan=merged, may_wait=False, times=times)) == [1, 2]
-    for seconds, expected in ((0.09, None), (0.11, [1, 2])):  # an own step costs 0.1 s before its first row
-        waiting = view(two, coming=(7, 8), arrivals=arrivals(seconds, 2), plan=merged, times=times)
-        assert chosen(Policy.AUTO, waiting) == expected
-
-
-def test_a_split_plan_sends_half_and_then_the_other_half() -> None:
-    times = measured(0.1, 0.1)
-    four = mixed()[:4]
-    assert chosen(Policy.AUTO, view(four, plan=plan(split=True), times=times)) == [1, 2]
-    assert chosen(Policy.AUTO, view(four[2:], verifying=2, plan=plan(split=True), times=times)) == [3, 4]
-
-
-def test_auto_does_not_wait_past_the_bound() -> None:
-    two = mixed()[:2]
-    two[0].due = 0.005
-    grouping = view(two, coming=(7, 8), arrivals=arrivals(0.01, 2), times=measured(0.1, 0.1))
-    assert chosen(Policy.AUTO, grouping) == [1, 2]
+def test_auto_takes_the_oldest_where_more_than_a_step_are_there() -> None:
+    assert chosen(Policy.AUTO, view(mixed())) == [1, 2, 3, 4]
+    assert chosen(Policy.AUTO, view(mixed()[:2], verifying=3)) == [1, 2]
+    assert chosen(Policy.AUTO, view(mixed()[:2], coming=(7, 8, 9))) == [1, 2]
 
 
 @pytest.mark.parametrize("asked_for_groups_after", [0, 20, 45])

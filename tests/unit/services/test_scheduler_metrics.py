@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,7 +23,7 @@ from scheduler.messages import (
     WorkerJoined,
     WorkerSpec,
 )
-from scheduler.statistics import WorkerSnapshot
+from scheduler.statistics import DraftingSnapshot, WorkerSnapshot
 from services.observability.observer import REFUSED, SequenceEnd, StepTimings
 from services.scheduler.telemetry.metrics import Reading, SchedulerMetrics
 from services.scheduler.telemetry.statistics import POSITIONS, ServiceStatistics, StatisticsSnapshot
@@ -35,7 +36,7 @@ def reading(statistics: StatisticsSnapshot | None = None, workers: tuple[WorkerS
     for sequence_id in range(9):
         core.handle([SequenceSubmitted(SequenceRequest(sequence_id, (1, 2, 3), 5))], 0.0)
     return Reading(
-        core=core.snapshot(),
+        core=replace(core.snapshot(), drafting_now=(DraftingSnapshot("t", "d", 3, 1.5, 100.0, (0.8, 0.7, 0.7)),)),
         statistics=statistics or ServiceStatistics(0.0).snapshot(0.0),
         workers=workers,
         max_running=6,

@@ -38,6 +38,8 @@ function watch() {
     show("workers", `${up("target")}, ${up("draft")}`);
     show("replicas", view.replicas);
     at("replicas").hidden = !view.replicas;
+    show("drafting", view.drafting.join("; "));
+    at("drafting").hidden = !view.drafting.length;
   };
   views.onerror = () => {
     at("connection").dataset.state = "lost";

@@ -1,4 +1,4 @@
-"""What a draft's confidence is worth, and which of its tokens are verified where not all can be."""
+"""What is learnt of a draft's tokens, and which of them are verified where not all can be."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from scheduler.batching.trimming import most_promising
 from scheduler.config import Policy, SchedulerConfig
-from scheduler.costs.step_times import Acceptance
 from scheduler.key_class import NOBODY
-from scheduler.messages import EmitTokens, Role, Row, RowResult, SendStep, SequenceRequest
-from scheduler.speculation.confidence import MAX_CONFIDENCE, ConfidenceBins, most_promising
-from scheduler.speculation.draft_lengths import make_draft_lengths
+from scheduler.messages import EmitTokens, Role, Row, RowResult, SendStep, SequenceRequest, WorkerSpec
+from scheduler.speculation.acceptance import MAX_CONFIDENCE, ModelAcceptance, OwnAcceptance
+from scheduler.speculation.controller import Controller
 from scheduler.state.fleet import Fleet
 from scheduler.state.key_accounts import KeyAccount
 from scheduler.state.workers import Sequence
@@ -38,27 +38,50 @@ def test_no_other_choice_promises_more(chances: list[list[float]], room: int) ->
 
 @given(st.binary(max_size=8))
 def test_chances_are_chances_and_fall(confidences: bytes) -> None:
-    chances = ConfidenceBins().chances(confidences, len(confidences))
+    chances = ModelAcceptance(4).survival(confidences, len(confidences))
     assert len(chances) == len(confidences)
     assert all(0 < chance < 1 for chance in chances)
     assert all(one >= other for one, other in pairwise(chances))
 
 
 def test_what_a_confidence_is_worth_is_learned() -> None:
-    bins = ConfidenceBins()
-    before = bins.chances(bytes([200]), 1)[0]
+    model = ModelAcceptance(4)
+    before = model.chance(200)
     for turn in range(2000):
         # A modest draft and a boaster: three of four, and one of four.
-        bins.observe(bytes([10]), int(turn % 4 != 0))
-        bins.observe(bytes([MAX_CONFIDENCE, MAX_CONFIDENCE]), 0 if turn % 4 else 2)
-    assert bins.chances(bytes([10]), 1)[0] == pytest.approx(0.75, abs=0.05)
-    assert bins.chances(bytes([MAX_CONFIDENCE]), 1)[0] == pytest.approx(0.4, abs=0.05)
-    assert bins.chances(bytes([10, 10]), 2)[1] == pytest.approx(0.75**2, abs=0.08)
-    assert bins.chances(bytes([200]), 1)[0] == before
+        model.observe(0, 0, bytes([10]), int(turn % 4 != 0), 1)
+        model.observe(0, 0, bytes([MAX_CONFIDENCE, MAX_CONFIDENCE]), 0 if turn % 4 else 2, 1)
+    assert model.chance(10) == pytest.approx(0.75, abs=0.05)
+    assert model.chance(MAX_CONFIDENCE) == pytest.approx(0.4, abs=0.05)
+    assert model.survival(bytes([10, 10]), 2)[1] == pytest.approx(0.75**2, abs=0.08)
+    assert model.chance(200) == before
 
 
-def test_a_draft_that_says_nothing_is_taken_for_middling() -> None:
-    assert ConfidenceBins().chances(b"", 3) == [0.5, 0.25, 0.125]
+def test_chances_are_learnt_for_each_place() -> None:
+    """Two of three first tokens are accepted, every second one after them, and no third."""
+    model = ModelAcceptance(3)
+    for turn in range(6_000):
+        first, second = turn % 3 != 0, turn % 2 == 0
+        taken = 0 if not first else 1 if not second else 2
+        model.observe(taken, min(taken + 1, 3), b"", taken, 50)
+    assert model.chances == pytest.approx([2 / 3, 1 / 2, 0.0], abs=0.04)
+
+
+def test_a_place_that_was_never_reached_is_taken_for_like_the_one_before() -> None:
+    model = ModelAcceptance(3)
+    for _ in range(2_000):
+        model.observe(0, 1, b"", 0, 50)
+    assert model.chances[0] < 0.02
+    assert model.chances[2] < 0.5
+
+
+def test_a_sequence_is_taken_for_like_the_others_until_it_shows_otherwise() -> None:
+    own, chances = OwnAcceptance(), [0.8, 0.8]
+    assert own.survival(chances) == pytest.approx([0.8, 0.64])
+    for tokens, most in ((4, 0.45), (30, 0.2)):
+        for _ in range(tokens):
+            own.observe(0, 1)
+        assert own.survival(chances)[0] < most
 
 
 PROMPT_LENGTH = 3
@@ -144,16 +167,20 @@ def test_by_cost_what_is_not_worth_its_row_is_left_out_but_looked_at_now_and_the
 
 def test_tokens_that_were_not_verified_count_as_what_they_promised() -> None:
     """Else drafts that are often cut short would seem to be bad ones, and be cut the more."""
-    config, common = SchedulerConfig(policy=Policy.AUTO), Acceptance()
-    lengths = make_draft_lengths(config, Fleet(config), common, Counters())
+    config = SchedulerConfig(policy=Policy.AUTO)
+    fleet = Fleet(config)
+    controller = Controller(config, fleet, Counters())
+    for name, role in (("target", Role.TARGET), ("draft", Role.DRAFT)):
+        fleet.add(WorkerSpec(name, role, 16, 1000, 1000, 4096))
     sequence = Sequence(SequenceRequest(1, (1, 2), 100), 0, KeyAccount(NOBODY))
+    sequence.target, sequence.draft = fleet.targets["target"], fleet.drafts["draft"]
     sequence.requested_draft_length = 4
     for turn in range(3000):
         # Cut after the first of four, which is taken; every tenth is verified whole, and two more are.
         sequence.confidences = bytes([250, 200, 200, 200])
         whole = turn % 10 == 0
-        accepted = 3 if whole else 1
-        lengths.observe(sequence, verified=4 if whole else 1, accepted=accepted)
-        lengths.confidence.observe(sequence.confidences[: 4 if whole else 1], accepted)
+        controller.observe(sequence, verified=4 if whole else 1, accepted=3 if whole else 1)
     # Of three tries after the first one two hold.
-    assert common.rate == pytest.approx((1 + 2 / 3) / 2, abs=0.07)
+    chances = controller.draft(sequence.draft).acceptance.chances
+    assert chances[0] > 0.9
+    assert chances[1] == pytest.approx(2 / 3, abs=0.15)

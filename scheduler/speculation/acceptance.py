@@ -1,0 +1,90 @@
+"""How likely draft tokens are to be accepted: by place, by sequence, and by the draft's own confidence."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from operator import mul
+
+from scheduler.speculation.cost_model import FORGET
+
+MAX_CONFIDENCE = 255
+"""A confidence is a number from 0 to 255 for each draft token, a byte on the wire."""
+_BINS = 16
+"""As finely are confidences told apart: finer bins would be too empty to learn from, coarser ones say less."""
+_PRIOR_CHANCE = 0.7
+"""Of a draft model nobody has seen: high enough that it is tried, which soon says more."""
+_PRIOR_WEIGHT = 4.0
+"""What few tokens say is drawn towards what was to be expected, as if so many tokens had said that."""
+
+
+class ModelAcceptance:
+    """Of one draft model: the chance of a token, given that those before it were accepted, by place and confidence."""
+
+    def __init__(self, places: int) -> None:
+        self._taken = [0.0] * places
+        self._tried = [0.0] * places
+        self._bins_taken = [(which + 0.5) / _BINS * _PRIOR_WEIGHT for which in range(_BINS)]
+        self._bins_tried = [_PRIOR_WEIGHT] * _BINS
+
+    @property
+    def rate(self) -> float:
+        """Over all places."""
+        return (sum(self._taken) + _PRIOR_CHANCE * _PRIOR_WEIGHT) / (sum(self._tried) + _PRIOR_WEIGHT)
+
+    @property
+    def chances(self) -> list[float]:
+        """By place, each drawn towards that of the place before."""
+        chance, found = _PRIOR_CHANCE, []
+        for taken, tried in zip(self._taken, self._tried, strict=True):
+            chance = (taken + _PRIOR_WEIGHT * chance) / (tried + _PRIOR_WEIGHT)
+            found.append(chance)
+        return found
+
+    def observe(self, taken: float, tried: int, confidences: bytes, accepted: int, sequences: int) -> None:
+        """Of `tried` tokens `taken` were accepted; of those with `confidences`, which were verified, `accepted`.
+
+        `sequences` share the model, so that many observations are one round of each.
+        """
+        keep = 1 - (1 - FORGET) / max(1, sequences)
+        for place in range(min(tried, len(self._tried))):
+            self._tried[place] = self._tried[place] * keep + 1.0
+            self._taken[place] = self._taken[place] * keep + min(1.0, max(0.0, taken - place))
+        keep = 1 - (1 - FORGET) / _BINS
+        for place, confidence in enumerate(confidences[: accepted + 1]):
+            which = confidence * _BINS // (MAX_CONFIDENCE + 1)
+            self._bins_tried[which] = self._bins_tried[which] * keep + 1.0
+            self._bins_taken[which] = self._bins_taken[which] * keep + (place < accepted)
+
+    def chance(self, confidence: int) -> float:
+        """The chance of a token with this confidence."""
+        which = confidence * _BINS // (MAX_CONFIDENCE + 1)
+        return self._bins_taken[which] / self._bins_tried[which]
+
+    def survival(self, confidences: bytes, count: int) -> list[float]:
+        """The chance of each of `count` tokens to be accepted with all before it; without confidences, by place."""
+        single = [self.chance(one) for one in confidences] or [*self.chances, *[_PRIOR_CHANCE] * count][:count]
+        return list(accumulate(single, mul))
+
+
+class OwnAcceptance:
+    """Of one sequence: `taken` of `tried` draft tokens, older ones for less. `probing`: it drafts only to learn."""
+
+    __slots__ = ("probing", "taken", "tried")
+
+    def __init__(self) -> None:
+        self.taken = self.tried = 0.0
+        self.probing = False
+
+    def observe(self, taken: float, tried: int) -> None:
+        """A round ended."""
+        self.taken, self.tried = self.taken * FORGET + taken, self.tried * FORGET + tried
+
+    def survival(self, chances: list[float], least: float = 0.0) -> list[float]:
+        """The chance of each token to be accepted with all before it, down to the `least`; `chances` by the model."""
+        taken, weight, chance, found = self.taken, self.tried + _PRIOR_WEIGHT, 1.0, []
+        for expected in chances:
+            chance *= (taken + _PRIOR_WEIGHT * expected) / weight
+            if chance < least:
+                break
+            found.append(chance)
+        return found

@@ -1,0 +1,326 @@
+"""Decides how many tokens each sequence drafts in a round: what the most goodput takes, often none.
+
+After TurboSpec (arXiv 2406.14066, section 4): costs of steps and acceptance are learnt online, and after every round a
+target gets, for each draft worker, the length with the most expected tokens a second. In a *cycle* each of its
+sequences has one round. It takes the target parts · base + row · tokens seconds and the draft so much for each pass,
+each token that it proposes, and each that it has to be fed first: prompts, and rounds without a draft. Where the
+sequences fit one step (parts = 1), or both workers share cores, the cycle is the sum of both; else the longer of them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from itertools import islice, takewhile
+from statistics import fmean
+
+from scheduler.config import Policy, SchedulerConfig
+from scheduler.speculation.acceptance import ModelAcceptance, OwnAcceptance
+from scheduler.speculation.cost_model import FORGET, LinearCost
+from scheduler.state.fleet import Fleet
+from scheduler.state.worker_base import DraftWork, TargetWork
+from scheduler.state.workers import STEADY_KV_LAG, DraftWorker, Sequence, TargetWorker, Worker
+from scheduler.statistics import Counters
+
+_TOKEN = 1 / 32
+"""Of a step's base, what a token is guessed to cost: loading the weights is most of a step."""
+_HYSTERESIS = 1.05
+"""To begin, drafting must promise so much more: by that much the best of several estimates looks better than it is."""
+_PROBE_SHARE = 0.01
+"""Of the time, for looking at what is not done now: the most that is lost where nothing ever changes."""
+_WHOLE_EVERY = 16
+"""One proposal in so many is verified whole, to see what tokens that seemed not worth it come to: 6 % of their cost."""
+
+
+@dataclass(slots=True)
+class Choice:
+    """What one target's sequences draft with one draft worker: so many `sequences` up to `length` tokens each.
+
+    A draft token is worth it from a chance of `price` on, and worth verifying from `row_price` on. One to feed costs
+    `feed_price` tokens; a draft that lacks more than `most_fed` catches up on the side. `rate` is the expected tokens a
+    second, `gain` times that of plain decoding. `chances` are the draft model's, by place.
+    """
+
+    length: int
+    sequences: float
+    rate: float
+    gain: float
+    price: float
+    row_price: float
+    feed_price: float
+    most_fed: float
+    chances: list[float]
+
+
+@dataclass(slots=True)
+class TargetFigures:
+    """Of one target: what its steps cost, by (1, tokens to verify, tokens of prefill), and what was decided for it."""
+
+    cost: LinearCost
+    wire: LinearCost
+    """Seconds by which an idle target's answer is later than its step takes."""
+    typical: float
+    """Seconds of a step that verifies as the last one did."""
+    choices: dict[str, Choice] = field(default_factory=dict)
+    rounds: int = 0
+    decided_for: int = 0
+    plain_step: bool = False
+    credit: float = math.inf
+    """Seconds saved up for probes."""
+
+    @property
+    def drafting(self) -> bool:
+        return any(choice.length for choice in self.choices.values())
+
+
+@dataclass(slots=True)
+class DraftFigures:
+    """Of one draft worker: what its steps cost, by (1, passes, tokens fed or proposed), and its model's acceptance."""
+
+    cost: LinearCost
+    acceptance: ModelAcceptance
+
+
+class Controller:
+    """Owns all that is learnt of workers and sequences, by their ids. Policies other than AUTO draft all they may."""
+
+    def __init__(self, config: SchedulerConfig, fleet: Fleet, counters: Counters) -> None:
+        self._config = config
+        self._fleet = fleet
+        self._counters = counters
+        self._auto = config.policy is Policy.AUTO
+        self._targets: dict[str, TargetFigures] = {}
+        self._drafts: dict[str, DraftFigures] = {}
+        self._models: dict[str, ModelAcceptance] = {}
+        self._own: dict[int, OwnAcceptance] = {}
+        self.kv_moves = LinearCost((1.0, _TOKEN, _TOKEN))
+        """What a move of KV between targets takes, by (1, positions)."""
+
+    def target(self, target: TargetWorker) -> TargetFigures:
+        found, first = self._targets.get(target.worker_id), self._config.initial_step_seconds
+        if found is None:
+            found = self._targets[target.worker_id] = TargetFigures(
+                LinearCost((1.0, _TOKEN, _TOKEN), first), LinearCost((1.0, _TOKEN, _TOKEN)), first
+            )
+        return found
+
+    def draft(self, draft: DraftWorker) -> DraftFigures:
+        found, model = self._drafts.get(draft.worker_id), draft.spec.model_id or draft.worker_id
+        if found is None:
+            acceptance = self._models.setdefault(model, ModelAcceptance(self._config.draft_length))
+            cost = LinearCost((1.0, 1.0, _TOKEN), self._config.initial_step_seconds)
+            found = self._drafts[draft.worker_id] = DraftFigures(cost, acceptance)
+        return found
+
+    def own(self, sequence: Sequence) -> OwnAcceptance:
+        found = self._own.get(sequence.sequence_id)
+        if found is None:
+            found = self._own[sequence.sequence_id] = OwnAcceptance()
+        return found
+
+    @property
+    def acceptance(self) -> float:
+        """Over all draft models, in equal parts."""
+        return fmean([model.rate for model in self._models.values()] or [ModelAcceptance(0).rate])
+
+    def law(self, worker: Worker) -> tuple[float, float]:
+        """Seconds of a step of the worker: of a target by itself and for each token, of a draft the same of a pass."""
+        cost = self.target(worker).cost if isinstance(worker, TargetWorker) else self.draft(worker).cost
+        return cost.coefficients[0], cost.coefficients[1]
+
+    def forget(self, sequence: Sequence) -> None:
+        """It has ended."""
+        self._own.pop(sequence.sequence_id, None)
+
+    def lose(self, worker_id: str) -> None:
+        """The worker is gone; one that comes under its name may be another."""
+        self._targets.pop(worker_id, None)
+        self._drafts.pop(worker_id, None)
+        for figures in self._targets.values():
+            figures.choices.pop(worker_id, None)
+
+    # --- what is learnt -----------------------------------------------------------------------------------------------
+
+    def draft_step(self, draft: DraftWorker, work: DraftWork, seconds: float) -> None:
+        if work.any:
+            self.draft(draft).cost.observe(seconds, 1.0, work.passes, work.proposed_tokens + work.catch_up_tokens)
+
+    def target_step(self, target: TargetWorker, work: TargetWork, seconds: float, elapsed: float | None) -> bool:
+        """A step's answer came, whose rounds are observed next. Whether the target begins to draft or ceases to.
+
+        `elapsed` are the seconds between step and answer, None where the target had another step meanwhile.
+        """
+        figures, count = self.target(target), len(target.sequences)
+        if work.any:
+            figures.cost.observe(seconds, 1.0, work.verify_tokens, work.prefill_tokens)
+        if elapsed is not None:
+            figures.wire.observe(elapsed - seconds, 1.0)
+        if not work.verify_tokens:
+            return False
+        figures.typical = figures.cost.predict(1.0, work.verify_tokens, work.prefill_tokens)
+        figures.credit += _PROBE_SHARE * figures.typical
+        drafted, figures.plain_step = figures.drafting, False
+        if not self._auto or figures.rounds < count < 2 * figures.decided_for:
+            return False
+        figures.rounds, figures.decided_for = 0, max(1, count)
+        self._decide(target, figures)
+        # Else a target that always drafts would never learn that plain steps cost less than it thinks.
+        figures.plain_step = figures.drafting and figures.credit >= figures.typical
+        if figures.plain_step:
+            figures.credit = 0.0
+        return drafted != figures.drafting
+
+    def observe(self, sequence: Sequence, verified: int, accepted: int) -> None:
+        """A round ended: of the tokens that its draft was asked for so many were verified, and so many accepted."""
+        target, draft, requested = sequence.target, sequence.draft, sequence.requested_draft_length
+        if target is not None:
+            self.target(target).rounds += 1
+        if not requested or draft is None:
+            self.own(sequence).observe(0.0, 0)
+            return
+        own, model, taken = self.own(sequence), self.draft(draft).acceptance, float(accepted)
+        confidences = sequence.confidences
+        if accepted == verified < len(confidences):
+            # Had the next one been worth verifying: else drafts that are often cut short would seem to be bad ones.
+            taken += model.chance(confidences[verified])
+        if own.probing and accepted and own.survival(model.chances)[:1] < [0.5] and target is not None:
+            self.target(target).credit = math.inf  # against the odds: worth another look at once
+        tried, own.probing = accepted + (accepted < requested), False
+        own.observe(taken, tried)
+        model.observe(taken, tried, confidences[:verified], accepted, len(draft.sequences))
+
+    # --- what is decided ----------------------------------------------------------------------------------------------
+
+    def newcomer_drafts(self, target: TargetWorker, sequence: Sequence) -> bool:
+        """Whether a sequence that begins to run will draft; if not, or if all would wait for it, its KV can wait."""
+        if not self._auto or not self._fleet.drafts:
+            return not self._auto
+        return not self._fleet.time_sliced and self._length(self.target(target), sequence) > 0
+
+    def for_round(self, sequence: Sequence, longest: int) -> int:
+        """Tokens to draft in the round that begins, 0 to `longest`."""
+        target = sequence.target
+        if not self._auto or target is None or not self._fleet.drafts:
+            return 0 if self._auto else longest
+        figures, own = self.target(target), self.own(sequence)
+        if figures.plain_step:
+            return 0
+        length = 1 if own.probing else self._length(figures, sequence)
+        if not length and figures.credit >= self._probe_seconds(figures, sequence):
+            # What was saved up beyond that is lost: else probes would come in bursts.
+            figures.credit, own.probing, length = 0.0, True, 1
+            self._counters.probes += 1
+        return min(length, longest)
+
+    def proposes_at_once(self, draft: DraftWorker, kv_lag: int) -> bool:
+        """Whether a draft with so large a KV lag is to propose; else it catches up during a plain round.
+
+        It may hold its sequence up for as long as a pass takes; where cores are shared, all wait for it in any case.
+        """
+        _, of_pass, of_token = self.draft(draft).cost.coefficients
+        return not self._auto or self._fleet.time_sliced or kv_lag <= STEADY_KV_LAG or of_token * kv_lag <= of_pass
+
+    def chances(self, sequence: Sequence, confidences: bytes, count: int) -> list[float]:
+        """The chance of each of `count` proposed tokens to be accepted with all before it."""
+        model = ModelAcceptance(0) if sequence.draft is None else self.draft(sequence.draft).acceptance
+        return model.survival(confidences, count)
+
+    def worth_verifying(self, sequence: Sequence, confidences: bytes) -> int:
+        """How many leading tokens of a proposal with these confidences are."""
+        target, draft = sequence.target, sequence.draft
+        choice = None if target is None or draft is None else self.target(target).choices.get(draft.worker_id)
+        whole = sequence.request.draft_length is not None or sequence.length % _WHOLE_EVERY == 0
+        if choice is None or whole or self.own(sequence).probing:
+            return len(confidences)
+        found = self.chances(sequence, confidences, len(confidences))
+        return sum(1 for _ in takewhile(choice.row_price.__le__, found))
+
+    def _length(self, figures: TargetFigures, sequence: Sequence) -> int:
+        """What pays for this sequence. A draft worker that nobody tried is tried."""
+        choice = figures.choices.get(self._draft_of(sequence).worker_id)
+        if choice is None or not choice.length:
+            return int(choice is None)
+        return min(choice.length, len(_worth(self.own(sequence), sequence, choice)))
+
+    def _draft_of(self, sequence: Sequence) -> DraftWorker:
+        """The draft worker that has the sequence, or would get it."""
+        return sequence.draft or min(self._fleet.drafts.values(), key=lambda draft: len(draft.sequences))
+
+    def _probe_seconds(self, figures: TargetFigures, sequence: Sequence) -> float:
+        """By how much all others are held up at most."""
+        lag = _kv_lag(sequence) if self._fleet.time_sliced else 0
+        drafting = self.draft(self._draft_of(sequence)).cost.predict(1.0, 1.0, 1.0 + lag)
+        return drafting + figures.cost.coefficients[1]
+
+    def _decide(self, target: TargetWorker, figures: TargetFigures) -> None:
+        """Goes by as many of the sequences as one draft step takes: more would not change much."""
+        members: dict[str, list[Sequence]] = {}
+        every = 1 + max(0, len(target.sequences) - 1) // self._config.proposals_per_step
+        for sequence in islice(target.sequences.values(), 0, None, every) if self._fleet.drafts else ():
+            draft = self._draft_of(sequence)
+            if self.draft(draft).cost.known:
+                members.setdefault(draft.worker_id, []).append(sequence)
+        for worker_id, sequences in members.items():
+            figures.choices[worker_id] = self._choose(target, figures, self._fleet.drafts[worker_id], sequences)
+
+    def _choose(
+        self, target: TargetWorker, figures: TargetFigures, draft: DraftWorker, members: list[Sequence]
+    ) -> Choice:
+        """The choice for one draft worker, as if all sequences of the target were like `members`, which it has."""
+        (base, row, _), wire = figures.cost.coefficients, figures.wire.coefficients[0]
+        known, before = self.draft(draft), figures.choices.get(draft.worker_id)
+        of_step, of_pass, of_token = known.cost.coefficients
+        base, of_token = max(base, 1e-9), max(of_token, 1e-9)  # nothing takes no time at all
+        count, load = figures.decided_for, max(figures.decided_for, len(draft.sequences))
+        parts = max(1.0, count / self._config.batch_size)
+        serial = parts == 1 or self._fleet.time_sliced
+
+        def cycle(passes: int = 0, drafted: float = 0.0, fed: float = 0.0) -> float:
+            verify, propose = parts * base + row * count * (1 + drafted), of_token * drafted * load
+            step, feed = (of_step + passes * of_pass if passes else 0.0), of_token * fed * load
+            if serial:
+                return verify + step + propose + feed + (wire if passes or parts == 1 else 0.0)
+            return max(wire + verify / parts + step + propose / parts, verify, 2 * step + propose + feed)
+
+        plain = count / cycle()
+        # A second is worth as many tokens as were committed in one when this was last decided.
+        rate = plain * (before.gain if before else 1.0)
+        of_draft = rate * of_token if serial else 0.0
+        most_fed = math.inf if self._fleet.time_sliced else of_pass / of_token
+        choice = Choice(
+            0, 0.0, plain, 1.0, rate * row + of_draft, rate * row, of_draft, most_fed, known.acceptance.chances
+        )
+        worth = [_worth(self.own(sequence), sequence, choice) for sequence in members]
+        fed = sum(_fed(one, kept, most_fed) for one, kept in zip(members, worth, strict=True) if kept) / len(members)
+        best = plain * (1.0 if before and before.length else _HYSTERESIS)
+        accepted = drafted = 0.0
+        for passes in range(1, max(map(len, worth)) + 1):
+            reached = [kept[passes - 1] for kept in worth if len(kept) >= passes]
+            accepted, drafted = accepted + sum(reached) / len(members), drafted + len(reached) / len(members)
+            rate = count * (1 + accepted) / cycle(passes, drafted, fed)
+            if rate > best:
+                best, choice.length, choice.rate, choice.gain = rate, passes, rate, rate / plain
+        if choice.length:
+            choice.sequences = count * sum(map(bool, worth)) / len(members)
+        return choice
+
+
+def _worth(own: OwnAcceptance, sequence: Sequence, choice: Choice) -> list[float]:
+    """The chances of the tokens that are worth their price, if together they also pay for what has to be fed first."""
+    if sequence.request.draft_length is not None or sequence.drafting_refused or sequence.suspected:
+        return []
+    kept = own.survival(choice.chances, choice.price)
+    fed = _fed(sequence, kept, choice.most_fed)
+    return kept if not fed or sum(kept) - choice.price * len(kept) >= choice.feed_price * fed else []
+
+
+def _fed(sequence: Sequence, kept: list[float], most: float) -> float:
+    """Tokens that a draft has to be fed, spread over the sequence's rounds or those that anything is remembered for."""
+    lag = _kv_lag(sequence) - STEADY_KV_LAG
+    left = max(1, sequence.end - sequence.length)
+    return min(most, lag) * max(1 - FORGET, (1 + sum(kept)) / left) if lag > 0 else 0.0
+
+
+def _kv_lag(sequence: Sequence) -> int:
+    """Tokens of KV that a draft lacks before it can propose."""
+    return sequence.length if sequence.draft is None else sequence.draft.kv_lag(sequence)

@@ -1,0 +1,96 @@
+"""What the controller learns of the costs of steps."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scheduler.speculation.cost_model import LinearCost
+
+GUESS = (1.0, 1 / 32, 1 / 32)
+BASE, TOKEN, PREFILL = 0.015, 0.0007, 0.0005
+
+
+def seconds(tokens: float, prefill: float = 0.0) -> float:
+    return BASE + TOKEN * tokens + PREFILL * prefill
+
+
+def test_before_anything_is_measured_a_step_costs_what_was_said_and_its_tokens_nothing() -> None:
+    cost = LinearCost(GUESS, 9.0)
+    assert not cost.known
+    assert cost.predict(1, 0, 0) == cost.predict(1, 50, 70) == 9.0
+
+
+def test_as_many_different_steps_as_there_are_features_give_the_law() -> None:
+    cost = LinearCost(GUESS, 9.0)
+    for tokens, prefill in ((8, 0), (40, 0), (8, 64)):
+        cost.observe(seconds(tokens, prefill), 1, tokens, prefill)
+    for tokens, prefill in ((1, 0), (100, 0), (20, 300)):
+        assert cost.predict(1, tokens, prefill) == pytest.approx(seconds(tokens, prefill), rel=0.02)
+
+
+@pytest.mark.parametrize("unit", [1e-3, 1.0, 1e3])
+def test_units_do_not_matter(unit: float) -> None:
+    one, other = LinearCost(GUESS), LinearCost(GUESS)
+    rng = random.Random(5)
+    for _ in range(60):
+        tokens, noise = rng.randrange(1, 30), rng.uniform(0.8, 1.2)
+        one.observe(seconds(tokens) * noise, 1, tokens)
+        other.observe(unit * seconds(tokens) * noise, 1, tokens)
+    assert other.predict(1, 12) == pytest.approx(unit * one.predict(1, 12))
+
+
+def test_what_a_token_costs_is_not_forgotten_while_all_steps_have_one_size() -> None:
+    """Plain forgetting would leave nothing but noise of what tells base and token apart."""
+    cost, rng = LinearCost(GUESS), random.Random(1)
+    for _ in range(40):
+        tokens = rng.choice((1, 4, 16, 40))
+        cost.observe(seconds(tokens) * rng.uniform(0.95, 1.05), 1, tokens)
+    for _ in range(2_000):
+        cost.observe(seconds(5) * rng.uniform(0.95, 1.05), 1, 5)
+    assert cost.predict(1, 40) == pytest.approx(seconds(40), rel=0.1)
+    assert cost.predict(1, 1) == pytest.approx(seconds(1), rel=0.05)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("first", [True, False])
+def test_steps_that_stall_count_for_next_to_nothing(first: bool, seed: int) -> None:
+    """One in twenty takes twenty times as long; the first one may, when something is compiled."""
+    cost, rng = LinearCost(GUESS), random.Random(seed)
+    if first:
+        cost.observe(20 * seconds(8), 1, 8)
+    for step in range(100):
+        tokens = rng.randrange(1, 40)
+        cost.observe(seconds(tokens) * (20 if step % 20 == 7 else 1) * rng.uniform(0.95, 1.05), 1, tokens)
+        if step >= 20:
+            assert cost.predict(1, 20) == pytest.approx(seconds(20), rel=0.06)
+
+
+def test_a_worker_that_has_become_twice_as_slow_is_noticed() -> None:
+    cost, rng = LinearCost(GUESS), random.Random(3)
+    for factor, steps in ((1, 200), (2, 50)):
+        for _ in range(steps):
+            tokens = rng.randrange(1, 40)
+            cost.observe(factor * seconds(tokens) * rng.uniform(0.95, 1.05), 1, tokens)
+    assert cost.predict(1, 20) == pytest.approx(2 * seconds(20), rel=0.2)
+
+
+@given(st.lists(st.tuples(st.floats(1e-5, 10), st.integers(0, 500), st.integers(0, 500)), max_size=60))
+def test_no_coefficient_is_ever_negative_or_undefined(steps: list[tuple[float, int, int]]) -> None:
+    cost = LinearCost(GUESS)
+    for measured, tokens, prefill in steps:
+        cost.observe(measured, 1, tokens, prefill)
+    assert all(math.isfinite(coefficient) and coefficient >= 0 for coefficient in cost.coefficients)
+
+
+@pytest.mark.parametrize("nonsense", [math.nan, math.inf, 0.0, -1.0])
+def test_times_that_cannot_be_change_nothing(nonsense: float) -> None:
+    cost = LinearCost(GUESS)
+    cost.observe(0.5, 1, 3)
+    before = list(cost.coefficients)
+    cost.observe(nonsense, 1, 8)
+    assert cost.coefficients == before
