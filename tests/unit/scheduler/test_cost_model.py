@@ -87,6 +87,23 @@ def test_no_coefficient_is_ever_negative_or_undefined(steps: list[tuple[float, i
     assert all(math.isfinite(coefficient) and coefficient >= 0 for coefficient in cost.coefficients)
 
 
+def test_times_of_any_size_are_survived() -> None:
+    """Between a nanosecond and an hour, so that rounding may leave nothing to solve."""
+    for seed in range(300):
+        cost, rng = LinearCost(GUESS), random.Random(seed)
+        for _ in range(20):
+            cost.observe(10 ** rng.uniform(-9, 3.5), 1, rng.choice((0, 1, 8)), rng.choice((0, 64)))
+            assert all(math.isfinite(coefficient) and coefficient >= 0 for coefficient in cost.coefficients)
+
+
+def test_steps_that_fail_at_once_are_soon_forgotten() -> None:
+    cost, rng = LinearCost(GUESS, 0.05), random.Random(2)
+    for step in range(100):
+        tokens = rng.randrange(1, 40)
+        cost.observe(1e-6 if 60 <= step < 63 else seconds(tokens) * rng.uniform(0.95, 1.05), 1, tokens)
+    assert cost.predict(1, 20) == pytest.approx(seconds(20), rel=0.2)
+
+
 @pytest.mark.parametrize("nonsense", [math.nan, math.inf, 0.0, -1.0])
 def test_times_that_cannot_be_change_nothing(nonsense: float) -> None:
     cost = LinearCost(GUESS)
