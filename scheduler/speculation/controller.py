@@ -24,8 +24,6 @@ from scheduler.statistics import Counters
 
 _TOKEN = 1 / 32
 """Of a step's base, what a token is guessed to cost: loading the weights is most of a step."""
-_HYSTERESIS = 1.05
-"""To begin, drafting must promise so much more: by that much the best of several estimates looks better than it is."""
 _PROBE_SHARE = 0.01
 """Of the time, for looking at what is not done now: the most that is lost where nothing ever changes."""
 _WHOLE_EVERY = 16
@@ -292,7 +290,8 @@ class Controller:
         )
         worth = [_worth(self.own(sequence), sequence, choice) for sequence in members]
         fed = sum(_fed(one, kept, most_fed) for one, kept in zip(members, worth, strict=True) if kept) / len(members)
-        best = plain * (1.0 if before and before.length else _HYSTERESIS)
+        # To begin, drafting must promise more than one observation can make of an estimate.
+        best = plain if before and before.length else plain / FORGET
         accepted = drafted = 0.0
         for passes in range(1, max(map(len, worth)) + 1):
             reached = [kept[passes - 1] for kept in worth if len(kept) >= passes]
