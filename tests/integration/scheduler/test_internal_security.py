@@ -133,10 +133,8 @@ def test_health_is_open_and_there_is_no_reflection() -> None:
                         ([], grpc.StatusCode.UNAUTHENTICATED),
                         (TOKEN.metadata, grpc.StatusCode.UNIMPLEMENTED),
                     ):
-                        with pytest.raises(grpc.aio.AioRpcError) as caught:
-                            async for _ in channel.stream_stream(reflection)(iter([b""]), metadata=metadata):
-                                pass
-                        assert caught.value.code() is code
+                        # Nothing is sent: what a server says while its client still sends may be lost.
+                        assert await channel.stream_stream(reflection)(metadata=metadata, timeout=LONG).code() is code
 
     asyncio.run(run())
 
