@@ -23,3 +23,8 @@ class ExactModeUnavailableError(EngineError):
 
 class DraftVocabularyError(EngineError):
     """The file that names the tokens of a draft's head does not hold what it must."""
+
+
+def one_line(error: BaseException) -> str:
+    """The reason of an exception as one line; its type where it has no text."""
+    return " ".join(str(error).split()) or type(error).__name__

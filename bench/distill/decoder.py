@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from engine.cpu.joined_layers import FusedRmsNorm
 from engine.cpu.linear import PrepackedLinear, can_prepack
+from engine.models.joined_layers import FusedRmsNorm
 
 # Attention works over a multiple of these positions, the rest masked, so that kernels see few shapes.
 _POSITIONS = 64

@@ -5,7 +5,7 @@ import sys
 
 import bench.gpu
 
-COMMANDS = {"measure": "bench.gpu.measure_command", "compile": "bench.gpu.compile_command"}
+COMMANDS = {name: f"bench.gpu.{name}_command" for name in ("all", "compile", "exactness", "measure", "profile")}
 
 
 def run() -> int:

@@ -19,9 +19,8 @@ from bench.gpu.pair import PairError, ensure_pair
 from bench.gpu.results import ResultFile
 from bench.gpu.settings import GpuBenchSettings
 from bench.record import origin
-from engine.errors import EngineError
+from engine.errors import EngineError, one_line
 from engine.settings import DTYPES
-from services.worker.executor import one_line
 
 _DESCRIPTION = "Decodes with a synthetic pair on one device: speed, its distance to the device's limit, and equality."
 _REST = "the rest"

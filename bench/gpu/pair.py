@@ -12,8 +12,8 @@ import torch
 
 from bench.gpu.settings import GpuBenchSettings
 from bench.synthetic_pair import SHAPES, write_pair
+from engine.errors import one_line
 from engine.models.source import Progress
-from services.worker.executor import one_line
 
 _FILE = "pair.json"
 

@@ -11,6 +11,11 @@ from typing import Any
 KIND = "gpu"
 
 
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
 class ResultFile:
     """What was found so far; whatever ends the run, the file holds what came before.
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from services.worker.executor import one_line
+from engine.errors import one_line
 from services.worker.process import EventPipe
 
 DETACH = "detach"

@@ -67,6 +67,8 @@ def _paged_attention(
 ) -> tuple[torch.Tensor, None]:
     if paged_step is None:
         raise UnsupportedModelError("the model does not pass keyword arguments on to its attention")
+    if attention_mask is not None:
+        raise UnsupportedModelError("the model masks its attention by itself")
     for name in ("sliding_window", "softcap", "s_aux", "head_mask", "position_bias"):
         if kwargs.get(name) is not None:
             raise UnsupportedModelError(f"the model's attention uses {name}, which paged attention does not support")

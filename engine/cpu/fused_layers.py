@@ -1,7 +1,7 @@
 """Whole decoder layers of the Llama kind for a CPU, out of kernels.
 
 The weights and the mathematics are those of transformers' own modules; rounding to 16 bits is less frequent. Layers of
-another structure, or of sizes that the kernels do not take, are left to engine/cpu/joined_layers.py.
+another structure, or of sizes that the kernels do not take, are left to engine/models/joined_layers.py.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from engine.attention.paged_step import PagedStep
 from engine.cpu.attention import KernelPlan
-from engine.cpu.families import families_of
 from engine.cpu.kernels import LANES, CpuKernels, LayerWeights
 from engine.cpu.linear import KernelLinear, joined, prepack_linear
+from engine.models.families import families_of
 
 _SILU = (nn.SiLU, SiLUActivation)
 

@@ -296,7 +296,7 @@ def _priced(
         batch = []
         for _ in range(sequences):
             table = PageTable()
-            pool.append(table, 128 + rows)
+            pool.append(table, min(128 + rows, _positions(model)))
             batch.append(BatchedSequence(table, [1] * rows, rows))
         samples = []
         for _ in range(7):

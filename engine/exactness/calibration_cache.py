@@ -21,7 +21,7 @@ from engine.models.source import cache_folder
 from engine.settings import EngineSettings
 
 # Raised when calibration itself changes, so that older results are not believed.
-_CALIBRATION_RECIPE = 9
+_CALIBRATION_RECIPE = 10
 
 
 def calibration_file(model: PreTrainedModel, settings: EngineSettings, kernels: str | None) -> Path:

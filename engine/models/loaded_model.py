@@ -11,11 +11,11 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from engine.attention.backends import AttentionBackend, AttentionForm, MatmulBackend, attention_forms, unrestricted_form
 from engine.cpu.attention import KernelBackend
 from engine.cpu.fused_layers import fuse_layers
-from engine.cpu.joined_layers import join_layers
 from engine.cpu.kernels import CpuKernels
 from engine.cuda.setup import GpuPasses
 from engine.kv.paged_kv import PagedKv
 from engine.kv.pages import PagePool
+from engine.models.joined_layers import join_layers, joins_layers
 from engine.models.vocabulary import Vocabulary
 from engine.passes.runner import ModelRunner
 from engine.sampling.grammars import Grammars
@@ -60,7 +60,8 @@ class LoadedModel:
         """Replaces layers by faster ones that compute the same, in place."""
         if self.kernels is not None and self._attends_by_kernel(page_size):
             fuse_layers(self.model, self.kernels)
-        join_layers(self.model, self.kernels)
+        if joins_layers(self.model, self.kernels):
+            join_layers(self.model, self.kernels)
 
     def forms(self, page_size: int) -> Sequence[AttentionForm | None]:
         """Of attention, cheapest first. None is that of kernels that read pages, which have but one."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from engine.attention.paged_step import ATTENTION_NAME
@@ -18,11 +18,12 @@ from engine.cpu.logits_scan import LogitsScan
 from engine.cuda.setup import load_gpu_passes
 from engine.description import EngineDescription
 from engine.drafting.model_draft import DraftEngine
-from engine.errors import GpuMemoryError, UnsupportedModelError, UnsupportedProcessorError
+from engine.errors import GpuMemoryError, UnsupportedModelError, UnsupportedProcessorError, one_line
 from engine.exactness.calibration import ExactShapes, calibrate, candidate_row_counts
 from engine.exactness.calibration_cache import calibration_file, calibration_key, read_calibration, write_calibration
 from engine.kv.paged_kv import PagedKvStore
 from engine.kv.pages import PagePool, PageTable
+from engine.models.compatibility import PROBED_PAGES, check_config, check_passes
 from engine.models.draft_vocabulary import read_draft_vocabulary, restrict_head
 from engine.models.dtype import AUTO, COMPUTED, best_dtype, dtype_name
 from engine.models.fetching import fetch_model
@@ -99,7 +100,7 @@ def _load_model(settings: EngineSettings, role: Role, progress: Progress) -> Loa
     disable_progress_bar()
     device = torch.device(settings.device)
     planned_kv_bytes = _planned_kv_bytes(settings, role, folder, device)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=settings.dtype, attn_implementation=ATTENTION_NAME)
+    model = _read_model(folder, settings.dtype)
     kernels = _cpu_kernels(model.dtype, device, settings, progress)
     if settings.dtype == AUTO:
         dtype, reason = best_dtype(model.dtype, device, kernels is not None)
@@ -119,8 +120,20 @@ def _load_model(settings: EngineSettings, role: Role, progress: Progress) -> Loa
     tokenizer = read_tokenizer(folder)
     grammars = None if tokenizer is None else Grammars(tokenizer)
     loaded = LoadedModel(model, vocabulary, kernels, gpu, planned_kv_bytes, grammars)
-    _check_supported(loaded, settings.page_size)
+    pool = PagePool(PROBED_PAGES, settings.page_size)
+    check_passes(loaded.runner(pool, loaded.unrestricted_form(settings.page_size), ()), pool)
     return loaded
+
+
+def _read_model(folder: Path, dtype: str) -> PreTrainedModel:
+    try:
+        check_config(AutoConfig.from_pretrained(folder))
+        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=ATTENTION_NAME)
+    # A type that transformers does not know, is no causal model, or comes with code of its own.
+    except (ValueError, KeyError, ImportError) as error:
+        if error.args == (ATTENTION_NAME,):
+            raise UnsupportedModelError("the model does not use transformers' attention interface") from error
+        raise UnsupportedModelError(f"transformers cannot load {folder.name}: {one_line(error)}") from error
 
 
 def _cpu_kernels(
@@ -147,20 +160,6 @@ def _compute_digest(loaded: LoadedModel, settings: EngineSettings) -> bytes:
         sample = weights.flatten()[:_SAMPLED_WEIGHTS].contiguous().cpu().view(torch.uint8)
         digest.update(name.encode() + sample.numpy().tobytes())
     return digest.digest()
-
-
-def _check_supported(loaded: LoadedModel, page_size: int) -> None:
-    config = loaded.model.config
-    layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if layer_types != {"full_attention"}:
-        raise UnsupportedModelError(
-            f"{config.model_type} has layers of type {', '.join(sorted(layer_types))}, only full_attention is supported"
-        )
-    # Whatever else does not fit shows in a pass.
-    pool = PagePool(2, page_size)
-    table = PageTable()
-    pool.append(table, 2)
-    loaded.runner(pool, loaded.unrestricted_form(page_size), ()).run([BatchedSequence(table, [0, 0], 1)])
 
 
 def _exact_shapes(loaded: LoadedModel, settings: EngineSettings, progress: Progress) -> ExactShapes:

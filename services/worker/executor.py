@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from engine.description import EngineDescription
+from engine.errors import one_line
 from engine.kv.kv_store import KvStore
 from engine.kv.pages import PagePool
 from engine.steps import Computing, EngineTimings, ProposeRow, RowOutcome, StepOutcome, VerifyRow, no_callback
@@ -354,11 +355,6 @@ class DraftStepExecutor(StepExecutor[ProposeRow]):
 
     def _computed(self, outcome: RowOutcome) -> Sequence[int]:
         return outcome.tokens[:-1]
-
-
-def one_line(error: BaseException) -> str:
-    """The reason of an exception as one line; its type where it has no text."""
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _failure(sequence_id: int, error: str, status: RowStatus = RowStatus.FAILED) -> worker_pb2.RowReply:

@@ -28,12 +28,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from typing import Any, TextIO
 
+from engine.errors import one_line
 from engine.models.memory_plan import ModelMemory
 from engine.settings import EngineSettings
 from scheduler.messages import Role
 from services.launch.process_tuning import importing, keep_loaded_objects
 from services.rpc.channel_security import SECURITY_VARIABLE, ChannelSecurity
-from services.worker.executor import DraftStepExecutor, StepExecutor, TargetStepExecutor, one_line
+from services.worker.executor import DraftStepExecutor, StepExecutor, TargetStepExecutor
 from services.worker.server import WorkerServer, step_thread
 
 logger = logging.getLogger(__name__)

@@ -11,11 +11,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM, Glm4Config, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
 from bench.step_parts import by_parts
-from engine.cpu import families
 from engine.cpu.fused_layers import FusedDecoderLayer, KernelDecoder
-from engine.cpu.joined_layers import FusedRmsNorm, JoinedAttention, JoinedMlp
 from engine.cpu.linear import KernelLinear
 from engine.kv.pages import PagePool, PageTable
+from engine.models import families
+from engine.models.joined_layers import FusedRmsNorm, JoinedAttention, JoinedMlp
 from engine.models.loading import load_target_engine
 from engine.passes.layout import BatchedSequence
 from engine.passes.runner import ModelRunner

@@ -14,7 +14,7 @@ from engine.settings import EngineSettings
 from engine.steps import ProposeRow, VerifyRow
 from engine.target import TargetEngine
 from scheduler.sampling import SamplingParameters
-from tests.support.tiny_models import CONFIGS, TORCH_SHAPE, VOCABULARY, save_tiny_pair
+from tests.support.tiny_models import CONFIGS, VOCABULARY, WIDE_SHAPE, save_tiny_pair
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
@@ -53,7 +53,7 @@ def decoded(engine: TargetEngine, drafts: int) -> list[list[tuple[int, int]]]:
 def test_logits_are_the_same_with_drafts_and_without_graphs(
     tmp_path: Path, family: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    folder, _ = save_tiny_pair(family, tmp_path, **TORCH_SHAPE)
+    folder, _ = save_tiny_pair(family, tmp_path, **WIDE_SHAPE)
     said: list[str] = []
     engine = load(folder, said)
     # A kernel or graphs that are of no use are left out with a warning.
@@ -67,7 +67,7 @@ def test_logits_are_the_same_with_drafts_and_without_graphs(
 
 
 def test_tokens_are_those_of_transformers(tmp_path: Path) -> None:
-    folder, draft_folder = save_tiny_pair("llama", tmp_path, **TORCH_SHAPE)
+    folder, draft_folder = save_tiny_pair("llama", tmp_path, **WIDE_SHAPE)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).cuda()
     expected = [
         model.generate(torch.tensor([prompt]).cuda(), max_new_tokens=NEW_TOKENS, do_sample=False)[0, len(prompt) :]

@@ -33,6 +33,9 @@ _SHAPE = {
 TORCH_SHAPE = {"hidden_size": 48, "intermediate_size": 80, "num_attention_heads": 6, "head_dim": 8}
 """What they do not take, so that torch computes."""
 
+WIDE_SHAPE = {"hidden_size": 1024, "head_dim": 64}
+"""Wide enough that torch's sums over a row have another order where there are few rows, on a GPU."""
+
 CONFIGS: dict[str, type[PreTrainedConfig]] = {"llama": LlamaConfig, "qwen3": Qwen3Config, "glm4": Glm4Config}
 
 

@@ -29,42 +29,82 @@ ROOT = Path(__file__).parents[3]
 BATCH_SIZES = (1, 3)
 COMPARED = 4
 MAX_TOKENS = 20
-ASKED = (
-    *("--shape", "tiny", "--agreement", "0.7", "--device", "cpu", "--dtype", "float32"),
-    *("--batch-size", "1", "--batch-size", "3", "--compared", str(COMPARED), "--max-tokens", str(MAX_TOKENS)),
+PAIR = ("--shape", "tiny", "--dtype", "float32", "--device", "cpu")
+MEASURED = (
+    *(
+        "--agreement",
+        "0.7",
+        "--batch-size",
+        "1",
+        "--batch-size",
+        "3",
+        "--compared",
+        str(COMPARED),
+        "--max-tokens",
+        str(MAX_TOKENS),
+    ),
     *("--prompt-tokens", "12", "--prefill-chunk", "16", "--logits-batch-size", "3", "--logits-tokens", "12"),
 )
+ALL = ("--one-in", "768", "--tests", "tests/unit/engine/test_pages.py", "--family", "qwen3")
 # A machine for measuring has little more than torch and transformers.
 ABSENT = ("ray", "grpc", "pydantic", "fastapi", "starlette", "uvicorn", "prometheus_client", "matplotlib", "scipy")
-WITHOUT = """
-import sys
-sys.modules.update(dict.fromkeys({absent!r}))
-from bench.gpu.__main__ import run
-sys.exit(run())
-"""
 
 
 @dataclass
 class Run:
-    pair: Path
+    folder: Path
     result: dict[str, Any]
     told: str
 
+    @property
+    def pair(self) -> Path:
+        return self.folder / "pair"
 
-def run_without(absent: tuple[str, ...], arguments: list[str], cache: Path) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {CACHE_VARIABLE: str(cache), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", WITHOUT.format(absent=absent), *arguments]
+
+def run_without(absent: tuple[str, ...], arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """Neither the process nor any that it starts can import these packages."""
+    (folder / "sitecustomize.py").write_text(f"import sys\nsys.modules.update(dict.fromkeys({absent!r}))\n")
+    environment = os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+    environment.pop("TRITON_INTERPRET", None)  # the tests of kernels are interpreted
+    command = [sys.executable, "-m", "bench.gpu", *arguments]
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp("gpu")
-    output = folder / "found.json"
-    done = run_without(ABSENT, ["measure", str(folder / "pair"), *ASKED, "-o", str(output)], folder / "cache")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == f"{output}\n"
-    return Run(folder / "pair", json.loads(output.read_text(encoding="utf-8")), done.stderr)
+    done = run_without(ABSENT, ["all", "--out", str(folder), *PAIR, *ALL, "--", *MEASURED], folder)
+    assert done.returncode == 0, done.stderr + "".join(log.read_text() for log in folder.glob("*.log"))
+    assert done.stdout == f"{folder / 'summary.json'}\n"
+    told = (folder / "measure.log").read_text(encoding="utf-8")
+    return Run(folder, json.loads((folder / "measure.json").read_text(encoding="utf-8")), told)
+
+
+def kept(run: Run, part: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((run.folder / f"{part}.json").read_text(encoding="utf-8"))
+    return found
+
+
+def test_all_parts_pass_on_a_stand_in(run: Run) -> None:
+    """With Triton, whose kernels compile for GPUs on any machine."""
+    found = kept(run, "summary")
+    ended = {part["name"]: part["ended"] for part in found["parts"]}
+    assert ended == dict.fromkeys(("compile", "tests", "exactness", "profile", "measure"), "passed")
+    assert " passed in " in (run.folder / "tests.log").read_text(encoding="utf-8")
+    compiled = kept(run, "compile")
+    assert compiled["faults"] == 0
+    assert compiled["builds"]
+    cells = kept(run, "exactness")["cells"]
+    assert [cell["dtype"] for cell in cells] == ["bfloat16", "float16", "float32"]
+    assert all(cell["equal"] and len(cell["row_counts"]) > 1 for cell in cells)
+
+
+def test_a_part_that_fails_costs_the_others_nothing(tmp_path: Path) -> None:
+    done = run_without((), ["all", "--out", str(tmp_path), *PAIR, "--seconds", "0"], tmp_path)
+    assert done.returncode == 1
+    parts = json.loads((tmp_path / "summary.json").read_text(encoding="utf-8"))["parts"]
+    assert [part["name"] for part in parts] == ["compile", "tests", "exactness", "profile", "measure"]
+    assert {part["ended"] for part in parts} == {"out of time"}
 
 
 @pytest.fixture(scope="module")
@@ -139,8 +179,8 @@ def test_figures_agree_with_each_other(run: Run) -> None:
 def test_it_is_said_what_was_measured_on_what(run: Run) -> None:
     result = run.result
     assert result["kind"] == "gpu"
-    assert result["command"].startswith("python -m bench.gpu measure pair --shape tiny --agreement 0.7")
-    assert result["command"].endswith("-o found.json")
+    assert result["command"].startswith("python -m bench.gpu measure pair --shape tiny --dtype float32")
+    assert result["command"].endswith("-o measure.json")
     assert result["machine"]["torch"] == torch.__version__
     assert {"processor", "cores", "memory_gib", "python", "transformers"} <= result["machine"].keys()
     assert result["settings"]["batch_sizes"] == list(BATCH_SIZES)
@@ -159,11 +199,11 @@ def test_a_missing_package_is_named_in_one_sentence(tmp_path: Path) -> None:
 
 @pytest.fixture(autouse=True)
 def own_cache(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(CACHE_VARIABLE, str(run.pair.with_name("cache")))
+    monkeypatch.setenv(CACHE_VARIABLE, str(run.folder / "cache"))
 
 
 def again(run: Run, output: Path, *more: str) -> int:
-    return main([str(run.pair), *ASKED, *more, "-o", str(output)])
+    return main([str(run.pair), *PAIR, *MEASURED, *more, "-o", str(output)])
 
 
 def test_what_was_measured_before_a_failure_is_kept(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,6 +269,6 @@ def test_a_folder_with_something_else_is_left_alone(
     folder = tmp_path / "models"
     folder.mkdir()
     (folder / "precious").write_text("weights", encoding="utf-8")
-    assert main([str(folder), *ASKED, "-o", str(tmp_path / "out.json")]) == 1
+    assert main([str(folder), *PAIR, *MEASURED, "-o", str(tmp_path / "out.json")]) == 1
     assert "holds no pair.json of a pair; choose another folder" in capsys.readouterr().err
     assert [file.name for file in folder.iterdir()] == ["precious"]

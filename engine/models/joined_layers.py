@@ -1,8 +1,9 @@
-"""Decoder layers of the Llama kind in fewer and larger operations, for small passes on a CPU.
+"""Decoder layers of the Llama kind in fewer and larger operations, on a CPU and on a GPU.
 
 The weights and the mathematics are those of transformers' own modules. Linear layers that read the same rows become
-one, and rotation and norm take one or two operations where eager code takes ten. A model of another structure keeps its
-modules; of such a model only the weights of linear layers are prepacked.
+one, and rotation and norm take one or two operations where eager code takes ten. The norm is torch's own, which adds up
+a row in one order however many there are; the modules' mean over a row does not on a GPU (docs/exactness.md). A model
+of another structure keeps its modules; of such a model only the weights of linear layers are prepacked, on a CPU.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from engine.attention.paged_step import PagedStep
-from engine.cpu.families import FamilyClasses, families_of
 from engine.cpu.kernels import CpuKernels
 from engine.cpu.linear import can_prepack, joined, prepack_linear, prepack_linears
+from engine.models.families import FamilyClasses, families_of
 
 
 class JoinedAttention(nn.Module):
@@ -83,11 +84,14 @@ class FusedRmsNorm(nn.Module):
         return F.rms_norm(rows, self.weight.shape, self.weight, self._epsilon)
 
 
+def joins_layers(model: PreTrainedModel, kernels: CpuKernels | None) -> bool:
+    """Whether that is of use: on a GPU, and on a CPU where `kernels` or oneDNN compute."""
+    weight = model.get_input_embeddings().weight
+    return weight.device.type == "cuda" or can_prepack(weight, kernels)
+
+
 def join_layers(model: PreTrainedModel, kernels: CpuKernels | None) -> None:
-    """Replaces the parts of known families in a model on a CPU, in place. What neither `kernels` nor oneDNN compute
-    stays as it is."""
-    if not can_prepack(model.get_input_embeddings().weight, kernels):
-        return
+    """Replaces the parts of known families in a model, in place."""
     families = families_of(model)
     for module in list(model.modules()):
         for name, child in module.named_children():

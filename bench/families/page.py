@@ -1,0 +1,54 @@
+"""docs/models.md, from the result of `python -m bench.families`. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from textwrap import shorten
+from typing import Any
+
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+
+_BEGINNING = """\
+# Models
+
+Spool serves decoder-only models of transformers in which every layer attends to all earlier positions, at most one GPU
+for each replica. Draft and target need the same tokenizer.
+
+`python -m bench.families` tried {tried} families of transformers {version}: a tiny random model of each, in float32 on
+a CPU, served with drafts in a batch, and compared with `model.generate`. This page is made from its result.
+
+- **exact**: the output is that of `model.generate`, and the bits of the logits do not depend on the batch.
+- **runs**: the output is that of `model.generate`. Exact mode finds no shapes, since experts compute as many rows at
+  once as are routed to them. Such a model starts with `exact: false` only.
+- **refused**: a worker says why when it starts, and does not serve the model.
+
+A model of any other family is compared with itself when it is loaded: a few tokens on paged KV, beside passes through
+its own attention. It is refused where the logits differ.
+
+Also refused, whatever the family: sliding windows, rotary positions of the types `dynamic` and `longrope`, quantised
+weights, and models that bring code of their own (`trust_remote_code`). Llama, Qwen2 and Qwen3 have joined and fused
+layers; the others compute their layers with transformers' own code, which is slower.
+"""
+
+
+def page(kept: Mapping[str, Any]) -> str:
+    """Of the JSON that `bench.record` kept."""
+    found = kept["result"]
+    rows = found["families"]
+    tried = [row for row in rows if row["verdict"] != "untried"]
+    return "\n".join([_BEGINNING.format(tried=len(tried), version=found["transformers"]), *_lines(rows)]) + "\n"
+
+
+def _lines(rows: list[Mapping[str, str]]) -> Iterator[str]:
+    for verdict in ("exact", "runs"):
+        names = [row["family"] for row in rows if row["verdict"] == verdict]
+        yield f"**{verdict}** ({len(names)}): {', '.join(f'`{name}`' for name in names)}\n"
+    refused = [row for row in rows if row["verdict"] == "refused"]
+    yield f"**refused** ({len(refused)}):\n"
+    yield "| family | reason |"
+    yield "| --- | --- |"
+    for row in refused:
+        yield f"| `{row['family']}` | {shorten(row['reason'], 160, placeholder=' ...').replace('|', '/')} |"
+    untried = [f"`{row['family']}`" for row in rows if row["verdict"] == "untried"]
+    yield f"\n**Not tried** ({len(untried)}), as no small model could be made: {', '.join(untried)}"

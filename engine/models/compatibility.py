@@ -1,0 +1,204 @@
+"""Which models can be served: those that compute on paged KV what they compute by themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from engine.attention.backends import AttentionBackend, AttentionPlan, Span
+from engine.attention.paged_step import ATTENTION_NAME
+from engine.errors import UnsupportedModelError, one_line
+from engine.kv.paged_kv import LayerKv
+from engine.kv.pages import PagePool, PageTable
+from engine.passes.layout import BatchedSequence
+from engine.passes.runner import ModelRunner
+
+PROVED_FAMILIES = frozenset(
+    [
+        "apertus",
+        "arcee",
+        "aria_text",
+        "biogpt",
+        "bitnet",
+        "cohere",
+        "ctrl",
+        "ernie4_5",
+        "ernie4_5_moe",
+        "flex_olmo",
+        "fuyu",
+        "gemma",
+        "glm",
+        "glm4",
+        "glm4_moe",
+        "gpt-sw3",
+        "gpt2",
+        "gpt_neox",
+        "granite",
+        "granitemoe",
+        "granitemoeshared",
+        "helium",
+        "hy_v3",
+        "hyperclovax",
+        "jais2",
+        "laguna",
+        "lfm2",
+        "llama",
+        "mellum",
+        "minimax_m2",
+        "minimax_m3_vl_text",
+        "ministral3",
+        "mistral",
+        "mixtral",
+        "nanochat",
+        "olmo",
+        "olmo2",
+        "olmoe",
+        "opt",
+        "persimmon",
+        "phi",
+        "phi3",
+        "phimoe",
+        "qwen2",
+        "qwen2_moe",
+        "qwen3",
+        "qwen3_moe",
+        "seed_oss",
+        "smollm3",
+        "solar_open",
+        "starcoder2",
+    ]
+)
+"""Model types whose output `python -m bench.families` has compared with `model.generate` (docs/models.md). Any other is
+compared with itself when it is loaded, which takes a few small passes."""
+
+# Frequencies that depend on the longest sequence of a pass, so on the company that a sequence has there.
+_MOVING_ROPE = {"dynamic", "longrope"}
+# Relative to the spread of the logits. Rounding moves them by a hundredth of it; a token too many or too few in the
+# attention, or one at another position, by much more than a tenth.
+_TOLERANCE = 0.1
+
+
+def check_config(config: PreTrainedConfig) -> None:
+    """Refuses what can be told from a model's configuration. Raises UnsupportedModelError."""
+    family = config.model_type
+    if config.is_encoder_decoder:
+        raise UnsupportedModelError(f"{family} has an encoder, only decoders are supported")
+    if not getattr(config, "num_attention_heads", None):
+        raise UnsupportedModelError(f"{family} has no attention heads, only models of attention are supported")
+    layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
+    if layer_types != {"full_attention"}:
+        raise UnsupportedModelError(
+            f"{family} has layers of type {', '.join(sorted(layer_types))}, only full_attention is supported"
+        )
+    for kind in _rope_types(getattr(config, "rope_parameters", None)):
+        if kind in _MOVING_ROPE:
+            raise UnsupportedModelError(
+                f"{family} has rotary positions of type {kind}, which depend on the other sequences of a pass"
+            )
+    quantization = getattr(config, "quantization_config", None)
+    if quantization is not None:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
+        raise UnsupportedModelError(f"{family} has weights quantised by {method}, which are not supported")
+
+
+def check_passes(runner: ModelRunner, pool: PagePool) -> None:
+    """Refuses a model that fails in a pass and, unless its family is proved, one that computes something else than
+    without pages. `pool` has `PROBED_PAGES` free pages of the runner's KV. Raises UnsupportedModelError."""
+    model = runner.model
+    family = model.config.model_type
+    counted = _CountedAttention(runner.backend)
+    counting = ModelRunner(model, runner.kv, counted, runner.row_counts)
+    try:
+        logits = _paged_logits(counting, pool)
+    except UnsupportedModelError:
+        raise
+    # A model that pages do not suit fails in ways of its own.
+    except Exception as error:
+        raise UnsupportedModelError(f"{family} cannot compute on paged KV: {one_line(error)}") from error
+    if family in PROVED_FAMILIES:
+        return
+    if counted.calls != counted.plans * len(runner.kv.layers):
+        raise UnsupportedModelError(
+            f"{family} calls attention {counted.calls} times in {counted.plans} passes of {len(runner.kv.layers)} "
+            "layers, must do so once a layer, through transformers' attention interface"
+        )
+    try:
+        own = _own_logits(model)
+    except Exception as error:
+        raise UnsupportedModelError(
+            f"{family} cannot be compared with its own attention, so it is not trusted: {one_line(error)}"
+        ) from error
+    difference = float((logits - own).abs().max() / own.std())
+    if not difference <= _TOLERANCE:
+        raise UnsupportedModelError(
+            f"{family} computes other logits on paged KV than by itself: they are {difference:.2g} of their spread "
+            f"apart, must be at most {_TOLERANCE:g}"
+        )
+
+
+# Each sequence by the pieces that it is fed in: one is continued beside another, at other positions.
+_SEQUENCES = (((1, 2, 3), (4, 5)), ((6, 7), (8, 9, 10)))
+PROBED_PAGES = sum(len(piece) for pieces in _SEQUENCES for piece in pieces)
+
+
+def _paged_logits(runner: ModelRunner, pool: PagePool) -> torch.Tensor:
+    """Of the last token of each sequence, float32 `[sequences, vocabulary]`."""
+    vocabulary = runner.model.get_input_embeddings().num_embeddings
+    tables = [PageTable() for _ in _SEQUENCES]
+    for pieces in zip(*_SEQUENCES, strict=True):
+        batch = []
+        for table, piece in zip(tables, pieces, strict=True):
+            pool.append(table, len(piece))
+            batch.append(BatchedSequence(table, [token % vocabulary for token in piece], 1))
+        logits = runner.run(batch).logits
+    return logits.float()
+
+
+@torch.inference_mode()
+def _own_logits(model: PreTrainedModel) -> torch.Tensor:
+    vocabulary = model.get_input_embeddings().num_embeddings
+    model.set_attn_implementation("eager")
+    try:
+        found = []
+        for pieces in _SEQUENCES:
+            tokens = [token % vocabulary for piece in pieces for token in piece]
+            ids = torch.tensor([tokens], device=model.device)
+            found.append(model(input_ids=ids, use_cache=False).logits[0, -1])
+        return torch.stack(found).float()
+    finally:
+        model.set_attn_implementation(ATTENTION_NAME)
+
+
+class _CountedAttention:
+    """A backend, and how often its plans attended."""
+
+    def __init__(self, backend: AttentionBackend) -> None:
+        self._backend = backend
+        self.plans = 0
+        self.calls = 0
+
+    def plan(self, spans: Sequence[Span], batched_tokens: int) -> AttentionPlan:
+        self.plans += 1
+        return _CountedPlan(self, self._backend.plan(spans, batched_tokens))
+
+
+class _CountedPlan:
+    def __init__(self, counted: _CountedAttention, plan: AttentionPlan) -> None:
+        self._counted = counted
+        self._plan = plan
+
+    def attend(self, layer: LayerKv, query: torch.Tensor, scaling: float) -> torch.Tensor:
+        self._counted.calls += 1
+        return self._plan.attend(layer, query, scaling)
+
+
+def _rope_types(parameters: Any) -> Iterator[str]:
+    """Of a model's parameters, which may have some for each type of layer."""
+    if isinstance(parameters, dict):
+        if "rope_type" in parameters:
+            yield str(parameters["rope_type"])
+        for value in parameters.values():
+            yield from _rope_types(value)

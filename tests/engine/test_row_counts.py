@@ -1,0 +1,60 @@
+"""Sums whose order depends on the number of rows, as those of torch on a GPU do: what calibration makes of them.
+
+torch's reductions on CUDA give each row more threads where there are few rows (aten/src/ATen/native/cuda/Reduce.cuh).
+So a mean over a hidden state of 1,024 and more has other bits below 16 rows. A stand-in does that on a CPU.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from engine.cpu.linear import prepack_linears
+from engine.errors import ExactModeUnavailableError
+from engine.exactness.calibration import calibrate, candidate_row_counts
+from engine.models.joined_layers import FusedRmsNorm, join_layers
+from engine.models.loaded_model import LoadedModel
+from engine.models.vocabulary import Vocabulary
+from engine.settings import EngineSettings
+from tests.support.cpu_kernels import compiled_kernels
+from tests.support.tiny_models import VOCABULARY, tiny_model
+
+SETTINGS = EngineSettings("llama", "float32", threads=1, page_size=16, max_num_batched_tokens=40)
+HIDDEN = 1024
+
+
+def mean_of_cuda(rows: torch.Tensor, dim: int, keepdim: bool = False) -> torch.Tensor:
+    """Of each row, summed in 8 parts where there are fewer than 16 rows, and in 2 where there are more."""
+    assert dim == -1
+    parts = 8 if rows.numel() // rows.shape[-1] < 16 else 2
+    total = torch.zeros(rows.shape[:-1])
+    for part in rows.chunk(parts, dim=-1):
+        total = total + part.sum(-1)
+    found = total / rows.shape[-1]
+    return found.unsqueeze(-1) if keepdim else found
+
+
+@pytest.fixture
+def model(monkeypatch: pytest.MonkeyPatch) -> PreTrainedModel:
+    monkeypatch.setattr(torch.Tensor, "mean", mean_of_cuda)
+    return tiny_model("llama", hidden_size=HIDDEN, num_hidden_layers=1)
+
+
+def accepted(model: PreTrainedModel) -> tuple[int, ...]:
+    """Row counts of exact mode; linear layers and attention are computed by kernels, in one order."""
+    loaded = LoadedModel(model, Vocabulary(b"", VOCABULARY), compiled_kernels(torch.float32), None)
+    forms = loaded.forms(SETTINGS.page_size)
+    return calibrate(model, loaded.runner, SETTINGS, forms).shapes.row_counts
+
+
+def test_joined_layers_are_exact_at_every_row_count(model: PreTrainedModel) -> None:
+    join_layers(model, compiled_kernels(torch.float32))
+    assert any(isinstance(module, FusedRmsNorm) for module in model.modules())
+    assert accepted(model) == candidate_row_counts(SETTINGS.max_num_batched_tokens)
+
+
+def test_the_models_own_norm_is_not(model: PreTrainedModel) -> None:
+    prepack_linears(model, compiled_kernels(torch.float32))
+    with pytest.raises(ExactModeUnavailableError, match="differs from plain decoding"):
+        accepted(model)
