@@ -30,11 +30,16 @@ class LoggingSettings(Section):
 
 
 class MetricsSettings(Section):
-    """Where Prometheus finds what the scheduler counts. Gateways answer /metrics on their own port."""
+    """Where Prometheus finds what the scheduler counts, and under which names. Gateways answer /metrics on their own
+    port."""
 
     scheduler_address: str | None = described(
         "127.0.0.1:8002",
         "host:port of the scheduler's own /metrics, on the scheduler's node; no key is asked for. null: none.",
+    )
+    vllm_names: bool = described(
+        True,
+        "Repeats metrics that vLLM has too under vLLM's names (`vllm:num_requests_running` ...), for its dashboards.",
     )
 
     def problems(self) -> Iterator[FieldProblem]:

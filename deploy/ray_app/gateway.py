@@ -56,7 +56,7 @@ class Gateway:
         install_logs(config.logging.format, config.logging.level.number)
         tokenizer, sampling = await asyncio.to_thread(_model_files, config)
         settings = gateway_settings(config, sampling)
-        metrics = GatewayMetrics()
+        metrics = GatewayMetrics(config.vllm_model_name)
         self._backend = backend = SchedulerClient(
             resolve=SchedulerAddress(scheduler),
             gateway_id=serve.get_replica_context().replica_id.unique_id,

@@ -36,7 +36,9 @@ class RayMirror:
             for sample in family.samples:
                 gauge = self._gauges.get(sample.name)
                 if gauge is None:
-                    gauge = self._gauges[sample.name] = Gauge(sample.name, family.documentation, (*sample.labels,))
+                    # Ray takes no colon. vLLM's own names have an underscore there too when they go through Ray.
+                    name = sample.name.replace(":", "_")
+                    gauge = self._gauges[sample.name] = Gauge(name, family.documentation, (*sample.labels,))
                 gauge.set(float(sample.value), dict(sample.labels))
 
     async def __aenter__(self) -> Self:

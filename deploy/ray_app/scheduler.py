@@ -18,7 +18,7 @@ from services.launch.process_tuning import keep_loaded_objects
 from services.observability.logs import install_logs
 from services.scheduler.epochs import EpochAuthority
 from services.scheduler.metrics_endpoint import MetricsEndpoint
-from services.scheduler.server import SchedulerServer
+from services.scheduler.server import SchedulerServer, SchedulerServerOptions
 from services.scheduler.service import SchedulerService
 from services.scheduler.workers.worker_link import LinkOptions
 
@@ -53,6 +53,7 @@ class Scheduler:
             self._service,
             internal_host(config.internal),
             security=security,
+            options=SchedulerServerOptions(vllm_model_name=config.vllm_model_name),
             replicas=self._autoscaler.replica_figures,
         )
         self._address = await self._server.start()

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from prometheus_client.core import Metric as Family
 
 from services.gateway.errors import ErrorKind
-from services.observability.metric_set import Metric, MetricSet
+from services.observability.metric_set import Metric, MetricSet, exposition
+from services.observability.vllm_names import with_vllm_names
 
 _FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.25, 2.5, 5, 10, 20, 40, 80, 160)
 _TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.25, 2.5, 5, 10, 20, 40)
@@ -18,10 +19,12 @@ _LATENCY_BUCKETS = (0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3, 6, 12, 25, 50, 100, 200, 4
 class GatewayMetrics:
     """Defines the metrics of one gateway and counts them.
 
-    `requests` here are sequences, one for each choice of each prompt, as elsewhere.
+    `requests` here are sequences, one for each choice of each prompt, as elsewhere. With `vllm_model_name`, metrics
+    that vLLM has too are told of under vLLM's names as well, for a model of this name.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, vllm_model_name: str | None = None) -> None:
+        self._vllm_model_name = vllm_model_name
         self._set = of = MetricSet[None]()
         self._success = of.counter(
             "request_success_total",
@@ -74,11 +77,12 @@ class GatewayMetrics:
         return self._set.metrics
 
     def families(self) -> Iterator[Family]:
-        return self._set.families(None)
+        families = self._set.families(None)
+        return families if self._vllm_model_name is None else with_vllm_names(families, self._vllm_model_name)
 
     def exposition(self) -> bytes:
         """In Prometheus' text form."""
-        return self._set.exposition(None)
+        return exposition(self.families())
 
     def prompt(self, tokens: int) -> None:
         self._prompt.inc(tokens)

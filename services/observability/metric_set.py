@@ -99,8 +99,8 @@ class MetricSet(Generic[R]):
                 yield family
 
     def exposition(self, reading: R) -> bytes:
-        """In Prometheus' text form; CONTENT_TYPE says so."""
-        return generate_latest(_Families(self.families(reading)))
+        """As the function `exposition`."""
+        return exposition(self.families(reading))
 
     def markdown_table(self) -> str:
         """As docs/metrics.md has it."""
@@ -118,13 +118,18 @@ class MetricSet(Generic[R]):
         return collector
 
 
+def exposition(families: Iterable[Family]) -> bytes:
+    """In Prometheus' text form; CONTENT_TYPE says so."""
+    return generate_latest(_Families(families))
+
+
 class _Families(Collector):
     """Families in the place of a registry."""
 
-    def __init__(self, families: Iterator[Family]) -> None:
+    def __init__(self, families: Iterable[Family]) -> None:
         self._families = families
 
-    def collect(self) -> Iterator[Family]:
+    def collect(self) -> Iterable[Family]:
         return self._families
 
 

@@ -16,6 +16,7 @@ from grpc_health.v1.health import aio as health_aio  # type: ignore[attr-defined
 from prometheus_client.core import Metric as Family
 
 from protos import cell_view_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc
+from services.observability.vllm_names import with_vllm_names
 from services.rpc.call_guards import guards, refuse_malformed
 from services.rpc.channel_options import SERVER_OPTIONS
 from services.rpc.channel_security import ChannelSecurity
@@ -43,8 +44,12 @@ _DRAIN_MARGIN_SECONDS = 0.5
 
 @dataclass(frozen=True, slots=True)
 class SchedulerServerOptions:
+    """With `vllm_model_name`, metrics that vLLM has too are told of under vLLM's names as well, for a model of this
+    name."""
+
     sessions: SessionOptions = field(default_factory=SessionOptions)
     registry: RegistryOptions = field(default_factory=RegistryOptions)
+    vllm_model_name: str | None = None
 
 
 class SchedulerServer(scheduler_pb2_grpc.SchedulerServicer):
@@ -137,7 +142,8 @@ class SchedulerServer(scheduler_pb2_grpc.SchedulerServicer):
             uptime_seconds=time.monotonic() - self._started,
             wanted={} if replicas is None else replicas.wanted,
         )
-        return self._service.metrics.families(reading)
+        families, name = self._service.metrics.families(reading), self._options.vllm_model_name
+        return families if name is None else with_vllm_names(families, name)
 
     async def Session(  # noqa: N802
         self, request_iterator: AsyncIterator[scheduler_pb2.SessionRequest], context: grpc.aio.ServicerContext

@@ -134,8 +134,12 @@ def test_of_rays_figures_the_schedulers_are_taken_under_their_own_names() -> Non
         {"__name__": "ray_spool_prompt_tokens_total", "deployment": "Gateway"},
         {"__name__": "ray_serve_num_router_requests", "deployment": "Scheduler"},
         {"__name__": "ray_node_cpu_count"},
+        {"__name__": "ray_vllm_num_requests_running", "deployment": "Scheduler", "model_name": "m"},
+        {"__name__": "ray_vllm_prompt_tokens_total", "deployment": "Gateway"},
     ]
-    assert [relabelled(one) for one in series] == [series[0] | {"__name__": "spool_workers"}, None, None, None]
+    ours = series[0] | {"__name__": "spool_workers"}
+    theirs = series[4] | {"__name__": "vllm:num_requests_running"}
+    assert [relabelled(one) for one in series] == [ours, None, None, None, theirs, None]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from services.gateway.settings import GatewaySettings, ListenSettings
 from services.observability.tracing import RequestTracing
 from services.text.tokenizer import ModelTokenizer
 from tests.support.cells import CLIENT, Cell, SchedulerClient
-from tests.support.gateway import Served
+from tests.support.gateway import MODEL, Served
 from tests.support.waiting import until
 
 
@@ -26,7 +26,7 @@ async def running_gateway(
 ) -> AsyncIterator[Served]:
     free = {"http": ListenSettings(), "grpc": ListenSettings()}
     settings = (settings or GatewaySettings()).model_copy(update=free)
-    metrics = GatewayMetrics()
+    metrics = GatewayMetrics(MODEL)
     async with (
         SchedulerClient(cell.resolve, options=CLIENT, gateway_id="gateway", listener=metrics) as backend,
         HttpServer(create_app(backend, tokenizer, settings, metrics, tracing), settings.http, drain_seconds=1) as http,

@@ -29,6 +29,7 @@ from services.scheduler_client.remote_stream import RemoteStream
 from services.worker.executor import DraftStepExecutor, StepExecutor, TargetStepExecutor
 from services.worker.registration import RegistrationOptions, WorkerRegistration
 from services.worker.server import WorkerServer
+from tests.support.gateway import MODEL
 from tests.support.stand_in_worker import StandInEngine, continuation
 from tests.support.waiting import LONG, until
 
@@ -136,7 +137,7 @@ async def running_scheduler(
         security=security,
         observers=observers,
     ) as service:
-        options = SchedulerServerOptions(sessions=sessions, registry=registry)
+        options = SchedulerServerOptions(sessions=sessions, registry=registry, vllm_model_name=MODEL)
         server = SchedulerServer(service, security=security, options=options)
         resolve.address = await server.start()
         try:

@@ -140,7 +140,7 @@ def test_rays_own_metrics_have_every_figure_once(served: Served) -> None:
             for text in texts
             for family in text_string_to_metric_families(text)
             for sample in family.samples
-            if sample.name == f"ray_spool_{name}"
+            if sample.name == f"ray_{name}"
         ]
 
     asked = requests(12, max_tokens=50)
@@ -148,13 +148,15 @@ def test_rays_own_metrics_have_every_figure_once(served: Served) -> None:
     # No client has gone away so far, so what was generated was delivered.
     generated = served.cluster.scheduler()["throughput"]["tokens"]
     wait_until(
-        lambda: sum(value for _, value in told("generation_tokens_total")) == generated, "Ray has the gateways' tokens"
+        lambda: sum(value for _, value in told("spool_generation_tokens_total")) == generated,
+        "Ray has the gateways' tokens",
     )
-    wait_until(lambda: bool(told("spec_decode_num_drafts_total")), "Ray has the scheduler's figures")
-    assert {labels["deployment"] for labels, _ in told("generation_tokens_total")} == {"Gateway"}
-    assert {labels["deployment"] for labels, _ in told("spec_decode_num_drafts_total")} == {"Scheduler"}
-    assert len(told("spec_decode_num_drafts_total")) == 1
-    assert {labels["le"] for labels, _ in told("verify_group_rows_bucket")} >= {"1.0", "+Inf"}
+    wait_until(lambda: bool(told("vllm_spec_decode_num_drafts_total")), "Ray has the scheduler's figures")
+    assert {labels["deployment"] for labels, _ in told("spool_generation_tokens_total")} == {"Gateway"}
+    assert {labels["deployment"] for labels, _ in told("spool_spec_decode_num_drafts_total")} == {"Scheduler"}
+    assert len(told("spool_spec_decode_num_drafts_total")) == 1
+    assert {labels["model_name"] for labels, _ in told("vllm_spec_decode_num_drafts_total")} == {MODEL}
+    assert {labels["le"] for labels, _ in told("spool_verify_group_rows_bucket")} >= {"1.0", "+Inf"}
 
 
 def test_logs_and_traces_of_gateway_and_scheduler_name_the_request(served: Served) -> None:

@@ -77,6 +77,14 @@ def test_paces_of_a_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "abort" not in text.decode().split("# HELP spool_request_failure")[0].split("finished_reason=")[-1]
 
 
+def test_vllms_names_are_there_where_the_model_has_one() -> None:
+    named = GatewayMetrics("a-model")
+    named.prompt(3)
+    assert value(named.exposition(), "spool_prompt_tokens_total") == 3
+    assert value(named.exposition(), "vllm:prompt_tokens_total", model_name="a-model", engine="0") == 3
+    assert "vllm" not in used().exposition().decode()
+
+
 def test_sessions_say_whether_there_is_a_scheduler() -> None:
     metrics = GatewayMetrics()
 

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from services.gateway.metrics import GatewayMetrics
-from services.observability.metric_set import Kind, Metric, MetricSet
+from services.observability.metric_set import Kind, Metric, MetricSet, exposition
+from services.observability.vllm_names import ALIASES, with_vllm_names
 from services.scheduler.telemetry.metrics import SchedulerMetrics
 
 DOCS = Path(__file__).parents[3] / "docs" / "metrics.md"
@@ -38,6 +39,44 @@ def test_names_in_the_documentation_are_names_of_its_tables() -> None:
     suffix = re.compile(r"_(bucket|sum|count)$")
     mentioned = {suffix.sub("", name) for name in re.findall(r"spool_\w*\w", DOCS.read_text(encoding="utf-8"))}
     assert mentioned - {"spool_"} == {metric.name for metric in (*GATEWAYS, *SCHEDULERS)}
+
+
+def test_vllms_names_stand_for_metrics_of_ours_and_are_documented_in_their_order() -> None:
+    names = [alias.name for alias in ALIASES]
+    assert len(set(names)) == len(names)
+    assert {f"spool_{name}" for name in names} <= {metric.name for metric in (*GATEWAYS, *SCHEDULERS)}
+    told = re.findall(r"^\| `vllm:(\w+)` \|", DOCS.read_text(encoding="utf-8"), re.MULTILINE)
+    assert told == names
+
+
+def test_an_alias_repeats_type_and_samples_without_labels_that_vllm_lacks() -> None:
+    metrics: MetricSet[dict[str, float]] = MetricSet()
+    metrics.read(Kind.COUNTER, "prefix_cache_hits_total", "Hits.", lambda hits: hits, "role")
+    metrics.read(Kind.GAUGE, "queue_limit", "Limit.", lambda hits: 3.0)
+    first_token = metrics.histogram("time_to_first_token_seconds", "Wait.", (1.0, 2.0))
+    first_token.observe(1.5)
+    families = with_vllm_names(metrics.families({"draft": 5.0, "target": 7.0}), "a/model")
+    parsed = {family.name: family for family in text_string_to_metric_families(exposition(families).decode())}
+    assert list(parsed) == [
+        "spool_prefix_cache_hits",
+        "vllm:prefix_cache_hits",
+        "spool_queue_limit",
+        "spool_time_to_first_token_seconds",
+        "vllm:time_to_first_token_seconds",
+    ]
+    named = {"model_name": "a/model", "engine": "0"}
+    hits = parsed["vllm:prefix_cache_hits"]
+    assert (hits.type, hits.documentation) == ("counter", "Hits.")
+    assert [(one.name, one.labels, one.value) for one in hits.samples] == [("vllm:prefix_cache_hits_total", named, 7.0)]
+    assert [one.value for one in parsed["spool_prefix_cache_hits"].samples] == [5.0, 7.0]
+    wait = parsed["vllm:time_to_first_token_seconds"]
+    assert wait.type == "histogram"
+    assert {one.labels["le"]: one.value for one in wait.samples if one.name.endswith("_bucket")} == {
+        "1.0": 0,
+        "2.0": 1,
+        "+Inf": 1,
+    }
+    assert all(named.items() <= one.labels.items() for one in wait.samples)
 
 
 def test_names_follow_the_conventions() -> None:
