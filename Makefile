@@ -89,8 +89,14 @@ format: $(STAMP)
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
+# The stubs of the public API lie in the client's package, and import each other there.
 stubs: $(STAMP)
 	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. protos/*.proto
+	mkdir -p build/stubs
+	$(BIN)/python -m grpc_tools.protoc -Iprotos --python_out=build/stubs --pyi_out=build/stubs \
+		--grpc_python_out=build/stubs spool/v1/generation.proto
+	sed -i 's/^from spool\.v1 /from spool_client.v1 /' build/stubs/spool/v1/*.py
+	cp build/stubs/spool/v1/*_pb2* spool_client/v1
 
 # The second file is resolved within the first one's versions, so that both name the same ones.
 lock: $(STAMP)

@@ -18,13 +18,13 @@ from collections import Counter
 import grpc
 import httpx
 
-from protos import generation_pb2, generation_pb2_grpc
+from spool_client.v1 import generation_pb2, generation_pb2_grpc
 
 _POLL_SECONDS = 0.02
 
 
 class Storm:
-    def __init__(self, http: httpx.AsyncClient, stub: generation_pb2_grpc.GenerationStub, at_once: int) -> None:
+    def __init__(self, http: httpx.AsyncClient, stub: generation_pb2_grpc.GenerationServiceStub, at_once: int) -> None:
         self._http = http
         self._stub = stub
         self._slots = asyncio.Semaphore(at_once)
@@ -79,7 +79,7 @@ async def main(arguments: argparse.Namespace) -> int:
         httpx.AsyncClient(base_url=arguments.url, headers=headers, timeout=600, limits=limits) as http,
         grpc.aio.insecure_channel(arguments.grpc) as channel,
     ):
-        storm = Storm(http, generation_pb2_grpc.GenerationStub(channel), arguments.at_once)
+        storm = Storm(http, generation_pb2_grpc.GenerationServiceStub(channel), arguments.at_once)
         patience = [rng.uniform(0, arguments.longest) for _ in range(arguments.requests)]
         await asyncio.gather(*(storm.request(index, seconds) for index, seconds in enumerate(patience)))
         waited, load = await seconds_until_idle(http, limit=30)

@@ -15,7 +15,7 @@ import grpc.aio
 import openai
 
 from bench.chaos.application import Application
-from protos import generation_pb2, generation_pb2_grpc
+from spool_client.v1 import generation_pb2, generation_pb2_grpc
 
 _CALL_SECONDS = 900.0
 _BEGINNINGS = ("Once upon a time", "The moon is", "To bake bread,", "Rivers run", "A good chess player")
@@ -82,7 +82,7 @@ class StreamClient:
     """Asks one application, without retries: what fails is to be seen."""
 
     def __init__(
-        self, http: openai.AsyncOpenAI, stub: generation_pb2_grpc.GenerationStub, application: Application
+        self, http: openai.AsyncOpenAI, stub: generation_pb2_grpc.GenerationServiceStub, application: Application
     ) -> None:
         self._http = http
         self._stub = stub
@@ -167,7 +167,7 @@ async def streaming(application: Application) -> AsyncIterator[StreamClient]:
         ) as http,
         grpc.aio.insecure_channel(application.grpc_address) as channel,
     ):
-        yield StreamClient(http, generation_pb2_grpc.GenerationStub(channel), application)
+        yield StreamClient(http, generation_pb2_grpc.GenerationServiceStub(channel), application)
 
 
 async def plain_answers(client: StreamClient, asked: Sequence[Case], at_once: int = 4) -> dict[Case, Answer]:

@@ -12,7 +12,7 @@ import grpc.aio
 
 from deploy.errors import UsageError
 from deploy.offline.prompts import Prompt
-from protos import generation_pb2, generation_pb2_grpc
+from spool_client.v1 import generation_pb2, generation_pb2_grpc
 
 
 class RefusedError(RuntimeError):
@@ -88,7 +88,7 @@ def _content(choice: Any) -> str | None:
 
 
 class GrpcClient:
-    def __init__(self, stub: generation_pb2_grpc.GenerationStub, key: str, asked: Asked) -> None:
+    def __init__(self, stub: generation_pb2_grpc.GenerationServiceStub, key: str, asked: Asked) -> None:
         self._stub = stub
         self._metadata = (("authorization", f"Bearer {key}"),)
         self._asked = asked
@@ -141,4 +141,4 @@ async def http_client(url: str, key: str, model: str | None, asked: Asked) -> As
 @asynccontextmanager
 async def grpc_client(address: str, key: str, asked: Asked) -> AsyncIterator[LoadClient]:
     async with grpc.aio.insecure_channel(address) as channel:
-        yield GrpcClient(generation_pb2_grpc.GenerationStub(channel), key, asked)
+        yield GrpcClient(generation_pb2_grpc.GenerationServiceStub(channel), key, asked)

@@ -4,10 +4,10 @@ import os
 
 import grpc
 
-from protos import generation_pb2, generation_pb2_grpc
+from spool_client.v1 import generation_pb2, generation_pb2_grpc
 
 channel = grpc.insecure_channel(os.environ.get("SPOOL_GRPC", "127.0.0.1:8001"))
-stub = generation_pb2_grpc.GenerationStub(channel)
+stub = generation_pb2_grpc.GenerationServiceStub(channel)
 request = generation_pb2.GenerateRequest(text="The three laws of robotics are", max_tokens=60, temperature=0)
 metadata = [("authorization", f"Bearer {os.environ['SPOOL_API_KEY']}")] if "SPOOL_API_KEY" in os.environ else []
 try:

@@ -15,7 +15,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from protos import generation_pb2, generation_pb2_grpc
+from spool_client.v1 import generation_pb2, generation_pb2_grpc
 from tests.k8s.manifests import overlay
 from tests.k8s.monitored import alert_expressions, labels_in, names_in, panel_expressions, relabelled
 from tests.support.command_line import spool
@@ -111,7 +111,7 @@ def test_both_apis_answer_who_shows_a_key(cell: Cell) -> None:
     texts = cell.plain(asked)
     assert asyncio.run(stream_all(cell.url, MODEL, asked)) == texts
     with grpc.insecure_channel(f"127.0.0.1:{cell.grpc_port}") as channel:
-        stub = generation_pb2_grpc.GenerationStub(channel)
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
         request = generation_pb2.GenerateRequest(
             model=MODEL, text=asked[0].prompt, max_tokens=40, seed=asked[0].seed, temperature=0
         )

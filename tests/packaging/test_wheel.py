@@ -107,7 +107,7 @@ def run(program: str, environment: Path, folder: Path, *arguments: object) -> En
 
 def test_the_wheel_holds_the_packages_and_their_data(members: dict[str, int]) -> None:
     modules = {file.relative_to(ROOT).as_posix() for package in PACKAGES for file in (ROOT / package).rglob("*.py")}
-    protos = {file.relative_to(ROOT).as_posix() for file in (ROOT / "protos").glob("*.proto")}
+    protos = {file.relative_to(ROOT).as_posix() for file in (ROOT / "protos").rglob("*.proto")}
     data = {file.relative_to(ROOT).as_posix() for name in DATA for file in (ROOT / name).iterdir() if file.is_file()}
     assert len(protos) > 2
     assert len(data) > 20

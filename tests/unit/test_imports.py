@@ -11,18 +11,19 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("protos", "scheduler", "engine", "services", "deploy", "bench")
+PACKAGES = ("protos", "spool_client", "scheduler", "engine", "services", "deploy", "bench")
 
 ALLOWED = {
     "protos": {"protos"},
+    "spool_client": {"spool_client"},
     "scheduler": {"scheduler"},
     "engine": {"engine", "scheduler"},
-    "services": {"services", "protos", "scheduler", "engine"},
-    "deploy": {"deploy", "services", "engine", "scheduler", "protos", "bench"},
-    "bench": {"bench", "deploy", "services", "engine", "scheduler", "protos"},
+    "services": {"services", "protos", "spool_client", "scheduler", "engine"},
+    "deploy": {"deploy", "services", "engine", "scheduler", "protos", "spool_client", "bench"},
+    "bench": {"bench", "deploy", "services", "engine", "scheduler", "protos", "spool_client"},
 }
 HEAVY = ("torch", "transformers")
-LAYERED = ("scheduler", "engine", "services", "deploy", "bench")
+LAYERED = ("spool_client", "scheduler", "engine", "services", "deploy", "bench")
 MOST_MODULES = 15
 
 

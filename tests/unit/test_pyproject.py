@@ -81,7 +81,7 @@ def test_torch_needs_what_the_lock_was_resolved_with() -> None:
 def test_every_package_is_found() -> None:
     patterns = PYPROJECT["tool"]["setuptools"]["packages"]["find"]["include"]
     folders = [pattern.removesuffix("*") for pattern in patterns]
-    assert folders == ["protos", "scheduler", "engine", "services", "deploy", "bench"]
+    assert folders == ["protos", "spool_client", "scheduler", "engine", "services", "deploy", "bench"]
     bare = [
         str(source.parent.relative_to(ROOT))
         for folder in folders

@@ -7,6 +7,18 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
+def test_the_stubs_of_the_public_api_are_up_to_date(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "grpc_tools.protoc", "-Iprotos", f"--python_out={tmp_path}"]
+    command += [f"--pyi_out={tmp_path}", f"--grpc_python_out={tmp_path}", "spool/v1/generation.proto"]
+    subprocess.run(command, cwd=ROOT, check=True)
+    generated = {path.name: path.read_text(encoding="utf-8") for path in (tmp_path / "spool" / "v1").iterdir()}
+    checked_in = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "spool_client/v1").glob("*_pb2*.py*")}
+    assert len(generated) == 3
+    # In the client's package, and nothing else differs.
+    generated = {name: text.replace("\nfrom spool.v1 ", "\nfrom spool_client.v1 ") for name, text in generated.items()}
+    assert generated == checked_in, "run `make stubs`"
+
+
 def test_stubs_are_up_to_date(tmp_path: Path) -> None:
     protos = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "protos").glob("*.proto"))
     out = str(tmp_path)

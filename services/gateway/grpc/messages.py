@@ -6,7 +6,6 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from protos import generation_pb2 as pb
 from scheduler.messages import TokenLogprobs
 from services.gateway.choice import EndReason, Piece
 from services.gateway.completion import Usage
@@ -14,6 +13,7 @@ from services.gateway.errors import invalid
 from services.gateway.options import ChatPrompt, GenerationOptions, Prompt, TextPrompt, TokenPrompt, chat_message
 from services.gateway.structure import ANY_JSON_OBJECT, Structure
 from services.gateway.token_strings import TokenStrings
+from spool_client.v1 import generation_pb2 as pb
 
 _OPTIONAL_FIELDS = (
     "max_tokens",

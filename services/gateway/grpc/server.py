@@ -13,7 +13,6 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from protos import generation_pb2, generation_pb2_grpc
 from services.backend.interface import Backend, BackendUnavailableError
 from services.gateway.api_keys import ApiKeys
 from services.gateway.completion import CompletionEngine
@@ -26,15 +25,16 @@ from services.observability.tracing import RequestTracing
 from services.rpc.call_guards import MessageGuard
 from services.rpc.channel_options import SERVER_OPTIONS
 from services.text.tokenizer import ModelTokenizer
+from spool_client.v1 import generation_pb2, generation_pb2_grpc
 
-SERVICE = generation_pb2.DESCRIPTOR.services_by_name["Generation"].full_name
+SERVICE = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 _RECEIVE_LIMIT = "grpc.max_receive_message_length"
 _REUSE_PORT = "grpc.so_reuseport"
 
 
 class GrpcServer:
-    """Serves spool.v1.Generation, health and reflection for as long as the `async with` block lasts.
+    """Serves spool.v1.GenerationService, health and reflection for as long as the `async with` block lasts.
 
     At the end of the block, calls under way have `drain_seconds` to end. Raises OSError for an address that cannot be
     bound or TLS files that cannot be read. With `share_port` several servers of one user can listen on one address; the
@@ -72,7 +72,9 @@ class GrpcServer:
         own = {_RECEIVE_LIMIT: settings.limits.body_bytes, _REUSE_PORT: int(self._share_port)}
         options = [*(dict(SERVER_OPTIONS) | own).items()]
         self._server = server = grpc.aio.server(interceptors=self._guards, options=options)
-        generation_pb2_grpc.add_GenerationServicer_to_server(GenerationService(self._engine, self._strings), server)
+        generation_pb2_grpc.add_GenerationServiceServicer_to_server(
+            GenerationService(self._engine, self._strings), server
+        )
         health_pb2_grpc.add_HealthServicer_to_server(_Health(self._engine), server)
         if settings.grpc_reflection:
             reflection.enable_server_reflection([SERVICE, _HEALTH, reflection.SERVICE_NAME], server)

@@ -1,4 +1,4 @@
-"""The methods of spool.v1.Generation."""
+"""The methods of spool.v1.GenerationService."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from typing import TypeVar
 
 import grpc.aio
 
-from protos import generation_pb2 as pb
-from protos import generation_pb2_grpc
 from services.gateway.completion import Completion, CompletionEngine
 from services.gateway.grpc.call_start import begin_call
 from services.gateway.grpc.errors import answer
@@ -23,6 +21,8 @@ from services.gateway.grpc.messages import (
     usage_message,
 )
 from services.gateway.token_strings import TokenStrings
+from spool_client.v1 import generation_pb2 as pb
+from spool_client.v1 import generation_pb2_grpc
 
 # Some clients say "no deadline" by a deadline in the far future.
 _LONGEST_SECONDS = 10 * 365 * 86400.0
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class GenerationService(generation_pb2_grpc.GenerationServicer):
+class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
     """Methods are coroutines that write their answers themselves: a cancelled coroutine frees its sequences at once,
     but a cancelled generator would wait for the interpreter to close it."""
 

@@ -80,7 +80,7 @@ def test_every_kernel_compiles_for_every_gpu(tmp_path: Path) -> None:
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_kernel_that_no_gpu_could_run_is_found(fault: str, tmp_path: Path) -> None:
     right, wrong, said = FAULTS[fault]
-    for package in ("bench", "deploy", "protos", "scheduler", "services"):
+    for package in ("bench", "deploy", "protos", "scheduler", "services", "spool_client"):
         (tmp_path / package).symlink_to(ROOT / package)
     shutil.copytree(ROOT / "engine", tmp_path / "engine", ignore=shutil.ignore_patterns("__pycache__", "demo_assets"))
     source = (tmp_path / KERNEL).read_text(encoding="utf-8")

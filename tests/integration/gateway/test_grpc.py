@@ -1,4 +1,4 @@
-"""spool.v1.Generation, called with grpcio's stubs."""
+"""spool.v1.GenerationService, called with grpcio's stubs."""
 
 from __future__ import annotations
 
@@ -16,15 +16,18 @@ import httpx
 import pytest
 import trustme
 from google.protobuf import empty_pb2
+from google.protobuf.descriptor_pool import DescriptorPool
+from google.protobuf.message_factory import GetMessageClass
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from pydantic import SecretStr
 
-from protos import generation_pb2 as pb
-from protos import generation_pb2_grpc
 from services.backend.interface import BackendUnavailableError, GenerationRequest
 from services.gateway.settings import GatewaySettings, TlsFiles
 from services.scheduler_client.local import LocalStream
+from spool_client.v1 import generation_pb2 as pb
+from spool_client.v1 import generation_pb2_grpc
 from tests.integration.gateway.expected import (
     PROMPT,
     NoTarget,
@@ -47,8 +50,8 @@ def channel(served: Served) -> Iterator[grpc.Channel]:
 
 
 @pytest.fixture(scope="module")
-def stub(channel: grpc.Channel) -> generation_pb2_grpc.GenerationStub:
-    return generation_pb2_grpc.GenerationStub(channel)
+def stub(channel: grpc.Channel) -> generation_pb2_grpc.GenerationServiceStub:
+    return generation_pb2_grpc.GenerationServiceStub(channel)
 
 
 def refusal(call: Any) -> grpc.RpcError:
@@ -61,7 +64,7 @@ def trailing(error: grpc.RpcError) -> dict[str, str]:
     return dict(error.trailing_metadata() or ())
 
 
-def test_generate(gateways: Gateways, stub: generation_pb2_grpc.GenerationStub) -> None:
+def test_generate(gateways: Gateways, stub: generation_pb2_grpc.GenerationServiceStub) -> None:
     prompt = gateways.tokenizer.encode(PROMPT)
     tokens = expected_tokens(gateways, prompt, 40)
     done = stub.Generate(pb.GenerateRequest(text=PROMPT, max_tokens=40, n=2, seed=3, top_logprobs=2), timeout=LONG)
@@ -75,7 +78,7 @@ def test_generate(gateways: Gateways, stub: generation_pb2_grpc.GenerationStub) 
     assert 0 < done.usage.accepted_tokens < done.usage.drafted_tokens
 
 
-def test_stream(gateways: Gateways, stub: generation_pb2_grpc.GenerationStub) -> None:
+def test_stream(gateways: Gateways, stub: generation_pb2_grpc.GenerationServiceStub) -> None:
     prompt = gateways.tokenizer.encode(PROMPT)
     parts = list(stub.GenerateStream(pb.GenerateRequest(tokens=pb.TokenIds(token_ids=prompt), max_tokens=40)))
     assert "".join(part.choice.text for part in parts) == expected_text(gateways, prompt, 40)
@@ -88,7 +91,7 @@ def test_stream(gateways: Gateways, stub: generation_pb2_grpc.GenerationStub) ->
     assert parts[-1].usage.completion_tokens == len(tokens)
 
 
-def test_chat_and_stops(gateways: Gateways, stub: generation_pb2_grpc.GenerationStub) -> None:
+def test_chat_and_stops(gateways: Gateways, stub: generation_pb2_grpc.GenerationServiceStub) -> None:
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
     chat = pb.Chat(messages=[pb.ChatMessage(role="developer", content="be brief"), pb.ChatMessage(**messages[1])])
     done = stub.Generate(pb.GenerateRequest(chat=chat, max_tokens=30))
@@ -121,7 +124,7 @@ def test_defaults_are_those_of_http(gateways: Gateways) -> None:
         grpc.insecure_channel(served.address) as channel,
         httpx.Client(base_url=served.url, timeout=LONG) as http,
     ):
-        stub = generation_pb2_grpc.GenerationStub(channel)
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
         chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="hi")])
         for request in (pb.GenerateRequest(text=PROMPT, seed=1), pb.GenerateRequest(chat=chat, seed=1)):
             assert refusal(lambda: stub.Generate(request)).code() is grpc.StatusCode.UNAVAILABLE  # noqa: B023
@@ -133,7 +136,7 @@ def test_defaults_are_those_of_http(gateways: Gateways) -> None:
         assert (ours.stop_token_ids, ours.draft_length) == (theirs.stop_token_ids, theirs.draft_length)
 
 
-def test_tokens_and_models(gateways: Gateways, stub: generation_pb2_grpc.GenerationStub) -> None:
+def test_tokens_and_models(gateways: Gateways, stub: generation_pb2_grpc.GenerationServiceStub) -> None:
     tokens = stub.Tokenize(pb.TokenizeRequest(text="the é"))
     assert list(tokens.token_ids) == gateways.tokenizer.encode("the é")
     assert tokens.max_sequence_length == MAX_LENGTH
@@ -173,7 +176,7 @@ BAD = [
 
 @pytest.mark.parametrize(("request_", "param", "message"), BAD)
 def test_bad_requests(
-    stub: generation_pb2_grpc.GenerationStub, request_: pb.GenerateRequest, param: str, message: str
+    stub: generation_pb2_grpc.GenerationServiceStub, request_: pb.GenerateRequest, param: str, message: str
 ) -> None:
     for call in (lambda: stub.Generate(request_), lambda: list(stub.GenerateStream(request_))):
         error = refusal(call)
@@ -182,7 +185,7 @@ def test_bad_requests(
         assert re.search(message, error.details()), error.details()
 
 
-def test_unknown_model_and_failed_sequence(stub: generation_pb2_grpc.GenerationStub) -> None:
+def test_unknown_model_and_failed_sequence(stub: generation_pb2_grpc.GenerationServiceStub) -> None:
     error = refusal(lambda: stub.Generate(pb.GenerateRequest(model="gpt é", text="a")))
     assert error.code() is grpc.StatusCode.NOT_FOUND
     assert trailing(error)["spool-error-code"] == "model_not_found"
@@ -192,7 +195,7 @@ def test_unknown_model_and_failed_sequence(stub: generation_pb2_grpc.GenerationS
 
 
 def raw(channel: grpc.Channel, method: str, content: bytes, stream: bool) -> Any:
-    path = f"/spool.v1.Generation/{method}"
+    path = f"/spool.v1.GenerationService/{method}"
     if stream:
         return lambda: list(channel.unary_stream(path, lambda _: content)(empty_pb2.Empty()))
     return lambda: channel.unary_unary(path, lambda _: content)(empty_pb2.Empty())
@@ -200,7 +203,7 @@ def raw(channel: grpc.Channel, method: str, content: bytes, stream: bool) -> Any
 
 @pytest.mark.parametrize("content", [b"\xff" * 9, b"\x12\x03ab\xff", b"\x08"])
 def test_bytes_that_are_no_message(
-    channel: grpc.Channel, stub: generation_pb2_grpc.GenerationStub, content: bytes
+    channel: grpc.Channel, stub: generation_pb2_grpc.GenerationServiceStub, content: bytes
 ) -> None:
     for method in ("Generate", "GenerateStream", "Tokenize"):
         error = refusal(raw(channel, method, content, method == "GenerateStream"))
@@ -214,7 +217,7 @@ def test_bytes_that_are_no_message(
     assert stub.Generate(pb.GenerateRequest(text="a")).choices
 
 
-def test_large_messages_are_refused(stub: generation_pb2_grpc.GenerationStub) -> None:
+def test_large_messages_are_refused(stub: generation_pb2_grpc.GenerationServiceStub) -> None:
     error = refusal(lambda: stub.Generate(pb.GenerateRequest(text="a" * 10_000_000)))
     assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert stub.Generate(pb.GenerateRequest(text="a")).choices
@@ -225,7 +228,9 @@ def test_nobody_to_generate(gateways: Gateways) -> None:
         gateways.serve(backend=NoTarget(gateways.service)) as served,
         grpc.insecure_channel(served.address) as channel,
     ):
-        error = refusal(lambda: generation_pb2_grpc.GenerationStub(channel).Generate(pb.GenerateRequest(text="a")))
+        error = refusal(
+            lambda: generation_pb2_grpc.GenerationServiceStub(channel).Generate(pb.GenerateRequest(text="a"))
+        )
         assert error.code() is grpc.StatusCode.UNAVAILABLE
         assert trailing(error)["retry-after"] == "1"
         health = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
@@ -236,12 +241,12 @@ def test_nobody_to_generate(gateways: Gateways) -> None:
 
 
 @pytest.fixture(scope="module")
-def slow_stub(slow: Gateways) -> Iterator[generation_pb2_grpc.GenerationStub]:
+def slow_stub(slow: Gateways) -> Iterator[generation_pb2_grpc.GenerationServiceStub]:
     with slow.serve() as served, grpc.insecure_channel(served.address) as channel:
-        yield generation_pb2_grpc.GenerationStub(channel)
+        yield generation_pb2_grpc.GenerationServiceStub(channel)
 
 
-def test_deadline_frees_everything(slow: Gateways, slow_stub: generation_pb2_grpc.GenerationStub) -> None:
+def test_deadline_frees_everything(slow: Gateways, slow_stub: generation_pb2_grpc.GenerationServiceStub) -> None:
     request = pb.GenerateRequest(text=PROMPT, n=3, **NEVER_ENDING)
     for call in (
         lambda: slow_stub.Generate(request, timeout=0.5),
@@ -251,14 +256,16 @@ def test_deadline_frees_everything(slow: Gateways, slow_stub: generation_pb2_grp
         slow.wait_until_idle()
 
 
-def test_cancelled_stream_frees_everything(slow: Gateways, slow_stub: generation_pb2_grpc.GenerationStub) -> None:
+def test_cancelled_stream_frees_everything(
+    slow: Gateways, slow_stub: generation_pb2_grpc.GenerationServiceStub
+) -> None:
     stream = slow_stub.GenerateStream(pb.GenerateRequest(text=PROMPT, n=3, **NEVER_ENDING))
     next(stream)
     stream.cancel()
     slow.wait_until_idle()
 
 
-def test_many_cancelled_at_any_moment(slow: Gateways, slow_stub: generation_pb2_grpc.GenerationStub) -> None:
+def test_many_cancelled_at_any_moment(slow: Gateways, slow_stub: generation_pb2_grpc.GenerationServiceStub) -> None:
     request = pb.GenerateRequest(text=PROMPT, **NEVER_ENDING)
 
     def cancel(number: int) -> None:
@@ -291,14 +298,39 @@ def services(channel: grpc.Channel, metadata: Sequence[tuple[str, str]] = ()) ->
 
 def test_health_and_reflection(channel: grpc.Channel) -> None:
     health = health_pb2_grpc.HealthStub(channel)
-    for name in ("", "spool.v1.Generation"):
+    for name in ("", "spool.v1.GenerationService"):
         status = health.Check(health_pb2.HealthCheckRequest(service=name)).status
         assert status == health_pb2.HealthCheckResponse.SERVING
     error = refusal(lambda: health.Check(health_pb2.HealthCheckRequest(service="other")))
     assert error.code() is grpc.StatusCode.NOT_FOUND
     error = refusal(lambda: list(health.Watch(health_pb2.HealthCheckRequest())))
     assert error.code() is grpc.StatusCode.UNIMPLEMENTED
-    assert {"spool.v1.Generation", "grpc.health.v1.Health"} <= services(channel)
+    assert {"spool.v1.GenerationService", "grpc.health.v1.Health"} <= services(channel)
+
+
+def test_a_client_without_stubs_finds_all_it_needs(gateways: Gateways, channel: grpc.Channel) -> None:
+    pool = DescriptorPool(ProtoReflectionDescriptorDatabase(channel))
+    service = pool.FindServiceByName("spool.v1.GenerationService")
+    assert service.file.name == "spool/v1/generation.proto"
+    called = set()
+    for method in service.methods:
+        ask, answer = GetMessageClass(method.input_type), GetMessageClass(method.output_type)
+        open_call = channel.unary_stream if method.server_streaming else channel.unary_unary
+        call = open_call(f"/{service.full_name}/{method.name}", ask.SerializeToString, answer.FromString)
+        match method.name:
+            case "Generate" | "GenerateStream":
+                said = call(ask(text=PROMPT, max_tokens=3))
+                choices = [part.choice for part in said] if method.server_streaming else said.choices
+                tokens = [token for choice in choices for token in choice.token_ids]
+                assert tokens == expected_tokens(gateways, gateways.tokenizer.encode(PROMPT), 3)
+            case "Tokenize":
+                assert list(call(ask(text=PROMPT)).token_ids) == gateways.tokenizer.encode(PROMPT)
+            case "Detokenize":
+                assert call(ask(token_ids=gateways.tokenizer.encode(PROMPT))).text == PROMPT
+            case "ListModels":
+                assert [model.id for model in call(ask()).models] == [MODEL]
+        called.add(method.name)
+    assert called == {"Generate", "GenerateStream", "Tokenize", "Detokenize", "ListModels"}
 
 
 def test_every_method_but_health_takes_a_key(gateways: Gateways) -> None:
@@ -306,7 +338,7 @@ def test_every_method_but_health_takes_a_key(gateways: Gateways) -> None:
         gateways.serve(GatewaySettings(api_keys=(SecretStr("key"),))) as served,
         grpc.insecure_channel(served.address) as channel,
     ):
-        stub = generation_pb2_grpc.GenerationStub(channel)
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
         request = pb.GenerateRequest(text="a")
         for metadata in (
             [],
@@ -324,7 +356,7 @@ def test_every_method_but_health_takes_a_key(gateways: Gateways) -> None:
                 assert refusal(call).code() is grpc.StatusCode.UNAUTHENTICATED
         good = [("authorization", "Bearer key")]
         assert stub.Generate(request, metadata=good).choices
-        assert "spool.v1.Generation" in services(channel, good)
+        assert "spool.v1.GenerationService" in services(channel, good)
         assert health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest()).status
 
 
@@ -344,7 +376,7 @@ def test_tls(gateways: Gateways, tmp_path: Path) -> None:
         for identity in ((None, None), (theirs.private_key_pem.bytes(), chain)):
             credentials = grpc.ssl_channel_credentials(root, *identity)
             with grpc.secure_channel(address, credentials) as channel:
-                stub = generation_pb2_grpc.GenerationStub(channel)
+                stub = generation_pb2_grpc.GenerationServiceStub(channel)
                 if identity[0] is None:
                     error = refusal(lambda: stub.Generate(pb.GenerateRequest(text="a"), timeout=LONG))  # noqa: B023
                     assert error.code() is grpc.StatusCode.UNAVAILABLE

@@ -19,14 +19,14 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic import SecretStr
 
-from protos import generation_pb2 as pb
-from protos import generation_pb2_grpc
 from scheduler.config import Policy, SchedulerConfig
 from scheduler.key_class import KeyClass
 from scheduler.messages import MAX_PRIORITY
 from services.gateway.settings import GatewaySettings, NamedKey
 from services.observability.logs import LogFormat, install_logs
 from services.scheduler.metrics_endpoint import MetricsEndpoint
+from spool_client.v1 import generation_pb2 as pb
+from spool_client.v1 import generation_pb2_grpc
 from tests.support.cell_gateways import running_gateway
 from tests.support.cells import running_cell
 from tests.support.gateway import save_tokenizer
@@ -78,7 +78,7 @@ async def drive(folder: Path) -> Outcome:
         httpx.AsyncClient(base_url=served.url, timeout=LONG) as http,
         grpc.aio.insecure_channel(served.address) as channel,
     ):
-        stub = generation_pb2_grpc.GenerationStub(channel)
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
         watched.watch(cell.workers[1].executor)
 
         async def over_http(name: str, key: str, **fields: Any) -> httpx.Response:

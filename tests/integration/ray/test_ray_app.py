@@ -16,7 +16,7 @@ import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from protos import generation_pb2, generation_pb2_grpc
+from spool_client.v1 import generation_pb2, generation_pb2_grpc
 from tests.support.command_line import spool
 from tests.support.ray_cluster import RayCluster
 from tests.support.serving import ENGINE, Ask, PlainDecoder, requests, served_on, stream_all
@@ -186,7 +186,9 @@ def test_two_gateways_on_one_node_share_the_grpc_port(served: Served) -> None:
         for _ in range(24)
     ]
     request = generation_pb2.GenerateRequest(model=MODEL, text=asked[0].prompt, max_tokens=8, temperature=0)
-    texts = {generation_pb2_grpc.GenerationStub(channel).Generate(request).choices[0].text for channel in channels}
+    texts = {
+        generation_pb2_grpc.GenerationServiceStub(channel).Generate(request).choices[0].text for channel in channels
+    }
     assert texts == set(served.plain(asked))
     for gateway in served.replicas("Gateway"):
         connections = psutil.Process(gateway["process_id"]).net_connections("tcp")
@@ -207,7 +209,7 @@ def test_clients_that_go_away_leave_nothing(served: Served) -> None:
             async for _ in response.aiter_lines():
                 pass
 
-    async def over_grpc(stub: generation_pb2_grpc.GenerationStub, ask: Ask) -> None:
+    async def over_grpc(stub: generation_pb2_grpc.GenerationServiceStub, ask: Ask) -> None:
         request = generation_pb2.GenerateRequest(model=MODEL, text=ask.prompt, max_tokens=ask.max_tokens, seed=ask.seed)
         async for _ in stub.GenerateStream(request):
             pass
@@ -217,7 +219,7 @@ def test_clients_that_go_away_leave_nothing(served: Served) -> None:
             httpx.AsyncClient(base_url=served.url, timeout=LONG) as client,
             grpc.aio.insecure_channel(f"127.0.0.1:{served.grpc_port}") as channel,
         ):
-            stub = generation_pb2_grpc.GenerationStub(channel)
+            stub = generation_pb2_grpc.GenerationServiceStub(channel)
             calls = [
                 asyncio.create_task(over_grpc(stub, ask) if number % 2 else over_http(client, ask))
                 for number, ask in enumerate(asked)

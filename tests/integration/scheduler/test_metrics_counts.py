@@ -18,12 +18,12 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic import SecretStr
 
-from protos import generation_pb2 as pb
-from protos import generation_pb2_grpc
 from scheduler.config import Policy, SchedulerConfig
 from services.gateway.settings import GatewaySettings
 from services.scheduler.metrics_endpoint import MetricsEndpoint
 from services.text.tokenizer import ModelTokenizer
+from spool_client.v1 import generation_pb2 as pb
+from spool_client.v1 import generation_pb2_grpc
 from tests.support.cell_gateways import running_gateway
 from tests.support.cells import Cell, running_cell
 from tests.support.gateway import MODEL, save_tokenizer
@@ -86,7 +86,7 @@ class Ask:
 class Clients:
     """Over both APIs of one gateway."""
 
-    def __init__(self, http: openai.AsyncOpenAI, stub: generation_pb2_grpc.GenerationStub, tally: Tally) -> None:
+    def __init__(self, http: openai.AsyncOpenAI, stub: generation_pb2_grpc.GenerationServiceStub, tally: Tally) -> None:
         self.http = http
         self.stub = stub
         self.tally = tally
@@ -220,7 +220,7 @@ async def drive(folder: Path) -> Outcome:
         grpc.aio.insecure_channel(served.address) as channel,
     ):
         watched.watch(cell.workers[1].executor)
-        clients = Clients(http, generation_pb2_grpc.GenerationStub(channel), tally)
+        clients = Clients(http, generation_pb2_grpc.GenerationServiceStub(channel), tally)
         await those_that_end(clients, asks(tokenizer, kinds=46))
         await those_that_are_wrong(clients)
         await those_that_fail(clients)

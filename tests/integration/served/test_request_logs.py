@@ -15,10 +15,10 @@ import grpc.aio
 import httpx
 import pytest
 
-from protos import generation_pb2 as pb
-from protos import generation_pb2_grpc
 from scheduler.config import Policy, SchedulerConfig
 from services.observability.logs import LogFormat, install_logs
+from spool_client.v1 import generation_pb2 as pb
+from spool_client.v1 import generation_pb2_grpc
 from tests.support.cell_gateways import running_gateway
 from tests.support.cells import running_cell
 from tests.support.gateway import save_tokenizer
@@ -60,7 +60,7 @@ async def drive(folder: Path) -> dict[str, str | None]:
         grpc.aio.insecure_channel(served.address) as channel,
     ):
         watched.watch(cell.workers[1].executor)
-        stub = generation_pb2_grpc.GenerationStub(channel)
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
 
         async def over_http(request_id: str, prompt: list[int]) -> int:
             body = {"prompt": prompt, "max_tokens": 5, "ignore_eos": True}

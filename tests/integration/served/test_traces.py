@@ -19,10 +19,10 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import StatusCode
 
-from protos import generation_pb2 as pb
-from protos import generation_pb2_grpc
 from scheduler.messages import Role
 from services.observability.otel import OtelRequests, OtelSequences
+from spool_client.v1 import generation_pb2 as pb
+from spool_client.v1 import generation_pb2_grpc
 from tests.support.cell_gateways import running_gateway
 from tests.support.cells import running_cell
 from tests.support.gateway import save_tokenizer
@@ -69,7 +69,7 @@ async def drive(folder: Path) -> Traced:
         httpx.AsyncClient(base_url=served.url, timeout=LONG) as http,
         grpc.aio.insecure_channel(served.address) as channel,
     ):
-        stub = generation_pb2_grpc.GenerationStub(channel)
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
 
         async def over_http(parent: str, prompt: list[int], **fields: Any) -> httpx.Response:
             body = {"prompt": prompt, "max_tokens": 40, "ignore_eos": True, **fields}

@@ -3,7 +3,7 @@
 import grpc
 import warnings
 
-from protos import generation_pb2 as protos_dot_generation__pb2
+from spool_client.v1 import generation_pb2 as spool_dot_v1_dot_generation__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -18,14 +18,14 @@ except ImportError:
 if _version_not_supported:
     raise RuntimeError(
         f'The grpc package installed is at version {GRPC_VERSION},'
-        + ' but the generated code in protos/generation_pb2_grpc.py depends on'
+        + ' but the generated code in spool/v1/generation_pb2_grpc.py depends on'
         + f' grpcio>={GRPC_GENERATED_VERSION}.'
         + f' Please upgrade your grpc module to grpcio>={GRPC_GENERATED_VERSION}'
         + f' or downgrade your generated code using grpcio-tools<={GRPC_VERSION}.'
     )
 
 
-class GenerationStub:
+class GenerationServiceStub:
     """Text from prompts, as the OpenAI HTTP API gives it, with the same defaults and limits. Fields that are not set have
     the server's default.
 
@@ -34,6 +34,9 @@ class GenerationStub:
     UNAUTHENTICATED, RESOURCE_EXHAUSTED (the queue is full, or the message too large), UNAVAILABLE (no target worker),
     DEADLINE_EXCEEDED. Their trailing metadata has `spool-error-code` and `spool-error-param` where known, and
     `retry-after` in seconds where trying again can help.
+
+    Output depends on the model, the prompt, the parameters and the seed alone, so a call that broke can be made again:
+    with the same seed it gives the same tokens.
     """
 
     def __init__(self, channel):
@@ -43,33 +46,33 @@ class GenerationStub:
             channel: A grpc.Channel.
         """
         self.Generate = channel.unary_unary(
-                '/spool.v1.Generation/Generate',
-                request_serializer=protos_dot_generation__pb2.GenerateRequest.SerializeToString,
-                response_deserializer=protos_dot_generation__pb2.GenerateResponse.FromString,
+                '/spool.v1.GenerationService/Generate',
+                request_serializer=spool_dot_v1_dot_generation__pb2.GenerateRequest.SerializeToString,
+                response_deserializer=spool_dot_v1_dot_generation__pb2.GenerateResponse.FromString,
                 _registered_method=True)
         self.GenerateStream = channel.unary_stream(
-                '/spool.v1.Generation/GenerateStream',
-                request_serializer=protos_dot_generation__pb2.GenerateRequest.SerializeToString,
-                response_deserializer=protos_dot_generation__pb2.GenerateStreamResponse.FromString,
+                '/spool.v1.GenerationService/GenerateStream',
+                request_serializer=spool_dot_v1_dot_generation__pb2.GenerateRequest.SerializeToString,
+                response_deserializer=spool_dot_v1_dot_generation__pb2.GenerateStreamResponse.FromString,
                 _registered_method=True)
         self.Tokenize = channel.unary_unary(
-                '/spool.v1.Generation/Tokenize',
-                request_serializer=protos_dot_generation__pb2.TokenizeRequest.SerializeToString,
-                response_deserializer=protos_dot_generation__pb2.TokenizeResponse.FromString,
+                '/spool.v1.GenerationService/Tokenize',
+                request_serializer=spool_dot_v1_dot_generation__pb2.TokenizeRequest.SerializeToString,
+                response_deserializer=spool_dot_v1_dot_generation__pb2.TokenizeResponse.FromString,
                 _registered_method=True)
         self.Detokenize = channel.unary_unary(
-                '/spool.v1.Generation/Detokenize',
-                request_serializer=protos_dot_generation__pb2.DetokenizeRequest.SerializeToString,
-                response_deserializer=protos_dot_generation__pb2.DetokenizeResponse.FromString,
+                '/spool.v1.GenerationService/Detokenize',
+                request_serializer=spool_dot_v1_dot_generation__pb2.DetokenizeRequest.SerializeToString,
+                response_deserializer=spool_dot_v1_dot_generation__pb2.DetokenizeResponse.FromString,
                 _registered_method=True)
         self.ListModels = channel.unary_unary(
-                '/spool.v1.Generation/ListModels',
-                request_serializer=protos_dot_generation__pb2.ListModelsRequest.SerializeToString,
-                response_deserializer=protos_dot_generation__pb2.ListModelsResponse.FromString,
+                '/spool.v1.GenerationService/ListModels',
+                request_serializer=spool_dot_v1_dot_generation__pb2.ListModelsRequest.SerializeToString,
+                response_deserializer=spool_dot_v1_dot_generation__pb2.ListModelsResponse.FromString,
                 _registered_method=True)
 
 
-class GenerationServicer:
+class GenerationServiceServicer:
     """Text from prompts, as the OpenAI HTTP API gives it, with the same defaults and limits. Fields that are not set have
     the server's default.
 
@@ -78,10 +81,14 @@ class GenerationServicer:
     UNAUTHENTICATED, RESOURCE_EXHAUSTED (the queue is full, or the message too large), UNAVAILABLE (no target worker),
     DEADLINE_EXCEEDED. Their trailing metadata has `spool-error-code` and `spool-error-param` where known, and
     `retry-after` in seconds where trying again can help.
+
+    Output depends on the model, the prompt, the parameters and the seed alone, so a call that broke can be made again:
+    with the same seed it gives the same tokens.
     """
 
     def Generate(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """The whole output in one message.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -94,60 +101,63 @@ class GenerationServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Tokenize(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Token ids of a text or a conversation.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Detokenize(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """The text of token ids.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListModels(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """The models that requests may name.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
 
-def add_GenerationServicer_to_server(servicer, server):
+def add_GenerationServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Generate': grpc.unary_unary_rpc_method_handler(
                     servicer.Generate,
-                    request_deserializer=protos_dot_generation__pb2.GenerateRequest.FromString,
-                    response_serializer=protos_dot_generation__pb2.GenerateResponse.SerializeToString,
+                    request_deserializer=spool_dot_v1_dot_generation__pb2.GenerateRequest.FromString,
+                    response_serializer=spool_dot_v1_dot_generation__pb2.GenerateResponse.SerializeToString,
             ),
             'GenerateStream': grpc.unary_stream_rpc_method_handler(
                     servicer.GenerateStream,
-                    request_deserializer=protos_dot_generation__pb2.GenerateRequest.FromString,
-                    response_serializer=protos_dot_generation__pb2.GenerateStreamResponse.SerializeToString,
+                    request_deserializer=spool_dot_v1_dot_generation__pb2.GenerateRequest.FromString,
+                    response_serializer=spool_dot_v1_dot_generation__pb2.GenerateStreamResponse.SerializeToString,
             ),
             'Tokenize': grpc.unary_unary_rpc_method_handler(
                     servicer.Tokenize,
-                    request_deserializer=protos_dot_generation__pb2.TokenizeRequest.FromString,
-                    response_serializer=protos_dot_generation__pb2.TokenizeResponse.SerializeToString,
+                    request_deserializer=spool_dot_v1_dot_generation__pb2.TokenizeRequest.FromString,
+                    response_serializer=spool_dot_v1_dot_generation__pb2.TokenizeResponse.SerializeToString,
             ),
             'Detokenize': grpc.unary_unary_rpc_method_handler(
                     servicer.Detokenize,
-                    request_deserializer=protos_dot_generation__pb2.DetokenizeRequest.FromString,
-                    response_serializer=protos_dot_generation__pb2.DetokenizeResponse.SerializeToString,
+                    request_deserializer=spool_dot_v1_dot_generation__pb2.DetokenizeRequest.FromString,
+                    response_serializer=spool_dot_v1_dot_generation__pb2.DetokenizeResponse.SerializeToString,
             ),
             'ListModels': grpc.unary_unary_rpc_method_handler(
                     servicer.ListModels,
-                    request_deserializer=protos_dot_generation__pb2.ListModelsRequest.FromString,
-                    response_serializer=protos_dot_generation__pb2.ListModelsResponse.SerializeToString,
+                    request_deserializer=spool_dot_v1_dot_generation__pb2.ListModelsRequest.FromString,
+                    response_serializer=spool_dot_v1_dot_generation__pb2.ListModelsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
-            'spool.v1.Generation', rpc_method_handlers)
+            'spool.v1.GenerationService', rpc_method_handlers)
     server.add_generic_rpc_handlers((generic_handler,))
-    server.add_registered_method_handlers('spool.v1.Generation', rpc_method_handlers)
+    server.add_registered_method_handlers('spool.v1.GenerationService', rpc_method_handlers)
 
 
  # This class is part of an EXPERIMENTAL API.
-class Generation:
+class GenerationService:
     """Text from prompts, as the OpenAI HTTP API gives it, with the same defaults and limits. Fields that are not set have
     the server's default.
 
@@ -156,6 +166,9 @@ class Generation:
     UNAUTHENTICATED, RESOURCE_EXHAUSTED (the queue is full, or the message too large), UNAVAILABLE (no target worker),
     DEADLINE_EXCEEDED. Their trailing metadata has `spool-error-code` and `spool-error-param` where known, and
     `retry-after` in seconds where trying again can help.
+
+    Output depends on the model, the prompt, the parameters and the seed alone, so a call that broke can be made again:
+    with the same seed it gives the same tokens.
     """
 
     @staticmethod
@@ -172,9 +185,9 @@ class Generation:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/spool.v1.Generation/Generate',
-            protos_dot_generation__pb2.GenerateRequest.SerializeToString,
-            protos_dot_generation__pb2.GenerateResponse.FromString,
+            '/spool.v1.GenerationService/Generate',
+            spool_dot_v1_dot_generation__pb2.GenerateRequest.SerializeToString,
+            spool_dot_v1_dot_generation__pb2.GenerateResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -199,9 +212,9 @@ class Generation:
         return grpc.experimental.unary_stream(
             request,
             target,
-            '/spool.v1.Generation/GenerateStream',
-            protos_dot_generation__pb2.GenerateRequest.SerializeToString,
-            protos_dot_generation__pb2.GenerateStreamResponse.FromString,
+            '/spool.v1.GenerationService/GenerateStream',
+            spool_dot_v1_dot_generation__pb2.GenerateRequest.SerializeToString,
+            spool_dot_v1_dot_generation__pb2.GenerateStreamResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -226,9 +239,9 @@ class Generation:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/spool.v1.Generation/Tokenize',
-            protos_dot_generation__pb2.TokenizeRequest.SerializeToString,
-            protos_dot_generation__pb2.TokenizeResponse.FromString,
+            '/spool.v1.GenerationService/Tokenize',
+            spool_dot_v1_dot_generation__pb2.TokenizeRequest.SerializeToString,
+            spool_dot_v1_dot_generation__pb2.TokenizeResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -253,9 +266,9 @@ class Generation:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/spool.v1.Generation/Detokenize',
-            protos_dot_generation__pb2.DetokenizeRequest.SerializeToString,
-            protos_dot_generation__pb2.DetokenizeResponse.FromString,
+            '/spool.v1.GenerationService/Detokenize',
+            spool_dot_v1_dot_generation__pb2.DetokenizeRequest.SerializeToString,
+            spool_dot_v1_dot_generation__pb2.DetokenizeResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -280,9 +293,9 @@ class Generation:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/spool.v1.Generation/ListModels',
-            protos_dot_generation__pb2.ListModelsRequest.SerializeToString,
-            protos_dot_generation__pb2.ListModelsResponse.FromString,
+            '/spool.v1.GenerationService/ListModels',
+            spool_dot_v1_dot_generation__pb2.ListModelsRequest.SerializeToString,
+            spool_dot_v1_dot_generation__pb2.ListModelsResponse.FromString,
             options,
             channel_credentials,
             insecure,

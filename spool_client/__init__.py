@@ -1,0 +1,1 @@
+"""The gRPC API of Spool for clients."""
