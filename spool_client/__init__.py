@@ -1,1 +1,69 @@
-"""The gRPC API of Spool for clients."""
+"""Spool's gRPC API for clients. Needs grpcio and protobuf, nothing else.
+
+from spool_client import Client, GenerateRequest
+
+with Client("127.0.0.1:8001") as client:
+    for part in client.stream(GenerateRequest(text="The capital of France is", max_tokens=8)):
+        print(part.choice.text, end="")
+"""
+
+from spool_client.async_client import AsyncClient
+from spool_client.client import Client
+from spool_client.received import IncompleteOutputError, OutputChangedError
+from spool_client.retry import RetryPolicy
+from spool_client.v1.generation_pb2 import (
+    FINISH_REASON_LENGTH,
+    FINISH_REASON_STOP,
+    FINISH_REASON_UNSPECIFIED,
+    Chat,
+    ChatMessage,
+    Choices,
+    DetokenizeRequest,
+    DetokenizeResponse,
+    FinishReason,
+    GeneratedChoice,
+    GenerateRequest,
+    GenerateResponse,
+    GenerateStreamResponse,
+    GenerationUsage,
+    ListModelsRequest,
+    ListModelsResponse,
+    Logprob,
+    ModelDescription,
+    OutputTokenLogprobs,
+    StructuredOutputs,
+    TokenIds,
+    TokenizeRequest,
+    TokenizeResponse,
+)
+
+__all__ = [
+    "FINISH_REASON_LENGTH",
+    "FINISH_REASON_STOP",
+    "FINISH_REASON_UNSPECIFIED",
+    "AsyncClient",
+    "Chat",
+    "ChatMessage",
+    "Choices",
+    "Client",
+    "DetokenizeRequest",
+    "DetokenizeResponse",
+    "FinishReason",
+    "GenerateRequest",
+    "GenerateResponse",
+    "GenerateStreamResponse",
+    "GeneratedChoice",
+    "GenerationUsage",
+    "IncompleteOutputError",
+    "ListModelsRequest",
+    "ListModelsResponse",
+    "Logprob",
+    "ModelDescription",
+    "OutputChangedError",
+    "OutputTokenLogprobs",
+    "RetryPolicy",
+    "StructuredOutputs",
+    "TokenIds",
+    "TokenizeRequest",
+    "TokenizeResponse",
+]

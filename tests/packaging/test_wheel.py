@@ -45,11 +45,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shutil.copytree(ROOT / "tests" / "support", copy / "tests" / "support")
     for name in ("pyproject.toml", "README.md", "LICENSE", "NOTICE"):
         shutil.copy(ROOT / name, copy)
-    folder = tmp_path_factory.mktemp("wheel")
-    build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, copy]
-    subprocess.run(build, check=True, capture_output=True)
-    (built,) = folder.glob("*.whl")
-    return built
+    return built_from(copy, tmp_path_factory.mktemp("wheel"))
 
 
 @pytest.fixture(scope="module")
@@ -62,11 +58,23 @@ def members(wheel: Path) -> dict[str, int]:
 @pytest.fixture(scope="module")
 def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A virtual environment with the wheel, and links to the packages that serving needs among those installed here."""
-    folder = tmp_path_factory.mktemp("clean") / "venv"
+    return clean_environment(wheel, PYPROJECT["project"]["dependencies"], tmp_path_factory.mktemp("clean") / "venv")
+
+
+def built_from(sources: Path, folder: Path) -> Path:
+    """The wheel, which `folder` then holds."""
+    build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, sources]
+    subprocess.run(build, check=True, capture_output=True)
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+def clean_environment(wheel: Path, needed: list[str], folder: Path) -> Path:
+    """A virtual environment at `folder`, with the wheel and links to what it needs."""
     venv.create(folder, with_pip=False, symlinks=True)
     paths = {"base": str(folder), "platbase": str(folder), "installed_base": str(folder)}
     site_packages = Path(sysconfig.get_path("purelib", "venv", vars=paths))
-    for distribution in installed_closure(requirements(PYPROJECT["project"]["dependencies"])).values():
+    for distribution in installed_closure(requirements(needed)).values():
         for top in {file.parts[0] for file in distribution.files or () if file.parts[0] not in ("..", "__pycache__")}:
             if not (site_packages / top).exists():
                 (site_packages / top).symlink_to(distribution.locate_file(top))
@@ -109,6 +117,7 @@ def test_the_wheel_holds_the_packages_and_their_data(members: dict[str, int]) ->
     modules = {file.relative_to(ROOT).as_posix() for package in PACKAGES for file in (ROOT / package).rglob("*.py")}
     protos = {file.relative_to(ROOT).as_posix() for file in (ROOT / "protos").rglob("*.proto")}
     data = {file.relative_to(ROOT).as_posix() for name in DATA for file in (ROOT / name).iterdir() if file.is_file()}
+    data |= {"spool_client/py.typed", "spool_client/v1/generation_pb2.pyi"}
     assert len(protos) > 2
     assert len(data) > 20
     assert sorted((modules | protos | data) - members.keys()) == []
@@ -139,6 +148,26 @@ def test_the_wheel_says_its_licences_and_its_ranges(wheel: Path) -> None:
 
 def test_what_is_installed_beside_it_is_what_it_asks_for(environment: Path) -> None:
     pip(environment, "check")
+
+
+def test_the_client_alone_needs_little(folder: Path, tmp_path: Path) -> None:
+    """And it says what goes wrong, here that nobody listens, as the first call of a program would."""
+    shutil.copytree(ROOT / "spool_client", tmp_path / "sources", ignore=shutil.ignore_patterns("__pycache__"))
+    alone = built_from(tmp_path / "sources", tmp_path / "wheel")
+    with zipfile.ZipFile(alone) as archive:
+        found = {Path(name) for name in archive.namelist() if ".dist-info" not in name}
+    wanted = [*(ROOT / "spool_client").rglob("*.py"), *(ROOT / "spool_client").rglob("*.pyi")]
+    assert found == {path.relative_to(ROOT) for path in [*wanted, ROOT / "spool_client" / "py.typed"]}
+    environment = clean_environment(alone, ["grpcio", "protobuf"], tmp_path / "venv")
+    program = """
+import sys, spool_client
+assert not {"torch", "ray", "transformers", "protos", "services"} & {name.split(".")[0] for name in sys.modules}
+client = spool_client.Client("127.0.0.1:1", retry=spool_client.RetryPolicy(attempts=1))
+client.generate(spool_client.GenerateRequest(text="a"))
+"""
+    ended = run("python", environment, folder, "-P", "-c", program)
+    assert ended.code == 1
+    assert "StatusCode.UNAVAILABLE" in ended.err
 
 
 def test_all_modules_of_serving_can_be_imported(environment: Path, folder: Path) -> None:

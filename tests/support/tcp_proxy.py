@@ -26,6 +26,10 @@ class TcpProxy:
             writer.transport.abort()
         return cut
 
+    def lead_to(self, behind: str) -> None:
+        """Where new connections go."""
+        self._behind = behind
+
     def hold(self) -> None:
         """Nothing passes any more, and nothing is closed."""
         self._flowing.clear()

@@ -93,12 +93,15 @@ def test_nothing_that_serves_imports_torch_but_the_engine(package: str) -> None:
     assert offences(package, set(HEAVY)) == []
 
 
-def test_the_scheduler_core_needs_the_standard_library_only() -> None:
+@pytest.mark.parametrize(
+    ("package", "needed"), [("scheduler", {"scheduler"}), ("spool_client", {"spool_client", "grpc", "google"})]
+)
+def test_some_packages_need_little_but_the_standard_library(package: str, needed: set[str]) -> None:
     outside = [
         f"{source.relative_to(ROOT)} imports {name}"
-        for source in sources("scheduler")
+        for source in sources(package)
         for name in imported_modules(source)
-        if name.split(".")[0] not in sys.stdlib_module_names | {"scheduler"}
+        if name.split(".")[0] not in sys.stdlib_module_names | needed
     ]
     assert outside == []
 

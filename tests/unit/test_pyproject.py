@@ -1,6 +1,7 @@
 """What pyproject.toml and the lock files promise: ranges, exact versions, and every package found."""
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,17 @@ def test_torch_needs_what_the_lock_was_resolved_with() -> None:
     torch = installed_closure([Requirement("torch")])["torch"]
     own = [each for each in requirements(torch.requires or []) if each.marker is None or each.marker.evaluate()]
     assert said == {name for each in own if not CUDA.match(name := canonicalize_name(each.name))}
+
+
+def test_the_client_alone_has_the_versions_of_the_whole() -> None:
+    alone = tomllib.loads((ROOT / "spool_client" / "pyproject.toml").read_text(encoding="utf-8"))
+    project = alone["project"]
+    assert alone["build-system"] == PYPROJECT["build-system"]
+    assert all(project[name] == PROJECT[name] for name in ("version", "license", "requires-python"))
+    assert {Requirement(line).name for line in project["dependencies"]} == {"grpcio", "protobuf"}
+    assert set(project["dependencies"]) <= set(PROJECT["dependencies"])
+    folders = {source.parent.relative_to(ROOT).as_posix() for source in (ROOT / "spool_client").rglob("*.py")}
+    assert {package.replace(".", "/") for package in alone["tool"]["setuptools"]["packages"]} == folders
 
 
 def test_every_package_is_found() -> None:

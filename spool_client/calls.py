@@ -1,0 +1,35 @@
+"""What the two clients share: how a channel is set up, and how a request is made repeatable."""
+
+from __future__ import annotations
+
+import secrets
+
+from spool_client.v1.generation_pb2 import GenerateRequest
+
+# As the server draws them: readers of JSON keep such integers exact.
+_SEED_BITS = 53
+
+CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
+    # A server that fell silent is noticed within half a minute, and the call made again.
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.ping_timeout_ms", 10_000),
+    # RetryPolicy says when to try again; gRPC's own pauses, of up to two minutes, would fail every attempt meanwhile.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+    # Log probabilities of a long output are larger than gRPC's default of 4 MiB.
+    ("grpc.max_receive_message_length", 64 * 1024 * 1024),
+)
+
+
+def metadata_for(api_key: str | None) -> tuple[tuple[str, str], ...]:
+    return () if api_key is None else (("authorization", f"Bearer {api_key}"),)
+
+
+def repeatable(request: GenerateRequest) -> GenerateRequest:
+    """The same request with a seed, so that every attempt gives the same output."""
+    copy = GenerateRequest()
+    copy.CopyFrom(request)
+    if not copy.HasField("seed"):
+        copy.seed = secrets.randbits(_SEED_BITS)
+    return copy
