@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from spool_client.v1.generation_pb2 import GeneratedChoice, GenerateStreamResponse
 
+# What any part of a choice may have. Everything else comes with its first part, and once.
+_GROWING = {"index", "text", "token_ids", "logprobs", "finish_reason", "stop_string", "stop_token_id"}
+
 
 class OutputChangedError(RuntimeError):
     """A stream broke, and the same request then gave other output than before.
@@ -67,11 +70,13 @@ class _ReceivedChoice:
         self._known_end = 0
         self._token_place = 0
         self._text_place = 0
+        self._repeating = False
 
     def rewind(self) -> None:
         self._known_tokens, self._known_text, self._known_end = len(self._tokens), "".join(self._parts), self._end
         self._parts = [self._known_text]
         self._token_place = self._text_place = 0
+        self._repeating = True
 
     @property
     def behind(self) -> bool:
@@ -90,7 +95,8 @@ class _ReceivedChoice:
         self._text_place += len(text)
         if choice.finish_reason and self.behind:
             raise self._changed(choice, "an end", self._token_place)
-        self._cut(choice, len(known), len(text))
+        if self._repeating:
+            self._cut(choice, len(known), len(text))
         if self._known_end:
             if choice.token_ids or choice.text or choice.finish_reason not in (0, self._known_end):
                 raise self._changed(choice, "another end", self._token_place)
@@ -98,9 +104,14 @@ class _ReceivedChoice:
         self._tokens += choice.token_ids
         self._parts.append(choice.text)
         self._end = choice.finish_reason
-        return bool(choice.token_ids or choice.text or choice.finish_reason)
+        is_new = not self._repeating or bool(choice.token_ids or choice.text or choice.finish_reason)
+        self._repeating = self._repeating and self.behind
+        return is_new
 
     def _cut(self, choice: GeneratedChoice, tokens: int, characters: int) -> None:
+        for field, _ in choice.ListFields():
+            if field.name not in _GROWING:
+                choice.ClearField(field.name)
         del choice.token_ids[:tokens]
         del choice.logprobs[:tokens]
         choice.text = choice.text[characters:]

@@ -1,5 +1,6 @@
 """The checked-in protobuf stubs are what the .proto files give."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,14 @@ def test_the_stubs_of_the_public_api_are_up_to_date(tmp_path: Path) -> None:
     # In the client's package, and nothing else differs.
     generated = {name: text.replace("\nfrom spool.v1 ", "\nfrom spool_client.v1 ") for name, text in generated.items()}
     assert generated == checked_in, "run `make stubs`"
+    # Who makes stubs from the same file can have both in one program.
+    both = "from spool.v1 import generation_pb2 as own; from spool_client.v1 import generation_pb2 as ours; "
+    both += "print(own.GenerateRequest.FromString(ours.GenerateRequest(seed=7).SerializeToString()).seed)"
+    path = f"{tmp_path}{os.pathsep}{ROOT}"
+    ended = subprocess.run(
+        [sys.executable, "-c", both], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False
+    )
+    assert (ended.stdout, ended.returncode) == ("7\n", 0), ended.stderr
 
 
 def test_stubs_are_up_to_date(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def test_every_part_comes_once_however_often_the_stream_breaks(choices: list[Who
         received.begin_call()
         messages = []
         for index, whole in enumerate(choices):
-            cuts = data.draw(st.sets(st.integers(0, len(whole.tokens))))
+            cuts = data.draw(st.sets(st.integers(1, len(whole.tokens))))
             messages.append(whole.messages(index, cuts, f"call {call}"))
         # Choices take turns in any order.
         order = data.draw(st.permutations([index for index, parts in enumerate(messages) for _ in parts]))
