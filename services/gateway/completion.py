@@ -244,7 +244,7 @@ class CompletionEngine:
                 key=current_key(),
                 priority=options.priority,
             )
-            meter = self.metrics.sequence(arrived)
+            meter = self.metrics.sequence(arrived, len(prompt.tokens))
             try:
                 stream = await self.backend.submit(request)
             except asyncio.CancelledError:

@@ -14,6 +14,7 @@ from services.observability.vllm_names import with_vllm_names
 _FIRST_TOKEN_BUCKETS = (0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.25, 2.5, 5, 10, 20, 40, 80, 160)
 _TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.25, 2.5, 5, 10, 20, 40)
 _LATENCY_BUCKETS = (0.05, 0.1, 0.2, 0.4, 0.8, 1.5, 3, 6, 12, 25, 50, 100, 200, 400, 800, 1600)
+_LENGTH_BUCKETS = tuple(mantissa * 10**exponent for exponent in range(6) for mantissa in (1, 2, 5))
 
 
 class GatewayMetrics:
@@ -63,6 +64,12 @@ class GatewayMetrics:
         self._latency = of.histogram(
             "e2e_request_latency_seconds", "From a request's arrival to a sequence's end.", _LATENCY_BUCKETS
         )
+        self._prompt_length = of.histogram(
+            "request_prompt_tokens", "Prompt tokens of a sequence, when it came to its end.", _LENGTH_BUCKETS
+        )
+        self._output_length = of.histogram(
+            "request_generation_tokens", "Output tokens of a sequence, when it came to its end.", _LENGTH_BUCKETS
+        )
         self._session_breaks = of.counter(
             "scheduler_session_breaks_total",
             "Open sessions with a scheduler that broke; the gateway opens another.",
@@ -87,9 +94,9 @@ class GatewayMetrics:
     def prompt(self, tokens: int) -> None:
         self._prompt.inc(tokens)
 
-    def sequence(self, arrived: float) -> SequenceMeter:
+    def sequence(self, arrived: float, prompt_tokens: int) -> SequenceMeter:
         """`arrived` is of `time.perf_counter`."""
-        return SequenceMeter(self, arrived)
+        return SequenceMeter(self, arrived, prompt_tokens)
 
     def failed(self, kind: ErrorKind) -> None:
         self._failure.labels(kind.value).inc()
@@ -120,17 +127,21 @@ class GatewayMetrics:
     def observe_pace(self, seconds_per_token: float) -> None:
         self._per_token.observe(seconds_per_token)
 
-    def observe_end(self, reason: str, seconds: float) -> None:
+    def observe_end(self, reason: str, seconds: float, prompt_tokens: int, output_tokens: int) -> None:
         self._success.labels(reason).inc()
         self._latency.observe(seconds)
+        self._prompt_length.observe(prompt_tokens)
+        self._output_length.observe(output_tokens)
 
 
 class SequenceMeter:
     """Follows one sequence. The first end counts."""
 
-    def __init__(self, metrics: GatewayMetrics, arrived: float) -> None:
+    def __init__(self, metrics: GatewayMetrics, arrived: float, prompt_tokens: int) -> None:
         self._metrics = metrics
         self._arrived = arrived
+        self._prompt_tokens = prompt_tokens
+        self._tokens = 0
         self._first: float | None = None
         self._last = arrived
         self._later_tokens = 0
@@ -138,6 +149,7 @@ class SequenceMeter:
 
     def round(self, tokens: int, drafted: int, accepted: int) -> None:
         now = time.perf_counter()
+        self._tokens += tokens
         if self._first is None:
             self._first = now
             self._metrics.observe_first_token(now - self._arrived)
@@ -162,4 +174,5 @@ class SequenceMeter:
     def _end(self, reason: str) -> None:
         if not self._ended:
             self._ended = True
-            self._metrics.observe_end(reason, time.perf_counter() - self._arrived)
+            seconds = time.perf_counter() - self._arrived
+            self._metrics.observe_end(reason, seconds, self._prompt_tokens, self._tokens)

@@ -51,6 +51,8 @@ ALIASES = (
     Alias("inter_token_latency_seconds"),
     Alias("request_time_per_output_token_seconds"),
     Alias("e2e_request_latency_seconds"),
+    Alias("request_prompt_tokens"),
+    Alias("request_generation_tokens"),
     # Of schedulers.
     Alias("num_requests_running"),
     Alias("num_requests_waiting"),

@@ -360,7 +360,11 @@ def test_tokens_and_ends_are_those_that_clients_saw(outcome: Outcome) -> None:
     assert figure(metrics, "delivered_draft_tokens_total") == tally.drafted
     assert figure(metrics, "delivered_accepted_tokens_total") == tally.accepted
     assert figure(metrics, "time_to_first_token_seconds_count") == tally.began
-    assert figure(metrics, "e2e_request_latency_seconds_count") == tally.ends.total()
+    for name in ("e2e_request_latency_seconds", "request_prompt_tokens", "request_generation_tokens"):
+        assert figure(metrics, f"{name}_count") == tally.ends.total()
+    assert figure(metrics, "request_generation_tokens_sum") == tally.tokens
+    # All prompts have four tokens, but those of the requests that fail, which have two.
+    assert figure(metrics, "request_prompt_tokens_sum") == 4 * tally.ends.total() - 2 * tally.ends["error"]
 
 
 def test_speculation_is_what_clients_were_told_and_what_the_target_did(outcome: Outcome) -> None:
@@ -421,12 +425,14 @@ OF_VLLMS_FRONTEND = {
     "vllm:prompt_tokens_total",
     "vllm:generation_tokens_total",
     *(
-        f"vllm:{histogram}_seconds_{series}"
+        f"vllm:{histogram}_{series}"
         for histogram in (
-            "time_to_first_token",
-            "inter_token_latency",
-            "request_time_per_output_token",
-            "e2e_request_latency",
+            "time_to_first_token_seconds",
+            "inter_token_latency_seconds",
+            "request_time_per_output_token_seconds",
+            "e2e_request_latency_seconds",
+            "request_prompt_tokens",
+            "request_generation_tokens",
         )
         for series in ("bucket", "sum", "count")
     ),

@@ -65,7 +65,7 @@ def read(
         0,
         stream,
         IncrementalDecoder(TOKENIZER),
-        (metrics or GatewayMetrics()).sequence(0.0),
+        (metrics or GatewayMetrics()).sequence(0.0, 1),
         stop=stop,
         stop_token_ids=frozenset(stop_tokens) | frozenset(asked),
         asked_token_ids=frozenset(asked),

@@ -37,7 +37,7 @@ def used() -> GatewayMetrics:
     metrics.failed(ErrorKind.INVALID)
     metrics.session_broke()
     metrics.resubmitted(2)
-    meter = metrics.sequence(0.0)
+    meter = metrics.sequence(0.0, 3)
     meter.round(1, 0, 0)
     meter.round(3, 4, 2)
     meter.finished("stop")
@@ -61,7 +61,7 @@ def test_paces_of_a_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([2.0, 3.0, 5.0, 6.0])
     monkeypatch.setattr(gateway_metrics.time, "perf_counter", lambda: next(clock))
     metrics = GatewayMetrics()
-    meter = metrics.sequence(arrived=1.5)
+    meter = metrics.sequence(arrived=1.5, prompt_tokens=9)
     for tokens in (2, 3, 1):
         meter.round(tokens, 0, 0)
     meter.finished("length")
@@ -74,6 +74,11 @@ def test_paces_of_a_sequence(monkeypatch: pytest.MonkeyPatch) -> None:
     assert value(text, "spool_e2e_request_latency_seconds_sum") == 4.5
     assert value(text, "spool_generation_tokens_total") == 6
     assert value(text, "spool_request_success_total", finished_reason="length") == 1
+    for what, tokens in (("prompt", 9), ("generation", 6)):
+        assert value(text, f"spool_request_{what}_tokens_sum") == tokens
+        assert value(text, f"spool_request_{what}_tokens_count") == 1
+        assert value(text, f"spool_request_{what}_tokens_bucket", le="5.0") == 0
+        assert value(text, f"spool_request_{what}_tokens_bucket", le="10.0") == 1
     assert "abort" not in text.decode().split("# HELP spool_request_failure")[0].split("finished_reason=")[-1]
 
 
