@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import time
 from collections.abc import Iterable
@@ -9,6 +10,8 @@ from dataclasses import dataclass
 from typing import cast
 
 import grpc
+
+logger = logging.getLogger(__name__)
 
 _RETRY_AFTER = "retry-after"
 
@@ -69,6 +72,7 @@ class Attempts:
         left = self.seconds_left()
         if left is not None and pause >= left:
             raise error
+        logger.info("%s: %s; trying again in %.2f s", error.code().name, error.details(), pause)
         return pause
 
 

@@ -119,6 +119,7 @@ def test_the_scheduler_core_has_neither_clock_nor_randomness_nor_io() -> None:
         "services.gateway.grpc.server",
         "deploy.cli.main",
         "engine.models.source",
+        "spool_client",
     ],
 )
 def test_starts_without_torch(module: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import re
 import ssl
@@ -26,6 +27,7 @@ from pydantic import SecretStr
 from services.backend.interface import BackendUnavailableError, GenerationRequest
 from services.gateway.settings import GatewaySettings, TlsFiles
 from services.scheduler_client.local import LocalStream
+from spool_client import AsyncClient, Client
 from spool_client.v1 import generation_pb2 as pb
 from spool_client.v1 import generation_pb2_grpc
 from tests.integration.gateway.expected import (
@@ -382,6 +384,14 @@ def test_tls(gateways: Gateways, tmp_path: Path) -> None:
                     assert error.code() is grpc.StatusCode.UNAVAILABLE
                 else:
                     assert stub.Generate(pb.GenerateRequest(text="a"), timeout=LONG).choices
+        with Client(address, credentials=credentials) as client:
+            assert client.list_models(LONG).models
+
+        async def from_a_loop() -> None:
+            async with AsyncClient(address, credentials=credentials) as client:
+                assert (await client.list_models(LONG)).models
+
+        asyncio.run(from_a_loop())
         url = served.url.replace("127.0.0.1", "localhost")
         context = ssl.create_default_context(cafile=str(files["ca.pem"]))
         with httpx.Client(base_url=url, verify=context, timeout=LONG) as http, pytest.raises(httpx.TransportError):

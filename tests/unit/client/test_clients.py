@@ -15,6 +15,7 @@ import grpc
 import pytest
 
 from spool_client import AsyncClient, Client, IncompleteOutputError, OutputChangedError, RetryPolicy
+from spool_client.retry import Attempts
 from spool_client.v1 import generation_pb2 as pb
 from spool_client.v1 import generation_pb2_grpc
 from tests.support.waiting import LONG
@@ -176,6 +177,20 @@ def test_calls_end_with_the_servers_own_error(call: Caller, method: str, failure
     with served([failure]) as (script, address):
         assert refused(lambda: call(address, method, REQUEST, LONG)) is failure.code
         assert len(script.requests) == attempts
+
+
+@pytest.mark.parametrize(("failure", "least"), [(Failure(UNAVAILABLE), 0.0), (Failure(EXHAUSTED, "3"), 3.0)])
+def test_pauses_double_and_are_no_shorter_than_the_server_says(call: Caller, failure: Failure, least: float) -> None:
+    with served([failure]) as (_, address), pytest.raises(grpc.RpcError) as caught:
+        call(address, "list_models", retry=RetryPolicy(attempts=1))
+    attempts = Attempts(RetryPolicy(attempts=7, first_pause=1.0, longest_pause=10.0), None)
+    for longest in (1, 2, 4, 8, 10, 10):
+        pause = attempts.pause_after(caught.value)
+        assert max(least, longest / 2) <= pause <= max(least, longest)
+    with pytest.raises(grpc.RpcError):
+        attempts.pause_after(caught.value)
+    attempts.progressed()
+    assert attempts.pause_after(caught.value) <= max(least, 1)
 
 
 def test_nobody_there(call: Caller) -> None:
