@@ -48,6 +48,8 @@ class Tally:
     tokens: int = 0
     virtual_seconds: float = 0.0
     fenced_replies: int = 0
+    structured: int = 0
+    """Sequences with a grammar that finished."""
     outcomes: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
     changes: Counter[str] = field(default_factory=Counter)
@@ -60,6 +62,7 @@ class Tally:
         self.tokens += other.tokens
         self.virtual_seconds += other.virtual_seconds
         self.fenced_replies += other.fenced_replies
+        self.structured += other.structured
         self.outcomes += other.outcomes
         self.faults += other.faults
         self.changes += other.changes
@@ -87,6 +90,7 @@ def run_seeds(seeds: range, sequences: int) -> Tally:
         tally.tokens += result.tokens
         tally.virtual_seconds += result.virtual_seconds
         tally.fenced_replies += result.fenced_replies
+        tally.structured += result.structured
         tally.outcomes += result.outcomes
         tally.faults += result.faults
         tally.changes += result.changes
@@ -139,6 +143,7 @@ class Summary:
             "events": tally.events,
             "tokens": tally.tokens,
             "fenced_replies": tally.fenced_replies,
+            "structured": tally.structured,
             "virtual_seconds": round(tally.virtual_seconds, 1),
         }
         shared = self._file.with_name(self._file.name + ".part")

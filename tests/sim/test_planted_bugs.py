@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as IntSequence
 from typing import Any
 
 import pytest
@@ -12,10 +13,11 @@ import pytest
 from engine.kv import prefix_cache
 from engine.kv.pages import PageKey, PagePool, PageTable
 from engine.kv.prefix_cache import page_key
+from engine.sampling.grammars import GrammarState
 from protos import scheduler_pb2, worker_pb2
 from scheduler import core
 from scheduler.core import SchedulerCore
-from scheduler.messages import RowResult, RowStatus, SendStep, SequenceRequest, WorkerSpec
+from scheduler.messages import Role, RowResult, RowStatus, SendStep, SequenceRequest, WorkerSpec
 from scheduler.state.key_accounts import KeyAccount
 from scheduler.state.kv_ledger import KvEntry, PageLedger
 from scheduler.state.waiting_queue import WaitingQueue
@@ -34,7 +36,7 @@ from services.worker import kv_pages as kv_transfer
 from services.worker import registration
 from services.worker.executor import StepExecutor
 from services.worker.kv_pages import KvTransfer
-from services.worker.sequences import PreparedRow, RowRejectedError, WorkerSequences
+from services.worker.sequences import PreparedRow, RowRejectedError, WorkerSequence, WorkerSequences
 from tests.sim.cell.plan import FAULTS, HANGING
 from tests.sim.cell.schedule import ScheduleError, run_schedule
 
@@ -311,6 +313,59 @@ def forgetful_of_limits(update: Callable[..., None]) -> Callable[..., None]:
     return without_limits
 
 
+FOLLOW = GrammarState.follow
+
+
+class TrustingState(GrammarState):
+    """Takes the tokens that it knows for those of the output, as many as these are."""
+
+    __slots__ = ()
+
+    def follow(self, definition: str, output: IntSequence[int], fresh: Any) -> Any:
+        known = min(len(self._tokens), len(output))
+        self._tokens[:known] = output[:known]
+        return FOLLOW(self, definition, output, fresh)
+
+
+def grammar_state_is_not_compared_with_the_output(patch: Patch) -> None:
+    patch.setattr(GrammarState, "follow", TrustingState.follow)
+
+
+def grammar_state_outlives_its_scheduler(patch: Patch) -> None:
+    """A target knows it by the number of the sequence, which the next scheduler gives to another one."""
+    find = WorkerSequences._find
+
+    def find_with_state(self: Any, row: worker_pb2.Row) -> WorkerSequence:
+        held = find(self, row)
+        if self._role is Role.TARGET:
+            held.grammar_state = self.__dict__.setdefault("states", {}).setdefault(row.sequence_id, TrustingState())
+        return held
+
+    patch.setattr(WorkerSequences, "_find", find_with_state)
+
+
+def grammar_is_lost_where_another_scheduler_goes_on(patch: Patch) -> None:
+    submission = RemoteStream.submission
+
+    def bare(self: RemoteStream) -> scheduler_pb2.SequenceSubmission:
+        message = submission(self)
+        if message.committed_output:
+            message.sampling.ClearField("grammar")
+        return message
+
+    patch.setattr(RemoteStream, "submission", bare)
+
+
+def grammar_does_not_move_with_the_kv(patch: Patch) -> None:
+    expect = KvTransfer.expect
+
+    def bare(self: KvTransfer, request: worker_pb2.ImportKvRequest) -> WorkerSequence:
+        request.parameters.sampling.ClearField("grammar")
+        return expect(self, request)
+
+    patch.setattr(KvTransfer, "expect", bare)
+
+
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("plant", "faults", "broken_rule"),
@@ -346,6 +401,10 @@ def forgetful_of_limits(update: Callable[..., None]) -> Callable[..., None]:
         (priority_is_ignored, (), "comes first"),
         (key_that_was_served_most_is_next, (), "comes first"),
         (limit_of_running_sequences_is_forgotten, (), "the limit is|comes first|competes though"),
+        (grammar_state_is_not_compared_with_the_output, (), "proposed .* forbids"),
+        (grammar_state_outlives_its_scheduler, ("scheduler crash",), "must get|the grammar failed"),
+        (grammar_is_lost_where_another_scheduler_goes_on, ("scheduler crash",), "must get"),
+        (grammar_does_not_move_with_the_kv, ("worker leaves",), "must get"),
     ],
 )
 def test_planted_bug_is_found(

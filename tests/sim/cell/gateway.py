@@ -56,7 +56,8 @@ class ClientCall:
         self.outcome: str | None = None
         self.tokens: list[int] = []
         request = plan.request
-        self.expected = true_output(request.prompt, min(request.max_tokens, LONGEST), request.stop_token_ids)
+        most = min(request.max_tokens, LONGEST)
+        self.expected = true_output(request.prompt, most, request.stop_token_ids, request.sampling.grammar)
         self._gone = False
         self._stream: Any = None
         self._began = world.loop.now

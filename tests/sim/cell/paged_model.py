@@ -2,24 +2,30 @@
 
 The KV of a position is a digest of the tokens up to it, taken on from the KV before; the next token depends on the KV
 of every position. So a page that is overwritten, a rejected token left in place or a token fed twice changes all that
-follows, as it does in a transformer.
+follows, as it does in a transformer. A sequence with a grammar gets the next token from those that the grammar allows,
+on targets and on drafts, and drafts propose what it forces without a look at the KV.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from engine.description import EngineDescription
 from engine.kv.kv_store import PageLayout
 from engine.kv.pages import OutOfPagesError, PagePool, PageTable
+from engine.sampling.grammars import GrammarError
 from engine.steps import Computing, EngineTimings, ProposeRow, RowOutcome, StepOutcome, VerifyRow, no_callback
+from scheduler.sampling import Grammar
+from tests.sim.cell.toy_grammar import AutomatonMatcher, allowed
 
 VOCABULARY = 64
 
 _MODULUS = (1 << 61) - 1
 _STEP = 0x2545F4914F6CDD1D % _MODULUS
 _CHOICE = 0x9E3779B97F4A7C15
+_ALL = range(VOCABULARY)
 
 Trouble = Callable[[Sequence[VerifyRow | ProposeRow]], dict[int, RowOutcome]]
 """Given the rows of a step, the outcomes of those that go wrong, by place; may raise."""
@@ -35,17 +41,19 @@ def _choice(total: int) -> int:
     return value ^ (value >> 29)
 
 
-def _target_token(total: int) -> int:
-    return _choice(total) % VOCABULARY
+def _target_token(total: int, choices: Sequence[int] = _ALL) -> int:
+    return choices[_choice(total) % len(choices)]
 
 
-def _draft_token(total: int, acceptance: float) -> int:
+def _draft_token(total: int, acceptance: float, choices: Sequence[int] = _ALL) -> int:
     choice = _choice(total)
     right = (choice >> 32) % 1000 < acceptance * 1000
-    return choice % VOCABULARY if right else (choice + 1) % VOCABULARY
+    return choices[(choice if right else choice + 1) % len(choices)]
 
 
-def true_output(prompt: Sequence[int], most: int, stop_token_ids: frozenset[int]) -> list[int]:
+def true_output(
+    prompt: Sequence[int], most: int, stop_token_ids: frozenset[int], grammar: Grammar | None = None
+) -> list[int]:
     """The oracle: plain decoding, one token at a time."""
     last, total = 0, 0
     for token in prompt:
@@ -53,13 +61,47 @@ def true_output(prompt: Sequence[int], most: int, stop_token_ids: frozenset[int]
         total += last
     output: list[int] = []
     while len(output) < most:
-        token = _target_token(total)
+        token = _target_token(total, _ALL if grammar is None else allowed(grammar, output))
         output.append(token)
         if token in stop_token_ids:
             break
         last = _kv(last, token)
         total += last
     return output
+
+
+def _matcher(row: VerifyRow | ProposeRow, proposed: Sequence[int] = ()) -> AutomatonMatcher | None:
+    """After the row's output and what was proposed. Raises GrammarError where that does not follow the grammar."""
+    grammar = row.sampling.grammar
+    if grammar is None:
+        return None
+    fresh: Any = AutomatonMatcher
+    matcher: Any = row.grammar_state.follow(grammar.definition, [*row.history[row.prompt_length :], *proposed], fresh)
+    return matcher  # type: ignore[no-any-return]
+
+
+def _choices(row: VerifyRow | ProposeRow, matcher: AutomatonMatcher | None) -> Sequence[int]:
+    if matcher is None or row.sampling.grammar is None:
+        return _ALL
+    return matcher.choices(row.sampling.grammar.end_token_ids)
+
+
+def _forced(row: ProposeRow) -> list[int]:
+    """The tokens that must come next, as many as are wanted."""
+    forced: list[int] = []
+    if row.sampling.grammar is None:
+        return forced
+    while len(forced) < row.draft_length and not _ended(row, forced):
+        choices = _choices(row, _matcher(row, forced))
+        if len(choices) > 1:
+            break
+        forced += choices
+    return forced
+
+
+def _ended(row: ProposeRow, proposal: Sequence[int]) -> bool:
+    grammar = row.sampling.grammar
+    return grammar is not None and bool(proposal) and proposal[-1] in grammar.end_token_ids
 
 
 class NumbersStore:
@@ -128,34 +170,43 @@ class PagedModel:
         except OutOfPagesError as error:
             self.pool.truncate(table, start)
             return RowOutcome([], error=str(error), out_of_pages=True)
+        except GrammarError as error:
+            self.pool.truncate(table, start)
+            return RowOutcome([], error=f"the grammar failed: {error}")
 
     def _verify(self, row: VerifyRow) -> RowOutcome:
         table = row.table
         self._feed(table, row.tokens)
         if not row.sample:
             return RowOutcome([])
+        matcher = _matcher(row)
         base = table.length
         total = self._attend(table)
-        tokens = [_target_token(total)]
+        tokens = [_target_token(total, _choices(row, matcher))]
         if row.draft_tokens:
+            # What is drafted is no part of the sequence's state.
+            matcher = matcher and matcher.copy()
             for kv, token in zip(self._feed(table, row.draft_tokens), row.draft_tokens, strict=True):
                 if token != tokens[-1]:
                     break
                 total += kv
-                tokens.append(_target_token(total))
+                if matcher is not None:
+                    matcher.try_consume_tokens((token,))
+                tokens.append(_target_token(total, _choices(row, matcher)))
             self.pool.truncate(table, base + len(tokens) - 1)
         return RowOutcome(tokens, len(tokens) - 1)
 
     def _propose(self, row: ProposeRow) -> RowOutcome:
         table = row.table
-        self._feed(table, row.tokens)
-        proposal: list[int] = []
-        if row.draft_length:
-            total = self._attend(table)
-            proposal.append(_draft_token(total, self._acceptance))
-            while len(proposal) < row.draft_length:
+        proposal = _forced(row)
+        self._feed(table, [*row.tokens, *proposal[:-1]])
+        if not row.draft_length:
+            return RowOutcome([])
+        total = self._attend(table)
+        while len(proposal) < row.draft_length and not _ended(row, proposal):
+            if proposal:
                 total += self._feed(table, proposal[-1:])[0]
-                proposal.append(_draft_token(total, self._acceptance))
+            proposal.append(_draft_token(total, self._acceptance, _choices(row, _matcher(row, proposal))))
         return RowOutcome(proposal, confidences=[(total * 31 + token) % 100 / 99 for token in proposal])
 
     def _feed(self, table: PageTable, tokens: Sequence[int]) -> list[int]:

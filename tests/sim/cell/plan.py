@@ -8,8 +8,10 @@ from dataclasses import dataclass, replace
 from scheduler.config import KvMovement, Policy, SchedulerConfig
 from scheduler.key_class import KeyClass
 from scheduler.messages import Role
+from scheduler.sampling import Grammar, SamplingParameters
 from services.backend.interface import GenerationRequest
 from tests.sim.cell.paged_model import VOCABULARY
+from tests.sim.cell.toy_grammar import draw_grammar
 
 LONGEST_PROMPT = 24
 MOST_TOKENS = 8
@@ -164,6 +166,7 @@ def make_plan(rng: random.Random, seed: int, sequences: int, kinds: tuple[str, .
     )
     # From generators of their own: whatever else is drawn stays what it was before there was any of these.
     plan = _with_keys(plan, random.Random(f"API keys of {seed}"))
+    plan = _with_grammars(plan, random.Random(f"structured output of {seed}"))
     if kinds == FAULTS:
         plan = _with_odd_messages(plan, random.Random(f"messages of {seed}"))
         plan = _with_poisons(plan, random.Random(f"prompts that kill in {seed}"))
@@ -191,6 +194,23 @@ def _with_keys(plan: Plan, rng: random.Random) -> Plan:
         for one in plan.requests
     )
     return replace(plan, config=replace(plan.config, keys=keys), requests=requests)
+
+
+def _with_grammars(plan: Plan, rng: random.Random) -> Plan:
+    """In one of four schedules, some outputs or all of them have to follow one of a few grammars."""
+    if rng.random() >= 0.25:
+        return plan
+    grammars = [draw_grammar(rng) for _ in range(rng.randint(1, 6))]
+    share = rng.choice((0.2, 0.6, 1.0))
+    requests = tuple(_structured(one, rng.choice(grammars)) if rng.random() < share else one for one in plan.requests)
+    return replace(plan, requests=requests)
+
+
+def _structured(plan: RequestPlan, grammar: Grammar) -> RequestPlan:
+    request = plan.request
+    stops = request.stop_token_ids | grammar.end_token_ids
+    sampling = SamplingParameters(grammar=grammar)
+    return replace(plan, request=replace(request, sampling=sampling, stop_token_ids=stops))
 
 
 def _with_odd_messages(plan: Plan, rng: random.Random) -> Plan:

@@ -41,6 +41,8 @@ class ScheduleResult:
     virtual_seconds: float
     tokens: int
     fenced_replies: int
+    structured: int
+    """Sequences with a grammar that finished."""
     reused: int
     """Positions whose KV sequences took over from others."""
     changes: Counter[str]
@@ -107,6 +109,7 @@ def run_plan(plan: Plan, rng: random.Random, detailed: bool = False) -> Schedule
         virtual_seconds,
         sum(len(call.tokens) for call in world.calls),
         world.fenced_replies,
+        sum(call.outcome in ("stop", "length") for call in world.calls if call.plan.request.sampling.grammar),
         world.reused,
         named(world.changes),
     )

@@ -6,17 +6,19 @@ import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from engine.steps import Computing
+from engine.steps import Computing, RowOutcome
 from protos import worker_pb2, worker_pb2_grpc
 from scheduler.messages import Role
 from services.worker.executor import DraftStepExecutor, StepExecutor, TargetStepExecutor
 from services.worker.registration import RegistrationOptions, WorkerRegistration
+from services.worker.sequences import PreparedRow
 from services.worker.server import WorkerServer
 from tests.sim.cell.paged_model import PagedModel
 from tests.sim.cell.plan import LONGEST, WorkerPlan
 from tests.sim.cell.process import Process
 from tests.sim.cell.rpc.handlers import Handlers
 from tests.sim.cell.rpc.network import Listener
+from tests.sim.cell.toy_grammar import fits
 from tests.sim.cell.virtual_time import VirtualThread
 
 if TYPE_CHECKING:
@@ -127,6 +129,15 @@ class SimulatedWorker:
                 if world.faults.poisons.prompts:
                     self._poison(request)
                 return reply
+
+            def _settle(self, prepared: PreparedRow, outcome: RowOutcome) -> worker_pb2.RowReply:
+                sequence = prepared.sequence
+                grammar = sequence.sampling.grammar
+                if plan.role is Role.DRAFT and grammar is not None:
+                    output = [*sequence.history[sequence.prompt_length :], *outcome.tokens]
+                    if not fits(grammar, output):
+                        world.fail(f"{plan.worker_id} proposed {outcome.tokens}, which {grammar.definition} forbids")
+                return super()._settle(prepared, outcome)
 
             def _poison(self, request: worker_pb2.StepRequest) -> None:
                 held = [self._sequences._sequences.get(row.sequence_id) for row in request.rows]

@@ -1,0 +1,100 @@
+"""Grammars over the simulated model's vocabulary: small automata, and what may come next in them.
+
+A definition is a JSON list of states, each a pair: whether the output may end there, and the tokens that may come. The
+product's own GrammarState follows outputs with an `AutomatonMatcher` in the place of the library's matcher. The oracle
+asks `allowed`, which walks from the first state each time and keeps nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+
+from scheduler.sampling import Grammar
+
+END = 63
+"""The token that ends an output of a grammar; no state has it among its tokens."""
+
+_MOST_STATES = 6
+_MOST_TOKENS = 16
+
+State = tuple[bool, list[int]]
+
+
+def draw_grammar(rng: random.Random) -> Grammar:
+    """A third of the states leave one token only, and the last nothing but the end."""
+    states: list[State] = []
+    for _ in range(rng.randint(2, _MOST_STATES)):
+        forced = rng.random() < 1 / 3
+        tokens = sorted(rng.sample(range(END), 1 if forced else rng.randint(2, _MOST_TOKENS)))
+        states.append((not forced and rng.random() < 0.3, tokens))
+    states.append((True, []))
+    return Grammar(json.dumps(states), frozenset([END]))
+
+
+def allowed(grammar: Grammar, output: Iterable[int]) -> list[int]:
+    """What may come after the output. Raises ValueError where the output itself does not fit."""
+    states = _states(grammar.definition)
+    place = 0
+    for token in output:
+        if token not in states[place][1]:
+            raise ValueError(f"{token} may not come in state {place} of {grammar.definition}")
+        place = _next(place, token, states)
+    return _choices(states[place], grammar.end_token_ids)
+
+
+def fits(grammar: Grammar, output: Sequence[int]) -> bool:
+    try:
+        return not output or output[-1] in allowed(grammar, output[:-1])
+    except ValueError:
+        return False
+
+
+class AutomatonMatcher:
+    """What GrammarState needs of a matcher, and the choices that it leaves."""
+
+    def __init__(self, definition: str) -> None:
+        self._states = _states(definition)
+        self._places = [0]
+
+    def try_consume_tokens(self, tokens: Iterable[int]) -> int:
+        """Takes the tokens up to the first that may not come. Returns how many it took."""
+        before = len(self._places)
+        for token in tokens:
+            place = self._places[-1]
+            if token not in self._states[place][1]:
+                break
+            self._places.append(_next(place, token, self._states))
+        return len(self._places) - before
+
+    def rollback(self, count: int) -> bool:
+        del self._places[len(self._places) - count :]
+        return True
+
+    def is_error(self) -> bool:
+        return False
+
+    def copy(self) -> AutomatonMatcher:
+        copy = AutomatonMatcher.__new__(AutomatonMatcher)
+        copy._states, copy._places = self._states, self._places[:]
+        return copy
+
+    def choices(self, end_token_ids: frozenset[int]) -> list[int]:
+        return _choices(self._states[self._places[-1]], end_token_ids)
+
+
+def _next(place: int, token: int, states: list[State]) -> int:
+    return (3 * place + token + 1) % len(states)
+
+
+def _choices(state: State, end_token_ids: frozenset[int]) -> list[int]:
+    may_end, tokens = state
+    return sorted({*tokens, *end_token_ids}) if may_end else tokens
+
+
+@lru_cache(maxsize=1024)
+def _states(definition: str) -> list[State]:
+    states: list[State] = json.loads(definition)
+    return states
