@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import re
 import threading
 import zlib
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -20,7 +22,9 @@ from engine.settings import EngineSettings
 from protos import worker_pb2, worker_pb2_grpc
 from scheduler.config import KvMovement, Policy, SchedulerConfig
 from scheduler.messages import Role
+from scheduler.sampling import Grammar, SamplingParameters
 from scheduler.state.digests import EMPTY_DIGEST, DigestedTokens
+from services.gateway.grammar_check import definition
 from services.rpc.channel_security import ChannelSecurity
 from services.scheduler.service import SchedulerService
 from services.scheduler.workers.worker_link import WorkerEndpoint
@@ -29,6 +33,7 @@ from services.worker.kv_fetch import import_kv
 from services.worker.server import WorkerServer, step_thread
 from tests.support.cells import LINKS, Worker, client, prompt_of, read, read_some, request_of, running_cell
 from tests.support.stand_in_worker import StandInEngine, continuation
+from tests.support.tiny_chat import END, save_tiny_chat_model, tiny_chat_tokenizer
 from tests.support.tiny_models import TORCH_SHAPE, VOCABULARY, save_tiny_pair
 from tests.support.waiting import LONG, until
 
@@ -428,9 +433,12 @@ def tokens_of(outputs: list[list[tuple[int, int]]]) -> list[list[int]]:
 
 
 async def decode(
-    executors: Sequence[Loaded], leaves: bool, config: SchedulerConfig = MOVING
+    executors: Sequence[Loaded], leaves: bool, config: SchedulerConfig = MOVING, grammar: Grammar | None = None
 ) -> tuple[list[list[tuple[int, int]]], SchedulerService]:
-    """Tokens of some sequences and the digests of their logits, while the first worker leaves in the middle of all."""
+    """Tokens of some sequences and the digests of their logits, while the first worker leaves in the middle of all.
+
+    With a grammar they are sampled at temperature 0.8, without one they are greedy.
+    """
     outputs: list[list[tuple[int, int]]] = [[] for _ in range(5)]
     async with AsyncExitStack() as stack:
         service = await stack.enter_async_context(SchedulerService(config, scheduler_epoch=1, link_options=LINKS))
@@ -440,7 +448,13 @@ async def decode(
             stack.push_async_callback(server.stop, 1)
             await service.add_workers([endpoint])
         prompts = [[(3 * index + place) % VOCABULARY for place in range(20 + 7 * index)] for index in range(5)]
-        streams = [service.submit(prompt, 60, draft_length=0, logits_digests=True) for prompt in prompts]
+        samplings = [
+            SamplingParameters(temperature=0.8 if grammar else 0.0, seed=index, grammar=grammar) for index in range(5)
+        ]
+        streams = [
+            service.submit(prompt, 60, sampling=sampling, draft_length=0, logits_digests=True)
+            for prompt, sampling in zip(prompts, samplings, strict=True)
+        ]
         for index, stream in enumerate(streams):
             delta = await anext(stream)
             outputs[index].extend(zip(delta.tokens, delta.logits_digests, strict=True))
@@ -483,6 +497,26 @@ def test_logits_have_the_same_bits_where_real_kv_has_moved(target_folder: Path, 
     assert moves.moves > 0
     assert moves.failed == 0
     assert moved == plain
+
+
+def test_structured_samples_are_the_same_where_real_kv_has_moved(tmp_path: Path) -> None:
+    """The new target knows nothing of the grammar's state but the tokens of the output."""
+    folder = save_tiny_chat_model(tmp_path)
+    tokenizer = tiny_chat_tokenizer().backend_tokenizer
+    schema = {"type": "array", "items": {"enum": ["tea", 17, None, {"milk": [True]}]}, "minItems": 100}
+    grammar = Grammar(definition("json_schema", json.dumps(schema)), frozenset([tokenizer.token_to_id(END)]))
+    plain, _ = asyncio.run(decode([load(folder)], leaves=False, grammar=grammar))
+    moved, service = asyncio.run(decode([load(folder), load(folder)], leaves=True, grammar=grammar))
+    moves = service.core.snapshot().moves
+    assert moves.moves > 0
+    assert moves.failed == 0
+    assert moved == plain
+    item = r'("tea"|17|null|\{\s*"milk"\s*:\s*\[\s*true\s*\]\s*\})'
+    texts = [tokenizer.decode(tokens) for tokens in tokens_of(plain)]
+    assert len(set(texts)) == len(texts)
+    for text in texts:
+        # The last item, and what comes before it, may have been cut.
+        assert re.match(rf"\[(\s*{item}\s*,)*", text), text
 
 
 def test_kv_with_another_compute_digest_is_computed_anew(target_folder: Path) -> None:
