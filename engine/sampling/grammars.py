@@ -28,6 +28,11 @@ logger = logging.getLogger(__name__)
 
 # In the library's masks it stands for "the output may end here". No model knows it, and no mask of ours has it.
 _END = "<|end of structured output|>"
+_TRIED = 40
+"""Tokens for which a grammar is followed before it is let in."""
+_NO_TEXT = "no text fits"
+# What the library puts in the place of details.
+_NOT_VERBOSE = "<non-verbose/>"
 _COMPILED = 32
 """Grammars of which a compiled form is kept, beside those in use."""
 
@@ -57,11 +62,20 @@ class GrammarTokens:
 
 
 def check_grammar(tokens: GrammarTokens, definition: str) -> None:
-    """Compiles a grammar and looks for its first tokens. Raises GrammarError."""
+    """Compiles a grammar and follows it for some tokens, since what grows with every token should not be a worker's to
+    find out. Raises GrammarError."""
     matcher = tokens.matcher(definition)
-    first = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
-    if not _sound(matcher) or not first.any():
-        raise GrammarError("no text fits")
+    for place in range(_TRIED):
+        bits = np.frombuffer(_sound(matcher).compute_bitmask(), dtype=np.uint8)
+        allowed = np.flatnonzero(np.unpackbits(bits, bitorder="little"))
+        if not len(allowed) and not place:
+            raise GrammarError(_NO_TEXT)
+        going_on = allowed[allowed != tokens.end]
+        if not len(going_on):
+            break
+        # Not the lowest: in most vocabularies quotation marks come before letters, and texts would end at once.
+        matcher.try_consume_tokens([int(going_on[-1])])
+    _sound(matcher)
 
 
 class GrammarState:
@@ -232,5 +246,7 @@ def _sound(matcher: LLMatcher) -> LLMatcher:
 
 def _reason(text: str) -> str:
     """One line of the library's message, and not all of a long one: it quotes the grammar."""
-    line = " ".join(text.split())
+    line = " ".join(text.replace(_NOT_VERBOSE, "").split())
+    if line.startswith("NoExtension"):  # the library's name for it
+        return _NO_TEXT
     return line if len(line) <= 300 else f"{line[:300]} ..."

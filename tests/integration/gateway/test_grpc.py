@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import re
 import ssl
@@ -38,6 +39,7 @@ from tests.integration.gateway.expected import (
     expected_tokens,
     stop_cases,
 )
+from tests.integration.gateway.structures import BAD_SCHEMAS, EXPONENTIAL
 from tests.support.gateway import MODEL, Gateways, Served
 from tests.support.stand_in_worker import MAX_LENGTH, ROW_FAILS, VOCABULARY
 from tests.support.waiting import LONG
@@ -168,6 +170,19 @@ BAD = [
         pb.GenerateRequest(text="a", structured_outputs={"grammar": "start: a" + "a" * 70_000}),
         "structured_outputs",
         "has 70008 bytes, must have at most 65536",
+    ),
+    (
+        pb.GenerateRequest(text="a", structured_outputs={"regex": EXPONENTIAL}),
+        "structured_outputs",
+        "cannot be used: .*too many expressions",
+    ),
+    *(
+        (
+            pb.GenerateRequest(text="a", structured_outputs={"json_schema": json.dumps(schema)}),
+            "structured_outputs",
+            message,
+        )
+        for schema, message in BAD_SCHEMAS
     ),
     (pb.GenerateRequest(text="a", top_logprobs=99), "top_logprobs", "is 99, must be between 0 and 20"),
     (pb.GenerateRequest(chat=pb.Chat()), "messages", "messages has 0 entries"),

@@ -17,6 +17,7 @@ from services.backend.interface import BackendUnavailableError, LoadFigures, Mod
 from services.gateway.settings import GatewaySettings
 from services.scheduler_client.local import LocalBackend
 from tests.integration.gateway.expected import CHAT, ENDLESS, PROMPT, TIMEOUT, NoTarget, message_of
+from tests.integration.gateway.structures import BAD_SCHEMAS, EXPONENTIAL
 from tests.support.gateway import MODEL, Gateways, Served, stand_in_gateways
 from tests.support.stand_in_worker import ROW_FAILS, VOCABULARY
 
@@ -146,6 +147,7 @@ BAD_STRUCTURES: list[tuple[dict[str, Any], str, str]] = [
     ({"json": ENDLESS_SCHEMA}, "structured_outputs", "cannot be used: it takes more than 0.5 s of CPU time"),
     ({"regex": "(a"}, "structured_outputs", "cannot be used: .*unclosed group"),
     ({"regex": "(" * 30_000}, "structured_outputs", "cannot be used: .*invalid regex"),
+    ({"regex": EXPONENTIAL}, "structured_outputs", "cannot be used: .*too many expressions"),
     ({"grammar": "start: gone"}, "structured_outputs", 'cannot be used: .*unknown name: "gone"'),
     ({"choice": []}, "structured_outputs.choice", "structured_outputs.choice"),
     ({"choice": ["\ud800"]}, "structured_outputs.choice.0", "half a surrogate pair"),
@@ -160,6 +162,15 @@ def test_bad_structures(http: httpx.Client, structure: dict[str, Any], param: st
     assert re.search(message, message_of(response)), message_of(response)
     assert response.json()["error"]["param"] == param
     assert len(message_of(response)) < 500
+
+
+@pytest.mark.parametrize(("schema", "message"), BAD_SCHEMAS)
+def test_bad_schemas_of_chats(http: httpx.Client, schema: dict[str, Any], message: str) -> None:
+    body = {"messages": CHAT, "response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
+    response = http.post("/v1/chat/completions", json=body)
+    assert response.status_code == 400
+    assert re.search(message, message_of(response)), message_of(response)
+    assert response.json()["error"]["param"] == "response_format"
 
 
 class NoTokenizer(LocalBackend):

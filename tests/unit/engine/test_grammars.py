@@ -111,6 +111,10 @@ def test_forbidden_tokens_have_no_chance(dtype: torch.dtype) -> None:
 def test_limits(tokenizer: Tokenizer) -> None:
     tokens = GrammarTokens(tokenizer)
     check_grammar(tokens, definition("regex", "a+"))
+    with pytest.raises(GrammarError, match=r"too many expressions constructed$"):
+        check_grammar(tokens, definition("regex", "((a{1,1000}){1,1000}){1,1000}"))
+    with pytest.raises(GrammarError, match=r"^no text fits$"):
+        check_grammar(tokens, definition("json_schema", '{"$ref": "#"}'))
     for bad in (definition("grammar", "start: A\nA: /a/ & /b/"), definition("json_schema", '{"type": "x"}'), "{"):
         with pytest.raises(GrammarError):
             check_grammar(tokens, bad)
