@@ -18,9 +18,25 @@ from bench.machine import describe_machine
 RESULTS = Path(__file__).parent / "results"
 
 
+def commit_of(folder: Path) -> str:
+    """Of the repository that has the folder, with "changed" where files are not those of the commit; empty outside a
+    repository, and without git."""
+    return ask_git(folder, "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty= changed")
+
+
+def ask_git(folder: Path, *arguments: str) -> str:
+    """What git prints; empty where it fails, or is not there."""
+    try:
+        finished = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return ""
+    return finished.stdout.strip()
+
+
 def origin(command: str, machine: Mapping[str, object]) -> dict[str, object]:
-    """The fields that every result has: the command that made it, the date, and the machine it ran on."""
-    return {"command": command, "date": datetime.now(UTC).date().isoformat(), "machine": dict(machine)}
+    """The fields that every result has: the command that made it, Spool's commit, the date, and the machine."""
+    date = datetime.now(UTC).date().isoformat()
+    return {"command": command, "commit": commit_of(RESULTS.parent), "date": date, "machine": dict(machine)}
 
 
 def write_result(file: Path, command: str, result: Mapping[str, Any]) -> None:

@@ -1,16 +1,22 @@
 """Structured output of many JSON schemas: the same with drafts and without, and valid.
 
+    git clone https://github.com/json-schema-org/JSON-Schema-Test-Suite
+    git clone https://github.com/guidance-ai/jsonschemabench
     spool serve --detach
     python -m bench.structured.conformance --schemas JSON-Schema-Test-Suite/tests/draft2020-12 \\
-      --schemas maskbench/data --sample 400 --output bench/results/schema_conformance.json
+      --schemas jsonschemabench/maskbench/data --sample 600 --output bench/results/schema_conformance.json
 
 Sends each schema to a running server four times: greedy and at temperature 0.8 with a seed, each time with drafts and
-with `draft_length` 0. Both texts must be the same, token count and end included. A text that ended by itself must be
-valid, as `jsonschema` has it for draft 2020-12; one that `max_tokens` cut is only counted. Schemas that the server
-refuses are counted by its reason. Exit code 1 where texts differ, or one is not valid.
+with `draft_length` 0. Both texts must be the same, token count and end included, and a text that ended by itself must
+be valid, as `jsonschema` has it for draft 2020-12. Exit code 1 where texts differ, one is not valid, or the server
+fails.
 
-The folders come from elsewhere (bench/structured/schemas.py says in which forms); of each folder with more schemas, a
-sample is taken.
+A schema is counted as valid only where its outputs at both temperatures ended by themselves. Where `max_tokens` cut
+one, it is counted as cut, where the server refuses it, by the reason, and where `jsonschema` cannot judge by it, it is
+named with the reason.
+
+The folders come from elsewhere (bench/structured/schemas.py says in which forms), and the result has the URL and the
+commit of their repositories. Of each folder with more schemas, a sample is taken.
 """
 
 from __future__ import annotations
@@ -18,12 +24,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import random
 import re
+import shlex
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from hashlib import sha256
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +39,7 @@ import httpx
 import jsonschema
 import referencing.exceptions
 
-from bench.record import write_result
+from bench.record import ask_git, commit_of, write_result
 from bench.structured.schemas import NamedSchema, read_schemas
 
 DRAFT_LENGTH = 4
@@ -68,26 +76,36 @@ class RefusedError(Exception):
     """The server takes no such schema; the message is its reason."""
 
 
+class FailedError(Exception):
+    """The server failed; the message is what it says."""
+
+
 @dataclass
 class Report:
-    """What became of schemas. Outputs are counted once for each schema and temperature, not for each request."""
+    """What became of schemas: `schemas` = `refused` + `cut` + `valid` + those of the lists, which can be in several.
+
+    `valid_outputs` and `cut_outputs` count an output once for each temperature, not for each request; `tokens` are
+    those with drafts, and `accepted` the ones of them that drafts had proposed.
+    """
 
     schemas: int = 0
     refused: int = 0
-    finished: int = 0
-    valid: int = 0
     cut: int = 0
-    unchecked: int = 0
-    """Finished, but the validator cannot judge: it has no such references, or no such regular expressions."""
+    valid: int = 0
+    valid_outputs: int = 0
+    cut_outputs: int = 0
     tokens: int = 0
     accepted: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
+    unchecked: list[dict[str, Any]] = field(default_factory=list)
+    """The validator cannot judge: it has no such references, or no such regular expressions."""
+    failed: list[dict[str, Any]] = field(default_factory=list)
     differing: list[dict[str, Any]] = field(default_factory=list)
     invalid: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def good(self) -> bool:
-        return not self.differing and not self.invalid
+        return not (self.failed or self.differing or self.invalid)
 
     def result(self) -> dict[str, Any]:
         """In the form of bench/results/."""
@@ -112,7 +130,7 @@ async def ask(
     temperature: float,
     drafts: int,
 ) -> Answer:
-    """Raises RefusedError, or httpx.HTTPStatusError for other answers than 200 and 400."""
+    """Raises RefusedError for 400, and FailedError for other errors."""
     shown = json.dumps(schema.content)[:_SCHEMA_CHARACTERS]
     body = {
         "model": asked.model,
@@ -127,7 +145,8 @@ async def ask(
     response = await client.post("chat/completions", json=body)
     if response.status_code == httpx.codes.BAD_REQUEST:
         raise RefusedError(response.json()["error"]["message"])
-    response.raise_for_status()
+    if response.is_error:
+        raise FailedError(f"{response.status_code}: {response.text[:_REASON_CHARACTERS]}")
     answer = response.json()
     [choice], usage = answer["choices"], answer["usage"]
     text = choice["message"]["content"] or ""
@@ -138,7 +157,9 @@ async def try_schema(
     client: httpx.AsyncClient, asked: Asked, bias: Mapping[int, float], schema: NamedSchema, report: Report
 ) -> None:
     report.schemas += 1
+    valid = cut = 0
     for temperature in TEMPERATURES:
+        where = {"schema": schema.name, "temperature": temperature}
         try:
             drafted = await ask(client, asked, bias, schema, temperature, DRAFT_LENGTH)
             plain = await ask(client, asked, bias, schema, temperature, 0)
@@ -146,24 +167,33 @@ async def try_schema(
             report.refused += 1
             report.reasons[_reason(str(refused))] += 1
             return
+        except FailedError as failed:
+            report.failed.append(where | {"error": str(failed)})
+            continue
         report.tokens += drafted.tokens
         report.accepted += drafted.accepted
-        where = {"schema": schema.name, "temperature": temperature}
         if (drafted.text, drafted.finish_reason, drafted.tokens) != (plain.text, plain.finish_reason, plain.tokens):
             report.differing.append(where | {"drafted": asdict(drafted), "plain": asdict(plain)})
-        if plain.finish_reason != "stop":
-            report.cut += 1
-            continue
-        report.finished += 1
-        try:
-            error = error_of(schema.content, plain.text)
-        except UncheckedError:
-            report.unchecked += 1
-            continue
-        if error is None:
-            report.valid += 1
+        elif plain.finish_reason != "stop":
+            cut += 1
         else:
-            report.invalid.append(where | {"text": plain.text, "error": error})
+            valid += _is_valid(schema, plain.text, where, report)
+    report.valid_outputs += valid
+    report.cut_outputs += cut
+    report.valid += valid == len(TEMPERATURES)
+    report.cut += cut > 0 and valid + cut == len(TEMPERATURES)
+
+
+def _is_valid(schema: NamedSchema, text: str, where: dict[str, Any], report: Report) -> bool:
+    """Puts a text that is not, or may not be, into the report."""
+    try:
+        error = error_of(schema.content, text)
+    except UncheckedError as reason:
+        report.unchecked.append(where | {"reason": str(reason)})
+        return False
+    if error is not None:
+        report.invalid.append(where | {"text": text, "error": error})
+    return error is None
 
 
 class UncheckedError(Exception):
@@ -207,12 +237,15 @@ async def measure(url: str, key: str, asked: Asked, schemas: Sequence[NamedSchem
     return report
 
 
-def sampled(schemas: list[NamedSchema], count: int | None, seed: int) -> list[NamedSchema]:
-    """Some of them, in their order; all without a count."""
-    if count is None or count >= len(schemas):
-        return schemas
-    places = sorted(random.Random(seed).sample(range(len(schemas)), count))
-    return [schemas[place] for place in places]
+def sampled(schemas: Sequence[NamedSchema], count: int | None) -> list[NamedSchema]:
+    """Those whose names have the lowest digests, so that one schema more changes no others; all without a count."""
+    return sorted(schemas, key=lambda schema: sha256(schema.name.encode()).digest())[:count]
+
+
+def source_of(folder: Path) -> dict[str, str]:
+    """Where a folder's files come from, as git has it; no URL and commit outside a repository."""
+    origin = ask_git(folder, "remote", "get-url", "origin")
+    return {"repository": origin, "commit": commit_of(folder), "folder": ask_git(folder, "rev-parse", "--show-prefix")}
 
 
 def main() -> int:
@@ -222,24 +255,27 @@ def main() -> int:
     parser.add_argument("--url", default="http://127.0.0.1:8000/v1/")
     parser.add_argument("--api-key", default="none")
     parser.add_argument("--model", default="demo")
-    parser.add_argument("--max-tokens", type=int, default=128)
+    parser.add_argument("--max-tokens", type=int, default=256)
     parser.add_argument("--closing-bias", type=float, default=5.0)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--concurrency", type=int, default=16)
     parser.add_argument("--output", type=Path, default=Path("schema_conformance.json"))
     given = parser.parse_args()
     asked = Asked(given.model, given.max_tokens, given.closing_bias, given.seed)
-    folders = {folder: sampled(read_schemas(folder), given.sample, given.seed) for folder in given.schemas}
-    result: dict[str, Any] = asdict(asked) | {"folders": {}}
-    good = True
-    for folder, schemas in folders.items():
-        report = asyncio.run(measure(given.url, given.api_key, asked, schemas, given.concurrency))
-        good = good and report.good
-        result["folders"][folder.name] = report.result()
-        print(f"{folder}: {json.dumps(report.result())}", file=sys.stderr)
-    command = " ".join(["python -m bench.structured.conformance", *sys.argv[1:]])
-    write_result(given.output, command, result)
-    return 0 if good else 1
+    samples = {folder: sampled(read_schemas(folder), given.sample) for folder in given.schemas}
+    reports: dict[Path, Report] = {}
+    for folder, schemas in samples.items():
+        reports[folder] = asyncio.run(measure(given.url, given.api_key, asked, schemas, given.concurrency))
+        print(f"{folder}: {json.dumps(reports[folder].result())}", file=sys.stderr)
+    result = asdict(asked) | {
+        "temperatures": TEMPERATURES,
+        "draft_lengths": (DRAFT_LENGTH, 0),
+        "validator": f"jsonschema {version('jsonschema')}",
+        "valid": sum(report.valid for report in reports.values()),
+        "folders": [source_of(folder) | report.result() for folder, report in reports.items()],
+    }
+    write_result(given.output, shlex.join(["python", "-m", "bench.structured.conformance", *sys.argv[1:]]), result)
+    return 0 if all(report.good for report in reports.values()) else 1
 
 
 if __name__ == "__main__":

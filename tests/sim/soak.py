@@ -12,7 +12,6 @@ import argparse
 import gc
 import json
 import os
-import subprocess
 import sys
 import time
 import traceback
@@ -110,7 +109,7 @@ class Summary:
         self._origin: dict[str, object] = {}
         if file is not None:
             command = " ".join(["python -m tests.sim.soak", *sys.argv[1:]])
-            self._origin = origin(command, describe_machine()) | {"commit": _commit()}
+            self._origin = origin(command, describe_machine())
 
     def add(self, seeds: range, tally: Tally) -> None:
         self._later[seeds.start] = tally
@@ -149,12 +148,6 @@ class Summary:
         shared = self._file.with_name(self._file.name + ".part")
         shared.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         shared.replace(self._file)
-
-
-def _commit() -> str:
-    """With "changed" where the files are not those of the commit; empty outside a repository."""
-    command = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty= changed"]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def _parts(first: int, count: int) -> Iterator[range]:

@@ -181,7 +181,7 @@ def test_many_schemas_give_the_same_valid_text_with_drafts_and_without(client: o
         (tmp_path / f"{number:02}.json").write_text(json.dumps(schema), encoding="utf-8")
     asked = Asked("demo", max_tokens=200, closing_bias=5.0, seed=1)
     report = asyncio.run(measure(str(client.base_url), "none", asked, read_schemas(tmp_path), concurrency=8))
-    assert (report.differing, report.invalid) == ([], [])
+    assert (report.differing, report.invalid, report.unchecked, report.failed) == ([], [], [], [])
     assert report.reasons == {'Unimplemented keys: ["uniqueItems"]': 1, 'Unimplemented keys: ["not"]': 1}
-    assert (report.finished, report.valid) == (40, 40)
+    assert (report.schemas, report.refused, report.valid, report.valid_outputs) == (22, 2, 20, 40)
     assert 0 < report.accepted < report.tokens
