@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 
+import httpx
 import pytest
 
-from bench.structured.conformance import UncheckedError, error_of
+from bench.structured.conformance import Asked, Report, UncheckedError, error_of, sampled, try_schema
 from bench.structured.schemas import NamedSchema, read_schemas
 
 SCHEMA = {"type": "array", "items": {"type": "integer"}}
@@ -47,3 +49,54 @@ def test_what_is_valid() -> None:
     for schema in ({"$ref": "http://localhost/other"}, {"pattern": r"^\cA$"}):
         with pytest.raises(UncheckedError):
             error_of(schema, '"a"')
+
+
+def test_a_sample_stays_when_schemas_come_and_go() -> None:
+    schemas = [NamedSchema(f"schema {number}", {}) for number in range(100)]
+    sample = sampled(schemas, 10)
+    assert len(sample) == 10
+    assert sampled(schemas, None) == sampled(schemas, 100)
+    assert sampled([one for one in schemas if one in sample or one.name.endswith("0")], 10) == sample
+
+
+def reported(drafted: tuple[int, str, str], plain: tuple[int, str, str], schema: dict[str, object] = SCHEMA) -> Report:
+    """Of a server that answers with these status codes, texts and finish reasons."""
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        status, text, reason = drafted if json.loads(request.content)["spool"]["draft_length"] else plain
+        choice = {"message": {"content": text}, "finish_reason": reason}
+        usage = {"completion_tokens": 3, "spool": {"accepted": 1}}
+        error = {"message": f"response_format cannot be used: {text}"}
+        return httpx.Response(status, json={"choices": [choice], "usage": usage, "error": error})
+
+    async def run() -> Report:
+        report = Report()
+        async with httpx.AsyncClient(base_url="http://server", transport=httpx.MockTransport(answer)) as client:
+            await try_schema(client, Asked("tiny", 5, 5.0, 1), {}, NamedSchema("one", schema), report)
+        return report
+
+    return asyncio.run(run())
+
+
+def test_what_is_counted() -> None:
+    good = (200, "[1]", "stop")
+    assert reported(good, good) == Report(schemas=1, valid=1, valid_outputs=2, tokens=6, accepted=2)
+    cut = (200, "[1,", "length")
+    assert reported(cut, cut) == Report(schemas=1, cut=1, cut_outputs=2, tokens=6, accepted=2)
+    refused = reported((400, "too long", ""), good)
+    assert (refused.refused, refused.reasons, refused.valid, refused.good) == (1, {"too long": 1}, 0, True)
+    unchecked = reported(good, good, {"$ref": "http://localhost/other"})
+    assert [one["temperature"] for one in unchecked.unchecked] == [0.0, 0.8]
+    assert (unchecked.valid, unchecked.valid_outputs, unchecked.good) == (0, 0, True)
+
+
+def test_what_is_wrong() -> None:
+    for drafted, plain, name in (
+        ((200, "[1]", "stop"), (200, "[2]", "stop"), "differing"),
+        ((200, "[1,", "length"), (200, "[1,", "stop"), "differing"),
+        ((200, "1", "stop"), (200, "1", "stop"), "invalid"),
+        ((200, "[1]", "stop"), (500, "", ""), "failed"),
+    ):
+        report = reported(drafted, plain)
+        assert len(getattr(report, name)) == 2
+        assert (report.valid, report.cut, report.good) == (0, 0, False)
