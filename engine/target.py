@@ -17,7 +17,6 @@ from engine.passes.admission import make_room, rolled_back_on_error, split_by_ro
 from engine.passes.layout import BatchedSequence
 from engine.passes.runner import ModelRunner, PassResult
 from engine.sampling.grammars import GrammarRow, Grammars, TokenMasks
-from engine.sampling.logits_shaping import forbid
 from engine.sampling.sampler import SamplingContext, sample_tokens
 from engine.steps import Computing, EngineTimings, RowOutcome, StepOutcome, VerifyRow, no_callback
 from scheduler.messages import TokenLogprobs
@@ -127,7 +126,7 @@ class TargetEngine:
         failed = {index: error for index, error in zip(places, masks.errors, strict=True) if error is not None}
         if len(failed) < len(places):
             constrained = [place for span in places.values() for place in span]
-            forbid(logits, constrained, masks.allowed)
+            self._scan.forbid(logits, constrained, masks.allowed)
             for place, complete in zip(constrained, masks.complete, strict=True):
                 contexts[place].must_end = bool(complete)
         return {index: f"the grammar failed: {error}" for index, error in failed.items()}

@@ -119,6 +119,7 @@ class CpuKernels:
         self._attend = function("spool_attend", [pointer] * 5 + [size] * 3 + [number] + [size] * 5, ctypes.c_int)
         self._argmax = function("spool_argmax", [pointer] * 3 + [size] * 3)
         self._probabilities = function("spool_probabilities", [pointer] * 3 + [size] * 3)
+        self._forbid = function("spool_forbid", [pointer] * 4 + [size] * 4)
         self._linear = function("spool_linear", [pointer] * 5 + [size] * 3)
         self._layers = function("spool_layers", [pointer] * 3 + [size] + [pointer], ctypes.c_int)
         self._layer_scratch = function("spool_layer_scratch", [pointer], size)
@@ -261,7 +262,7 @@ class CpuKernels:
         return outputs
 
     def scans(self, scores: torch.Tensor) -> bool:
-        """Whether `argmax` and `probabilities` take rows of scores like these."""
+        """Whether `argmax`, `probabilities` and `forbid` take rows of scores like these."""
         return self.takes(scores) and scores.stride(1) == 1
 
     def argmax(self, scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -281,6 +282,21 @@ class CpuKernels:
         pointers = (found.data_ptr(), scores.data_ptr(), places.data_ptr())
         self._probabilities(*pointers, rows, scores.stride(0), size)
         return found
+
+    def forbid(
+        self, scores: torch.Tensor, which: Sequence[int], allowed: np.ndarray, token_ids: torch.Tensor | None
+    ) -> None:
+        """-inf for what has no bit in `allowed` `[which, bytes]`, lowest bits first, in rows of scores `[rows, size]`;
+        the bit of a column is that of its number, or of its token (int64 `[size]`, ascending). Raises ValueError where
+        a column has no bit."""
+        needed = scores.shape[1] if token_ids is None else int(token_ids[-1]) + 1
+        if 8 * allowed.shape[1] < needed:
+            raise ValueError(f"allowed has {8 * allowed.shape[1]} bits, must have at least {needed}")
+        rows = np.array(which, dtype=np.int64)
+        allowed = np.ascontiguousarray(allowed)
+        tokens = None if token_ids is None else token_ids.data_ptr()
+        pointers = (scores.data_ptr(), rows.ctypes.data, allowed.ctypes.data, tokens)
+        self._forbid(*pointers, len(rows), scores.stride(0), scores.shape[1], allowed.shape[1])
 
 
 def _shares_threads(library: ctypes.CDLL) -> bool:

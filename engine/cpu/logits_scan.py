@@ -1,17 +1,25 @@
-"""Scans of whole rows of logits: the argmax of each, and the probability of one of its tokens."""
+"""What whole rows of logits are scanned for: the argmax, the probability of one token, and what a grammar forbids."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn.functional import embedding
 
 from engine.cpu.kernels import CpuKernels
 
 _BUCKET = 128
+# For each byte, of the eight tokens whose bits it has, the lowest first: how large their logits may be.
+_BOUNDS = torch.tensor([[math.inf if byte >> bit & 1 else -math.inf for bit in range(8)] for byte in range(256)])
 
 
 class LogitsScan:
-    """By Spool's kernels if there are any and they take the rows, otherwise by torch; both give the same columns."""
+    """By Spool's kernels if there are any and they take the rows, otherwise by torch; both give the same tokens."""
 
     def __init__(self, kernels: CpuKernels | None = None) -> None:
         self._kernels = kernels
@@ -30,6 +38,20 @@ class LogitsScan:
         scores = scores.to(torch.float32)
         return torch.exp(scores.gather(1, columns[:, None])[:, 0] - torch.logsumexp(scores, 1))
 
+    def forbid(
+        self, scores: Tensor, rows: Sequence[int], allowed: NDArray[np.uint8], token_ids: Tensor | None = None
+    ) -> None:
+        """Puts -inf in place of what some `rows` of scores [R, V] have for other tokens than the `allowed` ones, of
+        which there is a bit for each token and row: [rows, bytes], the lowest bit first.
+
+        `token_ids` [V], int64 and ascending, names the tokens of the columns; without it a column's number is its
+        token's id.
+        """
+        if self._kernels is not None and self._kernels.scans(scores):
+            self._kernels.forbid(scores, rows, allowed, token_ids)
+        else:
+            _forbid(scores, rows, allowed, token_ids)
+
 
 def _argmax(scores: Tensor) -> tuple[Tensor, Tensor]:
     """Searches for the bucket first: on a CPU, maxima without their columns are many times faster."""
@@ -45,3 +67,16 @@ def _argmax(scores: Tensor) -> tuple[Tensor, Tensor]:
     start = (maxima.argmax(1, keepdim=True) * _BUCKET).clamp(max=vocabulary_size - _BUCKET)
     lanes = start + torch.arange(_BUCKET, device=scores.device)
     return start[:, 0] + scores.gather(1, lanes).argmax(1), maxima.amax(1).to(torch.float32)
+
+
+@torch.inference_mode()
+def _forbid(scores: Tensor, rows: Sequence[int], allowed: NDArray[np.uint8], token_ids: Tensor | None) -> None:
+    bytes_ = torch.from_numpy(allowed).to(scores.device).to(torch.int64)
+    # The smaller of a score and its bound: on a CPU several times as fast as a fill by booleans.
+    bounds = embedding(bytes_, _BOUNDS.to(scores)).view(len(rows), -1)
+    bounds = bounds[:, : scores.shape[1]] if token_ids is None else bounds[:, token_ids]
+    if len(rows) == scores.shape[0]:
+        torch.minimum(scores, bounds, out=scores)
+    else:
+        index = torch.tensor(rows, device=scores.device)
+        scores[index] = torch.minimum(scores[index], bounds)

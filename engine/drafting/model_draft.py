@@ -15,7 +15,6 @@ from engine.passes.admission import make_room, rolled_back_on_error, split_by_ro
 from engine.passes.layout import BatchedSequence
 from engine.passes.runner import ModelRunner
 from engine.sampling.grammars import GrammarRow, Grammars, TokenMasks
-from engine.sampling.logits_shaping import forbid
 from engine.sampling.sampler import SamplingContext, probabilities_of, sample_tokens
 from engine.settings import LONGEST_LOOKUP_MATCH
 from engine.steps import Computing, EngineTimings, ProposeRow, RowOutcome, StepOutcome, no_callback
@@ -165,7 +164,7 @@ class DraftEngine:
         """As far as grammars can be followed; where one cannot, the target says so."""
         places = [place for place, row in enumerate(rows) if row.sampling.grammar is not None]
         if any(error is None for error in masks.errors):
-            forbid(logits, places, masks.allowed, self._token_ids)
+            self._scan.forbid(logits, places, masks.allowed, self._token_ids)
         for place, complete in zip(places, masks.complete, strict=True):
             contexts[place].must_end = bool(complete)
 

@@ -118,7 +118,8 @@ def _load_model(settings: EngineSettings, role: Role, progress: Progress) -> Loa
         gpu = load_gpu_passes(model.dtype, model.device, heads, settings.cuda_graphs, progress)
     vocabulary = read_vocabulary(folder, model.get_input_embeddings().num_embeddings)
     tokenizer = read_tokenizer(folder)
-    grammars = None if tokenizer is None else Grammars(tokenizer)
+    # On a CPU the model has all threads, and more fillers of masks would only take their turns.
+    grammars = None if tokenizer is None else Grammars(tokenizer, threads=1 if device.type == "cpu" else None)
     loaded = LoadedModel(model, vocabulary, kernels, gpu, planned_kv_bytes, grammars)
     pool = PagePool(PROBED_PAGES, settings.page_size)
     check_passes(loaded.runner(pool, loaded.unrestricted_form(settings.page_size), ()), pool)

@@ -144,9 +144,10 @@ class TokenMasks:
 class Grammars:
     """The grammars of one worker. Its own thread compiles and follows them, beside the passes of the model."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, threads: int | None = None) -> None:
+        """`threads` fill masks; None: as many as the library likes."""
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammars")
-        self._fillers = LLExecutor()
+        self._fillers = LLExecutor(threads)
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
         # Takes up to a second: done while the model loads.
         self._tokens = self._thread.submit(GrammarTokens, tokenizer)
@@ -201,12 +202,15 @@ class Grammars:
                 words[spans[index]] = -1
         allowed = words.view(np.uint8)
         may_end = (allowed[:, tokens.end >> 3] >> (tokens.end & 7) & 1).astype(np.bool_)
-        allowed[:, tokens.end >> 3] &= ~np.uint8(1 << (tokens.end & 7))
-        complete = may_end & ~allowed.any(axis=1)
-        for row, span in zip(rows, spans, strict=True):
-            for token in row.grammar.end_token_ids:
-                if token < tokens.size:
-                    allowed[span, token >> 3] |= may_end[span].astype(np.uint8) << (token & 7)
+        complete = np.zeros(len(allowed), np.bool_)
+        ending = np.flatnonzero(may_end)
+        if len(ending):
+            allowed[ending, tokens.end >> 3] &= ~np.uint8(1 << (tokens.end & 7))
+            complete[ending] = ~allowed[ending].any(axis=1)
+            for row, span in zip(rows, spans, strict=True):
+                for token in row.grammar.end_token_ids:
+                    if token < tokens.size:
+                        allowed[span, token >> 3] |= may_end[span].astype(np.uint8) << (token & 7)
         return TokenMasks(allowed, complete, errors)
 
     def _fresh(self, definition: str) -> LLMatcher:

@@ -13,11 +13,8 @@ from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.functional import embedding
 
 from engine.sampling.ieee_math import exp_of_negative
 from scheduler.sampling import SamplingParameters
@@ -28,8 +25,6 @@ _WEIGHT_BITS = 34
 _PREFIXES = (512, 8192)
 _ARRAY_CODES = {torch.int64: "q", torch.float32: "f", torch.float64: "d"}
 _SMALLEST_TEMPERATURE = 2.0**-126
-# For each byte, of the eight tokens whose bits it has, the lowest first: how large their logits may be.
-_BOUNDS = torch.tensor([[math.inf if byte >> bit & 1 else -math.inf for bit in range(8)] for byte in range(256)])
 
 
 def changes_scores(sampling: SamplingParameters, output_tokens: int, must_end: bool = False) -> bool:
@@ -37,23 +32,6 @@ def changes_scores(sampling: SamplingParameters, output_tokens: int, must_end: b
     output ends now, whatever its length."""
     too_early = not must_end and not sampling.may_end(output_tokens)
     return sampling.uses_history or bool(sampling.logit_bias) or too_early
-
-
-@torch.inference_mode()
-def forbid(logits: Tensor, rows: Sequence[int], allowed: NDArray[np.uint8], token_ids: Tensor | None = None) -> None:
-    """Puts -inf in place of what some `rows` of logits [R, V] have for other tokens than the `allowed` ones, of which
-    there is a bit for each token and row: [rows, bytes], the lowest bit first. `token_ids` as in `change_scores`."""
-    if not rows:
-        return
-    bytes_ = torch.from_numpy(allowed).to(logits.device).to(torch.int64)
-    # The smaller of a logit and its bound: on a CPU several times as fast as a fill by booleans.
-    bounds = embedding(bytes_, _BOUNDS.to(logits)).view(len(rows), -1)
-    bounds = bounds[:, : logits.shape[1]] if token_ids is None else bounds[:, token_ids]
-    if len(rows) == logits.shape[0]:
-        torch.minimum(logits, bounds, out=logits)
-    else:
-        index = torch.tensor(rows, device=logits.device)
-        logits[index] = torch.minimum(logits[index], bounds)
 
 
 def filters_tokens(sampling: SamplingParameters) -> bool:

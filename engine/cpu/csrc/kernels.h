@@ -56,6 +56,9 @@ void spool_argmax(
 void spool_probabilities(
     float *to, const element *scores, const int64_t *places, ptrdiff_t rows, ptrdiff_t stride, ptrdiff_t size);
 
+void spool_forbid(element *scores, const int64_t *which, const uint8_t *allowed, const int64_t *tokens, ptrdiff_t rows,
+    ptrdiff_t stride, ptrdiff_t size, ptrdiff_t bytes);
+
 int spool_attend(element *to, const element *queries, element *pool, const int64_t *pages, const Block *blocks,
     ptrdiff_t block_count, ptrdiff_t max_rows, ptrdiff_t longest, float scaling, ptrdiff_t query_heads,
     ptrdiff_t kv_heads, ptrdiff_t head_dim, ptrdiff_t page_size, ptrdiff_t page_count);

@@ -1,4 +1,4 @@
-// Scans of rows of logits after a pass.
+// Scans of rows of logits after a pass, and what is forbidden in them.
 
 #include "kernels.h"
 
@@ -79,5 +79,73 @@ void spool_probabilities(float *to, const element *scores, const int64_t *places
         float shares[LANES];
         store(shares, exponential(load_some(of + places[row], 1) - highest));
         to[row] = shares[0] / sum(sums);
+    }
+}
+
+// The bits of 64 numbers; whether all of them have one, or none, is the same in any order.
+INLINE uint64_t bits_of_64(const uint8_t *allowed) {
+    uint64_t bits;
+    memcpy(&bits, allowed, sizeof bits);
+    return bits;
+}
+
+#ifdef ELEMENT_F32
+typedef uint32_t pattern;
+#else
+typedef uint16_t pattern;
+#endif
+typedef pattern pattern8 __attribute__((vector_size(8 * sizeof(pattern))));
+
+// -infinity in place of those of eight numbers that have no bit, the lowest first.
+INLINE void forbid_eight(element *scores, uint8_t allowed) {
+    pattern lowest;
+    pattern8 x;
+    memcpy(&lowest, &LOWEST, sizeof lowest);
+    memcpy(&x, scores, sizeof x);
+    pattern8 kept = (pattern8)((((pattern)allowed - (pattern8){}) & (pattern8){1, 2, 4, 8, 16, 32, 64, 128}) != 0);
+    x = (x & kept) | (lowest & ~kept);
+    memcpy(scores, &x, sizeof x);
+}
+
+// -infinity in place of those of `size` numbers that have no bit, the lowest bit of a byte first.
+INLINE void forbid_row(element *scores, const uint8_t *allowed, ptrdiff_t size) {
+    ptrdiff_t i = 0;
+    for (; i + 64 <= size; i += 64) {
+        uint64_t bits = bits_of_64(allowed + i / 8);
+        if (bits == ~(uint64_t)0) continue;
+        if (bits == 0) {
+            for (int lane = 0; lane < 64; lane++) scores[i + lane] = LOWEST;
+            continue;
+        }
+        for (int byte = 0; byte < 8; byte++) forbid_eight(scores + i + 8 * byte, allowed[i / 8 + byte]);
+    }
+    for (; i < size; i++)
+        if (!(allowed[i / 8] >> i % 8 & 1)) scores[i] = LOWEST;
+}
+
+// As forbid_row, where the token of each number has the bit. Without branches, which nothing could foresee.
+INLINE void forbid_tokens(element *scores, const uint8_t *allowed, const int64_t *tokens, ptrdiff_t size) {
+    pattern lowest, x;
+    memcpy(&lowest, &LOWEST, sizeof lowest);
+    for (ptrdiff_t i = 0; i < size; i++) {
+        pattern kept = -(pattern)(allowed[tokens[i] >> 3] >> (tokens[i] & 7) & 1);
+        memcpy(&x, scores + i, sizeof x);
+        x = (x & kept) | (lowest & ~kept);
+        memcpy(scores + i, &x, sizeof x);
+    }
+}
+
+// For each of `rows` rows of `bytes` bytes: -infinity in place of the numbers that have no bit there, in the row of
+// `size` numbers, `stride` apart from the next, that is the `which`-th. The bit of a number is that of its place, or,
+// with `tokens`, of its token.
+void spool_forbid(element *scores, const int64_t *which, const uint8_t *allowed, const int64_t *tokens, ptrdiff_t rows,
+    ptrdiff_t stride, ptrdiff_t size, ptrdiff_t bytes) {
+#pragma omp parallel for schedule(static) if (SHARED_OUT)
+    for (ptrdiff_t row = 0; row < rows; row++) {
+        element *of = scores + which[row] * stride;
+        if (tokens)
+            forbid_tokens(of, allowed + row * bytes, tokens, size);
+        else
+            forbid_row(of, allowed + row * bytes, size);
     }
 }

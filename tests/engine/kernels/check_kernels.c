@@ -182,6 +182,26 @@ static void check_logits(ptrdiff_t rows, ptrdiff_t size) {
     free(scores), free(places), free(values);
 }
 
+static void check_forbid(ptrdiff_t rows, ptrdiff_t size) {
+    ptrdiff_t stride = size + 3, bytes = size / 8 + 2;
+    element *scores = random_elements(rows * stride), *before = NEW(element, rows * stride);
+    uint8_t *allowed = NEW(uint8_t, rows * bytes);
+    int64_t *which = NEW(int64_t, rows), *tokens = NEW(int64_t, size);
+    for (ptrdiff_t i = 0; i < rows * bytes; i++) allowed[i] = i / 20 % 3 == 0 ? 0 : i / 20 % 3 == 1 ? 255 : i * 37;
+    for (ptrdiff_t row = 0; row < rows; row++) which[row] = rows - 1 - row;
+    for (ptrdiff_t i = 0; i < size; i++) tokens[i] = 8 * bytes - size + i;
+    for (int by_token = 0; by_token < 2; by_token++) {
+        memcpy(before, scores, rows * stride * sizeof *scores);
+        spool_forbid(scores, which, allowed, by_token ? tokens : NULL, rows, stride, size, bytes);
+        for (ptrdiff_t i = 0; i < rows * stride; i++) {
+            ptrdiff_t row = rows - 1 - i / stride, token = i % stride + (by_token ? tokens[0] : 0);
+            int kept = i % stride >= size || allowed[row * bytes + token / 8] >> token % 8 & 1;
+            end_unless(number(scores[i]) == (kept ? number(before[i]) : -INFINITY), "forbid");
+        }
+    }
+    free(scores), free(before), free(allowed), free(which), free(tokens);
+}
+
 // --- attention --------------------------------------------------------------------------------------------------------
 
 typedef struct {
@@ -331,6 +351,8 @@ int main(void) {
     check_rows(20, 96);
     check_logits(3, 5);
     check_logits(2, 1000);
+    check_forbid(3, 5);
+    check_forbid(2, 1000);
     for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) check_attention(shapes + i);
     check_layers(shapes, 64, 96, 19);
     check_layers(shapes + 1, 96, 32, 11);

@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 
@@ -280,3 +281,31 @@ def test_scan_takes_both_zeros_for_one(kernels: CpuKernels) -> None:
     scores[0, 40], scores[0, 70] = -0.0, 0.0
     scores[1, 40], scores[1, 70] = 0.0, -0.0
     assert kernels.argmax(scores)[0].tolist() == [40, 40]
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize(("rows", "size"), [(1, 3), (5, 130), (3, 1000), (4, 49152)])
+def test_forbidden_columns(kernels: CpuKernels, rows: int, size: int) -> None:
+    scores = scores_like(kernels, "plain", rows, size)
+    wanted = torch.rand(rows, size + 30, generator=torch.manual_seed(size)) < 0.5
+    # Whole bytes and words of either kind, which are most of what grammars say.
+    wanted[:, : size // 3] = True
+    wanted[:, size // 3 : size // 2] = False
+    bits = np.packbits(wanted.numpy(), axis=1, bitorder="little")
+    which = list(range(rows))[::-2]
+    expected = scores.clone()
+    expected[which] = expected[which].masked_fill(~wanted[: len(which), :size], -torch.inf)
+    masked = scores.clone()
+    kernels.forbid(masked, which, bits[: len(which)], None)
+    assert torch.equal(masked, expected)
+    tokens = torch.arange(size) + torch.arange(size) // (size // 2 + 1) * 29
+    few = scores.clone()
+    kernels.forbid(few, range(rows), bits, tokens)
+    assert torch.equal(few, scores.masked_fill(~wanted[:, tokens], -torch.inf))
+
+
+def test_columns_without_a_bit_are_refused(kernels: CpuKernels) -> None:
+    bits = np.full((2, 3), 255, np.uint8)
+    for size, tokens in ((25, None), (2, torch.tensor([1, 24]))):
+        with pytest.raises(ValueError, match=r"allowed has 24 bits, must have at least 25"):
+            kernels.forbid(rounded(kernels, 2, size), [0, 1], bits, tokens)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
+from engine.cpu.logits_scan import LogitsScan
 from engine.sampling.grammars import GrammarError, GrammarRow, Grammars, GrammarState, GrammarTokens, check_grammar
-from engine.sampling.logits_shaping import forbid
 from scheduler.sampling import MAX_GRAMMAR_BYTES, Grammar
 from services.gateway.grammar_check import definition
 from tests.support.tiny_chat import END, tiny_chat_tokenizer
@@ -99,12 +99,12 @@ def test_forbidden_tokens_have_no_chance(dtype: torch.dtype) -> None:
     expected = logits.clone()
     expected[[0, 2]] = expected[[0, 2]].masked_fill(~wanted, -torch.inf)
     masked = logits.clone()
-    forbid(masked, [0, 2], bits)
+    LogitsScan().forbid(masked, [0, 2], bits)
     assert torch.equal(masked, expected)
     # A draft that knows some tokens only.
     token_ids = torch.tensor([1, 5, 19])
     few = logits[:2, token_ids].clone()
-    forbid(few, [0, 1], bits, token_ids)
+    LogitsScan().forbid(few, [0, 1], bits, token_ids)
     assert torch.equal(few, logits[:2, token_ids].masked_fill(~wanted[:, token_ids], -torch.inf))
 
 
