@@ -13,6 +13,7 @@ from pydantic import SecretStr
 from deploy.config.placement import GatewayAutoscaling, Placement
 from deploy.config.section import FieldProblem, Section, described
 from scheduler.key_class import MAX_WEIGHT, MIN_WEIGHT, KeyClass
+from services.gateway.answers.formats import ToolFormat
 from services.gateway.settings import Limits, SamplingDefaults
 
 _SHORTEST_TOKEN = 16
@@ -55,6 +56,9 @@ class GatewaySettings(Placement):
     sampling: SamplingDefaults | None = described(
         None,
         "Sampling defaults for requests. Unset: the recommendation of the model's author, else OpenAI's defaults.",
+    )
+    tool_format: ToolFormat | None = described(
+        None, "Form in which the model writes calls of functions. Unset: the one that its chat template tells."
     )
     limits: Limits = described(Limits(), "Upper limits of one request.")
 

@@ -103,6 +103,7 @@ def gateway_settings(config: SpoolConfig, sampling: SamplingDefaults) -> Gateway
         named_keys=tuple(NamedKey(name=key.name, digest=key.digest) for key in config.auth.keys),
         sampling=sampling,
         limits=gateway.limits,
+        tool_format=gateway.tool_format,
         default_timeout_seconds=gateway.default_timeout_seconds,
         retry_after_seconds=gateway.retry_after_seconds,
         http=ListenSettings(port=gateway.http_port, **listen),

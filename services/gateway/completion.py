@@ -21,6 +21,8 @@ from services.backend.interface import (
     GenerationRequest,
     ModelInfo,
 )
+from services.gateway.answers.planning import answer_form, call_structure
+from services.gateway.answers.reader import AnswerForm
 from services.gateway.choice import Choice, Piece
 from services.gateway.errors import ErrorKind, RequestError, invalid
 from services.gateway.metrics import GatewayMetrics
@@ -39,6 +41,7 @@ from services.gateway.settings import GatewaySettings
 from services.gateway.structure import GrammarChecks, Structure
 from services.observability.request_ids import current_key, current_request_id, current_traceparent
 from services.observability.tracing import NoTracing, RequestSpan, RequestTracing
+from services.text.incremental_decoder import IncrementalDecoder
 from services.text.tokenizer import ModelTokenizer
 
 logger = logging.getLogger(__name__)
@@ -61,11 +64,12 @@ class Completion:
     Leaving the `with` block, or calling `cancel`, frees all unfinished sequences.
     """
 
-    def __init__(self, model: str, prompt_tokens: int, seed: int, span: RequestSpan) -> None:
+    def __init__(self, model: str, prompt_tokens: int, seed: int, form: AnswerForm, span: RequestSpan) -> None:
         self.request_id = uuid.uuid4().hex
         self.created = int(time.time())
         self.model = model
         self.seed = seed
+        self.form = form
         self.choices: list[Choice] = []
         self._prompt_tokens = prompt_tokens
         self._span = span
@@ -195,9 +199,11 @@ class CompletionEngine:
                 f"must be at most {limits.sequences}"
             )
             raise RequestError(ErrorKind.INVALID, message, param="n")
-        if options.structure is not None:
-            sampling = replace(sampling, grammar=await self._grammar(options.structure, options, info))
         prepared = await prepare_prompts(prompts, self.tokenizer, info, limits, options.echo)
+        form = answer_form(options, prepared[0].thinks, self.tokenizer, self.settings.tool_format)
+        structure = options.structure or call_structure(options.tools, form, self.tokenizer)
+        if structure is not None:
+            sampling = replace(sampling, grammar=await self._grammar(structure, options, info))
         budgets = [self._max_tokens(prompt, one, options, info) for prompt, one in zip(prompts, prepared, strict=True)]
         if options.min_tokens > min(budgets):
             limit = f"at most max_tokens, which is {min(budgets)}"
@@ -206,7 +212,7 @@ class CompletionEngine:
             ends = self._stop_token_ids(options)
             sampling = replace(sampling, min_tokens=options.min_tokens, end_token_ids=ends)
         deadline = arrived + self._timeout(options)
-        completion = Completion(name, sum(len(one.tokens) for one in prepared), sampling.seed, span)
+        completion = Completion(name, sum(len(one.tokens) for one in prepared), sampling.seed, form, span)
         try:
             for one, max_tokens in zip(prepared, budgets, strict=True):
                 await self._add_choices(completion, one, max_tokens, options, sampling, arrived, deadline, span)
@@ -228,6 +234,7 @@ class CompletionEngine:
     ) -> None:
         stops = self._stop_token_ids(options)
         for number in range(options.n):
+            decoder = await self._decoder(prompt, completion.form, options)
             seconds_left = deadline - time.perf_counter()
             if seconds_left <= 0:
                 raise DeadlineExceededError("the request was not admitted before its deadline")
@@ -250,7 +257,6 @@ class CompletionEngine:
             except asyncio.CancelledError:
                 meter.aborted()
                 raise
-            decoder = self.tokenizer.decoder(prompt.tokens, options.skip_special_tokens)
             choice = Choice(
                 len(completion.choices),
                 stream,
@@ -265,6 +271,15 @@ class CompletionEngine:
             )
             completion.choices.append(choice)
         self.metrics.prompt(len(prompt.tokens))
+
+    async def _decoder(
+        self, prompt: PreparedPrompt, form: AnswerForm, options: GenerationOptions
+    ) -> IncrementalDecoder:
+        if not form.markers:
+            return self.tokenizer.decoder(prompt.tokens, options.skip_special_tokens)
+        # The first one takes a while.
+        show = self.tokenizer.decoder
+        return await asyncio.to_thread(show, prompt.tokens, options.skip_special_tokens, form.markers)
 
     async def _grammar(self, structure: Structure, options: GenerationOptions, info: ModelInfo) -> Grammar:
         """Raises RequestError."""

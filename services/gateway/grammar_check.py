@@ -17,16 +17,17 @@ from llguidance import LLMatcher, grammar_from
 
 from engine.models.vocabulary import read_tokenizer
 from engine.sampling.grammars import GrammarError, GrammarTokens, check_grammar
+from services.gateway.structure import JSON_WHITE_SPACE
 
 _MEMORY_BYTES = 4 << 30
-# Between two tokens of JSON. Without a bound a small model may go on with white space until its tokens run out.
-_WHITE_SPACE = r"[ \t\r\n]{0,32}"
 
 
 def definition(kind: str, text: str) -> str:
     """The grammar of a structure. Raises ValueError."""
     if kind == "json_schema":
-        return LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": _WHITE_SPACE})
+        return LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": JSON_WHITE_SPACE})
+    if kind == "lark":
+        return LLMatcher.grammar_from_lark(text)
     if kind == "choice":
         texts = json.loads(text)
         if not texts:

@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeVar, get_args
 
 from scheduler.messages import MAX_PRIORITY, MIN_PRIORITY
 from scheduler.sampling import MAX_SEED, SamplingParameters
+from services.gateway.answers.tools import Tool, ToolUse, check_tools
 from services.gateway.errors import invalid
 from services.gateway.settings import Limits, SamplingDefaults
 from services.gateway.structure import Structure
@@ -35,10 +36,11 @@ class TokenPrompt:
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """A conversation; `template_options` go to the model's chat template."""
+    """A conversation; `template_options` go to the model's chat template, as do the functions that it may call."""
 
     messages: tuple[Mapping[str, Any], ...]
     template_options: Mapping[str, Any] = field(default_factory=dict)
+    tools: tuple[Tool, ...] = ()
 
 
 Prompt = TextPrompt | TokenPrompt | ChatPrompt
@@ -60,7 +62,8 @@ class GenerationOptions:
 
     Choice i of a prompt is sampled with `seed` + i. Neither a stop token nor a stop string ends the output among the
     first `min_tokens` tokens. `draft_length` 0 turns speculation off. Of one key's requests, those with the lower
-    `priority` are handled earlier. `structure` says what each choice must look like. `top_logprobs` has the meaning of
+    `priority` are handled earlier. `structure` says what each choice must look like. With `as_message`, what the model
+    thinks and the calls of `tools` are told apart from what it says. `top_logprobs` has the meaning of
     services.backend.interface.GenerationRequest.
     `names` maps a field to the client's name for it, where the two differ.
     """
@@ -87,6 +90,8 @@ class GenerationOptions:
     draft_length: int | None = None
     priority: int = 0
     structure: Structure | None = None
+    as_message: bool = False
+    tools: ToolUse | None = None
     timeout_seconds: float | None = None
     names: Mapping[str, str] = field(default_factory=dict)
 
@@ -118,6 +123,11 @@ def check_options(options: GenerationOptions, limits: Limits, vocabulary_size: i
             )
     _check_count("stop_token_ids", options.stop_token_ids, limits.stop_token_ids, "token ids")
     check_token_ids("stop_token_ids", options.stop_token_ids, vocabulary_size)
+    if options.tools is not None:
+        if options.structure is not None and options.tools.offered:
+            param = options.structure.param
+            raise invalid(f"{param} is given with tools, must be unset unless tool_choice is 'none'", param)
+        check_tools(options.tools, limits.tools)
     _check_count("logit_bias", options.logit_bias, limits.logit_bias, "entries")
     for token in options.logit_bias:
         if not 0 <= token < vocabulary_size:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from services.backend.interface import ModelInfo
+from services.gateway.answers.reasoning import THINK
 from services.gateway.errors import invalid
 from services.gateway.options import ChatPrompt, Prompt, TextPrompt, TokenPrompt, check_token_ids
 from services.gateway.settings import Limits
@@ -15,10 +16,12 @@ from services.text.tokenizer import ModelTokenizer
 
 @dataclass(frozen=True, slots=True)
 class PreparedPrompt:
-    """`text` is the prompt to echo; None unless the client asked for an echo."""
+    """`text` is the prompt to echo; None unless the client asked for an echo. `thinks`: the prompt ends with the
+    beginning of the model's thoughts."""
 
     tokens: tuple[int, ...]
     text: str | None
+    thinks: bool = False
 
 
 async def prepare_prompts(
@@ -51,13 +54,23 @@ def too_long(name: str, prompt_tokens: int, max_tokens: int, limit: int) -> Exce
     )
 
 
-def encode_chat(prompt: ChatPrompt, tokenizer: ModelTokenizer, limits: Limits) -> list[int]:
+def render_chat(prompt: ChatPrompt, tokenizer: ModelTokenizer, limits: Limits) -> str:
     """Raises RequestError or ChatTemplateError."""
     if not 1 <= len(prompt.messages) <= limits.messages:
         raise invalid(
             f"messages has {len(prompt.messages)} entries, must have between 1 and {limits.messages}", "messages"
         )
-    return tokenizer.encode_chat(prompt.messages, **prompt.template_options)
+    options = dict(prompt.template_options)
+    if prompt.tools:
+        if not tokenizer.chat_template(with_tools=True).takes_tools:
+            raise invalid("tools is given, which the model's chat template has no place for", "tools")
+        options["tools"] = [tool.for_template() for tool in prompt.tools]
+    return tokenizer.render_chat(prompt.messages, **options)
+
+
+def encode_chat(prompt: ChatPrompt, tokenizer: ModelTokenizer, limits: Limits) -> list[int]:
+    """Raises RequestError or ChatTemplateError."""
+    return tokenizer.encode(render_chat(prompt, tokenizer, limits), add_special_tokens=False)
 
 
 def _prepare(prompt: Prompt, tokenizer: ModelTokenizer, limits: Limits, echo: bool) -> PreparedPrompt:
@@ -67,4 +80,6 @@ def _prepare(prompt: Prompt, tokenizer: ModelTokenizer, limits: Limits, echo: bo
         case TokenPrompt():
             return PreparedPrompt(prompt.tokens, tokenizer.decode(prompt.tokens) if echo else None)
         case ChatPrompt():
-            return PreparedPrompt(tuple(encode_chat(prompt, tokenizer, limits)), None)
+            text = render_chat(prompt, tokenizer, limits)
+            tokens = tuple(tokenizer.encode(text, add_special_tokens=False))
+            return PreparedPrompt(tokens, None, text.rstrip().endswith(THINK))

@@ -8,6 +8,8 @@ from typing import Annotated, Self
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 
+from services.gateway.answers.formats import ToolFormat
+
 Port = Annotated[int, Field(ge=0, le=65535)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
@@ -94,6 +96,8 @@ class Limits(_Frozen):
     """Likeliest tokens reported beside each token."""
     messages: Annotated[int, Field(ge=1)] = 4096
     """Messages of a conversation."""
+    tools: Annotated[int, Field(ge=0)] = 128
+    """Functions that a request defines."""
     timeout_seconds: Seconds = 3600.0
     """Time for the whole request; a client that asks for more gets this much."""
 
@@ -124,6 +128,8 @@ class GatewaySettings(_Frozen):
     """Output tokens of a text continuation that names no max_tokens; chats go on until the model ends them."""
     default_timeout_seconds: Seconds | None = None
     """Time for a request that names none; None: `limits.timeout_seconds`."""
+    tool_format: ToolFormat | None = None
+    """How the model writes calls of functions; None: as its chat template tells."""
     retry_after_seconds: Annotated[int, Field(ge=1)] = 1
     """What clients are told to wait when the queue is full or no target is there."""
     ping_seconds: Seconds = 15.0

@@ -26,22 +26,30 @@ from services.gateway.errors import ErrorKind, RequestError, invalid
 CPU_SECONDS = 0.5
 """For compiling one grammar. Workers compile what the gateway lets in, in a step that others share."""
 
+TOO_COSTLY = "structure_too_costly"
+"""Code of the error for a grammar that takes too much of something."""
+
 # So many hostile grammars at once leave honest ones waiting, each for `CPU_SECONDS`.
 _PROCESSES = 2
 # Grammars that were let in lately need no check.
 _REMEMBERED = 256
+
+JSON_WHITE_SPACE = r"[ \t\r\n]{0,32}"
+"""Between two tokens of JSON. Without a bound a small model may go on with white space until its tokens run out."""
 
 ANY_JSON_OBJECT = '{"type": "object"}'
 
 
 @dataclass(frozen=True, slots=True)
 class Structure:
-    """`text` is a JSON schema, a regular expression, a JSON list of texts, or a grammar in Lark's form or in GBNF.
-    `param` is the request's field that asks for it."""
+    """`text` is a JSON schema, a regular expression, a JSON list of texts, a grammar in Lark's form or in GBNF, or one
+    that is in Lark's form for certain. `param` is the request's field that asks for it. `parts` are structures within
+    it: an error that is one's own names its field."""
 
-    kind: Literal["json_schema", "regex", "choice", "grammar"]
+    kind: Literal["json_schema", "regex", "choice", "grammar", "lark"]
     text: str
     param: str
+    parts: tuple[Structure, ...] = ()
 
 
 class GrammarChecks:
@@ -63,7 +71,13 @@ class GrammarChecks:
         key = (structure.kind, structure.text)
         if key not in self._known:
             loop = asyncio.get_running_loop()
-            self._known[key] = await loop.run_in_executor(self._threads, self._checked, structure)
+            try:
+                self._known[key] = await loop.run_in_executor(self._threads, self._checked, structure)
+            except RequestError as error:
+                # Many parts may take much longer than the whole that took too long.
+                for part in structure.parts if error.code != TOO_COSTLY else ():
+                    await self.definition(part)
+                raise
             if len(self._known) > _REMEMBERED:
                 self._known.popitem(last=False)
         self._known.move_to_end(key)
@@ -76,9 +90,11 @@ class GrammarChecks:
             code = process.wait()
             if code == -signal.SIGPROF:
                 reason = f"it takes more than {CPU_SECONDS:g} s of CPU time to compile"
-                raise invalid(f"{structure.param} cannot be used: {reason}", structure.param)
+                raise invalid(f"{structure.param} cannot be used: {reason}", structure.param, TOO_COSTLY)
             if code == -signal.SIGABRT:
-                raise invalid(f"{structure.param} cannot be used: it takes too much memory", structure.param)
+                raise invalid(
+                    f"{structure.param} cannot be used: it takes too much memory", structure.param, TOO_COSTLY
+                )
             message = f"the check of {structure.param} ended with exit code {code}"
             raise RequestError(ErrorKind.FAILED, message, param=structure.param, code="internal")
         self._idle.put(process)

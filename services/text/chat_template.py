@@ -38,8 +38,12 @@ class ChatTemplate:
         self._special_tokens = dict(special_tokens)
         try:
             self._template = environment.from_string(source)
+            names = environment.parse(source).find_all(jinja2.nodes.Name)
         except jinja2.TemplateError as error:
             raise ChatTemplateError(f"the model's chat template does not compile: {_line(error)}") from error
+        self.source = source
+        self.takes_tools = any(name.name == "tools" and name.ctx == "load" for name in names)
+        """Whether the template does something with tools."""
 
     def render(
         self,
@@ -62,7 +66,7 @@ class ChatTemplate:
             return self._template.render(known)
         except jinja2.TemplateError as error:
             raise ChatTemplateError(f"the model's chat template refuses the messages: {_line(error)}") from error
-        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
             # A template fails in many ways on messages of a form that its author did not foresee.
             raise ChatTemplateError(f"the model's chat template fails on the messages: {_line(error)}") from error
 

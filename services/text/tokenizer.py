@@ -13,6 +13,9 @@ from engine.models.vocabulary import vocabulary_digest, vocabulary_size
 from services.text.chat_template import ChatTemplate, ChatTemplateError
 from services.text.incremental_decoder import IncrementalDecoder
 
+# Of several named templates, the others are for special uses.
+_DEFAULT_TEMPLATE, _TOOL_TEMPLATE = "default", "tool_use"
+
 # The files that are fetched of a model on the hub: no weights.
 _HUB_FILES = ("tokenizer.json", "tokenizer_config.json", "config.json", "generation_config.json", "*.jinja")
 
@@ -44,13 +47,17 @@ class ModelTokenizer:
         self.vocabulary_size = vocabulary_size(table)
         self.vocabulary_digest = vocabulary_digest(table)
         self.special_tokens = _special_tokens(self._config)
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        self.special_texts = frozenset(token.content for token in added if token.special)
+        """The texts of the tokens that decoding skips."""
         self.stop_token_ids = self._stop_token_ids(folder)
-        self._chat_source = _chat_template_source(folder, self._config)
-        self._chat_template: ChatTemplate | None = None
+        self._chat_sources = _chat_template_sources(folder, self._config)
+        self._chat_templates: dict[str, ChatTemplate] = {}
+        self._showing: dict[frozenset[str], tokenizers.Tokenizer] = {}
 
     @property
     def has_chat_template(self) -> bool:
-        return self._chat_source is not None
+        return bool(self._chat_sources)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """`add_special_tokens` adds the tokens that the model expects around a text, such as one for its beginning."""
@@ -61,17 +68,27 @@ class ModelTokenizer:
         text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens)
         return text
 
-    def decoder(self, context: Sequence[int] = (), skip_special_tokens: bool = True) -> IncrementalDecoder:
-        """A decoder of tokens that come one after the other; `context` holds the tokens before the first one."""
-        return IncrementalDecoder(self._tokenizer, context, skip_special_tokens)
+    def decoder(
+        self, context: Sequence[int] = (), skip_special_tokens: bool = True, shown: frozenset[str] = frozenset()
+    ) -> IncrementalDecoder:
+        """A decoder of tokens that come one after the other; `context` holds the tokens before the first one. The
+        special tokens among `shown` are never skipped. They need a tokenizer of their own, which takes up to a second
+        when it is first asked for."""
+        hidden = shown & self.special_texts if skip_special_tokens else frozenset()
+        return IncrementalDecoder(self._tokenizer_showing(hidden), context, skip_special_tokens)
+
+    def chat_template(self, with_tools: bool = False) -> ChatTemplate:
+        """Some models have a template of its own for chats with tools. Raises ChatTemplateError."""
+        if not self._chat_sources:
+            raise ChatTemplateError("the model has no chat template, it only continues text")
+        name = _TOOL_TEMPLATE if with_tools and _TOOL_TEMPLATE in self._chat_sources else _DEFAULT_TEMPLATE
+        if name not in self._chat_templates:
+            self._chat_templates[name] = ChatTemplate(self._chat_sources[name], self.special_tokens)
+        return self._chat_templates[name]
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         """The text of a conversation; options as in ChatTemplate.render. Raises ChatTemplateError."""
-        if self._chat_template is None:
-            if self._chat_source is None:
-                raise ChatTemplateError("the model has no chat template, it only continues text")
-            self._chat_template = ChatTemplate(self._chat_source, self.special_tokens)
-        return self._chat_template.render(messages, **options)
+        return self.chat_template(bool(options.get("tools"))).render(messages, **options)
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
         """The prompt of a conversation: the template writes the special tokens itself."""
@@ -84,6 +101,16 @@ class ModelTokenizer:
     def token_text(self, token_id: int) -> str | None:
         found: str | None = self._tokenizer.id_to_token(token_id)
         return found
+
+    def _tokenizer_showing(self, texts: frozenset[str]) -> tokenizers.Tokenizer:
+        if not texts:
+            return self._tokenizer
+        if texts not in self._showing:
+            description = json.loads(self._tokenizer.to_str())
+            for token in description["added_tokens"]:
+                token["special"] = token["special"] and token["content"] not in texts
+            self._showing[texts] = tokenizers.Tokenizer.from_str(json.dumps(description))
+        return self._showing[texts]
 
     def _stop_token_ids(self, folder: Path) -> frozenset[int]:
         """The end tokens named by the generation settings, or else by the model's, and by the tokenizer's settings."""
@@ -130,16 +157,22 @@ def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
     return tokens
 
 
-def _chat_template_source(folder: Path, config: Mapping[str, Any]) -> str | None:
-    path = folder / "chat_template.jinja"
-    if path.is_file():
-        return path.read_text(encoding="utf-8")
+def _chat_template_sources(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """By name; none where there is no default one."""
+    sources: dict[str, str] = {}
     template = config.get("chat_template")
-    if isinstance(template, list):
-        # Of several named templates, the others are for special uses.
+    if isinstance(template, str):
+        sources[_DEFAULT_TEMPLATE] = template
+    elif isinstance(template, list):
         named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
-        template = named.get("default")
-    return template if isinstance(template, str) else None
+        sources = {name: text for name, text in named.items() if isinstance(name, str) and isinstance(text, str)}
+    for name, file in (
+        (_DEFAULT_TEMPLATE, folder / "chat_template.jinja"),
+        (_TOOL_TEMPLATE, folder / "additional_chat_templates" / f"{_TOOL_TEMPLATE}.jinja"),
+    ):
+        if file.is_file():
+            sources[name] = file.read_text(encoding="utf-8")
+    return sources if _DEFAULT_TEMPLATE in sources else {}
 
 
 def _read_json(path: Path) -> dict[str, Any]:

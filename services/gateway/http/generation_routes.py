@@ -13,8 +13,9 @@ from starlette.responses import Response
 
 from services.gateway.completion import Completion, CompletionEngine
 from services.gateway.errors import UNEXPECTED, request_error
+from services.gateway.http.chat_builder import ChatBuilder
+from services.gateway.http.completion_builder import CompletionBuilder, usage_shape
 from services.gateway.http.event_stream import event_stream
-from services.gateway.http.openai_builders import ChatBuilder, CompletionBuilder, usage_shape
 from services.gateway.http.openai_errors import ErrorResponse, error_body
 from services.gateway.http.openai_requests import ChatBody, CompletionBody, UsageEvents
 from services.gateway.http.openai_responses import ChatChunk, ChatCompletion, CompletionShape
@@ -63,7 +64,7 @@ def generation_router(engine: CompletionEngine, strings: TokenStrings) -> APIRou
     async def chat(body: ChatBody, scope: RequestScope, time_limit: TimeLimit = None) -> Response:
         options = body.options(time_limit)
         completion = await start(scope, body.model, [body.prompt()], options)
-        builder = ChatBuilder(completion, strings, options.top_logprobs is not None)
+        builder = ChatBuilder(completion, strings, options.top_logprobs is not None, body.include_reasoning)
         if body.stream:
             return stream(builder, completion, body.usage_events)
         return _json(await builder.whole(), completion)
@@ -111,7 +112,8 @@ async def _events(
             yield event(chunk)
         async with aclosing(completion.pieces()) as pieces:
             async for piece in pieces:
-                yield event(builder.chunk(piece))
+                for chunk in builder.chunks(piece):
+                    yield event(chunk)
         if usage is not UsageEvents.NONE:
             yield event(builder.usage_chunk())
     except Exception as error:

@@ -89,9 +89,10 @@ def _fault(fault: Any) -> tuple[str | None, str]:
     kind, message = fault["type"], _printable(str(fault["msg"]))
     if kind == "json_invalid":
         return None, f"the body is not JSON: {_printable(str(fault['ctx']['error']))} at character {place[0]}"
-    param = ".".join(place) or fault.get("ctx", {}).get("param")
+    within = fault.get("ctx", {}).get("param")
+    param = ".".join([*place, *([within] if within else [])]) or None
     if kind == "wrong_form":
-        return param, f"{'.'.join(place)} {message}" if place else message
+        return param, f"{param} {message}" if place else message
     if kind == "string_unicode":
         return param, f"{param or 'the body'} holds half a surrogate pair, which is no character"
     if param is None:

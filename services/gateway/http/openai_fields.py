@@ -10,7 +10,7 @@ import json
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, WithJsonSchema
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from services.gateway.options import Prompt, TextPrompt, TokenPrompt, shown
@@ -23,6 +23,14 @@ _Texts = Annotated[list[str], Field(min_length=1)]
 _Tokens = Annotated[list[_TokenId], Field(min_length=1)]
 
 
+class Body(BaseModel):
+    """A request, or an object in one. Unknown fields are refused."""
+
+    model_config = ConfigDict(
+        strict=True, extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
 class TextPart(BaseModel):
     """A part of a message's content."""
 
@@ -33,7 +41,8 @@ class TextPart(BaseModel):
 def wrong(message: str, param: str | None = None) -> PydanticCustomError:
     """The error for a validator to raise.
 
-    Errors of one field begin with the field's name, which is put before `message`; other errors name their `param`.
+    Errors of one field begin with the field's name, which is put before `message`. `param` is the name of a field
+    within the object that is validated; of a whole body, `message` names it too.
     """
     # pydantic would fill in the braces of a message.
     return PydanticCustomError("wrong_form", "{message}", {"message": message, "param": param})
@@ -68,8 +77,17 @@ def _json_text(value: object) -> str:
     """The text of a JSON object."""
     if not isinstance(value, dict):
         raise wrong(f"is {shown(value)}, must be an object")
+    return _dumped(value, ensure_ascii=True)
+
+
+def check_json(value: dict[str, Any]) -> None:
+    """Raises an error for a validator to raise unless the object's text can be put into a prompt."""
+    _text(_dumped(value, ensure_ascii=False))
+
+
+def _dumped(value: dict[str, Any], ensure_ascii: bool) -> str:
     try:
-        return json.dumps(value, allow_nan=False)
+        return json.dumps(value, allow_nan=False, ensure_ascii=ensure_ascii)
     except ValueError as error:
         raise wrong("holds a number that is not finite") from error
     except RecursionError as error:

@@ -11,10 +11,11 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
+from services.gateway.answers.tools import ToolUse
 from services.gateway.http.openai_fields import (
-    Content,
+    Body,
     JsonSchemaObject,
     JsonSchemaText,
     LogitBias,
@@ -26,7 +27,8 @@ from services.gateway.http.openai_fields import (
     TokenIds,
     wrong,
 )
-from services.gateway.options import ChatPrompt, ChatRole, GenerationOptions, TextPrompt, chat_message, shown
+from services.gateway.http.openai_messages import Message, ToolChoice, ToolDefinition, tool_use
+from services.gateway.options import ChatPrompt, GenerationOptions, TextPrompt, shown
 from services.gateway.structure import ANY_JSON_OBJECT, Structure
 
 _NUMBER_FIELDS = (
@@ -43,12 +45,6 @@ _NUMBER_FIELDS = (
 )
 
 
-class Body(BaseModel):
-    model_config = ConfigDict(
-        strict=True, extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
-    )
-
-
 class SpoolOptions(Body):
     """How a request is decoded; the output does not depend on these options."""
 
@@ -63,7 +59,7 @@ class SpoolOptions(Body):
     @model_validator(mode="after")
     def _check(self) -> SpoolOptions:
         if self.speculation is False and self.draft_length:
-            raise wrong(f"asks for a draft_length of {self.draft_length} with speculation off", "spool")
+            raise wrong(f"asks for a draft_length of {self.draft_length} with speculation off")
         return self
 
 
@@ -155,8 +151,6 @@ class UsageEvents(Enum):
 # Known fields that are not supported, with the values that have no effect.
 _UNSUPPORTED_COMPLETION: Mapping[str, tuple[Any, ...]] = {"suffix": ("",), "prompt_logprobs": ()}
 _UNSUPPORTED_CHAT: Mapping[str, tuple[Any, ...]] = {
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
@@ -175,7 +169,6 @@ _WITHOUT_EFFECT = {
     "safety_identifier",
     "prompt_cache_key",
     "prompt_cache_retention",
-    "parallel_tool_calls",
 }
 
 
@@ -201,9 +194,9 @@ class _Generation(Body):
     """Output tokens before which neither a stop token nor a stop string ends a choice; at most max_tokens."""
     n: int | None = None
     """Choices for each prompt; choice i is sampled with `seed` + i."""
-    stop: Stop = []
+    stop: Stop = Field(default=[])
     """Texts that end the output; they are not part of it."""
-    stop_token_ids: OptionalTokenIds = []
+    stop_token_ids: OptionalTokenIds = Field(default=[])
     """Token ids that end the output; their text is not part of it."""
     include_stop_str_in_output: bool = False
     """Leaves the stop string that ends the output at its end."""
@@ -230,7 +223,7 @@ class _Generation(Body):
     """Between -2 and 2."""
     repetition_penalty: float | None = None
     """Above 0 and at most 100."""
-    logit_bias: LogitBias = {}
+    logit_bias: LogitBias = Field(default={})
     """Added to the logits of token ids, each between -100 and 100."""
     priority: int | None = None
     """Of requests with the same API key, those with the lower number are handled earlier; 0 unless given."""
@@ -316,29 +309,19 @@ class CompletionBody(_Generation):
         )
 
 
-class Message(Body):
-    role: ChatRole
-    """`developer` is what newer clients call `system`."""
-    content: Content
-    name: str | None = None
-    tool_call_id: str | None = None
-    tool_calls: None = None
-    refusal: None = None
-
-    def for_template(self) -> dict[str, Any]:
-        more = {"name": self.name, "tool_call_id": self.tool_call_id}
-        return chat_message(self.role, self.content, **{key: value for key, value in more.items() if value is not None})
-
-
 class _TemplateSettings(Body):
-    chat_template_kwargs: TemplateOptions = {}
+    chat_template_kwargs: TemplateOptions = Field(default={})
     """Options of the model's chat template, such as `enable_thinking`."""
     add_generation_prompt: bool = True
     """Begins the assistant's answer after the last message."""
 
-    def _prompt(self, messages: list[Message]) -> ChatPrompt:
+    tools: list[ToolDefinition] | None = None
+    """Functions that the model may call."""
+
+    def _prompt(self, messages: list[Message], tools: bool = True) -> ChatPrompt:
         options = {**self.chat_template_kwargs, "add_generation_prompt": self.add_generation_prompt}
-        return ChatPrompt(tuple(message.for_template() for message in messages), options)
+        offered = tuple(definition.tool() for definition in self.tools or []) if tools else ()
+        return ChatPrompt(tuple(message.for_template() for message in messages), options, offered)
 
 
 class ChatBody(_TemplateSettings, _Generation):
@@ -351,6 +334,13 @@ class ChatBody(_TemplateSettings, _Generation):
     """Log probabilities of the output's tokens."""
     top_logprobs: int | None = None
     """Also of this many likeliest tokens beside each; needs logprobs."""
+    tool_choice: ToolChoice = None
+    """`auto` unless given: the model decides; `none`: it is not told of the tools; `required` or a function's name: the
+    answer is a call, whose arguments fit the schema."""
+    parallel_tool_calls: bool | None = None
+    """False: an answer has one call at most."""
+    include_reasoning: bool = True
+    """False: what the model thinks is left out."""
 
     @model_validator(mode="before")
     @classmethod
@@ -366,10 +356,15 @@ class ChatBody(_TemplateSettings, _Generation):
             raise wrong(
                 "max_tokens and max_completion_tokens differ, must be one or the other", "max_completion_tokens"
             )
+        self._tool_use()
         return self
 
+    def _tool_use(self) -> ToolUse | None:
+        return tool_use(self.tools, self.tool_choice, self.parallel_tool_calls)
+
     def prompt(self) -> ChatPrompt:
-        return self._prompt(self.messages)
+        use = self._tool_use()
+        return self._prompt(self.messages, use is not None and use.offered)
 
     def options(self, timeout_seconds: float | None) -> GenerationOptions:
         older = self.max_completion_tokens is None
@@ -378,6 +373,8 @@ class ChatBody(_TemplateSettings, _Generation):
             max_tokens=self.max_tokens if older else self.max_completion_tokens,
             top_logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             timeout_seconds=timeout_seconds,
+            as_message=True,
+            tools=self._tool_use(),
         )
 
 

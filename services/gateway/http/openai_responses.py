@@ -47,22 +47,42 @@ class TokenLogprob(TopLogprob):
     top_logprobs: list[TopLogprob]
 
 
+ChatEndReason = EndReason | Literal["tool_calls"]
+
+
 class ChatLogprobs(BaseModel):
     content: list[TokenLogprob]
     refusal: None
 
 
+class CalledFunction(BaseModel):
+    """`arguments` is JSON text as the model wrote it."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(BaseModel):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
 class ChatMessage(BaseModel):
+    """`content` is null where the model only thought or called."""
+
     role: Literal["assistant"]
-    content: str
+    content: str | None
     refusal: None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] | None = None
 
 
 class ChatChoice(BaseModel):
     index: int
     message: ChatMessage
     logprobs: ChatLogprobs | None
-    finish_reason: EndReason | None
+    finish_reason: ChatEndReason | None
     stop_reason: str | int | None
 
 
@@ -75,16 +95,34 @@ class ChatCompletion(BaseModel):
     usage: UsageShape
 
 
+class FunctionDelta(BaseModel):
+    """`name` only where the call begins; the pieces of `arguments` follow each other."""
+
+    name: str | None = None
+    arguments: str
+
+
+class ToolCallDelta(BaseModel):
+    """`id` and `type` only where the call begins."""
+
+    index: int
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: FunctionDelta
+
+
 class ChatDelta(BaseModel):
     role: Literal["assistant"] = "assistant"
     content: str = ""
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
 
 
 class ChatChunkChoice(BaseModel):
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None
-    finish_reason: EndReason | None
+    finish_reason: ChatEndReason | None
     stop_reason: str | int | None = None
 
 

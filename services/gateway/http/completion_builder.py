@@ -1,4 +1,4 @@
-"""Builds OpenAI's responses and events from a completion's pieces."""
+"""Builds the responses and events of /v1/completions from a completion's pieces."""
 
 from __future__ import annotations
 
@@ -9,26 +9,17 @@ from scheduler.messages import TokenLogprobs
 from services.gateway.choice import Piece
 from services.gateway.completion import Completion, Usage
 from services.gateway.http.openai_responses import (
-    ChatChoice,
-    ChatChunk,
-    ChatChunkChoice,
-    ChatCompletion,
-    ChatDelta,
-    ChatLogprobs,
-    ChatMessage,
     CompletionChoice,
     CompletionLogprobs,
     CompletionShape,
     CompletionTokensDetails,
     SpoolUsage,
-    TokenLogprob,
-    TopLogprob,
     UsageShape,
 )
 from services.gateway.token_strings import TokenStrings
 
 # OpenAI writes this number for log probabilities that JSON cannot hold.
-_MIN_LOGPROB = -9999.0
+MIN_LOGPROB = -9999.0
 
 
 def usage_shape(usage: Usage) -> UsageShape:
@@ -67,86 +58,6 @@ async def _wholes(completion: Completion) -> list[tuple[_Whole, Piece]]:
     return [(whole, whole.last) for whole in wholes if whole.last is not None]
 
 
-class ChatBuilder:
-    """For /v1/chat/completions; `logprobs` says whether the client asked for log probabilities."""
-
-    def __init__(self, completion: Completion, strings: TokenStrings, logprobs: bool) -> None:
-        self._completion = completion
-        self._strings = strings
-        self._logprobs = logprobs
-        self._id = f"chatcmpl-{completion.request_id}"
-
-    async def whole(self) -> ChatCompletion:
-        choices = [
-            ChatChoice(
-                index=last.index,
-                message=ChatMessage(role="assistant", content="".join(whole.text), refusal=None),
-                logprobs=self._logprobs_of(whole.logprobs),
-                finish_reason=last.finish_reason,
-                stop_reason=last.stop_reason,
-            )
-            for whole, last in await _wholes(self._completion)
-        ]
-        return ChatCompletion(
-            id=self._id,
-            object="chat.completion",
-            created=self._completion.created,
-            model=self._completion.model,
-            choices=choices,
-            usage=usage_shape(self._completion.usage()),
-        )
-
-    def first_chunks(self) -> list[ChatChunk]:
-        """The role of the speaker, once for each choice."""
-        return [
-            self._chunk(
-                ChatChunkChoice(
-                    index=choice.index, delta=ChatDelta(role="assistant", content=""), logprobs=None, finish_reason=None
-                )
-            )
-            for choice in self._completion.choices
-        ]
-
-    def chunk(self, piece: Piece) -> ChatChunk:
-        choice = ChatChunkChoice(
-            index=piece.index,
-            delta=ChatDelta(content=piece.text) if piece.text else ChatDelta(),
-            logprobs=self._logprobs_of(piece.logprobs) if piece.logprobs else None,
-            finish_reason=piece.finish_reason,
-        )
-        if piece.finish_reason is not None:
-            choice.stop_reason = piece.stop_reason
-        return self._chunk(choice)
-
-    def usage_chunk(self) -> ChatChunk:
-        chunk = self._chunk()
-        chunk.usage = usage_shape(self._completion.usage())
-        return chunk
-
-    def _chunk(self, *choices: ChatChunkChoice) -> ChatChunk:
-        return ChatChunk(
-            id=self._id,
-            object="chat.completion.chunk",
-            created=self._completion.created,
-            model=self._completion.model,
-            choices=list(choices),
-        )
-
-    def _logprobs_of(self, entries: Sequence[TokenLogprobs]) -> ChatLogprobs | None:
-        if not self._logprobs:
-            return None
-        content = []
-        for entry in entries:
-            top = [self._top(token, logprob) for token, logprob in entry.top]
-            own = self._top(entry.token_id, entry.logprob)
-            content.append(TokenLogprob(token=own.token, logprob=own.logprob, bytes=own.bytes, top_logprobs=top))
-        return ChatLogprobs(content=content, refusal=None)
-
-    def _top(self, token: int, logprob: float) -> TopLogprob:
-        string = self._strings.of(token)
-        return TopLogprob(token=string.text, logprob=max(logprob, _MIN_LOGPROB), bytes=list(string.data))
-
-
 class CompletionBuilder:
     """For /v1/completions; `logprobs` says whether the client asked for log probabilities."""
 
@@ -174,7 +85,7 @@ class CompletionBuilder:
     def first_chunks(self) -> list[CompletionShape]:
         return []
 
-    def chunk(self, piece: Piece) -> CompletionShape:
+    def chunks(self, piece: Piece) -> list[CompletionShape]:
         choice = CompletionChoice(
             index=piece.index,
             text=piece.text,
@@ -183,7 +94,7 @@ class CompletionBuilder:
         )
         if piece.finish_reason is not None:
             choice.stop_reason = piece.stop_reason
-        return self._chunk(choice)
+        return [self._chunk(choice)]
 
     def usage_chunk(self) -> CompletionShape:
         shape = self._chunk()
@@ -204,10 +115,10 @@ class CompletionBuilder:
             return None
         return CompletionLogprobs(
             tokens=[self._strings.of(entry.token_id).text for entry in entries],
-            token_logprobs=[max(entry.logprob, _MIN_LOGPROB) for entry in entries],
+            token_logprobs=[max(entry.logprob, MIN_LOGPROB) for entry in entries],
             top_logprobs=[self._top(entry) for entry in entries],
             text_offset=list(offsets),
         )
 
     def _top(self, entry: TokenLogprobs) -> dict[str, float]:
-        return {self._strings.of(token).text: max(logprob, _MIN_LOGPROB) for token, logprob in entry.top}
+        return {self._strings.of(token).text: max(logprob, MIN_LOGPROB) for token, logprob in entry.top}

@@ -1,0 +1,182 @@
+"""Divides an answer into calls of functions and the text around them."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from enum import Enum, auto
+
+from services.gateway.answers.call_scanner import CallScanner
+from services.gateway.answers.deltas import AnswerDelta, ArgumentsDelta, CallDelta, ContentDelta
+from services.gateway.answers.formats import CallFormat
+from services.gateway.answers.markers import SPACE, held_length
+
+_BETWEEN_CALLS = f"{SPACE},;[]"
+
+
+class _State(Enum):
+    TEXT = auto()
+    BLOCK = auto()
+    CALL = auto()
+
+
+class ToolCallParser:
+    """Finds the calls in a text that comes in pieces; how it is divided into pieces makes no difference.
+
+    A call is certain once the name of a known function and the beginning of its arguments have come. From then on the
+    arguments pass through as they stand. What begins like a call and is none remains text, as it stands. Text that may
+    still become a call is held back, as is white space, which is dropped next to a call.
+    """
+
+    def __init__(self, form: CallFormat, names: Container[str], hidden: Container[str] = ()) -> None:
+        """`names` are those of the functions; of the markers, those in `hidden` never remain as text."""
+        self._form = form
+        self._names = names
+        self._hidden = hidden
+        self._calls = 0
+        self._state = _State.TEXT
+        self._buffer = ""
+        self._space = ""
+        self._spoken = False
+        self._block: list[str] = []
+        """What of a block of calls becomes text unless a call follows."""
+        self._block_calls = 0
+        self._scanner = self._new_scanner()
+        self._deltas: list[AnswerDelta] = []
+
+    def push(self, piece: str) -> list[AnswerDelta]:
+        """What has become certain."""
+        self._buffer += piece
+        while self._step():
+            pass
+        return self._taken()
+
+    def finish(self) -> list[AnswerDelta]:
+        """What was held back, at the end of the answer. A call that has begun stays one, with the arguments it has."""
+        if self._state is _State.TEXT:
+            self._say(self._buffer)
+        else:
+            if not self._block_calls:
+                self._block.append(self._buffer)
+            self._say_block()
+        if not self._calls:
+            self._deltas.append(ContentDelta(self._space))
+        self._buffer = ""
+        return self._taken()
+
+    def _taken(self) -> list[AnswerDelta]:
+        deltas, self._deltas = self._deltas, []
+        return deltas
+
+    def _step(self) -> bool:
+        """Goes on in the buffer as far as its text is certain; returns whether there is more to do."""
+        match self._state:
+            case _State.TEXT:
+                return self._step_text()
+            case _State.BLOCK:
+                return self._step_block()
+            case _State.CALL:
+                return self._step_call()
+
+    def _step_text(self) -> bool:
+        if self._form.bare and not self._spoken:
+            begin = self._buffer.lstrip(SPACE)
+            if begin.startswith("{"):
+                self._say(self._buffer[: len(self._buffer) - len(begin)])
+                self._buffer = begin
+                self._block, self._block_calls = [], 0
+                self._begin_call()
+                return True
+        place = self._buffer.find(self._form.begin)
+        if place >= 0:
+            self._say(self._buffer[:place])
+            self._buffer = self._buffer[place + len(self._form.begin) :]
+            self._block, self._block_calls = [self._shown(self._form.begin)], 0
+            self._state = _State.BLOCK
+            return True
+        free = len(self._buffer) - held_length(self._buffer, self._form.begin)
+        self._say(self._buffer[:free])
+        self._buffer = self._buffer[free:]
+        return False
+
+    def _step_block(self) -> bool:
+        """Between calls: after the marker that begins them, or after a call."""
+        rest = self._buffer.lstrip(_BETWEEN_CALLS)
+        self._block.append(self._buffer[: len(self._buffer) - len(rest)])
+        self._buffer = rest
+        if not rest:
+            return False
+        if rest.startswith("{"):
+            self._begin_call()
+            return True
+        end = self._form.end
+        if end and len(rest) < len(end) and end.startswith(rest):
+            return False
+        if end and rest.startswith(end):
+            self._buffer = rest[len(end) :]
+            if not self._block_calls:
+                self._block.append(self._shown(end))
+        self._say_block()
+        return True
+
+    def _step_call(self) -> bool:
+        for place, character in enumerate(self._buffer):
+            if not self._scanner.push(character):
+                self._buffer = self._buffer[place:]
+                if self._scanner.name is None:
+                    self._say_block()
+                else:
+                    self._end_call()
+                return True
+            if self._scanner.name is None:
+                self._block.append(character)
+            elif self._block:
+                self._certain()
+            if self._scanner.done:
+                self._buffer = self._buffer[place + 1 :]
+                self._end_call()
+                return True
+        self._buffer = ""
+        self._give_arguments()
+        return False
+
+    def _new_scanner(self) -> CallScanner:
+        # Where calls need no marker, an object that only has a name may well be an answer.
+        return CallScanner(self._names, arguments_needed=self._form.bare)
+
+    def _begin_call(self) -> None:
+        self._scanner = self._new_scanner()
+        self._state = _State.CALL
+
+    def _certain(self) -> None:
+        """It is a call."""
+        self._block = []
+        self._space = ""
+        self._deltas.append(CallDelta(self._calls, self._scanner.name or ""))
+        self._calls += 1
+        self._block_calls += 1
+
+    def _give_arguments(self) -> None:
+        if self._scanner.name is not None:
+            self._deltas.append(ArgumentsDelta(self._calls - 1, self._scanner.take_arguments()))
+
+    def _end_call(self) -> None:
+        self._give_arguments()
+        self._state = _State.BLOCK
+
+    def _say_block(self) -> None:
+        """What is left of a block is no call, or what separated calls."""
+        text = "".join(self._block)
+        self._say(text.lstrip(_BETWEEN_CALLS) if self._block_calls else text)
+        self._block = []
+        self._state = _State.TEXT
+
+    def _shown(self, marker: str) -> str:
+        return "" if marker in self._hidden else marker
+
+    def _say(self, text: str) -> None:
+        whole = self._space + text
+        said = whole.rstrip(SPACE)
+        if said:
+            self._spoken = True
+            self._deltas.append(ContentDelta(said))
+        self._space = whole[len(said) :]

@@ -1,0 +1,75 @@
+"""Reads the answer of a chat: thoughts, content and calls of functions."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+from services.gateway.answers.call_parser import ToolCallParser
+from services.gateway.answers.deltas import AnswerDelta, ArgumentsDelta, CallDelta, ContentDelta, joined
+from services.gateway.answers.formats import CallFormat
+from services.gateway.answers.reasoning import THINK, THINK_END, Reasoning, ReasoningSplitter
+
+_ID_LETTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerForm:
+    """How the model writes its answers to one request. Without `calls`, and with no reasoning, all is content.
+
+    `names` are those of the functions that the answer may call, and unless `several` it has one call at most. Markers
+    in `hidden` leave no text where nothing follows that they belong to.
+    """
+
+    calls: CallFormat | None = None
+    names: frozenset[str] = frozenset()
+    several: bool = True
+    reasoning: Reasoning = Reasoning.NONE
+    hidden: frozenset[str] = frozenset()
+
+    @property
+    def markers(self) -> frozenset[str]:
+        """What must be in the text, even if the tokenizer takes it for special tokens."""
+        found = {self.calls.begin, self.calls.end} - {""} if self.calls is not None else set()
+        return frozenset(found if self.reasoning is Reasoning.NONE else found | {THINK, THINK_END})
+
+    def call_id(self, request_id: str, choice: int, call: int) -> str:
+        """Depends on its arguments alone, so that a stream that is taken up again repeats it."""
+        form = self.calls or CallFormat(begin="")
+        digest = hashlib.sha256(f"{request_id} {choice} {call}".encode()).digest()
+        letters = "".join(_ID_LETTERS[byte % len(_ID_LETTERS)] for byte in digest[: form.call_id_letters])
+        return form.call_id_prefix + letters
+
+
+class AnswerReader:
+    """Reads one choice."""
+
+    def __init__(self, form: AnswerForm) -> None:
+        self.called = False
+        """Whether a call has begun."""
+        self._several = form.several
+        self._reasoning = ReasoningSplitter(form.reasoning)
+        self._calls = None if form.calls is None else ToolCallParser(form.calls, form.names, form.hidden)
+
+    def push(self, piece: str, last: bool) -> list[AnswerDelta]:
+        """What has become certain; with the `last` piece, all that is left."""
+        deltas = self._reasoning.push(piece)
+        if last:
+            deltas += self._reasoning.finish()
+        if self._calls is not None:
+            deltas = self._parsed(self._calls, deltas)
+            if last:
+                deltas += self._calls.finish()
+            deltas = [delta for delta in deltas if self._wanted(delta)]
+        self.called = self.called or any(isinstance(delta, CallDelta) for delta in deltas)
+        return joined(deltas)
+
+    @staticmethod
+    def _parsed(parser: ToolCallParser, deltas: list[AnswerDelta]) -> list[AnswerDelta]:
+        parsed: list[AnswerDelta] = []
+        for delta in deltas:
+            parsed += parser.push(delta.text) if isinstance(delta, ContentDelta) else [delta]
+        return parsed
+
+    def _wanted(self, delta: AnswerDelta) -> bool:
+        return self._several or not isinstance(delta, CallDelta | ArgumentsDelta) or delta.index == 0

@@ -1,0 +1,83 @@
+"""The functions that a model may call, as a request defines them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from scheduler.sampling import MAX_GRAMMAR_BYTES
+from services.gateway.answers.schema_form import schema_fault
+from services.gateway.errors import invalid
+
+_NOTHING: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """`parameters` is a JSON schema; a function without takes none."""
+
+    name: str
+    description: str | None = None
+    parameters: Mapping[str, Any] | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        function: dict[str, Any] = {"name": self.name}
+        if self.description is not None:
+            function["description"] = self.description
+        function["parameters"] = {"type": "object", "properties": {}} if self.parameters is None else self.parameters
+        return {"type": "function", "function": function}
+
+    def schema(self) -> dict[str, Any]:
+        """What the arguments must fit."""
+        return dict(_NOTHING if self.parameters is None else self.parameters)
+
+
+@dataclass(frozen=True, slots=True)
+class ToolUse:
+    """What an answer may do with `tools`: call any or none of them; with `required`, one or more; and with `name`, this
+    one. Unless `parallel` it has one call at most. Tools that are not `offered` are checked, and no more."""
+
+    tools: tuple[Tool, ...]
+    required: bool = False
+    name: str | None = None
+    parallel: bool = True
+    offered: bool = True
+
+    @property
+    def constrained(self) -> bool:
+        return self.required or self.name is not None
+
+    @property
+    def callable_tools(self) -> tuple[Tool, ...]:
+        return self.tools if self.name is None else tuple(tool for tool in self.tools if tool.name == self.name)
+
+
+def check_tools(use: ToolUse, limit: int) -> None:
+    """Raises RequestError that names the field at fault."""
+    if not 1 <= len(use.tools) <= limit:
+        raise invalid(f"tools has {len(use.tools)} entries, must have between 1 and {limit}", "tools")
+    names = [tool.name for tool in use.tools]
+    for index, tool in enumerate(use.tools):
+        field = f"tools.{index}.function"
+        first = names.index(tool.name)
+        if first < index:
+            raise invalid(
+                f"{field}.name is {tool.name!r}, which is that of tools.{first}, must differ", f"{field}.name"
+            )
+        if tool.parameters is not None:
+            _check_parameters(f"{field}.parameters", tool.parameters)
+    if use.name is not None and use.name not in names:
+        raise invalid(f"tool_choice names {use.name!r}, must be one of the tools: {', '.join(names)}", "tool_choice")
+
+
+def _check_parameters(field: str, schema: Mapping[str, Any]) -> None:
+    size = len(json.dumps(schema))
+    if size > MAX_GRAMMAR_BYTES:
+        raise invalid(f"{field} has {size} bytes, must have at most {MAX_GRAMMAR_BYTES}", field)
+    if schema.get("type", "object") != "object":
+        raise invalid(f"{field}.type is {schema['type']!r}, must be 'object'", field)
+    fault = schema_fault(schema)
+    if fault is not None:
+        raise invalid(f"{field} is no JSON schema: {fault}", field)

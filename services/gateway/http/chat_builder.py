@@ -1,0 +1,188 @@
+"""Builds the responses and events of /v1/chat/completions from a completion's pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from scheduler.messages import TokenLogprobs
+from services.gateway.answers.deltas import AnswerDelta, ArgumentsDelta, CallDelta, ContentDelta, ReasoningDelta
+from services.gateway.answers.reader import AnswerReader
+from services.gateway.choice import Piece
+from services.gateway.completion import Completion
+from services.gateway.http.completion_builder import MIN_LOGPROB, usage_shape
+from services.gateway.http.openai_responses import (
+    CalledFunction,
+    ChatChoice,
+    ChatChunk,
+    ChatChunkChoice,
+    ChatCompletion,
+    ChatDelta,
+    ChatEndReason,
+    ChatLogprobs,
+    ChatMessage,
+    FunctionDelta,
+    TokenLogprob,
+    ToolCall,
+    ToolCallDelta,
+    TopLogprob,
+)
+from services.gateway.token_strings import TokenStrings
+
+
+class _ChoiceReader:
+    """The deltas and log probabilities of one choice that no event has carried yet."""
+
+    def __init__(self, reader: AnswerReader, include_reasoning: bool) -> None:
+        self._reader = reader
+        self._include_reasoning = include_reasoning
+        self._logprobs: list[TokenLogprobs] = []
+
+    def read(self, piece: Piece) -> list[AnswerDelta]:
+        self._logprobs.extend(piece.logprobs)
+        deltas = self._reader.push(piece.text, piece.finish_reason is not None)
+        return [delta for delta in deltas if self._include_reasoning or not isinstance(delta, ReasoningDelta)]
+
+    def take_logprobs(self) -> list[TokenLogprobs]:
+        taken, self._logprobs = self._logprobs, []
+        return taken
+
+    def finish_reason(self, piece: Piece) -> ChatEndReason | None:
+        return "tool_calls" if piece.finish_reason == "stop" and self._reader.called else piece.finish_reason
+
+
+class ChatBuilder:
+    """`logprobs` says whether the client asked for log probabilities; thoughts are left out unless
+    `include_reasoning`."""
+
+    def __init__(
+        self, completion: Completion, strings: TokenStrings, logprobs: bool, include_reasoning: bool = True
+    ) -> None:
+        self._completion = completion
+        self._strings = strings
+        self._logprobs = logprobs
+        self._id = f"chatcmpl-{completion.request_id}"
+        self._readers = [_ChoiceReader(AnswerReader(completion.form), include_reasoning) for _ in completion.choices]
+
+    async def whole(self) -> ChatCompletion:
+        deltas: list[list[AnswerDelta]] = [[] for _ in self._readers]
+        last: dict[int, Piece] = {}
+        async for piece in self._completion.pieces():
+            deltas[piece.index] += self._readers[piece.index].read(piece)
+            last[piece.index] = piece
+        choices = [
+            ChatChoice(
+                index=index,
+                message=self._message(index, deltas[index]),
+                logprobs=self._logprobs_of(self._readers[index].take_logprobs()),
+                finish_reason=self._readers[index].finish_reason(piece),
+                stop_reason=piece.stop_reason,
+            )
+            for index, piece in sorted(last.items())
+        ]
+        return ChatCompletion(
+            id=self._id,
+            object="chat.completion",
+            created=self._completion.created,
+            model=self._completion.model,
+            choices=choices,
+            usage=usage_shape(self._completion.usage()),
+        )
+
+    def first_chunks(self) -> list[ChatChunk]:
+        """The role of the speaker, once for each choice."""
+        return [
+            self._chunk(
+                ChatChunkChoice(
+                    index=choice.index, delta=ChatDelta(role="assistant", content=""), logprobs=None, finish_reason=None
+                )
+            )
+            for choice in self._completion.choices
+        ]
+
+    def chunks(self, piece: Piece) -> list[ChatChunk]:
+        """One for each part of the answer; none where nothing has become certain."""
+        reader = self._readers[piece.index]
+        shapes = [self._delta(piece.index, delta) for delta in reader.read(piece)]
+        if not shapes and piece.finish_reason is not None:
+            shapes = [ChatDelta()]
+        choices = [
+            ChatChunkChoice(index=piece.index, delta=shape, logprobs=None, finish_reason=None) for shape in shapes
+        ]
+        if choices:
+            logprobs = reader.take_logprobs()
+            choices[0].logprobs = self._logprobs_of(logprobs) if logprobs else None
+            choices[-1].finish_reason = reader.finish_reason(piece)
+            if piece.finish_reason is not None:
+                choices[-1].stop_reason = piece.stop_reason
+        return [self._chunk(choice) for choice in choices]
+
+    def usage_chunk(self) -> ChatChunk:
+        chunk = self._chunk()
+        chunk.usage = usage_shape(self._completion.usage())
+        return chunk
+
+    def _chunk(self, *choices: ChatChunkChoice) -> ChatChunk:
+        return ChatChunk(
+            id=self._id,
+            object="chat.completion.chunk",
+            created=self._completion.created,
+            model=self._completion.model,
+            choices=list(choices),
+        )
+
+    def _delta(self, choice: int, delta: AnswerDelta) -> ChatDelta:
+        match delta:
+            case ContentDelta(text):
+                return ChatDelta(content=text)
+            case ReasoningDelta(text):
+                return ChatDelta(reasoning_content=text)
+            case CallDelta(index, name):
+                call_id = self._call_id(choice, index)
+                begin = FunctionDelta(name=name, arguments="")
+                return ChatDelta(tool_calls=[ToolCallDelta(index=index, id=call_id, type="function", function=begin)])
+            case ArgumentsDelta(index, text):
+                return ChatDelta(tool_calls=[ToolCallDelta(index=index, function=FunctionDelta(arguments=text))])
+
+    def _message(self, choice: int, deltas: Sequence[AnswerDelta]) -> ChatMessage:
+        content = "".join(delta.text for delta in deltas if isinstance(delta, ContentDelta))
+        reasoning = "".join(delta.text for delta in deltas if isinstance(delta, ReasoningDelta))
+        arguments: list[list[str]] = []
+        names: list[str] = []
+        for delta in deltas:
+            if isinstance(delta, CallDelta):
+                names.append(delta.name)
+                arguments.append([])
+            elif isinstance(delta, ArgumentsDelta):
+                arguments[delta.index].append(delta.text)
+        message = ChatMessage(role="assistant", content=content, refusal=None)
+        if reasoning:
+            message.reasoning_content = reasoning
+        if names:
+            message.tool_calls = [
+                ToolCall(
+                    id=self._call_id(choice, index),
+                    type="function",
+                    function=CalledFunction(name=name, arguments="".join(arguments[index])),
+                )
+                for index, name in enumerate(names)
+            ]
+        if not content and (reasoning or names):
+            message.content = None
+        return message
+
+    def _call_id(self, choice: int, call: int) -> str:
+        return self._completion.form.call_id(self._completion.request_id, choice, call)
+
+    def _logprobs_of(self, entries: Sequence[TokenLogprobs]) -> ChatLogprobs | None:
+        if not self._logprobs:
+            return None
+        content = []
+        for entry in entries:
+            top = [self._top(token, logprob) for token, logprob in entry.top]
+            own = self._top(entry.token_id, entry.logprob)
+            content.append(TokenLogprob(token=own.token, logprob=own.logprob, bytes=own.bytes, top_logprobs=top))
+        return ChatLogprobs(content=content, refusal=None)
+
+    def _top(self, token: int, logprob: float) -> TopLogprob:
+        string = self._strings.of(token)
+        return TopLogprob(token=string.text, logprob=max(logprob, MIN_LOGPROB), bytes=list(string.data))

@@ -1,0 +1,159 @@
+"""Messages of a chat, and the functions that the model may call in it, as OpenAI's requests have them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, model_validator
+
+from services.gateway.answers.tools import Tool, ToolUse
+from services.gateway.http.openai_fields import Body, Content, PlainText, check_json, wrong
+from services.gateway.options import ChatRole, chat_message, shown
+
+FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+
+
+def _parameters(value: dict[str, Any]) -> dict[str, Any]:
+    check_json(value)
+    return value
+
+
+def _arguments(value: object) -> dict[str, Any]:
+    """Templates expect arguments as an object; OpenAI's messages have its JSON text."""
+    if not isinstance(value, str):
+        raise wrong(f"is {shown(value)}, must be the JSON text of an object")
+    try:
+        arguments = json.loads(value) if value.strip() else {}
+    except (ValueError, RecursionError) as error:
+        raise wrong(f"is {shown(value)}, must be the JSON text of an object") from error
+    if not isinstance(arguments, dict):
+        raise wrong(f"is {shown(value)}, must be the JSON text of an object")
+    return _parameters(arguments)
+
+
+class Function(Body):
+    """What the model may call."""
+
+    name: FunctionName
+    description: PlainText | None = None
+    """Tells the model what the function does."""
+    parameters: Annotated[dict[str, Any], AfterValidator(_parameters)] | None = None
+    """JSON schema of the arguments, an object; without one, the function takes none."""
+    strict: bool | None = None
+    """Arguments fit the schema wherever a call is required, whatever this says."""
+
+
+class ToolDefinition(Body):
+    type: Literal["function"]
+    function: Function
+
+    def tool(self) -> Tool:
+        function = self.function
+        return Tool(function.name, function.description, function.parameters)
+
+
+class _ChosenName(BaseModel):
+    name: str
+
+
+class _ChosenFunction(BaseModel):
+    type: Literal["function"]
+    function: _ChosenName
+
+
+@dataclass(frozen=True, slots=True)
+class ToolChoiceValue:
+    mode: Literal["none", "auto", "required", "function"]
+    name: str | None = None
+
+
+def _tool_choice(value: object) -> ToolChoiceValue | None:
+    match value:
+        case None:
+            return None
+        case "none" | "auto" | "required":
+            return ToolChoiceValue(value)
+        case {"type": "function", "function": {"name": str(name), **others}, **more} if not others and not more:
+            return ToolChoiceValue("function", name)
+    form = '{"type": "function", "function": {"name": ...}}'
+    raise wrong(f"is {shown(value)}, must be 'none', 'auto', 'required' or {form}")
+
+
+ToolChoice = Annotated[
+    Any,
+    BeforeValidator(_tool_choice, json_schema_input_type=Literal["none", "auto", "required"] | _ChosenFunction | None),
+]
+
+
+def tool_use(
+    tools: list[ToolDefinition] | None, choice: ToolChoiceValue | None, parallel: bool | None
+) -> ToolUse | None:
+    """None where the answer calls nothing. Raises an error for a validator to raise."""
+    mode = "auto" if choice is None else choice.mode
+    if not tools:
+        if mode in ("required", "function"):
+            raise wrong("tool_choice asks for a call, which needs tools", "tool_choice")
+        return None
+    given = tuple(definition.tool() for definition in tools)
+    name = None if choice is None else choice.name
+    return ToolUse(given, mode == "required", name, parallel is not False, offered=mode != "none")
+
+
+class CalledFunction(Body):
+    name: PlainText
+    arguments: Annotated[dict[str, Any], BeforeValidator(_arguments, json_schema_input_type=str)]
+    """JSON text of an object."""
+
+
+class MessageToolCall(Body):
+    """A call that the assistant has made."""
+
+    id: PlainText
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None
+    """Accepted, without effect: streams have it."""
+
+    def for_template(self) -> dict[str, Any]:
+        function = {"name": self.function.name, "arguments": self.function.arguments}
+        return {"id": self.id, "type": self.type, "function": function}
+
+
+class Message(Body):
+    role: ChatRole
+    """`developer` is what newer clients call `system`."""
+    content: Content | None = None
+    """Only a message of the assistant with tool_calls may do without."""
+    name: PlainText | None = None
+    tool_call_id: PlainText | None = None
+    """Of a message with the role `tool`: the id of the call whose result it is."""
+    tool_calls: list[MessageToolCall] | None = None
+    """Calls that the assistant has made."""
+    reasoning_content: PlainText | None = None
+    """What the assistant thought, for templates that want to know."""
+    refusal: None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> Message:
+        if (self.tool_calls or self.reasoning_content) and self.role != "assistant":
+            field = "tool_calls" if self.tool_calls else "reasoning_content"
+            raise wrong(f"is given with the role {self.role!r}, must be with 'assistant' only", field)
+        if self.content is None and not self.tool_calls:
+            given = "is None, must be a text" if "content" in self.model_fields_set else "is missing"
+            raise wrong(given, "content")
+        if self.role == "tool" and not self.tool_call_id:
+            raise wrong("is missing, must be the id of the call whose result the message is", "tool_call_id")
+        return self
+
+    def for_template(self) -> dict[str, Any]:
+        calls = [call.for_template() for call in self.tool_calls or []] or None
+        more = {
+            "name": self.name,
+            "tool_call_id": self.tool_call_id,
+            "tool_calls": calls,
+            "reasoning_content": self.reasoning_content,
+        }
+        given = {key: value for key, value in more.items() if value is not None}
+        return chat_message(self.role, self.content or "", **given)
