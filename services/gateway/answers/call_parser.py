@@ -37,6 +37,7 @@ class ToolCallParser:
         self._buffer = ""
         self._space = ""
         self._spoken = False
+        self._after_call = False
         self._block: list[str] = []
         """What of a block of calls becomes text unless a call follows."""
         self._block_calls = 0
@@ -151,6 +152,7 @@ class ToolCallParser:
         """It is a call."""
         self._block = []
         self._space = ""
+        self._after_call = True
         self._deltas.append(CallDelta(self._calls, self._scanner.name or ""))
         self._calls += 1
         self._block_calls += 1
@@ -175,8 +177,11 @@ class ToolCallParser:
 
     def _say(self, text: str) -> None:
         whole = self._space + text
+        if self._after_call:
+            whole = whole.lstrip(SPACE)
         said = whole.rstrip(SPACE)
         if said:
             self._spoken = True
+            self._after_call = False
             self._deltas.append(ContentDelta(said))
         self._space = whole[len(said) :]

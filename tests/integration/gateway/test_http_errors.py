@@ -94,14 +94,81 @@ def test_bad_completions(http: httpx.Client, body: dict[str, Any], param: str | 
     assert response.json()["error"]["param"] == param
 
 
+def tool(**changes: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": "f", **changes}}
+
+
+def chosen(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name}}
+
+
+def called(arguments: str) -> dict[str, Any]:
+    return {"id": "a", "type": "function", "function": {"name": "f", "arguments": arguments}}
+
+
+TOOL = tool()
 BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": []}, "messages", "messages has 0 entries"),
     ({"messages": [{"role": "pirate", "content": "arr"}]}, "messages.0.role", "'pirate'"),
     ({"messages": [{"role": "user"}]}, "messages.0.content", "is missing"),
     ({"messages": [{"role": "user", "content": None}]}, "messages.0.content", "is None, must be a text"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content", "at index 0, must be"),
-    ({"messages": [{"role": "tool", "content": "x"}]}, "messages", "no tools here"),
-    ({"messages": CHAT, "tools": [{"type": "function"}]}, "tools", "tools is not supported"),
+    ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "a"}]}, "messages", "no tools here"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.tool_call_id", "messages.0.tool_call_id is missing"),
+    ({"messages": CHAT, "tools": [TOOL]}, "tools", "the model's chat template has no place for"),
+    ({"messages": CHAT, "tools": [{"type": "function"}]}, "tools.0.function", "tools.0.function is missing"),
+    ({"messages": CHAT, "tools": [{**TOOL, "type": "custom"}]}, "tools.0.type", "is 'custom', must be 'function'"),
+    ({"messages": CHAT, "tools": [tool(name=None)]}, "tools.0.function.name", "is None, must be a valid string"),
+    ({"messages": CHAT, "tools": [tool(name="a b")]}, "tools.0.function.name", "is 'a b', .* pattern"),
+    ({"messages": CHAT, "tools": [tool(name="a" * 65)]}, "tools.0.function.name", "pattern"),
+    ({"messages": CHAT, "tools": [tool(parameters=[])]}, "tools.0.function.parameters", "must be a valid dictionary"),
+    (
+        {"messages": CHAT, "tools": [TOOL, tool(name="g"), TOOL]},
+        "tools.2.function.name",
+        "tools.2.function.name is 'f', which is that of tools.0, must differ",
+    ),
+    (
+        {"messages": CHAT, "tools": [tool(name=f"f{number}") for number in range(129)]},
+        "tools",
+        "tools has 129 entries, must have between 1 and 128",
+    ),
+    (
+        {"messages": CHAT, "tools": [tool(parameters={"type": "array"})]},
+        "tools.0.function.parameters",
+        "parameters.type is 'array', must be 'object'",
+    ),
+    (
+        {"messages": CHAT, "tools": [TOOL, tool(name="g", parameters={"properties": {"a": {"type": "text"}}})]},
+        "tools.1.function.parameters",
+        "is no JSON schema: properties.a.type is 'text', must be one of",
+    ),
+    (
+        {"messages": CHAT, "tools": [tool(parameters={"description": "a" * 70_000})]},
+        "tools.0.function.parameters",
+        "has 70019 bytes, must have at most 65536",
+    ),
+    ({"messages": CHAT, "tools": [tool(parameters={"const": "\ud800"})]}, "tools.0.function.parameters", "surrogate"),
+    ({"messages": CHAT, "tools": [TOOL], "tool_choice": "any"}, "tool_choice", "is 'any', must be 'none', 'auto', "),
+    ({"messages": CHAT, "tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice", "must be 'none'"),
+    ({"messages": CHAT, "tools": [TOOL], "tool_choice": chosen("g")}, "tool_choice", "names 'g', must be one of .*: f"),
+    ({"messages": CHAT, "tool_choice": "required"}, "tool_choice", "tool_choice asks for a call, which needs tools"),
+    ({"messages": CHAT, "tool_choice": chosen("f"), "tools": []}, "tool_choice", "needs tools"),
+    (
+        {"messages": CHAT, "tools": [TOOL], "response_format": {"type": "json_object"}},
+        "response_format",
+        "response_format is given with tools, must be unset",
+    ),
+    (
+        {"messages": [*CHAT, {"role": "user", "content": "a", "tool_calls": [called("{}")]}]},
+        "messages.2.tool_calls",
+        "is given with the role 'user'",
+    ),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [called("[1]")]}]},
+        "messages.0.tool_calls.0.function.arguments",
+        r"is '\[1\]', must be the JSON text of an object",
+    ),
+    ({"messages": [{"role": "assistant", "tool_calls": []}]}, "messages.0.content", "is missing"),
     ({"messages": CHAT, "response_format": {"type": "xml"}}, "response_format.type", "is 'xml', must be 'text'"),
     ({"messages": CHAT, "response_format": {"type": "json_schema"}}, "response_format", "must have a json_schema"),
     (
@@ -125,7 +192,8 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
 
 @pytest.mark.parametrize(("body", "param", "message"), BAD_CHATS)
 def test_bad_chats(http: httpx.Client, body: dict[str, Any], param: str, message: str) -> None:
-    response = http.post("/v1/chat/completions", json=body)
+    content = json.dumps(body).encode()
+    response = http.post("/v1/chat/completions", content=content, headers={"content-type": "application/json"})
     assert response.status_code == 400
     assert re.search(message, message_of(response)), message_of(response)
     assert response.json()["error"]["param"] == param

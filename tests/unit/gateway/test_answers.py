@@ -1,0 +1,240 @@
+"""Answers of chats: thoughts, content and calls, in the forms of the families of models."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from typing import Any
+
+import jsonschema
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.gateway.answers.deltas import (
+    AnswerDelta,
+    ArgumentsDelta,
+    CallDelta,
+    ContentDelta,
+    ReasoningDelta,
+    joined,
+)
+from services.gateway.answers.formats import FORMATS, ToolFormat, detect_format
+from services.gateway.answers.reader import AnswerForm, AnswerReader
+from services.gateway.answers.reasoning import Reasoning
+from services.gateway.answers.schema_form import schema_fault
+from services.text.chat_template import ChatTemplate
+from tests.support.chat_templates import HERMES, LLAMA3, MISTRAL, THINKING
+
+NAMES = frozenset({"f", "get_weather"})
+FORMS = {
+    "plain": AnswerForm(),
+    "hermes": AnswerForm(FORMATS[ToolFormat.HERMES], NAMES),
+    "llama3": AnswerForm(FORMATS[ToolFormat.LLAMA3], NAMES),
+    "mistral": AnswerForm(FORMATS[ToolFormat.MISTRAL], NAMES, hidden=frozenset({"[TOOL_CALLS]"})),
+    "single": AnswerForm(FORMATS[ToolFormat.HERMES], NAMES, several=False),
+    "thinking": AnswerForm(FORMATS[ToolFormat.HERMES], NAMES, reasoning=Reasoning.POSSIBLE),
+    "in thought": AnswerForm(reasoning=Reasoning.OPEN),
+}
+
+
+def read(form: AnswerForm, *pieces: str) -> list[AnswerDelta]:
+    reader = AnswerReader(form)
+    deltas = [delta for piece in pieces for delta in reader.push(piece, last=False)]
+    return joined([*deltas, *reader.push("", last=True)])
+
+
+def say(text: str) -> AnswerDelta:
+    return ContentDelta(text)
+
+
+def think(text: str) -> AnswerDelta:
+    return ReasoningDelta(text)
+
+
+def call(index: int, name: str, arguments: str) -> list[AnswerDelta]:
+    return [CallDelta(index, name), *([ArgumentsDelta(index, arguments)] if arguments else [])]
+
+
+def stays(form: str, text: str) -> tuple[str, str, list[AnswerDelta]]:
+    return form, text, [say(text)]
+
+
+CASES: list[tuple[str, str, list[AnswerDelta]]] = [
+    ("plain", "<think>a</think> <tool_call>\n", [say("<think>a</think> <tool_call>\n")]),
+    ("hermes", "", []),
+    stays("hermes", " two  words \n"),
+    ("hermes", '<tool_call>\n{"name": "f", "arguments": {"a": [1, {}]}}\n</tool_call>', call(0, "f", '{"a": [1, {}]}')),
+    (
+        "hermes",
+        'Look:\n<tool_call>\n{"name": "f", "arguments": {"a": "}</tool_call>\\""}}\n</tool_call>\n'
+        '<tool_call>{"arguments": {"b":2}, "id": 7, "name": "get_weather"}</tool_call>\n',
+        [say("Look:"), *call(0, "f", '{"a": "}</tool_call>\\""}'), *call(1, "get_weather", '{"b":2}')],
+    ),
+    (
+        "hermes",
+        '<tool_call>[{"name":"f","arguments":"{\\"a\\":1}"}, {"name":"f"}]</tool_call> Done.',
+        [*call(0, "f", '{"a":1}'), *call(1, "f", "{}"), say("Done.")],
+    ),
+    # What is no call stays text.
+    stays("hermes", '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>\n'),
+    stays("hermes", '<tool_call>{"name": ["f"], "arguments": {}}</tool_call>'),
+    stays("hermes", '<tool_call>{"name": "f", "arguments": [1]}</tool_call>'),
+    stays("hermes", "<tool_call>none</tool_call> <tool_ca"),
+    stays("hermes", "<tool_call> [] </tool_call>"),
+    ("hermes", '<tool_<tool_call>{<tool_call>{"name": "f"}', [say("<tool_<tool_call>{"), *call(0, "f", "{}")]),
+    # Cut off: a call that has begun stays one.
+    stays("hermes", '<tool_call>\n{"name": "f", '),
+    ("hermes", 'a\n<tool_call>\n{"name": "f", "arguments": {"a": "b', [say("a"), *call(0, "f", '{"a": "b')]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {}}\n</tool_', call(0, "f", "{}")),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {}} well', [*call(0, "f", "{}"), say("well")]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {}, x}', [*call(0, "f", "{}"), say("x}")]),
+    ("single", '<tool_call>{"name": "f"}</tool_call><tool_call>{"name": "f"}</tool_call>', call(0, "f", "{}")),
+    ("llama3", ' {"name": "f", "parameters": {"x": "{"}}', call(0, "f", '{"x": "{"}')),
+    (
+        "llama3",
+        '<|python_tag|>{"name": "f", "parameters": {}}; {"name": "f", "parameters": null}\n',
+        [*call(0, "f", "{}"), *call(1, "f", "{}")],
+    ),
+    stays("llama3", '{"name": "f", "age": 3}'),
+    stays("llama3", 'So: {"name": "f", "parameters": {}}'),
+    stays("llama3", "<|python_tag|>print(1)"),
+    (
+        "mistral",
+        '[TOOL_CALLS] [{"name": "f", "arguments": {"x": 1}, "id": "abcdefghi"}, {"name": "f", "arguments": {}}]',
+        [*call(0, "f", '{"x": 1}'), *call(1, "f", "{}")],
+    ),
+    ("mistral", "[TOOL_CALLS]none", [say("none")]),
+    ("thinking", "<think>\nHm, </th\n</think>\n\nYes.\n", [think("Hm, </th"), say("Yes.\n")]),
+    ("thinking", "\n<think> </think>\n\nYes", [say("Yes")]),
+    ("thinking", " <thinking> no", [say(" <thinking> no")]),
+    ("thinking", "No <think>a</think>", [say("No <think>a</think>")]),
+    ("thinking", "<think>on and on \n", [think("on and on")]),
+    (
+        "thinking",
+        '<think>\n<tool_call>{"name": "f"}\n</think>\n<tool_call>{"name": "f"}</tool_call>',
+        [think('<tool_call>{"name": "f"}'), *call(0, "f", "{}")],
+    ),
+    ("in thought", "so it is\n</think>\n\nIt is.", [think("so it is"), say("It is.")]),
+]
+
+
+@pytest.mark.parametrize(("form", "text", "expected"), CASES)
+def test_answers_are_divided(form: str, text: str, expected: list[AnswerDelta]) -> None:
+    assert read(FORMS[form], text) == expected
+
+
+@pytest.mark.parametrize(("form", "text", "expected"), CASES)
+def test_pieces_make_no_difference(form: str, text: str, expected: list[AnswerDelta]) -> None:
+    assert read(FORMS[form], *text) == expected
+    for cut in range(len(text) + 1):
+        assert read(FORMS[form], text[:cut], text[cut:]) == expected
+    # In three pieces a text has many more divisions.
+    for one, other in itertools.combinations(range(min(len(text), 50) + 1), 2):
+        assert read(FORMS[form], text[:one], text[one:other], text[other:]) == expected
+
+
+MARKERS = ["<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "<think>", "</think>"]
+SIGNS = ["[", "]", "{", "}", ",", ":", '"', "\\", "\n", " ", "a", "<"]
+PARTS = ['{"name": "f"', '"arguments": {', '"parameters"', '{"name": "f", "arguments": {"a": ']
+FRAGMENTS = [*MARKERS, *SIGNS, *PARTS]
+
+
+@given(
+    form=st.sampled_from(sorted(FORMS)),
+    pieces=st.lists(st.lists(st.sampled_from(FRAGMENTS), max_size=4).map("".join), max_size=8),
+)
+def test_any_text_in_any_pieces(form: str, pieces: list[str]) -> None:
+    text = "".join(pieces)
+    deltas = read(FORMS[form], *pieces)
+    assert deltas == read(FORMS[form], *text)
+    if form in ("hermes", "llama3") and not any(isinstance(delta, CallDelta) for delta in deltas):
+        assert joined([say(text)]) == deltas
+
+
+def test_only_what_may_become_a_call_is_held_back() -> None:
+    reader = AnswerReader(FORMS["hermes"])
+    seen = [reader.push(letter, last=False) for letter in 'Hi <b>\n<tool_call>{"name": "f", "arguments": {"a": 1}}']
+    assert seen[:6] == [[say("H")], [say("i")], [], [], [say(" <b")], [say(">")]]
+    certain = next(place for place, deltas in enumerate(seen) if CallDelta(0, "f") in deltas)
+    assert "".join('Hi <b>\n<tool_call>{"name": "f", "arguments": {"a": 1}}'[: certain + 1]).endswith('"arguments": {')
+    assert [delta for deltas in seen[certain + 1 :] for delta in deltas] == [ArgumentsDelta(0, c) for c in '"a": 1}']
+
+
+ARGUMENTS: list[dict[str, Any]] = [{}, {"city": "Zürich", "days": [1, 2], "more": {"a": '"}]</tool_call>'}}]
+TEMPLATES = {
+    ToolFormat.HERMES: (HERMES, "<|im_start|>assistant\n", "<|im_end|>"),
+    ToolFormat.LLAMA3: (LLAMA3, "<|start_header_id|>assistant<|end_header_id|>\n\n", "<|eot_id|>"),
+    ToolFormat.MISTRAL: (MISTRAL, "", "</s>"),
+}
+
+
+@pytest.mark.parametrize("family", TEMPLATES)
+def test_what_the_familys_template_writes_is_read_back(family: ToolFormat) -> None:
+    """A model was trained to write what its template writes."""
+    source, begin, end = TEMPLATES[family]
+    assert detect_format(source) is family
+    form = AnswerForm(FORMATS[family], NAMES)
+    template = ChatTemplate(source, {"eos_token": "</s>"})
+    assert template.takes_tools
+    several = FORMATS[family].several
+    calls = [
+        {
+            "id": form.call_id("request", 0, index),
+            "type": "function",
+            "function": {"name": "get_weather", "arguments": arguments},
+        }
+        for index, arguments in enumerate(ARGUMENTS if several else ARGUMENTS[1:])
+    ]
+    message = {"role": "assistant", "content": "", "tool_calls": calls}
+    text = template.render([message], add_generation_prompt=False)
+    written = text[text.index(begin) + len(begin) :].removesuffix("\n").removesuffix(end)
+    deltas = read(form, written)
+    assert [delta.name for delta in deltas if isinstance(delta, CallDelta)] == ["get_weather"] * len(calls)
+    read_back = [json.loads(delta.text) for delta in deltas if isinstance(delta, ArgumentsDelta)]
+    assert read_back == [one["function"]["arguments"] for one in calls]
+
+
+def test_formats_are_told_by_templates() -> None:
+    assert detect_format(THINKING) is ToolFormat.HERMES
+    assert detect_format("{{ messages }}") is None
+    assert detect_format("<tool_call>{name}\n<arg_key>") is None
+    assert not ChatTemplate("{{ messages }} tools {% set tools = 1 %}", {}).takes_tools
+
+
+def test_ids_of_calls_repeat_and_differ() -> None:
+    ids = {FORMS["hermes"].call_id(request, choice, call) for request in "ab" for choice in (0, 1) for call in (0, 1)}
+    assert len(ids) == 8
+    assert FORMS["hermes"].call_id("a", 0, 1) in ids
+    assert all(one.removeprefix("call_").isalnum() and len(one) == 29 for one in ids)
+    mistral = FORMS["mistral"].call_id("a", 0, 0)
+    assert mistral.isalnum()
+    assert len(mistral) == 9
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "objekt"},
+        {"type": ["string", 1]},
+        {"properties": []},
+        {"properties": {"a": 1}},
+        {"properties": {"a": {"items": {"anyOf": [{"required": "a"}]}}}},
+        {"required": [1]},
+        {"allOf": {}},
+        {"$defs": {"a": {"type": "strin"}}},
+        {"additionalProperties": "no"},
+        {"items": [{"enum": 1}]},
+        {"properties": {"a": {"type": "array", "items": {"type": "string"}}, "b": True}, "required": ["a"]},
+        {"$defs": {"a": {"not": {"const": 1}}}, "additionalProperties": False, "oneOf": [{"$ref": "#/$defs/a"}]},
+    ],
+)
+def test_the_form_of_schemas(schema: dict[str, Any]) -> None:
+    try:
+        # `items` may be a list in the older dialect alone.
+        jsonschema.Draft7Validator.check_schema(schema)
+        jsonschema.Draft202012Validator.check_schema({key: value for key, value in schema.items() if key != "items"})
+        right = True
+    except jsonschema.SchemaError:
+        right = False
+    assert (schema_fault(schema) is None) == right
