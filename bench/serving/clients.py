@@ -84,7 +84,10 @@ class HttpClient:
 
 
 def _content(choice: Any) -> str | None:
-    return choice.delta.content if hasattr(choice, "delta") else choice.text
+    """What a model thinks is output as well."""
+    if not hasattr(choice, "delta"):
+        return choice.text
+    return choice.delta.content or getattr(choice.delta, "reasoning_content", None)
 
 
 class GrpcClient:

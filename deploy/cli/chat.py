@@ -114,15 +114,21 @@ def _questions(source: TextIO, sink: TextIO) -> Iterator[str]:
 
 
 def _answer(client: httpx.Client, body: dict[str, Any], sink: TextIO) -> str:
-    """Prints the answer as it comes. Ctrl-C closes the stream, at which the server stops working on it."""
+    """Prints the answer as it comes, with what the model thinks before it, which is not returned. Ctrl-C closes the
+    stream, at which the server stops working on it."""
     parts: list[str] = []
+    thinking = False
     try:
         with client.stream("POST", "/v1/chat/completions", json=body) as response:
             if response.is_error:
                 response.read()
                 raise RunError(f"the server refuses: {_reason(response)}")
-            for piece in _pieces(response):
-                parts.append(piece)
+            for name, piece in _pieces(response):
+                if name == "content":
+                    parts.append(piece)
+                    if thinking:
+                        print("\n", file=sink)
+                thinking = name != "content"
                 print(piece, end="", flush=True, file=sink)
     except KeyboardInterrupt:
         print(" ...", end="", file=sink)
@@ -130,7 +136,8 @@ def _answer(client: httpx.Client, body: dict[str, Any], sink: TextIO) -> str:
     return "".join(parts)
 
 
-def _pieces(response: httpx.Response) -> Iterator[str]:
+def _pieces(response: httpx.Response) -> Iterator[tuple[str, str]]:
+    """Texts, each with the field that has it."""
     for line in response.iter_lines():
         data = line.removeprefix("data:").strip()
         if not line.startswith("data:") or data == "[DONE]":
@@ -139,8 +146,9 @@ def _pieces(response: httpx.Response) -> Iterator[str]:
         if "error" in event:
             raise RunError(f"the answer broke off: {event['error'].get('message', event['error'])}")
         for choice in event.get("choices", ()):
-            if piece := choice["delta"].get("content"):
-                yield piece
+            for name in ("reasoning_content", "content"):
+                if piece := choice["delta"].get(name):
+                    yield name, piece
 
 
 def _first_model(client: httpx.Client) -> str:

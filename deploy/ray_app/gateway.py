@@ -21,7 +21,7 @@ from deploy.ray_app.replica import (
     secret_from_file,
 )
 from engine.models.fetching import fetch_model
-from engine.models.source import SourceKind, resolve_model
+from engine.models.source import SourceKind, demo_chat_template, resolve_model
 from scheduler.messages import Role
 from services.gateway.grpc.server import GrpcServer
 from services.gateway.http.app import create_app
@@ -126,7 +126,7 @@ def _model_files(config: SpoolConfig) -> tuple[ModelTokenizer, SamplingDefaults]
     """The tokenizer, and the sampling defaults. The demo has these files only together with its weights."""
     source = resolve_model(config.models.target, Role.TARGET)
     if source.kind is SourceKind.DEMO:
-        tokenizer = ModelTokenizer(fetch_model(source, lambda message, fraction: None))
+        tokenizer = ModelTokenizer(fetch_model(source, lambda message, fraction: None), demo_chat_template())
         return tokenizer, config.gateway.sampling or _DEMO_SAMPLING
     tokenizer = load_tokenizer(str(source.folder or config.models.target))
     return tokenizer, config.gateway.sampling or model_sampling_defaults(tokenizer.folder)

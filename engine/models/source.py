@@ -71,8 +71,14 @@ def demo_folder(role: Role) -> Path:
 
 
 def demo_assets() -> Traversable:
-    """The folder of what this package ships of the demo draft: trained layers and, if there is one, a vocabulary."""
+    """The folder of what this package ships of the demo models: of the draft, trained layers and, if there is one, a
+    vocabulary; and a chat template."""
     return resources.files("engine.models") / "demo_assets"
+
+
+def demo_chat_template() -> str:
+    """The demo target's own chat template with tools beside; without tools, it writes the same."""
+    return (demo_assets() / "chat_template.jinja").read_text(encoding="utf-8")
 
 
 def demo_marker(role: Role) -> dict[str, object]:

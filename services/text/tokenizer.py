@@ -30,7 +30,8 @@ class ModelTokenizer:
     Safe to use from several threads. Raises TokenizerError.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, chat_template: str | None = None) -> None:
+        """`chat_template` takes the place of the folder's own."""
         self.folder = folder
         path = folder / "tokenizer.json"
         if not path.is_file():
@@ -51,7 +52,8 @@ class ModelTokenizer:
         self.special_texts = frozenset(token.content for token in added if token.special)
         """The texts of the tokens that decoding skips."""
         self.stop_token_ids = self._stop_token_ids(folder)
-        self._chat_sources = _chat_template_sources(folder, self._config)
+        own = _chat_template_sources(folder, self._config)
+        self._chat_sources = own if chat_template is None else {_DEFAULT_TEMPLATE: chat_template}
         self._chat_templates: dict[str, ChatTemplate] = {}
         self._showing: dict[frozenset[str], tokenizers.Tokenizer] = {}
 

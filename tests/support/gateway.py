@@ -116,15 +116,20 @@ class Gateways:
 
     @contextmanager
     def serve(
-        self, settings: GatewaySettings | None = None, backend: Backend | None = None, tls: TlsFiles | None = None
+        self,
+        settings: GatewaySettings | None = None,
+        backend: Backend | None = None,
+        tls: TlsFiles | None = None,
+        tokenizer: ModelTokenizer | None = None,
     ) -> Iterator[Served]:
         """A gateway over HTTP and gRPC, on free ports."""
         free = {"http": ListenSettings(tls=tls), "grpc": ListenSettings(tls=tls)}
         settings = (settings or GatewaySettings()).model_copy(update=free)
         backend = backend or self.backend
+        tokenizer = tokenizer or self.tokenizer
         metrics = GatewayMetrics()
-        http = HttpServer(create_app(backend, self.tokenizer, settings, metrics), settings.http, drain_seconds=1)
-        grpc = GrpcServer(backend, self.tokenizer, settings, metrics, drain_seconds=1)
+        http = HttpServer(create_app(backend, tokenizer, settings, metrics), settings.http, drain_seconds=1)
+        grpc = GrpcServer(backend, tokenizer, settings, metrics, drain_seconds=1)
         self.run(http.__aenter__())
         try:
             self.run(grpc.__aenter__())

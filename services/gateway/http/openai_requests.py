@@ -392,6 +392,8 @@ class TokenizeBody(_TemplateSettings):
     def _check(self) -> TokenizeBody:
         if (self.prompt is None) == (self.messages is None):
             raise wrong("prompt or messages must be given, and only one of them", "prompt")
+        if self.tools and self.messages is None:
+            raise wrong("tools is given, which needs messages", "tools")
         return self
 
     def prompt_given(self) -> TextPrompt | ChatPrompt:

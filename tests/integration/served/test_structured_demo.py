@@ -1,4 +1,4 @@
-"""Structured output of the demo models, as OpenAI's package asks for it."""
+"""Structured output and required calls of the demo models, as OpenAI's package asks for them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from bench.structured.conformance import Asked, measure
 from bench.structured.schemas import read_schemas
 from engine.models.fetching import fetch_model
-from engine.models.source import resolve_model
+from engine.models.source import demo_chat_template, resolve_model
 from engine.settings import EngineSettings
 from scheduler.messages import Role
 from services.launch.launcher import WorkerLaunch
@@ -90,13 +90,17 @@ MANY: list[dict[str, Any]] = [
 ]
 
 
+def tokenizer(chat_template: str | None = None) -> ModelTokenizer:
+    return ModelTokenizer(fetch_model(resolve_model("demo", Role.TARGET), lambda *_: None), chat_template)
+
+
 @pytest.fixture(scope="module")
 def client() -> Iterator[openai.OpenAI]:
     launches = []
     for role in (Role.TARGET, Role.DRAFT):
         settings = EngineSettings("demo", threads=1, kv_pages=400, exact=False, max_num_batched_tokens=64)
         launches.append(WorkerLaunch(role, asdict(settings), threads=1))
-    gateways = Gateways(ModelTokenizer(fetch_model(resolve_model("demo", Role.TARGET), lambda *_: None)), launches)
+    gateways = Gateways(tokenizer(demo_chat_template()), launches)
     try:
         with gateways.serve() as served, openai.OpenAI(base_url=f"{served.url}/v1", api_key="none") as client:
             yield client
@@ -185,3 +189,82 @@ def test_many_schemas_give_the_same_valid_text_with_drafts_and_without(client: o
     assert report.reasons == {'Unimplemented keys: ["uniqueItems"]': 1, 'Unimplemented keys: ["not"]': 1}
     assert (report.schemas, report.refused, report.valid, report.valid_outputs) == (22, 2, 20, 40)
     assert 0 < report.accepted < report.tokens
+
+
+PLACE: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "maxLength": 20},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+    },
+    "required": ["city"],
+    "additionalProperties": False,
+}
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": "get_weather", "description": "The weather", "parameters": PLACE}},
+    {"type": "function", "function": {"name": "get_time", "description": "The time"}},
+]
+TOOL_SCHEMAS = {"get_weather": PLACE, "get_time": {"type": "object", "maxProperties": 0}}
+QUESTION: list[Any] = [{"role": "user", "content": "How will the weather be in Paris in the next three days?"}]
+
+
+@pytest.mark.parametrize("tool_choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
+def test_required_calls_fit_their_schemas(client: openai.OpenAI, tool_choice: Any) -> None:
+    done = client.chat.completions.create(
+        model="demo",
+        messages=QUESTION,
+        tools=TOOLS,
+        tool_choice=tool_choice,
+        parallel_tool_calls=False,
+        temperature=0.8,
+        seed=2,
+        n=2,
+        max_tokens=200,
+    )
+    for choice in done.choices:
+        assert choice.finish_reason == "tool_calls"
+        assert choice.message.content is None
+        [call] = choice.message.tool_calls or []
+        assert call.type == "function"
+        assert tool_choice == "required" or call.function.name == "get_weather"
+        jsonschema.validate(json.loads(call.function.arguments), TOOL_SCHEMAS[call.function.name])
+
+
+def test_calls_are_the_same_with_drafts_and_without(client: openai.OpenAI) -> None:
+    def calls(draft_length: int, stream: bool) -> list[tuple[str, str]]:
+        asked: dict[str, Any] = {
+            "model": "demo",
+            "messages": QUESTION,
+            "tools": TOOLS,
+            "tool_choice": "required",
+            "temperature": 0.8,
+            "seed": 7,
+            "max_tokens": 60,
+            "extra_body": {"spool": {"draft_length": draft_length}},
+        }
+        if not stream:
+            whole = client.chat.completions.create(**asked).choices[0].message.tool_calls or []
+            return [(call.function.name, call.function.arguments) for call in whole if call.type == "function"]
+        found: list[tuple[str, str]] = []
+        for chunk in client.chat.completions.create(**asked, stream=True):
+            for delta in chunk.choices[0].delta.tool_calls or []:
+                assert delta.function is not None
+                if delta.id is not None:
+                    found.append((delta.function.name or "", ""))
+                found[delta.index] = (found[delta.index][0], found[delta.index][1] + (delta.function.arguments or ""))
+        return found
+
+    drafted = calls(4, stream=False)
+    assert drafted
+    assert drafted == calls(0, stream=False) == calls(4, stream=True)
+
+
+def test_without_tools_the_template_is_the_models_own() -> None:
+    ours, own = tokenizer(demo_chat_template()), tokenizer()
+    system, answer = {"role": "system", "content": "Be brief."}, {"role": "assistant", "content": "Hello."}
+    for messages in (QUESTION, [system, *QUESTION], [*QUESTION, answer, *QUESTION]):
+        for begin in (True, False):
+            text = own.render_chat(messages, add_generation_prompt=begin)
+            assert ours.render_chat(messages, add_generation_prompt=begin) == text
+    prompt = ours.render_chat([system, *QUESTION], tools=TOOLS)
+    assert prompt.count("Be brief.") == prompt.count("SmolLM") + 1 == 1

@@ -1,0 +1,322 @@
+"""Tools and thoughts in chats, as OpenAI's package sees them, of a model that says what the test wants."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import tokenizers
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+
+from scheduler.messages import FinishReason, TokenLogprobs
+from services.backend.interface import GenerationRequest, ModelInfo
+from services.backend.sequence_stream import TokenDelta
+from services.gateway.settings import GatewaySettings
+from services.scheduler_client.local import LocalBackend
+from services.text.tokenizer import ModelTokenizer
+from tests.integration.gateway.expected import message_of
+from tests.support.chat_templates import HERMES, LLAMA3, MISTRAL, THINKING
+from tests.support.gateway import Gateways
+from tests.unit.services.test_tokenizer import byte_level
+
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": "weather", "description": "Of a city", "parameters": PARAMETERS}},
+    {"type": "function", "function": {"name": "stop"}},
+]
+ASK: list[Any] = [{"role": "user", "content": "How is the weather in Zürich?"}]
+CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Zürich"}}\n</tool_call>'
+STOP = '<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>'
+MARKERS = ("[TOOL_CALLS]", "<|python_tag|>")
+
+
+class SpokenStream:
+    """Tokens of a text, a few at a time, then the end token, unless `max_tokens` are fewer."""
+
+    def __init__(self, tokens: list[int], end: int, request: GenerationRequest, step: int) -> None:
+        self.finish_reason: FinishReason | None = None
+        whole = [*tokens, end]
+        self._tokens, self._step = whole[: request.max_tokens], step
+        self._cut = len(whole) > request.max_tokens
+        self._logprobs = request.top_logprobs is not None
+        self._deltas = self._read()
+
+    async def _read(self) -> AsyncIterator[TokenDelta]:
+        for first in range(0, len(self._tokens), self._step):
+            tokens = tuple(self._tokens[first : first + self._step])
+            logprobs = tuple(TokenLogprobs(token, -0.5) for token in tokens) if self._logprobs else ()
+            yield TokenDelta(tokens, 0, 0, (), logprobs)
+        self.finish_reason = FinishReason.LENGTH if self._cut else FinishReason.STOP
+
+    def cancel(self) -> None:
+        pass
+
+    def __aiter__(self) -> AsyncIterator[TokenDelta]:
+        return self
+
+    async def __anext__(self) -> TokenDelta:
+        return await anext(self._deltas)
+
+
+class Speaker(LocalBackend):
+    """A model that answers with the given texts, one after the other, `step` tokens a round."""
+
+    def __init__(self, gateways: Gateways, tokenizer: ModelTokenizer) -> None:
+        super().__init__(gateways.service)
+        self.says: list[str] = []
+        self.step = 3
+        self.requests: list[GenerationRequest] = []
+        self.tokenizer = tokenizer
+
+    async def model(self) -> ModelInfo:
+        return ModelInfo("speaker", self.tokenizer.vocabulary_size, 4000, self.tokenizer.vocabulary_digest)
+
+    async def submit(self, request: GenerationRequest) -> SpokenStream:  # type: ignore[override]
+        self.requests.append(request)
+        [end] = self.tokenizer.stop_token_ids
+        return SpokenStream(self.tokenizer.encode(self.says.pop(0)), end, request, self.step)
+
+    @property
+    def prompt(self) -> str:
+        return self.tokenizer.decode(self.requests[-1].prompt, skip_special_tokens=False)
+
+
+class Talk:
+    """What a model says to a request, by the `openai` package, whole and as a stream."""
+
+    def __init__(self, client: openai.OpenAI, url: str, backend: Speaker) -> None:
+        self.client = client
+        self.url = url
+        self.backend = backend
+
+    def whole(self, *says: str, **request: Any) -> ChatCompletion:
+        self.backend.says = list(says)
+        return self.client.chat.completions.create(**{"model": "speaker", "messages": ASK, "n": len(says), **request})
+
+    def chunks(self, *says: str, step: int = 3, **request: Any) -> list[ChatCompletionChunk]:
+        self.backend.says, self.backend.step = list(says), step
+        return list(
+            self.client.chat.completions.create(
+                **{"model": "speaker", "messages": ASK, "n": len(says), **request}, stream=True
+            )
+        )
+
+
+Open = Callable[..., AbstractContextManager[Talk]]
+
+
+@pytest.fixture(scope="module")
+def talk(gateways: Gateways, tmp_path_factory: pytest.TempPathFactory) -> Open:
+    @contextmanager
+    def opened(template: str, settings: GatewaySettings | None = None) -> Iterator[Talk]:
+        folder: Path = tmp_path_factory.mktemp("speaker")
+        model: tokenizers.Tokenizer = byte_level()
+        model.add_special_tokens(list(MARKERS))
+        model.save(str(folder / "tokenizer.json"))
+        config = {"eos_token": "<end>", "chat_template": template}
+        (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+        tokenizer = ModelTokenizer(folder)
+        backend = Speaker(gateways, tokenizer)
+        with (
+            gateways.serve(settings, backend, tokenizer=tokenizer) as served,
+            openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client,
+        ):
+            yield Talk(client, served.url, backend)
+
+    return opened
+
+
+def joined(chunks: list[ChatCompletionChunk], choice: int = 0) -> dict[str, Any]:
+    """The message that a stream makes up, by OpenAI's rules, and its finish reason."""
+    message: dict[str, Any] = {"content": "", "reasoning_content": "", "tool_calls": []}
+    for chunk in chunks:
+        for part in chunk.choices:
+            if part.index != choice:
+                continue
+            assert "finish_reason" not in message
+            message["content"] += part.delta.content or ""
+            message["reasoning_content"] += getattr(part.delta, "reasoning_content", None) or ""
+            for call in part.delta.tool_calls or []:
+                assert call.function is not None
+                if call.index == len(message["tool_calls"]):
+                    assert (call.type, call.function.arguments) == ("function", "")
+                    message["tool_calls"].append([call.id, call.function.name, ""])
+                else:
+                    assert call.index == len(message["tool_calls"]) - 1
+                    assert (call.id, call.function.name) == (None, None)
+                    message["tool_calls"][-1][2] += call.function.arguments or ""
+            if part.finish_reason is not None:
+                message["finish_reason"] = part.finish_reason
+    return message
+
+
+def as_joined(done: ChatCompletion, choice: int = 0) -> dict[str, Any]:
+    one = done.choices[choice]
+    calls = [[call.id, call.function.name, call.function.arguments] for call in one.message.tool_calls or []]  # type: ignore[union-attr]
+    return {
+        "content": one.message.content or "",
+        "reasoning_content": getattr(one.message, "reasoning_content", None) or "",
+        "tool_calls": calls,
+        "finish_reason": one.finish_reason,
+    }
+
+
+def without_ids(message: dict[str, Any]) -> dict[str, Any]:
+    """Ids are those of the request."""
+    return {**message, "tool_calls": [call[1:] for call in message["tool_calls"]]}
+
+
+FAMILIES = [
+    (HERMES, f"Let me see.\n{CALL}\n{STOP}"),
+    (LLAMA3, '<|python_tag|>{"name": "weather", "parameters": {"city": "Zürich"}}; {"name": "stop", "parameters": {}}'),
+    (MISTRAL, '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Zürich"}}, {"name": "stop", "arguments": {}}]'),
+]
+
+
+@pytest.mark.parametrize(("template", "said"), FAMILIES, ids=["hermes", "llama3", "mistral"])
+def test_calls_of_every_family(talk: Open, template: str, said: str) -> None:
+    with talk(template) as model:
+        done = model.whole(said, tools=TOOLS)
+        [choice] = done.choices
+        assert choice.finish_reason == "tool_calls"
+        assert choice.message.content == ("Let me see." if template is HERMES else None)
+        calls = as_joined(done)["tool_calls"]
+        assert [call[1:] for call in calls] == [["weather", '{"city": "Zürich"}'], ["stop", "{}"]]
+        assert len({call[0] for call in calls}) == 2
+        assert '"description": "Of a city"' in model.backend.prompt
+        assert done.usage is not None
+        assert done.usage.completion_tokens == len(model.backend.tokenizer.encode(said)) + 1
+        for step in (1, 4, 1000):
+            assert without_ids(joined(model.chunks(said, tools=TOOLS, step=step))) == without_ids(as_joined(done))
+
+
+def test_choices_are_told_apart(talk: Open) -> None:
+    says = [CALL, "No.", f"{STOP}\n{CALL}"]
+    with talk(HERMES) as model:
+        done = model.whole(*says, tools=TOOLS)
+        chunks = model.chunks(*says, tools=TOOLS)
+        for choice in range(3):
+            assert without_ids(joined(chunks, choice)) == without_ids(as_joined(done, choice))
+        assert [choice.finish_reason for choice in done.choices] == ["tool_calls", "stop", "tool_calls"]
+        assert len({call[0] for choice in range(3) for call in as_joined(done, choice)["tool_calls"]}) == 3
+
+
+def test_a_cut_off_call_says_so(talk: Open) -> None:
+    with talk(HERMES) as model:
+        done = model.whole(CALL, tools=TOOLS, max_tokens=len(CALL) - 20)
+        assert done.choices[0].finish_reason == "length"
+        [[_, name, arguments]] = as_joined(done)["tool_calls"]
+        assert (name, arguments[:9]) == ("weather", '{"city": ')
+
+
+def test_one_call_at_most(talk: Open) -> None:
+    with talk(HERMES) as model:
+        done = model.whole(f"{CALL}\n{STOP}", tools=TOOLS, parallel_tool_calls=False)
+        assert [call[1] for call in as_joined(done)["tool_calls"]] == ["weather"]
+
+
+def test_without_tools_the_text_is_left_alone(talk: Open) -> None:
+    with talk(HERMES) as model:
+        for request in ({}, {"tools": TOOLS, "tool_choice": "none"}, {"tools": []}):
+            done = model.whole(CALL, **request)
+            assert (done.choices[0].message.content, done.choices[0].finish_reason) == (CALL, "stop")
+            assert done.choices[0].message.tool_calls is None
+            assert "<tools>" not in model.backend.prompt
+
+
+def test_every_token_has_its_log_probability(talk: Open) -> None:
+    said = f"Well {CALL}"
+    with talk(HERMES) as model:
+        done = model.whole(said, tools=TOOLS, logprobs=True)
+        assert done.choices[0].logprobs is not None
+        whole = [entry.token for entry in done.choices[0].logprobs.content or []]
+        assert len(whole) == len(model.backend.tokenizer.encode(said)) + 1
+        chunks = model.chunks(said, tools=TOOLS, logprobs=True)
+        streamed = [
+            entry.token
+            for chunk in chunks
+            for choice in chunk.choices
+            if choice.logprobs is not None
+            for entry in choice.logprobs.content or []
+        ]
+        assert streamed == whole
+
+
+def test_history_becomes_the_prompt(talk: Open) -> None:
+    calls = [{"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Zürich"}'}}]
+    history = [
+        *ASK,
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "c1", "content": "sunny"},
+    ]
+    with talk(HERMES) as model:
+        assert model.whole("It is sunny.", messages=history, tools=TOOLS).choices[0].message.content == "It is sunny."
+        assert model.backend.prompt.endswith(
+            f"<|im_start|>assistant\n{CALL}<|im_end|>\n"
+            "<|im_start|>user\n<tool_response>\nsunny\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+        )
+
+
+THOUGHT = f"<think>\nLet me think.\n</think>\n\nSo:\n{CALL}"
+
+
+def test_thoughts(talk: Open) -> None:
+    with talk(THINKING) as model:
+        done = model.whole(THOUGHT, tools=TOOLS)
+        message = as_joined(done)
+        assert (message["reasoning_content"], message["content"]) == ("Let me think.", "So:")
+        assert [call[1] for call in message["tool_calls"]] == ["weather"]
+        for step in (1, 1000):
+            assert without_ids(joined(model.chunks(THOUGHT, tools=TOOLS, step=step))) == without_ids(message)
+        hidden = model.whole(THOUGHT, tools=TOOLS, extra_body={"include_reasoning": False})
+        assert without_ids(as_joined(hidden)) == {**without_ids(message), "reasoning_content": ""}
+        assert hidden.usage is not None
+        assert done.usage is not None
+        assert hidden.usage.completion_tokens == done.usage.completion_tokens
+        chunks = model.chunks(THOUGHT, tools=TOOLS, extra_body={"include_reasoning": False})
+        assert joined(chunks)["reasoning_content"] == ""
+        # The prompt can begin the thought, or rule it out.
+        begun = model.whole("Hm.\n</think>Yes", extra_body={"chat_template_kwargs": {"begin_thinking": True}})
+        assert (as_joined(begun)["reasoning_content"], begun.choices[0].message.content) == ("Hm.", "Yes")
+        none = model.whole("Yes", extra_body={"chat_template_kwargs": {"enable_thinking": False}})
+        assert as_joined(none)["content"] == "Yes"
+    with talk(HERMES) as model:
+        assert model.whole(THOUGHT).choices[0].message.content == THOUGHT
+
+
+def test_required_calls_have_a_grammar(talk: Open) -> None:
+    with talk(MISTRAL) as model:
+        for choice in ("required", {"type": "function", "function": {"name": "stop"}}):
+            done = model.whole('[TOOL_CALLS][{"name": "stop", "arguments": {}}]', tools=TOOLS, tool_choice=choice)
+            assert done.choices[0].finish_reason == "tool_calls"
+            assert model.backend.requests[-1].sampling.grammar is not None
+        model.whole("a", tools=TOOLS)
+        assert model.backend.requests[-1].sampling.grammar is None
+
+
+def test_what_cannot_be_required_names_the_function(talk: Open) -> None:
+    # llguidance knows no `uniqueItems`; without a grammar that does no harm.
+    odd = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+    tools = [*TOOLS, {"type": "function", "function": {"name": "odd", "parameters": odd}}]
+    body = {"model": "speaker", "messages": ASK, "tools": tools, "tool_choice": "required"}
+    with talk(HERMES) as model:
+        response = httpx.post(f"{model.url}/v1/chat/completions", json=body)
+        assert response.status_code == 400
+        assert message_of(response).startswith("tools.2.function.parameters cannot be used: ")
+        assert response.json()["error"]["param"] == "tools.2.function.parameters"
+        assert model.whole("a", tools=tools).choices[0].message.content == "a"
+
+
+def test_the_format_can_be_set(talk: Open) -> None:
+    template = HERMES.replace("tool_call>", "call>")
+    with talk(template) as model, pytest.raises(openai.BadRequestError, match=r"gateway\.tool_format can say it"):
+        model.whole(CALL, tools=TOOLS)
+    settings = GatewaySettings.model_validate({"tool_format": "hermes"})
+    with talk(template, settings) as model:
+        assert model.whole(CALL, tools=TOOLS).choices[0].finish_reason == "tool_calls"
