@@ -22,7 +22,9 @@ import typer.main
 
 from deploy.config.loading import load_configuration
 from deploy.config.reference import reference
+from engine.models.source import demo_chat_template
 from services.gateway.settings import GatewaySettings
+from services.text.tokenizer import ModelTokenizer
 from tests.docs.documents import DOCUMENTS, ROOT, Command, blocks, commands, name_of
 from tests.support.gateway import Gateways, Served, stand_in_gateways
 from tests.support.waiting import LONG
@@ -153,7 +155,8 @@ def gateways(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateways]:
 
 @pytest.fixture(scope="module")
 def served(gateways: Gateways) -> Iterator[Served]:
-    with gateways.serve(GatewaySettings(model_names=("demo",))) as served:
+    tokenizer = ModelTokenizer(gateways.tokenizer.folder, demo_chat_template())
+    with gateways.serve(GatewaySettings(model_names=("demo",)), tokenizer=tokenizer) as served:
         yield served
 
 
