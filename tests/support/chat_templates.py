@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# Qwen2.5's, in the form that Hermes 2 Pro began.
+# Qwen2.5's, in the form that Hermes 2 Pro began. As with Hermes, results have the names of their functions.
 HERMES = """\
 {%- if tools %}
     {{- '<|im_start|>system\\n' }}
@@ -36,7 +36,8 @@ HERMES = """\
         {%- endfor %}
         {{- '<|im_end|>\\n' }}
     {%- elif message.role == "tool" %}
-        {{- '<|im_start|>user\\n<tool_response>\\n' + message.content + '\\n</tool_response><|im_end|>\\n' }}
+        {{- '<|im_start|>user\\n<tool_response name="' + message.name + '">\\n' + message.content }}
+        {{- '\\n</tool_response><|im_end|>\\n' }}
     {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}

@@ -49,7 +49,7 @@ FORMATS = {
     # Its templates want ids of nine letters and digits.
     ToolFormat.MISTRAL: CallFormat(
         begin="[TOOL_CALLS]",
-        before_all="[TOOL_CALLS][",
+        before_all="[TOOL_CALLS] [",
         between=", ",
         after_all="]",
         call_id_prefix="",

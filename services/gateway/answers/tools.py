@@ -23,10 +23,9 @@ class Tool:
     parameters: Mapping[str, Any] | None = None
 
     def for_template(self) -> dict[str, Any]:
-        function: dict[str, Any] = {"name": self.name}
-        if self.description is not None:
-            function["description"] = self.description
-        function["parameters"] = {"type": "object", "properties": {}} if self.parameters is None else self.parameters
+        """With all three fields: there are templates that fail without."""
+        parameters = {"type": "object", "properties": {}} if self.parameters is None else self.parameters
+        function = {"name": self.name, "description": self.description or "", "parameters": parameters}
         return {"type": "function", "function": function}
 
     def schema(self) -> dict[str, Any]:

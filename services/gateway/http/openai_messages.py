@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -147,13 +148,21 @@ class Message(Body):
             raise wrong("is missing, must be the id of the call whose result the message is", "tool_call_id")
         return self
 
-    def for_template(self) -> dict[str, Any]:
+    def for_template(self, called: Mapping[str, str]) -> dict[str, Any]:
+        """`called` has the names of the functions that were called, by the ids of the calls."""
         calls = [call.for_template() for call in self.tool_calls or []] or None
         more = {
-            "name": self.name,
+            # Some templates want the function's name with its result, which OpenAI's clients do not send.
+            "name": self.name or called.get(self.tool_call_id or ""),
             "tool_call_id": self.tool_call_id,
             "tool_calls": calls,
             "reasoning_content": self.reasoning_content,
         }
         given = {key: value for key, value in more.items() if value is not None}
         return chat_message(self.role, self.content or "", **given)
+
+
+def for_template(messages: Sequence[Message]) -> tuple[dict[str, Any], ...]:
+    """The messages as chat templates know them."""
+    called = {call.id: call.function.name for message in messages for call in message.tool_calls or []}
+    return tuple(message.for_template(called) for message in messages)

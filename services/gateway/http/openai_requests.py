@@ -27,7 +27,7 @@ from services.gateway.http.openai_fields import (
     TokenIds,
     wrong,
 )
-from services.gateway.http.openai_messages import Message, ToolChoice, ToolDefinition, tool_use
+from services.gateway.http.openai_messages import Message, ToolChoice, ToolDefinition, for_template, tool_use
 from services.gateway.options import ChatPrompt, GenerationOptions, TextPrompt, shown
 from services.gateway.structure import ANY_JSON_OBJECT, Structure
 
@@ -321,7 +321,7 @@ class _TemplateSettings(Body):
     def _prompt(self, messages: list[Message], tools: bool = True) -> ChatPrompt:
         options = {**self.chat_template_kwargs, "add_generation_prompt": self.add_generation_prompt}
         offered = tuple(definition.tool() for definition in self.tools or []) if tools else ()
-        return ChatPrompt(tuple(message.for_template() for message in messages), options, offered)
+        return ChatPrompt(for_template(messages), options, offered)
 
 
 class ChatBody(_TemplateSettings, _Generation):

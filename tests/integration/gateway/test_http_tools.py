@@ -259,7 +259,8 @@ def test_history_becomes_the_prompt(talk: Open) -> None:
         assert model.whole("It is sunny.", messages=history, tools=TOOLS).choices[0].message.content == "It is sunny."
         assert model.backend.prompt.endswith(
             f"<|im_start|>assistant\n{CALL}<|im_end|>\n"
-            "<|im_start|>user\n<tool_response>\nsunny\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+            '<|im_start|>user\n<tool_response name="weather">\nsunny\n</tool_response><|im_end|>\n'
+            "<|im_start|>assistant\n"
         )
 
 

@@ -19,6 +19,7 @@ from deploy.ray_app.gateway import gateway_settings
 from scheduler.config import Policy, SchedulerConfig
 from scheduler.key_class import KeyClass
 from scheduler.messages import Role
+from services.gateway.answers.formats import ToolFormat
 from services.gateway.api_keys import ApiKeys
 from services.gateway.settings import SamplingDefaults
 
@@ -279,9 +280,10 @@ def test_what_the_scheduler_and_the_engines_get() -> None:
 def test_keys_with_a_name_go_to_the_gateway_and_to_the_scheduler() -> None:
     digests = [hashlib.sha256(secret).hexdigest() for secret in (b"one", b"two")]
     plain = [{"name": "a", "digest": digests[0], "weight": 3}, {"name": "b", "digest": digests[1], "max_running": 2}]
-    config = configuration_from({"auth": {"keys": plain, "api_keys": ["three"]}})
+    config = configuration_from({"auth": {"keys": plain, "api_keys": ["three"]}, "gateway": {"tool_format": "mistral"}})
     assert config.scheduler_config().keys == (KeyClass("a", weight=3.0), KeyClass("b", max_running=2))
     settings = gateway_settings(config, SamplingDefaults())
+    assert settings.tool_format is ToolFormat.MISTRAL
     keys = ApiKeys(settings.api_keys, settings.named_keys)
     assert [keys.check(b"Bearer " + key) for key in (b"one", b"two", b"three")] == ["a", "b", ""]
     assert configuration_from({"auth": {"keys": plain}}).auth.required
