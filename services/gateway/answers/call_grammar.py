@@ -1,10 +1,11 @@
-"""The grammar of an answer that calls functions and says nothing else, in the form of the model's family."""
+"""Grammars of answers with calls of functions, in the form of the model's family."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from services.gateway.answers.formats import CallFormat
 from services.gateway.answers.reasoning import THINK, THINK_END, Reasoning
@@ -16,12 +17,11 @@ TokenId = Callable[[str], int | None]
 
 
 def calls_grammar(use: ToolUse, form: CallFormat, reasoning: Reasoning, token_id: TokenId) -> str:
-    """In Lark's form. The arguments of each call fit the schema of its function.
+    """Of an answer that calls functions and says nothing else, in Lark's form. All arguments fit their schemas.
 
     A model that thinks may do so first. Markers that are tokens are these tokens and nothing else: the library never
     takes the text of a special token for the token.
     """
-    tools = use.callable_tools
     calls = "call"
     if form.several and use.parallel and use.name is None:
         calls = f"call ({_written(form.between, form, token_id)} call)*"
@@ -30,21 +30,47 @@ def calls_grammar(use: ToolUse, form: CallFormat, reasoning: Reasoning, token_id
     thought, thought_rules = _thought(reasoning, token_id)
     rules = [
         f"start: {thought} {before} {calls} {after}",
-        f"call: {before_each} ({' | '.join(f'call_{number}' for number in range(len(tools)))}) {after_each}",
+        f"call: {before_each} any_call {after_each}",
         *thought_rules,
+        *_tool_rules(use.callable_tools, form),
     ]
-    for number, tool in enumerate(tools):
-        rules += _tool_rules(number, tool, form)
     return "\n".join(rules) + "\n"
 
 
-def _tool_rules(number: int, tool: Tool, form: CallFormat) -> list[str]:
-    begin = f'{{"name": {json.dumps(tool.name)}, "{form.arguments_key}": '
-    schema = tool.schema() | {"x-guidance": {"whitespace_pattern": JSON_WHITE_SPACE}}
-    return [
-        f'call_{number}: {json.dumps(begin)} arguments_{number} "}}"',
-        f"arguments_{number}: %json {json.dumps(schema)}",
+def free_grammar(use: ToolUse, form: CallFormat, reasoning: Reasoning, token_id: TokenId) -> str:
+    """Of an answer that says what it wants, and calls functions or not, in Lark's form.
+
+    Each call begins with the format's marker, and the arguments of strict functions fit their schemas. No other text
+    has the marker in it, so nothing else can be read as a call.
+    """
+    tools = [tool if tool.strict else replace(tool, parameters={"type": "object"}) for tool in use.tools]
+    thought, thought_rules = _thought(reasoning, token_id)
+    begin, marker = token_id(form.begin), _pattern(form.begin)
+    head, tail = (form.before_all + form.before_each).removeprefix(form.begin), form.after_each + form.after_all
+    # A marker before each call makes each a block of its own.
+    calls = "any_call"
+    if form.before_all and use.parallel:
+        calls = f"any_call ({_written(form.between, form, token_id)} any_call)*"
+    rules = [
+        f"start: {thought} (opening block){'*' if use.parallel else '?'} TEXT",
+        f"block: {_written(head, form, token_id)} {calls} {_written(tail, form, token_id)}",
+        f"opening[lazy]: /(?s:.*){marker}/" if begin is None else f"opening: TEXT <[{begin}]>",
+        f"TEXT: /(?s:.*)/ & ~/(?s:.*){marker}(?s:.*)/",
+        *thought_rules,
+        *_tool_rules(tools, form),
     ]
+    return "\n".join(rules) + "\n"
+
+
+def _tool_rules(tools: Sequence[Tool], form: CallFormat) -> list[str]:
+    """`any_call` is the object of a call, without markers around it."""
+    rules = [f"any_call: {' | '.join(f'call_{number}' for number in range(len(tools)))}"]
+    for number, tool in enumerate(tools):
+        begin = f'{{"name": {json.dumps(tool.name)}, "{form.arguments_key}": '
+        schema = tool.schema() | {"x-guidance": {"whitespace_pattern": JSON_WHITE_SPACE}}
+        rules.append(f'call_{number}: {json.dumps(begin)} arguments_{number} "}}"')
+        rules.append(f"arguments_{number}: %json {json.dumps(schema)}")
+    return rules
 
 
 def _thought(reasoning: Reasoning, token_id: TokenId) -> tuple[str, list[str]]:
@@ -54,7 +80,7 @@ def _thought(reasoning: Reasoning, token_id: TokenId) -> tuple[str, list[str]]:
     end = token_id(THINK_END)
     rules = [r"thought_end: /[ \t\r\n]{0,32}/"]
     if end is None:
-        rules.append(rf"thought[lazy]: /(?s:.*){re.escape(THINK_END).replace('/', chr(92) + '/')}/")
+        rules.append(f"thought[lazy]: /(?s:.*){_pattern(THINK_END)}/")
         thought = "thought thought_end"
     else:
         rules.append("thought: /(?s:.*)/")
@@ -74,3 +100,8 @@ def _written(text: str, form: CallFormat, token_id: TokenId) -> str:
 def _marker(text: str, token_id: TokenId) -> str:
     token = token_id(text)
     return json.dumps(text) if token is None else f"<[{token}]>"
+
+
+def _pattern(text: str) -> str:
+    """A regular expression for the text, between slashes."""
+    return re.escape(text).replace("/", r"\/")

@@ -34,6 +34,11 @@ class CallFormat:
     call_id_prefix: str = "call_"
     call_id_letters: int = 24
 
+    @property
+    def marked(self) -> bool:
+        """Whether every call has the marker before it."""
+        return not self.bare
+
 
 FORMATS = {
     # Qwen2.5 and Qwen3 too.

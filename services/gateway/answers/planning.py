@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from services.gateway.answers.call_grammar import calls_grammar
+from services.gateway.answers.call_grammar import calls_grammar, free_grammar
 from services.gateway.answers.formats import FORMATS, ToolFormat, detect_format
 from services.gateway.answers.reader import AnswerForm
 from services.gateway.answers.reasoning import THINK, THINK_END, Reasoning
@@ -42,11 +42,13 @@ def answer_form(
 
 
 def call_structure(use: ToolUse | None, form: AnswerForm, tokenizer: ModelTokenizer) -> Structure | None:
-    """What an answer must look like that has to call functions; None where it need not."""
-    if use is None or form.calls is None or not use.constrained:
+    """What an answer must look like that has to call functions, or whose calls have to fit; None for any other."""
+    if use is None or form.calls is None or not (use.constrained or (use.strict and form.calls.marked)):
         return None
+    write = calls_grammar if use.constrained else free_grammar
     parts = tuple(
         Structure("json_schema", json.dumps(tool.schema()), f"tools.{use.tools.index(tool)}.function.parameters")
         for tool in use.callable_tools
+        if tool.strict or use.constrained
     )
-    return Structure("lark", calls_grammar(use, form.calls, form.reasoning, tokenizer.token_id), "tools", parts)
+    return Structure("lark", write(use, form.calls, form.reasoning, tokenizer.token_id), "tools", parts)

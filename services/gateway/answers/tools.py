@@ -16,11 +16,12 @@ _NOTHING: dict[str, Any] = {"type": "object", "properties": {}, "additionalPrope
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """`parameters` is a JSON schema; a function without takes none."""
+    """`parameters` is a JSON schema; a function without takes none. `strict`: the arguments of all calls fit it."""
 
     name: str
     description: str | None = None
     parameters: Mapping[str, Any] | None = None
+    strict: bool = False
 
     def for_template(self) -> dict[str, Any]:
         """With all three fields: there are templates that fail without."""
@@ -47,6 +48,10 @@ class ToolUse:
     @property
     def constrained(self) -> bool:
         return self.required or self.name is not None
+
+    @property
+    def strict(self) -> bool:
+        return any(tool.strict for tool in self.tools)
 
     @property
     def callable_tools(self) -> tuple[Tool, ...]:

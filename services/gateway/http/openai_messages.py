@@ -43,7 +43,7 @@ class Function(Body):
     parameters: Annotated[dict[str, Any], AfterValidator(_parameters)] | None = None
     """JSON schema of the arguments, an object; without one, the function takes none."""
     strict: bool | None = None
-    """Arguments fit the schema wherever a call is required, whatever this says."""
+    """True: the arguments fit the schema even if the model is free to call or not (not with Llama 3)."""
 
 
 class ToolDefinition(Body):
@@ -52,7 +52,7 @@ class ToolDefinition(Body):
 
     def tool(self) -> Tool:
         function = self.function
-        return Tool(function.name, function.description, function.parameters)
+        return Tool(function.name, function.description, function.parameters, bool(function.strict))
 
 
 class _ChosenName(BaseModel):

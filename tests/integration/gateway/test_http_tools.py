@@ -13,6 +13,7 @@ import openai
 import pytest
 import tokenizers
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from pydantic import BaseModel
 
 from scheduler.messages import FinishReason, TokenLogprobs
 from services.backend.interface import GenerationRequest, ModelInfo
@@ -299,6 +300,26 @@ def test_required_calls_have_a_grammar(talk: Open) -> None:
             assert model.backend.requests[-1].sampling.grammar is not None
         model.whole("a", tools=TOOLS)
         assert model.backend.requests[-1].sampling.grammar is None
+    strict = [openai.pydantic_function_tool(City)]
+    for template, constrained in ((MISTRAL, True), (LLAMA3, False)):
+        with talk(template) as model:
+            model.whole("a", tools=strict)
+            assert (model.backend.requests[-1].sampling.grammar is not None) is constrained
+
+
+class City(BaseModel):
+    city: str
+
+
+def test_strict_calls_are_parsed_by_openais_client(talk: Open) -> None:
+    said = CALL.replace("weather", "City")
+    with talk(HERMES) as model:
+        model.backend.says = [said]
+        done = model.client.chat.completions.parse(
+            model="speaker", messages=ASK, tools=[openai.pydantic_function_tool(City)]
+        )
+        [call] = done.choices[0].message.tool_calls or []
+        assert call.function.parsed_arguments == City(city="Zürich")
 
 
 def test_what_cannot_be_required_names_the_function(talk: Open) -> None:

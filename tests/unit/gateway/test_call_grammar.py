@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import replace
 from typing import Any
 
 import jsonschema
@@ -12,8 +13,14 @@ import pytest
 import tokenizers
 
 from engine.sampling.grammars import GrammarTokens
-from services.gateway.answers.call_grammar import calls_grammar
-from services.gateway.answers.deltas import AnswerDelta, ArgumentsDelta, CallDelta, ReasoningDelta
+from services.gateway.answers.call_grammar import calls_grammar, free_grammar
+from services.gateway.answers.deltas import (
+    AnswerDelta,
+    ArgumentsDelta,
+    CallDelta,
+    ContentDelta,
+    ReasoningDelta,
+)
 from services.gateway.answers.formats import FORMATS, ToolFormat
 from services.gateway.answers.reader import AnswerForm, AnswerReader
 from services.gateway.answers.reasoning import Reasoning
@@ -31,7 +38,7 @@ WEATHER: dict[str, Any] = {
     "additionalProperties": False,
     "$defs": {"day": {"type": "integer", "minimum": 1, "maximum": 31}},
 }
-TOOLS = (Tool("weather", "Tells the weather.", WEATHER), Tool("stop"))
+TOOLS = (Tool("weather", "Tells the weather.", WEATHER, strict=True), Tool("stop"))
 SCHEMAS = {"weather": WEATHER, "stop": {"type": "object", "maxProperties": 0}}
 MAX_TOKENS = 2000
 
@@ -64,13 +71,13 @@ def walk(tokens: GrammarTokens, model: tokenizers.Tokenizer, lark: str, seed: in
     raise AssertionError(f"no end: {model.decode(output, skip_special_tokens=False)!r}")
 
 
-def read(form: AnswerForm, text: str) -> tuple[list[AnswerDelta], list[tuple[str, Any]]]:
-    """All deltas, and the calls with their arguments. Nothing is said beside the calls."""
+def read(form: AnswerForm, text: str, says: bool = False) -> tuple[list[AnswerDelta], list[tuple[str, Any]]]:
+    """All deltas, and the calls with their arguments. Unless it `says` something, nothing is said beside the calls."""
     deltas = AnswerReader(form).push(text, last=True)
     names = [delta.name for delta in deltas if isinstance(delta, CallDelta)]
     arguments = [json.loads(delta.text) for delta in deltas if isinstance(delta, ArgumentsDelta)]
     others = [delta for delta in deltas if not isinstance(delta, CallDelta | ArgumentsDelta | ReasoningDelta)]
-    assert others == [], text
+    assert says or others == [], text
     return deltas, list(zip(names, arguments, strict=True))
 
 
@@ -136,3 +143,33 @@ def test_a_thought_must_end() -> None:
         assert not matcher.is_accepting()
         assert matcher.consume_token(token)
     assert matcher.is_accepting()
+
+
+@pytest.mark.parametrize("family", [ToolFormat.HERMES, ToolFormat.MISTRAL])
+@pytest.mark.parametrize("model", [PLAIN, MARKED], ids=["markers-are-text", "markers-are-tokens"])
+@pytest.mark.parametrize("parallel", [True, False])
+def test_free_answers_with_strict_calls(family: ToolFormat, model: tokenizers.Tokenizer, parallel: bool) -> None:
+    tokens, form = GrammarTokens(model), FORMATS[family]
+    begin = "[TOOL_CALLS] [" if family is ToolFormat.MISTRAL else "<tool_call>\n"
+    strict = tuple(replace(tool, strict=True) for tool in TOOLS)
+    lark = free_grammar(ToolUse(strict, parallel=parallel), form, Reasoning.NONE, model.token_to_id)
+    for seed in range(6):
+        text = walk(tokens, model, lark, seed, f'Well, {begin}{{"name": "weather"')
+        deltas, calls = read(AnswerForm(form, frozenset(SCHEMAS)), text, says=True)
+        assert deltas[0] == ContentDelta("Well,")
+        assert calls[0][0] == "weather"
+        assert parallel or len(calls) == 1
+        for name, arguments in calls:
+            jsonschema.validate(arguments, SCHEMAS[name])
+    # Nothing but a call has the marker, and whatever else is said is left alone.
+    matcher = tokens.matcher(definition("lark", lark))
+    for token in model.encode('Say {"name": "weather", <tool or [TOOL]').ids:
+        assert matcher.is_accepting()
+        assert matcher.consume_token(token)
+    spelt = [model.token_to_id(letter) for letter in form.begin]
+    assert matcher.try_consume_tokens(spelt) == len(spelt) - (model is MARKED)
+    # Arguments of functions that are not strict are free.
+    lark = free_grammar(ToolUse(TOOLS, parallel=parallel), form, Reasoning.NONE, model.token_to_id)
+    for arguments, allowed in (('"stop", "arguments": {"a": 1}}', True), ('"weather", "arguments": {"a": 1}}', False)):
+        matcher, written = tokens.matcher(definition("lark", lark)), model.encode(f'{begin}{{"name": {arguments}').ids
+        assert (matcher.try_consume_tokens(written) == len(written)) is allowed
