@@ -30,8 +30,8 @@ class Tool:
         return {"type": "function", "function": function}
 
     def schema(self) -> dict[str, Any]:
-        """What the arguments must fit."""
-        return dict(_NOTHING if self.parameters is None else self.parameters)
+        """What the arguments must fit: they are an object, even if the schema does not say so."""
+        return _NOTHING if self.parameters is None else {**self.parameters, "type": "object"}
 
 
 @dataclass(frozen=True, slots=True)

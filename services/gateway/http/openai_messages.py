@@ -135,6 +135,9 @@ class Message(Body):
     reasoning_content: PlainText | None = None
     """What the assistant thought, for templates that want to know."""
     refusal: None = None
+    annotations: None = None
+    audio: None = None
+    function_call: None = None
 
     @model_validator(mode="after")
     def _check(self) -> Message:

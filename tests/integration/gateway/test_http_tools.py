@@ -249,14 +249,13 @@ def test_every_token_has_its_log_probability(talk: Open) -> None:
         assert streamed == whole
 
 
-def test_history_becomes_the_prompt(talk: Open) -> None:
-    calls = [{"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Zürich"}'}}]
-    history = [
-        *ASK,
-        {"role": "assistant", "content": None, "tool_calls": calls},
-        {"role": "tool", "tool_call_id": "c1", "content": "sunny"},
-    ]
+@pytest.mark.parametrize("dumped", [False, True])
+def test_history_becomes_the_prompt(talk: Open, dumped: bool) -> None:
+    """Answers are sent back as the package gives them."""
     with talk(HERMES) as model:
+        answer = model.whole(CALL, tools=TOOLS).choices[0].message
+        result = {"role": "tool", "tool_call_id": (answer.tool_calls or [])[0].id, "content": "sunny"}
+        history = [*ASK, answer.model_dump() if dumped else answer, result]
         assert model.whole("It is sunny.", messages=history, tools=TOOLS).choices[0].message.content == "It is sunny."
         assert model.backend.prompt.endswith(
             f"<|im_start|>assistant\n{CALL}<|im_end|>\n"

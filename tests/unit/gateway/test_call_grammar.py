@@ -100,6 +100,17 @@ def test_all_that_is_allowed_is_a_call(family: ToolFormat, model: tokenizers.Tok
     assert (max(counts) > 1) == FORMATS[family].several
 
 
+def test_arguments_are_an_object_whatever_the_schema_leaves_open() -> None:
+    tokens, form = GrammarTokens(PLAIN), FORMATS[ToolFormat.HERMES]
+    for parameters in ({}, {"$ref": "#/$defs/day", "$defs": {"day": {"required": ["a"]}}}):
+        lark = calls_grammar(ToolUse((Tool("f", None, parameters),), name="f"), form, Reasoning.NONE, PLAIN.token_to_id)
+        for arguments, length in (('{"a": 1}', 8), ('"a"', 0), ("[1]", 0), ("null", 0)):
+            matcher = tokens.matcher(definition("lark", lark))
+            begin = PLAIN.encode('<tool_call>\n{"name": "f", "arguments": ').ids
+            assert matcher.try_consume_tokens(begin) == len(begin)
+            assert matcher.try_consume_tokens(PLAIN.encode(arguments).ids) == length
+
+
 @pytest.mark.parametrize("use", [ToolUse(TOOLS, name="weather"), ToolUse(TOOLS, required=True, parallel=False)])
 def test_one_call(use: ToolUse) -> None:
     tokens = GrammarTokens(MARKED)
