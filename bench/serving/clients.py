@@ -84,7 +84,7 @@ class HttpClient:
 
 
 def _content(choice: Any) -> str | None:
-    """What a model thinks is output as well."""
+    """Reasoning is output as well."""
     if not hasattr(choice, "delta"):
         return choice.text
     return choice.delta.content or getattr(choice.delta, "reasoning_content", None)

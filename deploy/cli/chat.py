@@ -114,10 +114,10 @@ def _questions(source: TextIO, sink: TextIO) -> Iterator[str]:
 
 
 def _answer(client: httpx.Client, body: dict[str, Any], sink: TextIO) -> str:
-    """Prints the answer as it comes, with what the model thinks before it, which is not returned. Ctrl-C closes the
+    """Prints the answer as it comes, and the model's reasoning before it, which is not returned. Ctrl-C closes the
     stream, at which the server stops working on it."""
     parts: list[str] = []
-    thinking = False
+    reasoning = False
     try:
         with client.stream("POST", "/v1/chat/completions", json=body) as response:
             if response.is_error:
@@ -126,9 +126,9 @@ def _answer(client: httpx.Client, body: dict[str, Any], sink: TextIO) -> str:
             for name, piece in _pieces(response):
                 if name == "content":
                     parts.append(piece)
-                    if thinking:
+                    if reasoning:
                         print("\n", file=sink)
-                thinking = name != "content"
+                reasoning = name != "content"
                 print(piece, end="", flush=True, file=sink)
     except KeyboardInterrupt:
         print(" ...", end="", file=sink)

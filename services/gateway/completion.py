@@ -200,7 +200,7 @@ class CompletionEngine:
             )
             raise RequestError(ErrorKind.INVALID, message, param="n")
         prepared = await prepare_prompts(prompts, self.tokenizer, info, limits, options.echo)
-        form = answer_form(options, prepared[0].thinks, self.tokenizer, self.settings.tool_format)
+        form = answer_form(options, prepared[0].opens_reasoning, self.tokenizer, self.settings.tool_format)
         structure = options.structure or call_structure(options.tools, form, self.tokenizer)
         if structure is not None:
             sampling = replace(sampling, grammar=await self._grammar(structure, options, info))

@@ -62,8 +62,8 @@ class GenerationOptions:
 
     Choice i of a prompt is sampled with `seed` + i. Neither a stop token nor a stop string ends the output among the
     first `min_tokens` tokens. `draft_length` 0 turns speculation off. Of one key's requests, those with the lower
-    `priority` are handled earlier. `structure` says what each choice must look like. With `as_message`, what the model
-    thinks and the calls of `tools` are told apart from what it says. `top_logprobs` has the meaning of
+    `priority` are handled earlier. `structure` says what each choice must look like. With `as_message`, the
+    answer is split into reasoning, content and calls of `tools`. `top_logprobs` has the meaning of
     services.backend.interface.GenerationRequest.
     `names` maps a field to the client's name for it, where the two differ.
     """

@@ -16,12 +16,12 @@ from services.text.tokenizer import ModelTokenizer
 
 @dataclass(frozen=True, slots=True)
 class PreparedPrompt:
-    """`text` is the prompt to echo; None unless the client asked for an echo. `thinks`: the prompt ends with the
-    beginning of the model's thoughts."""
+    """`text` is the prompt to echo; None unless the client asked for an echo. `opens_reasoning`: the
+    prompt ends with the tag that opens the model's reasoning."""
 
     tokens: tuple[int, ...]
     text: str | None
-    thinks: bool = False
+    opens_reasoning: bool = False
 
 
 async def prepare_prompts(

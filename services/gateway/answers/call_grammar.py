@@ -19,8 +19,8 @@ TokenId = Callable[[str], int | None]
 def calls_grammar(use: ToolUse, form: CallFormat, reasoning: Reasoning, token_id: TokenId) -> str:
     """Of an answer that calls functions and says nothing else, in Lark's form. All arguments fit their schemas.
 
-    A model that thinks may do so first. Markers that are tokens are these tokens and nothing else: the library never
-    takes the text of a special token for the token.
+    A model that reasons may do so first. A marker that is a token must be written as that token: the library does not
+    match a special token by its text.
     """
     calls = "call"
     if form.several and use.parallel and use.name is None:
@@ -38,10 +38,10 @@ def calls_grammar(use: ToolUse, form: CallFormat, reasoning: Reasoning, token_id
 
 
 def free_grammar(use: ToolUse, form: CallFormat, reasoning: Reasoning, token_id: TokenId) -> str:
-    """Of an answer that says what it wants, and calls functions or not, in Lark's form.
+    """Of an answer with free text and any number of calls, in Lark's form.
 
-    Each call begins with the format's marker, and the arguments of strict functions fit their schemas. No other text
-    has the marker in it, so nothing else can be read as a call.
+    Each call begins with the format's marker, and the arguments of strict functions fit their schemas. The free text
+    never contains the marker, so nothing else can be read as a call.
     """
     tools = [tool if tool.strict else replace(tool, parameters={"type": "object"}) for tool in use.tools]
     thought, thought_rules = _thought(reasoning, token_id)
@@ -74,7 +74,7 @@ def _tool_rules(tools: Sequence[Tool], form: CallFormat) -> list[str]:
 
 
 def _thought(reasoning: Reasoning, token_id: TokenId) -> tuple[str, list[str]]:
-    """What may come before the calls, and the rules for that."""
+    """The reasoning that may come first, and the rules for it."""
     if reasoning is Reasoning.NONE:
         return "", []
     end = token_id(THINK_END)

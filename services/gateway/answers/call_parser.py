@@ -1,4 +1,4 @@
-"""Divides an answer into calls of functions and the text around them."""
+"""Splits an answer into calls of functions and the text around them."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class _State(Enum):
 
 
 class ToolCallParser:
-    """Finds the calls in a text that comes in pieces; how it is divided into pieces makes no difference.
+    """Finds the calls in a text that comes in pieces; the result does not depend on the pieces.
 
-    A call is certain once the name of a known function and the beginning of its arguments have come. From then on the
-    arguments pass through as they stand. What begins like a call and is none remains text, as it stands. Text that may
-    still become a call is held back, as is white space, which is dropped next to a call.
+    A call is certain once it has named a known function and its arguments have begun. From then on its arguments
+    pass through unchanged. What begins like a call and turns out to be none stays text, unchanged. Text that may still
+    become a call is held back, and so is white space, which is dropped next to a call.
     """
 
     def __init__(self, form: CallFormat, names: Container[str], hidden: Container[str] = ()) -> None:
-        """`names` are those of the functions; of the markers, those in `hidden` never remain as text."""
+        """`names` are the names of the functions. Markers in `hidden` are dropped where text stays text."""
         self._form = form
         self._names = names
         self._hidden = hidden
@@ -39,7 +39,7 @@ class ToolCallParser:
         self._spoken = False
         self._after_call = False
         self._block: list[str] = []
-        """What of a block of calls becomes text unless a call follows."""
+        """The part of a block of calls that becomes text unless a call follows."""
         self._block_calls = 0
         self._scanner = self._new_scanner()
         self._deltas: list[AnswerDelta] = []
@@ -52,7 +52,7 @@ class ToolCallParser:
         return self._taken()
 
     def finish(self) -> list[AnswerDelta]:
-        """What was held back, at the end of the answer. A call that has begun stays one, with the arguments it has."""
+        """The text that was held back, at the end of the answer. A call that is certain remains one, even if cut off."""
         if self._state is _State.TEXT:
             self._say(self._buffer)
         else:
@@ -69,7 +69,7 @@ class ToolCallParser:
         return deltas
 
     def _step(self) -> bool:
-        """Goes on in the buffer as far as its text is certain; returns whether there is more to do."""
+        """Consumes the text in the buffer that is certain; returns whether there is more to do."""
         match self._state:
             case _State.TEXT:
                 return self._step_text()
@@ -149,7 +149,7 @@ class ToolCallParser:
         self._state = _State.CALL
 
     def _certain(self) -> None:
-        """It is a call."""
+        """The block has turned out to be a call."""
         self._block = []
         self._space = ""
         self._after_call = True
@@ -166,7 +166,7 @@ class ToolCallParser:
         self._state = _State.BLOCK
 
     def _say_block(self) -> None:
-        """What is left of a block is no call, or what separated calls."""
+        """The rest of a block is no call. Separators after a call are dropped."""
         text = "".join(self._block)
         self._say(text.lstrip(_BETWEEN_CALLS) if self._block_calls else text)
         self._block = []

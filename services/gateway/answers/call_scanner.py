@@ -28,14 +28,14 @@ class _At(Enum):
 
 
 class CallScanner:
-    """Takes the characters of `{"name": "f", "arguments": {...}}`, with keys in any order and others among them.
+    """Takes the characters of `{"name": "f", "arguments": {...}}`; the keys may come in any order, among others.
 
     `name` becomes known when the object has named one of `names` and its arguments have begun. The object is `done`
     with its closing brace.
     """
 
     def __init__(self, names: Container[str], arguments_needed: bool) -> None:
-        """With `arguments_needed` false, a call without arguments is one with an empty object of them."""
+        """Unless `arguments_needed`, an object without arguments is a call with empty arguments."""
         self.name: str | None = None
         self.done = False
         self._names = names
@@ -52,13 +52,13 @@ class CallScanner:
         self._escaped = False
 
     def take_arguments(self) -> str:
-        """The text of the arguments, as it stands in the object, that came since the last call of this method."""
+        """The text of the arguments that came since this method was called last, exactly as it stands in the object."""
         text = "".join(self._arguments)
         self._arguments.clear()
         return text
 
     def push(self, character: str) -> bool:
-        """Whether the character makes sense in a call; nothing does after one that does not."""
+        """Whether the character can be part of a call here. After one that cannot, the scanner is of no more use."""
         if not self._step(character):
             return False
         if self._named is not None and self._has_arguments:
@@ -153,7 +153,7 @@ class CallScanner:
         return True
 
     def _take_value(self) -> bool:
-        """A value that is neither an object nor a list is complete. Some models write arguments as JSON in a text."""
+        """Takes a complete value that is neither object nor list. Some models write arguments as a string with JSON."""
         if self._key == "name" and self._named is None:
             name = self._parsed_value()
             if not isinstance(name, str) or name not in self._names:

@@ -16,9 +16,9 @@ from services.text.tokenizer import ModelTokenizer
 
 
 def answer_form(
-    options: GenerationOptions, thinks: bool, tokenizer: ModelTokenizer, tool_format: ToolFormat | None
+    options: GenerationOptions, opens_reasoning: bool, tokenizer: ModelTokenizer, tool_format: ToolFormat | None
 ) -> AnswerForm:
-    """`thinks`: the prompt ends with the beginning of the model's thoughts. `tool_format`: the server's setting.
+    """`opens_reasoning`: the prompt ends with the tag that opens reasoning. `tool_format`: the server's setting.
 
     Raises RequestError where the model cannot call functions.
     """
@@ -27,9 +27,9 @@ def answer_form(
     use = options.tools if options.tools is not None and options.tools.offered else None
     template = tokenizer.chat_template(with_tools=use is not None)
     reasoning = Reasoning.NONE
-    # A structure holds from the first token on, so it leaves no room for a thought.
+    # A structure holds from the first token on, so it leaves no room for reasoning.
     if options.structure is None and THINK in template.source and THINK_END in template.source:
-        reasoning = Reasoning.OPEN if thinks else Reasoning.POSSIBLE
+        reasoning = Reasoning.OPEN if opens_reasoning else Reasoning.POSSIBLE
     hidden = tokenizer.special_texts if options.skip_special_tokens else frozenset[str]()
     if use is None:
         return AnswerForm(reasoning=reasoning, hidden=hidden)

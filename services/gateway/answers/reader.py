@@ -1,4 +1,4 @@
-"""Reads the answer of a chat: thoughts, content and calls of functions."""
+"""Reads the answer of a chat: reasoning, content and calls of functions."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _ID_LETTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 
 @dataclass(frozen=True, slots=True)
 class AnswerForm:
-    """How the model writes its answers to one request. Without `calls`, and with no reasoning, all is content.
+    """How the model writes its answers to one request. Without `calls` and reasoning, everything is content.
 
-    `names` are those of the functions that the answer may call, and unless `several` it has one call at most. Markers
-    in `hidden` leave no text where nothing follows that they belong to.
+    `names` are the functions that an answer may call; unless `several`, it has at most one call. Markers in `hidden`
+    are dropped where they do not begin a call.
     """
 
     calls: CallFormat | None = None
@@ -29,12 +29,12 @@ class AnswerForm:
 
     @property
     def markers(self) -> frozenset[str]:
-        """What must be in the text, even if the tokenizer takes it for special tokens."""
+        """The markers that decoded text must show, even if they are special tokens."""
         found = {self.calls.begin, self.calls.end} - {""} if self.calls is not None else set()
         return frozenset(found if self.reasoning is Reasoning.NONE else found | {THINK, THINK_END})
 
     def call_id(self, request_id: str, choice: int, call: int) -> str:
-        """Depends on its arguments alone, so that a stream that is taken up again repeats it."""
+        """Depends on its arguments alone, so a resumed stream repeats it."""
         form = self.calls or CallFormat(begin="")
         digest = hashlib.sha256(f"{request_id} {choice} {call}".encode()).digest()
         letters = "".join(_ID_LETTERS[byte % len(_ID_LETTERS)] for byte in digest[: form.call_id_letters])

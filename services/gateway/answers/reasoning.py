@@ -1,4 +1,4 @@
-"""Divides an answer into what the model thinks, between `<think>` and `</think>`, and what it says."""
+"""Splits an answer into reasoning, between `<think>` and `</think>`, and content."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ THINK, THINK_END = "<think>", "</think>"
 
 
 class Reasoning(Enum):
-    """How answers to a prompt begin: without a thought, with one or without, or within one that the prompt begins."""
+    """How answers to a prompt begin: never with reasoning, possibly with it, or within it, as the prompt opens it."""
 
     NONE = auto()
     POSSIBLE = auto()
@@ -20,23 +20,23 @@ class Reasoning(Enum):
 
 class _State(Enum):
     BEGIN = auto()
-    THOUGHT = auto()
-    THOUGHT_ENDED = auto()
-    SPEECH = auto()
+    REASONING = auto()
+    REASONING_ENDED = auto()
+    CONTENT = auto()
 
 
 class ReasoningSplitter:
-    """Only an answer's beginning can be a thought. White space at both ends of the thought and after it is dropped.
+    """Only the beginning of an answer can be reasoning. White space at both ends of it and after it is dropped.
 
-    A thought that does not end is all that there is of the answer. The pieces in which the text comes make no
-    difference.
+    If reasoning does not end, the answer has no content. The result does not depend on the pieces in which the text
+    comes.
     """
 
     def __init__(self, reasoning: Reasoning) -> None:
-        states = {Reasoning.NONE: _State.SPEECH, Reasoning.POSSIBLE: _State.BEGIN, Reasoning.OPEN: _State.THOUGHT}
+        states = {Reasoning.NONE: _State.CONTENT, Reasoning.POSSIBLE: _State.BEGIN, Reasoning.OPEN: _State.REASONING}
         self._state = states[reasoning]
         self._held = ""
-        self._thought_begun = False
+        self._begun = False
 
     def push(self, piece: str) -> list[AnswerDelta]:
         """What has become certain."""
@@ -47,29 +47,29 @@ class ReasoningSplitter:
             if THINK.startswith(begin) and begin != THINK:
                 self._held = text
                 return deltas
-            thinks = begin.startswith(THINK)
-            text = begin[len(THINK) :] if thinks else text
-            self._state = _State.THOUGHT if thinks else _State.SPEECH
-        if self._state is _State.THOUGHT:
-            text = text if self._thought_begun else text.lstrip(SPACE)
+            reasons = begin.startswith(THINK)
+            text = begin[len(THINK) :] if reasons else text
+            self._state = _State.REASONING if reasons else _State.CONTENT
+        if self._state is _State.REASONING:
+            text = text if self._begun else text.lstrip(SPACE)
             end = text.find(THINK_END)
             if end < 0:
                 # White space is held, as the end may follow.
-                thought = text[: len(text) - held_length(text, THINK_END)].rstrip(SPACE)
-                self._held = text[len(thought) :]
+                reasoning = text[: len(text) - held_length(text, THINK_END)].rstrip(SPACE)
+                self._held = text[len(reasoning) :]
             else:
-                thought = text[:end].rstrip(SPACE)
-            if thought:
-                self._thought_begun = True
-                deltas.append(ReasoningDelta(thought))
+                reasoning = text[:end].rstrip(SPACE)
+            if reasoning:
+                self._begun = True
+                deltas.append(ReasoningDelta(reasoning))
             if end < 0:
                 return deltas
             text = text[end + len(THINK_END) :]
-            self._state = _State.THOUGHT_ENDED
-        if self._state is _State.THOUGHT_ENDED:
+            self._state = _State.REASONING_ENDED
+        if self._state is _State.REASONING_ENDED:
             text = text.lstrip(SPACE)
             if text:
-                self._state = _State.SPEECH
+                self._state = _State.CONTENT
         if text:
             deltas.append(ContentDelta(text))
         return deltas
@@ -77,7 +77,7 @@ class ReasoningSplitter:
     def finish(self) -> list[AnswerDelta]:
         """What was held back, at the end of the answer."""
         held, self._held = self._held, ""
-        if self._state is _State.THOUGHT:
+        if self._state is _State.REASONING:
             held = held.rstrip(SPACE)
             return [ReasoningDelta(held)] if held else []
         return [ContentDelta(held)] if held else []

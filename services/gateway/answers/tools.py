@@ -16,7 +16,7 @@ _NOTHING: dict[str, Any] = {"type": "object", "properties": {}, "additionalPrope
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """`parameters` is a JSON schema; a function without takes none. `strict`: the arguments of all calls fit it."""
+    """`parameters` is a JSON schema; None: the function takes none. `strict`: the arguments of all calls fit it."""
 
     name: str
     description: str | None = None
@@ -24,20 +24,21 @@ class Tool:
     strict: bool = False
 
     def for_template(self) -> dict[str, Any]:
-        """With all three fields: there are templates that fail without."""
+        """With all three fields: some templates fail without one."""
         parameters = {"type": "object", "properties": {}} if self.parameters is None else self.parameters
         function = {"name": self.name, "description": self.description or "", "parameters": parameters}
         return {"type": "function", "function": function}
 
     def schema(self) -> dict[str, Any]:
-        """What the arguments must fit: they are an object, even if the schema does not say so."""
+        """The schema of the arguments, which are an object even if `parameters` does not say so."""
         return _NOTHING if self.parameters is None else {**self.parameters, "type": "object"}
 
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """What an answer may do with `tools`: call any or none of them; with `required`, one or more; and with `name`, this
-    one. Unless `parallel` it has one call at most. Tools that are not `offered` are checked, and no more."""
+    """What an answer may do with `tools`: call any or none of them; with `required`, make at least one call; with
+    `name`, make one call of this function. Unless `parallel`, it has at most one call. Tools that are not `offered`
+    are only checked."""
 
     tools: tuple[Tool, ...]
     required: bool = False

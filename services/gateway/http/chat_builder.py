@@ -51,7 +51,7 @@ class _ChoiceReader:
 
 
 class ChatBuilder:
-    """`logprobs` says whether the client asked for log probabilities; thoughts are left out unless
+    """`logprobs` says whether the client asked for log probabilities. Reasoning is left out unless
     `include_reasoning`."""
 
     def __init__(

@@ -133,7 +133,7 @@ class Message(Body):
     tool_calls: list[MessageToolCall] | None = None
     """Calls that the assistant has made."""
     reasoning_content: PlainText | None = None
-    """What the assistant thought, for templates that want to know."""
+    """The assistant's reasoning, for templates that use it."""
     refusal: None = None
     annotations: None = None
     audio: None = None

@@ -335,12 +335,12 @@ class ChatBody(_TemplateSettings, _Generation):
     top_logprobs: int | None = None
     """Also of this many likeliest tokens beside each; needs logprobs."""
     tool_choice: ToolChoice = None
-    """`auto` unless given: the model decides; `none`: it is not told of the tools; `required` or a function's name: the
-    answer is a call, whose arguments fit the schema."""
+    """`auto` (the default): the model decides; `none`: the prompt leaves the tools out; `required` or a function: the
+    answer consists of calls, whose arguments fit the schema."""
     parallel_tool_calls: bool | None = None
-    """False: an answer has one call at most."""
+    """False: an answer has at most one call."""
     include_reasoning: bool = True
-    """False: what the model thinks is left out."""
+    """False leaves the model's reasoning out of the response."""
 
     @model_validator(mode="before")
     @classmethod
