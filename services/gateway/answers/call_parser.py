@@ -52,7 +52,7 @@ class ToolCallParser:
         return self._taken()
 
     def finish(self) -> list[AnswerDelta]:
-        """The text that was held back, at the end of the answer. A call that is certain remains one, even if cut off."""
+        """The text that was held back, at the end of the answer. A call that is certain stays one, even if cut off."""
         if self._state is _State.TEXT:
             self._say(self._buffer)
         else:
