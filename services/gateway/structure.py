@@ -74,9 +74,10 @@ class GrammarChecks:
             try:
                 self._known[key] = await loop.run_in_executor(self._threads, self._checked, structure)
             except RequestError as error:
-                # Many parts may take much longer than the whole that took too long.
-                for part in structure.parts if error.code != TOO_COSTLY else ():
-                    await self.definition(part)
+                # The parts of a structure that takes too long may take much longer in all.
+                if error.kind is ErrorKind.INVALID and error.code != TOO_COSTLY:
+                    for part in structure.parts:
+                        await self.definition(part)
                 raise
             if len(self._known) > _REMEMBERED:
                 self._known.popitem(last=False)

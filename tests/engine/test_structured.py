@@ -64,7 +64,7 @@ STRUCTURES: list[tuple[str, str] | None] = [
     ("choice", '["yes", "yesterday", "no"]'),
     ("grammar", 'start: word (" " word)*\nword: /[a-f]{2,3}/'),
     # Token 258 is <other>: calls of functions have special tokens for markers.
-    ("lark", 'start: <[258]> word (<[258]> word)*\nword: /[a-f]{2,3}/'),
+    ("lark", "start: <[258]> word (<[258]> word)*\nword: /[a-f]{2,3}/"),
     None,
 ]
 
