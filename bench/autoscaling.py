@@ -59,7 +59,7 @@ def paced_pair(agreement: float, token_seconds: float, downscale_seconds: float)
         worker = {"threads": 1, "kv_pages": 1024, "drain_seconds": 30}
         target = {**pace, "max_replicas": 8, "token_seconds": token_seconds}
         configuration = {
-            "models": {"target": pair.target, "draft": pair.draft, "served_name": "tiny", "dtype": "float32"},
+            "models": {"target": pair.target, "draft": pair.draft, "served_model_name": "tiny", "dtype": "float32"},
             "scheduling": {"max_running": 96},
             "groups": {
                 "target": {**worker, "autoscaling": target},

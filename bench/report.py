@@ -30,7 +30,7 @@ from bench.reporting.step_page import (
     wire_sentence,
 )
 from bench.serving.run import load_columns
-from deploy.cli.command_options import RENAMED_OPTIONS
+from deploy.cli.spelling import RENAMED_OPTIONS
 
 ROOT = RESULTS.parents[1]
 _INTRODUCTION = """\

@@ -18,7 +18,10 @@ from services.text.tokenizer import ModelTokenizer, TokenizerError
 
 @dataclass(frozen=True, slots=True)
 class ReadyModels:
-    """Folders of the models; `draft_folder` is None for prompt lookup and without a draft."""
+    """Folders of the models; `draft_folder` is None for prompt lookup and without a draft.
+
+    A sequence has at most `max_positions` tokens.
+    """
 
     target_folder: Path
     draft_folder: Path | None
@@ -26,10 +29,13 @@ class ReadyModels:
     max_positions: int
 
 
-def prepare_models(settings: ModelSettings, drafting: bool, reporter: Reporter) -> ReadyModels:
+def prepare_models(
+    settings: ModelSettings, drafting: bool, reporter: Reporter, max_model_len: int | None = None
+) -> ReadyModels:
     """Builds or downloads what is missing.
 
-    Raises `UsageError` for a model that does not exist or a draft that does not fit the target.
+    Raises `UsageError` for a model that does not exist, a draft that does not fit the target, or a `max_model_len`
+    above what the target takes.
     """
     target_folder = fetch(settings.target, Role.TARGET, reporter)
     draft_folder = None
@@ -46,7 +52,10 @@ def prepare_models(settings: ModelSettings, drafting: bool, reporter: Reporter) 
                 )
     except TokenizerError as error:
         raise UsageError(str(error)) from error
-    return ReadyModels(target_folder, draft_folder, tokenizer, _max_positions(target_folder))
+    longest = _max_positions(target_folder)
+    if max_model_len is not None and max_model_len > longest:
+        raise UsageError(f"max_model_len is {max_model_len}, must be at most {longest}, the limit of {settings.target}")
+    return ReadyModels(target_folder, draft_folder, tokenizer, max_model_len or longest)
 
 
 def fetch(name: str, role: Role, reporter: Reporter) -> Path:

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Annotated, Any, Self
 
 import typer
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, field_validator, model_validator
 
-from engine.cpu.isa import AUTO, CPU_ISAS
+from engine.cpu.isa import AUTO, CPU_ISAS, ISA_VARIABLE
 from engine.settings import LONGEST_LOOKUP_MATCH, EngineSettings
 from scheduler.config import Policy, SchedulerConfig
 from scheduler.messages import Role
@@ -47,7 +47,9 @@ _DEMO_LOOKUP = 2
 class ModelSettings(_Frozen):
     """The models and their dtype."""
 
-    target: Annotated[str, _option("Target model: `demo`, a folder or a hub id.")] = DEMO
+    target: Annotated[
+        str, typer.Argument(metavar="MODEL", help="The model, called target: `demo`, a folder or a hub id.")
+    ] = DEMO
     draft: Annotated[
         str | None,
         _option(
@@ -97,21 +99,67 @@ class ModelSettings(_Frozen):
 class WorkerSettings(_Frozen):
     """How many workers, and their share of the machine."""
 
-    draft_workers: Annotated[int, Field(ge=1, le=256), _option("Draft worker processes.")] = 1
-    target_workers: Annotated[int, Field(ge=1, le=256), _option("Target worker processes.")] = 1
+    draft_replicas: Annotated[int, Field(ge=1, le=256), _option("Draft workers.")] = 1
+    target_replicas: Annotated[int, Field(ge=1, le=256), _option("Target workers.")] = 1
     threads: Annotated[
         int | None, Field(ge=1, le=1024), _option("Threads of each worker.", show_default="an even share of the cores")
     ] = None
-    cpu_isa: Annotated[
-        str,
-        _option(f"Limit of the CPU's instruction set: {', '.join(CPU_ISAS)}.", show_default="SPOOL_CPU_ISA, or auto"),
-    ] = AUTO
-    gpu_memory_utilization: Annotated[
-        float, Field(gt=0, le=1), _option("Share of a GPU's memory that the workers on it may take together.")
-    ] = 0.9
     share_cores: Annotated[
         bool,
         _option("One draft and one target on a CPU: policy auto may let each use the other's cores while it is idle."),
+    ] = True
+
+
+class EngineOptions(_Frozen):
+    """How engines use memory and form their passes."""
+
+    max_model_len: Annotated[
+        int | None,
+        Field(ge=1),
+        _option("Maximum number of tokens of a sequence, prompt and output together.", show_default="the model's own"),
+    ] = None
+    tensor_parallel_size: Annotated[
+        int, Field(ge=1), _option("GPUs that compute one copy of the target together; only 1 so far.")
+    ] = 1
+    cpu_isa: Annotated[
+        str,
+        _option(
+            f"Limit of a CPU's instruction set: {', '.join(CPU_ISAS)}. `auto`: that of `{ISA_VARIABLE}`, else the "
+            "fastest."
+        ),
+    ] = AUTO
+    page_size: Annotated[int, Field(ge=1, le=1024), _option("Tokens of one KV page.")] = 16
+    kv_pages: Annotated[
+        int | None, Field(ge=1), _option("Pages of KV of each worker.", show_default="as kv_memory says")
+    ] = None
+    kv_memory: Annotated[
+        ByteSize | None,
+        Field(ge=1),
+        _option(
+            "Memory for KV of each worker, such as `2GiB`.",
+            parser=str,
+            metavar="SIZE",
+            show_default="what gpu_memory_utilization leaves, 1 GiB on a CPU",
+        ),
+    ] = None
+    gpu_memory_utilization: Annotated[
+        float,
+        Field(gt=0, le=1),
+        _option("Share of a GPU's memory that its workers may take together: weights, workspaces and KV."),
+    ] = 0.9
+    max_num_batched_tokens: Annotated[
+        int, Field(ge=8, le=65536), _option("Maximum number of tokens in one forward pass.")
+    ] = 192
+    prefix_cache: Annotated[
+        bool,
+        _option(
+            "Compute the KV of a common prompt prefix once, and keep it for later requests.",
+            "--prefix-cache/--no-prefix-cache",
+        ),
+    ] = True
+    cuda_graphs: Annotated[
+        bool,
+        _option("On a GPU, compute passes of few tokens as CUDA graphs.", "--cuda-graphs/--no-cuda-graphs"),
     ] = True
 
     @field_validator("cpu_isa")
@@ -120,6 +168,31 @@ class WorkerSettings(_Frozen):
         if value not in CPU_ISAS:
             raise ValueError(f"cpu_isa is {value!r}, must be one of {', '.join(CPU_ISAS)}")
         return value
+
+    @field_validator("tensor_parallel_size")
+    @classmethod
+    def _check_one_gpu(cls, value: int) -> int:
+        if value > 1:
+            raise ValueError(
+                f"tensor_parallel_size is {value}, must be 1: a worker computes on one GPU so far, and more target "
+                "replicas use more GPUs"
+            )
+        return value
+
+    def for_worker(self, **own: Any) -> EngineSettings:
+        """Settings of a worker's engine: these, and its `own`, which may replace some of these."""
+        common: dict[str, Any] = {
+            "cpu_isa": self.cpu_isa,
+            "page_size": self.page_size,
+            "kv_pages": self.kv_pages,
+            "kv_memory_bytes": None if self.kv_memory is None else int(self.kv_memory),
+            "max_num_batched_tokens": self.max_num_batched_tokens,
+            "max_model_len": self.max_model_len,
+            "prefix_cache": self.prefix_cache,
+            "cuda_graphs": self.cuda_graphs,
+            "gpu_memory_utilization": self.gpu_memory_utilization,
+        }
+        return EngineSettings(**common | own)
 
 
 class SchedulingSettings(_Frozen):
@@ -193,6 +266,7 @@ class RunSettings(_Frozen):
 
     models: ModelSettings = ModelSettings()
     workers: WorkerSettings = WorkerSettings()
+    engine: EngineOptions = EngineOptions()
     scheduling: SchedulingSettings = SchedulingSettings()
     sampling: SamplingSettings = SamplingSettings()
     inputs: InputSettings = InputSettings()
@@ -213,15 +287,15 @@ class RunSettings(_Frozen):
         """The configured number, or an even share of the cores of this process; prompt lookup hardly needs any."""
         if self.workers.threads is not None:
             return self.workers.threads
-        busy = self.workers.target_workers
+        busy = self.workers.target_replicas
         if self.drafting and self.models.drafts_with_model:
-            busy += self.workers.draft_workers
+            busy += self.workers.draft_replicas
         return max(1, len(os.sched_getaffinity(0)) // busy)
 
     def exclusive_threads(self, device: str) -> int:
         """Threads of a step during which the other worker is idle; 0 where it makes no difference."""
         workers = self.workers
-        pair = self.drafting and workers.draft_workers == workers.target_workers == 1
+        pair = self.drafting and workers.draft_replicas == workers.target_replicas == 1
         if not (workers.share_cores and pair and device == "cpu"):
             return 0
         return min(len(os.sched_getaffinity(0)), 2 * self.threads_per_worker())
@@ -229,17 +303,15 @@ class RunSettings(_Frozen):
     def engine_settings(self, role: Role, device: str) -> EngineSettings:
         """For a worker that has a model."""
         models = self.models
-        return EngineSettings(
+        return self.engine.for_worker(
             model=models.target if role is Role.TARGET else models.draft_name,
             dtype=models.dtype.value,
             device=device,
-            cpu_isa=self.workers.cpu_isa,
             threads=self.threads_per_worker(),
             exclusive_threads=self.exclusive_threads(device),
             exact=models.exact,
             lookup_match=models.lookup_match if role is Role.DRAFT else None,
-            prefix_cache=self.shares_prefixes,
-            gpu_memory_utilization=self.workers.gpu_memory_utilization,
+            prefix_cache=self.engine.prefix_cache and self.shares_prefixes,
         )
 
 

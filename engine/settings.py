@@ -20,7 +20,8 @@ class EngineSettings:
     `SPOOL_CPU_ISA`, or not at all. `kv_pages` overrides the number of pages that `kv_memory_bytes` would give.
     Without either, KV gets a share of a CPU's free memory; of a GPU's memory, the share `gpu_memory_utilization` is
     divided among this worker and `gpu_peers`, the other workers there (engine/models/memory_plan.py).
-    `max_num_batched_tokens` bounds the tokens of one forward pass. `threads` 0 leaves the number to torch;
+    `max_num_batched_tokens` bounds the tokens of one forward pass, `max_model_len` those of a sequence (None: the
+    model does). `threads` 0 leaves the number to torch;
     `exclusive_threads` is for steps during which no other worker of the machine computes, 0: as many as otherwise.
     `lookup_match` is for drafts: where at least that many of the last tokens stood in the sequence before, what
     followed them is proposed instead of the model's tokens. With `prefix_cache`, sequences that begin alike share
@@ -38,6 +39,7 @@ class EngineSettings:
     kv_memory_bytes: int | None = None
     exact: bool = True
     max_num_batched_tokens: int = 192
+    max_model_len: int | None = None
     lookup_match: int | None = None
     prefix_cache: bool = True
     cuda_graphs: bool = True
@@ -65,5 +67,7 @@ class EngineSettings:
             raise ValueError(f"kv_pages is {self.kv_pages}, must be at least 1")
         if self.kv_memory_bytes is not None and self.kv_memory_bytes < 1:
             raise ValueError(f"kv_memory_bytes is {self.kv_memory_bytes}, must be at least 1")
+        if self.max_model_len is not None and self.max_model_len < 1:
+            raise ValueError(f"max_model_len is {self.max_model_len}, must be at least 1")
         if self.lookup_match is not None and not 1 <= self.lookup_match <= LONGEST_LOOKUP_MATCH:
             raise ValueError(f"lookup_match is {self.lookup_match}, must be between 1 and {LONGEST_LOOKUP_MATCH}")

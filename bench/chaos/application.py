@@ -131,7 +131,7 @@ def served(config: Path | None, overrides: Sequence[str]) -> Iterator[Applicatio
     # Not deep: the paths of Ray's sockets must be short.
     with tempfile.TemporaryDirectory(prefix="spool-", ignore_cleanup_errors=True) as folder:
         environment = {**os.environ, "SPOOL_STATE": folder, "HF_HUB_OFFLINE": "1"}
-        ports = [f"gateway.http_port={http_port}", f"gateway.grpc_port={grpc_port}", f"ray.folder={folder}/ray"]
+        ports = [f"gateway.port={http_port}", f"gateway.grpc_port={grpc_port}", f"ray.folder={folder}/ray"]
         options = [word for override in (*overrides, *ports) for word in ("--set", override)]
         if config is not None:
             options += ["--config", str(config)]

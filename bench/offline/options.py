@@ -14,6 +14,7 @@ from bench.offline.grid import GridPoint, System
 from deploy.options import (
     NO_DRAFT,
     Dtype,
+    EngineOptions,
     ModelSettings,
     RunSettings,
     SamplingSettings,
@@ -210,11 +211,11 @@ class BenchOfflineSettings(_Frozen):
         return RunSettings(
             models=self.model_settings(self.drafts[point.draft] if point.draft else NO_DRAFT, exact=bool(point.exact)),
             workers=WorkerSettings(
-                draft_workers=models.draft_workers,
-                target_workers=models.target_workers,
+                draft_replicas=models.draft_workers,
+                target_replicas=models.target_workers,
                 threads=models.threads if point.draft else self.plain_threads,
-                cpu_isa=models.cpu_isa,
             ),
+            engine=EngineOptions(cpu_isa=models.cpu_isa),
             scheduling=self.grid.scheduling(point.batch_size, point.draft_length),
             sampling=self.sampling,
         )

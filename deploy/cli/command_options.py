@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 from pydantic import BaseModel, ValidationError
-from typer.exceptions import TyperException
-from typer.models import OptionInfo
+from typer.models import ArgumentInfo, ParameterInfo
 
 from deploy.errors import UsageError
-
-RENAMED_OPTIONS: dict[str, str] = {"--window": "--max-running", "--window-batches": "--max-running-batches"}
-"""Options of earlier versions and their present names, as in `"--old-name": "--new-name"`."""
 
 Settings = TypeVar("Settings", bound=BaseModel)
 
@@ -22,9 +19,9 @@ Settings = TypeVar("Settings", bound=BaseModel)
 def takes_settings(model: type[Settings]) -> Callable[[Callable[[Settings], int]], Callable[..., int]]:
     """Turns a function of settings into one of keyword options, as typer wants it.
 
-    Fields annotated with a `typer.Option` become options; fields that are models contribute their own fields. Options
-    have the names of their fields, which must be unique in the whole tree. Values that the settings reject raise
-    `UsageError`.
+    Fields annotated with a `typer.Option` or `typer.Argument` become that; fields that are models contribute their own
+    fields. Options have the names of their fields, which must be unique in the whole tree. Values that the settings
+    reject raise `UsageError`.
     """
     parameters = list(_parameters(model))
 
@@ -39,12 +36,6 @@ def takes_settings(model: type[Settings]) -> Callable[[Callable[[Settings], int]
         return command
 
     return decorate
-
-
-def usage_message(error: TyperException) -> str:
-    """Typer's message for a command line that cannot be parsed; for a renamed option, one that gives the new name."""
-    old = getattr(error, "option_name", None)
-    return f"{old} is now {RENAMED_OPTIONS[old]}" if old in RENAMED_OPTIONS else error.format_message()
 
 
 def settings_from(model: type[Settings], values: dict[str, Any]) -> Settings:
@@ -65,24 +56,27 @@ def _one_line(error: ValidationError) -> str:
     return f"{option} is {first['input']!r}: {first['msg'][:1].lower()}{first['msg'][1:]}"
 
 
-def _fields(model: type[BaseModel]) -> Iterator[tuple[str, Any, OptionInfo | None]]:
+def option_fields(model: type[BaseModel]) -> Iterator[tuple[str, Any, ParameterInfo | None]]:
     """Name, type and option of each field."""
     hints = get_type_hints(model, include_extras=True)
     for name in model.model_fields:
         hint = hints[name]
         if get_origin(hint) is Annotated:
             kind, *extras = get_args(hint)
-            option = next((extra for extra in extras if isinstance(extra, OptionInfo)), None)
+            option = next((extra for extra in extras if isinstance(extra, ParameterInfo)), None)
             yield name, kind, option
         else:
             yield name, hint, None
 
 
-def _parameters(model: type[BaseModel]) -> Iterator[inspect.Parameter]:
-    for name, kind, option in _fields(model):
-        if option is None:
-            yield from _parameters(kind)
+def _parameters(model: type[BaseModel], panel: str | None = None) -> Iterator[inspect.Parameter]:
+    """`panel` is the heading of the options in the help."""
+    for name, kind, declared in option_fields(model):
+        if declared is None:
+            yield from _parameters(kind, name.capitalize())
         else:
+            option = copy.copy(declared)
+            option.rich_help_panel = None if isinstance(option, ArgumentInfo) else panel
             default = model.model_fields[name].get_default(call_default_factory=True)
             default = list(default) if isinstance(default, tuple) else default
             yield inspect.Parameter(
@@ -91,4 +85,6 @@ def _parameters(model: type[BaseModel]) -> Iterator[inspect.Parameter]:
 
 
 def _tree(model: type[BaseModel], values: dict[str, Any]) -> dict[str, Any]:
-    return {name: values[name] if option is not None else _tree(kind, values) for name, kind, option in _fields(model)}
+    return {
+        name: values[name] if option is not None else _tree(kind, values) for name, kind, option in option_fields(model)
+    }

@@ -13,6 +13,8 @@ from typing import Annotated
 import typer
 
 from deploy.cli.command_options import takes_settings
+from deploy.cli.field_options import takes_fields
+from deploy.config.loading import GivenValue, load_configuration
 from deploy.errors import UsageError
 from deploy.options import GenerateSettings, VerifySettings
 from scheduler.messages import MAX_PRIORITY, MIN_PRIORITY
@@ -81,15 +83,20 @@ def fetch_command(
     return 0
 
 
+@takes_fields
 def serve_command(
+    given: list[GivenValue],
     config: _File = None,
     overrides: _Set = None,
     detach: Annotated[bool, typer.Option("--detach", "-d", help="Leave it running and return.")] = False,
 ) -> int:
-    """Serves the models over OpenAI's HTTP API and gRPC, on a Ray of its own or on one that is running already."""
+    """Serves a model over OpenAI's HTTP API and gRPC, on a Ray of its own or on one that is running already.
+
+    Options override the configuration file, which sets everything else. Without a model, the demo is served.
+    """
     from deploy.cli.serve import serve
 
-    return serve(_chosen_file(config), overrides or [], detach)
+    return serve(load_configuration(_chosen_file(config), overrides or [], given), detach)
 
 
 def status_command(

@@ -10,8 +10,8 @@ import typer
 from typer.exceptions import TyperException
 
 from bench.command import bench_app
-from deploy.cli.command_options import usage_message
 from deploy.cli.commands import add_commands
+from deploy.cli.spelling import usage_message
 from deploy.errors import RunError, UsageError
 from deploy.kubernetes.command import k8s_app
 

@@ -6,7 +6,6 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
 from rich.console import Console
 
@@ -15,7 +14,6 @@ from deploy.cluster.client import application_state, connected, serve_is_running
 from deploy.cluster.deployment import deploy, watch
 from deploy.cluster.local_ray import LocalRay, start_ray
 from deploy.cluster.served_state import Served, StateFolder
-from deploy.config.loading import load_configuration
 from deploy.config.spool_config import SpoolConfig
 from deploy.errors import UsageError
 from deploy.models import prepare_models
@@ -27,9 +25,8 @@ _DOWN_STOPS = "`spool down` stops it."
 _LIKE_INTERRUPT = (signal.SIGTERM, signal.SIGHUP)
 
 
-def serve(file: Path | None, overrides: list[str], detach: bool) -> int:
+def serve(config: SpoolConfig, detach: bool) -> int:
     """Exit code 0 once it was stopped, or with `detach` once it serves. Raises UsageError and RunError."""
-    config = load_configuration(file, overrides)
     with _handling(_LIKE_INTERRUPT, _interrupt):
         if config.ray.address is None:
             return _on_own_ray(config, detach)
@@ -42,7 +39,7 @@ def _on_own_ray(config: SpoolConfig, detach: bool) -> int:
         raise UsageError(_served_already(app_name))
     check_ports(config)
     with reporting(console) as reporter:
-        prepare_models(config.models, config.models.drafts, reporter)
+        prepare_models(config.models, config.models.drafts, reporter, config.engine.max_model_len)
         reporter.stage("ray", "starting", None)
         ray = start_ray(app_name, config.ray, state)
         reporter.stage("ray", "started", 1.0)

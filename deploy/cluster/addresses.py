@@ -15,7 +15,7 @@ _ASK = "Name the capital of France."
 def http_url(config: SpoolConfig) -> str:
     """Where the HTTP API is from this machine."""
     scheme = "https" if config.auth.tls is not None else "http"
-    return f"{scheme}://{_reachable(config.gateway.host)}:{config.gateway.http_port}"
+    return f"{scheme}://{_reachable(config.gateway.host)}:{config.gateway.port}"
 
 
 def grpc_address(config: SpoolConfig) -> str | None:
@@ -36,7 +36,7 @@ def curl_line(config: SpoolConfig, url: str) -> str:
 def check_ports(config: SpoolConfig) -> None:
     """Raises UsageError for a port of this machine that cannot be listened on."""
     gateway = config.gateway
-    for field, port in (("http_port", gateway.http_port), ("grpc_port", gateway.grpc_port)):
+    for field, port in (("port", gateway.port), ("grpc_port", gateway.grpc_port)):
         if port is None:
             continue
         try:

@@ -13,7 +13,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel, ByteSize, SecretStr
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
-from typer.models import OptionInfo
+from typer.models import ParameterInfo
 
 _PLAIN_NAMES: dict[object, str] = {
     str: "text",
@@ -100,7 +100,7 @@ def _description(field: FieldInfo) -> str:
     """Of fields that are command-line options too, the option's help."""
     if field.description:
         return field.description
-    option = next((extra for extra in field.metadata if isinstance(extra, OptionInfo)), None)
+    option = next((extra for extra in field.metadata if isinstance(extra, ParameterInfo)), None)
     if option is None or not option.help:
         return ""
     return f"{option.help} Unset: {option.show_default}." if isinstance(option.show_default, str) else option.help

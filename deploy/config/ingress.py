@@ -31,7 +31,7 @@ class GatewaySettings(Placement):
     """The HTTP and gRPC ingress."""
 
     host: str = described("127.0.0.1", "Address to listen on; any address but loopback requires auth.", min_length=1)
-    http_port: int = described(8000, "Port of the OpenAI HTTP API.", ge=1, le=65535)
+    port: int = described(8000, "Port of the OpenAI HTTP API.", ge=1, le=65535)
     grpc_port: int | None = described(8001, "Port of the gRPC API; null: no gRPC.", ge=1, le=65535)
     http_on: ProxyLocation = described(
         ProxyLocation.EVERY_NODE, "Nodes that listen for HTTP: all nodes with replicas, or only the head."
@@ -63,8 +63,8 @@ class GatewaySettings(Placement):
     limits: Limits = described(Limits(), "Upper limits of one request.")
 
     def problems(self) -> Iterator[FieldProblem]:
-        if self.grpc_port == self.http_port:
-            yield FieldProblem(("grpc_port",), f"is {self.grpc_port}, must differ from http_port")
+        if self.grpc_port == self.port:
+            yield FieldProblem(("grpc_port",), f"is {self.grpc_port}, must differ from port")
         if not self.listens_on_loopback and not _is_address(self.host):
             yield FieldProblem(("host",), f"is {self.host!r}, must be localhost or an IP address")
         scaling = self.autoscaling

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,19 @@ from deploy.config.spool_config import SpoolConfig
 from deploy.config.yaml_source import YamlSource
 
 
-def load_configuration(file: Path | None, overrides: Sequence[str] = ()) -> SpoolConfig:
-    """The configuration in `file` (None: the defaults), with `path=value` overrides on top.
+@dataclass(frozen=True, slots=True)
+class GivenValue:
+    """The value that an option gives to the field at `path`; `origin` is the option, for messages."""
+
+    path: tuple[str, ...]
+    value: Any
+    origin: str
+
+
+def load_configuration(
+    file: Path | None, overrides: Sequence[str] = (), given: Sequence[GivenValue] = ()
+) -> SpoolConfig:
+    """The configuration in `file` (None: the defaults); `path=value` overrides go over it, and `given` over these.
 
     Raises ConfigurationError with everything that is wrong.
     """
@@ -32,6 +44,9 @@ def load_configuration(file: Path | None, overrides: Sequence[str] = ()) -> Spoo
             problems.append(Problem(f"--set {override}", "", str(error)))
     if problems:
         raise ConfigurationError(problems)
+    for option in given:
+        _put(data, option.path, option.value)
+        origins[option.path] = option.origin
 
     try:
         return SpoolConfig.model_validate(data)

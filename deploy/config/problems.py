@@ -24,6 +24,8 @@ _LONGEST_VALUE = 80
 RENAMED_FIELDS: dict[str, str] = {
     "scheduling.window": "scheduling.max_running",
     "engine.max_packed_rows": "engine.max_num_batched_tokens",
+    "gateway.http_port": "gateway.port",
+    "models.served_name": "models.served_model_name",
 }
 """Fields of earlier versions and their present names, as full paths."""
 

@@ -14,8 +14,7 @@ from deploy.config.ingress import AuthSettings, GatewaySettings, InternalSetting
 from deploy.config.observation import LoggingSettings, MetricsSettings, TracingSettings
 from deploy.config.placement import Groups, Placement, WorkerGroup
 from deploy.config.section import FieldProblem, Section, described
-from deploy.options import NGRAM, NO_DRAFT, ModelSettings, SchedulingSettings
-from engine.cpu.isa import AUTO, CPU_ISAS, ISA_VARIABLE
+from deploy.options import NGRAM, NO_DRAFT, EngineOptions, ModelSettings, SchedulingSettings
 from engine.models.memory_plan import ModelMemory
 from engine.settings import EngineSettings
 from scheduler.config import KvMovement, Policy, SchedulerConfig
@@ -38,7 +37,9 @@ class ServedModels(ModelSettings, Section):
     """The models, their dtype, and their name in the APIs."""
 
     device: str = described("auto", "`cpu`, `cuda`, or `auto`: GPUs for the groups that get some, else the CPU.")
-    served_name: str | None = described(None, "Name of the model in the APIs. Unset: models.target.", min_length=1)
+    served_model_name: str | None = described(
+        None, "Name of the model in the APIs. Unset: models.target.", min_length=1
+    )
 
     def problems(self) -> Iterator[FieldProblem]:
         for name in ("target", "draft"):
@@ -55,32 +56,8 @@ class ServedModels(ModelSettings, Section):
         return self.draft_name != NO_DRAFT
 
 
-class EngineSection(Section):
+class EngineSection(EngineOptions, Section):
     """How engines use memory and form their passes."""
-
-    cpu_isa: str = described(
-        AUTO,
-        f"Limit of a CPU's instruction set: {', '.join(CPU_ISAS)}. `auto`: that of `{ISA_VARIABLE}`, else the fastest.",
-    )
-    page_size: int = described(16, "Tokens of one KV page.", ge=1, le=1024)
-    kv_pages: int | None = described(None, "Pages of KV of each worker. Unset: as kv_memory says.", ge=1)
-    kv_memory: ByteSize | None = described(
-        None,
-        "Memory for KV of each worker, such as `2GiB`. Unset: what gpu_memory_utilization leaves, 1 GiB on a CPU.",
-        ge=1,
-    )
-    gpu_memory_utilization: float = described(
-        0.9, "Share of a GPU's memory that its workers may take together: weights, workspaces and KV.", gt=0, le=1
-    )
-    max_num_batched_tokens: int = described(192, "Maximum number of tokens in one forward pass.", ge=8, le=65536)
-    prefix_cache: bool = described(
-        True, "Compute the KV of a common prompt prefix once, and keep it for later requests."
-    )
-    cuda_graphs: bool = described(True, "On a GPU, compute passes of few tokens as CUDA graphs.")
-
-    def problems(self) -> Iterator[FieldProblem]:
-        if self.cpu_isa not in CPU_ISAS:
-            yield FieldProblem(("cpu_isa",), f"is {self.cpu_isa!r}, must be {_one_of(CPU_ISAS)}")
 
 
 class SchedulingSection(SchedulingSettings, Section):
@@ -243,7 +220,7 @@ class SpoolConfig(Section):
 
     @property
     def served_name(self) -> str:
-        return self.models.served_name or self.models.target
+        return self.models.served_model_name or self.models.target
 
     @property
     def vllm_model_name(self) -> str | None:
@@ -285,22 +262,16 @@ class SpoolConfig(Section):
             pages, memory = self.engine.kv_pages, self.engine.kv_memory
         if pages is None and memory is None and device == "cpu":
             memory = ByteSize(_CPU_KV_BYTES[role])
-        return EngineSettings(
+        return self.engine.for_worker(
             model=self.model(role),
             dtype=self.models.dtype.value,
             device=device,
-            cpu_isa=self.engine.cpu_isa,
             threads=threads,
             exclusive_threads=(group.exclusive_threads or 0) if device == "cpu" else 0,
-            page_size=self.engine.page_size,
             kv_pages=pages,
             kv_memory_bytes=None if memory is None else int(memory),
             exact=self.models.exact,
-            max_num_batched_tokens=self.engine.max_num_batched_tokens,
             lookup_match=self.models.lookup_match if role is Role.DRAFT else None,
-            prefix_cache=self.engine.prefix_cache,
-            cuda_graphs=self.engine.cuda_graphs,
-            gpu_memory_utilization=self.engine.gpu_memory_utilization,
             gpu_peers=gpu_peers,
         )
 

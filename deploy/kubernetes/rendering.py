@@ -76,7 +76,7 @@ def _fields(config: SpoolConfig, pods: Sequence[Pods]) -> Iterator[tuple[str, An
     head = f"{cluster}/headGroupSpec/template/spec"
     yield f"{head}/terminationGracePeriodSeconds", longest
     yield f"{head}/containers/0/lifecycle", _drain(longest - END_SECONDS)
-    yield f"{head}/containers/0/ports/0/containerPort", config.gateway.http_port
+    yield f"{head}/containers/0/ports/0/containerPort", config.gateway.port
     for number, one in enumerate(pods):
         yield from _group_fields(f"{cluster}/workerGroupSpecs/{number}", one)
     container = f"{cluster}/workerGroupSpecs/0/template/spec/containers/0"
@@ -109,7 +109,7 @@ def _drain(seconds: int) -> dict[str, Any]:
 
 
 def _gateway_ports(config: SpoolConfig) -> list[dict[str, Any]]:
-    ports = [{"name": "http", "containerPort": config.gateway.http_port}]
+    ports = [{"name": "http", "containerPort": config.gateway.port}]
     if config.gateway.grpc_port is not None:
         ports.append({"name": "grpc", "containerPort": config.gateway.grpc_port})
     return ports
@@ -118,7 +118,7 @@ def _gateway_ports(config: SpoolConfig) -> list[dict[str, Any]]:
 def _ports(config: SpoolConfig) -> Iterator[tuple[str, Any]]:
     """Of the Service in front of the gateways; gRPC without TLS is HTTP/2 in clear, which proxies must be told."""
     encrypted = config.auth.tls is not None
-    ports: list[dict[str, Any]] = [{"name": "http", "port": config.gateway.http_port, "targetPort": "http"}]
+    ports: list[dict[str, Any]] = [{"name": "http", "port": config.gateway.port, "targetPort": "http"}]
     if config.gateway.grpc_port is not None:
         grpc: dict[str, Any] = {"name": "grpc", "port": config.gateway.grpc_port, "targetPort": "grpc"}
         ports.append(grpc if encrypted else grpc | {"appProtocol": "kubernetes.io/h2c"})

@@ -105,11 +105,11 @@ async def running_cell(settings: RunSettings, lengths: Sequence[int], reporter: 
 def worker_launches(settings: RunSettings, lengths: Sequence[int]) -> list[WorkerLaunch]:
     """Targets first, so that they get the first GPUs."""
     models, workers = settings.models, settings.workers
-    drafts = workers.draft_workers if settings.drafting else 0
+    drafts = workers.draft_replicas if settings.drafting else 0
     on_gpu = drafts if models.drafts_with_model else 0
-    devices = worker_devices(models.device, workers.target_workers + on_gpu)
+    devices = worker_devices(models.device, workers.target_replicas + on_gpu)
     threads = settings.threads_per_worker()
-    roles = [Role.TARGET] * workers.target_workers + [Role.DRAFT] * on_gpu
+    roles = [Role.TARGET] * workers.target_replicas + [Role.DRAFT] * on_gpu
     memory = {role: _memory(settings, role) for role in set(roles)} if set(devices) != {"cpu"} else {}
     launches = []
     for number, device in enumerate(devices):
@@ -120,7 +120,8 @@ def worker_launches(settings: RunSettings, lengths: Sequence[int]) -> list[Worke
             engine = replace(engine, gpu_peers=tuple(memory[other] for other in beside))
         # Every sequence may leave a page partly filled.
         pages = sum(-(-length // engine.page_size) + 1 for length in lengths)
-        if device == "cpu" and pages * engine.page_size <= _SMALL_KV_POSITIONS:
+        kv_is_given = engine.kv_pages is not None or engine.kv_memory_bytes is not None
+        if device == "cpu" and not kv_is_given and pages * engine.page_size <= _SMALL_KV_POSITIONS:
             # Memory is shared with everything else here, and filling it with zeros takes seconds.
             engine = replace(engine, kv_pages=pages)
         launches.append(WorkerLaunch(role, asdict(engine), threads=threads))

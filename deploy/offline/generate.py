@@ -27,7 +27,7 @@ def generate(settings: GenerateSettings) -> int:
     prompts = load_prompts(settings.inputs.prompts, settings.inputs.limit)
     console = error_console()
     with reporting(console) as reporter:
-        models = prepare_models(settings.models, settings.drafting, reporter)
+        models = prepare_models(settings.models, settings.drafting, reporter, settings.engine.max_model_len)
         jobs = make_jobs(prompts, models.tokenizer, settings.sampling, models.max_positions)
         digest = settings_digest(settings, models.tokenizer.vocabulary_digest)
         finished = 0

@@ -18,10 +18,12 @@ from services.text.tokenizer import ModelTokenizer
 def settings_digest(settings: RunSettings, vocabulary_digest: bytes) -> str:
     """Equal for settings that give equal text: model, numbers and sampling, but not how the work is organised."""
     models = settings.models
-    content = [
+    content: list[Any] = [
         [models.target, vocabulary_digest.hex(), models.dtype.value, models.exact],
         settings.sampling.model_dump(mode="json"),
     ]
+    if settings.engine.max_model_len is not None:
+        content.append([settings.engine.max_model_len])
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -65,7 +65,7 @@ def verify(settings: VerifySettings) -> int:
     prompts = load_prompts(settings.inputs.prompts, settings.inputs.limit)
     console = error_console()
     with reporting(console) as reporter:
-        models = prepare_models(settings.models, settings.drafting, reporter)
+        models = prepare_models(settings.models, settings.drafting, reporter, settings.engine.max_model_len)
         jobs = make_jobs(prompts, models.tokenizer, settings.sampling, models.max_positions)
         verification = run_until_interrupted(_run(settings, models, jobs, reporter))
     _print(verification, console)

@@ -97,8 +97,8 @@ def _with_folders_found(config: SpoolConfig) -> SpoolConfig:
     """Replicas have other working directories than this process, from which folders of models are meant."""
     named = {"target": config.models.target, "draft": config.models.draft}
     found = {field: str(Path(name).resolve()) for field, name in named.items() if name and Path(name).is_dir()}
-    if config.models.served_name is None:
-        found["served_name"] = config.models.target
+    if config.models.served_model_name is None:
+        found["served_model_name"] = config.models.target
     return config.model_copy(update={"models": config.models.model_copy(update=found)})
 
 

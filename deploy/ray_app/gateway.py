@@ -106,7 +106,7 @@ def gateway_settings(config: SpoolConfig, sampling: SamplingDefaults) -> Gateway
         tool_format=gateway.tool_format,
         default_timeout_seconds=gateway.default_timeout_seconds,
         retry_after_seconds=gateway.retry_after_seconds,
-        http=ListenSettings(port=gateway.http_port, **listen),
+        http=ListenSettings(port=gateway.port, **listen),
         grpc=ListenSettings(port=gateway.grpc_port or 0, **listen),
     )
 

@@ -28,7 +28,7 @@ def proxy_location(config: SpoolConfig) -> str:
 
 def http_options(config: SpoolConfig) -> dict[str, Any]:
     """For Serve's HTTP proxies."""
-    options: dict[str, Any] = {"host": config.gateway.host, "port": config.gateway.http_port}
+    options: dict[str, Any] = {"host": config.gateway.host, "port": config.gateway.port}
     if config.auth.tls is not None:
         options["ssl_certfile"] = str(config.auth.tls.certificate)
         options["ssl_keyfile"] = str(config.auth.tls.key)

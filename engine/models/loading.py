@@ -58,6 +58,7 @@ _SAMPLED_WEIGHTS = 256
 def load_target_engine(settings: EngineSettings, progress: Progress) -> TargetEngine:
     """Raises `engine.errors.EngineError` or `ModelNotFoundError` with the reason, one line."""
     loaded = _load_model(settings, Role.TARGET, progress)
+    _check_length(loaded, settings)
     compute_digest = _compute_digest(loaded, settings)
     loaded.replace_layers(settings.page_size)
     shapes = _exact_shapes(loaded, settings, progress) if settings.exact else None
@@ -163,6 +164,14 @@ def _compute_digest(loaded: LoadedModel, settings: EngineSettings) -> bytes:
     return digest.digest()
 
 
+def _check_length(loaded: LoadedModel, settings: EngineSettings) -> None:
+    longest = int(loaded.model.config.max_position_embeddings)
+    if settings.max_model_len is not None and settings.max_model_len > longest:
+        raise UnsupportedModelError(
+            f"max_model_len is {settings.max_model_len}, must be at most {longest} for {settings.model}"
+        )
+
+
 def _exact_shapes(loaded: LoadedModel, settings: EngineSettings, progress: Progress) -> ExactShapes:
     file = calibration_file(loaded.model, settings, loaded.kernel_identity)
     calibration = read_calibration(file)
@@ -200,7 +209,7 @@ def _assemble(
         device=str(model.device),
         page_size=settings.page_size,
         total_pages=pages,
-        max_sequence_length=min(int(model.config.max_position_embeddings), pages * settings.page_size),
+        max_sequence_length=_max_sequence_length(loaded, settings, pages),
         max_num_batched_tokens=row_counts[-1],
         exact_row_counts=exact_row_counts,
         threads=threads,
@@ -208,6 +217,11 @@ def _assemble(
         kv_bytes_per_token=bytes_per_token,
     )
     return description, runner, pool
+
+
+def _max_sequence_length(loaded: LoadedModel, settings: EngineSettings, pages: int) -> int:
+    longest = int(loaded.model.config.max_position_embeddings)
+    return min(longest, settings.max_model_len or longest, pages * settings.page_size)
 
 
 def _warm_up(loaded: LoadedModel, description: EngineDescription, runner: ModelRunner, pool: PagePool) -> None:

@@ -72,14 +72,14 @@ def cell(
     token.write_text("0123456789abcdef0123456789abcdef")
     http_port, grpc_port = free_ports(2)
     configuration = {
-        "models": {"target": str(target), "draft": str(draft), "served_name": MODEL, "dtype": "float32"},
+        "models": {"target": str(target), "draft": str(draft), "served_model_name": MODEL, "dtype": "float32"},
         "engine": ENGINE,
         "scheduling": {"batch_size": 4, "max_running": 32, "policy": "ragged", "kv_movement": "always"},
         "groups": {
             "draft": {**PACED, "replicas": 1, "drain_seconds": 5},
             "target": {**PACED, "replicas": 2, "drain_seconds": LONG, "kv_pages": KV_PAGES},
         },
-        "gateway": {"http_port": http_port, "grpc_port": grpc_port, "http_on": "head_node", "drain_seconds": LONG},
+        "gateway": {"port": http_port, "grpc_port": grpc_port, "http_on": "head_node", "drain_seconds": LONG},
         "internal": {"token_file": str(token)},
     }
     with ray_cluster.further_nodes([{}, {}]) as cluster:

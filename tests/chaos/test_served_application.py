@@ -66,7 +66,7 @@ def application(
     target, draft = pair
     two = {"replicas": 2, "threads": 1, "drain_seconds": 5}
     configuration = {
-        "models": {"target": str(target), "draft": str(draft), "served_name": "tiny"},
+        "models": {"target": str(target), "draft": str(draft), "served_model_name": "tiny"},
         "engine": PAGES,
         "scheduling": {"batch_size": 8, "max_running": STREAMS, "max_queued_sequences": QUEUE},
         "groups": {"draft": two | PACED, "target": two | {"environment": environment()}},

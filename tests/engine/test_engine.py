@@ -249,6 +249,13 @@ def test_a_model_without_tokenizer_counts_every_embedding(folders: dict[str, Pat
     assert description.tokenizer_digest == b""
 
 
+def test_sequences_end_where_the_settings_say(folders: dict[str, Path]) -> None:
+    longest = load(folders["llama"], kv_pages=4096).description.max_sequence_length
+    assert load(folders["llama"], max_model_len=40).description.max_sequence_length == 40
+    with pytest.raises(UnsupportedModelError, match=f"max_model_len is {longest + 1}, must be at most {longest} for"):
+        load(folders["llama"], max_model_len=longest + 1)
+
+
 def test_log_probabilities_are_of_the_targets_own_distribution(folders: dict[str, Path]) -> None:
     engine = load(folders["llama"])
     prompt = [5, 4, 3]

@@ -99,7 +99,7 @@ def cell(tmp_path: Path, *changes: tuple[str, Any]) -> list[dict[str, Any]]:
 
 def test_tls_and_ports_reach_probe_and_service(tmp_path: Path) -> None:
     tls = {"certificate": "/etc/spool/tls/tls.crt", "key": "/etc/spool/tls/tls.key"}
-    manifests = cell(tmp_path, ("auth.tls", tls), ("gateway.http_port", 8443), ("gateway.grpc_port", 9443))
+    manifests = cell(tmp_path, ("auth.tls", tls), ("gateway.port", 8443), ("gateway.grpc_port", 9443))
     service = only(manifests, "Service", "spool")["spec"]["ports"]
     assert [(one["name"], one["port"]) for one in service] == [("http", 8443), ("grpc", 9443)]
     assert not any("appProtocol" in one for one in service)

@@ -67,7 +67,7 @@ def serve_config(folder: Path, models: dict[str, Any], http_port: int, grpc_port
     settings["scheduling"] = {"policy": "ragged", "batch_size": 4}
     digest = hashlib.sha256(NAMED_KEY.encode()).hexdigest()
     settings["auth"]["keys"] = [{"name": "team", "digest": digest, "tokens_per_minute": TOKENS_PER_MINUTE}]
-    settings["gateway"] |= {"host": "127.0.0.1", "http_port": http_port, "grpc_port": grpc_port}
+    settings["gateway"] |= {"host": "127.0.0.1", "port": http_port, "grpc_port": grpc_port}
     file = folder / "serve.yaml"
     file.write_text(yaml.safe_dump(config))
     group = "/spec/rayClusterConfig/workerGroupSpecs"
@@ -86,7 +86,7 @@ def cell(
     folder = tmp_path_factory.mktemp("cell")
     target, draft = tiny_pair
     http_port, grpc_port = free_ports(2)
-    models = {"target": str(target), "draft": str(draft), "served_name": MODEL, "dtype": "float32"}
+    models = {"target": str(target), "draft": str(draft), "served_model_name": MODEL, "dtype": "float32"}
     file, pods = serve_config(folder, models, http_port, grpc_port)
     gateway, target_pod, draft_pod = pods
     plain = PlainDecoder(target)

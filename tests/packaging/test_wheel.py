@@ -196,7 +196,7 @@ def test_configuration_is_written_and_checked(environment: Path, folder: Path) -
 
 
 def test_its_speculation_is_exact(environment: Path, folder: Path) -> None:
-    models = ("--target", "llama-target", "--draft", "llama-draft", "--prompts", "prompts.jsonl")
+    models = ("llama-target", "--draft", "llama-draft", "--prompts", "prompts.jsonl")
     steps = ("--max-tokens", "12", "--batch-size", "3", "--threads", "1", "--no-share-cores")
     ended = run("spool", environment, folder, "verify", *models, *steps, "--policy", "eqspec", "--json")
     assert ended.code == 0, ended.err

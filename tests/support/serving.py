@@ -138,13 +138,13 @@ def served_on(cluster: RayCluster, configuration: Mapping[str, Any], folder: Pat
     """`spool serve --detach` on a Ray that is there, on free ports; `spool down` at the end. `configuration`, with
     these ports, becomes spool.yaml in `folder`."""
     http_port, grpc_port = free_ports(2)
-    gateway = {**configuration.get("gateway", {}), "http_port": http_port, "grpc_port": grpc_port}
+    gateway = {**configuration.get("gateway", {}), "port": http_port, "grpc_port": grpc_port}
     file = folder / "spool.yaml"
     file.write_text(yaml.safe_dump({**configuration, "gateway": gateway, "ray": {"address": cluster.address}}))
     environment = {**cluster.environment, "SPOOL_STATE": str(folder / "state")}
     ended = spool("serve", "--config", file, "--detach", environment=environment)
     assert ended.code == 0, ended.err
-    served_name = configuration["models"]["served_name"]
+    served_name = configuration["models"]["served_model_name"]
     url = f"http://127.0.0.1:{http_port}"
     yield Application(url, f"127.0.0.1:{grpc_port}", served_name, cluster.process_id, environment)
     ended = spool("down", environment=environment)

@@ -63,7 +63,7 @@ def served(
 ) -> Iterator[Served]:
     target, draft = tiny_pair
     configuration = {
-        "models": {"target": str(target), "draft": str(draft), "served_name": MODEL, "dtype": "float32"},
+        "models": {"target": str(target), "draft": str(draft), "served_model_name": MODEL, "dtype": "float32"},
         "engine": ENGINE,
         # Drafts always; `auto` would weigh what steps happen to take.
         "scheduling": {"batch_size": 4, "max_running": 16, "policy": "ragged"},

@@ -50,7 +50,7 @@ def own_ray(tmp_path: Path) -> Iterator[OwnRay]:
     http_port, grpc_port = free_ports(2)
     with tempfile.TemporaryDirectory(prefix="spool-", ignore_cleanup_errors=True) as folder:
         environment = {"SPOOL_STATE": str(tmp_path / "state"), "HOME": str(tmp_path), "TMPDIR": folder, **PRIORITY}
-        ports = ("--set", f"gateway.http_port={http_port}", "--set", f"gateway.grpc_port={grpc_port}")
+        ports = ("--set", f"gateway.port={http_port}", "--set", f"gateway.grpc_port={grpc_port}")
         own = OwnRay(environment, ports, f"http://127.0.0.1:{http_port}", f"127.0.0.1:{grpc_port}")
         try:
             yield own
@@ -64,7 +64,7 @@ def own_ray(tmp_path: Path) -> Iterator[OwnRay]:
 def test_serve_until_interrupted(own_ray: OwnRay, tiny_pair: tuple[Path, Path]) -> None:
     target, _ = tiny_pair
     asked = requests(2, max_tokens=20)
-    models = ("--set", f"models={{target: {target}, draft: ngram, dtype: float32, served_name: {MODEL}}}")
+    models = ("--set", f"models={{target: {target}, draft: ngram, dtype: float32, served_model_name: {MODEL}}}")
     command = ("serve", *own_ray.options, *models, "--set", f"engine={json.dumps(ENGINE)}")
     with started(*command, environment=own_ray.environment) as process:
         assert process.stderr is not None

@@ -35,8 +35,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(folder: Path, command: str, *arguments: object, draft: str = "llama-draft") -> Ended:
-    models = ("--target", "llama-target", "--draft", draft)
+def run(
+    folder: Path, command: str, *arguments: object, target: str = "llama-target", draft: str = "llama-draft"
+) -> Ended:
+    models = (target, "--draft", draft)
     return spool(command, *models, "--prompts", "prompts.jsonl", *FAST, *arguments, cwd=folder)
 
 
@@ -58,7 +60,7 @@ def plain(folder: Path) -> list[str]:
 
 def test_generate_writes_answers_in_order_whoever_computed_them(folder: Path, plain: list[str]) -> None:
     output = folder / "out.jsonl"
-    workers = ("--policy", "ragged", "--batch-size", "2", "--target-workers", "2")
+    workers = ("--policy", "ragged", "--batch-size", "2", "--target-replicas", "2")
     ended = run(folder, "generate", "--output", output, *workers, "--json")
     assert ended.code == 0, ended.err
     assert answers(output) == plain
@@ -146,7 +148,7 @@ def test_a_broken_model_is_one_line(folder: Path) -> None:
     config = json.loads((folder / "llama-target" / "config.json").read_text())
     (broken / "config.json").write_text(json.dumps(config))
     (broken / "model.safetensors").write_text("no weights")
-    ended = run(folder, "generate", "--target", "broken", draft="none")
+    ended = run(folder, "generate", target="broken", draft="none")
     assert ended.code == 1
     assert ended.err.splitlines()[-1].startswith("spool: worker target-0: ")
     assert "Traceback" not in ended.err
@@ -156,7 +158,7 @@ def at_work(
     folder: Path, draft: str, prompts: str, output: Path, *arguments: str
 ) -> AbstractContextManager[subprocess.Popen[str]]:
     """`spool generate`, running."""
-    command = ("generate", "--target", "llama-target", "--draft", draft, "--prompts", prompts)
+    command = ("generate", "llama-target", "--draft", draft, "--prompts", prompts)
     return started(*command, "--output", output, *FAST, *arguments, cwd=folder)
 
 

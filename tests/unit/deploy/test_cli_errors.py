@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import typer
 
-from deploy.cli import command_options, main
+from deploy.cli import main, spelling
 from tests.support.command_line import save_tokenizer, spool, write_lines
 
 
@@ -76,23 +76,28 @@ BAD_INPUT = [
     (["--seed", "-1"], "seed is -1"),
     (["--seed", str(2**64)], "must be between 0 and 18446744073709551615"),
     (["--threads", "0"], "--threads is 0"),
-    (["--draft-workers", "0"], "--draft-workers is 0"),
-    (["--target-workers", "-2"], "--target-workers is -2"),
+    (["--draft-replicas", "0"], "--draft-replicas is 0"),
+    (["--target-replicas", "-2"], "--target-replicas is -2"),
     (["--dtype", "int8"], "'int8' is not one of"),
-    (["--target", "/no/such/model"], "target model /no/such/model: no such folder"),
-    (["--target", "no-weights"], "target model no-weights: the folder holds no weights"),
-    (["--target", "no-tokenizer"], "holds no tokenizer.json"),
-    (["--target", "good.jsonl"], "good.jsonl is a file"),
-    (["--target", "target", "--draft", "/no/such/model"], "draft model /no/such/model: no such folder"),
-    (["--target", "target", "--draft", "other"], "the draft other does not fit the target target"),
+    (["/no/such/model"], "target model /no/such/model: no such folder"),
+    (["no-weights"], "target model no-weights: the folder holds no weights"),
+    (["no-tokenizer"], "holds no tokenizer.json"),
+    (["good.jsonl"], "good.jsonl is a file"),
+    (["target", "--draft", "/no/such/model"], "draft model /no/such/model: no such folder"),
+    (["target", "--draft", "other"], "the draft other does not fit the target target"),
     (
-        ["--target", "target", "--prompts", "long.jsonl"],
+        ["target", "--prompts", "long.jsonl"],
         "long.jsonl:2: the prompt has 200 tokens, the model takes 200",
     ),
-    (["--target", "target", "--device", "gpu"], "device is 'gpu', must be auto, cpu, cuda or cuda:N"),
+    (["target", "--max-model-len", "300"], "max_model_len is 300, must be at most 200, the limit of target"),
+    (
+        ["target", "--prompts", "good.jsonl", "--max-model-len", "5"],
+        "good.jsonl:1: the prompt has 5 tokens, the model takes 5",
+    ),
+    (["target", "--device", "gpu"], "device is 'gpu', must be auto, cpu, cuda or cuda:N"),
     (["--unknown"], "No such option: --unknown"),
     (["--seed"], "requires an argument"),
-    (["extra"], "unexpected extra argument"),
+    (["target", "extra"], "unexpected extra argument"),
 ]
 
 # The commands share these options; every third is tried with the second command too.
@@ -115,9 +120,9 @@ def test_bad_input(folder: Path, command: str, arguments: list[str], message: st
         ("models fetch demo --unknown", "No such option"),
         ("verify --reference oracle", "'oracle' is not one of 'generate'"),
         ("verify --reference generate --temperature 1", "temperature is 1.0, must be 0 with --reference generate"),
-        ("generate --target target --output /no/such/folder/out.jsonl", "cannot write /no/such/folder/out.jsonl"),
-        ("generate --target target --output .", "cannot read .: Is a directory"),
-        ("generate --target target --output good.jsonl", "good.jsonl:1 is no line of results"),
+        ("generate target --output /no/such/folder/out.jsonl", "cannot write /no/such/folder/out.jsonl"),
+        ("generate target --output .", "cannot read .: Is a directory"),
+        ("generate target --output good.jsonl", "good.jsonl:1 is no line of results"),
     ],
 )
 def test_bad_input_to_one_command(folder: Path, command: str, message: str) -> None:
@@ -127,7 +132,7 @@ def test_bad_input_to_one_command(folder: Path, command: str, message: str) -> N
 def test_a_renamed_option_is_answered_with_its_new_name(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setitem(command_options.RENAMED_OPTIONS, "--rows", "--batch-size")
+    monkeypatch.setitem(spelling.RENAMED_OPTIONS, "--rows", "--batch-size")
     assert main.run(["generate", "--rows", "4"]) == 2
     assert capsys.readouterr().err == "spool: --rows is now --batch-size\n"
 
@@ -141,8 +146,8 @@ def options_of(command: Any) -> set[str]:
 def test_names_of_renamed_options_are_up_to_date() -> None:
     known = options_of(typer.main.get_command(main.app))
     assert "--batch-size" in known
-    assert known >= set(command_options.RENAMED_OPTIONS.values())
-    assert known.isdisjoint(command_options.RENAMED_OPTIONS)
+    assert known >= set(spelling.RENAMED_OPTIONS.values())
+    assert known.isdisjoint(spelling.RENAMED_OPTIONS)
 
 
 def test_a_model_the_hub_does_not_give(folder: Path) -> None:

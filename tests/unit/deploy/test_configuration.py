@@ -77,7 +77,7 @@ groups:
     autoscaling: {min_replicas: 3, max_replicas: 2}
 gateway:
   host: 0.0.0.0
-  http_port: 90000
+  port: 90000
 internal:
   token: short
 """
@@ -88,7 +88,7 @@ internal:
         "7: scheduling.policy is 'fast', must be 'eqspec', 'exspec', 'ragged' or 'auto'",
         "10: groups.target.replicas is true, must be a number or text, not true or false",
         "11: groups.target.autoscaling.max_replicas is 2, must be at least min_replicas, which is 3",
-        "14: gateway.http_port is 90000, must be at most 65535",
+        "14: gateway.port is 90000, must be at most 65535",
         "16: internal.token has 5 characters, must have at least 16",
     ]
 
@@ -139,7 +139,7 @@ internal:
         ("auth:\n  keys: {a: b}", "2: auth.keys is a section, must be a list"),
         ("groups:\n  draft:\n    resources:\n      gpu: 0", "4: groups.draft.resources.gpu is 0, must be above 0"),
         ("ray:\n  address: here", "2: ray.address is 'here', must be `auto` or host:port"),
-        ("gateway:\n  grpc_port: 8000", "2: gateway.grpc_port is 8000, must differ from http_port"),
+        ("gateway:\n  grpc_port: 8000", "2: gateway.grpc_port is 8000, must differ from port"),
         ("models:\n  device: cuda:1", "2: models.device is 'cuda:1', must be auto, cpu or cuda"),
         ("models:\n  draft_lookup: 33", "2: models.draft_lookup is 33, must be at most 32"),
         ("models:\n  draft: none\n  draft_lookup: 3", "3: models.draft_lookup is 3, must be unset where draft is none"),

@@ -87,7 +87,7 @@ def test_secrets_come_from_where_the_file_says(tmp_path: Path, monkeypatch: pyte
 
 
 def test_the_file_for_serve_makes_the_same_configuration() -> None:
-    overrides = ["auth.api_keys=[k]", "scheduling.batch_size=3", "gateway={http_port: 81, http_on: head_node}"]
+    overrides = ["auth.api_keys=[k]", "scheduling.batch_size=3", "gateway={port: 81, http_on: head_node}"]
     scaled = [*overrides, "groups.target.replicas=3", "gateway.autoscaling.max_replicas=5"]
     config = load_configuration(None, overrides)
     content = yaml.safe_load(serve_file(config))
@@ -173,7 +173,7 @@ engine.errors.UnsupportedModelError: mamba has layers of type mamba, only full_a
     ("command", "code", "message"),
     [
         ("serve --config nowhere.yaml", 2, "nowhere.yaml: cannot be read: No such file or directory"),
-        ("serve --set gateway.http_port=80000", 2, "gateway.http_port is 80000, must be at most 65535"),
+        ("serve --set gateway.port=80000", 2, "gateway.port is 80000, must be at most 65535"),
         ("serve --set models.target=/", 2, "the folder holds no config.json, so no model"),
         ("serve --set ray.folder=/a/very/long/folder/that/no/socket/can/be/put/below", 2, "must have at most 40"),
         ("serve --set ray.app_name=a/b", 2, "ray.app_name is 'a/b', must be up to 64 letters"),

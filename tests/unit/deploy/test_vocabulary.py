@@ -1,0 +1,134 @@
+"""One option has one name: in `spool serve`, in `spool generate`, and in the configuration file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from deploy.cli import main
+from deploy.cli.field_options import FIELDS
+from deploy.cli.spelling import MOVED, OTHER_SERVERS, RENAMED_OPTIONS
+from deploy.config.field_documents import documents
+from deploy.config.spool_config import SpoolConfig
+from scheduler.config import Policy
+
+# What only a run without a server has, and how `spool serve` runs.
+OF_RUNS = {"prompts", "limit", "output", "json_output", "max_tokens", "seed", "share_cores", "help"}
+OF_SERVING = {"config", "overrides", "detach", "help"}
+
+NAMES = {document.name: document for document in documents(SpoolConfig, SpoolConfig()) if not document.section}
+
+
+def parameters(command: str) -> dict[str, Any]:
+    found = typer.main.get_command(main.app).commands[command]  # type: ignore[attr-defined]
+    return {parameter.name: parameter for parameter in found.params}
+
+
+def options(command: str) -> set[str]:
+    return {name for parameter in parameters(command).values() for name in (*parameter.opts, *parameter.secondary_opts)}
+
+
+def file_name(option: str, path: str) -> str:
+    """What the option for a field must be called."""
+    parts = path.split(".")
+    if NAMES[path].type.startswith("list of"):
+        assert parts[-1].endswith("s")
+        return parts[-1][:-1]
+    both = parts[0] == "groups" and len(FIELDS[option]) == 1
+    return "_".join(parts[1:]) if both else parts[-1]
+
+
+def test_every_option_of_serve_is_a_field_of_its_name() -> None:
+    assert parameters("serve").keys() - OF_SERVING == FIELDS.keys()
+    for option, paths in FIELDS.items():
+        for path in paths:
+            assert path in NAMES, option
+            assert file_name(option, path) == option
+
+
+def test_generate_knows_the_words_of_serve_and_of_the_file() -> None:
+    serve, generate = parameters("serve"), parameters("generate")
+    in_file = {path.rpartition(".")[2] for path in NAMES}
+    for name in generate.keys() - OF_RUNS:
+        assert name in serve or name in in_file, name
+    shared = generate.keys() & serve.keys() - {"help"}
+    assert {"target", "draft", "dtype", "max_model_len", "kv_memory", "batch_size", "policy", "threads"} <= shared
+    for name in shared:
+        one, other = generate[name], serve[name]
+        assert (one.opts, one.secondary_opts, one.metavar) == (other.opts, other.secondary_opts, other.metavar)
+        assert one.type_descriptor.annotation == other.type_descriptor.annotation, name
+
+
+def test_fields_of_engines_models_and_scheduling_are_options_of_both() -> None:
+    """Of scheduling, those that runs without a server have."""
+    for path in NAMES:
+        section, _, name = path.partition(".")
+        if section in ("engine", "models") and name != "served_model_name":
+            assert name in parameters("generate").keys() & parameters("serve").keys(), path
+
+
+def test_names_given_for_other_words_are_options() -> None:
+    known = options("serve")
+    for word, here in (OTHER_SERVERS | MOVED["serve"]).items():
+        assert word not in known
+        assert here in known or "MODEL" in here
+    for command in ("generate", "verify"):
+        assert all(here in options(command) or "MODEL" in here for here in MOVED[command].values())
+        assert options(command).isdisjoint(MOVED[command].keys() | RENAMED_OPTIONS.keys())
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[SpoolConfig]:
+    """What `spool serve` would serve, from a folder with a file."""
+    (tmp_path / "spool.yaml").write_text("models: {target: a, draft: b}\ngateway: {port: 81, grpc_port: 82}\n")
+    monkeypatch.chdir(tmp_path)
+    found: list[SpoolConfig] = []
+
+    def serve(config: SpoolConfig, detach: bool) -> int:
+        found.append(config)
+        return 0
+
+    monkeypatch.setattr("deploy.cli.serve.serve", serve)
+    return found
+
+
+def test_options_override_the_file(served: list[SpoolConfig]) -> None:
+    assert main.run(["serve"]) == 0
+    words = "serve m --port 83 --api-key k1 --api-key k2 --kv-memory 2GiB --no-exact --policy ragged --threads 3"
+    assert main.run([*words.split(), "--set", "gateway.port=84", "--host", "0.0.0.0"]) == 0
+    plain, given = served
+    assert (plain.models.target, plain.models.draft, plain.gateway.port) == ("a", "b", 81)
+    assert (given.models.target, given.models.draft) == ("m", "b")
+    assert (given.gateway.host, given.gateway.port, given.gateway.grpc_port) == ("0.0.0.0", 83, 82)
+    assert [key.get_secret_value() for key in given.auth.api_keys] == ["k1", "k2"]
+    assert (given.engine.kv_memory, given.models.exact, given.scheduling.policy) == (2 << 30, False, Policy.RAGGED)
+    assert (given.groups.target.threads, given.groups.draft.threads) == (3, 3)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--tp 2", "No such option: --tp; here it is --tensor-parallel-size"),
+        ("--model x", "No such option: --model; here it is the first argument, as in `spool serve MODEL`"),
+        ("--target x", "--target is now the first argument, as in `spool serve MODEL`"),
+        ("--prot 3", "No such option: --prot; did you mean --port?"),
+        ("--max-queued-tokens 3", "scheduling.max_queued_tokens can be set in the configuration file or with --set"),
+        ("--tensor-parallel-size 2", "--tensor-parallel-size: engine.tensor_parallel_size is 2, must be 1"),
+        ("--port 99999", "--port: gateway.port is 99999, must be at most 65535"),
+        ("--host 0.0.0.0", "--host: gateway.host is '0.0.0.0', must be loopback"),
+        ("--kv-memory lots", "--kv-memory: engine.kv_memory is 'lots', must be a size such as 512MiB or 2GiB"),
+        ("--max-model-len 0", "--max-model-len: engine.max_model_len is 0, must be at least 1"),
+        ("one two", "unexpected extra argument"),
+    ],
+)
+def test_what_serve_refuses(
+    served: list[SpoolConfig], capsys: pytest.CaptureFixture[str], words: str, message: str
+) -> None:
+    assert main.run(["serve", *words.split()]) == 2
+    told = capsys.readouterr().err
+    assert message in told
+    assert told.count("\n") == 1
+    assert served == []
