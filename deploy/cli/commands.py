@@ -1,35 +1,24 @@
 """The commands of `spool` with their options; each calls a function in a module of its own.
 
-Options that make up settings are declared in deploy/options.py. The groups `spool bench` and `spool k8s` are declared
-in bench/command.py and deploy/kubernetes/command.py. Function bodies import what they need, so that `--help` is quick.
+Options that make up settings are in deploy/options.py; the groups `spool config`, `spool bench` and `spool k8s`
+are in config_commands.py, bench/command.py and deploy/kubernetes/command.py. Function bodies import what they need, so
+that `--help` is quick.
 """
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from deploy.cli.command_options import takes_settings
+from deploy.cli.config_commands import config_app
 from deploy.cli.field_options import takes_fields
+from deploy.cli.shared_options import App, ConfigFile, Overrides, chosen_file
 from deploy.config.loading import GivenValue, load_configuration
-from deploy.errors import UsageError
 from deploy.options import GenerateSettings, VerifySettings
 from scheduler.messages import MAX_PRIORITY, MIN_PRIORITY
-
-_DEFAULT_FILE = Path("spool.yaml")
-
-_File = Annotated[
-    Path | None,
-    typer.Option("--config", "-c", help="Configuration file.", show_default="./spool.yaml, if there is one"),
-]
-_Set = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="FIELD=VALUE", help="Override a field, as in scheduling.batch_size=16; repeatable."),
-]
-_App = Annotated[str, typer.Option("--app", help="Name of the application (ray.app_name).")]
 
 
 def add_commands(app: typer.Typer) -> None:
@@ -41,12 +30,12 @@ def add_commands(app: typer.Typer) -> None:
         ("status", status_command),
         ("chat", chat_command),
         ("down", down_command),
-        ("config", config_command),
     ):
         app.command(name)(command)
     models = typer.Typer(help="Models on this machine.")
     models.command("fetch")(fetch_command)
     app.add_typer(models, name="models")
+    app.add_typer(config_app, name="config")
 
 
 @takes_settings(GenerateSettings)
@@ -86,8 +75,8 @@ def fetch_command(
 @takes_fields
 def serve_command(
     given: list[GivenValue],
-    config: _File = None,
-    overrides: _Set = None,
+    config: ConfigFile = None,
+    overrides: Overrides = None,
     detach: Annotated[bool, typer.Option("--detach", "-d", help="Leave it running and return.")] = False,
 ) -> int:
     """Serves a model over OpenAI's HTTP API and gRPC, on a Ray of its own or on one that is running already.
@@ -96,11 +85,11 @@ def serve_command(
     """
     from deploy.cli.serve import serve
 
-    return serve(load_configuration(_chosen_file(config), overrides or [], given), detach)
+    return serve(load_configuration(chosen_file(config), overrides or [], given), detach)
 
 
 def status_command(
-    app: _App = "spool",
+    app: App = "spool",
     json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> int:
     """Shows replicas, workers, sequences and groups of the served application."""
@@ -110,7 +99,7 @@ def status_command(
 
 
 def chat_command(
-    app: _App = "spool",
+    app: App = "spool",
     url: Annotated[str | None, typer.Option(help="Address of the server, as http://127.0.0.1:8000.")] = None,
     model: Annotated[str | None, typer.Option(help="Model to talk to.", show_default="the server's")] = None,
     api_key: Annotated[str | None, typer.Option(help="API key to send.", show_default="$SPOOL_API_KEY")] = None,
@@ -134,44 +123,8 @@ def chat_command(
     return chat(ChatOptions(app, url, model, api_key, system, temperature, max_tokens, seed, priority))
 
 
-def down_command(app: _App = "spool") -> int:
+def down_command(app: App = "spool") -> int:
     """Stops what `spool serve` started, and nothing else."""
     from deploy.cli.status import down
 
     return down(app)
-
-
-def config_command(
-    check: Annotated[Path | None, typer.Option(help="List the problems of a file, with line and field.")] = None,
-    explain: Annotated[bool, typer.Option("--explain", help="List every field.")] = False,
-    example: Annotated[bool, typer.Option("--example", help="Print a file with every field at its default.")] = False,
-    reference: Annotated[bool, typer.Option("--reference", help="Print every field as Markdown.")] = False,
-    serve: Annotated[
-        bool, typer.Option("--serve", help="Print the file for Ray's `serve deploy`, with the secrets in it.")
-    ] = False,
-    config: _File = None,
-    overrides: _Set = None,
-) -> int:
-    """The configuration file: list its fields, print an example, check a file, convert it for Ray Serve."""
-    from deploy.cli import config as commands
-
-    if [check is not None, explain, example, reference, serve].count(True) != 1:
-        raise UsageError("config needs one of --check FILE, --explain, --example, --reference and --serve")
-    if check is not None:
-        return commands.check(check, overrides or [])
-    if explain:
-        commands.explain()
-    elif example:
-        commands.example()
-    elif reference:
-        commands.reference()
-    else:
-        commands.serve_file(_chosen_file(config), overrides or [])
-    return 0
-
-
-def _chosen_file(file: Path | None) -> Path | None:
-    """`file` itself, or else `spool.yaml` in the working directory if there is one."""
-    if file is not None:
-        return file
-    return _DEFAULT_FILE if _DEFAULT_FILE.is_file() else None

@@ -24,6 +24,13 @@ MOVED: dict[str, dict[str, str]] = {
     "generate": _OFFLINE,
     "verify": _OFFLINE,
     "serve": {"--target": _MODEL},
+    "config": {
+        "--check": "`spool config check FILE`",
+        "--explain": "`spool config explain`",
+        "--example": "`spool config show --defaults`",
+        "--reference": "`spool config explain --markdown`",
+        "--serve": "`spool config render FILE`",
+    },
 }
 """The same where only one command has changed: by command, the old option and what has taken its place."""
 

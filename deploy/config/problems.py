@@ -72,7 +72,7 @@ class ConfigurationError(UsageError):
     """A configuration that cannot be used. Its text is the first problem and the number of the others."""
 
     def __init__(self, problems: list[Problem]) -> None:
-        more = f" (and {len(problems) - 1} more, which `spool config --check` lists)" if len(problems) > 1 else ""
+        more = f" (and {len(problems) - 1} more, which `spool config check` lists)" if len(problems) > 1 else ""
         super().__init__(f"{problems[0]}{more}")
         self.problems = problems
 

@@ -9,10 +9,10 @@ from deploy.config.spool_config import SpoolConfig
 _HEAD = """\
 # Configuration
 
-One file, `spool.yaml`, configures everything. This page is what `spool config --reference` prints. Sections may be
-left out, and so may every field that has a default. `spool config --example` prints a file with all of them,
-`spool config --check FILE` says what is wrong with one, and `--set scheduling.batch_size=16` overrides a field on
-the command line of a command that reads it.
+One file, `spool.yaml`, configures everything. This page is what `spool config explain --markdown` prints. Sections may
+be left out, and so may every field that has a default. `spool config show --defaults` prints a file with all of them,
+`spool config check FILE` says what is wrong with one, and `--set scheduling.batch_size=16` overrides a field on the
+command line of a command that reads it. The most used fields are options of `spool serve` too, under the same names.
 """
 
 _TABLE = """

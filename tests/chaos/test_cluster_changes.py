@@ -47,7 +47,7 @@ class Cell:
         """With these sections changed; answered when Serve has taken notice."""
         file = self.folder / "spool.yaml"
         file.write_text(yaml.safe_dump(self.configuration | changes))
-        ended = spool("config", "--serve", "--config", file)
+        ended = spool("config", "render", file)
         assert ended.code == 0, ended.err
         serve_file = self.folder / "serve.yaml"
         serve_file.write_text(ended.out)

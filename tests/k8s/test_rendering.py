@@ -43,7 +43,7 @@ def test_committed_manifests_are_what_is_rendered() -> None:
 
 @pytest.mark.parametrize("name", CELLS)
 def test_serve_is_told_what_the_same_file_gives_elsewhere(name: str) -> None:
-    ended = spool("config", "--serve", "--config", overlay(name) / "spool.yaml")
+    ended = spool("config", "render", overlay(name) / "spool.yaml")
     assert only(built(overlay(name)), "RayService")["spec"]["serveConfigV2"] == ended.out
 
 

@@ -187,11 +187,10 @@ def test_the_commands_are_there(environment: Path, folder: Path) -> None:
 
 
 def test_configuration_is_written_and_checked(environment: Path, folder: Path) -> None:
-    assert (
-        run("spool", environment, folder, "config", "--reference").out == (ROOT / "docs/configuration.md").read_text()
-    )
-    (folder / "spool.yaml").write_text(run("spool", environment, folder, "config", "--example").out)
-    ended = run("spool", environment, folder, "config", "--check", "spool.yaml")
+    page = run("spool", environment, folder, "config", "explain", "--markdown").out
+    assert page == (ROOT / "docs/configuration.md").read_text()
+    (folder / "spool.yaml").write_text(run("spool", environment, folder, "config", "show", "--defaults").out)
+    ended = run("spool", environment, folder, "config", "check", "spool.yaml")
     assert (ended.code, ended.out) == (0, "spool.yaml: right\n")
 
 

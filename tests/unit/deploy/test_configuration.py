@@ -296,17 +296,24 @@ def test_groups_there_are() -> None:
     assert load_configuration(None, ["models.draft=ngram"]).roles == (Role.TARGET, Role.DRAFT)
 
 
-def test_config_command(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["config", "--example"]) == 0
-    file.write_text(capsys.readouterr().out)
-    assert cli.run(["config", "--check", str(file)]) == 0
-    capsys.readouterr()
-    assert cli.run(["config", "--check", str(file), "--set", "models.exact=maybe"]) == 2
-    assert capsys.readouterr().out == ("--set models.exact=maybe: models.exact is 'maybe', must be true or false\n")
-    assert cli.run(["config", "--explain"]) == 0
-    explained = capsys.readouterr().out
+def test_config_commands(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def printed(*words: str, code: int = 0) -> str:
+        assert cli.run(["config", *words]) == code
+        return capsys.readouterr().out
+
+    file.write_text(printed("show", "--defaults"))
+    assert printed("check", str(file)) == f"{file}: right\n"
+    refused = printed("check", str(file), "--set", "models.exact=maybe", code=2)
+    assert refused == "--set models.exact=maybe: models.exact is 'maybe', must be true or false\n"
+    explained = printed("explain")
     for document in documents(SpoolConfig, SpoolConfig()):
         assert f"\n{document.name} " in f"\n{explained}"
-    assert cli.run(["config"]) == 2
-    ways = "--check FILE, --explain, --example, --reference and --serve"
-    assert capsys.readouterr().err == f"spool: config needs one of {ways}\n"
+    one_section = printed("explain", "engine")
+    assert "engine.page_size " in one_section
+    assert "models.target " not in one_section
+    file.write_text("models: {target: x}\nauth: {api_keys: [a-secret-key]}\n")
+    shown = printed("show", str(file), "--set", "engine.kv_memory=2GiB")
+    assert "a-secret-key" not in shown
+    file.write_text(shown)
+    again = load_configuration(file)
+    assert (again.models.target, again.engine.kv_memory, again.gateway.port) == ("x", 2 << 30, 8000)
