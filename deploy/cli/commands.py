@@ -24,11 +24,11 @@ from scheduler.messages import MAX_PRIORITY, MIN_PRIORITY
 def add_commands(app: typer.Typer) -> None:
     """Adds all commands to the command line."""
     for name, command in (
+        ("serve", serve_command),
         ("generate", generate_command),
         ("verify", verify_command),
-        ("serve", serve_command),
-        ("status", status_command),
         ("chat", chat_command),
+        ("status", status_command),
         ("down", down_command),
     ):
         app.command(name)(command)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from importlib import metadata
+from typing import Annotated
 
 import typer
 from typer.exceptions import TyperException
@@ -17,13 +19,25 @@ from deploy.kubernetes.command import k8s_app
 
 _USAGE, _FAILED, _INTERRUPTED = 2, 1, 130
 
-app = typer.Typer(
-    help="Serves large language models with batch speculative decoding, output exactly the target model's own.",
-    add_completion=False,
-)
+app = typer.Typer()
 add_commands(app)
 app.add_typer(bench_app, name="bench")
 app.add_typer(k8s_app, name="k8s")
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"spool {metadata.version('spool-serve')}")
+        raise typer.Exit
+
+
+@app.callback()
+def spool(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Serves large language models with batch speculative decoding, output exactly the target model's own."""
 
 
 def run(arguments: Sequence[str]) -> int:

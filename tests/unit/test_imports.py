@@ -111,6 +111,14 @@ def test_the_scheduler_core_has_neither_clock_nor_randomness_nor_io() -> None:
     assert offences("scheduler", banned) == []
 
 
+def test_help_is_quick() -> None:
+    """What takes a second to import is imported by the commands that need it."""
+    program = "import sys; from deploy.cli.main import run; run(['--help']); print(*sys.modules, file=sys.stderr)"
+    outcome = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert "Usage: spool" in outcome.stdout, outcome.stderr
+    assert {*HEAVY, "ray", "grpc", "fastapi", "numpy"}.isdisjoint(outcome.stderr.split())
+
+
 @pytest.mark.parametrize(
     "module",
     [

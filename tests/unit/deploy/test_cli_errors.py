@@ -1,6 +1,7 @@
 """Bad input to every command: one line on standard error, exit code 2, no traceback."""
 
 import json
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +156,18 @@ def test_a_model_the_hub_does_not_give(folder: Path) -> None:
     assert ended.code == 2
     assert "target model nobody/nothing: no such folder, and not to be had from the hub" in ended.err
     assert "Traceback" not in ended.err
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    ended = spool("--version")
+    assert (ended.code, ended.out) == (0, f"spool {version('spool-serve')}\n")
+
+
+def test_shells_can_complete() -> None:
+    words = {"_SPOOL_COMPLETE": "complete_bash", "COMP_WORDS": "spool serve --max-", "COMP_CWORD": "2"}
+    ended = spool(environment=words)
+    assert ended.out.split() == ["--max-model-len", "--max-running", "--max-num-batched-tokens"]
+    assert "complete -o default" in spool("--show-completion", "bash").out
 
 
 def test_help() -> None:
