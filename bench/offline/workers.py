@@ -12,7 +12,7 @@ from bench.offline.options import BenchOfflineSettings
 from deploy.errors import RunError
 from deploy.offline.cell import Cell, worker_launches
 from deploy.progress import Reporter
-from services.launch.launcher import LoadingMessage, RunningWorker, WorkerLaunch, WorkerLauncher, WorkerStartError
+from services.launch.launcher import LoadingMessage, ProcessStartError, RunningWorker, WorkerLaunch, WorkerLauncher
 from services.rpc.channel_security import ChannelSecurity, random_token
 from services.scheduler.epochs import EpochAuthority, MemoryRegister
 
@@ -68,7 +68,7 @@ async def running_workers(
                 started += (await stack.enter_async_context(launcher)).workers
             workers.started(started)
             yield workers
-    except WorkerStartError as error:
+    except ProcessStartError as error:
         raise RunError(str(error)) from error
 
 

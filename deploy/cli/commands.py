@@ -17,6 +17,7 @@ from deploy.cli.config_commands import config_app
 from deploy.cli.field_options import takes_fields
 from deploy.cli.shared_options import App, ConfigFile, Overrides, chosen_file
 from deploy.config.loading import GivenValue, load_configuration
+from deploy.errors import UsageError
 from deploy.options import GenerateSettings, VerifySettings
 from scheduler.messages import MAX_PRIORITY, MIN_PRIORITY
 
@@ -78,14 +79,24 @@ def serve_command(
     config: ConfigFile = None,
     overrides: Overrides = None,
     detach: Annotated[bool, typer.Option("--detach", "-d", help="Leave it running and return.")] = False,
+    no_ray: Annotated[
+        bool, typer.Option("--no-ray", help="Serve with processes of this machine alone, without Ray.")
+    ] = False,
 ) -> int:
     """Serves a model over OpenAI's HTTP API and gRPC, on a Ray of its own or on one that is running already.
 
     Options override the configuration file, which sets everything else. Without a model, the demo is served.
     """
+    configuration = load_configuration(chosen_file(config), overrides or [], given)
+    if no_ray:
+        from deploy.cli.serve_processes import serve_without_ray
+
+        if detach:
+            raise UsageError("--detach is given, must be left out with --no-ray: a service manager can do that")
+        return serve_without_ray(configuration)
     from deploy.cli.serve import serve
 
-    return serve(load_configuration(chosen_file(config), overrides or [], given), detach)
+    return serve(configuration, detach)
 
 
 def status_command(

@@ -1,4 +1,4 @@
-"""`spool serve`: from a configuration to a running application."""
+"""`spool serve` on Ray: from a configuration to a running application."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from contextlib import contextmanager
 
 from rich.console import Console
 
-from deploy.cluster.addresses import check_ports, curl_line, grpc_address, http_url
+from deploy.cli.announcement import CTRL_C_STOPS, DOWN_STOPS, announce, served_already
+from deploy.cluster.addresses import check_ports, grpc_address, http_url
 from deploy.cluster.client import application_state, connected, serve_is_running, stop_application
 from deploy.cluster.deployment import deploy, watch
 from deploy.cluster.local_ray import LocalRay, start_ray
@@ -18,8 +19,6 @@ from deploy.config.spool_config import SpoolConfig
 from deploy.errors import UsageError
 from deploy.models import prepare_models
 from deploy.progress import error_console, reporting
-
-_DOWN_STOPS = "`spool down` stops it."
 
 # A closed terminal, and what service managers send.
 _LIKE_INTERRUPT = (signal.SIGTERM, signal.SIGHUP)
@@ -35,8 +34,8 @@ def serve(config: SpoolConfig, detach: bool) -> int:
 
 def _on_own_ray(config: SpoolConfig, detach: bool) -> int:
     state, console, app_name = StateFolder(), error_console(), config.ray.app_name
-    if state.ray_is_alive(app_name):
-        raise UsageError(_served_already(app_name))
+    if state.is_alive(app_name):
+        raise UsageError(served_already(app_name))
     check_ports(config)
     with reporting(console) as reporter:
         prepare_models(config.models, config.models.drafts, reporter, config.engine.max_model_len)
@@ -50,7 +49,7 @@ def _on_own_ray(config: SpoolConfig, detach: bool) -> int:
             state.write(served)
             if detach:
                 ray.detach()
-                _announce(config, served, console, _DOWN_STOPS)
+                announce(config, served, console, DOWN_STOPS)
             else:
                 _stay(config, served, console)
     finally:
@@ -66,14 +65,14 @@ def _on_ray_of_others(config: SpoolConfig, address: str, detach: bool) -> int:
     with connected(address, config.ray.namespace, None), _handling(_LIKE_INTERRUPT, _interrupt):
         started_serve = not serve_is_running()
         if not started_serve and application_state(app_name).known:
-            raise UsageError(_served_already(app_name))
+            raise UsageError(served_already(app_name))
         try:
             _deploy(config, console)
             served = _served(config, address, None, started_serve)
             state.write(served)
             stays = detach
             if detach:
-                _announce(config, served, console, _DOWN_STOPS)
+                announce(config, served, console, DOWN_STOPS)
             else:
                 _stay(config, served, console)
         finally:
@@ -81,10 +80,6 @@ def _on_ray_of_others(config: SpoolConfig, address: str, detach: bool) -> int:
                 stop_application(app_name, started_serve)
                 state.forget(app_name)
     return 0
-
-
-def _served_already(app_name: str) -> str:
-    return f"{app_name} is served already (`spool down` stops it; ray.app_name names another)"
 
 
 def _deploy(config: SpoolConfig, console: Console) -> None:
@@ -97,7 +92,7 @@ def _stay(config: SpoolConfig, served: Served, console: Console) -> None:
     stop = threading.Event()
     # An exception in the midst of Ray's own code would be its to handle.
     with _handling((signal.SIGINT, *_LIKE_INTERRUPT), stop.set):
-        _announce(config, served, console, "Ctrl-C stops it.")
+        announce(config, served, console, CTRL_C_STOPS)
         watch(served.app_name, lambda line: console.print(line, highlight=False, markup=False), stop)
     console.print("stopping" if stop.is_set() else f"{served.app_name} was stopped", highlight=False)
 
@@ -112,18 +107,6 @@ def _served(config: SpoolConfig, address: str, ray: LocalRay | None, started_ser
         model=config.served_name,
         started_serve=started_serve,
     )
-
-
-def _announce(config: SpoolConfig, served: Served, console: Console, end: str) -> None:
-    drafted = f", drafted by {config.models.draft_name}" if config.models.drafts else ""
-    lines = [f"{config.models.target} is served{drafted}", f"  HTTP  {served.http_url}/v1"]
-    if served.grpc_address is not None:
-        lines.append(f"  gRPC  {served.grpc_address}")
-    lines.append(f"  try   {curl_line(config, served.http_url)}")
-    lines.append("  chat  spool chat")
-    lines.append(end)
-    for line in lines:
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def _interrupt() -> None:

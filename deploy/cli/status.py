@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -15,6 +16,7 @@ from deploy.cluster.local_ray import stop_ray
 from deploy.cluster.served_state import Served, StateFolder
 from deploy.errors import RunError
 from deploy.progress import error_console
+from services.rpc.channel_security import ChannelSecurity
 
 _NAMESPACE = "spool"
 
@@ -23,9 +25,7 @@ def status(app_name: str, json_output: bool) -> int:
     """Prints replicas, sequences and groups. Raises RunError where nothing is served."""
     state = StateFolder()
     served = find_served(app_name, state)
-    with connected(served.ray_address, _NAMESPACE, own(served, state)):
-        application = application_state(app_name)
-        scheduler = scheduler_status(app_name)
+    application, scheduler = _state_of(served, state)
     if json_output:
         addresses = {"http": served.http_url, "grpc": served.grpc_address, "ray": served.ray_address}
         summary = {"application": app_name, "model": served.model, "addresses": addresses}
@@ -33,13 +33,25 @@ def status(app_name: str, json_output: bool) -> int:
         return 0
     console = Console()
     console.print(f"{app_name}: {application.status}, {served.model} at {served.http_url}", highlight=False)
-    console.print(_deployments(application))
+    if application.deployments:
+        console.print(_deployments(application))
     if scheduler is None:
         console.print("the scheduler does not answer")
     else:
         console.print(_workers(scheduler))
         console.print(_figures(scheduler))
     return 0
+
+
+def _state_of(served: Served, state: StateFolder) -> tuple[ApplicationState, dict[str, Any] | None]:
+    """What Serve knows, and what the scheduler says. Without Ray there are no deployments."""
+    if served.ray_address is None:
+        from deploy.processes.status import scheduler_status as ask_scheduler
+
+        security = ChannelSecurity.from_json(state.read_security(served.app_name))
+        return ApplicationState("RUNNING"), asyncio.run(ask_scheduler(served.scheduler_address or "", security))
+    with connected(served.ray_address, _NAMESPACE, own(served, state)):
+        return application_state(served.app_name), scheduler_status(served.app_name)
 
 
 def down(app_name: str) -> int:
@@ -53,7 +65,7 @@ def down(app_name: str) -> int:
     if served.process_id is not None:
         stop_ray(app_name, served.process_id, state)
     else:
-        with connected(served.ray_address, _NAMESPACE, None):
+        with connected(served.ray_address or "auto", _NAMESPACE, None):
             stop_application(app_name, served.started_serve)
     state.forget(app_name)
     console.print(f"{app_name} is stopped", highlight=False)
@@ -74,7 +86,7 @@ def own(served: Served, state: StateFolder) -> StateFolder | None:
 
 
 def _is_there(served: Served, state: StateFolder) -> bool:
-    return served.process_id is None or state.ray_is_alive(served.app_name)
+    return served.process_id is None or state.is_alive(served.app_name)
 
 
 def _deployments(application: ApplicationState) -> Table:

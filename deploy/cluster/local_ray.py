@@ -113,8 +113,8 @@ def start_ray(app_name: str, settings: RaySettings, state: StateFolder) -> Local
 
 
 def stop_ray(app_name: str, process_id: int, state: StateFolder) -> None:
-    """Stops the Ray that was started for an application and detached; one that is gone is no error."""
-    if not state.ray_is_alive(app_name):
+    """Stops the Ray started for an application, or what serves it without Ray; one that is gone is no error."""
+    if not state.is_alive(app_name):
         return
     with contextlib.suppress(ProcessLookupError):
         os.kill(process_id, signal.SIGTERM)
@@ -123,7 +123,7 @@ def stop_ray(app_name: str, process_id: int, state: StateFolder) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(process_id, signal.SIGKILL)
     if not _wait_for_end(app_name, state, 10.0):
-        raise RunError(f"the Ray of {app_name}, process {process_id}, does not end")
+        raise RunError(f"{app_name}, process {process_id}, does not end")
 
 
 def _wait_for_end(app_name: str, state: StateFolder, seconds: float) -> bool:

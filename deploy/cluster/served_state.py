@@ -22,16 +22,18 @@ _APP_NAME = re.compile(r"[\w.-]{1,64}")
 @dataclass(frozen=True, slots=True)
 class Served:
     """One application. `process_id` is that of the Ray started for it, None where it runs on another's; there
-    `started_serve` says whether Ray Serve was started for it.
+    `started_serve` says whether Ray Serve was started for it. Without Ray, `ray_address` is None, `process_id` that of
+    the process that keeps the others, and the scheduler is at `scheduler_address`.
     """
 
     app_name: str
-    ray_address: str
+    ray_address: str | None
     process_id: int | None
     http_url: str
     grpc_address: str | None
     model: str
     started_serve: bool
+    scheduler_address: str | None = None
 
 
 class StateFolder:
@@ -64,11 +66,11 @@ class StateFolder:
         self._file(app_name).unlink(missing_ok=True)
 
     def lock(self, app_name: str) -> FileLock:
-        """Held by the Ray that was started for the application, for as long as that lives."""
+        """Held by the Ray that was started for the application, or by what replaces Ray, for as long as that lives."""
         return FileLock(self._file(app_name).with_suffix(".lock"), timeout=0)
 
-    def ray_is_alive(self, app_name: str) -> bool:
-        """Whether a Ray started for the application is there; a process of the same number is not taken for it."""
+    def is_alive(self, app_name: str) -> bool:
+        """Whether what was started for the application is there; a process of the same number is not taken for it."""
         try:
             with self.lock(app_name):
                 return False
@@ -78,16 +80,33 @@ class StateFolder:
     def ray_log(self, app_name: str) -> Path:
         return self._file(app_name).with_suffix(".log")
 
+    def run_folder(self, app_name: str) -> Path:
+        """Logs and files of the processes that serve the application without Ray."""
+        return self._file(app_name).with_suffix(".run")
+
+    def write_security(self, app_name: str, security: str) -> None:
+        """How to call those processes, as JSON with the token; only the user can read it."""
+        self._write_private(self._security_file(app_name), security)
+
+    def read_security(self, app_name: str) -> str:
+        return self._security_file(app_name).read_text(encoding="utf-8")
+
     def ray_token_file(self) -> Path:
         """The token of all Rays started here; without one, Ray would leave one in the user's home."""
         file = self.path / "ray_token"
         if not file.is_file():
-            scratch = self.path / f".ray_token.{os.getpid()}"
-            descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-            with os.fdopen(descriptor, "w") as content:
-                content.write(secrets.token_hex(32))
-            scratch.replace(file)
+            self._write_private(file, secrets.token_hex(32))
         return file
+
+    def _security_file(self, app_name: str) -> Path:
+        return self.run_folder(app_name) / "security.json"
+
+    def _write_private(self, file: Path, content: str) -> None:
+        scratch = file.with_name(f".{file.name}.{os.getpid()}")
+        descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+        with os.fdopen(descriptor, "w") as target:
+            target.write(content)
+        scratch.replace(file)
 
     def _file(self, app_name: str) -> Path:
         if not _APP_NAME.fullmatch(app_name):

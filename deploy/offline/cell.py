@@ -15,7 +15,7 @@ from engine.models.memory_plan import ModelMemory, model_memory
 from engine.models.source import resolve_model
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Role
-from services.launch.launcher import LoadingMessage, RunningWorker, WorkerLaunch, WorkerLauncher, WorkerStartError
+from services.launch.launcher import LoadingMessage, ProcessStartError, RunningWorker, WorkerLaunch, WorkerLauncher
 from services.observability.observer import ServiceObserver
 from services.rpc.channel_security import ChannelSecurity, random_token
 from services.scheduler.epochs import EpochAuthority, MemoryRegister
@@ -98,7 +98,7 @@ async def running_cell(settings: RunSettings, lengths: Sequence[int], reporter: 
         ) as launcher:
             cell = Cell(launcher.workers, security, epochs)
             yield cell
-    except WorkerStartError as error:
+    except ProcessStartError as error:
         raise RunError(str(error)) from error
 
 

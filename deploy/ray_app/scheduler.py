@@ -7,20 +7,18 @@ from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from typing import Any
 
-from google.protobuf.message import Message
-
+from deploy.assembly.plain_message import plain_message
+from deploy.assembly.scheduler import scheduler_service
+from deploy.assembly.secrets import channel_security
 from deploy.autoscaling.reporter import Autoscaler
 from deploy.autoscaling.rules import rules_from_plain
 from deploy.ray_app.cluster_epochs import ClusterEpochs
 from deploy.ray_app.ray_metrics import RayMirror
-from deploy.ray_app.replica import Plan, channel_security, internal_host, sequence_tracing
+from deploy.ray_app.replica import Plan, internal_host
 from services.launch.process_tuning import keep_loaded_objects
 from services.observability.logs import install_logs
-from services.scheduler.epochs import EpochAuthority
 from services.scheduler.metrics_endpoint import MetricsEndpoint
 from services.scheduler.server import SchedulerServer, SchedulerServerOptions
-from services.scheduler.service import SchedulerService
-from services.scheduler.workers.worker_link import LinkOptions
 
 
 class Scheduler:
@@ -34,21 +32,9 @@ class Scheduler:
         config = plan.config
         install_logs(config.logging.format, config.logging.level.number)
         security = channel_security(config.internal)
-        scheduler_config = config.scheduler_config()
-        epochs = EpochAuthority(ClusterEpochs())
-        self._autoscaler = Autoscaler(scheduler_config)
+        self._autoscaler = Autoscaler(config.scheduler_config())
         self._running = AsyncExitStack()
-        self._service = SchedulerService(
-            scheduler_config,
-            scheduler_epoch=await epochs.claim(),
-            epochs=epochs,
-            link_options=LinkOptions(
-                step_timeout=config.scheduling.step_timeout_seconds,
-                silence_timeout=config.scheduling.silence_timeout_seconds,
-            ),
-            security=security,
-            observers=sequence_tracing(config.tracing, self._running),
-        )
+        self._service = await scheduler_service(config, ClusterEpochs(), security, self._running)
         self._server = SchedulerServer(
             self._service,
             internal_host(config.internal),
@@ -87,29 +73,3 @@ class Scheduler:
         await self._server.stop(1.0)
         await self._service.close()
         await self._running.aclose()
-
-
-def plain_message(message: Message) -> dict[str, Any]:
-    """Plain data for JSON: fields by name, enums by name, bytes in hexadecimal, absent messages as None.
-
-    Protobuf's own JSON form turns long integers into text.
-    """
-    data: dict[str, Any] = {}
-    for field in message.DESCRIPTOR.fields:
-        value = getattr(message, field.name)
-        if field.is_repeated:
-            data[field.name] = [_plain(field, item) for item in value]
-        elif field.has_presence and not message.HasField(field.name):
-            data[field.name] = None
-        else:
-            data[field.name] = _plain(field, value)
-    return data
-
-
-def _plain(field: Any, value: Any) -> Any:
-    if field.message_type is not None:
-        return plain_message(value)
-    if field.enum_type is not None:
-        known = field.enum_type.values_by_number.get(value)
-        return known.name if known is not None else value
-    return value.hex() if isinstance(value, bytes) else value

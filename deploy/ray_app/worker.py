@@ -9,7 +9,8 @@ from dataclasses import asdict
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
-from deploy.ray_app.replica import Plan, SchedulerAddress, channel_security, internal_host
+from deploy.assembly.secrets import channel_security
+from deploy.ray_app.replica import Plan, SchedulerAddress, internal_host
 from engine.models.fetching import fetch_model
 from engine.models.memory_plan import ModelMemory, model_memory
 from engine.models.source import resolve_model

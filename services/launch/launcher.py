@@ -12,10 +12,11 @@ from types import TracebackType
 from typing import Self
 
 from scheduler.messages import Role
-from services.launch.worker_child import WorkerChild, WorkerLaunch, WorkerStartError
+from services.launch.child_process import ProcessStartError
+from services.launch.worker_child import WorkerChild, WorkerLaunch
 from services.rpc.channel_security import ChannelSecurity
 
-__all__ = ["LoadingMessage", "RunningWorker", "WorkerLaunch", "WorkerLauncher", "WorkerStartError"]
+__all__ = ["LoadingMessage", "ProcessStartError", "RunningWorker", "WorkerLaunch", "WorkerLauncher"]
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +44,7 @@ class RunningWorker:
 class WorkerLauncher:
     """Runs workers as child processes for as long as the `async with` block lasts.
 
-    Entering the block starts all workers at once and waits until the last one is ready. If one fails, WorkerStartError
+    Entering the block starts all workers at once and waits until the last one is ready. If one fails, ProcessStartError
     gives the reason of the first failure, and no worker is left running. Leaving the block stops the workers. With
     `restart_seconds`, a worker that dies later is started again after that time, on the same address. `on_exit` is
     called with the id of every worker that dies, and the reason.
@@ -151,7 +152,7 @@ class WorkerLauncher:
                 try:
                     await child.start(self._start_timeout)
                     restarted = True
-                except WorkerStartError as error:
+                except ProcessStartError as error:
                     logger.warning("%s", error)
 
     def _hear(self, worker_id: str, role: Role) -> Callable[[str, float | None], None]:

@@ -116,7 +116,7 @@ def run_worker(arguments: WorkerArguments, load: Callable[[WorkerArguments, Prog
         if arguments.cpus:
             os.sched_setaffinity(0, arguments.cpus)
         if arguments.watch_stdin:
-            _stop_when_stdin_ends()
+            stop_when_stdin_ends()
         thread = step_thread()
         executor = thread.submit(load, arguments, events.loading).result()
         keep_loaded_objects()
@@ -189,7 +189,7 @@ def _engine_settings(settings: Mapping[str, Any]) -> EngineSettings:
     return EngineSettings(**{**settings, "gpu_peers": peers})
 
 
-def _stop_when_stdin_ends() -> None:
+def stop_when_stdin_ends() -> None:
     """Sends SIGTERM to this process then: while it loads it ends at once, while it serves it ends gracefully."""
 
     def watch() -> None:

@@ -18,11 +18,15 @@ from services.gateway.settings import ListenSettings
 class HttpServer:
     """Serves an application for as long as the `async with` block lasts; raises OSError for an address in use.
 
-    At the end of the block, responses under way have `drain_seconds` to end.
+    At the end of the block, responses under way have `drain_seconds` to end. With `share_port` several servers of one
+    user can listen on one address; the kernel spreads connections over them.
     """
 
-    def __init__(self, app: ASGIApp, listen: ListenSettings, drain_seconds: float = 10.0) -> None:
+    def __init__(
+        self, app: ASGIApp, listen: ListenSettings, drain_seconds: float = 10.0, *, share_port: bool = False
+    ) -> None:
         self._listen = listen
+        self._share_port = share_port
         tls = listen.tls
         config = uvicorn.Config(
             app,
@@ -50,7 +54,7 @@ class HttpServer:
         return f"{'https' if self._listen.tls else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
 
     async def __aenter__(self) -> Self:
-        self._socket = _bind(self._listen)
+        self._socket = _bind(self._listen, self._share_port)
         self._run = asyncio.create_task(self._server.serve([self._socket]))
         started = asyncio.create_task(self._server.ready.wait())
         await asyncio.wait({self._run, started}, return_when=asyncio.FIRST_COMPLETED)
@@ -85,13 +89,15 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _bind(listen: ListenSettings) -> socket.socket:
+def _bind(listen: ListenSettings, share_port: bool) -> socket.socket:
     family, kind, protocol, _, address = socket.getaddrinfo(
         listen.host, listen.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )[0]
     bound = socket.socket(family, kind, protocol)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if share_port:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         bound.bind(address)
     except OSError:
         bound.close()

@@ -20,7 +20,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from protos import worker_pb2, worker_pb2_grpc
 from scheduler.messages import Role
 from scheduler.state.digests import EMPTY_DIGEST
-from services.launch.launcher import LoadingMessage, WorkerLaunch, WorkerLauncher, WorkerStartError
+from services.launch.launcher import LoadingMessage, ProcessStartError, WorkerLaunch, WorkerLauncher
 from services.rpc.protocol_version import PROTOCOL_VERSION
 from tests.support.stand_in_worker import continuation
 from tests.support.waiting import LONG, until
@@ -208,7 +208,7 @@ def test_threads_and_cpus_are_the_launchers_choice() -> None:
 )
 def test_wrong_settings_are_named(settings: dict[str, Any], message: str) -> None:
     async def run() -> None:
-        with pytest.raises(WorkerStartError) as caught:
+        with pytest.raises(ProcessStartError) as caught:
             await WorkerLauncher([WorkerLaunch(Role.TARGET, settings)]).__aenter__()
         assert str(caught.value).startswith(message)
 
@@ -219,7 +219,7 @@ def test_failure_to_load_reaches_the_parent_and_nothing_is_left() -> None:
     async def run() -> None:
         launches = [stand_in(Role.DRAFT), stand_in(Role.TARGET, fail="model: no such\n  folder")]
         launcher = WorkerLauncher(launches)
-        with pytest.raises(WorkerStartError) as caught:
+        with pytest.raises(ProcessStartError) as caught:
             await launcher.__aenter__()
         assert str(caught.value) == "worker target-0: model: no such folder"
         assert not any(alive(worker.process_id) for worker in launcher.workers if worker.process_id)
@@ -230,7 +230,7 @@ def test_failure_to_load_reaches_the_parent_and_nothing_is_left() -> None:
 def test_worker_that_dies_without_a_word_is_reported_with_its_last_words() -> None:
     async def run() -> None:
         launcher = WorkerLauncher([stand_in(Role.TARGET, die="out of luck")])
-        with pytest.raises(WorkerStartError, match="worker target-0: exit code 1: out of luck"):
+        with pytest.raises(ProcessStartError, match="worker target-0: exit code 1: out of luck"):
             await launcher.__aenter__()
 
     asyncio.run(run())
@@ -239,7 +239,7 @@ def test_worker_that_dies_without_a_word_is_reported_with_its_last_words() -> No
 def test_worker_that_never_gets_ready_is_given_up() -> None:
     async def run() -> None:
         launcher = WorkerLauncher([stand_in(Role.TARGET, hang=60)], start_timeout_seconds=1.5)
-        with pytest.raises(WorkerStartError, match=r"worker target-0: not ready after 1.5 s"):
+        with pytest.raises(ProcessStartError, match=r"worker target-0: not ready after 1.5 s"):
             await launcher.__aenter__()
         assert not alive(launcher.workers[0].process_id)
 

@@ -9,13 +9,13 @@ import pytest
 import yaml
 from pydantic import ByteSize, ValidationError
 
+from deploy.assembly.gateway import gateway_settings
 from deploy.cli import main as cli
 from deploy.config.example import example_file
 from deploy.config.field_documents import documents
 from deploy.config.loading import configuration_from, load_configuration
 from deploy.config.problems import RENAMED_FIELDS, ConfigurationError
 from deploy.config.spool_config import SpoolConfig
-from deploy.ray_app.gateway import gateway_settings
 from scheduler.config import Policy, SchedulerConfig
 from scheduler.key_class import KeyClass
 from scheduler.messages import Role

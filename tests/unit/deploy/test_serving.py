@@ -11,6 +11,8 @@ import pytest
 import yaml
 from pydantic import SecretStr
 
+from deploy.assembly.plain_message import plain_message
+from deploy.assembly.secrets import SecretError, channel_security
 from deploy.cli import main as cli
 from deploy.cluster.addresses import check_ports, curl_line, grpc_address, http_url
 from deploy.cluster.client import reason_of_failure
@@ -21,8 +23,7 @@ from deploy.config.spool_config import SpoolConfig
 from deploy.errors import UsageError
 from deploy.ray_app.application import settled
 from deploy.ray_app.gpus import gpus_per_replica
-from deploy.ray_app.replica import Plan, SecretError, channel_security
-from deploy.ray_app.scheduler import plain_message
+from deploy.ray_app.replica import Plan
 from deploy.ray_app.serve_options import serve_file
 from protos import scheduler_pb2
 from scheduler.messages import Role
@@ -131,11 +132,11 @@ def test_state_is_read_back_and_forgotten(state: StateFolder) -> None:
     state.forget("spool")
 
 
-def test_a_ray_is_alive_while_it_holds_its_lock(state: StateFolder) -> None:
-    assert not state.ray_is_alive("spool")
+def test_a_is_alive_while_it_holds_its_lock(state: StateFolder) -> None:
+    assert not state.is_alive("spool")
     with state.lock("spool"):
-        assert state.ray_is_alive("spool")
-    assert not state.ray_is_alive("spool")
+        assert state.is_alive("spool")
+    assert not state.is_alive("spool")
 
 
 def test_the_token_of_ray_is_made_once_and_private(state: StateFolder) -> None:
@@ -178,6 +179,10 @@ engine.errors.UnsupportedModelError: mamba has layers of type mamba, only full_a
         ("serve --set ray.folder=/a/very/long/folder/that/no/socket/can/be/put/below", 2, "must have at most 40"),
         ("serve --set ray.app_name=a/b", 2, "ray.app_name is 'a/b', must be up to 64 letters"),
         ("serve --set ray.address=127.0.0.1:1", 1, "Ray at 127.0.0.1:1 cannot be joined: Connection refused"),
+        ("serve --no-ray --set ray.address=auto", 2, "ray.address is 'auto', must be unset with --no-ray"),
+        ("serve --no-ray --detach", 2, "--detach is given, must be left out with --no-ray"),
+        ("serve --no-ray --set groups.draft.autoscaling.max_replicas=2", 2, "groups.draft.autoscaling is set, must be"),
+        ("serve --no-ray --set internal.token_env=NO_SUCH", 2, "internal.token_env is NO_SUCH, and the"),
         ("status", 1, "spool is not served here"),
         ("status --app a/b", 2, "the application's name is 'a/b', must be up to 64 letters"),
         ("chat --url nope", 2, "--url is 'nope', must be as in http://127.0.0.1:8000"),

@@ -1,0 +1,116 @@
+"""A gateway that a configuration describes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from typing import Any
+
+from starlette.types import ASGIApp
+
+from deploy.assembly.secrets import secret_from_environment, secret_from_file
+from deploy.assembly.tracing import request_tracing
+from deploy.config.spool_config import SpoolConfig
+from engine.models.fetching import fetch_model
+from engine.models.source import SourceKind, demo_chat_template, resolve_model
+from scheduler.messages import Role
+from services.gateway.grpc.server import GrpcServer
+from services.gateway.http.app import create_app
+from services.gateway.metrics import GatewayMetrics
+from services.gateway.settings import (
+    GatewaySettings,
+    ListenSettings,
+    NamedKey,
+    SamplingDefaults,
+    TlsFiles,
+    model_sampling_defaults,
+)
+from services.rpc.channel_security import ChannelSecurity
+from services.scheduler_client.remote import SchedulerClient
+from services.text.tokenizer import ModelTokenizer, load_tokenizer
+
+# From the model card of SmolLM2-135M-Instruct; its folder does not say so.
+_DEMO_SAMPLING = SamplingDefaults(temperature=0.2, top_p=0.9)
+
+
+@dataclass(frozen=True, slots=True)
+class RunningGateway:
+    """A gateway that serves gRPC; `app` is for whoever serves HTTP."""
+
+    app: ASGIApp
+    settings: GatewaySettings
+    backend: SchedulerClient
+    metrics: GatewayMetrics
+
+
+async def start_gateway(
+    config: SpoolConfig,
+    resolve: Callable[[], Awaitable[str]],
+    *,
+    gateway_id: str,
+    security: ChannelSecurity,
+    drain_seconds: float,
+    share_port: bool,
+    running: AsyncExitStack,
+) -> RunningGateway:
+    """Over the scheduler that `resolve` names; ends when `running` closes.
+
+    Calls over gRPC then have `drain_seconds` to end. With `share_port` several gateways of a machine share its ports.
+    Raises SecretError, and OSError for a port that cannot be listened on.
+    """
+    tokenizer, sampling = await asyncio.to_thread(_model_files, config)
+    settings = gateway_settings(config, sampling)
+    metrics = GatewayMetrics(config.vllm_model_name)
+    backend = SchedulerClient(resolve=resolve, gateway_id=gateway_id, security=security, listener=metrics)
+    tracing = request_tracing(config.tracing, running)
+    app = create_app(backend, tokenizer, settings, metrics, tracing)
+    await running.enter_async_context(backend)
+    if config.gateway.grpc_port is not None:
+        grpc_server = GrpcServer(
+            backend, tokenizer, settings, metrics, drain_seconds, share_port=share_port, tracing=tracing
+        )
+        await running.enter_async_context(grpc_server)
+    return RunningGateway(app, settings, backend, metrics)
+
+
+def gateway_settings(config: SpoolConfig, sampling: SamplingDefaults) -> GatewaySettings:
+    """Reads the keys that the configuration names. Raises SecretError."""
+    gateway, tls = config.gateway, config.auth.tls
+    listen: dict[str, Any] = {"host": gateway.host}
+    if tls is not None:
+        listen["tls"] = TlsFiles(certificate=tls.certificate, key=tls.key)
+    return GatewaySettings(
+        model_names=(config.served_name,),
+        api_keys=tuple(_api_keys(config)),  # type: ignore[arg-type]  # pydantic hides them
+        named_keys=tuple(NamedKey(name=key.name, digest=key.digest) for key in config.auth.keys),
+        sampling=sampling,
+        limits=gateway.limits,
+        tool_format=gateway.tool_format,
+        default_timeout_seconds=gateway.default_timeout_seconds,
+        retry_after_seconds=gateway.retry_after_seconds,
+        http=ListenSettings(port=gateway.port, **listen),
+        grpc=ListenSettings(port=gateway.grpc_port or 0, **listen),
+    )
+
+
+def _api_keys(config: SpoolConfig) -> list[str]:
+    auth = config.auth
+    keys = [key.get_secret_value() for key in auth.api_keys]
+    if auth.api_keys_env is not None:
+        named = secret_from_environment("auth.api_keys_env", auth.api_keys_env)
+        keys += [key.strip() for key in named.split(",") if key.strip()]
+    if auth.api_keys_file is not None:
+        keys += secret_from_file("auth.api_keys_file", auth.api_keys_file).split()
+    return keys
+
+
+def _model_files(config: SpoolConfig) -> tuple[ModelTokenizer, SamplingDefaults]:
+    """The tokenizer, and the sampling defaults. The demo has these files only together with its weights."""
+    source = resolve_model(config.models.target, Role.TARGET)
+    if source.kind is SourceKind.DEMO:
+        tokenizer = ModelTokenizer(fetch_model(source, lambda message, fraction: None), demo_chat_template())
+        return tokenizer, config.gateway.sampling or _DEMO_SAMPLING
+    tokenizer = load_tokenizer(str(source.folder or config.models.target))
+    return tokenizer, config.gateway.sampling or model_sampling_defaults(tokenizer.folder)

@@ -1,0 +1,51 @@
+"""Secrets that a configuration names, read where they are needed."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from deploy.config.ingress import InternalSettings
+from services.rpc.channel_security import ChannelSecurity
+
+
+class SecretError(ValueError):
+    """A secret that the configuration names is not there; the message says which."""
+
+
+def channel_security(settings: InternalSettings) -> ChannelSecurity:
+    """Reads the secrets that the settings name, on the node where they are needed. Raises SecretError."""
+    token = ""
+    if settings.token is not None:
+        token = settings.token.get_secret_value()
+    elif settings.token_env is not None:
+        token = secret_from_environment("internal.token_env", settings.token_env)
+    elif settings.token_file is not None:
+        token = secret_from_file("internal.token_file", settings.token_file)
+    if settings.tls is None:
+        return ChannelSecurity(token=token)
+    tls = settings.tls
+    return ChannelSecurity(
+        token=token,
+        ca_file=str(tls.ca),
+        certificate_file=str(tls.certificate),
+        key_file=str(tls.key),
+        server_name=tls.server_name or "",
+    )
+
+
+def secret_from_environment(field: str, name: str) -> str:
+    value = os.environ.get(name, "").strip()
+    if not value:
+        raise SecretError(f"{field} is {name}, and the environment has no such variable")
+    return value
+
+
+def secret_from_file(field: str, path: Path) -> str:
+    try:
+        value = path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise SecretError(f"{field} is {path}, which cannot be read: {error}") from error
+    if not value:
+        raise SecretError(f"{field} is {path}, which is empty")
+    return value

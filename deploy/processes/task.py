@@ -1,0 +1,120 @@
+"""What a process of a cell is told by its parent, and how it runs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from deploy.config.loading import configuration_from
+from deploy.config.spool_config import SpoolConfig
+from engine.errors import one_line
+from services.observability.logs import install_logs
+from services.rpc.channel_security import SECURITY_VARIABLE, ChannelSecurity
+from services.worker.process import EventPipe, stop_when_stdin_ends
+
+TASK_VARIABLE = "SPOOL_PROCESS"
+"""Environment variable with the task, as JSON; the configuration in it may hold secrets."""
+
+_HEALTH_SECONDS = 1.0
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What one process does: `settings` is the configuration as plain data, `port` where a scheduler listens (0: any).
+
+    `scheduler` is the scheduler's address, for all others; `role` and `engine` are a worker's.
+    """
+
+    name: str
+    folder: str
+    settings: dict[str, Any]
+    scheduler: str = ""
+    role: str = ""
+    engine: dict[str, Any] = field(default_factory=dict)
+    port: int = 0
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """A process's task, as it works with it."""
+
+    task: Task
+    config: SpoolConfig
+    security: ChannelSecurity
+    events: EventPipe
+
+    @property
+    def folder(self) -> Path:
+        """Of the files of this run of the cell."""
+        return Path(self.task.folder)
+
+    @property
+    def host(self) -> str:
+        """Where schedulers and workers listen."""
+        return self.config.internal.host or "127.0.0.1"
+
+    async def find_scheduler(self) -> str:
+        """The address of the scheduler, which keeps it when it is started again."""
+        return self.task.scheduler
+
+
+@dataclass(frozen=True, slots=True)
+class Up:
+    """A service that is ready. `check_health` raises once the process must be started again."""
+
+    address: str
+    check_health: Callable[[], None]
+
+
+Start = Callable[[Surroundings, AsyncExitStack], Awaitable[Up]]
+
+
+def run_process(start: Start) -> int:
+    """Starts a service, reports it ready, and runs it until SIGTERM, SIGINT or the end of standard input: exit code 0.
+
+    Exit code 1, with the reason in the log, for one that does not start or is not well.
+    """
+    events = EventPipe()
+    try:
+        # Removed from the environment, so that processes started by libraries do not inherit them.
+        task = Task(**json.loads(os.environ.pop(TASK_VARIABLE)))
+        security = ChannelSecurity.from_json(os.environ.pop(SECURITY_VARIABLE))
+        config = configuration_from(task.settings)
+        install_logs(config.logging.format, config.logging.level.number)
+        stop_when_stdin_ends()
+        asyncio.run(_run(start, Surroundings(task, config, security, events)))
+    except Exception as error:
+        logger.exception("the process ends")
+        events.send("failed", error=one_line(error))
+        return 1
+    return 0
+
+
+async def _run(start: Start, surroundings: Surroundings) -> None:
+    async with AsyncExitStack() as running:
+        up = await start(surroundings, running)
+        # Only now: until then a signal ends the process at once.
+        stop = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        surroundings.events.send("ready", address=up.address, process_id=os.getpid())
+        while not stop.is_set():
+            up.check_health()
+            try:
+                async with asyncio.timeout(_HEALTH_SECONDS):
+                    await stop.wait()
+            except TimeoutError:
+                continue

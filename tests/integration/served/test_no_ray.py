@@ -1,0 +1,147 @@
+"""`spool serve --no-ray`: one machine, without Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from subprocess import Popen
+
+import psutil
+import pytest
+import yaml
+
+from spool_client import Client, GenerateRequest
+from tests.support.command_line import spool, started
+from tests.support.ports import free_ports
+from tests.support.serving import ENGINE, PACED, PlainDecoder, requests, stream_all
+from tests.support.waiting import LONG, wait_until
+
+pytestmark = pytest.mark.slow
+
+MODEL = "tiny"
+PROCESSES = ("scheduler", "gateway-0", "target-0", "draft-0")
+
+
+class Told:
+    """Everything that the command has said so far."""
+
+    def __init__(self, process: Popen[str]) -> None:
+        self._process = process
+        self.lines: list[str] = []
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        assert self._process.stderr is not None
+        for line in self._process.stderr:
+            self.lines.append(line.rstrip("\n"))
+
+    def wait_for(self, line: str, times: int = 1) -> None:
+        def heard() -> bool:
+            assert self._process.poll() is None, self.lines
+            return self.lines.count(line) >= times
+
+        wait_until(heard, f"{line} in {self.lines}", 2 * LONG)
+
+
+@dataclass
+class NoRay:
+    process: Popen[str]
+    told: Told
+    url: str
+    address: str
+    environment: dict[str, str]
+    folder: Path
+
+    def process_id(self, name: str) -> int:
+        """Of the process that `name` is at present."""
+        children = psutil.Process(self.process.pid).children()
+        (found,) = [child.pid for child in children if child.cmdline()[-1:] == [name]]
+        return found
+
+    def kill(self, name: str) -> None:
+        os.kill(self.process_id(name), signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def served(tiny_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[NoRay]:
+    folder = tmp_path_factory.mktemp("no-ray")
+    port, grpc_port = free_ports(2)
+    target, draft = tiny_pair
+    # Streams last longer than it takes to kill something.
+    settings = {"engine": ENGINE, "groups": {"target": PACED}, "metrics": {"scheduler_address": None}}
+    (folder / "spool.yaml").write_text(yaml.safe_dump(settings))
+    environment = {"SPOOL_STATE": str(folder / "state")}
+    command = ["serve", target, "--draft", draft, "--served-model-name", MODEL, "--dtype", "float32", "--no-ray"]
+    command += ["--port", port, "--grpc-port", grpc_port, "--threads", 1]
+    with started(*command, cwd=folder, environment=environment) as process:
+        told = Told(process)
+        told.wait_for("Ctrl-C stops it.")
+        url = f"http://127.0.0.1:{port}"
+        yield NoRay(process, told, url, f"127.0.0.1:{grpc_port}", environment, folder)
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_pair: tuple[Path, Path]) -> PlainDecoder:
+    return PlainDecoder(tiny_pair[0])
+
+
+def test_it_answers_as_the_engine_alone(served: NoRay, plain: PlainDecoder) -> None:
+    asked = requests(4, max_tokens=16)
+    assert asyncio.run(stream_all(served.url, MODEL, asked)) == plain(asked)
+    with Client(served.address) as client:
+        answer = client.generate(GenerateRequest(text=asked[0].prompt, max_tokens=16, temperature=0))
+    assert [choice.text for choice in answer.choices] == plain(asked[:1])
+
+
+@pytest.mark.parametrize("name", ["target-0", "scheduler"])
+def test_what_dies_is_started_again_and_streams_go_on(served: NoRay, plain: PlainDecoder, name: str) -> None:
+    asked = requests(3, max_tokens=60)
+    before = served.process_id(name)
+    answers = asyncio.run(stream_all(served.url, MODEL, asked, on_start=lambda: served.kill(name)))
+    assert answers == plain(asked)
+    served.told.wait_for(f"{name}: up", times=2)
+    assert served.process_id(name) != before
+    assert f"{name}: died: killed by signal 9" in served.told.lines
+
+
+def test_a_gateway_is_started_again(served: NoRay, plain: PlainDecoder) -> None:
+    served.kill("gateway-0")
+    served.told.wait_for("gateway-0: up", times=2)
+    asked = requests(2, max_tokens=8)
+    assert asyncio.run(stream_all(served.url, MODEL, asked)) == plain(asked)
+
+
+def test_commands_find_it(served: NoRay) -> None:
+    shown = spool("status", "--json", environment=served.environment)
+    assert shown.code == 0, shown.err
+    workers = {worker["worker_id"]: worker["state"] for worker in shown.summary["scheduler"]["workers"]}
+    assert workers == dict.fromkeys(("target-0", "draft-0"), "WORKER_STATE_IN_USE")
+    again = spool("serve", "--no-ray", environment=served.environment, cwd=served.folder)
+    assert (again.code, "spool is served already" in again.err) == (2, True), again.err
+
+
+def test_a_signal_leaves_no_process(served: NoRay) -> None:
+    children = {served.process_id(name) for name in PROCESSES}
+    assert children == {child.pid for child in psutil.Process(served.process.pid).children(recursive=True)}
+    served.process.send_signal(signal.SIGTERM)
+    assert served.process.wait(LONG) == 0, served.told.lines
+    assert [child for child in children if psutil.pid_exists(child)] == []
+    assert spool("status", environment=served.environment).code == 1
+
+
+def test_processes_end_with_whoever_keeps_them(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
+    """However that ends, and whatever they are doing: here, loading."""
+    port, grpc_port = free_ports(2)
+    command = ["serve", tiny_pair[0], "--draft", "ngram", "--no-ray", "--port", port, "--grpc-port", grpc_port]
+    with started(*command, cwd=tmp_path, environment={"SPOOL_STATE": str(tmp_path / "state")}) as process:
+        Told(process).wait_for("target-0: starting")
+        children = psutil.Process(process.pid).children(recursive=True)
+        assert children
+        process.kill()
+        process.wait(LONG)
+        assert psutil.wait_procs(children, LONG)[1] == []

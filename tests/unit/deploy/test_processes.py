@@ -1,0 +1,49 @@
+"""What a cell without Ray is made of: numbers of schedulers in a folder, workers and their devices."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from deploy.config.loading import load_configuration
+from deploy.processes.file_epochs import FileEpochs
+from deploy.processes.workers import planned_workers
+from services.scheduler.epochs import EpochAuthority, SupersededError
+
+
+def test_schedulers_of_one_folder_are_numbered(tmp_path: Path) -> None:
+    async def run() -> None:
+        first, second = (EpochAuthority(FileEpochs(tmp_path / "epochs")) for _ in range(2))
+        epochs = [await first.claim(), await second.claim(), await first.claim()]
+        assert epochs == sorted(set(epochs))
+        with pytest.raises(SupersededError, match="a scheduler with number 3 has taken over, this one's is 1"):
+            await first.renew(epochs[0], above=epochs[1])
+        register = FileEpochs(tmp_path / "epochs")
+        assert (await register.take(4), await register.take(4)) == (True, False)
+
+    asyncio.run(run())
+
+
+def devices(monkeypatch: pytest.MonkeyPatch, gpus: int, *overrides: str) -> dict[str, str]:
+    monkeypatch.setattr("deploy.offline.devices._may_have_gpus", lambda: gpus > 0)
+    monkeypatch.setattr("deploy.offline.devices._count_gpus", lambda: gpus)
+    monkeypatch.setattr("deploy.processes.workers._memory", lambda config, role: role)
+    planned = planned_workers(load_configuration(None, overrides))
+    for worker in planned:
+        beside = [one for one in planned if one.engine.get("device") == worker.engine.get("device") and one != worker]
+        on_gpu = str(worker.engine.get("device")).startswith("cuda")
+        assert worker.engine.get("gpu_peers", ()) == (tuple(one.role for one in beside) if on_gpu else ())
+    return {worker.name: worker.engine.get("device", "none") for worker in planned}
+
+
+def test_workers_are_spread_over_the_gpus_targets_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert devices(monkeypatch, 0) == {"target-0": "cpu", "draft-0": "cpu"}
+    assert devices(monkeypatch, 1) == {"target-0": "cuda:0", "draft-0": "cuda:0"}
+    two = devices(monkeypatch, 3, "groups.target.replicas=2")
+    assert two == {"target-0": "cuda:0", "target-1": "cuda:1", "draft-0": "cuda:2"}
+    assert devices(monkeypatch, 2, "models.device=cpu") == {"target-0": "cpu", "draft-0": "cpu"}
+    assert devices(monkeypatch, 2, "groups.draft.num_gpus=0") == {"target-0": "cuda:0", "draft-0": "cpu"}
+    assert devices(monkeypatch, 2, "models.draft=ngram") == {"target-0": "cuda:0", "draft-0": "none"}
+    assert devices(monkeypatch, 2, "models.draft=none") == {"target-0": "cuda:0"}
