@@ -30,6 +30,7 @@ def add_commands(app: typer.Typer) -> None:
         ("verify", verify_command),
         ("chat", chat_command),
         ("status", status_command),
+        ("logs", logs_command),
         ("down", down_command),
     ):
         app.command(name)(command)
@@ -132,6 +133,23 @@ def chat_command(
     from deploy.cli.chat import ChatOptions, chat
 
     return chat(ChatOptions(app, url, model, api_key, system, temperature, max_tokens, seed, priority))
+
+
+def logs_command(
+    process: Annotated[
+        str | None,
+        typer.Argument(help="Beginning of a process's name: gateway, scheduler, target or draft.", show_default="all"),
+    ] = None,
+    app: App = "spool",
+    tail: Annotated[
+        int | None, typer.Option("--tail", "-n", min=0, help="Last lines of each log.", show_default="all")
+    ] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as long as the application is served.")] = False,
+) -> int:
+    """Prints the logs of gateways, scheduler and workers on this machine."""
+    from deploy.cli.logs import logs
+
+    return logs(app, process, tail, follow)
 
 
 def down_command(app: App = "spool") -> int:

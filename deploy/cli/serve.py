@@ -11,7 +11,13 @@ from rich.console import Console
 
 from deploy.cli.announcement import CTRL_C_STOPS, DOWN_STOPS, announce, served_already
 from deploy.cluster.addresses import check_ports, grpc_address, http_url
-from deploy.cluster.client import application_state, connected, serve_is_running, stop_application
+from deploy.cluster.client import (
+    application_state,
+    connected,
+    ray_log_folder,
+    serve_is_running,
+    stop_application,
+)
 from deploy.cluster.deployment import deploy, watch
 from deploy.cluster.local_ray import LocalRay, start_ray
 from deploy.cluster.served_state import Served, StateFolder
@@ -106,6 +112,7 @@ def _served(config: SpoolConfig, address: str, ray: LocalRay | None, started_ser
         grpc_address=grpc_address(config),
         model=config.served_name,
         started_serve=started_serve,
+        log_folder=ray_log_folder(),
     )
 
 

@@ -89,7 +89,7 @@ async def _serve(
             up = await _unless_stopped(running.enter_async_context(supervisor), stop)
             told.reporter = LineReporter(console)
         if up:
-            served = _served(config, supervisor.scheduler_address)
+            served = _served(config, supervisor.scheduler_address, state)
             state.write_security(served.app_name, security.to_json())
             state.write(served)
             running.callback(state.forget, served.app_name)
@@ -121,9 +121,10 @@ class _Told:
         self.reporter.stage(name, message, fraction)
 
 
-def _served(config: SpoolConfig, scheduler_address: str) -> Served:
+def _served(config: SpoolConfig, scheduler_address: str, state: StateFolder) -> Served:
+    app_name = config.ray.app_name
     return Served(
-        app_name=config.ray.app_name,
+        app_name=app_name,
         ray_address=None,
         process_id=os.getpid(),
         http_url=http_url(config),
@@ -131,6 +132,7 @@ def _served(config: SpoolConfig, scheduler_address: str) -> Served:
         model=config.served_name,
         started_serve=False,
         scheduler_address=scheduler_address,
+        log_folder=str(state.run_folder(app_name)),
     )
 
 

@@ -58,7 +58,7 @@ def down(app_name: str) -> int:
     """Stops what `spool serve` started, and nothing else; where there is nothing, that is no error."""
     state, console = StateFolder(), error_console()
     served = state.read(app_name)
-    if served is None or not _is_there(served, state):
+    if served is None or not is_there(served, state):
         state.forget(app_name)
         console.print(f"{app_name} is not served, there is nothing to stop", highlight=False)
         return 0
@@ -75,7 +75,7 @@ def down(app_name: str) -> int:
 def find_served(app_name: str, state: StateFolder) -> Served:
     """Raises RunError where nothing is served by that name."""
     served = state.read(app_name)
-    if served is None or not _is_there(served, state):
+    if served is None or not is_there(served, state):
         raise RunError(f"{app_name} is not served here (`spool serve` starts it)")
     return served
 
@@ -85,7 +85,8 @@ def own(served: Served, state: StateFolder) -> StateFolder | None:
     return state if served.process_id is not None else None
 
 
-def _is_there(served: Served, state: StateFolder) -> bool:
+def is_there(served: Served, state: StateFolder) -> bool:
+    """Whether it is still served, as far as can be known without Ray's help."""
     return served.process_id is None or state.is_alive(served.app_name)
 
 

@@ -86,6 +86,14 @@ def _check_listening(address: str) -> None:
         raise RunError(f"Ray at {address} cannot be joined: {error.strerror or error}") from error
 
 
+def ray_log_folder() -> str:
+    """Where the Ray joined keeps the logs of this machine's processes."""
+    from ray._private.worker import global_worker
+
+    folder: str = global_worker.node.get_logs_dir_path()
+    return folder
+
+
 def serve_is_running() -> bool:
     """Whether Ray Serve runs on the Ray joined."""
     from ray.serve.context import _get_global_client

@@ -23,7 +23,8 @@ _APP_NAME = re.compile(r"[\w.-]{1,64}")
 class Served:
     """One application. `process_id` is that of the Ray started for it, None where it runs on another's; there
     `started_serve` says whether Ray Serve was started for it. Without Ray, `ray_address` is None, `process_id` that of
-    the process that keeps the others, and the scheduler is at `scheduler_address`.
+    the process that keeps the others, and the scheduler is at `scheduler_address`. `log_folder` is where processes on
+    this machine leave their logs.
     """
 
     app_name: str
@@ -34,6 +35,7 @@ class Served:
     model: str
     started_serve: bool
     scheduler_address: str | None = None
+    log_folder: str | None = None
 
 
 class StateFolder:

@@ -79,6 +79,8 @@ def test_serve_until_interrupted(own_ray: OwnRay, tiny_pair: tuple[Path, Path]) 
         assert spool("serve", *own_ray.options, environment=own_ray.environment).err == (
             "spool: spool is served already (`spool down` stops it; ray.app_name names another)\n"
         )
+        logs = spool("logs", "targetworker", "--tail", "5", environment=own_ray.environment)
+        assert (logs.code, "INFO deploy.ray_app.worker: " in logs.out) == (0, True), logs.err + logs.out
         process.send_signal(signal.SIGINT)
         rest = process.stderr.read()
         assert process.wait(2 * LONG) == 0, rest

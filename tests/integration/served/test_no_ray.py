@@ -9,14 +9,14 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from subprocess import Popen
+from subprocess import PIPE, Popen
 
 import psutil
 import pytest
 import yaml
 
 from spool_client import Client, GenerateRequest
-from tests.support.command_line import spool, started
+from tests.support.command_line import SPOOL, spool, started
 from tests.support.ports import free_ports
 from tests.support.serving import ENGINE, PACED, PlainDecoder, requests, stream_all
 from tests.support.waiting import LONG, wait_until
@@ -121,16 +121,25 @@ def test_commands_find_it(served: NoRay) -> None:
     assert shown.code == 0, shown.err
     workers = {worker["worker_id"]: worker["state"] for worker in shown.summary["scheduler"]["workers"]}
     assert workers == dict.fromkeys(("target-0", "draft-0"), "WORKER_STATE_IN_USE")
+    logs = spool("logs", "draft", "--tail", "1000", environment=served.environment)
+    assert (logs.code, "INFO services.worker.registration: worker draft-0 is in use" in logs.out) == (0, True), logs.err
+    nobody = spool("logs", "nobody", environment=served.environment)
+    assert nobody.err.endswith(f"there are: {', '.join(sorted(PROCESSES))}\n")
     again = spool("serve", "--no-ray", environment=served.environment, cwd=served.folder)
     assert (again.code, "spool is served already" in again.err) == (2, True), again.err
 
 
 def test_a_signal_leaves_no_process(served: NoRay) -> None:
     children = {served.process_id(name) for name in PROCESSES}
+    following = Popen([SPOOL, "logs", "--follow"], env={**os.environ, **served.environment}, stdout=PIPE, text=True)
+    assert following.stdout is not None
+    assert following.stdout.readline().startswith("draft-0: ")
     assert children == {child.pid for child in psutil.Process(served.process.pid).children(recursive=True)}
     served.process.send_signal(signal.SIGTERM)
     assert served.process.wait(LONG) == 0, served.told.lines
     assert [child for child in children if psutil.pid_exists(child)] == []
+    assert "target-0: " in following.communicate(timeout=LONG)[0]
+    assert following.returncode == 0
     assert spool("status", environment=served.environment).code == 1
 
 
