@@ -58,6 +58,16 @@ OTHER_SERVERS: dict[str, str] = {
 }
 """Options of vLLM and SGLang, and what does the same here."""
 
+NOT_HERE: dict[str, str] = {
+    "--enable-lora": "LoRA adapters are not supported",
+    "--kv-cache-dtype": "KV has the dtype of the weights (--dtype)",
+    "--pipeline-parallel-size": "a worker computes on one GPU so far",
+    "--quantization": "quantised weights are not supported",
+    "--seed": "each request names its own",
+    "--trust-remote-code": "models bring no code of their own",
+}
+"""Their options for which there is nothing here, and why."""
+
 # Commands that take what those servers take.
 _ENGINE_COMMANDS = ("serve", "generate", "verify")
 
@@ -77,7 +87,10 @@ def _known_word(command: str, option: str) -> str | None:
     if moved is not None:
         return f"{option} is now {moved.format(command=command)}"
     here = OTHER_SERVERS.get(option) if command in _ENGINE_COMMANDS else None
-    return f"No such option: {option}; here it is {here.format(command=command)}" if here is not None else None
+    if here is not None:
+        return f"No such option: {option}; here it is {here.format(command=command)}"
+    why = NOT_HERE.get(option) if command in _ENGINE_COMMANDS else None
+    return f"No such option: {option}; {why}" if why is not None else None
 
 
 def _with_suggestion(command: str, option: str, error: TyperException) -> str:

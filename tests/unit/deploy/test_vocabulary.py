@@ -10,7 +10,7 @@ import typer
 
 from deploy.cli import main
 from deploy.cli.field_options import FIELDS
-from deploy.cli.spelling import MOVED, OTHER_SERVERS, RENAMED_OPTIONS
+from deploy.cli.spelling import MOVED, NOT_HERE, OTHER_SERVERS, RENAMED_OPTIONS
 from deploy.config.field_documents import documents
 from deploy.config.spool_config import SpoolConfig
 from scheduler.config import Policy
@@ -75,6 +75,7 @@ def test_names_given_for_other_words_are_options() -> None:
     for word, here in (OTHER_SERVERS | MOVED["serve"]).items():
         assert word not in known
         assert here in known or "MODEL" in here
+    assert known.isdisjoint(NOT_HERE)
     for command in ("generate", "verify"):
         assert all(here in options(command) or "MODEL" in here for here in MOVED[command].values())
         assert options(command).isdisjoint(MOVED[command].keys() | RENAMED_OPTIONS.keys())
@@ -114,6 +115,7 @@ def test_options_override_the_file(served: list[SpoolConfig]) -> None:
         ("--tp 2", "No such option: --tp; here it is --tensor-parallel-size"),
         ("--model x", "No such option: --model; here it is the first argument, as in `spool serve MODEL`"),
         ("--target x", "--target is now the first argument, as in `spool serve MODEL`"),
+        ("--seed 3", "No such option: --seed; each request names its own"),
         ("--prot 3", "No such option: --prot; did you mean --port?"),
         ("--max-queued-tokens 3", "scheduling.max_queued_tokens can be set in the configuration file or with --set"),
         ("--tensor-parallel-size 2", "--tensor-parallel-size: engine.tensor_parallel_size is 2, must be 1"),
