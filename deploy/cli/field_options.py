@@ -98,8 +98,7 @@ def _given(name: str, value: Any) -> Iterator[GivenValue]:
 
 def _parameter(name: str, paths: tuple[str, ...]) -> inspect.Parameter:
     field = _field(paths[0])
-    option: Any
-    option = copy.copy(field.declared) if field.declared is not None else typer.Option(help=field.description)
+    option: Any = copy.copy(field.declared) if field.declared is not None else typer.Option(help=field.description)
     if not isinstance(option.show_default, str):
         option.show_default = False if field.default is None else _shown(field.default)
     if not isinstance(option, ArgumentInfo):

@@ -94,7 +94,7 @@ async def _serve(
             state.write(served)
             running.callback(state.forget, served.app_name)
             announce(config, served, console, CTRL_C_STOPS)
-            await stop.wait()
+            await supervisor.watch(stop)
         console.print("stopping", highlight=False)
 
 

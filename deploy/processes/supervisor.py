@@ -16,11 +16,13 @@ from deploy.processes.task import TASK_VARIABLE, Task
 from deploy.processes.workers import PlannedWorker
 from services.launch.child_process import ChildProcess, ProcessStartError
 from services.launch.process_tuning import compute_environment
+from services.rpc.backoff import Backoff
 from services.rpc.channel_security import SECURITY_VARIABLE, ChannelSecurity
 
 _START_SECONDS = 900.0
 _STOP_SECONDS = 10.0
-_RESTART_SECONDS = 1.0
+_FIRST_PAUSE_SECONDS = 1.0
+_LONGEST_PAUSE_SECONDS = 30.0
 
 Tell = Callable[[str, str, float | None], None]
 """Hears of a process by name: what it does, and how far it is with that (None: not known)."""
@@ -101,6 +103,14 @@ class Supervisor:
         self._watchers = [asyncio.create_task(self._keep(child)) for child in self._children]
         return self
 
+    async def watch(self, stop: asyncio.Event) -> None:
+        """Returns once `stop` is set. Raises whatever keeps a process from being watched any longer."""
+        stopping = asyncio.create_task(stop.wait())
+        done, _ = await asyncio.wait({stopping, *self._watchers}, return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        for task in done:
+            task.result()
+
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
@@ -147,9 +157,9 @@ class Supervisor:
         while True:
             reason = await child.wait()
             self._tell(child.name, f"died: {reason}", None)
-            up = False
+            backoff, up = Backoff(_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS), False
             while not up:
-                await asyncio.sleep(_RESTART_SECONDS)
+                await backoff.pause()
                 try:
                     await self._start_one(child)
                     up = True

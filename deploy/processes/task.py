@@ -99,7 +99,9 @@ def run_process(start: Start) -> int:
     except Exception as error:
         logger.exception("the process ends")
         events.send("failed", error=one_line(error))
-        return 1
+        logging.shutdown()
+        # A step that hangs cannot be stopped, and the interpreter would wait for it.
+        os._exit(1)
     return 0
 
 

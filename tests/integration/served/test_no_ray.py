@@ -129,13 +129,15 @@ def test_commands_find_it(served: NoRay) -> None:
     assert (again.code, "spool is served already" in again.err) == (2, True), again.err
 
 
-def test_a_signal_leaves_no_process(served: NoRay) -> None:
+def test_down_leaves_no_process(served: NoRay) -> None:
     children = {served.process_id(name) for name in PROCESSES}
     following = Popen([SPOOL, "logs", "--follow"], env={**os.environ, **served.environment}, stdout=PIPE, text=True)
     assert following.stdout is not None
     assert following.stdout.readline().startswith("draft-0: ")
     assert children == {child.pid for child in psutil.Process(served.process.pid).children(recursive=True)}
-    served.process.send_signal(signal.SIGTERM)
+    # It sends SIGTERM to the command alone.
+    stopped = spool("down", environment=served.environment)
+    assert (stopped.code, stopped.err) == (0, "spool is stopped\n")
     assert served.process.wait(LONG) == 0, served.told.lines
     assert [child for child in children if psutil.pid_exists(child)] == []
     assert "target-0: " in following.communicate(timeout=LONG)[0]
