@@ -24,7 +24,7 @@ from tests.support.waiting import LONG, wait_until
 pytestmark = pytest.mark.slow
 
 MODEL = "tiny"
-PROCESSES = ("scheduler", "gateway-0", "target-0", "draft-0")
+PROCESSES = ("scheduler", "gateway-0", "gateway-1", "target-0", "draft-0")
 
 
 class Told:
@@ -73,7 +73,8 @@ def served(tiny_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactor
     port, grpc_port = free_ports(2)
     target, draft = tiny_pair
     # Streams last longer than it takes to kill something.
-    settings = {"engine": ENGINE, "groups": {"target": PACED}, "metrics": {"scheduler_address": None}}
+    groups, gateway = {"target": PACED}, {"replicas": 2}
+    settings = {"engine": ENGINE, "groups": groups, "gateway": gateway, "metrics": {"scheduler_address": None}}
     (folder / "spool.yaml").write_text(yaml.safe_dump(settings))
     environment = {"SPOOL_STATE": str(folder / "state")}
     command = ["serve", target, "--draft", draft, "--served-model-name", MODEL, "--dtype", "float32", "--no-ray"]
