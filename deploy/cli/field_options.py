@@ -31,6 +31,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "port": ("gateway.port",),
     "grpc_port": ("gateway.grpc_port",),
     "api_key": (_KEYS,),
+    "tool_format": ("gateway.tool_format",),
     "served_model_name": ("models.served_model_name",),
     "max_model_len": ("engine.max_model_len",),
     "gpu_memory_utilization": ("engine.gpu_memory_utilization",),

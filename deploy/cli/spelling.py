@@ -53,16 +53,19 @@ OTHER_SERVERS: dict[str, str] = {
     "--num-speculative-tokens": "--draft-length",
     "--speculative-draft-model-path": "--draft",
     "--speculative-model": "--draft",
+    "--tool-call-parser": "--tool-format",
     "--tp": "--tensor-parallel-size",
     "--tp-size": "--tensor-parallel-size",
 }
 """Options of vLLM and SGLang, and what does the same here."""
 
 NOT_HERE: dict[str, str] = {
+    "--enable-auto-tool-choice": "models may call functions without it",
     "--enable-lora": "LoRA adapters are not supported",
     "--kv-cache-dtype": "KV has the dtype of the weights (--dtype)",
     "--pipeline-parallel-size": "a worker computes on one GPU so far",
     "--quantization": "quantised weights are not supported",
+    "--reasoning-parser": "the chat template tells where the model reasons",
     "--seed": "each request names its own",
     "--trust-remote-code": "models bring no code of their own",
 }
