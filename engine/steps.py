@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from engine.drafting.prompt_lookup import TokenPlaces
 from engine.kv.pages import PageTable
 from engine.sampling.grammars import GrammarState
-from scheduler.messages import TokenLogprobs
+from scheduler.messages import PromptScoring, TokenLogprobs
 from scheduler.sampling import SamplingParameters
 
 Computing = Callable[[], None]
@@ -25,7 +25,8 @@ class VerifyRow:
 
     `history` is prompt plus committed output up to and including `tokens`; only penalties and grammars read it. With
     `sample` false (all but the last chunk of a prefill) no token is sampled and `draft_tokens` is empty.
-    `grammar_state` is that of the sequence in steps before; it follows `history` by itself.
+    `grammar_state` is that of the sequence in steps before; it follows `history` by itself. The tokens that `scoring`
+    names follow some of `tokens`.
     """
 
     table: PageTable
@@ -38,6 +39,7 @@ class VerifyRow:
     logits_digests: bool = False
     top_logprobs: int | None = None
     grammar_state: GrammarState = field(default_factory=GrammarState)
+    scoring: PromptScoring | None = None
 
 
 @dataclass(slots=True)
@@ -63,14 +65,16 @@ class RowOutcome:
     """What became of a row. `table.length` has moved accordingly; a row with an `error` changed nothing.
 
     Target: `tokens` are the accepted drafts and the bonus token, `accepted` of them drafts; the table ends before the
-    bonus token. Draft: `tokens` is the proposal; the table covers all of it but its last token. `confidences` say how
-    sure the draft is of each of them, from 0 to 1; empty where it cannot say.
+    bonus token; `prompt_logprobs` are those that the row's `scoring` asked for. Draft: `tokens` is the proposal; the
+    table covers all of it but its last token. `confidences` say how sure the draft is of each of them, from 0 to 1;
+    empty where it cannot say.
     """
 
     tokens: list[int]
     accepted: int = 0
     logits_digests: Sequence[int] = ()
     logprobs: Sequence[TokenLogprobs] = ()
+    prompt_logprobs: Sequence[TokenLogprobs] = ()
     confidences: list[float] = field(default_factory=list)
     error: str | None = None
     out_of_pages: bool = False

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from math import isfinite
+from itertools import islice
+from math import isnan
 
 import torch
 
@@ -15,11 +16,11 @@ from engine.kv.kv_store import KvStore
 from engine.kv.pages import PagePool
 from engine.passes.admission import make_room, rolled_back_on_error, split_by_rows
 from engine.passes.layout import BatchedSequence
-from engine.passes.runner import ModelRunner, PassResult
+from engine.passes.runner import ModelRunner
 from engine.sampling.grammars import GrammarRow, Grammars, TokenMasks
+from engine.sampling.logprobs import token_logprobs
 from engine.sampling.sampler import SamplingContext, sample_tokens
 from engine.steps import Computing, EngineTimings, RowOutcome, StepOutcome, VerifyRow, no_callback
-from scheduler.messages import TokenLogprobs
 
 _NO_TOKENIZER = "the target's folder holds no tokenizer.json, which grammars need"
 _NOT_A_NUMBER = "the target's logits are not finite"
@@ -62,7 +63,12 @@ class TargetEngine:
                 masking = self._begin_masks([rows[index] for index in batch])
                 result = self._runner.run([_batched(rows[index]) for index in batch], computing)
                 timings.add(result.timings)
-                for index, outcome in zip(batch, self._sample([rows[i] for i in batch], result, masking), strict=True):
+                logits = result.logits[:, : self.description.vocabulary_size]
+                chosen = sum(len(rows[index].draft_tokens) + 1 for index in batch if rows[index].sample)
+                scored = iter(logits[chosen:])
+                sampled = self._sample([rows[index] for index in batch], logits[:chosen], masking)
+                for index, outcome in zip(batch, sampled, strict=True):
+                    _score(rows[index], outcome, scored)
                     self._settle(rows[index], outcome, starts[index])
                     outcomes[index] = outcome
                 timings.add_pass(*result.clock.seconds())
@@ -78,9 +84,8 @@ class TargetEngine:
         return self._grammars.masks(asked) if asked and self._grammars is not None else None
 
     def _sample(
-        self, rows: Sequence[VerifyRow], result: PassResult, masking: Future[TokenMasks] | None
+        self, rows: Sequence[VerifyRow], logits: torch.Tensor, masking: Future[TokenMasks] | None
     ) -> Iterator[RowOutcome]:
-        logits = result.logits[:, : self.description.vocabulary_size]
         contexts = [context for row in rows if row.sample for context in _contexts(row)]
         failed = self._constrain(rows, logits, contexts, masking)
         sampled = sample_tokens(logits, contexts, scan=self._scan) if contexts else []
@@ -98,10 +103,7 @@ class TargetEngine:
             if row.logits_digests and outcome.error is None:
                 outcome.logits_digests = [_digest(line) for line in logits[first : first + len(outcome.tokens)]]
             if row.top_logprobs is not None and outcome.error is None:
-                outcome.logprobs = [
-                    _logprobs(line, token, row.top_logprobs)
-                    for line, token in zip(logits[first:], outcome.tokens, strict=False)
-                ]
+                outcome.logprobs = token_logprobs(logits[first:], outcome.tokens, row.top_logprobs)
             yield outcome
             first += len(own_tokens)
 
@@ -139,7 +141,24 @@ class TargetEngine:
 
 
 def _batched(row: VerifyRow) -> BatchedSequence:
-    return BatchedSequence(row.table, [*row.tokens, *row.draft_tokens], len(row.draft_tokens) + 1 if row.sample else 0)
+    tokens = [*row.tokens, *row.draft_tokens]
+    batched = BatchedSequence(row.table, tokens, len(row.draft_tokens) + 1 if row.sample else 0)
+    if row.scoring is not None:
+        first = row.scoring.first - 1 - (row.table.length - len(tokens))
+        batched.scored = range(first, first + len(row.scoring.tokens))
+    return batched
+
+
+def _score(row: VerifyRow, outcome: RowOutcome, logits: Iterator[torch.Tensor]) -> None:
+    """Adds the prompt's log probabilities to the row's outcome; the row's logits are the next ones."""
+    if row.scoring is None:
+        return
+    tokens = row.scoring.tokens
+    found = token_logprobs(list(islice(logits, len(tokens))), tokens, row.scoring.top)
+    if outcome.error is None and any(isnan(entry.logprob) for entry in found):
+        outcome.tokens, outcome.accepted, outcome.error = [], 0, _NOT_A_NUMBER
+    if outcome.error is None:
+        outcome.prompt_logprobs = found
 
 
 def _contexts(row: VerifyRow) -> Iterator[SamplingContext]:
@@ -158,15 +177,6 @@ def _accept(draft_tokens: Sequence[int], own_tokens: Sequence[int | None]) -> Ro
         if position == len(draft_tokens) or own_token != draft_tokens[position]:
             break
     return RowOutcome(tokens, accepted=len(tokens) - 1)
-
-
-def _logprobs(logits: torch.Tensor, token: int, count: int) -> TokenLogprobs:
-    """Of one row of logits `[vocabulary]`; computed row by row, so that it does not depend on the batch either."""
-    logprobs = torch.log_softmax(logits.float(), dim=-1)
-    values, ids = torch.topk(logprobs, min(count, logprobs.numel()))
-    # Tokens that a grammar forbids have no probability, and no log of it.
-    top = [(token_id, value) for token_id, value in zip(ids.tolist(), values.tolist(), strict=True) if isfinite(value)]
-    return TokenLogprobs(token, logprobs[token].item(), tuple(top))
 
 
 def _digest(logits: torch.Tensor) -> int:

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13protos/worker.proto\x12\x08spool.v1\"+\n\x0f\x44\x65scribeRequest\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\"\xb4\x03\n\x11WorkerDescription\x12\x1c\n\x04role\x18\x01 \x01(\x0e\x32\x0e.spool.v1.Role\x12\x10\n\x08model_id\x18\x02 \x01(\t\x12\x18\n\x10tokenizer_digest\x18\x03 \x01(\x0c\x12\x17\n\x0fvocabulary_size\x18\x04 \x01(\r\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x06 \x01(\t\x12\x14\n\x0cworker_epoch\x18\x07 \x01(\x04\x12\x11\n\tpage_size\x18\x08 \x01(\r\x12\x13\n\x0btotal_pages\x18\t \x01(\r\x12\x12\n\nfree_pages\x18\n \x01(\r\x12\x1b\n\x13max_sequence_length\x18\x0b \x01(\r\x12\x1e\n\x16max_num_batched_tokens\x18\x0c \x01(\r\x12\x18\n\x10\x65xact_row_counts\x18\r \x03(\r\x12\x12\n\nprocess_id\x18\x0e \x01(\r\x12\x0f\n\x07threads\x18\x0f \x01(\r\x12\x1a\n\x12kv_bytes_per_token\x18\x10 \x01(\x04\x12\x19\n\x11\x65xclusive_threads\x18\x11 \x01(\r\x12\x18\n\x10protocol_version\x18\x12 \x01(\r\"\x9c\x01\n\x0bStepRequest\x12\x14\n\x0cworker_epoch\x18\x01 \x01(\x04\x12\x0f\n\x07step_id\x18\x02 \x01(\x04\x12\x17\n\x0fscheduler_epoch\x18\x03 \x01(\x04\x12\x1d\n\x15released_sequence_ids\x18\x04 \x03(\x04\x12\x1b\n\x04rows\x18\x05 \x03(\x0b\x32\r.spool.v1.Row\x12\x11\n\texclusive\x18\x06 \x01(\x08\"\xbf\x01\n\x03Row\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x0e\n\x06kv_len\x18\x02 \x01(\r\x12\x15\n\rprefix_digest\x18\x03 \x01(\x06\x12\x0e\n\x06tokens\x18\x04 \x03(\r\x12\x14\n\x0c\x64raft_tokens\x18\x05 \x03(\r\x12\x14\n\x0c\x64raft_length\x18\x06 \x01(\r\x12\x0e\n\x06sample\x18\x07 \x01(\x08\x12\x30\n\nparameters\x18\x08 \x01(\x0b\x32\x1c.spool.v1.SequenceParameters\"\xb9\x01\n\x12SequenceParameters\x12\x15\n\rprompt_length\x18\x01 \x01(\r\x12.\n\x08sampling\x18\x02 \x01(\x0b\x32\x1c.spool.v1.SamplingParameters\x12\x16\n\x0elogits_digests\x18\x03 \x01(\x08\x12\x19\n\x0ctop_logprobs\x18\x04 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x10\x63ommitted_tokens\x18\x05 \x03(\rB\x0f\n\r_top_logprobs\"\x88\x03\n\x12SamplingParameters\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x01\x12\r\n\x05min_p\x18\x04 \x01(\x01\x12\x1a\n\x12repetition_penalty\x18\x05 \x01(\x01\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x01\x12?\n\nlogit_bias\x18\x08 \x03(\x0b\x32+.spool.v1.SamplingParameters.LogitBiasEntry\x12\x0c\n\x04seed\x18\t \x01(\x04\x12\x12\n\nmin_tokens\x18\n \x01(\r\x12\x15\n\rend_token_ids\x18\x0b \x03(\r\x12\'\n\x07grammar\x18\x0c \x01(\x0b\x32\x11.spool.v1.GrammarH\x00\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\n\n\x08_grammar\"4\n\x07Grammar\x12\x12\n\ndefinition\x18\x01 \x01(\t\x12\x15\n\rend_token_ids\x18\x02 \x03(\r\"\x84\x02\n\x08RowReply\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12#\n\x06status\x18\x02 \x01(\x0e\x32\x13.spool.v1.RowStatus\x12\x0e\n\x06kv_len\x18\x03 \x01(\r\x12\x15\n\rprefix_digest\x18\x04 \x01(\x06\x12\x0e\n\x06tokens\x18\x05 \x03(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x06 \x01(\r\x12\x16\n\x0elogits_digests\x18\x07 \x03(\x06\x12\r\n\x05\x65rror\x18\x08 \x01(\t\x12)\n\x08logprobs\x18\t \x03(\x0b\x32\x17.spool.v1.TokenLogprobs\x12\x0e\n\x06reused\x18\n \x01(\r\x12\x13\n\x0b\x63onfidences\x18\x0b \x01(\x0c\"_\n\rTokenLogprobs\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x15\n\rtop_token_ids\x18\x03 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x04 \x03(\x02\"\xc5\x01\n\tStepReply\x12\x14\n\x0cworker_epoch\x18\x01 \x01(\x04\x12\x0f\n\x07step_id\x18\x02 \x01(\x04\x12$\n\x06status\x18\x03 \x01(\x0e\x32\x14.spool.v1.StepStatus\x12 \n\x04rows\x18\x04 \x03(\x0b\x32\x12.spool.v1.RowReply\x12&\n\x07timings\x18\x05 \x01(\x0b\x32\x15.spool.v1.StepTimings\x12\x12\n\nfree_pages\x18\x06 \x01(\r\x12\r\n\x05\x65rror\x18\x07 \x01(\t\"\xa8\x01\n\x0bStepTimings\x12\x0e\n\x06queued\x18\x01 \x01(\x01\x12\x0c\n\x04idle\x18\x02 \x01(\x01\x12\x0f\n\x07prepare\x18\x03 \x01(\x01\x12\x0f\n\x07realign\x18\x04 \x01(\x01\x12\x0f\n\x07\x66orward\x18\x05 \x01(\x01\x12\x0e\n\x06sample\x18\x06 \x01(\x01\x12\r\n\x05total\x18\x07 \x01(\x01\x12\x13\n\x0bpacked_rows\x18\x08 \x01(\r\x12\x14\n\x0cpadding_rows\x18\t \x01(\r\"\x0e\n\x0c\x44rainRequest\"$\n\nDrainReply\x12\x16\n\x0esequences_left\x18\x01 \x01(\r\"|\n\x0f\x45xportKvRequest\x12\x14\n\x0cworker_epoch\x18\x01 \x01(\x04\x12\x17\n\x0fscheduler_epoch\x18\x02 \x01(\x04\x12\x13\n\x0bsequence_id\x18\x03 \x01(\x04\x12\x0e\n\x06kv_len\x18\x04 \x01(\r\x12\x15\n\rprefix_digest\x18\x05 \x01(\x06\"X\n\x06KvPart\x12$\n\x06header\x18\x01 \x01(\x0b\x32\x12.spool.v1.KvHeaderH\x00\x12 \n\x04page\x18\x02 \x01(\x0b\x32\x10.spool.v1.KvPageH\x00\x42\x06\n\x04part\"f\n\x08KvHeader\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x12\n\npage_shape\x18\x03 \x03(\r\x12\r\n\x05pages\x18\x04 \x01(\r\x12\x16\n\x0e\x63ompute_digest\x18\x05 \x01(\x0c\"7\n\x06KvPage\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x12\x10\n\x08\x63hecksum\x18\x03 \x01(\x07\"\xec\x01\n\x0fImportKvRequest\x12\x14\n\x0cworker_epoch\x18\x01 \x01(\x04\x12\x17\n\x0fscheduler_epoch\x18\x02 \x01(\x04\x12\x13\n\x0bsequence_id\x18\x03 \x01(\x04\x12\x0e\n\x06tokens\x18\x04 \x03(\r\x12\x30\n\nparameters\x18\x05 \x01(\x0b\x32\x1c.spool.v1.SequenceParameters\x12\x16\n\x0esource_address\x18\x06 \x01(\t\x12\x1b\n\x13source_worker_epoch\x18\x07 \x01(\x04\x12\x1e\n\x16source_scheduler_epoch\x18\x08 \x01(\x04\"/\n\rImportKvReply\x12\r\n\x05\x62ytes\x18\x01 \x01(\x04\x12\x0f\n\x07seconds\x18\x02 \x01(\x01*=\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0e\n\nROLE_DRAFT\x10\x01\x12\x0f\n\x0bROLE_TARGET\x10\x02*\xc3\x01\n\tRowStatus\x12\x1a\n\x16ROW_STATUS_UNSPECIFIED\x10\x00\x12\x11\n\rROW_STATUS_OK\x10\x01\x12\x1f\n\x1bROW_STATUS_UNKNOWN_SEQUENCE\x10\x02\x12\x1a\n\x16ROW_STATUS_KV_MISMATCH\x10\x03\x12\x1b\n\x17ROW_STATUS_OUT_OF_PAGES\x10\x04\x12\x16\n\x12ROW_STATUS_INVALID\x10\x05\x12\x15\n\x11ROW_STATUS_FAILED\x10\x06*\x8b\x01\n\nStepStatus\x12\x1b\n\x17STEP_STATUS_UNSPECIFIED\x10\x00\x12\x12\n\x0eSTEP_STATUS_OK\x10\x01\x12\x1b\n\x17STEP_STATUS_WRONG_EPOCH\x10\x02\x12\x16\n\x12STEP_STATUS_FENCED\x10\x03\x12\x17\n\x13STEP_STATUS_INVALID\x10\x04\x32\xb7\x02\n\x06Worker\x12\x42\n\x08\x44\x65scribe\x12\x19.spool.v1.DescribeRequest\x1a\x1b.spool.v1.WorkerDescription\x12\x37\n\x05Steps\x12\x15.spool.v1.StepRequest\x1a\x13.spool.v1.StepReply(\x01\x30\x01\x12\x35\n\x05\x44rain\x12\x16.spool.v1.DrainRequest\x1a\x14.spool.v1.DrainReply\x12\x39\n\x08\x45xportKv\x12\x19.spool.v1.ExportKvRequest\x1a\x10.spool.v1.KvPart0\x01\x12>\n\x08ImportKv\x12\x19.spool.v1.ImportKvRequest\x1a\x17.spool.v1.ImportKvReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x13protos/worker.proto\x12\x08spool.v1\"+\n\x0f\x44\x65scribeRequest\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\"\xb4\x03\n\x11WorkerDescription\x12\x1c\n\x04role\x18\x01 \x01(\x0e\x32\x0e.spool.v1.Role\x12\x10\n\x08model_id\x18\x02 \x01(\t\x12\x18\n\x10tokenizer_digest\x18\x03 \x01(\x0c\x12\x17\n\x0fvocabulary_size\x18\x04 \x01(\r\x12\r\n\x05\x64type\x18\x05 \x01(\t\x12\x0e\n\x06\x64\x65vice\x18\x06 \x01(\t\x12\x14\n\x0cworker_epoch\x18\x07 \x01(\x04\x12\x11\n\tpage_size\x18\x08 \x01(\r\x12\x13\n\x0btotal_pages\x18\t \x01(\r\x12\x12\n\nfree_pages\x18\n \x01(\r\x12\x1b\n\x13max_sequence_length\x18\x0b \x01(\r\x12\x1e\n\x16max_num_batched_tokens\x18\x0c \x01(\r\x12\x18\n\x10\x65xact_row_counts\x18\r \x03(\r\x12\x12\n\nprocess_id\x18\x0e \x01(\r\x12\x0f\n\x07threads\x18\x0f \x01(\r\x12\x1a\n\x12kv_bytes_per_token\x18\x10 \x01(\x04\x12\x19\n\x11\x65xclusive_threads\x18\x11 \x01(\r\x12\x18\n\x10protocol_version\x18\x12 \x01(\r\"\x9c\x01\n\x0bStepRequest\x12\x14\n\x0cworker_epoch\x18\x01 \x01(\x04\x12\x0f\n\x07step_id\x18\x02 \x01(\x04\x12\x17\n\x0fscheduler_epoch\x18\x03 \x01(\x04\x12\x1d\n\x15released_sequence_ids\x18\x04 \x03(\x04\x12\x1b\n\x04rows\x18\x05 \x03(\x0b\x32\r.spool.v1.Row\x12\x11\n\texclusive\x18\x06 \x01(\x08\"\xfa\x01\n\x03Row\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x0e\n\x06kv_len\x18\x02 \x01(\r\x12\x15\n\rprefix_digest\x18\x03 \x01(\x06\x12\x0e\n\x06tokens\x18\x04 \x03(\r\x12\x14\n\x0c\x64raft_tokens\x18\x05 \x03(\r\x12\x14\n\x0c\x64raft_length\x18\x06 \x01(\r\x12\x0e\n\x06sample\x18\x07 \x01(\x08\x12\x30\n\nparameters\x18\x08 \x01(\x0b\x32\x1c.spool.v1.SequenceParameters\x12-\n\x07scoring\x18\t \x01(\x0b\x32\x17.spool.v1.PromptScoringH\x00\x88\x01\x01\x42\n\n\x08_scoring\";\n\rPromptScoring\x12\r\n\x05\x66irst\x18\x01 \x01(\r\x12\x0e\n\x06tokens\x18\x02 \x03(\r\x12\x0b\n\x03top\x18\x03 \x01(\r\"\xb9\x01\n\x12SequenceParameters\x12\x15\n\rprompt_length\x18\x01 \x01(\r\x12.\n\x08sampling\x18\x02 \x01(\x0b\x32\x1c.spool.v1.SamplingParameters\x12\x16\n\x0elogits_digests\x18\x03 \x01(\x08\x12\x19\n\x0ctop_logprobs\x18\x04 \x01(\rH\x00\x88\x01\x01\x12\x18\n\x10\x63ommitted_tokens\x18\x05 \x03(\rB\x0f\n\r_top_logprobs\"\xb4\x03\n\x12SamplingParameters\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x01\x12\r\n\x05min_p\x18\x04 \x01(\x01\x12\x1a\n\x12repetition_penalty\x18\x05 \x01(\x01\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x01\x12?\n\nlogit_bias\x18\x08 \x03(\x0b\x32+.spool.v1.SamplingParameters.LogitBiasEntry\x12\x0c\n\x04seed\x18\t \x01(\x04\x12\x12\n\nmin_tokens\x18\n \x01(\r\x12\x15\n\rend_token_ids\x18\x0b \x03(\r\x12\'\n\x07grammar\x18\x0c \x01(\x0b\x32\x11.spool.v1.GrammarH\x00\x88\x01\x01\x12*\n\tbad_words\x18\r \x03(\x0b\x32\x17.spool.v1.TokenSequence\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\n\n\x08_grammar\"\"\n\rTokenSequence\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"4\n\x07Grammar\x12\x12\n\ndefinition\x18\x01 \x01(\t\x12\x15\n\rend_token_ids\x18\x02 \x03(\r\"\xb6\x02\n\x08RowReply\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12#\n\x06status\x18\x02 \x01(\x0e\x32\x13.spool.v1.RowStatus\x12\x0e\n\x06kv_len\x18\x03 \x01(\r\x12\x15\n\rprefix_digest\x18\x04 \x01(\x06\x12\x0e\n\x06tokens\x18\x05 \x03(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x06 \x01(\r\x12\x16\n\x0elogits_digests\x18\x07 \x03(\x06\x12\r\n\x05\x65rror\x18\x08 \x01(\t\x12)\n\x08logprobs\x18\t \x03(\x0b\x32\x17.spool.v1.TokenLogprobs\x12\x0e\n\x06reused\x18\n \x01(\r\x12\x13\n\x0b\x63onfidences\x18\x0b \x01(\x0c\x12\x30\n\x0fprompt_logprobs\x18\x0c \x03(\x0b\x32\x17.spool.v1.TokenLogprobs\"_\n\rTokenLogprobs\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\x12\x15\n\rtop_token_ids\x18\x03 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x04 \x03(\x02\"\xc5\x01\n\tStepReply\x12\x14\n\x0cworker_epoch\x18\x01 \x01(\x04\x12\x0f\n\x07step_id\x18\x02 \x01(\x04\x12$\n\x06status\x18\x03 \x01(\x0e\x32\x14.spool.v1.StepStatus\x12 \n\x04rows\x18\x04 \x03(\x0b\x32\x12.spool.v1.RowReply\x12&\n\x07timings\x18\x05 \x01(\x0b\x32\x15.spool.v1.StepTimings\x12\x12\n\nfree_pages\x18\x06 \x01(\r\x12\r\n\x05\x65rror\x18\x07 \x01(\t\"\xa8\x01\n\x0bStepTimings\x12\x0e\n\x06queued\x18\x01 \x01(\x01\x12\x0c\n\x04idle\x18\x02 \x01(\x01\x12\x0f\n\x07prepare\x18\x03 \x01(\x01\x12\x0f\n\x07realign\x18\x04 \x01(\x01\x12\x0f\n\x07\x66orward\x18\x05 \x01(\x01\x12\x0e\n\x06sample\x18\x06 \x01(\x01\x12\r\n\x05total\x18\x07 \x01(\x01\x12\x13\n\x0bpacked_rows\x18\x08 \x01(\r\x12\x14\n\x0cpadding_rows\x18\t \x01(\r\"\x0e\n\x0c\x44rainRequest\"$\n\nDrainReply\x12\x16\n\x0esequences_left\x18\x01 \x01(\r\"|\n\x0f\x45xportKvRequest\x12\x14\n\x0cworker_epoch\x18\x01 \x01(\x04\x12\x17\n\x0fscheduler_epoch\x18\x02 \x01(\x04\x12\x13\n\x0bsequence_id\x18\x03 \x01(\x04\x12\x0e\n\x06kv_len\x18\x04 \x01(\r\x12\x15\n\rprefix_digest\x18\x05 \x01(\x06\"X\n\x06KvPart\x12$\n\x06header\x18\x01 \x01(\x0b\x32\x12.spool.v1.KvHeaderH\x00\x12 \n\x04page\x18\x02 \x01(\x0b\x32\x10.spool.v1.KvPageH\x00\x42\x06\n\x04part\"f\n\x08KvHeader\x12\x10\n\x08model_id\x18\x01 \x01(\t\x12\r\n\x05\x64type\x18\x02 \x01(\t\x12\x12\n\npage_shape\x18\x03 \x03(\r\x12\r\n\x05pages\x18\x04 \x01(\r\x12\x16\n\x0e\x63ompute_digest\x18\x05 \x01(\x0c\"7\n\x06KvPage\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x12\x10\n\x08\x63hecksum\x18\x03 \x01(\x07\"\xec\x01\n\x0fImportKvRequest\x12\x14\n\x0cworker_epoch\x18\x01 \x01(\x04\x12\x17\n\x0fscheduler_epoch\x18\x02 \x01(\x04\x12\x13\n\x0bsequence_id\x18\x03 \x01(\x04\x12\x0e\n\x06tokens\x18\x04 \x03(\r\x12\x30\n\nparameters\x18\x05 \x01(\x0b\x32\x1c.spool.v1.SequenceParameters\x12\x16\n\x0esource_address\x18\x06 \x01(\t\x12\x1b\n\x13source_worker_epoch\x18\x07 \x01(\x04\x12\x1e\n\x16source_scheduler_epoch\x18\x08 \x01(\x04\"/\n\rImportKvReply\x12\r\n\x05\x62ytes\x18\x01 \x01(\x04\x12\x0f\n\x07seconds\x18\x02 \x01(\x01*=\n\x04Role\x12\x14\n\x10ROLE_UNSPECIFIED\x10\x00\x12\x0e\n\nROLE_DRAFT\x10\x01\x12\x0f\n\x0bROLE_TARGET\x10\x02*\xc3\x01\n\tRowStatus\x12\x1a\n\x16ROW_STATUS_UNSPECIFIED\x10\x00\x12\x11\n\rROW_STATUS_OK\x10\x01\x12\x1f\n\x1bROW_STATUS_UNKNOWN_SEQUENCE\x10\x02\x12\x1a\n\x16ROW_STATUS_KV_MISMATCH\x10\x03\x12\x1b\n\x17ROW_STATUS_OUT_OF_PAGES\x10\x04\x12\x16\n\x12ROW_STATUS_INVALID\x10\x05\x12\x15\n\x11ROW_STATUS_FAILED\x10\x06*\x8b\x01\n\nStepStatus\x12\x1b\n\x17STEP_STATUS_UNSPECIFIED\x10\x00\x12\x12\n\x0eSTEP_STATUS_OK\x10\x01\x12\x1b\n\x17STEP_STATUS_WRONG_EPOCH\x10\x02\x12\x16\n\x12STEP_STATUS_FENCED\x10\x03\x12\x17\n\x13STEP_STATUS_INVALID\x10\x04\x32\xb7\x02\n\x06Worker\x12\x42\n\x08\x44\x65scribe\x12\x19.spool.v1.DescribeRequest\x1a\x1b.spool.v1.WorkerDescription\x12\x37\n\x05Steps\x12\x15.spool.v1.StepRequest\x1a\x13.spool.v1.StepReply(\x01\x30\x01\x12\x35\n\x05\x44rain\x12\x16.spool.v1.DrainRequest\x1a\x14.spool.v1.DrainReply\x12\x39\n\x08\x45xportKv\x12\x19.spool.v1.ExportKvRequest\x1a\x10.spool.v1.KvPart0\x01\x12>\n\x08ImportKv\x12\x19.spool.v1.ImportKvRequest\x1a\x17.spool.v1.ImportKvReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,12 +33,12 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGPARAMETERS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMETERS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_ROLE']._serialized_start=2957
-  _globals['_ROLE']._serialized_end=3018
-  _globals['_ROWSTATUS']._serialized_start=3021
-  _globals['_ROWSTATUS']._serialized_end=3216
-  _globals['_STEPSTATUS']._serialized_start=3219
-  _globals['_STEPSTATUS']._serialized_end=3358
+  _globals['_ROLE']._serialized_start=3207
+  _globals['_ROLE']._serialized_end=3268
+  _globals['_ROWSTATUS']._serialized_start=3271
+  _globals['_ROWSTATUS']._serialized_end=3466
+  _globals['_STEPSTATUS']._serialized_start=3469
+  _globals['_STEPSTATUS']._serialized_end=3608
   _globals['_DESCRIBEREQUEST']._serialized_start=33
   _globals['_DESCRIBEREQUEST']._serialized_end=76
   _globals['_WORKERDESCRIPTION']._serialized_start=79
@@ -46,39 +46,43 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STEPREQUEST']._serialized_start=518
   _globals['_STEPREQUEST']._serialized_end=674
   _globals['_ROW']._serialized_start=677
-  _globals['_ROW']._serialized_end=868
-  _globals['_SEQUENCEPARAMETERS']._serialized_start=871
-  _globals['_SEQUENCEPARAMETERS']._serialized_end=1056
-  _globals['_SAMPLINGPARAMETERS']._serialized_start=1059
-  _globals['_SAMPLINGPARAMETERS']._serialized_end=1451
-  _globals['_SAMPLINGPARAMETERS_LOGITBIASENTRY']._serialized_start=1391
-  _globals['_SAMPLINGPARAMETERS_LOGITBIASENTRY']._serialized_end=1439
-  _globals['_GRAMMAR']._serialized_start=1453
-  _globals['_GRAMMAR']._serialized_end=1505
-  _globals['_ROWREPLY']._serialized_start=1508
-  _globals['_ROWREPLY']._serialized_end=1768
-  _globals['_TOKENLOGPROBS']._serialized_start=1770
-  _globals['_TOKENLOGPROBS']._serialized_end=1865
-  _globals['_STEPREPLY']._serialized_start=1868
-  _globals['_STEPREPLY']._serialized_end=2065
-  _globals['_STEPTIMINGS']._serialized_start=2068
-  _globals['_STEPTIMINGS']._serialized_end=2236
-  _globals['_DRAINREQUEST']._serialized_start=2238
-  _globals['_DRAINREQUEST']._serialized_end=2252
-  _globals['_DRAINREPLY']._serialized_start=2254
-  _globals['_DRAINREPLY']._serialized_end=2290
-  _globals['_EXPORTKVREQUEST']._serialized_start=2292
-  _globals['_EXPORTKVREQUEST']._serialized_end=2416
-  _globals['_KVPART']._serialized_start=2418
-  _globals['_KVPART']._serialized_end=2506
-  _globals['_KVHEADER']._serialized_start=2508
-  _globals['_KVHEADER']._serialized_end=2610
-  _globals['_KVPAGE']._serialized_start=2612
-  _globals['_KVPAGE']._serialized_end=2667
-  _globals['_IMPORTKVREQUEST']._serialized_start=2670
-  _globals['_IMPORTKVREQUEST']._serialized_end=2906
-  _globals['_IMPORTKVREPLY']._serialized_start=2908
-  _globals['_IMPORTKVREPLY']._serialized_end=2955
-  _globals['_WORKER']._serialized_start=3361
-  _globals['_WORKER']._serialized_end=3672
+  _globals['_ROW']._serialized_end=927
+  _globals['_PROMPTSCORING']._serialized_start=929
+  _globals['_PROMPTSCORING']._serialized_end=988
+  _globals['_SEQUENCEPARAMETERS']._serialized_start=991
+  _globals['_SEQUENCEPARAMETERS']._serialized_end=1176
+  _globals['_SAMPLINGPARAMETERS']._serialized_start=1179
+  _globals['_SAMPLINGPARAMETERS']._serialized_end=1615
+  _globals['_SAMPLINGPARAMETERS_LOGITBIASENTRY']._serialized_start=1555
+  _globals['_SAMPLINGPARAMETERS_LOGITBIASENTRY']._serialized_end=1603
+  _globals['_TOKENSEQUENCE']._serialized_start=1617
+  _globals['_TOKENSEQUENCE']._serialized_end=1651
+  _globals['_GRAMMAR']._serialized_start=1653
+  _globals['_GRAMMAR']._serialized_end=1705
+  _globals['_ROWREPLY']._serialized_start=1708
+  _globals['_ROWREPLY']._serialized_end=2018
+  _globals['_TOKENLOGPROBS']._serialized_start=2020
+  _globals['_TOKENLOGPROBS']._serialized_end=2115
+  _globals['_STEPREPLY']._serialized_start=2118
+  _globals['_STEPREPLY']._serialized_end=2315
+  _globals['_STEPTIMINGS']._serialized_start=2318
+  _globals['_STEPTIMINGS']._serialized_end=2486
+  _globals['_DRAINREQUEST']._serialized_start=2488
+  _globals['_DRAINREQUEST']._serialized_end=2502
+  _globals['_DRAINREPLY']._serialized_start=2504
+  _globals['_DRAINREPLY']._serialized_end=2540
+  _globals['_EXPORTKVREQUEST']._serialized_start=2542
+  _globals['_EXPORTKVREQUEST']._serialized_end=2666
+  _globals['_KVPART']._serialized_start=2668
+  _globals['_KVPART']._serialized_end=2756
+  _globals['_KVHEADER']._serialized_start=2758
+  _globals['_KVHEADER']._serialized_end=2860
+  _globals['_KVPAGE']._serialized_start=2862
+  _globals['_KVPAGE']._serialized_end=2917
+  _globals['_IMPORTKVREQUEST']._serialized_start=2920
+  _globals['_IMPORTKVREQUEST']._serialized_end=3156
+  _globals['_IMPORTKVREPLY']._serialized_start=3158
+  _globals['_IMPORTKVREPLY']._serialized_end=3205
+  _globals['_WORKER']._serialized_start=3611
+  _globals['_WORKER']._serialized_end=3922
 # @@protoc_insertion_point(module_scope)

@@ -83,6 +83,9 @@ class SequenceRequest:
     A request that was `admitted_before`, by a scheduler that is gone, is not refused for a full queue or for the limits
     of its key.
 
+    `prompt_logprobs` asks for those of the prompt's tokens in the same way; they come with the first output, so that a
+    resubmission with `committed_output` gets none.
+
     `key` is the name of the API key that asks ("": none, or one without a name). `priority` orders the key's requests
     among each other, and all sequences where KV pages run short: as in vLLM, a lower value is handled earlier.
     """
@@ -99,6 +102,7 @@ class SequenceRequest:
     admitted_before: bool = False
     key: str = ""
     priority: int = 0
+    prompt_logprobs: int | None = None
 
 
 @dataclass(slots=True)
@@ -119,6 +123,7 @@ class RowResult:
     error: str = ""
     reused: int = 0
     confidences: bytes = b""
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
 
 
 # --- events -----------------------------------------------------------------------------------------------------------
@@ -183,6 +188,16 @@ Event = SequenceSubmitted | SequenceCancelled | WorkerJoined | WorkerLost | Work
 
 
 @dataclass(slots=True)
+class PromptScoring:
+    """Asks a target for the log probabilities of `tokens` of a prompt, from position `first` on, and of the `top`
+    likeliest tokens at each of these positions. The row feeds the tokens that they follow."""
+
+    first: int
+    tokens: tuple[int, ...]
+    top: int
+
+
+@dataclass(slots=True)
 class Row:
     """One sequence's part in a step; fields as in protos/worker.proto, Row.
 
@@ -199,6 +214,7 @@ class Row:
     sample: bool = False
     opening: SequenceRequest | None = None
     committed: tuple[int, ...] = ()
+    scoring: PromptScoring | None = None
 
 
 @dataclass(slots=True)
@@ -247,7 +263,11 @@ class WorkerDrained:
 
 @dataclass(slots=True)
 class EmitTokens:
-    """Newly committed output of a sequence, in order, each token once. `drafted` and `accepted` describe the round."""
+    """Newly committed output of a sequence, in order, each token once. `drafted` and `accepted` describe the round.
+
+    The first one of a sequence also has what was asked for of the prompt, `prompt_logprobs` for its tokens from the
+    second on, and tells how many of its tokens were `cached`: a target took their KV over from other sequences.
+    """
 
     sequence_id: int
     tokens: tuple[int, ...]
@@ -255,6 +275,8 @@ class EmitTokens:
     accepted: int
     logits_digests: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    cached: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,9 +41,10 @@ class SamplingParameters:
 
     `temperature` 0 is greedy. `top_k` 0, `top_p` 1, `min_p` 0 and the penalties 1, 0, 0 leave the logits as they are.
     `repetition_penalty` looks at prompt and output, the other two penalties at the output only. None of the
-    `end_token_ids` is sampled among the first `min_tokens` tokens of output. `seed` is any unsigned
-    64-bit number; equal seeds give equal text, whatever the batch, the draft or the workers. With a `grammar`, only
-    tokens that it allows are sampled; where it is complete, `min_tokens` does not put the end off.
+    `end_token_ids` is sampled among the first `min_tokens` tokens of output. `seed` is any unsigned 64-bit number;
+    equal seeds give equal text, whatever the batch, the draft or the workers. With a `grammar`, only tokens that it
+    allows are sampled; where it is complete, `min_tokens` does not put the end off. The last token of a bad word, each
+    a sequence of tokens, is not sampled where the output ends with the others, unless nothing else is left.
 
     Raises `ValueError` naming field, value and limit.
     """
@@ -60,6 +61,7 @@ class SamplingParameters:
     min_tokens: int = 0
     end_token_ids: frozenset[int] = frozenset()
     grammar: Grammar | None = None
+    bad_words: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         # Each check builds its message only when it fails: every request passes here several times.
@@ -84,6 +86,11 @@ class SamplingParameters:
         for token_id in self.end_token_ids:
             if not 0 <= token_id <= MAX_TOKEN_ID:
                 raise ValueError(f"end_token_ids holds {token_id}, must be token ids between 0 and {MAX_TOKEN_ID}")
+        for word in self.bad_words:
+            if not word or not all(0 <= token_id <= MAX_TOKEN_ID for token_id in word):
+                raise ValueError(
+                    f"bad_words holds {word}, must be token ids between 0 and {MAX_TOKEN_ID}, one at least"
+                )
         for token_id, bias in self.logit_bias.items():
             if not 0 <= token_id <= MAX_TOKEN_ID or not -100 <= bias <= 100:
                 raise ValueError(
@@ -104,4 +111,5 @@ class SamplingParameters:
     @property
     def uses_history(self) -> bool:
         """Whether the next token depends on the tokens before it in another way than through the logits."""
-        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+        penalties = self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+        return penalties or bool(self.bad_words)

@@ -14,17 +14,19 @@ from engine.kv.pages import PageTable
 @dataclass(slots=True)
 class BatchedSequence:
     """`tokens` to feed at the last `len(tokens)` positions of `table`, where room was made already; logits are wanted
-    for the last `logits` of them."""
+    for the last `logits` of them, and for those before them that `scored` counts."""
 
     table: PageTable
     tokens: Sequence[int]
     logits: int
+    scored: range = range(0)
 
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
     """`tokens`, their `positions` and the `slots` of their K/V, all padded to one row count; `logits_rows` are the rows
-    of which logits are wanted. `spans` hold the first `rows` rows, the real ones."""
+    of which logits are wanted: first the last rows of each sequence, then the scored ones of each. `spans` hold the
+    first `rows` rows, the real ones."""
 
     tokens: list[int]
     positions: list[int]
@@ -43,11 +45,13 @@ class TokenBatch:
         slots: list[int] = []
         spans: list[Span] = []
         logits_rows: list[int] = []
+        scored_rows: list[int] = []
         for sequence in sequences:
             count = len(sequence.tokens)
             start = sequence.table.length - count
             pages = sequence.table.pages
             spans.append(Span(len(tokens), count, start, pages))
+            scored_rows.extend(len(tokens) + place for place in sequence.scored)
             tokens.extend(sequence.tokens)
             positions.extend(range(start, start + count))
             slots.extend(pages[p // page_size] * page_size + p % page_size for p in range(start, start + count))
@@ -57,7 +61,7 @@ class TokenBatch:
         tokens.extend([0] * padding)
         positions.extend([0] * padding)
         slots.extend([padding_slot] * padding)
-        return cls(tokens, positions, slots, logits_rows, spans, rows)
+        return cls(tokens, positions, slots, logits_rows + scored_rows, spans, rows)
 
     @property
     def padded_rows(self) -> int:

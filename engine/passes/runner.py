@@ -22,7 +22,7 @@ from engine.steps import Computing, EngineTimings, no_callback
 
 @dataclass(slots=True)
 class PassResult:
-    """`logits` `[sum of logits asked for, vocabulary]`, in the order of the sequences, until the next pass; what is
+    """`logits` `[sum of logits asked for, vocabulary]`, in the order of TokenBatch, until the next pass; what is
     known of the time, and the clock that knows the rest."""
 
     logits: torch.Tensor

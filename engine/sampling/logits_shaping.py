@@ -1,9 +1,9 @@
 """What a request's parameters do to a row of logits before a token is drawn.
 
-Repetition penalty, presence and frequency penalties, logit bias, -inf for tokens that would end the output too early,
-in this order, in float32; then temperature; then top-k, top-p and min-p, each on what the one before left. The filters
-keep a prefix of the tokens ordered by (score descending, id ascending), found with integer weights, so that ties and
-sums come out alike everywhere.
+Repetition penalty, presence and frequency penalties, logit bias, the least of all numbers for tokens that would end a
+bad word, -inf for tokens that would end the output too early, in this order, in float32; then temperature; then top-k,
+top-p and min-p, each on what the one before left. The filters keep a prefix of the tokens ordered by (score descending,
+id ascending), found with integer weights, so that ties and sums come out alike everywhere.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def change_scores(
     must_end: bool = False,
 ) -> None:
     """Applies penalties, bias and the ban on an early end in place to one row of float32 scores [V], for the token that
-    follows `output_tokens` tokens of output. Tokens without a column do nothing. Only penalties read `history`.
+    follows `output_tokens` tokens of output. Tokens without a column do nothing. Only penalties and bad words read
+    `history`.
 
     `token_ids` [V] names the tokens of the columns, ascending; without it a column's number is its token's id.
     `must_end` as in `changes_scores`.
@@ -68,9 +69,19 @@ def change_scores(
     if sampling.logit_bias:
         biased, values = _columns(sampling.logit_bias, scores, token_ids)
         scores[biased] += values
+    if sampling.bad_words:
+        output_so_far = tuple(history[prompt_length:])
+        last = [word[-1] for word in sampling.bad_words if _ends_with(output_so_far, word[:-1])]
+        # Not -inf: a token comes even where a grammar allows bad words only.
+        bad, values = _columns(dict.fromkeys(last, torch.finfo(torch.float32).min), scores, token_ids)
+        scores[bad] = torch.minimum(scores[bad], values)
     if not must_end and not sampling.may_end(output_tokens):
         banned, values = _columns(dict.fromkeys(sampling.end_token_ids, -math.inf), scores, token_ids)
         scores[banned] = values
+
+
+def _ends_with(tokens: tuple[int, ...], end: tuple[int, ...]) -> bool:
+    return not end or tokens[-len(end) :] == end
 
 
 def _columns(changes: Mapping[int, float], scores: Tensor, token_ids: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -178,6 +178,7 @@ class TargetPlanner:
                 budget -= end - start
                 work.prefill_tokens += end - start
                 row = target.make_row(sequence, end, sample=end == sequence.length)
+                row.scoring = sequence.scoring(row.kv_len, end)
                 target.prefilling.took_turn(sequence.account)
                 rows[sequence.sequence_id] = InFlightRow(sequence, row)
 

@@ -5,11 +5,15 @@ Which workers hold the sequence is told in placement.py.
 
 from __future__ import annotations
 
+import sys
 from enum import Enum
 
-from scheduler.messages import FinishReason, SequenceRequest
+from scheduler.messages import FinishReason, PromptScoring, SequenceRequest, TokenLogprobs
 from scheduler.state.digests import DigestedTokens
 from scheduler.state.key_accounts import KeyAccount
+
+NOTHING_TO_SCORE = sys.maxsize
+"""A position behind all others."""
 
 
 class SequenceState(Enum):
@@ -53,6 +57,10 @@ class SequenceRecord:
     confidence in each token that it proposed, whether or not the token is worth verifying. `wants_draft_kv` tells
     whether a draft worker should keep its KV of the sequence up to date; without it the draft's KV may lag behind.
 
+    What the first output tells of the prompt: `prompt_logprobs` of its tokens as far as they are known, where they are
+    asked for, and how many of its tokens were `cached`. Logits are still wanted from position `score_from` on, so that
+    a target's KV counts as valid up to there at most.
+
     Blame (scheduler/transitions/blame.py): a `suspected` sequence had a row on a target that was lost. Its rows are
     alone in their steps until its length passes `suspected_until`; `suspicions` counts how often that has happened.
     `draft_losses` counts draft workers that were lost with a row of the sequence since one last proposed for it.
@@ -60,6 +68,7 @@ class SequenceRecord:
 
     __slots__ = (
         "account",
+        "cached",
         "confidences",
         "draft_failures",
         "draft_losses",
@@ -73,10 +82,12 @@ class SequenceRecord:
         "order",
         "planned_draft_length",
         "prompt_left",
+        "prompt_logprobs",
         "rank",
         "ready_at",
         "request",
         "requested_draft_length",
+        "score_from",
         "sequence_id",
         "state",
         "suspected",
@@ -94,6 +105,10 @@ class SequenceRecord:
         self.rank = (request.priority, order)
         self.account = account
         self.prompt_left = len(request.prompt)
+        self.prompt_logprobs: list[TokenLogprobs] = []
+        wants_scores = request.prompt_logprobs is not None and not request.committed_output
+        self.score_from = 0 if wants_scores and len(request.prompt) > 1 else NOTHING_TO_SCORE
+        self.cached = 0
         self.tokens = DigestedTokens(request.prompt)
         self.tokens.extend(request.committed_output)
         self.length = len(self.tokens)
@@ -115,6 +130,20 @@ class SequenceRecord:
         self.wants_draft_kv = False
         self.planned_draft_length = 0
         self.requested_draft_length = 0
+
+    def scoring(self, start: int, end: int) -> PromptScoring | None:
+        """What the target is to tell of the prompt with a row that feeds the tokens [start, end)."""
+        top = self.request.prompt_logprobs
+        if top is None or end <= self.score_from:
+            return None
+        first = max(start, self.score_from) + 1
+        return PromptScoring(first, self.request.prompt[first : end + 1], top)
+
+    def take_scores(self, logprobs: tuple[TokenLogprobs, ...]) -> None:
+        """Takes in the log probabilities that a row's `scoring` asked for."""
+        self.prompt_logprobs.extend(logprobs)
+        known = self.score_from + len(logprobs)
+        self.score_from = known if known < len(self.request.prompt) - 1 else NOTHING_TO_SCORE
 
     def commit(self, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], FinishReason | None]:
         """Appends `tokens` up to the end of the sequence. Returns what was appended, and why it ends if it does."""

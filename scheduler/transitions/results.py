@@ -121,15 +121,21 @@ class Rounds:
     ) -> None:
         sequence, row = flight.sequence, flight.row
         entry = target.kv[sequence.sequence_id]
+        if row.scoring is not None and result.status is RowStatus.OK:
+            if tuple(logprobs.token_id for logprobs in result.prompt_logprobs) != row.scoring.tokens:
+                error = f"{len(row.scoring.tokens)} log probabilities of prompt tokens were asked for, others came"
+                self._lifecycle.fail(sequence, f"target worker {target.worker_id}: {error}")
+                return
+            sequence.take_scores(result.prompt_logprobs)
         match result.status:
             case RowStatus.OK if row.sample:
                 self._commit(target, entry, sequence, row, result, now)
             case RowStatus.OK if result.kv_len >= row.kv_len + len(row.tokens):
                 fed = row.kv_len + len(row.tokens)
-                entry.valid = max(fed, min(_agreed_length(sequence, result), sequence.length - 1))
-                _serve_prompt(sequence, entry.valid)
+                entry.valid = max(fed, _usable_length(sequence, result))
+                _serve_prompt(sequence, row, result, entry.valid)
             case RowStatus.OK | RowStatus.KV_MISMATCH:
-                entry.valid = min(_agreed_length(sequence, result), sequence.length - 1)
+                entry.valid = _usable_length(sequence, result)
                 self._lost_kv(target, sequence, result)
             case RowStatus.UNKNOWN_SEQUENCE:
                 entry.reset()
@@ -165,13 +171,16 @@ class Rounds:
         emitted, reason = sequence.commit(tokens)
         count = len(emitted)
         if sequence.prompt_left:
-            _serve_prompt(sequence, fed)
+            _serve_prompt(sequence, row, result, fed)
         sequence.account.serve_output(count, now)
         kept = accepted if accepted < count else count
         digests, logprobs = result.logits_digests, result.logprobs
         if count < len(tokens):
             digests, logprobs = digests[:count], logprobs[:count]
         emission = EmitTokens(sequence.sequence_id, emitted, drafted, kept, digests, logprobs)
+        if sequence.cached or sequence.prompt_logprobs:
+            emission.prompt_logprobs, emission.cached = tuple(sequence.prompt_logprobs), sequence.cached
+            sequence.prompt_logprobs, sequence.cached = [], 0
         self._emit(emission)
         if reason is not None:
             self._lifecycle.finish(sequence, reason)
@@ -203,12 +212,17 @@ class Rounds:
             self._lifecycle.catch_up(sequence)
 
 
-def _serve_prompt(sequence: Sequence, computed: int) -> None:
+def _serve_prompt(sequence: Sequence, row: Row, result: RowResult, computed: int) -> None:
     """The target has computed so many committed tokens. What it computes a second time is no further service."""
-    tokens = sequence.prompt_left - max(0, len(sequence.request.prompt) - computed)
+    prompt = len(sequence.request.prompt)
+    before = prompt - sequence.prompt_left
+    tokens = min(prompt, computed) - before
     if tokens > 0:
         sequence.prompt_left -= tokens
         sequence.account.serve_prompt(tokens)
+        if result.reused > 0 and not sequence.request.committed_output:
+            reused = min(prompt, row.kv_len + result.reused) - max(before, row.kv_len)
+            sequence.cached += max(0, reused)
 
 
 def _agreed_length(sequence: Sequence, result: RowResult) -> int:
@@ -216,6 +230,12 @@ def _agreed_length(sequence: Sequence, result: RowResult) -> int:
     if 0 <= result.kv_len <= sequence.length and sequence.tokens.digest(result.kv_len) == result.prefix_digest:
         return result.kv_len
     return 0
+
+
+def _usable_length(sequence: Sequence, result: RowResult) -> int:
+    """How much of the target's KV can be gone on from: at least one logit is still to come, and more where the prompt's
+    log probabilities are wanted."""
+    return min(_agreed_length(sequence, result), sequence.length - 1, sequence.score_from)
 
 
 def _leave_out_reused(

@@ -21,7 +21,7 @@ class GenerationRequest:
     speculation off. `top_logprobs` None: no log probabilities; 0: those of the chosen tokens alone; n: those of the n
     most likely tokens as well. `deadline_seconds` counts from `Backend.submit`; None: no deadline. `request_id` is for
     logs alone, and `traceparent` for traces. `key` is the name of the API key that asks, "" for none; `priority` orders
-    its requests, lower values first.
+    its requests, lower values first. `prompt_logprobs` is like `top_logprobs`, of the prompt's tokens.
 
     Raises `ValueError` naming field, value and limit. Limits that depend on the model are the backend's to check.
     """
@@ -37,6 +37,7 @@ class GenerationRequest:
     traceparent: str = ""
     key: str = ""
     priority: int = 0
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         def require(name: str, holds: bool, limit: str) -> None:
@@ -49,7 +50,8 @@ class GenerationRequest:
         require("draft_length", self.draft_length is None or self.draft_length >= 0, "None or at least 0")
         priority_fits = MIN_PRIORITY <= self.priority <= MAX_PRIORITY
         require("priority", priority_fits, f"between {MIN_PRIORITY} and {MAX_PRIORITY}")
-        require("top_logprobs", self.top_logprobs is None or self.top_logprobs >= 0, "None or at least 0")
+        for name in ("top_logprobs", "prompt_logprobs"):
+            require(name, getattr(self, name) is None or getattr(self, name) >= 0, "None or at least 0")
         seconds = self.deadline_seconds
         require("deadline_seconds", seconds is None or (math.isfinite(seconds) and seconds > 0), "None or above 0")
 

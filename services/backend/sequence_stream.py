@@ -15,7 +15,9 @@ from scheduler.messages import FinishReason, RefusalCause, TokenLogprobs
 class TokenDelta:
     """Newly committed tokens, from one round with `drafted` proposed tokens of which `accepted` survived.
 
-    `logits_digests` and `logprobs` hold one entry for each token where the request asked for them.
+    `logits_digests` and `logprobs` hold one entry for each token where the request asked for them. With the first
+    tokens come `prompt_logprobs`, where asked for: one for each token of the prompt but the first, and how many of the
+    prompt's tokens were `cached`.
     """
 
     tokens: tuple[int, ...]
@@ -23,6 +25,8 @@ class TokenDelta:
     accepted: int
     logits_digests: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    cached: int = 0
 
 
 class DeltaBuffer:
@@ -34,8 +38,10 @@ class DeltaBuffer:
     def __init__(self) -> None:
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
+        self._prompt_logprobs: tuple[TokenLogprobs, ...] = ()
         self._drafted = 0
         self._accepted = 0
+        self._cached = 0
 
     def __len__(self) -> int:
         return len(self._tokens)
@@ -43,14 +49,23 @@ class DeltaBuffer:
     def add(self, delta: TokenDelta) -> None:
         self._tokens.extend(delta.tokens)
         self._logprobs.extend(delta.logprobs)
+        self._prompt_logprobs += delta.prompt_logprobs
         self._drafted += delta.drafted
         self._accepted += delta.accepted
+        self._cached += delta.cached
 
     def take(self) -> TokenDelta:
         """Everything that waits; the buffer is empty then."""
-        delta = TokenDelta(tuple(self._tokens), self._drafted, self._accepted, logprobs=tuple(self._logprobs))
-        self._tokens, self._logprobs = [], []
-        self._drafted = self._accepted = 0
+        delta = TokenDelta(
+            tuple(self._tokens),
+            self._drafted,
+            self._accepted,
+            logprobs=tuple(self._logprobs),
+            prompt_logprobs=self._prompt_logprobs,
+            cached=self._cached,
+        )
+        self._tokens, self._logprobs, self._prompt_logprobs = [], [], ()
+        self._drafted = self._accepted = self._cached = 0
         return delta
 
 

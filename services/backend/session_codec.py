@@ -59,6 +59,7 @@ def submission_to_wire(
         traceparent=request.traceparent,
         key=request.key,
         priority=request.priority,
+        prompt_logprobs=request.prompt_logprobs,
     )
 
 
@@ -77,6 +78,7 @@ def request_from_wire(sequence_id: int, submission: scheduler_pb2.SequenceSubmis
         admitted_before=submission.admitted_before,
         key=submission.key,
         priority=submission.priority,
+        prompt_logprobs=submission.prompt_logprobs if submission.HasField("prompt_logprobs") else None,
     )
 
 
@@ -85,14 +87,22 @@ def write_delta(delta: TokenDelta, event: scheduler_pb2.SequenceEvent) -> None:
     event.drafted = delta.drafted
     event.accepted = delta.accepted
     event.logprobs.extend(logprobs_to_wire(logprobs) for logprobs in delta.logprobs)
+    event.prompt_logprobs.extend(logprobs_to_wire(logprobs) for logprobs in delta.prompt_logprobs)
+    event.cached_prompt_tokens = delta.cached
 
 
 def read_delta(event: scheduler_pb2.SequenceEvent) -> TokenDelta:
     """Raises ValueError where log probabilities do not fit the tokens."""
     if event.logprobs and len(event.logprobs) != len(event.tokens):
         raise ValueError(f"{len(event.logprobs)} log probabilities came with {len(event.tokens)} tokens")
-    logprobs = tuple(logprobs_from_wire(logprobs) for logprobs in event.logprobs)
-    return TokenDelta(tuple(event.tokens), event.drafted, event.accepted, logprobs=logprobs)
+    return TokenDelta(
+        tuple(event.tokens),
+        event.drafted,
+        event.accepted,
+        logprobs=tuple(logprobs_from_wire(logprobs) for logprobs in event.logprobs),
+        prompt_logprobs=tuple(logprobs_from_wire(logprobs) for logprobs in event.prompt_logprobs),
+        cached=event.cached_prompt_tokens,
+    )
 
 
 def write_end(outcome: FinishReason | Exception, retry_after: float, event: scheduler_pb2.SequenceEvent) -> None:

@@ -21,7 +21,8 @@ class Piece:
     """Text of a choice that has become certain, and the tokens that are delivered with this text.
 
     A token is delivered with the first text that is certain after it. `offsets` say where in the choice's text each
-    token begins; `logprobs` is empty unless the client asked for log probabilities. The last piece of a choice has
+    token begins; `logprobs` is empty unless the client asked for log probabilities. Where the client asked for those of
+    the prompt, the first piece has them, of every token of the prompt but the first. The last piece of a choice has
     `finish_reason` "stop" or "length"; its `stop_reason` is the stop string, the id of the stop token, or None for the
     model's own end.
     """
@@ -31,6 +32,7 @@ class Piece:
     tokens: tuple[int, ...] = ()
     offsets: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     finish_reason: EndReason | None = None
     stop_reason: str | int | None = None
 
@@ -39,7 +41,8 @@ class Choice:
     """Reads one sequence and counts what it delivers.
 
     `completion_tokens` counts the tokens up to and including the stop token or the token that completed a stop string.
-    Later tokens of the same round are neither delivered nor counted, nor are they among `accepted`.
+    Later tokens of the same round are neither delivered nor counted, nor are they among `accepted`. `cached` counts the
+    prompt's tokens whose KV the target had already.
     """
 
     def __init__(
@@ -55,13 +58,17 @@ class Choice:
         stop_token_ids: frozenset[int] = frozenset(),
         asked_token_ids: frozenset[int] = frozenset(),
         echo: str = "",
+        scored: bool = False,
+        only_prompt: bool = False,
     ) -> None:
         """`asked_token_ids` are those of `stop_token_ids` that the client named; `echo` is put before the output. In
-        the text of the first `min_tokens` tokens no stop string is looked for."""
+        the text of the first `min_tokens` tokens no stop string is looked for. `scored`: log probabilities of the
+        prompt come with the first tokens. `only_prompt`: no token is delivered."""
         self.index = index
         self.completion_tokens = 0
         self.drafted = 0
         self.accepted = 0
+        self.cached = 0
         self.finish_reason: EndReason | None = None
         self._stream = stream
         self._decoder = decoder
@@ -70,12 +77,15 @@ class Choice:
         self._min_tokens = min_tokens
         self._stop_token_ids = stop_token_ids
         self._asked_token_ids = asked_token_ids
-        self._echo = echo
+        # What is said of the prompt is one piece with its text.
+        self._echo = "" if scored else echo
+        self._only_prompt = only_prompt
         self._characters = len(echo)
-        self._text: list[str] = []
+        self._text: list[str] = [echo] if scored else []
         self._tokens: list[int] = []
         self._offsets: list[int] = []
         self._logprobs: list[TokenLogprobs] = []
+        self._prompt_logprobs: list[TokenLogprobs] = []
 
     def cancel(self) -> None:
         """Frees the sequence; has no effect after the sequence's end."""
@@ -106,6 +116,8 @@ class Choice:
             return
         self._text.append(self._cutter.finish())
         match self._stream.finish_reason:
+            case FinishReason.STOP | FinishReason.LENGTH if self._only_prompt:
+                yield self._last("length", None)
             case FinishReason.STOP:
                 yield self._last("stop", stop_token if stop_token in self._asked_token_ids else None)
             case FinishReason.LENGTH:
@@ -118,6 +130,10 @@ class Choice:
         """Takes in tokens up to the end of the text; returns the stop token, if one came."""
         taken = 0
         stop_token = None
+        self._prompt_logprobs.extend(delta.prompt_logprobs)
+        self.cached += delta.cached
+        if self._only_prompt:
+            return None
         for place, token in enumerate(delta.tokens):
             taken += 1
             self._tokens.append(token)
@@ -154,9 +170,10 @@ class Choice:
             tuple(self._tokens),
             tuple(self._offsets),
             tuple(self._logprobs),
+            tuple(self._prompt_logprobs),
             self.finish_reason,
             stop_reason,
         )
-        for pending in (self._text, self._tokens, self._offsets, self._logprobs):
+        for pending in (self._text, self._tokens, self._offsets, self._logprobs, self._prompt_logprobs):
             pending.clear()
         return piece

@@ -36,7 +36,7 @@ from services.gateway.options import (
     sampling_parameters,
     with_seed_of,
 )
-from services.gateway.prompts import PreparedPrompt, encode_chat, prepare_prompts, too_long
+from services.gateway.prompts import PreparedPrompt, bad_word_tokens, encode_chat, prepare_prompts, too_long
 from services.gateway.settings import GatewaySettings
 from services.gateway.structure import GrammarChecks, Structure
 from services.observability.request_ids import current_key, current_request_id, current_traceparent
@@ -49,9 +49,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Each prompt counts once, however many choices continue it. `seed` is that of choice 0."""
+    """Each prompt counts once, however many choices continue it. `cached_tokens` of the prompts' tokens had their KV on
+    the target already. `seed` is that of choice 0."""
 
     prompt_tokens: int
+    cached_tokens: int
     completion_tokens: int
     drafted: int
     accepted: int
@@ -59,19 +61,22 @@ class Usage:
 
 
 class Completion:
-    """A request under way: `n` choices of each prompt, the choices of the first prompt first.
+    """A request under way: `n` choices of each of `prompts`, the choices of the first prompt first.
 
     Leaving the `with` block, or calling `cancel`, frees all unfinished sequences.
     """
 
-    def __init__(self, model: str, prompt_tokens: int, seed: int, form: AnswerForm, span: RequestSpan) -> None:
+    def __init__(
+        self, model: str, prompts: Sequence[PreparedPrompt], n: int, seed: int, form: AnswerForm, span: RequestSpan
+    ) -> None:
         self.request_id = uuid.uuid4().hex
         self.created = int(time.time())
         self.model = model
         self.seed = seed
         self.form = form
         self.choices: list[Choice] = []
-        self._prompt_tokens = prompt_tokens
+        self.prompts = prompts
+        self.n = n
         self._span = span
         self._failure: str | None = None
 
@@ -79,10 +84,14 @@ class Completion:
         for choice in self.choices:
             choice.cancel()
 
+    def prompt_of(self, choice: int) -> PreparedPrompt:
+        return self.prompts[choice // self.n]
+
     def usage(self) -> Usage:
         """Up to now."""
         return Usage(
-            prompt_tokens=self._prompt_tokens,
+            prompt_tokens=sum(len(prompt.tokens) for prompt in self.prompts),
+            cached_tokens=sum(choice.cached for choice in self.choices[:: self.n]),
             completion_tokens=sum(choice.completion_tokens for choice in self.choices),
             drafted=sum(choice.drafted for choice in self.choices),
             accepted=sum(choice.accepted for choice in self.choices),
@@ -192,7 +201,8 @@ class CompletionEngine:
         name, info = await self.model(model_name)
         limits = self.settings.limits
         check_options(options, limits, info.vocabulary_size)
-        sampling = sampling_parameters(options, self.settings.sampling, info.vocabulary_size)
+        bad_words = await asyncio.to_thread(bad_word_tokens, options.bad_words, self.tokenizer)
+        sampling = sampling_parameters(options, self.settings.sampling, info.vocabulary_size, bad_words)
         if len(prompts) * options.n > limits.sequences:
             message = (
                 f"{len(prompts)} prompts with n of {options.n} make {len(prompts) * options.n} sequences, "
@@ -212,7 +222,7 @@ class CompletionEngine:
             ends = self._stop_token_ids(options)
             sampling = replace(sampling, min_tokens=options.min_tokens, end_token_ids=ends)
         deadline = arrived + self._timeout(options)
-        completion = Completion(name, sum(len(one.tokens) for one in prepared), sampling.seed, form, span)
+        completion = Completion(name, prepared, options.n, sampling.seed, form, span)
         try:
             for one, max_tokens in zip(prepared, budgets, strict=True):
                 await self._add_choices(completion, one, max_tokens, options, sampling, arrived, deadline, span)
@@ -240,7 +250,8 @@ class CompletionEngine:
                 raise DeadlineExceededError("the request was not admitted before its deadline")
             request = GenerationRequest(
                 prompt=prompt.tokens,
-                max_tokens=max_tokens,
+                # Log probabilities of the prompt come with a token of output.
+                max_tokens=max(max_tokens, 1),
                 stop_token_ids=stops,
                 sampling=with_seed_of(sampling, number),
                 draft_length=options.draft_length,
@@ -250,6 +261,7 @@ class CompletionEngine:
                 traceparent=span.traceparent,
                 key=current_key(),
                 priority=options.priority,
+                prompt_logprobs=options.prompt_logprobs,
             )
             meter = self.metrics.sequence(arrived, len(prompt.tokens))
             try:
@@ -268,6 +280,8 @@ class CompletionEngine:
                 stop_token_ids=stops,
                 asked_token_ids=frozenset(options.stop_token_ids),
                 echo=prompt.text or "",
+                scored=options.prompt_logprobs is not None,
+                only_prompt=max_tokens == 0,
             )
             completion.choices.append(choice)
         self.metrics.prompt(len(prompt.tokens))

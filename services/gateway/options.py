@@ -63,8 +63,9 @@ class GenerationOptions:
     Choice i of a prompt is sampled with `seed` + i. Neither a stop token nor a stop string ends the output among the
     first `min_tokens` tokens. `draft_length` 0 turns speculation off. Of one key's requests, those with the lower
     `priority` are handled earlier. `structure` says what each choice must look like. With `as_message`, the
-    answer is split into reasoning, content and calls of `tools`. `top_logprobs` has the meaning of
-    services.backend.interface.GenerationRequest.
+    answer is split into reasoning, content and calls of `tools`. None of the `bad_words` is in the output.
+    `top_logprobs` and `prompt_logprobs` have the meaning of services.backend.interface.GenerationRequest.
+    `max_tokens` may be 0 where the request is about its prompt: with `echo` or `prompt_logprobs`.
     `names` maps a field to the client's name for it, where the two differ.
     """
 
@@ -86,7 +87,9 @@ class GenerationOptions:
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    bad_words: tuple[str, ...] = ()
     top_logprobs: int | None = None
+    prompt_logprobs: int | None = None
     draft_length: int | None = None
     priority: int = 0
     structure: Structure | None = None
@@ -94,6 +97,10 @@ class GenerationOptions:
     tools: ToolUse | None = None
     timeout_seconds: float | None = None
     names: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def about_prompt(self) -> bool:
+        return self.echo or self.prompt_logprobs is not None
 
     def first_seed(self) -> int:
         """The seed of choice 0. To negative seeds, which OpenAI's clients may give, 2**64 is added."""
@@ -105,22 +112,18 @@ class GenerationOptions:
 def check_options(options: GenerationOptions, limits: Limits, vocabulary_size: int) -> None:
     """Raises RequestError that names field, value and limit. SamplingParameters checks the sampling values."""
     for name, value, minimum, maximum in (
-        ("max_tokens", options.max_tokens, 1, limits.output_tokens),
+        ("max_tokens", options.max_tokens, 0 if options.about_prompt else 1, limits.output_tokens),
         ("min_tokens", options.min_tokens, 0, None),
         ("n", options.n, 1, limits.sequences),
         ("top_logprobs", options.top_logprobs, 0, limits.top_logprobs),
+        ("prompt_logprobs", options.prompt_logprobs, 0, limits.top_logprobs),
         ("draft_length", options.draft_length, 0, None),
         ("seed", options.seed, _MIN_SEED, MAX_SEED),
         ("priority", options.priority, MIN_PRIORITY, MAX_PRIORITY),
     ):
         _check_range(options.names.get(name, name), value, minimum, maximum)
-    _check_count("stop", options.stop, limits.stop_strings, "strings")
-    for index, stop in enumerate(options.stop):
-        if not 1 <= len(stop) <= limits.stop_string_characters:
-            raise invalid(
-                f"stop[{index}] has {len(stop)} characters, must have between 1 and {limits.stop_string_characters}",
-                "stop",
-            )
+    _check_texts("stop", options.stop, limits.stop_strings, limits.stop_string_characters)
+    _check_texts("bad_words", options.bad_words, limits.bad_words, limits.stop_string_characters)
     _check_count("stop_token_ids", options.stop_token_ids, limits.stop_token_ids, "token ids")
     check_token_ids("stop_token_ids", options.stop_token_ids, vocabulary_size)
     if options.tools is not None:
@@ -146,9 +149,13 @@ def check_token_ids(name: str, tokens: Sequence[int], vocabulary_size: int) -> N
 
 
 def sampling_parameters(
-    options: GenerationOptions, defaults: SamplingDefaults, vocabulary_size: int
+    options: GenerationOptions,
+    defaults: SamplingDefaults,
+    vocabulary_size: int,
+    bad_words: tuple[tuple[int, ...], ...] = (),
 ) -> SamplingParameters:
-    """The parameters of choice 0; `with_seed_of` makes those of the others. Raises RequestError."""
+    """The parameters of choice 0; `with_seed_of` makes those of the others. `bad_words` are those of the options, as
+    tokens. Raises RequestError."""
 
     def given(value: T | None, default: T) -> T:
         return default if value is None else value
@@ -164,6 +171,7 @@ def sampling_parameters(
             frequency_penalty=given(options.frequency_penalty, 0.0),
             logit_bias=dict(options.logit_bias),
             seed=options.first_seed(),
+            bad_words=bad_words,
         )
     except ValueError as error:
         message = str(error)
@@ -189,6 +197,13 @@ def _check_range(name: str, value: int | None, minimum: int, maximum: int | None
         return
     limit = f"at least {minimum}" if maximum is None else f"between {minimum} and {maximum}"
     raise invalid(f"{name} is {shown(value)}, must be {limit}", name)
+
+
+def _check_texts(name: str, texts: Sequence[str], maximum: int, characters: int) -> None:
+    _check_count(name, texts, maximum, "strings")
+    for index, text in enumerate(texts):
+        if not 1 <= len(text) <= characters:
+            raise invalid(f"{name}[{index}] has {len(text)} characters, must have between 1 and {characters}", name)
 
 
 def _check_count(name: str, values: Sequence[object] | Mapping[Any, Any], maximum: int, what: str) -> None:

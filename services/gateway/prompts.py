@@ -9,19 +9,20 @@ from dataclasses import dataclass
 from services.backend.interface import ModelInfo
 from services.gateway.answers.reasoning import THINK
 from services.gateway.errors import invalid
-from services.gateway.options import ChatPrompt, Prompt, TextPrompt, TokenPrompt, check_token_ids
+from services.gateway.options import ChatPrompt, Prompt, TextPrompt, TokenPrompt, check_token_ids, shown
 from services.gateway.settings import Limits
 from services.text.tokenizer import ModelTokenizer
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedPrompt:
-    """`text` is the prompt to echo; None unless the client asked for an echo. `opens_reasoning`: the
-    prompt ends with the tag that opens the model's reasoning."""
+    """`text` is the prompt to echo, None unless the client asked for an echo; `offsets` say where in it the tokens
+    begin. `opens_reasoning`: the prompt ends with the tag that opens the model's reasoning."""
 
     tokens: tuple[int, ...]
     text: str | None
     opens_reasoning: bool = False
+    offsets: tuple[int, ...] = ()
 
 
 async def prepare_prompts(
@@ -73,12 +74,37 @@ def encode_chat(prompt: ChatPrompt, tokenizer: ModelTokenizer, limits: Limits) -
     return tokenizer.encode(render_chat(prompt, tokenizer, limits), add_special_tokens=False)
 
 
+def bad_word_tokens(words: Sequence[str], tokenizer: ModelTokenizer) -> tuple[tuple[int, ...], ...]:
+    """The tokens of each word at the beginning of a text and, where they are as many and others, after a space; vLLM
+    takes the same."""
+    found: list[tuple[int, ...]] = []
+    for word in words:
+        text = word.lstrip()
+        bare, spaced = tuple(tokenizer.encode(text, False)), tuple(tokenizer.encode(f" {text}", False))
+        if not bare:
+            raise invalid(f"bad_words holds {shown(word)}, which makes no token", "bad_words")
+        found.append(bare)
+        if len(spaced) == len(bare) and spaced[0] != bare[0]:
+            found.append(spaced)
+    return tuple(found)
+
+
 def _prepare(prompt: Prompt, tokenizer: ModelTokenizer, limits: Limits, echo: bool) -> PreparedPrompt:
     match prompt:
         case TextPrompt():
-            return PreparedPrompt(tuple(tokenizer.encode(prompt.text)), prompt.text if echo else None)
+            if not echo:
+                return PreparedPrompt(tuple(tokenizer.encode(prompt.text)), None)
+            tokens, offsets = tokenizer.encode_with_offsets(prompt.text)
+            return PreparedPrompt(tuple(tokens), prompt.text, offsets=tuple(offsets))
         case TokenPrompt():
-            return PreparedPrompt(prompt.tokens, tokenizer.decode(prompt.tokens) if echo else None)
+            if not echo:
+                return PreparedPrompt(prompt.tokens, None)
+            text = tokenizer.decode(prompt.tokens)
+            decoder, offsets, end = tokenizer.decoder(), [], 0
+            for token in prompt.tokens:
+                offsets.append(min(end, len(text)))
+                end += len(decoder.push((token,)))
+            return PreparedPrompt(prompt.tokens, text, offsets=tuple(offsets))
         case ChatPrompt():
             text = render_chat(prompt, tokenizer, limits)
             tokens = tuple(tokenizer.encode(text, add_special_tokens=False))

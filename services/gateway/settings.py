@@ -87,13 +87,15 @@ class Limits(_Frozen):
     stop_strings: Annotated[int, Field(ge=0)] = 16
     """Stop strings."""
     stop_string_characters: Annotated[int, Field(ge=1)] = 512
-    """Characters of each stop string."""
+    """Characters of each stop string and bad word."""
     stop_token_ids: Annotated[int, Field(ge=0)] = 256
     """Stop token ids."""
     logit_bias: Annotated[int, Field(ge=0)] = 1024
     """Entries of logit_bias."""
     top_logprobs: Annotated[int, Field(ge=0)] = 20
     """Likeliest tokens reported beside each token."""
+    bad_words: Annotated[int, Field(ge=0)] = 64
+    """Bad words."""
     messages: Annotated[int, Field(ge=1)] = 4096
     """Messages of a conversation."""
     tools: Annotated[int, Field(ge=0)] = 128

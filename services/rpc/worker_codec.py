@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from protos import worker_pb2
-from scheduler.messages import Role, Row, RowResult, RowStatus, SendStep, SequenceRequest, TokenLogprobs, WorkerSpec
+from scheduler.messages import (
+    PromptScoring,
+    Role,
+    Row,
+    RowResult,
+    RowStatus,
+    SendStep,
+    SequenceRequest,
+    TokenLogprobs,
+    WorkerSpec,
+)
 from scheduler.sampling import Grammar, SamplingParameters
 from scheduler.speculation.acceptance import MAX_CONFIDENCE
 from services.observability.observer import StepTimings
@@ -80,6 +90,7 @@ def sampling_to_wire(sampling: SamplingParameters) -> worker_pb2.SamplingParamet
         min_tokens=sampling.min_tokens,
         end_token_ids=sorted(sampling.end_token_ids),
         grammar=None if sampling.grammar is None else _grammar_to_wire(sampling.grammar),
+        bad_words=[worker_pb2.TokenSequence(token_ids=word) for word in sampling.bad_words],
     )
 
 
@@ -106,6 +117,7 @@ def sampling_from_wire(sampling: worker_pb2.SamplingParameters) -> SamplingParam
         min_tokens=sampling.min_tokens,
         end_token_ids=frozenset(sampling.end_token_ids),
         grammar=_grammar_from_wire(sampling.grammar) if sampling.HasField("grammar") else None,
+        bad_words=tuple(tuple(word.token_ids) for word in sampling.bad_words),
     )
 
 
@@ -130,7 +142,16 @@ def row_to_wire(row: Row) -> worker_pb2.Row:
         draft_length=row.draft_length,
         sample=row.sample,
         parameters=opening_to_wire(row.opening, row.committed) if row.opening is not None else None,
+        scoring=None if row.scoring is None else _scoring_to_wire(row.scoring),
     )
+
+
+def _scoring_to_wire(scoring: PromptScoring) -> worker_pb2.PromptScoring:
+    return worker_pb2.PromptScoring(first=scoring.first, tokens=scoring.tokens, top=scoring.top)
+
+
+def scoring_from_wire(scoring: worker_pb2.PromptScoring) -> PromptScoring:
+    return PromptScoring(scoring.first, tuple(scoring.tokens), scoring.top)
 
 
 def step_to_wire(step: SendStep, worker_epoch: int, scheduler_epoch: int) -> worker_pb2.StepRequest:
@@ -181,4 +202,5 @@ def result_from_wire(reply: worker_pb2.RowReply) -> RowResult:
         error=reply.error,
         reused=reply.reused,
         confidences=reply.confidences,
+        prompt_logprobs=tuple(logprobs_from_wire(logprobs) for logprobs in reply.prompt_logprobs),
     )

@@ -200,6 +200,7 @@ class SchedulerService:
         traceparent: str = "",
         key: str = "",
         priority: int = 0,
+        prompt_logprobs: int | None = None,
     ) -> SequenceStream:
         """Enters a sequence; fields as in scheduler.messages.SequenceRequest. `client_request_id` is for logs,
         `traceparent` for traces.
@@ -218,6 +219,7 @@ class SchedulerService:
             committed_output=tuple(committed_output),
             key=key,
             priority=priority,
+            prompt_logprobs=prompt_logprobs,
         )
         stream = SequenceStream(request.sequence_id, self.cancel, client_request_id, traceparent)
         self.enter(request, stream)
@@ -383,7 +385,13 @@ class SchedulerService:
                 for observer in self.observers:
                     observer.tokens_emitted(command)
                 delta = TokenDelta(
-                    command.tokens, command.drafted, command.accepted, command.logits_digests, command.logprobs
+                    command.tokens,
+                    command.drafted,
+                    command.accepted,
+                    command.logits_digests,
+                    command.logprobs,
+                    command.prompt_logprobs,
+                    command.cached,
                 )
                 self._sinks[command.sequence_id].push(delta)
             case FinishSequence():

@@ -47,6 +47,7 @@ class LocalBackend:
                 traceparent=request.traceparent,
                 key=request.key,
                 priority=request.priority,
+                prompt_logprobs=request.prompt_logprobs,
             )
         except ServiceClosedError as error:
             raise BackendUnavailableError(str(error)) from error

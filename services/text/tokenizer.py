@@ -66,6 +66,17 @@ class ModelTokenizer:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
+    def encode_with_offsets(self, text: str) -> tuple[list[int], list[int]]:
+        """As `encode`, and where in the text each token begins; a token that was added begins where the next one
+        does."""
+        encoding = self._tokenizer.encode(text)
+        starts: list[int] = []
+        next_start = len(text)
+        for (start, _), special in zip(reversed(encoding.offsets), reversed(encoding.special_tokens_mask), strict=True):
+            next_start = next_start if special else start
+            starts.append(next_start)
+        return encoding.ids, starts[::-1]
+
     def decode(self, tokens: Sequence[int], skip_special_tokens: bool = True) -> str:
         text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=skip_special_tokens)
         return text

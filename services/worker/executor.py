@@ -22,7 +22,13 @@ from engine.steps import Computing, EngineTimings, ProposeRow, RowOutcome, StepO
 from protos import worker_pb2
 from scheduler.messages import Role, RowStatus
 from scheduler.state.digests import EMPTY_DIGEST
-from services.rpc.worker_codec import confidences_to_wire, logprobs_to_wire, role_to_wire, status_to_wire
+from services.rpc.worker_codec import (
+    confidences_to_wire,
+    logprobs_to_wire,
+    role_to_wire,
+    scoring_from_wire,
+    status_to_wire,
+)
 from services.worker.kv_pages import KvTransfer, WrongEpochError
 from services.worker.sequences import PreparedRow, RowRejectedError, WorkerSequences
 
@@ -297,6 +303,8 @@ class StepExecutor(ABC, Generic[EngineRow]):
                 reply.logits_digests.extend(outcome.logits_digests)
             if outcome.logprobs:
                 reply.logprobs.extend(logprobs_to_wire(logprobs) for logprobs in outcome.logprobs)
+            if outcome.prompt_logprobs:
+                reply.prompt_logprobs.extend(logprobs_to_wire(logprobs) for logprobs in outcome.prompt_logprobs)
         return reply
 
     def _refuse(
@@ -329,6 +337,7 @@ class TargetStepExecutor(StepExecutor[VerifyRow]):
             logits_digests=sequence.logits_digests,
             top_logprobs=sequence.top_logprobs,
             grammar_state=sequence.grammar_state,
+            scoring=scoring_from_wire(row.scoring) if row.HasField("scoring") else None,
         )
 
     def _computed(self, outcome: RowOutcome) -> Sequence[int]:

@@ -135,7 +135,9 @@ class WorkerSequences:
         self._truncate(held, start)
         end = start + len(fed)
         held.tokens.extend(fed)
-        self._take_over(held, end, row.sample or row.draft_length > 0)
+        self._take_over(
+            held, end, row.sample or row.draft_length > 0, row.scoring.first if row.HasField("scoring") else None
+        )
         start = held.table.length
         tokens = held.history[start:end]
         if len(tokens) + len(row.draft_tokens) > self._engine.max_num_batched_tokens:
@@ -281,10 +283,11 @@ class WorkerSequences:
         if sequence.page_keys:
             del sequence.page_keys[length // self._pool.page_size :]
 
-    def _take_over(self, sequence: WorkerSequence, end: int, computes: bool) -> None:
+    def _take_over(self, sequence: WorkerSequence, end: int, computes: bool, scored: int | None) -> None:
         """Takes over known pages of the tokens up to `end`, or of all committed tokens where the row only computes KV.
 
-        The last token is always left to feed, because its logits may be wanted next.
+        The last token is always left to feed, because its logits may be wanted next, and so is the one before `scored`,
+        the first token whose log probability is wanted.
         """
         known = sequence.history
         if len(sequence.committed) <= end:
@@ -292,7 +295,8 @@ class WorkerSequences:
         elif not computes and sequence.feeds_committed(end):
             known = sequence.committed
         if self._prefixes is not None and sequence.page_keys is not None:
-            self._prefixes.share(sequence.table, sequence.page_keys, known, len(known) - 1)
+            limit = len(known) - 1 if scored is None else scored - 1
+            self._prefixes.share(sequence.table, sequence.page_keys, known, limit)
             sequence.tokens.extend(known[end : sequence.table.length])
 
     def _register(self, sequence: WorkerSequence, committed: int) -> None:
@@ -320,8 +324,8 @@ def _check_row(row: worker_pb2.Row, role: Role, engine: EngineDescription) -> No
     if not row.tokens:
         raise ValueError("tokens is empty, must hold at least one token to feed")
     if role is Role.DRAFT:
-        if row.draft_tokens or row.sample:
-            raise ValueError("draft_tokens and sample are for target workers, this is a draft worker")
+        if row.draft_tokens or row.sample or row.HasField("scoring"):
+            raise ValueError("draft_tokens, sample and scoring are for target workers, this is a draft worker")
         behind = max(row.draft_length - 1, 0)
     else:
         if row.draft_length:
@@ -329,6 +333,8 @@ def _check_row(row: worker_pb2.Row, role: Role, engine: EngineDescription) -> No
         if row.draft_tokens and not row.sample:
             raise ValueError("draft_tokens came without sample, nothing would verify them")
         behind = len(row.draft_tokens)
+        if row.HasField("scoring"):
+            _check_scoring(row, engine)
     most = engine.max_sequence_length
     length = row.kv_len + len(row.tokens) + behind
     if length > most:
@@ -340,6 +346,18 @@ def _check_row(row: worker_pb2.Row, role: Role, engine: EngineDescription) -> No
         if len(committed) > most:
             raise ValueError(f"committed_tokens holds {len(committed)} tokens, must hold at most {most}")
         _check_tokens("committed_tokens", committed, engine)
+
+
+def _check_scoring(row: worker_pb2.Row, engine: EngineDescription) -> None:
+    """The scored tokens must follow fed ones; what follows the last fed one of a row that samples is sampled."""
+    first, count = row.scoring.first, len(row.scoring.tokens)
+    last = row.kv_len + len(row.tokens) - row.sample
+    if not count or not row.kv_len < first <= first + count - 1 <= last:
+        raise ValueError(
+            f"scoring names {count} tokens from position {first} on, must name at least one, all of them between "
+            f"{row.kv_len + 1} and {last}"
+        )
+    _check_tokens("scoring.tokens", row.scoring.tokens, engine)
 
 
 def _check_tokens(name: str, tokens: Iterable[int], engine: EngineDescription) -> None:

@@ -21,6 +21,7 @@ from scheduler.messages import (
     SequenceRequest,
     SequenceSubmitted,
     StepCompleted,
+    TokenLogprobs,
     WorkerJoined,
     WorkerSpec,
 )
@@ -36,6 +37,8 @@ _STEP_SECONDS = {Role.DRAFT: 0.004, Role.TARGET: 0.010}
 class Output:
     tokens: list[int] = field(default_factory=list)
     logits_digests: list[int] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    cached: int = 0
     rounds: list[tuple[int, int]] = field(default_factory=list)
     """(drafted, accepted) of each round."""
     reason: FinishReason | None = None
@@ -67,6 +70,8 @@ def run_in_process(
                     output = outputs[command.sequence_id]
                     output.tokens.extend(command.tokens)
                     output.logits_digests.extend(command.logits_digests)
+                    output.prompt_logprobs.extend(command.prompt_logprobs)
+                    output.cached += command.cached
                     output.rounds.append((command.drafted, command.accepted))
                 case FinishSequence():
                     outputs[command.sequence_id].reason = command.reason

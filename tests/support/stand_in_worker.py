@@ -46,6 +46,16 @@ def logprobs(token: int, count: int) -> TokenLogprobs:
     return TokenLogprobs(token, -0.25, top)
 
 
+def prompt_logprobs(prompt: Sequence[int], count: int) -> list[TokenLogprobs]:
+    """Of every token of a prompt but the first: it depends on all tokens before it."""
+    tokens = DigestedTokens(prompt)
+    return [
+        TokenLogprobs(token, -(tokens.digest(place) % 64) / 8, logprobs(token, count).top)
+        for place, token in enumerate(prompt)
+        if place
+    ]
+
+
 def continuation(prompt: Sequence[int], count: int) -> list[int]:
     """What must come out, one token at a time."""
     tokens = DigestedTokens(prompt)
@@ -135,8 +145,14 @@ class StandInEngine:
                 self.feed(row.table, proposal[-1:])
                 proposal.append(guess(self.read(row.table)))
             return RowOutcome(proposal, confidences=[token % 5 / 4 for token in proposal])
+        scores: list[TokenLogprobs] = []
+        if row.scoring is not None:
+            last = row.scoring.first + len(row.scoring.tokens) - 1
+            known = [*self.read(row.table)[: row.scoring.first], *row.scoring.tokens]
+            assert row.table.length - len(row.tokens) < row.scoring.first <= last <= row.table.length
+            scores = prompt_logprobs(known, row.scoring.top)[row.scoring.first - 1 :]
         if not row.sample:
-            return RowOutcome([])
+            return RowOutcome([], prompt_logprobs=scores)
         base = row.table.length
         self.feed(row.table, row.draft_tokens)
         known = self.read(row.table)
@@ -147,9 +163,8 @@ class StandInEngine:
         tokens = [*row.draft_tokens[:accepted], next_token(known[: base + accepted])]
         digests = [token + 5 for token in tokens] if row.logits_digests else []
         count = row.top_logprobs
-        return RowOutcome(
-            tokens, accepted, digests, [] if count is None else [logprobs(token, count) for token in tokens]
-        )
+        found = [] if count is None else [logprobs(token, count) for token in tokens]
+        return RowOutcome(tokens, accepted, digests, found, scores)
 
     def feed(self, table: PageTable, tokens: Iterable[int]) -> None:
         for token in tokens:

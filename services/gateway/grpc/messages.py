@@ -31,6 +31,7 @@ _OPTIONAL_FIELDS = (
     "top_logprobs",
     "draft_length",
     "priority",
+    "prompt_logprobs",
 )
 _FINISH_REASONS: dict[EndReason | None, pb.FinishReason] = {
     None: pb.FINISH_REASON_UNSPECIFIED,
@@ -48,6 +49,7 @@ def options_from_message(request: pb.GenerateRequest, timeout_seconds: float | N
         include_stop_str_in_output=request.include_stop_str_in_output,
         ignore_eos=request.ignore_eos,
         echo=request.echo,
+        bad_words=tuple(request.bad_words),
         logit_bias=dict(request.logit_bias),
         structure=_structure(request.structured_outputs) if request.HasField("structured_outputs") else None,
         timeout_seconds=timeout_seconds,
@@ -107,6 +109,7 @@ def usage_message(usage: Usage) -> pb.GenerationUsage:
         drafted_tokens=usage.drafted,
         accepted_tokens=usage.accepted,
         seed=usage.seed,
+        cached_prompt_tokens=usage.cached_tokens,
     )
 
 
@@ -126,6 +129,7 @@ class ChoiceMessages:
         choice.text += piece.text
         choice.token_ids.extend(piece.tokens)
         choice.logprobs.extend(self._logprobs(piece.logprobs))
+        choice.prompt_logprobs.extend(self._logprobs(piece.prompt_logprobs))
         choice.finish_reason = _FINISH_REASONS[piece.finish_reason]
         if isinstance(piece.stop_reason, str):
             choice.stop_string = piece.stop_reason

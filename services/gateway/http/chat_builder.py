@@ -9,7 +9,7 @@ from services.gateway.answers.deltas import AnswerDelta, ArgumentsDelta, CallDel
 from services.gateway.answers.reader import AnswerReader
 from services.gateway.choice import Piece
 from services.gateway.completion import Completion
-from services.gateway.http.completion_builder import MIN_LOGPROB, usage_shape
+from services.gateway.http.completion_builder import MIN_LOGPROB, prompt_shape, usage_shape
 from services.gateway.http.openai_responses import (
     CalledFunction,
     ChatChoice,
@@ -51,22 +51,30 @@ class _ChoiceReader:
 
 
 class ChatBuilder:
-    """`logprobs` says whether the client asked for log probabilities. Reasoning is left out unless
-    `include_reasoning`."""
+    """`logprobs` says whether the client asked for log probabilities, `prompt_logprobs` for how many at each place of
+    the prompt. Reasoning is left out unless `include_reasoning`."""
 
     def __init__(
-        self, completion: Completion, strings: TokenStrings, logprobs: bool, include_reasoning: bool = True
+        self,
+        completion: Completion,
+        strings: TokenStrings,
+        logprobs: bool,
+        include_reasoning: bool = True,
+        prompt_logprobs: int | None = None,
     ) -> None:
         self._completion = completion
         self._strings = strings
         self._logprobs = logprobs
+        self._prompt_logprobs = prompt_logprobs
         self._id = f"chatcmpl-{completion.request_id}"
         self._readers = [_ChoiceReader(AnswerReader(completion.form), include_reasoning) for _ in completion.choices]
 
     async def whole(self) -> ChatCompletion:
         deltas: list[list[AnswerDelta]] = [[] for _ in self._readers]
         last: dict[int, Piece] = {}
+        scores: list[TokenLogprobs] = []
         async for piece in self._completion.pieces():
+            scores += piece.prompt_logprobs if piece.index == 0 else ()
             deltas[piece.index] += self._readers[piece.index].read(piece)
             last[piece.index] = piece
         choices = [
@@ -79,7 +87,7 @@ class ChatBuilder:
             )
             for index, piece in sorted(last.items())
         ]
-        return ChatCompletion(
+        completion = ChatCompletion(
             id=self._id,
             object="chat.completion",
             created=self._completion.created,
@@ -87,6 +95,10 @@ class ChatBuilder:
             choices=choices,
             usage=usage_shape(self._completion.usage()),
         )
+        if self._prompt_logprobs is not None:
+            tokens = self._completion.prompts[0].tokens
+            completion.prompt_logprobs = prompt_shape(tokens, scores, self._prompt_logprobs, self._strings)
+        return completion
 
     def first_chunks(self) -> list[ChatChunk]:
         """The role of the speaker, once for each choice."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -13,6 +14,9 @@ from services.gateway.http.openai_responses import (
     CompletionLogprobs,
     CompletionShape,
     CompletionTokensDetails,
+    PromptLogprob,
+    PromptLogprobs,
+    PromptTokensDetails,
     SpoolUsage,
     UsageShape,
 )
@@ -27,6 +31,7 @@ def usage_shape(usage: Usage) -> UsageShape:
         prompt_tokens=usage.prompt_tokens,
         completion_tokens=usage.completion_tokens,
         total_tokens=usage.prompt_tokens + usage.completion_tokens,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=usage.cached_tokens),
         completion_tokens_details=CompletionTokensDetails(
             accepted_prediction_tokens=usage.accepted,
             rejected_prediction_tokens=usage.drafted - usage.accepted,
@@ -41,14 +46,37 @@ class _Whole:
 
     text: list[str] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
     last: Piece | None = None
+
+    @property
+    def mean_logprob(self) -> float:
+        """-inf without tokens."""
+        return sum(entry.logprob for entry in self.logprobs) / len(self.logprobs) if self.logprobs else -math.inf
 
     def add(self, piece: Piece) -> None:
         self.text.append(piece.text)
         self.logprobs.extend(piece.logprobs)
+        self.prompt_logprobs.extend(piece.prompt_logprobs)
         self.offsets.extend(piece.offsets)
         self.last = piece
+
+
+def prompt_shape(
+    tokens: Sequence[int], entries: Sequence[TokenLogprobs], count: int, strings: TokenStrings
+) -> PromptLogprobs:
+    """Of a prompt's tokens and of the `count` likeliest at each place; `entries` has one for each token but the
+    first."""
+
+    def shape(token: int, logprob: float, rank: int | None) -> PromptLogprob:
+        return PromptLogprob(logprob=max(logprob, MIN_LOGPROB), rank=rank, decoded_token=strings.of(token).text)
+
+    found: PromptLogprobs = [None] * (len(tokens) - len(entries))
+    for entry in entries:
+        top = {token: shape(token, logprob, place) for place, (token, logprob) in enumerate(entry.top[:count], 1)}
+        found.append({entry.token_id: shape(entry.token_id, entry.logprob, None), **top})
+    return found
 
 
 async def _wholes(completion: Completion) -> list[tuple[_Whole, Piece]]:
@@ -59,38 +87,69 @@ async def _wholes(completion: Completion) -> list[tuple[_Whole, Piece]]:
 
 
 class CompletionBuilder:
-    """For /v1/completions; `logprobs` says whether the client asked for log probabilities."""
+    """For /v1/completions. `logprobs` and `prompt_logprobs` are what the client asked for, `echo` whether the log
+    probabilities are to begin with those of the prompt, and `best` how many choices of each prompt are returned: all of
+    them unless given."""
 
-    def __init__(self, completion: Completion, strings: TokenStrings, logprobs: bool) -> None:
+    def __init__(
+        self,
+        completion: Completion,
+        strings: TokenStrings,
+        logprobs: int | None = None,
+        prompt_logprobs: int | None = None,
+        echo: bool = False,
+        best: int | None = None,
+    ) -> None:
         self._completion = completion
         self._strings = strings
         self._logprobs = logprobs
+        self._prompt_logprobs = prompt_logprobs
+        # Choices whose log probabilities are still to begin with the prompt's.
+        self._echoes = {choice.index for choice in completion.choices} if echo else set()
+        self._best = best
         self._id = f"cmpl-{completion.request_id}"
 
     async def whole(self) -> CompletionShape:
         choices = [
-            CompletionChoice(
-                index=last.index,
-                text="".join(whole.text),
-                logprobs=self._logprobs_of(whole.logprobs, whole.offsets),
-                finish_reason=last.finish_reason,
-                stop_reason=last.stop_reason,
-            )
-            for whole, last in await _wholes(self._completion)
+            self._choice(number, whole, last)
+            for number, (whole, last) in enumerate(self._picked(await _wholes(self._completion)))
         ]
         shape = self._chunk(*choices)
         shape.usage = usage_shape(self._completion.usage())
         return shape
 
+    def _picked(self, wholes: list[tuple[_Whole, Piece]]) -> list[tuple[_Whole, Piece]]:
+        """The best choices of each prompt, the best first; of equal ones that with the smaller seed."""
+        if self._best is None:
+            return wholes
+        picked = []
+        for start in range(0, len(wholes), self._completion.n):
+            ranked = sorted(wholes[start : start + self._completion.n], key=lambda one: -one[0].mean_logprob)
+            picked.extend(ranked[: self._best])
+        return picked
+
+    def _choice(self, number: int, whole: _Whole, last: Piece) -> CompletionChoice:
+        choice = CompletionChoice(
+            index=number,
+            text="".join(whole.text),
+            logprobs=self._logprobs_of(last.index, whole.prompt_logprobs, whole.logprobs, whole.offsets),
+            finish_reason=last.finish_reason,
+            stop_reason=last.stop_reason,
+        )
+        if self._prompt_logprobs is not None:
+            tokens = self._completion.prompt_of(last.index).tokens
+            choice.prompt_logprobs = prompt_shape(tokens, whole.prompt_logprobs, self._prompt_logprobs, self._strings)
+        return choice
+
     def first_chunks(self) -> list[CompletionShape]:
         return []
 
     def chunks(self, piece: Piece) -> list[CompletionShape]:
+        logprobs = None
+        if piece.logprobs or piece.index in self._echoes:
+            logprobs = self._logprobs_of(piece.index, piece.prompt_logprobs, piece.logprobs, piece.offsets)
         choice = CompletionChoice(
-            index=piece.index,
-            text=piece.text,
-            logprobs=self._logprobs_of(piece.logprobs, piece.offsets) if piece.logprobs else None,
-            finish_reason=piece.finish_reason,
+            index=piece.index, text=piece.text, logprobs=logprobs, finish_reason=piece.finish_reason
         )
         if piece.finish_reason is not None:
             choice.stop_reason = piece.stop_reason
@@ -110,15 +169,29 @@ class CompletionBuilder:
             choices=list(choices),
         )
 
-    def _logprobs_of(self, entries: Sequence[TokenLogprobs], offsets: Sequence[int]) -> CompletionLogprobs | None:
-        if not self._logprobs:
+    def _logprobs_of(
+        self, index: int, prompt: Sequence[TokenLogprobs], entries: Sequence[TokenLogprobs], offsets: Sequence[int]
+    ) -> CompletionLogprobs | None:
+        if self._logprobs is None:
             return None
-        return CompletionLogprobs(
-            tokens=[self._strings.of(entry.token_id).text for entry in entries],
-            token_logprobs=[max(entry.logprob, MIN_LOGPROB) for entry in entries],
-            top_logprobs=[self._top(entry) for entry in entries],
-            text_offset=list(offsets),
-        )
+        shape = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
+        if index in self._echoes:
+            self._echoes.discard(index)
+            echoed = self._completion.prompt_of(index)
+            shape.tokens.append(self._strings.of(echoed.tokens[0]).text)
+            shape.token_logprobs.append(None)
+            shape.top_logprobs.append(None)
+            shape.text_offset.extend(echoed.offsets)
+            self._extend(shape, prompt)
+        self._extend(shape, entries)
+        shape.text_offset.extend(offsets)
+        return shape
 
-    def _top(self, entry: TokenLogprobs) -> dict[str, float]:
-        return {self._strings.of(token).text: max(logprob, MIN_LOGPROB) for token, logprob in entry.top}
+    def _extend(self, shape: CompletionLogprobs, entries: Sequence[TokenLogprobs]) -> None:
+        for entry in entries:
+            top = entry.top[: self._logprobs]
+            shape.tokens.append(self._strings.of(entry.token_id).text)
+            shape.token_logprobs.append(max(entry.logprob, MIN_LOGPROB))
+            shape.top_logprobs.append(
+                {self._strings.of(token).text: max(logprob, MIN_LOGPROB) for token, logprob in top}
+            )

@@ -64,7 +64,8 @@ def generation_router(engine: CompletionEngine, strings: TokenStrings) -> APIRou
     async def chat(body: ChatBody, scope: RequestScope, time_limit: TimeLimit = None) -> Response:
         options = body.options(time_limit)
         completion = await start(scope, body.model, [body.prompt()], options)
-        builder = ChatBuilder(completion, strings, options.top_logprobs is not None, body.include_reasoning)
+        logprobs = options.top_logprobs is not None
+        builder = ChatBuilder(completion, strings, logprobs, body.include_reasoning, body.prompt_logprobs)
         if body.stream:
             return stream(builder, completion, body.usage_events)
         return _json(await builder.whole(), completion)
@@ -73,7 +74,9 @@ def generation_router(engine: CompletionEngine, strings: TokenStrings) -> APIRou
     async def complete(body: CompletionBody, scope: RequestScope, time_limit: TimeLimit = None) -> Response:
         options = body.options(time_limit)
         completion = await start(scope, body.model, body.prompt, options)
-        builder = CompletionBuilder(completion, strings, options.top_logprobs is not None)
+        best = (body.n or 1) if body.picks_best else None
+        echo = bool(body.echo)
+        builder = CompletionBuilder(completion, strings, body.logprobs, body.prompt_logprobs, echo, best)
         if body.stream:
             return stream(builder, completion, body.usage_events)
         return _json(await builder.whole(), completion)

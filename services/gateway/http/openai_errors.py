@@ -47,6 +47,11 @@ _KINDS = {
     ErrorKind.UNAVAILABLE: (503, "server_error"),
     ErrorKind.DEADLINE: (504, "timeout_error"),
 }
+# Routes of OpenAI's that clients try, and what to use in their place.
+_INSTEAD = {
+    "/v1/responses": "this server has no Responses API, use /v1/chat/completions",
+    "/v1/embeddings": "this server generates text and computes no embeddings, use a server of an embedding model",
+}
 _OF_STATUS = {404: ErrorKind.NOT_FOUND, 405: ErrorKind.METHOD}
 _SHOWN_FAULTS = 3
 # Parts of pydantic's and FastAPI's locations that clients do not know.
@@ -132,6 +137,8 @@ def install_error_handlers(app: FastAPI, metrics: GatewayMetrics, retry_after_se
         detail = _UNREADABLE if status == 400 else str(getattr(error, "detail", ""))
         if kind in (ErrorKind.NOT_FOUND, ErrorKind.METHOD):
             detail = f"{HTTPStatus(status).phrase}: {request.method} {_printable(request.url.path)}"
+            if request.url.path in _INSTEAD:
+                detail = f"{detail}: {_INSTEAD[request.url.path]}"
         headers = dict(error.headers or {}) if isinstance(error, HTTPException) else {}
         return answer(RequestError(kind, detail), headers)
 

@@ -163,6 +163,7 @@ JsonSchemaObject = Annotated[str, BeforeValidator(_json_text, json_schema_input_
 JsonSchemaText = Annotated[str, BeforeValidator(_json_text_given, json_schema_input_type=dict[str, Any] | str)]
 TokenIds = list[_TokenId]
 OptionalTokenIds = Annotated[TokenIds, _none_is([], TokenIds)]
+OptionalTexts = Annotated[list[PlainText], _none_is([], list[PlainText])]
 Stop = Annotated[list[PlainText], BeforeValidator(_stop, json_schema_input_type=str | list[str] | None)]
 LogitBias = Annotated[dict[Annotated[int, BeforeValidator(_token_id_key)], _Bias], _none_is({}, dict[str, _Bias])]
 TemplateOptions = Annotated[

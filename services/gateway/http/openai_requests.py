@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from enum import Enum
 from typing import Annotated, Any, Literal
 
@@ -19,6 +20,7 @@ from services.gateway.http.openai_fields import (
     JsonSchemaObject,
     JsonSchemaText,
     LogitBias,
+    OptionalTexts,
     OptionalTokenIds,
     PlainText,
     Prompts,
@@ -149,7 +151,7 @@ class UsageEvents(Enum):
 
 
 # Known fields that are not supported, with the values that have no effect.
-_UNSUPPORTED_COMPLETION: Mapping[str, tuple[Any, ...]] = {"suffix": ("",), "prompt_logprobs": ()}
+_UNSUPPORTED_COMPLETION: Mapping[str, tuple[Any, ...]] = {"suffix": ("",)}
 _UNSUPPORTED_CHAT: Mapping[str, tuple[Any, ...]] = {
     "functions": ([],),
     "function_call": ("none", "auto"),
@@ -225,6 +227,11 @@ class _Generation(Body):
     """Above 0 and at most 100."""
     logit_bias: LogitBias = Field(default={})
     """Added to the logits of token ids, each between -100 and 100."""
+    bad_words: OptionalTexts = []
+    """Texts that the output does not contain: the tokens that each makes at the beginning of a text or after a
+    space."""
+    prompt_logprobs: int | None = None
+    """Log probabilities of the prompt's tokens, and of this many likeliest tokens beside each; not with `stream`."""
     priority: int | None = None
     """Of requests with the same API key, those with the lower number are handled earlier; 0 unless given."""
     response_format: ResponseFormat | None = None
@@ -237,6 +244,12 @@ class _Generation(Body):
     def _check_stream_options(self) -> _Generation:
         if self.stream_options is not None and not self.stream:
             raise wrong("stream_options is given, which needs stream to be true", "stream_options")
+        return self
+
+    @model_validator(mode="after")
+    def _check_prompt_logprobs(self) -> _Generation:
+        if self.prompt_logprobs is not None and self.stream:
+            raise wrong("prompt_logprobs is given with stream, which must be false then", "prompt_logprobs")
         return self
 
     @model_validator(mode="after")
@@ -266,6 +279,7 @@ class _Generation(Body):
             skip_special_tokens=self.skip_special_tokens,
             top_k=0 if self.top_k == -1 else self.top_k,
             logit_bias=self.logit_bias,
+            bad_words=tuple(self.bad_words),
             structure=self._structure(),
             draft_length=None if self.spool is None else self.spool.effective_draft_length(),
             names={"draft_length": "spool.draft_length", **names},
@@ -282,9 +296,11 @@ class CompletionBody(_Generation):
     echo: bool | None = None
     """Puts the prompt before the output."""
     logprobs: int | None = None
-    """Log probabilities of the output's tokens, and of this many likeliest tokens beside each."""
+    """Log probabilities of the output's tokens, of the prompt's too with `echo`, and of this many likeliest tokens
+    beside each."""
     best_of: int | None = None
-    """Only accepted where it equals n."""
+    """Makes this many choices for each prompt and returns the n best: those whose tokens have the highest log
+    probability on average; not with `stream`. At least n."""
 
     @model_validator(mode="before")
     @classmethod
@@ -293,20 +309,35 @@ class CompletionBody(_Generation):
 
     @model_validator(mode="after")
     def _check(self) -> CompletionBody:
-        if self.echo and self.logprobs is not None:
-            raise wrong("logprobs is given with echo: log probabilities of a prompt are not supported", "logprobs")
-        if self.best_of is not None and self.best_of != (self.n or 1):
-            raise wrong(f"best_of is {shown(self.best_of)}, must equal n, which is {shown(self.n or 1)}", "best_of")
+        if self.best_of is not None and self.best_of < (self.n or 1):
+            limit = f"at least n, which is {shown(self.n or 1)}"
+            raise wrong(f"best_of is {shown(self.best_of)}, must be {limit}", "best_of")
+        if self.picks_best and self.stream:
+            raise wrong(f"best_of is {shown(self.best_of)} with stream, must equal n then", "best_of")
         return self
 
+    @property
+    def picks_best(self) -> bool:
+        return self.best_of is not None and self.best_of > (self.n or 1)
+
     def options(self, timeout_seconds: float | None) -> GenerationOptions:
-        return self._options(
+        options = self._options(
             {"top_logprobs": "logprobs"},
             max_tokens=self.max_tokens,
             echo=bool(self.echo),
             top_logprobs=self.logprobs,
+            prompt_logprobs=self._prompt_logprobs(),
             timeout_seconds=timeout_seconds,
         )
+        if not self.picks_best or self.best_of is None:
+            return options
+        names = {**options.names, "n": "best_of"}
+        return replace(options, n=self.best_of, top_logprobs=self.logprobs or 0, names=names)
+
+    def _prompt_logprobs(self) -> int | None:
+        """An echo has as many as it shows beside its own tokens."""
+        asked = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((count for count in asked if count is not None), default=None)
 
 
 class _TemplateSettings(Body):
@@ -372,6 +403,7 @@ class ChatBody(_TemplateSettings, _Generation):
             {} if older else {"max_tokens": "max_completion_tokens"},
             max_tokens=self.max_tokens if older else self.max_completion_tokens,
             top_logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+            prompt_logprobs=self.prompt_logprobs,
             timeout_seconds=timeout_seconds,
             as_message=True,
             tools=self._tool_use(),

@@ -24,12 +24,32 @@ class CompletionTokensDetails(BaseModel):
     rejected_prediction_tokens: int
 
 
+class PromptTokensDetails(BaseModel):
+    """Tokens whose KV the target had already, from other requests."""
+
+    cached_tokens: int
+
+
 class UsageShape(BaseModel):
     prompt_tokens: int
+    prompt_tokens_details: PromptTokensDetails
     completion_tokens: int
     total_tokens: int
     completion_tokens_details: CompletionTokensDetails
     spool: SpoolUsage
+
+
+class PromptLogprob(BaseModel):
+    """In vLLM's form. `rank` 1 is the likeliest token; the prompt's own token has none where it is not among those
+    asked for."""
+
+    logprob: float
+    rank: int | None
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[int, PromptLogprob] | None]
+"""By token id, for each token of the prompt; the first one has none."""
 
 
 # --- chat -------------------------------------------------------------------------------------------------------------
@@ -93,6 +113,7 @@ class ChatCompletion(BaseModel):
     model: str
     choices: list[ChatChoice]
     usage: UsageShape
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class FunctionDelta(BaseModel):
@@ -139,9 +160,11 @@ class ChatChunk(BaseModel):
 
 
 class CompletionLogprobs(BaseModel):
+    """With an echo, of the prompt's tokens first; the first of these has no log probability."""
+
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
 
@@ -151,6 +174,7 @@ class CompletionChoice(BaseModel):
     logprobs: CompletionLogprobs | None
     finish_reason: EndReason | None
     stop_reason: str | int | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class CompletionShape(BaseModel):

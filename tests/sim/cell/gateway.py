@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any
 
+from scheduler.messages import TokenLogprobs
 from services.backend.interface import BackendUnavailableError, DeadlineExceededError
 from services.backend.sequence_stream import AdmissionRefusedError, SequenceFailedError
 from services.scheduler_client.remote import ClientOptions, SchedulerClient
-from tests.sim.cell.paged_model import true_output
+from tests.sim.cell.paged_model import true_output, true_scores
 from tests.sim.cell.plan import LONGEST, RequestPlan
 from tests.sim.cell.process import Process
 
@@ -58,6 +59,8 @@ class ClientCall:
         request = plan.request
         most = min(request.max_tokens, LONGEST)
         self.expected = true_output(request.prompt, most, request.stop_token_ids, request.sampling.grammar)
+        self.scores: list[TokenLogprobs] = []
+        self.expected_scores = [] if request.prompt_logprobs is None else true_scores(request.prompt)
         self._gone = False
         self._stream: Any = None
         self._began = world.loop.now
@@ -99,6 +102,9 @@ class ClientCall:
         self._stream = stream = await self.gateway.client.submit(self.plan.request)
         async for delta in stream:
             self.tokens.extend(delta.tokens)
+            self.scores.extend(delta.prompt_logprobs)
+            if self.scores != self.expected_scores:
+                self._fail(f"got {self.scores} of its prompt, must get {self.expected_scores}")
             if self.tokens != self.expected[: len(self.tokens)]:
                 self._fail(f"got {self.tokens}, must get {self.expected}")
         return stream.finish_reason.value

@@ -17,6 +17,7 @@ from engine.kv.kv_store import PageLayout
 from engine.kv.pages import OutOfPagesError, PagePool, PageTable
 from engine.sampling.grammars import GrammarError
 from engine.steps import Computing, EngineTimings, ProposeRow, RowOutcome, StepOutcome, VerifyRow, no_callback
+from scheduler.messages import TokenLogprobs
 from scheduler.sampling import Grammar
 from tests.sim.cell.toy_grammar import AutomatonMatcher, allowed
 
@@ -104,6 +105,23 @@ def _ended(row: ProposeRow, proposal: Sequence[int]) -> bool:
     return grammar is not None and bool(proposal) and proposal[-1] in grammar.end_token_ids
 
 
+def true_scores(prompt: Sequence[int]) -> list[TokenLogprobs]:
+    """What must be said of a prompt: of each token but the first, by all KV before it."""
+    last, total = 0, 0
+    scores = []
+    for place, token in enumerate(prompt):
+        if place:
+            scores.append(_score(token, total))
+        last = _kv(last, token)
+        total += last
+    return scores
+
+
+def _score(token: int, total: int) -> TokenLogprobs:
+    """A number that survives the wire's 32 bits."""
+    return TokenLogprobs(token, -(_choice(total) % 4096) / 64)
+
+
 class NumbersStore:
     """Pages of numbers as bytes (engine/kv/kv_store.py)."""
 
@@ -176,9 +194,17 @@ class PagedModel:
 
     def _verify(self, row: VerifyRow) -> RowOutcome:
         table = row.table
-        self._feed(table, row.tokens)
+        scores = []
+        if row.scoring is None:
+            self._feed(table, row.tokens)
+        else:
+            scored = dict(enumerate(row.scoring.tokens, row.scoring.first))
+            for token in row.tokens:
+                self._feed(table, [token])
+                if table.length in scored:
+                    scores.append(_score(scored[table.length], self._attend(table)))
         if not row.sample:
-            return RowOutcome([])
+            return RowOutcome([], prompt_logprobs=scores)
         matcher = _matcher(row)
         base = table.length
         total = self._attend(table)
@@ -194,7 +220,7 @@ class PagedModel:
                     matcher.try_consume_tokens((token,))
                 tokens.append(_target_token(total, _choices(row, matcher)))
             self.pool.truncate(table, base + len(tokens) - 1)
-        return RowOutcome(tokens, len(tokens) - 1)
+        return RowOutcome(tokens, len(tokens) - 1, prompt_logprobs=scores)
 
     def _propose(self, row: ProposeRow) -> RowOutcome:
         table = row.table

@@ -167,6 +167,7 @@ def make_plan(rng: random.Random, seed: int, sequences: int, kinds: tuple[str, .
     # From generators of their own: whatever else is drawn stays what it was before there was any of these.
     plan = _with_keys(plan, random.Random(f"API keys of {seed}"))
     plan = _with_grammars(plan, random.Random(f"structured output of {seed}"))
+    plan = _with_scores(plan, random.Random(f"log probabilities of {seed}"))
     if kinds == FAULTS:
         plan = _with_odd_messages(plan, random.Random(f"messages of {seed}"))
         plan = _with_poisons(plan, random.Random(f"prompts that kill in {seed}"))
@@ -211,6 +212,17 @@ def _structured(plan: RequestPlan, grammar: Grammar) -> RequestPlan:
     stops = request.stop_token_ids | grammar.end_token_ids
     sampling = SamplingParameters(grammar=grammar)
     return replace(plan, request=replace(request, sampling=sampling, stop_token_ids=stops))
+
+
+def _with_scores(plan: Plan, rng: random.Random) -> Plan:
+    """In one of four schedules, every third request wants the log probabilities of its prompt."""
+    if rng.random() >= 0.25:
+        return plan
+    requests = tuple(
+        replace(one, request=replace(one.request, prompt_logprobs=0)) if rng.random() < 0.3 else one
+        for one in plan.requests
+    )
+    return replace(plan, requests=requests)
 
 
 def _with_odd_messages(plan: Plan, rng: random.Random) -> Plan:

@@ -23,7 +23,7 @@ from scheduler.sampling import SamplingParameters
 
 
 def context(
-    position: int = 0, history: Sequence[int] = (), prompt_length: int = 0, **settings: float
+    position: int = 0, history: Sequence[int] = (), prompt_length: int = 0, **settings: object
 ) -> SamplingContext:
     return SamplingContext(SamplingParameters(**settings), position, history, prompt_length)  # type: ignore[arg-type]
 
@@ -99,6 +99,43 @@ def test_minus_infinity_is_never_sampled(settings: dict[str, float]) -> None:
     logits[:, 203] = 1.0
     rows = [context(seed=row, **settings) for row in range(50)]
     assert set(sample_tokens(logits, rows)) <= {17, 203}
+
+
+# --- bad words --------------------------------------------------------------------------------------------------------
+
+BAD_WORDS = ((7,), (3, 4), (1, 2, 3))
+
+
+def completes_a_bad_word(output: list[int], token: int) -> bool:
+    """Searched for in text, so that nothing of the code under test is repeated."""
+    text = "".join(f" {each} " for each in [*output, token])
+    return any(text.endswith("".join(f" {each} " for each in word)) for word in BAD_WORDS)
+
+
+@pytest.mark.parametrize("settings", [{}, {"temperature": 1.0}, {"temperature": 1.0, "top_k": 3}])
+def test_bad_words_do_not_come(settings: dict[str, float]) -> None:
+    """Greedy, the best token that completes none is sampled; drawn ones are those of the distribution without them."""
+    generator = torch.Generator().manual_seed(4)
+    prompt = [1, 2]
+    for output in ([], [3], [1, 2], [2], [9, 1, 2], [3, 3]):
+        logits = torch.randn(60, 9, generator=generator) * 3
+        rows = [
+            context(len(prompt + output), prompt + output, len(prompt), seed=row, bad_words=BAD_WORDS, **settings)
+            for row in range(60)
+        ]
+        allowed = [token for token in range(9) if not completes_a_bad_word(output, token)]
+        assert len(allowed) < 9
+        without = torch.full_like(logits, -math.inf)
+        without[:, allowed] = logits[:, allowed]
+        plain = [context(len(prompt + output), [], 2, seed=row, **settings) for row in range(60)]
+        assert sample_tokens(logits, rows) == sample_tokens(without, plain)
+
+
+def test_a_bad_word_comes_where_a_grammar_leaves_nothing_else() -> None:
+    logits = torch.full((1, 9), -math.inf)
+    logits[0, 7] = 2.0
+    for settings in ({}, {"temperature": 1.0}, {"temperature": 0.5, "top_p": 0.5}):
+        assert sample_tokens(logits, [context(bad_words=BAD_WORDS, **settings)]) == [7]
 
 
 # --- the fast path ----------------------------------------------------------------------------------------------------

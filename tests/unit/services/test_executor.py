@@ -185,6 +185,10 @@ def test_opening_behind_the_start_is_a_mismatch_with_nothing_held(target: Conver
     assert list(reply.tokens) == continuation(PROMPT, 1)
 
 
+def scoring(first: int, *tokens: int) -> worker_pb2.PromptScoring:
+    return worker_pb2.PromptScoring(first=first, tokens=tokens)
+
+
 @pytest.mark.parametrize(
     ("fields", "error"),
     [
@@ -194,6 +198,11 @@ def test_opening_behind_the_start_is_a_mismatch_with_nothing_held(target: Conver
         ({"tokens": [1], "draft_tokens": [5]}, "draft_tokens came without sample"),
         ({"tokens": [1], "draft_length": 2}, "draft_length is 2, must be 0 on a target worker"),
         ({"tokens": [1] * (MAX_LENGTH + 1)}, f"reach {MAX_LENGTH + 1} tokens, must be at most {MAX_LENGTH}"),
+        ({"tokens": [1], "scoring": scoring(1)}, "scoring names 0 tokens from position 1 on, must name at least one"),
+        ({"tokens": [1, 2], "scoring": scoring(0, 1)}, "all of them between 1 and 2"),
+        ({"tokens": [1, 2], "scoring": scoring(2, 7, 8)}, "scoring names 2 tokens from position 2 on"),
+        ({"tokens": [1, 2], "scoring": scoring(2, 7), "sample": True}, "all of them between 1 and 1"),
+        ({"tokens": [1, 2], "scoring": scoring(1, 5000)}, "scoring.tokens holds 5000"),
         ({"tokens": [1], "parameters": worker_pb2.SequenceParameters()}, "prompt_length is 0"),
         (
             {
@@ -215,7 +224,7 @@ def test_invalid_row_fails_alone(target: Conversation, fields: dict[str, object]
     assert list(other.tokens) == continuation(PROMPT, 1)
 
 
-@pytest.mark.parametrize("fields", [{"draft_tokens": [1]}, {"sample": True}])
+@pytest.mark.parametrize("fields", [{"draft_tokens": [1]}, {"sample": True}, {"scoring": scoring(1, 5)}])
 def test_draft_refuses_what_only_targets_do(draft: Conversation, fields: dict[str, object]) -> None:
     (reply,) = draft.step(opening(1, **fields)).rows
     assert reply.status == worker_pb2.ROW_STATUS_INVALID
