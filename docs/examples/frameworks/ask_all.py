@@ -1,0 +1,119 @@
+"""Asks a Spool server the same things through LangChain, LiteLLM and Instructor as through OpenAI's own client.
+
+    pip install langchain-openai litellm instructor
+    SPOOL_URL=http://127.0.0.1:8000 python docs/examples/frameworks/ask_all.py
+
+Prints one JSON object: the versions, and whether each way gave what OpenAI's client got.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from importlib.metadata import version
+
+import instructor
+import litellm
+from langchain_openai import ChatOpenAI, OpenAI
+from openai import OpenAI as Client
+from pydantic import BaseModel
+
+URL = os.environ.get("SPOOL_URL", "http://127.0.0.1:8000") + "/v1"
+KEY = os.environ.get("SPOOL_API_KEY", "none")
+QUESTION = [{"role": "user", "content": "Name the capital of France."}]
+TEXT = "The capital of France is"
+
+
+class Capital(BaseModel):
+    country: str
+    city: str
+
+
+def main() -> int:
+    client = Client(base_url=URL, api_key=KEY)
+    model = client.models.list().data[0].id
+    chat = client.chat.completions.create(model=model, messages=QUESTION, temperature=0, max_tokens=24)
+    text = client.completions.create(model=model, prompt=TEXT, temperature=0, max_tokens=8)
+    parsed = client.chat.completions.parse(
+        model=model, messages=QUESTION, temperature=0, max_tokens=100, response_format=Capital
+    )
+    expected = {
+        "chat": chat.choices[0].message.content,
+        "text": text.choices[0].text,
+        "parsed": parsed.choices[0].message.parsed,
+        "tokens": chat.usage.completion_tokens,
+        # Instructor writes more into the prompt, so that its answers are others.
+        "a capital": True,
+    }
+
+    langchain = ChatOpenAI(model=model, base_url=URL, api_key=KEY, temperature=0, max_tokens=24)
+    completions = OpenAI(model=model, base_url=URL, api_key=KEY, temperature=0, max_tokens=8)
+    structured = ChatOpenAI(model=model, base_url=URL, api_key=KEY, temperature=0, max_tokens=100)
+    lite = {"model": f"openai/{model}", "api_base": URL, "api_key": KEY, "messages": QUESTION, "temperature": 0}
+
+    def instructor_gives_a_capital() -> bool:
+        typed = instructor.from_openai(client, mode=instructor.Mode.JSON_SCHEMA)
+        answer = typed.chat.completions.create(
+            model=model, messages=QUESTION, temperature=0, max_tokens=100, response_model=Capital
+        )
+        return isinstance(answer, Capital)
+
+    def lite_parsed() -> Capital:
+        answer = litellm.completion(**lite, max_tokens=100, response_format=Capital)
+        return Capital.model_validate_json(answer.choices[0].message.content)
+
+    ways: dict[str, tuple[str, Callable[[], object]]] = {
+        "langchain invoke": ("chat", lambda: langchain.invoke(QUESTION).content),
+        "langchain stream": ("chat", lambda: "".join(part.content for part in langchain.stream(QUESTION))),
+        "langchain batch": ("chat", lambda: langchain.batch([QUESTION] * 3)[2].content),
+        "langchain usage": ("tokens", lambda: langchain.invoke(QUESTION).usage_metadata["output_tokens"]),
+        "langchain completions": ("text", lambda: completions.invoke(TEXT)),
+        "langchain with_structured_output": (
+            "parsed",
+            lambda: structured.with_structured_output(Capital, method="json_schema").invoke(QUESTION),
+        ),
+        "litellm completion": (
+            "chat",
+            lambda: litellm.completion(**lite, max_tokens=24).choices[0].message.content,
+        ),
+        "litellm stream": (
+            "chat",
+            lambda: "".join(
+                part.choices[0].delta.content or "" for part in litellm.completion(**lite, max_tokens=24, stream=True)
+            ),
+        ),
+        "litellm text_completion": (
+            "text",
+            lambda: (
+                litellm.text_completion(
+                    model=f"text-completion-openai/{model}",
+                    api_base=URL,
+                    api_key=KEY,
+                    prompt=TEXT,
+                    temperature=0,
+                    max_tokens=8,
+                )
+                .choices[0]
+                .text
+            ),
+        ),
+        "litellm response_format": ("parsed", lite_parsed),
+        "instructor json_schema": ("a capital", instructor_gives_a_capital),
+    }
+    found: dict[str, object] = {}
+    for name, (what, ask) in ways.items():
+        try:
+            answer = ask()
+        except Exception as error:  # whatever the package raises is the finding
+            found[name] = f"{type(error).__name__}: {error}"[:500]
+        else:
+            found[name] = True if answer == expected[what] else f"other text: {answer!r}"
+    packages = ("openai", "langchain-openai", "litellm", "instructor")
+    print(json.dumps({"versions": {name: version(name) for name in packages}, "equal": found}))
+    return 0 if all(each is True for each in found.values()) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
