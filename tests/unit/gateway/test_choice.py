@@ -25,18 +25,27 @@ TEXTS = st.text(alphabet="ab thé漢😀", min_size=1, max_size=20)
 class Stream:
     """A stream of the given rounds and end."""
 
-    def __init__(self, rounds: Sequence[Sequence[int]], reason: FinishReason, logprobs: bool = False) -> None:
+    def __init__(
+        self,
+        rounds: Sequence[Sequence[int]],
+        reason: FinishReason,
+        logprobs: bool = False,
+        prompt_logprobs: tuple[TokenLogprobs, ...] = (),
+        cached: int = 0,
+    ) -> None:
         self.finish_reason: FinishReason | None = None
         self.cancelled = False
         self._rounds = rounds
         self._reason = reason
         self._logprobs = logprobs
+        self._prompt = {"prompt_logprobs": prompt_logprobs, "cached": cached}
         self._deltas = self._read()
 
     async def _read(self) -> AsyncIterator[TokenDelta]:
         for tokens in self._rounds:
             logprobs = tuple(TokenLogprobs(token, -0.5) for token in tokens) if self._logprobs else ()
-            yield TokenDelta(tuple(tokens), 4, len(tokens) - 1, (), logprobs)
+            yield TokenDelta(tuple(tokens), 4, len(tokens) - 1, (), logprobs, **self._prompt)  # type: ignore[arg-type]
+            self._prompt = {}
         self.finish_reason = self._reason
 
     def cancel(self) -> None:
@@ -179,3 +188,25 @@ def test_what_a_stop_string_cuts_off_is_in_no_metric() -> None:
     ):
         assert f"spool_{name}_total {float(count)}" in exposition
     assert choice.completion_tokens == delivered
+
+
+def test_what_is_said_of_a_prompt_comes_with_the_echo() -> None:
+    """In one piece with the first text; the tokens of a request about its prompt alone are not delivered."""
+    scores = (TokenLogprobs(7, -1.0), TokenLogprobs(8, -2.0))
+    tokens = TOKENIZER.encode("bc").ids
+    for only_prompt, texts, count in ((False, ["ab", "c", ""], 2), (True, ["a", ""], 0)):
+        stream = Stream([tokens[:1], tokens[1:]], FinishReason.STOP, prompt_logprobs=scores, cached=3)
+        meter = GatewayMetrics().sequence(0.0)
+        decoder = IncrementalDecoder(TOKENIZER)
+        choice = Choice(0, stream, decoder, meter, echo="a", scored=True, only_prompt=only_prompt)
+
+        async def pieces(choice: Choice) -> list[Piece]:
+            return [piece async for piece in choice.pieces()]
+
+        found = asyncio.run(pieces(choice))
+        assert [piece.text for piece in found] == texts
+        assert found[0].prompt_logprobs == scores
+        assert not any(piece.prompt_logprobs for piece in found[1:])
+        assert sum(len(piece.tokens) for piece in found) == choice.completion_tokens == count
+        assert found[-1].finish_reason == ("length" if only_prompt else "stop")
+        assert choice.cached == 3

@@ -1,27 +1,19 @@
-"""Asks a Spool server the same things through LangChain, LiteLLM and Instructor as through OpenAI's own client.
+"""Asks a server the same things through LangChain, LiteLLM and Instructor as through OpenAI's own client.
 
-    pip install langchain-openai litellm instructor
-    SPOOL_URL=http://127.0.0.1:8000 python docs/examples/frameworks/ask_all.py
-
-Prints one JSON object: the versions, and whether each way gave what OpenAI's client got.
+Prints one JSON object: the versions, and whether each way gave what OpenAI's client got. Needs the packages
+langchain-openai, litellm and instructor, which are no dependencies of Spool.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 
-import instructor
-import litellm
-from langchain_openai import ChatOpenAI, OpenAI
-from openai import OpenAI as Client
 from pydantic import BaseModel
 
-URL = os.environ.get("SPOOL_URL", "http://127.0.0.1:8000") + "/v1"
-KEY = os.environ.get("SPOOL_API_KEY", "none")
 QUESTION = [{"role": "user", "content": "Name the capital of France."}]
 TEXT = "The capital of France is"
 
@@ -31,8 +23,25 @@ class Capital(BaseModel):
     city: str
 
 
-def main() -> int:
-    client = Client(base_url=URL, api_key=KEY)
+def main(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m bench.compatibility.frameworks", description=__doc__)
+    parser.add_argument("--url", default="http://127.0.0.1:8000")
+    parser.add_argument("--key", default="none")
+    asked = parser.parse_args(arguments)
+    found = ask(f"{asked.url}/v1", asked.key)
+    packages = ("openai", "langchain-openai", "litellm", "instructor")
+    print(json.dumps({"versions": {name: version(name) for name in packages}, "equal": found}))
+    return 0 if all(each is True for each in found.values()) else 1
+
+
+def ask(url: str, key: str) -> dict[str, bool | str]:
+    """For each way, True or what was wrong."""
+    import instructor
+    import litellm
+    from langchain_openai import ChatOpenAI, OpenAI
+    from openai import OpenAI as Client
+
+    client = Client(base_url=url, api_key=key)
     model = client.models.list().data[0].id
     chat = client.chat.completions.create(model=model, messages=QUESTION, temperature=0, max_tokens=24)
     text = client.completions.create(model=model, prompt=TEXT, temperature=0, max_tokens=8)
@@ -48,10 +57,10 @@ def main() -> int:
         "a capital": True,
     }
 
-    langchain = ChatOpenAI(model=model, base_url=URL, api_key=KEY, temperature=0, max_tokens=24)
-    completions = OpenAI(model=model, base_url=URL, api_key=KEY, temperature=0, max_tokens=8)
-    structured = ChatOpenAI(model=model, base_url=URL, api_key=KEY, temperature=0, max_tokens=100)
-    lite = {"model": f"openai/{model}", "api_base": URL, "api_key": KEY, "messages": QUESTION, "temperature": 0}
+    langchain = ChatOpenAI(model=model, base_url=url, api_key=key, temperature=0, max_tokens=24)
+    completions = OpenAI(model=model, base_url=url, api_key=key, temperature=0, max_tokens=8)
+    structured = ChatOpenAI(model=model, base_url=url, api_key=key, temperature=0, max_tokens=100)
+    lite = {"model": f"openai/{model}", "api_base": url, "api_key": key, "messages": QUESTION, "temperature": 0}
 
     def instructor_gives_a_capital() -> bool:
         typed = instructor.from_openai(client, mode=instructor.Mode.JSON_SCHEMA)
@@ -89,8 +98,8 @@ def main() -> int:
             lambda: (
                 litellm.text_completion(
                     model=f"text-completion-openai/{model}",
-                    api_base=URL,
-                    api_key=KEY,
+                    api_base=url,
+                    api_key=key,
                     prompt=TEXT,
                     temperature=0,
                     max_tokens=8,
@@ -102,18 +111,16 @@ def main() -> int:
         "litellm response_format": ("parsed", lite_parsed),
         "instructor json_schema": ("a capital", instructor_gives_a_capital),
     }
-    found: dict[str, object] = {}
-    for name, (what, ask) in ways.items():
+    found: dict[str, bool | str] = {}
+    for name, (what, answer_of) in ways.items():
         try:
-            answer = ask()
-        except Exception as error:  # whatever the package raises is the finding
+            answer = answer_of()
+        except Exception as error:  # whatever a package raises is what was found
             found[name] = f"{type(error).__name__}: {error}"[:500]
         else:
-            found[name] = True if answer == expected[what] else f"other text: {answer!r}"
-    packages = ("openai", "langchain-openai", "litellm", "instructor")
-    print(json.dumps({"versions": {name: version(name) for name in packages}, "equal": found}))
-    return 0 if all(each is True for each in found.values()) else 1
+            found[name] = answer == expected[what] or f"another answer: {answer!r}"
+    return found
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))
