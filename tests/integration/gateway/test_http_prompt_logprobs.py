@@ -10,10 +10,10 @@ import httpx
 import openai
 import pytest
 
-from protos import generation_pb2 as pb
-from protos import generation_pb2_grpc
 from scheduler.messages import TokenLogprobs
 from services.gateway.token_strings import TokenStrings
+from spool_client.v1 import generation_pb2 as pb
+from spool_client.v1 import generation_pb2_grpc
 from tests.integration.gateway.expected import CHAT, PROMPT, encoded, expected_text, expected_tokens
 from tests.support.gateway import MODEL, Gateways, Served
 from tests.support.stand_in_worker import prompt_logprobs
@@ -104,7 +104,7 @@ def test_prompt_logprobs_over_grpc(gateways: Gateways, served: Served) -> None:
     expected = prompt_logprobs(encoded(gateways), 2)
     request = pb.GenerateRequest(text=PROMPT, max_tokens=5, prompt_logprobs=2, n=2)
     with grpc.insecure_channel(served.address) as channel:
-        stub = generation_pb2_grpc.GenerationStub(channel)
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
         whole = stub.Generate(request, timeout=LONG).choices
         streamed = [message.choice for message in stub.GenerateStream(request, timeout=LONG)]
     first = [choice for choice in streamed if choice.prompt_logprobs]

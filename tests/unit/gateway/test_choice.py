@@ -196,7 +196,7 @@ def test_what_is_said_of_a_prompt_comes_with_the_echo() -> None:
     tokens = TOKENIZER.encode("bc").ids
     for only_prompt, texts, count in ((False, ["ab", "c", ""], 2), (True, ["a", ""], 0)):
         stream = Stream([tokens[:1], tokens[1:]], FinishReason.STOP, prompt_logprobs=scores, cached=3)
-        meter = GatewayMetrics().sequence(0.0)
+        meter = GatewayMetrics().sequence(0.0, 2)
         decoder = IncrementalDecoder(TOKENIZER)
         choice = Choice(0, stream, decoder, meter, echo="a", scored=True, only_prompt=only_prompt)
 
