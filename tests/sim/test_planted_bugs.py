@@ -366,6 +366,28 @@ def grammar_does_not_move_with_the_kv(patch: Patch) -> None:
     patch.setattr(KvTransfer, "expect", bare)
 
 
+def scored_positions_are_taken_over(patch: Patch) -> None:
+    """From other sequences: nobody computes their logits."""
+    take_over = WorkerSequences._take_over
+
+    def greedy(self: Any, sequence: WorkerSequence, end: int, computes: bool, scored: int | None) -> None:
+        take_over(self, sequence, end, computes, None)
+
+    patch.setattr(WorkerSequences, "_take_over", greedy)
+
+
+def scores_are_kept_for_the_second_delivery(patch: Patch) -> None:
+    """A sequence that comes to another target before its first token is scored anew from its beginning."""
+    return_to_queue = Lifecycle.return_to_queue
+
+    def forgetful(self: Lifecycle, sequence: Sequence) -> None:
+        return_to_queue(self, sequence)
+        if sequence.prompt_logprobs:
+            sequence.score_from = 0
+
+    patch.setattr(Lifecycle, "return_to_queue", forgetful)
+
+
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("plant", "faults", "broken_rule"),
@@ -405,6 +427,8 @@ def grammar_does_not_move_with_the_kv(patch: Patch) -> None:
         (grammar_state_outlives_its_scheduler, ("scheduler crash",), "must get|the grammar failed"),
         (grammar_is_lost_where_another_scheduler_goes_on, ("scheduler crash",), "must get"),
         (grammar_does_not_move_with_the_kv, ("worker leaves",), "must get"),
+        (scored_positions_are_taken_over, (), "others came"),
+        (scores_are_kept_for_the_second_delivery, ("worker crash",), "of its prompt, must get"),
     ],
 )
 def test_planted_bug_is_found(
