@@ -94,8 +94,8 @@ def _prepare(prompt: Prompt, tokenizer: ModelTokenizer, limits: Limits, echo: bo
         case TextPrompt():
             if not echo:
                 return PreparedPrompt(tuple(tokenizer.encode(prompt.text)), None)
-            tokens, offsets = tokenizer.encode_with_offsets(prompt.text)
-            return PreparedPrompt(tuple(tokens), prompt.text, offsets=tuple(offsets))
+            encoded, starts = tokenizer.encode_with_offsets(prompt.text)
+            return PreparedPrompt(tuple(encoded), prompt.text, offsets=tuple(starts))
         case TokenPrompt():
             if not echo:
                 return PreparedPrompt(prompt.tokens, None)

@@ -6,23 +6,19 @@ checked here; ranges are checked in services.gateway.options, for both APIs.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from enum import Enum
-from typing import Annotated, Any, Literal
+from typing import Any
 
 from pydantic import Field, model_validator
 
 from services.gateway.answers.tools import ToolUse
 from services.gateway.http.openai_fields import (
     Body,
-    JsonSchemaObject,
-    JsonSchemaText,
     LogitBias,
     OptionalTexts,
     OptionalTokenIds,
-    PlainText,
     Prompts,
     Stop,
     TemplateOptions,
@@ -30,8 +26,9 @@ from services.gateway.http.openai_fields import (
     wrong,
 )
 from services.gateway.http.openai_messages import Message, ToolChoice, ToolDefinition, for_template, tool_use
+from services.gateway.http.openai_structure import ResponseFormat, StructuredOutputs
 from services.gateway.options import ChatPrompt, GenerationOptions, TextPrompt, shown
-from services.gateway.structure import ANY_JSON_OBJECT, Structure
+from services.gateway.structure import Structure
 
 _NUMBER_FIELDS = (
     "min_tokens",
@@ -72,74 +69,6 @@ class StreamOptions(Body):
     """Accepted, without effect."""
     continuous_usage_stats: bool | None = None
     """With include_usage, every event carries the usage up to then."""
-
-
-class JsonSchema(Body):
-    name: str | None = None
-    """Accepted, without effect."""
-    description: str | None = None
-    """Accepted, without effect."""
-    schema_: JsonSchemaObject = Field(alias="schema")
-    """What the output must fit."""
-    strict: bool | None = None
-    """The output fits the schema in any case."""
-
-
-class ResponseFormat(Body):
-    """What the output is. JSON ends with the model's end token, or in the middle where max_tokens are used up."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
-
-    @model_validator(mode="after")
-    def _check(self) -> ResponseFormat:
-        if (self.json_schema is not None) != (self.type == "json_schema"):
-            raise wrong("must have a json_schema with the type json_schema, and only then")
-        return self
-
-    def structure(self) -> Structure | None:
-        if self.type == "text":
-            return None
-        text = ANY_JSON_OBJECT if self.json_schema is None else self.json_schema.schema_
-        return Structure("json_schema", text, "response_format")
-
-
-class StructuredOutputs(Body):
-    """vLLM's field: one of these."""
-
-    json_: JsonSchemaText | None = Field(default=None, alias="json")
-    """A JSON schema, or its text."""
-    json_object: bool | None = None
-    """Any JSON object."""
-    regex: PlainText | None = None
-    """Of the whole output."""
-    choice: Annotated[list[PlainText], Field(min_length=1)] | None = None
-    """The output is one of them."""
-    grammar: PlainText | None = None
-    """In Lark's form or in GBNF."""
-
-    @model_validator(mode="after")
-    def _check(self) -> StructuredOutputs:
-        if len(self._given()) != 1:
-            raise wrong("must have one of json, json_object, regex, choice and grammar")
-        return self
-
-    def _given(self) -> list[Structure]:
-        given: list[Structure] = []
-        if self.json_ is not None:
-            given.append(Structure("json_schema", self.json_, "structured_outputs"))
-        if self.json_object:
-            given.append(Structure("json_schema", ANY_JSON_OBJECT, "structured_outputs"))
-        if self.regex is not None:
-            given.append(Structure("regex", self.regex, "structured_outputs"))
-        if self.choice is not None:
-            given.append(Structure("choice", json.dumps(self.choice), "structured_outputs"))
-        if self.grammar is not None:
-            given.append(Structure("grammar", self.grammar, "structured_outputs"))
-        return given
-
-    def structure(self) -> Structure:
-        return self._given()[0]
 
 
 class UsageEvents(Enum):
@@ -227,7 +156,7 @@ class _Generation(Body):
     """Above 0 and at most 100."""
     logit_bias: LogitBias = Field(default={})
     """Added to the logits of token ids, each between -100 and 100."""
-    bad_words: OptionalTexts = []
+    bad_words: OptionalTexts = Field(default=[])
     """Texts that the output does not contain: the tokens that each makes at the beginning of a text or after a
     space."""
     prompt_logprobs: int | None = None
