@@ -23,6 +23,10 @@ class Capital(BaseModel):
     city: str
 
 
+def is_capital(arguments: dict[str, object]) -> bool:
+    return isinstance(Capital(**arguments), Capital)
+
+
 def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.compatibility.frameworks", description=__doc__)
     parser.add_argument("--url", default="http://127.0.0.1:8000")
@@ -40,6 +44,7 @@ def ask(url: str, key: str) -> dict[str, bool | str]:
     import litellm
     from langchain_openai import ChatOpenAI, OpenAI
     from openai import OpenAI as Client
+    from openai import pydantic_function_tool
 
     client = Client(base_url=url, api_key=key)
     model = client.models.list().data[0].id
@@ -48,26 +53,36 @@ def ask(url: str, key: str) -> dict[str, bool | str]:
     parsed = client.chat.completions.parse(
         model=model, messages=QUESTION, temperature=0, max_tokens=100, response_format=Capital
     )
+    tool = pydantic_function_tool(Capital)
+    called = client.chat.completions.create(
+        model=model, messages=QUESTION, temperature=0, max_tokens=100, tools=[tool], tool_choice="required"
+    )
     expected = {
+        "call": called.choices[0].message.tool_calls[0].function.arguments,
         "chat": chat.choices[0].message.content,
         "text": text.choices[0].text,
         "parsed": parsed.choices[0].message.parsed,
         "tokens": chat.usage.completion_tokens,
-        # Instructor writes more into the prompt, so that its answers are others.
+        # Some write more into the prompt, or describe tools in other words, so that the answers are others.
         "a capital": True,
     }
 
     langchain = ChatOpenAI(model=model, base_url=url, api_key=key, temperature=0, max_tokens=24)
     completions = OpenAI(model=model, base_url=url, api_key=key, temperature=0, max_tokens=8)
     structured = ChatOpenAI(model=model, base_url=url, api_key=key, temperature=0, max_tokens=100)
+    bound = structured.bind_tools([Capital], tool_choice="any")
     lite = {"model": f"openai/{model}", "api_base": url, "api_key": key, "messages": QUESTION, "temperature": 0}
 
-    def instructor_gives_a_capital() -> bool:
-        typed = instructor.from_openai(client, mode=instructor.Mode.JSON_SCHEMA)
+    def instructor_gives_a_capital(mode: instructor.Mode) -> bool:
+        typed = instructor.from_openai(client, mode=mode)
         answer = typed.chat.completions.create(
             model=model, messages=QUESTION, temperature=0, max_tokens=100, response_model=Capital
         )
         return isinstance(answer, Capital)
+
+    def lite_call() -> object:
+        answer = litellm.completion(**lite, max_tokens=100, tools=[tool], tool_choice="required")
+        return answer.choices[0].message.tool_calls[0].function.arguments
 
     def lite_parsed() -> Capital:
         answer = litellm.completion(**lite, max_tokens=100, response_format=Capital)
@@ -109,7 +124,16 @@ def ask(url: str, key: str) -> dict[str, bool | str]:
             ),
         ),
         "litellm response_format": ("parsed", lite_parsed),
-        "instructor json_schema": ("a capital", instructor_gives_a_capital),
+        "langchain bind_tools": ("a capital", lambda: is_capital(bound.invoke(QUESTION).tool_calls[0]["args"])),
+        "langchain with_structured_output, function_calling": (
+            "a capital",
+            lambda: isinstance(
+                structured.with_structured_output(Capital, method="function_calling").invoke(QUESTION), Capital
+            ),
+        ),
+        "litellm tools": ("call", lite_call),
+        "instructor json_schema": ("a capital", lambda: instructor_gives_a_capital(instructor.Mode.JSON_SCHEMA)),
+        "instructor tools": ("a capital", lambda: instructor_gives_a_capital(instructor.Mode.TOOLS)),
     }
     found: dict[str, bool | str] = {}
     for name, (what, answer_of) in ways.items():
