@@ -24,7 +24,7 @@ class Capital(BaseModel):
 
 
 def is_capital(arguments: dict[str, object]) -> bool:
-    return isinstance(Capital(**arguments), Capital)
+    return isinstance(Capital.model_validate(arguments), Capital)
 
 
 def main(arguments: Sequence[str]) -> int:
