@@ -16,6 +16,7 @@ import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.numpy import (
     allocate_token_bitmask,
+    fill_next_token_bitmask,
     fill_next_token_bitmask_par,
     fill_next_token_bitmask_par_with_draft_tokens,
 )
@@ -106,7 +107,8 @@ class GrammarState:
         if matcher.try_consume_tokens(new) < len(new):
             _sound(matcher)
             raise GrammarError("the output does not follow its grammar")
-        self._matcher, self._tokens, self._definition = matcher, known + new, definition
+        known += new
+        self._matcher, self._tokens, self._definition = matcher, known, definition
         return matcher
 
     def forget(self) -> None:
@@ -145,9 +147,11 @@ class Grammars:
     """The grammars of one worker. Its own thread compiles and follows them, beside the passes of the model."""
 
     def __init__(self, tokenizer: Tokenizer, threads: int | None = None) -> None:
-        """`threads` fill masks; None: as many as the library likes."""
+        """`threads` fill masks; None: as many as the library likes. A single one leaves it to the grammars' own, where
+        the library can: to hand work over costs as much as some masks."""
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammars")
         self._fillers = LLExecutor(threads)
+        self._own_thread = threads == 1
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
         # Takes up to a second: done while the model loads.
         self._tokens = self._thread.submit(GrammarTokens, tokenizer)
@@ -193,7 +197,11 @@ class Grammars:
         # The library wants draft tokens, or a call of its own for rows without.
         if drafted := [row for row in filled if row[2]]:
             fill_next_token_bitmask_par_with_draft_tokens(self._fillers, drafted, words)
-        if single := [(matcher, first) for matcher, first, drafts in filled if not drafts]:
+        single = [(matcher, first) for matcher, first, drafts in filled if not drafts]
+        if single and self._own_thread:
+            for matcher, first in single:
+                fill_next_token_bitmask(matcher, words, first)
+        elif single:
             fill_next_token_bitmask_par(self._fillers, single, words)
         for index, matcher in followed:
             if matcher.is_error():
