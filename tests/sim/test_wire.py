@@ -98,5 +98,5 @@ def test_repeated_steps_break_no_rule(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(16))
 def test_messages_that_cannot_be_read_break_no_rule(seed: int) -> None:
     result = run(seed, WirePlan(0.1, 0.0, 0.05, 6))
-    assert result.faults["message truncated"] == 6
+    assert 0 < result.faults["message truncated"] <= 6
     assert finished(result) > 0.9 * finished(run(seed, None))

@@ -125,7 +125,7 @@ def test_prompt_lookup_drafts_without_a_model() -> None:
             await service.add_workers(endpoints(launcher.workers))
             # Whatever comes after the 5 at the end, the two of them stand here too.
             prompt = [token for follower in range(100, VOCABULARY) for token in (5, follower)] + [5]
-            await check(service.submit(prompt, 5), prompt, 5)
+            await check(service.submit(prompt, 20), prompt, 20)
             assert service.statistics().drafted > 0
             assert not service.statistics().row_errors
 
