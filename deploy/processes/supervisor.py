@@ -14,7 +14,7 @@ from typing import Self
 from deploy.config.spool_config import SpoolConfig
 from deploy.processes.task import TASK_VARIABLE, Task
 from deploy.processes.workers import PlannedWorker
-from services.launch.child_process import ChildProcess, ProcessStartError
+from services.launch.child_process import ChildProcess, ProcessStartError, start_all
 from services.launch.process_tuning import compute_environment
 from services.rpc.backoff import Backoff
 from services.rpc.channel_security import SECURITY_VARIABLE, ChannelSecurity
@@ -136,16 +136,7 @@ class Supervisor:
         return child
 
     async def _start(self, children: Sequence[CellProcess]) -> None:
-        """All at once; the first that fails ends the others' start."""
-        starts = [asyncio.create_task(self._start_one(child)) for child in children]
-        try:
-            done, _ = await asyncio.wait(starts, return_when=asyncio.FIRST_EXCEPTION)
-            for start in done:
-                start.result()
-        finally:
-            for start in starts:
-                start.cancel()
-            await asyncio.gather(*starts, return_exceptions=True)
+        await start_all(self._start_one(child) for child in children)
 
     async def _start_one(self, child: CellProcess) -> None:
         self._tell(child.name, "starting", None)

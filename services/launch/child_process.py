@@ -5,12 +5,26 @@ from __future__ import annotations
 import asyncio
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 
 class ProcessStartError(RuntimeError):
     """A process did not become ready; the message is one line with the process's own reason."""
+
+
+async def start_all(starts: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """All at once. The first that fails ends the others, and its error is raised once they have ended."""
+    tasks = [asyncio.create_task(start) for start in starts]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class ChildProcess(ABC):

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Self
 
 from scheduler.messages import Role
-from services.launch.child_process import ProcessStartError
+from services.launch.child_process import ProcessStartError, start_all
 from services.launch.worker_child import WorkerChild, WorkerLaunch
 from services.rpc.channel_security import ChannelSecurity
 
@@ -118,15 +118,7 @@ class WorkerLauncher:
                 raise outcome
 
     async def _start_all(self) -> None:
-        starts = [asyncio.create_task(child.start(self._start_timeout)) for child in self._children.values()]
-        try:
-            done, _ = await asyncio.wait(starts, return_when=asyncio.FIRST_EXCEPTION)
-            for start in done:
-                start.result()
-        finally:
-            for start in starts:
-                start.cancel()
-            await asyncio.gather(*starts, return_exceptions=True)
+        await start_all(child.start(self._start_timeout) for child in self._children.values())
 
     async def _stop_all(self) -> None:
         try:
