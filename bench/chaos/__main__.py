@@ -17,8 +17,10 @@ from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from bench import pacing
 from bench.chaos.application import DRAFT, TARGET, Application, served, watching
 from bench.chaos.faults import Faults, Struck
+from bench.chaos.options import add_options, environment_of, overrides
 from bench.chaos.pauses import Window, pauses
 from bench.chaos.streams import ConstantLoad, cases, faults_of, plain_answers, streaming
 from bench.record import write_result
@@ -70,6 +72,14 @@ def plan(faults: Faults, arguments: argparse.Namespace) -> Mapping[str, Callable
     return faults_in_turn
 
 
+def paced(seconds: float | None) -> list[str]:
+    """Words for `--set`, with which workers sleep until their steps have taken so long."""
+    if seconds is None:
+        return []
+    pace = pacing.Pace(target_step=seconds, target_token=0.0, draft_pass=seconds / 4, draft_sequence=0.0)
+    return [word for group in ("target", "draft") for word in environment_of(group, pacing.environment(pace))]
+
+
 def table(result: Mapping[str, Any]) -> str:
     """For docs/recovery.md."""
     lines = [
@@ -86,19 +96,18 @@ def table(result: Mapping[str, Any]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", type=Path, help="a spool.yaml")
-    parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="FIELD=VALUE")
-    parser.add_argument("--clients", type=int, default=32)
-    parser.add_argument("--cases", type=int, default=32, help="different requests")
-    parser.add_argument("--max-tokens", type=int, default=128)
+    add_options(parser)
+    parser.add_argument(
+        "--pace", type=float, metavar="SECONDS", help="what a target's step takes, and four passes of a draft"
+    )
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--stop-seconds", type=float, default=20.0)
     parser.add_argument("--stop-scheduler", action="store_true", help="and stop the scheduler until it is replaced")
     parser.add_argument("--undisturbed-seconds", type=float, default=20.0)
     parser.add_argument("--output", type=Path, default=Path("chaos.json"))
     arguments = parser.parse_args(argv)
-    overrides = [*(() if arguments.config is not None else _DEMO), *arguments.overrides]
-    with served(arguments.config, overrides) as application:
+    settings = [*overrides(arguments, _DEMO), *paced(arguments.pace)]
+    with served(arguments.config, settings) as application:
         result = asyncio.run(measure(application, arguments))
     command = f"python -m bench.chaos {' '.join(sys.argv[1:] if argv is None else argv)}".strip()
     write_result(arguments.output, command, result)

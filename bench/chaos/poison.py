@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
-import json
 import os
 import sys
 import time
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.chaos.application import Application, Watcher, served, watching
+from bench.chaos.options import add_options, environment_of, overrides
 from bench.chaos.pauses import Window, pauses
 from bench.chaos.streams import (
     Case,
@@ -104,18 +104,13 @@ async def _all_went_on(watcher: Watcher, load: ConstantLoad) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", type=Path, help="a spool.yaml")
-    parser.add_argument("--set", action="append", default=[], dest="overrides", metavar="FIELD=VALUE")
-    parser.add_argument("--clients", type=int, default=32)
-    parser.add_argument("--cases", type=int, default=32, help="different requests")
-    parser.add_argument("--max-tokens", type=int, default=128)
+    add_options(parser)
     parser.add_argument("--seconds", type=int, default=60)
     parser.add_argument("--output", type=Path, default=Path("poison.json"))
     arguments = parser.parse_args(argv)
-    overrides = [*(() if arguments.config is not None else _DEMO), *arguments.overrides]
-    hook = [f"groups.target.environment.{name}={json.dumps(value)}" for name, value in environment().items()]
+    settings = [*overrides(arguments, _DEMO), *environment_of("target", environment())]
     asked = cases(arguments.cases, arguments.max_tokens)
-    with served(arguments.config, [*overrides, *hook]) as application:
+    with served(arguments.config, settings) as application:
         result = asyncio.run(measure(application, asked, arguments.clients, arguments.seconds))
     command = f"python -m bench.chaos.poison {' '.join(sys.argv[1:] if argv is None else argv)}".strip()
     write_result(arguments.output, command, result)

@@ -49,6 +49,8 @@ class Tally:
     fenced_replies: int = 0
     structured: int = 0
     """Sequences with a grammar that finished."""
+    structured_schedules: int = 0
+    """Schedules that had some of these."""
     outcomes: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
     changes: Counter[str] = field(default_factory=Counter)
@@ -62,6 +64,7 @@ class Tally:
         self.virtual_seconds += other.virtual_seconds
         self.fenced_replies += other.fenced_replies
         self.structured += other.structured
+        self.structured_schedules += other.structured_schedules
         self.outcomes += other.outcomes
         self.faults += other.faults
         self.changes += other.changes
@@ -90,6 +93,7 @@ def run_seeds(seeds: range, sequences: int) -> Tally:
         tally.virtual_seconds += result.virtual_seconds
         tally.fenced_replies += result.fenced_replies
         tally.structured += result.structured
+        tally.structured_schedules += bool(result.structured)
         tally.outcomes += result.outcomes
         tally.faults += result.faults
         tally.changes += result.changes
@@ -143,6 +147,7 @@ class Summary:
             "tokens": tally.tokens,
             "fenced_replies": tally.fenced_replies,
             "structured": tally.structured,
+            "structured_schedules": tally.structured_schedules,
             "virtual_seconds": round(tally.virtual_seconds, 1),
         }
         shared = self._file.with_name(self._file.name + ".part")
