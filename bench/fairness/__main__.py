@@ -1,9 +1,15 @@
 """How long one key's requests wait for their first token, alone and while another key floods the server.
 
-One target worker and prompt lookup run in processes of their own, with steps that take as long as `--step` and
-`--token` say (bench/pacing), or longer where the processor needs longer; a scheduler and an HTTP gateway run here. The
-key `single` asks once a second, first alone, then while the key `flood` keeps `--streams` streams open. Both weigh the
-same.
+Conditions like those of a model of 8 billion parameters on GPUs: `--targets` target workers, each in a process of its
+own, compute a tiny model, and then sleep until a step has taken `--step` seconds and `--token` more for each token in
+it (bench/pacing). Nothing is drafted: first tokens do not need it. All prompts have `--prompt` tokens, and differ from
+their beginning on; the scheduler has its default settings. A scheduler and an HTTP gateway run here, the clients of
+each key in a process of their own.
+
+The key `single` asks once a second, first alone, then while the key `flood` keeps `--streams` streams open. Both weigh
+the same. A request that comes while a step runs waits for the end of that step, and of the one queued behind it,
+whatever the scheduler does. So a request of a single step takes up to three times as long beside a flood as alone, one
+of seven chunks, as here, up to 9/7.
 
     python -m bench.fairness --json bench/results/fairness.json
 """
@@ -15,22 +21,21 @@ import asyncio
 import hashlib
 import json
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
+import torch
 from rich.console import Console
 from rich.table import Table
 
-from bench.distill.stages import Stage, showing
 from bench.pacing import Pace, paced
 from bench.record import write_result
 from bench.serving.load import percentile
-from engine.models.fetching import fetch_model
-from engine.models.source import resolve_model
+from bench.synthetic_pair import SHAPES, save_tokenizer, write_model
 from scheduler.config import SchedulerConfig
 from scheduler.key_class import KeyClass
 from scheduler.messages import Role
@@ -45,76 +50,17 @@ from services.scheduler_client.local import LocalBackend
 from services.text.tokenizer import load_tokenizer
 
 FLOOD, SINGLE = "flood", "single"
-_TIMEOUT = 600.0
-_INTERVAL = 1.0
-
-
-class Clients:
-    """Streams completions of both keys over HTTP."""
-
-    def __init__(self, http: httpx.AsyncClient, arguments: argparse.Namespace) -> None:
-        self._http = http
-        self._arguments = arguments
-        self.flood_pieces = 0
-        self.flooded = asyncio.Event()
-        """The flood has begun: a stream of it has got something."""
-
-    async def single(self, number: int) -> float:
-        """Seconds from a request of the key `single` to its first token. Raises httpx.HTTPError."""
-        body = {"prompt": f"Tell me about the number {number}.", "max_tokens": self._arguments.single_tokens}
-        began, first = time.perf_counter(), None
-        async for _ in self._pieces(SINGLE, body):
-            first = first or time.perf_counter()
-        if first is None:
-            raise httpx.StreamError(f"request {number} ended without a token")
-        return first - began
-
-    async def flood(self, number: int) -> None:
-        """One stream of the key `flood`, and another one after each."""
-        while True:
-            text = f"{number}) Once upon a time, " * self._arguments.flood_repeats
-            async for _ in self._pieces(FLOOD, {"prompt": text, "max_tokens": self._arguments.flood_tokens}):
-                self.flood_pieces += 1
-                self.flooded.set()
-            number += self._arguments.streams
-
-    async def _pieces(self, key: str, body: dict[str, Any]) -> AsyncIterator[None]:
-        # Special tokens have a text here, so that no token is without one.
-        more = {"stream": True, "ignore_eos": True, "skip_special_tokens": False, "temperature": 0}
-        headers = {"authorization": f"Bearer {key}"}
-        async with self._http.stream("POST", "/v1/completions", json=body | more, headers=headers) as response:
-            response.raise_for_status()
-            async for line in response.aiter_lines():
-                if line.startswith("data: {"):
-                    event = json.loads(line.removeprefix("data: "))
-                    if "error" in event:
-                        raise httpx.StreamError(event["error"]["message"])
-                    yield
-
-
-async def asked_once_a_second(clients: Clients, count: int, stage: Stage, name: str) -> list[float]:
-    """Seconds to the first token of each request, sent whatever became of those before."""
-    show, asks = stage(name), []
-    begin = time.monotonic()
-    for number in range(count):
-        await asyncio.sleep(max(begin + number * _INTERVAL - time.monotonic(), 0.0))
-        asks.append(asyncio.create_task(clients.single(number)))
-        show(number / count, f"{number} of {count}")
-    waits = await asyncio.gather(*asks)
-    show(1.0, f"{count} of {count}")
-    return waits
+_SETTLE_SECONDS = 10.0
 
 
 @asynccontextmanager
-async def serving(arguments: argparse.Namespace) -> AsyncIterator[tuple[str, SchedulerService]]:
-    """The gateway's address, and the scheduler behind it."""
-    source = resolve_model(arguments.target, Role.TARGET)
-    folder = source.folder or fetch_model(source, lambda message, fraction: None)
+async def serving(arguments: argparse.Namespace, folder: Path) -> AsyncIterator[tuple[str, SchedulerService]]:
+    """The gateway's address, and the scheduler behind it, for the model in this folder."""
     keys = tuple(KeyClass(name) for name in (FLOOD, SINGLE))
     named = tuple(NamedKey(name=key.name, digest=hashlib.sha256(key.name.encode()).hexdigest()) for key in keys)
-    config = SchedulerConfig(max_running=arguments.max_running, max_queued_sequences=100_000, keys=keys)
-    engine = {"model": arguments.target, "threads": 1, "kv_memory_bytes": arguments.kv_mib << 20}
-    launches = [WorkerLaunch(Role.TARGET, engine, threads=1), WorkerLaunch(Role.DRAFT, {"model": "ngram"}, threads=1)]
+    config = SchedulerConfig(keys=keys)
+    engine = {"model": str(folder), "dtype": "float32", "threads": 1, "kv_memory_bytes": arguments.kv_mib << 20}
+    launches = [WorkerLaunch(Role.TARGET, engine, threads=1) for _ in range(arguments.targets)]
     async with (
         WorkerLauncher(launches) as launcher,
         SchedulerService(
@@ -124,50 +70,74 @@ async def serving(arguments: argparse.Namespace) -> AsyncIterator[tuple[str, Sch
         ) as service,
     ):
         await service.add_workers([WorkerEndpoint(one.worker_id, one.role, one.address) for one in launcher.workers])
-        settings = GatewaySettings(named_keys=named)
-        app = create_app(LocalBackend(service), load_tokenizer(str(folder)), settings)
+        app = create_app(LocalBackend(service), load_tokenizer(str(folder)), GatewaySettings(named_keys=named))
         async with HttpServer(app, ListenSettings(), drain_seconds=1.0) as server:
             yield server.url, service
 
 
-async def measure(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
-    limits = httpx.Limits(max_connections=None)
-    async with (
-        serving(arguments) as (url, service),
-        httpx.AsyncClient(base_url=url, timeout=_TIMEOUT, limits=limits) as http,
-    ):
-        clients = Clients(http, arguments)
-        with showing(console) as stage:
-            await clients.single(-1)  # makes connections and kernels
-            alone = await asked_once_a_second(clients, arguments.requests, stage, "alone")
-            floods = [asyncio.create_task(clients.flood(number)) for number in range(arguments.streams)]
-            try:
-                await clients.flooded.wait()
-                service.reset_statistics()
-                before, began = clients.flood_pieces, time.monotonic()
-                flooded = await asked_once_a_second(clients, arguments.requests, stage, "beside the flood")
-                rate = (clients.flood_pieces - before) / (time.monotonic() - began)
-                steps = service.statistics()
-            finally:
-                for one in floods:
-                    one.cancel()
-                ends = await asyncio.gather(*floods, return_exceptions=True)
-        for end in ends:
-            if isinstance(end, Exception):
-                raise end
-        preemptions = service.core.snapshot().preemptions
+async def client(load: str, url: str, arguments: argparse.Namespace, **more: object) -> asyncio.subprocess.Process:
+    """A process of bench/fairness/clients.py."""
+    options = {"key": load, "prompt": arguments.prompt, **more}
+    named = [text for name, value in options.items() for text in (f"--{name}", str(value))]
+    command = [sys.executable, "-m", "bench.fairness.clients", load, url, *named]
+    pipe = asyncio.subprocess.PIPE
+    return await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe)
+
+
+async def single(name: str, url: str, arguments: argparse.Namespace) -> list[float]:
+    """Seconds to the first token of each request of the key that asks once a second."""
+    process = await client(
+        SINGLE, url, arguments, name=name, requests=arguments.requests, output=arguments.single_tokens
+    )
+    printed, _ = await process.communicate()
+    if process.returncode:
+        raise RuntimeError(f"the client that asks once a second ended with {process.returncode}")
+    waits: list[float] = json.loads(printed)
+    return waits
+
+
+async def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    async with serving(arguments, folder) as (url, service):
+        alone = await single("alone", url, arguments)
+        flood = await client(FLOOD, url, arguments, streams=arguments.streams, output=arguments.flood_tokens)
+        assert flood.stdin is not None
+        assert flood.stdout is not None
+        try:
+            await flood.stdout.readline()
+            await asyncio.sleep(_SETTLE_SECONDS)  # or all of the flood's streams would be at the same token
+            service.reset_statistics()
+            before, began, processor = service.core.snapshot(), time.monotonic(), time.process_time()
+            flooded = await single("flooded", url, arguments)
+            seconds, after, steps = time.monotonic() - began, service.core.snapshot(), service.statistics()
+            processor = time.process_time() - processor
+        finally:
+            flood.stdin.close()
+            ended = await flood.wait()
+    if ended:
+        raise RuntimeError(f"the flood's client ended with {ended}")
+    served = {key.name: key.output_tokens for key in after.keys}[FLOOD]
+    served -= {key.name: key.output_tokens for key in before.keys}[FLOOD]
     figures = {"alone": percentiles(alone), "flooded": percentiles(flooded)}
     return {
+        "targets": arguments.targets,
         "streams": arguments.streams,
         "requests": arguments.requests,
-        "max_running": arguments.max_running,
+        "prompt_tokens": arguments.prompt,
+        "single_tokens": arguments.single_tokens,
+        "flood_tokens": arguments.flood_tokens,
+        "scheduling": {
+            "max_running": service.config.max_running,
+            "batch_size": service.config.batch_size,
+            "prefill_chunk": service.config.prefill_chunk,
+        },
         "step_seconds": arguments.step,
         "token_seconds": arguments.token,
         "first_token_seconds": figures,
         "ratio": {name: figures["flooded"][name] / figures["alone"][name] for name in figures["alone"]},
-        "flood_pieces_per_second": rate,
+        "flood_tokens_per_second": served / seconds,
         "flooded_step_seconds": steps.busy_seconds["target"] / steps.target_steps,
-        "preemptions": preemptions,
+        "scheduler_and_gateway_processor_share": processor / seconds,
+        "preemptions": after.preemptions - before.preemptions,
     }
 
 
@@ -186,21 +156,23 @@ def table(result: dict[str, Any]) -> Table:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", default="demo", help="a model's folder or id")
-    parser.add_argument("--requests", type=int, default=60, help="single requests, one each second, in each part")
+    parser.add_argument("--targets", type=int, default=2)
+    parser.add_argument("--requests", type=int, default=120, help="single requests, one each second, in each part")
     parser.add_argument("--streams", type=int, default=200, help="streams of the flood")
-    parser.add_argument("--max-running", type=int, default=48)
-    parser.add_argument("--flood-repeats", type=int, default=10, help="length of the flood's prompts, in sentences")
+    parser.add_argument("--prompt", type=int, default=600, help="tokens of every prompt")
     parser.add_argument("--flood-tokens", type=int, default=100)
     parser.add_argument("--single-tokens", type=int, default=8)
-    parser.add_argument("--step", type=float, default=0.02, help="seconds of a step of the target")
-    parser.add_argument("--token", type=float, default=0.0001, help="seconds of each token in it")
-    parser.add_argument("--kv-mib", type=int, default=1024)
+    parser.add_argument("--step", type=float, default=0.015, help="seconds of a step of a target")
+    parser.add_argument("--token", type=float, default=0.00004, help="seconds of each token in it")
+    parser.add_argument("--kv-mib", type=int, default=256)
     parser.add_argument("--json", type=Path, help="where the result goes")
     arguments = parser.parse_args(argv)
     pace = Pace(arguments.step, arguments.token, draft_pass=0.0, draft_sequence=0.0)
-    with paced(pace):
-        result = asyncio.run(measure(arguments, Console(stderr=True)))
+    with tempfile.TemporaryDirectory(prefix="spool-fairness-") as name, paced(pace):
+        folder, shape = Path(name), SHAPES["tiny"]().target
+        write_model(folder, shape, torch.randperm(shape.vocab_size), seed=0, dtype=torch.float32)
+        save_tokenizer(folder, shape.vocab_size)
+        result = asyncio.run(measure(arguments, folder))
     Console().print(table(result))
     if arguments.json is not None:
         command = f"python -m bench.fairness {' '.join(sys.argv[1:] if argv is None else argv)}".strip()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import islice
 
 from scheduler.batching.time_slicing import target_may_go
@@ -89,7 +90,7 @@ class TargetPlanner:
         choice = self._policy.pick(self._view(target, now, may_wait=not can_prefill))
         # With prefill pending, some of the room is kept for it, so that verify groups cannot shut it out.
         room = target.spec.max_num_batched_tokens
-        kept = min(target.chunk, room // 2) if can_prefill else 0
+        kept = min(target.chunk, room // 2) if target.prefilling else 0
         chosen, drafted, left = self._fitting(choice.sequences if choice else [], room - kept)
         if may_grow and not chosen:
             return None
@@ -97,10 +98,10 @@ class TargetPlanner:
         work = TargetWork()
         self._add_group(target, chosen, drafted, rows, work)
         group = self._describe(rows, choice is not None and choice.forced, now)
-        if can_prefill:
-            # A copy: making room may take some out. Each but those in flight takes at least one token of the chunk.
+        if can_prefill or (chosen and target.prefilling):
+            # Each but those in flight takes at least one token of the chunk.
             most = (1 + self._config.steps_in_flight) * target.chunk
-            next_ones = list(islice(target.prefilling.in_turns(), most))
+            next_ones = islice(target.prefilling.in_turns(most), most)
             self._add_prefill(target, next_ones, rows, work, min(target.chunk, left + kept))
         return target.send(step_id, rows, work, now, group, self._fleet.time_sliced) if rows else None
 
@@ -162,7 +163,7 @@ class TargetPlanner:
     def _add_prefill(
         self,
         target: TargetWorker,
-        sequences: list[Sequence],
+        sequences: Iterable[Sequence],
         rows: dict[int, InFlightRow[Sequence]],
         work: TargetWork,
         budget: int,
@@ -170,17 +171,21 @@ class TargetPlanner:
         for sequence in sequences:
             if budget <= 0:
                 break
-            if sequence.state is not PREFILLING or sequence.sequence_id in target.in_flight:
+            if sequence.state is not PREFILLING or (start := target.prefill_from(sequence)) is None:
                 continue
-            start = target.kv[sequence.sequence_id].valid
             end = min(sequence.length, start + budget)
-            if self._make_room(target, sequence, end, rows):
+            before = target.in_flight.get(sequence.sequence_id)
+            if before is not None and self._fleet.time_sliced:
+                continue  # the draft catches up with the prompt meanwhile
+            if target.pages.reserve(sequence.sequence_id, end) or (
+                before is None and self._make_room(target, sequence, end, rows)
+            ):
                 budget -= end - start
                 work.prefill_tokens += end - start
-                row = target.make_row(sequence, end, sample=end == sequence.length)
+                row = target.make_row(sequence, end, sample=end == sequence.length, after=before)
                 row.scoring = sequence.scoring(row.kv_len, end)
-                target.prefilling.took_turn(sequence.account)
-                rows[sequence.sequence_id] = InFlightRow(sequence, row)
+                target.prefilling.count(sequence.account, end - start)
+                rows[sequence.sequence_id] = InFlightRow(sequence, row, before=before)
 
     def _make_room(
         self, target: TargetWorker, sequence: Sequence, positions: int, rows: dict[int, InFlightRow[Sequence]]

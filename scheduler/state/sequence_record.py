@@ -134,10 +134,11 @@ class SequenceRecord:
     def scoring(self, start: int, end: int) -> PromptScoring | None:
         """What the target is to tell of the prompt with a row that feeds the tokens [start, end)."""
         top = self.request.prompt_logprobs
-        if top is None or end <= self.score_from:
+        if top is None:
             return None
         first = max(start, self.score_from) + 1
-        return PromptScoring(first, self.request.prompt[first : end + 1], top)
+        tokens = self.request.prompt[first : end + 1]
+        return PromptScoring(first, tokens, top) if tokens else None
 
     def take_scores(self, logprobs: tuple[TokenLogprobs, ...]) -> None:
         """Takes in the log probabilities that a row's `scoring` asked for."""

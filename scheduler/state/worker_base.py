@@ -20,11 +20,20 @@ Member = TypeVar("Member", bound=SequenceRecord)
 
 @dataclass(slots=True, eq=False)
 class InFlightRow(Generic[Member]):
-    """A row that was sent and not answered. `abandoned` once its sequence left the worker: the answer is ignored."""
+    """A row that was sent and not answered; `before` is the row of the sequence in flight that comes before it.
+
+    `abandoned` once its sequence left the worker, or the row before it failed: the answer is ignored.
+    """
 
     sequence: Member
     row: Row
     abandoned: bool = False
+    before: InFlightRow[Member] | None = None
+
+    @property
+    def end(self) -> int:
+        """Up to which position the row feeds committed tokens."""
+        return self.row.kv_len + len(self.row.tokens)
 
 
 @dataclass(slots=True)
@@ -93,6 +102,7 @@ class WorkerState(ABC, Generic[Member, Work]):
         self.kv: dict[int, KvEntry] = {}
         self.sequences: dict[int, Member] = {}
         self.in_flight: dict[int, InFlightRow[Member]] = {}
+        """The latest row of each sequence that has one in flight."""
         self.outstanding: dict[int, OutstandingStep[Member, Work]] = {}
         self.releases: dict[int, None] = {}
         self.running_since = 0.0
@@ -136,9 +146,25 @@ class WorkerState(ABC, Generic[Member, Work]):
         self.pages.release(sequence_id)
         if self.kv.pop(sequence_id).opened:
             self.releases[sequence_id] = None
+        self.abandon_rows(sequence_id)
+
+    def abandon_rows(self, sequence_id: int) -> None:
+        """Ignores the answers to all rows of the sequence that are in flight."""
         flight = self.in_flight.get(sequence_id)
-        if flight is not None:
+        while flight is not None:
             flight.abandoned = True
+            flight = flight.before
+
+    def row_answered(self, flight: InFlightRow[Member]) -> None:
+        """The row is no longer in flight. Rows are answered in their order."""
+        sequence_id = flight.row.sequence_id
+        latest = self.in_flight[sequence_id]
+        if latest is flight:
+            del self.in_flight[sequence_id]
+            return
+        while latest.before is not None and latest.before is not flight:
+            latest = latest.before
+        latest.before = None
 
     def has_behind(self, sequence: Member) -> bool:
         """Whether any sequence here gives way to this one: it is of less priority, or younger."""
@@ -160,11 +186,16 @@ class WorkerState(ABC, Generic[Member, Work]):
         draft_tokens: tuple[int, ...] = (),
         draft_length: int = 0,
         sample: bool = False,
+        after: InFlightRow[Member] | None = None,
     ) -> Row:
-        """A row that feeds committed tokens up to position `end`, at least one. It must be sent."""
+        """A row that feeds committed tokens up to position `end`, at least one. It must be sent.
+
+        It begins where valid KV ends, or where the row `after` will have ended it.
+        """
         sequence_id, tokens = sequence.sequence_id, sequence.tokens
         entry = self.kv[sequence_id]
-        start = entry.valid if entry.valid < end else end - 1
+        valid = entry.valid if after is None else after.end
+        start = valid if valid < end else end - 1
         opening: SequenceRequest | None = None
         committed: tuple[int, ...] = ()
         if not entry.opened:
@@ -222,8 +253,15 @@ class WorkerState(ABC, Generic[Member, Work]):
         self.pages.check_integrity()
         if not self.sequences.keys() == self.kv.keys():
             raise RuntimeError(f"worker {self.worker_id}: sequences and KV ledger differ")
-        sent_ids = [flight.row.sequence_id for step in self.outstanding.values() for flight in step.rows]
-        if len(sent_ids) != len(set(sent_ids)) or set(sent_ids) != set(self.in_flight):
+        sent = {id(flight) for step in self.outstanding.values() for flight in step.rows}
+        for latest in self.in_flight.values():
+            flight: InFlightRow[Member] | None = latest
+            while flight is not None:
+                if id(flight) not in sent:
+                    raise RuntimeError(f"worker {self.worker_id}: rows in flight and outstanding steps differ")
+                sent.remove(id(flight))
+                flight = flight.before
+        if sent:
             raise RuntimeError(f"worker {self.worker_id}: rows in flight and outstanding steps differ")
         for sequence_id, entry in self.kv.items():
             held = entry.valid + entry.ahead

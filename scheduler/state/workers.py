@@ -18,6 +18,10 @@ from scheduler.state.worker_base import DraftWork, TargetWork, WorkerState
 _PREFILLING, _READY, _DRAFTING = SequenceState.PREFILLING, SequenceState.READY, SequenceState.DRAFTING
 _DRAFTED, _VERIFYING = SequenceState.DRAFTED, SequenceState.VERIFYING
 
+_SAVED_CHUNKS = 8
+"""Chunks of prefill that a key saves up while it has nothing to prefill: so many steps others' prompts may have to wait
+for one of a key that asks seldom, which then is fed without a break."""
+
 STEADY_KV_LAG = 2
 """The largest KV lag of a draft between rounds, in tokens: its own last proposal and the bonus token."""
 
@@ -123,7 +127,7 @@ class TargetWorker(WorkerState[Sequence, TargetWork]):
         super().__init__(spec, prefill_chunk, steps_in_flight)
         self.longest_draft = max(0, spec.max_num_batched_tokens // 2 - 1)
         """The most draft tokens of a row: two rows always fit a step, so that verification cannot shut prefill out."""
-        self.prefilling: PrefillQueue[Sequence] = PrefillQueue()
+        self.prefilling: PrefillQueue[Sequence] = PrefillQueue(_SAVED_CHUNKS * self.chunk)
         self.drafted: DraftedIndex[Sequence] = DraftedIndex(batch_size)
         self.coming = CountByLength()
         """READY and DRAFTING sequences."""
@@ -186,6 +190,19 @@ class TargetWorker(WorkerState[Sequence, TargetWork]):
     def can_prefill(self) -> bool:
         """Whether any sequence to prefill has no row in flight."""
         return any(sequence.sequence_id not in self.in_flight for sequence in self.prefilling)
+
+    def prefill_from(self, sequence: Sequence) -> int | None:
+        """The position from which the next chunk of a PREFILLING sequence feeds; None where the sequence must wait for
+        an answer.
+
+        A chunk may follow another one that is in flight, as long as no answer has said more than was asked for.
+        """
+        valid, flight = self.kv[sequence.sequence_id].valid, self.in_flight.get(sequence.sequence_id)
+        if flight is None:
+            return valid
+        if flight.abandoned or flight.row.sample or sequence.suspected or valid > flight.row.kv_len:
+            return None
+        return flight.end
 
     def check_integrity(self) -> None:
         super().check_integrity()

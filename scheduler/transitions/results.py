@@ -41,10 +41,10 @@ class Rounds:
         self._controller.draft_step(draft, step.work, max(seconds, now - began))
         together = _failed_together(step, results)
         for flight in step.rows:
-            sequence_id = flight.row.sequence_id
-            del draft.in_flight[sequence_id]
+            draft.row_answered(flight)
             if not flight.abandoned:
-                self._draft_row(draft, flight, results.get(sequence_id) or _missing(flight.row), together, now)
+                result = results.get(flight.row.sequence_id) or _missing(flight.row)
+                self._draft_row(draft, flight, result, together, now)
 
     def target_step(self, target: TargetWorker, step_id: int, results: Results, seconds: float, now: float) -> None:
         began = target.running_since
@@ -56,10 +56,13 @@ class Rounds:
             self._lifecycle.drafting_changed(target)
         together = _failed_together(step, results)
         for flight in step.rows:
-            sequence_id = flight.row.sequence_id
-            del target.in_flight[sequence_id]
-            if not flight.abandoned:
-                self._target_row(target, flight, results.get(sequence_id) or _missing(flight.row), together, now)
+            target.row_answered(flight)
+            if flight.abandoned:
+                continue
+            result = results.get(flight.row.sequence_id) or _missing(flight.row)
+            if result.status is not RowStatus.OK or result.kv_len < flight.end:
+                target.abandon_rows(flight.row.sequence_id)
+            self._target_row(target, flight, result, together, now)
 
     # --- draft rows ---------------------------------------------------------------------------------------------------
 

