@@ -83,7 +83,7 @@ def paced(seconds: float | None) -> list[str]:
 def table(result: Mapping[str, Any]) -> str:
     """For docs/recovery.md."""
     lines = [
-        "| fault | longest pause of a stream, s | median | nobody got anything, s | all is well after, s |",
+        "| fault | longest pause, s | median pause, s | no stream progressed for, s | fully recovered after, s |",
         "| --- | --- | --- | --- | --- |",
     ]
     rows = [{"fault": "none"} | result["undisturbed"], *result["faults"]]
