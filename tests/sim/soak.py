@@ -28,7 +28,7 @@ from rich.table import Table
 
 from bench.machine import describe_machine
 from bench.record import origin
-from tests.sim.cell.coverage import ALL_CHANGES, never_seen
+from tests.sim.cell.coverage import ALL_CHANGES, ALL_MEETINGS, never_seen
 from tests.sim.cell.plan import FAULTS
 from tests.sim.cell.schedule import ScheduleError, run_schedule
 from tests.sim.cell.shrinking import shrink
@@ -54,6 +54,7 @@ class Tally:
     outcomes: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
     changes: Counter[str] = field(default_factory=Counter)
+    meetings: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
 
     def add(self, other: Tally) -> None:
@@ -68,6 +69,7 @@ class Tally:
         self.outcomes += other.outcomes
         self.faults += other.faults
         self.changes += other.changes
+        self.meetings += other.meetings
         self.failures += other.failures
 
 
@@ -97,6 +99,7 @@ def run_seeds(seeds: range, sequences: int) -> Tally:
         tally.outcomes += result.outcomes
         tally.faults += result.faults
         tally.changes += result.changes
+        tally.meetings += result.meetings
     return tally
 
 
@@ -142,6 +145,11 @@ class Summary:
                 "in_table": len(ALL_CHANGES),
                 "seen": dict(tally.changes.most_common()),
                 "never_seen": never_seen(tally.changes),
+            },
+            "events_by_state": {
+                "pairs": len(ALL_MEETINGS),
+                "seen": dict(tally.meetings.most_common()),
+                "never_seen": never_seen(tally.meetings, ALL_MEETINGS),
             },
             "events": tally.events,
             "tokens": tally.tokens,

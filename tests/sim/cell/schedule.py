@@ -47,6 +47,8 @@ class ScheduleResult:
     """Positions whose KV sequences took over from others."""
     changes: Counter[str]
     """Changes of sequences' states, by name (tests/sim/cell/coverage.py)."""
+    meetings: Counter[str]
+    """Events, by the states of the sequences that they were about."""
 
 
 @contextmanager
@@ -112,6 +114,7 @@ def run_plan(plan: Plan, rng: random.Random, detailed: bool = False) -> Schedule
         sum(call.outcome in ("stop", "length") for call in world.calls if call.plan.request.sampling.grammar),
         world.reused,
         named(world.changes),
+        named(world.meetings),
     )
 
 

@@ -11,6 +11,7 @@ from scheduler.core import SchedulerCore
 from scheduler.messages import Command, EmitTokens, Event, SequenceRequest, SequenceSubmitted, StepCompleted, WorkerLost
 from scheduler.state.workers import Sequence, Worker
 from scheduler.transitions.table import Cause
+from tests.sim.cell.coverage import meetings
 from tests.sim.cell.transcript import told
 
 if TYPE_CHECKING:
@@ -49,6 +50,7 @@ class WatchedCore(SchedulerCore):
         if isinstance(event, SequenceSubmitted):
             self._requests[event.request.sequence_id] = event.request
             self._world.faults.poisons.submissions[tuple(event.request.prompt)] += 1
+        self._world.meetings.update(meetings(event, self._live, self._fleet))
         with self._failing_on(type(event).__name__):
             commands = super().apply(event, now)
         if self._world.detailed:

@@ -10,7 +10,7 @@ from typing import Any
 
 from services.scheduler.epochs import MemoryRegister
 from services.scheduler.session import GatewaySession
-from tests.sim.cell.coverage import Change
+from tests.sim.cell.coverage import Change, Meeting
 from tests.sim.cell.faults import DISTURBING, HARMLESS_TO_LINKS, UNHEARD, Faults
 from tests.sim.cell.gateway import ClientCall, SimulatedGateway
 from tests.sim.cell.plan import HANGING, POISONS, SPORADIC, Plan, WorkerPlan
@@ -49,6 +49,7 @@ class World:
         self.fenced_replies = 0
         self.reused = 0
         self.changes: Counter[Change] = Counter()
+        self.meetings: Counter[Meeting] = Counter()
         self.events: list[tuple[Any, ...]] = []
         self.failure: str | None = None
         self._failed = loop.create_future()
