@@ -23,6 +23,11 @@ from tests.mutants.sources import LOGIC, ROOT, modules_of
 CHECKS = (
     "tests/unit/scheduler",
     "tests/unit/services",
+    "tests/unit/gateway",
+    "tests/integration/scheduler",
+    "tests/integration/workers/test_protocol_versions.py",
+    "tests/integration/workers/test_registration.py",
+    "tests/integration/workers/test_service.py",
     "tests/sim/test_core_simulation.py",
     "tests/sim/test_wire.py",
     "tests/mutants/simulations.py",

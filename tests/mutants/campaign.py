@@ -188,4 +188,4 @@ class Campaign(OneByOne):
 def run_pytest(tests: Sequence[str], plugins: list[Any], *options: str) -> int:
     """Quietly, in this process."""
     own = ("-p", "no:terminal", "-p", "no:cacheprovider", "-p", "no:xdist", "--capture=no", "--timeout=0")
-    return int(pytest.main([*own, "-m", "not slow and not ray and not long", *options, *tests], plugins))
+    return int(pytest.main([*own, "-m", "not ray and not long", *options, *tests], plugins))

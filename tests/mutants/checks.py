@@ -19,8 +19,8 @@ from tests.mutants.forks import Say, in_fork, limit_processor_time
 from tests.mutants.operators import Mutant
 from tests.mutants.sources import Module, digest
 
-STAGES = {"unit tests": 6.0, "core simulation": 4.0, "fault schedules": 6.0}
-"""In their order, and the seconds of processor time after which no more of a stage's checks run for one mutant."""
+STAGES = {"unit tests": 6.0, "integration tests": 4.0, "core simulation": 4.0, "fault schedules": 6.0}
+"""In their order, and the seconds after which no more of a stage's checks run for one mutant."""
 
 _MOST_SECONDS = 5.0
 """A test that takes longer is no check."""
@@ -57,6 +57,8 @@ class Check:
 
 def stage_of(name: str) -> str:
     file = name.partition("::")[0]
+    if file.startswith("tests/integration/"):
+        return "integration tests"
     if file.endswith("mutants/simulations.py"):
         return "fault schedules" if "under_faults" in name else "core simulation"
     return "core simulation" if file.startswith("tests/sim/") else "unit tests"
@@ -112,9 +114,9 @@ class Measurements:
     def _measure(self, item: pytest.Item) -> dict[str, Any]:
         def timed(say: Say) -> None:
             limit_processor_time(_MOST_SECONDS)
-            began = time.process_time()
+            began = time.monotonic()
             if self._run(item):
-                say(repr(time.process_time() - began))
+                say(repr(time.monotonic() - began))
 
         def traced(say: Say) -> None:
             limit_processor_time(_MOST_SECONDS_TRACED)
