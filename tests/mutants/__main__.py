@@ -1,7 +1,7 @@
 """Tests the tests: how many small changes of the product's logic they notice. `python -m tests.mutants`.
 
-Each mutant is run in a fork by the unit tests that reach its line, then by the simulation of the core, then by cells
-under faults, until one fails. What is known stays in `--folder`, and the next run goes on from there.
+Each mutant is run in a fork by the unit tests that reach its line, then by tests over gRPC, by the core simulation and
+by cells under faults, until one fails. What is known stays in `--folder`, and the next run goes on from there.
 """
 
 from __future__ import annotations

@@ -39,11 +39,11 @@ def test_tokens() -> None:
     for token in (-1, LAST_TOKEN + 1):
         with pytest.raises(ValueError, match=f"^end_token_ids holds {token}, "):
             SamplingParameters(end_token_ids=frozenset({token}))
-        with pytest.raises(ValueError, match="^bad_words holds "):
+        with pytest.raises(ValueError, match=r"^bad_words holds "):
             SamplingParameters(bad_words=((5,), (5, token)))
         with pytest.raises(ValueError, match=rf"^logit_bias\[{token}\] is 1.0, "):
             SamplingParameters(logit_bias={token: 1.0})
-    with pytest.raises(ValueError, match="^bad_words holds "):
+    with pytest.raises(ValueError, match=r"^bad_words holds "):
         SamplingParameters(bad_words=((),))
     for bias in (-100.001, 100.001, float("nan")):
         with pytest.raises(ValueError, match=r"^logit_bias\[3\] is "):
@@ -58,7 +58,7 @@ def test_grammars() -> None:
         with pytest.raises(ValueError, match=f"^grammar has {length} characters, must have between 1 and 65536"):
             Grammar("x" * length, ends)
     for tokens in (frozenset(), frozenset({-1}), frozenset({4, LAST_TOKEN + 1})):
-        with pytest.raises(ValueError, match="^end_token_ids of the grammar is "):
+        with pytest.raises(ValueError, match=r"^end_token_ids of the grammar is "):
             Grammar("x", tokens)
 
 
