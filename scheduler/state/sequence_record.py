@@ -63,7 +63,8 @@ class SequenceRecord:
 
     Blame (scheduler/transitions/blame.py): a `suspected` sequence had a row on a target that was lost. Its rows are
     alone in their steps until its length passes `suspected_until`; `suspicions` counts how often that has happened.
-    `draft_losses` counts draft workers that were lost with a row of the sequence since one last proposed for it.
+    `draft_losses` counts draft workers that were lost with a row of the sequence. It is drafted for no more if that
+    happens again while it has `proposals_owed`; each proposal is one less.
     """
 
     __slots__ = (
@@ -83,6 +84,7 @@ class SequenceRecord:
         "planned_draft_length",
         "prompt_left",
         "prompt_logprobs",
+        "proposals_owed",
         "rank",
         "ready_at",
         "request",
@@ -127,6 +129,7 @@ class SequenceRecord:
         self.suspected_until = 0
         self.suspicions = 0
         self.draft_losses = 0
+        self.proposals_owed = 0
         self.wants_draft_kv = False
         self.planned_draft_length = 0
         self.requested_draft_length = 0

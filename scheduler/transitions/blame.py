@@ -12,9 +12,6 @@ from __future__ import annotations
 from scheduler.state.workers import DraftWorker, Sequence, TargetWorker
 from scheduler.transitions.lifecycle import Lifecycle
 
-MAX_DRAFT_LOSSES = 2
-"""Draft workers that may be lost with a row of a sequence before it goes on without a draft."""
-
 
 def in_flight(target: TargetWorker) -> list[Sequence]:
     """The sequences that the target computes, or has queued."""
@@ -35,13 +32,16 @@ def blame(sequences: list[Sequence], worker_id: str, reason: str, lifecycle: Lif
 
 
 def blame_on_draft(draft: DraftWorker) -> None:
-    """The draft worker was lost. A sequence that went down with two is no longer drafted for.
+    """The draft worker was lost. A sequence that went down with another one is no longer drafted for, unless enough
+    was proposed for it in between: once after the first loss, and twice as often after each that follows.
 
     Abandoned rows count: the draft may have been computing one when its sequence lost its target.
     """
     for flight in draft.in_flight.values():
-        flight.sequence.draft_losses += 1
-        flight.sequence.drafting_refused |= flight.sequence.draft_losses >= MAX_DRAFT_LOSSES
+        sequence = flight.sequence
+        sequence.drafting_refused |= sequence.proposals_owed > 0
+        sequence.proposals_owed = 1 << sequence.draft_losses
+        sequence.draft_losses += 1
 
 
 def suspect(sequence: Sequence) -> None:

@@ -86,7 +86,8 @@ class Rounds:
                 if not length:
                     entry.valid = max(entry.valid, _agreed_length(sequence, result))
                 if proposed:
-                    sequence.draft_losses = 0
+                    if sequence.proposals_owed:
+                        sequence.proposals_owed -= 1
                     proposal = result.tokens[:length]
                     last = len(proposal) - 1
                     if ahead > last:

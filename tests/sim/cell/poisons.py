@@ -74,15 +74,15 @@ class Poisons:
         victims = self._victims[prompt, role]
         victims.append(worker)
         kills = sum(not (one.leaving or one.executor.draining) for one in victims)
-        most = self._most_kills(role, prompt, fault) * self.submissions[prompt]
+        most = self._most_kills(prompt, fault) * self.submissions[prompt]
         if kills > most:
             self._world.fail(f"{prompt} has killed {kills} {role.value} workers, {most} may go")
 
-    def _most_kills(self, role: Role, prompt: Prompt, fault: Fault) -> int:
-        """For each submission. A sequence that makes progress is no suspect any more: a token clears it the first time,
-        twice as many each time after that (scheduler/transitions/blame.py).
+    def _most_kills(self, prompt: Prompt, fault: Fault) -> int:
+        """For each submission. A sequence that makes progress is no suspect any more: a token, or a proposal, clears it
+        the first time, twice as many each time after that (scheduler/transitions/blame.py).
         """
-        if fault.kind != SPORADIC or role is Role.DRAFT:
+        if fault.kind != SPORADIC:
             return MAX_KILLS
         longest = max(len(call.expected) for call in self._world.calls if call.plan.request.prompt == prompt)
         return MAX_KILLS + (longest + 1).bit_length() - 1

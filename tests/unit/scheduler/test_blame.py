@@ -22,7 +22,6 @@ from scheduler.messages import (
     StepCompleted,
     WorkerLost,
 )
-from scheduler.transitions.blame import MAX_DRAFT_LOSSES
 from tests.sim.driver import Driver, of_type, outputs
 from tests.sim.model import plain_decoding
 
@@ -188,7 +187,19 @@ def test_a_poison_of_drafts_goes_on_without(policy: Policy) -> None:
     for sequence_id in range(SEQUENCES):
         cell.driver.submit(sequence_id, prompt_length=2 + sequence_id % 5, max_tokens=15, draft_length=3)
     cell.run(always(7))
-    assert len(cell.lost) == MAX_DRAFT_LOSSES
+    assert len(cell.lost) == 2
+    cell.check_answers()
+
+
+def test_a_row_that_kills_drafts_now_and_then_kills_ever_seldomer() -> None:
+    cell = Cell(Policy.RAGGED, 1, drafts=2, on_draft=True)
+    cell.driver.submit(7, prompt_length=3, max_tokens=200, draft_length=3)
+    seen = itertools.count(1)
+    cell.run(lambda row: next(seen) % 3 == 0)
+    # At most 200 proposals: the losses ask for 1, 2, 4 ... of them, and the last comes too soon.
+    assert 2 <= len(cell.lost) <= 2 + (200).bit_length()
+    rest = next(seen)
+    assert rest - 1 == 3 * len(cell.lost)  # no draft has seen it since
     cell.check_answers()
 
 
