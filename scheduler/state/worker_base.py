@@ -156,15 +156,19 @@ class WorkerState(ABC, Generic[Member, Work]):
             flight = flight.before
 
     def row_answered(self, flight: InFlightRow[Member]) -> None:
-        """The row is no longer in flight. Rows are answered in their order."""
+        """The row is no longer in flight. An answer that overtook that to the row before it is ignored: what that row
+        fed, and told of the prompt, is not known yet."""
+        flight.abandoned |= flight.before is not None
         sequence_id = flight.row.sequence_id
-        latest = self.in_flight[sequence_id]
-        if latest is flight:
+        later = self.in_flight[sequence_id]
+        if later is not flight:
+            while later.before is not None and later.before is not flight:
+                later = later.before
+            later.before = flight.before
+        elif flight.before is not None:
+            self.in_flight[sequence_id] = flight.before
+        else:
             del self.in_flight[sequence_id]
-            return
-        while latest.before is not None and latest.before is not flight:
-            latest = latest.before
-        latest.before = None
 
     def has_behind(self, sequence: Member) -> bool:
         """Whether any sequence here gives way to this one: it is of less priority, or younger."""

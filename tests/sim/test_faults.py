@@ -58,6 +58,11 @@ def test_schedules_that_found_something_break_no_rule_any_more(seed: int) -> Non
     assert run_schedule(seed).outcomes.total() == 200
 
 
+@pytest.mark.parametrize("seed", [25, 44])
+def test_chunks_of_a_prompt_may_overtake_each_other(seed: int) -> None:
+    assert run_schedule(seed, kinds=("duplicate and reorder",)).outcomes.total() == 200
+
+
 def test_outputs_that_must_follow_a_grammar_break_no_rule() -> None:
     """Under faults of all kinds; the oracle knows nothing of states that are kept from step to step."""
     results = [run_schedule(seed) for seed in (2, 11, 15, 17)]

@@ -78,7 +78,8 @@ class StepWatch:
                 self.forgotten.discard(row.sequence_id)
                 self._world.reused += row.reused
             case worker_pb2.ROW_STATUS_UNKNOWN_SEQUENCE | worker_pb2.ROW_STATUS_KV_MISMATCH:
-                if not self.lost(row.sequence_id):
+                # A chunk of a prompt that overtook the one before it is refused.
+                if not (self.lost(row.sequence_id) or self._world.network.meddled):
                     self._world.fail(f"{self._worker_id}: KV of {row.sequence_id} was lost unprovoked: {row.error}")
             case worker_pb2.ROW_STATUS_OUT_OF_PAGES | worker_pb2.ROW_STATUS_FAILED:
                 # A release that was overtaken leaves less room than the scheduler reckons with.

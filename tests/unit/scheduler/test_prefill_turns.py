@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from scheduler.key_class import KeyClass
-from scheduler.messages import Row, RowResult, RowStatus, SendStep
+from scheduler.messages import Row, RowResult, RowStatus, SendStep, StepCompleted
 from tests.sim.driver import Driver, expected, of_type, outputs
 
 KEYS = (KeyClass("flood"), KeyClass("other"), KeyClass("third"))
@@ -169,3 +169,19 @@ def test_a_sequence_cancelled_with_two_chunks_in_flight_leaves_nothing() -> None
     driver.settle()
     assert not driver.workers["target"].held
     assert not outputs(driver, 10)
+
+
+def test_an_answer_that_overtakes_the_one_before_it_does_no_harm() -> None:
+    driver = busy()
+    driver.submit(10, prompt_length=35, max_tokens=3)
+    while not all(any(row.sequence_id == 10 for row in step.rows) for step in driver.outstanding("target")):
+        driver.answer("target")
+    worker = driver.workers["target"]
+    steps = [driver.steps["target"].pop(0) for _ in range(2)]
+    answers = [
+        StepCompleted("target", step.step_id, tuple(worker.run_row(row) for row in step.rows), 0.05) for step in steps
+    ]
+    for answer in reversed(answers):
+        driver.handle(answer)
+    driver.settle()
+    assert outputs(driver, 10) == expected(driver, 10)
