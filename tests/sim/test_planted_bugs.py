@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from collections.abc import Sequence as IntSequence
 from typing import Any
 
@@ -37,8 +37,10 @@ from services.worker import registration
 from services.worker.executor import StepExecutor
 from services.worker.kv_pages import KvTransfer
 from services.worker.sequences import PreparedRow, RowRejectedError, WorkerSequence, WorkerSequences
+from tests.sim.cell import world
 from tests.sim.cell.plan import FAULTS, HANGING
 from tests.sim.cell.schedule import ScheduleError, run_schedule
+from tests.sim.cell.world import World
 
 MOST_SCHEDULES = 80
 
@@ -179,6 +181,14 @@ def failure_of(seed: int, faults: tuple[str, ...]) -> str | None:
     except ScheduleError as error:
         return str(error)
     return None
+
+
+def sessions_without_a_lease(patch: Patch) -> None:
+    async def read(self: Any, requests: AsyncIterator[scheduler_pb2.SessionRequest]) -> None:
+        async for request in requests:
+            self._take(request)
+
+    patch.setattr(GatewaySession, "_read", read)
 
 
 def client_that_leaves_is_not_reported(patch: Patch) -> None:
@@ -439,6 +449,7 @@ def test_planted_bug_is_found(
     monkeypatch: Patch, plant: Callable[[Patch], None], faults: tuple[str, ...], broken_rule: str
 ) -> None:
     plant(monkeypatch)
+    monkeypatch.setattr(world, "AUDIT_EVERY", 0)
     failures = (failure_of(seed, faults) for seed in range(MOST_SCHEDULES))
     seed, failure = next((seed, failure) for seed, failure in enumerate(failures) if failure is not None)
     rule, _, details = failure.partition("\n")
@@ -446,3 +457,40 @@ def test_planted_bug_is_found(
     assert f"seed {seed} " in rule
     assert "last events:" in details
     assert failure_of(seed, faults) == failure
+
+
+def only_the_auditor_judges(patch: Patch) -> None:
+    """In every schedule."""
+    fail = World.fail
+
+    def fail_by_messages(self: World, text: str) -> None:
+        if text.startswith("audit: "):
+            fail(self, text)
+
+    patch.setattr(World, "fail", fail_by_messages)
+    patch.setattr(world, "AUDIT_EVERY", 1)
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize(
+    ("plant", "faults", "broken_rule"),
+    [
+        (fencing_is_skipped, ("two schedulers",), "is answered with status 1, epoch .* has spoken"),
+        (fenced_scheduler_goes_on, ("two schedulers",), "although it has been fenced off"),
+        (every_connection_has_the_same_epoch, ("reset",), "a connection to .* has epoch"),
+        (resubmission_lacks_the_last_delivered_token, ("scheduler crash",), "is submitted with .* received was"),
+        (grammar_is_lost_where_another_scheduler_goes_on, ("scheduler crash",), "asks for other things"),
+        (releases_are_forgotten, (), "was not told to release"),
+        (sequences_of_a_lost_session_go_on, ("gateway crash",), "nobody waits for the sequence"),
+        (sessions_without_a_lease, ("partition",), "after the gateway was last heard"),
+        (damaged_kv_is_taken, ("kv damaged",), "with a page that is damaged"),
+    ],
+)
+def test_messages_alone_show_a_planted_bug(
+    monkeypatch: Patch, plant: Callable[[Patch], None], faults: tuple[str, ...], broken_rule: str
+) -> None:
+    plant(monkeypatch)
+    only_the_auditor_judges(monkeypatch)
+    failures = (failure_of(seed, faults) for seed in range(MOST_SCHEDULES))
+    failure = next(failure for failure in failures if failure is not None)
+    assert re.search(f"audit: .*{broken_rule}", failure.partition("\n")[0])

@@ -111,6 +111,13 @@ def test_the_scheduler_core_has_neither_clock_nor_randomness_nor_io() -> None:
     assert offences("scheduler", banned) == []
 
 
+def test_the_auditor_of_simulations_knows_messages_only() -> None:
+    """docs/protocol.md in code of its own: what it shared with the services, it could not judge."""
+    assert offences("tests/sim/audit", {"scheduler", "services", "engine", "deploy"}) == []
+    foreign = [name for source in sources("tests/sim/audit") for name in imported_modules(source) if "sim.cell" in name]
+    assert foreign == []
+
+
 def test_help_is_quick() -> None:
     """What takes a second to import is imported by the commands that need it."""
     program = "import sys; from deploy.cli.main import run; run(['--help']); print(*sys.modules, file=sys.stderr)"

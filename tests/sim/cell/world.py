@@ -10,6 +10,7 @@ from typing import Any
 
 from services.scheduler.epochs import MemoryRegister
 from services.scheduler.session import GatewaySession
+from tests.sim.audit.auditor import Auditor
 from tests.sim.cell.coverage import Change, Meeting
 from tests.sim.cell.faults import DISTURBING, HARMLESS_TO_LINKS, UNHEARD, Faults
 from tests.sim.cell.gateway import ClientCall, SimulatedGateway
@@ -26,6 +27,9 @@ MOST_SECONDS = 30.0
 requests go on to hang workers or to kill some."""
 MOST_IDLE_SECONDS = 8.0
 """After that, within which everything that was held must be free: leases run out, lost connections are noticed."""
+
+AUDIT_EVERY = 2
+"""One schedule in so many is audited, which takes a sixth longer; 0: none."""
 
 _NOTICED_AFTER = 0.3
 """Seconds until a scheduler that has closed is replaced, as a health check would."""
@@ -45,6 +49,9 @@ class World:
         # From a generator of its own: what is not touched on the way takes the course that it would take without.
         wire = Wire(plan.wire, random.Random(f"bytes of {plan.seed}"), self.faults.struck, self.note)
         self.network = Network(loop, rng, plan.latency, wire)
+        self.auditor: Auditor | None = None
+        if AUDIT_EVERY and plan.seed % AUDIT_EVERY == 0:
+            self.auditor = self.network.tap = Auditor(loop.time, self.fail)
         self.calls: list[ClientCall] = []
         self.fenced_replies = 0
         self.reused = 0
@@ -168,11 +175,13 @@ class World:
                 self.fail(f"a handler failed: {self.network.handler_errors[0]}")
                 return
             left = self._left()
-            if not left and self.loop.now >= self.plan.horizon:
-                return
             if self.loop.now > limit:
                 self.fail(f"left over: {left}")
+            if self.loop.now > limit or (not left and self.loop.now >= self.plan.horizon):
+                break
             await asyncio.sleep(0.25)
+        if self.auditor is not None:
+            self.auditor.check_end(worker.process for worker in self.workers.values())
 
     def _left(self) -> list[str]:
         """What is not as it was before the first request."""

@@ -61,9 +61,15 @@ class Channel:
 
     async def _ask(self, method: str, codec: Codec, request: Any, seconds: float | None, wait_for_ready: bool) -> Any:
         serialize, deserialize = codec
-        raw = self._client.network.wire.carry(request, serialize)
-        reply = await _unary(self._client, self._address, method, raw, seconds, wait_for_ready)
-        return read_reply(reply, deserialize)
+        client, network = self._client, self._client.network
+        call = UnaryCall(client, self._address, method, request)
+        if client.alive:
+            network.tap.wrote(call, True, request)
+        raw = network.wire.carry(request, serialize)
+        reply = read_reply(await _unary(call, raw, seconds, wait_for_ready), deserialize)
+        if reply is not None and client.alive:
+            network.tap.read(call, True, reply)
+        return reply
 
     def stream_stream(
         self, method: str, request_serializer: Serializer, response_deserializer: Deserializer, **_: Any
@@ -92,9 +98,19 @@ class Channel:
             call.cancel()
 
 
-async def _unary(
-    client: Process, address: str, method: str, request: bytes, seconds: float | None, wait_for_ready: bool
-) -> bytes:
+@dataclass(eq=False, slots=True)
+class UnaryCall:
+    """A call with one request and one reply."""
+
+    client: Process
+    address: str
+    method: str
+    request: Any
+    server: Process | None = None
+
+
+async def _unary(call: UnaryCall, request: bytes, seconds: float | None, wait_for_ready: bool) -> bytes:
+    client, address, method = call.client, call.address, call.method
     if not client.alive:
         raise unavailable(f"{client.name} is dead")
     network, loop = client.network, client.network.loop
@@ -111,9 +127,13 @@ async def _unary(
             answer.set_result(result)
 
     async def serve(listener: Listener) -> None:
+        call.server = listener.process
         try:
             served = listener.methods[method]
+            network.tap.read(call, False, call.request)
             reply = await served.unary_unary(request, ServerContext(None, end))
+            if listener.process.alive:
+                network.tap.wrote(call, False, reply)
             result: Any = network.wire.carry(reply, served.response_serializer)
         except _AbortedError as aborted:
             result = rpc_error(aborted.code, aborted.details)
@@ -121,6 +141,9 @@ async def _unary(
             if listener.process.alive:
                 network.handler_errors.append(f"{method}: {error!r}")
             result = rpc_error(grpc.StatusCode.UNKNOWN, repr(error))
+        finally:
+            if listener.process.alive:
+                network.tap.served(call)
         if listener.process.alive:
             loop.post(network.arrival(listener.process, client.name), settle, result)
 
@@ -219,10 +242,10 @@ class StreamCall:
         timeout: float | None,
     ) -> None:
         network = client.network
-        self._client = client
-        self._server: Process | None = None
-        self._address = address
-        self._method = method
+        self.client = client
+        self.server: Process | None = None
+        self.address = address
+        self.method = method
         self._serialize, self._deserialize = codec
         self._served: Any = None
         self._steps = method.endswith("/Steps")
@@ -246,7 +269,7 @@ class StreamCall:
             self._finish(unavailable(f"{client.name} is dead"))
 
     def joins(self, other: Process) -> bool:
-        return other in (self._client, self._server)
+        return other in (self.client, self.server)
 
     # The client's end.
 
@@ -259,10 +282,13 @@ class StreamCall:
             if item.error is not None:
                 raise item.error
             raise StopAsyncIteration
-        return read_reply(item, self._deserialize)
+        reply = read_reply(item, self._deserialize)
+        if reply is not None and self.client.alive:
+            self._network.tap.read(self, True, reply)
+        return reply
 
     def cancel(self) -> None:
-        if not self._ended and self._client.alive:
+        if not self._ended and self.client.alive:
             self._up(self._stop_handler, straight=True)
         self._finish(None)
 
@@ -279,6 +305,8 @@ class StreamCall:
         self._up(self._requests.put, _End(), straight=True)
 
     def _send_one(self, request: Any) -> None:
+        if self.client.alive:
+            self._network.tap.wrote(self, True, request)
         self._up(self._requests.put, self._network.wire.carry(request, self._serialize))
 
     def _expire(self) -> None:
@@ -290,21 +318,21 @@ class StreamCall:
         if self._ended:
             return
         self._ended = True
-        self._client.calls.pop(self, None)
+        self.client.calls.pop(self, None)
         if self._expiry is not None:
             self._expiry.cancel()
-        if self._client.alive:
+        if self.client.alive:
             self._pump.cancel()
         self._replies.put(_End(error))
 
     # The server's end.
 
     def _open(self) -> None:
-        listener = self._network.listeners.get(self._address)
+        listener = self._network.listeners.get(self.address)
         if listener is None or not listener.process.alive:
-            self._finish(unavailable(f"nobody listens at {self._address}"))
+            self._finish(unavailable(f"nobody listens at {self.address}"))
             return
-        self._server = listener.process
+        self.server = listener.process
         listener.process.calls[self] = None
         self._handler = listener.process.spawn(self._serve(listener))
 
@@ -312,7 +340,7 @@ class StreamCall:
         context = ServerContext(self)
         end = _End()
         try:
-            self._served = listener.methods[self._method]
+            self._served = listener.methods[self.method]
             result = await self._begin(context)
             if hasattr(result, "__aiter__"):
                 try:
@@ -326,10 +354,12 @@ class StreamCall:
             end = _End(rpc_error(aborted.code, aborted.details))
         except Exception as error:
             if listener.process.alive:
-                self._network.handler_errors.append(f"{self._method}: {error!r}")
+                self._network.handler_errors.append(f"{self.method}: {error!r}")
             end = _End(rpc_error(grpc.StatusCode.UNKNOWN, repr(error)))
         finally:
             listener.process.calls.pop(self, None)
+            if listener.process.alive:
+                self._network.tap.served(self)
         self._down(self._end, end, straight=True)
 
     async def _begin(self, context: ServerContext) -> Any:
@@ -339,9 +369,14 @@ class StreamCall:
     async def _incoming(self) -> AsyncIterator[Any]:
         """Raises DecodeError where a message cannot be read."""
         while not isinstance(item := await self._requests.get(), _End):
-            yield self._served.request_deserializer(item)
+            request = self._served.request_deserializer(item)
+            if self.server is not None and self.server.alive:
+                self._network.tap.read(self, False, request)
+            yield request
 
     def reply(self, message: Any) -> None:
+        if self.server is not None and self.server.alive:
+            self._network.tap.wrote(self, False, message)
         sent = self._network.damage(message) if self._moves_kv else message
         self._down(self._take, self._network.wire.carry(sent, self._served.response_serializer))
 
@@ -365,11 +400,11 @@ class StreamCall:
         loop.post(loop.now + rng.choice((0.001, 0.05, 2.0)), self._stop_handler)
 
     def _up(self, action: Callable[..., None], *args: Any, straight: bool = False) -> None:
-        if not self._client.alive:
+        if not self.client.alive:
             return
-        far = self._server.name if self._server is not None else self._far_name
-        at = max(self._network.arrival(self._client, far), self._last_up)
-        kind = "" if straight or not self._steps else self._network.mischief(self._client.name, far)
+        far = self.server.name if self.server is not None else self._far_name
+        at = max(self._network.arrival(self.client, far), self._last_up)
+        kind = "" if straight or not self._steps else self._network.mischief(self.client.name, far)
         if kind == "late":
             self._loop.post(at + 0.05 * self._network.rng.random(), self._arrive_up, action, *args)
             return
@@ -381,15 +416,15 @@ class StreamCall:
             self._loop.post(at, self._arrive_up, action, *args)
 
     def _arrive_up(self, action: Callable[..., None], *args: Any) -> None:
-        if self._server is None or self._server.alive:
+        if self.server is None or self.server.alive:
             action(*args)
 
     def _down(self, action: Callable[..., None], *args: Any, straight: bool = False) -> None:
-        server = self._server
+        server = self.server
         if server is None or not server.alive:
             return
-        at = max(self._network.arrival(server, self._client.name), self._last_down)
-        kind = "" if straight or not self._steps else self._network.mischief(server.name, self._client.name)
+        at = max(self._network.arrival(server, self.client.name), self._last_down)
+        kind = "" if straight or not self._steps else self._network.mischief(server.name, self.client.name)
         if kind == "late":
             self._loop.post(at + 0.05 * self._network.rng.random(), self._arrive_down, action, *args)
             return
@@ -399,7 +434,7 @@ class StreamCall:
             self._loop.post(at + 0.05 * self._network.rng.random(), self._arrive_down, action, *args)
 
     def _arrive_down(self, action: Callable[..., None], *args: Any) -> None:
-        if self._client.alive:
+        if self.client.alive:
             action(*args)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from protos import worker_pb2
 from tests.sim.cell.process import Process
+from tests.sim.cell.rpc.tap import NoTap, Tap
 from tests.sim.cell.rpc.wire import Wire
 from tests.sim.cell.virtual_time import VirtualLoop
 
@@ -39,6 +40,7 @@ class Network:
         self.processes: list[Process] = []
         self.handler_errors: list[str] = []
         self.meddled = 0
+        self.tap: Tap = NoTap()
         self._latency = latency
         self._blocked: dict[frozenset[str], float] = {}
         self._slow: dict[frozenset[str], tuple[float, float]] = {}

@@ -1,0 +1,166 @@
+"""What messages tell of tokens: the KV that a worker has of them, and which are committed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from protos import worker_pb2
+
+EMPTY_DIGEST = 0xBF29CE484222325
+_FACTOR = 0xBB873593CC9E2D5
+_MASK = (1 << 60) - 1
+
+
+def digests_after(digest: int, tokens: Iterable[int]) -> list[int]:
+    """The digests of the list that has `digest` and grows by one token after the other (docs/protocol.md, Steps)."""
+    digests = []
+    for token in tokens:
+        digest = (digest ^ token) * _FACTOR & _MASK
+        digests.append(digest)
+    return digests
+
+
+def digest_of(tokens: Iterable[int]) -> int:
+    digest = EMPTY_DIGEST
+    for token in tokens:
+        digest = (digest ^ token) * _FACTOR & _MASK
+    return digest
+
+
+class _Held:
+    """The digest of each prefix of the tokens that the worker has KV of, and what was committed when it came."""
+
+    __slots__ = ("committed", "digests")
+
+    def __init__(self) -> None:
+        self.digests = [EMPTY_DIGEST]
+        self.committed: list[int] = []
+
+
+class KvBook:
+    """The KV of one worker under one scheduler epoch, as requests and the replies to them tell of it."""
+
+    def __init__(self) -> None:
+        self._held: dict[int, _Held] = {}
+
+    def sequences(self) -> list[int]:
+        """Those of which the worker has KV."""
+        return [sequence_id for sequence_id, held in self._held.items() if len(held.digests) > 1]
+
+    def digest(self, sequence_id: int, kv_len: int) -> int | None:
+        """Of the first `kv_len` tokens; None where there are not so many."""
+        held = self._held.get(sequence_id)
+        digests = [EMPTY_DIGEST] if held is None else held.digests
+        return digests[kv_len] if kv_len < len(digests) else None
+
+    def kv_len(self, sequence_id: int) -> int:
+        held = self._held.get(sequence_id)
+        return 0 if held is None else len(held.digests) - 1
+
+    def take_in(self, request: worker_pb2.ImportKvRequest) -> None:
+        """A sequence that came with its KV."""
+        self._held[request.sequence_id] = held = _Held()
+        held.digests += digests_after(EMPTY_DIGEST, request.tokens)
+        held.committed = list(request.parameters.committed_tokens)
+
+    def settle(self, request: worker_pb2.StepRequest, reply: worker_pb2.StepReply) -> str | None:
+        """Applies an answer that is OK as a whole. Returns what is wrong with it."""
+        for sequence_id in request.released_sequence_ids:
+            self._held.pop(sequence_id, None)
+        if len(request.rows) != len(reply.rows):
+            return f"answers {len(reply.rows)} of {len(request.rows)} rows"
+        for row, answer in zip(request.rows, reply.rows, strict=True):
+            if row.sequence_id != answer.sequence_id:
+                return f"answers sequence {answer.sequence_id} in the place of {row.sequence_id}"
+            problem = self._settle(row, answer)
+            if problem is not None:
+                return f"sequence {row.sequence_id}: {problem}"
+        return None
+
+    def _settle(self, row: worker_pb2.Row, answer: worker_pb2.RowReply) -> str | None:
+        held = self._held.get(row.sequence_id)
+        opens = row.HasField("parameters")
+        if answer.status == worker_pb2.ROW_STATUS_UNKNOWN_SEQUENCE:
+            self._held.pop(row.sequence_id, None)
+            return "is not known, although parameters came with its row" if opens else None
+        if opens:
+            if held is None:
+                held = self._held[row.sequence_id] = _Held()
+            held.committed = list(row.parameters.committed_tokens)
+        if held is None:
+            if answer.status == worker_pb2.ROW_STATUS_OK:
+                return "was computed, although it was never opened"
+            return None
+        if answer.status == worker_pb2.ROW_STATUS_OK:
+            return _computed(held, row, answer)
+        return _refused(held, row, answer)
+
+
+def _computed(held: _Held, row: worker_pb2.Row, answer: worker_pb2.RowReply) -> str | None:
+    digests, kv_len = held.digests, row.kv_len
+    if kv_len >= len(digests) or digests[kv_len] != row.prefix_digest:
+        return f"was computed on {kv_len} positions of KV, the worker has {len(digests) - 1}, or other ones"
+    tokens, drafted = list(answer.tokens), list(row.draft_tokens)
+    problem = _wrong_tokens(row, tokens, drafted, answer.accepted)
+    if problem is not None:
+        return problem
+    del digests[kv_len + 1 :]
+    fed = [*row.tokens, *(tokens[:-1] if row.draft_length else tokens[: answer.accepted])]
+    digests += digests_after(digests[-1], fed)
+    # What the row only computes, the worker may have from other sequences, and then that of more committed tokens.
+    if answer.kv_len >= len(digests) and answer.reused and not (row.sample or row.draft_length):
+        digests += digests_after(digests[-1], held.committed[len(digests) - 1 : answer.kv_len])
+    if answer.kv_len != len(digests) - 1:
+        return f"kv_len is {answer.kv_len} after {len(digests) - 1} tokens"
+    if answer.prefix_digest != digests[-1]:
+        return f"prefix_digest is not that of the {answer.kv_len} tokens that were fed and accepted"
+    return None
+
+
+def _wrong_tokens(row: worker_pb2.Row, tokens: list[int], drafted: list[int], accepted: int) -> str | None:
+    if row.draft_length:
+        if len(tokens) > row.draft_length:
+            return f"{len(tokens)} tokens are proposed, draft_length is {row.draft_length}"
+        return None
+    if not row.sample:
+        return f"tokens {tokens} come unasked" if tokens or accepted else None
+    if accepted > len(drafted) or tokens[:accepted] != drafted[:accepted]:
+        return f"accepts {accepted} tokens with {tokens}, {drafted} were drafted"
+    if len(tokens) != accepted + 1:
+        return f"{len(tokens)} tokens come with {accepted} accepted"
+    if accepted < len(drafted) and tokens[accepted] == drafted[accepted]:
+        return f"token {tokens[accepted]} is not accepted, although the target chose it"
+    return None
+
+
+def _refused(held: _Held, row: worker_pb2.Row, answer: worker_pb2.RowReply) -> str | None:
+    """The worker says what it has. It may have lost KV, and never has any that nobody fed."""
+    digests, kv_len = held.digests, answer.kv_len
+    if kv_len >= len(digests) or digests[kv_len] != answer.prefix_digest:
+        del digests[row.kv_len + 1 :]
+        digests += digests_after(digests[-1], row.tokens)
+        digests += digests_after(digests[-1], held.committed[len(digests) - 1 :])
+        if kv_len >= len(digests) or digests[kv_len] != answer.prefix_digest:
+            return f"says that it has {kv_len} positions with a digest of tokens that nobody fed"
+    del digests[kv_len + 1 :]
+    return None
+
+
+class CommittedTokens:
+    """The committed tokens of one sequence of one scheduler, by their digests: each position has one token for ever."""
+
+    __slots__ = ("digests", "prompt_length", "proposals")
+
+    def __init__(self) -> None:
+        self.digests: dict[int, int] = {}
+        self.prompt_length = 0
+        self.proposals: dict[int, list[list[int]]] = {}
+        """What drafts proposed, by the digest of the tokens before."""
+
+    def say(self, position: int, digests: Iterable[int]) -> int | None:
+        """Committed prefixes of `position`, position + 1 ... tokens. Returns the first that says something else."""
+        known = self.digests
+        for place, digest in enumerate(digests, position):
+            if known.setdefault(place, digest) != digest:
+                return place
+        return None
