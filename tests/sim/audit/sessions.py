@@ -257,6 +257,7 @@ class GatewayAudit:
     def read(self, call: Any, reply: scheduler_pb2.SessionReply) -> None:
         if reply.HasField("opened"):
             self._opened[call] = reply.opened.lease_seconds
+            self._spoke[call] = self._clock()  # it has not known before how long it may be silent
         for event in reply.events:
             stream = self._streams.get(event.request_id)
             if stream is None or stream.ended or stream.session is not call:
