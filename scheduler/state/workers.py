@@ -195,12 +195,15 @@ class TargetWorker(WorkerState[Sequence, TargetWork]):
         """The position from which the next chunk of a PREFILLING sequence feeds; None where the sequence must wait for
         an answer.
 
-        A chunk may follow another one that is in flight, as long as no answer has said more than was asked for.
+        A chunk may follow another one that is in flight, but for the first: its answer says how much of the prompt the
+        worker has from others. It may not once an answer has said more than was asked for.
         """
         valid, flight = self.kv[sequence.sequence_id].valid, self.in_flight.get(sequence.sequence_id)
         if flight is None:
             return valid
-        if flight.abandoned or flight.row.sample or sequence.suspected or valid > flight.row.kv_len:
+        if flight.row.opening is not None or flight.abandoned or flight.row.sample:
+            return None
+        if sequence.suspected or valid > flight.row.kv_len:
             return None
         return flight.end
 
