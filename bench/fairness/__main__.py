@@ -9,7 +9,7 @@ each key in a process of their own.
 The key `single` asks once a second, first alone, then while the key `flood` keeps `--streams` streams open. Both weigh
 the same. A request that comes while a step runs waits for the end of that step, and of the one queued behind it,
 whatever the scheduler does. So a request of a single step takes up to three times as long beside a flood as alone, one
-of seven chunks, as here, up to 9/7.
+of seven chunks, as here, up to 10/7: the answer to the first chunk is waited for.
 
     python -m bench.fairness --json bench/results/fairness.json
 """
