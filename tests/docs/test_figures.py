@@ -1,0 +1,225 @@
+"""Figures in the documents are those of the records that they name: every phrase here is made of a record's numbers."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.record import RESULTS
+from tests.docs.documents import ROOT
+
+Cells = Mapping[tuple[str, int, str | None], Mapping[str, Any]]
+
+
+def record(name: str) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+    return content
+
+
+def result(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = record(name)["result"]
+    return found
+
+
+def cells(name: str) -> Cells:
+    """By system, batch size and draft model; a file has one cell of each."""
+    points = [(cell["point"], cell) for cell in record(name)["cells"]]
+    return {
+        (point["system"], point["batch_size"], point["draft"] and point["draft"].partition("+")[0]): cell
+        for point, cell in points
+        if point["category"] is None
+    }
+
+
+def speed(cell: Mapping[str, Any]) -> str:
+    return f"{cell['tokens_per_second']['median']:.1f}"
+
+
+def gain(cell: Mapping[str, Any]) -> str:
+    """Over plain decoding."""
+    return f"{cell['ratio_to_plain']['median']:.2f}"
+
+
+def words(text: str) -> str:
+    return re.sub(r"\s+", " ", text)
+
+
+def check(document: str, *phrases: str) -> None:
+    text = words((ROOT / document).read_text(encoding="utf-8"))
+    missing = [phrase for phrase in phrases if words(phrase) not in text]
+    assert not missing, f"{document} does not say: {missing}"
+
+
+def test_a_phrase_that_is_not_there_would_be_seen() -> None:
+    with pytest.raises(AssertionError, match="does not say"):
+        check("README.md", "Spool is 17.3 times faster")
+
+
+def test_speed_on_the_first_page() -> None:
+    table = cells("decoding_avx2")
+    rows = {
+        "Spool, plain, bfloat16, exact": ("plain", None),
+        "Spool, `auto` with the demo draft, bfloat16, exact": ("auto", "demo"),
+        "vLLM 0.32 on CPU, plain, float32 (its faster dtype here)": ("vllm", None),
+        "transformers `generate`, float32 (its faster dtype here)": ("transformers", None),
+    }
+    lines = [
+        f"| {name} | {speed(table[system, 1, draft])} | {speed(table[system, 8, draft])} |"
+        for name, (system, draft) in rows.items()
+    ]
+    check("README.md", *lines)
+
+
+def test_where_drafts_gain_and_lose() -> None:
+    one = cells("peers_cpu_one_batch")
+    demo, lookup = ([gain(one["auto", batch, draft]) for batch in (1, 8, 16)] for draft in ("demo", "ngram"))
+    check(
+        "README.md",
+        f"`auto` with the demo draft gave {demo[0]}, {demo[1]} and {demo[2]} times plain decoding at batch 1, 8 and 16",
+        f"prompt lookup {lookup[0]}, {lookup[1]} and {lookup[2]}",
+    )
+    check("docs/operations.md", f"the demo draft gave {demo[0]}, {demo[1]} and {demo[2]} times plain decoding")
+    good = [gain(cells("decoding_synthetic_70")["auto", batch, "synthetic_70/draft"]) for batch in (1, 2, 4, 8)]
+    poor = [gain(cells("decoding_synthetic_10")["auto", batch, "synthetic_10/draft"]) for batch in (1, 2, 4, 8, 16)]
+    check(
+        "README.md",
+        f"`auto` gives {good[0]} times plain decoding at batch 1, {good[1]} at 2, {good[2]} at 4 and {good[3]} at 8",
+        f"With one that is right once in ten it gives {min(poor)} to {max(poor)}",
+    )
+
+
+def test_equal_texts_and_logits() -> None:
+    def row(name: str, policy: str) -> str:
+        found = result(name)["policies"][policy]
+        equal = f"{found['equal_sequences']} of {found['sequences']}"
+        return f"| {equal} | {found['equal_logits']} of {found['compared_logits']} |"
+
+    drafted = {
+        policy: f"{result('exact_greedy')['policies'][policy]['statistics']['drafted']:,} tokens drafted"
+        for policy in ("exspec", "auto")
+    }
+    check(
+        "docs/exactness.md",
+        f"`exspec` ({drafted['exspec']}) {row('exact_greedy', 'exspec')}",
+        f"({drafted['auto']}) {row('exact_greedy', 'auto')}",
+        f"| exact, temperature 0.8 | `exspec` {row('exact_temperature', 'exspec')}",
+        f"| exact, temperature 0.8 | `ragged` {row('exact_temperature', 'ragged')}",
+        f"| `--no-exact`, greedy | `exspec` {row('no_exact_greedy', 'exspec')}",
+    )
+    greedy, sampled, free = (
+        result(name)["policies"]["exspec"] for name in ("exact_greedy", "exact_temperature", "no_exact_greedy")
+    )
+    assert greedy["equal_sequences"] == sampled["equal_sequences"] == greedy["sequences"]
+    check(
+        "README.md",
+        f"{greedy['equal_sequences']} of {greedy['sequences']} texts",
+        f"with `--no-exact` and without the kernels, {free['equal_sequences']} did",
+    )
+
+
+def test_price_of_exact_steps() -> None:
+    ratios = [step["ratio"] for step in result("exact_steps")["steps"]]
+    check("docs/exactness.md", f"took {min(ratios):.2f} to {max(ratios):.2f} times as long as the others")
+
+
+def test_pauses_after_faults() -> None:
+    shared, own = result("chaos"), result("chaos_paced")
+    lines = [f"| none | {shared['undisturbed']['longest']:.2f} |", f"| none | {own['undisturbed']['longest']:.2f} |"]
+    lines += [f"| {fault['fault']} | {fault['longest']:.2f} |" for fault in shared["faults"]]
+    pauses: dict[str, list[str]] = {}
+    for fault in own["faults"]:
+        pauses.setdefault(fault["fault"], []).append(f"{fault['longest']:.2f}")
+    lines += [f"| {fault} | {', '.join(longest)} |" for fault, longest in pauses.items()]
+    check("docs/recovery.md", *lines, f"{shared['streams']['answered']} texts", f"{own['streams']['answered']} texts")
+
+
+def test_prompts_that_kill() -> None:
+    found = result("poison")
+    check(
+        "docs/recovery.md",
+        f"All {found['poisons']} got their error, and {found['targets_lost']} targets were lost",
+        f"The {found['streams']['answered']} other texts were those of plain decoding",
+        f"{found['pauses']['median']:.0f} s (median) and {found['pauses']['longest']:.0f} s at most",
+    )
+
+
+def test_more_than_can_be_served() -> None:
+    found = result("overload")
+    refused, seconds = found["refused"], found["refusal_seconds"]
+
+    def growth(process: str) -> tuple[float, float]:
+        """From the third of the ten minutes on, in percent and MiB."""
+        tenths = found["processes"][process]["pss_mib_by_tenth"]
+        return 100 * (tenths[-1] / tenths[2] - 1), tenths[-1] - tenths[2]
+
+    grown = {process.rpartition(" ")[0]: growth(process) for process in found["processes"]}
+    check(
+        "docs/recovery.md",
+        f"of {found['requests']:,} requests {found['answered']:,} were answered",
+        f"{sum(refused.values()):,} refused (HTTP {refused['http']:,}, gRPC {refused['grpc']:,})",
+        f"within {1000 * seconds['p50']:.0f} ms and 99 of 100 within {seconds['p99']:.2f} s",
+        f"{grown['TargetWorker'][0]:.1f} % in the target worker, {grown['DraftWorker'][0]:.1f} % in the draft worker "
+        f"({grown['DraftWorker'][1]:.1f} MiB), {grown['Scheduler'][0]:.1f} % in the scheduler",
+    )
+
+
+def test_moving_kv() -> None:
+    points = result("kv_movement")["points"]
+    check(
+        "docs/recovery.md",
+        *(
+            f"| {point['positions']} | {point['bytes']:,} | {point['recompute_seconds']:.3f} |"
+            f" {point['move_seconds']:.3f} |"
+            for point in points
+        ),
+    )
+
+
+def test_structured_output() -> None:
+    one, several = result("structured")["steps"]
+    loss = [100 * (1 - 1 / step["ratio"]) for step in (one, several)]
+    check(
+        "docs/benchmarks.md",
+        f"takes {one['ratio']:.3f} +- {one['error']:.3f} times as long as a free one",
+        f"{several['ratio']:.3f} +- {several['error']:.3f} times with four drafts",
+        f"loses {loss[0]:.1f} % and {loss[1]:.1f} % of its tokens a second",
+        f"{result('schema_conformance')['valid']} of ",
+    )
+
+
+def test_tools_of_others() -> None:
+    requests: dict[str, int] = {}
+    for run in result("load_tools")["runs"]:
+        assert run["errors"] == 0
+        requests[run["tool"]] = requests.get(run["tool"], 0) + run["requests"]
+    tasks = result("evaluation")["tasks"]
+    texts, chat, likelihoods = (tasks[name] for name in ("served: questions", "served_chat: questions", "served: facts"))
+    check(
+        "docs/clients.md",
+        f"| constant rates of 0.5, 1 and 2 requests a second | {requests['guidellm']} | 0 |",
+        f"| chat, streamed, 8 at a time | {requests['AIPerf']} | 0 |",
+        f"| completions, 8 at a time | {requests['vllm bench serve --backend openai']} | 0 |",
+        f"| chat, 8 at a time | {requests['vllm bench serve --backend openai-chat']} | 0 |",
+        f"{texts['equal']} of {texts['answers']} texts, {chat['equal']} of {chat['answers']} chat answers",
+        f"{likelihoods['answers']} log-likelihoods differ",
+    )
+    assert likelihoods["largest_difference"] < 0.00005
+    assert all(result("frameworks")["equal"].values())
+
+
+def test_fault_schedules() -> None:
+    found = record("fault_schedules")
+    check("docs/testing.md", f"SEEDS={found['schedules']}", f"{found['sequences'] / 1e6:.0f} million sequences")
+
+
+def test_every_record_is_somewhere_in_the_documents() -> None:
+    """A record that nobody quotes or shows is one that nobody repeats."""
+    documents = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
+    text = "\n".join(document.read_text(encoding="utf-8") for document in documents)
+    unseen = [file.name for file in sorted(Path(RESULTS).glob("*.json")) if file.stem not in text]
+    assert not unseen
