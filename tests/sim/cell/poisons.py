@@ -22,7 +22,7 @@ _SPORADIC_CHANCE = 1 / 3
 _SHORTEST_HANG, _LONGEST_HANG, _LONGEST_DOWN = 0.5, 2.5, 1.0
 """Seconds until a worker that hangs is restarted, some before and some after its scheduler gives it up, and down."""
 _MOST_HANGING = 3
-"""A cell with one target stands still for twice these seconds for each of them, and everything must end in time."""
+"""Requests. A cell with one target stands still for twice these seconds for each, and everything must end in time."""
 
 
 class Poisons:
@@ -39,8 +39,9 @@ class Poisons:
         self._victims: dict[tuple[Prompt, Role], list[SimulatedWorker]] = defaultdict(list)
 
     def add(self, prompt: Prompt, fault: Fault) -> None:
-        hanging = sum(known.kind == HANGING for known in self.prompts.values())
-        if fault.kind != HANGING or hanging < _MOST_HANGING:
+        hanging = {known for known, poison in self.prompts.items() if poison.kind == HANGING} | {prompt}
+        requests = sum(one.request.prompt in hanging for one in self._world.plan.requests)
+        if fault.kind != HANGING or requests <= _MOST_HANGING:
             self.prompts[prompt] = fault
 
     def mend(self) -> None:
