@@ -198,7 +198,7 @@ class WorkerState(ABC, Generic[Member, Work]):
         """
         sequence_id, tokens = sequence.sequence_id, sequence.tokens
         entry = self.kv[sequence_id]
-        valid = entry.valid if after is None else after.end
+        valid = entry.valid if after is None else max(entry.valid, after.end)
         start = valid if valid < end else end - 1
         opening: SequenceRequest | None = None
         committed: tuple[int, ...] = ()

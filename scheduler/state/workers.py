@@ -195,17 +195,15 @@ class TargetWorker(WorkerState[Sequence, TargetWork]):
         """The position from which the next chunk of a PREFILLING sequence feeds; None where the sequence must wait for
         an answer.
 
-        A chunk may follow another one that is in flight, but for the first: its answer says how much of the prompt the
-        worker has from others. It may not once an answer has said more than was asked for.
+        A chunk may follow another one that is in flight. Where the worker has more of the prompt from others, which it
+        says in its answers, a chunk that was sent before costs it nothing, and the next goes on behind that.
         """
         valid, flight = self.kv[sequence.sequence_id].valid, self.in_flight.get(sequence.sequence_id)
         if flight is None:
             return valid
-        if flight.row.opening is not None or flight.abandoned or flight.row.sample:
+        if flight.abandoned or flight.row.sample or sequence.suspected:
             return None
-        if sequence.suspected or valid > flight.row.kv_len:
-            return None
-        return flight.end
+        return max(valid, flight.end)
 
     def check_integrity(self) -> None:
         super().check_integrity()

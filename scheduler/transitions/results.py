@@ -52,6 +52,7 @@ class Rounds:
         if step is None:
             return
         _leave_out_reused(step, results)
+        _leave_out_known(target, step)
         if self._controller.target_step(target, step.work, seconds, now - began if step.to_idle_worker else None):
             self._lifecycle.drafting_changed(target)
         together = _failed_together(step, results)
@@ -249,6 +250,13 @@ def _leave_out_reused(
     reused = {result.sequence_id: result.reused for result in results.values() if result.reused > 0}
     for flight in step.rows if reused else ():
         step.work.leave_out(min(reused.get(flight.row.sequence_id, 0), len(flight.row.tokens)))
+
+
+def _leave_out_known(target: TargetWorker, step: OutstandingStep[Sequence, TargetWork]) -> None:
+    """Nor did the tokens of a chunk that was sent before an answer told that the worker has KV of them."""
+    for flight in step.rows if step.work.prefill_tokens else ():
+        if not flight.abandoned and (known := target.kv[flight.row.sequence_id].valid - flight.row.kv_len) > 0:
+            step.work.leave_out(min(known, len(flight.row.tokens)))
 
 
 def _failed_together(

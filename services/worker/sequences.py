@@ -74,8 +74,8 @@ class WorkerSequence:
 
 @dataclass(slots=True)
 class PreparedRow:
-    """A row that can run: `tokens` are to be fed from position `start` on, `reused` is how many positions from the
-    row's `kv_len` on were taken over from other sequences. Without tokens there is nothing to compute."""
+    """A row that can run: `tokens` are to be fed from position `start` on, `reused` positions before it were taken over
+    from other sequences. Without tokens there is nothing to compute."""
 
     sequence: WorkerSequence
     start: int
@@ -115,8 +115,8 @@ class WorkerSequences:
         return sequence_id in self._sequences
 
     def prepare(self, row: worker_pb2.Row) -> PreparedRow:
-        """Checks a row, truncates its sequence to the row's `kv_len`, takes over pages known by the tokens that follow,
-        and appends the row's tokens to the sequence's list.
+        """Checks a row, truncates its sequence to what the row leaves of it, takes over pages known by the tokens that
+        follow, and appends the row's tokens to the sequence's list.
 
         Raises RowRejectedError, which says what the worker then holds of the sequence.
         """
@@ -129,11 +129,12 @@ class WorkerSequences:
             raise RowRejectedError(
                 RowStatus.KV_MISMATCH, f"the worker has other tokens than expected in [0, {row.kv_len})", held
             )
+        end = row.kv_len + len(row.tokens)
+        kept = self._kept(held, row)
         # A shared page is never written to: the tokens that the row needs of it are computed again, on a new page.
-        start = self._pool.writable_length(held.table, row.kv_len)
-        fed = [*held.history[start : row.kv_len], *row.tokens]
+        start = self._pool.writable_length(held.table, kept)
+        fed = [*held.history[start : row.kv_len], *row.tokens[max(0, start - row.kv_len) :]]
         self._truncate(held, start)
-        end = start + len(fed)
         held.tokens.extend(fed)
         self._take_over(
             held, end, row.sample or row.draft_length > 0, row.scoring.first if row.HasField("scoring") else None
@@ -144,7 +145,7 @@ class WorkerSequences:
             held.truncate_tokens(start)
             most = self._engine.max_num_batched_tokens
             raise RowRejectedError(RowStatus.KV_MISMATCH, f"{len(tokens)} tokens must be fed, at most {most} can", held)
-        return PreparedRow(held, start, tokens, max(0, start - row.kv_len))
+        return PreparedRow(held, start, tokens, max(0, start - kept))
 
     def settle(self, sequence: WorkerSequence, computed: Sequence[int]) -> None:
         """After the engine ran: `computed` are the tokens after the row's own that have valid KV now.
@@ -277,6 +278,23 @@ class WorkerSequences:
         held.untouched = False
         return held
 
+    def _kept(self, held: WorkerSequence, row: worker_pb2.Row) -> int:
+        """How many positions the row leaves of its sequence: `kv_len`, and those of the row's own tokens that have KV.
+
+        A token whose logits are wanted is fed in any case. A target that has KV of all the row's tokens keeps what lies
+        behind them as well; a draft has a proposal there. A row that opens its sequence wants all computed anew.
+        """
+        if held.table.length == row.kv_len or row.HasField("parameters"):
+            return row.kv_len
+        end = row.kv_len + len(row.tokens)
+        most = min(end - (row.sample or row.draft_length > 0), held.table.length)
+        if row.HasField("scoring"):
+            most = min(most, row.scoring.first - 1)
+        kept = row.kv_len
+        while kept < most and held.history[kept] == row.tokens[kept - row.kv_len]:
+            kept += 1
+        return held.table.length if kept == end and self._role is Role.TARGET else kept
+
     def _truncate(self, sequence: WorkerSequence, length: int) -> None:
         self._pool.truncate(sequence.table, length)
         sequence.truncate_tokens(length)
@@ -297,7 +315,7 @@ class WorkerSequences:
         if self._prefixes is not None and sequence.page_keys is not None:
             limit = len(known) - 1 if scored is None else scored - 1
             self._prefixes.share(sequence.table, sequence.page_keys, known, limit)
-            sequence.tokens.extend(known[end : sequence.table.length])
+            sequence.tokens.extend(known[len(sequence.tokens) : sequence.table.length])
 
     def _register(self, sequence: WorkerSequence, committed: int) -> None:
         """Offers the pages that the sequence has filled with its first `committed` tokens to other sequences."""

@@ -106,11 +106,15 @@ class ModelWorker:
         length = len(held.tokens)
         if row.kv_len > length or held.tokens.digest(row.kv_len) != row.prefix_digest:
             return self._result(row, RowStatus.KV_MISMATCH)
+        if not row.tokens:
+            return self._result(row, RowStatus.INVALID, error="nothing to feed")
+        end = row.kv_len + len(row.tokens)
+        computes = row.sample or row.draft_length
+        if row.opening is None and not computes and tuple(held.tokens.tokens[row.kv_len : end]) == row.tokens:
+            return self._result(row, RowStatus.OK)
         held.tokens.truncate(row.kv_len)
         if not self.short_sighted:
             self.pool.truncate(held.table, row.kv_len)
-        if not row.tokens:
-            return self._result(row, RowStatus.INVALID, error="nothing to feed")
         return self._verify(row, held) if self.spec.role is Role.TARGET else self._propose(row, held)
 
     def _append(self, held: Held, tokens: tuple[int, ...]) -> bool:

@@ -97,18 +97,23 @@ class KvBook:
 
 
 def _computed(held: _Held, row: worker_pb2.Row, answer: worker_pb2.RowReply) -> str | None:
-    digests, kv_len = held.digests, row.kv_len
+    digests, kv_len, opens = held.digests, row.kv_len, row.HasField("parameters")
     if kv_len >= len(digests) or digests[kv_len] != row.prefix_digest:
         return f"was computed on {kv_len} positions of KV, the worker has {len(digests) - 1}, or other ones"
     tokens, drafted = list(answer.tokens), list(row.draft_tokens)
     problem = _wrong_tokens(row, tokens, drafted, answer.accepted)
     if problem is not None:
         return problem
+    behind = digests[kv_len + len(row.tokens) :]
     del digests[kv_len + 1 :]
     fed = [*row.tokens, *(tokens[:-1] if row.draft_length else tokens[: answer.accepted])]
     digests += digests_after(digests[-1], fed)
+    # A row that only computes KV which the worker had may leave what lies behind it.
+    computes = row.sample or row.draft_length
+    if not (opens or computes) and behind[:1] == digests[-1:] and answer.kv_len >= len(digests):
+        digests += behind[1:]
     # What the row only computes, the worker may have from other sequences, and then that of more committed tokens.
-    if answer.kv_len >= len(digests) and answer.reused and not (row.sample or row.draft_length):
+    if answer.kv_len >= len(digests) and answer.reused and not computes:
         digests += digests_after(digests[-1], held.committed[len(digests) - 1 : answer.kv_len])
     if answer.kv_len != len(digests) - 1:
         return f"kv_len is {answer.kv_len} after {len(digests) - 1} tokens"

@@ -90,6 +90,54 @@ def test_chunks_take_over_what_was_computed_since_the_opening() -> None:
     assert list(step.rows[0].tokens) == continuation(SYSTEM, 1)
 
 
+def test_chunk_sent_before_it_was_known_that_all_is_there_leaves_all_there() -> None:
+    cell = target()
+    cell.step(opening(1, SYSTEM, sample=True))
+    steps = cell.executor._engine.steps  # type: ignore[attr-defined]
+    assert held(cell.step(opening(2, SYSTEM, 6)).rows[0]) == (OK, 16, 16)
+    step = cell.step(row(2, SYSTEM[:12], 6))
+    assert (packed(step), held(step.rows[0])) == (0, (OK, 16, 0))
+    assert step.rows[0].prefix_digest == DigestedTokens(SYSTEM).digest(16)
+    assert cell.executor._engine.steps == steps  # type: ignore[attr-defined]
+    step = cell.step(row(2, SYSTEM, 16, sample=True))
+    assert list(step.rows[0].tokens) == continuation(SYSTEM, 1)
+    assert cell.step().free_pages == 100 - 4 - 2
+
+
+def test_last_chunk_sent_before_it_was_known_that_all_is_there_feeds_its_last_token() -> None:
+    cell = target()
+    cell.step(opening(1, SYSTEM, sample=True))
+    cell.step(opening(2, SYSTEM, 6))
+    step = cell.step(row(2, SYSTEM, 6, sample=True))
+    assert (packed(step), held(step.rows[0])) == (1, (OK, 17, 0))
+    assert list(step.rows[0].tokens) == continuation(SYSTEM, 1)
+
+
+def test_what_a_row_has_of_its_tokens_stays_up_to_the_first_that_differs() -> None:
+    cell = target()
+    cell.step(opening(1, SYSTEM, 6))
+    step = cell.step(row(1, [*SYSTEM[:4], 90, 91], 2))
+    assert (packed(step), held(step.rows[0])) == (2, (OK, 6, 0))
+    (reply,) = cell.step(row(1, [*SYSTEM[:4], 90, 91, 92], 6, sample=True)).rows
+    assert list(reply.tokens) == continuation([*SYSTEM[:4], 90, 91, 92], 1)
+
+
+def test_sequence_opened_anew_is_computed_anew() -> None:
+    cell = target(prefix_cache=False)
+    cell.step(opening(1, SYSTEM, 12))
+    step = cell.step(opening(1, SYSTEM, 12))
+    assert (packed(step), held(step.rows[0])) == (12, (OK, 12, 0))
+
+
+def test_a_draft_keeps_of_its_proposal_what_became_committed() -> None:
+    cell = Conversation(DraftStepExecutor(StandInEngine(), EPOCH))
+    (reply,) = cell.step(opening(1, SYSTEM, draft_length=4)).rows
+    known = [*SYSTEM, *reply.tokens[:2]]
+    assert reply.kv_len == 17 + 3
+    step = cell.step(row(1, known, 17))
+    assert (packed(step), held(step.rows[0])) == (0, (OK, 19, 0))
+
+
 class CountedTokens(list[int]):
     """Counts the tokens that were read in slices."""
 
