@@ -198,7 +198,9 @@ def test_tools_of_others() -> None:
         assert run["errors"] == 0
         requests[run["tool"]] = requests.get(run["tool"], 0) + run["requests"]
     tasks = result("evaluation")["tasks"]
-    texts, chat, likelihoods = (tasks[name] for name in ("served: questions", "served_chat: questions", "served: facts"))
+    texts, chat, likelihoods = (
+        tasks[name] for name in ("served: questions", "served_chat: questions", "served: facts")
+    )
     check(
         "docs/clients.md",
         f"| constant rates of 0.5, 1 and 2 requests a second | {requests['guidellm']} | 0 |",
