@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -66,6 +67,18 @@ _LOAD_HEADINGS = (
     "first token s, P50 / P90 / P99",
     "ms a further token, P50 / P90 / P99",
 )
+_VERSION_HEADINGS = (
+    "instruction set",
+    "target",
+    "draft",
+    "batch",
+    "old",
+    "new",
+    "ratio of medians",
+    "mean ratio of repeats",
+    "old: tokens drafted",
+    "new: tokens drafted",
+)
 _MEMORY_HEADINGS = (
     "process",
     "peak memory MiB",
@@ -103,15 +116,17 @@ class Report:
         steps = {name: content for name, content in recorded.items() if name.startswith("step_parts")}
         prices = {name: content for name, content in recorded.items() if name.startswith("exact_steps")}
         kernels = {name: content for name, content in recorded.items() if name.startswith("cpu_kernels")}
+        versions = {name: content for name, content in recorded.items() if name.startswith("versions")}
         self._section("Decoding", offline, self._offline)
         self._section("Large pairs on one device", gpu, self._gpu)
         self._section("Serving", serve, self._serve)
         self._section("Linear layers on CPUs", kernels, self._kernels)
         self._section("Where a step's time goes", steps, self._steps)
         self._section("What exact mode costs", prices, self._prices)
+        self._section("Versions against each other", versions, self._versions)
         self._section("Memory", memory, self._memory)
         self._section("Drafts", drafts, self._draft)
-        shown = memory | drafts | steps | prices | kernels
+        shown = memory | drafts | steps | prices | kernels | versions
         self._others({name: content for name, content in recorded.items() if name not in shown})
         self._not_measured(offline, serve, memory, gpu)
         page = self._docs / "performance.md"
@@ -206,6 +221,15 @@ class Report:
         self._say(price_sentence(result))
         self._table(PRICE_HEADINGS, [price_columns(step) for step in result["steps"]])
 
+    def _versions(self, _name: str, content: dict[str, Any]) -> None:
+        cells = content["result"]["cells"]
+        over_all = geometric_mean([cell["mean_ratio"] for cell in cells])
+        self._say(
+            f"Tokens a second of each repeat, the old version's and the new one's measured in turns. The mean over all "
+            f"{len(cells)} cells is {over_all:.2f}."
+        )
+        self._table(_VERSION_HEADINGS, [_version_columns(cell) for cell in cells])
+
     def _memory(self, _name: str, content: dict[str, Any]) -> None:
         result = content["result"]
         self._say(
@@ -294,6 +318,20 @@ def markdown_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> st
 
 def _is_figure(text: str) -> bool:
     return not text or text[0].isdigit()
+
+
+def _version_columns(cell: dict[str, Any]) -> list[str]:
+    repeats = [" ".join(f"{value:g}" for value in cell[key]) for key in ("old", "new", "old_drafted", "new_drafted")]
+    return [
+        cell["cpu_isa"],
+        cell["target"],
+        cell["draft"],
+        str(cell["batch_size"]),
+        *repeats[:2],
+        f"{cell['ratio_of_medians']:.2f}",
+        f"{cell['mean_ratio']:.2f}",
+        *repeats[2:],
+    ]
 
 
 def _memory_columns(name: str, found: dict[str, Any]) -> list[str]:

@@ -1,12 +1,9 @@
 """Measures two versions of Spool against each other with `spool bench offline`, cell by cell in turns.
 
-A process of each version keeps its workers loaded, and waits while the other one measures: so both find the machine in
-the same state. FOLDER holds the turn, and is empty at the start. The version is the checkout in PYTHONPATH; this file
-may be of a newer one.
+    python -m bench.versions ../old . --json bench/results/versions_NAME.json -- --policy auto --repeats 3
 
-    PYTHONPATH=OLD python bench/versions.py turns 0 FOLDER --policy auto --repeats 3 -o old.json &
-    PYTHONPATH=NEW python bench/versions.py turns 1 FOLDER --policy auto --repeats 3 -o new.json
-    python -m bench.versions compare old.json new.json --json bench/results/NAME.json
+A process for each version, from the folder of its checkout, keeps its workers loaded and waits while the other one
+measures: so both find the machine in the same state. What follows `--` goes to `spool bench offline`.
 """
 
 from __future__ import annotations
@@ -14,7 +11,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import geometric_mean, median
@@ -26,12 +25,35 @@ Point = tuple[str, int, str]
 """System, batch size and draft of a cell."""
 
 
+async def measure(versions: Sequence[Path], folder: Path, arguments: Sequence[str]) -> list[dict[str, Any]]:
+    """What each version's `spool bench offline` writes. Raises RuntimeError where one of them fails."""
+    files = [folder / f"{parity}.json" for parity in range(len(versions))]
+    processes = [
+        await asyncio.create_subprocess_exec(
+            *(sys.executable, __file__, "in turns", str(parity), str(folder), *arguments, "-o", str(file)),
+            env=os.environ | {"PYTHONPATH": str(version.resolve())},
+        )
+        for parity, (version, file) in enumerate(zip(versions, files, strict=True))
+    ]
+    waiting = [asyncio.create_task(process.wait()) for process in processes]
+    await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    if any(task.done() and task.result() for task in waiting):
+        for process in processes:
+            if process.returncode is None:
+                process.terminate()
+    for version, ended in zip(versions, await asyncio.gather(*waiting), strict=True):
+        if ended:
+            raise RuntimeError(f"spool bench offline of {version} ended with {ended}")
+    return [json.loads(file.read_text(encoding="utf-8")) for file in files]
+
+
 def take_turns(parity: int, folder: Path, arguments: Sequence[str]) -> int:
-    """`spool bench offline` with these arguments; of all cells, one process measures those with even numbers."""
+    """`spool bench offline` of the version in PYTHONPATH. Of all cells, the process of parity 0 measures those with
+    even numbers."""
     import bench.offline.run as run
     from deploy.cli.main import main as spool
 
-    measure, cell = run._Run._measure, parity
+    measure_cell, cell = run._Run._measure, parity
     turn = folder / "turn"
 
     async def in_turn(self: Any, *args: Any) -> Any:
@@ -39,7 +61,7 @@ def take_turns(parity: int, folder: Path, arguments: Sequence[str]) -> int:
         while (int(turn.read_text()) if turn.exists() else 0) < cell:  # noqa: ASYNC110 - a file has no event
             await asyncio.sleep(_LOOK_AGAIN_SECONDS)
         try:
-            return await measure(self, *args)
+            return await measure_cell(self, *args)
         finally:
             cell += 2
             passed = folder / f"passed by {parity}"
@@ -51,12 +73,8 @@ def take_turns(parity: int, folder: Path, arguments: Sequence[str]) -> int:
     return spool() or 0
 
 
-def compare(pairs: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> list[dict[str, Any]]:
-    """One entry for each cell that both files of a pair have: tokens a second of each repeat, and ratios of both."""
-    return [cell for old, new in pairs for cell in _cells(old, new)]
-
-
-def _cells(old: dict[str, Any], new: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def compare(old: dict[str, Any], new: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """One entry for each cell that both have: tokens a second of each repeat, and their ratios."""
     before, after = _speeds(old), _speeds(new)
     for point in before.keys() & after.keys():
         pairs = list(zip(before[point], after[point], strict=True))
@@ -83,41 +101,51 @@ def _speeds(content: dict[str, Any]) -> dict[Point, list[float]]:
     return found
 
 
-def _point(measurement: dict[str, Any]) -> Point:
-    point = measurement["point"]
-    return point["system"], point["batch_size"], point["draft"] or ""
-
-
 def _drafted(content: dict[str, Any], point: Point) -> list[int]:
     """Tokens that drafts proposed, in each repeat."""
     return [one["statistics"].get("drafted", 0) for one in content["measurements"] if _point(one) == point]
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parts = parser.add_subparsers(dest="part", required=True)
-    turns = parts.add_parser("turns")
-    turns.add_argument("parity", type=int, choices=(0, 1), help="0 measures first")
-    turns.add_argument("folder", type=Path)
-    comparing = parts.add_parser("compare")
-    comparing.add_argument("files", type=Path, nargs="+", help="the old version's and the new one's, in turns")
-    comparing.add_argument("--json", type=Path, required=True)
-    asked, arguments = parser.parse_known_args(argv)
-    if asked.part == "turns":
-        return take_turns(asked.parity, asked.folder, arguments)
-    if arguments or len(asked.files) % 2:
-        parser.error("files come in pairs: the old version's and the new one's")
-    from bench.record import write_result
+def _point(measurement: dict[str, Any]) -> Point:
+    point = measurement["point"]
+    return point["system"], point["batch_size"], point["draft"] or ""
 
-    contents = [json.loads(file.read_text(encoding="utf-8")) for file in asked.files]
-    cells = compare(list(zip(contents[::2], contents[1::2], strict=True)))
-    cells.sort(key=lambda cell: (cell["cpu_isa"], cell["target"], cell["draft"], cell["batch_size"]))
-    commands = [command for content in contents for command in content["commands"]]
-    write_result(
-        asked.json, f"python -m bench.versions {' '.join(sys.argv[1:])}", {"commands": commands, "cells": cells}
-    )
+
+def main(argv: Sequence[str]) -> int:
+    if argv[:1] == ["in turns"]:
+        return take_turns(int(argv[1]), Path(argv[2]), argv[3:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("old", type=Path, help="the checkout of one version")
+    parser.add_argument("new", type=Path, help="and that of the other")
+    parser.add_argument("--json", type=Path, required=True, help="cells of other models that it holds are kept")
+    parser.add_argument("arguments", nargs="*", help="of spool bench offline, without -o")
+    asked = parser.parse_args(argv)
+    from bench.record import commit_of, write_result
+
+    with tempfile.TemporaryDirectory(prefix="spool-versions-") as name:
+        old, new = asyncio.run(measure((asked.old, asked.new), Path(name), asked.arguments))
+    cells = list(compare(old, new))
+    kept = json.loads(asked.json.read_text(encoding="utf-8"))["result"] if asked.json.exists() else {}
+    commands = dict.fromkeys([*kept.get("commands", []), *old["commands"], *new["commands"]])
+    result = {
+        "old": commit_of(asked.old),
+        "new": commit_of(asked.new),
+        "commands": list(commands),
+        "cells": merged(kept.get("cells", []), cells),
+    }
+    write_result(asked.json, f"python -m bench.versions {' '.join(argv)}", result)
     return 0
 
 
+def merged(kept: Sequence[dict[str, Any]], cells: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The cells, in order, with those of the ones kept that were not measured again."""
+
+    def key(cell: dict[str, Any]) -> tuple[str, str, str, int]:
+        return str(cell["cpu_isa"]), cell["target"], cell["draft"], cell["batch_size"]
+
+    found = {key(cell): cell for cell in (*kept, *cells)}
+    return [found[place] for place in sorted(found)]
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

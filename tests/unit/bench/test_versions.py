@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from bench.versions import compare
+from bench.versions import compare, merged
 
 
 def file(**speeds: list[float]) -> dict[str, Any]:
@@ -24,7 +24,7 @@ def file(**speeds: list[float]) -> dict[str, Any]:
 
 
 def test_cells_that_both_have_are_compared_repeat_by_repeat() -> None:
-    (cell,) = compare([(file(demo=[10, 20, 40], lost=[1]), file(demo=[20, 20, 20], fresh=[1]))])
+    (cell,) = compare(file(demo=[10, 20, 40], lost=[1]), file(demo=[20, 20, 20], fresh=[1]))
     assert cell["ratio_of_medians"] == 1.0
     assert cell["mean_ratio"] == pytest.approx(1.0)
     assert (cell["old"], cell["new"]) == ([10, 20, 40], [20, 20, 20])
@@ -34,4 +34,9 @@ def test_cells_that_both_have_are_compared_repeat_by_repeat() -> None:
 
 def test_versions_that_were_not_measured_equally_often_are_no_pairs() -> None:
     with pytest.raises(ValueError, match="shorter"):
-        compare([(file(demo=[10, 20]), file(demo=[20]))])
+        list(compare(file(demo=[10, 20]), file(demo=[20])))
+
+
+def test_cells_measured_again_replace_those_kept() -> None:
+    first, again = (list(compare(file(**speeds), file(**speeds))) for speeds in ({"a": [1], "b": [2]}, {"b": [3]}))
+    assert [(cell["draft"], cell["new"]) for cell in merged(first, again)] == [("a", [1]), ("b", [3])]
