@@ -117,13 +117,13 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("old", type=Path, help="the checkout of one version")
     parser.add_argument("new", type=Path, help="and that of the other")
-    parser.add_argument("--json", type=Path, required=True, help="cells of other models that it holds are kept")
-    parser.add_argument("arguments", nargs="*", help="of spool bench offline, without -o")
-    asked = parser.parse_args(argv)
+    parser.add_argument("--json", type=Path, required=True, help="other cells that it holds are kept")
+    end = argv.index("--") if "--" in argv else len(argv)
+    asked, arguments = parser.parse_args(argv[:end]), argv[end + 1 :]
     from bench.record import commit_of, write_result
 
     with tempfile.TemporaryDirectory(prefix="spool-versions-") as name:
-        old, new = asyncio.run(measure((asked.old, asked.new), Path(name), asked.arguments))
+        old, new = asyncio.run(measure((asked.old, asked.new), Path(name), arguments))
     cells = list(compare(old, new))
     kept = json.loads(asked.json.read_text(encoding="utf-8"))["result"] if asked.json.exists() else {}
     commands = dict.fromkeys([*kept.get("commands", []), *old["commands"], *new["commands"]])
