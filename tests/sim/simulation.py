@@ -45,6 +45,8 @@ class Seat:
     worker: ModelWorker
     steps: deque[SendStep] = field(default_factory=deque)
     unanswered: dict[int, SendStep] = field(default_factory=dict)
+    told: dict[int, int] = field(default_factory=dict)
+    """How much KV of each sequence the last answer to one of its rows named."""
     alive: bool = True
 
 
@@ -265,6 +267,7 @@ class Simulation:
             return
         del seat.unanswered[step.step_id]
         for row, result in zip(step.rows, results, strict=True):
+            seat.told[row.sequence_id] = result.kv_len
             if row.draft_length and result.status is RowStatus.OK:
                 self.proposed_at[row.sequence_id] = self.now
         event = StepCompleted(step.worker_id, step.step_id, results, seconds)
@@ -286,7 +289,9 @@ class Simulation:
         assert len(set(ids)) == len(ids), "a sequence is twice in a step"
         for row in step.rows:
             before = waiting.get(row.sequence_id)
-            assert before is None or self._goes_on(before, row), "a sequence is twice on its way"
+            if row.opening is not None:
+                seat.told.pop(row.sequence_id, None)
+            assert before is None or self._goes_on(seat, before, row), "a sequence is twice on its way"
         assert sum(len(row.tokens) + len(row.draft_tokens) for row in step.rows) <= spec.max_num_batched_tokens
         busy = any(other.rows for other in seat.unanswered.values())
         if busy and self.ample and spec.max_num_batched_tokens >= 256:
@@ -309,10 +314,12 @@ class Simulation:
             assert len(known) + max(row.draft_length, len(row.draft_tokens)) < most, "drafts past max_tokens"
 
     @staticmethod
-    def _goes_on(before: Row, row: Row) -> bool:
-        """Whether the row is the next chunk of a prompt, and needs no answer to the one before it."""
+    def _goes_on(seat: Seat, before: Row, row: Row) -> bool:
+        """Whether the row is the next chunk of a prompt, and needs no answer to the one before it. It begins where that
+        ends, or behind that, where an answer has told of more KV."""
         chunk = not (before.sample or before.draft_length or row.draft_length or row.draft_tokens or row.opening)
-        return chunk and row.kv_len == before.kv_len + len(before.tokens)
+        end = before.kv_len + len(before.tokens)
+        return chunk and (row.kv_len == end or end < row.kv_len <= seat.told.get(row.sequence_id, 0))
 
     def _check_worth_queueing(self, step: SendStep) -> None:
         """Behind a target's running step one is queued where there was enough for a full one, even if the policy chose

@@ -56,13 +56,13 @@ def test_a_flood_costs_another_key_a_few_steps(costs: Costs, prompt: int) -> Non
 
 
 def test_a_prompt_of_several_chunks_waits_for_few_steps_of_others() -> None:
-    """Its chunks, all but the first, ride in consecutive steps, ahead of the flood's prompts. What is left is the step
-    under way, the one queued behind it, and the wait for the answer to the first chunk."""
+    """Its chunks ride in consecutive steps, ahead of the flood's prompts. What is left is the step under way, and the
+    one queued behind it."""
     alone, _ = waits(GPU, CONFIG, flooded=False, asked=400, targets=2)
     flooded, _ = waits(GPU, CONFIG, flooded=True, prompt=400, asked=400, targets=2)
     assert (len(alone), len(flooded)) == (REQUESTS, REQUESTS)
-    assert flooded[-1] <= 1.7 * alone[-1]
-    assert flooded[REQUESTS // 2] <= 1.5 * alone[REQUESTS // 2]
+    assert flooded[-1] <= 1.5 * alone[-1]
+    assert flooded[REQUESTS // 2] <= 1.4 * alone[REQUESTS // 2]
 
 
 def test_without_names_the_same_requests_wait_for_the_whole_queue() -> None:
