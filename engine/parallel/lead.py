@@ -45,9 +45,8 @@ class Lead:
     def read_page(self, page: int, own: bytes) -> bytes:
         """The bytes of every rank's page, one rank's after the other; `own` are those of this rank."""
         with self._together(Order.READ_PAGE, [page]):
-            part = torch.frombuffer(bytearray(own), dtype=torch.uint8)
-            return self.ranks.parts(part).numpy().tobytes()
-        raise AssertionError("unreachable")
+            parts = self.ranks.parts(torch.frombuffer(bytearray(own), dtype=torch.uint8))
+        return parts.numpy().tobytes()
 
     def write_page(self, page: int, data: bytes) -> bytes:
         """Gives every rank its part of the bytes of a page; returns this rank's."""

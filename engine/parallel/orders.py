@@ -1,4 +1,4 @@
-"""What rank 0 tells the others to do, as numbers. Knows no torch.
+"""What rank 0 tells the others to do, as numbers.
 
 Every order is a list that begins with its kind. Ranks hold the same pages and passes are functions of their sequences
 alone, so that a pass is told as tokens, lengths and pages.
