@@ -68,7 +68,7 @@ class Ranks:
             sent = sent.cpu()
         received = torch.empty(self.size * len(sent), dtype=torch.uint8, device=sent.device)
         group = self._tensors if sent.device.type == "cuda" else self._numbers
-        group._allgather_base(received, sent, dist.AllgatherOptions()).wait()
+        group._allgather_base(received, sent).wait()
         return received.to(part.device).view(part.dtype).view(self.size, *part.shape)
 
     def total(self, part: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from engine.attention.paged_step import ATTENTION_NAME
 from engine.errors import UnsupportedModelError
@@ -65,7 +65,7 @@ def read_part(folder: Path, config: PreTrainedConfig, dtype: str, ranks: Ranks) 
     """
     check_divides(config, ranks.size)
     weights = {name: tensor for file in _files(folder) for name, tensor in _read(file, config, ranks)}
-    model, report = AutoModelForCausalLM.from_pretrained(
+    model, report = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
         None,
         config=part_of(config, ranks.size),
         state_dict=weights,

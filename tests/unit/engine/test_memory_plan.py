@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from engine.errors import GpuMemoryError
 from engine.models.loaded_model import KvShape
 from engine.models.memory_plan import MIN_KV_TOKENS, ModelMemory, model_memory, plan_memory
+from engine.settings import EngineSettings
 from scheduler.messages import Role
 from tests.support.tiny_models import save_tiny_pair
 
