@@ -113,7 +113,7 @@ def run_rank(settings: EngineSettings, rank: int, folder: Path, loaded_all: Call
     and `folder` is where the ranks find each other. Calls `loaded_all` once it has its part of the model."""
     device = device_of(rank, torch.device(settings.device))
     ranks = join_ranks(folder, rank, settings.tensor_parallel_size, device)
-    loaded = _load_model(replace(settings, device=str(device)), Role.TARGET, lambda message, _: logger.info("%s", message), ranks)
+    loaded = _load_model(replace(settings, device=str(device)), Role.TARGET, lambda *_: None, ranks)
     loaded.replace_layers(settings.page_size)
     loaded_all()
     follow(loaded, ranks)
@@ -340,8 +340,9 @@ def _planned_kv_bytes(settings: EngineSettings, role: Role, folder: Path, device
         return None
     ranks = settings.tensor_parallel_size
     own = model_memory(role.value, folder, settings.dtype, settings.max_num_batched_tokens, ranks)
+    here = -(-ranks // torch.cuda.device_count())
     total = torch.cuda.mem_get_info(device)[1]
-    return plan_memory(total, settings.gpu_memory_utilization, (own, *settings.gpu_peers))[0]
+    return plan_memory(total, settings.gpu_memory_utilization, (*[own] * here, *settings.gpu_peers))[0]
 
 
 def _kv_bytes(settings: EngineSettings, loaded: LoadedModel) -> int:

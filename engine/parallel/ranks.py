@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
 
-# An idle rank waits in a call for what rank 0 does next, so no call has a limit; whoever started the ranks watches them.
+# An idle rank waits in a call for what rank 0 does next, so no call has a limit; whoever started ranks watches them.
 _NO_LIMIT = timedelta(days=365)
 _LOOPBACK = "127.0.0.1"
 
@@ -22,11 +23,14 @@ _LOOPBACK = "127.0.0.1"
 _FIRST_NUMBERS = 2048
 
 
+Group: TypeAlias = "dist.ProcessGroupGloo | dist.ProcessGroupNCCL"
+
+
 class Ranks:
     """This process as one of `size` that compute a model together. Every method is to be called by all of them, in the
     same order. Raises RuntimeError, as torch does, where another rank is gone."""
 
-    def __init__(self, rank: int, size: int, device: torch.device, numbers: dist.Backend, tensors: dist.Backend) -> None:
+    def __init__(self, rank: int, size: int, device: torch.device, numbers: Group, tensors: Group) -> None:
         """`numbers` connects the processes, `tensors` their devices; both may be the same."""
         self.rank = rank
         self.size = size

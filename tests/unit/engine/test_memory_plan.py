@@ -100,5 +100,5 @@ def test_workers_hear_of_those_beside_them() -> None:
     """Through JSON, as settings reach a worker's process."""
     said = json.loads(json.dumps({"model": "m", "gpu_peers": [asdict(DRAFT)]}))
     assert EngineSettings.from_plain(said).gpu_peers == (DRAFT,)
-    assert _engine_settings({"model": "m"}).gpu_peers == ()
+    assert EngineSettings.from_plain({"model": "m"}).gpu_peers == ()
     assert Role.DRAFT.value == DRAFT.name
