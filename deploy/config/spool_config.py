@@ -257,7 +257,7 @@ class SpoolConfig(Section):
         return role is Role.TARGET or self.models.drafts_with_model
 
     def threads(self, role: Role) -> int:
-        """Threads of one worker, or of each of its ranks: as asked for, or the CPUs it reserves, or an even share of this machine's cores."""
+        """Threads of a worker, or of each of its ranks: as asked for, or the CPUs it reserves, or a share of all."""
         group = self.group(role)
         if group.threads is not None:
             return group.threads

@@ -17,6 +17,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from typing import NoReturn
 
 from engine.settings import EngineSettings
 
@@ -24,42 +25,21 @@ logger = logging.getLogger(__name__)
 
 # A rank that was stopped, or whose machine is stuck. One that computes for long is not silent.
 _LONGEST_SILENCE_SECONDS = 10.0
-_CLOSE_SECONDS = 5.0
 
 BEAT = "."
 """What a rank sends every second; anything else is why it ends."""
 
-Ended = Callable[[str], None]
-
-
-def end_process(reason: str) -> None:
-    """Ends this process at once: its ranks are at different places of a pass, and steps wait for them in vain."""
-    logger.error("the worker ends: %s", reason)
-    logging.shutdown()
-    os._exit(1)
-
 
 class Gang:
-    """Ranks 1 and up of a worker with these settings, of which the process that makes this is rank 0.
+    """Ranks 1 and up of a worker with these settings, of which the process that makes this is rank 0."""
 
-    `ended` is called, from any thread, with the reason why the ranks cannot go on; it ends the process.
-    """
-
-    def __init__(self, settings: EngineSettings, ended: Ended = end_process) -> None:
+    def __init__(self, settings: EngineSettings) -> None:
         self._settings = settings
-        self._ended = ended
         self._folder = tempfile.TemporaryDirectory(prefix="spool-ranks-", ignore_cleanup_errors=True)
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        self._watchers: list[threading.Thread] = []
-        self._closing = threading.Event()
-        self._lock = threading.Lock()
+        self._ending = threading.Lock()
 
-    @property
-    def process_ids(self) -> tuple[int, ...]:
-        """Of ranks 1 and up."""
-        return tuple(process.pid for _, process in sorted(self._processes.items()))
-
-    def start(self) -> tuple[Path, Callable[[str], None]]:
+    def start(self) -> tuple[Path, Callable[[str], NoReturn]]:
         """Returns at once; as engine/models/loading.py asks for."""
         for rank in range(1, self._settings.tensor_parallel_size):
             started = threading.Event()
@@ -67,7 +47,6 @@ class Gang:
             # process does.
             watcher = threading.Thread(target=self._run, args=(rank, started), name=f"rank-{rank}", daemon=True)
             watcher.start()
-            self._watchers.append(watcher)
             started.wait()
         return Path(self._folder.name), self.end
 
@@ -75,24 +54,17 @@ class Gang:
         """All ranks have found each other: removes the folder in which they did."""
         self._folder.cleanup()
 
-    def end(self, reason: str) -> None:
-        """Ends every rank, this one too."""
-        with self._lock:
-            if self._closing.is_set():
-                return
-            self._closing.set()
-            self._kill()
-            self._folder.cleanup()
-            self._ended(reason)
-
-    def close(self) -> None:
-        """Ends the other ranks, and returns once they are gone."""
-        with self._lock:
-            self._closing.set()
-        self._kill()
-        for watcher in self._watchers:
-            watcher.join(_CLOSE_SECONDS)
+    def end(self, reason: str) -> NoReturn:
+        """Ends this process at once, and the other ranks: they are at different places of a pass, so that no step can
+        be answered any more. Does not return."""
+        # Whoever comes later waits here for the end.
+        self._ending.acquire()
+        for process in list(self._processes.values()):
+            process.kill()
         self._folder.cleanup()
+        logger.error("the worker ends: %s", reason)
+        logging.shutdown()
+        os._exit(1)
 
     def _run(self, rank: int, started: threading.Event) -> None:
         """Starts a rank and watches it until it has ended."""
@@ -101,9 +73,8 @@ class Gang:
         except OSError as error:
             started.set()
             self.end(f"rank {rank} cannot be started: {error}")
-            return
         started.set()
-        reason = _watched(process)
+        reason = watched(process, _LONGEST_SILENCE_SECONDS)
         process.kill()
         code = process.wait()
         self.end(f"rank {rank} {reason or _how_ended(code)}")
@@ -120,12 +91,8 @@ class Gang:
             start_new_session=True,
         )
 
-    def _kill(self) -> None:
-        for process in self._processes.values():
-            process.kill()
 
-
-def _watched(process: subprocess.Popen[bytes]) -> str:
+def watched(process: subprocess.Popen[bytes], longest_silence: float) -> str:
     """Reads what a rank sends until that ends; the last words that it had, or why it is not to be trusted any more."""
     if process.stdout is None:
         raise RuntimeError("the rank was started without a pipe")
@@ -136,12 +103,12 @@ def _watched(process: subprocess.Popen[bytes]) -> str:
     words = ""
     while True:
         if not poll.poll(limit):
-            return f"was silent for {_LONGEST_SILENCE_SECONDS:g} s"
+            return f"was silent for {longest_silence:g} s"
         sent = os.read(pipe, 4096)
         if not sent:
             return words
         words += sent.decode(errors="replace").strip(BEAT)
-        limit = _LONGEST_SILENCE_SECONDS * 1000
+        limit = longest_silence * 1000
 
 
 def _how_ended(code: int) -> str:

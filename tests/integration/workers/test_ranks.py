@@ -1,0 +1,82 @@
+"""A worker of several ranks ends as one, whichever of them is killed or stopped, and leaves no process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from services.worker.gang import watched
+from tests.support.waiting import LONG, until
+
+ROOT = Path(__file__).parents[3]
+# What a worker does with its ranks before any of them has loaded its model.
+RANK_ZERO = """
+import time
+from engine.settings import EngineSettings
+from services.worker.gang import Gang
+Gang(EngineSettings("m", tensor_parallel_size=3)).start()
+print("started", flush=True)
+time.sleep(1000)
+"""
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    process = subprocess.Popen(
+        [sys.executable, "-c", RANK_ZERO], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
+    )
+    with process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"started\n"
+        yield process
+        process.kill()
+
+
+def ranks_of(worker: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    ranks = psutil.Process(worker.pid).children()
+    assert ["--rank" in rank.cmdline() for rank in ranks] == [True, True]
+    return ranks
+
+
+def loads_torch(process: psutil.Process) -> bool:
+    return any("torch" in mapped.path for mapped in process.memory_maps())
+
+
+def test_the_worker_ends_with_each_of_its_ranks(worker: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    first, second = ranks_of(worker)
+    first.suspend()
+    second.kill()
+    _, told = worker.communicate(timeout=LONG)
+    assert worker.returncode == 1
+    assert b"rank 2 was killed by signal 9" in told
+    assert psutil.wait_procs([first, second], timeout=LONG)[1] == []
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_ranks_end_with_the_worker_even_if_they_are_stopped(worker: subprocess.Popen[bytes], number: int) -> None:
+    first, second = ranks_of(worker)
+    asyncio.run(until(lambda: loads_torch(first)))  # before that, a rank asks the system to end it with its parent
+    first.suspend()
+    worker.send_signal(number)
+    assert psutil.wait_procs([first, second], timeout=LONG)[1] == []
+
+
+def test_a_silent_rank_is_not_trusted() -> None:
+    with subprocess.Popen(["sh", "-c", "printf .; exec sleep 1000"], stdout=subprocess.PIPE) as rank:
+        assert watched(rank, 0.1) == "was silent for 0.1 s"
+        rank.kill()
+
+
+def test_a_rank_says_why_it_ends() -> None:
+    with subprocess.Popen(["sh", "-c", "printf ...; printf 'failed: no memory'"], stdout=subprocess.PIPE) as rank:
+        assert watched(rank, LONG) == "failed: no memory"
