@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
 from engine.errors import one_line
-from engine.kv.kv_store import KvStore, PageLayout
+from engine.kv.kv_store import KvStore
 from engine.parallel.orders import Order, RunnerPlan, pass_to_numbers, plan_to_numbers
 from engine.parallel.ranks import Ranks
 from engine.passes.layout import BatchedSequence
@@ -68,9 +69,7 @@ class LedKvStore:
     """The pages of all ranks as those of one worker: a page of each rank after the other (engine/kv/kv_store.py)."""
 
     def __init__(self, own: KvStore, lead: Lead) -> None:
-        layout = own.layout
-        shape = (lead.ranks.size, *layout.shape)
-        self.layout = PageLayout(layout.model_id, layout.dtype, shape, layout.element_bytes, layout.compute_digest)
+        self.layout = replace(own.layout, ranks=lead.ranks.size)
         self._own = own
         self._lead = lead
 

@@ -91,7 +91,7 @@ def test_pages_hold_what_all_ranks_have(gang: Gang) -> None:
     content = store.read_page(table.pages[0])
     store.write_page(moved.pages[0], content)
     assert len(content) == store.layout.page_bytes
-    assert store.layout.shape[0] == 2
+    assert store.layout.ranks == 2
     with pytest.raises(ValueError, match="must be of"):
         store.write_page(moved.pages[0], content[:-1])
     here, there = (engine.step([feed(each, [7])], lambda: None).rows[0] for each in (table, moved))
