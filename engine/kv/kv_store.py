@@ -11,7 +11,8 @@ from typing import Protocol
 class PageLayout:
     """What the bytes of a page mean: native byte order, `shape` [layers, keys and values, heads, positions, elements].
 
-    Of a worker of several `ranks`, pages in this shape of one rank after the other. `compute_digest` names the model's weights and, in exact mode, everything else that the bits of KV depend on.
+    Of a worker of several `ranks`, a page is one of each rank, in this shape, one after the other. `compute_digest`
+    names the model's weights and, in exact mode, everything else that the bits of KV depend on.
     """
 
     model_id: str
