@@ -47,7 +47,8 @@ class SplitEmbedding(nn.Module):
 
 
 class SplitHead(nn.Module):
-    """The logits of `tokens` tokens, of which each rank computes equally many, one rank after the other."""
+    """The logits of `tokens` tokens, of which each rank computes equally many, one after the other. Rank 0 has them
+    all, the others their own."""
 
     def __init__(self, part: nn.Module, tokens: int, ranks: Ranks) -> None:
         super().__init__()

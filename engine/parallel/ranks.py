@@ -84,8 +84,9 @@ class Ranks:
         return total.to(part.dtype)
 
     def side_by_side(self, part: torch.Tensor) -> torch.Tensor:
-        """The last dimension of every rank's `part`, one after the other."""
-        return torch.cat(tuple(self.parts(part)), dim=-1)
+        """On rank 0, the last dimension of every rank's `part`, one after the other; on others their own."""
+        parts = self.parts(part)
+        return torch.cat(tuple(parts), dim=-1) if self.rank == 0 else part
 
     def _broadcast(self, content: torch.Tensor) -> None:
         self._numbers.broadcast([content], dist.BroadcastOptions()).wait()
