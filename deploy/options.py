@@ -11,7 +11,7 @@ import typer
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, field_validator, model_validator
 
 from engine.cpu.isa import AUTO, CPU_ISAS, ISA_VARIABLE
-from engine.settings import LONGEST_LOOKUP_MATCH, EngineSettings
+from engine.settings import LONGEST_LOOKUP_MATCH, MOST_RANKS, EngineSettings
 from scheduler.config import Policy, SchedulerConfig
 from scheduler.messages import Role
 from scheduler.sampling import MAX_SEED, SamplingParameters
@@ -119,7 +119,9 @@ class EngineOptions(_Frozen):
         _option("Maximum number of tokens of a sequence, prompt and output together.", show_default="the model's own"),
     ] = None
     tensor_parallel_size: Annotated[
-        int, Field(ge=1), _option("GPUs that compute one copy of the target together; only 1 so far.")
+        int,
+        Field(ge=1, le=MOST_RANKS),
+        _option("GPUs of one machine, or processes on its CPU, that compute one copy of the target together."),
     ] = 1
     cpu_isa: Annotated[
         str,
@@ -169,15 +171,9 @@ class EngineOptions(_Frozen):
             raise ValueError(f"cpu_isa is {value!r}, must be one of {', '.join(CPU_ISAS)}")
         return value
 
-    @field_validator("tensor_parallel_size")
-    @classmethod
-    def _check_one_gpu(cls, value: int) -> int:
-        if value > 1:
-            raise ValueError(
-                f"tensor_parallel_size is {value}, must be 1: a worker computes on one GPU so far, and more target "
-                "replicas use more GPUs"
-            )
-        return value
+    def ranks(self, role: Role) -> int:
+        """Processes that make up one worker."""
+        return self.tensor_parallel_size if role is Role.TARGET else 1
 
     def for_worker(self, **own: Any) -> EngineSettings:
         """Settings of a worker's engine: these, and its `own`, which may replace some of these."""
@@ -287,7 +283,7 @@ class RunSettings(_Frozen):
         """The configured number, or an even share of the cores of this process; prompt lookup hardly needs any."""
         if self.workers.threads is not None:
             return self.workers.threads
-        busy = self.workers.target_replicas
+        busy = self.workers.target_replicas * self.engine.ranks(Role.TARGET)
         if self.drafting and self.models.drafts_with_model:
             busy += self.workers.draft_replicas
         return max(1, len(os.sched_getaffinity(0)) // busy)
@@ -295,7 +291,8 @@ class RunSettings(_Frozen):
     def exclusive_threads(self, device: str) -> int:
         """Threads of a step during which the other worker is idle; 0 where it makes no difference."""
         workers = self.workers
-        pair = self.drafting and workers.draft_replicas == workers.target_replicas == 1
+        ranks = self.engine.ranks(Role.TARGET)
+        pair = self.drafting and workers.draft_replicas == workers.target_replicas == ranks == 1
         if not (workers.share_cores and pair and device == "cpu"):
             return 0
         return min(len(os.sched_getaffinity(0)), 2 * self.threads_per_worker())
@@ -311,6 +308,7 @@ class RunSettings(_Frozen):
             exclusive_threads=self.exclusive_threads(device),
             exact=models.exact,
             lookup_match=models.lookup_match if role is Role.DRAFT else None,
+            tensor_parallel_size=self.engine.ranks(role),
             prefix_cache=self.engine.prefix_cache and self.shares_prefixes,
         )
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Self
 
 from engine.cpu.isa import CPU_ISAS
 from engine.models.memory_plan import ModelMemory
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 LONGEST_LOOKUP_MATCH = 32
+MOST_RANKS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +28,8 @@ class EngineSettings:
     `exclusive_threads` is for steps during which no other worker of the machine computes, 0: as many as otherwise.
     `lookup_match` is for drafts: where at least that many of the last tokens stood in the sequence before, what
     followed them is proposed instead of the model's tokens. With `prefix_cache`, sequences that begin alike share
-    the pages of what they have in common. With `cuda_graphs`, a GPU computes small passes as CUDA graphs.
+    the pages of what they have in common. With `cuda_graphs`, a GPU computes small passes as CUDA graphs. So many
+    ranks as `tensor_parallel_size` says compute a target together; `threads`, KV and GPUs are those of each.
     """
 
     model: str
@@ -45,6 +49,20 @@ class EngineSettings:
     cuda_graphs: bool = True
     gpu_memory_utilization: float = 0.9
     gpu_peers: tuple[ModelMemory, ...] = ()
+    tensor_parallel_size: int = 1
+
+    @classmethod
+    def from_plain(cls, settings: Mapping[str, Any]) -> Self:
+        """From what `dataclasses.asdict` made of them. Raises ValueError for a setting that is missing, unknown or out
+        of range."""
+        known = {field.name for field in fields(cls)}
+        unknown = sorted(settings.keys() - known)
+        if unknown:
+            raise ValueError(f"settings hold {', '.join(unknown)}, must be among {', '.join(sorted(known))}")
+        if "model" not in settings:
+            raise ValueError("settings hold no model")
+        peers = tuple(ModelMemory(**peer) for peer in settings.get("gpu_peers", ()))
+        return cls(**{**settings, "gpu_peers": peers})
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
@@ -56,11 +74,17 @@ class EngineSettings:
             ("exclusive_threads", 0, 1024),
             ("page_size", 1, 1024),
             ("max_num_batched_tokens", 8, 65536),
+            ("tensor_parallel_size", 1, MOST_RANKS),
         )
         for name, low, high in limits:
             value = getattr(self, name)
             if not low <= value <= high:
                 raise ValueError(f"{name} is {value}, must be between {low} and {high}")
+        if self.tensor_parallel_size > 1 and self.exclusive_threads:
+            raise ValueError(
+                f"exclusive_threads is {self.exclusive_threads}, must be 0 where tensor_parallel_size is "
+                f"{self.tensor_parallel_size}"
+            )
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization is {self.gpu_memory_utilization}, must be above 0 and at most 1")
         if self.kv_pages is not None and self.kv_pages < 1:

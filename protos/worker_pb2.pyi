@@ -318,18 +318,20 @@ class KvPart(_message.Message):
     def __init__(self, header: _Optional[_Union[KvHeader, _Mapping]] = ..., page: _Optional[_Union[KvPage, _Mapping]] = ...) -> None: ...
 
 class KvHeader(_message.Message):
-    __slots__ = ("model_id", "dtype", "page_shape", "pages", "compute_digest")
+    __slots__ = ("model_id", "dtype", "page_shape", "pages", "compute_digest", "tensor_parallel_size")
     MODEL_ID_FIELD_NUMBER: _ClassVar[int]
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     PAGE_SHAPE_FIELD_NUMBER: _ClassVar[int]
     PAGES_FIELD_NUMBER: _ClassVar[int]
     COMPUTE_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    TENSOR_PARALLEL_SIZE_FIELD_NUMBER: _ClassVar[int]
     model_id: str
     dtype: str
     page_shape: _containers.RepeatedScalarFieldContainer[int]
     pages: int
     compute_digest: bytes
-    def __init__(self, model_id: _Optional[str] = ..., dtype: _Optional[str] = ..., page_shape: _Optional[_Iterable[int]] = ..., pages: _Optional[int] = ..., compute_digest: _Optional[bytes] = ...) -> None: ...
+    tensor_parallel_size: int
+    def __init__(self, model_id: _Optional[str] = ..., dtype: _Optional[str] = ..., page_shape: _Optional[_Iterable[int]] = ..., pages: _Optional[int] = ..., compute_digest: _Optional[bytes] = ..., tensor_parallel_size: _Optional[int] = ...) -> None: ...
 
 class KvPage(_message.Message):
     __slots__ = ("index", "data", "checksum")

@@ -12,8 +12,9 @@ PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 _BEGINNING = """\
 # Models
 
-Spool serves decoder-only models of transformers in which every layer attends to all earlier positions, at most one GPU
-for each replica. Draft and target need the same tokenizer.
+Spool serves decoder-only models of transformers in which every layer attends to all earlier positions, on one GPU
+for each replica; targets of the families Llama, Qwen2 and Qwen3 also on
+[several](serving.md#a-target-over-several-ranks). Draft and target need the same tokenizer.
 
 `python -m bench.families` tried {tried} families of transformers {version}: a tiny random model of each, in float32 on
 a CPU, served with drafts in a batch, and compared with `model.generate`. This page is made from its result.

@@ -160,7 +160,7 @@ class _Run:
             drafts={draft: fetch(settings.drafts[draft], Role.DRAFT, self._reporter) for draft in drafts},
             dtype=(settings.models.peer_dtype or settings.models.dtype).value,
             cpu_isa=settings.models.cpu_isa,
-            device=worker_devices(settings.models.device, 1)[0],
+            device=worker_devices(settings.models.device, [1])[0],
             threads=settings.plain_threads,
             stop_token_ids=self._models.tokenizer.stop_token_ids,
             jobs=self._jobs,

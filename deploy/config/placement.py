@@ -96,10 +96,11 @@ class WorkerGroup(Placement):
     )
     num_gpus: float | None = described(
         None,
-        "GPUs that a replica reserves: 1, a share of one, or 0. Unset: 1 where models.device and the GPUs that Ray "
-        "has allow it, targets first, else 0.",
+        "GPUs that a replica reserves: 1, a share of one, or 0; for targets of several GPUs, "
+        "engine.tensor_parallel_size. Unset: as many where models.device and the GPUs that Ray has allow it, targets "
+        "first, else 0.",
         ge=0,
-        le=1,
+        le=64,
     )
     accelerator_type: str | None = described(
         None, "Type of GPU that the node must have, as Ray names it, such as `H200`.", min_length=1

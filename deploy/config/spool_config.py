@@ -186,6 +186,7 @@ class SpoolConfig(Section):
             yield FieldProblem(path, f"is {group.num_gpus:g}, must be 0 or unset: prompt lookup needs no GPU", others)
         if self.models.device == "cuda" and group.num_gpus == 0 and self.has_model(role):
             yield FieldProblem(path, "is 0, must be above 0 where models.device is cuda", others)
+        yield from self._rank_problems(role, group)
         if group.shares_a_gpu and self.has_model(role) and not self._kv_is_given(group) and not self.pair_shares_a_gpu:
             yield FieldProblem(
                 path,
@@ -193,6 +194,19 @@ class SpoolConfig(Section):
                 "memory of the GPU that it shares",
                 others,
             )
+
+    def _rank_problems(self, role: Role, group: WorkerGroup) -> Iterator[FieldProblem]:
+        path, ranks, others = ("groups", role.value), self.engine.ranks(role), frozenset({"engine"})
+        gpus = group.num_gpus
+        if ranks == 1 and gpus is not None and gpus > 1:
+            which = "engine.tensor_parallel_size is 1" if role is Role.TARGET else "a draft computes on one GPU"
+            yield FieldProblem((*path, "num_gpus"), f"is {gpus:g}, must be at most 1: {which}", others)
+        if ranks > 1 and gpus not in (None, 0, ranks):
+            limit = f"must be 0, {ranks} or unset, as engine.tensor_parallel_size is {ranks}"
+            yield FieldProblem((*path, "num_gpus"), f"is {gpus:g}, {limit}", others)
+        if ranks > 1 and group.exclusive_threads is not None:
+            limit = f"must be unset, as engine.tensor_parallel_size is {ranks}"
+            yield FieldProblem((*path, "exclusive_threads"), f"is {group.exclusive_threads}, {limit}", others)
 
     def _kv_is_given(self, group: WorkerGroup) -> bool:
         settings = (group.kv_pages, group.kv_memory, self.engine.kv_pages, self.engine.kv_memory)
@@ -243,13 +257,15 @@ class SpoolConfig(Section):
         return role is Role.TARGET or self.models.drafts_with_model
 
     def threads(self, role: Role) -> int:
-        """Threads of one worker: as asked for, or the CPUs it reserves, or an even share of this machine's cores."""
+        """Threads of a worker, or of each of its ranks: as asked for, or the CPUs it reserves, or a share of all."""
         group = self.group(role)
         if group.threads is not None:
             return group.threads
         if group.num_cpus >= 1:
-            return int(group.num_cpus)
-        busy = sum(self.group(other).replicas for other in self.roles if self.has_model(other))
+            return max(1, int(group.num_cpus) // self.engine.ranks(role))
+        busy = sum(
+            self.group(other).replicas * self.engine.ranks(other) for other in self.roles if self.has_model(other)
+        )
         return max(1, len(os.sched_getaffinity(0)) // busy)
 
     def engine_settings(
@@ -272,6 +288,7 @@ class SpoolConfig(Section):
             kv_memory_bytes=None if memory is None else int(memory),
             exact=self.models.exact,
             lookup_match=self.models.lookup_match if role is Role.DRAFT else None,
+            tensor_parallel_size=self.engine.ranks(role),
             gpu_peers=gpu_peers,
         )
 
@@ -284,7 +301,7 @@ class SpoolConfig(Section):
 
     def _sharing_cores(self) -> SpoolConfig:
         """A single draft and a single target on the machine may each use the cores of both."""
-        if not self.is_one_pair:
+        if not self.is_one_pair or self.engine.tensor_parallel_size > 1:
             return self
         both = min(len(os.sched_getaffinity(0)), sum(self.threads(role) for role in self.roles))
         groups = {

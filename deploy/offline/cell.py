@@ -107,9 +107,9 @@ def worker_launches(settings: RunSettings, lengths: Sequence[int]) -> list[Worke
     models, workers = settings.models, settings.workers
     drafts = workers.draft_replicas if settings.drafting else 0
     on_gpu = drafts if models.drafts_with_model else 0
-    devices = worker_devices(models.device, workers.target_replicas + on_gpu)
-    threads = settings.threads_per_worker()
     roles = [Role.TARGET] * workers.target_replicas + [Role.DRAFT] * on_gpu
+    devices = worker_devices(models.device, [settings.engine.ranks(role) for role in roles])
+    threads = settings.threads_per_worker()
     memory = {role: _memory(settings, role) for role in set(roles)} if set(devices) != {"cpu"} else {}
     launches = []
     for number, device in enumerate(devices):
@@ -136,6 +136,8 @@ def _memory(settings: RunSettings, role: Role) -> ModelMemory:
     if folder is None:
         raise UsageError(f"{role.value} model {engine.model} is not on this machine")
     try:
-        return model_memory(role.value, folder, engine.dtype, engine.max_num_batched_tokens)
+        return model_memory(
+            role.value, folder, engine.dtype, engine.max_num_batched_tokens, engine.tensor_parallel_size
+        )
     except GpuMemoryError as error:
         raise UsageError(str(error)) from error

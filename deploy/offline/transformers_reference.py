@@ -26,7 +26,7 @@ async def generate_with_transformers(
     request = ReferenceRequest(
         folder=str(models.target_folder),
         dtype=settings.models.dtype.value,
-        device=worker_devices(settings.models.device, 1)[0],
+        device=worker_devices(settings.models.device, [1])[0],
         threads=settings.threads_per_worker(),
         stop_token_ids=sorted(models.tokenizer.stop_token_ids),
         prompts=[job.tokens for job in jobs],

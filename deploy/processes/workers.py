@@ -28,8 +28,9 @@ def planned_workers(config: SpoolConfig) -> list[PlannedWorker]:
     """Targets first, so that they get the first GPUs. Raises UsageError for a device that is not there."""
     names = [(role, f"{role.value}-{number}") for role in config.roles for number in range(config.group(role).replicas)]
     on_gpu = [name for role, name in names if config.has_model(role) and config.group(role).num_gpus != 0]
-    devices = dict(zip(on_gpu, worker_devices(config.models.device, len(on_gpu)), strict=True))
     roles = {name: role for role, name in names}
+    ranks = [config.engine.ranks(roles[name]) for name in on_gpu]
+    devices = dict(zip(on_gpu, worker_devices(config.models.device, ranks), strict=True))
     planned = []
     for role, name in names:
         if not config.has_model(role):
@@ -48,4 +49,6 @@ def _memory(config: SpoolConfig, role: Role) -> ModelMemory:
     folder = resolve_model(settings.model, role).folder
     if folder is None:
         raise UsageError(f"{role.value} model {settings.model} is not on this machine")
-    return model_memory(role.value, folder, settings.dtype, settings.max_num_batched_tokens)
+    return model_memory(
+        role.value, folder, settings.dtype, settings.max_num_batched_tokens, settings.tensor_parallel_size
+    )

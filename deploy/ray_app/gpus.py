@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 def gpus_per_replica(config: SpoolConfig) -> Mapping[Role, float]:
-    """The configured number; otherwise one for each replica as far as Ray's GPUs go, targets first.
+    """The configured number; otherwise one for each rank of each replica as far as Ray's GPUs go, targets first.
 
     Groups that do not get one for each of their replicas compute on the CPU, except where the device is `cuda`. The one
     GPU that Ray has is shared by a target and a draft, if there are no more replicas.
@@ -31,13 +31,14 @@ def gpus_per_replica(config: SpoolConfig) -> Mapping[Role, float]:
         elif group.num_gpus is not None:
             gpus[role] = group.num_gpus
         elif config.models.device == "cuda":
-            gpus[role] = 1.0
+            gpus[role] = float(config.engine.ranks(role))
         else:
             if left is None:
                 left = _gpus_of_ray() - sum(_asked_for(config, other) for other in config.roles)
-            gpus[role] = 1.0 if group.highest_replicas <= left else 0.0
+            wanted = float(config.engine.ranks(role))
+            gpus[role] = wanted if wanted * group.highest_replicas <= left else 0.0
             left -= gpus[role] * group.highest_replicas
-    if left is not None and 0.0 in gpus.values() and 1.0 in gpus.values():
+    if left is not None and 0.0 in gpus.values() and any(gpus.values()):
         names = ", ".join(role.value for role, count in gpus.items() if count == 0 and config.has_model(role))
         logger.warning("Ray has too few GPUs: %s workers compute on the CPU (see groups.*.num_gpus)", names)
     return gpus
@@ -45,7 +46,8 @@ def gpus_per_replica(config: SpoolConfig) -> Mapping[Role, float]:
 
 def _pair_on_one_gpu(config: SpoolConfig) -> bool:
     unset = all(config.group(role).num_gpus is None for role in config.roles)
-    return config.is_one_pair and unset and config.models.device != "cpu" and _gpus_of_ray() == 1
+    one_rank = config.engine.tensor_parallel_size == 1
+    return config.is_one_pair and unset and one_rank and config.models.device != "cpu" and _gpus_of_ray() == 1
 
 
 def _asked_for(config: SpoolConfig, role: Role) -> float:

@@ -27,7 +27,8 @@ class Plan:
         return self.config.is_one_pair and min(self.gpus.values()) > 0 and sum(self.gpus.values()) <= 1
 
     def device(self, role: Role) -> str:
-        """The device of one worker. Ray shows a replica its own GPUs only, so the first is always the right one."""
+        """The first device of one worker. Ray shows a replica its own GPUs only, so the first is always the right one,
+        and its ranks have one after the other."""
         return "cuda:0" if self.gpus[role] > 0 else "cpu"
 
 

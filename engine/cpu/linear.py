@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from engine.cpu.kernels import CpuKernels
+from engine.parallel.layers import SummedLinear
 
 # The row count that oneDNN lays weights out for; more or fewer rows work, too.
 _TYPICAL_ROWS = 16
@@ -69,8 +70,11 @@ def joined(layers: Sequence[nn.Linear]) -> nn.Linear:
     return joined
 
 
-def prepack_linear(linear: nn.Linear, kernels: CpuKernels | None) -> nn.Module:
-    """By `kernels`, if they take this weight; otherwise by oneDNN, or `linear` itself where that cannot either."""
+def prepack_linear(linear: nn.Linear | SummedLinear, kernels: CpuKernels | None) -> nn.Module:
+    """By `kernels`, if they take this weight; otherwise by oneDNN, or `linear` itself where that cannot either. Of a
+    layer that ranks share, this rank's part."""
+    if isinstance(linear, SummedLinear):
+        return SummedLinear(prepack_linear(linear.part, kernels), linear.ranks)
     if kernels is not None and kernels.multiplies(linear.weight):
         return KernelLinear(linear, kernels)
     return PrepackedLinear(linear) if can_prepack(linear.weight) else linear

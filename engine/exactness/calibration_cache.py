@@ -45,6 +45,7 @@ def calibration_key(model: PreTrainedModel, settings: EngineSettings, kernels: s
         "transformers": transformers.__version__,
         "page_size": settings.page_size,
         "max_num_batched_tokens": settings.max_num_batched_tokens,
+        "ranks": settings.tensor_parallel_size,
     }
     return hashlib.sha256(json.dumps(conditions, sort_keys=True, default=str).encode()).hexdigest()[:32]
 

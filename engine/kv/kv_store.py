@@ -11,7 +11,8 @@ from typing import Protocol
 class PageLayout:
     """What the bytes of a page mean: native byte order, `shape` [layers, keys and values, heads, positions, elements].
 
-    `compute_digest` names the model's weights and, in exact mode, everything else that the bits of KV depend on.
+    Of a worker of several `ranks`, a page is one of each rank, in this shape, one after the other. `compute_digest`
+    names the model's weights and, in exact mode, everything else that the bits of KV depend on.
     """
 
     model_id: str
@@ -19,10 +20,11 @@ class PageLayout:
     shape: tuple[int, ...]
     element_bytes: int
     compute_digest: bytes = b""
+    ranks: int = 1
 
     @property
     def page_bytes(self) -> int:
-        return prod(self.shape) * self.element_bytes
+        return self.ranks * prod(self.shape) * self.element_bytes
 
 
 class KvStore(Protocol):

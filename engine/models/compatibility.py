@@ -110,7 +110,7 @@ def check_passes(runner: ModelRunner, pool: PagePool) -> None:
     model = runner.model
     family = model.config.model_type
     counted = _CountedAttention(runner.backend)
-    counting = ModelRunner(model, runner.kv, counted, runner.row_counts)
+    counting = ModelRunner(model, runner.kv, counted, runner.row_counts, lead=runner.lead)
     try:
         logits = _paged_logits(counting, pool)
     except UnsupportedModelError:

@@ -17,6 +17,8 @@ from engine.kv.paged_kv import PagedKv
 from engine.kv.pages import PagePool
 from engine.models.joined_layers import join_layers, joins_layers
 from engine.models.vocabulary import Vocabulary
+from engine.parallel.lead import Lead
+from engine.parallel.orders import RunnerPlan
 from engine.passes.runner import ModelRunner
 from engine.sampling.grammars import Grammars
 
@@ -41,7 +43,8 @@ class KvShape:
 class LoadedModel:
     """`kernels`: None where the model is on no CPU, or the CPU kernels could not be made. `gpu`: None where the model
     is on no GPU, or its attention there could not be made. `planned_kv_bytes`: of the plan of a GPU's memory.
-    `grammars`: None where the model's folder has no tokenizer."""
+    `grammars`: None where the model's folder has no tokenizer. `lead`: of rank 0 of a worker of several, where `model`
+    is a part of the whole."""
 
     model: PreTrainedModel
     vocabulary: Vocabulary
@@ -49,6 +52,7 @@ class LoadedModel:
     gpu: GpuPasses | None
     planned_kv_bytes: int | None = None
     grammars: Grammars | None = None
+    lead: Lead | None = None
 
     @property
     def kernel_identity(self) -> str | None:
@@ -77,12 +81,14 @@ class LoadedModel:
 
     def runner(self, pool: PagePool, form: AttentionForm | None, row_counts: Sequence[int]) -> ModelRunner:
         model, page_size = self.model, pool.page_size
+        if self.lead is not None:
+            self.lead.new_runner(RunnerPlan(pool.total_pages, page_size, form, tuple(row_counts)))
         shape = KvShape.of(model.config)
         kv = PagedKv(
             shape.layers, pool.total_pages, page_size, shape.kv_heads, shape.head_dim, model.dtype, model.device
         )
         graphs = None if self.gpu is None or form is not None else self.gpu.graphs(model, kv)
-        return ModelRunner(model, kv, self._backend(kv, shape, form), row_counts, graphs)
+        return ModelRunner(model, kv, self._backend(kv, shape, form), row_counts, graphs, self.lead)
 
     def _attends_by_kernel(self, page_size: int) -> bool:
         return self.kernels is not None and KernelBackend.supports(KvShape.of(self.model.config).head_dim, page_size)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from engine.attention.paged_step import ATTENTION_NAME
@@ -21,6 +22,7 @@ from engine.drafting.model_draft import DraftEngine
 from engine.errors import GpuMemoryError, UnsupportedModelError, UnsupportedProcessorError, one_line
 from engine.exactness.calibration import ExactShapes, calibrate, candidate_row_counts
 from engine.exactness.calibration_cache import calibration_file, calibration_key, read_calibration, write_calibration
+from engine.kv.kv_store import KvStore
 from engine.kv.paged_kv import PagedKvStore
 from engine.kv.pages import PagePool, PageTable
 from engine.models.compatibility import PROBED_PAGES, check_config, check_passes
@@ -31,6 +33,10 @@ from engine.models.loaded_model import KvShape, LoadedModel
 from engine.models.memory_plan import model_memory, plan_memory
 from engine.models.source import Progress, resolve_model
 from engine.models.vocabulary import read_tokenizer, read_vocabulary
+from engine.parallel.follow import follow
+from engine.parallel.lead import Lead, LedKvStore
+from engine.parallel.ranks import Ranks, device_of, join_ranks
+from engine.parallel.shards import check_divides, read_part
 from engine.passes.layout import BatchedSequence
 from engine.passes.runner import ModelRunner
 from engine.sampling.grammars import Grammars
@@ -55,9 +61,20 @@ _MAX_GRAPHED_ROWS = 256
 _SAMPLED_WEIGHTS = 256
 
 
-def load_target_engine(settings: EngineSettings, progress: Progress) -> TargetEngine:
-    """Raises `engine.errors.EngineError` or `ModelNotFoundError` with the reason, one line."""
-    loaded = _load_model(settings, Role.TARGET, progress)
+OtherRanks = Callable[[], tuple[Path, Callable[[str], None]]]
+"""Starts the other ranks of a worker, which call `run_rank`: gives the folder where they find each other, and what is
+called where they cannot go on (engine/parallel/lead.py)."""
+
+
+def load_target_engine(
+    settings: EngineSettings, progress: Progress, other_ranks: OtherRanks | None = None
+) -> TargetEngine:
+    """Raises `engine.errors.EngineError` or `ModelNotFoundError` with the reason, one line. `other_ranks` is called
+    where the settings ask for several, once the model is known to have as many parts."""
+    lead = None if other_ranks is None else _gather_ranks(settings, progress, other_ranks)
+    loaded = _load_model(settings, Role.TARGET, progress, None if lead is None else lead.ranks)
+    loaded = replace(loaded, lead=lead)
+    _check_passes(loaded, settings)
     _check_length(loaded, settings)
     compute_digest = _compute_digest(loaded, settings)
     loaded.replace_layers(settings.page_size)
@@ -66,13 +83,16 @@ def load_target_engine(settings: EngineSettings, progress: Progress) -> TargetEn
     progress("warming up", None)
     _warm_up(loaded, description, runner, pool)
     _capture_graphs(description, runner, pool, progress)
-    kv_store = PagedKvStore(runner.kv, settings.model, compute_digest)
+    kv_store: KvStore = PagedKvStore(runner.kv, settings.model, compute_digest)
+    if lead is not None:
+        kv_store = LedKvStore(kv_store, lead)
     return TargetEngine(description, runner, pool, kv_store, LogitsScan(loaded.kernels), loaded.grammars)
 
 
 def load_draft_engine(settings: EngineSettings, progress: Progress) -> DraftEngine:
     """As `load_target_engine`. A draft has no use for exact shapes: whatever it proposes, the target decides."""
     loaded = _load_model(settings, Role.DRAFT, progress)
+    _check_passes(loaded, settings)
     folder = fetch_model(resolve_model(settings.model, Role.DRAFT), progress)
     token_ids = read_draft_vocabulary(folder, loaded.vocabulary.size)
     if token_ids is not None:
@@ -88,12 +108,32 @@ def load_draft_engine(settings: EngineSettings, progress: Progress) -> DraftEngi
     return DraftEngine(description, runner, pool, scan, token_ids, settings.lookup_match, loaded.grammars)
 
 
+def run_rank(settings: EngineSettings, rank: int, folder: Path, loaded_all: Callable[[], None]) -> None:
+    """Runs one of the other ranks of a target until rank 0 is gone, as `follow` does. `settings` are those of rank 0,
+    and `folder` is where the ranks find each other. Calls `loaded_all` once it has its part of the model."""
+    device = device_of(rank, torch.device(settings.device))
+    ranks = join_ranks(folder, rank, settings.tensor_parallel_size, device)
+    loaded = _load_model(replace(settings, device=str(device)), Role.TARGET, lambda *_: None, ranks)
+    loaded.replace_layers(settings.page_size)
+    loaded_all()
+    follow(loaded, ranks)
+
+
 def use_threads(count: int) -> None:
     """For the operations that the calling thread starts from now on."""
     torch.set_num_threads(count)
 
 
-def _load_model(settings: EngineSettings, role: Role, progress: Progress) -> LoadedModel:
+def _gather_ranks(settings: EngineSettings, progress: Progress, other_ranks: OtherRanks) -> Lead:
+    model, size = fetch_model(resolve_model(settings.model, Role.TARGET), progress), settings.tensor_parallel_size
+    check_divides(_read_config(model), size)
+    folder, broken = other_ranks()
+    progress(f"waiting for {size - 1} other ranks", None)
+    return Lead(join_ranks(folder, 0, size, torch.device(settings.device)), broken)
+
+
+def _load_model(settings: EngineSettings, role: Role, progress: Progress, ranks: Ranks | None = None) -> LoadedModel:
+    """With `ranks`, this rank's part of it."""
     if settings.threads:
         use_threads(settings.threads)
     folder = fetch_model(resolve_model(settings.model, role), progress)
@@ -101,7 +141,7 @@ def _load_model(settings: EngineSettings, role: Role, progress: Progress) -> Loa
     disable_progress_bar()
     device = torch.device(settings.device)
     planned_kv_bytes = _planned_kv_bytes(settings, role, folder, device)
-    model = _read_model(folder, settings.dtype)
+    model = _read_model(folder, settings.dtype, ranks)
     kernels = _cpu_kernels(model.dtype, device, settings, progress)
     if settings.dtype == AUTO:
         dtype, reason = best_dtype(model.dtype, device, kernels is not None)
@@ -116,26 +156,44 @@ def _load_model(settings: EngineSettings, role: Role, progress: Progress) -> Loa
     gpu = None
     if model.device.type == "cuda":
         heads = (model.config.num_attention_heads, kv_shape.kv_heads, kv_shape.head_dim)
-        gpu = load_gpu_passes(model.dtype, model.device, heads, settings.cuda_graphs, progress)
+        gpu = load_gpu_passes(model.dtype, model.device, heads, settings.cuda_graphs and ranks is None, progress)
     vocabulary = read_vocabulary(folder, model.get_input_embeddings().num_embeddings)
-    tokenizer = read_tokenizer(folder)
+    tokenizer = read_tokenizer(folder) if ranks is None or ranks.rank == 0 else None
     # On a CPU the model has all threads, and more fillers of masks would only take their turns.
     grammars = None if tokenizer is None else Grammars(tokenizer, threads=1 if device.type == "cpu" else None)
-    loaded = LoadedModel(model, vocabulary, kernels, gpu, planned_kv_bytes, grammars)
+    return LoadedModel(model, vocabulary, kernels, gpu, planned_kv_bytes, grammars)
+
+
+def _check_passes(loaded: LoadedModel, settings: EngineSettings) -> None:
     pool = PagePool(PROBED_PAGES, settings.page_size)
     check_passes(loaded.runner(pool, loaded.unrestricted_form(settings.page_size), ()), pool)
-    return loaded
 
 
-def _read_model(folder: Path, dtype: str) -> PreTrainedModel:
+def _read_config(folder: Path) -> PreTrainedConfig:
     try:
-        check_config(AutoConfig.from_pretrained(folder))
+        config = AutoConfig.from_pretrained(folder)
+    # A type that transformers does not know, or that comes with code of its own.
+    except (ValueError, KeyError, ImportError) as error:
+        raise _cannot_load(folder, error) from error
+    check_config(config)
+    return config
+
+
+def _read_model(folder: Path, dtype: str, ranks: Ranks | None) -> PreTrainedModel:
+    config = _read_config(folder)
+    try:
+        if ranks is not None:
+            return read_part(folder, config, dtype, ranks)
         return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=ATTENTION_NAME)
-    # A type that transformers does not know, is no causal model, or comes with code of its own.
+    # A type that is no causal model, or comes with code of its own.
     except (ValueError, KeyError, ImportError) as error:
         if error.args == (ATTENTION_NAME,):
             raise UnsupportedModelError("the model does not use transformers' attention interface") from error
-        raise UnsupportedModelError(f"transformers cannot load {folder.name}: {one_line(error)}") from error
+        raise _cannot_load(folder, error) from error
+
+
+def _cannot_load(folder: Path, error: Exception) -> UnsupportedModelError:
+    return UnsupportedModelError(f"transformers cannot load {folder.name}: {one_line(error)}")
 
 
 def _cpu_kernels(
@@ -157,7 +215,7 @@ def _report(message: str, progress: Progress) -> None:
 def _compute_digest(loaded: LoadedModel, settings: EngineSettings) -> bytes:
     """Names the weights, by a sample of each tensor, and in exact mode all that the bits of a pass depend on."""
     key = calibration_key(loaded.model, settings, loaded.kernel_identity)
-    digest = hashlib.sha256(key.encode() if settings.exact else b"")
+    digest = hashlib.sha256(key.encode() if settings.exact else str(settings.tensor_parallel_size).encode())
     for name, weights in sorted(loaded.model.state_dict().items()):
         sample = weights.flatten()[:_SAMPLED_WEIGHTS].contiguous().cpu().view(torch.uint8)
         digest.update(name.encode() + sample.numpy().tobytes())
@@ -214,7 +272,7 @@ def _assemble(
         exact_row_counts=exact_row_counts,
         threads=threads,
         exclusive_threads=exclusive_threads,
-        kv_bytes_per_token=bytes_per_token,
+        kv_bytes_per_token=bytes_per_token * settings.tensor_parallel_size,
     )
     return description, runner, pool
 
@@ -280,9 +338,11 @@ def _planned_kv_bytes(settings: EngineSettings, role: Role, folder: Path, device
     """What the plan of a GPU's memory gives to the KV of this worker; None where settings do, and on a CPU."""
     if device.type != "cuda" or settings.kv_pages or settings.kv_memory_bytes:
         return None
-    own = model_memory(role.value, folder, settings.dtype, settings.max_num_batched_tokens)
+    ranks = settings.tensor_parallel_size
+    own = model_memory(role.value, folder, settings.dtype, settings.max_num_batched_tokens, ranks)
+    here = -(-ranks // torch.cuda.device_count())
     total = torch.cuda.mem_get_info(device)[1]
-    return plan_memory(total, settings.gpu_memory_utilization, (own, *settings.gpu_peers))[0]
+    return plan_memory(total, settings.gpu_memory_utilization, (*[own] * here, *settings.gpu_peers))[0]
 
 
 def _kv_bytes(settings: EngineSettings, loaded: LoadedModel) -> int:

@@ -62,8 +62,8 @@ def plan_memory(total: int, utilization: float, workers: Sequence[ModelMemory]) 
     return tuple(tokens * worker.kv_bytes_per_token for worker in workers)
 
 
-def model_memory(name: str, folder: Path, dtype: str, max_num_batched_tokens: int) -> ModelMemory:
-    """Of the model in `folder`, from its configuration and the headers of its weights.
+def model_memory(name: str, folder: Path, dtype: str, max_num_batched_tokens: int, ranks: int = 1) -> ModelMemory:
+    """Of the model in `folder`, from its configuration and the headers of its weights; of one of `ranks` that share it.
 
     `dtype` "auto" is the checkpoint's own. Raises GpuMemoryError where the folder does not say.
     """
@@ -79,9 +79,9 @@ def model_memory(name: str, folder: Path, dtype: str, max_num_batched_tokens: in
         row += _VECTORS * (hidden + config.get("intermediate_size", 4 * hidden)) * size
         return ModelMemory(
             name,
-            weights=size * _elements(folder, _DTYPE_BYTES[own_dtype]),
+            weights=size * _elements(folder, _DTYPE_BYTES[own_dtype]) // ranks,
             workspace=_CONTEXT_BYTES + max_num_batched_tokens * row,
-            kv_bytes_per_token=2 * config["num_hidden_layers"] * kv_heads * head_dim * size,
+            kv_bytes_per_token=2 * config["num_hidden_layers"] * max(1, kv_heads // ranks) * head_dim * size,
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = f"{type(error).__name__}: {error}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +14,7 @@ from transformers import PreTrainedModel
 from engine.attention.backends import AttentionBackend
 from engine.kv.paged_kv import PagedKv
 from engine.kv.pages import PagePool, PageTable
+from engine.parallel.lead import Lead
 from engine.passes.device import PassClock, current
 from engine.passes.eager import EagerPasses
 from engine.passes.graphed import GraphedPasses
@@ -40,12 +42,15 @@ class ModelRunner:
         backend: AttentionBackend,
         row_counts: Sequence[int] = (),
         graphs: GraphedPasses | None = None,
+        lead: Lead | None = None,
     ) -> None:
-        """`graphs`: those of the device, where it has any."""
+        """`graphs`: those of the device, where it has any. `lead`: to the other ranks of this worker, where it has
+        any; this runner is the newest that they were told of."""
         self.model = model
         self.kv = kv
         self.backend = backend
         self.graphs = graphs
+        self.lead = lead
         self.row_counts = tuple(row_counts)
         self._eager = EagerPasses(model, kv, backend, self.padded)
         self._current_device = current(model.device)
@@ -61,7 +66,10 @@ class ModelRunner:
 
     def discard(self, pool: PagePool, table: PageTable, length: int) -> None:
         """Truncates a table whose KV from `length` on may not be finite, and leaves none of it to the next owner."""
-        self.kv.scrub(table.pages[length // pool.page_size :], length % pool.page_size)
+        pages, offset = table.pages[length // pool.page_size :], length % pool.page_size
+        if self.lead is not None:
+            self.lead.scrub(pages, offset)
+        self.kv.scrub(pages, offset)
         pool.truncate(table, length)
 
     @torch.inference_mode()
@@ -70,7 +78,8 @@ class ModelRunner:
         started = time.perf_counter()
         batch = TokenBatch.of(sequences, self.kv.page_size, self.kv.padding_slot, self.padded)
         graphs = self.graphs if self.graphs is not None and self.graphs.takes(batch) else None
-        with self._current_device:
+        together = nullcontext() if self.lead is None else self.lead.passing(sequences, self.kv.page_size)
+        with self._current_device, together:
             prepared = (graphs or self._eager).prepare(batch)
             planned = time.perf_counter()
             computing()

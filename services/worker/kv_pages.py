@@ -69,6 +69,7 @@ class KvTransfer:
             page_shape=layout.shape,
             pages=len(self._given(request).table.pages),
             compute_digest=layout.compute_digest,
+            tensor_parallel_size=layout.ranks,
         )
 
     def read(self, request: worker_pb2.ExportKvRequest, first: int) -> list[worker_pb2.KvPage]:
@@ -107,6 +108,7 @@ class KvTransfer:
         for name, theirs, ours in (
             ("model_id", header.model_id, layout.model_id),
             ("dtype", header.dtype, layout.dtype),
+            ("tensor_parallel_size", header.tensor_parallel_size or 1, layout.ranks),
             ("page_shape", tuple(header.page_shape), layout.shape),
             ("compute_digest", header.compute_digest.hex(), layout.compute_digest.hex()),
             ("pages", header.pages, len(sequence.table.pages)),

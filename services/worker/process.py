@@ -23,18 +23,18 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, TextIO
 
 from engine.errors import one_line
-from engine.models.memory_plan import ModelMemory
 from engine.settings import EngineSettings
 from scheduler.messages import Role
 from services.launch.process_tuning import importing, keep_loaded_objects
 from services.rpc.channel_security import SECURITY_VARIABLE, ChannelSecurity
 from services.worker.executor import DraftStepExecutor, StepExecutor, TargetStepExecutor
+from services.worker.gang import Gang
 from services.worker.server import WorkerServer, step_thread
 
 logger = logging.getLogger(__name__)
@@ -163,30 +163,23 @@ def load_executor(arguments: WorkerArguments, progress: Progress) -> StepExecuto
 
         # This engine keeps no KV to share.
         return DraftStepExecutor(NgramEngine(), prefix_cache=False)
-    settings = _engine_settings(arguments.settings)
+    settings = EngineSettings.from_plain(arguments.settings)
     if arguments.role is Role.TARGET and settings.lookup_match is not None:
         raise ValueError(f"lookup_match is {settings.lookup_match}, must be unset for a target")
+    if arguments.role is Role.DRAFT and settings.tensor_parallel_size > 1:
+        raise ValueError(f"tensor_parallel_size is {settings.tensor_parallel_size}, must be 1 for a draft")
     with importing():
         from engine.models.loading import load_draft_engine, load_target_engine, use_threads
     if arguments.role is Role.DRAFT:
         draft = load_draft_engine(settings, progress)
         return DraftStepExecutor(draft, use_threads=use_threads, prefix_cache=settings.prefix_cache)
-    engine = load_target_engine(settings, progress)
+    gang = Gang(settings) if settings.tensor_parallel_size > 1 else None
+    engine = load_target_engine(settings, progress, None if gang is None else gang.start)
+    if gang is not None:
+        gang.loaded()
     return TargetStepExecutor(
         engine, use_threads=use_threads, kv_store=engine.kv_store, prefix_cache=settings.prefix_cache
     )
-
-
-def _engine_settings(settings: Mapping[str, Any]) -> EngineSettings:
-    """Raises ValueError for a setting that is missing, unknown or out of range."""
-    known = {field.name for field in fields(EngineSettings)}
-    unknown = sorted(settings.keys() - known)
-    if unknown:
-        raise ValueError(f"settings hold {', '.join(unknown)}, must be among {', '.join(sorted(known))}")
-    if "model" not in settings:
-        raise ValueError("settings hold no model")
-    peers = tuple(ModelMemory(**peer) for peer in settings.get("gpu_peers", ()))
-    return EngineSettings(**{**settings, "gpu_peers": peers})
 
 
 def stop_when_stdin_ends() -> None:

@@ -110,6 +110,15 @@ def test_tls_and_ports_reach_probe_and_service(tmp_path: Path) -> None:
     assert {"name": "serve", "containerPort": 8443} in head
 
 
+def test_a_target_over_four_gpus_has_pods_with_four(tmp_path: Path) -> None:
+    models = {"target": "meta-llama/Llama-3.3-70B-Instruct", "draft": "meta-llama/Llama-3.2-1B-Instruct"}
+    gpus = [("groups.target.num_gpus", 4), ("groups.draft.num_gpus", 1)]
+    manifests = cell(tmp_path, ("models", models), ("engine", {"tensor_parallel_size": 4}), *gpus)
+    pods = [worker_group(manifests, name)["template"]["spec"] for name in ("target", "draft")]
+    assert [one["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] for one in pods] == ["4", "1"]
+    assert [one["initContainers"][0]["args"] for one in pods] == [[models["target"]], [models["draft"]]]
+
+
 @pytest.mark.parametrize(("draft", "replicas"), [("none", 0), ("ngram", 1)])
 def test_drafts_without_a_model_fetch_nothing(tmp_path: Path, draft: str, replicas: int) -> None:
     manifests = cell(tmp_path, ("models.draft", draft), ("gateway.grpc_port", None))

@@ -282,6 +282,18 @@ def page(index: int, data: bytes = bytes(32), checksum: int | None = None) -> wo
     return worker_pb2.KvPart(page=worker_pb2.KvPage(index=index, data=data, checksum=known))
 
 
+def test_kv_of_another_number_of_ranks_is_refused() -> None:
+    async def run() -> None:
+        of_two = worker_pb2.KvPart(header=HEADER.header)
+        of_two.header.tensor_parallel_size = 2
+        async with odd_source([of_two]) as address, served(stand_in()) as worker:
+            code, details = await refusal(worker, import_from(address))
+            assert code is grpc.StatusCode.FAILED_PRECONDITION
+            assert details == "tensor_parallel_size of the KV to come is 2, must be 1"
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize(
     ("parts", "reason"),
     [

@@ -168,15 +168,19 @@ def test_turns_and_messages_go_through_the_chat_template(tokenizer: ModelTokeniz
 def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deploy.offline.devices._may_have_gpus", lambda: True)
     monkeypatch.setattr("deploy.offline.devices._count_gpus", lambda: 2)
-    assert worker_devices("cpu", 2) == ["cpu", "cpu"]
-    assert worker_devices("auto", 3) == worker_devices("cuda", 3) == ["cuda:0", "cuda:1", "cuda:0"]
-    assert worker_devices("cuda:1", 2) == ["cuda:1", "cuda:1"]
+    assert worker_devices("cpu", [1, 1]) == ["cpu", "cpu"]
+    assert worker_devices("auto", [1] * 3) == worker_devices("cuda", [1] * 3) == ["cuda:0", "cuda:1", "cuda:0"]
+    assert worker_devices("cuda:1", [1, 1]) == ["cuda:1", "cuda:1"]
     with pytest.raises(UsageError, match="the last is cuda:1"):
-        worker_devices("cuda:2", 1)
+        worker_devices("cuda:2", [1])
+    with pytest.raises(UsageError, match=r"tensor_parallel_size is 2, so that .* have 3 GPUs: this machine has 2"):
+        worker_devices("auto", [2, 1])
+    monkeypatch.setattr("deploy.offline.devices._count_gpus", lambda: 5)
+    assert worker_devices("auto", [2, 2, 1]) == ["cuda:0", "cuda:2", "cuda:4"]
     monkeypatch.setattr("deploy.offline.devices._count_gpus", lambda: 0)
-    assert worker_devices("auto", 1) == ["cpu"]
+    assert worker_devices("auto", [1]) == ["cpu"]
     with pytest.raises(UsageError, match="no GPU"):
-        worker_devices("cuda", 1)
+        worker_devices("cuda", [1])
 
 
 # --- progress ---------------------------------------------------------------------------------------------------------

@@ -197,6 +197,7 @@ def test_checks_over_sections_run_although_others_are_wrong(file: Path) -> None:
         ("{draft: {num_gpus: 0.5}, target: {num_gpus: 1}}", "groups.draft.num_gpus"),
         ("{target: {num_gpus: 0, accelerator_type: H200}}", "groups.target.accelerator_type"),
         ("{target: {num_gpus: 2}}", "groups.target.num_gpus"),
+        ("{draft: {num_gpus: 2}}", "groups.draft.num_gpus"),
     ],
 )
 def test_gpus_are_not_shared_by_accident(file: Path, groups: str, field: str) -> None:
@@ -213,6 +214,23 @@ def test_devices_and_gpus_agree(file: Path) -> None:
     assert "must be 0 or unset where" in problems(file, "models: {device: cpu}\ngroups: {target: {num_gpus: 1}}")[0]
     assert "must be above 0 where" in problems(file, "models: {device: cuda}\ngroups: {target: {num_gpus: 0}}")[0]
     assert "needs no GPU" in problems(file, "models: {draft: ngram}\ngroups: {draft: {num_gpus: 1}}")[0]
+
+
+def test_a_target_over_several_ranks(file: Path) -> None:
+    four = "engine: {tensor_parallel_size: 4}\n"
+    assert problems(file, f"{four}groups: {{target: {{num_gpus: 2}}}}")[0].endswith(
+        "groups.target.num_gpus is 2, must be 0, 4 or unset, as engine.tensor_parallel_size is 4"
+    )
+    assert (
+        "exclusive_threads is 3, must be unset"
+        in problems(file, f"{four}groups: {{target: {{exclusive_threads: 3}}}}")[0]
+    )
+    file.write_text(f"{four}groups: {{target: {{num_gpus: 4}}, draft: {{num_gpus: 1}}}}")
+    assert load_configuration(file).groups.target.num_gpus == 4
+    config = load_configuration(None, ["engine.tensor_parallel_size=4", "groups.target.num_cpus=8"]).on_one_machine()
+    target, draft = (config.engine_settings(role, "cpu", config.threads(role)) for role in config.roles)
+    assert (target.tensor_parallel_size, target.threads, target.exclusive_threads) == (4, 2, 0)
+    assert (draft.tensor_parallel_size, draft.exclusive_threads) == (1, 0)
 
 
 def test_overrides_go_over_the_file(file: Path) -> None:

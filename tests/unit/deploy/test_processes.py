@@ -45,5 +45,7 @@ def test_workers_are_spread_over_the_gpus_targets_first(monkeypatch: pytest.Monk
     assert two == {"target-0": "cuda:0", "target-1": "cuda:1", "draft-0": "cuda:2"}
     assert devices(monkeypatch, 2, "models.device=cpu") == {"target-0": "cpu", "draft-0": "cpu"}
     assert devices(monkeypatch, 2, "groups.draft.num_gpus=0") == {"target-0": "cuda:0", "draft-0": "cpu"}
+    ranks = devices(monkeypatch, 3, "engine.tensor_parallel_size=2")
+    assert ranks == {"target-0": "cuda:0", "draft-0": "cuda:2"}
     assert devices(monkeypatch, 2, "models.draft=ngram") == {"target-0": "cuda:0", "draft-0": "none"}
     assert devices(monkeypatch, 2, "models.draft=none") == {"target-0": "cuda:0"}

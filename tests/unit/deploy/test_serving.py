@@ -55,6 +55,15 @@ def test_gpus_go_to_the_targets_first(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gpus(monkeypatch, 1, "models.draft=none") == {Role.TARGET: 1.0}
 
 
+def test_a_target_over_several_gpus_gets_all_of_them_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    four = "engine.tensor_parallel_size=4"
+    assert gpus(monkeypatch, 5, four) == {Role.TARGET: 4.0, Role.DRAFT: 1.0}
+    assert gpus(monkeypatch, 8, four, "groups.target.replicas=2") == {Role.TARGET: 4.0, Role.DRAFT: 0.0}
+    assert gpus(monkeypatch, 7, four, "groups.target.replicas=2") == {Role.TARGET: 0.0, Role.DRAFT: 1.0}
+    assert gpus(monkeypatch, 1, four) == {Role.TARGET: 0.0, Role.DRAFT: 1.0}
+    assert gpus(monkeypatch, 0, four, "models.device=cuda") == {Role.TARGET: 4.0, Role.DRAFT: 1.0}
+
+
 def test_a_pair_shares_the_only_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     shared = {Role.TARGET: 0.5, Role.DRAFT: 0.5}
     assert gpus(monkeypatch, 1) == shared

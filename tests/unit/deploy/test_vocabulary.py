@@ -118,7 +118,7 @@ def test_options_override_the_file(served: list[SpoolConfig]) -> None:
         ("--seed 3", "No such option: --seed; each request names its own"),
         ("--prot 3", "No such option: --prot; did you mean --port?"),
         ("--max-queued-tokens 3", "scheduling.max_queued_tokens can be set in the configuration file or with --set"),
-        ("--tensor-parallel-size 2", "--tensor-parallel-size: engine.tensor_parallel_size is 2, must be 1"),
+        ("--tensor-parallel-size 65", "--tensor-parallel-size: engine.tensor_parallel_size is 65, must be at most 64"),
         ("--port 99999", "--port: gateway.port is 99999, must be at most 65535"),
         ("--host 0.0.0.0", "--host: gateway.host is '0.0.0.0', must be loopback"),
         ("--kv-memory lots", "--kv-memory: engine.kv_memory is 'lots', must be a size such as 512MiB or 2GiB"),

@@ -13,8 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from engine.errors import GpuMemoryError
 from engine.models.loaded_model import KvShape
 from engine.models.memory_plan import MIN_KV_TOKENS, ModelMemory, model_memory, plan_memory
+from engine.settings import EngineSettings
 from scheduler.messages import Role
-from services.worker.process import _engine_settings
 from tests.support.tiny_models import save_tiny_pair
 
 GB = 10**9
@@ -99,6 +99,6 @@ def test_shapes_of_published_models_are_understood(tmp_path: Path) -> None:
 def test_workers_hear_of_those_beside_them() -> None:
     """Through JSON, as settings reach a worker's process."""
     said = json.loads(json.dumps({"model": "m", "gpu_peers": [asdict(DRAFT)]}))
-    assert _engine_settings(said).gpu_peers == (DRAFT,)
-    assert _engine_settings({"model": "m"}).gpu_peers == ()
+    assert EngineSettings.from_plain(said).gpu_peers == (DRAFT,)
+    assert EngineSettings.from_plain({"model": "m"}).gpu_peers == ()
     assert Role.DRAFT.value == DRAFT.name

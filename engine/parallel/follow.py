@@ -1,0 +1,45 @@
+"""The side of all ranks but the first: they do what rank 0 tells, with their part of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from engine.kv.paged_kv import PagedKvStore
+from engine.kv.pages import PagePool
+from engine.models.loaded_model import LoadedModel
+from engine.parallel.orders import Order, pass_from_numbers, plan_from_numbers
+from engine.parallel.ranks import Ranks
+from engine.passes.runner import ModelRunner
+
+
+def follow(loaded: LoadedModel, ranks: Ranks) -> None:
+    """Follows rank 0 until it is gone: raises RuntimeError then, and whatever a pass raises."""
+    runner: ModelRunner | None = None
+    while True:
+        order, *numbers = ranks.hear()
+        if order == Order.NEW_RUNNER:
+            runner = None  # its pages go before those of the next come
+            plan = plan_from_numbers(numbers)
+            runner = loaded.runner(PagePool(plan.pages, plan.page_size), plan.form, plan.row_counts)
+        elif runner is None:
+            raise RuntimeError(f"order {order} came before the first runner")
+        else:
+            _do(Order(order), numbers, runner, ranks)
+
+
+def _do(order: Order, numbers: Sequence[int], runner: ModelRunner, ranks: Ranks) -> None:
+    if order is Order.PASS:
+        runner.run(list(pass_from_numbers(numbers)))
+        return
+    if order is Order.SCRUB:
+        runner.kv.scrub(numbers[1:], numbers[0])
+        return
+    store = PagedKvStore(runner.kv, "", b"")
+    size = store.layout.page_bytes
+    if order is Order.READ_PAGE:
+        ranks.parts(torch.frombuffer(bytearray(store.read_page(numbers[0])), dtype=torch.uint8))
+    elif order is Order.WRITE_PAGE:
+        whole = ranks.share(torch.empty(ranks.size * size, dtype=torch.uint8))
+        store.write_page(numbers[0], whole[ranks.rank * size :][:size].numpy().tobytes())

@@ -1,0 +1,77 @@
+"""What rank 0 tells the others to do, as numbers.
+
+Every order is a list that begins with its kind. Ranks hold the same pages and passes are functions of their sequences
+alone, so that a pass is told as tokens, lengths and pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from itertools import islice
+
+from engine.attention.backends import AttentionForm
+from engine.kv.pages import PageTable
+from engine.passes.layout import BatchedSequence
+
+_NONE = -1
+
+
+class Order(IntEnum):
+    NEW_RUNNER = 0
+    """What a `RunnerPlan` says; passes and pages are those of the newest runner."""
+    PASS = 1
+    SCRUB = 2
+    """The offset in the first page, and pages."""
+    READ_PAGE = 3
+    WRITE_PAGE = 4
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerPlan:
+    """Of a pool and the runner over it, as in engine/models/loaded_model.py."""
+
+    pages: int
+    page_size: int
+    form: AttentionForm | None
+    row_counts: tuple[int, ...]
+
+
+def plan_to_numbers(plan: RunnerPlan) -> list[int]:
+    numbers = [plan.pages, plan.page_size, len(plan.row_counts), *plan.row_counts]
+    form = plan.form
+    if form is not None:
+        limit = _NONE if form.max_query_rows is None else form.max_query_rows
+        numbers += [form.query_multiple, limit, form.longest_padded, form.padded_step, *form.kv_lengths]
+    return numbers
+
+
+def plan_from_numbers(numbers: Sequence[int]) -> RunnerPlan:
+    pages, page_size, count, *rest = numbers
+    row_counts, rest = tuple(rest[:count]), rest[count:]
+    form = None
+    if rest:
+        multiple, limit, longest_padded, step, *lengths = rest
+        form = AttentionForm(tuple(lengths), multiple, None if limit == _NONE else limit, longest_padded, step)
+    return RunnerPlan(pages, page_size, form, row_counts)
+
+
+def pass_to_numbers(sequences: Sequence[BatchedSequence], page_size: int) -> list[int]:
+    numbers: list[int] = []
+    for sequence in sequences:
+        length = sequence.table.length
+        pages = sequence.table.pages[: -(-length // page_size)]
+        scored = sequence.scored
+        numbers += [length, sequence.logits, scored.start, scored.stop, len(sequence.tokens), len(pages)]
+        numbers += sequence.tokens
+        numbers += pages
+    return numbers
+
+
+def pass_from_numbers(numbers: Sequence[int]) -> Iterator[BatchedSequence]:
+    left = iter(numbers)
+    while head := list(islice(left, 6)):
+        length, logits, first, stop, tokens, pages = head
+        fed = list(islice(left, tokens))
+        yield BatchedSequence(PageTable(list(islice(left, pages)), length), fed, logits, range(first, stop))

@@ -1,0 +1,117 @@
+"""How the ranks of one worker exchange tensors: bytes from rank 0 to all, and sums in the order of the ranks.
+
+NCCL and gloo choose the order of an all-reduce by its size and by what connects the ranks. Here every rank gathers all
+parts and adds them up itself, from the first rank to the last, so that a sum has the same bits on every rank and in
+every pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import TypeAlias
+
+import torch
+import torch.distributed as dist
+
+# An idle rank waits in a call for what rank 0 does next, so no call has a limit; whoever started ranks watches them.
+_NO_LIMIT = timedelta(days=365)
+_LOOPBACK = "127.0.0.1"
+
+# Messages of up to so many numbers are one call; longer ones, whose length the others learn from it, are two.
+_FIRST_NUMBERS = 2048
+
+
+Group: TypeAlias = "dist.ProcessGroupGloo | dist.ProcessGroupNCCL"
+
+
+class Ranks:
+    """This process as one of `size` that compute a model together. Every method is to be called by all of them, in the
+    same order. Raises RuntimeError, as torch does, where another rank is gone."""
+
+    def __init__(self, rank: int, size: int, device: torch.device, numbers: Group, tensors: Group) -> None:
+        """`numbers` connects the processes, `tensors` their devices; both may be the same."""
+        self.rank = rank
+        self.size = size
+        self.device = device
+        self._numbers = numbers
+        self._tensors = tensors
+        # gloo takes tensors of a GPU through the CPU.
+        self._through_cpu = device.type == "cuda" and numbers is tensors
+        self._room = torch.zeros(_FIRST_NUMBERS, dtype=torch.int64)
+
+    def tell(self, numbers: Sequence[int]) -> None:
+        """Rank 0 only: sends what `hear` of the others gives."""
+        message = torch.tensor([len(numbers), *numbers], dtype=torch.int64)
+        first = message[:_FIRST_NUMBERS]
+        self._room[: len(first)] = first
+        self._broadcast(self._room)
+        if len(message) > _FIRST_NUMBERS:
+            self._broadcast(message[_FIRST_NUMBERS:])
+
+    def hear(self) -> list[int]:
+        """All others: waits for what rank 0 tells."""
+        self._broadcast(self._room)
+        count, *numbers = self._room.tolist()
+        if count + 1 > _FIRST_NUMBERS:
+            rest = torch.empty(count + 1 - _FIRST_NUMBERS, dtype=torch.int64)
+            self._broadcast(rest)
+            numbers += rest.tolist()
+        return numbers[:count]
+
+    def share(self, content: torch.Tensor) -> torch.Tensor:
+        """Rank 0's `content` on every rank; a tensor of the CPU, of equal size and dtype everywhere."""
+        self._broadcast(content.view(-1).view(torch.uint8))
+        return content
+
+    def parts(self, part: torch.Tensor) -> torch.Tensor:
+        """`[size, *part]`, of every rank in their order; parts have one shape and dtype."""
+        sent = part.contiguous().view(-1).view(torch.uint8)
+        if self._through_cpu:
+            sent = sent.cpu()
+        received = torch.empty(self.size * len(sent), dtype=torch.uint8, device=sent.device)
+        group = self._tensors if sent.device.type == "cuda" else self._numbers
+        group._allgather_base(received, sent).wait()
+        return received.to(part.device).view(part.dtype).view(self.size, *part.shape)
+
+    def total(self, part: torch.Tensor) -> torch.Tensor:
+        """The sum of every rank's `part`, in float32 and in the order of the ranks, rounded once."""
+        first, *others = self.parts(part)
+        total = first.float()
+        for other in others:
+            total += other
+        return total.to(part.dtype)
+
+    def side_by_side(self, part: torch.Tensor) -> torch.Tensor:
+        """On rank 0, the last dimension of every rank's `part`, one after the other; on others their own."""
+        parts = self.parts(part)
+        return torch.cat(tuple(parts), dim=-1) if self.rank == 0 else part
+
+    def _broadcast(self, content: torch.Tensor) -> None:
+        self._numbers.broadcast([content], dist.BroadcastOptions()).wait()
+
+
+def join_ranks(folder: Path, rank: int, size: int, device: torch.device) -> Ranks:
+    """Waits until all ranks are there; they find each other through `folder`, which no other user may write to.
+
+    Each rank has a GPU of its own, or they share those that there are and the CPU carries what they exchange.
+    """
+    store = dist.FileStore(str(folder / "ranks"), size)
+    options = dist.ProcessGroupGloo._Options()
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=_LOOPBACK)]
+    options._timeout = _NO_LIMIT
+    numbers = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, options)
+    if device.type == "cpu" or size > torch.cuda.device_count():
+        return Ranks(rank, size, device, numbers, numbers)
+    torch.cuda.set_device(device)
+    nccl = dist.ProcessGroupNCCL.Options()
+    nccl._timeout = _NO_LIMIT
+    return Ranks(rank, size, device, numbers, dist.ProcessGroupNCCL(dist.PrefixStore("nccl", store), rank, size, nccl))
+
+
+def device_of(rank: int, first: torch.device) -> torch.device:
+    """The device of a rank whose rank 0 computes on `first`."""
+    if first.type != "cuda":
+        return first
+    return torch.device("cuda", ((first.index or 0) + rank) % torch.cuda.device_count())

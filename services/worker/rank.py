@@ -1,0 +1,78 @@
+"""The process of one of the other ranks of a worker: `python -m services.worker.rank --rank 1 --folder ...`.
+
+Rank 0 starts it (services/worker/gang.py). Once the model is loaded, the process sends a byte on its standard output
+every second, and the reason if it ends by itself. It ends with rank 0, whatever becomes of that. What it logs goes to
+rank 0's standard error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+from engine.errors import one_line
+from engine.settings import EngineSettings
+from services.launch.process_tuning import importing, keep_loaded_objects
+from services.worker.gang import BEAT
+
+_BEAT_SECONDS = 1.0
+_SET_PARENT_DEATH_SIGNAL = 1
+
+logger = logging.getLogger(__name__)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="services.worker.rank", description="Runs a rank of a worker of several.")
+    parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--settings", type=json.loads, required=True, help="settings of the engine, a JSON object")
+    parser.add_argument("--folder", type=Path, required=True, help="where the ranks find each other")
+    parser.add_argument("--parent", type=int, required=True, help="process id of rank 0")
+    arguments = parser.parse_args()
+    _end_with(arguments.parent)
+    pipe = os.dup(1)
+    os.dup2(2, 1)
+    logging.basicConfig(
+        level=logging.INFO,
+        stream=sys.stderr,
+        format=f"%(asctime)s %(levelname)s rank {arguments.rank}: %(name)s: %(message)s",
+    )
+
+    def loaded() -> None:
+        keep_loaded_objects()
+        threading.Thread(target=_beat, args=(pipe,), name="beat", daemon=True).start()
+
+    try:
+        with importing():
+            from engine.models.loading import run_rank
+        run_rank(EngineSettings.from_plain(arguments.settings), arguments.rank, arguments.folder, loaded)
+    except Exception as error:
+        logger.exception("the rank ends")
+        logging.shutdown()
+        os.write(pipe, f"failed: {one_line(error)}".encode())
+    # What other threads wait for never comes.
+    os._exit(1)
+
+
+def _end_with(parent: int) -> None:
+    """The system kills this process, even one that is stopped, once rank 0 is gone."""
+    ctypes.CDLL(None, use_errno=True).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _beat(pipe: int) -> None:
+    while True:
+        os.write(pipe, BEAT.encode())
+        time.sleep(_BEAT_SECONDS)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

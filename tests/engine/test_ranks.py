@@ -1,0 +1,176 @@
+"""A target of several ranks: what `model.generate` writes, and the same bits whatever shares a pass."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen2Config
+
+from engine.errors import UnsupportedModelError
+from engine.kv.pages import PageTable
+from engine.models.loading import load_draft_engine
+from engine.parallel.shards import check_divides
+from engine.settings import EngineSettings
+from engine.steps import VerifyRow
+from engine.target import TargetEngine
+from scheduler.config import Policy, SchedulerConfig
+from scheduler.messages import SequenceRequest
+from scheduler.sampling import SamplingParameters
+from services.worker.executor import DraftStepExecutor, TargetStepExecutor
+from tests.support.in_process import Output, run_in_process
+from tests.support.ranks import target_of_ranks
+from tests.support.tiny_models import VOCABULARY, save_tiny_pair
+
+MAX_TOKENS = 16
+PROMPTS = [[random.Random(length).randrange(VOCABULARY) for _ in range(length)] for length in (1, 3, 17, 30, 16, 45)]
+Gang = tuple[TargetEngine, TargetStepExecutor, DraftStepExecutor, Path]
+
+
+@pytest.fixture(scope="module", params=[("llama", "float32"), ("qwen3", "bfloat16")], ids="-".join)
+def gang(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gang]:
+    family, dtype = request.param
+    target, draft = save_tiny_pair(family, tmp_path_factory.mktemp("ranks"))
+    ranks = EngineSettings(
+        str(target), dtype, threads=1, kv_pages=120, max_num_batched_tokens=48, tensor_parallel_size=2
+    )
+    alone = EngineSettings(str(draft), dtype, threads=1, kv_pages=120, max_num_batched_tokens=48)
+    with target_of_ranks(ranks) as engine:
+        drafts = DraftStepExecutor(load_draft_engine(alone, lambda *_: None), worker_epoch=1, prefix_cache=False)
+        yield engine, TargetStepExecutor(engine, worker_epoch=1, prefix_cache=False), drafts, target
+
+
+def run(gang: Gang, temperature: float, policy: Policy, batch_size: int, draft_length: int) -> dict[int, Output]:
+    config = SchedulerConfig(batch_size, max_running=8, policy=policy, draft_length=draft_length, prefill_chunk=16)
+    requests = [
+        SequenceRequest(
+            index,
+            tuple(prompt),
+            MAX_TOKENS,
+            sampling=SamplingParameters(temperature=temperature, seed=index),
+            logits_digests=True,
+        )
+        for index, prompt in enumerate(PROMPTS)
+    ]
+    return run_in_process(config, {"target": gang[1], "draft": gang[2]}, requests)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_every_policy_gives_the_bits_of_plain_decoding(gang: Gang, temperature: float) -> None:
+    plain = run(gang, temperature, Policy.RAGGED, 1, 0)
+    for policy in [Policy.EXSPEC] if temperature else Policy:
+        outputs = run(gang, temperature, policy, 4, 4)
+        for index, output in outputs.items():
+            assert output.tokens == plain[index].tokens
+            assert output.logits_digests == plain[index].logits_digests
+        assert sum(accepted for output in outputs.values() for _, accepted in output.rounds) > 0
+    engine, _, _, folder = gang
+    if engine.description.dtype == "float32" and temperature == 0:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        for index, prompt in enumerate(PROMPTS):
+            ids = torch.tensor([prompt])
+            generated = model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=MAX_TOKENS, do_sample=False, pad_token_id=0
+            )
+            assert plain[index].tokens == generated[0, len(prompt) :].tolist()
+
+
+def feed(table: PageTable, tokens: list[int]) -> VerifyRow:
+    return VerifyRow(table, tokens, [], True, tokens, len(tokens), SamplingParameters(), logits_digests=True)
+
+
+def test_pages_hold_what_all_ranks_have(gang: Gang) -> None:
+    """A sequence whose page was read and written to another one goes on with the same logits."""
+    engine = gang[0]
+    store, pool, prompt = engine.kv_store, engine.pool, PROMPTS[4]
+    table, moved = PageTable(), PageTable()
+    engine.step([feed(table, prompt)], lambda: None)
+    pool.append(moved, len(prompt))
+    content = store.read_page(table.pages[0])
+    store.write_page(moved.pages[0], content)
+    assert len(content) == store.layout.page_bytes
+    assert store.layout.ranks == 2
+    with pytest.raises(ValueError, match="must be of"):
+        store.write_page(moved.pages[0], content[:-1])
+    here, there = (engine.step([feed(each, [7])], lambda: None).rows[0] for each in (table, moved))
+    assert here.logits_digests == there.logits_digests != ()
+    for each in (table, moved):
+        pool.free(each)
+
+
+def test_a_row_that_is_not_finite_leaves_no_trace_on_any_rank(gang: Gang) -> None:
+    engine = gang[0]
+    store, pool, prompt = engine.kv_store, engine.pool, PROMPTS[4]
+    table, broken = PageTable(), PageTable()
+    right = engine.step([feed(table, prompt)], lambda: None).rows[0]
+    pool.free(table)
+    pool.append(broken, len(prompt))
+    page = broken.pages[0]
+    store.write_page(page, b"\xff" * store.layout.page_bytes)
+    outcome = engine.step([feed(broken, [7])], lambda: None).rows[0]
+    assert outcome.error == "the target's logits are not finite"
+    pool.free(broken)
+    engine.step([feed(table, prompt)], lambda: None)
+    assert table.pages[0] == page
+    pool.free(table)
+    assert engine.step([feed(table, prompt)], lambda: None).rows[0].logits_digests == right.logits_digests
+    pool.free(table)
+
+
+def test_shared_heads_biases_and_a_vocabulary_with_a_rest(tmp_path: Path) -> None:
+    """Four ranks, two KV heads, 97 tokens, tied embeddings: the logits of the whole model."""
+    config = Qwen2Config(
+        vocab_size=97,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        tie_word_embeddings=True,
+        pad_token_id=96,
+    )
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.25)
+    model.save_pretrained(tmp_path)
+    settings = EngineSettings(
+        str(tmp_path), "float32", threads=1, kv_pages=8, exact=False, max_num_batched_tokens=8, tensor_parallel_size=4
+    )
+    tokens = [96, 3, 50, 24, 25, 71, 0, 49]
+    with target_of_ranks(settings) as engine, torch.no_grad():
+        table = PageTable()
+        whole = model(input_ids=torch.tensor([tokens])).logits[0, -1]
+        outcome = engine.step(
+            [VerifyRow(table, tokens, [], True, tokens, 8, SamplingParameters(), top_logprobs=5)], lambda: None
+        )
+        best = outcome.rows[0].logprobs[0]
+        assert [token for token, _ in best.top] == whole.topk(5).indices.tolist()
+        wanted = whole.log_softmax(-1).topk(5).values
+        assert torch.allclose(torch.tensor([logprob for _, logprob in best.top]), wanted, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "size", "message"),
+    [
+        ("glm4", {}, 2, "tensor_parallel_size is 2, must be 1 for models of type glm4: only llama, qwen2, qwen3"),
+        ("llama", {"num_attention_heads": 9}, 2, "must divide the model's num_attention_heads, which is 9"),
+        ("llama", {"intermediate_size": 98}, 4, "must divide the model's intermediate_size, which is 98"),
+        (
+            "qwen3",
+            {"num_attention_heads": 12, "num_key_value_heads": 4, "intermediate_size": 96},
+            6,
+            "must divide the model's num_key_value_heads, which is 4, or be a multiple of it",
+        ),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(family: str, fields: dict[str, int], size: int, message: str) -> None:
+    sizes = {"hidden_size": 36, "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 96} | fields
+    with pytest.raises(UnsupportedModelError) as refused:
+        check_divides(AutoConfig.for_model(family, **sizes), size)
+    assert message in str(refused.value)

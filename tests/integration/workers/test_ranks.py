@@ -1,0 +1,123 @@
+"""A worker of several ranks ends as one, whichever of them is killed or stopped, and leaves no process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import psutil
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from protos import worker_pb2, worker_pb2_grpc
+from scheduler.messages import Role
+from scheduler.state.digests import EMPTY_DIGEST
+from services.launch.launcher import WorkerLaunch, WorkerLauncher
+from services.rpc.protocol_version import PROTOCOL_VERSION
+from services.worker.gang import watched
+from tests.support.tiny_models import save_tiny_pair
+from tests.support.waiting import LONG, until
+
+ROOT = Path(__file__).parents[3]
+# What a worker does with its ranks before any of them has loaded its model.
+RANK_ZERO = """
+import time
+from engine.settings import EngineSettings
+from services.worker.gang import Gang
+Gang(EngineSettings("m", tensor_parallel_size=3)).start()
+print("started", flush=True)
+time.sleep(1000)
+"""
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}
+    process = subprocess.Popen(
+        [sys.executable, "-c", RANK_ZERO], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
+    )
+    with process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"started\n"
+        yield process
+        process.kill()
+
+
+def ranks_of(worker: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    ranks = psutil.Process(worker.pid).children()
+    assert ["--rank" in rank.cmdline() for rank in ranks] == [True, True]
+    return ranks
+
+
+def loads_torch(process: psutil.Process) -> bool:
+    return any("torch" in mapped.path for mapped in process.memory_maps())
+
+
+def test_the_worker_ends_with_each_of_its_ranks(worker: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    first, second = ranks_of(worker)
+    first.suspend()
+    second.kill()
+    _, told = worker.communicate(timeout=LONG)
+    assert worker.returncode == 1
+    assert b"rank 2 was killed by signal 9" in told
+    assert psutil.wait_procs([first, second], timeout=LONG)[1] == []
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_ranks_end_with_the_worker_even_if_they_are_stopped(worker: subprocess.Popen[bytes], number: int) -> None:
+    first, second = ranks_of(worker)
+    asyncio.run(until(lambda: loads_torch(first)))  # before that, a rank asks the system to end it with its parent
+    first.suspend()
+    worker.send_signal(number)
+    assert psutil.wait_procs([first, second], timeout=LONG)[1] == []
+
+
+@pytest.mark.slow
+def test_worker_processes_compute_together_and_end_together(tmp_path: Path) -> None:
+    folder, _ = save_tiny_pair("llama", tmp_path)
+    prompt = [5, 6, 7, 8, 9]
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    expected = int(model(input_ids=torch.tensor([prompt])).logits[0, -1].argmax())
+    settings = {"model": str(folder), "dtype": "float32", "exact": False, "kv_pages": 9, "tensor_parallel_size": 2}
+    launch = WorkerLaunch(Role.TARGET, settings, threads=1, environment={"PYTHONPATH": str(ROOT)})
+
+    async def run() -> None:
+        ended: list[str] = []
+        async with WorkerLauncher([launch], on_exit=lambda _, reason: ended.append(reason)) as launcher:
+            (worker,) = launcher.workers
+            (rank,) = psutil.Process(worker.process_id).children()
+            async with grpc.aio.insecure_channel(worker.address) as channel:
+                stub = worker_pb2_grpc.WorkerStub(channel)
+                description = await stub.Describe(worker_pb2.DescribeRequest(protocol_version=PROTOCOL_VERSION))
+                row = worker_pb2.Row(sequence_id=1, prefix_digest=EMPTY_DIGEST, tokens=prompt, sample=True)
+                row.parameters.prompt_length = len(prompt)
+                step = worker_pb2.StepRequest(scheduler_epoch=1, step_id=1, rows=[row])
+                step.worker_epoch = description.worker_epoch
+                (reply,) = [reply async for reply in stub.Steps(iter([step]), timeout=LONG)]
+                assert list(reply.rows[0].tokens) == [expected]
+            rank.kill()
+            await until(lambda: bool(ended))
+            assert ended == ["exit code 1"]
+            assert "was killed by signal 9" in launcher.log_path(worker.worker_id).read_text()
+        assert not rank.is_running()
+
+    asyncio.run(run())
+
+
+def test_a_silent_rank_is_not_trusted() -> None:
+    with subprocess.Popen(["sh", "-c", "printf .; exec sleep 1000"], stdout=subprocess.PIPE) as rank:
+        assert watched(rank, 0.1) == "was silent for 0.1 s"
+        rank.kill()
+
+
+def test_a_rank_says_why_it_ends() -> None:
+    with subprocess.Popen(["sh", "-c", "printf ...; printf 'failed: no memory'"], stdout=subprocess.PIPE) as rank:
+        assert watched(rank, LONG) == "failed: no memory"
