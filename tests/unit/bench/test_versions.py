@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from bench.versions import compare, merged
+from bench.offline.versions import compare, merged
 
 
 def file(**speeds: list[float]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Measures two versions of Spool against each other with `spool bench offline`, cell by cell in turns.
 
-    python -m bench.versions ../old . --json bench/results/versions_NAME.json -- --policy auto --repeats 3
+    python -m bench.offline.versions ../old . --json bench/results/versions_NAME.json -- --policy auto --repeats 3
 
 A process for each version, from the folder of its checkout, keeps its workers loaded and waits while the other one
 measures: so both find the machine in the same state. What follows `--` goes to `spool bench offline`.
@@ -68,9 +68,10 @@ def take_turns(parity: int, folder: Path, arguments: Sequence[str]) -> int:
             passed.write_text(str(cell - 1))
             passed.rename(turn)
 
-    run._Run._measure = in_turn  # type: ignore[method-assign]
+    run._Run._measure = in_turn  # type: ignore[method-assign,assignment]
     sys.argv = ["spool", "bench", "offline", *arguments]
-    return spool() or 0
+    spool()
+    return 0
 
 
 def compare(old: dict[str, Any], new: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -133,7 +134,7 @@ def main(argv: Sequence[str]) -> int:
         "commands": list(commands),
         "cells": merged(kept.get("cells", []), cells),
     }
-    write_result(asked.json, f"python -m bench.versions {' '.join(argv)}", result)
+    write_result(asked.json, f"python -m bench.offline.versions {' '.join(argv)}", result)
     return 0
 
 
