@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import torch
 
+from engine.errors import one_line
 from engine.kv.paged_kv import PagedKvStore
 from engine.kv.pages import PagePool
 from engine.models.loaded_model import LoadedModel
@@ -13,12 +15,18 @@ from engine.parallel.orders import Order, pass_from_numbers, plan_from_numbers
 from engine.parallel.ranks import Ranks
 from engine.passes.runner import ModelRunner
 
+logger = logging.getLogger(__name__)
+
 
 def follow(loaded: LoadedModel, ranks: Ranks) -> None:
-    """Follows rank 0 until it is gone: raises RuntimeError then, and whatever a pass raises."""
+    """Follows rank 0 until it is gone. Raises whatever a pass raises."""
     runner: ModelRunner | None = None
     while True:
-        order, *numbers = ranks.hear()
+        try:
+            order, *numbers = ranks.hear()
+        except RuntimeError as error:
+            logger.info("rank 0 is gone: %s", one_line(error))
+            return
         if order == Order.NEW_RUNNER:
             runner = None  # its pages go before those of the next come
             plan = plan_from_numbers(numbers)
