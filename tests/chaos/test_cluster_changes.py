@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 import yaml
 
@@ -207,3 +208,48 @@ def test_targets_come_and_go_with_the_load(cell: Cell) -> None:
     assert max(one.get("targets_needed", 0.0) for one in decided) > 1
     assert before["autoscaling"]["explanation"].startswith("2 targets: ")
     assert after["autoscaling"]["figures"]["targets_wanted"] == 1
+
+
+Gang = list[psutil.Process]
+"""The processes of a worker of several ranks, rank 0 first."""
+
+
+def gangs() -> list[Gang]:
+    found: dict[int, Gang] = {}
+    for process in psutil.process_iter(["ppid", "cmdline"]):
+        if "services.worker.rank" in (process.info["cmdline"] or ()):
+            rank_zero = process.info["ppid"]
+            found.setdefault(rank_zero, [psutil.Process(rank_zero)]).append(process)
+    return list(found.values())
+
+
+def test_targets_of_two_ranks_are_lost_and_replaced_as_one_and_hand_over_their_kv(cell: Cell) -> None:
+    engine = {**ENGINE, "tensor_parallel_size": 2}
+    groups = cell.configuration["groups"]
+    cell.deploy(engine=engine, groups=groups)
+
+    def two_gangs() -> bool:
+        return len(cell.workers("TARGET")) == len(gangs()) == 2
+
+    wait_until(two_gangs, "two targets of two ranks", 3 * LONG)
+    asked = requests(16, max_tokens=150)
+    expected = cell.plain(asked)
+    struck: Gang = []
+
+    def strike(rank: int, blow: Callable[[psutil.Process], None]) -> None:
+        struck[:] = gangs()[0]
+        blow(struck[rank])
+
+    for rank, blow in ((0, psutil.Process.kill), (1, psutil.Process.kill), (1, psutil.Process.suspend)):
+        assert cell.stream(asked, lambda rank=rank, blow=blow: strike(rank, blow)) == expected
+        assert psutil.wait_procs(struck, timeout=LONG)[1] == []
+        wait_until(two_gangs, "another gang", 3 * LONG)
+
+    moved = cell.cluster.scheduler()["kv_moves"]["moves"]
+    one_target = {**groups, "target": {**groups["target"], "replicas": 1}}
+    long = requests(12, max_tokens=400)
+    assert cell.stream(long, lambda: cell.deploy(engine=engine, groups=one_target)) == cell.plain(long)
+    wait_until(lambda: len(cell.workers("TARGET")) == len(gangs()) == 1, "one target")
+    status = cell.cluster.scheduler()
+    assert status["kv_moves"]["moves"] > moved
+    assert (status["kv_moves"]["failed"], status["throughput"]["failed"]) == (0, 0)
