@@ -150,8 +150,9 @@ class SchedulerAudit:
     def registered(self, request: scheduler_pb2.RegisterRequest, reply: scheduler_pb2.RegisterReply) -> None:
         if reply.state != scheduler_pb2.WORKER_STATE_IN_USE:
             return
-        epoch = request.description.worker_epoch
-        if not any(stream.answered and stream.worker_epoch == epoch for stream in self._streams.values()):
+        # A later start of the worker may be in use when a request of an earlier one is answered late.
+        epoch, streams = request.description.worker_epoch, self._streams.values()
+        if not any(one.answered and one.address == request.address and one.worker_epoch >= epoch for one in streams):
             self._problem(f"{request.worker_id} is said to be in use, and has answered no step")
 
     def deregistered(self, request: scheduler_pb2.DeregisterRequest) -> None:
