@@ -69,7 +69,7 @@ async def _fetch(
         scheduler_epoch=request.source_scheduler_epoch,
         sequence_id=request.sequence_id,
         kv_len=len(request.tokens),
-        prefix_digest=sequence.digest,
+        prefix_digest=sequence.tokens.digest(len(request.tokens)),  # its pages may have been given up meanwhile
     )
     try:
         stub = worker_pb2_grpc.WorkerStub(channel)
