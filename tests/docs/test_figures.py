@@ -193,6 +193,20 @@ def test_moving_kv() -> None:
     )
 
 
+def test_waiting_beside_a_flood() -> None:
+    found = result("fairness")
+
+    def rise(name: str) -> tuple[str, str, str]:
+        alone, flooded = (1000 * found["first_token_seconds"][part][name] for part in ("alone", "flooded"))
+        return f"{alone:.0f}", f"{flooded:.0f}", f"{found['ratio'][name]:.1f}"
+
+    check(
+        "docs/benchmarks.md",
+        "p50 rises from {} to {} ms, {} times".format(*rise("p50")),
+        "p99 from {} to {} ms, {} times".format(*rise("p99")),
+    )
+
+
 def test_structured_output() -> None:
     one, several = result("structured")["steps"]
     loss = [100 * (1 - 1 / step["ratio"]) for step in (one, several)]
