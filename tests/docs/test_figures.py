@@ -246,6 +246,17 @@ def test_fault_schedules() -> None:
     check("docs/testing.md", f"SEEDS={found['schedules']}", f"{found['sequences'] / 1e6:.0f} million sequences")
 
 
+def test_schedules_with_grammars() -> None:
+    found = record("structured_schedules")
+    check(
+        "docs/testing.md",
+        f"stopped after {found['schedules']:,} schedules",
+        f"{found['structured_schedules']} schedules had requests with a grammar",
+        f"and {found['structured']:,} such outputs were complete",
+    )
+    assert [failure.split()[1] for failure in found["failures"]] == ["3186"]
+
+
 def test_every_record_is_somewhere_in_the_documents() -> None:
     """A record that nobody quotes or shows is one that nobody repeats."""
     documents = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")]
