@@ -215,11 +215,15 @@ Gang = list[psutil.Process]
 
 
 def gangs() -> list[Gang]:
+    """Those of Ray's actors: tests that run beside this one may have others."""
+    processes = {process.pid: process for process in psutil.process_iter(["ppid", "cmdline"])}
     found: dict[int, Gang] = {}
-    for process in psutil.process_iter(["ppid", "cmdline"]):
-        if "services.worker.rank" in (process.info["cmdline"] or ()):
-            rank_zero = process.info["ppid"]
-            found.setdefault(rank_zero, [psutil.Process(rank_zero)]).append(process)
+    for process in processes.values():
+        rank_zero = processes.get(process.info["ppid"])
+        if rank_zero is None or "services.worker.rank" not in (process.info["cmdline"] or ()):
+            continue
+        if "ray::" in " ".join(rank_zero.info["cmdline"] or ()):
+            found.setdefault(rank_zero.pid, [rank_zero]).append(process)
     return list(found.values())
 
 
