@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from pydantic import ByteSize, Field
 
 from deploy.config.section import FieldProblem, Section, described
+from engine.settings import MOST_RANKS
 
 PositiveFloat = Annotated[float, Field(gt=0, le=1_000_000)]
 
@@ -100,7 +101,7 @@ class WorkerGroup(Placement):
         "engine.tensor_parallel_size. Unset: as many where models.device and the GPUs that Ray has allow it, targets "
         "first, else 0.",
         ge=0,
-        le=64,
+        le=MOST_RANKS,
     )
     accelerator_type: str | None = described(
         None, "Type of GPU that the node must have, as Ray names it, such as `H200`.", min_length=1
