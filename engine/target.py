@@ -129,8 +129,8 @@ class TargetEngine:
         if len(failed) < len(places):
             constrained = [place for span in places.values() for place in span]
             self._scan.forbid(logits, constrained, masks.allowed)
-            for place, complete in zip(constrained, masks.complete, strict=True):
-                contexts[place].must_end = bool(complete)
+            for place in masks.complete:
+                contexts[constrained[place]].must_end = True
         return {index: f"the grammar failed: {error}" for index, error in failed.items()}
 
     def _settle(self, row: VerifyRow, outcome: RowOutcome, start: int) -> None:

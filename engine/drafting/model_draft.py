@@ -165,8 +165,8 @@ class DraftEngine:
         places = [place for place, row in enumerate(rows) if row.sampling.grammar is not None]
         if any(error is None for error in masks.errors):
             self._scan.forbid(logits, places, masks.allowed, self._token_ids)
-        for place, complete in zip(places, masks.complete, strict=True):
-            contexts[place].must_end = bool(complete)
+        for place in masks.complete:
+            contexts[places[place]].must_end = True
 
     def _goes_on(self, row: ProposeRow, outcome: RowOutcome) -> bool:
         if outcome.error is not None or len(outcome.tokens) >= row.draft_length:

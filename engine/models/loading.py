@@ -159,8 +159,7 @@ def _load_model(settings: EngineSettings, role: Role, progress: Progress, ranks:
         gpu = load_gpu_passes(model.dtype, model.device, heads, settings.cuda_graphs and ranks is None, progress)
     vocabulary = read_vocabulary(folder, model.get_input_embeddings().num_embeddings)
     tokenizer = read_tokenizer(folder) if ranks is None or ranks.rank == 0 else None
-    # On a CPU the model has all threads, and more fillers of masks would only take their turns.
-    grammars = None if tokenizer is None else Grammars(tokenizer, threads=1 if device.type == "cpu" else None)
+    grammars = None if tokenizer is None else Grammars(tokenizer, beside_model=device.type != "cpu")
     return LoadedModel(model, vocabulary, kernels, gpu, planned_kv_bytes, grammars)
 
 

@@ -6,11 +6,11 @@ of it from step to step is a cache, which is compared with the output at each us
 
 from __future__ import annotations
 
-import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import ParamSpec, TypeVar
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
@@ -25,7 +25,8 @@ from tokenizers import Tokenizer
 
 from scheduler.sampling import Grammar
 
-logger = logging.getLogger(__name__)
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 # In the library's masks it stands for "the output may end here". No model knows it, and no mask of ours has it.
 _END = "<|end of structured output|>"
@@ -111,6 +112,13 @@ class GrammarState:
         self._matcher, self._tokens, self._definition = matcher, known, definition
         return matcher
 
+    def go_on(self, matcher: LLMatcher, token: int) -> bool:
+        """Whether the `token` may come next; the matcher that was given is the one after it then."""
+        if not matcher.try_consume_tokens([token]):
+            return False
+        self._tokens.append(token)
+        return True
+
     def forget(self) -> None:
         self._matcher = None
 
@@ -132,33 +140,45 @@ class GrammarRow:
 @dataclass(slots=True)
 class TokenMasks:
     """`allowed` [positions, bytes]: one bit for each token, the lowest bit first, for the positions of one row after
-    those of another. `complete` [positions]: where nothing may come but the end. `errors`, by row: why its positions,
+    those of another. `complete`: the positions where nothing may come but the end. `errors`, by row: why its positions,
     which then allow everything, mean nothing.
 
     Positions after a draft token that the grammar forbids mean nothing either: that token is not accepted.
     """
 
     allowed: NDArray[np.uint8]
-    complete: NDArray[np.bool_]
+    complete: list[int]
     errors: list[str | None] = field(default_factory=list)
 
 
-class Grammars:
-    """The grammars of one worker. Its own thread compiles and follows them, beside the passes of the model."""
+class _CallersThread(Executor):
+    """Does what is submitted at once."""
 
-    def __init__(self, tokenizer: Tokenizer, threads: int | None = None) -> None:
-        """`threads` fill masks; None: as many as the library likes. A single one leaves it to the grammars' own, where
-        the library can: to hand work over costs as much as some masks."""
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammars")
-        self._fillers = LLExecutor(threads)
-        self._own_thread = threads == 1
-        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+    def submit(self, fn: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> Future[_T]:
+        future: Future[_T] = Future()
+        try:
+            future.set_result(fn(*args, **kwargs))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
+class Grammars:
+    """The grammars of one worker, whose engine uses them from one thread."""
+
+    def __init__(self, tokenizer: Tokenizer, *, beside_model: bool) -> None:
+        """`beside_model`: grammars are compiled and followed on threads of their own while the model computes. Where
+        the model has all cores for itself, that would take from it more time than the masks themselves do."""
+        thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="grammars")
         # Takes up to a second: done while the model loads.
-        self._tokens = self._thread.submit(GrammarTokens, tokenizer)
+        self._tokens = thread.submit(GrammarTokens, tokenizer)
+        self._executor: Executor = thread if beside_model else _CallersThread()
+        self._fillers = LLExecutor() if beside_model else None
+        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
 
     def masks(self, rows: Sequence[GrammarRow]) -> Future[TokenMasks]:
         """Begins to compute what may come next in each row; no other use of the rows' states until that is known."""
-        return self._thread.submit(self._masks, rows)
+        return self._executor.submit(self._masks, rows)
 
     def forced(self, row: GrammarRow) -> list[int]:
         """The tokens that must come next; often none. Waits for the grammar to be compiled."""
@@ -175,7 +195,7 @@ class Grammars:
             except GrammarError:
                 return []
 
-        return self._thread.submit(ask).result()
+        return self._executor.submit(ask).result()
 
     def _masks(self, rows: Sequence[GrammarRow]) -> TokenMasks:
         errors: list[str | None] = [None] * len(rows)
@@ -189,36 +209,42 @@ class Grammars:
         followed = [(index, matcher) for index, matcher in enumerate(matchers) if matcher is not None]
         if not followed:
             count = spans[-1].stop if spans else 0
-            return TokenMasks(np.full((count, 0), 0, np.uint8), np.zeros(count, np.bool_), errors)
+            return TokenMasks(np.zeros((count, 0), np.uint8), [], errors)
         tokens = self._tokens.result()
         # Whatever is not filled allows everything.
         words = allocate_token_bitmask(spans[-1].stop, tokens.size)
-        filled = [(matcher, spans[index].start, list(rows[index].draft_tokens)) for index, matcher in followed]
-        # The library wants draft tokens, or a call of its own for rows without.
-        if drafted := [row for row in filled if row[2]]:
-            fill_next_token_bitmask_par_with_draft_tokens(self._fillers, drafted, words)
-        single = [(matcher, first) for matcher, first, drafts in filled if not drafts]
-        if single and self._own_thread:
-            for matcher, first in single:
+        if self._fillers is not None:
+            asked = [(matcher, spans[index].start, list(rows[index].draft_tokens)) for index, matcher in followed]
+            # The library wants draft tokens, or a call of its own for rows without.
+            if drafted := [row for row in asked if row[2]]:
+                fill_next_token_bitmask_par_with_draft_tokens(self._fillers, drafted, words)
+            if single := [(matcher, first) for matcher, first, drafts in asked if not drafts]:
+                fill_next_token_bitmask_par(self._fillers, single, words)
+        else:
+            for index, matcher in followed:
+                row, first = rows[index], spans[index].start
                 fill_next_token_bitmask(matcher, words, first)
-        elif single:
-            fill_next_token_bitmask_par(self._fillers, single, words)
+                for place, token in enumerate(row.draft_tokens, first + 1):
+                    if not row.state.go_on(matcher, token):
+                        break
+                    fill_next_token_bitmask(matcher, words, place)
         for index, matcher in followed:
             if matcher.is_error():
                 errors[index] = _reason(matcher.get_error())
                 rows[index].state.forget()
                 words[spans[index]] = -1
         allowed = words.view(np.uint8)
-        may_end = (allowed[:, tokens.end >> 3] >> (tokens.end & 7) & 1).astype(np.bool_)
-        complete = np.zeros(len(allowed), np.bool_)
-        ending = np.flatnonzero(may_end)
-        if len(ending):
-            allowed[ending, tokens.end >> 3] &= ~np.uint8(1 << (tokens.end & 7))
-            complete[ending] = ~allowed[ending].any(axis=1)
-            for row, span in zip(rows, spans, strict=True):
+        end_byte, end_bit = tokens.end >> 3, 1 << (tokens.end & 7)
+        may_end = {place for place, byte in enumerate(allowed[:, end_byte].tolist()) if byte & end_bit}
+        complete = []
+        for row, span in zip(rows, spans, strict=True):
+            for place in may_end.intersection(range(span.start, span.stop)):
+                allowed[place, end_byte] ^= end_bit
+                if not allowed[place].any():
+                    complete.append(place)
                 for token in row.grammar.end_token_ids:
                     if token < tokens.size:
-                        allowed[span, token >> 3] |= may_end[span].astype(np.uint8) << (token & 7)
+                        allowed[place, token >> 3] |= 1 << (token & 7)
         return TokenMasks(allowed, complete, errors)
 
     def _fresh(self, definition: str) -> LLMatcher:
