@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -67,8 +68,9 @@ class _Entry:
 class WorkerRegistry:
     """Adds workers to a scheduler service as they register, and removes those that left or are gone for good.
 
-    A registration with the same id, address, role and worker epoch comes from the same worker; one with only the id in
-    common replaces the worker. `sweep` is to be called now and then. `clock` gives monotonic seconds.
+    A registration with the same id, address and role comes from the same worker, perhaps from another start of it: the
+    link finds out by itself to which it speaks. One with only the id in common replaces the worker. `sweep` is to be
+    called now and then. `clock` gives monotonic seconds.
     """
 
     def __init__(self, service: SchedulerService, options: RegistryOptions, clock: Callable[[], float]) -> None:
@@ -83,10 +85,13 @@ class WorkerRegistry:
             raise ServiceClosedError(self._service.closed_because)
         now = self._clock()
         entry = self._entries.get(endpoint.worker_id)
-        if entry is None or entry.endpoint != endpoint or entry.description.worker_epoch != description.worker_epoch:
+        anew = entry is not None and entry.description.worker_epoch != description.worker_epoch
+        if entry is None or entry.endpoint != endpoint or (anew and entry.state is WorkerState.LEAVING):
             old, entry = entry, _Entry(endpoint, description, now)
             self._entries[endpoint.worker_id] = entry
             self._try(entry, old)
+        elif anew:
+            entry.tried = -math.inf
         entry.heard, entry.description = now, description
         self._refresh(entry)
         if entry.state in (WorkerState.REFUSED, WorkerState.UNREACHABLE):
@@ -102,7 +107,7 @@ class WorkerRegistry:
         The worker's sequences have `drain_seconds` to move to other workers with their KV.
         """
         entry = self._entries.get(worker_id)
-        if entry is None or entry.description.worker_epoch != worker_epoch:
+        if entry is None or worker_epoch not in self._epochs(entry):
             return
         entry.state, entry.reason = WorkerState.LEAVING, "it asked to be removed"
         await _stop(entry)
@@ -138,6 +143,11 @@ class WorkerRegistry:
         for entry in self._entries.values():
             await _stop(entry)
 
+    def _epochs(self, entry: _Entry) -> set[int]:
+        """Of the start that registered last, and of the one that the link speaks to: a message can come late."""
+        spoken_to = self._service.workers.descriptions.get(entry.endpoint.worker_id, entry.description)
+        return {entry.description.worker_epoch, spoken_to.worker_epoch}
+
     def _try_again(self, entry: _Entry, now: float) -> None:
         if entry.attempt is not None or now - entry.tried < self._options.retry_seconds:
             return
@@ -155,7 +165,6 @@ class WorkerRegistry:
     async def _add(self, entry: _Entry, old: _Entry | None) -> None:
         if old is not None:
             await _stop(old)
-            # The link may have found the new process by itself.
             spoken_to = self._service.workers.descriptions.get(entry.endpoint.worker_id)
             died = spoken_to is not None and spoken_to.worker_epoch != entry.description.worker_epoch
             await self._service.workers.remove(entry.endpoint.worker_id, dismiss=False, died=died)
@@ -177,11 +186,15 @@ class WorkerRegistry:
         """Updates the state from the worker's link, once there is one."""
         if entry.attempt is not None or entry.state is WorkerState.LEAVING:
             return
-        worker_id = entry.endpoint.worker_id
-        if worker_id in self._service.workers.up:
+        worker_id, workers = entry.endpoint.worker_id, self._service.workers
+        if worker_id not in workers.endpoints:
+            return
+        if worker_id not in workers.up:
+            entry.state, entry.reason = WorkerState.UNREACHABLE, workers.trouble_of(worker_id)
+        elif workers.descriptions[worker_id].worker_epoch != entry.description.worker_epoch:
+            entry.state, entry.reason = WorkerState.UNREACHABLE, "the scheduler speaks to another start of it"
+        else:
             entry.state, entry.reason = WorkerState.IN_USE, ""
-        elif worker_id in self._service.workers.endpoints:
-            entry.state, entry.reason = WorkerState.UNREACHABLE, self._service.workers.trouble_of(worker_id)
 
 
 async def _stop(entry: _Entry) -> None:

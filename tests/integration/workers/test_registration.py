@@ -124,6 +124,33 @@ def test_worker_is_forgotten_at_the_second_sweep_in_a_row_that_finds_it_silent()
     asyncio.run(run())
 
 
+def test_late_registration_of_an_earlier_start_costs_the_living_one_nothing() -> None:
+    async def run() -> None:
+        async with SchedulerService(SchedulerConfig(), scheduler_epoch=1, link_options=LINKS) as service:
+            registry = WorkerRegistry(service, REGISTRY, lambda: 0.0)
+            async with running_worker("target-0", Role.TARGET, Whereabouts(), step_seconds=0.01) as worker:
+                endpoint = WorkerEndpoint("target-0", Role.TARGET, worker.address)
+                description = worker.server.describe()
+                late = worker.server.describe()
+                late.worker_epoch -= 1
+                assert (await registry.register(endpoint, description)).state is WorkerState.IN_USE
+                link = service.workers.find("target-0")
+                stream = service.submit(prompt_of(1), 50)
+                first = await anext(stream)
+                assert (await registry.register(endpoint, late)).state is WorkerState.UNREACHABLE
+                rest = [token async for delta in stream for token in delta.tokens]
+                assert [*first.tokens, *rest] == continuation(prompt_of(1), 50)
+                assert service.workers.find("target-0") is link
+                assert (await registry.register(endpoint, description)).state is WorkerState.IN_USE
+                # Either may ask to be removed: whoever goes was the last to come.
+                await registry.register(endpoint, late)
+                await registry.deregister("target-0", description.worker_epoch, 0)
+                assert service.workers.endpoints == {}
+            await registry.close()
+
+    asyncio.run(run())
+
+
 def test_worker_that_does_not_fit_is_told_why_and_taken_when_it_fits() -> None:
     async def run() -> None:
         async with (

@@ -146,6 +146,8 @@ class WatchedCore(SchedulerCore):
             worker.worker_id
             for worker in self._fleet.workers()
             if worker.worker_id in links.endpoints.keys() - links.up
+            # A link that ended for good closes the scheduler, in the next turn of the event loop.
+            and not links._runs[worker.worker_id].task.done()
         ]
         if down:
             self._world.fail(f"{self._scheduler.process.name} counts on {down}, which are lost")
