@@ -41,7 +41,7 @@ def schedules_of(kind: str) -> list[ScheduleResult]:
 
 @cache
 def mixed_schedules() -> list[ScheduleResult]:
-    return [run_schedule(seed) for seed in range(100, 135)]
+    return [run_schedule(seed) for seed in range(90, 125)]
 
 
 @pytest.mark.sampled(4)
