@@ -13,7 +13,7 @@ _BEGINNING = """\
 # Models
 
 Spool serves decoder-only models of transformers in which every layer attends to all earlier positions, on one GPU
-for each replica; targets of the families Llama, Qwen2 and Qwen3 also on
+for each replica; targets of the families Llama, Qwen2, Qwen3 and Qwen3-MoE also on
 [several](serving.md#a-target-over-several-ranks). Draft and target need the same tokenizer.
 
 `python -m bench.families` tried {tried} families of transformers {version}: a tiny random model of each, in float32 on

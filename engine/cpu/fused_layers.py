@@ -155,5 +155,7 @@ def _is_by_kernel(layer: nn.Module) -> bool:
 
 def _fits(layer: nn.Module) -> bool:
     attention, mlp = layer.self_attn, layer.mlp
+    if not hasattr(mlp, "gate_proj"):
+        return False  # experts
     sizes = (attention.q_proj.in_features, attention.head_dim // 2, mlp.down_proj.in_features)
     return type(mlp.act_fn) in _SILU and all(size % LANES == 0 for size in sizes)

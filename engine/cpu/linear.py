@@ -59,15 +59,19 @@ class PrepackedLinear(nn.Module):
 
 def joined(layers: Sequence[nn.Linear]) -> nn.Linear:
     """One layer whose outputs are those of `layers`, one after the other. They have a bias all or none."""
-    first = layers[0]
     with torch.no_grad():
-        joined = nn.Linear(1, 1, bias=first.bias is not None)
-        joined.in_features = first.in_features
-        joined.out_features = sum(layer.out_features for layer in layers)
-        joined.weight = nn.Parameter(torch.cat([layer.weight for layer in layers]), requires_grad=False)
-        if first.bias is not None:
-            joined.bias = nn.Parameter(torch.cat([layer.bias for layer in layers]), requires_grad=False)
-    return joined
+        bias = None if layers[0].bias is None else torch.cat([layer.bias for layer in layers])
+        return linear_of(torch.cat([layer.weight for layer in layers]), bias)
+
+
+def linear_of(weight: torch.Tensor, bias: torch.Tensor | None = None) -> nn.Linear:
+    """The layer of a weight `[out, in]`, which is not copied."""
+    linear = nn.Linear(1, 1, bias=bias is not None)
+    linear.out_features, linear.in_features = weight.shape
+    linear.weight = nn.Parameter(weight.detach(), requires_grad=False)
+    if bias is not None:
+        linear.bias = nn.Parameter(bias.detach(), requires_grad=False)
+    return linear
 
 
 def prepack_linear(linear: nn.Linear | SummedLinear, kernels: CpuKernels | None) -> nn.Module:

@@ -27,6 +27,8 @@ class Family:
     attention: str
     mlp: str
     norm: str
+    experts: str | None = None
+    """In the place of `mlp`, in some layers."""
 
 
 FAMILIES = {
@@ -54,6 +56,15 @@ FAMILIES = {
         "Qwen3MLP",
         "Qwen3RMSNorm",
     ),
+    "qwen3_moe": Family(
+        "transformers.models.qwen3_moe.modeling_qwen3_moe",
+        "Qwen3MoeModel",
+        "Qwen3MoeDecoderLayer",
+        "Qwen3MoeAttention",
+        "Qwen3MoeMLP",
+        "Qwen3MoeRMSNorm",
+        "Qwen3MoeSparseMoeBlock",
+    ),
 }
 
 
@@ -66,6 +77,7 @@ class FamilyClasses:
     attention: type[nn.Module]
     mlp: type[nn.Module]
     norm: type[nn.Module]
+    experts: type[nn.Module] | None
 
 
 def families_of(model: PreTrainedModel) -> list[FamilyClasses]:
@@ -83,7 +95,13 @@ def _resolved(model: PreTrainedModel) -> Iterator[FamilyClasses]:
             continue
         try:
             module = importlib.import_module(family.module)
-            names = (family.decoder, family.layer, family.attention, family.mlp, family.norm)
-            yield FamilyClasses(*(getattr(module, class_name) for class_name in names))
+            yield FamilyClasses(
+                decoder=getattr(module, family.decoder),
+                layer=getattr(module, family.layer),
+                attention=getattr(module, family.attention),
+                mlp=getattr(module, family.mlp),
+                norm=getattr(module, family.norm),
+                experts=None if family.experts is None else getattr(module, family.experts),
+            )
         except (ImportError, AttributeError) as error:
             logger.warning("%s models keep transformers' own layers, which are slower: %s", name, error)

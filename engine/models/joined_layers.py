@@ -16,6 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from engine.attention.paged_step import PagedStep
+from engine.cpu.experts import KernelExperts, runs_by_kernel
 from engine.cpu.kernels import CpuKernels
 from engine.cpu.linear import can_prepack, joined, prepack_linear, prepack_linears
 from engine.models.families import FamilyClasses, families_of
@@ -109,4 +110,6 @@ def _replacement(module: nn.Module, families: Sequence[FamilyClasses], kernels: 
         return JoinedMlp(module, kernels)
     if any(kind is family.norm for family in families):
         return FusedRmsNorm(module)
+    if any(kind is family.experts for family in families) and kernels is not None and runs_by_kernel(module, kernels):
+        return KernelExperts(module, kernels)
     return None

@@ -24,6 +24,18 @@ class SummedLinear(nn.Module):
         return self.ranks.total(self.part(rows))
 
 
+class SummedLayer(nn.Module):
+    """A layer of which each rank computes a summand."""
+
+    def __init__(self, part: nn.Module, ranks: Ranks) -> None:
+        super().__init__()
+        self.part = part
+        self._ranks = ranks
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self._ranks.total(self.part(rows))
+
+
 class SplitEmbedding(nn.Module):
     """The embeddings of `tokens` tokens, of which each rank has equally many, one rank after the other."""
 
@@ -64,6 +76,10 @@ def connect_layers(model: PreTrainedModel, tokens: int, ranks: Ranks) -> None:
     """Makes the parts of a model of `tokens` tokens (engine/parallel/shards.py) compute the whole of it, in place."""
     for layer in model.base_model.layers:
         layer.self_attn.o_proj = SummedLinear(layer.self_attn.o_proj, ranks)
-        layer.mlp.down_proj = SummedLinear(layer.mlp.down_proj, ranks)
+        if hasattr(layer.mlp, "down_proj"):
+            layer.mlp.down_proj = SummedLinear(layer.mlp.down_proj, ranks)
+        else:
+            # Every rank chooses the same experts, of which it has a part each.
+            layer.mlp = SummedLayer(layer.mlp, ranks)
     model.set_output_embeddings(SplitHead(model.get_output_embeddings(), tokens, ranks))
     model.set_input_embeddings(SplitEmbedding(model.get_input_embeddings(), tokens, ranks))

@@ -20,12 +20,14 @@ from engine.parallel.ranks import Ranks
 _INDEX = "model.safetensors.index.json"
 _SINGLE_FILE = "model.safetensors"
 
-# Linear layers by what is divided among ranks: their outputs or their inputs.
-_QUERIES = ("q_proj",)
+# Linear layers by what they have to do with.
 _KEYS_AND_VALUES = ("k_proj", "v_proj")
-_INNER_OUTPUTS = ("gate_proj", "up_proj")
+_INNER = ("gate_proj", "up_proj", "down_proj")
 _INPUTS = ("o_proj", "down_proj")
+"""Their inputs are divided among ranks; of the others, their outputs."""
 _VOCABULARY = ("embed_tokens", "lm_head")
+
+_INNER_SIZES = ("intermediate_size", "moe_intermediate_size")
 
 
 def check_divides(config: PreTrainedConfig, size: int) -> None:
@@ -35,23 +37,31 @@ def check_divides(config: PreTrainedConfig, size: int) -> None:
         raise UnsupportedModelError(
             f"{given}, must be 1 for models of type {family}: only {', '.join(FAMILIES)} models are divided among ranks"
         )
-    for name in ("num_attention_heads", "intermediate_size"):
-        if getattr(config, name) % size:
+    for name in _INNER_SIZES:
+        if getattr(config, name, 0) % size:
             raise UnsupportedModelError(f"{given}, must divide the model's {name}, which is {getattr(config, name)}")
-    kv_heads = config.num_key_value_heads
-    if kv_heads % size and size % kv_heads:
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    if size > kv_heads and (size % kv_heads or heads % size):
         raise UnsupportedModelError(
-            f"{given}, must divide the model's num_key_value_heads, which is {kv_heads}, or be a multiple of it"
+            f"{given}, must be at most the model's num_key_value_heads, which is {kv_heads}, or be a multiple of it "
+            f"that divides num_attention_heads, which is {heads}"
         )
 
 
 def part_of(config: PreTrainedConfig, size: int) -> PreTrainedConfig:
-    """What each of `size` ranks has of the model, as the configuration of a model. All parts have the same sizes."""
+    """What each of `size` ranks has of the model, as the configuration of a model.
+
+    All parts have the same sizes. What cannot be divided evenly, KV heads with their queries and tokens, is rounded up:
+    the last ranks have some of zeros then.
+    """
     part = copy.deepcopy(config)
-    part.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    part.num_attention_heads //= size
-    part.num_key_value_heads = max(1, config.num_key_value_heads // size)
-    part.intermediate_size //= size
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    part.head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    part.num_key_value_heads = -(-kv_heads // size)
+    part.num_attention_heads = heads // size if kv_heads < size else part.num_key_value_heads * (heads // kv_heads)
+    for name in _INNER_SIZES:
+        if hasattr(config, name):
+            setattr(part, name, getattr(config, name) // size)
     part.vocab_size = -(-config.vocab_size // size)
     # It may be a token of another rank.
     part.pad_token_id = None
@@ -92,37 +102,31 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _read(file: Path, config: PreTrainedConfig, ranks: Ranks) -> Iterator[tuple[str, torch.Tensor]]:
+    part = part_of(config, ranks.size)
+    queries, keys = part.num_attention_heads * part.head_dim, part.num_key_value_heads * part.head_dim
+    sizes = {"q_proj": queries, "o_proj": queries, **dict.fromkeys(_KEYS_AND_VALUES, keys)}
+    sizes |= dict.fromkeys(_VOCABULARY, part.vocab_size)
     with safe_open(file, framework="pt") as content:
         for name in content.keys():  # noqa: SIM118  (no mapping)
             layer, _, kind = name.rpartition(".")
             layer = layer.rpartition(".")[2]
             stored = content.get_slice(name)
-            if layer in _INPUTS:
-                yield name, _of_inputs(stored, kind, ranks)
-            else:
-                yield name, _of_outputs(stored, layer, config, ranks)
+            if layer in _INPUTS and kind == "bias":
+                # Outputs are summed: the first rank alone adds the bias.
+                yield name, stored[:] if ranks.rank == 0 else torch.zeros_like(stored[:])
+                continue
+            dimension = 1 if layer in _INPUTS else 0
+            size = stored.get_shape()[dimension] // ranks.size if layer in _INNER else sizes.get(layer)
+            # Ranks whose queries share a KV head each have it.
+            shared = max(1, ranks.size // config.num_key_value_heads) if layer in _KEYS_AND_VALUES else 1
+            yield name, stored[:] if size is None else _cut(stored, dimension, ranks.rank // shared * size, size)
 
 
-def _of_inputs(stored: torch.Tensor, kind: str, ranks: Ranks) -> torch.Tensor:
-    """A layer whose outputs are summed: the first rank alone adds the bias."""
-    if kind == "bias":
-        whole: torch.Tensor = stored[:]
-        return whole if ranks.rank == 0 else torch.zeros_like(whole)
-    inputs = stored.get_shape()[1] // ranks.size
-    return stored[:, ranks.rank * inputs : (ranks.rank + 1) * inputs]
-
-
-def _of_outputs(stored: torch.Tensor, layer: str, config: PreTrainedConfig, ranks: Ranks) -> torch.Tensor:
-    """A layer of which each rank computes some outputs, or one that every rank has whole."""
-    rank, size = ranks.rank, ranks.size
-    if layer in _KEYS_AND_VALUES and config.num_key_value_heads < size:
-        # Ranks whose queries share a head each have it.
-        rank, size = rank * config.num_key_value_heads // size, config.num_key_value_heads
-    elif layer not in (*_QUERIES, *_KEYS_AND_VALUES, *_INNER_OUTPUTS, *_VOCABULARY):
-        return stored[:]
-    count = stored.get_shape()[0]
-    outputs = -(-count // size)
-    part: torch.Tensor = stored[rank * outputs : min((rank + 1) * outputs, count)]
-    # Of a vocabulary that ranks cannot divide, the last has fewer tokens than others.
-    missing = outputs - part.shape[0]
-    return torch.cat((part, part.new_zeros(missing, *part.shape[1:]))) if missing else part
+def _cut(stored: torch.Tensor, dimension: int, first: int, size: int) -> torch.Tensor:
+    """`size` outputs (dimension 0) or inputs (1) from the first on, of which those past the last are zeros."""
+    last = stored.get_shape()[dimension]
+    begin, end = min(first, last), min(first + size, last)
+    part: torch.Tensor = stored[begin:end] if dimension == 0 else stored[:, begin:end]
+    missing = list(part.shape)
+    missing[dimension] = size - (end - begin)
+    return torch.cat((part, part.new_zeros(missing)), dim=dimension) if missing[dimension] else part

@@ -329,7 +329,7 @@ def test_a_faulty_kernel_is_seen(
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("family", "shape"),
-    [("llama", WIDE_SHAPE), ("llama", TORCH_SHAPE), *((family, {}) for family in ("glm4", "qwen3"))],
+    [("llama", WIDE_SHAPE), ("llama", TORCH_SHAPE), *((family, {}) for family in ("glm4", "qwen3", "qwen3_moe"))],
 )
 def test_exact_logits_do_not_depend_on_the_schedule(family: str, shape: dict[str, int], tmp_path: Path) -> None:
     """bfloat16, exact mode: the bits of every committed token's logits, plain at batch 1 against speculation."""

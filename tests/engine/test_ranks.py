@@ -27,10 +27,11 @@ from tests.support.tiny_models import VOCABULARY, save_tiny_pair
 
 MAX_TOKENS = 16
 PROMPTS = [[random.Random(length).randrange(VOCABULARY) for _ in range(length)] for length in (1, 3, 17, 30, 16, 45)]
+GANGS = [("llama", "float32"), ("qwen3", "bfloat16"), ("qwen3_moe", "float32"), ("qwen3_moe", "bfloat16")]
 Gang = tuple[TargetEngine, TargetStepExecutor, DraftStepExecutor, Path]
 
 
-@pytest.fixture(scope="module", params=[("llama", "float32"), ("qwen3", "bfloat16")], ids="-".join)
+@pytest.fixture(scope="module", params=GANGS, ids="-".join)
 def gang(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gang]:
     family, dtype = request.param
     target, draft = save_tiny_pair(family, tmp_path_factory.mktemp("ranks"))
@@ -120,15 +121,16 @@ def test_a_row_that_is_not_finite_leaves_no_trace_on_any_rank(gang: Gang) -> Non
     pool.free(table)
 
 
-def test_shared_heads_biases_and_a_vocabulary_with_a_rest(tmp_path: Path) -> None:
-    """Four ranks, two KV heads, 97 tokens, tied embeddings: the logits of the whole model."""
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 2, 4), (9, 3, 2)], ids=["shared heads", "a rest of heads"])
+def test_heads_biases_and_a_vocabulary_with_a_rest(heads: int, kv_heads: int, size: int, tmp_path: Path) -> None:
+    """Tied embeddings of 97 tokens: the logits of the whole model."""
     config = Qwen2Config(
         vocab_size=97,
-        hidden_size=64,
+        hidden_size=16 * heads,
         intermediate_size=64,
         num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
         max_position_embeddings=64,
         tie_word_embeddings=True,
         pad_token_id=96,
@@ -140,7 +142,13 @@ def test_shared_heads_biases_and_a_vocabulary_with_a_rest(tmp_path: Path) -> Non
             parameter.normal_(0, 0.25)
     model.save_pretrained(tmp_path)
     settings = EngineSettings(
-        str(tmp_path), "float32", threads=1, kv_pages=8, exact=False, max_num_batched_tokens=8, tensor_parallel_size=4
+        str(tmp_path),
+        "float32",
+        threads=1,
+        kv_pages=8,
+        exact=False,
+        max_num_batched_tokens=8,
+        tensor_parallel_size=size,
     )
     tokens = [96, 3, 50, 24, 25, 71, 0, 49]
     with target_of_ranks(settings) as engine, torch.no_grad():
@@ -159,13 +167,13 @@ def test_shared_heads_biases_and_a_vocabulary_with_a_rest(tmp_path: Path) -> Non
     ("family", "fields", "size", "message"),
     [
         ("glm4", {}, 2, "tensor_parallel_size is 2, must be 1 for models of type glm4: only llama, qwen2, qwen3"),
-        ("llama", {"num_attention_heads": 9}, 2, "must divide the model's num_attention_heads, which is 9"),
+        ("qwen3_moe", {"moe_intermediate_size": 30}, 4, "must divide the model's moe_intermediate_size, which is 30"),
         ("llama", {"intermediate_size": 98}, 4, "must divide the model's intermediate_size, which is 98"),
         (
             "qwen3",
             {"num_attention_heads": 12, "num_key_value_heads": 4, "intermediate_size": 96},
             6,
-            "must divide the model's num_key_value_heads, which is 4, or be a multiple of it",
+            "must be at most the model's num_key_value_heads, which is 4, or be a multiple of it that divides",
         ),
     ],
 )

@@ -12,6 +12,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 VOCABULARY = 96
@@ -36,7 +37,14 @@ TORCH_SHAPE = {"hidden_size": 48, "intermediate_size": 80, "num_attention_heads"
 WIDE_SHAPE = {"hidden_size": 1024, "head_dim": 64}
 """Wide enough that torch's sums over a row have another order where there are few rows, on a GPU."""
 
-CONFIGS: dict[str, type[PreTrainedConfig]] = {"llama": LlamaConfig, "qwen3": Qwen3Config, "glm4": Glm4Config}
+CONFIGS: dict[str, type[PreTrainedConfig]] = {
+    "llama": LlamaConfig,
+    "qwen3": Qwen3Config,
+    "qwen3_moe": Qwen3MoeConfig,
+    "glm4": Glm4Config,
+}
+_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
+_MORE = {"qwen3_moe": _EXPERTS}
 
 
 def tiny_model(family: str, seed: int = 0, **shape: int) -> PreTrainedModel:
@@ -45,7 +53,7 @@ def tiny_model(family: str, seed: int = 0, **shape: int) -> PreTrainedModel:
     `shape`: sizes of the configuration other than usual.
     """
     torch.manual_seed(seed)
-    config = CONFIGS[family](**(_SHAPE | shape), tie_word_embeddings=False)
+    config = CONFIGS[family](**(_SHAPE | _MORE.get(family, {}) | shape), tie_word_embeddings=False)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
