@@ -92,9 +92,8 @@ def test_tiny_pairs(isa: str, family: str, head_dim: int, dtype: str, tmp_path: 
         AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).save_pretrained(folder)
     rng = random.Random(3)
     prompts = [[rng.randrange(VOCABULARY) for _ in range(length)] for length in (1, 40, 17, 90, 16)]
-    Workers(isa, *map(str, folders), dtype).check(
-        prompts, 10, GRID if (family, dtype) == ("llama", "bfloat16") else SOME
-    )
+    grid = GRID if (family, dtype) == ("llama", "bfloat16") else SOME
+    Workers(isa, *map(str, folders), dtype).check(prompts, 10, grid)
 
 
 # Without the portable kernels, which take minutes for a model of this size and are those of the tiny pairs.
