@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -244,7 +245,7 @@ def test_targets_of_two_ranks_are_lost_and_replaced_as_one_and_hand_over_their_k
         struck[:] = gangs()[0]
         blow(struck[rank])
 
-    for rank, blow in ((0, psutil.Process.kill), (1, psutil.Process.kill), (1, psutil.Process.suspend)):
+    for blow, rank in itertools.product((psutil.Process.kill, psutil.Process.suspend), (0, 1)):
         assert cell.stream(asked, lambda rank=rank, blow=blow: strike(rank, blow)) == expected
         assert psutil.wait_procs(struck, timeout=LONG)[1] == []
         wait_until(two_gangs, "another gang", 3 * LONG)

@@ -107,7 +107,7 @@ class WorkerRegistry:
         The worker's sequences have `drain_seconds` to move to other workers with their KV.
         """
         entry = self._entries.get(worker_id)
-        if entry is None or worker_epoch not in self._epochs(entry):
+        if entry is None or worker_epoch != self._epoch(entry):
             return
         entry.state, entry.reason = WorkerState.LEAVING, "it asked to be removed"
         await _stop(entry)
@@ -143,10 +143,11 @@ class WorkerRegistry:
         for entry in self._entries.values():
             await _stop(entry)
 
-    def _epochs(self, entry: _Entry) -> set[int]:
-        """Of the start that registered last, and of the one that the link speaks to: a message can come late."""
-        spoken_to = self._service.workers.descriptions.get(entry.endpoint.worker_id, entry.description)
-        return {entry.description.worker_epoch, spoken_to.worker_epoch}
+    def _epoch(self, entry: _Entry) -> int:
+        """Of the start that the link speaks to or, without one that is up, of the start that registered last."""
+        workers, worker_id = self._service.workers, entry.endpoint.worker_id
+        up = workers.descriptions[worker_id] if worker_id in workers.up else entry.description
+        return up.worker_epoch
 
     def _try_again(self, entry: _Entry, now: float) -> None:
         if entry.attempt is not None or now - entry.tried < self._options.retry_seconds:
@@ -191,7 +192,7 @@ class WorkerRegistry:
             return
         if worker_id not in workers.up:
             entry.state, entry.reason = WorkerState.UNREACHABLE, workers.trouble_of(worker_id)
-        elif workers.descriptions[worker_id].worker_epoch != entry.description.worker_epoch:
+        elif self._epoch(entry) != entry.description.worker_epoch:
             entry.state, entry.reason = WorkerState.UNREACHABLE, "the scheduler speaks to another start of it"
         else:
             entry.state, entry.reason = WorkerState.IN_USE, ""

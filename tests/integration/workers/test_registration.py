@@ -142,8 +142,10 @@ def test_late_registration_of_an_earlier_start_costs_the_living_one_nothing() ->
                 assert [*first.tokens, *rest] == continuation(prompt_of(1), 50)
                 assert service.workers.find("target-0") is link
                 assert (await registry.register(endpoint, description)).state is WorkerState.IN_USE
-                # Either may ask to be removed: whoever goes was the last to come.
+                # The living one is heard when it leaves, whoever registered last, and nobody else is.
                 await registry.register(endpoint, late)
+                await registry.deregister("target-0", late.worker_epoch, 0)
+                assert service.workers.find("target-0") is link
                 await registry.deregister("target-0", description.worker_epoch, 0)
                 assert service.workers.endpoints == {}
             await registry.close()
