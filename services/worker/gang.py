@@ -1,11 +1,12 @@
 """The other ranks of a worker: child processes that end with it, and it with them.
 
-A rank reports as services.worker.rank says. One that ends, or is silent for long, ends the worker: what it computes for
-a step is a part of every row, so that nothing can be saved. Whoever runs the worker starts it again, all of it.
+All processes send each other a byte a second. One that ends, or is silent for long, ends the worker: what it computes
+for a step is a part of every row, so that nothing can be saved. Whoever runs the worker starts it again, all of it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -14,20 +15,21 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import NoReturn
+from typing import IO, NoReturn
 
 from engine.settings import EngineSettings
 
 logger = logging.getLogger(__name__)
 
-# A rank that was stopped, or whose machine is stuck. One that computes for long is not silent.
-_LONGEST_SILENCE_SECONDS = 10.0
+LONGEST_SILENCE_SECONDS = 10.0
+"""Of a process that was stopped, or whose machine is stuck. One that computes for long is not silent."""
 
-BEAT = "."
-"""What a rank sends every second; anything else is why it ends."""
+_BEAT = "."
+_BEAT_SECONDS = 1.0
 
 
 class Gang:
@@ -51,8 +53,11 @@ class Gang:
         return Path(self._folder.name), self.end
 
     def loaded(self) -> None:
-        """All ranks have found each other: removes the folder in which they did."""
+        """All ranks have found each other, and rank 0 has its model: the others watch it from now on."""
         self._folder.cleanup()
+        for rank, process in self._processes.items():
+            beat = threading.Thread(target=keep_beating, args=(_pipe(process.stdin),), name=f"beat-{rank}", daemon=True)
+            beat.start()
 
     def end(self, reason: str) -> NoReturn:
         """Ends this process at once, and the other ranks: they are at different places of a pass, so that no step can
@@ -74,7 +79,7 @@ class Gang:
             started.set()
             self.end(f"rank {rank} cannot be started: {error}")
         started.set()
-        reason = watched(process, _LONGEST_SILENCE_SECONDS)
+        reason = watched(_pipe(process.stdout), LONGEST_SILENCE_SECONDS)
         process.kill()
         code = process.wait()
         self.end(f"rank {rank} {reason or _how_ended(code)}")
@@ -86,17 +91,22 @@ class Gang:
         return subprocess.Popen(
             # -P: a folder named `services` in the current directory must not shadow this package.
             [sys.executable, "-P", "-m", "services.worker.rank", *arguments],
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,
         )
 
 
-def watched(process: subprocess.Popen[bytes], longest_silence: float) -> str:
-    """Reads what a rank sends until that ends; the last words that it had, or why it is not to be trusted any more."""
-    if process.stdout is None:
-        raise RuntimeError("the rank was started without a pipe")
-    pipe = process.stdout.fileno()
+def keep_beating(pipe: int) -> None:
+    """Tells whoever reads from the pipe every second that this process goes on."""
+    with contextlib.suppress(BrokenPipeError):
+        while True:
+            os.write(pipe, _BEAT.encode())
+            time.sleep(_BEAT_SECONDS)
+
+
+def watched(pipe: int, longest_silence: float) -> str:
+    """Reads what a process sends until it ends; the last words that it had, or why it is not to be trusted any more."""
     poll = select.poll()
     poll.register(pipe, select.POLLIN)
     limit: float | None = None  # Until the first sign of life: loading a model takes its time.
@@ -107,8 +117,14 @@ def watched(process: subprocess.Popen[bytes], longest_silence: float) -> str:
         sent = os.read(pipe, 4096)
         if not sent:
             return words
-        words += sent.decode(errors="replace").strip(BEAT)
+        words += sent.decode(errors="replace").strip(_BEAT)
         limit = longest_silence * 1000
+
+
+def _pipe(stream: IO[bytes] | None) -> int:
+    if stream is None:
+        raise RuntimeError("the rank was started without a pipe")
+    return stream.fileno()
 
 
 def _how_ended(code: int) -> str:

@@ -1,8 +1,8 @@
 """The process of one of the other ranks of a worker: `python -m services.worker.rank --rank 1 --folder ...`.
 
 Rank 0 starts it (services/worker/gang.py). Once the model is loaded, the process sends a byte on its standard output
-every second, and the reason if it ends by itself. It ends with rank 0, whatever becomes of that. What it logs goes to
-rank 0's standard error.
+every second, and the reason if it ends by itself. It ends with rank 0, and ends rank 0 where that is silent on its
+standard input. What it logs goes to rank 0's standard error.
 """
 
 from __future__ import annotations
@@ -15,15 +15,13 @@ import os
 import signal
 import sys
 import threading
-import time
 from pathlib import Path
 
 from engine.errors import one_line
 from engine.settings import EngineSettings
 from services.launch.process_tuning import importing, keep_loaded_objects
-from services.worker.gang import BEAT
+from services.worker.gang import LONGEST_SILENCE_SECONDS, keep_beating, watched
 
-_BEAT_SECONDS = 1.0
 _SET_PARENT_DEATH_SIGNAL = 1
 
 logger = logging.getLogger(__name__)
@@ -47,7 +45,8 @@ def main() -> int:
 
     def loaded() -> None:
         keep_loaded_objects()
-        threading.Thread(target=_beat, args=(pipe,), name="beat", daemon=True).start()
+        threading.Thread(target=keep_beating, args=(pipe,), name="beat", daemon=True).start()
+        threading.Thread(target=_watch, args=(arguments.parent,), name="watch", daemon=True).start()
 
     try:
         with importing():
@@ -68,10 +67,12 @@ def _end_with(parent: int) -> None:
         os._exit(1)
 
 
-def _beat(pipe: int) -> None:
-    while True:
-        os.write(pipe, BEAT.encode())
-        time.sleep(_BEAT_SECONDS)
+def _watch(parent: int) -> None:
+    """Ends rank 0, and so all ranks, if it is silent for long: it was stopped, and nobody can use what all hold."""
+    silent = watched(sys.stdin.fileno(), LONGEST_SILENCE_SECONDS)
+    if silent and os.getppid() == parent:
+        logger.error("rank 0 %s, and is ended", silent)
+        os.kill(parent, signal.SIGKILL)
 
 
 if __name__ == "__main__":

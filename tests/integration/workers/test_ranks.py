@@ -81,7 +81,9 @@ def test_ranks_end_with_the_worker_even_if_they_are_stopped(worker: subprocess.P
 
 
 @pytest.mark.slow
-def test_worker_processes_compute_together_and_end_together(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("stopped", "ends"), [(False, "exit code 1"), (True, "signal 9")], ids=["killed", "stopped"])
+def test_worker_processes_compute_together_and_end_together(stopped: bool, ends: str, tmp_path: Path) -> None:
+    """A rank is killed, or rank 0 is stopped."""
     folder, _ = save_tiny_pair("llama", tmp_path)
     prompt = [5, 6, 7, 8, 9]
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -103,21 +105,27 @@ def test_worker_processes_compute_together_and_end_together(tmp_path: Path) -> N
                 step.worker_epoch = description.worker_epoch
                 (reply,) = [reply async for reply in stub.Steps(iter([step]), timeout=LONG)]
                 assert list(reply.rows[0].tokens) == [expected]
-            rank.kill()
+            if stopped:
+                os.kill(worker.process_id, signal.SIGSTOP)
+            else:
+                rank.kill()
             await until(lambda: bool(ended))
-            assert ended == ["exit code 1"]
-            assert "was killed by signal 9" in launcher.log_path(worker.worker_id).read_text()
-        assert not rank.is_running()
+            assert ends in ended[0]
+            said = "rank 0 was silent for 10 s" if stopped else "rank 1 was killed by signal 9"
+            assert said in launcher.log_path(worker.worker_id).read_text()
+        assert psutil.wait_procs([rank], timeout=LONG)[1] == []
 
     asyncio.run(run())
 
 
-def test_a_silent_rank_is_not_trusted() -> None:
-    with subprocess.Popen(["sh", "-c", "printf .; exec sleep 1000"], stdout=subprocess.PIPE) as rank:
-        assert watched(rank, 0.1) == "was silent for 0.1 s"
-        rank.kill()
+def test_a_silent_process_is_not_trusted() -> None:
+    with subprocess.Popen(["sh", "-c", "printf .; exec sleep 1000"], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert watched(process.stdout.fileno(), 0.1) == "was silent for 0.1 s"
+        process.kill()
 
 
 def test_a_rank_says_why_it_ends() -> None:
     with subprocess.Popen(["sh", "-c", "printf ...; printf 'failed: no memory'"], stdout=subprocess.PIPE) as rank:
-        assert watched(rank, LONG) == "failed: no memory"
+        assert rank.stdout is not None
+        assert watched(rank.stdout.fileno(), LONG) == "failed: no memory"
