@@ -6,6 +6,7 @@ import itertools
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -29,12 +30,21 @@ from tests.support.ranks import target_of_ranks
 from tests.support.tiny_models import VOCABULARY, save_tiny_pair
 
 MAX_TOKENS = 16
-PROMPTS = [[random.Random(length).randrange(VOCABULARY) for _ in range(length)] for length in (1, 3, 17, 30, 16, 45)]
+PROMPTS = [random.Random(length).choices(range(VOCABULARY), k=length) for length in (1, 3, 17, 30, 16, 45)]
 GANGS = [
     *itertools.product(("llama", "qwen3", "qwen3_moe"), ("float32", "bfloat16")),
     *(pytest.param(("demo", dtype), marks=pytest.mark.slow) for dtype in ("float32", "bfloat16")),
 ]
-Gang = tuple[TargetEngine, TargetStepExecutor, DraftStepExecutor, Path]
+
+
+class Gang(NamedTuple):
+    """A target of two ranks, its draft, and what they are asked."""
+
+    engine: TargetEngine
+    target: TargetStepExecutor
+    draft: DraftStepExecutor
+    folder: Path
+    prompts: list[list[int]]
 
 
 @pytest.fixture(scope="module", params=GANGS, ids="-".join)
@@ -51,7 +61,8 @@ def gang(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     alone = EngineSettings(str(draft), dtype, threads=1, kv_pages=120, max_num_batched_tokens=48)
     with target_of_ranks(ranks) as engine:
         drafts = DraftStepExecutor(load_draft_engine(alone, lambda *_: None), worker_epoch=1, prefix_cache=False)
-        yield engine, TargetStepExecutor(engine, worker_epoch=1, prefix_cache=False), drafts, target
+        executor = TargetStepExecutor(engine, worker_epoch=1, prefix_cache=False)
+        yield Gang(engine, executor, drafts, target, PROMPTS[:3] if family == "demo" else PROMPTS)
 
 
 def run(gang: Gang, temperature: float, policy: Policy, batch_size: int, draft_length: int) -> dict[int, Output]:
@@ -64,9 +75,9 @@ def run(gang: Gang, temperature: float, policy: Policy, batch_size: int, draft_l
             sampling=SamplingParameters(temperature=temperature, seed=index),
             logits_digests=True,
         )
-        for index, prompt in enumerate(PROMPTS)
+        for index, prompt in enumerate(gang.prompts)
     ]
-    return run_in_process(config, {"target": gang[1], "draft": gang[2]}, requests)
+    return run_in_process(config, {"target": gang.target, "draft": gang.draft}, requests)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -78,10 +89,9 @@ def test_every_policy_gives_the_bits_of_plain_decoding(gang: Gang, temperature: 
             assert output.tokens == plain[index].tokens
             assert output.logits_digests == plain[index].logits_digests
         assert sum(accepted for output in outputs.values() for _, accepted in output.rounds) > 0
-    engine, _, _, folder = gang
-    if engine.description.dtype == "float32" and temperature == 0:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        for index, prompt in enumerate(PROMPTS):
+    if gang.engine.description.dtype == "float32" and temperature == 0:
+        model = AutoModelForCausalLM.from_pretrained(gang.folder, dtype=torch.float32)
+        for index, prompt in enumerate(gang.prompts):
             ids = torch.tensor([prompt])
             generated = model.generate(
                 ids, attention_mask=torch.ones_like(ids), max_new_tokens=MAX_TOKENS, do_sample=False, pad_token_id=0
@@ -95,7 +105,7 @@ def feed(table: PageTable, tokens: list[int]) -> VerifyRow:
 
 def test_pages_hold_what_all_ranks_have(gang: Gang) -> None:
     """A sequence whose page was read and written to another one goes on with the same logits."""
-    engine = gang[0]
+    engine = gang.engine
     store, pool, prompt = engine.kv_store, engine.pool, PROMPTS[4]
     table, moved = PageTable(), PageTable()
     engine.step([feed(table, prompt)], lambda: None)
@@ -113,7 +123,7 @@ def test_pages_hold_what_all_ranks_have(gang: Gang) -> None:
 
 
 def test_a_row_that_is_not_finite_leaves_no_trace_on_any_rank(gang: Gang) -> None:
-    engine = gang[0]
+    engine = gang.engine
     store, pool, prompt = engine.kv_store, engine.pool, PROMPTS[4]
     table, broken = PageTable(), PageTable()
     right = engine.step([feed(table, prompt)], lambda: None).rows[0]
