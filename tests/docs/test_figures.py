@@ -207,6 +207,15 @@ def test_waiting_beside_a_flood() -> None:
     )
 
 
+def test_several_ranks() -> None:
+    def row(step: dict[str, Any]) -> str:
+        one, two = step["ranks"]["1"], step["ranks"]["2"]
+        parts = (one["step"], two["step"], *(two["exchanges"][kind] for kind in ("orders", "sums", "logits")))
+        return f"| {step['sequences']} x {step['rows_each']} | " + " | ".join(f"{part:.1f}" for part in parts) + " |"
+
+    check("docs/benchmarks.md", *map(row, result("ranks_cpu")["steps"]))
+
+
 def test_structured_output() -> None:
     one, several = result("structured")["steps"]
     loss = [100 * (1 - 1 / step["ratio"]) for step in (one, several)]
@@ -250,11 +259,11 @@ def test_schedules_with_grammars() -> None:
     found = record("structured_schedules")
     check(
         "docs/testing.md",
-        f"stopped after {found['schedules']:,} schedules",
+        f"of {found['schedules']:,} schedules",
         f"{found['structured_schedules']} schedules had requests with a grammar",
         f"and {found['structured']:,} such outputs were complete",
     )
-    assert [failure.split()[1] for failure in found["failures"]] == ["3186"]
+    assert not found["failures"]
 
 
 def test_every_record_is_somewhere_in_the_documents() -> None:

@@ -52,7 +52,7 @@ def test_one_kind_of_fault_breaks_no_rule(kind: str) -> None:
     assert all(result.outcomes.total() == 200 for result in results)
 
 
-@pytest.mark.parametrize("seed", [4497, 7119, 8782, 64974])
+@pytest.mark.parametrize("seed", [1223, 3186, 4497, 7119, 7872, 8782, 64974])
 def test_schedules_that_found_something_break_no_rule_any_more(seed: int) -> None:
     """A rule, or a process of the simulation that could not die."""
     assert run_schedule(seed).outcomes.total() == 200
