@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import GpuMemoryError
+from engine.parallel.heads import heads_of_a_rank
 
 # A worker on a GPU with KV for fewer tokens serves nobody.
 MIN_KV_TOKENS = 2048
@@ -75,13 +76,17 @@ def model_memory(name: str, folder: Path, dtype: str, max_num_batched_tokens: in
         heads, hidden = config["num_attention_heads"], config["hidden_size"]
         kv_heads = config.get("num_key_value_heads") or heads
         head_dim = config.get("head_dim") or hidden // heads
+        own_heads, own_kv_heads = heads_of_a_rank(heads, kv_heads, ranks)
+        # Of each layer, the queries, keys, values and outputs of the heads by which a rank has more than its share.
+        rounded_up = own_heads + own_kv_heads - (heads + kv_heads) / ranks
+        more = int(2 * config["num_hidden_layers"] * hidden * head_dim * rounded_up)
         row = config["vocab_size"] * (size + 4 * _LOGITS_FLOATS)
         row += _VECTORS * (hidden + config.get("intermediate_size", 4 * hidden)) * size
         return ModelMemory(
             name,
-            weights=size * _elements(folder, _DTYPE_BYTES[own_dtype]) // ranks,
+            weights=size * (_elements(folder, _DTYPE_BYTES[own_dtype]) // ranks + more),
             workspace=_CONTEXT_BYTES + max_num_batched_tokens * row,
-            kv_bytes_per_token=2 * config["num_hidden_layers"] * max(1, kv_heads // ranks) * head_dim * size,
+            kv_bytes_per_token=2 * config["num_hidden_layers"] * own_kv_heads * head_dim * size,
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         reason = f"{type(error).__name__}: {error}"

@@ -14,13 +14,14 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrain
 from engine.attention.paged_step import ATTENTION_NAME
 from engine.errors import UnsupportedModelError
 from engine.models.families import FAMILIES
+from engine.parallel.heads import heads_of_a_rank
 from engine.parallel.layers import connect_layers
 from engine.parallel.ranks import Ranks
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE_FILE = "model.safetensors"
 
-# Linear layers by what they have to do with.
+# Linear layers by their names.
 _KEYS_AND_VALUES = ("k_proj", "v_proj")
 _INNER = ("gate_proj", "up_proj", "down_proj")
 _INPUTS = ("o_proj", "down_proj")
@@ -57,8 +58,7 @@ def part_of(config: PreTrainedConfig, size: int) -> PreTrainedConfig:
     part = copy.deepcopy(config)
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     part.head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    part.num_key_value_heads = -(-kv_heads // size)
-    part.num_attention_heads = heads // size if kv_heads < size else part.num_key_value_heads * (heads // kv_heads)
+    part.num_attention_heads, part.num_key_value_heads = heads_of_a_rank(heads, kv_heads, size)
     for name in _INNER_SIZES:
         if hasattr(config, name):
             setattr(part, name, getattr(config, name) // size)

@@ -13,9 +13,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from engine.errors import GpuMemoryError
 from engine.models.loaded_model import KvShape
 from engine.models.memory_plan import MIN_KV_TOKENS, ModelMemory, model_memory, plan_memory
+from engine.parallel.shards import part_of
 from engine.settings import EngineSettings
 from scheduler.messages import Role
-from tests.support.tiny_models import save_tiny_pair
+from tests.support.tiny_models import save_tiny_pair, tiny_model
 
 GB = 10**9
 GPUS = (24, 48, 80, 141)
@@ -79,6 +80,23 @@ def test_pickled_checkpoints_are_taken_by_their_size(tmp_path: Path) -> None:
     torch.save(model.state_dict(), folder / "pytorch_model.bin")
     pickled = model_memory("target", folder, "auto", 100)
     assert in_safetensors.weights <= pickled.weights < 1.3 * in_safetensors.weights
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 2, 2), (4, 2, 4), (9, 3, 2)])
+def test_a_rank_takes_what_its_part_of_the_model_does(heads: int, kv_heads: int, size: int, tmp_path: Path) -> None:
+    shape = {
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "hidden_size": 256,
+        "intermediate_size": 256,
+    }
+    tiny_model("llama", **shape).save_pretrained(tmp_path)
+    part = part_of(AutoConfig.from_pretrained(tmp_path), size)
+    weights = AutoModelForCausalLM.from_config(part).num_parameters() * 4
+    found = model_memory("target", tmp_path, "auto", 100, size)
+    # Norms, of which each rank has all, are counted as if they were divided as well.
+    assert found.weights == pytest.approx(weights, rel=0.01)
+    assert found.kv_bytes_per_token == KvShape.of(part).bytes_per_token(torch.float32)
 
 
 @pytest.mark.parametrize("content", ["{}", "no JSON", '{"dtype": "float8_e4m3fn", "num_attention_heads": 1}', "[]"])
