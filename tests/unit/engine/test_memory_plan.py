@@ -84,13 +84,8 @@ def test_pickled_checkpoints_are_taken_by_their_size(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 2, 2), (4, 2, 4), (9, 3, 2)])
 def test_a_rank_takes_what_its_part_of_the_model_does(heads: int, kv_heads: int, size: int, tmp_path: Path) -> None:
-    shape = {
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "hidden_size": 256,
-        "intermediate_size": 256,
-    }
-    tiny_model("llama", **shape).save_pretrained(tmp_path)
+    model = tiny_model("llama", num_attention_heads=heads, num_key_value_heads=kv_heads, hidden_size=288)
+    model.save_pretrained(tmp_path)
     part = part_of(AutoConfig.from_pretrained(tmp_path), size)
     weights = AutoModelForCausalLM.from_config(part).num_parameters() * 4
     found = model_memory("target", tmp_path, "auto", 100, size)
