@@ -9,31 +9,25 @@ from transformers import PreTrainedModel
 from engine.parallel.ranks import Ranks
 
 
-class SummedLinear(nn.Module):
-    """A linear layer of which each rank has some of the inputs: its outputs are the sums of those of all ranks."""
-
-    def __init__(self, part: nn.Module, ranks: Ranks) -> None:
-        super().__init__()
-        self.part = part
-        self.in_features = part.in_features
-        self.out_features = part.out_features
-        self.ranks = ranks
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """`[..., inputs of this rank]` to `[..., out_features]`."""
-        return self.ranks.total(self.part(rows))
-
-
 class SummedLayer(nn.Module):
     """A layer of which each rank computes a summand."""
 
     def __init__(self, part: nn.Module, ranks: Ranks) -> None:
         super().__init__()
         self.part = part
-        self._ranks = ranks
+        self.ranks = ranks
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return self._ranks.total(self.part(rows))
+        return self.ranks.total(self.part(rows))
+
+
+class SummedLinear(SummedLayer):
+    """A linear layer of which each rank has some of the inputs: `[..., inputs of this rank]` to `[..., out_features]`."""
+
+    def __init__(self, part: nn.Module, ranks: Ranks) -> None:
+        super().__init__(part, ranks)
+        self.in_features = part.in_features
+        self.out_features = part.out_features
 
 
 class SplitEmbedding(nn.Module):
