@@ -22,7 +22,7 @@ class SummedLayer(nn.Module):
 
 
 class SummedLinear(SummedLayer):
-    """A linear layer of which each rank has some of the inputs: `[..., inputs of this rank]` to `[..., out_features]`."""
+    """A linear layer `[..., inputs of this rank]` to `[..., out_features]`: each rank has some of the inputs."""
 
     def __init__(self, part: nn.Module, ranks: Ranks) -> None:
         super().__init__(part, ranks)
