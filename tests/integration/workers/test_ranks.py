@@ -81,9 +81,7 @@ def test_ranks_end_with_the_worker_even_if_they_are_stopped(worker: subprocess.P
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stopped", "ends"), [(False, "exit code 1"), (True, "signal 9")], ids=["killed", "stopped"])
-def test_worker_processes_compute_together_and_end_together(stopped: bool, ends: str, tmp_path: Path) -> None:
-    """A rank is killed, or rank 0 is stopped."""
+def test_worker_processes_compute_together_and_end_together_when_rank_zero_is_stopped(tmp_path: Path) -> None:
     folder, _ = save_tiny_pair("llama", tmp_path)
     prompt = [5, 6, 7, 8, 9]
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -105,14 +103,10 @@ def test_worker_processes_compute_together_and_end_together(stopped: bool, ends:
                 step.worker_epoch = description.worker_epoch
                 (reply,) = [reply async for reply in stub.Steps(iter([step]), timeout=LONG)]
                 assert list(reply.rows[0].tokens) == [expected]
-            if stopped:
-                os.kill(worker.process_id, signal.SIGSTOP)
-            else:
-                rank.kill()
+            os.kill(worker.process_id, signal.SIGSTOP)
             await until(lambda: bool(ended))
-            assert ends in ended[0]
-            said = "rank 0 was silent for 10 s" if stopped else "rank 1 was killed by signal 9"
-            assert said in launcher.log_path(worker.worker_id).read_text()
+            assert "signal 9" in ended[0]
+            assert "rank 0 was silent for 10 s" in launcher.log_path(worker.worker_id).read_text()
         assert psutil.wait_procs([rank], timeout=LONG)[1] == []
 
     asyncio.run(run())
