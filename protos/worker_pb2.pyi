@@ -109,7 +109,7 @@ class StepRequest(_message.Message):
     def __init__(self, worker_epoch: _Optional[int] = ..., step_id: _Optional[int] = ..., scheduler_epoch: _Optional[int] = ..., released_sequence_ids: _Optional[_Iterable[int]] = ..., rows: _Optional[_Iterable[_Union[Row, _Mapping]]] = ..., exclusive: _Optional[bool] = ...) -> None: ...
 
 class Row(_message.Message):
-    __slots__ = ("sequence_id", "kv_len", "prefix_digest", "tokens", "draft_tokens", "draft_length", "sample", "parameters", "scoring")
+    __slots__ = ("sequence_id", "kv_len", "prefix_digest", "tokens", "draft_tokens", "draft_length", "sample", "parameters", "scoring", "outcomes")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     KV_LEN_FIELD_NUMBER: _ClassVar[int]
     PREFIX_DIGEST_FIELD_NUMBER: _ClassVar[int]
@@ -119,6 +119,7 @@ class Row(_message.Message):
     SAMPLE_FIELD_NUMBER: _ClassVar[int]
     PARAMETERS_FIELD_NUMBER: _ClassVar[int]
     SCORING_FIELD_NUMBER: _ClassVar[int]
+    OUTCOMES_FIELD_NUMBER: _ClassVar[int]
     sequence_id: int
     kv_len: int
     prefix_digest: int
@@ -128,7 +129,20 @@ class Row(_message.Message):
     sample: bool
     parameters: SequenceParameters
     scoring: PromptScoring
-    def __init__(self, sequence_id: _Optional[int] = ..., kv_len: _Optional[int] = ..., prefix_digest: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., draft_tokens: _Optional[_Iterable[int]] = ..., draft_length: _Optional[int] = ..., sample: _Optional[bool] = ..., parameters: _Optional[_Union[SequenceParameters, _Mapping]] = ..., scoring: _Optional[_Union[PromptScoring, _Mapping]] = ...) -> None: ...
+    outcomes: int
+    def __init__(self, sequence_id: _Optional[int] = ..., kv_len: _Optional[int] = ..., prefix_digest: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., draft_tokens: _Optional[_Iterable[int]] = ..., draft_length: _Optional[int] = ..., sample: _Optional[bool] = ..., parameters: _Optional[_Union[SequenceParameters, _Mapping]] = ..., scoring: _Optional[_Union[PromptScoring, _Mapping]] = ..., outcomes: _Optional[int] = ...) -> None: ...
+
+class Outcome(_message.Message):
+    __slots__ = ("accepted", "token", "draft_tokens", "confidences")
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CONFIDENCES_FIELD_NUMBER: _ClassVar[int]
+    accepted: int
+    token: int
+    draft_tokens: _containers.RepeatedScalarFieldContainer[int]
+    confidences: bytes
+    def __init__(self, accepted: _Optional[int] = ..., token: _Optional[int] = ..., draft_tokens: _Optional[_Iterable[int]] = ..., confidences: _Optional[bytes] = ...) -> None: ...
 
 class PromptScoring(_message.Message):
     __slots__ = ("first", "tokens", "top")
@@ -206,7 +220,7 @@ class Grammar(_message.Message):
     def __init__(self, definition: _Optional[str] = ..., end_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class RowReply(_message.Message):
-    __slots__ = ("sequence_id", "status", "kv_len", "prefix_digest", "tokens", "accepted", "logits_digests", "error", "logprobs", "reused", "confidences", "prompt_logprobs")
+    __slots__ = ("sequence_id", "status", "kv_len", "prefix_digest", "tokens", "accepted", "logits_digests", "error", "logprobs", "reused", "confidences", "prompt_logprobs", "outcomes")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
     KV_LEN_FIELD_NUMBER: _ClassVar[int]
@@ -219,6 +233,7 @@ class RowReply(_message.Message):
     REUSED_FIELD_NUMBER: _ClassVar[int]
     CONFIDENCES_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    OUTCOMES_FIELD_NUMBER: _ClassVar[int]
     sequence_id: int
     status: RowStatus
     kv_len: int
@@ -231,7 +246,8 @@ class RowReply(_message.Message):
     reused: int
     confidences: bytes
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprobs]
-    def __init__(self, sequence_id: _Optional[int] = ..., status: _Optional[_Union[RowStatus, str]] = ..., kv_len: _Optional[int] = ..., prefix_digest: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., accepted: _Optional[int] = ..., logits_digests: _Optional[_Iterable[int]] = ..., error: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., reused: _Optional[int] = ..., confidences: _Optional[bytes] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ...) -> None: ...
+    outcomes: _containers.RepeatedCompositeFieldContainer[Outcome]
+    def __init__(self, sequence_id: _Optional[int] = ..., status: _Optional[_Union[RowStatus, str]] = ..., kv_len: _Optional[int] = ..., prefix_digest: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., accepted: _Optional[int] = ..., logits_digests: _Optional[_Iterable[int]] = ..., error: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., reused: _Optional[int] = ..., confidences: _Optional[bytes] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., outcomes: _Optional[_Iterable[_Union[Outcome, _Mapping]]] = ...) -> None: ...
 
 class TokenLogprobs(_message.Message):
     __slots__ = ("token_id", "logprob", "top_token_ids", "top_logprobs")

@@ -106,6 +106,16 @@ class SequenceRequest:
 
 
 @dataclass(slots=True)
+class Outcome:
+    """What a draft proposes if a target accepts the first `accepted` tokens of a proposal and then chooses `token`."""
+
+    accepted: int
+    token: int
+    draft_tokens: tuple[int, ...]
+    confidences: bytes = b""
+
+
+@dataclass(slots=True)
 class RowResult:
     """A worker's answer for one row of a step; fields as in protos/worker.proto, RowReply.
 
@@ -124,6 +134,7 @@ class RowResult:
     reused: int = 0
     confidences: bytes = b""
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    outcomes: tuple[Outcome, ...] = ()
 
 
 # --- events -----------------------------------------------------------------------------------------------------------
@@ -215,6 +226,7 @@ class Row:
     opening: SequenceRequest | None = None
     committed: tuple[int, ...] = ()
     scoring: PromptScoring | None = None
+    outcomes: int = 0
 
 
 @dataclass(slots=True)

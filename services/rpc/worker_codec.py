@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from protos import worker_pb2
 from scheduler.messages import (
+    Outcome,
     PromptScoring,
     Role,
     Row,
@@ -143,6 +144,7 @@ def row_to_wire(row: Row) -> worker_pb2.Row:
         sample=row.sample,
         parameters=opening_to_wire(row.opening, row.committed) if row.opening is not None else None,
         scoring=None if row.scoring is None else _scoring_to_wire(row.scoring),
+        outcomes=row.outcomes,
     )
 
 
@@ -203,4 +205,9 @@ def result_from_wire(reply: worker_pb2.RowReply) -> RowResult:
         reused=reply.reused,
         confidences=reply.confidences,
         prompt_logprobs=tuple(logprobs_from_wire(logprobs) for logprobs in reply.prompt_logprobs),
+        outcomes=tuple(_outcome_from_wire(outcome) for outcome in reply.outcomes),
     )
+
+
+def _outcome_from_wire(outcome: worker_pb2.Outcome) -> Outcome:
+    return Outcome(outcome.accepted, outcome.token, tuple(outcome.draft_tokens), outcome.confidences)
