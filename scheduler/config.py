@@ -40,8 +40,9 @@ class SchedulerConfig:
     of any worker. Every round drafts `draft_length` tokens, under AUTO up to so many. `max_queued_sequences` and
     `max_queued_tokens` bound what waits; beyond them submissions are refused. No sequence waits voluntarily for longer
     than `wait_bound_steps` times the verify step time, which is taken to be `initial_step_seconds` until it was
-    measured. `steps_in_flight` includes the step that a worker runs. `keys` are the classes of the API keys that have a
-    name; all other requests share one more, of weight 1 and without limits.
+    measured. `steps_in_flight` includes the step that a worker runs. While targets verify proposals, a draft that has
+    nothing else to do prepares for up to `draft_ahead` outcomes of each (0: for none). `keys` are the classes of the
+    API keys that have a name; all other requests share one more, of weight 1 and without limits.
 
     Raises `ValueError` naming field, value and limit.
     """
@@ -57,6 +58,7 @@ class SchedulerConfig:
     initial_step_seconds: float = 0.05
     steps_in_flight: int = 2
     draft_batch_size: int | None = None
+    draft_ahead: int = 0
     kv_movement: KvMovement = KvMovement.AUTO
     keys: tuple[KeyClass, ...] = ()
 
@@ -75,6 +77,7 @@ class SchedulerConfig:
             "kv_movement", isinstance(self.kv_movement, KvMovement), f"one of {', '.join(m.value for m in KvMovement)}"
         )
         require("draft_length", self.draft_length >= 0, "0 (no drafting) or more")
+        require("draft_ahead", self.draft_ahead >= 0, "0 (no drafting ahead) or more")
         finite = math.isfinite
         require("wait_bound_steps", finite(self.wait_bound_steps) and self.wait_bound_steps >= 0, "finite, 0 or more")
         require("initial_step_seconds", finite(self.initial_step_seconds) and self.initial_step_seconds > 0, "above 0")

@@ -18,6 +18,8 @@ class Counters:
 
     preemptions: int = 0
     probes: int = 0
+    outcomes_sought: int = 0
+    outcomes_found: int = 0
     moves: int = 0
     moved_positions: int = 0
     moved_bytes: int = 0

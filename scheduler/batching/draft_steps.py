@@ -19,6 +19,7 @@ class DraftPlanner:
 
     def __init__(self, config: SchedulerConfig, fleet: Fleet, lifecycle: Lifecycle, controller: Controller) -> None:
         self._proposals_per_step = config.proposals_per_step
+        self._steps_in_flight = config.steps_in_flight
         self._fleet = fleet
         self._lifecycle = lifecycle
         self._controller = controller
@@ -26,10 +27,14 @@ class DraftPlanner:
     def plan(self, draft: DraftWorker, step_id: int, now: float) -> SendStep | None:
         """The next step for this worker, or None when it must wait or has nothing to do."""
         may_go = not self._fleet.time_sliced or draft_may_go(draft, self._fleet)
-        if not draft.can_take_step or not (draft.ready or draft.lagging) or not may_go:
+        if not draft.can_take_step or not may_go:
             return None
+        if not (draft.ready or draft.lagging):
+            # What is asked of it meanwhile is queued, and does not wait for long.
+            may_prepare = draft.verifying and not draft.outstanding and self._steps_in_flight > 1
+            return self._prepare(draft, step_id, now) if may_prepare else None
         # A second step is queued only when no sequence that is about to come back could still join it.
-        if draft.busy and draft.verifying and len(draft.ready) < self._proposals_per_step:
+        if draft.busy and not draft.works_ahead and draft.verifying and len(draft.ready) < self._proposals_per_step:
             return None
         if self._waits(draft):
             return None
@@ -60,7 +65,8 @@ class DraftPlanner:
                 break
             if sequence.state is not READY or sequence.draft is not draft:
                 continue  # it gave its pages to one before it
-            if sequence.sequence_id in draft.in_flight:
+            before = draft.in_flight.get(sequence.sequence_id)
+            if before is not None and not before.row.outcomes:
                 continue
             kv_lag = draft.kv_lag(sequence)
             if kv_lag > draft.max_kv_lag or (kv_lag > STEADY_KV_LAG and kv_lag > budget):
@@ -79,9 +85,40 @@ class DraftPlanner:
             room -= kv_lag
             self._lifecycle.start_drafting(sequence)
             row = draft.make_row(sequence, sequence.length, draft_length=length)
-            rows[sequence.sequence_id] = InFlightRow(sequence, row)
+            rows[sequence.sequence_id] = InFlightRow(sequence, row, before=before)
             work.add(len(row.tokens), length)
         return budget, room
+
+    def _prepare(self, draft: DraftWorker, step_id: int, now: float) -> SendStep | None:
+        """A step that prepares for outcomes of the verifications under way, if there is time for that."""
+        sequences = [one for one in draft.verifying.values() if self._can_prepare(one)][: self._proposals_per_step]
+        outcomes, length = self._controller.ahead(draft, sequences) if sequences else (0, 0)
+        rows: dict[int, InFlightRow[Sequence]] = {}
+        room = draft.spec.max_num_batched_tokens
+        for sequence in sequences if outcomes and length else ():
+            assumed = _assumed(sequence)
+            fed = draft.kv_lag(sequence) + len(assumed)
+            # After all of them and the target's own token, too, proposals must end where the sequence does.
+            end = min(sequence.end, draft.spec.max_sequence_length)
+            longest = min(length, end - sequence.length - len(assumed) - 1)
+            if (
+                fed > room
+                or longest < 1
+                or not draft.pages.reserve(sequence.sequence_id, sequence.length + len(assumed))
+            ):
+                continue
+            room -= fed
+            row = draft.make_row(sequence, sequence.length, assumed, longest)
+            row.outcomes = outcomes
+            rows[sequence.sequence_id] = InFlightRow(sequence, row)
+            sequence.prepared_for = sequence.length
+        return draft.send(step_id, rows, DraftWork(), now) if rows else None
+
+    def _can_prepare(self, sequence: Sequence) -> bool:
+        """Once in a round, where something was proposed that only sampling decides on."""
+        if sequence.prepared_for == sequence.length or sequence.drafting_refused:
+            return False
+        return sequence.request.sampling.grammar is None and bool(_assumed(sequence))
 
     def _catch_up(
         self, draft: DraftWorker, rows: dict[int, InFlightRow[Sequence]], work: DraftWork, budget: int
@@ -115,3 +152,9 @@ class DraftPlanner:
             if victim is sequence:
                 return False
         return True
+
+
+def _assumed(sequence: Sequence) -> tuple[int, ...]:
+    """The draft tokens that the target verifies."""
+    flight = None if sequence.target is None else sequence.target.in_flight.get(sequence.sequence_id)
+    return () if flight is None or flight.abandoned else flight.row.draft_tokens

@@ -5,6 +5,7 @@ target gets, for each draft worker, the length with the most expected tokens a s
 sequences has one round. It takes the target parts · base + row · tokens seconds and the draft so much for each pass,
 each token that it proposes, and each that it has to be fed first: prompts, and rounds without a draft. Where the
 sequences fit one step (parts = 1), or both workers share cores, the cycle is the sum of both; else the longer of them.
+Rounds for which a draft had prepared take none of its time.
 """
 
 from __future__ import annotations
@@ -77,6 +78,8 @@ class DraftFigures:
 
     cost: LinearCost
     acceptance: ModelAcceptance
+    found: float = 0.0
+    """The share of verifications with an outcome that it had prepared for."""
 
 
 class Controller:
@@ -187,6 +190,13 @@ class Controller:
         own.observe(taken, tried)
         model.observe(taken, tried, confidences[:verified], accepted, len(draft.sequences))
 
+    def looked_for(self, draft: DraftWorker, found: bool) -> None:
+        """A verification of what this draft had proposed is over; whether its outcome was among those prepared for."""
+        figures = self.draft(draft)
+        figures.found += (1 - FORGET) * (found - figures.found)
+        self._counters.outcomes_sought += 1
+        self._counters.outcomes_found += found
+
     # --- what is decided ----------------------------------------------------------------------------------------------
 
     def newcomer_drafts(self, target: TargetWorker, sequence: Sequence) -> bool:
@@ -217,6 +227,23 @@ class Controller:
         """
         _, of_pass, of_token = self.draft(draft).cost.coefficients
         return not self._auto or self._fleet.time_sliced or kv_lag <= STEADY_KV_LAG or of_token * kv_lag <= of_pass
+
+    def ahead(self, draft: DraftWorker, sequences: list[Sequence]) -> tuple[int, int]:
+        """For how many outcomes of each sequence an idle draft is to prepare while targets verify them, with how many
+        tokens each: (0, 0) where there is no time. Their rows are to cost no more than the passes themselves.
+        """
+        figures = [self.target(one.target) for one in sequences if one.target is not None]
+        if not self._config.draft_ahead or self._fleet.time_sliced or not figures or not self.draft(draft).cost.known:
+            return 0, 0
+        _, of_pass, of_token = self.draft(draft).cost.coefficients
+        outcomes = self._config.draft_ahead
+        if of_token * outcomes * len(sequences) > of_pass:
+            outcomes = int(of_pass / of_token / len(sequences))
+        seconds = min(one.typical + one.wire.coefficients[0] for one in figures)
+        of_pass = max(of_pass + of_token * outcomes * len(sequences), 1e-9)
+        # The first pass finds the outcomes.
+        length = min(self._config.draft_length, int(seconds / of_pass) - 1)
+        return (outcomes, length) if outcomes > 0 and length > 0 else (0, 0)
 
     def chances(self, sequence: Sequence, confidences: bytes, count: int) -> list[float]:
         """The chance of each of `count` proposed tokens to be accepted with all before it."""
@@ -272,10 +299,11 @@ class Controller:
         count, load = figures.decided_for, max(figures.decided_for, len(draft.sequences))
         parts = max(1.0, count / self._config.batch_size)
         serial = parts == 1 or self._fleet.time_sliced
+        sought = 1 - known.found
 
         def cycle(passes: int = 0, drafted: float = 0.0, fed: float = 0.0) -> float:
-            verify, propose = parts * base + row * count * (1 + drafted), of_token * drafted * load
-            step, feed = (of_step + passes * of_pass if passes else 0.0), of_token * fed * load
+            verify, propose = parts * base + row * count * (1 + drafted), sought * of_token * drafted * load
+            step, feed = (sought * (of_step + passes * of_pass) if passes else 0.0), of_token * fed * load
             if serial:
                 return verify + step + propose + feed + (wire if passes or parts == 1 else 0.0)
             return max(wire + verify / parts + step + propose / parts, verify, 2 * step + propose + feed)
@@ -293,10 +321,11 @@ class Controller:
         # To begin, drafting must promise more than one observation can make of an estimate.
         best = plain if before and before.length else plain / FORGET
         accepted = drafted = 0.0
+        found = known.found * sum(map(sum, worth)) / len(members)
         for passes in range(1, max(map(len, worth)) + 1):
             reached = [kept[passes - 1] for kept in worth if len(kept) >= passes]
             accepted, drafted = accepted + sum(reached) / len(members), drafted + len(reached) / len(members)
-            rate = count * (1 + accepted) / cycle(passes, drafted, fed)
+            rate = count * (1 + found + sought * accepted) / cycle(passes, drafted, fed)
             if rate > best:
                 best, choice.length, choice.rate, choice.gain = rate, passes, rate, rate / plain
         if choice.length:

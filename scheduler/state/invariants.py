@@ -38,7 +38,7 @@ def check_integrity(live: LiveSet, fleet: Fleet) -> None:
     for draft in fleet.drafts.values():
         verifying = sum(s.state is SequenceState.VERIFYING for s in draft.sequences.values())
         ready = sum(s.state is SequenceState.READY for s in draft.sequences.values())
-        if (verifying, ready) != (draft.verifying, len(draft.ready)):
+        if (verifying, ready) != (len(draft.verifying), len(draft.ready)):
             raise RuntimeError(f"draft {draft.worker_id}: verifying or ready sequences are miscounted")
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from enum import Enum
 
-from scheduler.messages import FinishReason, PromptScoring, SequenceRequest, TokenLogprobs
+from scheduler.messages import FinishReason, Outcome, PromptScoring, SequenceRequest, TokenLogprobs
 from scheduler.state.digests import DigestedTokens
 from scheduler.state.key_accounts import KeyAccount
 
@@ -56,6 +56,8 @@ class SequenceRecord:
     the number that the draft was asked for in the round that waits for verification. `confidences` holds the draft's
     confidence in each token that it proposed, whether or not the token is worth verifying. `wants_draft_kv` tells
     whether a draft worker should keep its KV of the sequence up to date; without it the draft's KV may lag behind.
+    `outcomes` are those of the verification under way that the draft has prepared for: it is asked to at most once at
+    each length, the last time at `prepared_for`.
 
     What the first output tells of the prompt: `prompt_logprobs` of its tokens as far as they are known, where they are
     asked for, and how many of its tokens were `cached`. Logits are still wanted from position `score_from` on, so that
@@ -81,7 +83,9 @@ class SequenceRecord:
         "end",
         "length",
         "order",
+        "outcomes",
         "planned_draft_length",
+        "prepared_for",
         "prompt_left",
         "prompt_logprobs",
         "proposals_owed",
@@ -118,6 +122,8 @@ class SequenceRecord:
         self.state = SequenceState.WAITING
         self.draft_tokens: tuple[int, ...] = ()
         self.confidences = b""
+        self.outcomes: tuple[Outcome, ...] = ()
+        self.prepared_for = 0
         self.ready_at = 0.0
         self.drafted_at = 0.0
         self.drafted_order = 0
@@ -148,6 +154,11 @@ class SequenceRecord:
         self.prompt_logprobs.extend(logprobs)
         known = self.score_from + len(logprobs)
         self.score_from = known if known < len(self.request.prompt) - 1 else NOTHING_TO_SCORE
+
+    def prepared(self, accepted: int, token: int) -> Outcome | None:
+        """What the draft has prepared for this outcome of the verification, which is over now."""
+        outcomes, self.outcomes = self.outcomes, ()
+        return next((one for one in outcomes if one.accepted == accepted and one.token == token), None)
 
     def commit(self, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], FinishReason | None]:
         """Appends `tokens` up to the end of the sequence. Returns what was appended, and why it ends if it does."""

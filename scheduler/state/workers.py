@@ -65,8 +65,8 @@ class DraftWorker(WorkerState[Sequence, DraftWork]):
         self.lagging: dict[int, Sequence] = {}
         self.max_kv_lag = min(max(self.chunk, STEADY_KV_LAG), spec.max_num_batched_tokens)
         """Committed tokens that one step can feed before it proposes."""
-        self.verifying = 0
-        """Sequences placed here that a target is verifying: they may come back any moment."""
+        self.verifying: dict[int, Sequence] = {}
+        """Those placed here that a target is verifying: they may come back any moment."""
 
     def _no_work(self) -> DraftWork:
         return DraftWork()
@@ -104,11 +104,16 @@ class DraftWorker(WorkerState[Sequence, DraftWork]):
         if before is _READY:
             del self.ready[sequence.sequence_id]
         elif before is _VERIFYING:
-            self.verifying -= 1
+            del self.verifying[sequence.sequence_id]
         if after is _READY:
             self.ready[sequence.sequence_id] = sequence
         elif after is _VERIFYING:
-            self.verifying += 1
+            self.verifying[sequence.sequence_id] = sequence
+
+    @property
+    def works_ahead(self) -> bool:
+        """Whether all that is in flight here is preparation, which ends as soon as another step waits."""
+        return all(flight.row.outcomes for step in self.outstanding.values() for flight in step.rows)
 
     def check_integrity(self) -> None:
         super().check_integrity()

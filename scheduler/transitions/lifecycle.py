@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from scheduler.config import SchedulerConfig
-from scheduler.messages import Command, FailSequence, FinishReason, FinishSequence
+from scheduler.messages import Command, FailSequence, FinishReason, FinishSequence, Outcome
 from scheduler.speculation.controller import Controller
 from scheduler.state.fleet import Fleet
 from scheduler.state.live_set import LiveSet
@@ -73,8 +73,9 @@ class Lifecycle:
 
     # --- rounds -------------------------------------------------------------------------------------------------------
 
-    def begin_round(self, sequence: Sequence, now: float) -> None:
-        """Sends a sequence whose target is up to date to its draft worker, or straight to the target.
+    def begin_round(self, sequence: Sequence, now: float, prepared: Outcome | None = None) -> None:
+        """Sends a sequence whose target is up to date to its draft worker, or straight to the target: where no draft is
+        wanted, or the draft has `prepared` one.
 
         A sequence whose target drains moves to another target first, if one has room.
         """
@@ -97,6 +98,11 @@ class Lifecycle:
         kv_lag = draft.update_lagging(sequence)
         if not planned:
             self.skip_draft(sequence, now)
+            return
+        if prepared is not None and not self._controller.own(sequence).probing:
+            tokens = prepared.draft_tokens[: self.longest_draft(sequence)]
+            confidences = prepared.confidences[: len(tokens)]
+            self.become_drafted(sequence, tokens, len(tokens), now, confidences, Cause.PREPARED)
             return
         flight = draft.in_flight.get(sequence.sequence_id)
         fed = 0 if flight is None or flight.abandoned else len(flight.row.tokens)
@@ -144,6 +150,7 @@ class Lifecycle:
     def catch_up(self, sequence: Sequence) -> None:
         """Goes back to feeding the target committed tokens, and drops a pending proposal."""
         sequence.draft_tokens = ()
+        sequence.outcomes = ()
         if sequence.draft is not None:
             sequence.draft.update_lagging(sequence)
         self._change(sequence, KV_MISSING)
@@ -335,6 +342,7 @@ class Lifecycle:
             sequence.target.evict(sequence)
             sequence.target = None
         sequence.draft_tokens = ()
+        sequence.outcomes = ()
         self._live.stop(sequence)
 
     # --- ends ---------------------------------------------------------------------------------------------------------

@@ -75,6 +75,8 @@ class Rounds:
         fed = row.kv_len + len(row.tokens)
         proposed = sequence.state is DRAFTING
         match result.status:
+            case RowStatus.OK if row.outcomes:
+                _take_outcomes(entry, flight, result)
             case RowStatus.OK:
                 length = row.draft_length
                 ahead = result.kv_len - fed
@@ -116,7 +118,9 @@ class Rounds:
             self._lifecycle.leave_draft(sequence)
         if sequence.draft is not None and (draft.lagging or entry.valid + STEADY_KV_LAG < sequence.length):
             draft.update_lagging(sequence)
-        if sequence.state is DRAFTING or (sequence.state is READY and sequence.draft is None):
+        # A row that prepared is followed by the one that proposes, where the target was sooner.
+        answers_round = not row.outcomes or sequence.draft is None
+        if (sequence.state is DRAFTING and answers_round) or (sequence.state is READY and sequence.draft is None):
             self._lifecycle.begin_round(sequence, now)
 
     # --- target rows --------------------------------------------------------------------------------------------------
@@ -191,12 +195,15 @@ class Rounds:
             self._lifecycle.finish(sequence, reason)
             return
         clear(sequence)
+        prepared = sequence.prepared(accepted, tokens[-1])
         if sequence.draft is not None:
             sequence.draft.kv[sequence.sequence_id].settle_proposal(accepted)
+            if drafted:
+                self._controller.looked_for(sequence.draft, prepared is not None)
         if entry.valid < sequence.length - 1:
             self._lifecycle.catch_up(sequence)
         else:
-            self._lifecycle.begin_round(sequence, now)
+            self._lifecycle.begin_round(sequence, now, prepared)
 
     def _lost_kv(self, target: TargetWorker, sequence: Sequence, result: RowResult) -> None:
         sequence.target_failures += 1
@@ -215,6 +222,19 @@ class Rounds:
         self._lifecycle.preempt(victim)
         if victim is not sequence:
             self._lifecycle.catch_up(sequence)
+
+
+def _take_outcomes(entry: KvEntry, flight: InFlightRow[Sequence], result: RowResult) -> None:
+    """The draft has prepared for outcomes of a verification, which may be over by now."""
+    sequence, row = flight.sequence, flight.row
+    sequence.draft_failures = 0
+    computed = result.kv_len - flight.end
+    if sequence.state is VERIFYING and sequence.length == flight.end:
+        entry.valid = min(flight.end, max(0, result.kv_len))
+        entry.ahead = max(0, min(computed, len(row.draft_tokens)))
+        sequence.outcomes = result.outcomes
+    else:
+        entry.valid = min(max(entry.valid, flight.end), max(0, result.kv_len))
 
 
 def _serve_prompt(sequence: Sequence, row: Row, result: RowResult, computed: int) -> None:

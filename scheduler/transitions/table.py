@@ -32,6 +32,8 @@ class Cause(Enum):
     """The step in which the draft proposes was sent."""
     PROPOSED = "proposed"
     """The proposal came."""
+    PREPARED = "prepared"
+    """A round begins for which the draft has prepared a proposal."""
     DRAFT_SKIPPED = "draft skipped"
     """The round goes on without a proposal."""
     VERIFY_SENT = "verify sent"
@@ -63,7 +65,7 @@ TRANSITIONS: Mapping[SequenceState, Mapping[Cause, SequenceState]] = {
     READY: {Cause.DRAFT_SENT: DRAFTING, **_NEXT_ROUND, **_OUT},
     DRAFTING: {Cause.PROPOSED: DRAFTED, **_NEXT_ROUND, **_OUT},
     DRAFTED: {Cause.VERIFY_SENT: VERIFYING, **_OUT},
-    VERIFYING: {**_NEXT_ROUND, **_RESULT, **_OUT},
+    VERIFYING: {Cause.PREPARED: DRAFTED, **_NEXT_ROUND, **_RESULT, **_OUT},
     MOVING: {**_NEXT_ROUND, **_OUT},
     FINISHED: {},
     FAILED: {},

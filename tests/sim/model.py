@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from engine.kv.pages import PagePool, PageTable
 from scheduler.messages import (
     FinishReason,
+    Outcome,
     Role,
     Row,
     RowResult,
@@ -144,8 +145,10 @@ class ModelWorker:
         return self._result(row, RowStatus.OK, tokens, accepted)
 
     def _propose(self, row: Row, held: Held) -> RowResult:
-        if row.draft_tokens or row.sample:
+        if row.sample or bool(row.draft_tokens) != bool(row.outcomes) or (row.outcomes and not row.draft_length):
             return self._result(row, RowStatus.INVALID, error="not a row for a draft")
+        if row.outcomes:
+            return self._prepare(row, held)
         if not self._append(held, row.tokens):
             return self._result(row, RowStatus.OUT_OF_PAGES)
         if not row.draft_length:
@@ -167,6 +170,25 @@ class ModelWorker:
         # A draft may say nothing, or nonsense.
         confidences = bytes(sure) if row.kv_len % 5 else b"?"
         return self._result(row, RowStatus.OK, tuple(proposal), confidences=confidences)
+
+    def _prepare(self, row: Row, held: Held) -> RowResult:
+        """Of any outcomes, the true one among them more often than not, proposals of any lengths."""
+        if not self._append(held, row.tokens + row.draft_tokens):
+            return self._result(row, RowStatus.OUT_OF_PAGES)
+        result = self._result(row, RowStatus.OK)
+        fed, every = row.kv_len + len(row.tokens), held.tokens.tokens
+        outcomes = []
+        for accepted in range(0 if self.short_sighted else len(row.draft_tokens) + 1):
+            digest = held.tokens.digest(fed + accepted)
+            token = draft_token(digest, 0.8)
+            follows = DigestedTokens([*every[: fed + accepted], token])
+            proposal: list[int] = []
+            for _ in range(_mixed(digest, 11) % row.draft_length + 1):
+                proposal.append(draft_token(follows.digest(len(follows)), self.guess))
+                follows.extend(proposal[-1:])
+            outcomes.append(Outcome(accepted, token, tuple(proposal), bytes([100] * len(proposal))))
+        result.outcomes = tuple(outcomes[: row.outcomes])
+        return result
 
     def _take_over(self, held: Held) -> int:
         """Any number of the committed tokens that follow, but for the last one."""

@@ -1,7 +1,9 @@
 """Tokens per virtual second of a cell with known costs: the oracle for what AUTO decides.
 
 Workers here only count: whether the target takes a draft token is fixed by sequence and position, so that every
-policy meets the same luck. A draft of a poorer model gives some tokens away as wrong.
+policy meets the same luck. A draft of a poorer model gives some tokens away as wrong. Where the target takes another
+token, that is the draft's second choice, its third and so on, as often as `ranks` says. A draft that prepares for
+outcomes takes the likeliest of them by the same shares.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from scheduler.messages import (
     Event,
     FailSequence,
     FinishSequence,
+    Outcome,
     RefuseSequence,
     Role,
     Row,
@@ -73,7 +76,7 @@ SLOW_DRAFT = Costs(base=0.010, row=0.0002, draft_base=0.006, draft_row=0.0002)
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Measured:
     """Committed tokens per virtual second: after the learning, and from the start."""
 
     rate: float
@@ -92,15 +95,27 @@ class _Worker:
         self.quality = quality
         self.asked: Counter[int] = Counter()
         self.steps: deque[SendStep] = deque()
+        self.passes: list[float] = []
+        """When the passes end of a step that prepares, which may be cut short after each of them."""
 
 
 class RateSimulation:
     """One core, its workers and the virtual clock."""
 
-    def __init__(self, config: SchedulerConfig, costs: Costs, acceptance: AcceptanceOf, seed: int = 0) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        costs: Costs,
+        acceptance: AcceptanceOf,
+        seed: int = 0,
+        ranks: tuple[float, ...] = (),
+    ) -> None:
+        """`ranks`: of the tokens that are not the draft's first choice, the shares that are its second, its third, and
+        so on."""
         self.core = SchedulerCore(config)
         self.costs = costs
         self.acceptance = acceptance
+        self.ranks = ranks
         self._random = random.Random(seed)
         self._workers: dict[str, _Worker] = {}
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
@@ -177,8 +192,25 @@ class RateSimulation:
     def _start(self, worker: _Worker) -> None:
         step = worker.steps[0]
         self._check_alone(worker, step)
+        if any(row.outcomes for row in step.rows):
+            costs, length = self.costs, max(row.draft_length for row in step.rows)
+            first = sum(len(row.tokens) + len(row.draft_tokens) for row in step.rows)
+            later = sum(row.outcomes for row in step.rows)
+            worker.passes = [
+                self.now + costs.draft_base * (done + 1) + costs.draft_row * (first + later * done)
+                for done in range(length + 1)
+            ]
+            self._at(worker.passes[0], lambda: self._end_pass(worker, self.now, 1))
+            return
         seconds = self._seconds(worker, step)
         self._at(self.now + seconds, lambda: self._finish(worker, seconds))
+
+    def _end_pass(self, worker: _Worker, began: float, done: int) -> None:
+        """Of a step that prepares: it ends here if another one waits."""
+        if done == len(worker.passes) or len(worker.steps) > 1:
+            self._finish(worker, self.now - began, done - 1)
+        else:
+            self._at(worker.passes[done], lambda: self._end_pass(worker, began, done + 1))
 
     def _check_alone(self, worker: _Worker, step: SendStep) -> None:
         """A change of plan may find a step of the other worker still running; otherwise exclusive steps run alone."""
@@ -200,9 +232,12 @@ class RateSimulation:
         slow = 20.0 if self._random.random() < costs.slow_share else 1.0
         return seconds * slow * self._random.uniform(1 - costs.jitter, 1 + costs.jitter)
 
-    def _finish(self, worker: _Worker, seconds: float) -> None:
+    def _finish(self, worker: _Worker, seconds: float, prepared: int = 0) -> None:
         step = worker.steps.popleft()
-        results = tuple(self._answer(worker, row) for row in step.rows)
+        results = tuple(
+            self._prepared(row, min(prepared, row.draft_length)) if row.outcomes else self._answer(worker, row)
+            for row in step.rows
+        )
         event = StepCompleted(step.worker_id, step.step_id, results, seconds)
         self._at(self.now + self.costs.latency, lambda: self._handle(event))
         if worker.steps:
@@ -223,6 +258,36 @@ class RateSimulation:
             accepted += 1
         tokens = (_RIGHT,) * (accepted + 1) if row.sample else ()
         return RowResult(row.sequence_id, RowStatus.OK, fed + accepted, 0, tokens, accepted)
+
+    def _prepared(self, row: Row, length: int) -> RowResult:
+        """Proposals of so many tokens for the likeliest outcomes, and for the true one if it is among them."""
+        fed, count = row.kv_len + len(row.tokens), len(row.draft_tokens)
+        chances, reached = [], 1.0
+        for accepted in range(count + 1):
+            right = self.acceptance(row.sequence_id, fed + accepted)
+            chances += [(reached * (1 - right) * share, accepted, 2 + r) for r, share in enumerate(self.ranks)]
+            reached *= right
+        chances.append((reached, count, 1))
+        likeliest = {(accepted, rank) for _, accepted, rank in sorted(chances, reverse=True)[: row.outcomes]}
+        found = [
+            Outcome(accepted, _RIGHT, (_RIGHT,) * length)
+            for accepted in range(count + 1)
+            if length and (accepted, self._rank(row.sequence_id, fed + accepted)) in likeliest
+        ]
+        result = RowResult(row.sequence_id, RowStatus.OK, fed + count, 0)
+        result.outcomes = tuple(found)
+        return result
+
+    def _rank(self, sequence_id: int, position: int) -> int:
+        """Which of the draft's choices the target takes; 0 for none that `ranks` knows."""
+        if self._hash(sequence_id, position) < self.acceptance(sequence_id, position):
+            return 1
+        chance = self._hash(-1 - sequence_id, position)
+        for rank, share in enumerate(self.ranks, 2):
+            chance -= share
+            if chance < 0:
+                return rank
+        return 0
 
     @staticmethod
     def _hash(sequence_id: int, position: int) -> float:
@@ -248,7 +313,9 @@ def rate_of(
     targets: int = 1,
     drafts: int = 1,
     seed: int = 0,
-) -> Outcome:
+    draft_ahead: int = 0,
+    ranks: tuple[float, ...] = (),
+) -> Measured:
     """Runs until there are `tokens_each` for every one of the first sequences on average.
 
     None ends, or each after `output_tokens`, and then another one comes.
@@ -256,8 +323,10 @@ def rate_of(
     The learning is the first `learning` tokens of that. `requested` is the draft length that the requests ask for.
     """
     window = max(sequences, batch_size)
-    config = SchedulerConfig(batch_size=batch_size, max_running=window, policy=policy, draft_length=draft_length)
-    simulation = RateSimulation(config, costs, acceptance, seed)
+    config = SchedulerConfig(
+        batch_size=batch_size, max_running=window, policy=policy, draft_length=draft_length, draft_ahead=draft_ahead
+    )
+    simulation = RateSimulation(config, costs, acceptance, seed, ranks)
     for index in range(targets):
         simulation.join(f"target{index}", Role.TARGET)
     for index in range(drafts):
@@ -268,7 +337,7 @@ def rate_of(
     simulation.run(lambda: simulation.emitted_tokens >= sequences * learning)
     learnt_at, learnt_tokens = simulation.now, simulation.emitted_tokens
     simulation.run(lambda: simulation.emitted_tokens >= sequences * tokens_each)
-    return Outcome(
+    return Measured(
         (simulation.emitted_tokens - learnt_tokens) / (simulation.now - learnt_at),
         simulation.emitted_tokens / simulation.now,
         simulation.core.snapshot(),

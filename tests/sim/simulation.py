@@ -311,12 +311,25 @@ class Simulation:
             if row.sample or row.draft_length:
                 assert row.kv_len + len(row.tokens) == len(known), "chooses before the last committed token"
             most = len(output.request.prompt) + output.request.max_tokens
+            if row.outcomes:
+                assert row.outcomes <= config.draft_ahead
+                assert row.draft_tokens == self._verified(row.sequence_id), "prepares for another verification"
+                assert not busy, "prepares while there is something to do"
+                assert len(known) + len(row.draft_tokens) + row.draft_length < most, "drafts past max_tokens"
             assert len(known) + max(row.draft_length, len(row.draft_tokens)) < most, "drafts past max_tokens"
+
+    def _verified(self, sequence_id: int) -> tuple[int, ...]:
+        """The draft tokens of a sequence that are with a target."""
+        targets = [seat for seat in self.seats.values() if seat.worker.spec.role is Role.TARGET]
+        rows = [row for seat in targets for step in seat.unanswered.values() for row in step.rows]
+        return next(row.draft_tokens for row in rows if row.sequence_id == sequence_id)
 
     @staticmethod
     def _goes_on(seat: Seat, before: Row, row: Row) -> bool:
         """Whether the row is the next chunk of a prompt, and needs no answer to the one before it. It begins where that
         ends, or behind that, where an answer has told of more KV."""
+        if before.outcomes:  # the target was sooner
+            return row.draft_length > 0 and not row.outcomes
         chunk = not (before.sample or before.draft_length or row.draft_length or row.draft_tokens or row.opening)
         end = before.kv_len + len(before.tokens)
         return chunk and (row.kv_len == end or end < row.kv_len <= seat.told.get(row.sequence_id, 0))

@@ -53,6 +53,7 @@ class Scenario:
     faults: bool
     late_workers: bool
     planning_lag: float = 0.0
+    draft_ahead: int = 0
     keys: int = 0
 
 
@@ -83,6 +84,7 @@ scenarios = st.builds(
     faults=st.booleans(),
     late_workers=st.booleans(),
     planning_lag=st.sampled_from([0.0, 0.0005, 0.004]),
+    draft_ahead=st.sampled_from([0, 1, 4, 8]),
     keys=st.sampled_from([0, 0, 1, 3]),
 )
 
@@ -139,6 +141,7 @@ def build(scenario: Scenario) -> Simulation:
         max_running=scenario.max_running,
         policy=scenario.policy,
         draft_length=scenario.draft_length,
+        draft_ahead=scenario.draft_ahead,
         prefill_chunk=scenario.prefill_chunk,
         steps_in_flight=scenario.steps_in_flight,
         max_queued_sequences=1000,

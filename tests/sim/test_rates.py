@@ -19,7 +19,7 @@ from tests.sim.rates import (
     STEEP,
     AcceptanceOf,
     Costs,
-    Outcome,
+    Measured,
     RateSimulation,
     rate_of,
 )
@@ -40,7 +40,7 @@ def crowd(batch_size: int, batches: int) -> dict[str, int]:
     return {"batch_size": batch_size, "sequences": sequences, "tokens_each": 400 if sequences <= 8 else 200}
 
 
-def auto(law: str, acceptance: str, batch_size: int, batches: int) -> Outcome:
+def auto(law: str, acceptance: str, batch_size: int, batches: int) -> Measured:
     costs, chance = LAWS[law], ACCEPTANCES[acceptance]
     return rate_of(costs, chance, policy=Policy.AUTO, draft_length=LONGEST, **crowd(batch_size, batches))
 

@@ -113,6 +113,7 @@ def make_plan(rng: random.Random, seed: int, sequences: int, kinds: tuple[str, .
         max_running=rng.choice((16, 48, 128, 256)),
         policy=rng.choice(tuple(Policy)),
         draft_length=rng.choice((0, 2, 3, 4)),
+        draft_ahead=4 if seed % 3 == 1 else 0,
         prefill_chunk=rng.choice((16, 64, 128)),
         steps_in_flight=rng.choice((1, 2, 2, 3)),
         max_queued_sequences=rng.choice((1000, 1000, 1000, 60)),
