@@ -30,6 +30,9 @@ _PROBE_SHARE = 0.01
 _WHOLE_EVERY = 16
 """One proposal in so many is verified whole, to see what tokens that seemed not worth it come to: 6 % of their cost."""
 
+_ON_TIME = 0.9
+"""Of the time that a verification is expected to take, for preparing: what comes after the verdict is of no use."""
+
 
 @dataclass(slots=True)
 class Choice:
@@ -242,7 +245,7 @@ class Controller:
         seconds = min(one.typical + one.wire.coefficients[0] for one in figures)
         of_pass = max(of_pass + of_token * outcomes * len(sequences), 1e-9)
         # The first pass finds the outcomes.
-        length = min(self._config.draft_length, int(seconds / of_pass) - 1)
+        length = min(self._config.draft_length, int(_ON_TIME * seconds / of_pass) - 1)
         return (outcomes, length) if outcomes > 0 and length > 0 else (0, 0)
 
     def chances(self, sequence: Sequence, confidences: bytes, count: int) -> list[float]:

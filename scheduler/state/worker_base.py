@@ -77,6 +77,12 @@ class DraftWork:
         else:
             self.catch_up_tokens += fed
 
+    def add_prepared(self, fed: int, length: int, proposed: int) -> None:
+        """A row that prepared, by a pass over the tokens fed and one for each token of its proposals."""
+        self.passes = max(self.passes, 1 + length)
+        self.proposed_tokens += proposed
+        self.catch_up_tokens += fed
+
 
 Work = TypeVar("Work", TargetWork, DraftWork)
 

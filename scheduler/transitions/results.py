@@ -38,6 +38,7 @@ class Rounds:
         if step is None:
             return
         _leave_out_reused(step, results)
+        _count_prepared(step, results)
         self._controller.draft_step(draft, step.work, max(seconds, now - began))
         together = _failed_together(step, results)
         for flight in step.rows:
@@ -277,6 +278,19 @@ def _leave_out_known(target: TargetWorker, step: OutstandingStep[Sequence, Targe
     for flight in step.rows if step.work.prefill_tokens else ():
         if not flight.abandoned and (known := target.kv[flight.row.sequence_id].valid - flight.row.kv_len) > 0:
             step.work.leave_out(min(known, len(flight.row.tokens)))
+
+
+def _count_prepared(step: OutstandingStep[Sequence, DraftWork], results: Results) -> None:
+    """Of a step that prepares, what it has done is known only where it did not end early."""
+    for flight in step.rows:
+        row, result = flight.row, results.get(flight.row.sequence_id)
+        if not row.outcomes:
+            continue
+        lengths = [len(outcome.draft_tokens) for outcome in result.outcomes] if result is not None else []
+        if not lengths or min(lengths) < row.draft_length:
+            step.work = DraftWork()
+            return
+        step.work.add_prepared(len(row.tokens) + len(row.draft_tokens), row.draft_length, sum(lengths))
 
 
 def _failed_together(

@@ -260,7 +260,7 @@ class RateSimulation:
         return RowResult(row.sequence_id, RowStatus.OK, fed + accepted, 0, tokens, accepted)
 
     def _prepared(self, row: Row, length: int) -> RowResult:
-        """Proposals of so many tokens for the likeliest outcomes, and for the true one if it is among them."""
+        """Proposals of so many tokens for the likeliest outcomes. What the target will take is `_RIGHT`, here too."""
         fed, count = row.kv_len + len(row.tokens), len(row.draft_tokens)
         chances, reached = [], 1.0
         for accepted in range(count + 1):
@@ -268,14 +268,16 @@ class RateSimulation:
             chances += [(reached * (1 - right) * share, accepted, 2 + r) for r, share in enumerate(self.ranks)]
             reached *= right
         chances.append((reached, count, 1))
-        likeliest = {(accepted, rank) for _, accepted, rank in sorted(chances, reverse=True)[: row.outcomes]}
-        found = [
-            Outcome(accepted, _RIGHT, (_RIGHT,) * length)
-            for accepted in range(count + 1)
-            if length and (accepted, self._rank(row.sequence_id, fed + accepted)) in likeliest
-        ]
         result = RowResult(row.sequence_id, RowStatus.OK, fed + count, 0)
-        result.outcomes = tuple(found)
+        if length:
+            result.outcomes = tuple(
+                Outcome(
+                    accepted,
+                    _RIGHT if self._rank(row.sequence_id, fed + accepted) == rank else _WRONG + rank,
+                    (_RIGHT,) * length,
+                )
+                for _, accepted, rank in sorted(chances, reverse=True)[: row.outcomes]
+            )
         return result
 
     def _rank(self, sequence_id: int, position: int) -> int:
