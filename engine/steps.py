@@ -14,9 +14,17 @@ from scheduler.sampling import SamplingParameters
 Computing = Callable[[], None]
 """Called once a pass is prepared, before its long calls begin. From then on other threads find the interpreter free."""
 
+Awaited = Callable[[], bool]
+"""Says whether another step waits for the present one to end."""
+
 
 def no_callback() -> None:
     """A `Computing` for callers that need not know when the long calls begin."""
+
+
+def never_awaited() -> bool:
+    """An `Awaited` where no other step comes."""
+    return False
 
 
 @dataclass(slots=True)
@@ -61,13 +69,43 @@ class ProposeRow:
 
 
 @dataclass(slots=True)
+class AheadRow:
+    """Feed `tokens`, then `assumed`, a proposal that a target verifies meanwhile. Then propose up to `draft_length`
+    tokens, at least 1, for each of the `outcomes` likeliest results of the verification.
+
+    `history` ends with `tokens`, before `assumed`. A row with a grammar only feeds.
+    """
+
+    table: PageTable
+    tokens: Sequence[int]
+    assumed: Sequence[int]
+    draft_length: int
+    outcomes: int
+    history: Sequence[int]
+    prompt_length: int
+    sampling: SamplingParameters
+
+
+@dataclass(slots=True)
+class AheadProposal:
+    """What is proposed if the first `accepted` tokens of `AheadRow.assumed` are accepted and `token` comes then;
+    `confidences` as in `RowOutcome`."""
+
+    accepted: int
+    token: int
+    tokens: list[int] = field(default_factory=list)
+    confidences: list[float] = field(default_factory=list)
+
+
+@dataclass(slots=True)
 class RowOutcome:
     """What became of a row. `table.length` has moved accordingly; a row with an `error` changed nothing.
 
     Target: `tokens` are the accepted drafts and the bonus token, `accepted` of them drafts; the table ends before the
     bonus token; `prompt_logprobs` are those that the row's `scoring` asked for. Draft: `tokens` is the proposal; the
     table covers all of it but its last token. `confidences` say how sure the draft is of each of them, from 0 to 1;
-    empty where it cannot say.
+    empty where it cannot say. Of an `AheadRow`, `ahead` holds the proposals of a token or more, the likeliest result's
+    first; the table covers `assumed`.
     """
 
     tokens: list[int]
@@ -78,6 +116,7 @@ class RowOutcome:
     confidences: list[float] = field(default_factory=list)
     error: str | None = None
     out_of_pages: bool = False
+    ahead: list[AheadProposal] = field(default_factory=list)
 
 
 @dataclass(slots=True)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from engine.cpu.logits_scan import LogitsScan
 from engine.description import EngineDescription
+from engine.drafting.ahead import AheadDrafting
 from engine.kv.pages import PagePool
 from engine.passes.admission import make_room, rolled_back_on_error, split_by_rows
 from engine.passes.layout import BatchedSequence
@@ -17,7 +18,17 @@ from engine.passes.runner import ModelRunner
 from engine.sampling.grammars import GrammarRow, Grammars, TokenMasks
 from engine.sampling.sampler import SamplingContext, probabilities_of, sample_tokens
 from engine.settings import LONGEST_LOOKUP_MATCH
-from engine.steps import Computing, EngineTimings, ProposeRow, RowOutcome, StepOutcome, no_callback
+from engine.steps import (
+    AheadRow,
+    Awaited,
+    Computing,
+    EngineTimings,
+    ProposeRow,
+    RowOutcome,
+    StepOutcome,
+    never_awaited,
+    no_callback,
+)
 
 _LOOKED_UP = 0.75
 """Confidence in a token that was looked up: about so many are right (docs/performance.md, by category)."""
@@ -52,6 +63,7 @@ class DraftEngine:
         self._token_ids = token_ids
         self._lookup_match = lookup_match
         self._grammars = grammars
+        self._ahead = AheadDrafting(description, runner, pool, scan, token_ids)
 
     def step(self, rows: Sequence[ProposeRow], computing: Computing = no_callback) -> StepOutcome:
         """One step: a pass over the missing tokens, then one for each further token proposed; `computing` is called for
@@ -72,6 +84,12 @@ class DraftEngine:
                 if outcome.error is not None and not outcome.out_of_pages:
                     self._runner.discard(self.pool, row.table, start)
         return StepOutcome(outcomes, timings)
+
+    def prepare(
+        self, rows: Sequence[AheadRow], computing: Computing = no_callback, awaited: Awaited = never_awaited
+    ) -> StepOutcome:
+        """Proposals for what a target may make of one that it verifies meanwhile (engine/drafting/ahead.py)."""
+        return self._ahead.step(rows, computing, awaited)
 
     def _first_feed(self, row: ProposeRow, outcome: RowOutcome) -> Sequence[int]:
         """What the row feeds in the first pass: its missing tokens and what is proposed without the model's choice, but

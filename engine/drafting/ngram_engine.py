@@ -9,7 +9,17 @@ from engine.description import EngineDescription
 from engine.drafting.prompt_lookup import TokenPlaces
 from engine.kv.pages import PagePool
 from engine.passes.admission import make_room
-from engine.steps import Computing, EngineTimings, ProposeRow, RowOutcome, StepOutcome, no_callback
+from engine.steps import (
+    AheadRow,
+    Awaited,
+    Computing,
+    EngineTimings,
+    ProposeRow,
+    RowOutcome,
+    StepOutcome,
+    never_awaited,
+    no_callback,
+)
 
 MODEL_ID = "ngram"
 # A single token that stood before is seldom followed by the same again, less often than pays for a row of a full batch.
@@ -49,6 +59,16 @@ class NgramEngine:
             outcomes[index].tokens = proposal
         fed = sum(len(row.tokens) for row in rows)
         return StepOutcome(outcomes, EngineTimings(forward=time.perf_counter() - started, batched_tokens=fed))
+
+    def prepare(
+        self, rows: Sequence[AheadRow], computing: Computing = no_callback, awaited: Awaited = never_awaited
+    ) -> StepOutcome:
+        """Proposes nothing ahead: what a target will choose instead of a looked-up token, only a model can guess."""
+        computing()
+        outcomes = [RowOutcome([]) for _ in rows]
+        make_room(self.pool, [(row.table, len(row.tokens) + len(row.assumed)) for row in rows], outcomes)
+        fed = sum(len(row.tokens) + len(row.assumed) for row in rows)
+        return StepOutcome(outcomes, EngineTimings(batched_tokens=fed))
 
 
 def continuation(history: Sequence[int], count: int, places: TokenPlaces | None = None) -> list[int]:

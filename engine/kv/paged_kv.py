@@ -67,6 +67,14 @@ class PagedKv:
         for layer, part in zip(self.layers, content.to(self.layers[0].pool.device), strict=True):
             layer.pool[:, page] = part
 
+    def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copies whole pages, each pair from its first to its second. No page is written that is read as well."""
+        if not copies:
+            return
+        sources, destinations = torch.tensor(copies, device=self.layers[0].pool.device).unbind(1)
+        for layer in self.layers:
+            layer.pool.index_copy_(1, destinations, layer.pool.index_select(1, sources))
+
     def scrub(self, pages: Sequence[int], first_offset: int) -> None:
         """Zeroes the pages, the first of them from position `first_offset` on."""
         for offset, group in ((first_offset, pages[:1]), (0, pages[1:])):

@@ -61,6 +61,25 @@ class PagePool:
             table.pages.append(page)
         table.length += positions
 
+    def fork(self, table: PageTable, length: int) -> tuple[PageTable, tuple[int, int] | None]:
+        """A new table with the first `length` positions of `table`. Full pages are shared. In place of a page of which
+        it takes a part, it has one of its own: the pair says from which page to which one the KV is to be copied.
+
+        Raises OutOfPagesError, and ValueError for a length beyond the table's.
+        """
+        if not 0 <= length <= table.length:
+            raise ValueError(f"length is {length}, must be between 0 and the table's {table.length}")
+        whole, rest = divmod(length, self.page_size)
+        if rest and not self.free_pages:
+            raise OutOfPagesError(f"1 more page needed, 0 of {self.total_pages} are free")
+        fork = PageTable(table.pages[:whole], length - rest)
+        for page in fork.pages:
+            self._references[page] += 1
+        if not rest:
+            return fork, None
+        self.append(fork, rest)
+        return fork, (table.pages[whole], fork.pages[whole])
+
     def truncate(self, table: PageTable, length: int) -> None:
         """Drops the positions from `length` on, and the pages that hold none any more.
 

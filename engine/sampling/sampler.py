@@ -98,9 +98,9 @@ def sample_tokens(
         index = _tensor(as_they_are, logits)
         columns, largest[index] = scan.argmax(logits[index])
         sampled[index] = _ids(columns, token_ids)
-    for block in _blocks(changed, logits):
+    for block in row_blocks(changed, logits):
         index = _tensor(block, logits)
-        columns, largest[index] = scan.argmax(_scores(logits, index, [rows[i] for i in block], token_ids))
+        columns, largest[index] = scan.argmax(shaped_scores(logits, index, [rows[i] for i in block], token_ids))
         sampled[index] = _ids(columns, token_ids)
     if drawn:
         keys = _tensor([0 if row.sampling.greedy else row_key(row.sampling.seed, row.position) for row in rows], logits)
@@ -132,9 +132,9 @@ def _candidates(
 ) -> Iterator[_Candidates]:
     """The candidates of the rows `drawn`, block by block; writes the largest score of each to `largest`."""
     for filtering in (False, True):
-        for block in _blocks([i for i in drawn if filters_tokens(rows[i].sampling) == filtering], logits):
+        for block in row_blocks([i for i in drawn if filters_tokens(rows[i].sampling) == filtering], logits):
             index = _tensor(block, logits)
-            scores = _scores(logits, index, [rows[i] for i in block], token_ids)
+            scores = shaped_scores(logits, index, [rows[i] for i in block], token_ids)
             largest[index] = scores.amax(1)
             sampling = [rows[i].sampling for i in block]
             deficit = deficits(scores, largest[index], sampling)
@@ -181,7 +181,7 @@ def _winners(candidates: Sequence[_Candidates], keys: Tensor) -> Tensor:
     return torch.full_like(keys, _NO_TOKEN).scatter_reduce(0, rows, tied, "amin")
 
 
-def _scores(logits: Tensor, index: Tensor, rows: Sequence[SamplingContext], token_ids: Tensor | None) -> Tensor:
+def shaped_scores(logits: Tensor, index: Tensor, rows: Sequence[SamplingContext], token_ids: Tensor | None) -> Tensor:
     """A float32 copy of some rows of the logits, with penalties, bias and the ban on an early end applied."""
     scores = logits[index].to(torch.float32)
     for line, row in zip(scores, rows, strict=True):
@@ -196,7 +196,7 @@ def _ids(columns: Tensor, token_ids: Tensor | None) -> Tensor:
     return columns if token_ids is None else token_ids[columns]
 
 
-def _blocks(indices: Sequence[int], logits: Tensor) -> Iterator[Sequence[int]]:
+def row_blocks(indices: Sequence[int], logits: Tensor) -> Iterator[Sequence[int]]:
     size = max(1, _CPU_BLOCK_ELEMENTS // logits.shape[1]) if logits.device.type == "cpu" else max(1, len(indices))
     for start in range(0, len(indices), size):
         yield indices[start : start + size]

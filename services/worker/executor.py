@@ -18,7 +18,19 @@ from engine.description import EngineDescription
 from engine.errors import one_line
 from engine.kv.kv_store import KvStore
 from engine.kv.pages import PagePool
-from engine.steps import Computing, EngineTimings, ProposeRow, RowOutcome, StepOutcome, VerifyRow, no_callback
+from engine.steps import (
+    AheadProposal,
+    AheadRow,
+    Awaited,
+    Computing,
+    EngineTimings,
+    ProposeRow,
+    RowOutcome,
+    StepOutcome,
+    VerifyRow,
+    never_awaited,
+    no_callback,
+)
 from protos import worker_pb2
 from scheduler.messages import Role, RowStatus
 from scheduler.state.digests import EMPTY_DIGEST
@@ -38,11 +50,10 @@ _CACHED_REPLIES = 16
 
 _DRAINING = "the worker is draining and takes no new sequences"
 
-EngineRow = TypeVar("EngineRow", VerifyRow, ProposeRow)
-EngineRowIn = TypeVar("EngineRowIn", VerifyRow, ProposeRow, contravariant=True)
+Running = Sequence[tuple[PreparedRow, worker_pb2.Row]]
 
 
-class Engine(Protocol[EngineRowIn]):
+class Engine(Protocol):
     """What a worker needs of an engine. Rows fail singly, through `RowOutcome.error`."""
 
     @property
@@ -51,29 +62,42 @@ class Engine(Protocol[EngineRowIn]):
     @property
     def pool(self) -> PagePool: ...
 
-    def step(self, rows: Sequence[EngineRowIn], computing: Computing) -> StepOutcome: ...
+
+class VerifyingEngine(Engine, Protocol):
+    def step(self, rows: Sequence[VerifyRow], computing: Computing) -> StepOutcome: ...
 
 
-class StepExecutor(ABC, Generic[EngineRow]):
+class DraftingEngine(Engine, Protocol):
+    def step(self, rows: Sequence[ProposeRow], computing: Computing) -> StepOutcome: ...
+
+    def prepare(self, rows: Sequence[AheadRow], computing: Computing, awaited: Awaited) -> StepOutcome: ...
+
+
+SomeEngine = TypeVar("SomeEngine", bound=Engine)
+
+
+class StepExecutor(ABC, Generic[SomeEngine]):
     """Executes one step at a time for one engine, and keeps the last replies so that a repeated step is safe.
 
     `worker_epoch` must differ between two starts of a worker. `clock` is a monotonic clock in seconds. `use_threads`
     is called before a step that runs on another number of threads than the step before. Without a `kv_store`, the
-    worker neither gives KV to other workers nor takes KV from them.
+    worker neither gives KV to other workers nor takes KV from them. `awaited` is set by whoever queues steps.
     """
 
     role: Role
+    awaited: Awaited
 
     def __init__(
         self,
-        engine: Engine[EngineRow],
+        engine: SomeEngine,
         worker_epoch: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
         use_threads: Callable[[int], None] = lambda _: None,
         kv_store: KvStore | None = None,
         prefix_cache: bool = True,
     ) -> None:
-        self._engine: Engine[EngineRow] = engine
+        self._engine = engine
+        self.awaited = never_awaited
         self._use_threads = use_threads
         self._threads = engine.description.threads
         self._clock = clock
@@ -180,10 +204,11 @@ class StepExecutor(ABC, Generic[EngineRow]):
         self._sequences.check_integrity()
 
     @abstractmethod
-    def _engine_row(self, prepared: PreparedRow, row: worker_pb2.Row) -> EngineRow: ...
+    def _compute(self, rows: Running, computing: Computing) -> StepOutcome:
+        """Runs the engine on a row or more."""
 
     @abstractmethod
-    def _computed(self, outcome: RowOutcome) -> Sequence[int]:
+    def _computed(self, prepared: PreparedRow, outcome: RowOutcome) -> Sequence[int]:
         """The tokens after the row's own that have valid KV now."""
 
     def _run(self, request: worker_pb2.StepRequest, arrived: float, computing: Computing) -> worker_pb2.StepReply:
@@ -196,8 +221,7 @@ class StepExecutor(ABC, Generic[EngineRow]):
         if running:
             self._set_threads(request.exclusive)
             try:
-                rows = [self._engine_row(prepared, row) for _, prepared, row in running]
-                outcome = self._engine.step(rows, computing)
+                outcome = self._compute([(prepared, row) for _, prepared, row in running], computing)
                 if len(outcome.rows) != len(running):
                     raise RuntimeError(f"the engine answered {len(outcome.rows)} of {len(running)} rows")
             except Exception as error:
@@ -252,6 +276,10 @@ class StepExecutor(ABC, Generic[EngineRow]):
                 )
                 continue
             seen.add(row.sequence_id)
+            if bool(row.outcomes) != bool(rows[0].outcomes):
+                error = f"outcomes is {row.outcomes}, and {rows[0].outcomes} in the first row: all rows have it or none"
+                replies[index] = _failure(row.sequence_id, error, RowStatus.INVALID)
+                continue
             try:
                 prepared = self._sequences.prepare(row)
             except RowRejectedError as rejected:
@@ -280,7 +308,7 @@ class StepExecutor(ABC, Generic[EngineRow]):
             self._sequences.stop_sharing(sequence)
         try:
             if status is RowStatus.OK:
-                self._sequences.settle(sequence, self._computed(outcome))
+                self._sequences.settle(sequence, self._computed(prepared, outcome))
             else:
                 self._sequences.revert(sequence, prepared.start)
         except RuntimeError as broken:
@@ -305,6 +333,8 @@ class StepExecutor(ABC, Generic[EngineRow]):
                 reply.logprobs.extend(logprobs_to_wire(logprobs) for logprobs in outcome.logprobs)
             if outcome.prompt_logprobs:
                 reply.prompt_logprobs.extend(logprobs_to_wire(logprobs) for logprobs in outcome.prompt_logprobs)
+            if outcome.ahead:
+                reply.outcomes.extend(_outcome_to_wire(proposal) for proposal in outcome.ahead)
         return reply
 
     def _refuse(
@@ -319,51 +349,84 @@ class StepExecutor(ABC, Generic[EngineRow]):
         )
 
 
-class TargetStepExecutor(StepExecutor[VerifyRow]):
+class TargetStepExecutor(StepExecutor[VerifyingEngine]):
     """Steps of a target worker: feed, verify, sample."""
 
     role = Role.TARGET
 
-    def _engine_row(self, prepared: PreparedRow, row: worker_pb2.Row) -> VerifyRow:
-        sequence = prepared.sequence
-        return VerifyRow(
-            table=sequence.table,
-            tokens=prepared.tokens,
-            draft_tokens=list(row.draft_tokens),
-            sample=row.sample,
-            history=sequence.history,
-            prompt_length=sequence.prompt_length,
-            sampling=sequence.sampling,
-            logits_digests=sequence.logits_digests,
-            top_logprobs=sequence.top_logprobs,
-            grammar_state=sequence.grammar_state,
-            scoring=scoring_from_wire(row.scoring) if row.HasField("scoring") else None,
-        )
+    def _compute(self, rows: Running, computing: Computing) -> StepOutcome:
+        return self._engine.step([_verify_row(prepared, row) for prepared, row in rows], computing)
 
-    def _computed(self, outcome: RowOutcome) -> Sequence[int]:
+    def _computed(self, prepared: PreparedRow, outcome: RowOutcome) -> Sequence[int]:
         return outcome.tokens[: outcome.accepted]
 
 
-class DraftStepExecutor(StepExecutor[ProposeRow]):
-    """Steps of a draft worker: feed, propose."""
+class DraftStepExecutor(StepExecutor[DraftingEngine]):
+    """Steps of a draft worker: feed, propose; or prepare for the outcomes of a verification."""
 
     role = Role.DRAFT
 
-    def _engine_row(self, prepared: PreparedRow, row: worker_pb2.Row) -> ProposeRow:
-        sequence = prepared.sequence
-        return ProposeRow(
-            table=sequence.table,
-            tokens=prepared.tokens,
-            draft_length=row.draft_length,
-            history=sequence.history,
-            prompt_length=sequence.prompt_length,
-            sampling=sequence.sampling,
-            places=sequence.places,
-            grammar_state=sequence.grammar_state,
-        )
+    def _compute(self, rows: Running, computing: Computing) -> StepOutcome:
+        if rows[0][1].outcomes:
+            return self._engine.prepare([_ahead_row(*one) for one in rows], computing, self.awaited)
+        return self._engine.step([_propose_row(*one) for one in rows], computing)
 
-    def _computed(self, outcome: RowOutcome) -> Sequence[int]:
-        return outcome.tokens[:-1]
+    def _computed(self, prepared: PreparedRow, outcome: RowOutcome) -> Sequence[int]:
+        return prepared.draft_tokens or outcome.tokens[:-1]
+
+
+def _verify_row(prepared: PreparedRow, row: worker_pb2.Row) -> VerifyRow:
+    sequence = prepared.sequence
+    return VerifyRow(
+        table=sequence.table,
+        tokens=prepared.tokens,
+        draft_tokens=prepared.draft_tokens,
+        sample=row.sample,
+        history=sequence.history,
+        prompt_length=sequence.prompt_length,
+        sampling=sequence.sampling,
+        logits_digests=sequence.logits_digests,
+        top_logprobs=sequence.top_logprobs,
+        grammar_state=sequence.grammar_state,
+        scoring=scoring_from_wire(row.scoring) if row.HasField("scoring") else None,
+    )
+
+
+def _propose_row(prepared: PreparedRow, row: worker_pb2.Row) -> ProposeRow:
+    sequence = prepared.sequence
+    return ProposeRow(
+        table=sequence.table,
+        tokens=prepared.tokens,
+        draft_length=row.draft_length,
+        history=sequence.history,
+        prompt_length=sequence.prompt_length,
+        sampling=sequence.sampling,
+        places=sequence.places,
+        grammar_state=sequence.grammar_state,
+    )
+
+
+def _ahead_row(prepared: PreparedRow, row: worker_pb2.Row) -> AheadRow:
+    sequence = prepared.sequence
+    return AheadRow(
+        table=sequence.table,
+        tokens=prepared.tokens,
+        assumed=prepared.draft_tokens,
+        draft_length=row.draft_length,
+        outcomes=row.outcomes,
+        history=sequence.history,
+        prompt_length=sequence.prompt_length,
+        sampling=sequence.sampling,
+    )
+
+
+def _outcome_to_wire(proposal: AheadProposal) -> worker_pb2.Outcome:
+    return worker_pb2.Outcome(
+        accepted=proposal.accepted,
+        token=proposal.token,
+        draft_tokens=proposal.tokens,
+        confidences=confidences_to_wire(proposal.confidences),
+    )
 
 
 def _failure(sequence_id: int, error: str, status: RowStatus = RowStatus.FAILED) -> worker_pb2.RowReply:

@@ -24,6 +24,7 @@ class StepQueue:
         self._thread = thread
         # Each is written by one of the two threads only.
         self._added = self._begun = 0
+        executor.awaited = self._awaited
         # Filled by one thread and emptied by the other.
         self._ended: deque[tuple[asyncio.Future[worker_pb2.StepReply], worker_pb2.StepReply | Exception]] = deque()
         self._began: float | None = None
@@ -37,6 +38,10 @@ class StepQueue:
         self._added += 1
         self._thread.submit(self._run, request, self._executor.clock(), reply, loop)
         return reply
+
+    def _awaited(self) -> bool:
+        """Whether a step waits; to be asked in the thread while another one runs."""
+        return self._added > self._begun
 
     def running_seconds(self) -> float | None:
         """How long the present step has been running; None between steps."""

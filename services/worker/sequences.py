@@ -74,13 +74,14 @@ class WorkerSequence:
 
 @dataclass(slots=True)
 class PreparedRow:
-    """A row that can run: `tokens` are to be fed from position `start` on, `reused` positions before it were taken over
-    from other sequences. Without tokens there is nothing to compute."""
+    """A row that can run: `tokens` are to be fed from position `start` on, then the row's `draft_tokens`; `reused`
+    positions before `start` were taken over from other sequences. Without tokens there is nothing to compute."""
 
     sequence: WorkerSequence
     start: int
     tokens: Sequence[int]
     reused: int = 0
+    draft_tokens: Sequence[int] = ()
 
 
 class RowRejectedError(Exception):
@@ -140,12 +141,12 @@ class WorkerSequences:
             held, end, row.sample or row.draft_length > 0, row.scoring.first if row.HasField("scoring") else None
         )
         start = held.table.length
-        tokens = held.history[start:end]
-        if len(tokens) + len(row.draft_tokens) > self._engine.max_num_batched_tokens:
+        tokens, draft_tokens = held.history[start:end], list(row.draft_tokens)
+        if len(tokens) + len(draft_tokens) > self._engine.max_num_batched_tokens:
             held.truncate_tokens(start)
             most = self._engine.max_num_batched_tokens
             raise RowRejectedError(RowStatus.KV_MISMATCH, f"{len(tokens)} tokens must be fed, at most {most} can", held)
-        return PreparedRow(held, start, tokens, max(0, start - kept))
+        return PreparedRow(held, start, tokens, max(0, start - kept), draft_tokens)
 
     def settle(self, sequence: WorkerSequence, computed: Sequence[int]) -> None:
         """After the engine ran: `computed` are the tokens after the row's own that have valid KV now.
@@ -342,12 +343,18 @@ def _check_row(row: worker_pb2.Row, role: Role, engine: EngineDescription) -> No
     if not row.tokens:
         raise ValueError("tokens is empty, must hold at least one token to feed")
     if role is Role.DRAFT:
-        if row.draft_tokens or row.sample or row.HasField("scoring"):
-            raise ValueError("draft_tokens, sample and scoring are for target workers, this is a draft worker")
-        behind = max(row.draft_length - 1, 0)
+        if row.sample or row.HasField("scoring") or (row.draft_tokens and not row.outcomes):
+            raise ValueError(
+                "sample, scoring, and draft_tokens without outcomes are for target workers, this is a draft worker"
+            )
+        if row.outcomes and not row.draft_length:
+            raise ValueError(f"draft_length is 0 with {row.outcomes} outcomes, must be at least 1")
+        # After an outcome, the token that the target chose is fed as well.
+        behind = len(row.draft_tokens) + row.draft_length if row.outcomes else max(row.draft_length - 1, 0)
     else:
-        if row.draft_length:
-            raise ValueError(f"draft_length is {row.draft_length}, must be 0 on a target worker")
+        for name in ("draft_length", "outcomes"):
+            if getattr(row, name):
+                raise ValueError(f"{name} is {getattr(row, name)}, must be 0 on a target worker")
         if row.draft_tokens and not row.sample:
             raise ValueError("draft_tokens came without sample, nothing would verify them")
         behind = len(row.draft_tokens)

@@ -78,7 +78,10 @@ def forget_account(core: SchedulerCore, target: TargetWorker, draft: DraftWorker
         (lambda core, target, draft, one: setattr(target, "verifying", 1), "has 2 sequences and 3 in its indexes"),
         (lambda core, target, draft, one: target.coming.add(3), "has 2 sequences and 3 in its indexes"),
         (lambda core, target, draft, one: target.suspects.update({5: one}), "has 2 sequences and 3 in its indexes"),
-        (lambda core, target, draft, one: draft.verifying.update({one.sequence_id: one}), "draft draft: verifying or ready sequences"),
+        (
+            lambda core, target, draft, one: draft.verifying.update({one.sequence_id: one}),
+            "draft draft: verifying or ready sequences",
+        ),
         (lambda core, target, draft, one: draft.ready.update({9: one}), "worker draft: sequences that left are ready"),
         (lambda core, target, draft, one: setattr(one, "target", None), "sequence 1 runs without a target"),
         (

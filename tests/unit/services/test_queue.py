@@ -21,6 +21,8 @@ Step = Callable[[Computing], None]
 class Executor:
     """Answers step n after doing what `steps[n]` says, if anything."""
 
+    awaited: Callable[[], bool]
+
     def __init__(self, steps: dict[int, Step] | None = None) -> None:
         self.ran: list[int] = []
         self._steps = steps or {}
@@ -101,6 +103,30 @@ def test_a_reply_comes_where_the_next_step_computes_nothing(thread: ThreadPoolEx
         both_added.set()
         async with asyncio.timeout(LONG):
             assert [reply.step_id for reply in await asyncio.gather(*replies)] == [1, 2]
+
+    asyncio.run(run())
+
+
+def test_a_step_knows_whether_another_one_waits(thread: ThreadPoolExecutor) -> None:
+    async def run() -> None:
+        seen: list[bool] = []
+        runs, added = threading.Event(), threading.Event()
+
+        def first(computing: Computing) -> None:
+            seen.append(executor.awaited())
+            runs.set()
+            assert added.wait(LONG)
+            seen.append(executor.awaited())
+
+        executor = Executor({1: first, 2: lambda computing: seen.append(executor.awaited())})
+        queue = queue_of(executor, thread)
+        replies = [queue.add(step(1))]
+        assert await asyncio.to_thread(runs.wait, LONG)
+        replies.append(queue.add(step(2)))
+        added.set()
+        async with asyncio.timeout(LONG):
+            await asyncio.gather(*replies)
+        assert seen == [False, True, False]
 
     asyncio.run(run())
 

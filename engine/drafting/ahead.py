@@ -1,0 +1,231 @@
+"""Outcomes: what a draft proposes after each likely result of a verification, while the target still computes it.
+
+Of a proposal, a target accepts some tokens and then chooses one itself. The draft computes the whole proposal in one
+pass, and so knows how likely each of these results is. For the likeliest ones the sequence is forked: a fork shares the
+full pages and has its own last one. All forks of all rows draft together, as rows of one pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from engine.cpu.logits_scan import LogitsScan
+from engine.description import EngineDescription
+from engine.kv.pages import OutOfPagesError, PagePool, PageTable
+from engine.passes.admission import make_room, rolled_back_on_error, split_by_rows
+from engine.passes.layout import BatchedSequence
+from engine.passes.runner import ModelRunner
+from engine.sampling.ranking import RankedTokens, ranked_tokens
+from engine.sampling.sampler import SamplingContext, probabilities_of, sample_tokens
+from engine.steps import AheadProposal, AheadRow, Awaited, Computing, EngineTimings, RowOutcome, StepOutcome
+
+
+@dataclass(frozen=True, slots=True)
+class _Result:
+    """A result of the verification of a row, by its place in the step: the first `accepted` tokens, then `token`."""
+
+    row: int
+    accepted: int
+    token: int
+    chance: float
+
+
+@dataclass(slots=True, eq=False)
+class _Fork:
+    """A sequence as it is after a result, without the KV of what it feeds next."""
+
+    row: int
+    table: PageTable
+    proposal: AheadProposal
+    finite: bool = True
+
+    @property
+    def last(self) -> int:
+        """The token to feed next."""
+        return self.proposal.tokens[-1] if self.proposal.tokens else self.proposal.token
+
+
+class AheadDrafting:
+    """Steps of `AheadRow`s; `token_ids` as in `DraftEngine`."""
+
+    def __init__(
+        self,
+        description: EngineDescription,
+        runner: ModelRunner,
+        pool: PagePool,
+        scan: LogitsScan,
+        token_ids: Tensor | None,
+    ) -> None:
+        self._description = description
+        self._runner = runner
+        self._pool = pool
+        self._scan = scan
+        self._token_ids = token_ids
+
+    def step(self, rows: Sequence[AheadRow], computing: Computing, awaited: Awaited) -> StepOutcome:
+        """A pass over tokens and assumed ones, then one for each token proposed; `computing` is called for each.
+
+        A row without pages for its tokens and the assumed ones fails alone, as does one whose logits are not finite.
+        Where pages run out, the less likely results have no proposal or a shorter one. Once `awaited`, only what feeds
+        rows is computed.
+        """
+        outcomes = [RowOutcome([]) for _ in rows]
+        timings = EngineTimings()
+        with rolled_back_on_error(self._pool, [row.table for row in rows]) as starts:
+            needs = [(row.table, len(row.tokens) + len(row.assumed)) for row in rows]
+            admitted = make_room(self._pool, needs, outcomes)
+            results = self._feed(rows, admitted, outcomes, timings, computing, awaited)
+            for row, outcome, start in zip(rows, outcomes, starts, strict=True):
+                if outcome.error is not None and not outcome.out_of_pages:
+                    self._runner.discard(self._pool, row.table, start)
+            forks: list[_Fork] = []
+            try:
+                if not awaited():
+                    self._fork(rows, results, forks)
+                self._draft(rows, forks, timings, computing, awaited)
+            finally:
+                for fork in forks:
+                    self._pool.free(fork.table)
+        for fork in forks:
+            if fork.finite and fork.proposal.tokens:
+                outcomes[fork.row].ahead.append(fork.proposal)
+        return StepOutcome(outcomes, timings)
+
+    def _feed(
+        self,
+        rows: Sequence[AheadRow],
+        indices: Sequence[int],
+        outcomes: Sequence[RowOutcome],
+        timings: EngineTimings,
+        computing: Computing,
+        awaited: Awaited,
+    ) -> list[_Result]:
+        """Feeds every row; the results to prepare for, the likeliest of all rows first."""
+        results: list[_Result] = []
+        sizes = [len(rows[i].tokens) + len(rows[i].assumed) for i in indices]
+        for batch in split_by_rows(indices, sizes, self._description.max_num_batched_tokens):
+            guessing = [index for index in batch if rows[index].sampling.grammar is None]
+            sequences = [
+                BatchedSequence(
+                    rows[index].table,
+                    [*rows[index].tokens, *rows[index].assumed],
+                    len(rows[index].assumed) + 1 if index in guessing else 0,
+                )
+                for index in batch
+            ]
+            result = self._runner.run(sequences, computing)
+            timings.add(result.timings)
+            if guessing and not awaited():
+                results += self._guess(rows, guessing, result.logits, outcomes)
+            timings.add_pass(*result.clock.seconds())
+        return sorted(results, key=lambda result: (-result.chance, result.row, result.accepted, result.token))
+
+    def _guess(
+        self, rows: Sequence[AheadRow], indices: Sequence[int], logits: Tensor, outcomes: Sequence[RowOutcome]
+    ) -> list[_Result]:
+        """`logits` are those after the last of `tokens` and after each assumed token of each of the rows."""
+        contexts: list[SamplingContext] = []
+        assumed: list[int | None] = []
+        for index in indices:
+            row = rows[index]
+            contexts += [_context(row, row.assumed[:accepted]) for accepted in range(len(row.assumed) + 1)]
+            assumed += [*row.assumed, None]
+        most = max(rows[index].outcomes for index in indices)
+        logits = logits[:, : self._description.vocabulary_size]
+        ranked = iter(ranked_tokens(logits, contexts, assumed, most, self._token_ids))
+        results: list[_Result] = []
+        for index in indices:
+            places = [next(ranked) for _ in range(len(rows[index].assumed) + 1)]
+            finite = [place for place in places if place is not None]
+            if len(finite) < len(places):
+                outcomes[index].error = "the draft's logits are not finite"
+            else:
+                results += _likeliest(index, finite, rows[index].outcomes)
+        return results
+
+    def _fork(self, rows: Sequence[AheadRow], results: Sequence[_Result], forks: list[_Fork]) -> None:
+        """Adds a fork for each of the results, as far as pages last."""
+        copies: list[tuple[int, int]] = []
+        for result in results:
+            row = rows[result.row]
+            length = row.table.length - len(row.assumed) + result.accepted
+            try:
+                table, copy = self._pool.fork(row.table, length)
+            except OutOfPagesError:
+                break
+            forks.append(_Fork(result.row, table, AheadProposal(result.accepted, result.token)))
+            if copy is not None:
+                copies.append(copy)
+        self._runner.kv.copy_pages(copies)
+
+    def _draft(
+        self,
+        rows: Sequence[AheadRow],
+        forks: Sequence[_Fork],
+        timings: EngineTimings,
+        computing: Computing,
+        awaited: Awaited,
+    ) -> None:
+        """Proposes token by token, until every fork has its tokens or no page, or somebody waits."""
+        growing = [fork for fork in forks if self._grows(rows, fork)]
+        while growing:
+            sizes = [1] * len(growing)
+            for batch in split_by_rows(range(len(growing)), sizes, self._description.max_num_batched_tokens):
+                if awaited():
+                    return
+                self._pass(rows, [growing[place] for place in batch], timings, computing)
+            growing = [fork for fork in growing if self._grows(rows, fork)]
+
+    def _grows(self, rows: Sequence[AheadRow], fork: _Fork) -> bool:
+        """Makes room for the next token, if the fork is to propose another one after that."""
+        if not fork.finite or len(fork.proposal.tokens) == rows[fork.row].draft_length:
+            return False
+        if not self._pool.can_append(fork.table, 1):
+            return False
+        self._pool.append(fork.table, 1)
+        return True
+
+    def _pass(
+        self, rows: Sequence[AheadRow], forks: Sequence[_Fork], timings: EngineTimings, computing: Computing
+    ) -> None:
+        """Feeds each fork its last token and adds one to its proposal."""
+        result = self._runner.run([BatchedSequence(fork.table, [fork.last], 1) for fork in forks], computing)
+        timings.add(result.timings)
+        logits = result.logits[:, : self._description.vocabulary_size]
+        contexts = []
+        for fork in forks:
+            row, proposal = rows[fork.row], fork.proposal
+            contexts.append(_context(row, [*row.assumed[: proposal.accepted], proposal.token, *proposal.tokens]))
+        tokens = sample_tokens(logits, contexts, token_ids=self._token_ids, scan=self._scan)
+        probabilities = probabilities_of(logits, tokens, self._token_ids, self._scan)
+        for fork, token, probability in zip(forks, tokens, probabilities, strict=True):
+            if token is None:
+                # Only this result is lost: the row's own KV gave finite logits.
+                fork.finite = False
+                size = self._pool.page_size
+                own = rows[fork.row].table.length - len(rows[fork.row].assumed) + fork.proposal.accepted
+                self._runner.discard(self._pool, fork.table, own - own % size)
+            else:
+                fork.proposal.tokens.append(token)
+                fork.proposal.confidences.append(probability)
+        timings.add_pass(*result.clock.seconds())
+
+
+def _likeliest(row: int, places: Sequence[RankedTokens], count: int) -> list[_Result]:
+    """Up to `count` results of a row, at whose `places` the share is that of the assumed token."""
+    results: list[_Result] = []
+    reached = 1.0
+    for accepted, place in enumerate(places):
+        results += [_Result(row, accepted, token, reached * share) for token, share in place.likeliest]
+        reached *= place.share
+    possible = [result for result in results if result.chance > 0]
+    return sorted(possible, key=lambda result: (-result.chance, result.accepted, result.token))[:count]
+
+
+def _context(row: AheadRow, after: Sequence[int]) -> SamplingContext:
+    """Of the token that follows the row's history and the tokens `after` it."""
+    history = [*row.history, *after] if row.sampling.uses_history else row.history
+    return SamplingContext(row.sampling, len(row.history) + len(after), history, row.prompt_length)

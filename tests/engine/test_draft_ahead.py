@@ -1,0 +1,429 @@
+"""Proposals for the outcomes of a verification: they are what an ordinary step proposes once the outcome has come."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from engine.drafting.model_draft import DraftEngine
+from engine.kv.pages import PageTable
+from engine.models.draft_vocabulary import FILE_NAME
+from engine.passes.layout import BatchedSequence
+from engine.passes.runner import PassResult
+from engine.sampling.noise import gumbel, row_key
+from engine.steps import AheadProposal, AheadRow, Computing, ProposeRow, RowOutcome, never_awaited, no_callback
+from scheduler.sampling import Grammar, SamplingParameters
+from tests.engine.test_draft_engine import load
+from tests.support.tiny_models import TORCH_SHAPE, VOCABULARY, tiny_model
+
+PENALTIES = {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.2}
+SAMPLINGS = {
+    "greedy": SamplingParameters(),
+    "greedy-penalties": SamplingParameters(**PENALTIES, logit_bias={5: 2.0}),
+    "drawn": SamplingParameters(temperature=0.8, seed=3),
+    "drawn-penalties": SamplingParameters(temperature=0.8, seed=4, **PENALTIES, bad_words=((7,),)),
+    "drawn-filters": SamplingParameters(temperature=0.8, seed=5, top_k=20, top_p=0.95, min_p=0.001),
+}
+LENGTHS = (6, 7, 8, 9, 13, 1)
+"""Of histories: with pages of 4 and proposals of 0 to 4 tokens, forks fall inside pages and on their borders."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("draft")
+    tiny_model("llama", **TORCH_SHAPE).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wide_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a model whose layers the CPU kernels take, on pages of 16 positions."""
+    folder = tmp_path_factory.mktemp("wide")
+    tiny_model("llama").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def engines(folder: Path, wide_folder: Path) -> dict[str, DraftEngine]:
+    return {
+        "float32": load(folder),
+        "bfloat16": load(folder, dtype="bfloat16"),
+        "kernels": load(wide_folder, dtype="bfloat16", page_size=16),
+    }
+
+
+def prompt_of(length: int) -> list[int]:
+    return random.Random(length).choices(range(VOCABULARY), k=length)
+
+
+def proposed(engine: DraftEngine, history: Sequence[int], length: int, ahead: AheadRow) -> RowOutcome:
+    """By an ordinary step, of a sequence that is new to the engine."""
+    table = PageTable()
+    row = ProposeRow(table, history, length, history, ahead.prompt_length, ahead.sampling)
+    (outcome,) = engine.step([row]).rows
+    engine.pool.free(table)
+    return outcome
+
+
+def rows_of(engine: DraftEngine, sampling: SamplingParameters, outcomes: int = 5, length: int = 3) -> list[AheadRow]:
+    """Rows with the draft's own proposals, each but the first with KV of a part of the history already. Of some, one
+    proposed token is another one."""
+    rows = []
+    for number, count in enumerate(LENGTHS):
+        history, table = prompt_of(count), PageTable()
+        row = AheadRow(table, history, [], length, outcomes, history, max(1, count - 3), sampling)
+        row.assumed = proposed(engine, history, number % 5, row).tokens
+        if number == 4:
+            row.assumed[1] = (row.assumed[1] + 1) % VOCABULARY
+        known = 0 if number == 0 else count // 2
+        if known:
+            engine.step([ProposeRow(table, history[:known], 0, history[:known], row.prompt_length, sampling)])
+        row.tokens = history[known:]
+        rows.append(row)
+    return rows
+
+
+def history_after(row: AheadRow, outcome: AheadProposal) -> list[int]:
+    return [*row.history, *row.assumed[: outcome.accepted], outcome.token]
+
+
+def close(engine: DraftEngine, rows: Sequence[AheadRow]) -> None:
+    """Frees the rows' tables, which must be all there are."""
+    engine.pool.check_conservation([row.table for row in rows])
+    for row in rows:
+        engine.pool.free(row.table)
+    assert engine.pool.free_pages == engine.pool.total_pages
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "kernels"])
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+def test_each_outcome_has_the_proposal_of_an_ordinary_step(
+    engines: dict[str, DraftEngine], kind: str, sampling: SamplingParameters
+) -> None:
+    engine = engines[kind]
+    rows = rows_of(engine, sampling)
+    outcomes = engine.prepare(rows).rows
+    for row, outcome in zip(rows, outcomes, strict=True):
+        assert outcome.error is None
+        assert outcome.tokens == []
+        assert row.table.length == len(row.history) + len(row.assumed)
+        assert len(outcome.ahead) == row.outcomes
+        assert len({(ahead.accepted, ahead.token) for ahead in outcome.ahead}) == row.outcomes
+        for ahead in outcome.ahead:
+            assert ahead.token not in row.assumed[ahead.accepted : ahead.accepted + 1]
+            expected = proposed(engine, history_after(row, ahead), row.draft_length, row)
+            assert ahead.tokens == expected.tokens
+            # Sums of a batch have another order than those of one row, unless the kernels compute them.
+            close_by = {"float32": 1e-4, "bfloat16": 0.03, "kernels": 0.0}[kind]
+            assert ahead.confidences == pytest.approx(expected.confidences, rel=close_by, abs=close_by)
+    # What a fork wrote is on its own pages: the sequence goes on from any outcome as if nothing had been.
+    for number, row in enumerate(rows):
+        accepted = number % (len(row.assumed) + 1)
+        history = [*row.history, *row.assumed[:accepted], 11]
+        engine.pool.truncate(row.table, len(history) - 1)
+        following = ProposeRow(row.table, [11], 4, history, row.prompt_length, sampling)
+        (outcome,) = engine.step([following]).rows
+        assert outcome.tokens == proposed(engine, history, 4, row).tokens
+    close(engine, rows)
+
+
+# --- which outcomes ---------------------------------------------------------------------------------------------------
+
+
+def scores(
+    logits: Sequence[float], sampling: SamplingParameters, history: Sequence[int], prompt_length: int
+) -> list[float]:
+    """Logits as penalties and bias shape them, at their temperature and with the noise of their position."""
+    found = list(logits)
+    output = history[prompt_length:]
+    for token in set(history):
+        found[token] *= sampling.repetition_penalty if found[token] < 0 else 1 / sampling.repetition_penalty
+    for token in set(output):
+        found[token] -= sampling.presence_penalty + sampling.frequency_penalty * output.count(token)
+    for token, bias in sampling.logit_bias.items():
+        found[token] += bias
+    for word in sampling.bad_words:
+        if len(word) == 1:
+            found[word[0]] = -math.inf
+    if sampling.temperature == 0:
+        return found
+    found = [score / sampling.temperature for score in found]
+    if sampling.top_k:
+        least = sorted(found)[-sampling.top_k]
+        found = [score if score >= least else -math.inf for score in found]
+    if sampling.top_p < 1:
+        shares, before = softmax(found), 0.0
+        for token in sorted(range(len(found)), key=lambda token: -found[token]):
+            if before >= sampling.top_p:
+                found[token] = -math.inf
+            before += shares[token]
+    key = torch.tensor(row_key(sampling.seed, len(history)))
+    noise = gumbel(key, torch.arange(len(found))).tolist()
+    return [score + one for score, one in zip(found, noise, strict=True)]
+
+
+def softmax(values: Sequence[float]) -> list[float]:
+    largest = max(values)
+    weights = [math.exp(value - largest) for value in values]
+    return [weight / sum(weights) for weight in weights]
+
+
+def chances(row: AheadRow, logits: Sequence[Sequence[float]], known: Sequence[int]) -> dict[tuple[int, int], float]:
+    """Of every outcome; `logits` after the history and after each assumed token, of the `known` tokens."""
+    found: dict[tuple[int, int], float] = {}
+    reached = 1.0
+    for accepted, line in enumerate(logits):
+        history = [*row.history, *row.assumed[:accepted]]
+        full = [-math.inf] * VOCABULARY
+        for token, logit in zip(known, line, strict=True):
+            full[token] = logit
+        shares = softmax(scores(full, row.sampling, history, row.prompt_length))
+        right = row.assumed[accepted] if accepted < len(row.assumed) else None
+        found |= {(accepted, token): reached * share for token, share in enumerate(shares) if token != right}
+        reached *= shares[right] if right is not None else 0.0
+    return found
+
+
+@pytest.mark.parametrize("known", [range(VOCABULARY), range(0, VOCABULARY, 3)], ids=["all", "some"])
+@pytest.mark.parametrize("sampling", SAMPLINGS.values(), ids=SAMPLINGS)
+def test_the_likeliest_outcomes_are_prepared(
+    folder: Path, tmp_path: Path, known: Sequence[int], sampling: SamplingParameters
+) -> None:
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    if len(known) < VOCABULARY:
+        reference.save_pretrained(tmp_path)
+        (tmp_path / FILE_NAME).write_text(json.dumps({"token_ids": list(known)}))
+        folder = tmp_path
+    engine = load(folder)
+    rows = rows_of(engine, sampling, outcomes=12, length=1)
+    outcomes = engine.prepare(rows).rows
+    for row, outcome in zip(rows, outcomes, strict=True):
+        with torch.no_grad():
+            logits = reference(input_ids=torch.tensor([[*row.history, *row.assumed]])).logits[0]
+        lines = logits[-len(row.assumed) - 1 :, list(known)].tolist()
+        expected = chances(row, lines, known)
+        possible = [key for key, chance in expected.items() if chance > 0]
+        best = sorted(possible, key=lambda key: (-expected[key], key))[: row.outcomes]
+        assert [(ahead.accepted, ahead.token) for ahead in outcome.ahead] == best
+    close(engine, rows)
+
+
+def test_a_proposal_that_cannot_be_leads_nowhere(folder: Path) -> None:
+    """What follows a token that filters exclude has no chance."""
+    engine = load(folder)
+    sampling = SamplingParameters(temperature=0.8, seed=1, top_k=1)
+    history, table = prompt_of(9), PageTable()
+    row = AheadRow(table, history, [], 2, 50, history, 9, sampling)
+    right = proposed(engine, history, 3, row).tokens
+    row.assumed = [right[0], (right[1] + 1) % VOCABULARY, right[2]]
+    (outcome,) = engine.prepare([row]).rows
+    assert [(ahead.accepted, ahead.token) for ahead in outcome.ahead] == [(1, right[1])]
+    close(engine, [row])
+
+
+# --- what there is not enough of --------------------------------------------------------------------------------------
+
+
+def test_without_pages_fewer_outcomes_are_prepared(folder: Path) -> None:
+    """With every number of pages: the likeliest outcomes are there, each with the first tokens of its proposal."""
+    whole = load(folder)
+    sampling = SAMPLINGS["drawn"]
+    (full,) = whole.prepare([row_with_pages(whole, sampling)]).rows
+    counts = []
+    for pages in range(1, 16):
+        engine = load(folder, kv_pages=pages)
+        row = row_with_pages(whole, sampling)
+        (outcome,) = engine.prepare([row]).rows
+        if pages < 3:
+            assert outcome.out_of_pages
+            assert row.table.length == 0
+        else:
+            assert outcome.error is None
+            assert row.table.length == 12
+        for ahead, expected in zip(outcome.ahead, full.ahead, strict=False):
+            assert (ahead.accepted, ahead.token) == (expected.accepted, expected.token)
+            assert 0 < len(ahead.tokens) <= len(expected.tokens)
+            assert ahead.tokens == expected.tokens[: len(ahead.tokens)]
+        counts.append(sum(len(ahead.tokens) for ahead in outcome.ahead))
+        close(engine, [row])
+    assert counts == sorted(counts)
+    assert counts[:3] == [0, 0, 0]
+    assert counts[-1] == 4 * 6
+    assert len(set(counts)) > 4
+
+
+def row_with_pages(engine: DraftEngine, sampling: SamplingParameters) -> AheadRow:
+    """Of 9 tokens and 3 assumed ones, on 3 pages of 4 positions."""
+    history = prompt_of(9)
+    row = AheadRow(PageTable(), history, [], 6, 4, history, 9, sampling)
+    row.assumed = proposed(engine, history, 3, row).tokens
+    return row
+
+
+def test_a_row_without_pages_fails_alone(folder: Path) -> None:
+    engine = load(folder, kv_pages=6)
+    rows = [row_with_pages(engine, SAMPLINGS["greedy"]) for _ in range(3)]
+    for row in rows:
+        engine.pool.free(row.table)
+    outcomes = engine.prepare(rows).rows
+    assert [outcome.out_of_pages for outcome in outcomes] == [False, False, True]
+    assert [row.table.length for row in rows] == [12, 12, 0]
+    close(engine, rows)
+
+
+def test_passes_take_as_many_rows_as_they_can(folder: Path, engines: dict[str, DraftEngine]) -> None:
+    narrow = load(folder, max_num_batched_tokens=16)
+    rows = rows_of(engines["float32"], SAMPLINGS["drawn"])
+    expected = engines["float32"].prepare(rows).rows
+    close(engines["float32"], rows)
+    rows = rows_of(narrow, SAMPLINGS["drawn"])
+    assert [outcome.ahead for outcome in narrow.prepare(rows).rows] == [
+        [
+            AheadProposal(ahead.accepted, ahead.token, ahead.tokens, pytest.approx(ahead.confidences, rel=1e-4))
+            for ahead in outcome.ahead
+        ]
+        for outcome in expected
+    ]
+    close(narrow, rows)
+
+
+# --- when it ends -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("passes", range(6))
+def test_it_ends_once_another_step_waits(
+    engines: dict[str, DraftEngine], monkeypatch: pytest.MonkeyPatch, passes: int
+) -> None:
+    """After the first of `passes` more passes have been begun; the row's own KV is there in any case."""
+    engine, run, ran = engines["float32"], engines["float32"]._runner.run, [0]
+    rows = rows_of(engine, SAMPLINGS["drawn"], length=4)
+
+    def counted(sequences: list[BatchedSequence], computing: Computing) -> PassResult:
+        ran[0] += 1
+        return run(sequences, computing)
+
+    monkeypatch.setattr(engine._runner, "run", counted)
+    outcomes = engine.prepare(rows, no_callback, lambda: ran[0] >= passes).rows
+    assert ran[0] == min(max(passes, 1), 5)
+    assert [len(ahead.tokens) for outcome in outcomes for ahead in outcome.ahead] == (
+        [ran[0] - 1] * 5 * len(rows) if passes > 1 else []
+    )
+    assert [row.table.length for row in rows] == [len(row.history) + len(row.assumed) for row in rows]
+    close(engine, rows)
+
+
+@pytest.mark.parametrize("failing", range(4))
+def test_an_error_frees_all_forks(
+    engines: dict[str, DraftEngine], monkeypatch: pytest.MonkeyPatch, failing: int
+) -> None:
+    engine, run, ran = engines["float32"], engines["float32"]._runner.run, [0]
+    rows = rows_of(engine, SAMPLINGS["greedy"])
+    starts = [row.table.length for row in rows]
+
+    def fails(sequences: list[BatchedSequence], computing: Computing) -> PassResult:
+        ran[0] += 1
+        if ran[0] > failing:
+            raise MemoryError
+        return run(sequences, computing)
+
+    monkeypatch.setattr(engine._runner, "run", fails)
+    with pytest.raises(MemoryError):
+        engine.prepare(rows)
+    assert [row.table.length for row in rows] == starts
+    close(engine, rows)
+
+
+def test_computing_is_called_for_each_pass(engines: dict[str, DraftEngine]) -> None:
+    engine, calls = engines["float32"], []
+    rows = rows_of(engine, SAMPLINGS["greedy"], length=3)
+    timings = engine.prepare(rows, lambda: calls.append(1), never_awaited).timings
+    assert len(calls) == 4
+    fed = sum(len(row.tokens) + len(row.assumed) for row in rows)
+    assert timings.batched_tokens == fed + 3 * 5 * len(rows)
+    assert min(timings.forward, timings.sample, timings.prepare) > 0
+    close(engine, rows)
+
+
+# --- rows that go wrong, and rows without outcomes --------------------------------------------------------------------
+
+
+def poisoned(engine: DraftEngine, token: int) -> None:
+    """Feeding this token gives logits that are not finite."""
+    with torch.no_grad():
+        engine._runner.model.get_input_embeddings().weight[token] = math.nan
+
+
+def nan_left(engine: DraftEngine) -> bool:
+    return any(bool(layer.pool[:, :-1].isnan().any()) for layer in engine._runner.kv.layers)
+
+
+def test_a_row_whose_logits_are_not_finite_fails_alone(folder: Path) -> None:
+    engine = load(folder)
+    rows = rows_of(engine, SAMPLINGS["drawn"])
+    expected = [outcome.ahead for outcome in engine.prepare(rows).rows]
+    close(engine, rows)
+    rows = rows_of(engine, SAMPLINGS["drawn"])
+    bad = next(
+        token
+        for token in range(VOCABULARY)
+        if not any(token in fed_anywhere(*one) for one in zip(rows, expected, strict=True))
+    )
+    rows[3].assumed = [*rows[3].assumed[:2], bad, *rows[3].assumed[3:]]
+    start = rows[3].table.length
+    poisoned(engine, bad)
+    outcomes = engine.prepare(rows).rows
+    assert [outcome.error for outcome in outcomes] == [None] * 3 + ["the draft's logits are not finite"] + [None] * 2
+    assert outcomes[3].ahead == []
+    assert rows[3].table.length == start
+    tokens = [[one.tokens for one in outcome.ahead] for outcome in outcomes]
+    assert tokens == [[one.tokens for one in ahead] if n != 3 else [] for n, ahead in enumerate(expected)]
+    assert not nan_left(engine)
+    close(engine, rows)
+
+
+def fed_anywhere(row: AheadRow, ahead: Sequence[AheadProposal]) -> set[int]:
+    own = {*row.history, *row.assumed}
+    return own.union(*({outcome.token, *outcome.tokens} for outcome in ahead))
+
+
+@pytest.mark.parametrize("place", [0, 1])
+def test_an_outcome_whose_logits_are_not_finite_is_left_out(folder: Path, place: int) -> None:
+    """Where its own token, or the first one proposed, is the one that breaks the model."""
+    engine = load(folder)
+    rows = [row_with_pages(engine, SAMPLINGS["drawn"])]
+    (whole,) = engine.prepare(rows).rows
+    close(engine, rows)
+    bad = [whole.ahead[0].token, *whole.ahead[0].tokens][place]
+    poisoned(engine, bad)
+    (outcome,) = engine.prepare(rows).rows
+    assert outcome.error is None
+    left = [ahead for ahead in whole.ahead if bad not in (ahead.token, *ahead.tokens[:-1])]
+    assert len(left) < len(whole.ahead)
+    assert [(ahead.accepted, ahead.token, ahead.tokens) for ahead in outcome.ahead] == [
+        (ahead.accepted, ahead.token, ahead.tokens) for ahead in left
+    ]
+    assert rows[0].table.length == 12
+    assert not nan_left(engine)
+    close(engine, rows)
+
+
+def test_a_row_with_a_grammar_only_feeds(engines: dict[str, DraftEngine]) -> None:
+    engine = engines["float32"]
+    rows = rows_of(engine, SAMPLINGS["greedy"])
+    expected = [outcome.ahead for outcome in engine.prepare(rows).rows]
+    close(engine, rows)
+    rows = rows_of(engine, SAMPLINGS["greedy"])
+    rows[1].sampling = SamplingParameters(grammar=Grammar("start: /a*/", frozenset({2})))
+    outcomes = engine.prepare(rows).rows
+    assert outcomes[1] == RowOutcome([])
+    assert rows[1].table.length == len(rows[1].history) + len(rows[1].assumed)
+    assert [len(outcome.ahead) for outcome in outcomes] == [5, 0, 5, 5, 5, 5]
+    assert [one.tokens for one in outcomes[2].ahead] == [one.tokens for one in expected[2]]
+    close(engine, rows)

@@ -1,0 +1,302 @@
+"""Rows that ask a draft worker for the outcomes of a verification: rules, replies, and how another step ends them."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+import grpc.aio
+import pytest
+
+from engine.drafting.model_draft import DraftEngine
+from engine.drafting.ngram_engine import NgramEngine
+from engine.models.loading import load_draft_engine
+from engine.passes.layout import BatchedSequence
+from engine.passes.runner import PassResult
+from engine.settings import EngineSettings
+from engine.steps import Computing
+from protos import worker_pb2, worker_pb2_grpc
+from scheduler.messages import Outcome
+from scheduler.state.digests import EMPTY_DIGEST, DigestedTokens
+from services.rpc.worker_codec import result_from_wire
+from services.worker.executor import DraftStepExecutor, StepExecutor, TargetStepExecutor
+from services.worker.server import WorkerServer
+from tests.support.stand_in_worker import MAX_LENGTH, VOCABULARY, StandInEngine, guess, next_token
+from tests.support.tiny_models import TORCH_SHAPE, tiny_model
+from tests.support.waiting import LONG
+
+EPOCH = 77
+PROMPT = [5, 6, 7, 8, 9]
+PARAMETERS = worker_pb2.SequenceParameters(prompt_length=len(PROMPT))
+
+
+class Conversation:
+    """Speaks to an executor as a scheduler would."""
+
+    def __init__(self, executor: StepExecutor[Any]) -> None:
+        self.executor = executor
+        self.step_id = 0
+
+    def step(self, *rows: worker_pb2.Row) -> Sequence[worker_pb2.RowReply]:
+        self.step_id += 1
+        request = worker_pb2.StepRequest(worker_epoch=EPOCH, scheduler_epoch=1, step_id=self.step_id, rows=rows)
+        reply = self.executor.execute(request, self.executor.clock())
+        self.executor.check_integrity()
+        return reply.rows
+
+
+def row(sequence_id: int, known: Sequence[int], kv_len: int, **fields: object) -> worker_pb2.Row:
+    """A row that feeds what of `known` lies behind `kv_len`."""
+    digest = DigestedTokens(known).digest(kv_len)
+    return worker_pb2.Row(sequence_id=sequence_id, kv_len=kv_len, prefix_digest=digest, tokens=known[kv_len:], **fields)
+
+
+def opening(sequence_id: int, **fields: object) -> worker_pb2.Row:
+    return row(sequence_id, PROMPT, 0, parameters=PARAMETERS, **fields)
+
+
+# --- by the rules of rows ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def draft() -> Conversation:
+    return Conversation(DraftStepExecutor(StandInEngine(), EPOCH))
+
+
+def test_outcomes_come_with_their_proposals(draft: Conversation) -> None:
+    (reply,) = draft.step(opening(1, draft_length=3))
+    proposal = list(reply.tokens)
+    (reply,) = draft.step(row(1, PROMPT, 4, draft_tokens=proposal, draft_length=2, outcomes=3))
+    assert reply.status == worker_pb2.ROW_STATUS_OK
+    assert list(reply.tokens) == []
+    assert (reply.kv_len, reply.prefix_digest) == (8, DigestedTokens([*PROMPT, *proposal]).digest(8))
+    outcomes = result_from_wire(reply).outcomes
+    assert 1 <= len(outcomes) <= 3
+    for outcome in outcomes:
+        known = [*PROMPT, *proposal[: outcome.accepted], outcome.token]
+        assert outcome.token in (guess(known[:-1]), next_token(known[:-1]))
+        first = guess(known)
+        assert outcome.draft_tokens == (first, guess([*known, first]))
+        assert list(outcome.confidences) == [min(token % 5 * 64, 255) for token in outcome.draft_tokens]
+
+
+def test_after_an_outcome_its_proposal_goes_on(draft: Conversation) -> None:
+    """The proposal and the token of the target lie in the worker's KV as far as they came true."""
+    (reply,) = draft.step(opening(1, draft_length=3))
+    proposal = list(reply.tokens)
+    (reply,) = draft.step(row(1, PROMPT, 4, draft_tokens=proposal, draft_length=2, outcomes=3))
+    outcome = result_from_wire(reply).outcomes[-1]
+    known = [*PROMPT, *proposal[: outcome.accepted], outcome.token]
+    fed = [*known, *outcome.draft_tokens]
+    (reply,) = draft.step(row(1, known, len(known) - 1, draft_tokens=outcome.draft_tokens, draft_length=1, outcomes=1))
+    assert (reply.kv_len, reply.prefix_digest) == (len(fed), DigestedTokens(fed).digest(len(fed)))
+    (reply,) = draft.step(row(1, [*known, 500], len(known), draft_length=1))
+    assert list(reply.tokens) == [guess([*known, 500])]
+
+
+@pytest.mark.parametrize(
+    ("fields", "error"),
+    [
+        ({"outcomes": 2}, "draft_length is 0 with 2 outcomes, must be at least 1"),
+        (
+            {"outcomes": 2, "draft_length": 1, "sample": True},
+            "sample, scoring, and draft_tokens without outcomes are for",
+        ),
+        (
+            {"outcomes": 2, "draft_length": 1, "draft_tokens": [VOCABULARY]},
+            f"draft_tokens holds {VOCABULARY}, must be below vocabulary_size {VOCABULARY}",
+        ),
+        (
+            {"outcomes": 2, "draft_length": MAX_LENGTH - 7, "draft_tokens": [1, 2, 3]},
+            f"the row would reach {MAX_LENGTH + 1} tokens, must be at most {MAX_LENGTH}",
+        ),
+    ],
+)
+def test_an_invalid_row_fails_alone(draft: Conversation, fields: dict[str, object], error: str) -> None:
+    good = opening(2, draft_length=2, draft_tokens=[1, 2, 3], outcomes=1)
+    reply, other = draft.step(opening(1, **fields), good)
+    assert reply.status == worker_pb2.ROW_STATUS_INVALID
+    assert error in reply.error
+    assert other.status == worker_pb2.ROW_STATUS_OK
+    assert draft.executor.sequences == 1
+
+
+def test_draft_tokens_without_outcomes_are_invalid(draft: Conversation) -> None:
+    (reply,) = draft.step(opening(1, draft_tokens=[3]))
+    assert reply.status == worker_pb2.ROW_STATUS_INVALID
+    assert "draft_tokens without outcomes are for target workers" in reply.error
+
+
+def test_a_target_prepares_for_nothing() -> None:
+    target = Conversation(TargetStepExecutor(StandInEngine(), EPOCH))
+    (reply,) = target.step(opening(1, draft_tokens=[3], sample=True, outcomes=1))
+    assert reply.status == worker_pb2.ROW_STATUS_INVALID
+    assert reply.error == "outcomes is 1, must be 0 on a target worker"
+
+
+def test_rows_of_a_step_all_have_outcomes_or_none(draft: Conversation) -> None:
+    plain, ahead = opening(1, draft_length=2), opening(2, draft_length=2, outcomes=4)
+    first, second, third = draft.step(plain, ahead, opening(3))
+    assert first.status == third.status == worker_pb2.ROW_STATUS_OK
+    assert second.status == worker_pb2.ROW_STATUS_INVALID
+    assert second.error == "outcomes is 4, and 0 in the first row: all rows have it or none"
+    first, second = draft.step(ahead, row(1, PROMPT, 4, draft_length=2))
+    assert first.status == worker_pb2.ROW_STATUS_OK
+    assert second.error == "outcomes is 0, and 4 in the first row: all rows have it or none"
+
+
+def test_a_row_that_feeds_too_much_is_told_so(draft: Conversation) -> None:
+    most = draft.executor.describe().max_num_batched_tokens
+    (reply,) = draft.step(opening(1, draft_length=2, outcomes=1, draft_tokens=[20] * (most - 4)))
+    assert reply.status == worker_pb2.ROW_STATUS_KV_MISMATCH
+    assert reply.kv_len == 0
+    (reply,) = draft.step(row(1, PROMPT, 0, draft_length=2, outcomes=1, draft_tokens=[20] * (most - 5)))
+    assert (reply.status, reply.kv_len) == (worker_pb2.ROW_STATUS_OK, most)
+
+
+def test_prompt_lookup_only_feeds() -> None:
+    draft = Conversation(DraftStepExecutor(NgramEngine(), EPOCH, prefix_cache=False))
+    known = [1, 2, 3, 4, 1, 2]
+    (reply,) = draft.step(row(1, known, 0, parameters=PARAMETERS, draft_tokens=[3, 4], draft_length=2, outcomes=4))
+    assert (reply.status, reply.kv_len, list(reply.outcomes)) == (worker_pb2.ROW_STATUS_OK, 8, [])
+    (reply,) = draft.step(row(1, [*known, 3, 9, 1, 2], 7, draft_length=2))
+    assert list(reply.tokens) == [3, 9]
+
+
+# --- with a model -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> DraftEngine:
+    folder = tmp_path_factory.mktemp("draft")
+    tiny_model("llama", **TORCH_SHAPE).save_pretrained(folder)
+    settings = EngineSettings(
+        str(folder), dtype="float32", threads=1, page_size=4, kv_pages=60, max_num_batched_tokens=64
+    )
+    return load_draft_engine(settings, lambda *_: None)
+
+
+class Watched:
+    """Holds passes up: `before[n]` is called before pass n of the engine, counted from 1."""
+
+    def __init__(self, engine: DraftEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.before: dict[int, Callable[[], object]] = {}
+        self.passes = 0
+        run = engine._runner.run
+
+        def held_up(sequences: list[BatchedSequence], computing: Computing) -> PassResult:
+            self.passes += 1
+            self.before.get(self.passes, lambda: None)()
+            return run(sequences, computing)
+
+        monkeypatch.setattr(engine._runner, "run", held_up)
+
+
+def outcomes_of(reply: worker_pb2.StepReply) -> list[tuple[Outcome, ...]]:
+    assert reply.status == worker_pb2.STEP_STATUS_OK
+    results = [result_from_wire(one) for one in reply.rows]
+    assert all(not result.error for result in results)
+    return [result.outcomes for result in results]
+
+
+def ahead_step(step_id: int) -> worker_pb2.StepRequest:
+    """Two sequences, opened by it."""
+    rows = [opening(1, draft_tokens=[3, 4, 5], draft_length=4, outcomes=3)]
+    rows.append(row(2, [*PROMPT, 1, 2], 0, parameters=PARAMETERS, draft_tokens=[8], draft_length=4, outcomes=3))
+    return worker_pb2.StepRequest(worker_epoch=EPOCH, scheduler_epoch=1, step_id=step_id, rows=rows)
+
+
+def test_another_step_ends_one_that_prepares(engine: DraftEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over gRPC. The step has begun its third pass, of five, when the other one comes."""
+
+    async def run() -> None:
+        executor = DraftStepExecutor(engine, EPOCH)
+        server = WorkerServer(executor)
+        third_pass, arrived = threading.Event(), threading.Event()
+        watched = Watched(engine, monkeypatch)
+
+        def wait_for_the_other() -> None:
+            third_pass.set()
+            assert arrived.wait(LONG)
+
+        added: list[int] = []
+        add = server._steps.add
+
+        def watched_add(request: worker_pb2.StepRequest) -> asyncio.Future[worker_pb2.StepReply]:
+            reply = add(request)
+            added.append(request.step_id)
+            if request.step_id == 3:
+                arrived.set()
+            return reply
+
+        monkeypatch.setattr(server._steps, "add", watched_add)
+        address = await server.start()
+        requests: asyncio.Queue[worker_pb2.StepRequest | None] = asyncio.Queue()
+
+        async def sent() -> AsyncIterator[worker_pb2.StepRequest]:
+            while (request := await requests.get()) is not None:
+                yield request
+
+        try:
+            async with asyncio.timeout(LONG), grpc.aio.insecure_channel(address) as channel:
+                call = worker_pb2_grpc.WorkerStub(channel).Steps(sent())
+                requests.put_nowait(ahead_step(1))
+                whole = await call.read()
+                assert watched.passes == 5
+                watched.passes, watched.before = 0, {3: wait_for_the_other}
+                requests.put_nowait(ahead_step(2))
+                assert await asyncio.to_thread(third_pass.wait, LONG)
+                following = [row(1, [*PROMPT, 3, 70], 6, draft_length=2)]
+                requests.put_nowait(
+                    worker_pb2.StepRequest(worker_epoch=EPOCH, scheduler_epoch=1, step_id=3, rows=following)
+                )
+                cut = await call.read()
+                after = await call.read()
+                requests.put_nowait(None)
+        finally:
+            await server.stop(1)
+        assert added == [1, 2, 3]
+        assert [len(one) for one in outcomes_of(whole)] == [3, 3]
+        assert outcomes_of(cut) == [
+            tuple(Outcome(o.accepted, o.token, o.draft_tokens[:2], o.confidences[:2]) for o in one)
+            for one in outcomes_of(whole)
+        ]
+        assert [one.kv_len for one in cut.rows] == [one.kv_len for one in whole.rows] == [8, 8]
+        assert [len(one.tokens) for one in after.rows] == [2]
+        assert watched.passes == 3 + 2
+        executor.check_integrity()
+        executor._sequences.drop_all()
+        assert engine.pool.free_pages == engine.pool.total_pages
+
+    asyncio.run(run())
+
+
+def test_each_outcome_is_what_the_next_step_would_propose(engine: DraftEngine) -> None:
+    draft = Conversation(DraftStepExecutor(engine, EPOCH))
+    replies = draft.step(*ahead_step(1).rows)
+    histories = {1: PROMPT, 2: [*PROMPT, 1, 2]}
+    assumed = {1: [3, 4, 5], 2: [8]}
+    for reply in replies:
+        history = histories[reply.sequence_id]
+        for outcome in result_from_wire(reply).outcomes:
+            known = [*history, *assumed[reply.sequence_id][: outcome.accepted], outcome.token]
+            (again,) = draft.step(row(9, known, 0, parameters=PARAMETERS, draft_length=4))
+            assert tuple(again.tokens) == outcome.draft_tokens
+            assert list(again.confidences) == pytest.approx(list(outcome.confidences), abs=1)
+    draft.executor._sequences.drop_all()
+    assert engine.pool.free_pages == engine.pool.total_pages
+
+
+def test_a_step_that_fails_as_a_whole_leaves_no_pages(engine: DraftEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> None:
+        raise MemoryError("no memory")
+
+    draft = Conversation(DraftStepExecutor(engine, EPOCH))
+    Watched(engine, monkeypatch).before = {3: fails}
+    for reply in draft.step(*ahead_step(1).rows):
+        assert (reply.status, reply.kv_len, reply.prefix_digest) == (worker_pb2.ROW_STATUS_FAILED, 0, EMPTY_DIGEST)
+        assert reply.error == "no memory"
+    assert draft.executor.sequences == 0
+    assert engine.pool.free_pages == engine.pool.total_pages
