@@ -13,7 +13,9 @@ import random
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
+from bench.virtual_time.luck import AcceptanceOf, Luck, evenly
 from scheduler.config import Policy, SchedulerConfig
 from scheduler.core import SchedulerCore
 from scheduler.messages import (
@@ -39,9 +41,6 @@ from scheduler.statistics import Snapshot
 _ENDLESS = 90_000
 _PROMPT_LENGTHS = (5, 30, 12, 60)
 _RIGHT, _WRONG = 7, 8
-
-AcceptanceOf = Callable[[int, int], float]
-"""The chance of a draft token by sequence id and position."""
 
 
 @dataclass(frozen=True)
@@ -114,8 +113,7 @@ class RateSimulation:
         so on."""
         self.core = SchedulerCore(config)
         self.costs = costs
-        self.acceptance = acceptance
-        self.ranks = ranks
+        self.luck = Luck(acceptance, ranks)
         self._random = random.Random(seed)
         self._workers: dict[str, _Worker] = {}
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
@@ -173,15 +171,18 @@ class RateSimulation:
                 case SendStep():
                     self.verify_steps += command.group is not None
                     self.other_steps += command.group is None
-                    self._at(self.now + self.costs.latency, lambda step=command: self._arrive(step))
+                    self._at(self.now + self.costs.latency, partial(self._arrive, command))
                 case EmitTokens():
                     self.emitted_tokens += len(command.tokens)
                 case FinishSequence():
                     # An event of its own, so that the other commands are carried out before those that follow from it.
                     again = self._submissions.pop(command.sequence_id)
-                    self._at(self.now, lambda again=again: self.submit(self._last_id + 1, *again))
+                    self._at(self.now, partial(self._submit_next, *again))
                 case FailSequence() | RefuseSequence():
                     raise AssertionError(command)
+
+    def _submit_next(self, prompt_length: int, draft_length: int | None, output_tokens: int | None) -> None:
+        self.submit(self._last_id + 1, prompt_length, draft_length, output_tokens)
 
     def _arrive(self, step: SendStep) -> None:
         worker = self._workers[step.worker_id]
@@ -200,7 +201,7 @@ class RateSimulation:
                 self.now + costs.draft_base * (done + 1) + costs.draft_row * (first + later * done)
                 for done in range(length + 1)
             ]
-            self._at(worker.passes[0], lambda: self._end_pass(worker, self.now, 1))
+            self._at(worker.passes[0], partial(self._end_pass, worker, self.now, 1))
             return
         seconds = self._seconds(worker, step)
         self._at(self.now + seconds, lambda: self._finish(worker, seconds))
@@ -210,7 +211,7 @@ class RateSimulation:
         if done == len(worker.passes) or len(worker.steps) > 1:
             self._finish(worker, self.now - began, done - 1)
         else:
-            self._at(worker.passes[done], lambda: self._end_pass(worker, began, done + 1))
+            self._at(worker.passes[done], partial(self._end_pass, worker, began, done + 1))
 
     def _check_alone(self, worker: _Worker, step: SendStep) -> None:
         """A change of plan may find a step of the other worker still running; otherwise exclusive steps run alone."""
@@ -248,12 +249,12 @@ class RateSimulation:
         if worker.spec.role is Role.DRAFT:
             worker.asked[row.draft_length] += row.draft_length > 0
             ahead, places = max(0, row.draft_length - 1), range(fed, fed + row.draft_length)
-            proposal = tuple(_RIGHT if self._hash(-row.sequence_id, at) < worker.quality else _WRONG for at in places)
+            proposal = tuple(_RIGHT if evenly(-row.sequence_id, at) < worker.quality else _WRONG for at in places)
             return RowResult(row.sequence_id, RowStatus.OK, fed + ahead, 0, proposal)
         accepted = 0
         for place, token in enumerate(row.draft_tokens):
             at = fed + place
-            if token != _RIGHT or self._hash(row.sequence_id, at) >= self.acceptance(row.sequence_id, at):
+            if token != _RIGHT or not self.luck.is_first(row.sequence_id, at):
                 break
             accepted += 1
         tokens = (_RIGHT,) * (accepted + 1) if row.sample else ()
@@ -262,41 +263,14 @@ class RateSimulation:
     def _prepared(self, row: Row, length: int) -> RowResult:
         """Proposals of so many tokens for the likeliest outcomes. What the target will take is `_RIGHT`, here too."""
         fed, count = row.kv_len + len(row.tokens), len(row.draft_tokens)
-        chances, reached = [], 1.0
-        for accepted in range(count + 1):
-            right = self.acceptance(row.sequence_id, fed + accepted)
-            chances += [(reached * (1 - right) * share, accepted, 2 + r) for r, share in enumerate(self.ranks)]
-            reached *= right
-        chances.append((reached, count, 1))
         result = RowResult(row.sequence_id, RowStatus.OK, fed + count, 0)
         if length:
+            likeliest = self.luck.likeliest(row.sequence_id, fed, count, row.outcomes)
             result.outcomes = tuple(
-                Outcome(
-                    accepted,
-                    _RIGHT if self._rank(row.sequence_id, fed + accepted) == rank else _WRONG + rank,
-                    (_RIGHT,) * length,
-                )
-                for _, accepted, rank in sorted(chances, reverse=True)[: row.outcomes]
+                Outcome(accepted, _RIGHT if taken else _WRONG + rank, (_RIGHT,) * length)
+                for accepted, rank, taken in likeliest
             )
         return result
-
-    def _rank(self, sequence_id: int, position: int) -> int:
-        """Which of the draft's choices the target takes; 0 for none that `ranks` knows."""
-        if self._hash(sequence_id, position) < self.acceptance(sequence_id, position):
-            return 1
-        chance = self._hash(-1 - sequence_id, position)
-        for rank, share in enumerate(self.ranks, 2):
-            chance -= share
-            if chance < 0:
-                return rank
-        return 0
-
-    @staticmethod
-    def _hash(sequence_id: int, position: int) -> float:
-        """Evenly distributed over 0 to 1."""
-        value = (sequence_id * 1_000_003 + position + 1) * 0x9E3779B97F4A7C15 % 2**64
-        value = (value ^ (value >> 29)) * 0xBF58476D1CE4E5B9 % 2**64
-        return (value >> 20) % 10_000 / 10_000
 
 
 def rate_of(

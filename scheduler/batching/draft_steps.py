@@ -20,6 +20,7 @@ class DraftPlanner:
     def __init__(self, config: SchedulerConfig, fleet: Fleet, lifecycle: Lifecycle, controller: Controller) -> None:
         self._proposals_per_step = config.proposals_per_step
         self._steps_in_flight = config.steps_in_flight
+        self._batch_size = config.batch_size
         self._fleet = fleet
         self._lifecycle = lifecycle
         self._controller = controller
@@ -115,7 +116,11 @@ class DraftPlanner:
         return draft.send(step_id, rows, DraftWork(), now) if rows else None
 
     def _can_prepare(self, sequence: Sequence) -> bool:
-        """Once in a round, where something was proposed that only sampling decides on."""
+        """Once in a round, where something was proposed that only sampling decides on. While a target has another
+        batch to verify, nothing waits for the draft in any case."""
+        target = sequence.target
+        if target is None or len(target.sequences) > self._batch_size:
+            return False
         if sequence.prepared_for == sequence.length or sequence.drafting_refused:
             return False
         return sequence.request.sampling.grammar is None and bool(_assumed(sequence))

@@ -30,6 +30,8 @@ _PROBE_SHARE = 0.01
 _WHOLE_EVERY = 16
 """One proposal in so many is verified whole, to see what tokens that seemed not worth it come to: 6 % of their cost."""
 
+_PRIOR_FOUND = 0.75
+"""Of a draft that never prepared: high enough that it is tried, which soon says more."""
 _ON_TIME = 0.9
 """Of the time that a verification is expected to take, for preparing: what comes after the verdict is of no use."""
 
@@ -52,6 +54,8 @@ class Choice:
     feed_price: float
     most_fed: float
     chances: list[float]
+    ahead: tuple[int, int] = (0, 0)
+    """Outcomes to prepare for during a verification, and tokens of each."""
 
 
 @dataclass(slots=True)
@@ -81,8 +85,8 @@ class DraftFigures:
 
     cost: LinearCost
     acceptance: ModelAcceptance
-    found: float = 0.0
-    """The share of verifications with an outcome that it had prepared for."""
+    found: float = _PRIOR_FOUND
+    """The share of outcomes that it had prepared for, of verifications during which it was to."""
 
 
 class Controller:
@@ -233,20 +237,28 @@ class Controller:
 
     def ahead(self, draft: DraftWorker, sequences: list[Sequence]) -> tuple[int, int]:
         """For how many outcomes of each sequence an idle draft is to prepare while targets verify them, with how many
-        tokens each: (0, 0) where there is no time. Their rows are to cost no more than the passes themselves.
-        """
-        figures = [self.target(one.target) for one in sequences if one.target is not None]
-        if not self._config.draft_ahead or self._fleet.time_sliced or not figures or not self.draft(draft).cost.known:
+        tokens each: (0, 0) for none."""
+        targets = [one.target for one in sequences if one.target is not None]
+        if self._fleet.time_sliced or not targets:
+            return 0, 0
+        if not self._auto:
+            return self._fitting(draft, self.target(targets[0]), len(sequences))
+        choices = [self.target(target).choices.get(draft.worker_id) for target in targets]
+        return min((0, 0) if choice is None else choice.ahead for choice in choices)
+
+    def _fitting(self, draft: DraftWorker, figures: TargetFigures, sequences: int) -> tuple[int, int]:
+        """The most outcomes whose rows cost no more than the passes themselves, and the tokens for which there is time
+        during a verification of so many sequences."""
+        if not self._config.draft_ahead or not self.draft(draft).cost.known:
             return 0, 0
         _, of_pass, of_token = self.draft(draft).cost.coefficients
         outcomes = self._config.draft_ahead
-        if of_token * outcomes * len(sequences) > of_pass:
-            outcomes = int(of_pass / of_token / len(sequences))
-        seconds = min(one.typical + one.wire.coefficients[0] for one in figures)
-        of_pass = max(of_pass + of_token * outcomes * len(sequences), 1e-9)
+        if of_token * outcomes * sequences > of_pass:
+            outcomes = int(of_pass / of_token / sequences)
+        seconds = _ON_TIME * (figures.typical + figures.wire.coefficients[0])
         # The first pass finds the outcomes.
-        length = min(self._config.draft_length, int(_ON_TIME * seconds / of_pass) - 1)
-        return (outcomes, length) if outcomes > 0 and length > 0 else (0, 0)
+        length = int(seconds / max(of_pass + of_token * outcomes * sequences, 1e-9)) - 1
+        return (outcomes, min(self._config.draft_length, length)) if outcomes > 0 and length > 0 else (0, 0)
 
     def chances(self, sequence: Sequence, confidences: bytes, count: int) -> list[float]:
         """The chance of each of `count` proposed tokens to be accepted with all before it."""
@@ -302,11 +314,10 @@ class Controller:
         count, load = figures.decided_for, max(figures.decided_for, len(draft.sequences))
         parts = max(1.0, count / self._config.batch_size)
         serial = parts == 1 or self._fleet.time_sliced
-        sought = 1 - known.found
 
         def cycle(passes: int = 0, drafted: float = 0.0, fed: float = 0.0) -> float:
-            verify, propose = parts * base + row * count * (1 + drafted), sought * of_token * drafted * load
-            step, feed = (sought * (of_step + passes * of_pass) if passes else 0.0), of_token * fed * load
+            verify, propose = parts * base + row * count * (1 + drafted), of_token * drafted * load
+            step, feed = (of_step + passes * of_pass if passes else 0.0), of_token * fed * load
             if serial:
                 return verify + step + propose + feed + (wire if passes or parts == 1 else 0.0)
             return max(wire + verify / parts + step + propose / parts, verify, 2 * step + propose + feed)
@@ -324,13 +335,22 @@ class Controller:
         # To begin, drafting must promise more than one observation can make of an estimate.
         best = plain if before and before.length else plain / FORGET
         accepted = drafted = 0.0
-        found = known.found * sum(map(sum, worth)) / len(members)
+        # What is found spares a step of the draft where it is found for all, and brings what there is time to prepare.
+        outcomes, prepared = self._fitting(draft, figures, count) if serial and not self._fleet.time_sliced else (0, 0)
+        found = known.found if outcomes else 0.0
+        taken = found * sum(sum(kept[:prepared]) for kept in worth) / len(members)
         for passes in range(1, max(map(len, worth)) + 1):
             reached = [kept[passes - 1] for kept in worth if len(kept) >= passes]
             accepted, drafted = accepted + sum(reached) / len(members), drafted + len(reached) / len(members)
-            rate = count * (1 + found + sought * accepted) / cycle(passes, drafted, fed)
+            seconds = cycle(passes, drafted, fed)
+            rate = count * (1 + accepted) / seconds
             if rate > best:
+                best, choice.length, choice.rate, choice.gain, choice.ahead = rate, passes, rate, rate / plain, (0, 0)
+            seconds -= found**count * (seconds - cycle(0, found * drafted))
+            rate = count * (1 + taken + (1 - found) * accepted) / seconds
+            if outcomes and rate > best:
                 best, choice.length, choice.rate, choice.gain = rate, passes, rate, rate / plain
+                choice.ahead = outcomes, prepared
         if choice.length:
             choice.sequences = count * sum(map(bool, worth)) / len(members)
         return choice

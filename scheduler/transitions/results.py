@@ -104,7 +104,7 @@ class Rounds:
                 entry.opened = False
             case RowStatus.KV_MISMATCH:
                 sequence.draft_failures += 1
-                entry.valid = _agreed_length(sequence, result)
+                entry.valid, entry.ahead = _agreed_length(sequence, result), 0
             case RowStatus.OUT_OF_PAGES:
                 sequence.draft_failures += 1
                 self._lifecycle.leave_draft(sequence)
@@ -178,6 +178,7 @@ class Rounds:
         if sequence.state is VERIFYING:
             self._controller.observe(sequence, drafted, accepted)
             self._counters.count_draft_length(sequence.requested_draft_length)
+        before = sequence.length
         emitted, reason = sequence.commit(tokens)
         count = len(emitted)
         if sequence.prompt_left:
@@ -199,7 +200,7 @@ class Rounds:
         prepared = sequence.prepared(accepted, tokens[-1])
         if sequence.draft is not None:
             sequence.draft.kv[sequence.sequence_id].settle_proposal(accepted)
-            if drafted:
+            if drafted and sequence.prepared_for == before:
                 self._controller.looked_for(sequence.draft, prepared is not None)
         if entry.valid < sequence.length - 1:
             self._lifecycle.catch_up(sequence)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 
+from bench.virtual_time.rates import Costs, RateSimulation
 from scheduler.config import SchedulerConfig
 from scheduler.messages import (
     EmitTokens,
@@ -16,7 +17,6 @@ from scheduler.messages import (
     SequenceRequest,
     SequenceSubmitted,
 )
-from tests.sim.rates import Costs, RateSimulation
 
 
 class KeyedLoad(RateSimulation):

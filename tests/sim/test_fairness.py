@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from bench.virtual_time.rates import CPU, FLAT, STEEP, Costs
 from scheduler.config import Policy, SchedulerConfig
 from scheduler.key_class import KeyClass
 from scheduler.messages import Role
 from tests.sim.keyed_load import KeyedLoad
-from tests.sim.rates import CPU, FLAT, STEEP, Costs
 
 CONFIG = SchedulerConfig(keys=(KeyClass("flood"), KeyClass("single")))
 UNNAMED = SchedulerConfig()

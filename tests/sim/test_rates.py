@@ -8,9 +8,7 @@ from functools import cache
 
 import pytest
 
-from scheduler.config import Policy, SchedulerConfig
-from scheduler.messages import Role
-from tests.sim.rates import (
+from bench.virtual_time.rates import (
     CPU,
     FLAT,
     KERNELS,
@@ -23,6 +21,8 @@ from tests.sim.rates import (
     RateSimulation,
     rate_of,
 )
+from scheduler.config import Policy, SchedulerConfig
+from scheduler.messages import Role
 
 LAWS = {"flat": FLAT, "steep": STEEP, "cpu": CPU, "slow draft": SLOW_DRAFT, "shared": SHARED_CPU, "kernels": KERNELS}
 ACCEPTANCES: dict[str, AcceptanceOf] = {
