@@ -188,11 +188,16 @@ class SchedulerCore:
                     choice.length,
                     choice.gain,
                     choice.rate,
-                    tuple(self._controller.draft(self._fleet.drafts[draft_id]).acceptance.chances),
+                    tuple(figures.acceptance.chances),
+                    choice.ahead[0],
+                    figures.found,
                 )
                 for target in targets
                 for draft_id, choice in self._controller.target(target).choices.items()
+                for figures in [self._controller.draft(self._fleet.drafts[draft_id])]
             ),
+            outcomes_sought=counters.outcomes_sought,
+            outcomes_found=counters.outcomes_found,
         )
 
     def sequences(self, limit: int) -> list[SequenceSnapshot]:

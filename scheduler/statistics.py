@@ -71,7 +71,8 @@ class DraftingSnapshot:
     """What one target's sequences draft with one draft worker at present, and why; only policy AUTO decides that.
 
     At up to `length` tokens a round they are expected to commit `tokens_per_second`, `gain` times as many as by plain
-    decoding. `chances`: that a token is accepted, given that those before it were, by its place.
+    decoding. `chances`: that a token is accepted, given that those before it were, by its place. While the target
+    verifies, the draft prepares for up to `outcomes` outcomes, lately for a `found` share of those that came.
     """
 
     target_id: str
@@ -80,6 +81,8 @@ class DraftingSnapshot:
     gain: float
     tokens_per_second: float
     chances: tuple[float, ...]
+    outcomes: int = 0
+    found: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +119,8 @@ class Snapshot:
     `prefilling`, `drafting` (ready or being proposed for), `drafted`, `verifying` and `moving` add up to `running`.
     `acceptance` is the measured chance that a token asked of a draft is proposed and taken, given those before it were.
     `draft_lengths` counts rounds (answers of targets to sequences that they verified) by the tokens asked of a draft, 0
-    for plain ones; `probes` are drafts only to see what they yield.
+    for plain ones; `probes` are drafts only to see what they yield. `outcomes_sought` counts verifications during
+    which the draft was to prepare, `outcomes_found` those with an outcome that it had prepared for.
     """
 
     waiting: int
@@ -135,6 +139,8 @@ class Snapshot:
     workers: tuple[WorkerSnapshot, ...]
     keys: tuple[KeySnapshot, ...] = ()
     drafting_now: tuple[DraftingSnapshot, ...] = ()
+    outcomes_sought: int = 0
+    outcomes_found: int = 0
 
     @property
     def plain_rounds(self) -> int:

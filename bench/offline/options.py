@@ -115,6 +115,11 @@ class GridSettings(_Frozen):
     max_running_batches: Annotated[
         int | None, Field(ge=1), typer.Option(help="The same in batches; 1 keeps no more sequences than rows.")
     ] = None
+    draft_ahead: Annotated[
+        int,
+        Field(ge=0, le=256),
+        typer.Option(help="Outcomes of a verification that an idle draft model prepares for; 0: none."),
+    ] = 0
     by_category: Annotated[bool, typer.Option("--by-category", help="Also measure each category on its own.")] = False
     repeats: Annotated[int, Field(ge=1, le=1000), typer.Option(help="Times that each cell is measured.")] = 3
 

@@ -90,7 +90,9 @@ def scheduler_config(settings: BenchOfflineSettings, point: GridPoint) -> Schedu
     scheduling = settings.grid.scheduling(point.batch_size, point.draft_length)
     if not point.system.drafts:
         return scheduling.config(Policy.AUTO, drafting=False)
-    return scheduling.config(Policy(point.system.value), drafting=True)
+    return replace(
+        scheduling.config(Policy(point.system.value), drafting=True), draft_ahead=settings.grid.draft_ahead
+    )
 
 
 class _Run:
@@ -309,6 +311,8 @@ def _comparable(settings: BenchOfflineSettings, models: ReadyModels, jobs: Seque
         "target_workers": chosen.target_workers,
         "window": settings.grid.max_running,
         "window_batches": settings.grid.max_running_batches,
+        # Files from before drafting ahead do not have it.
+        **({"draft_ahead": settings.grid.draft_ahead} if settings.grid.draft_ahead else {}),
         "sampling": settings.sampling.model_dump(mode="json"),
         "prompts": len(jobs),
         "prompt_tokens": sum(len(job.tokens) for job in jobs),

@@ -71,6 +71,13 @@ class SchedulingSection(SchedulingSettings, Section):
     draft_batch_size: int | None = described(
         None, "Maximum number of sequences in one draft step. Unset: four batches, at least 64.", ge=1
     )
+    draft_ahead: int = described(
+        32,
+        "While a target verifies a proposal, an idle draft model prepares the next one for up to so many of the "
+        "likeliest outcomes. 0: off.",
+        ge=0,
+        le=256,
+    )
     kv_movement: KvMovement = described(
         KvMovement.AUTO,
         "Whether the KV of a leaving target's sequences goes to other targets: `auto` where moving is expected to be "
@@ -100,8 +107,10 @@ class SchedulingSection(SchedulingSettings, Section):
             SchedulerConfig(**one)
         return value
 
-    def scheduler_config(self, drafting: bool, keys: tuple[KeyClass, ...] = ()) -> SchedulerConfig:
-        """For the scheduler core."""
+    def scheduler_config(
+        self, drafting: bool, keys: tuple[KeyClass, ...] = (), draft_model: bool = True
+    ) -> SchedulerConfig:
+        """For the scheduler core. Without a draft model, nothing can be prepared: prompt lookup takes no time."""
         return SchedulerConfig(
             batch_size=self.batch_size,
             max_running=self.config(self.policy, drafting).max_running,
@@ -110,6 +119,7 @@ class SchedulingSection(SchedulingSettings, Section):
             prefill_chunk=self.prefill_chunk,
             wait_bound_steps=self.wait_bound_steps,
             draft_batch_size=self.draft_batch_size,
+            draft_ahead=self.draft_ahead if drafting and draft_model else 0,
             kv_movement=self.kv_movement,
             max_queued_sequences=self.max_queued_sequences,
             max_queued_tokens=self.max_queued_tokens,
@@ -214,7 +224,8 @@ class SpoolConfig(Section):
 
     def scheduler_config(self) -> SchedulerConfig:
         """For the scheduler core, with the classes of the keys that have a name."""
-        return self.scheduling.scheduler_config(self.models.drafts, tuple(key.key_class for key in self.auth.keys))
+        models, keys = self.models, tuple(key.key_class for key in self.auth.keys)
+        return self.scheduling.scheduler_config(models.drafts, keys, models.drafts_with_model)
 
     @property
     def is_one_pair(self) -> bool:

@@ -108,7 +108,7 @@ def status_of(
             accepted_per_position=totals.accepted_per_position,
         ),
     )
-    reply.drafting.extend(map(_drafting, core.drafting_now))
+    reply.drafting.extend(map(drafting_to_wire, core.drafting_now))
     targets = [d for d in service.descriptions.values() if d.role == worker_pb2.ROLE_TARGET]
     if targets:
         # Targets of one scheduler hold the same model; their page pools may differ.
@@ -174,12 +174,15 @@ def _worker(record: WorkerRecord, snapshot: WorkerSnapshot | None) -> scheduler_
     return status
 
 
-def _drafting(now: DraftingSnapshot) -> scheduler_pb2.DraftingFigures:
+def drafting_to_wire(now: DraftingSnapshot) -> scheduler_pb2.DraftingFigures:
     if now.length:
         what = f"drafts up to {now.length} tokens with {now.draft_id}, which is to give {now.gain:.2f} times"
     else:
         what = f"does not draft with {now.draft_id}: nothing beats, by enough to change,"
     chances = ", ".join(f"{chance:.2f}" for chance in now.chances) or "unknown"
+    chances = f"acceptance by place {chances}"
+    if now.outcomes:
+        chances += f"; prepares for up to {now.outcomes} outcomes, lately for {now.found:.0%} of those that came"
     return scheduler_pb2.DraftingFigures(
         target_id=now.target_id,
         draft_id=now.draft_id,
@@ -187,5 +190,5 @@ def _drafting(now: DraftingSnapshot) -> scheduler_pb2.DraftingFigures:
         gain=now.gain,
         tokens_per_second=now.tokens_per_second,
         acceptance=now.chances,
-        explanation=f"{now.target_id} {what} the tokens a second of plain decoding; acceptance by place {chances}",
+        explanation=f"{now.target_id} {what} the tokens a second of plain decoding; {chances}",
     )

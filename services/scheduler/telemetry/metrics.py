@@ -288,7 +288,18 @@ class SchedulerMetrics(ServiceObserver):
             _LENGTH_BOUNDS,
             lambda now: now.core.draft_lengths,
         )
-
+        of.read(
+            _COUNTER,
+            "draft_ahead_outcomes_total",
+            "Verifications during which the draft was to prepare for outcomes.",
+            lambda now: now.core.outcomes_sought,
+        )
+        of.read(
+            _COUNTER,
+            "draft_ahead_outcomes_prepared_total",
+            "Those of them with an outcome that the draft had prepared for: the next one needed no draft step.",
+            lambda now: now.core.outcomes_found,
+        )
         of.read(
             _GAUGE,
             "draft_length_chosen",

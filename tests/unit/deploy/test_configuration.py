@@ -283,7 +283,9 @@ def test_what_the_scheduler_and_the_engines_get() -> None:
             "models.draft_lookup=4",
         ],
     )
-    expected = SchedulerConfig(batch_size=2, max_running=6, policy=Policy.RAGGED, draft_length=3, max_queued_tokens=99)
+    expected = SchedulerConfig(
+        batch_size=2, max_running=6, policy=Policy.RAGGED, draft_length=3, draft_ahead=32, max_queued_tokens=99
+    )
     assert config.scheduling.scheduler_config(drafting=True) == expected
     assert config.scheduling.scheduler_config(drafting=False).draft_length == 0
     target = config.engine_settings(Role.TARGET, "cpu", config.threads(Role.TARGET))
@@ -293,6 +295,12 @@ def test_what_the_scheduler_and_the_engines_get() -> None:
     assert SpoolConfig().engine_settings(Role.DRAFT, "cuda:0", 1).kv_memory_bytes is None
     assert SpoolConfig().engine_settings(Role.DRAFT, "cpu", 1).kv_memory_bytes == 1 << 29
     assert (target.prefix_cache, SpoolConfig().engine_settings(Role.TARGET, "cpu", 1).prefix_cache) == (False, True)
+
+
+@pytest.mark.parametrize(("draft", "outcomes"), [("demo", 7), ("ngram", 0), ("none", 0)])
+def test_only_a_draft_model_drafts_ahead(draft: str, outcomes: int) -> None:
+    config = load_configuration(None, ["scheduling.draft_ahead=7", f"models.draft={draft}"])
+    assert config.scheduler_config().draft_ahead == outcomes
 
 
 def test_keys_with_a_name_go_to_the_gateway_and_to_the_scheduler() -> None:

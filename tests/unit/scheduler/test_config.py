@@ -17,6 +17,7 @@ from scheduler.messages import Role, WorkerSpec
         ("steps_in_flight", 0),
         ("draft_batch_size", 0),
         ("draft_length", -1),
+        ("draft_ahead", -1),
         ("wait_bound_steps", -0.5),
         ("wait_bound_steps", float("inf")),
         ("initial_step_seconds", 0.0),

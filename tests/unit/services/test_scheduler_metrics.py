@@ -35,8 +35,9 @@ def reading(statistics: StatisticsSnapshot | None = None, workers: tuple[WorkerS
     core.handle([WorkerJoined(WorkerSpec("t", Role.TARGET, 16, 100, 100, 64))], 0.0)
     for sequence_id in range(9):
         core.handle([SequenceSubmitted(SequenceRequest(sequence_id, (1, 2, 3), 5))], 0.0)
+    drafting = DraftingSnapshot("t", "d", 3, 1.5, 100.0, (0.8, 0.7, 0.7))
     return Reading(
-        core=replace(core.snapshot(), drafting_now=(DraftingSnapshot("t", "d", 3, 1.5, 100.0, (0.8, 0.7, 0.7)),)),
+        core=replace(core.snapshot(), drafting_now=(drafting,), outcomes_sought=9, outcomes_found=6),
         statistics=statistics or ServiceStatistics(0.0).snapshot(0.0),
         workers=workers,
         max_running=6,
@@ -121,6 +122,9 @@ def test_figures_of_a_reading() -> None:
     assert figures("spec_decode_num_drafts_total") == figures("spec_decode_accepted_length_count") == {"": 3}
     assert figures("spec_decode_num_accepted_tokens_total") == {"": 4}
     assert figures("spec_decode_num_accepted_tokens_per_pos_total") == {"0": 2, "1": 2}
+    assert figures("draft_ahead_outcomes_total") == {"": 9}
+    assert figures("draft_ahead_outcomes_prepared_total") == {"": 6}
+    assert figures("draft_length_chosen") == {"t": 3}
     assert figures("gateway_sessions") == {"": 2}
     assert figures("scheduler_uptime_seconds") == {"": 12.5}
 

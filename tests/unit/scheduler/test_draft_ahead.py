@@ -1,0 +1,533 @@
+"""Drafting ahead: an idle draft prepares for outcomes of a verification, and a round begins with what it prepared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from scheduler.messages import (
+    Command,
+    EmitTokens,
+    FinishSequence,
+    Outcome,
+    Role,
+    Row,
+    RowResult,
+    RowStatus,
+    SendStep,
+    SequenceRequest,
+    SequenceSubmitted,
+    WorkerLost,
+)
+from scheduler.sampling import Grammar, SamplingParameters
+from scheduler.state.digests import DigestedTokens
+from tests.sim.driver import Answer, Driver, expected, of_type, outputs, pair
+from tests.sim.model import VOCABULARY, target_token
+
+
+def seconds(step: SendStep) -> float:
+    """What a draft's step takes, where a target's takes 0.05: time enough to prepare."""
+    passes = max([max(row.draft_length + bool(row.outcomes), 1) for row in step.rows], default=0)
+    tokens = sum(len(row.tokens) + len(row.draft_tokens) + row.draft_length * max(row.outcomes, 1) for row in step.rows)
+    return 0.0005 + 0.001 * passes + 0.00001 * tokens
+
+
+def drafting(pages: int = 1000, **config: object) -> Driver:
+    """A pair whose draft is always right, with one sequence that comes with 8 tokens."""
+    driver = Driver(**{"draft_ahead": 4, "draft_length": 4, **config})
+    driver.join("target")
+    driver.join("draft", Role.DRAFT, pages)
+    driver.submit(1, prompt_length=8, max_tokens=40)
+    return driver
+
+
+def drafting_for_two(**config: object) -> Driver:
+    """Two sequences that come together with 8 tokens each."""
+    driver = pair(**{"draft_ahead": 4, "draft_length": 4, **config})
+    requests = [SequenceRequest(number, tuple(range(number, number + 8)), 40) for number in (1, 2)]
+    driver.handle(*map(SequenceSubmitted, requests))
+    return driver
+
+
+def draft(driver: Driver, instead: Answer | None = None) -> list[Command]:
+    return driver.answer("draft", instead, seconds(driver.steps["draft"][0]))
+
+
+def rows_of(driver: Driver, worker_id: str) -> list[Row]:
+    """Of all its steps that are not answered."""
+    return [row for step in driver.steps[worker_id] for row in step.rows]
+
+
+def verify(driver: Driver, sequence_id: int = 1) -> Row:
+    """Goes on until draft tokens of the sequence are verified; returns the target's row."""
+    for _ in range(20):
+        for row in rows_of(driver, "target"):
+            if row.sequence_id == sequence_id and row.draft_tokens:
+                return row
+        if driver.steps["draft"]:
+            draft(driver)
+        else:
+            driver.answer("target")
+    raise AssertionError("never verified")
+
+
+def preparing(driver: Driver) -> Row:
+    """The one row of the draft, which prepares for the verification under way."""
+    verify(driver)
+    (row,) = driver.only_step("draft").rows
+    assert row.outcomes
+    return row
+
+
+def prepares(driver: Driver, right: bool = True, length: int = 3) -> Answer:
+    """The draft's answer with a single outcome, the one that comes or another one."""
+
+    def answer(row: Row) -> RowResult:
+        result = driver.workers["draft"].run_row(row)
+        held = list(driver.workers["draft"].held[row.sequence_id].tokens.tokens)
+        follows = DigestedTokens(held)
+        for _ in range(length + 1):
+            follows.extend([target_token(follows.digest(len(follows)))])
+        token, *proposal = follows.tokens[len(held) :]
+        if not right:
+            token = (token + 1) % VOCABULARY
+        result.outcomes = (Outcome(len(row.draft_tokens), token, tuple(proposal), bytes([200] * len(proposal))),)
+        return result
+
+    return answer
+
+
+def counted(driver: Driver) -> tuple[int, int]:
+    snapshot = driver.core.snapshot()
+    return snapshot.outcomes_sought, snapshot.outcomes_found
+
+
+def check_to_the_end(driver: Driver, *sequence_ids: int) -> None:
+    """Everything as plain decoding has it, and nothing left anywhere."""
+    driver.settle()
+    for sequence_id in sequence_ids or (1,):
+        assert outputs(driver, sequence_id) == expected(driver, sequence_id)
+        assert [end.sequence_id for end in of_type(driver.log, FinishSequence)].count(sequence_id) == 1
+    assert not any(worker.held for worker in driver.workers.values())
+
+
+def prepared_rows(driver: Driver) -> list[Row]:
+    """All that were ever sent."""
+    return [row for step in of_type(driver.log, SendStep) for row in step.rows if row.outcomes]
+
+
+# --- what is asked of the draft ---
+
+
+def test_an_idle_draft_prepares_for_what_is_verified() -> None:
+    driver = drafting()
+    verified, row = verify(driver), preparing(driver)
+    assert (row.draft_tokens, row.outcomes, row.draft_length, row.sample) == (verified.draft_tokens, 4, 4, False)
+    assert row.kv_len + len(row.tokens) == verified.kv_len + len(verified.tokens) == 9
+    check_to_the_end(driver)
+
+
+def test_it_prepares_once_in_a_round() -> None:
+    driver = drafting()
+    preparing(driver)
+    assert not draft(driver, prepares(driver))
+    assert not driver.plan()
+    check_to_the_end(driver)
+
+
+def test_one_step_prepares_for_all_sequences_that_are_verified() -> None:
+    driver = drafting_for_two(batch_size=2)
+    verify(driver)
+    assert len(driver.only_step("target").rows) == 2
+    rows = driver.only_step("draft").rows
+    assert [row.sequence_id for row in rows] == [1, 2]
+    assert all(row.outcomes for row in rows)
+    check_to_the_end(driver, 1, 2)
+
+
+@pytest.mark.parametrize("why", ["off", "one step at a time", "grammar", "slow draft", "plain", "request"])
+def test_nothing_is_prepared(why: str) -> None:
+    config = {"off": {"draft_ahead": 0}, "one step at a time": {"steps_in_flight": 1}, "plain": {"draft_length": 0}}
+    driver = pair(**{"draft_ahead": 4, "draft_length": 4, **config.get(why, {})})
+    sampling = SamplingParameters(grammar=Grammar("a", frozenset({1})) if why == "grammar" else None)
+    draft_length = 0 if why == "request" else None
+    driver.submit(1, prompt_length=8, max_tokens=40, sampling=sampling, draft_length=draft_length)
+    while any(driver.steps.values()):
+        if driver.steps["draft"]:
+            step = driver.steps["draft"][0]
+            driver.answer("draft", seconds=seconds(step) * (100 if why == "slow draft" else 1))
+        if driver.steps["target"]:
+            driver.answer("target")
+    assert not prepared_rows(driver)
+    assert counted(driver)[1] == 0
+    check_to_the_end(driver)
+
+
+def test_nothing_is_prepared_while_the_target_has_another_batch() -> None:
+    driver = drafting_for_two(batch_size=1)
+    while any(driver.steps.values()):
+        for worker_id in ("draft", "target"):
+            if driver.steps[worker_id]:
+                sent = draft(driver) if worker_id == "draft" else driver.answer("target")
+                both = driver.core.snapshot().running == 2
+                assert not (both and any(row.outcomes for step in of_type(sent, SendStep) for row in step.rows))
+    check_to_the_end(driver, 1, 2)
+
+
+@pytest.mark.parametrize(("spare", "length"), [(0, None), (1, 1), (2, 2), (9, 4)])
+@pytest.mark.parametrize("bound", ["max_tokens", "max_sequence_length"])
+def test_proposals_end_where_the_sequence_does(bound: str, spare: int, length: int | None) -> None:
+    """Of 9 tokens, 4 that are verified and the target's own: `spare` are left after these."""
+    most = 14 + spare
+    driver = Driver(draft_ahead=4, draft_length=4)
+    driver.join("target")
+    driver.join("draft", Role.DRAFT, max_length=most if bound == "max_sequence_length" else 4000)
+    driver.submit(1, prompt_length=8, max_tokens=most - 8 if bound == "max_tokens" else 40)
+    assert len(verify(driver).draft_tokens) == 4
+    assert [row.draft_length for row in rows_of(driver, "draft")] == ([] if length is None else [length])
+    check_to_the_end(driver)
+
+
+def test_without_pages_for_the_tokens_that_are_verified_nothing_is_prepared() -> None:
+    """The first proposal ends at position 13 of 16, the one that was prepared at 17."""
+    driver = drafting(pages=4)
+    preparing(driver)
+    draft(driver, prepares(driver))
+    driver.answer("target")
+    assert len(driver.only_step("target").rows[0].draft_tokens) == 3
+    assert not driver.steps["draft"]
+    check_to_the_end(driver)
+
+
+def test_sequences_that_are_ready_come_first() -> None:
+    driver = drafting(batch_size=4)
+    draft(driver)
+    driver.answer("target")
+    driver.submit(3, prompt_length=8)
+    draft(driver)  # the proposal; it catches up with sequence 3 next, and the target verifies sequence 1
+    verified = next(row for row in rows_of(driver, "target") if row.draft_tokens)
+    assert verified.sequence_id == 1
+    assert [(row.sequence_id, row.outcomes) for row in rows_of(driver, "draft")] == [(3, 0)]
+    while not any(row.sequence_id == 3 and row.draft_length for row in rows_of(driver, "draft")):
+        assert not any(row.outcomes for row in rows_of(driver, "draft") if row.sequence_id == 3)
+        if rows_of(driver, "draft"):
+            draft(driver)
+        else:
+            driver.answer("target")
+    assert not any(row.outcomes for row in driver.steps["draft"][-1].rows)
+    check_to_the_end(driver, 1, 3)
+
+
+def test_what_is_asked_meanwhile_is_sent_behind_the_step_that_prepares() -> None:
+    driver = drafting(batch_size=2)
+    preparing(driver)
+    driver.submit(2, prompt_length=8)
+    first, second = driver.steps["draft"]
+    assert [row.sequence_id for row in second.rows] == [2]
+    assert first.rows[0].outcomes
+    assert not second.rows[0].outcomes
+    check_to_the_end(driver, 1, 2)
+
+
+# --- the verdict ---
+
+
+def test_after_a_hit_the_next_verification_needs_no_draft_step() -> None:
+    driver = drafting()
+    preparing(driver)
+    draft(driver, prepares(driver))
+    driver.answer("target")
+    (row,) = driver.only_step("target").rows
+    # It goes on with four accepted tokens and the target's own.
+    assert (row.kv_len + len(row.tokens), len(row.draft_tokens), row.sample) == (14, 3, True)
+    assert counted(driver) == (1, 1)
+    # The draft has KV of the whole first proposal, and prepares for the next outcome.
+    (ahead,) = driver.only_step("draft").rows
+    assert (ahead.kv_len, len(ahead.tokens), ahead.draft_tokens, ahead.outcomes) == (13, 1, row.draft_tokens, 4)
+    driver.answer("target")
+    assert of_type(driver.log, EmitTokens)[-1].accepted == 3
+    check_to_the_end(driver)
+
+
+def test_hit_upon_hit_leaves_all_draft_steps_to_preparing() -> None:
+    driver = drafting()
+    preparing(driver)
+    before = len(of_type(driver.log, SendStep))
+    while driver.steps["draft"]:
+        draft(driver, prepares(driver))
+        driver.answer("target")
+    steps = of_type(driver.log, SendStep)[before:]
+    assert all(row.outcomes for step in steps if step.worker_id == "draft" for row in step.rows)
+    sought, found = counted(driver)
+    assert sought == found > 5
+    check_to_the_end(driver)
+
+
+def test_after_a_miss_the_draft_proposes() -> None:
+    driver = drafting()
+    preparing(driver)
+    draft(driver, prepares(driver, right=False))
+    driver.answer("target")
+    (row,) = driver.only_step("draft").rows
+    assert (row.kv_len, len(row.tokens), row.draft_length, row.outcomes) == (13, 1, 4, 0)
+    assert not driver.steps["target"]
+    assert counted(driver) == (1, 0)
+    check_to_the_end(driver)
+
+
+def test_a_step_that_ended_early_is_a_miss() -> None:
+    driver = drafting()
+    preparing(driver)
+
+    def cut_short(row: Row) -> RowResult:
+        result = driver.workers["draft"].run_row(row)
+        result.outcomes = ()
+        return result
+
+    draft(driver, cut_short)
+    driver.answer("target")
+    assert driver.only_step("draft").rows[0].draft_length == 4
+    assert counted(driver) == (1, 0)
+    check_to_the_end(driver)
+
+
+def test_where_the_verdict_is_sooner_the_draft_row_follows_at_once() -> None:
+    driver = drafting()
+    row = preparing(driver)
+    driver.answer("target")
+    first, second = driver.steps["draft"]
+    assert first.rows == (row,)
+    (proposes,) = second.rows
+    assert (proposes.kv_len + len(proposes.tokens), proposes.draft_length, proposes.outcomes) == (14, 4, 0)
+    # Too late, right as it is: the proposal under way is what counts.
+    assert not draft(driver, prepares(driver))
+    assert not driver.steps["target"]
+    assert driver.core.snapshot().drafting == 1
+    draft(driver)
+    assert len(driver.only_step("target").rows[0].draft_tokens) == 4
+    assert counted(driver) == (1, 0)
+    check_to_the_end(driver)
+
+
+def test_what_was_prepared_for_one_verification_is_of_no_use_for_the_next() -> None:
+    """Not even where the outcome comes then: four accepted tokens, and the target's own, which is the eleventh."""
+    driver = drafting()
+    preparing(driver)
+    token = expected(driver, 1)[10]
+    assert token != expected(driver, 1)[5]
+
+    def too_early(row: Row) -> RowResult:
+        result = driver.workers["draft"].run_row(row)
+        result.outcomes = (Outcome(4, token, (1, 2, 3)),)
+        return result
+
+    draft(driver, too_early)
+    driver.answer("target")
+    draft(driver)  # proposes
+    driver.answer("target")
+    assert len(outputs(driver, 1)) == 11
+    assert not driver.steps["target"]
+    assert counted(driver) == (2, 0)
+    check_to_the_end(driver)
+
+
+def test_of_what_was_prepared_no_more_is_verified_than_may_be_proposed() -> None:
+    driver = pair(draft_ahead=4, draft_length=4)
+    driver.submit(1, prompt_length=8, max_tokens=40, draft_length=2)
+    preparing(driver)
+    draft(driver, prepares(driver, length=4))
+    driver.answer("target")
+    assert len(driver.only_step("target").rows[0].draft_tokens) == 2
+    check_to_the_end(driver)
+
+
+def test_wrong_proposals_of_a_hit_cost_no_token() -> None:
+    driver = drafting()
+    preparing(driver)
+
+    def wrong(row: Row) -> RowResult:
+        result = prepares(driver)(row)
+        assert result is not None
+        for outcome in result.outcomes:
+            outcome.draft_tokens = tuple((token + 1) % VOCABULARY for token in outcome.draft_tokens)
+        return result
+
+    draft(driver, wrong)
+    driver.answer("target")
+    driver.answer("target")
+    assert of_type(driver.log, EmitTokens)[-1].accepted == 0
+    check_to_the_end(driver)
+
+
+# --- rows that fail ---
+
+
+def forgets(driver: Driver, row: Row) -> RowResult:
+    driver.workers["draft"].forget(row.sequence_id)
+    return RowResult(row.sequence_id, RowStatus.UNKNOWN_SEQUENCE, 0, 0)
+
+
+def holds_less(driver: Driver, row: Row) -> RowResult:
+    worker = driver.workers["draft"]
+    held = worker.held[row.sequence_id]
+    held.tokens.truncate(5)
+    worker.pool.truncate(held.table, 5)
+    return RowResult(row.sequence_id, RowStatus.KV_MISMATCH, 5, held.tokens.digest(5))
+
+
+def holds_other_tokens(driver: Driver, row: Row) -> RowResult:
+    held = driver.workers["draft"].held[row.sequence_id]
+    held.tokens = DigestedTokens([VOCABULARY] * len(held.tokens))
+    return RowResult(row.sequence_id, RowStatus.KV_MISMATCH, len(held.tokens), held.tokens.digest(len(held.tokens)))
+
+
+def fails_with(status: RowStatus) -> Callable[[Driver, Row], RowResult]:
+    return lambda _driver, row: RowResult(row.sequence_id, status, 0, 0, error="no")
+
+
+FAILURES = {
+    "unknown sequence": forgets,
+    "less KV": holds_less,
+    "other KV": holds_other_tokens,
+    "out of pages": fails_with(RowStatus.OUT_OF_PAGES),
+    "failed": fails_with(RowStatus.FAILED),
+    "invalid": fails_with(RowStatus.INVALID),
+}
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+@pytest.mark.parametrize("verdict", ["later", "sooner"])
+def test_a_row_that_fails_to_prepare_leaves_the_round_as_it_is(failure: str, verdict: str) -> None:
+    driver = drafting()
+    preparing(driver)
+    if verdict == "sooner":
+        driver.answer("target")
+    sent = draft(driver, lambda row: FAILURES[failure](driver, row))
+    if verdict == "later":
+        assert driver.core.snapshot().verifying == 1
+        assert not any(row.draft_length for step in of_type(sent, SendStep) for row in step.rows)
+        driver.answer("target")
+    assert len(outputs(driver, 1)) == 6
+    assert counted(driver)[1] == 0
+    check_to_the_end(driver)
+
+
+@pytest.mark.parametrize("failure", ["unknown sequence", "less KV", "other KV"])
+def test_after_lost_kv_the_draft_is_fed_what_it_lacks_and_proposes_again(failure: str) -> None:
+    driver = drafting()
+    preparing(driver)
+    draft(driver, lambda row: FAILURES[failure](driver, row))
+    statuses = set()
+
+    def watched(row: Row) -> RowResult:
+        result = driver.workers["draft"].run_row(row)
+        statuses.add(result.status)
+        return result
+
+    while not driver.workers["draft"].held or len(outputs(driver, 1)) < 20:
+        if driver.steps["draft"]:
+            draft(driver, watched)
+        if driver.steps["target"]:
+            driver.answer("target")
+    assert statuses == {RowStatus.OK}
+    assert any(emitted.accepted for emitted in of_type(driver.log, EmitTokens)[2:])
+    check_to_the_end(driver)
+
+
+def test_a_step_that_fails_as_a_whole_spares_its_sequences() -> None:
+    driver = drafting_for_two(batch_size=2)
+    verify(driver)
+    assert len(driver.only_step("target").rows) == 2
+    assert len(driver.only_step("draft").rows) == 2
+
+    def fails(row: Row) -> RowResult:
+        driver.workers["draft"].forget(row.sequence_id)
+        return RowResult(row.sequence_id, RowStatus.FAILED, 0, 0, error="no")
+
+    draft(driver, fails)
+    assert driver.core.snapshot().verifying == 2
+    count = len(prepared_rows(driver))
+    while any(driver.steps.values()):
+        if driver.steps["draft"]:
+            draft(driver)
+        if driver.steps["target"]:
+            driver.answer("target")
+    assert len(prepared_rows(driver)) > count
+    check_to_the_end(driver, 1, 2)
+
+
+# --- ends and losses ---
+
+
+@pytest.mark.parametrize("answered", [False, True])
+@pytest.mark.parametrize("another", [False, True])
+def test_the_draft_is_lost_while_it_prepares(answered: bool, another: bool) -> None:
+    driver = drafting()
+    preparing(driver)
+    if another:
+        driver.join("other", Role.DRAFT)
+    if answered:
+        draft(driver, prepares(driver))
+    driver.lose("draft")
+    del driver.steps["draft"], driver.workers["draft"]
+    assert driver.core.snapshot().verifying == 1
+    driver.answer("target")
+    assert len(outputs(driver, 1)) == 6
+    check_to_the_end(driver)
+
+
+def test_the_target_is_lost_while_the_draft_prepares() -> None:
+    driver = drafting()
+    driver.join("other")
+    preparing(driver)
+    driver.lose("target")
+    del driver.steps["target"], driver.workers["target"]
+    draft(driver, prepares(driver))
+    check_to_the_end(driver)
+    assert counted(driver)[0] > 0
+
+
+@pytest.mark.parametrize("answered", [False, True])
+def test_a_sequence_is_cancelled_while_its_draft_prepares(answered: bool) -> None:
+    driver = drafting()
+    preparing(driver)
+    if answered:
+        draft(driver, prepares(driver))
+    driver.cancel(1)
+    assert driver.core.snapshot().live == 0
+    driver.settle()
+    assert not any(worker.held for worker in driver.workers.values())
+    assert counted(driver) == (0, 0)
+
+
+@pytest.mark.parametrize("answered", [False, True])
+def test_a_sequence_finishes_while_its_draft_prepares(answered: bool) -> None:
+    fresh = drafting()
+    fresh.settle()
+    stop = expected(fresh, 1)[3]
+    driver = pair(draft_ahead=4, draft_length=4)
+    driver.submit(1, prompt_length=8, max_tokens=40, stop_token_ids=frozenset({stop}))
+    preparing(driver)
+    if answered:
+        draft(driver, prepares(driver))
+    driver.answer("target")
+    assert driver.core.snapshot().live == 0
+    if not answered:
+        assert not draft(driver, prepares(driver)) or driver.steps["draft"]
+    assert counted(driver) == (0, 0)
+    check_to_the_end(driver)
+
+
+def test_a_sequence_that_comes_back_is_opened_behind_the_row_that_prepares() -> None:
+    driver = drafting()
+    preparing(driver)
+    driver.join("other")
+    driver.handle(WorkerLost("target", blameless=True))
+    del driver.steps["target"], driver.workers["target"]
+    draft(driver, prepares(driver))
+    assert driver.core.snapshot().prefilling == 1
+    (row,) = driver.only_step("draft").rows
+    assert (row.kv_len, row.opening is not None) == (0, True)
+    assert driver.only_step("draft").released == (1,)
+    check_to_the_end(driver)
