@@ -90,9 +90,7 @@ def scheduler_config(settings: BenchOfflineSettings, point: GridPoint) -> Schedu
     scheduling = settings.grid.scheduling(point.batch_size, point.draft_length)
     if not point.system.drafts:
         return scheduling.config(Policy.AUTO, drafting=False)
-    return replace(
-        scheduling.config(Policy(point.system.value), drafting=True), draft_ahead=settings.grid.draft_ahead
-    )
+    return replace(scheduling.config(Policy(point.system.value), drafting=True), draft_ahead=settings.grid.draft_ahead)
 
 
 class _Run:

@@ -334,6 +334,7 @@ class Controller:
         fed = sum(_fed(one, kept, most_fed) for one, kept in zip(members, worth, strict=True) if kept) / len(members)
         # To begin, drafting must promise more than one observation can make of an estimate.
         best = plain if before and before.length else plain / FORGET
+        margin = 1.0 if before and before.ahead[0] else 1 / FORGET  # as much again for drafting ahead
         accepted = drafted = 0.0
         # What is found spares a step of the draft where it is found for all, and brings what there is time to prepare.
         outcomes, prepared = self._fitting(draft, figures, count) if serial and not self._fleet.time_sliced else (0, 0)
@@ -348,7 +349,7 @@ class Controller:
                 best, choice.length, choice.rate, choice.gain, choice.ahead = rate, passes, rate, rate / plain, (0, 0)
             seconds -= found**count * (seconds - cycle(0, found * drafted))
             rate = count * (1 + taken + (1 - found) * accepted) / seconds
-            if outcomes and rate > best:
+            if outcomes and rate > best * (1.0 if choice.ahead[0] else margin):
                 best, choice.length, choice.rate, choice.gain = rate, passes, rate, rate / plain
                 choice.ahead = outcomes, prepared
         if choice.length:

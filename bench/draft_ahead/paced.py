@@ -1,0 +1,49 @@
+"""The same streams as in virtual time, through a real scheduler, gRPC, and worker processes that keep to a law."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from bench.draft_ahead.laws import AGREEMENTS, LAWS, LONGEST, OUTCOMES, rate
+from bench.draft_ahead.streams import one_at_a_time
+from scheduler.config import Policy, SchedulerConfig
+from scheduler.messages import Role
+from services.launch.launcher import WorkerLaunch
+
+_MODULE = "bench.draft_ahead.paced_worker"
+
+
+async def in_real_time(tokens: int, say: Callable[[str], None]) -> dict[str, Any]:
+    """Ordinary speculation with the length that is best in virtual time, and drafting ahead."""
+    found = []
+    for law, costs in LAWS.items():
+        for agreement in AGREEMENTS:
+            ordinary = {length: rate(costs, agreement, draft_length=length).rate for length in range(1, LONGEST + 1)}
+            best = max(ordinary, key=ordinary.__getitem__)
+            virtual = rate(costs, agreement, outcomes=OUTCOMES).rate / ordinary[best]
+            launches = [
+                WorkerLaunch(role, {"law": law, "agreement": agreement}, threads=1, module=_MODULE)
+                for role in (Role.TARGET, Role.DRAFT)
+            ]
+            configs = {
+                "ordinary": SchedulerConfig(batch_size=1, max_running=1, policy=Policy.RAGGED, draft_length=best),
+                "ahead": SchedulerConfig(batch_size=1, max_running=1, draft_length=LONGEST, draft_ahead=OUTCOMES),
+            }
+            prompts = [(number,) * 5 for number in range(3)]
+            streams = {name: each async for name, each in one_at_a_time(launches, configs, prompts, tokens)}
+            ratio = streams["ahead"].rate / streams["ordinary"].rate
+            found.append(
+                {
+                    "law": law,
+                    "agreement": agreement,
+                    "ordinary_length": best,
+                    "ordinary": streams["ordinary"].rate,
+                    "ahead": streams["ahead"].rate,
+                    "found": streams["ahead"].share_found,
+                    "ratio": ratio,
+                    "ratio_in_virtual_time": virtual,
+                }
+            )
+            say(f"{law}, {agreement}: {ratio:.3f} times ordinary speculation, in virtual time {virtual:.3f}")
+    return {"tokens": tokens, "outcomes": OUTCOMES, "streams": found}
