@@ -21,7 +21,7 @@ from bench.gpu.results import KIND as GPU
 from bench.offline.grid import System
 from bench.offline.tables import category_columns, cell_columns
 from bench.record import RESULTS
-from bench.reporting import plots
+from bench.reporting import ahead_page, plots
 from bench.reporting.step_page import (
     PRICE_HEADINGS,
     STEP_HEADINGS,
@@ -117,16 +117,18 @@ class Report:
         prices = {name: content for name, content in recorded.items() if name.startswith("exact_steps")}
         kernels = {name: content for name, content in recorded.items() if name.startswith("cpu_kernels")}
         versions = {name: content for name, content in recorded.items() if name.startswith("versions")}
+        ahead = {name: content for name, content in recorded.items() if name.startswith("ahead")}
         self._section("Decoding", offline, self._offline)
         self._section("Large pairs on one device", gpu, self._gpu)
         self._section("Serving", serve, self._serve)
         self._section("Linear layers on CPUs", kernels, self._kernels)
         self._section("Where a step's time goes", steps, self._steps)
         self._section("What exact mode costs", prices, self._prices)
+        self._section("Drafting ahead", ahead, self._ahead)
         self._section("Versions against each other", versions, self._versions)
         self._section("Memory", memory, self._memory)
         self._section("Drafts", drafts, self._draft)
-        shown = memory | drafts | steps | prices | kernels | versions
+        shown = ahead | memory | drafts | steps | prices | kernels | versions
         self._others({name: content for name, content in recorded.items() if name not in shown})
         self._not_measured(offline, serve, memory, gpu)
         page = self._docs / "performance.md"
@@ -229,6 +231,19 @@ class Report:
             f"{len(cells)} cells is {over_all:.2f}."
         )
         self._table(_VERSION_HEADINGS, [_version_columns(cell) for cell in cells])
+
+    def _ahead(self, name: str, content: dict[str, Any]) -> None:
+        lines = {
+            "ahead_laws": ahead_page.laws_lines,
+            "ahead_paced": ahead_page.paced_lines,
+            "ahead_pair": ahead_page.pair_lines,
+            "ahead_break_even": ahead_page.break_even_lines,
+        }[name]
+        self._say("\n".join(lines(content["result"])))
+        if name == "ahead_break_even":
+            self._figure(
+                name, "ways", ahead_page.draw_break_even, content["result"]["points"], "Three ways to draft over plain"
+            )
 
     def _memory(self, _name: str, content: dict[str, Any]) -> None:
         result = content["result"]

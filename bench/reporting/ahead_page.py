@@ -1,0 +1,95 @@
+"""What the page of figures says of `python -m bench.draft_ahead`, and its plot."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from matplotlib.figure import Figure
+
+_WAYS = ("apart", "together", "ahead")
+
+
+def laws_lines(result: Mapping[str, Any]) -> Iterator[str]:
+    yield (
+        "Virtual time: the real scheduler core, steps that cost what a law says, wires of 0.2 ms each way. A stream "
+        "alone, ordinary speculation with the draft length that is best for it; tokens a second:"
+    )
+    yield ""
+    yield "| law | agreement | plain | ordinary (length) | ahead | ahead / ordinary | verdicts found |"
+    yield "| --- | ---: | ---: | ---: | ---: | ---: | ---: |"
+    for one in result["streams"]:
+        yield (
+            f"| {one['law']} | {one['agreement']} | {one['plain']:.0f} | {one['ordinary']:.0f} "
+            f"({one['ordinary_length']}) | {one['ahead']:.0f} | {one['ratio']:.2f} | {one['found']:.0%} |"
+        )
+    sizes = sorted({one["batch_size"] for one in result["batches"]})
+    yield ""
+    yield "`auto` with drafting ahead over `auto` without, by batch size:"
+    yield ""
+    yield f"| law | agreement |{''.join(f' {size} |' for size in sizes)}"
+    yield f"| --- | ---: |{' ---: |' * len(sizes)}"
+    ratios = {
+        (one["law"], one["agreement"], one["batch_size"]): one["ahead"] / one["ordinary"] for one in result["batches"]
+    }
+    for law, agreement in dict.fromkeys((one["law"], one["agreement"]) for one in result["batches"]):
+        cells = "".join(f" {ratios[law, agreement, size]:.3f} |" for size in sizes)
+        yield f"| {law} | {agreement} |{cells}"
+
+
+def paced_lines(result: Mapping[str, Any]) -> Iterator[str]:
+    yield (
+        "The same streams through a scheduler, gRPC and two worker processes that sleep for as long as the law says, "
+        "all on the cores of one machine, so that wires take longer than in virtual time; tokens a second:"
+    )
+    yield ""
+    yield "| law | agreement | ordinary (length) | ahead | ahead / ordinary | in virtual time | verdicts found |"
+    yield "| --- | ---: | ---: | ---: | ---: | ---: | ---: |"
+    for one in result["streams"]:
+        yield (
+            f"| {one['law']} | {one['agreement']} | {one['ordinary']:.0f} ({one['ordinary_length']}) "
+            f"| {one['ahead']:.0f} | {one['ratio']:.2f} | {one['ratio_in_virtual_time']:.2f} | {one['found']:.0%} |"
+        )
+
+
+def pair_lines(result: Mapping[str, Any]) -> Iterator[str]:
+    yield (
+        f"The demo pair, target and draft on a core each, a stream at a time: {result['prompts']} prompts with "
+        f"{result['prompt_tokens']} tokens in all, {result['tokens']} new tokens each, greedy, without the time to the "
+        f"first token; medians of {result['repeats']} repeats. All outputs equal those of plain decoding."
+    )
+    yield ""
+    yield "| draft length, outcomes | tokens/s (least-most) | verdicts found |"
+    yield "| --- | ---: | ---: |"
+    for way in result["ways"]:
+        found = f"{way['found']:.0%}" if way["found"] else ""
+        yield f"| {way['way']} | {way['rate']:.1f} ({way['least']:.1f}-{way['most']:.1f}) | {found} |"
+    yield ""
+    yield f"Best ahead over best ordinary: {result['ratio']:.2f}."
+
+
+def break_even_lines(result: Mapping[str, Any]) -> Iterator[str]:
+    yield (
+        f"Virtual time, {result['law']}, one quantity varied at a time from a stream alone at an agreement of "
+        f"{result['agreement']}, as multiples of plain decoding without a wire. *Apart*: target and draft on devices "
+        "of their own. *Together*: on one device, in turns, without a wire, like servers that draft within one "
+        "process. *Ahead*: apart, drafting ahead. Apart and ahead take two devices, together takes one."
+    )
+
+
+def draw_break_even(points: Sequence[dict[str, Any]], figure: Figure) -> None:
+    axes = dict.fromkeys(point["axis"] for point in points)
+    for place, (panel, axis) in enumerate(zip(figure.subplots(1, len(axes), sharey=True), axes, strict=True)):
+        shown = [point for point in points if point["axis"] == axis]
+        values = [point["value"] for point in shown]
+        for name in _WAYS:
+            panel.plot(values, [point[name] / point["plain"] for point in shown], label=name)
+        panel.axhline(1.0, color="black", linewidth=0.8)
+        if axis != "agreement":
+            panel.set_xscale("log")
+        panel.set_xticks(values, [f"{value:g}" for value in values], fontsize=6)
+        panel.minorticks_off()
+        panel.set_xlabel(axis)
+        if not place:
+            panel.set_ylabel("tokens a second / plain decoding")
+            panel.legend()
