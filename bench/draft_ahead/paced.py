@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from bench.draft_ahead.laws import AGREEMENTS, LAWS, LONGEST, OUTCOMES, rate
@@ -15,24 +16,32 @@ _MODULE = "bench.draft_ahead.paced_worker"
 
 
 async def in_real_time(tokens: int, say: Callable[[str], None]) -> dict[str, Any]:
-    """Ordinary speculation with the length that is best in virtual time, and drafting ahead."""
+    """Ordinary speculation with the length that is best in virtual time, and drafting ahead.
+
+    Plain decoding tells what a wire takes here, each way: half of what a token takes beyond its step.
+    """
     found = []
     for law, costs in LAWS.items():
         for agreement in AGREEMENTS:
             ordinary = {length: rate(costs, agreement, draft_length=length).rate for length in range(1, LONGEST + 1)}
             best = max(ordinary, key=ordinary.__getitem__)
-            virtual = rate(costs, agreement, outcomes=OUTCOMES).rate / ordinary[best]
             launches = [
                 WorkerLaunch(role, {"law": law, "agreement": agreement}, threads=1, module=_MODULE)
                 for role in (Role.TARGET, Role.DRAFT)
             ]
             configs = {
+                "plain": SchedulerConfig(batch_size=1, max_running=1, policy=Policy.RAGGED, draft_length=0),
                 "ordinary": SchedulerConfig(batch_size=1, max_running=1, policy=Policy.RAGGED, draft_length=best),
                 "ahead": SchedulerConfig(batch_size=1, max_running=1, draft_length=LONGEST, draft_ahead=OUTCOMES),
             }
             prompts = [(number,) * 5 for number in range(3)]
             streams = {name: each async for name, each in one_at_a_time(launches, configs, prompts, tokens)}
             ratio = streams["ahead"].rate / streams["ordinary"].rate
+            wire = (1 / streams["plain"].rate - costs.base - costs.row) / 2
+            virtual = [
+                rate(law_here, agreement, outcomes=OUTCOMES).rate / rate(law_here, agreement, draft_length=best).rate
+                for law_here in (costs, replace(costs, latency=wire))
+            ]
             found.append(
                 {
                     "law": law,
@@ -41,9 +50,13 @@ async def in_real_time(tokens: int, say: Callable[[str], None]) -> dict[str, Any
                     "ordinary": streams["ordinary"].rate,
                     "ahead": streams["ahead"].rate,
                     "found": streams["ahead"].share_found,
+                    "wire_seconds": wire,
                     "ratio": ratio,
-                    "ratio_in_virtual_time": virtual,
+                    "ratio_in_virtual_time": virtual[0],
+                    "ratio_in_virtual_time_with_this_wire": virtual[1],
                 }
             )
-            say(f"{law}, {agreement}: {ratio:.3f} times ordinary speculation, in virtual time {virtual:.3f}")
+            say(
+                f"{law}, {agreement}: {ratio:.3f} times ordinary speculation, in virtual time {virtual[0]:.3f}, with this wire {virtual[1]:.3f}"
+            )
     return {"tokens": tokens, "outcomes": OUTCOMES, "streams": found}

@@ -197,9 +197,13 @@ class Controller:
         own.observe(taken, tried)
         model.observe(taken, tried, confidences[:verified], accepted, len(draft.sequences))
 
-    def looked_for(self, draft: DraftWorker, found: bool) -> None:
-        """A verification of what this draft had proposed is over; whether its outcome was among those prepared for."""
+    def looked_for(self, draft: DraftWorker, prepared: bool, found: bool) -> None:
+        """A verification of what this draft had proposed is over; whether it was to prepare, and for this outcome."""
         figures = self.draft(draft)
+        if not prepared:
+            # What was not found once may be found again: it is tried anew in the end.
+            figures.found += (1 - FORGET) ** 2 * (_PRIOR_FOUND - figures.found)
+            return
         figures.found += (1 - FORGET) * (found - figures.found)
         self._counters.outcomes_sought += 1
         self._counters.outcomes_found += found

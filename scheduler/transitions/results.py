@@ -200,8 +200,9 @@ class Rounds:
         prepared = sequence.prepared(accepted, tokens[-1])
         if sequence.draft is not None:
             sequence.draft.kv[sequence.sequence_id].settle_proposal(accepted)
-            if drafted and sequence.prepared_for == before:
-                self._controller.looked_for(sequence.draft, prepared is not None)
+            if drafted:
+                was_asked = sequence.prepared_for == before
+                self._controller.looked_for(sequence.draft, was_asked, prepared is not None)
         if entry.valid < sequence.length - 1:
             self._lifecycle.catch_up(sequence)
         else:
