@@ -40,7 +40,7 @@ def main() -> int:
     pair.add_argument("--prompts", type=Path, required=True, help="a JSON Lines file with `turns`, like SpecBench's")
     pair.add_argument("--count", type=int, default=9, help="prompts, the first one of which is for learning")
     pair.add_argument("--tokens", type=int, default=64, help="new tokens of each prompt")
-    pair.add_argument("--repeats", type=int, default=2)
+    pair.add_argument("--repeats", type=int, default=3)
     arguments = parser.parse_args()
     say: Callable[[str], None] = _CONSOLE.print
     result: dict[str, Any] | Awaitable[dict[str, Any]]

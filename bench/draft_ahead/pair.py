@@ -16,8 +16,8 @@ from scheduler.messages import Role
 from services.launch.launcher import WorkerLaunch
 from services.text.tokenizer import load_tokenizer
 
-_LENGTHS = (1, 2, 3)
-_AHEAD = ((1, 4), (1, 8), (1, 16), (2, 4), (2, 8), (3, 4))
+_LENGTHS = (1, 2)
+_AHEAD = ((1, 4), (2, 4), (2, 8))
 _LONGEST_PROMPT = 1200
 
 
