@@ -57,6 +57,7 @@ async def in_real_time(tokens: int, say: Callable[[str], None]) -> dict[str, Any
                 }
             )
             say(
-                f"{law}, {agreement}: {ratio:.3f} times ordinary speculation, in virtual time {virtual[0]:.3f}, with this wire {virtual[1]:.3f}"
+                f"{law}, {agreement}: {ratio:.3f} times ordinary speculation, in virtual time {virtual[0]:.3f}, "
+                f"with this wire {virtual[1]:.3f}"
             )
     return {"tokens": tokens, "outcomes": OUTCOMES, "streams": found}

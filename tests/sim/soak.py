@@ -3,7 +3,7 @@
 A seed that breaks a rule is printed with its last events, and `--first SEED --seeds 1` takes the same course again.
 `--shrink SEED` looks for the shortest schedule that fails as this seed does, and prints all that happens in it.
 `--json FILE` keeps a summary there, whole at every time, of all seeds up to the first that has not run: a run that was
-ended goes on from its `next_seed`.
+ended goes on from its `next_seed`. `--draft-ahead 4` makes cells in which drafts prepare for outcomes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rich.table import Table
 
 from bench.machine import describe_machine
 from bench.record import origin
-from tests.sim.cell.coverage import ALL_CHANGES, ALL_MEETINGS, never_seen
+from tests.sim.cell.coverage import ALL_CHANGES, ALL_MEETINGS, PREPARED, never_seen
 from tests.sim.cell.plan import FAULTS
 from tests.sim.cell.schedule import ScheduleError, run_schedule
 from tests.sim.cell.shrinking import shrink
@@ -51,6 +51,10 @@ class Tally:
     """Sequences with a grammar that finished."""
     structured_schedules: int = 0
     """Schedules that had some of these."""
+    ahead_rows: int = 0
+    """Rows with which drafts prepared for outcomes."""
+    ahead_schedules: int = 0
+    """Schedules that had some of these."""
     outcomes: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
     changes: Counter[str] = field(default_factory=Counter)
@@ -66,6 +70,8 @@ class Tally:
         self.fenced_replies += other.fenced_replies
         self.structured += other.structured
         self.structured_schedules += other.structured_schedules
+        self.ahead_rows += other.ahead_rows
+        self.ahead_schedules += other.ahead_schedules
         self.outcomes += other.outcomes
         self.faults += other.faults
         self.changes += other.changes
@@ -73,7 +79,7 @@ class Tally:
         self.failures += other.failures
 
 
-def run_seeds(seeds: range, sequences: int) -> Tally:
+def run_seeds(seeds: range, sequences: int, draft_ahead: int | None = None) -> Tally:
     """Goes on after a failure, whatever it is."""
     tally = Tally()
     gc.disable()
@@ -83,7 +89,7 @@ def run_seeds(seeds: range, sequences: int) -> Tally:
         # What a schedule leaves behind is dropped while it is still in the processor's caches.
         gc.collect()
         try:
-            result = run_schedule(seed, sequences)
+            result = run_schedule(seed, sequences, draft_ahead=draft_ahead)
         except ScheduleError as error:
             tally.failures.append(str(error))
             continue
@@ -96,6 +102,8 @@ def run_seeds(seeds: range, sequences: int) -> Tally:
         tally.fenced_replies += result.fenced_replies
         tally.structured += result.structured
         tally.structured_schedules += bool(result.structured)
+        tally.ahead_rows += result.ahead_rows
+        tally.ahead_schedules += bool(result.ahead_rows)
         tally.outcomes += result.outcomes
         tally.faults += result.faults
         tally.changes += result.changes
@@ -156,6 +164,9 @@ class Summary:
             "fenced_replies": tally.fenced_replies,
             "structured": tally.structured,
             "structured_schedules": tally.structured_schedules,
+            "ahead_schedules": tally.ahead_schedules,
+            "ahead_rows": tally.ahead_rows,
+            "prepared_rounds": tally.changes[PREPARED],
             "virtual_seconds": round(tally.virtual_seconds, 1),
         }
         shared = self._file.with_name(self._file.name + ".part")
@@ -169,7 +180,14 @@ def _parts(first: int, count: int) -> Iterator[range]:
 
 
 def soak(
-    console: Console, summary: Summary, first: int, count: int, sequences: int, jobs: int, most_failures: int
+    console: Console,
+    summary: Summary,
+    first: int,
+    count: int,
+    sequences: int,
+    jobs: int,
+    most_failures: int,
+    draft_ahead: int | None,
 ) -> Tally:
     """Runs the seeds on `jobs` processes; begins no more once `most_failures` have failed."""
     total = Tally()
@@ -187,7 +205,7 @@ def soak(
                 part = next(parts, None)
                 if part is None:
                     break
-                running[pool.submit(run_seeds, part, sequences)] = part
+                running[pool.submit(run_seeds, part, sequences, draft_ahead)] = part
             if not running:
                 return total
             for future in wait(running, return_when=FIRST_COMPLETED).done:
@@ -216,6 +234,11 @@ def _report(console: Console, total: Tally, seconds: float) -> None:
         highlight=False,
     )
     console.print(
+        f"{total.ahead_schedules:,} schedules had {total.ahead_rows:,} rows that prepared for outcomes, and "
+        f"{total.changes[PREPARED]:,} rounds began with what was prepared",
+        highlight=False,
+    )
+    console.print(
         f"{total.schedules:,} schedules in {seconds:.0f} s ({total.schedules / seconds:.1f}/s): "
         f"{total.virtual_seconds / 3600:.1f} h of virtual time, {total.tokens:,} tokens, "
         f"{total.fenced_replies:,} refusals of fenced schedulers, {len(total.failures)} failures",
@@ -240,11 +263,14 @@ def main() -> int:
     )
     parser.add_argument("--most-failures", type=_at_least_one, default=100, help="stop after so many (default 100)")
     parser.add_argument("--shrink", type=int, metavar="SEED", help="shorten the schedule of a seed that fails")
+    parser.add_argument(
+        "--draft-ahead", type=_at_least_one, metavar="N", help="every cell drafts, ahead too, for up to N outcomes"
+    )
     parser.add_argument("--json", type=Path, help="file for a summary")
     given = parser.parse_args()
     console = Console()
     if given.shrink is not None:
-        shrunk = shrink(given.shrink, given.sequences)
+        shrunk = shrink(given.shrink, given.sequences, draft_ahead=given.draft_ahead)
         report = f"seed {given.shrink} breaks no rule" if shrunk is None else shrunk.report()
         console.print(report, markup=False, highlight=False, soft_wrap=True)
         return 0 if shrunk is None else 1
@@ -253,7 +279,16 @@ def main() -> int:
     summary.write()  # so that a file that cannot be written ends the run at its start
     began = time.monotonic()
     try:
-        total = soak(console, summary, given.first, given.seeds, given.sequences, given.jobs, given.most_failures)
+        total = soak(
+            console,
+            summary,
+            given.first,
+            given.seeds,
+            given.sequences,
+            given.jobs,
+            given.most_failures,
+            given.draft_ahead,
+        )
     finally:
         summary.write()
     _report(console, total, time.monotonic() - began)

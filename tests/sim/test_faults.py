@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.sim.cell.coverage import ALL_CHANGES, never_seen
+from tests.sim.cell.coverage import ALL_CHANGES, PREPARED, never_seen
 from tests.sim.cell.plan import FAULTS, HANGING, SPORADIC
 from tests.sim.cell.schedule import ScheduleResult, run_schedule
-from tests.sim.cell.virtual_time import StandstillError, VirtualLoop
+from tests.sim.cell.virtual_time import StandstillError, VirtualLoop, VirtualThread
 from tests.sim.soak import Summary, Tally
 
 ROOT = Path(__file__).parents[2]
@@ -44,6 +44,11 @@ def mixed_schedules() -> list[ScheduleResult]:
     return [run_schedule(seed) for seed in range(90, 125)]
 
 
+@cache
+def prepared_schedules() -> list[ScheduleResult]:
+    return [run_schedule(seed, draft_ahead=4) for seed in range(8)]
+
+
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", [*FAULTS, HANGING, SPORADIC])
 def test_one_kind_of_fault_breaks_no_rule(kind: str) -> None:
@@ -67,6 +72,14 @@ def test_outputs_that_must_follow_a_grammar_break_no_rule() -> None:
     """Under faults of all kinds; the oracle knows nothing of states that are kept from step to step."""
     results = [run_schedule(seed) for seed in (2, 11, 15, 17)]
     assert sum(result.structured for result in results) > 300
+    assert sum(result.faults.total() for result in results) > 10
+
+
+def test_drafts_that_prepare_break_no_rule() -> None:
+    """Under faults of all kinds, in cells that have drafts."""
+    results = prepared_schedules()
+    assert sum(result.ahead_rows for result in results) > 50
+    assert sum(result.changes[PREPARED] for result in results) > 5
     assert sum(result.faults.total() for result in results) > 10
 
 
@@ -106,7 +119,7 @@ NEVER_SEEN = {
 
 @pytest.mark.slow
 def test_mixed_faults_take_sequences_through_every_change_of_state() -> None:
-    seen = sum((result.changes for result in mixed_schedules()), Counter[str]())
+    seen = sum((result.changes for result in [*mixed_schedules(), *prepared_schedules()]), Counter[str]())
     assert set(never_seen(seen)) <= NEVER_SEEN.keys()
     assert sum(seen.values()) > 10_000
 
@@ -168,7 +181,8 @@ def test_two_seeds_take_two_courses() -> None:
 
 def test_soak_says_how_it_went(tmp_path: Path) -> None:
     summary = tmp_path / "soak.json"
-    arguments = ["--seeds", "4", "--first", "7", "--jobs", "1", "--sequences", "50", "--json", str(summary)]
+    arguments = ["--seeds", "4", "--first", "7", "--jobs", "1", "--sequences", "50", "--draft-ahead", "3"]
+    arguments += ["--json", str(summary)]
     command = [sys.executable, "-m", "tests.sim.soak", *arguments]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr
@@ -178,7 +192,7 @@ def test_soak_says_how_it_went(tmp_path: Path) -> None:
     assert (said["first_seed"], said["next_seed"], said["schedules"], said["sequences"]) == (7, 11, 4, 200)
     assert said["failures"] == []
     assert sum(said["ends"].values()) == 200
-    results = [run_schedule(seed, 50) for seed in range(7, 11)]
+    results = [run_schedule(seed, 50, draft_ahead=3) for seed in range(7, 11)]
     assert said["faults"] == sum((result.faults for result in results), Counter())
     seen = sum((result.changes for result in results), Counter[str]())
     assert said["changes_of_state"] == {
@@ -187,6 +201,9 @@ def test_soak_says_how_it_went(tmp_path: Path) -> None:
         "never_seen": [name for name in ALL_CHANGES if name not in seen],
     }
     assert f"{len(seen)} of {len(ALL_CHANGES)} changes of state were seen" in run.stdout
+    assert said["ahead_rows"] == sum(result.ahead_rows for result in results) > 0
+    assert said["ahead_schedules"] == sum(result.ahead_rows > 0 for result in results)
+    assert said["prepared_rounds"] == seen[PREPARED]
     assert said["events"] == sum(len(result.events) for result in results)
     assert list(tmp_path.iterdir()) == [summary]
 
@@ -231,4 +248,23 @@ def test_virtual_time_jumps_and_timers_keep_their_order() -> None:
     again()
     with pytest.raises(StandstillError, match="time does not go on"):
         loop.run_until_complete(wait_for_nobody())
+    loop.close()
+
+
+def test_a_call_on_a_thread_may_end_early_once_another_one_waits() -> None:
+    loop = VirtualLoop()
+    thread = VirtualThread(loop, lambda *ends: ends)
+
+    async def run(after: float, ends: tuple[float, ...]) -> float:
+        await asyncio.sleep(after)
+        await thread.submit(lambda *_: None, *ends)
+        return loop.time()
+
+    async def ends_of(*calls: tuple[float, tuple[float, ...]]) -> list[float]:
+        began = loop.time()
+        return [end - began for end in await asyncio.gather(*(run(*call) for call in calls))]
+
+    assert loop.run_until_complete(ends_of((0, (1, 2, 3)))) == [3]
+    assert loop.run_until_complete(ends_of((0, (1, 2, 3)), (1.5, (4,)), (1.75, (1,)))) == [2, 6, 7]
+    assert loop.run_until_complete(ends_of((0, (5,)), (1, (1, 2, 3)), (2, (1,)))) == [5, 6, 7]
     loop.close()

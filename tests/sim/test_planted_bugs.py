@@ -17,12 +17,13 @@ from engine.sampling.grammars import GrammarState
 from protos import scheduler_pb2, worker_pb2
 from scheduler import core
 from scheduler.core import SchedulerCore
-from scheduler.messages import Role, RowResult, RowStatus, SendStep, SequenceRequest, WorkerSpec
+from scheduler.messages import Outcome, Role, RowResult, RowStatus, SendStep, SequenceRequest, WorkerSpec
 from scheduler.state.key_accounts import KeyAccount
 from scheduler.state.kv_ledger import KvEntry, PageLedger
 from scheduler.state.waiting_queue import WaitingQueue
-from scheduler.state.worker_base import WorkerState
+from scheduler.state.worker_base import InFlightRow, WorkerState
 from scheduler.state.workers import Sequence, TargetWorker
+from scheduler.transitions import results
 from scheduler.transitions.lifecycle import Lifecycle
 from services.scheduler.service import SchedulerService
 from services.scheduler.session import GatewaySession
@@ -398,6 +399,37 @@ def scores_are_kept_for_the_second_delivery(patch: Patch) -> None:
     patch.setattr(Lifecycle, "return_to_queue", forgetful)
 
 
+def tokens_that_a_draft_assumed_count_as_committed(patch: Patch) -> None:
+    take = results._take_outcomes
+
+    def trusting(entry: KvEntry, flight: InFlightRow[Sequence], result: RowResult) -> None:
+        take(entry, flight, result)
+        entry.valid += entry.ahead
+        entry.ahead = 0
+
+    patch.setattr(results, "_take_outcomes", trusting)
+
+
+def first_prepared_proposal_is_taken(patch: Patch) -> None:
+    """Whatever the target has accepted and chosen."""
+
+    def prepared(self: Sequence, accepted: int, token: int) -> Outcome | None:
+        outcomes, self.outcomes = self.outcomes, ()
+        return next(iter(outcomes), None)
+
+    patch.setattr(Sequence, "prepared", prepared)
+
+
+def fork_writes_to_the_page_that_it_shares(patch: Patch) -> None:
+    def fork(self: PagePool, table: PageTable, length: int) -> tuple[PageTable, None]:
+        pages = table.pages[: self.pages_for(length)]
+        for page in pages:
+            self._references[page] += 1
+        return PageTable(pages, length), None
+
+    patch.setattr(PagePool, "fork", fork)
+
+
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("plant", "faults", "broken_rule"),
@@ -408,6 +440,8 @@ def scores_are_kept_for_the_second_delivery(patch: Patch) -> None:
         (fencing_is_skipped, ("two schedulers",), "answered a fenced scheduler"),
         (resubmission_lacks_the_last_delivered_token, ("scheduler crash",), "must get"),
         (ledger_keeps_a_rejected_token, (), "the ledger counts"),
+        (tokens_that_a_draft_assumed_count_as_committed, (), "the ledger counts"),
+        (fork_writes_to_the_page_that_it_shares, (), "is that of other tokens"),
         (worker_keeps_the_pages_of_a_scheduler_that_is_gone, ("scheduler crash",), "KV of .* lost|holds|positions"),
         (core_keeps_the_pages_of_sequences_that_left, (), "is not idle|not ended|core failed"),
         (releases_are_forgotten, (), "holds .* pages|failed unprovoked"),
@@ -488,6 +522,8 @@ def only_the_auditor_judges(patch: Patch) -> None:
         (sequences_of_a_lost_session_go_on, ("gateway crash",), "nobody waits for the sequence"),
         (sessions_without_a_lease, ("partition",), "after the gateway was last heard"),
         (damaged_kv_is_taken, ("kv damaged",), "with a page that is damaged"),
+        (tokens_that_a_draft_assumed_count_as_committed, (), "counts on .* positions of KV"),
+        (first_prepared_proposal_is_taken, (), "has draft_tokens .* proposed were"),
     ],
 )
 def test_messages_alone_show_a_planted_bug(

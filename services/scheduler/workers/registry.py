@@ -61,6 +61,8 @@ class _Entry:
     tried: float = 0.0
     attempt: asyncio.Task[None] | None = None
     draining: bool = False
+    left: int = 0
+    """The epoch of the start that asked to be removed, if one did."""
     silent: bool = False
     """At the last sweep it was not in use, and had not registered for long."""
 
@@ -86,7 +88,9 @@ class WorkerRegistry:
         now = self._clock()
         entry = self._entries.get(endpoint.worker_id)
         anew = entry is not None and entry.description.worker_epoch != description.worker_epoch
-        if entry is None or entry.endpoint != endpoint or (anew and entry.state is WorkerState.LEAVING):
+        # Another start than the one that left, and may have registered before that was heard of.
+        back = entry is not None and entry.state is WorkerState.LEAVING and entry.left != description.worker_epoch
+        if entry is None or entry.endpoint != endpoint or back:
             old, entry = entry, _Entry(endpoint, description, now)
             self._entries[endpoint.worker_id] = entry
             self._try(entry, old)
@@ -109,7 +113,7 @@ class WorkerRegistry:
         entry = self._entries.get(worker_id)
         if entry is None or worker_epoch != self._epoch(entry):
             return
-        entry.state, entry.reason = WorkerState.LEAVING, "it asked to be removed"
+        entry.state, entry.reason, entry.left = WorkerState.LEAVING, "it asked to be removed", worker_epoch
         await _stop(entry)
         entry.draining = True
         try:

@@ -153,6 +153,26 @@ def test_late_registration_of_an_earlier_start_costs_the_living_one_nothing() ->
     asyncio.run(run())
 
 
+def test_a_late_farewell_of_an_earlier_start_does_not_keep_the_new_one_out() -> None:
+    async def run() -> None:
+        async with SchedulerService(SchedulerConfig(), scheduler_epoch=1, link_options=LINKS) as service:
+            registry = WorkerRegistry(service, REGISTRY, lambda: 0.0)
+            async with running_worker("target-0", Role.TARGET, Whereabouts()) as worker:
+                endpoint = WorkerEndpoint("target-0", Role.TARGET, worker.address)
+                earlier, later = worker.server.describe(), worker.server.describe()
+                later.worker_epoch += 1
+                assert (await registry.register(endpoint, earlier)).state is WorkerState.IN_USE
+                await registry.register(endpoint, later)
+                await registry.deregister("target-0", earlier.worker_epoch, 0)
+                assert (await registry.register(endpoint, earlier)).state is WorkerState.LEAVING
+                # It is tried; the process at this address is the earlier one, which answers.
+                assert (await registry.register(endpoint, later)).state is WorkerState.UNREACHABLE
+                assert service.workers.find("target-0") is not None
+            await registry.close()
+
+    asyncio.run(run())
+
+
 def test_worker_that_does_not_fit_is_told_why_and_taken_when_it_fits() -> None:
     async def run() -> None:
         async with (

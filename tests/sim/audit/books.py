@@ -101,13 +101,15 @@ def _computed(held: _Held, row: worker_pb2.Row, answer: worker_pb2.RowReply) -> 
     if kv_len >= len(digests) or digests[kv_len] != row.prefix_digest:
         return f"was computed on {kv_len} positions of KV, the worker has {len(digests) - 1}, or other ones"
     tokens, drafted = list(answer.tokens), list(row.draft_tokens)
-    problem = _wrong_tokens(row, tokens, drafted, answer.accepted)
+    problem = _wrong_tokens(row, tokens, drafted, answer.accepted) or _wrong_outcomes(row, answer.outcomes)
     if problem is not None:
         return problem
     behind = digests[kv_len + len(row.tokens) :]
     del digests[kv_len + 1 :]
     fed = [*row.tokens, *(tokens[:-1] if row.draft_length else tokens[: answer.accepted])]
     digests += digests_after(digests[-1], fed)
+    if row.outcomes:
+        digests += digests_after(digests[-1], drafted)
     # A row that only computes KV which the worker had may leave what lies behind it.
     computes = row.sample or row.draft_length
     if not (opens or computes) and behind[:1] == digests[-1:] and answer.kv_len >= len(digests):
@@ -122,7 +124,27 @@ def _computed(held: _Held, row: worker_pb2.Row, answer: worker_pb2.RowReply) -> 
     return None
 
 
+def _wrong_outcomes(row: worker_pb2.Row, outcomes: Iterable[worker_pb2.Outcome]) -> str | None:
+    drafted = list(row.draft_tokens)
+    results = [(one.accepted, one.token) for one in outcomes]
+    if len(results) > row.outcomes:
+        return f"prepares for {len(results)} outcomes, asked for were {row.outcomes}"
+    if len(set(results)) < len(results):
+        return f"prepares for an outcome twice, among {results}"
+    for one in outcomes:
+        what = f"prepares for token {one.token} after {one.accepted} of {drafted}"
+        if one.accepted > len(drafted) or drafted[one.accepted : one.accepted + 1] == [one.token]:
+            return f"{what}, which cannot be"
+        if not 0 < len(one.draft_tokens) <= row.draft_length:
+            return f"{what} with {len(one.draft_tokens)} tokens, draft_length is {row.draft_length}"
+        if len(one.confidences) not in (0, len(one.draft_tokens)):
+            return f"{what}: {len(one.confidences)} confidences come with {len(one.draft_tokens)} tokens"
+    return None
+
+
 def _wrong_tokens(row: worker_pb2.Row, tokens: list[int], drafted: list[int], accepted: int) -> str | None:
+    if row.outcomes and tokens:
+        return f"tokens {tokens} come with outcomes"
     if row.draft_length:
         if len(tokens) > row.draft_length:
             return f"{len(tokens)} tokens are proposed, draft_length is {row.draft_length}"
@@ -154,13 +176,19 @@ def _refused(held: _Held, row: worker_pb2.Row, answer: worker_pb2.RowReply) -> s
 class CommittedTokens:
     """The committed tokens of one sequence of one scheduler, by their digests: each position has one token for ever."""
 
-    __slots__ = ("digests", "prompt_length", "proposals")
+    __slots__ = ("digests", "prepared_for", "prompt_length", "proposals", "verified", "verified_until")
 
     def __init__(self) -> None:
         self.digests: dict[int, int] = {}
         self.prompt_length = 0
         self.proposals: dict[int, list[list[int]]] = {}
         """What drafts proposed, by the digest of the tokens before."""
+        self.verified: tuple[int, list[int]] | None = None
+        """The digest of the tokens before those that a target was last told to verify, and these."""
+        self.verified_until: float | None = None
+        """When the answer came."""
+        self.prepared_for: set[int] = set()
+        """The digests before verifications for which drafts were told to prepare."""
 
     def say(self, position: int, digests: Iterable[int]) -> int | None:
         """Committed prefixes of `position`, position + 1 ... tokens. Returns the first that says something else."""

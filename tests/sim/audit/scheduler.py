@@ -64,6 +64,8 @@ class SchedulerAudit:
         stream.last_step = request.step_id
         if request.rows and stream.worker_epoch in self._gone:
             self._problem(f"step {request.step_id} goes to {call.address}, which has been told that it may leave")
+        if len({row.outcomes > 0 for row in request.rows}) > 1:
+            self._problem(f"step {request.step_id} has rows with outcomes and without")
         busy = {row.sequence_id: row for step in stream.unanswered.values() for row in step.rows}
         for row in request.rows:
             self._check_row(stream, row, busy.get(row.sequence_id))
@@ -95,15 +97,24 @@ class SchedulerAudit:
             end = before.kv_len + len(before.tokens)
             known = row.kv_len > end and stream.book.digest(row.sequence_id, row.kv_len) == row.prefix_digest
             chunk = not (before.sample or before.draft_length)
-            if not chunk or not (known or (row.kv_len, row.prefix_digest) == (end, digest)):
+            if before.outcomes:
+                kept = row.kv_len <= before.kv_len and stream.book.digest(row.sequence_id, row.kv_len)
+                proposes = row.draft_length > 0 and not row.outcomes
+                goes_on = proposes and (kept == row.prefix_digest or _goes_on(before, row))
+            else:
+                goes_on = chunk and (known or (row.kv_len, row.prefix_digest) == (end, digest))
+            if not goes_on:
                 self._problem(f"{name} does not wait for the answer to the one before")
         elif not unsure and stream.book.digest(row.sequence_id, row.kv_len) != row.prefix_digest:
             has = stream.book.kv_len(row.sequence_id)
             self._problem(f"{name} counts on {row.kv_len} positions of KV, by its replies it has {has}, or other ones")
         digests = [row.prefix_digest, *digests_after(row.prefix_digest, row.tokens)]
         self._say(sequence, name, row.kv_len, digests)
-        if row.draft_tokens:
+        if row.outcomes:
+            self._check_prepares(name, sequence, row, digests[-1])
+        elif row.draft_tokens:
             drafted = list(row.draft_tokens)
+            sequence.verified, sequence.verified_until = (digests[-1], drafted), None
             proposals = sequence.proposals.get(digests[-1], [])
             if not any(proposal[: len(drafted)] == drafted for proposal in proposals):
                 self._problem(f"{name} has draft_tokens {drafted}, proposed were {proposals}")
@@ -111,6 +122,18 @@ class SchedulerAudit:
                 self._problem(f"{name} has draft_tokens, and is not to sample")
         if not self.sessions.wants(sequence):
             self._problem(f"{name}: nobody waits for the sequence any more")
+
+    def _check_prepares(self, name: str, sequence: CommittedTokens, row: worker_pb2.Row, digest: int) -> None:
+        """`digest` is that of the tokens before `draft_tokens`."""
+        until = sequence.verified_until
+        over = until is not None and self._clock() > until + _SLACK
+        if sequence.verified != (digest, list(row.draft_tokens)) or over:
+            self._problem(f"{name} is to prepare for a verification of {list(row.draft_tokens)}, there is none")
+        if digest in sequence.prepared_for:
+            self._problem(f"{name} is to prepare for a verification once more")
+        sequence.prepared_for.add(digest)
+        if row.sample or row.HasField("scoring") or not row.draft_length:
+            self._problem(f"{name} is to prepare, and has something of a target's row or nothing to propose")
 
     def _say(self, sequence: CommittedTokens, name: str, position: int, digests: list[int]) -> None:
         place = sequence.say(position, digests)
@@ -134,10 +157,18 @@ class SchedulerAudit:
         if len(request.rows) != len(reply.rows):
             return
         for row, answer in zip(request.rows, reply.rows, strict=True):
-            if answer.status != worker_pb2.ROW_STATUS_OK or not answer.tokens:
-                continue
             sequence = self._sequences[row.sequence_id]
             end, digest = row.kv_len + len(row.tokens), digests_after(row.prefix_digest, row.tokens)[-1]
+            if not row.outcomes and sequence.verified == (digest, list(row.draft_tokens)):
+                sequence.verified_until = self._clock()
+            if answer.status != worker_pb2.ROW_STATUS_OK:
+                continue
+            for outcome in answer.outcomes:
+                verdict = [*row.draft_tokens[: outcome.accepted], outcome.token]
+                after = digests_after(digest, verdict)[-1]
+                sequence.proposals.setdefault(after, []).append(list(outcome.draft_tokens))
+            if not answer.tokens:
+                continue
             if row.draft_length:
                 sequence.proposals.setdefault(digest, []).append(list(answer.tokens))
             else:
@@ -183,3 +214,10 @@ class SchedulerAudit:
         if took > MOST_SECONDS_OF_A_MOVE + _SLACK:
             self._problem(f"move of sequence {request.sequence_id} took {took:.3f} s")
         stream.book.take_in(request)
+
+
+def _goes_on(before: worker_pb2.Row, row: worker_pb2.Row) -> bool:
+    """Whether a row begins within what one that prepares feeds, as far as the tokens turned out to be those."""
+    digests = [before.prefix_digest, *digests_after(before.prefix_digest, [*before.tokens, *before.draft_tokens])]
+    place = row.kv_len - before.kv_len
+    return 0 <= place < len(digests) and digests[place] == row.prefix_digest

@@ -51,6 +51,7 @@ def name_of(change: Change | Meeting) -> str:
 
 
 ALL_CHANGES = tuple(name_of((state, cause)) for state, causes in TRANSITIONS.items() for cause in causes)
+PREPARED = name_of((SequenceState.VERIFYING, Cause.PREPARED))
 ALL_MEETINGS = tuple(name_of((state, event)) for state, causes in TRANSITIONS.items() if causes for event in Happening)
 """Of all states that are not ends, whether or not the core can be there when it happens."""
 

@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from engine.steps import ProposeRow, RowOutcome, VerifyRow
+from engine.steps import RowOutcome
+from tests.sim.cell.paged_model import AnyRow
 from tests.sim.cell.plan import POISONS, Fault
 from tests.sim.cell.poisons import Poisons
 from tests.sim.cell.rpc.wire import REPEATED, TRUNCATED, UNKNOWN_FIELDS
@@ -129,7 +130,7 @@ class Faults:
     def _trouble(self, worker: SimulatedWorker, until: float, chance: float) -> None:
         rng = self._world.rng
 
-        def trouble(rows: Sequence[VerifyRow | ProposeRow]) -> dict[int, RowOutcome]:
+        def trouble(rows: Sequence[AnyRow]) -> dict[int, RowOutcome]:
             wrong: dict[int, RowOutcome] = {}
             if self._world.loop.now > until:
                 worker.model.trouble = None

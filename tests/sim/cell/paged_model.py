@@ -16,7 +16,19 @@ from engine.description import EngineDescription
 from engine.kv.kv_store import PageLayout
 from engine.kv.pages import OutOfPagesError, PagePool, PageTable
 from engine.sampling.grammars import GrammarError
-from engine.steps import Computing, EngineTimings, ProposeRow, RowOutcome, StepOutcome, VerifyRow, no_callback
+from engine.steps import (
+    AheadProposal,
+    AheadRow,
+    Awaited,
+    Computing,
+    EngineTimings,
+    ProposeRow,
+    RowOutcome,
+    StepOutcome,
+    VerifyRow,
+    never_awaited,
+    no_callback,
+)
 from scheduler.messages import TokenLogprobs
 from scheduler.sampling import Grammar
 from tests.sim.cell.toy_grammar import AutomatonMatcher, allowed
@@ -28,7 +40,8 @@ _STEP = 0x2545F4914F6CDD1D % _MODULUS
 _CHOICE = 0x9E3779B97F4A7C15
 _ALL = range(VOCABULARY)
 
-Trouble = Callable[[Sequence[VerifyRow | ProposeRow]], dict[int, RowOutcome]]
+AnyRow = VerifyRow | ProposeRow | AheadRow
+Trouble = Callable[[Sequence[AnyRow]], dict[int, RowOutcome]]
 """Given the rows of a step, the outcomes of those that go wrong, by place; may raise."""
 
 
@@ -50,6 +63,16 @@ def _draft_token(total: int, acceptance: float, choices: Sequence[int] = _ALL) -
     choice = _choice(total)
     right = (choice >> 32) % 1000 < acceptance * 1000
     return choices[(choice if right else choice + 1) % len(choices)]
+
+
+def _other_token(total: int, acceptance: float, assumed: int | None) -> int:
+    """What a draft takes for likeliest where the target does not choose `assumed`: more often than not the truth."""
+    token = _draft_token(total, acceptance)
+    if token != assumed:
+        return token
+    choice = _choice(total)
+    known = (choice >> 48) % 4 > 0 and choice % VOCABULARY != assumed
+    return (choice if known else choice + 2) % VOCABULARY
 
 
 def true_output(
@@ -171,12 +194,28 @@ class PagedModel:
         self.kv_store = NumbersStore(self._memory, page_size)
 
     def step(self, rows: Sequence[VerifyRow | ProposeRow], computing: Computing = no_callback) -> StepOutcome:
+        return self._answer(rows, computing, self._run)
+
+    def prepare(
+        self, rows: Sequence[AheadRow], computing: Computing = no_callback, awaited: Awaited = never_awaited
+    ) -> StepOutcome:
+        return self._answer(rows, computing, lambda row: self._prepare(row, awaited()))
+
+    def check(self, table: PageTable, tokens: Sequence[int]) -> None:
+        """Raises RuntimeError where the KV on the pages is not that of the tokens."""
+        size, last = self._page_size, 0
+        for place, token in enumerate(tokens):
+            last = _kv(last, token)
+            if self._memory[table.pages[place // size] * size + place % size] != last:
+                raise RuntimeError(f"the KV at position {place} of {list(tokens)} is that of other tokens")
+
+    def _answer(self, rows: Sequence[AnyRow], computing: Computing, run: Callable[[Any], RowOutcome]) -> StepOutcome:
         computing()
         self._spent()
         wrong = self.trouble(rows) if self.trouble is not None else {}
         outcomes = []
         for place, row in enumerate(rows):
-            outcomes.append(wrong[place] if place in wrong else self._run(row))
+            outcomes.append(wrong[place] if place in wrong else run(row))
         return StepOutcome(outcomes, EngineTimings())
 
     def _run(self, row: VerifyRow | ProposeRow) -> RowOutcome:
@@ -234,6 +273,56 @@ class PagedModel:
                 total += self._feed(table, proposal[-1:])[0]
             proposal.append(_draft_token(total, self._acceptance, _choices(row, _matcher(row, proposal))))
         return RowOutcome(proposal, confidences=[(total * 31 + token) % 100 / 99 for token in proposal])
+
+    def _prepare(self, row: AheadRow, early: bool) -> RowOutcome:
+        """`early`: ends after any number of passes, and has so much of each proposal."""
+        table, outcome = row.table, RowOutcome([])
+        try:
+            self._feed(table, [*row.tokens, *row.assumed])
+        except OutOfPagesError as error:
+            return RowOutcome([], error=str(error), out_of_pages=True)
+        if row.sampling.grammar is not None:
+            return outcome
+        base, length = table.length - len(row.assumed), row.draft_length
+        if early:
+            length = _choice(self._attend(table)) % (length + 1)
+        forks: list[PageTable] = []
+        # The last places first, on and off: each of them may be what the target comes to.
+        places = [(accepted, token) for accepted, token in enumerate([*row.assumed, None])]
+        first = base % len(places)
+        try:
+            for accepted, assumed in [*places[first:], *places[:first]][: row.outcomes]:
+                fork = self._fork(table, base + accepted)
+                forks.append(fork)
+                token = _other_token(self._attend(fork), self._acceptance, assumed)
+                proposal = self._follow(fork, token, length)
+                if proposal:
+                    confidences = [(base * 31 + one) % 100 / 99 for one in proposal]
+                    outcome.ahead.append(AheadProposal(accepted, token, proposal, confidences))
+        except OutOfPagesError:
+            pass  # for the others there is no room
+        finally:
+            for fork in forks:
+                self.pool.free(fork)
+        return outcome
+
+    def _fork(self, table: PageTable, length: int) -> PageTable:
+        fork, copy = self.pool.fork(table, length)
+        if copy is not None:
+            size, (source, page) = self._page_size, copy
+            self._memory[page * size : (page + 1) * size] = self._memory[source * size : (source + 1) * size]
+        return fork
+
+    def _follow(self, table: PageTable, token: int, length: int) -> list[int]:
+        """What is proposed after the token: less than `length` where there is no page any more."""
+        proposal: list[int] = []
+        try:
+            while len(proposal) < length:
+                self._feed(table, [*proposal[-1:], token][:1])
+                proposal.append(_draft_token(self._attend(table), self._acceptance))
+        except OutOfPagesError:
+            pass
+        return proposal
 
     def _feed(self, table: PageTable, tokens: Sequence[int]) -> list[int]:
         """The KV of the tokens, which is written to the pages."""

@@ -107,7 +107,14 @@ class Plan:
     """None: messages arrive as they were sent."""
 
 
-def make_plan(rng: random.Random, seed: int, sequences: int, kinds: tuple[str, ...] = FAULTS) -> Plan:
+def make_plan(
+    rng: random.Random,
+    seed: int,
+    sequences: int,
+    kinds: tuple[str, ...] = FAULTS,
+    draft_ahead: int | None = None,
+) -> Plan:
+    """With `draft_ahead`, the cell is one in which drafts can prepare for so many outcomes."""
     config = SchedulerConfig(
         batch_size=rng.choice((4, 8, 16, 32)),
         max_running=rng.choice((16, 48, 128, 256)),
@@ -172,7 +179,21 @@ def make_plan(rng: random.Random, seed: int, sequences: int, kinds: tuple[str, .
     if kinds == FAULTS:
         plan = _with_odd_messages(plan, random.Random(f"messages of {seed}"))
         plan = _with_poisons(plan, random.Random(f"prompts that kill in {seed}"))
-    return plan
+    return plan if draft_ahead is None else _drafting_ahead(plan, draft_ahead)
+
+
+def _drafting_ahead(plan: Plan, outcomes: int) -> Plan:
+    config = replace(
+        plan.config,
+        draft_ahead=outcomes,
+        draft_length=plan.config.draft_length or 3,
+        steps_in_flight=max(2, plan.config.steps_in_flight),
+    )
+    workers = plan.workers
+    if all(worker.role is Role.TARGET for worker in workers):
+        draft = replace(workers[0], worker_id=f"{Role.DRAFT.value}0", role=Role.DRAFT, base_seconds=0.003)
+        workers = (*workers, draft)
+    return replace(plan, config=config, workers=workers)
 
 
 def _with_keys(plan: Plan, rng: random.Random) -> Plan:

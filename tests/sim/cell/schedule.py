@@ -45,6 +45,8 @@ class ScheduleResult:
     """Sequences with a grammar that finished."""
     reused: int
     """Positions whose KV sequences took over from others."""
+    ahead_rows: int
+    """With which drafts prepared for outcomes of verifications."""
     changes: Counter[str]
     """Changes of sequences' states, by name (tests/sim/cell/coverage.py)."""
     meetings: Counter[str]
@@ -73,10 +75,12 @@ def _quiet(loop: VirtualLoop) -> Iterator[None]:
             gc.enable()
 
 
-def run_schedule(seed: int, sequences: int = 200, kinds: tuple[str, ...] = FAULTS) -> ScheduleResult:
+def run_schedule(
+    seed: int, sequences: int = 200, kinds: tuple[str, ...] = FAULTS, draft_ahead: int | None = None
+) -> ScheduleResult:
     """Raises ScheduleError."""
     rng = random.Random(seed)
-    return run_plan(make_plan(rng, seed, sequences, kinds), rng)
+    return run_plan(make_plan(rng, seed, sequences, kinds, draft_ahead), rng)
 
 
 def run_plan(plan: Plan, rng: random.Random, detailed: bool = False) -> ScheduleResult:
@@ -113,6 +117,7 @@ def run_plan(plan: Plan, rng: random.Random, detailed: bool = False) -> Schedule
         world.fenced_replies,
         sum(call.outcome in ("stop", "length") for call in world.calls if call.plan.request.sampling.grammar),
         world.reused,
+        world.ahead_rows,
         named(world.changes),
         named(world.meetings),
     )

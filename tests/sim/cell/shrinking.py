@@ -53,10 +53,12 @@ def kind_of(failure: str) -> str:
     return re.sub(r"\d+(\.\d+)?", "#", re.sub(r"[\[(][^\[\]()]*[\])]", "...", failure))
 
 
-def shrink(seed: int, sequences: int = 200, kinds: tuple[str, ...] = FAULTS) -> Shrunk | None:
+def shrink(
+    seed: int, sequences: int = 200, kinds: tuple[str, ...] = FAULTS, draft_ahead: int | None = None
+) -> Shrunk | None:
     """None for a seed that breaks no rule."""
     rng = random.Random(seed)
-    plan = make_plan(rng, seed, sequences, kinds)
+    plan = make_plan(rng, seed, sequences, kinds, draft_ahead)
     search = _Search(seed, rng.getstate())
     if not search.finds(plan):
         return None

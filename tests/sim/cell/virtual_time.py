@@ -9,7 +9,7 @@ import asyncio
 import contextvars
 import heapq
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Protocol, TypeVar
 
 T = TypeVar("T")
@@ -149,19 +149,23 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
 
 class VirtualThread:
-    """Runs one call after the other, each for as long as `seconds_of` its arguments says.
+    """Runs one call after the other, each for as long as `seconds_of` its arguments says: for the last of these, or
+    until the first of them after another call has come.
 
-    A call that is cancelled before its turn is skipped; a running one is not interrupted. `clock` is the time as the
-    thread sees it: during a call, that of the call's end.
+    A call that is cancelled before its turn is skipped; a running one is not interrupted otherwise. `clock` is the time
+    as the thread sees it: during a call, that of the call's end.
     """
 
-    def __init__(self, loop: VirtualLoop, seconds_of: Callable[..., float]) -> None:
+    def __init__(self, loop: VirtualLoop, seconds_of: Callable[..., Sequence[float]]) -> None:
         self._loop = loop
         self._seconds_of = seconds_of
         self._waiting: deque[tuple[asyncio.Future[Any], Callable[..., Any], tuple[Any, ...]]] = deque()
         self._busy = False
         self._stopped = False
         self._began: float | None = None
+        self._ends: list[float] = []
+        self._plans = 0
+        self._running: tuple[float, asyncio.Future[Any], Callable[..., Any], tuple[Any, ...]]
 
     def clock(self) -> float:
         return self._loop.now if self._began is None else self._began
@@ -175,6 +179,8 @@ class VirtualThread:
         self._waiting.append((future, call, args))
         if not self._busy:
             self._next()
+        elif len(self._ends) > 1:
+            self._end_at([end for end in self._ends if end >= self._loop.now][:1])
         return future
 
     def shutdown(self, wait: bool = True, cancel_futures: bool = False) -> None:
@@ -187,15 +193,23 @@ class VirtualThread:
             if not future.cancelled():
                 self._busy = True
                 began = self._loop.now
-                self._loop.post(began + self._seconds_of(*args), self._finish, began, future, call, args)
+                ends = [began + seconds for seconds in self._seconds_of(*args)]
+                self._running = (began, future, call, args)
+                self._end_at(ends[:1] if self._waiting else ends)
                 return
         self._busy = False
 
-    def _finish(
-        self, began: float, future: asyncio.Future[Any], call: Callable[..., Any], args: tuple[Any, ...]
-    ) -> None:
-        if self._stopped:
+    def _end_at(self, ends: list[float]) -> None:
+        """The running call ends at the last of these."""
+        self._ends = ends
+        self._plans += 1
+        self._loop.post(ends[-1], self._finish, self._plans)
+
+    def _finish(self, plan: int) -> None:
+        if self._stopped or plan != self._plans:
             return
+        began, future, call, args = self._running
+        self._ends = []
         self._began = began
         try:
             result = call(*args)

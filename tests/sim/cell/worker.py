@@ -71,6 +71,7 @@ class StepWatch:
             self._last_step = step
             for row in reply.rows:
                 self._check_row(row)
+            world.ahead_rows += sum(row.outcomes > 0 for row in request.rows)
 
     def _check_row(self, row: worker_pb2.RowReply) -> None:
         match row.status:
@@ -122,14 +123,22 @@ class SimulatedWorker:
             ) -> worker_pb2.StepReply:
                 reply = super().execute(request, arrived, computing)
                 watch.check(request, reply)
-                if request.step_id % _CHECK_EVERY == 0:
-                    try:
+                try:
+                    if request.step_id % _CHECK_EVERY == 0:
                         self.check_integrity()
-                    except RuntimeError as error:
-                        world.fail(f"{plan.worker_id}: {error}")
+                    self._check_prepared(request)
+                except RuntimeError as error:
+                    world.fail(f"{plan.worker_id}: {error}")
                 if world.faults.poisons.prompts:
                     self._poison(request)
                 return reply
+
+            def _check_prepared(self, request: worker_pb2.StepRequest) -> None:
+                """What was computed for outcomes has left the sequences' own KV alone."""
+                for row in request.rows:
+                    held = self._sequences._sequences.get(row.sequence_id)
+                    if row.outcomes and held is not None:
+                        worker.model.check(held.table, held.history)
 
             def _settle(self, prepared: PreparedRow, outcome: RowOutcome) -> worker_pb2.RowReply:
                 sequence = prepared.sequence
@@ -168,22 +177,28 @@ class SimulatedWorker:
         self.leaving = True
         await self.registration.leave(seconds)
 
-    def _seconds(self, request: object, *arguments: object) -> float:
-        """Of a step, or of reading or writing pages between two of them."""
+    def _seconds(self, request: object, *arguments: object) -> list[float]:
+        """Of a step, or of reading or writing pages between two of them. One that prepares may end after each pass."""
         if any(isinstance(argument, asyncio.Future) and argument.cancelled() for argument in arguments):
-            return 0.0  # a step that nobody waits for any more
-        now = self.world.loop.now
+            return [0.0]  # a step that nobody waits for any more
+        stalled = self.stalled_until - self.world.loop.now
         if not isinstance(request, worker_pb2.StepRequest):
-            return max(_TRANSFER_SECONDS * self.slowness, self.stalled_until - now)
-        packed = passes = 0
+            return [max(_TRANSFER_SECONDS * self.slowness, stalled)]
+        packed = passes = outcomes = 0
         for row in request.rows:
             packed += len(row.tokens) + len(row.draft_tokens)
             passes = max(passes, row.draft_length)
-        seconds = 0.0
-        if packed:
-            seconds = self.plan.base_seconds * max(1, passes) + self.plan.row_seconds * packed
-            seconds *= self.slowness * (0.8 + 0.4 * self.world.rng.random())
-        return max(seconds, self.stalled_until - now)
+            outcomes += row.outcomes
+        if not packed:
+            return [max(0.0, stalled)]
+        base, of_row = self.plan.base_seconds, self.plan.row_seconds
+        slowness = self.slowness * (0.8 + 0.4 * self.world.rng.random())
+        if not outcomes:
+            return [max((base * max(1, passes) + of_row * packed) * slowness, stalled)]
+        return [
+            max((base * (1 + later) + of_row * (packed + outcomes * later)) * slowness, stalled)
+            for later in range(passes + 1)
+        ]
 
     def check_idle(self) -> str | None:
         """What is left here that should not be, once all sequences have ended."""

@@ -55,6 +55,7 @@ class World:
         self.calls: list[ClientCall] = []
         self.fenced_replies = 0
         self.reused = 0
+        self.ahead_rows = 0
         self.changes: Counter[Change] = Counter()
         self.meetings: Counter[Meeting] = Counter()
         self.events: list[tuple[Any, ...]] = []
