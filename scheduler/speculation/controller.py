@@ -243,7 +243,7 @@ class Controller:
         """For how many outcomes of each sequence an idle draft is to prepare while targets verify them, with how many
         tokens each: (0, 0) for none."""
         targets = [one.target for one in sequences if one.target is not None]
-        if self._fleet.time_sliced or not targets:
+        if self._fleet.time_sliced or draft.spec.shares_cores or not targets:
             return 0, 0
         if not self._auto:
             return self._fitting(draft, self.target(targets[0]), len(sequences))
@@ -259,7 +259,7 @@ class Controller:
         outcomes = self._config.draft_ahead
         if of_token * outcomes * sequences > of_pass:
             outcomes = int(of_pass / of_token / sequences)
-        seconds = _ON_TIME * (figures.typical + figures.wire.coefficients[0])
+        seconds = _ON_TIME * figures.typical
         # The first pass finds the outcomes.
         length = int(seconds / max(of_pass + of_token * outcomes * sequences, 1e-9)) - 1
         return (outcomes, min(self._config.draft_length, length)) if outcomes > 0 and length > 0 else (0, 0)
