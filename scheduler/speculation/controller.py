@@ -85,8 +85,13 @@ class DraftFigures:
 
     cost: LinearCost
     acceptance: ModelAcceptance
+    ahead_length: int
+    """Tokens of each outcome for which there is time: one more where time was left, one less where they came late."""
     found: float = _PRIOR_FOUND
     """The share of outcomes that it had prepared for, of verifications during which it was to."""
+    prepared_at: float | None = None
+    pass_seconds: float = 0.0
+    """When the last preparation ended, if its verdict has not come yet, and what a pass of it took."""
 
 
 class Controller:
@@ -117,7 +122,7 @@ class Controller:
         if found is None:
             acceptance = self._models.setdefault(model, ModelAcceptance(self._config.draft_length))
             cost = LinearCost((1.0, 1.0, _TOKEN), self._config.initial_step_seconds)
-            found = self._drafts[draft.worker_id] = DraftFigures(cost, acceptance)
+            found = self._drafts[draft.worker_id] = DraftFigures(cost, acceptance, max(1, self._config.draft_length))
         return found
 
     def own(self, sequence: Sequence) -> OwnAcceptance:
@@ -197,9 +202,23 @@ class Controller:
         own.observe(taken, tried)
         model.observe(taken, tried, confidences[:verified], accepted, len(draft.sequences))
 
-    def looked_for(self, draft: DraftWorker, prepared: bool, found: bool) -> None:
+    def prepared(self, draft: DraftWorker, length: int, seconds: float, late: bool, now: float) -> None:
+        """The draft has prepared proposals of up to so many tokens in so many seconds, perhaps after the verdict."""
+        figures = self.draft(draft)
+        if late:
+            figures.prepared_at, figures.ahead_length = None, max(1, length - 1)
+        else:
+            figures.prepared_at, figures.pass_seconds = now, seconds / (1 + length)
+
+    def looked_for(self, draft: DraftWorker, target: TargetWorker, prepared: bool, found: bool, now: float) -> None:
         """A verification of what this draft had proposed is over; whether it was to prepare, and for this outcome."""
         figures = self.draft(draft)
+        if figures.prepared_at is not None:
+            # Steps vary: a tenth of the target's is kept back.
+            left = now - figures.prepared_at - (1 - _ON_TIME) * self.target(target).typical
+            if left > figures.pass_seconds and figures.ahead_length < self._config.draft_length:
+                figures.ahead_length += 1
+            figures.prepared_at = None
         if not prepared:
             # What was not found once may be found again: it is tried anew in the end.
             figures.found += (1 - FORGET) ** 2 * (_PRIOR_FOUND - figures.found)
@@ -246,23 +265,21 @@ class Controller:
         if self._fleet.time_sliced or draft.spec.shares_cores or not targets:
             return 0, 0
         if not self._auto:
-            return self._fitting(draft, self.target(targets[0]), len(sequences))
+            return self._fitting(draft, len(sequences))
         choices = [self.target(target).choices.get(draft.worker_id) for target in targets]
         return min((0, 0) if choice is None else choice.ahead for choice in choices)
 
-    def _fitting(self, draft: DraftWorker, figures: TargetFigures, sequences: int) -> tuple[int, int]:
-        """The most outcomes whose rows cost no more than the passes themselves, and the tokens for which there is time
-        during a verification of so many sequences."""
-        if not self._config.draft_ahead or not self.draft(draft).cost.known:
+    def _fitting(self, draft: DraftWorker, sequences: int) -> tuple[int, int]:
+        """The most outcomes of each of so many sequences whose rows are to cost no more than the passes themselves, and
+        the tokens for which there was time of late."""
+        known = self.draft(draft)
+        if not self._config.draft_ahead or not known.cost.known:
             return 0, 0
-        _, of_pass, of_token = self.draft(draft).cost.coefficients
+        _, of_pass, of_token = known.cost.coefficients
         outcomes = self._config.draft_ahead
         if of_token * outcomes * sequences > of_pass:
             outcomes = int(of_pass / of_token / sequences)
-        seconds = _ON_TIME * figures.typical
-        # The first pass finds the outcomes.
-        length = int(seconds / max(of_pass + of_token * outcomes * sequences, 1e-9)) - 1
-        return (outcomes, min(self._config.draft_length, length)) if outcomes > 0 and length > 0 else (0, 0)
+        return (outcomes, min(self._config.draft_length, known.ahead_length)) if outcomes else (0, 0)
 
     def chances(self, sequence: Sequence, confidences: bytes, count: int) -> list[float]:
         """The chance of each of `count` proposed tokens to be accepted with all before it."""
@@ -341,7 +358,7 @@ class Controller:
         margin = 1.0 if before and before.ahead[0] else 1 / FORGET  # as much again for drafting ahead
         accepted = drafted = 0.0
         # What is found spares a step of the draft where it is found for all, and brings what there is time to prepare.
-        outcomes, prepared = self._fitting(draft, figures, count) if serial and not self._fleet.time_sliced else (0, 0)
+        outcomes, prepared = self._fitting(draft, count) if serial and not self._fleet.time_sliced else (0, 0)
         found = known.found if outcomes else 0.0
         taken = found * sum(sum(kept[:prepared]) for kept in worth) / len(members)
         for passes in range(1, max(map(len, worth)) + 1):

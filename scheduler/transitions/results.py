@@ -40,6 +40,10 @@ class Rounds:
         _leave_out_reused(step, results)
         _count_prepared(step, results)
         self._controller.draft_step(draft, step.work, max(seconds, now - began))
+        lengths = [flight.row.draft_length for flight in step.rows if flight.row.outcomes]
+        if lengths:
+            late = not any(_is_verified(flight) for flight in step.rows)
+            self._controller.prepared(draft, max(lengths), seconds, late, now)
         together = _failed_together(step, results)
         for flight in step.rows:
             draft.row_answered(flight)
@@ -202,7 +206,7 @@ class Rounds:
             sequence.draft.kv[sequence.sequence_id].settle_proposal(accepted)
             if drafted:
                 was_asked = sequence.prepared_for == before
-                self._controller.looked_for(sequence.draft, was_asked, prepared is not None)
+                self._controller.looked_for(sequence.draft, target, was_asked, prepared is not None, now)
         if entry.valid < sequence.length - 1:
             self._lifecycle.catch_up(sequence)
         else:
@@ -232,12 +236,17 @@ def _take_outcomes(entry: KvEntry, flight: InFlightRow[Sequence], result: RowRes
     sequence, row = flight.sequence, flight.row
     sequence.draft_failures = 0
     computed = result.kv_len - flight.end
-    if sequence.state is VERIFYING and sequence.length == flight.end:
+    if _is_verified(flight):
         entry.valid = min(flight.end, max(0, result.kv_len))
         entry.ahead = max(0, min(computed, len(row.draft_tokens)))
         sequence.outcomes = result.outcomes
     else:
         entry.valid = min(max(entry.valid, flight.end), max(0, result.kv_len))
+
+
+def _is_verified(flight: InFlightRow[Sequence]) -> bool:
+    """Whether a target still verifies what the draft prepared for."""
+    return flight.sequence.state is VERIFYING and flight.sequence.length == flight.end
 
 
 def _serve_prompt(sequence: Sequence, row: Row, result: RowResult, computed: int) -> None:
