@@ -146,7 +146,7 @@ def test_one_step_prepares_for_all_sequences_that_are_verified() -> None:
     check_to_the_end(driver, 1, 2)
 
 
-@pytest.mark.parametrize("why", ["off", "one step at a time", "grammar", "slow draft", "plain", "request"])
+@pytest.mark.parametrize("why", ["off", "one step at a time", "grammar", "plain", "request"])
 def test_nothing_is_prepared(why: str) -> None:
     config = {"off": {"draft_ahead": 0}, "one step at a time": {"steps_in_flight": 1}, "plain": {"draft_length": 0}}
     driver = pair(**{"draft_ahead": 4, "draft_length": 4, **config.get(why, {})})
@@ -155,13 +155,29 @@ def test_nothing_is_prepared(why: str) -> None:
     driver.submit(1, prompt_length=8, max_tokens=40, sampling=sampling, draft_length=draft_length)
     while any(driver.steps.values()):
         if driver.steps["draft"]:
-            step = driver.steps["draft"][0]
-            driver.answer("draft", seconds=seconds(step) * (100 if why == "slow draft" else 1))
+            driver.answer("draft", seconds=seconds(driver.steps["draft"][0]))
         if driver.steps["target"]:
             driver.answer("target")
     assert not prepared_rows(driver)
     assert counted(driver)[1] == 0
     check_to_the_end(driver)
+
+
+def test_as_many_tokens_are_prepared_as_there_was_time_for() -> None:
+    driver = pair(draft_ahead=4, draft_length=4)
+    controller, fleet = driver.core._controller, driver.core._fleet
+    draft, target = fleet.drafts["draft"], fleet.targets["target"]
+    figures = controller.draft(draft)
+
+    def length_after(late: bool, verdict: float) -> int:
+        """What was prepared at 1.0, in four passes of 10 ms each, came late, or before the verdict."""
+        controller.prepared(draft, 3, 0.04, late, 1.0)
+        controller.looked_for(draft, target, True, True, verdict)
+        return figures.ahead_length
+
+    assert figures.ahead_length == 4
+    assert [length_after(True, 1.0), length_after(False, 1.001), length_after(False, 2.0)] == [2, 2, 3]
+    assert [length_after(False, 3.0), length_after(False, 3.0)] == [4, 4]
 
 
 def test_nothing_is_prepared_while_the_target_has_another_batch() -> None:
