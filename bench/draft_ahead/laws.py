@@ -37,16 +37,22 @@ OUTCOMES = 64
 
 
 def rate(
-    costs: Costs, agreement: float, *, batch_size: int = 1, draft_length: int | None = None, outcomes: int = 0
+    costs: Costs,
+    agreement: float,
+    *,
+    batch_size: int = 1,
+    draft_length: int | None = None,
+    outcomes: int = 0,
+    batches: int = 1,
 ) -> Measured:
-    """Of a pool of one batch: with this draft length in every round, or as AUTO chooses, up to `LONGEST`."""
+    """Of a pool of so many batches: with this draft length in every round, or as AUTO chooses, up to `LONGEST`."""
     return rate_of(
         costs,
         lambda _id, _position: agreement,
         policy=Policy.AUTO if draft_length is None else Policy.RAGGED,
         draft_length=LONGEST if draft_length is None else draft_length,
         batch_size=batch_size,
-        sequences=batch_size,
+        sequences=batch_size * batches,
         tokens_each=3000 if batch_size == 1 else 600,
         draft_ahead=outcomes,
         ranks=RANKS,
