@@ -72,7 +72,7 @@ class SchedulingSection(SchedulingSettings, Section):
         None, "Maximum number of sequences in one draft step. Unset: four batches, at least 64.", ge=1
     )
     draft_ahead: int = described(
-        64,
+        0,
         "While a target verifies a proposal, an idle draft model prepares the next one for up to so many of the "
         "likeliest outcomes. 0: off.",
         ge=0,

@@ -284,7 +284,7 @@ def test_what_the_scheduler_and_the_engines_get() -> None:
         ],
     )
     expected = SchedulerConfig(
-        batch_size=2, max_running=6, policy=Policy.RAGGED, draft_length=3, draft_ahead=64, max_queued_tokens=99
+        batch_size=2, max_running=6, policy=Policy.RAGGED, draft_length=3, draft_ahead=0, max_queued_tokens=99
     )
     assert config.scheduling.scheduler_config(drafting=True) == expected
     assert config.scheduling.scheduler_config(drafting=False).draft_length == 0
