@@ -14,7 +14,7 @@ from bench.virtual_time.rates import Costs, Measured, rate_of
 from scheduler.config import Policy
 
 WIRE_SECONDS = 0.0002
-"""From the scheduler to a worker, and back."""
+"""Each way between the scheduler and a worker."""
 
 LAWS = {
     "8B, 0.6B": Costs(base=0.006, row=16e-6, draft_base=0.0008, draft_row=1.2e-6, latency=WIRE_SECONDS, jitter=0.02),
