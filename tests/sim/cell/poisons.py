@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, defaultdict
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from scheduler.messages import Role
@@ -25,6 +26,19 @@ _MOST_HANGING = 3
 """Requests. A cell with one target stands still for twice these seconds for each, and everything must end in time."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Victim:
+    worker: SimulatedWorker
+    arrived: float
+    """When: the step that it did not survive."""
+
+    @property
+    def excused(self) -> bool:
+        """Whether the loss has a reason of its own: the worker leaves, drains, or its connection was cut meanwhile."""
+        worker = self.worker
+        return worker.leaving or worker.executor.draining or worker.process.broken_until >= self.arrived
+
+
 class Poisons:
     """`prompts` are those of poisons, with the fault that says what each does: kill, hang, or kill now and then."""
 
@@ -36,7 +50,7 @@ class Poisons:
         self.submissions: Counter[Prompt] = Counter()
         """How often each prompt was submitted to a scheduler. Each time, nothing is known of what it did before."""
         self._mended = False
-        self._victims: dict[tuple[Prompt, Role], list[SimulatedWorker]] = defaultdict(list)
+        self._victims: dict[tuple[Prompt, Role], list[_Victim]] = defaultdict(list)
 
     def add(self, prompt: Prompt, fault: Fault) -> None:
         hanging = {known for known, poison in self.prompts.items() if poison.kind == HANGING} | {prompt}
@@ -48,12 +62,12 @@ class Poisons:
         """Requests that always kill do so no more. The others need longer than all else that goes wrong: they go on."""
         self._mended = True
 
-    def computed(self, worker: SimulatedWorker, prompts: set[Prompt]) -> None:
-        """The worker has computed rows of these. Raises NeverEndsError where the step hangs."""
+    def computed(self, worker: SimulatedWorker, arrived: float, prompts: set[Prompt]) -> None:
+        """The worker has computed rows of these, in a step that arrived then. Raises NeverEndsError where it hangs."""
         poisons = [(prompt, self.prompts[prompt]) for prompt in sorted(prompts & self.prompts.keys())]
         struck = [(prompt, fault) for prompt, fault in poisons if self._strikes(fault)]
         for prompt, fault in struck:
-            self._count(worker, prompt, fault)
+            self._count(_Victim(worker, arrived), prompt, fault)
             if fault.kind != HANGING:
                 self._world.loop.call_soon(self._world.stop_worker, worker, fault.seconds)
         hanging = [fault for _, fault in struck if fault.kind == HANGING]
@@ -69,12 +83,11 @@ class Poisons:
             return self._rng.random() < _SPORADIC_CHANCE
         return fault.kind == HANGING or not self._mended
 
-    def _count(self, worker: SimulatedWorker, prompt: Prompt, fault: Fault) -> None:
-        """A worker that leaves or drains is not known to be lost for a reason, whatever else became of it meanwhile."""
-        role = worker.plan.role
+    def _count(self, victim: _Victim, prompt: Prompt, fault: Fault) -> None:
+        role = victim.worker.plan.role
         victims = self._victims[prompt, role]
-        victims.append(worker)
-        kills = sum(not (one.leaving or one.executor.draining) for one in victims)
+        victims.append(victim)
+        kills = sum(not one.excused for one in victims)
         most = self._most_kills(prompt, fault) * self.submissions[prompt]
         if kills > most:
             self._world.fail(f"{prompt} has killed {kills} {role.value} workers, {most} may go")

@@ -23,6 +23,8 @@ class Process:
         self.network = network
         self.name = name
         self.alive = True
+        self.broken_until = float("-inf")
+        """Until when the other end may not have noticed that a connection of this process was cut while both lived."""
         self.calls: dict[StreamCall, None] = {}
         self._tasks: list[asyncio.Task[Any]] = []
         self._context = contextvars.copy_context()

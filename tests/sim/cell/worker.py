@@ -130,7 +130,7 @@ class SimulatedWorker:
                 except RuntimeError as error:
                     world.fail(f"{plan.worker_id}: {error}")
                 if world.faults.poisons.prompts:
-                    self._poison(request)
+                    self._poison(request, arrived)
                 return reply
 
             def _check_prepared(self, request: worker_pb2.StepRequest) -> None:
@@ -149,10 +149,11 @@ class SimulatedWorker:
                         world.fail(f"{plan.worker_id} proposed {outcome.tokens}, which {grammar.definition} forbids")
                 return super()._settle(prepared, outcome)
 
-            def _poison(self, request: worker_pb2.StepRequest) -> None:
+            def _poison(self, request: worker_pb2.StepRequest, arrived: float) -> None:
                 held = [self._sequences._sequences.get(row.sequence_id) for row in request.rows]
                 whole = [one for one in held if one and len(one.history) >= one.prompt_length]
-                world.faults.poisons.computed(worker, {tuple(one.history[: one.prompt_length]) for one in whole})
+                prompts = {tuple(one.history[: one.prompt_length]) for one in whole}
+                world.faults.poisons.computed(worker, arrived, prompts)
 
         self.executor: StepExecutor[Any] = Watched(self.model, epoch, self.thread.clock, kv_store=self.model.kv_store)
         self.address = f"{plan.worker_id}:1"

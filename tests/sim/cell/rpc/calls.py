@@ -30,6 +30,8 @@ Serializer = Callable[[Any], bytes]
 Deserializer = Callable[[bytes], Any]
 Codec = tuple[Serializer, Deserializer]
 """How a client writes requests and reads replies of a method."""
+UNNOTICED = (0.001, 0.05, 0.5)
+"""Seconds that a client may take to notice that a connection is gone."""
 
 
 def rpc_error(code: grpc.StatusCode, details: str) -> grpc.aio.AioRpcError:
@@ -396,7 +398,7 @@ class StreamCall:
     def break_off(self, reason: str) -> None:
         """The connection is gone. Each end notices in its own time; the server may still read what was on the way."""
         rng, loop = self._network.rng, self._loop
-        loop.post(loop.now + rng.choice((0.001, 0.05, 0.5)), self._finish, unavailable(reason))
+        loop.post(loop.now + rng.choice(UNNOTICED), self._finish, unavailable(reason))
         loop.post(loop.now + rng.choice((0.001, 0.05, 2.0)), self._stop_handler)
 
     def _up(self, action: Callable[..., None], *args: Any, straight: bool = False) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from protos import worker_pb2
 from tests.sim.cell.process import Process
+from tests.sim.cell.rpc.calls import UNNOTICED
 from tests.sim.cell.rpc.tap import NoTap, Tap
 from tests.sim.cell.rpc.wire import Wire
 from tests.sim.cell.virtual_time import VirtualLoop
@@ -77,6 +78,8 @@ class Network:
 
     def cut(self, one: Process, other: Process) -> None:
         """Every open stream between the two breaks; each end notices in its own time."""
+        for process in (one, other):
+            process.broken_until = self.loop.now + max(UNNOTICED)
         for call in list(one.calls):
             if call.joins(other):
                 call.break_off("the connection was reset")
