@@ -237,6 +237,8 @@ class Report:
             "ahead_laws": ahead_page.laws_lines,
             "ahead_paced": ahead_page.paced_lines,
             "ahead_pair": ahead_page.pair_lines,
+            "ahead_ranks": ahead_page.ranks_lines,
+            "ahead_turnaround": ahead_page.turnaround_lines,
             "ahead_break_even": ahead_page.break_even_lines,
         }[name]
         self._say("\n".join(lines(content["result"])))

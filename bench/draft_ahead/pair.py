@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from bench.draft_ahead.prompts import read_prompts
 from bench.draft_ahead.streams import one_at_a_time
 from engine.models.source import resolve_model
 from scheduler.config import Policy, SchedulerConfig
 from scheduler.messages import Role
 from services.launch.launcher import WorkerLaunch
-from services.text.tokenizer import load_tokenizer
 
 _LENGTHS = (1, 2)
 _AHEAD = ((1, 4), (2, 4), (2, 8))
-_LONGEST_PROMPT = 1200
 
 
 async def measured_pair(
@@ -33,7 +31,7 @@ async def measured_pair(
     configs = {"plain": _config(0)}
     configs |= {f"ordinary, {length}": _config(length) for length in _LENGTHS}
     configs |= {f"ahead, {length}, {outcomes}": _config(length, outcomes) for length, outcomes in _AHEAD}
-    prompts = _prompts(questions, count)
+    prompts = read_prompts(questions, count)
     rates: dict[str, list[float]] = {name: [] for name in configs}
     found: dict[str, float] = {}
     outputs: list[tuple[int, ...]] = []
@@ -68,13 +66,3 @@ def _config(draft_length: int, outcomes: int = 0) -> SchedulerConfig:
     return SchedulerConfig(
         batch_size=1, max_running=1, policy=Policy.RAGGED, draft_length=draft_length, draft_ahead=outcomes
     )
-
-
-def _prompts(questions: Path, count: int) -> list[tuple[int, ...]]:
-    """Evenly spaced over the file."""
-    tokenizer = load_tokenizer(str(resolve_model("demo", Role.TARGET).folder))
-    rows = [json.loads(line) for line in questions.read_text(encoding="utf-8").splitlines()]
-    chosen = rows[:: max(1, len(rows) // count)][:count]
-    return [
-        tuple(tokenizer.encode_chat([{"role": "user", "content": row["turns"][0][:_LONGEST_PROMPT]}])) for row in chosen
-    ]

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from scheduler.config import Policy, SchedulerConfig
 from services.backend.interface import GenerationRequest
 from services.launch.launcher import WorkerLaunch, WorkerLauncher
+from services.observability.observer import ServiceObserver
+from services.rpc.channel_security import ChannelSecurity
 from services.scheduler.epochs import EpochAuthority, MemoryRegister
 from services.scheduler.service import SchedulerService
 from services.scheduler.workers.worker_link import LinkOptions, WorkerEndpoint
@@ -41,6 +43,8 @@ async def one_at_a_time(
     configs: Mapping[str, SchedulerConfig],
     prompts: Sequence[tuple[int, ...]],
     max_tokens: int,
+    security: ChannelSecurity | None = None,
+    observers: Sequence[ServiceObserver] = (),
 ) -> AsyncIterator[tuple[str, Streams]]:
     """Each configuration in turn, over the same workers. The first prompt is for learning what steps cost."""
     authority = EpochAuthority(MemoryRegister())
@@ -48,7 +52,9 @@ async def one_at_a_time(
     async with WorkerLauncher(launches) as launcher:
         for name, config in configs.items():
             epoch = await authority.claim()
-            async with SchedulerService(config, scheduler_epoch=epoch, link_options=links) as service:
+            async with SchedulerService(
+                config, scheduler_epoch=epoch, link_options=links, security=security, observers=observers
+            ) as service:
                 workers = [WorkerEndpoint(one.worker_id, one.role, one.address) for one in launcher.workers]
                 await service.add_workers(workers)
                 streams = Streams()

@@ -72,6 +72,36 @@ def pair_lines(result: Mapping[str, Any]) -> Iterator[str]:
     yield f"Best ahead over best ordinary: {result['ratio']:.2f}."
 
 
+def ranks_lines(result: Mapping[str, Any]) -> Iterator[str]:
+    yield (
+        f"Greedy answers of {result['tokens']} tokens to {result['prompts']} prompts, {result['positions']} positions: "
+        f"the draft's first choice is the target's token in {result['agreement_of_all']:.0%}. Of the "
+        f"{result['surest']} positions at which the draft is surest, and right in {result['agreement']:.0%}, it errs "
+        f"in {result['missed']}. In how many of these the target's token is its second choice, its third, and so on:"
+    )
+    yield ""
+    ranks = range(2, 2 + len(result["ranks"]))
+    yield f"|{''.join(f' {rank} |' for rank in ranks)} later |"
+    yield f"|{' ---: |' * (1 + len(ranks))}"
+    yield f"|{''.join(f' {share:.1%} |' for share in (*result['ranks'], result['later']))}"
+
+
+def turnaround_lines(result: Mapping[str, Any]) -> Iterator[str]:
+    yield (
+        f"From the bytes of a verdict to those of the next verification, within the scheduler's process, between steps "
+        f"of worker processes that sleep like {result['law']} at an agreement of {result['agreement']}; microseconds, "
+        "medians. *Reading*: bytes to the core's messages. *Telling*: those who count. *Applying* and *planning*: the "
+        "core. *Delivering*: the output to its stream. *Writing*: the step to bytes."
+    )
+    yield ""
+    parts = list(result["ways"][0]["parts"])
+    yield f"| | verdicts | all | P90 |{''.join(f' {part} |' for part in parts)}"
+    yield f"| --- |{' ---: |' * (3 + len(parts))}"
+    for way in result["ways"]:
+        cells = "".join(f" {way['parts'][part]:.0f} |" for part in parts)
+        yield f"| {way['way']} | {way['verdicts']} | {way['median']:.0f} | {way['p90']:.0f} |{cells}"
+
+
 def break_even_lines(result: Mapping[str, Any]) -> Iterator[str]:
     yield (
         f"Virtual time, {result['law']}, one quantity varied at a time from a stream alone at an agreement of "
