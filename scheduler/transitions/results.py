@@ -46,10 +46,14 @@ class Rounds:
             self._controller.prepared(draft, max(lengths), seconds, late, now)
         together = _failed_together(step, results)
         for flight in step.rows:
+            wanted = not flight.abandoned
             draft.row_answered(flight)
             if not flight.abandoned:
                 result = results.get(flight.row.sequence_id) or _missing(flight.row)
                 self._draft_row(draft, flight, result, together, now)
+            elif wanted and flight.sequence.state is DRAFTING:
+                # Its proposal overtook the answer to what was prepared, and does not count.
+                self._lifecycle.begin_round(flight.sequence, now)
 
     def target_step(self, target: TargetWorker, step_id: int, results: Results, seconds: float, now: float) -> None:
         began = target.running_since

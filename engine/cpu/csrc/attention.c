@@ -48,7 +48,9 @@ INLINE void score_queries(int runs, float *scores, ptrdiff_t stride, const facto
     ptrdiff_t vectors = row_factors / LANES;
     for (int run = 0; run < runs; run++, keys += row_factors)
         for (ptrdiff_t query = 0; query < count; query++) {
-            f32v sums[LANES] = {};
+            f32v sums[LANES];
+#pragma GCC unroll 16
+            for (int key = 0; key < LANES; key++) sums[key] = splat(0.0f);
             for (ptrdiff_t i = 0; i < vectors; i++) {
                 f32v by = load(queries + query * row_factors + i * LANES);
 #pragma GCC unroll 16

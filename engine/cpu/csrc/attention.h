@@ -162,7 +162,7 @@ INLINE void softmax(float *scores, ptrdiff_t seen, float scaling) {
 INLINE void sum_values(int count, int parts, element *to, const float *weights, const float *begun, ptrdiff_t from,
     ptrdiff_t seen, const Attention *call, const Block *block, ptrdiff_t kv_head, ptrdiff_t first) {
     ptrdiff_t head_dim = call->heads.head_dim;
-    f32v sums[VALUE_QUERIES][VALUE_VECTORS];
+    f32v sums[VALUE_QUERIES][4];
 #pragma GCC unroll 4
     for (int query = 0; query < count; query++)
 #pragma GCC unroll 4
@@ -172,15 +172,14 @@ INLINE void sum_values(int count, int parts, element *to, const float *weights, 
         const element *values = kv_at(call, block, 1, run, kv_head) + first;
         ptrdiff_t end = seen - run < LANES ? seen : run + LANES;
         for (ptrdiff_t position = run; position < end; position++, values += head_dim) {
-            f32v value[VALUE_VECTORS];
 #pragma GCC unroll 4
-            for (int part = 0; part < parts; part++) value[part] = load_element(values + part * LANES);
+            for (int part = 0; part < parts; part++) {
+                f32v value = load_element(values + part * LANES);
 #pragma GCC unroll 4
-            for (int query = 0; query < count; query++)
-#pragma GCC unroll 4
-                for (int part = 0; part < parts; part++)
+                for (int query = 0; query < count; query++)
                     sums[query][part] =
-                        multiply_add(value[part], splat(weights[query * call->stride + position]), sums[query][part]);
+                        multiply_add(value, splat(weights[query * call->stride + position]), sums[query][part]);
+            }
         }
     }
 #pragma GCC unroll 4
@@ -194,8 +193,8 @@ INLINE void sum_values(int count, int parts, element *to, const float *weights, 
 INLINE void sum_query_values(int count, element *to, const float *weights, const float *begun, ptrdiff_t from,
     ptrdiff_t seen, const Attention *call, const Block *block, ptrdiff_t kv_head) {
     ptrdiff_t first = 0;
-    for (; first + VALUE_VECTORS * LANES <= call->heads.head_dim; first += VALUE_VECTORS * LANES)
-        sum_values(count, VALUE_VECTORS, to, weights, begun, from, seen, call, block, kv_head, first);
+    for (; first + VALUE_VECTORS(count) * LANES <= call->heads.head_dim; first += VALUE_VECTORS(count) * LANES)
+        sum_values(count, VALUE_VECTORS(count), to, weights, begun, from, seen, call, block, kv_head, first);
     for (; first < call->heads.head_dim; first += 2 * LANES)
         sum_values(count, 2, to, weights, begun, from, seen, call, block, kv_head, first);
 }

@@ -7,11 +7,7 @@
 
 typedef uint16_t bf16;
 
-INLINE f32v load_bf16(const bf16 *from) {
-    u16v x;
-    memcpy(&x, from, sizeof x);
-    return (f32v)(__builtin_convertvector(x, u32v) << 16);
-}
+INLINE f32v load_bf16(const bf16 *from) { return (f32v)(load_u16(from) << 16); }
 
 #ifndef ROUNDS_TO_BF16
 // To nearest, ties to even; NaN stays NaN.

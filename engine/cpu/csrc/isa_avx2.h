@@ -7,10 +7,14 @@
 #define LINEAR_ROWS 6
 #define LINEAR_VECTORS(rows) ((rows) > 2 ? 2 : 4)
 #define VALUE_QUERIES 4
-#define VALUE_VECTORS 2
+#define VALUE_VECTORS(queries) ((queries) > 3 ? 2 : 4)
 
 INLINE f32v multiply_add(f32v x, f32v y, f32v sum) {
     return (f32v)_mm256_fmadd_ps((__m256)x, (__m256)y, (__m256)sum);
+}
+
+INLINE u32v load_u16(const uint16_t *from) {
+    return (u32v)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)from));
 }
 
 INLINE f32v load_f16(const uint16_t *from) { return (f32v)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)from)); }

@@ -8,10 +8,14 @@
 #define LINEAR_ROWS 12
 #define LINEAR_VECTORS(rows) 2
 #define VALUE_QUERIES 4
-#define VALUE_VECTORS 4
+#define VALUE_VECTORS(queries) 4
 
 INLINE f32v multiply_add(f32v x, f32v y, f32v sum) {
     return (f32v)_mm512_fmadd_ps((__m512)x, (__m512)y, (__m512)sum);
+}
+
+INLINE u32v load_u16(const uint16_t *from) {
+    return (u32v)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from));
 }
 
 INLINE f32v load_f16(const uint16_t *from) {

@@ -7,11 +7,13 @@
 #define LINEAR_ROWS 6
 #define LINEAR_VECTORS(rows) ((rows) > 2 ? 4 : 8)
 #define VALUE_QUERIES 4
-#define VALUE_VECTORS 4
+#define VALUE_VECTORS(queries) 4
 
 INLINE f32v multiply_add(f32v x, f32v y, f32v sum) {
     return (f32v)vfmaq_f32((float32x4_t)sum, (float32x4_t)x, (float32x4_t)y);
 }
+
+INLINE u32v load_u16(const uint16_t *from) { return (u32v)vmovl_u16(vld1_u16(from)); }
 
 INLINE f32v load_f16(const uint16_t *from) { return (f32v)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(from))); }
 

@@ -5,9 +5,15 @@
 #define LINEAR_ROWS 6
 #define LINEAR_VECTORS(rows) ((rows) > 2 ? 2 : 8)
 #define VALUE_QUERIES 4
-#define VALUE_VECTORS 2
+#define VALUE_VECTORS(queries) 2
 
 INLINE f32v multiply_add(f32v x, f32v y, f32v sum) { return x * y + sum; }
+
+INLINE u32v load_u16(const uint16_t *from) {
+    u16v x;
+    memcpy(&x, from, sizeof x);
+    return __builtin_convertvector(x, u32v);
+}
 
 INLINE float f16_to_float(uint16_t x) {
     // Shifted to float32's place, exponents are 112 too small; the product mends normal and subnormal numbers alike.

@@ -18,6 +18,7 @@ from scheduler.messages import (
     SendStep,
     SequenceRequest,
     SequenceSubmitted,
+    StepCompleted,
     WorkerLost,
 )
 from scheduler.sampling import Grammar, SamplingParameters
@@ -323,6 +324,25 @@ def test_where_the_verdict_is_sooner_the_draft_row_follows_at_once() -> None:
     draft(driver)
     assert len(driver.only_step("target").rows[0].draft_tokens) == 4
     assert counted(driver) == (1, 0)
+    check_to_the_end(driver)
+
+
+def test_a_proposal_that_overtakes_the_answer_to_what_was_prepared_is_asked_for_again() -> None:
+    driver = drafting()
+    preparing(driver)
+    driver.answer("target")
+    worker, (first, second) = driver.workers["draft"], driver.steps["draft"]
+    events = [
+        StepCompleted("draft", step.step_id, tuple(map(worker.run_row, step.rows)), seconds(step))
+        for step in (first, second)
+    ]
+    driver.steps["draft"].clear()
+    driver.handle(events[1])
+    assert not driver.steps["target"]
+    (again,) = driver.only_step("draft").rows
+    assert (again.draft_length, again.outcomes, again.tokens) == (4, 0, second.rows[0].tokens)
+    assert not driver.handle(events[0])
+    assert driver.core.snapshot().drafting == 1
     check_to_the_end(driver)
 
 
