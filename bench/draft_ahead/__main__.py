@@ -49,7 +49,7 @@ def main() -> int:
         one.add_argument("--prompts", type=Path, required=True, help="a JSON Lines file with `turns`, like SpecBench's")
         one.add_argument("--tokens", type=int, default=64, help="new tokens of each prompt")
     pair.add_argument("--count", type=int, default=9, help="prompts, the first one of which is for learning")
-    pair.add_argument("--repeats", type=int, default=3)
+    pair.add_argument("--repeats", type=int, default=6, help="at least 2")
     ranks.add_argument("--count", type=int, default=40, help="prompts")
     arguments = parser.parse_args()
     say: Callable[[str], None] = _CONSOLE.print

@@ -69,7 +69,10 @@ def pair_lines(result: Mapping[str, Any]) -> Iterator[str]:
         found = f"{way['found']:.0%}" if way["found"] else ""
         yield f"| {way['way']} | {way['rate']:.1f} ({way['least']:.1f}-{way['most']:.1f}) | {found} |"
     yield ""
-    yield f"Best ahead over best ordinary: {result['ratio']:.2f}."
+    yield (
+        f"`{result['best'][1]}` over `{result['best'][0]}`, repeat by repeat: {result['ratio']:.3f}, standard error "
+        f"{result['ratio_error']:.3f}."
+    )
 
 
 def ranks_lines(result: Mapping[str, Any]) -> Iterator[str]:
