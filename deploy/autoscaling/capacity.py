@@ -132,8 +132,8 @@ def needs(figures: CellFigures, goals: Goals) -> Needs:
     if law is None:
         return Needs(None, None, running + waiting, 0.0, goals.token_seconds, 0.0, 0, 0.0)
     commit = 1.0 + _positive(figures.accepted_per_round)
-    allowed = max(goals.token_seconds, _SLACK_OVER_ALONE * law.seconds(1.0) / commit)
     stretch = bounded_stretch(figures.stretch)
+    allowed = max(goals.token_seconds, _SLACK_OVER_ALONE * stretch * law.seconds(1.0) / commit)
     room = max(_positive(figures.room, _MAX_SEQUENCES), 1.0)
 
     answer_seconds = _positive(figures.tokens_per_sequence, math.inf) * allowed

@@ -100,6 +100,30 @@ def test_what_the_laws_do_not_know_is_found_by_the_latency() -> None:
     assert slow_cell.target.number > quick_cell.target.number
 
 
+@pytest.mark.parametrize("overhead", [0.002, 0.016, 0.024])
+@pytest.mark.parametrize(("agreement", "draft_length"), [(0.1, 0), (0.5, 2), (0.8, 4)])
+def test_a_rise_asks_for_no_more_targets_than_hold_the_same_load_on_the_way_down(
+    agreement: float, draft_length: int, overhead: float
+) -> None:
+    """Of steps that take nearly as long as a token may: 80 ms and 1 ms a row, of 100 ms."""
+    costs = Costs(0.08, 0.001, 0.01, 0.002, overhead, batch_size=8, draft_length=draft_length)
+    groups = [GroupRules(1, most, upscale_delay=UPSCALE, downscale_delay=20.0) for most in (32, 8)]
+    clients = steps((0, 4), (120, 16), (420, 64), (720, 16))
+    cell = Cell(
+        Rules(*groups, Goals(token_seconds=0.1, draft_cost=0.25)),
+        costs,
+        clients=clients,
+        acceptance=lambda _: agreement,
+        tokens=200,
+        start_seconds=START,
+    )
+    moments = cell.run(1100)
+    asked = max(decision.target.wanted for time, decision in cell.decisions if 120 <= time < 420 and decision.target)
+    assert asked <= 1.3 * moments[-1].targets
+    # Nobody gets a target of its own.
+    assert max(one.targets for one in moments) <= 64 / 4
+
+
 SLOW_DRAFTS = Costs(target_base=0.03, target_row=0.0003, draft_pass=0.003, draft_row=0.0003, overhead=0.0)
 
 

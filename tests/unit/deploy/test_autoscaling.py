@@ -131,6 +131,18 @@ def test_needs_by_hand() -> None:
     assert (found.drafts, found.saved_targets) == (0.0, 0.0)
 
 
+def test_a_longer_stretch_lets_targets_hold_fewer_without_a_cliff() -> None:
+    """Down to those with which a token takes a quarter longer than alone, by the same stretch."""
+    figures = replace(MEASURED, drafted_per_round=0, accepted_per_round=0, draft_length=0, target_base=0.08)
+    goals = Goals(token_seconds=0.2)
+    held = [needs(replace(figures, stretch=1 + step / 200), goals).per_target for step in range(601)]
+    alone = 0.08 + MEASURED.target_row
+    # Steps of 16 and more: 6 ms for each.
+    assert (held[0], held[-1]) == pytest.approx((0.2 / 0.006, 1.25 * alone / 0.006))
+    assert all(more * (1 + 1e-9) >= fewer >= 0.99 * more for more, fewer in pairwise(held))
+    assert needs(replace(figures, stretch=4.0), goals).token_seconds == pytest.approx(4 * 1.25 * alone)
+
+
 def test_drafts_by_hand() -> None:
     """Perfect drafts of one token: rounds may take 100 ms, and yield two tokens."""
     figures = replace(MEASURED, acceptance=1.0, draft_length=1, drafted_per_round=1, accepted_per_round=1)
