@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from typing import TypeVar
 
 from scheduler.config import Policy, SchedulerConfig
 from scheduler.messages import Role, WorkerSpec
+from scheduler.state.digests import DigestedTokens
 from scheduler.state.workers import DraftWorker, TargetWorker, Worker
+
+SomeWorker = TypeVar("SomeWorker", DraftWorker, TargetWorker)
+
+_MOST_LOAD = 1.25
+"""KV that is there already spares a part of the prompt once; every token of the answer takes longer beside others."""
 
 
 class Fleet:
@@ -57,23 +65,27 @@ class Fleet:
         """Tokens of the longest sequence that any target can hold; 0 without targets."""
         return max((target.capacity for target in self.targets.values()), default=0)
 
-    def pick_target(self, positions: int, max_sequences: int | None) -> TargetWorker | None:
-        """The target with the fewest sequences, fewer than `max_sequences`, that has room for `positions` more."""
-        best = None
-        for target in self.targets.values():
-            count = len(target.sequences)
-            if target.draining:
-                continue
-            if max_sequences is not None and count >= max_sequences:
-                continue
-            if (best is None or count < len(best.sequences)) and target.has_room(positions):
-                best = target
-        return best
+    def pick_target(self, tokens: DigestedTokens, positions: int, max_sequences: int | None) -> TargetWorker | None:
+        """The target for a sequence of these tokens, with fewer than `max_sequences` and room for `positions` more."""
+        most = math.inf if max_sequences is None else max_sequences
+        free = [one for one in self.targets.values() if not one.draining and len(one.sequences) < most]
+        return _closest([one for one in free if one.has_room(positions)], tokens)
 
-    def pick_draft(self, positions: int) -> DraftWorker | None:
-        """The draft worker with the fewest sequences that has room for `positions` more."""
-        best = None
-        for draft in self.drafts.values():
-            if (best is None or len(draft.sequences) < len(best.sequences)) and draft.has_room(positions):
-                best = draft
-        return best
+    def pick_draft(self, tokens: DigestedTokens, positions: int) -> DraftWorker | None:
+        """The draft worker for a sequence of these tokens, with room for `positions` more."""
+        return _closest([draft for draft in self.drafts.values() if draft.has_room(positions)], tokens)
+
+
+def _closest(workers: list[SomeWorker], tokens: DigestedTokens) -> SomeWorker | None:
+    """The worker that has had the longest beginning of these tokens, of those that would then have at most
+    `_MOST_LOAD` times as many sequences as they have on average, or as few as any; among equals the one with the fewest
+    sequences (consistent hashing with bounded loads, arXiv 1608.01350, with a memory in place of the hash).
+    """
+    if len(workers) < 2:
+        return workers[0] if workers else None
+    counts = [len(worker.sequences) for worker in workers]
+    most = max(min(counts), int(_MOST_LOAD * (1 + sum(counts)) / len(workers)) - 1)
+    return max(
+        (worker for worker, count in zip(workers, counts, strict=True) if count <= most),
+        key=lambda worker: (worker.prefixes.longest(tokens), -len(worker.sequences)),
+    )

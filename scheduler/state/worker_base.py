@@ -12,6 +12,7 @@ from typing import Generic, TypeVar
 
 from scheduler.messages import GroupFormed, Row, SendStep, SequenceRequest, WorkerSpec
 from scheduler.state.kv_ledger import KvEntry, PageLedger
+from scheduler.state.prefixes import KnownPrefixes
 from scheduler.state.sequence_record import SequenceRecord
 
 Member = TypeVar("Member", bound=SequenceRecord)
@@ -105,6 +106,7 @@ class WorkerState(ABC, Generic[Member, Work]):
         self.worker_id = spec.worker_id
         self.chunk = min(prefill_chunk, spec.max_num_batched_tokens)
         self.pages = PageLedger(spec.total_pages, spec.page_size)
+        self.prefixes = KnownPrefixes(spec.page_size, spec.total_pages)
         self.kv: dict[int, KvEntry] = {}
         self.sequences: dict[int, Member] = {}
         self.in_flight: dict[int, InFlightRow[Member]] = {}
@@ -144,6 +146,7 @@ class WorkerState(ABC, Generic[Member, Work]):
             raise RuntimeError(f"no pages for sequence {sequence.sequence_id} on worker {self.worker_id}")
         self.sequences[sequence.sequence_id] = sequence
         self.kv[sequence.sequence_id] = KvEntry()
+        self.prefixes.add(sequence.tokens)
 
     def evict(self, sequence: Member) -> None:
         """Removes the sequence. What the worker holds of it is released with the next step."""

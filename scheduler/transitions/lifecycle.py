@@ -219,7 +219,7 @@ class Lifecycle:
 
     def _find_target(self, sequence: Sequence, positions: int) -> TargetWorker | None:
         """A target with a slot and pages for the sequence, at the expense of another key where all slots are taken."""
-        target = self._fleet.pick_target(positions, self._max_per_target)
+        target = self._fleet.pick_target(sequence.tokens, positions, self._max_per_target)
         if self._slot_is_free() or (target is None and self._max_per_target is None):
             return target
         victim = sequence_beyond_share(self._live, None if target is not None else positions)
@@ -242,7 +242,7 @@ class Lifecycle:
     def _find_draft(self, sequence: Sequence) -> None:
         """Places the sequence on a draft worker, if one has room."""
         positions = sequence.length + self.longest_draft(sequence)
-        draft = self._fleet.pick_draft(positions)
+        draft = self._fleet.pick_draft(sequence.tokens, positions)
         if draft is not None:
             draft.place(sequence, positions)
             draft.reindex(sequence, WAITING, sequence.state)
@@ -263,7 +263,7 @@ class Lifecycle:
         """
         source = sequence.target
         positions = sequence.length + self.longest_draft(sequence) + 1
-        destination = self._fleet.pick_target(positions, self._max_per_target)
+        destination = self._fleet.pick_target(sequence.tokens, positions, self._max_per_target)
         if source is None or destination is None:
             return False
         valid = source.kv[sequence.sequence_id].valid
