@@ -38,6 +38,7 @@ async def measured_pair(
     prompts = read_prompts(questions, count)
     rates: dict[str, list[float]] = {name: [] for name in configs}
     found: dict[str, float] = {}
+    step_ms: dict[str, list[float]] = {name: [] for name in configs}
     outputs: list[tuple[int, ...]] = []
     for repeat in range(repeats):
         async for name, streams in one_at_a_time(launches, configs, prompts, tokens):
@@ -46,9 +47,17 @@ async def measured_pair(
                 raise RuntimeError(f"{name} gave other outputs than plain decoding")
             rates[name].append(streams.rate)
             found[name] = streams.share_found
+            step_ms[name].append(streams.target_step * 1000)
             say(f"{repeat + 1}: {name}: {streams.rate:.1f} tokens a second, found {streams.share_found:.2f}")
     ways: list[dict[str, Any]] = [
-        {"way": name, "rate": median(each), "least": min(each), "most": max(each), "found": found[name]}
+        {
+            "way": name,
+            "rate": median(each),
+            "least": min(each),
+            "most": max(each),
+            "found": found[name],
+            "target_step_ms": median(step_ms[name]),
+        }
         for name, each in rates.items()
     ]
     ordinary, ahead = (

@@ -26,11 +26,18 @@ class Streams:
     seconds: float = 0.0
     sought: int = 0
     found: int = 0
+    steps: int = 0
+    step_seconds: float = 0.0
 
     @property
     def rate(self) -> float:
         """Tokens a second, without the time to the first token."""
         return self.tokens / self.seconds
+
+    @property
+    def target_step(self) -> float:
+        """Mean seconds of the target's steps."""
+        return self.step_seconds / self.steps
 
     @property
     def share_found(self) -> float:
@@ -71,7 +78,7 @@ async def _stream(
     streams: Streams,
     counts: bool,
 ) -> None:
-    before = service.core.snapshot()
+    before, at_work = service.core.snapshot(), service.statistics()
     requested = None if config.policy is Policy.AUTO else config.draft_length
     request = GenerationRequest(prompt, max_tokens, draft_length=requested)
     output: list[int] = []
@@ -82,7 +89,9 @@ async def _stream(
         output += delta.tokens
     streams.outputs.append(tuple(output))
     if counts:
-        after = service.core.snapshot()
+        after, worked = service.core.snapshot(), service.statistics()
+        streams.steps += worked.target_steps - at_work.target_steps
+        streams.step_seconds += worked.busy_seconds["target"] - at_work.busy_seconds["target"]
         streams.seconds += time.perf_counter() - began
         streams.tokens += len(output) - int(first)
         streams.sought += after.outcomes_sought - before.outcomes_sought

@@ -28,13 +28,14 @@ _PARTS = ("reading", "telling", "applying", "delivering", "planning", "writing")
 class TimedSecurity(ChannelSecurity):
     """Channels that note when the bytes of a step's answer are read, and when those of a step are written."""
 
+    clock: Turnarounds
+
     def __init__(self, clock: Turnarounds) -> None:
         super().__init__()
-        object.__setattr__(self, "clock", clock)
+        object.__setattr__(self, "clock", clock)  # the class is frozen
 
     def open_channel(self, address: str, silence_seconds: float | None = None) -> grpc.aio.Channel:
-        clock: Turnarounds = self.__getattribute__("clock")
-        return _TimedChannel(super().open_channel(address, silence_seconds), clock)  # type: ignore[return-value]
+        return _TimedChannel(super().open_channel(address, silence_seconds), self.clock)  # type: ignore[return-value]
 
 
 class _TimedChannel:
@@ -64,7 +65,6 @@ class Turnarounds(ServiceObserver):
     arrived_at: float = 0.0
     parts: list[dict[str, float]] = field(default_factory=list)
     _marks: list[float] = field(default_factory=list)
-    _verdict: float = 0.0
     _next: int | None = None
 
     def step_replied(

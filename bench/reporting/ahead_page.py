@@ -63,11 +63,12 @@ def pair_lines(result: Mapping[str, Any]) -> Iterator[str]:
         f"first token; medians of {result['repeats']} repeats. All outputs equal those of plain decoding."
     )
     yield ""
-    yield "| draft length, outcomes | tokens/s (least-most) | verdicts found |"
-    yield "| --- | ---: | ---: |"
+    yield "| draft length, outcomes | tokens/s (least-most) | verdicts found | the target's step, ms |"
+    yield "| --- | ---: | ---: | ---: |"
     for way in result["ways"]:
         found = f"{way['found']:.0%}" if way["found"] else ""
-        yield f"| {way['way']} | {way['rate']:.1f} ({way['least']:.1f}-{way['most']:.1f}) | {found} |"
+        rate = f"{way['rate']:.1f} ({way['least']:.1f}-{way['most']:.1f})"
+        yield f"| {way['way']} | {rate} | {found} | {way['target_step_ms']:.1f} |"
     yield ""
     yield (
         f"`{result['best'][1]}` over `{result['best'][0]}`, repeat by repeat: {result['ratio']:.3f}, standard error "

@@ -162,7 +162,7 @@ INLINE void softmax(float *scores, ptrdiff_t seen, float scaling) {
 INLINE void sum_values(int count, int parts, element *to, const float *weights, const float *begun, ptrdiff_t from,
     ptrdiff_t seen, const Attention *call, const Block *block, ptrdiff_t kv_head, ptrdiff_t first) {
     ptrdiff_t head_dim = call->heads.head_dim;
-    f32v sums[VALUE_QUERIES][4];
+    f32v sums[VALUE_QUERIES][4]; // no set has more VALUE_VECTORS
 #pragma GCC unroll 4
     for (int query = 0; query < count; query++)
 #pragma GCC unroll 4
