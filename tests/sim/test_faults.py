@@ -63,9 +63,9 @@ def test_schedules_that_found_something_break_no_rule_any_more(seed: int) -> Non
     assert run_schedule(seed).outcomes.total() == 200
 
 
-@pytest.mark.parametrize("seed", [235, 17304, 19888])
+@pytest.mark.parametrize("seed", [235, 11354, 17304, 19888])
 def test_schedules_with_drafts_that_prepare_that_found_something_break_no_rule_any_more(seed: int) -> None:
-    """A poison beside a cut connection, and proposals that overtook the answers to what was prepared."""
+    """Poisons beside a cut connection or of two kinds, and proposals that overtook the answers to what was prepared."""
     assert run_schedule(seed, 12, draft_ahead=4).outcomes.total() == 12
 
 

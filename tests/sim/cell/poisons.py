@@ -53,6 +53,8 @@ class Poisons:
         self._victims: dict[tuple[Prompt, Role], list[_Victim]] = defaultdict(list)
 
     def add(self, prompt: Prompt, fault: Fault) -> None:
+        if prompt in self.prompts and self.prompts[prompt].kind != fault.kind:
+            return  # how many workers it may take is the matter of one kind
         hanging = {known for known, poison in self.prompts.items() if poison.kind == HANGING} | {prompt}
         requests = sum(one.request.prompt in hanging for one in self._world.plan.requests)
         if fault.kind != HANGING or requests <= _MOST_HANGING:
