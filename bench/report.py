@@ -117,7 +117,7 @@ class Report:
         prices = {name: content for name, content in recorded.items() if name.startswith("exact_steps")}
         kernels = {name: content for name, content in recorded.items() if name.startswith("cpu_kernels")}
         versions = {name: content for name, content in recorded.items() if name.startswith("versions")}
-        ahead = {name: content for name, content in recorded.items() if name.startswith("ahead")}
+        ahead = {name: content for name, content in recorded.items() if name in ahead_page.LINES}
         self._section("Decoding", offline, self._offline)
         self._section("Large pairs on one device", gpu, self._gpu)
         self._section("Serving", serve, self._serve)
@@ -233,15 +233,7 @@ class Report:
         self._table(_VERSION_HEADINGS, [_version_columns(cell) for cell in cells])
 
     def _ahead(self, name: str, content: dict[str, Any]) -> None:
-        lines = {
-            "ahead_laws": ahead_page.laws_lines,
-            "ahead_paced": ahead_page.paced_lines,
-            "ahead_pair": ahead_page.pair_lines,
-            "ahead_ranks": ahead_page.ranks_lines,
-            "ahead_turnaround": ahead_page.turnaround_lines,
-            "ahead_break_even": ahead_page.break_even_lines,
-        }[name]
-        self._say("\n".join(lines(content["result"])))
+        self._say("\n".join(ahead_page.LINES[name](content["result"])))
         if name == "ahead_break_even":
             self._figure(
                 name, "ways", ahead_page.draw_break_even, content["result"]["points"], "Three ways to draft over plain"

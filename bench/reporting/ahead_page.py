@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from matplotlib.figure import Figure
@@ -131,3 +131,14 @@ def draw_break_even(points: Sequence[dict[str, Any]], figure: Figure) -> None:
         if not place:
             panel.set_ylabel("tokens a second / plain decoding")
             panel.legend()
+
+
+LINES: Mapping[str, Callable[[Mapping[str, Any]], Iterator[str]]] = {
+    "ahead_laws": laws_lines,
+    "ahead_paced": paced_lines,
+    "ahead_pair": pair_lines,
+    "ahead_ranks": ranks_lines,
+    "ahead_turnaround": turnaround_lines,
+    "ahead_break_even": break_even_lines,
+}
+"""By the record's name."""
