@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from bench.draft_ahead.laws import LAWS, RANKS
-from bench.virtual_time.luck import Luck
 from bench.virtual_time.rates import Costs
+from deploy.planning.luck import Luck
 from engine.description import EngineDescription
 from engine.kv.pages import PagePool
 from engine.steps import (
