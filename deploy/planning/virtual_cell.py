@@ -243,10 +243,10 @@ class VirtualCell:
             self.disturbed_steps += 1
 
     def _seconds(self, worker: Worker, step: SendStep) -> float:
-        if not step.rows:
-            return 0.0
         costs = self.costs
         fed = sum(self._fed(worker, row) for row in step.rows)
+        if not fed:
+            return 0.0
         reading = sum(row.kv_len for row in step.rows)
         if worker.spec.role is Role.TARGET:
             per_row = costs.row_alone if step.exclusive and costs.row_alone is not None else costs.row

@@ -87,7 +87,7 @@ class DraftPlanner:
             self._lifecycle.start_drafting(sequence)
             row = draft.make_row(sequence, sequence.length, draft_length=length)
             rows[sequence.sequence_id] = InFlightRow(sequence, row, before=before)
-            work.add(len(row.tokens), length)
+            work.add(len(row.tokens), length, row.kv_len)
         return budget, room
 
     def _prepare(self, draft: DraftWorker, step_id: int, now: float) -> SendStep | None:
@@ -137,8 +137,9 @@ class DraftPlanner:
             end = draft.kv[sequence_id].valid + tokens
             if draft.pages.reserve(sequence_id, end):
                 budget -= tokens
-                rows[sequence_id] = InFlightRow(sequence, draft.make_row(sequence, end))
-                work.add(tokens, 0)
+                row = draft.make_row(sequence, end)
+                rows[sequence_id] = InFlightRow(sequence, row)
+                work.add(tokens, 0, row.kv_len)
 
     def _make_room(
         self, draft: DraftWorker, sequence: Sequence, positions: int, rows: dict[int, InFlightRow[Sequence]], now: float

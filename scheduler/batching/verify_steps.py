@@ -151,6 +151,7 @@ class TargetPlanner:
                 row = target.make_row(sequence, length, sequence.draft_tokens[:drafted], sample=True)
                 rows[sequence.sequence_id] = InFlightRow(sequence, row)
                 work.verify_tokens += 1 + drafted
+                work.kv_tokens += row.kv_len
                 self._lifecycle.start_verifying(sequence)
 
     def _describe(self, rows: dict[int, InFlightRow[Sequence]], forced: bool, now: float) -> GroupFormed | None:
@@ -183,6 +184,7 @@ class TargetPlanner:
                 budget -= end - start
                 work.prefill_tokens += end - start
                 row = target.make_row(sequence, end, sample=end == sequence.length, after=before)
+                work.kv_tokens += row.kv_len
                 row.scoring = sequence.scoring(row.kv_len, end)
                 target.prefilling.count(sequence.account, end - start)
                 rows[sequence.sequence_id] = InFlightRow(sequence, row, before=before)

@@ -2,9 +2,10 @@
 
 After TurboSpec (arXiv 2406.14066, section 4): costs of steps and acceptance are learnt online, and after every round a
 target gets, for each draft worker, the length with the most expected tokens a second. In a *cycle* each of its
-sequences has one round. It takes the target parts · base + row · tokens seconds and the draft so much for each pass,
-each token that it proposes, and each that it has to be fed first: prompts, and rounds without a draft. Where the
-sequences fit one step (parts = 1), or both workers share cores, the cycle is the sum of both; else the longer of them.
+sequences has one round. It takes the target parts · base + row · tokens + kv · tokens of KV that it reads seconds, and
+the draft so much for each pass, each token that it proposes, the KV that is read for that, and each token that it has
+to be fed first: prompts, and rounds without a draft. Where the sequences fit one step (parts = 1), or both workers
+share cores, the cycle is the sum of both; else the longer of them.
 Rounds for which a draft had prepared take none of its time.
 """
 
@@ -25,6 +26,8 @@ from scheduler.statistics import Counters
 
 _TOKEN = 1 / 32
 """Of a step's base, what a token is guessed to cost: loading the weights is most of a step."""
+_KV_TOKEN = 2**-16
+"""Of a step's base, what reading the KV of a token is guessed to cost: as much as it is smaller than the weights."""
 _PROBE_SHARE = 0.01
 """Of the time, for looking at what is not done now: the most that is lost where nothing ever changes."""
 _WHOLE_EVERY = 16
@@ -60,13 +63,16 @@ class Choice:
 
 @dataclass(slots=True)
 class TargetFigures:
-    """Of one target: what its steps cost, by (1, tokens to verify, tokens of prefill), and what was decided for it."""
+    """Of one target: what its steps cost, by (1, tokens to verify, tokens of prefill, tokens of KV that are read), and
+    what was decided for it."""
 
     cost: LinearCost
     wire: LinearCost
     """Seconds by which an idle target's answer is later than its step takes."""
     typical: float
     """Seconds of a step that verifies as the last one did."""
+    kv_share: float = 0.0
+    """Tokens of KV that the last one read for each that it verified."""
     choices: dict[str, Choice] = field(default_factory=dict)
     rounds: int = 0
     decided_for: int = 0
@@ -81,9 +87,12 @@ class TargetFigures:
 
 @dataclass(slots=True)
 class DraftFigures:
-    """Of one draft worker: what its steps cost, by (1, passes, tokens fed or proposed), and its model's acceptance."""
+    """Of one draft worker: what its steps cost, by (passes, tokens fed or proposed, tokens of KV that are read), and
+    its model's acceptance."""
 
     cost: LinearCost
+    wire: LinearCost
+    """Seconds by which an idle draft's answer is later than its step takes."""
     acceptance: ModelAcceptance
     ahead_length: int
     """Tokens of each outcome for which there is time: one more where time was left, one less where they came late."""
@@ -92,6 +101,8 @@ class DraftFigures:
     prepared_at: float | None = None
     pass_seconds: float = 0.0
     """When the last preparation ended, if its verdict has not come yet, and what a pass of it took."""
+    kv_share: float = 0.0
+    """Tokens of KV that the last step read for each token that it fed or proposed."""
 
 
 class Controller:
@@ -106,14 +117,14 @@ class Controller:
         self._drafts: dict[str, DraftFigures] = {}
         self._models: dict[str, ModelAcceptance] = {}
         self._own: dict[int, OwnAcceptance] = {}
-        self.kv_moves = LinearCost((1.0, _TOKEN, _TOKEN))
+        self.kv_moves = LinearCost((1.0, _TOKEN))
         """What a move of KV between targets takes, by (1, positions)."""
 
     def target(self, target: TargetWorker) -> TargetFigures:
         found, first = self._targets.get(target.worker_id), self._config.initial_step_seconds
         if found is None:
             found = self._targets[target.worker_id] = TargetFigures(
-                LinearCost((1.0, _TOKEN, _TOKEN), first), LinearCost((1.0, _TOKEN, _TOKEN)), first
+                LinearCost((1.0, _TOKEN, _TOKEN, _KV_TOKEN), first), LinearCost((1.0,)), first
             )
         return found
 
@@ -121,8 +132,12 @@ class Controller:
         found, model = self._drafts.get(draft.worker_id), draft.spec.model_id or draft.worker_id
         if found is None:
             acceptance = self._models.setdefault(model, ModelAcceptance(self._config.draft_length))
-            cost = LinearCost((1.0, 1.0, _TOKEN), self._config.initial_step_seconds)
-            found = self._drafts[draft.worker_id] = DraftFigures(cost, acceptance, max(1, self._config.draft_length))
+            found = self._drafts[draft.worker_id] = DraftFigures(
+                LinearCost((1.0, _TOKEN, _KV_TOKEN), self._config.initial_step_seconds),
+                LinearCost((1.0,)),
+                acceptance,
+                max(1, self._config.draft_length),
+            )
         return found
 
     def own(self, sequence: Sequence) -> OwnAcceptance:
@@ -137,9 +152,14 @@ class Controller:
         return fmean([model.rate for model in self._models.values()] or [ModelAcceptance(0).rate])
 
     def law(self, worker: Worker) -> tuple[float, float]:
-        """Seconds of a step of the worker: of a target by itself and for each token, of a draft the same of a pass."""
-        cost = self.target(worker).cost if isinstance(worker, TargetWorker) else self.draft(worker).cost
-        return cost.coefficients[0], cost.coefficients[1]
+        """Seconds of a target's step, or of a draft's pass: by itself, and for each token with the KV read for it."""
+        if isinstance(worker, TargetWorker):
+            target = self.target(worker)
+            base, token, _, kv = target.cost.coefficients
+            return base, token + kv * target.kv_share
+        draft = self.draft(worker)
+        base, token, kv = draft.cost.coefficients
+        return base, token + kv * draft.kv_share
 
     def forget(self, sequence: Sequence) -> None:
         """It has ended."""
@@ -154,9 +174,14 @@ class Controller:
 
     # --- what is learnt -----------------------------------------------------------------------------------------------
 
-    def draft_step(self, draft: DraftWorker, work: DraftWork, seconds: float) -> None:
+    def draft_step(self, draft: DraftWorker, work: DraftWork, seconds: float, elapsed: float | None) -> None:
+        """A step's answer came. `elapsed` are the seconds between both, None where the draft had another step then."""
+        known, tokens = self.draft(draft), work.proposed_tokens + work.catch_up_tokens
         if work.any:
-            self.draft(draft).cost.observe(seconds, 1.0, work.passes, work.proposed_tokens + work.catch_up_tokens)
+            known.cost.observe(seconds, work.passes, tokens, work.kv_tokens)
+            known.kv_share = work.kv_tokens / tokens
+        if elapsed is not None:
+            known.wire.observe(elapsed - seconds, 1.0)
 
     def target_step(self, target: TargetWorker, work: TargetWork, seconds: float, elapsed: float | None) -> bool:
         """A step's answer came, whose rounds are observed next. Whether the target begins to draft or ceases to.
@@ -165,12 +190,13 @@ class Controller:
         """
         figures, count = self.target(target), len(target.sequences)
         if work.any:
-            figures.cost.observe(seconds, 1.0, work.verify_tokens, work.prefill_tokens)
+            figures.cost.observe(seconds, 1.0, work.verify_tokens, work.prefill_tokens, work.kv_tokens)
         if elapsed is not None:
             figures.wire.observe(elapsed - seconds, 1.0)
         if not work.verify_tokens:
             return False
-        figures.typical = figures.cost.predict(1.0, work.verify_tokens, work.prefill_tokens)
+        figures.typical = figures.cost.predict(1.0, work.verify_tokens, work.prefill_tokens, work.kv_tokens)
+        figures.kv_share = work.kv_tokens / work.verify_tokens
         figures.credit += _PROBE_SHARE * figures.typical
         drafted, figures.plain_step = figures.drafting, False
         if not self._auto or figures.rounds < count < 2 * figures.decided_for:
@@ -255,7 +281,7 @@ class Controller:
 
         It may hold its sequence up for as long as a pass takes; where cores are shared, all wait for it in any case.
         """
-        _, of_pass, of_token = self.draft(draft).cost.coefficients
+        of_pass, of_token, _ = self.draft(draft).cost.coefficients
         return not self._auto or self._fleet.time_sliced or kv_lag <= STEADY_KV_LAG or of_token * kv_lag <= of_pass
 
     def ahead(self, draft: DraftWorker, sequences: list[Sequence]) -> tuple[int, int]:
@@ -265,18 +291,18 @@ class Controller:
         if self._fleet.time_sliced or draft.spec.shares_cores or not targets:
             return 0, 0
         if not self._auto:
-            return self._fitting(draft, len(sequences))
+            return self._fitting(draft, len(sequences), fmean(one.length for one in sequences))
         choices = [self.target(target).choices.get(draft.worker_id) for target in targets]
         return min((0, 0) if choice is None else choice.ahead for choice in choices)
 
-    def _fitting(self, draft: DraftWorker, sequences: int) -> tuple[int, int]:
-        """The most outcomes of each of so many sequences whose rows are to cost no more than the passes themselves, and
-        the tokens for which there was time of late."""
+    def _fitting(self, draft: DraftWorker, sequences: int, length: float) -> tuple[int, int]:
+        """The most outcomes of each of so many sequences of this mean length whose rows are to cost no more than the
+        passes themselves, and the tokens for which there was time of late."""
         known = self.draft(draft)
         if not self._config.draft_ahead or not known.cost.known:
             return 0, 0
-        _, of_pass, of_token = known.cost.coefficients
-        outcomes = self._config.draft_ahead
+        of_pass, of_token, of_kv = known.cost.coefficients
+        outcomes, of_token = self._config.draft_ahead, of_token + of_kv * length
         if of_token * outcomes * sequences > of_pass:
             outcomes = int(of_pass / of_token / sequences)
         return (outcomes, min(self._config.draft_length, known.ahead_length)) if outcomes else (0, 0)
@@ -310,7 +336,7 @@ class Controller:
     def _probe_seconds(self, figures: TargetFigures, sequence: Sequence) -> float:
         """By how much all others are held up at most."""
         lag = _kv_lag(sequence) if self._fleet.time_sliced else 0
-        drafting = self.draft(self._draft_of(sequence)).cost.predict(1.0, 1.0, 1.0 + lag)
+        drafting = self.draft(self._draft_of(sequence)).cost.predict(1.0, 1.0 + lag, sequence.length)
         return drafting + figures.cost.coefficients[1]
 
     def _decide(self, target: TargetWorker, figures: TargetFigures) -> None:
@@ -328,28 +354,33 @@ class Controller:
         self, target: TargetWorker, figures: TargetFigures, draft: DraftWorker, members: list[Sequence]
     ) -> Choice:
         """The choice for one draft worker, as if all sequences of the target were like `members`, which it has."""
-        (base, row, _), wire = figures.cost.coefficients, figures.wire.coefficients[0]
+        (base, row, _, kv), wire = figures.cost.coefficients, figures.wire.coefficients[0]
         known, before = self.draft(draft), figures.choices.get(draft.worker_id)
-        of_step, of_pass, of_token = known.cost.coefficients
-        base, of_token = max(base, 1e-9), max(of_token, 1e-9)  # nothing takes no time at all
+        (of_pass, of_feed, of_kv), draft_wire = known.cost.coefficients, known.wire.coefficients[0]
+        length = fmean(one.length for one in members)
+        # Nothing takes no time at all.
+        base, of_feed = max(base, 1e-9), max(of_feed, 1e-9)
+        of_token = of_feed + of_kv * length
         count, load = figures.decided_for, max(figures.decided_for, len(draft.sequences))
         parts = max(1.0, count / self._config.batch_size)
         serial = parts == 1 or self._fleet.time_sliced
 
         def cycle(passes: int = 0, drafted: float = 0.0, fed: float = 0.0) -> float:
-            verify, propose = parts * base + row * count * (1 + drafted), of_token * drafted * load
-            step, feed = (of_step + passes * of_pass if passes else 0.0), of_token * fed * load
+            verify = parts * base + count * (row * (1 + drafted) + kv * length)
+            propose, feed = of_token * drafted * load, of_feed * fed * load
+            both_wires = wire + draft_wire if passes else wire
             if serial:
-                return verify + step + propose + feed + (wire if passes or parts == 1 else 0.0)
-            return max(wire + verify / parts + step + propose / parts, verify, 2 * step + propose + feed)
+                return verify + passes * of_pass + propose + feed + (both_wires if passes or parts == 1 else 0.0)
+            waiting = both_wires + verify / parts + passes * of_pass + propose / parts
+            return max(waiting, verify, 2 * passes * of_pass + propose + feed)
 
         plain = count / cycle()
         # A second is worth as many tokens as were committed in one when this was last decided.
         rate = plain * (before.gain if before else 1.0)
-        of_draft = rate * of_token if serial else 0.0
-        most_fed = math.inf if self._fleet.time_sliced else of_pass / of_token
+        of_draft, feeding = (rate * of_token, rate * of_feed) if serial else (0.0, 0.0)
+        most_fed = math.inf if self._fleet.time_sliced else of_pass / of_feed
         choice = Choice(
-            0, 0.0, plain, 1.0, rate * row + of_draft, rate * row, of_draft, most_fed, known.acceptance.chances
+            0, 0.0, plain, 1.0, rate * row + of_draft, rate * row, feeding, most_fed, known.acceptance.chances
         )
         worth = [_worth(self.own(sequence), sequence, choice) for sequence in members]
         fed = sum(_fed(one, kept, most_fed) for one, kept in zip(members, worth, strict=True) if kept) / len(members)
@@ -358,7 +389,7 @@ class Controller:
         margin = 1.0 if before and before.ahead[0] else 1 / FORGET  # as much again for drafting ahead
         accepted = drafted = 0.0
         # What is found spares a step of the draft where it is found for all, and brings what there is time to prepare.
-        outcomes, prepared = self._fitting(draft, count) if serial and not self._fleet.time_sliced else (0, 0)
+        outcomes, prepared = self._fitting(draft, count, length) if serial and not self._fleet.time_sliced else (0, 0)
         found = known.found if outcomes else 0.0
         taken = found * sum(sum(kept[:prepared]) for kept in worth) / len(members)
         for passes in range(1, max(map(len, worth)) + 1):

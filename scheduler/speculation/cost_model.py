@@ -19,67 +19,89 @@ class LinearCost:
     more than a few (`_SHORTEST`). Of earlier observations only what speaks of the same direction is forgotten (Cao and
     Schwartz, Automatica 36, 2000, section 3): what a token costs stays known while all steps have one size.
     Coefficients are first guessed to be in the proportions of `guess`. Before the first observation a step takes
-    `initial_seconds`, whatever its size.
+    `initial_seconds`, whatever its size. The first feature is never 0.
     """
 
-    def __init__(self, guess: tuple[float, float, float], initial_seconds: float = 0.0) -> None:
+    def __init__(self, guess: tuple[float, ...], initial_seconds: float = 0.0) -> None:
         self._guess = guess
-        self.coefficients = [initial_seconds, 0.0, 0.0]
-        self._information: tuple[float, ...] = ()
-        """The upper triangle, row by row."""
+        self.coefficients = [initial_seconds, *[0.0] * (len(guess) - 1)]
+        self._information: list[list[float]] = []
+        """A row for each feature."""
 
     @property
     def known(self) -> bool:
         return bool(self._information)
 
-    def predict(self, x: float, y: float = 0.0, z: float = 0.0) -> float:
-        p, q, r = self.coefficients
-        return p * x + q * y + r * z
+    def predict(self, *features: float) -> float:
+        """Features that are not given are 0."""
+        return sum(map(mul, self.coefficients, features))
 
-    def observe(self, seconds: float, x: float, y: float = 0.0, z: float = 0.0) -> None:
+    def observe(self, seconds: float, *features: float) -> None:
         if not math.isfinite(seconds) or seconds <= 0:
             return
         if not self._information:
-            unit = seconds / sum(map(mul, self._guess, (x, y, z)))
+            unit = seconds / sum(map(mul, self._guess, features))
             self.coefficients = [unit * share for share in self._guess]
             # The guess weighs so little that any few observations overrule it.
-            a, d, f = (((1 - FORGET) / coefficient) ** 2 for coefficient in self.coefficients)
-            self._information = (a, 0.0, 0.0, d, 0.0, f)
-        unit = max(seconds, _SHORTEST * self.predict(x, y, z))
-        x, y, z, seconds = x / unit, y / unit, z / unit, seconds / unit
-        (a, b, c, d, e, f), (p, q, r) = self._information, self.coefficients
-        u, v, w = a * x + b * y + c * z, b * x + d * y + e * z, c * x + e * y + f * z
-        share = (1 - FORGET) / (u * x + v * y + w * z)
-        lost = share * (u * p + v * q + w * r)
-        i = a * p + b * q + c * r - lost * u + x * seconds
-        j = b * p + d * q + e * r - lost * v + y * seconds
-        k = c * p + e * q + f * r - lost * w + z * seconds
-        a, b, c = a + x * x - share * u * u, b + x * y - share * u * v, c + x * z - share * u * w
-        d, e, f = d + y * y - share * v * v, e + y * z - share * v * w, f + z * z - share * w * w
-        self._information = (a, b, c, d, e, f)
-        g, h, m = d * f - e * e, c * e - b * f, b * e - c * d
-        n, o, s = a * f - c * c, b * c - a * e, a * d - b * b
-        whole = a * g + b * h + c * m
-        if not 0 < whole < math.inf:
-            self._information = ()  # rounding has left nothing to solve: the next observation begins anew
-            return
-        found = [(g * i + h * j + m * k) / whole, (h * i + n * j + o * k) / whole, (m * i + o * j + s * k) / whole]
-        if min(found) < 0:
-            found = _least_squares([[a, b, c], [b, d, e], [c, e, f]], [i, j, k])
-        self.coefficients = found
+            weights = [((1 - FORGET) / coefficient) ** 2 for coefficient in self.coefficients]
+            self._information = [
+                [weight if i == j else 0.0 for j in range(len(weights))] for i, weight in enumerate(weights)
+            ]
+        unit = max(seconds, _SHORTEST * self.predict(*features))
+        x = [feature / unit for feature in features] + [0.0] * (len(self._guess) - len(features))
+        before, coefficients = self._information, self.coefficients
+        spoken = [sum(map(mul, row, x)) for row in before]
+        share = (1 - FORGET) / sum(map(mul, spoken, x))
+        lost, wanted = share * sum(map(mul, spoken, coefficients)), seconds / unit
+        right = [
+            sum(map(mul, row, coefficients)) - lost * u + wanted * feature
+            for row, u, feature in zip(before, spoken, x, strict=True)
+        ]
+        self._information = [
+            [a + feature * b - share * u * v for a, b, v in zip(row, x, spoken, strict=True)]
+            for row, feature, u in zip(before, x, spoken, strict=True)
+        ]
+        found = _least_squares(self._information, right)
+        if found is None:
+            self._information = []  # rounding has left nothing to solve: the next observation begins anew
+        else:
+            self.coefficients = found
 
 
-def _least_squares(matrix: list[list[float]], right: list[float]) -> list[float]:
-    """Solves a small positive definite system; what would be negative is left out, as 0."""
+def _least_squares(matrix: list[list[float]], right: list[float]) -> list[float] | None:
+    """Solves a small positive definite system; what would be negative is left out, as 0. None where rounding left no
+    such system."""
     places = list(range(len(right)))
     while True:
-        rows = [[*(matrix[i][j] for j in places), right[i]] for i in places]
-        for place, pivot in enumerate(rows):
-            for other in rows:
-                if other is not pivot and (factor := other[place] / pivot[place]):
-                    other[place:] = [a - factor * b for a, b in zip(other[place:], pivot[place:], strict=True)]
-        found = {i: row[-1] / row[place] for place, (i, row) in enumerate(zip(places, rows, strict=True))}
-        lowest = min(places, key=found.__getitem__)
-        if found[lowest] >= 0:
-            return [found.get(i, 0.0) for i in range(len(right))]
-        places.remove(lowest)
+        found = _solution([[*(matrix[i][j] for j in places), right[i]] for i in places])
+        if found is None:
+            return None
+        lowest = min(found)
+        if lowest >= 0:
+            whole = [0.0] * len(right)
+            for place, value in zip(places, found, strict=True):
+                whole[place] = value
+            return whole
+        del places[found.index(lowest)]
+
+
+def _solution(rows: list[list[float]]) -> list[float] | None:
+    """By elimination, of a system whose last column is the right side. Plain loops: this runs for every step."""
+    count = len(rows)
+    for k in range(count):
+        pivot = rows[k]
+        if not 0 < pivot[k] < math.inf:
+            return None
+        for i in range(k + 1, count):
+            row = rows[i]
+            factor = row[k] / pivot[k]
+            for j in range(k + 1, count + 1):
+                row[j] -= factor * pivot[j]
+    found = [0.0] * count
+    for k in range(count - 1, -1, -1):
+        row = rows[k]
+        value = row[count]
+        for j in range(k + 1, count):
+            value -= row[j] * found[j]
+        found[k] = value / row[k]
+    return found

@@ -39,10 +39,11 @@ class InFlightRow(Generic[Member]):
 
 @dataclass(slots=True)
 class TargetWork:
-    """Batched tokens of a target step: those to verify and those of prefill."""
+    """Batched tokens of a target step, those to verify and those of prefill; and the tokens of KV that it reads."""
 
     verify_tokens: int = 0
     prefill_tokens: int = 0
+    kv_tokens: int = 0
 
     @property
     def any(self) -> bool:
@@ -55,11 +56,13 @@ class TargetWork:
 
 @dataclass(slots=True)
 class DraftWork:
-    """What a draft step does: its passes, the tokens that it proposes, and the committed tokens that it feeds."""
+    """What a draft step does: its passes, the tokens that it proposes, the committed tokens that it feeds, and the
+    tokens of KV that its passes read."""
 
     passes: int = 1
     proposed_tokens: int = 0
     catch_up_tokens: int = 0
+    kv_tokens: int = 0
 
     @property
     def any(self) -> bool:
@@ -69,18 +72,21 @@ class DraftWork:
         """So many tokens to catch up with needed no work."""
         self.catch_up_tokens = max(0, self.catch_up_tokens - tokens)
 
-    def add(self, fed: int, draft_length: int) -> None:
+    def add(self, fed: int, draft_length: int, kv_len: int) -> None:
         if draft_length:
+            self.kv_tokens += kv_len * draft_length
             if draft_length > self.passes:
                 self.passes = draft_length
             self.proposed_tokens += draft_length
             self.catch_up_tokens += fed - 1
         else:
+            self.kv_tokens += kv_len
             self.catch_up_tokens += fed
 
-    def add_prepared(self, fed: int, length: int, proposed: int) -> None:
+    def add_prepared(self, fed: int, length: int, proposed: int, kv_len: int) -> None:
         """A row that prepared, by a pass over the tokens fed and one for each token of its proposals."""
         self.passes = max(self.passes, 1 + length)
+        self.kv_tokens += kv_len * (1 + proposed)
         self.proposed_tokens += proposed
         self.catch_up_tokens += fed
 

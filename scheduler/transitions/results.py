@@ -39,7 +39,7 @@ class Rounds:
             return
         _leave_out_reused(step, results)
         _count_prepared(step, results)
-        self._controller.draft_step(draft, step.work, max(seconds, now - began))
+        self._controller.draft_step(draft, step.work, seconds, now - began if step.to_idle_worker else None)
         lengths = [flight.row.draft_length for flight in step.rows if flight.row.outcomes]
         if lengths:
             late = not any(_is_verified(flight) for flight in step.rows)
@@ -305,7 +305,8 @@ def _count_prepared(step: OutstandingStep[Sequence, DraftWork], results: Results
         if not lengths or min(lengths) < row.draft_length:
             step.work = DraftWork()
             return
-        step.work.add_prepared(len(row.tokens) + len(row.draft_tokens), row.draft_length, sum(lengths))
+        fed = len(row.tokens) + len(row.draft_tokens)
+        step.work.add_prepared(fed, row.draft_length, sum(lengths), row.kv_len)
 
 
 def _failed_together(
