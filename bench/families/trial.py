@@ -19,7 +19,7 @@ from engine.models.loading import load_target_engine
 from engine.settings import EngineSettings
 from engine.target import TargetEngine
 
-_SECONDS = 90
+_SECONDS = 300
 _NEW_TOKENS = 12
 _PROMPTS = [[(7 * place + number) % VOCABULARY for place in range(length)] for number, length in enumerate((2, 6, 11))]
 _WRONG_DRAFTS = (3, 5)

@@ -25,7 +25,8 @@ from scheduler.state.workers import STEADY_KV_LAG, DraftWorker, Sequence, Target
 from scheduler.statistics import Counters
 
 _TOKEN = 1 / 32
-"""Of a step's base, what a token is guessed to cost: loading the weights is most of a step."""
+"""Of a step's base, what a token is guessed to cost: loading the weights is most of a step. And of that, what the
+logits and the choice add for a token to verify."""
 _KV_TOKEN = 2**-16
 """Of a step's base, what reading the KV of a token is guessed to cost: as much as it is smaller than the weights."""
 _PROBE_SHARE = 0.01
@@ -63,8 +64,8 @@ class Choice:
 
 @dataclass(slots=True)
 class TargetFigures:
-    """Of one target: what its steps cost, by (1, tokens to verify, tokens of prefill, tokens of KV that are read), and
-    what was decided for it."""
+    """Of one target: what its steps cost, by (1, batched tokens, those of them to verify, tokens of KV that are read),
+    and what was decided for it."""
 
     cost: LinearCost
     wire: LinearCost
@@ -101,8 +102,6 @@ class DraftFigures:
     prepared_at: float | None = None
     pass_seconds: float = 0.0
     """When the last preparation ended, if its verdict has not come yet, and what a pass of it took."""
-    kv_share: float = 0.0
-    """Tokens of KV that the last step read for each token that it fed or proposed."""
 
 
 class Controller:
@@ -124,7 +123,7 @@ class Controller:
         found, first = self._targets.get(target.worker_id), self._config.initial_step_seconds
         if found is None:
             found = self._targets[target.worker_id] = TargetFigures(
-                LinearCost((1.0, _TOKEN, _TOKEN, _KV_TOKEN), first), LinearCost((1.0,)), first
+                LinearCost((1.0, _TOKEN, _TOKEN**2, _KV_TOKEN), first), LinearCost((1.0,)), first
             )
         return found
 
@@ -155,11 +154,10 @@ class Controller:
         """Seconds of a target's step, or of a draft's pass: by itself, and for each token with the KV read for it."""
         if isinstance(worker, TargetWorker):
             target = self.target(worker)
-            base, token, _, kv = target.cost.coefficients
-            return base, token + kv * target.kv_share
-        draft = self.draft(worker)
-        base, token, kv = draft.cost.coefficients
-        return base, token + kv * draft.kv_share
+            base, token, verified, kv = target.cost.coefficients
+            return base, token + verified + kv * target.kv_share
+        base, token, kv = self.draft(worker).cost.coefficients
+        return base, token + kv * fmean([one.length for one in worker.sequences.values()] or [0])
 
     def forget(self, sequence: Sequence) -> None:
         """It has ended."""
@@ -176,10 +174,9 @@ class Controller:
 
     def draft_step(self, draft: DraftWorker, work: DraftWork, seconds: float, elapsed: float | None) -> None:
         """A step's answer came. `elapsed` are the seconds between both, None where the draft had another step then."""
-        known, tokens = self.draft(draft), work.proposed_tokens + work.catch_up_tokens
+        known = self.draft(draft)
         if work.any:
-            known.cost.observe(seconds, work.passes, tokens, work.kv_tokens)
-            known.kv_share = work.kv_tokens / tokens
+            known.cost.observe(seconds, work.passes, work.proposed_tokens + work.catch_up_tokens, work.kv_tokens)
         if elapsed is not None:
             known.wire.observe(elapsed - seconds, 1.0)
 
@@ -189,13 +186,14 @@ class Controller:
         `elapsed` are the seconds between step and answer, None where the target had another step meanwhile.
         """
         figures, count = self.target(target), len(target.sequences)
+        features = (1.0, work.verify_tokens + work.prefill_tokens, work.verify_tokens, work.kv_tokens)
         if work.any:
-            figures.cost.observe(seconds, 1.0, work.verify_tokens, work.prefill_tokens, work.kv_tokens)
+            figures.cost.observe(seconds, *features)
         if elapsed is not None:
             figures.wire.observe(elapsed - seconds, 1.0)
         if not work.verify_tokens:
             return False
-        figures.typical = figures.cost.predict(1.0, work.verify_tokens, work.prefill_tokens, work.kv_tokens)
+        figures.typical = figures.cost.predict(*features)
         figures.kv_share = work.kv_tokens / work.verify_tokens
         figures.credit += _PROBE_SHARE * figures.typical
         drafted, figures.plain_step = figures.drafting, False
@@ -336,8 +334,9 @@ class Controller:
     def _probe_seconds(self, figures: TargetFigures, sequence: Sequence) -> float:
         """By how much all others are held up at most."""
         lag = _kv_lag(sequence) if self._fleet.time_sliced else 0
-        drafting = self.draft(self._draft_of(sequence)).cost.predict(1.0, 1.0 + lag, sequence.length)
-        return drafting + figures.cost.coefficients[1]
+        known = self.draft(self._draft_of(sequence))
+        drafting = known.wire.predict(1.0) + known.cost.predict(1.0, 1.0 + lag, sequence.length)
+        return drafting + figures.cost.predict(0.0, 1.0, 1.0)
 
     def _decide(self, target: TargetWorker, figures: TargetFigures) -> None:
         """Goes by as many of the sequences as one draft step takes: more would not change much."""
@@ -354,7 +353,8 @@ class Controller:
         self, target: TargetWorker, figures: TargetFigures, draft: DraftWorker, members: list[Sequence]
     ) -> Choice:
         """The choice for one draft worker, as if all sequences of the target were like `members`, which it has."""
-        (base, row, _, kv), wire = figures.cost.coefficients, figures.wire.coefficients[0]
+        (base, token, verified, kv), wire = figures.cost.coefficients, figures.wire.coefficients[0]
+        row = token + verified
         known, before = self.draft(draft), figures.choices.get(draft.worker_id)
         (of_pass, of_feed, of_kv), draft_wire = known.cost.coefficients, known.wire.coefficients[0]
         length = fmean(one.length for one in members)

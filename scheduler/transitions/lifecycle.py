@@ -268,7 +268,7 @@ class Lifecycle:
             return False
         valid = source.kv[sequence.sequence_id].valid
         moving = self._controller.kv_moves.predict(1.0, valid)
-        computing = self._controller.target(destination).cost.predict(1.0, 0.0, valid)
+        computing = self._controller.target(destination).cost.predict(1.0, valid)
         if not self._moves.worth_it(valid, moving, computing):
             self._counters.rehomed += 1
             destination.place(sequence, positions)

@@ -96,7 +96,7 @@ def test_a_device_is_as_fast_as_its_roofline() -> None:
 
 
 def test_a_model_that_does_not_fit_is_refused_with_the_numbers() -> None:
-    with pytest.raises(ValueError, match="140.0 GB of weights leave no room for KV on 1 x h100 with 80 GB"):
+    with pytest.raises(ValueError, match=r"140\.0 GB of weights leave no room for KV on 1 x h100 with 80 GB"):
         replica_kind("h100", 70e9, 2, 327_680, 1, 1.0, 1.0, 1.0)
     assert replica_kind("h100", 70e9, 2, 327_680, 2, 1.0, 1.0, 1.0).kv_tokens > 10_000
 

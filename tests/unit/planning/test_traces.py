@@ -70,7 +70,10 @@ def test_only_so_many_are_read_and_they_are_sorted_by_arrival(tmp_path: Path) ->
     [
         ("", "holds no requests"),
         ("a,b\n1,2\n", "has the fields a, b; must have those of a Mooncake trace"),
-        ('{"timestamp": 1, "input_length": 0, "output_length": 1}', ":1: the prompt has 0 tokens, must have at least 1"),
+        (
+            '{"timestamp": 1, "input_length": 0, "output_length": 1}',
+            ":1: the prompt has 0 tokens, must have at least 1",
+        ),
         ('{"timestamp": 1, "input_length": 4}', ":1: has no field 'output_length'"),
         ('{"timestamp": 1, "input_length": 4, "output_length": 1}\n{', ":2: not JSON: Expecting"),
         (AZURE_2023 + "yesterday,1,1\n", ":4: Invalid isoformat string: 'yesterday'"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import statistics
 
@@ -15,7 +16,7 @@ PROMPT, OUTPUT = Lengths(400, 1.0, 100_000), Lengths(120, 0.5, 100_000)
 def test_arrivals_are_a_poisson_process_of_that_rate() -> None:
     """Its gaps have a standard deviation as large as their mean."""
     times = [0.0, *(request.arrival for request in drawn(5.0, 20_000, PROMPT, OUTPUT))]
-    gaps = [after - before for before, after in zip(times, times[1:], strict=False)]
+    gaps = [after - before for before, after in itertools.pairwise(times)]
     assert statistics.fmean(gaps) == pytest.approx(0.2, rel=0.03)
     assert statistics.stdev(gaps) == pytest.approx(0.2, rel=0.03)
 
@@ -65,7 +66,9 @@ def test_shared_beginnings_are_as_frequent_as_was_asked_for() -> None:
     with_one = [request for request in requests if request.blocks]
     assert len(with_one) / len(requests) == pytest.approx(0.6, abs=0.02)
     for beginning in range(4):
-        assert sum(request.blocks == (beginning,) for request in with_one) / len(with_one) == pytest.approx(0.25, abs=0.02)
+        assert sum(request.blocks == (beginning,) for request in with_one) / len(with_one) == pytest.approx(
+            0.25, abs=0.02
+        )
     assert statistics.fmean(request.prompt_tokens for request in with_one) == pytest.approx(656, rel=0.05)
 
 

@@ -76,7 +76,7 @@ class Cell:
             asked = [n for n, one in zip(lengths, self.sequences, strict=True) if one.draft is draft and n]
             if asked:
                 work = DraftWork(max(asked), sum(asked), 0)
-                self.controller.draft_step(draft, work, self.law.draft(max(asked), sum(asked)))
+                self.controller.draft_step(draft, work, self.law.draft(max(asked), sum(asked)), None)
         tokens = len(lengths) + sum(lengths)
         self.controller.target_step(self.target, TargetWork(tokens), self.law.verify(tokens), None)
         for length, sequence in zip(lengths, self.sequences, strict=True):
@@ -160,7 +160,7 @@ def test_where_cores_are_shared_a_sequence_with_a_long_prompt_and_little_to_say_
     for _ in range(2):
         cell.submit()
     cell.settle({0: 0.9})
-    cell.controller.draft_step(cell.drafts[0], DraftWork(1, 0, 100), LAWS["rows nearly free"].draft(1, 0) + 0.05)
+    cell.controller.draft_step(cell.drafts[0], DraftWork(1, 0, 100), LAWS["rows nearly free"].draft(1, 0) + 0.05, None)
     lengths = {}
     for name, prompt, max_tokens in (("worth it", 8, 1_000), ("not worth it", 4_000, 20)):
         sequence = cell.submit(prompt=prompt, max_tokens=max_tokens)
