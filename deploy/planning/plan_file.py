@@ -7,9 +7,10 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from deploy.config.problems import ConfigurationError, Problem, problems_of
+from deploy.config.problems import Problem, problems_of
 from deploy.config.section import FieldProblem, Section, described
 from deploy.config.yaml_source import YamlSource
+from deploy.errors import UsageError
 from deploy.planning.hardware import GPU_KINDS, ReplicaKind, replica_kind
 from deploy.planning.traces import read_trace
 from deploy.planning.traffic import Lengths, PlannedRequest, SharedBeginning, drawn, faster
@@ -187,15 +188,14 @@ class PlanFile(Section):
 
 
 def read_plan_file(path: Path) -> PlanFile:
-    """A trace's path counts from the file's folder. Raises ConfigurationError with everything that is wrong."""
+    """A trace's path counts from the file's folder. Raises `UsageError` with everything that is wrong."""
     source = YamlSource(path)
     try:
         plan = PlanFile.model_validate(source.data)
     except ValidationError as error:
         problems = sorted(problems_of(source.data, PlanFile, error), key=lambda one: source.line(one.path))
-        raise ConfigurationError(
-            [Problem(f"{path}:{source.line(one.path)}", ".".join(one.path), one.message) for one in problems]
-        ) from error
+        found = [Problem(f"{path}:{source.line(one.path)}", ".".join(one.path), one.message) for one in problems]
+        raise UsageError("; ".join(map(str, found))) from error
     if plan.traffic.trace is None:
         return plan
     traffic = plan.traffic.model_copy(update={"trace": path.parent / plan.traffic.trace})
