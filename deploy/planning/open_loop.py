@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -113,7 +113,7 @@ def join_all(cell: VirtualCell, targets: int, drafts: int, target_pages: int, dr
 class LoadFigures:
     """What a load was given. Latencies by percentile, in seconds; `token` is a request's mean after its first token.
 
-    `tokens_per_second`: from the first arrival to the last token.
+    `tokens_per_second`: from the first arrival to the last token. The last four are not known of real requests.
     """
 
     requests: int
@@ -121,11 +121,10 @@ class LoadFigures:
     tokens_per_second: float
     first_token: dict[str, float]
     token: dict[str, float]
-    target_busy: float
-    draft_busy: float
-    tokens_per_round: float
-    draft_length: float
-    virtual_seconds: float
+    target_busy: float = 0.0
+    draft_busy: float = 0.0
+    tokens_per_round: float = 0.0
+    draft_length: float = 0.0
 
     def keeps(self, first_token_seconds: float, token_seconds: float, percentile: float) -> bool:
         """Whether so many percent of the requests had both, which must be one of the percentiles here."""
@@ -137,11 +136,10 @@ def percentile_name(percent: float) -> str:
     return f"p{percent:g}"
 
 
-def figures(cells: Sequence[OpenLoop], percentiles: Iterable[float] = (50, 99)) -> LoadFigures:
+def figures(cells: Sequence[OpenLoop], percentiles: Iterable[float] = ()) -> LoadFigures:
     """Of all the requests of these cells, which had them dealt out."""
     times = sorted((one for cell in cells for one in cell.times), key=lambda one: one.arrival)
-    counted = [one for one in times[int(len(times) * _WARM_UP) :] if not one.failed]
-    names = sorted({50.0, 99.0, *percentiles})
+    known = summarised(times, percentiles)
     seconds = max(one.last for one in times) - times[0].arrival
     busy: dict[Role, list[float]] = {Role.TARGET: [], Role.DRAFT: []}
     lengths: dict[int, int] = {}
@@ -151,18 +149,25 @@ def figures(cells: Sequence[OpenLoop], percentiles: Iterable[float] = (50, 99)) 
         for length, count in cell.core.snapshot().draft_lengths.items():
             lengths[length] = lengths.get(length, 0) + count
     rounds = sum(cell.verified for cell in cells)
-    tokens = sum(one.tokens for one in times)
+    return replace(
+        known,
+        target_busy=float(np.mean(busy[Role.TARGET])),
+        draft_busy=float(np.mean(busy[Role.DRAFT])) if busy[Role.DRAFT] else 0.0,
+        tokens_per_round=sum(one.tokens for one in times) / max(1, rounds),
+        draft_length=sum(length * count for length, count in lengths.items()) / max(1, sum(lengths.values())),
+    )
+
+
+def summarised(times: Sequence[RequestTimes], percentiles: Iterable[float] = ()) -> LoadFigures:
+    """Of requests in the order of their arrival. The percentiles are 50, 99 and these."""
+    counted = [one for one in times[int(len(times) * _WARM_UP) :] if not one.failed]
+    names = sorted({50.0, 99.0, *percentiles})
     return LoadFigures(
         requests=len(times),
         failed=sum(one.failed for one in times),
-        tokens_per_second=tokens / seconds,
+        tokens_per_second=sum(one.tokens for one in times) / (max(one.last for one in times) - times[0].arrival),
         first_token=_percentiles([one.first_token_seconds for one in counted], names),
         token=_percentiles([one.token_seconds for one in counted if one.tokens > 1], names),
-        target_busy=float(np.mean(busy[Role.TARGET])),
-        draft_busy=float(np.mean(busy[Role.DRAFT])) if busy[Role.DRAFT] else 0.0,
-        tokens_per_round=tokens / max(1, rounds),
-        draft_length=sum(length * count for length, count in lengths.items()) / max(1, sum(lengths.values())),
-        virtual_seconds=seconds,
     )
 
 

@@ -43,6 +43,7 @@ def test_the_least_number_that_is_enough_is_found(highest: int, threshold: int) 
     assert len(asked) <= 2 * highest.bit_length() + 1
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("token_seconds", [0.0205, 0.03, 0.04])
 def test_no_fleet_that_was_not_tried_is_cheaper(token_seconds: float) -> None:
     wanted = plan(service={"first_token_seconds": 0.5, "token_seconds": token_seconds})
