@@ -21,7 +21,7 @@ from bench.gpu.results import KIND as GPU
 from bench.offline.grid import System
 from bench.offline.tables import category_columns, cell_columns
 from bench.record import RESULTS
-from bench.reporting import ahead_page, plots
+from bench.reporting import ahead_page, plan_page, plots
 from bench.reporting.step_page import (
     PRICE_HEADINGS,
     STEP_HEADINGS,
@@ -118,6 +118,7 @@ class Report:
         kernels = {name: content for name, content in recorded.items() if name.startswith("cpu_kernels")}
         versions = {name: content for name, content in recorded.items() if name.startswith("versions")}
         ahead = {name: content for name, content in recorded.items() if name in ahead_page.LINES}
+        plans = {name: content for name, content in recorded.items() if name == plan_page.NAME}
         self._section("Decoding", offline, self._offline)
         self._section("Large pairs on one device", gpu, self._gpu)
         self._section("Serving", serve, self._serve)
@@ -125,10 +126,11 @@ class Report:
         self._section("Where a step's time goes", steps, self._steps)
         self._section("What exact mode costs", prices, self._prices)
         self._section("Drafting ahead", ahead, self._ahead)
+        self._section("Planning", plans, self._plan)
         self._section("Versions against each other", versions, self._versions)
         self._section("Memory", memory, self._memory)
         self._section("Drafts", drafts, self._draft)
-        shown = ahead | memory | drafts | steps | prices | kernels | versions
+        shown = ahead | plans | memory | drafts | steps | prices | kernels | versions
         self._others({name: content for name, content in recorded.items() if name not in shown})
         self._not_measured(offline, serve, memory, gpu)
         page = self._docs / "performance.md"
@@ -238,6 +240,12 @@ class Report:
             self._figure(
                 name, "ways", ahead_page.draw_break_even, content["result"]["points"], "Three ways to draft over plain"
             )
+
+    def _plan(self, name: str, content: dict[str, Any]) -> None:
+        result = content["result"]
+        self._say(plan_page.sentence(result))
+        self._table(plan_page.HEADINGS, plan_page.rows(result))
+        self._figure(name, "latency", plan_page.draw, result["loads"], "Latency by load, measured and predicted")
 
     def _memory(self, _name: str, content: dict[str, Any]) -> None:
         result = content["result"]

@@ -1,6 +1,8 @@
-"""docs/configuration.md, from the fields themselves."""
+"""docs/configuration.md, and tables of other files' fields, from the fields themselves."""
 
 from __future__ import annotations
+
+from pydantic import BaseModel
 
 from deploy.config.example import shown_value
 from deploy.config.field_documents import FieldDocument, documents
@@ -22,19 +24,27 @@ _TABLE = """
 
 
 def reference() -> str:
-    """Markdown: a table for each section, of the fields that belong to no section below it."""
+    """The page."""
+    return _HEAD + field_tables(SpoolConfig, SpoolConfig())
+
+
+def field_tables(model: type[BaseModel], defaults: BaseModel | None = None, level: str = "##") -> str:
+    """Markdown: a table for each section, of the fields that belong to no section below it; those of no section first.
+
+    `defaults` is the file as it is by default; without it the fields' own defaults count.
+    """
     heads: dict[tuple[str, ...], str] = {}
     rows: dict[tuple[str, ...], list[str]] = {}
-    for document in documents(SpoolConfig, SpoolConfig()):
+    for document in documents(model, defaults):
         if document.section:
             optional = " May be null, for none." if document.optional else ""
             if document.listed:
                 optional = " Each entry of the list has these fields."
-            heads[document.path] = f"\n## {document.name}\n\n{document.description}{optional}\n"
+            heads[document.path] = f"\n{level} {document.name}\n\n{document.description}{optional}\n"
         else:
             rows.setdefault(document.path[:-1], []).append(_row(document))
     tables = {path: "".join([_TABLE, *fields]) for path, fields in rows.items()}
-    return "".join([_HEAD, *(head + tables.get(path, "") for path, head in heads.items())])
+    return "".join([tables.get((), ""), *(head + tables.get(path, "") for path, head in heads.items())])
 
 
 def _row(document: FieldDocument) -> str:

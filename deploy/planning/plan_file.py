@@ -149,10 +149,10 @@ class SchedulingSection(Section):
 class PlanFile(Section):
     """A question for `spool plan`."""
 
-    traffic: TrafficSection
+    traffic: TrafficSection = described(..., "Requests: drawn at random, or read from a trace.")
     service: ServiceSection = described(ServiceSection(), "Service levels.")
-    target: ModelSection
-    draft: ModelSection
+    target: ModelSection = described(..., "The target model, and the devices that may serve it.")
+    draft: ModelSection = described(..., "The same for the draft model.")
     acceptance: float = described(
         ..., "Share of draft tokens that the target accepts, as `spool status` shows it.", ge=0, le=1
     )

@@ -21,7 +21,8 @@ import pytest
 import typer.main
 
 from deploy.config.loading import load_configuration
-from deploy.config.reference import reference
+from deploy.config.reference import field_tables, reference
+from deploy.planning.plan_file import PlanFile, read_plan_file
 from engine.models.source import demo_chat_template
 from services.gateway.settings import GatewaySettings
 from services.text.tokenizer import ModelTokenizer
@@ -143,6 +144,18 @@ def test_configurations_are_right(document: str, content: str, tmp_path: Path) -
 
 def test_the_page_of_all_fields_is_what_the_program_prints() -> None:
     assert (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8") == reference()
+
+
+def test_the_fields_of_a_plan_file_are_those_of_the_program() -> None:
+    page = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
+    assert page.partition("## Fields\n")[2] == field_tables(PlanFile, level="###")
+
+
+def test_the_plan_file_in_the_documents_is_right(tmp_path: Path) -> None:
+    (content,) = [block for block in blocks(ROOT / "docs" / "planning.md") if block.startswith("traffic:")]
+    (tmp_path / "plan.yaml").write_text(content, encoding="utf-8")
+    plan = read_plan_file(tmp_path / "plan.yaml")
+    assert {kind.price for kind in plan.kinds(plan.target)} == {2.5, 0.9}
 
 
 # --- clients ----------------------------------------------------------------------------------------------------------

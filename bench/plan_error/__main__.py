@@ -13,7 +13,6 @@ import argparse
 import asyncio
 import json
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -21,17 +20,13 @@ from typing import Any
 from rich.console import Console
 
 from bench.draft_ahead.laws import LAWS
-from deploy.planning.open_loop import LoadFigures, OpenLoop, RequestTimes, figures, join_all, summarised
+from bench.plan_error.measured_cell import MeasuredCell
+from deploy.planning.open_loop import LoadFigures, OpenLoop, figures, join_all, summarised
 from deploy.planning.traffic import Lengths, PlannedRequest, drawn
 from deploy.planning.virtual_cell import Costs
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Role
-from services.backend.interface import GenerationRequest
 from services.launch.launcher import WorkerLaunch, WorkerLauncher
-from services.scheduler.epochs import EpochAuthority, MemoryRegister
-from services.scheduler.service import SchedulerService
-from services.scheduler.workers.worker_link import LinkOptions, WorkerEndpoint
-from services.scheduler_client.local import LocalBackend
 
 LAW, AGREEMENT = "8B, 0.6B", 0.7
 RATES = (1.0, 2.0, 4.0, 6.0, 8.0)
@@ -40,43 +35,6 @@ _CONFIG = SchedulerConfig(batch_size=32, max_running=64, draft_length=6, prefill
 _MODULE = "bench.draft_ahead.paced_worker"
 _MANY = 32
 _CONSOLE = Console(stderr=True)
-
-
-def prompts_of(requests: Sequence[PlannedRequest], load: int) -> list[tuple[int, ...]]:
-    """A prompt's first token is the request's number, by which paced workers and virtual ones have the same luck. The
-    others are those of the load: what workers have in their prefix caches from earlier loads must not be found."""
-    return [(number, *(len(requests) + load,) * (request.prompt_tokens - 1)) for number, request in enumerate(requests)]
-
-
-class MeasuredCell:
-    """A real scheduler over paced workers."""
-
-    def __init__(self, launcher: WorkerLauncher) -> None:
-        self._launcher = launcher
-        self._authority = EpochAuthority(MemoryRegister())
-        self._loads = 0
-
-    async def run(self, config: SchedulerConfig, requests: Sequence[PlannedRequest]) -> list[RequestTimes]:
-        """When the tokens of each request came; seconds since the load began."""
-        links = LinkOptions(connect_timeout=60.0, step_timeout=600.0)
-        epoch = await self._authority.claim()
-        self._loads += 1
-        async with SchedulerService(config, scheduler_epoch=epoch, link_options=links) as service:
-            await service.add_workers(
-                [WorkerEndpoint(one.worker_id, one.role, one.address) for one in self._launcher.workers]
-            )
-            backend, began = LocalBackend(service), time.perf_counter()
-
-            async def one(prompt: tuple[int, ...], request: PlannedRequest) -> RequestTimes:
-                await asyncio.sleep(max(0.0, began + request.arrival - time.perf_counter()))
-                times = RequestTimes(request.arrival)
-                async for delta in await backend.submit(GenerationRequest(prompt, request.output_tokens)):
-                    times.last = time.perf_counter() - began
-                    times.first = times.first or times.last
-                    times.tokens += len(delta.tokens)
-                return times
-
-            return await asyncio.gather(*map(one, prompts_of(requests, self._loads), requests))
 
 
 async def overheads(cell: MeasuredCell, costs: Costs) -> tuple[float, float]:
