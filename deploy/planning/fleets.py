@@ -42,6 +42,13 @@ class Fleet:
     drafts: int = 0
 
     @property
+    def workers(self) -> str:
+        """In words."""
+        targets = f"{self.targets} target{'s' * (self.targets > 1)} on {self.target.name}"
+        drafts = f" and {self.drafts} draft{'s' * (self.drafts > 1)} on {self.draft.name}" if self.drafts else ""
+        return targets + drafts
+
+    @property
     def schedulers(self) -> int:
         """Cells that share nothing."""
         return self.targets if self.system is System.COLOCATED else 1
@@ -173,8 +180,7 @@ def _least(low: int, high: int, enough: Callable[[int], bool]) -> int | None:
 
 
 def _described(fleet: Fleet, found: LoadFigures) -> str:
-    drafts = f", {fleet.drafts} drafts on {fleet.draft.name}" if fleet.drafts else ""
     return (
-        f"{fleet.system.value}: {fleet.targets} targets on {fleet.target.name}{drafts}: first token "
-        f"{found.first_token['p99']:.2f} s, token {found.token['p99'] * 1000:.1f} ms (p99)"
+        f"{fleet.system.value}, {fleet.workers}: first token {found.first_token['p99']:.2f} s, "
+        f"token {found.token['p99'] * 1000:.1f} ms (p99)"
     )

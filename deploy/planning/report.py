@@ -88,9 +88,8 @@ def advice(found: Found, plan: PlanFile) -> str:
     planned = min(enough, key=lambda one: one.fleet.price)
     fleet, scheduling = planned.fleet, plan.scheduling
     drafting = fleet.system is System.APART
-    drafts = f" and {fleet.drafts} drafts on {fleet.draft.name}" if drafting else ""
     lines = [
-        f"{fleet.targets} targets on {fleet.target.name}{drafts} are enough. In the configuration:",
+        f"Enough: {fleet.workers}. In the configuration:",
         "",
         "scheduling:",
         f"  batch_size: {scheduling.batch_size}",

@@ -35,7 +35,7 @@ def test_prints_the_fleets_and_what_to_configure(file: Path) -> None:
     assert ended.code == 0, ended.err
     for system in ("plain", "drafts apart", "drafts colocated"):
         assert system in ended.out
-    assert "targets on box" in ended.err
+    assert " on box: first token" in ended.err
     configuration = ended.out.partition("In the configuration:")[2]
     # The advice is a configuration that Spool takes.
     assert configuration_from(yaml.safe_load(configuration)).groups.target.replicas >= 1
