@@ -228,6 +228,8 @@ def gangs() -> list[Gang]:
     return list(found.values())
 
 
+# Four gangs start anew, of two processes each: ten minutes on two slow cores.
+@pytest.mark.timeout(1500)
 def test_targets_of_two_ranks_are_lost_and_replaced_as_one_and_hand_over_their_kv(cell: Cell) -> None:
     engine = {**ENGINE, "tensor_parallel_size": 2}
     groups = cell.configuration["groups"]
