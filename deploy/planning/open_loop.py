@@ -140,7 +140,7 @@ def figures(cells: Sequence[OpenLoop], percentiles: Iterable[float] = ()) -> Loa
     """Of all the requests of these cells, which had them dealt out."""
     times = sorted((one for cell in cells for one in cell.times), key=lambda one: one.arrival)
     known = summarised(times, percentiles)
-    seconds = max(one.last for one in times) - times[0].arrival
+    seconds = _span(times)
     busy: dict[Role, list[float]] = {Role.TARGET: [], Role.DRAFT: []}
     lengths: dict[int, int] = {}
     for cell in cells:
@@ -165,10 +165,15 @@ def summarised(times: Sequence[RequestTimes], percentiles: Iterable[float] = ())
     return LoadFigures(
         requests=len(times),
         failed=sum(one.failed for one in times),
-        tokens_per_second=sum(one.tokens for one in times) / (max(one.last for one in times) - times[0].arrival),
+        tokens_per_second=sum(one.tokens for one in times) / _span(times),
         first_token=_percentiles([one.first_token_seconds for one in counted], names),
         token=_percentiles([one.token_seconds for one in counted if one.tokens > 1], names),
     )
+
+
+def _span(times: Sequence[RequestTimes]) -> float:
+    """Seconds from the first arrival to the last token; hardly any where no request got one."""
+    return max(1e-9, max(one.last for one in times) - times[0].arrival)
 
 
 def _percentiles(values: Sequence[float], names: Iterable[float]) -> dict[str, float]:

@@ -133,6 +133,9 @@ class SchedulingSection(Section):
     wire_seconds: float = described(0.0002, "Each way between scheduler and workers.", ge=0)
     step_seconds: float = described(0.0005, "The scheduler's own time for a step, sent and answered.", ge=0)
     row_seconds: float = described(0.00001, "And for each sequence in it.", ge=0)
+    gateway_seconds: float = described(
+        0, "The gateway's own time for a request, and for each message of an answer. There is one gateway.", ge=0
+    )
 
     def config(self, targets: int, drafting: bool) -> SchedulerConfig:
         return SchedulerConfig(

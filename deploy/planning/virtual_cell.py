@@ -226,6 +226,8 @@ class VirtualCell:
             ]
             self.at(worker.passes[0], partial(self._end_pass, worker, self.now, 1))
             return
+        for row in step.rows:
+            self._look_up(worker, row)
         seconds = self._seconds(worker, step)
         self.at(self.now + seconds, lambda: self._finish(worker, seconds))
 
@@ -259,18 +261,20 @@ class VirtualCell:
         slow = 20.0 if self._random.random() < costs.slow_share else 1.0
         return seconds * slow * self._random.uniform(1 - costs.jitter, 1 + costs.jitter)
 
-    def _fed(self, worker: Worker, row: Row) -> int:
-        """The tokens of a row that are to be computed: not those of which the worker has KV from other sequences."""
+    def _look_up(self, worker: Worker, row: Row) -> None:
+        """What the cache has of the prompt of a sequence that comes to the worker."""
         if row.opening is not None and not row.kv_len:
             prompt = DigestedTokens(row.opening.prompt)
             pages = [prompt.digest(end) for end in range(PAGE_SIZE, len(prompt) + 1, PAGE_SIZE)]
             # At least one token is fed, for its logits.
             known = worker.cache.found(pages[: (len(prompt) - 1) // PAGE_SIZE])
             worker.prompts[row.sequence_id] = Prompt(pages, known * PAGE_SIZE, known)
-        known_prompt = worker.prompts.get(row.sequence_id)
-        if known_prompt is None:
-            return len(row.tokens)
-        return min(len(row.tokens), max(0, row.kv_len + len(row.tokens) - known_prompt.held))
+
+    def _fed(self, worker: Worker, row: Row) -> int:
+        """The tokens of a row that are to be computed: not those of which the worker has KV from other sequences."""
+        prompt = worker.prompts.get(row.sequence_id)
+        held = prompt.held if prompt is not None else 0
+        return min(len(row.tokens), max(0, row.kv_len + len(row.tokens) - held))
 
     def _finish(self, worker: Worker, seconds: float, prepared: int = 0) -> None:
         step = worker.steps.popleft()
