@@ -122,14 +122,24 @@ class SequenceSubmission(_message.Message):
     def __init__(self, request_id: _Optional[int] = ..., prompt: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_worker_pb2.SamplingParameters, _Mapping]] = ..., draft_length: _Optional[int] = ..., top_logprobs: _Optional[int] = ..., committed_output: _Optional[_Iterable[int]] = ..., admitted_before: _Optional[bool] = ..., timeout_seconds: _Optional[float] = ..., client_request_id: _Optional[str] = ..., traceparent: _Optional[str] = ..., key: _Optional[str] = ..., priority: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ...) -> None: ...
 
 class SessionReply(_message.Message):
-    __slots__ = ("scheduler_epoch", "opened", "events")
+    __slots__ = ("scheduler_epoch", "opened", "events", "load")
     SCHEDULER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     OPENED_FIELD_NUMBER: _ClassVar[int]
     EVENTS_FIELD_NUMBER: _ClassVar[int]
+    LOAD_FIELD_NUMBER: _ClassVar[int]
     scheduler_epoch: int
     opened: SessionOpened
     events: _containers.RepeatedCompositeFieldContainer[SequenceEvent]
-    def __init__(self, scheduler_epoch: _Optional[int] = ..., opened: _Optional[_Union[SessionOpened, _Mapping]] = ..., events: _Optional[_Iterable[_Union[SequenceEvent, _Mapping]]] = ...) -> None: ...
+    load: CellLoad
+    def __init__(self, scheduler_epoch: _Optional[int] = ..., opened: _Optional[_Union[SessionOpened, _Mapping]] = ..., events: _Optional[_Iterable[_Union[SequenceEvent, _Mapping]]] = ..., load: _Optional[_Union[CellLoad, _Mapping]] = ...) -> None: ...
+
+class CellLoad(_message.Message):
+    __slots__ = ("targets", "sequences_of_others")
+    TARGETS_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCES_OF_OTHERS_FIELD_NUMBER: _ClassVar[int]
+    targets: int
+    sequences_of_others: int
+    def __init__(self, targets: _Optional[int] = ..., sequences_of_others: _Optional[int] = ...) -> None: ...
 
 class SessionOpened(_message.Message):
     __slots__ = ("lease_seconds", "protocol_version")

@@ -127,6 +127,16 @@ class SchedulerCore:
         return self._steps.next_deadline()
 
     @property
+    def targets(self) -> int:
+        """Target workers that are not about to leave."""
+        return sum(not target.draining for target in self._fleet.targets.values())
+
+    @property
+    def live(self) -> int:
+        """Unfinished sequences."""
+        return len(self._live.sequences)
+
+    @property
     def waiting(self) -> int:
         """Sequences that nobody works on yet."""
         return len(self._live.waiting)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 MIN_WEIGHT = 0.001
 MAX_WEIGHT = 1000.0
@@ -33,6 +34,19 @@ class KeyClass:
             value = getattr(self, field)
             if value is not None and value < 1:
                 raise ValueError(f"{field} of key {self.name!r} is {value!r}, must be None or at least 1")
+
+    def part_of(self, cells: int) -> KeyClass:
+        """What it may have of each of so many cells: an equal part of each limit, rounded up."""
+
+        def part(limit: int | None) -> int | None:
+            return None if limit is None else math.ceil(limit / cells)
+
+        return replace(
+            self,
+            max_running=part(self.max_running),
+            max_waiting=part(self.max_waiting),
+            tokens_per_minute=part(self.tokens_per_minute),
+        )
 
 
 NOBODY = KeyClass("")

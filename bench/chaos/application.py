@@ -51,7 +51,7 @@ class Application:
 
     def workers_lost(self) -> int:
         """Times that the present scheduler has lost a worker."""
-        return int(self.status()["scheduler"]["throughput"]["workers_lost"])
+        return int(self.status()["cells"][0]["throughput"]["workers_lost"])
 
     def replicas(self, deployment: str) -> list[psutil.Process]:
         """Live replicas of a deployment, which Ray names after it; the oldest first."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +28,7 @@ from services.gateway.settings import (
     model_sampling_defaults,
 )
 from services.rpc.channel_security import ChannelSecurity
+from services.scheduler_client.cell_link import Resolve
 from services.scheduler_client.remote import SchedulerClient
 from services.text.tokenizer import ModelTokenizer, load_tokenizer
 
@@ -47,7 +48,7 @@ class RunningGateway:
 
 async def start_gateway(
     config: SpoolConfig,
-    resolve: Callable[[], Awaitable[str]],
+    cells: Sequence[Resolve],
     *,
     gateway_id: str,
     security: ChannelSecurity,
@@ -55,7 +56,7 @@ async def start_gateway(
     share_port: bool,
     running: AsyncExitStack,
 ) -> RunningGateway:
-    """Over the scheduler that `resolve` names; ends when `running` closes.
+    """Over the schedulers that `cells` name, one each; ends when `running` closes.
 
     Calls over gRPC then have `drain_seconds` to end. With `share_port` several gateways of a machine share its ports.
     Raises SecretError, and OSError for a port that cannot be listened on.
@@ -63,7 +64,7 @@ async def start_gateway(
     tokenizer, sampling = await asyncio.to_thread(_model_files, config)
     settings = gateway_settings(config, sampling)
     metrics = GatewayMetrics(config.vllm_model_name)
-    backend = SchedulerClient(resolve=resolve, gateway_id=gateway_id, security=security, listener=metrics)
+    backend = SchedulerClient(cells, gateway_id=gateway_id, security=security, listener=metrics)
     tracing = request_tracing(config.tracing, running)
     app = create_app(backend, tokenizer, settings, metrics, tracing)
     await running.enter_async_context(backend)

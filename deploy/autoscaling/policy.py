@@ -5,13 +5,14 @@ The scheduler's replica decides; what it reports with its autoscaling statistics
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
 from ray.serve.autoscaling_policy import replica_queue_length_autoscaling_policy
 from ray.serve.config import AutoscalingContext
 
-from deploy.ray_app import GATEWAY, SCHEDULER, WORKERS
+from deploy.ray_app import GATEWAY, scheduler_name, workers_name
 from scheduler.messages import Role
 
 AT_LEAST = {role: f"{role.value}_at_least" for role in Role}
@@ -19,7 +20,7 @@ AT_MOST = {role: f"{role.value}_at_most" for role in Role}
 
 
 class FollowScheduler:
-    """Keeps each group of workers within what the scheduler wants, and lets the gateway follow its open requests.
+    """Keeps each group of workers within what its scheduler wants, and lets the gateway follow its open requests.
 
     What it has no word about keeps its number: without a scheduler, for instance, nothing changes.
     """
@@ -31,9 +32,10 @@ class FollowScheduler:
         if GATEWAY in by_name:
             deployment, context = by_name[GATEWAY]
             wanted[deployment] = replica_queue_length_autoscaling_policy(context)[0]
-        if SCHEDULER in by_name:
-            reported = by_name[SCHEDULER][1].raw_metrics
-            for role, name in WORKERS.items():
+        for cell in itertools.takewhile(lambda number: scheduler_name(number) in by_name, itertools.count(1)):
+            reported = by_name[scheduler_name(cell)][1].raw_metrics
+            for role in Role:
+                name = workers_name(role, cell)
                 at_least, at_most = _latest(reported, AT_LEAST[role]), _latest(reported, AT_MOST[role])
                 if name in by_name and at_least is not None and at_most is not None:
                     deployment, context = by_name[name]

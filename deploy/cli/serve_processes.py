@@ -52,6 +52,8 @@ def serve_without_ray(config: SpoolConfig) -> int:
 def _check(config: SpoolConfig) -> None:
     if config.ray.address is not None:
         raise UsageError(f"ray.address is {config.ray.address!r}, must be unset with --no-ray")
+    if config.groups.cells > 1:
+        raise UsageError(f"groups.cells is {config.groups.cells}, must be 1 with --no-ray: one machine is one cell")
     scaling = [f"groups.{role.value}" for role in config.roles if config.group(role).autoscaling is not None]
     scaling += ["gateway"] if config.gateway.autoscaling is not None else []
     for section in scaling:

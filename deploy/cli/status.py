@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from deploy.cluster.client import ApplicationState, application_state, connected, scheduler_status, stop_application
+from deploy.cluster.client import ApplicationState, application_state, connected, scheduler_statuses, stop_application
 from deploy.cluster.local_ray import stop_ray
 from deploy.cluster.served_state import Served, StateFolder
 from deploy.errors import RunError
@@ -25,33 +25,37 @@ def status(app_name: str, json_output: bool) -> int:
     """Prints replicas, sequences and groups. Raises RunError where nothing is served."""
     state = StateFolder()
     served = find_served(app_name, state)
-    application, scheduler = _state_of(served, state)
+    application, cells = _state_of(served, state)
     if json_output:
         addresses = {"http": served.http_url, "grpc": served.grpc_address, "ray": served.ray_address}
         summary = {"application": app_name, "model": served.model, "addresses": addresses}
-        print(json.dumps(summary | asdict(application) | {"scheduler": scheduler}), flush=True)
+        print(json.dumps(summary | asdict(application) | {"cells": cells}), flush=True)
         return 0
     console = Console()
     console.print(f"{app_name}: {application.status}, {served.model} at {served.http_url}", highlight=False)
     if application.deployments:
         console.print(_deployments(application))
-    if scheduler is None:
-        console.print("the scheduler does not answer")
-    else:
-        console.print(_workers(scheduler))
-        console.print(_figures(scheduler))
+    for number, cell in enumerate(cells, 1):
+        if len(cells) > 1:
+            console.rule(f"cell {number}", align="left")
+        if cell is None:
+            console.print("the scheduler does not answer")
+        else:
+            console.print(_workers(cell))
+            console.print(_figures(cell))
     return 0
 
 
-def _state_of(served: Served, state: StateFolder) -> tuple[ApplicationState, dict[str, Any] | None]:
-    """What Serve knows, and what the scheduler says. Without Ray there are no deployments."""
+def _state_of(served: Served, state: StateFolder) -> tuple[ApplicationState, list[dict[str, Any] | None]]:
+    """What Serve knows, and what the scheduler of each cell says. Without Ray there is one, and no deployments."""
     if served.ray_address is None:
-        from deploy.processes.status import scheduler_status as ask_scheduler
+        from deploy.processes.status import scheduler_status
 
         security = ChannelSecurity.from_json(state.read_security(served.app_name))
-        return ApplicationState("RUNNING"), asyncio.run(ask_scheduler(served.scheduler_address or "", security))
+        return ApplicationState("RUNNING"), [asyncio.run(scheduler_status(served.scheduler_address or "", security))]
     with connected(served.ray_address, _NAMESPACE, own(served, state)):
-        return application_state(served.app_name), scheduler_status(served.app_name)
+        application = application_state(served.app_name)
+        return application, scheduler_statuses(served.app_name, application)
 
 
 def down(app_name: str) -> int:

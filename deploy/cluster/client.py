@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import socket
@@ -130,14 +131,21 @@ def application_state(app_name: str) -> ApplicationState:
     return ApplicationState(application.status.value, application.message, deployments)
 
 
-def scheduler_status(app_name: str) -> dict[str, Any] | None:
-    """What the scheduler says of itself and its workers; None while there is none to ask."""
+def scheduler_statuses(app_name: str, application: ApplicationState) -> list[dict[str, Any] | None]:
+    """What each cell's scheduler says of itself and its workers; None while there is none to ask."""
+    from deploy.ray_app import scheduler_name
+
+    found = (scheduler_name(cell) for cell in itertools.count(1))
+    return [
+        _scheduler_status(app_name, name) for name in itertools.takewhile(application.deployments.__contains__, found)
+    ]
+
+
+def _scheduler_status(app_name: str, deployment: str) -> dict[str, Any] | None:
     from ray import serve
 
-    from deploy.ray_app import SCHEDULER
-
     try:
-        handle = serve.get_deployment_handle(SCHEDULER, app_name=app_name)
+        handle = serve.get_deployment_handle(deployment, app_name=app_name)
         status: dict[str, Any] = handle.status.remote().result(timeout_s=_CALL_SECONDS)
     except Exception:  # Serve's and Ray's errors have no common ancestor
         logging.getLogger(__name__).debug("the scheduler did not answer", exc_info=True)

@@ -43,17 +43,17 @@ class MetricsSettings(Section):
     )
 
     def problems(self) -> Iterator[FieldProblem]:
-        if self.scheduler_address is not None and self.listen is None:
+        if self.scheduler_address is not None and self.listen() is None:
             yield FieldProblem(
                 ("scheduler_address",), f"is {self.scheduler_address!r}, must be host:port, such as 127.0.0.1:8002"
             )
 
-    @property
-    def listen(self) -> tuple[str, int] | None:
-        """Host and port of the scheduler's /metrics; None where there is none."""
+    def listen(self, cell: int = 1) -> tuple[str, int] | None:
+        """Host and port of the /metrics of a cell's scheduler; None where there is none."""
         host, _, port = (self.scheduler_address or "").rpartition(":")
         host = host.removeprefix("[").removesuffix("]")
-        return (host, int(port)) if host and port.isascii() and port.isdigit() and int(port) < 65536 else None
+        number = int(port) + cell - 1 if port.isascii() and port.isdigit() else 65536
+        return (host, number) if host and number < 65536 else None
 
 
 class TracingSettings(Section):

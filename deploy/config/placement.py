@@ -153,13 +153,24 @@ class TargetGroup(WorkerGroup):
 
 
 class Groups(Section):
-    """The two groups of workers."""
+    """The two groups of workers, and the cells."""
 
+    cells: int = described(
+        1,
+        "Number of cells. Each has a scheduler and the groups below for itself; gateways spread requests over the "
+        "cells, and those of a cell that is lost go on in another.",
+        ge=1,
+        le=256,
+    )
     draft: WorkerGroup = described(WorkerGroup(), "The replicas that propose tokens.")
     target: TargetGroup = described(TargetGroup(), "The replicas that verify them.")
     share_gpus: bool = described(
         False, "Allow shares of GPUs so small that a draft and a target replica can end up on one GPU."
     )
+
+    @property
+    def cell_numbers(self) -> range:
+        return range(1, self.cells + 1)
 
     def problems(self) -> Iterator[FieldProblem]:
         draft, target = self.draft.num_gpus or 0, self.target.num_gpus or 0

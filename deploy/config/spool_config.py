@@ -165,7 +165,7 @@ class SpoolConfig(Section):
     engine: EngineSection = described(EngineSection(), "The engines of the workers.")
     scheduling: SchedulingSection = described(SchedulingSection(), "What the scheduler does.")
     groups: Groups = described(Groups(), "The workers.")
-    scheduler: Placement = described(Placement(), "Where the one scheduler runs.")
+    scheduler: Placement = described(Placement(), "Where the schedulers run, one of each cell.")
     gateway: GatewaySettings = described(GatewaySettings(), "The HTTP and gRPC ingress.")
     auth: AuthSettings = described(AuthSettings(), "API keys and TLS for clients.")
     internal: InternalSettings = described(InternalSettings(), "How replicas authenticate each other.")
@@ -223,14 +223,16 @@ class SpoolConfig(Section):
         return any(setting is not None for setting in settings)
 
     def scheduler_config(self) -> SchedulerConfig:
-        """For the scheduler core, with the classes of the keys that have a name."""
-        models, keys = self.models, tuple(key.key_class for key in self.auth.keys)
+        """For the scheduler core of one cell, with its part of what the keys with a name may have."""
+        models, cells = self.models, self.groups.cells
+        keys = tuple(key.key_class.part_of(cells) for key in self.auth.keys)
         return self.scheduling.scheduler_config(models.drafts, keys, models.drafts_with_model)
 
     @property
     def is_one_pair(self) -> bool:
         """Whether there is one replica with a target model, one with a draft model, and never more."""
-        return self.models.drafts_with_model and all(self.group(role).highest_replicas == 1 for role in self.roles)
+        one_each = all(self.group(role).highest_replicas == 1 for role in self.roles)
+        return self.models.drafts_with_model and self.groups.cells == 1 and one_each
 
     @property
     def pair_shares_a_gpu(self) -> bool:
@@ -274,7 +276,7 @@ class SpoolConfig(Section):
             return group.threads
         if group.num_cpus >= 1:
             return max(1, int(group.num_cpus) // self.engine.ranks(role))
-        busy = sum(
+        busy = self.groups.cells * sum(
             self.group(other).replicas * self.engine.ranks(other) for other in self.roles if self.has_model(other)
         )
         return max(1, len(os.sched_getaffinity(0)) // busy)

@@ -44,7 +44,7 @@ class Pods:
 
 
 def pods_of(config: SpoolConfig) -> tuple[Pods, ...]:
-    """Gateways (and among them the scheduler), targets, drafts, in this order; a group without replicas has no pods.
+    """Gateways (and among them the schedulers), targets, drafts, in this order; a group without replicas has no pods.
 
     Raises ConfigurationError with everything in the configuration that cannot be on Kubernetes.
     """
@@ -57,12 +57,14 @@ def pods_of(config: SpoolConfig) -> tuple[Pods, ...]:
 def _gateways(config: SpoolConfig) -> Pods:
     gateway, scheduler = config.gateway, config.scheduler
     scaling = gateway.autoscaling
+    fewest = scaling.min_replicas if scaling is not None else gateway.replicas
+    schedulers = math.ceil(config.groups.cells / fewest)
     return Pods(
         group=GATEWAY_GROUP,
         replicas=gateway.replicas,
-        fewest=scaling.min_replicas if scaling is not None else gateway.replicas,
+        fewest=fewest,
         most=scaling.max_replicas if scaling is not None else gateway.replicas,
-        cpus=math.ceil(gateway.num_cpus + scheduler.num_cpus),
+        cpus=math.ceil(gateway.num_cpus + schedulers * scheduler.num_cpus),
         gpus=0,
         resources=_whole(gateway) | _whole(scheduler),
         weights=(),
@@ -72,18 +74,18 @@ def _gateways(config: SpoolConfig) -> Pods:
 
 def _workers(config: SpoolConfig, role: Role) -> Pods:
     group = config.group(role)
-    there = role in config.roles
+    cells = config.groups.cells if role in config.roles else 0
     scaling = group.autoscaling
     fewest = scaling.min_replicas if scaling is not None else group.replicas
     return Pods(
         group=role.value,
-        replicas=group.replicas if there else 0,
-        fewest=fewest if there else 0,
-        most=group.highest_replicas if there else 0,
+        replicas=cells * group.replicas,
+        fewest=cells * fewest,
+        most=cells * group.highest_replicas,
         cpus=max(1, math.ceil(group.num_cpus)),
         gpus=math.ceil(group.num_gpus or 0),
         resources=_whole(group),
-        weights=(config.model(role),) if there and config.has_model(role) else (),
+        weights=(config.model(role),) if cells and config.has_model(role) else (),
         drain_seconds=math.ceil(group.drain_seconds),
     )
 

@@ -18,7 +18,7 @@ async def start(surroundings: Surroundings, running: AsyncExitStack) -> Up:
     shares = surroundings.config.gateway.replicas > 1
     gateway = await start_gateway(
         surroundings.config,
-        surroundings.find_scheduler,
+        [surroundings.find_scheduler],
         gateway_id=surroundings.task.name,
         security=surroundings.security,
         drain_seconds=_DRAIN_SECONDS,

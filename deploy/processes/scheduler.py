@@ -31,7 +31,7 @@ async def start(surroundings: Surroundings, running: AsyncExitStack) -> Up:
     )
     address = await server.start()
     running.push_async_callback(server.stop, _STOP_SECONDS)
-    listen = config.metrics.listen
+    listen = config.metrics.listen()
     if listen is not None:
         await running.enter_async_context(MetricsEndpoint(server.metric_families, *listen))
     keep_loaded_objects()

@@ -16,7 +16,7 @@ from deploy.config.loading import configuration_from, load_configuration
 from deploy.config.placement import WorkerGroup
 from deploy.config.spool_config import SpoolConfig
 from deploy.errors import UsageError
-from deploy.ray_app import GATEWAY, SCHEDULER, WORKERS
+from deploy.ray_app import GATEWAY, scheduler_name, workers_name
 from deploy.ray_app.gateway import Gateway
 from deploy.ray_app.gpus import gpus_per_replica
 from deploy.ray_app.replica import Plan
@@ -70,9 +70,13 @@ def application(config: SpoolConfig) -> Application:
     config = _with_folders_found(config)
     threads = {role: config.threads(role) for role in config.roles}
     plan = Plan(config, gpus_per_replica(config), threads)
-    scheduler = _scheduler(plan).bind(plan)
-    workers = [_worker(plan, role).bind(plan, role, scheduler) for role in config.roles]
-    return _gateway(plan).bind(plan, scheduler, *workers)
+    schedulers = {cell: _scheduler(plan, cell).bind(plan, cell) for cell in config.groups.cell_numbers}
+    workers = [
+        _worker(plan, role, cell).bind(plan, role, scheduler)
+        for cell, scheduler in schedulers.items()
+        for role in config.roles
+    ]
+    return _gateway(plan).bind(plan, list(schedulers.values()), workers)
 
 
 def settled(config: SpoolConfig) -> SpoolConfig:
@@ -102,9 +106,9 @@ def _with_folders_found(config: SpoolConfig) -> SpoolConfig:
     return config.model_copy(update={"models": config.models.model_copy(update=found)})
 
 
-def _scheduler(plan: Plan) -> serve.Deployment:
+def _scheduler(plan: Plan, cell: int) -> serve.Deployment:
     return serve.deployment(Scheduler).options(
-        name=SCHEDULER,
+        name=scheduler_name(cell),
         num_replicas=1,
         ray_actor_options=plan.config.scheduler.actor_options(),
         max_ongoing_requests=_SCHEDULER_CALLS,
@@ -114,10 +118,10 @@ def _scheduler(plan: Plan) -> serve.Deployment:
     )
 
 
-def _worker(plan: Plan, role: Role) -> serve.Deployment:
+def _worker(plan: Plan, role: Role, cell: int) -> serve.Deployment:
     group = plan.config.group(role)
     return serve.deployment(WorkerReplica).options(
-        name=WORKERS[role],
+        name=workers_name(role, cell),
         ray_actor_options=_worker_options(plan, role, group),
         graceful_shutdown_timeout_s=group.drain_seconds,
         max_constructor_retry_count=_START_ATTEMPTS,

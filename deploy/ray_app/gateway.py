@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 
 from ray import serve
@@ -23,14 +24,16 @@ class Gateway:
     share the port: the kernel spreads connections over them.
     """
 
-    async def __init__(self, plan: Plan, scheduler: DeploymentHandle, *others: DeploymentHandle) -> None:  # type: ignore[misc]  # Serve awaits it
-        """`others` are only tied to the application here."""
+    async def __init__(  # type: ignore[misc]  # Serve awaits it
+        self, plan: Plan, schedulers: Sequence[DeploymentHandle], workers: Sequence[DeploymentHandle]
+    ) -> None:
+        """`workers` are only tied to the application here."""
         config = plan.config
         install_logs(config.logging.format, config.logging.level.number)
         self._running = AsyncExitStack()
         self._gateway = await start_gateway(
             config,
-            SchedulerAddress(scheduler),
+            [SchedulerAddress(scheduler) for scheduler in schedulers],
             gateway_id=serve.get_replica_context().replica_id.unique_id,
             security=channel_security(config.internal),
             drain_seconds=config.gateway.drain_seconds / 2,

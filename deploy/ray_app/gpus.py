@@ -35,9 +35,9 @@ def gpus_per_replica(config: SpoolConfig) -> Mapping[Role, float]:
         else:
             if left is None:
                 left = _gpus_of_ray() - sum(_asked_for(config, other) for other in config.roles)
-            wanted = float(config.engine.ranks(role))
-            gpus[role] = wanted if wanted * group.highest_replicas <= left else 0.0
-            left -= gpus[role] * group.highest_replicas
+            wanted, replicas = float(config.engine.ranks(role)), config.groups.cells * group.highest_replicas
+            gpus[role] = wanted if wanted * replicas <= left else 0.0
+            left -= gpus[role] * replicas
     if left is not None and 0.0 in gpus.values() and any(gpus.values()):
         names = ", ".join(role.value for role, count in gpus.items() if count == 0 and config.has_model(role))
         logger.warning("Ray has too few GPUs: %s workers compute on the CPU (see groups.*.num_gpus)", names)
@@ -52,7 +52,8 @@ def _pair_on_one_gpu(config: SpoolConfig) -> bool:
 
 def _asked_for(config: SpoolConfig, role: Role) -> float:
     group = config.group(role)
-    return (group.num_gpus or 0.0) * group.highest_replicas if config.has_model(role) else 0.0
+    replicas = config.groups.cells * group.highest_replicas
+    return (group.num_gpus or 0.0) * replicas if config.has_model(role) else 0.0
 
 
 def _gpus_of_ray() -> float:

@@ -1,4 +1,4 @@
-"""The one scheduler as a Serve replica."""
+"""The scheduler of a cell as a Serve replica."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class Scheduler:
     higher epoch, and workers refuse the old scheduler.
     """
 
-    async def __init__(self, plan: Plan) -> None:  # type: ignore[misc]  # Serve awaits it
+    async def __init__(self, plan: Plan, cell: int) -> None:  # type: ignore[misc]  # Serve awaits it
         config = plan.config
         install_logs(config.logging.format, config.logging.level.number)
         security = channel_security(config.internal)
         self._autoscaler = Autoscaler(config.scheduler_config())
         self._running = AsyncExitStack()
-        self._service = await scheduler_service(config, ClusterEpochs(), security, self._running)
+        self._service = await scheduler_service(config, ClusterEpochs(cell), security, self._running)
         self._server = SchedulerServer(
             self._service,
             internal_host(config.internal),
@@ -44,7 +44,7 @@ class Scheduler:
         )
         self._address = await self._server.start()
         await self._running.enter_async_context(RayMirror(self._server.metric_families))
-        listen = config.metrics.listen
+        listen = config.metrics.listen(cell)
         if listen is not None:
             await self._running.enter_async_context(MetricsEndpoint(self._server.metric_families, *listen))
         keep_loaded_objects()

@@ -10,7 +10,7 @@ from deploy.autoscaling.rules import plain_rules, rules_of
 from deploy.config.ingress import GatewaySettings, ProxyLocation
 from deploy.config.placement import GatewayAutoscaling, WorkerGroup
 from deploy.config.spool_config import SpoolConfig
-from deploy.ray_app import GATEWAY, SCHEDULER, WORKERS
+from deploy.ray_app import GATEWAY, scheduler_name, workers_name
 
 _LOCATIONS = {ProxyLocation.EVERY_NODE: "EveryNode", ProxyLocation.HEAD_NODE: "HeadOnly"}
 
@@ -68,7 +68,8 @@ def serve_content(config: SpoolConfig) -> dict[str, Any]:
     the former in place, and replaces every replica when one of the latter changes.
     """
     settings: dict[str, WorkerGroup | GatewaySettings] = {GATEWAY: config.gateway}
-    settings |= {WORKERS[role]: config.group(role) for role in config.roles}
+    cells = config.groups.cell_numbers
+    settings |= {workers_name(role, cell): config.group(role) for cell in cells for role in config.roles}
     deployments: list[dict[str, Any]] = [{"name": name, **replica_options(one)} for name, one in settings.items()]
     application: dict[str, Any] = {
         "name": config.ray.app_name,
@@ -79,7 +80,10 @@ def serve_content(config: SpoolConfig) -> dict[str, Any]:
     }
     if config.scales_workers:
         rules = plain_rules(rules_of(config))
-        deployments.append({"name": SCHEDULER, "autoscaling_config": dict(_REPORTING), "user_config": rules})
+        deployments += [
+            {"name": scheduler_name(cell), "autoscaling_config": dict(_REPORTING), "user_config": rules}
+            for cell in cells
+        ]
         application["autoscaling_policy"] = {"policy_function": POLICY_PATH}
     return {
         "proxy_location": proxy_location(config),

@@ -127,7 +127,12 @@ class LoadFigures:
 
 
 class Backend(Protocol):
-    """A scheduler as the gateway sees it. All methods belong to one event loop."""
+    """Schedulers, one of each cell, as the gateway sees them. All methods belong to one event loop."""
+
+    @property
+    def cells(self) -> int:
+        """How many there are."""
+        ...
 
     async def submit(self, request: GenerationRequest) -> TokenStream:
         """Submits a sequence. Raises AdmissionRefusedError or BackendUnavailableError.
@@ -147,8 +152,10 @@ class Backend(Protocol):
         """Raises BackendUnavailableError."""
         ...
 
-    def watch(self, period_seconds: float, max_sequences: int) -> AsyncGenerator[cell_view_pb2.CellView, None]:
-        """One view of the cell each period (0.1 to 60 s), until the generator is closed.
+    def watch(
+        self, period_seconds: float, max_sequences: int, cell: int = 1
+    ) -> AsyncGenerator[cell_view_pb2.CellView, None]:
+        """One view of the cell (from 1 on) each period (0.1 to 60 s), until the generator is closed.
 
         Raises BackendUnavailableError.
         """

@@ -77,7 +77,7 @@ class GatewayMetrics:
         self._resubmissions = of.counter(
             "resubmissions_total", "Sequences that went on in another session, with the tokens that they had."
         )
-        self._scheduler_up = of.gauge("scheduler_up", "1 while the gateway has a session with a scheduler, else 0.")
+        self._scheduler_up = of.gauge("scheduler_up", "Sessions with schedulers that are open, one for each cell.")
 
     @property
     def metrics(self) -> tuple[Metric, ...]:
@@ -102,10 +102,10 @@ class GatewayMetrics:
         self._failure.labels(kind.value).inc()
 
     def session_opened(self) -> None:
-        self._scheduler_up.set(1)
+        self._scheduler_up.inc()
 
     def session_broke(self) -> None:
-        self._scheduler_up.set(0)
+        self._scheduler_up.dec()
         self._session_breaks.inc()
 
     def resubmitted(self, sequences: int) -> None:

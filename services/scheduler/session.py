@@ -30,6 +30,9 @@ _REMEMBERED_ENDS = 64
 _MIN_RETRY_SECONDS = 1.0
 _MAX_RETRY_SECONDS = 30.0
 
+# How old a gateway's knowledge of the cell's load gets.
+_LOAD_SECONDS = 0.5
+
 # Clients come back when the queue is this part shorter, all at about the same time, and find room.
 _PART_OF_QUEUE = 0.1
 
@@ -151,15 +154,21 @@ class GatewaySession:
         opened = scheduler_pb2.SessionOpened(
             lease_seconds=self._options.lease_seconds, protocol_version=PROTOCOL_VERSION
         )
-        await write(scheduler_pb2.SessionReply(scheduler_epoch=self._service.epoch, opened=opened))
+        await write(self._reply(opened=opened))
         while True:
             events: list[scheduler_pb2.SequenceEvent] = []
             try:
-                async with asyncio.timeout(self._options.lease_seconds / 3):
+                async with asyncio.timeout(min(self._options.lease_seconds / 3, _LOAD_SECONDS)):
                     events = await self._outbox.take()
             except TimeoutError:
                 logger.debug("nothing to tell gateway %s", self.gateway_id)
-            await write(scheduler_pb2.SessionReply(scheduler_epoch=self._service.epoch, events=events))
+            await write(self._reply(events=events))
+
+    def _reply(self, **content: Any) -> scheduler_pb2.SessionReply:
+        core = self._service.core
+        others = max(core.live - len(self._live), 0)
+        load = scheduler_pb2.CellLoad(targets=core.targets, sequences_of_others=others)
+        return scheduler_pb2.SessionReply(scheduler_epoch=self._service.epoch, load=load, **content)
 
     def _take(self, request: scheduler_pb2.SessionRequest) -> None:
         if request.HasField("opening") == self._opened.is_set():

@@ -32,6 +32,10 @@ class LocalBackend:
         self._last_model: ModelInfo | None = None
         self._started = time.monotonic()
 
+    @property
+    def cells(self) -> int:
+        return 1
+
     async def submit(self, request: GenerationRequest) -> LocalStream:
         if not any(worker.role is Role.TARGET for worker in (await self.load()).workers):
             raise BackendUnavailableError("no target worker is up")
@@ -64,7 +68,9 @@ class LocalBackend:
             raise BackendUnavailableError(self._service.closed_because)
         return load_from_wire(self._status())
 
-    async def watch(self, period_seconds: float, max_sequences: int) -> AsyncGenerator[cell_view_pb2.CellView, None]:
+    async def watch(
+        self, period_seconds: float, max_sequences: int, cell: int = 1
+    ) -> AsyncGenerator[cell_view_pb2.CellView, None]:
         async with aclosing(views(self._service, self._status, period_seconds, max_sequences)) as shown:
             async for view in shown:
                 yield view

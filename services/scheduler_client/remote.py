@@ -1,72 +1,31 @@
-"""The backend over a scheduler in another process, which may be replaced by another one at any time."""
+"""The backend over the schedulers of one or several cells, in other processes that come and go."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, Self
 
 from protos import cell_view_pb2, scheduler_pb2
+from scheduler.messages import FinishReason, RefusalCause
 from services.backend.interface import (
     BackendUnavailableError,
     GenerationRequest,
     LoadFigures,
     ModelInfo,
 )
-from services.backend.sequence_stream import SequenceFailedError
-from services.backend.session_codec import load_from_wire, model_from_wire, read_delta, read_end
-from services.rpc.backoff import Backoff, require_positive
+from services.backend.sequence_stream import AdmissionRefusedError, SequenceFailedError
+from services.backend.session_codec import load_from_wire, model_from_wire
 from services.rpc.channel_security import ChannelSecurity
-from services.rpc.supervision import SupervisedTask
+from services.scheduler_client.cell_choice import CellChoice
+from services.scheduler_client.cell_link import CellLink, Resolve
+from services.scheduler_client.options import ClientOptions
 from services.scheduler_client.remote_stream import RemoteStream
-from services.scheduler_client.session import (
-    ClientSession,
-    SchedulerReplacedError,
-    SessionBrokenError,
-    VersionConflictError,
-)
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class ClientOptions:
-    """Times in seconds. Sequences fail when no scheduler was reached for `give_up`.
-
-    `connect_timeout` bounds three things: finding a scheduler's address, opening a session, and a call for the status.
-    During a session, `resolve` is called every `watch_interval` to learn whether another scheduler has taken over.
-    `model` waits up to `first_model_timeout` for the first model, and returns a model for `model_age` before it looks
-    again. A sequence fails after `max_fruitless_submissions` sessions that broke before its next token, since the
-    sequence itself may be what breaks them.
-    """
-
-    give_up: float = 30.0
-    connect_timeout: float = 5.0
-    first_backoff: float = 0.05
-    longest_backoff: float = 1.0
-    watch_interval: float = 1.0
-    model_age: float = 5.0
-    first_model_timeout: float = 10.0
-    max_fruitless_submissions: int = 8
-
-    def __post_init__(self) -> None:
-        require_positive(
-            self,
-            "give_up",
-            "connect_timeout",
-            "first_backoff",
-            "longest_backoff",
-            "watch_interval",
-            "model_age",
-            "first_model_timeout",
-        )
-        if self.max_fruitless_submissions < 1:
-            raise ValueError(f"max_fruitless_submissions is {self.max_fruitless_submissions}, must be at least 1")
 
 
 class RecoveryListener(Protocol):
@@ -81,55 +40,66 @@ class RecoveryListener(Protocol):
 
 
 class SchedulerClient:
-    """Implements services.backend.interface.Backend over a session with the scheduler that `resolve` names.
+    """Implements services.backend.interface.Backend over a session with the scheduler of each cell.
 
-    When the session breaks, the client calls `resolve` again and submits every unfinished sequence there with the
-    tokens received so far. Readers of the streams see a pause only: the output depends on the request alone, so it goes
-    on exactly where it stopped. Use `async with`, or `start` and `close`; all methods belong to one event loop.
+    `cells` names them: each gives the address of its cell's scheduler. A sequence stays in the cell that was chosen
+    for it (services.scheduler_client.cell_choice). When that session breaks, or the cell has no target any more while
+    another has one, the sequence is submitted to another cell, or to the next scheduler of its own, with the tokens
+    received so far. Its reader sees a pause only: the output depends on the request alone, so it goes on exactly where
+    it stopped. Use `async with`, or `start` and `close`; all methods belong to one event loop.
     """
 
     def __init__(
         self,
-        resolve: Callable[[], Awaitable[str]],
+        cells: Sequence[Resolve],
         *,
         security: ChannelSecurity | None = None,
         options: ClientOptions | None = None,
         gateway_id: str = "",
         listener: RecoveryListener | None = None,
     ) -> None:
-        self._resolve = resolve
-        self._security = security or ChannelSecurity()
         self._options = options or ClientOptions()
-        self._gateway_id = gateway_id
         self._listener = listener
-        self._ids = itertools.count(1)
-        self._live: dict[int, RemoteStream] = {}
-        self._session: ClientSession | None = None
-        self._trouble = "no scheduler was reached yet"
+        self._links = [
+            CellLink(
+                number,
+                resolve,
+                self,
+                security=security or ChannelSecurity(),
+                options=self._options,
+                gateway_id=gateway_id,
+            )
+            for number, resolve in enumerate(cells, 1)
+        ]
+        self._choice = CellChoice()
+        self._unplaced: dict[RemoteStream, None] = {}
+        self._running = False
+        self._broken: Exception | None = None
         self._gave_up = False
         self._patience: asyncio.TimerHandle | None = None
-        self._run: SupervisedTask | None = None
         self._model: ModelInfo | None = None
         self._model_time = float("-inf")
 
     def start(self) -> None:
-        """Starts to look for a scheduler."""
+        """Starts to look for schedulers."""
+        self._running = True
         self._lose_patience_later()
-        self._run = SupervisedTask(self._keep_connected(), "session with the scheduler", self._connecting_ended)
+        for link in self._links:
+            link.start()
 
     async def close(self) -> None:
-        """Ends the session. Unfinished sequences fail."""
-        run, self._run = self._run, None
+        """Ends the sessions. Unfinished sequences fail."""
+        self._running = False
         if self._patience is not None:
             self._patience.cancel()
         self._fail_all("the gateway is shutting down")
-        if run is not None:
-            await run.stop()
+        for link in self._links:
+            await link.close()
 
     def check_health(self) -> None:
-        """Raises RuntimeError once nothing looks for a scheduler any more."""
-        if self._run is not None:
-            self._run.check()
+        """Raises RuntimeError once nothing looks for the scheduler of a cell any more."""
+        for link in self._links:
+            link.check_health()
 
     async def __aenter__(self) -> Self:
         self.start()
@@ -141,25 +111,33 @@ class SchedulerClient:
         await self.close()
 
     @property
-    def connected(self) -> bool:
-        return self._session is not None
+    def cells(self) -> int:
+        return len(self._links)
 
     @property
-    def scheduler_epoch(self) -> int:
-        """The epoch of the session's scheduler; 0 without a session."""
-        return self._session.scheduler_epoch if self._session is not None else 0
+    def connected(self) -> bool:
+        """Whether there is a session with the scheduler of any cell."""
+        return any(link.connected for link in self._links)
+
+    @property
+    def scheduler_epochs(self) -> list[int]:
+        """Of each cell's scheduler; 0 without a session."""
+        return [link.scheduler_epoch for link in self._links]
+
+    @property
+    def streams(self) -> list[RemoteStream]:
+        """The unfinished ones."""
+        return [*self._unplaced, *(stream for link in self._links for stream in link.streams)]
 
     async def submit(self, request: GenerationRequest) -> RemoteStream:
-        if self._run is None:
+        if not self._running:
             raise BackendUnavailableError("the connection to the scheduler is closed")
-        if self._run.error is not None:
-            raise BackendUnavailableError(f"the connection to the scheduler is broken: {self._run.error!r}")
+        if self._broken is not None:
+            raise BackendUnavailableError(_broken(self._broken))
         if self._gave_up:
             raise BackendUnavailableError(self._given_up())
-        stream = RemoteStream(next(self._ids), request, self._ended)
-        self._live[stream.request_id] = stream
-        if self._session is not None:
-            self._session.submit(stream.submission())
+        stream = RemoteStream(request, self._stream_ended)
+        self._place(stream)
         try:
             await stream.admission
         except asyncio.CancelledError:
@@ -174,7 +152,7 @@ class SchedulerClient:
         end = clock() + self._options.first_model_timeout
         while True:
             try:
-                self._learn_model(await self.status(), clock())
+                self._learn_model(await self.statuses(), clock())
                 trouble = BackendUnavailableError("no target worker is up")
             except BackendUnavailableError as error:
                 trouble = error
@@ -185,148 +163,115 @@ class SchedulerClient:
                 raise trouble
             await asyncio.sleep(self._options.first_backoff)
 
-    def _learn_model(self, status: scheduler_pb2.StatusReply, now: float) -> None:
-        model = model_from_wire(status)
-        if model is not None:
-            self._model, self._model_time = model, now
+    def _learn_model(self, statuses: list[scheduler_pb2.StatusReply], now: float) -> None:
+        for status in statuses:
+            model = model_from_wire(status)
+            if model is not None:
+                self._model, self._model_time = model, now
 
     async def load(self) -> LoadFigures:
-        return load_from_wire(await self.status())
-
-    async def status(self) -> scheduler_pb2.StatusReply:
-        """Raises BackendUnavailableError."""
-        if self._session is None:
-            raise BackendUnavailableError(f"there is no scheduler: {self._trouble}")
-        try:
-            status = await self._session.status(self._options.connect_timeout)
-        except SessionBrokenError as error:
-            raise BackendUnavailableError(f"the scheduler does not answer: {error}") from error
-        if status.state != scheduler_pb2.SCHEDULER_STATE_SERVING:
-            raise BackendUnavailableError(f"the scheduler is closed: {status.reason}")
-        return status
-
-    async def watch(self, period_seconds: float, max_sequences: int) -> AsyncGenerator[cell_view_pb2.CellView, None]:
-        """One view of the cell each period, until the reader stops. Raises BackendUnavailableError."""
-        session = self._session
-        if session is None:
-            raise BackendUnavailableError(f"there is no scheduler: {self._trouble}")
-        async with aclosing(session.watch(period_seconds, max_sequences)) as views:
-            try:
-                async for view in views:
-                    yield view
-            except SessionBrokenError as error:
-                raise BackendUnavailableError(f"the scheduler does not answer: {error}") from error
-
-    async def _keep_connected(self) -> None:
-        backoff = Backoff(self._options.first_backoff, self._options.longest_backoff)
-        while True:
-            address = await self._find()
-            if address is not None and await self._hold_session(address):
-                backoff.reset()
-            logger.debug("%s; trying again in %.2f s", self._trouble, backoff.seconds)
-            await backoff.pause()
-
-    async def _find(self) -> str | None:
-        limit = self._options.connect_timeout
-        try:
-            async with asyncio.timeout(limit):
-                return await self._resolve()
-        except TimeoutError:
-            self._trouble = f"no address of a scheduler within {limit:g} s"
-        except Exception as error:
-            # Whatever the resolver raised, the next attempt may find a scheduler.
-            self._trouble = f"no address of a scheduler: {type(error).__name__}: {error}"
-        return None
-
-    async def _hold_session(self, address: str) -> bool:
-        """Runs one session until it breaks. Returns whether the session was ever open."""
-        try:
-            channel = self._security.open_channel(address)
-        except OSError as error:
-            self._trouble = f"scheduler at {address}: no channel: {error}"
-            return False
-        session = ClientSession(channel, self._security.metadata, self._gateway_id)
-        was_open = False
-        try:
-            await self._run_until_moved(session, address)
-        except SessionBrokenError as error:
-            known, self._trouble = self._trouble, f"scheduler at {address}: {error}"
-            if isinstance(error, VersionConflictError) and self._trouble != known:
-                logger.error("no session: %s", self._trouble)
-            if isinstance(error, SchedulerReplacedError):
-                for stream in self._live.values():
-                    stream.forgive_submission()
-            if self._session is session:
-                logger.warning("the session is over, looking for a scheduler: %s", self._trouble)
-        finally:
-            if self._session is session:
-                was_open = True
-                self._session = None
-                if self._listener is not None:
-                    self._listener.session_broke()
-                self._lose_patience_later()
-            await channel.close(None)
-        return was_open
-
-    async def _run_until_moved(self, session: ClientSession, address: str) -> None:
-        """Runs a session until it breaks, or until `resolve` names another address: a hung scheduler breaks no stream.
-
-        Always raises SessionBrokenError.
-        """
-        running = asyncio.create_task(
-            session.run(self._options.connect_timeout, lambda: self._opened(session), self._take)
+        """Of all cells that answer."""
+        loads = [load_from_wire(status) for status in await self.statuses()]
+        return LoadFigures(
+            sum(load.live_sequences for load in loads),
+            sum(load.waiting for load in loads),
+            tuple(worker for load in loads for worker in load.workers),
         )
-        try:
-            while not running.done():
-                await asyncio.wait([running], timeout=self._options.watch_interval)
-                if not running.done() and await self._find() not in (address, None):
-                    raise SessionBrokenError("another scheduler has taken its place")
-            if running.cancelled():
-                raise SessionBrokenError("the session was cancelled")
-            running.result()
-        finally:
-            running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
 
-    def _opened(self, session: ClientSession) -> None:
-        self._session = session
+    async def statuses(self) -> list[scheduler_pb2.StatusReply]:
+        """Of the cells whose scheduler answers. Raises BackendUnavailableError where none does."""
+        asked = await asyncio.gather(*(link.status() for link in self._links), return_exceptions=True)
+        troubles = [error for error in asked if isinstance(error, BaseException)]
+        for error in troubles:
+            if not isinstance(error, BackendUnavailableError):
+                raise error
+        if len(troubles) == len(asked):
+            raise troubles[0]
+        return [status for status in asked if not isinstance(status, BaseException)]
+
+    async def watch(
+        self, period_seconds: float, max_sequences: int, cell: int = 1
+    ) -> AsyncGenerator[cell_view_pb2.CellView, None]:
+        """One view of the cell each period, until the reader stops. Raises BackendUnavailableError."""
+        async with aclosing(self._links[cell - 1].watch(period_seconds, max_sequences)) as views:
+            async for view in views:
+                yield view
+
+    # What the links tell.
+
+    def opened(self, link: CellLink) -> None:
         self._gave_up = False
-        if self._listener is not None:
-            self._listener.session_opened()
         if self._patience is not None:
             self._patience.cancel()
+        if self._listener is not None:
+            self._listener.session_opened()
+        unplaced, self._unplaced = list(self._unplaced), {}
+        self._place_again(unplaced)
+
+    def broke(self, link: CellLink, streams: list[RemoteStream]) -> None:
+        if self._listener is not None:
+            self._listener.session_broke()
+        self._choice.forget(link.number)
+        if not self.connected:
+            self._lose_patience_later()
+        self._place_again(streams)
+
+    def load_changed(self, link: CellLink) -> None:
+        """Sequences of a cell without targets go to one that has some."""
+        helpless = [one for one in self._links if one.connected and not one.state.targets]
+        if len(helpless) == len(self._links) or not any(one.state.targets for one in self._links if one.connected):
+            return
+        for one in helpless:
+            streams = one.take_all_back()
+            for stream in streams:
+                stream.forgive_submission()
+            self._place_again(streams)
+
+    def ended(self, link: CellLink, stream: RemoteStream, outcome: FinishReason | Exception) -> None:
+        """Another cell may have the room that this one has not."""
+        if _may_go_elsewhere(outcome):
+            stream.refused_by.add(link.number)
+            if any(other.connected and other.number not in stream.refused_by for other in self._links):
+                stream.forgive_submission()
+                self._place(stream)
+                return
+        stream.end(outcome)
+
+    def stopped(self, link: CellLink, error: Exception) -> None:
+        logger.error("nothing looks for the scheduler of cell %d any more: %s", link.number, error, exc_info=error)
+        self._broken = error
+        self._fail_all(_broken(error))
+
+    def _place_again(self, streams: list[RemoteStream]) -> None:
+        """Streams that were in a session before, or wait for the first one."""
         most = self._options.max_fruitless_submissions
         resubmitted = 0
-        for stream in list(self._live.values()):
-            if stream.fruitless_submissions >= most:
+        for stream in streams:
+            stream.refused_by.clear()
+            if self.connected and stream.fruitless_submissions >= most:
                 message = f"{stream.fruitless_submissions} sessions broke without a token for the sequence"
-                stream.end(SequenceFailedError(f"{message}; the last: {self._trouble}"), known_there=True)
-            else:
-                if stream.submitted:
-                    resubmitted += 1
-                    named = {"request_id": stream.client_request_id}
-                    logger.info("a sequence goes on in another session", extra=named)
-                session.submit(stream.submission())
+                stream.end(SequenceFailedError(f"{message}; the last: {self._trouble}"))
+                continue
+            if self.connected and stream.submitted:
+                resubmitted += 1
+                logger.info("a sequence goes on in another session", extra={"request_id": stream.client_request_id})
+            self._place(stream)
         if resubmitted and self._listener is not None:
             self._listener.resubmitted(resubmitted)
 
-    def _take(self, event: scheduler_pb2.SequenceEvent) -> None:
-        """Raises ValueError for an event that cannot be understood."""
-        stream = self._live.get(event.request_id)
-        if stream is None:
-            return
-        outcome = read_end(event)
-        if event.admitted:
-            stream.admit()
-        if event.tokens:
-            stream.push(read_delta(event))
-        if outcome is not None:
-            stream.end(outcome, known_there=True)
+    def _place(self, stream: RemoteStream) -> None:
+        """In one of the open sessions, or in the next one that opens."""
+        links = {link.number: link for link in self._links if link.connected and link.number not in stream.refused_by}
+        if links:
+            cells = [link.state for link in links.values()]
+            links[self._choice.choose(stream.prompt, cells)].submit(stream)
+        else:
+            self._unplaced[stream] = None
 
-    def _ended(self, stream: RemoteStream, known_there: bool) -> None:
-        self._live.pop(stream.request_id, None)
-        if self._session is not None and not known_there:
-            self._session.cancel(stream.request_id)
+    def _stream_ended(self, stream: RemoteStream) -> None:
+        self._unplaced.pop(stream, None)
+        if stream.holder is not None:
+            stream.holder.take_back(stream)
 
     def _lose_patience_later(self) -> None:
         loop = asyncio.get_running_loop()
@@ -339,10 +284,21 @@ class SchedulerClient:
     def _given_up(self) -> str:
         return f"no scheduler was reached for {self._options.give_up:g} s: {self._trouble}"
 
-    def _connecting_ended(self, error: Exception) -> None:
-        logger.error("nothing looks for a scheduler any more: %s", error, exc_info=error)
-        self._fail_all(f"the connection to the scheduler is broken: {error!r}")
+    @property
+    def _trouble(self) -> str:
+        return "; ".join(link.trouble for link in self._links)
 
     def _fail_all(self, reason: str) -> None:
-        for stream in list(self._live.values()):
-            stream.end(BackendUnavailableError(reason), known_there=False)
+        for stream in self.streams:
+            stream.end(BackendUnavailableError(reason))
+
+
+def _broken(error: Exception) -> str:
+    return f"the connection to the scheduler is broken: {error!r}"
+
+
+def _may_go_elsewhere(outcome: FinishReason | Exception) -> bool:
+    """Ends that say more of the cell than of the sequence."""
+    if isinstance(outcome, AdmissionRefusedError):
+        return outcome.cause in (RefusalCause.QUEUE_FULL, RefusalCause.KEY_LIMIT)
+    return isinstance(outcome, BackendUnavailableError)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Self
+from typing import Protocol, Self
 
 from protos import scheduler_pb2
 from scheduler.messages import FinishReason
@@ -13,18 +13,28 @@ from services.backend.sequence_stream import DeltaBuffer, TokenDelta
 from services.backend.session_codec import submission_to_wire
 
 
+class Holder(Protocol):
+    """Has submitted the sequence in its session."""
+
+    def take_back(self, stream: RemoteStream) -> None:
+        """The scheduler is to drop the sequence."""
+
+
 class RemoteStream:
     """Implements services.backend.interface.TokenStream.
 
     Keeps every token received, so that another scheduler can continue after the last one. Unread tokens are merged
-    into one delta. `on_end` is called once at the end, with the stream and whether the scheduler knows of the end.
+    into one delta. `on_end` is called once at the end.
     """
 
-    def __init__(
-        self, request_id: int, request: GenerationRequest, on_end: Callable[[RemoteStream, bool], None]
-    ) -> None:
+    def __init__(self, request: GenerationRequest, on_end: Callable[[RemoteStream], None]) -> None:
         loop = asyncio.get_running_loop()
-        self.request_id = request_id
+        self.request_id = 0
+        """In the session that the sequence was submitted in last."""
+        self.holder: Holder | None = None
+        """None while no scheduler has the sequence."""
+        self.refused_by: set[int] = set()
+        """Numbers of the cells that had no room for it, of those asked so far."""
         self.finish_reason: FinishReason | None = None
         self.admission: asyncio.Future[None] = loop.create_future()
         """Done when the sequence is in the live set; holds the exception of a sequence that was refused."""
@@ -46,7 +56,7 @@ class RemoteStream:
             self._timer = loop.call_at(self._deadline, self._expire)
 
     def cancel(self) -> None:
-        self.end(FinishReason.CANCELLED, known_there=False)
+        self.end(FinishReason.CANCELLED)
 
     def __aiter__(self) -> Self:
         return self
@@ -69,22 +79,28 @@ class RemoteStream:
         """For logs."""
         return self._request.request_id
 
-    def submission(self) -> scheduler_pb2.SequenceSubmission:
-        """All that a scheduler needs to continue the sequence."""
+    @property
+    def prompt(self) -> tuple[int, ...]:
+        return self._request.prompt
+
+    def submission(self, request_id: int) -> scheduler_pb2.SequenceSubmission:
+        """All that a scheduler needs to continue the sequence, which gets this number in its session."""
         remaining = None
         if self._deadline is not None:
             # The timer takes care of a deadline that has just passed.
             remaining = max(self._deadline - asyncio.get_running_loop().time(), 0.001)
         self.fruitless_submissions += 1
         self.submitted = True
-        return submission_to_wire(self.request_id, self._request, self._received, self.admitted, remaining)
+        self.request_id = request_id
+        return submission_to_wire(request_id, self._request, self._received, self.admitted, remaining)
 
     def forgive_submission(self) -> None:
-        """The last session ended for a reason that is known not to be the sequence."""
+        """The sequence left its last session for a reason that is known not to be the sequence."""
         self.fruitless_submissions = max(self.fruitless_submissions - 1, 0)
 
     def admit(self) -> None:
         self.admitted = True
+        self.refused_by.clear()
         if not self.admission.done():
             self.admission.set_result(None)
 
@@ -95,8 +111,8 @@ class RemoteStream:
             self._buffer.add(delta)
             self._news.set()
 
-    def end(self, outcome: FinishReason | Exception, *, known_there: bool) -> None:
-        """The first end counts. `known_there`: the scheduler knows of the end, or there is no scheduler."""
+    def end(self, outcome: FinishReason | Exception) -> None:
+        """The first end counts."""
         if self._outcome is not None:
             return
         self._outcome = outcome
@@ -108,8 +124,8 @@ class RemoteStream:
                 self.admission.set_exception(outcome)
             else:
                 self.admission.set_result(None)
-        self._on_end(self, known_there)
+        self._on_end(self)
 
     def _expire(self) -> None:
         seconds = self._request.deadline_seconds
-        self.end(DeadlineExceededError(f"the request was not finished within its {seconds:g} s"), known_there=False)
+        self.end(DeadlineExceededError(f"the request was not finished within its {seconds:g} s"))

@@ -101,6 +101,7 @@ class ClientSession:
         open_timeout_seconds: float,
         on_open: Callable[[], None],
         on_event: Callable[[scheduler_pb2.SequenceEvent], None],
+        on_load: Callable[[scheduler_pb2.CellLoad], None],
     ) -> None:
         """Reads until the session breaks, which raises SessionBrokenError with the reason."""
         clock = asyncio.get_running_loop().time
@@ -110,6 +111,8 @@ class ClientSession:
             async with asyncio.timeout(silence) as deadline:
                 async for reply in call:
                     self.scheduler_epoch = readable(reply).scheduler_epoch
+                    if reply.HasField("load"):
+                        on_load(reply.load)
                     if reply.HasField("opened"):
                         _check_version(reply.opened)
                         silence = reply.opened.lease_seconds

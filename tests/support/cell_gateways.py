@@ -28,7 +28,7 @@ async def running_gateway(
     settings = (settings or GatewaySettings()).model_copy(update=free)
     metrics = GatewayMetrics(MODEL)
     async with (
-        SchedulerClient(cell.resolve, options=CLIENT, gateway_id="gateway", listener=metrics) as backend,
+        SchedulerClient([cell.resolve], options=CLIENT, gateway_id="gateway", listener=metrics) as backend,
         HttpServer(create_app(backend, tokenizer, settings, metrics, tracing), settings.http, drain_seconds=1) as http,
         GrpcServer(backend, tokenizer, settings, metrics, drain_seconds=1, tracing=tracing) as grpc,
     ):

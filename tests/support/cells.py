@@ -24,7 +24,8 @@ from services.scheduler.service import SchedulerService
 from services.scheduler.session import SessionOptions
 from services.scheduler.workers.registry import RegistryOptions
 from services.scheduler.workers.worker_link import LinkOptions
-from services.scheduler_client.remote import ClientOptions, SchedulerClient
+from services.scheduler_client.options import ClientOptions
+from services.scheduler_client.remote import SchedulerClient
 from services.scheduler_client.remote_stream import RemoteStream
 from services.worker.executor import DraftStepExecutor, StepExecutor, TargetStepExecutor
 from services.worker.registration import RegistrationOptions, WorkerRegistration
@@ -183,7 +184,7 @@ async def all_in_use(workers: Sequence[Worker]) -> None:
 def client(
     resolve: Whereabouts, security: ChannelSecurity = OPEN, options: ClientOptions = CLIENT, name: str = "gateway"
 ) -> SchedulerClient:
-    return SchedulerClient(resolve, security=security, options=options, gateway_id=name)
+    return SchedulerClient([resolve], security=security, options=options, gateway_id=name)
 
 
 def prompt_of(index: int) -> tuple[int, ...]:

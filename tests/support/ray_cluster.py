@@ -151,8 +151,12 @@ class RayCluster:
 
     def scheduler(self) -> dict[str, Any]:
         """What the scheduler of the application `spool` says of itself and its workers."""
-        status: dict[str, Any] = self._ask("scheduler")
-        return status
+        return self.cells()[0]
+
+    def cells(self) -> list[dict[str, Any]]:
+        """The same of every cell."""
+        statuses: list[dict[str, Any]] = self._ask("cells")
+        return statuses
 
     def metrics(self) -> list[str]:
         """Where Ray tells each node's metrics to Prometheus."""

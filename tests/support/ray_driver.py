@@ -20,7 +20,7 @@ from ray._private.state import actors, state
 from ray.serve.context import _get_global_client
 from ray.serve.schema import ServeDeploySchema
 
-from deploy.cluster.client import scheduler_status
+from deploy.cluster.client import application_state, scheduler_statuses
 
 
 def list_actors(_: str) -> list[dict[str, Any]]:
@@ -61,7 +61,7 @@ def clear(_: str) -> str:
 
 QUESTIONS: dict[str, Callable[[str], Any]] = {
     "actors": list_actors,
-    "scheduler": lambda _: scheduler_status("spool"),
+    "cells": lambda _: scheduler_statuses("spool", application_state("spool")),
     "metrics": list_metrics,
     "deploy": deploy,
     "clear": clear,

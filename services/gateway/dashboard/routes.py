@@ -48,11 +48,11 @@ def dashboard_router(backend: Backend) -> APIRouter:
     parts = {part.name: part.read_bytes() for part in folder.iterdir() if part.is_file()}
     watchers = 0
 
-    async def watched() -> AsyncGenerator[str, None]:
+    async def watched(cell: int) -> AsyncGenerator[str, None]:
         nonlocal watchers
         watchers += 1
         try:
-            async with aclosing(backend.watch(_PERIOD_SECONDS, _MAX_SEQUENCES)) as views:
+            async with aclosing(backend.watch(_PERIOD_SECONDS, _MAX_SEQUENCES, cell)) as views:
                 async for view in views:
                     yield json.dumps(view_shape(view), separators=(",", ":"))
         finally:
@@ -63,13 +63,15 @@ def dashboard_router(backend: Backend) -> APIRouter:
         return _part(parts, "index.html")
 
     @router.get("/views")
-    async def views() -> Response:
+    async def views(cell: int = 1) -> Response:
+        if not 1 <= cell <= backend.cells:
+            raise RequestError(ErrorKind.NOT_FOUND, f"cell is {cell}, must be between 1 and {backend.cells}")
         if watchers >= _MAX_WATCHERS:
             raise RequestError(
                 ErrorKind.QUEUE_FULL, f"{watchers} pages are watching this gateway, the limit is {_MAX_WATCHERS}"
             )
         # Waiting for the first view before the status line makes a missing scheduler an error status.
-        events = watched()
+        events = watched(cell)
         first = await anext(events)
         return event_stream(_continued(first, events), _PING_SECONDS)
 

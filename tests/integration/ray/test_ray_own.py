@@ -116,7 +116,7 @@ def test_the_demo_detached(own_ray: OwnRay) -> None:
     names = ("Gateway", "Scheduler", "TargetWorker", "DraftWorker")
     replicas = {name: one["replicas"] for name, one in shown.summary["deployments"].items()}
     assert replicas == {name: {"RUNNING": 1} for name in names}
-    assert shown.summary["scheduler"]["throughput"]["finished"] == 1
+    assert shown.summary["cells"][0]["throughput"]["finished"] == 1
     for name, program in readme_programs(own_ray).items():
         outcome = subprocess.run(program, capture_output=True, text=True, check=False)
         assert outcome.returncode == 0, outcome.stderr

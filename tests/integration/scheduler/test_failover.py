@@ -18,7 +18,7 @@ from services.backend.sequence_stream import SequenceFailedError
 from services.rpc.channel_security import ChannelSecurity, random_token
 from services.scheduler.epochs import EpochAuthority
 from services.scheduler.service import ServiceClosedError
-from services.scheduler_client.remote import ClientOptions
+from services.scheduler_client.options import ClientOptions
 from tests.support.cells import (
     CLIENT,
     Whereabouts,
@@ -65,7 +65,7 @@ def test_scheduler_killed_and_another_elsewhere_costs_no_token() -> None:
             other = await stack.enter_async_context(client(resolve, security, name="b"))
             streams = [await (one, other)[index % 2].submit(request_of(index, 150)) for index in range(40)]
             begun = [await read_some(stream, 10) for stream in streams[:30]]
-            epoch = one.scheduler_epoch
+            (epoch,) = one.scheduler_epochs
 
             await first.kill()
             late = asyncio.create_task(one.submit(request_of(77, 20)))
@@ -76,9 +76,9 @@ def test_scheduler_killed_and_another_elsewhere_costs_no_token() -> None:
                     assert tokens == continuation(prompt_of(index), 150)
                     assert stream.finish_reason is FinishReason.LENGTH
                 assert await read(await late) == continuation(prompt_of(77), 20)
-            assert one.scheduler_epoch > epoch
+            assert one.scheduler_epochs[0] > epoch
             await all_in_use(workers)
-            status = await one.status()
+            (status,) = await one.statuses()
             assert {worker.worker_id for worker in status.workers} == {"draft-0", "target-0", "target-1"}
             assert status.throughput.tokens < 41 * 150
             for worker in workers:

@@ -75,7 +75,7 @@ def test_sequences_of_a_lost_worker_are_counted_once(role: Role) -> None:
     async def run() -> None:
         async with (
             running_cell(drafts=2, targets=2) as cell,
-            SchedulerClient(cell.resolve, options=CLIENT) as backend,
+            SchedulerClient([cell.resolve], options=CLIENT) as backend,
         ):
             gates = hold(cell)
             streams = [await backend.submit(request_of(index, 20)) for index in range(COUNT)]
@@ -100,7 +100,7 @@ def test_sequences_that_go_on_at_another_scheduler_are_counted() -> None:
         listener = Listener()
         async with (
             running_cell() as cell,
-            SchedulerClient(cell.resolve, options=CLIENT, listener=listener) as backend,
+            SchedulerClient([cell.resolve], options=CLIENT, listener=listener) as backend,
         ):
             await until(lambda: backend.connected)
             (gate,) = hold(cell)

@@ -18,7 +18,7 @@ from services.backend.interface import Backend, BackendUnavailableError, Deadlin
 from services.backend.sequence_stream import AdmissionRefusedError, SequenceFailedError
 from services.rpc.protocol_version import PROTOCOL_VERSION
 from services.scheduler.session import SessionOptions
-from services.scheduler_client.remote import ClientOptions
+from services.scheduler_client.options import ClientOptions
 from tests.support.cells import (
     SESSIONS,
     Whereabouts,
@@ -74,7 +74,7 @@ def test_many_sequences_of_two_gateways_equal_the_oracle() -> None:
             work = [check((one, other)[index % 2], index, 20 + index % 30) for index in range(120)]
             async with asyncio.timeout(2 * LONG):
                 await asyncio.gather(*work)
-            status = await one.status()
+            (status,) = await one.statuses()
             assert status.sessions == 2
             assert status.throughput.finished == 120
             assert status.throughput.tokens == sum(20 + index % 30 for index in range(120))
@@ -97,8 +97,8 @@ def test_what_a_gateway_can_learn() -> None:
             assert load.live_sequences == 1
             assert {worker.worker_id for worker in load.workers} == {"draft-0", "target-0", "target-1"}
             assert load.pages_in_use > 0
-            status = await backend.status()
-            assert status.scheduler_epoch == backend.scheduler_epoch == cell.service.epoch
+            (status,) = await backend.statuses()
+            assert [status.scheduler_epoch] == backend.scheduler_epochs == [cell.service.epoch]
             assert status.uptime_seconds > 0
             assert {worker.address for worker in status.workers} == {worker.address for worker in cell.workers}
             stream.cancel()

@@ -29,7 +29,7 @@ HEALTH: dict[str, Callable[[Cell, SchedulerClient], None]] = {
     "WorkerLink.run": lambda cell, backend: cell.server.check_health(),
     "SchedulerServer._await_close": lambda cell, backend: cell.server.check_health(),
     "SchedulerServer._sweep": lambda cell, backend: cell.server.check_health(),
-    "SchedulerClient._keep_connected": lambda cell, backend: backend.check_health(),
+    "CellLink._keep_connected": lambda cell, backend: backend.check_health(),
     "WorkerRegistration._keep_registered": lambda cell, backend: [w.registration.check_health() for w in cell.workers],  # type: ignore[dict-item]
 }
 # Those whose owner waits for their end, and begins anew.
@@ -103,7 +103,7 @@ def test_health_tells_of_a_task_that_has_died(name: str) -> None:
 def test_without_its_connection_a_gateway_refuses() -> None:
     async def test(cell: Cell, backend: SchedulerClient) -> None:
         stream = await backend.submit(request_of(1, TOKENS))
-        tasks()["SchedulerClient._keep_connected"].cancel()
+        tasks()["CellLink._keep_connected"].cancel()
         with pytest.raises(BackendUnavailableError, match="broken"):
             await read(stream)
         with pytest.raises(BackendUnavailableError, match="broken"):

@@ -120,7 +120,7 @@ def test_a_gateway_is_started_again(served: NoRay, plain: PlainDecoder) -> None:
 def test_commands_find_it(served: NoRay) -> None:
     shown = spool("status", "--json", environment=served.environment)
     assert shown.code == 0, shown.err
-    workers = {worker["worker_id"]: worker["state"] for worker in shown.summary["scheduler"]["workers"]}
+    workers = {worker["worker_id"]: worker["state"] for worker in shown.summary["cells"][0]["workers"]}
     assert workers == dict.fromkeys(("target-0", "draft-0"), "WORKER_STATE_IN_USE")
     logs = spool("logs", "draft", "--tail", "1000", environment=served.environment)
     assert (logs.code, "INFO services.worker.registration: worker draft-0 is in use" in logs.out) == (0, True), logs.err

@@ -18,7 +18,8 @@ from services.rpc.protocol_version import PROTOCOL_VERSION, version_conflict
 from services.scheduler.service import SchedulerService
 from services.scheduler.workers.pairing import PairingError
 from services.scheduler.workers.worker_link import WorkerEndpoint
-from services.scheduler_client.remote import ClientOptions, SchedulerClient
+from services.scheduler_client.options import ClientOptions
+from services.scheduler_client.remote import SchedulerClient
 from tests.support.cells import (
     LINKS,
     Whereabouts,
@@ -177,7 +178,7 @@ def test_gateway_says_why_it_has_no_session_and_goes_on_with_a_scheduler_that_fi
     speaks = gateway_speaks if other == "gateway" else scheduler_speaks
 
     def named(record: logging.LogRecord) -> bool:
-        return record.name == "services.scheduler_client.remote" and both_named(
+        return record.name == "services.scheduler_client.cell_link" and both_named(
             record.getMessage(), version, PROTOCOL_VERSION
         )
 

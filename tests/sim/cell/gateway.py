@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 from scheduler.messages import TokenLogprobs
 from services.backend.interface import BackendUnavailableError, DeadlineExceededError
 from services.backend.sequence_stream import AdmissionRefusedError, SequenceFailedError
-from services.scheduler_client.remote import ClientOptions, SchedulerClient
+from services.scheduler_client.options import ClientOptions
+from services.scheduler_client.remote import SchedulerClient
 from tests.sim.cell.paged_model import true_output, true_scores
 from tests.sim.cell.plan import LONGEST, RequestPlan
 from tests.sim.cell.process import Process
@@ -32,7 +33,7 @@ class SimulatedGateway:
         self.world = world
         self.process = Process(world.network, name)
         self.client = SchedulerClient(
-            lambda: world.resolve(self.process),
+            [lambda: world.resolve(self.process)],
             security=self.process,  # type: ignore[arg-type]
             options=CLIENT_OPTIONS,
             gateway_id=self.process.name,

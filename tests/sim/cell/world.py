@@ -193,8 +193,8 @@ class World:
         if self.current is not None:
             problems.append(self.current.check_idle())
         for gateway in self.gateways:
-            if gateway.client._live:
-                problems.append(f"{gateway.process.name} has {len(gateway.client._live)} live streams")
+            if gateway.client.streams:
+                problems.append(f"{gateway.process.name} has {len(gateway.client.streams)} live streams")
         return [problem for problem in problems if problem]
 
     async def end(self) -> None:

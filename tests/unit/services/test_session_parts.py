@@ -166,10 +166,10 @@ def test_advice_follows_the_speed_of_late() -> None:
 
 def test_stream_remembers_what_it_received_and_how_often_it_was_sent() -> None:
     async def run() -> None:
-        ends: list[bool] = []
+        ends: list[RemoteStream] = []
         request = GenerationRequest((1, 2), 9, deadline_seconds=1000, key="a", priority=5)
-        stream = RemoteStream(4, request, lambda stream, known: ends.append(known))
-        first = stream.submission()
+        stream = RemoteStream(request, ends.append)
+        first = stream.submission(4)
         assert (list(first.committed_output), first.admitted_before) == ([], False)
         assert 900 < first.timeout_seconds <= 1000
         stream.admit()
@@ -177,17 +177,18 @@ def test_stream_remembers_what_it_received_and_how_often_it_was_sent() -> None:
         assert stream.fruitless_submissions == 0
         assert (await anext(stream)).tokens == (5, 6)
         stream.push(TokenDelta((7,), 1, 0))
-        again = stream.submission()
+        again = stream.submission(6)
         assert (list(again.committed_output), again.admitted_before) == ([5, 6, 7], True)
         assert (again.key, again.priority) == (first.key, first.priority) == ("a", 5)
         assert stream.fruitless_submissions == 1
         stream.cancel()
         stream.push(TokenDelta((8,), 0, 0))
-        stream.end(SequenceFailedError("late"), known_there=True)
+        stream.end(SequenceFailedError("late"))
         assert [delta.tokens async for delta in stream] == [(7,)]
         assert stream.finish_reason is FinishReason.CANCELLED
         assert [delta async for delta in stream] == []
-        assert ends == [False]
+        assert ends == [stream]
+        assert (first.request_id, again.request_id) == (4, 6)
 
     asyncio.run(run())
 

@@ -20,8 +20,11 @@ const short = (value) => (value >= 100 ? whole(value) : Number(value.toPrecision
 const pool = new PoolPicture(at("pool"));
 const lanes = new LanesPicture(at("lanes"), at("kinds"));
 
+// Of several cells, `?cell=2` in the page's address chooses one.
+const cell = new URLSearchParams(location.search).get("cell") ?? "1";
+
 function watch() {
-  const views = new EventSource(beside("dashboard/views"));
+  const views = new EventSource(beside(`dashboard/views?cell=${encodeURIComponent(cell)}`));
   views.onmessage = ({ data }) => {
     const view = JSON.parse(data);
     at("connection").dataset.state = "live";
