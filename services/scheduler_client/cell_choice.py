@@ -49,14 +49,12 @@ class CellChoice:
         """
         pages = list(_pages(prompt))
         fair = _within_bound([cell for cell in cells if cell.targets] or cells)
+        first = pages[0] if pages else _digest(b"", prompt)
+        fair.sort(key=lambda cell: _weight(first, cell.number), reverse=True)
         known = self._known_pages(pages)
         longest = max(known.get(cell.number, 0) for cell in fair)
-        if longest:
-            nearest = [cell for cell in fair if known.get(cell.number, 0) == longest]
-        else:
-            first = pages[0] if pages else _digest(b"", prompt)
-            nearest = sorted(fair, key=lambda cell: _weight(first, cell.number))[-2:]
-        chosen = min(nearest, key=lambda cell: (cell.load, cell.number)).number
+        nearest = [cell for cell in fair if known.get(cell.number, 0) == longest] if longest else fair[:2]
+        chosen = min(nearest, key=lambda cell: cell.load).number
         self._remember(pages, chosen)
         return chosen
 

@@ -1,0 +1,228 @@
+"""Several cells behind one gateway: each text is that of one cell, whatever becomes of the others."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+
+import pytest
+
+from scheduler.config import Policy, SchedulerConfig
+from scheduler.key_class import KeyClass
+from scheduler.messages import FinishReason, RefusalCause, Role
+from services.backend.interface import BackendUnavailableError, GenerationRequest
+from services.backend.sequence_stream import AdmissionRefusedError
+from services.scheduler_client.cell_choice import PAGE_TOKENS
+from services.scheduler_client.options import ClientOptions
+from services.scheduler_client.remote import RecoveryListener, SchedulerClient
+from tests.support.cells import (
+    CLIENT,
+    Cell,
+    Whereabouts,
+    all_in_use,
+    prompt_of,
+    read,
+    read_some,
+    request_of,
+    running_cell,
+    running_worker,
+    scheduler_process,
+)
+from tests.support.stand_in_worker import continuation
+from tests.support.waiting import LONG, until
+
+pytestmark = pytest.mark.slow
+STEP = 0.005
+IMPATIENT = ClientOptions(give_up=0.5, connect_timeout=30, first_backoff=0.02, longest_backoff=0.2, watch_interval=0.1)
+
+
+@dataclass
+class Heard:
+    """Implements services.scheduler_client.remote.RecoveryListener."""
+
+    open: int = 0
+    moved: list[int] = field(default_factory=list)
+
+    def session_opened(self) -> None:
+        self.open += 1
+
+    def session_broke(self) -> None:
+        self.open -= 1
+
+    def resubmitted(self, sequences: int) -> None:
+        self.moved.append(sequences)
+
+
+@asynccontextmanager
+async def gateway(
+    cells: Sequence[Whereabouts], listener: RecoveryListener | None = None, options: ClientOptions = CLIENT
+) -> AsyncIterator[SchedulerClient]:
+    """Once it has a session with each cell, and knows of its targets."""
+    async with SchedulerClient(cells, options=options, listener=listener) as backend:
+        await until(lambda: all(backend.scheduler_epochs))
+        yield backend
+
+
+@asynccontextmanager
+async def two_cells(
+    config: SchedulerConfig | None = None, targets: int = 1, step_seconds: float = STEP
+) -> AsyncIterator[list[Cell]]:
+    async with AsyncExitStack() as stack:
+        yield [
+            await stack.enter_async_context(running_cell(targets=targets, config=config, step_seconds=step_seconds))
+            for _ in range(2)
+        ]
+
+
+def test_a_whole_cell_killed_costs_no_token() -> None:
+    async def run() -> None:
+        resolve = [Whereabouts(), Whereabouts()]
+        heard = Heard()
+        async with AsyncExitStack() as stack:
+            doomed = AsyncExitStack()
+            schedulers = [await stack.enter_async_context(scheduler_process()) for _ in resolve]
+            for place, scheduler, exits in zip(resolve, schedulers, (doomed, stack), strict=True):
+                place.address = scheduler.address
+                workers = [
+                    await exits.enter_async_context(running_worker(name, role, place, step_seconds=STEP))
+                    for name, role in (("draft-0", Role.DRAFT), ("target-0", Role.TARGET), ("target-1", Role.TARGET))
+                ]
+                await all_in_use(workers)
+            backend = await stack.enter_async_context(gateway(resolve, heard))
+            streams = [await backend.submit(request_of(index, 150)) for index in range(64)]
+            begun = [await read_some(stream, 10) for stream in streams]
+            parts = [status.live_set.live for status in await backend.statuses()]
+            assert sum(parts) == 64
+            assert max(parts) <= 1.25 * 32
+
+            await schedulers[0].kill()
+            await doomed.aclose()
+            async with asyncio.timeout(2 * LONG):
+                for index, stream in enumerate(streams):
+                    assert begun[index] + await read(stream) == continuation(prompt_of(index), 150)
+                    assert stream.finish_reason is FinishReason.LENGTH
+            assert heard.open == 1
+            assert 0 < sum(heard.moved) <= parts[0]
+            (status,) = await backend.statuses()
+            assert status.throughput.finished == 64 - (parts[0] - sum(heard.moved))
+
+    asyncio.run(run())
+
+
+def test_a_cell_that_comes_back_gets_its_part_again() -> None:
+    async def run() -> None:
+        first = Whereabouts()
+        async with running_cell(step_seconds=STEP) as second, gateway([second.resolve]) as alone:
+            # The other cell is not there yet: nothing waits for it.
+            async with SchedulerClient([first, second.resolve], options=CLIENT) as backend:
+                await until(lambda: backend.connected)
+                assert await read(await backend.submit(request_of(1, 30))) == continuation(prompt_of(1), 30)
+                async with running_cell(step_seconds=STEP) as late:
+                    first.address = late.resolve.address
+                    await until(lambda: all(backend.scheduler_epochs))
+                    streams = [await backend.submit(request_of(index, 60)) for index in range(20)]
+                    for index, stream in enumerate(streams):
+                        assert await read(stream) == continuation(prompt_of(index), 60)
+                    assert late.service.statistics().finished >= 8
+            assert (await alone.load()).live_sequences == 0
+
+    asyncio.run(run())
+
+
+def test_sequences_leave_a_cell_that_has_lost_its_targets() -> None:
+    async def run() -> None:
+        heard = Heard()
+        async with two_cells() as cells, gateway([cell.resolve for cell in cells], heard) as backend:
+            streams = [await backend.submit(request_of(index, 200)) for index in range(20)]
+            begun = [await read_some(stream, 5) for stream in streams]
+            # It says goodbye as a replica does that is to go.
+            target = next(worker for worker in cells[0].workers if worker.worker_id == "target-0")
+            left = asyncio.create_task(target.registration.leave(LONG))
+            async with asyncio.timeout(2 * LONG):
+                for index, stream in enumerate(streams):
+                    assert begun[index] + await read(stream) == continuation(prompt_of(index), 200)
+                assert await left == 0
+            assert sum(heard.moved) >= 1
+            await cells[0].wait_empty()
+
+    asyncio.run(run())
+
+
+def test_a_full_cell_passes_on_and_only_full_cells_refuse() -> None:
+    config = SchedulerConfig(policy=Policy.RAGGED, batch_size=2, max_running=2, max_queued_sequences=2)
+
+    async def run() -> None:
+        async with two_cells(config, step_seconds=0.05) as cells:
+            async with gateway([cell.resolve for cell in cells]) as backend:
+                # All have one beginning, so all would go to one cell.
+                shared = tuple(range(20, 20 + PAGE_TOKENS))
+                asked = [GenerationRequest((*shared, number), 40) for number in range(8)]
+                streams = [await backend.submit(request) for request in asked]
+                assert [cell.live_sequences for cell in cells] == [4, 4]
+                with pytest.raises(AdmissionRefusedError) as refused:
+                    await backend.submit(request_of(1, 10))
+                assert refused.value.cause is RefusalCause.QUEUE_FULL
+                assert refused.value.retry_after_seconds
+                for request, stream in zip(asked, streams, strict=True):
+                    assert await read(stream) == continuation(request.prompt, 40)
+            for cell in cells:
+                await cell.wait_empty()
+
+    asyncio.run(run())
+
+
+def test_limits_of_a_key_hold_over_all_cells() -> None:
+    key = KeyClass("a", max_waiting=4, max_running=2).part_of(2)
+    assert (key.max_waiting, key.max_running, key.tokens_per_minute) == (2, 1, None)
+    config = SchedulerConfig(policy=Policy.RAGGED, keys=(key,))
+
+    async def run() -> None:
+        async with two_cells(config, step_seconds=0.05) as cells:
+            async with gateway([cell.resolve for cell in cells]) as backend:
+                streams = [await backend.submit(request_of(number, 30, key="a")) for number in range(6)]
+                with pytest.raises(AdmissionRefusedError) as refused:
+                    await backend.submit(request_of(9, 30, key="a"))
+                assert refused.value.cause is RefusalCause.KEY_LIMIT
+                for index, stream in enumerate(streams):
+                    assert await read(stream) == continuation(prompt_of(index), 30)
+
+    asyncio.run(run())
+
+
+def test_figures_are_those_of_all_cells() -> None:
+    async def run() -> None:
+        async with two_cells(targets=2) as cells, gateway([cell.resolve for cell in cells]) as backend:
+            assert backend.cells == 2
+            assert (await backend.model()).model_id
+            streams = [await backend.submit(request_of(index, 100)) for index in range(10)]
+            load = await backend.load()
+            assert (load.workers_of(Role.TARGET), load.workers_of(Role.DRAFT), load.live_sequences) == (4, 2, 10)
+            for number in (1, 2):
+                views = backend.watch(0.1, 100, number)
+                view = await anext(views)
+                assert view.status.live_set.live == cells[number - 1].live_sequences
+                await views.aclose()
+            for stream in streams:
+                stream.cancel()
+            for cell in cells:
+                await cell.wait_empty()
+
+    asyncio.run(run())
+
+
+def test_without_any_cell_sequences_fail_after_a_while() -> None:
+    async def run() -> None:
+        async with two_cells() as cells, gateway([cell.resolve for cell in cells], options=IMPATIENT) as backend:
+            stream = await backend.submit(request_of(1, 1_900))
+            await read_some(stream, 5)
+            for cell in cells:
+                await cell.server.stop(0)
+                cell.resolve.address = ""
+            with pytest.raises(BackendUnavailableError, match="no scheduler was reached for 0.5 s"):
+                await read(stream)
+            with pytest.raises(BackendUnavailableError, match=r"no scheduler was reached for 0.5 s: .*; .*"):
+                await backend.submit(request_of(2, 5))
+
+    asyncio.run(run())

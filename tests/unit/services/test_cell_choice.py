@@ -1,0 +1,135 @@
+"""Which cell a prompt goes to: the one that has its beginning, within the bound on each cell's part."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+
+import pytest
+
+from services.scheduler_client.cell_choice import LEADING_PAGES, PAGE_TOKENS, CellChoice, CellState
+
+BOUND = 1.25
+
+
+def cells_of(sequences: dict[int, int], targets: dict[int, int] | None = None) -> list[CellState]:
+    return [CellState(number, (targets or {}).get(number, 2), count) for number, count in sequences.items()]
+
+
+def idle(count: int) -> list[CellState]:
+    return cells_of(dict.fromkeys(range(1, count + 1), 0))
+
+
+def prompt_of(pages: int, name: int) -> tuple[int, ...]:
+    return tuple(random.Random(name).randrange(30_000) for _ in range(pages * PAGE_TOKENS))
+
+
+def test_a_prompt_goes_where_the_longest_beginning_of_it_is() -> None:
+    choice = CellChoice()
+    shared, tenant = prompt_of(2, 1), prompt_of(2, 2)
+    first = choice.choose(shared, idle(4))
+    elsewhere = [cell for cell in idle(4) if cell.number != first]
+    second = choice.choose(shared + tenant, elsewhere)
+    # Both know the first two pages, one knows what follows.
+    assert choice.choose(shared + tenant + (7,) * 500, idle(4)) == second
+    busy = [CellState(cell.number, 2, 40 if cell.number == first else 38) for cell in idle(4)]
+    assert choice.choose(shared + prompt_of(1, 3), busy) == second, "of two that have as much, the one with less work"
+
+
+def test_whole_conversations_stay() -> None:
+    choice = CellChoice()
+    conversations = {name: prompt_of(1, name) for name in range(20)}
+    homes = {name: choice.choose(prompt, idle(3)) for name, prompt in conversations.items()}
+    for turn in range(5):
+        for name, prompt in conversations.items():
+            conversations[name] = prompt + prompt_of(1, 1000 * turn + name)
+            assert choice.choose(conversations[name], idle(3)) == homes[name]
+    assert len(set(homes.values())) == 3
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 16])
+@pytest.mark.parametrize("prompts", [1, 5, 1000])
+def test_no_cell_gets_more_than_its_part(count: int, prompts: int) -> None:
+    """Whatever the prompts are, and wherever the sequences end."""
+    rng = random.Random(count * prompts)
+    choice = CellChoice()
+    targets = {number: rng.randrange(1, 5) for number in range(1, count + 1)}
+    sequences = dict.fromkeys(targets, 0)
+    for _ in range(2000):
+        chosen = choice.choose(prompt_of(2, rng.randrange(prompts)), cells_of(sequences, targets))
+        part = (sum(sequences.values()) + 1) * targets[chosen] / sum(targets.values())
+        assert sequences[chosen] + 1 <= math.ceil(BOUND * part)
+        sequences[chosen] += 1
+        while sum(sequences.values()) > 100:
+            ended = rng.choice([number for number, live in sequences.items() if live])
+            sequences[ended] -= 1
+
+
+def test_shared_system_prompts_are_computed_in_few_cells() -> None:
+    """64 at a time, 8 system prompts, 4 cells: at least 80 % find theirs, where 98 % could with one cell."""
+    rng = random.Random(0)
+    choice = CellChoice()
+    has: dict[int, set[int]] = {number: set() for number in range(1, 5)}
+    live: list[int] = []
+    hits = 0
+    for number in range(400):
+        system = rng.randrange(8)
+        counts = Counter(live)
+        chosen = choice.choose(
+            prompt_of(4, system) + prompt_of(1, 100 + number), cells_of({cell: counts[cell] for cell in has})
+        )
+        hits += system in has[chosen]
+        has[chosen].add(system)
+        live.append(chosen)
+        if len(live) == 64:
+            live.pop(rng.randrange(64))
+    assert hits >= 0.8 * (400 - 8)
+
+
+def test_gateways_that_do_not_know_each_other_send_a_beginning_to_the_same_two_cells() -> None:
+    rng = random.Random(5)
+    for name in range(50):
+        seen = {
+            CellChoice().choose(prompt_of(3, name), cells_of({cell: rng.randrange(20, 25) for cell in range(1, 9)}))
+            for _ in range(20)
+        }
+        assert len(seen) <= 2
+
+
+def test_prompts_shorter_than_a_page_are_spread() -> None:
+    choice = CellChoice()
+    assert Counter(choice.choose((number,), idle(2)) for number in range(100))[1] == pytest.approx(50, abs=50)
+    live = dict.fromkeys(range(1, 5), 0)
+    for number in range(400):
+        live[choice.choose((number,), cells_of(live))] += 1
+    assert max(live.values()) <= BOUND * 100
+
+
+def test_a_cell_without_targets_gets_nothing_while_another_has_some() -> None:
+    choice = CellChoice()
+    prompt = prompt_of(2, 1)
+    first = choice.choose(prompt, idle(2))
+    other = 3 - first
+    assert choice.choose(prompt, cells_of({first: 0, other: 50}, {first: 0, other: 1})) == other
+    assert choice.choose(prompt, cells_of({first: 0, other: 0}, {first: 0, other: 0})) in (first, other)
+
+
+def test_what_a_lost_cell_had_is_forgotten() -> None:
+    choice = CellChoice()
+    prompts = [prompt_of(2, name) for name in range(30)]
+    before = [choice.choose(prompt, idle(2)) for prompt in prompts]
+    assert set(before) == {1, 2}
+    choice.forget(1)
+    others = [choice.choose(prompt, [CellState(1, 2, 0), CellState(2, 2, 0), CellState(3, 2, 0)]) for prompt in prompts]
+    kept = [now == 2 for now, first in zip(others, before, strict=True) if first == 2]
+    moved = [now for now, first in zip(others, before, strict=True) if first == 1]
+    assert all(kept)
+    assert set(moved) != {1}
+
+
+def test_memory_is_bounded() -> None:
+    choice = CellChoice()
+    for name in range(1200):
+        choice.choose(tuple(range(name, name + (LEADING_PAGES + 9) * PAGE_TOKENS)), idle(2))
+    assert len(choice._given) == 1 << 16
