@@ -179,14 +179,16 @@ def test_limits_of_a_key_hold_over_all_cells() -> None:
     config = SchedulerConfig(policy=Policy.RAGGED, keys=(key,))
 
     async def run() -> None:
-        async with two_cells(config, step_seconds=0.05) as cells:
-            async with gateway([cell.resolve for cell in cells]) as backend:
-                streams = [await backend.submit(request_of(number, 30, key="a")) for number in range(6)]
-                with pytest.raises(AdmissionRefusedError) as refused:
-                    await backend.submit(request_of(9, 30, key="a"))
-                assert refused.value.cause is RefusalCause.KEY_LIMIT
-                for index, stream in enumerate(streams):
-                    assert await read(stream) == continuation(prompt_of(index), 30)
+        async with (
+            two_cells(config, step_seconds=0.05) as cells,
+            gateway([cell.resolve for cell in cells]) as backend,
+        ):
+            streams = [await backend.submit(request_of(number, 30, key="a")) for number in range(6)]
+            with pytest.raises(AdmissionRefusedError) as refused:
+                await backend.submit(request_of(9, 30, key="a"))
+            assert refused.value.cause is RefusalCause.KEY_LIMIT
+            for index, stream in enumerate(streams):
+                assert await read(stream) == continuation(prompt_of(index), 30)
 
     asyncio.run(run())
 
@@ -220,9 +222,9 @@ def test_without_any_cell_sequences_fail_after_a_while() -> None:
             for cell in cells:
                 await cell.server.stop(0)
                 cell.resolve.address = ""
-            with pytest.raises(BackendUnavailableError, match="no scheduler was reached for 0.5 s"):
+            with pytest.raises(BackendUnavailableError, match=r"no scheduler was reached for 0\.5 s"):
                 await read(stream)
-            with pytest.raises(BackendUnavailableError, match=r"no scheduler was reached for 0.5 s: .*; .*"):
+            with pytest.raises(BackendUnavailableError, match=r"no scheduler was reached for 0\.5 s: .*; .*"):
                 await backend.submit(request_of(2, 5))
 
     asyncio.run(run())

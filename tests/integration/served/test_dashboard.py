@@ -350,18 +350,22 @@ def test_nothing_sticks_out_at_any_width(served: Served, tmp_path: Path, width: 
 
 def test_a_missing_scheduler_is_said(gateways: Gateways, tmp_path: Path) -> None:
     class Lost:
+        cells = 1
+
         async def model(self) -> None:
             raise BackendUnavailableError("there is no scheduler")
 
         async def load(self) -> None:
             raise BackendUnavailableError("there is no scheduler")
 
-        async def watch(self, period_seconds: float, max_sequences: int) -> Any:
+        async def watch(self, period_seconds: float, max_sequences: int, cell: int) -> Any:
             raise BackendUnavailableError("there is no scheduler")
             yield
 
     with gateways.serve(backend=Lost()) as served, browser(tmp_path / "profile", 800, 600) as chrome:  # type: ignore[arg-type]
         assert httpx.get(f"{served.url}/dashboard/views", timeout=LONG).status_code == 503
+        unknown = httpx.get(f"{served.url}/dashboard/views?cell=2", timeout=LONG)
+        assert (unknown.status_code, "cell is 2, must be between 1 and 1" in unknown.text) == (404, True)
         chrome.get(f"{served.url}/dashboard")
         wait_until(lambda: text_of(chrome, "connection") == "no scheduler answers", "the page says so")
         assert text_of(chrome, "running") == UNKNOWN

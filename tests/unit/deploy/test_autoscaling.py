@@ -477,6 +477,34 @@ def test_serve_is_told_to_stay_within_what_the_scheduler_wants(current: int, exp
     assert wanted == {"t": expected, "g": pytest.approx(3.5)}
 
 
+def test_each_cell_follows_its_own_scheduler() -> None:
+    def reported(replicas: float) -> dict[str, list[tuple[float, float]]]:
+        return {"target_at_least": [(1.0, replicas)], "target_at_most": [(1.0, replicas)]}
+
+    contexts = {
+        "s": context("Scheduler", 1, reported(3.0)),
+        "t": context("TargetWorker", 1),
+        "s2": context("Scheduler-2", 1, reported(2.0)),
+        "t2": context("TargetWorker-2", 1),
+        "t3": context("TargetWorker-3", 1),
+    }
+    assert FollowScheduler()(contexts)[0] == {"t": 3.0, "t2": 2.0}
+
+
+def test_the_file_for_serve_has_the_groups_of_every_cell() -> None:
+    overrides = ["groups.cells=2", "groups.target={replicas: 2, autoscaling: {max_replicas: 3}}"]
+    content = serve_content(load_configuration(None, overrides))
+    (application,) = content["applications"]
+    names = [one["name"] for one in application["deployments"]]
+    cells = ["TargetWorker", "DraftWorker", "TargetWorker-2", "DraftWorker-2", "Scheduler", "Scheduler-2"]
+    assert names == ["Gateway", *cells]
+    deployments = {one["name"]: one for one in application["deployments"]}
+    assert deployments["TargetWorker-2"]["autoscaling_config"] == deployments["TargetWorker"]["autoscaling_config"]
+    assert deployments["Scheduler-2"]["user_config"] == deployments["Scheduler"]["user_config"]
+    assert configuration_from(application["args"]["settings"]).groups.cells == 2
+    ServeDeploySchema.model_validate(content)
+
+
 def test_without_a_scheduler_nothing_changes() -> None:
     assert FollowScheduler()({"t": context("TargetWorker", 2), "s": context("Scheduler", 1)})[0] == {}
     assert FollowScheduler()({})[0] == {}

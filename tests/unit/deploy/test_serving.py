@@ -53,6 +53,9 @@ def test_gpus_go_to_the_targets_first(monkeypatch: pytest.MonkeyPatch) -> None:
     assert gpus(monkeypatch, 0, "models.device=cuda") == BOTH
     assert gpus(monkeypatch, 1, "models.draft=ngram", "models.device=cuda") == {Role.TARGET: 1.0, Role.DRAFT: 0.0}
     assert gpus(monkeypatch, 1, "models.draft=none") == {Role.TARGET: 1.0}
+    assert gpus(monkeypatch, 4, "groups.cells=2") == BOTH
+    assert gpus(monkeypatch, 3, "groups.cells=2") == {Role.TARGET: 1.0, Role.DRAFT: 0.0}
+    assert gpus(monkeypatch, 1, "groups.cells=2") == dict.fromkeys(BOTH, 0.0)
 
 
 def test_a_target_over_several_gpus_gets_all_of_them_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,6 +192,7 @@ engine.errors.UnsupportedModelError: mamba has layers of type mamba, only full_a
         ("serve --set ray.app_name=a/b", 2, "ray.app_name is 'a/b', must be up to 64 letters"),
         ("serve --set ray.address=127.0.0.1:1", 1, "Ray at 127.0.0.1:1 cannot be joined: Connection refused"),
         ("serve --no-ray --set ray.address=auto", 2, "ray.address is 'auto', must be unset with --no-ray"),
+        ("serve --no-ray --set groups.cells=2", 2, "groups.cells is 2, must be 1 with --no-ray"),
         ("serve --no-ray --detach", 2, "--detach is given, must be left out with --no-ray"),
         ("serve --no-ray --set groups.draft.autoscaling.max_replicas=2", 2, "groups.draft.autoscaling is set, must be"),
         ("serve --no-ray --set internal.token_env=NO_SUCH", 2, "internal.token_env is NO_SUCH, and the"),
