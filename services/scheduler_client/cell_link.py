@@ -71,7 +71,6 @@ class CellLink:
         self._options = options
         self._gateway_id = gateway_id
         self._streams: dict[int, RemoteStream] = {}
-        self._submissions = 0
         self._session: ClientSession | None = None
         self._load = scheduler_pb2.CellLoad()
         self._run: SupervisedTask | None = None
@@ -116,10 +115,9 @@ class CellLink:
         """Submits a sequence in the open session, with what it has so far."""
         if self._session is None:
             raise RuntimeError(f"no session with cell {self.number} is open")
-        self._submissions += 1
-        self._streams[self._submissions] = stream
+        self._streams[stream.request_id] = stream
         stream.holder = self
-        self._session.submit(stream.submission(self._submissions))
+        self._session.submit(stream.submission())
 
     def take_back(self, stream: RemoteStream) -> None:
         """The scheduler is to drop the sequence, and what still comes of it does not count."""

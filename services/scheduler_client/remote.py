@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -72,6 +73,7 @@ class SchedulerClient:
             for number, resolve in enumerate(cells, 1)
         ]
         self._choice = CellChoice()
+        self._ids = itertools.count(1)
         self._unplaced: dict[RemoteStream, None] = {}
         self._running = False
         self._broken: Exception | None = None
@@ -136,7 +138,7 @@ class SchedulerClient:
             raise BackendUnavailableError(_broken(self._broken))
         if self._gave_up:
             raise BackendUnavailableError(self._given_up())
-        stream = RemoteStream(request, self._stream_ended)
+        stream = RemoteStream(next(self._ids), request, self._stream_ended)
         self._place(stream)
         try:
             await stream.admission
@@ -224,7 +226,7 @@ class SchedulerClient:
         for one in helpless:
             streams = one.take_all_back()
             for stream in streams:
-                stream.forgive_submission()
+                self._left(stream)
             self._place_again(streams)
 
     def ended(self, link: CellLink, stream: RemoteStream, outcome: FinishReason | Exception) -> None:
@@ -232,7 +234,7 @@ class SchedulerClient:
         if _may_go_elsewhere(outcome):
             stream.refused_by.add(link.number)
             if any(other.connected and other.number not in stream.refused_by for other in self._links):
-                stream.forgive_submission()
+                self._left(stream)
                 self._place(stream)
                 return
         stream.end(outcome)
@@ -241,6 +243,11 @@ class SchedulerClient:
         logger.error("nothing looks for the scheduler of cell %d any more: %s", link.number, error, exc_info=error)
         self._broken = error
         self._fail_all(_broken(error))
+
+    def _left(self, stream: RemoteStream) -> None:
+        """The stream is no longer in a session that goes on, and may come back there."""
+        stream.forgive_submission()
+        stream.request_id = next(self._ids)
 
     def _place_again(self, streams: list[RemoteStream]) -> None:
         """Streams that were in a session before, or wait for the first one."""

@@ -27,10 +27,10 @@ class RemoteStream:
     into one delta. `on_end` is called once at the end.
     """
 
-    def __init__(self, request: GenerationRequest, on_end: Callable[[RemoteStream], None]) -> None:
+    def __init__(self, request_id: int, request: GenerationRequest, on_end: Callable[[RemoteStream], None]) -> None:
         loop = asyncio.get_running_loop()
-        self.request_id = 0
-        """In the session that the sequence was submitted in last."""
+        self.request_id = request_id
+        """Another one once the sequence has left a session that goes on: there each is used once."""
         self.holder: Holder | None = None
         """None while no scheduler has the sequence."""
         self.refused_by: set[int] = set()
@@ -83,16 +83,15 @@ class RemoteStream:
     def prompt(self) -> tuple[int, ...]:
         return self._request.prompt
 
-    def submission(self, request_id: int) -> scheduler_pb2.SequenceSubmission:
-        """All that a scheduler needs to continue the sequence, which gets this number in its session."""
+    def submission(self) -> scheduler_pb2.SequenceSubmission:
+        """All that a scheduler needs to continue the sequence."""
         remaining = None
         if self._deadline is not None:
             # The timer takes care of a deadline that has just passed.
             remaining = max(self._deadline - asyncio.get_running_loop().time(), 0.001)
         self.fruitless_submissions += 1
         self.submitted = True
-        self.request_id = request_id
-        return submission_to_wire(request_id, self._request, self._received, self.admitted, remaining)
+        return submission_to_wire(self.request_id, self._request, self._received, self.admitted, remaining)
 
     def forgive_submission(self) -> None:
         """The sequence left its last session for a reason that is known not to be the sequence."""

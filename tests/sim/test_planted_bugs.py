@@ -64,8 +64,8 @@ def fencing_is_skipped(patch: Patch) -> None:
 def resubmission_lacks_the_last_delivered_token(patch: Patch) -> None:
     submission = RemoteStream.submission
 
-    def short(self: RemoteStream, request_id: int) -> scheduler_pb2.SequenceSubmission:
-        message = submission(self, request_id)
+    def short(self: RemoteStream) -> scheduler_pb2.SequenceSubmission:
+        message = submission(self)
         if message.committed_output:
             message.committed_output.pop()
         return message
@@ -358,8 +358,8 @@ def grammar_state_outlives_its_scheduler(patch: Patch) -> None:
 def grammar_is_lost_where_another_scheduler_goes_on(patch: Patch) -> None:
     submission = RemoteStream.submission
 
-    def bare(self: RemoteStream, request_id: int) -> scheduler_pb2.SequenceSubmission:
-        message = submission(self, request_id)
+    def bare(self: RemoteStream) -> scheduler_pb2.SequenceSubmission:
+        message = submission(self)
         if message.committed_output:
             message.sampling.ClearField("grammar")
         return message
