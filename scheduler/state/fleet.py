@@ -74,6 +74,11 @@ class Fleet:
         free = [one for one in self.targets.values() if not one.draining and len(one.sequences) < most]
         return _closest([one for one in free if one.has_room(positions)], tokens)
 
+    @property
+    def max_running(self) -> int:
+        """How many sequences may run: so many for each target that takes any."""
+        return self._config.max_running * sum(not target.draining for target in self.targets.values())
+
     def batches(self, sequences: int) -> int:
         """Verify steps in which a target has verified each of so many sequences once."""
         return -(-sequences // self._config.batch_size)

@@ -214,7 +214,7 @@ class Lifecycle:
 
     def _slot_is_free(self) -> bool:
         most = self._max_per_target
-        if len(self._live.running) >= self._config.max_running:
+        if len(self._live.running) >= self._fleet.max_running:
             return False
         targets = self._fleet.targets.values()
         return most is None or any(not target.draining and len(target.sequences) < most for target in targets)

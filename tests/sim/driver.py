@@ -82,11 +82,11 @@ class Driver:
         return self.handle(WorkerDraining(worker_id))
 
     def moved(self, move: MoveKv, moved: bool = True, seconds: float = 0.01) -> list[Command]:
-        """The KV has arrived, or not: it does not where the destination is gone."""
+        """The KV has arrived, or not: it does not where the destination is gone, or has yet to free the pages."""
         _, worker = self.moves.pop(move.move_id)
+        table = PageTable()
         moved = moved and self.workers.get(move.destination_id) is worker
-        if moved:
-            table = PageTable()
+        if moved and (moved := worker.pool.can_append(table, len(move.tokens))):
             worker.pool.append(table, len(move.tokens))
             moved = worker.adopt(move.opening.sequence_id, DigestedTokens(move.tokens), table)
             if not moved:
