@@ -196,7 +196,7 @@ class SchedulingSettings(_Frozen):
 
     batch_size: Annotated[int, _option("Rows of one verify batch.")] = 8
     max_running: Annotated[
-        int | None, _option("Sequences worked on at a time.", show_default="48, at least four batches")
+        int | None, _option("Sequences worked on at a time, for each target.", show_default="48, at least four batches")
     ] = None
     draft_length: Annotated[int, Field(le=64), _option("Tokens proposed per round; 0 decodes plainly.")] = 4
 

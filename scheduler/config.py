@@ -23,7 +23,7 @@ class Policy(Enum):
 
 
 class KvMovement(Enum):
-    """Whether the sequences of a draining target take their KV to another one."""
+    """Whether sequences that leave a draining or a crowded target take their KV to another one."""
 
     AUTO = "auto"
     """Moved where that is expected to take less time than computing it anew."""
@@ -35,7 +35,8 @@ class KvMovement(Enum):
 class SchedulerConfig:
     """Limits and choices of one scheduler core.
 
-    `max_running` bounds the running sequences, `batch_size` those of a verify group, `draft_batch_size` those that one
+    `max_running` bounds the running sequences for each target that does not drain (with three targets, three times as
+    many may run), `batch_size` those of a verify group, `draft_batch_size` those that one
     draft step proposes for (None: four batches, at least 64), and `prefill_chunk` the tokens that catch up in one step
     of any worker. Every round drafts `draft_length` tokens, under AUTO up to so many. `max_queued_sequences` and
     `max_queued_tokens` bound what waits; beyond them submissions are refused. No sequence waits voluntarily for longer
@@ -91,4 +92,4 @@ class SchedulerConfig:
     @property
     def proposals_per_step(self) -> int:
         default = max(_MIN_DRAFT_BATCH, _DRAFT_BATCHES * self.batch_size)
-        return min(self.max_running, default if self.draft_batch_size is None else self.draft_batch_size)
+        return default if self.draft_batch_size is None else self.draft_batch_size

@@ -150,6 +150,7 @@ class SchedulerCore:
         return Snapshot(
             waiting=len(live.waiting),
             running=len(live.running),
+            max_running=self._fleet.max_running,
             live=len(live.sequences),
             prefilling=sum(target.count(SequenceState.PREFILLING) for target in targets),
             drafting=sum(target.coming.total for target in targets),

@@ -40,8 +40,8 @@ class Counters:
 
 @dataclass(frozen=True, slots=True)
 class MoveStatistics:
-    """Sequences that left a draining target, since the start: `moves` with so many `positions`, `bytes` and `seconds`
-    of KV; `failed` ones, and those `rehomed` without their KV because that was sooner."""
+    """Sequences that left a draining or crowded target, since the start: `moves` with so many `positions`, `bytes` and
+    `seconds` of KV; `failed` ones, and those `rehomed` without their KV because that was sooner."""
 
     moves: int
     positions: int
@@ -114,7 +114,8 @@ class SequenceSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The core at one moment. `live` counts all unfinished sequences: those `waiting` and those `running`.
+    """The core at one moment. `live` counts all unfinished sequences: those `waiting` and those `running`, of which
+    there may be `max_running`, or more for a while after a target began to leave.
 
     `prefilling`, `drafting` (ready or being proposed for), `drafted`, `verifying` and `moving` add up to `running`.
     `acceptance` is the measured chance that a token asked of a draft is proposed and taken, given those before it were.
@@ -125,6 +126,7 @@ class Snapshot:
 
     waiting: int
     running: int
+    max_running: int
     live: int
     prefilling: int
     drafting: int

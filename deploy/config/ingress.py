@@ -105,7 +105,7 @@ class KeySettings(Section):
         le=MAX_WEIGHT,
     )
     max_running: int | None = described(
-        None, "Sequences of the key that may run at a time; its others wait. Unset: scheduling.max_running.", ge=1
+        None, "Sequences of the key that may run at a time; its others wait. Unset: no limit of its own.", ge=1
     )
     max_waiting: int | None = described(
         None, "Sequences of the key that may wait; more are refused. Unset: scheduling.max_queued_sequences.", ge=1

@@ -80,8 +80,8 @@ class SchedulingSection(SchedulingSettings, Section):
     )
     kv_movement: KvMovement = described(
         KvMovement.AUTO,
-        "Whether the KV of a leaving target's sequences goes to other targets: `auto` where moving is expected to be "
-        "sooner than computing it anew, `always` or `never`.",
+        "Whether the KV of sequences that leave a draining or crowded target goes to the next target: `auto` where "
+        "moving is expected to be sooner than computing it anew, `always` or `never`.",
     )
     max_queued_sequences: int = described(
         1024, "Sequences that may wait beside those that run; more are refused.", ge=1

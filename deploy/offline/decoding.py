@@ -132,7 +132,7 @@ async def _submit_all(
     on_done: Callable[[int, Completion], None],
 ) -> None:
     # Enough that the queue never runs dry, and far from its limit.
-    places = asyncio.Semaphore(2 * plan.config.max_running)
+    places = asyncio.Semaphore(2 * max(plan.config.max_running, service.core.snapshot().max_running))
 
     async def run(index: int, job: Job) -> None:
         try:

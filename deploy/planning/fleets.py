@@ -92,7 +92,7 @@ def simulate(plan: PlanFile, requests: Sequence[PlannedRequest], fleet: Fleet) -
     pages = target.kv_tokens // PAGE_SIZE, draft.kv_tokens // PAGE_SIZE
     cells = []
     for part in range(fleet.schedulers):
-        config = scheduling.config(fleet.targets // fleet.schedulers, fleet.system is not System.PLAIN)
+        config = scheduling.config(fleet.system is not System.PLAIN)
         own = requests[part :: fleet.schedulers]
         cell = OpenLoop(config, costs, lambda _id, _position: plan.acceptance, own, scheduling.gateway_seconds, part)
         join_all(cell, fleet.targets // fleet.schedulers, 1 if colocated else fleet.drafts, *pages)

@@ -137,10 +137,10 @@ class SchedulingSection(Section):
         0, "The gateway's own time for a request, and for each message of an answer. There is one gateway.", ge=0
     )
 
-    def config(self, targets: int, drafting: bool) -> SchedulerConfig:
+    def config(self, drafting: bool) -> SchedulerConfig:
         return SchedulerConfig(
             batch_size=self.batch_size,
-            max_running=self.max_running_per_target * targets,
+            max_running=self.max_running_per_target,
             policy=Policy.AUTO,
             draft_length=self.draft_length if drafting else 0,
             draft_ahead=self.draft_ahead if drafting else 0,

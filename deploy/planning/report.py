@@ -93,7 +93,7 @@ def advice(found: Found, plan: PlanFile) -> str:
         "",
         "scheduling:",
         f"  batch_size: {scheduling.batch_size}",
-        f"  max_running: {scheduling.max_running_per_target * fleet.targets}",
+        f"  max_running: {scheduling.max_running_per_target}",
         f"  draft_length: {scheduling.draft_length if drafting else 0}",
         f"  prefill_chunk: {scheduling.prefill_chunk}",
         "groups:",

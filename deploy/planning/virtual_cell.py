@@ -21,6 +21,8 @@ from scheduler.core import SchedulerCore
 from scheduler.messages import (
     Command,
     Event,
+    KvMoved,
+    MoveKv,
     Outcome,
     Role,
     Row,
@@ -60,6 +62,10 @@ class Costs:
     """The scheduler's own time for a step, sent and answered. It does one thing after the other."""
     scheduler_row: float = 0.0
     """And for each row of it."""
+    move: float = 0.005
+    """A move of KV between targets, by itself; it takes no time of theirs."""
+    move_kv: float = 0.00005
+    """And for each token of KV, as over the loopback of one machine with 23 KB of KV a token."""
 
 
 class PrefixCache:
@@ -199,6 +205,10 @@ class VirtualCell:
                 self.verify_steps += command.group is not None
                 self.other_steps += command.group is None
                 self.at(self.now + self.costs.latency, partial(self._arrive, command))
+            elif isinstance(command, MoveKv):
+                seconds = self.costs.move + self.costs.move_kv * len(command.tokens)
+                moved = KvMoved(command.move_id, True, seconds)
+                self.at(self.now + seconds + 2 * self.costs.latency, partial(self.tell, moved))
             else:
                 self.delivered(command)
 

@@ -274,6 +274,25 @@ class Controller:
             self._counters.probes += 1
         return min(length, longest)
 
+    def computing_seconds(self, source: TargetWorker, destination: TargetWorker, positions: int) -> float:
+        """What the destination takes to compute so much KV. One that has not computed yet is taken to be like the
+        source."""
+        figures = self.target(destination)
+        return (figures if figures.cost.known else self.target(source)).cost.predict(1.0, positions)
+
+    def seconds_saved(self, sequence: Sequence, source: TargetWorker, destination: TargetWorker) -> float:
+        """By so much sooner a sequence is expected to end on a destination that then has fewer batches.
+
+        In each round of a sequence its target takes a step for each batch. A round yields at most one token more than
+        are drafted. How many tokens are to come is not known: as many as came so far is a fair guess, up to the
+        request's `max_tokens`.
+        """
+        tokens = min(sequence.end - sequence.length, sequence.length - len(sequence.request.prompt))
+        rounds = tokens / (1 + sequence.planned_draft_length)
+        batches = self._fleet.batches
+        steps = batches(len(source.sequences)) - batches(len(destination.sequences) + 1)
+        return rounds * steps * self.target(source).typical
+
     def proposes_at_once(self, draft: DraftWorker, kv_lag: int) -> bool:
         """Whether a draft with so large a KV lag is to propose; else it catches up during a plain round.
 

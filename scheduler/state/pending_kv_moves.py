@@ -1,13 +1,10 @@
-"""Moves of KV from a draining target to another one, and whether a move pays."""
+"""Moves of KV from one target to another, and whether a move is better than computing anew."""
 
 from __future__ import annotations
 
 from scheduler.config import KvMovement
 from scheduler.messages import MoveKv
 from scheduler.state.workers import KvMove, Sequence, TargetWorker
-
-MAX_MOVES = 4
-"""Sequences that may leave a target at the same time; the others go on decoding there meanwhile."""
 
 
 class KvMoves:
@@ -24,10 +21,9 @@ class KvMoves:
             return positions > 0 and moving < computing
         return positions > 0 and self._movement is KvMovement.ALWAYS
 
-    def may_leave(self, source: TargetWorker) -> bool:
-        """Whether one more sequence may begin to leave the target."""
-        leaving = sum(move.source is source and not move.abandoned for move in self._moves.values())
-        return leaving < MAX_MOVES
+    def leaving(self, source: TargetWorker) -> int:
+        """Sequences whose KV is leaving the target now."""
+        return sum(move.source is source and not move.abandoned for move in self._moves.values())
 
     def begin(self, sequence: Sequence, source: TargetWorker, destination: TargetWorker) -> MoveKv:
         """Records a move of the KV that the source holds of the sequence; returns the command for it."""

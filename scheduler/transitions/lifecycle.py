@@ -13,6 +13,7 @@ from scheduler.state.pending_kv_moves import KvMoves
 from scheduler.state.sequence_record import SequenceState
 from scheduler.state.workers import KvMove, Sequence, TargetWorker
 from scheduler.statistics import Counters
+from scheduler.transitions.departures import Departures
 from scheduler.transitions.slot_shares import sequence_beyond_share, slot_claimant
 from scheduler.transitions.table import TRANSITIONS, Cause, IllegalTransitionError
 
@@ -50,6 +51,7 @@ class Lifecycle:
         self._counters = counters
         self._emit = emit
         self._max_per_target = max_per_target
+        self._departures = Departures(config, fleet, controller, moves, max_per_target)
 
     # --- states -------------------------------------------------------------------------------------------------------
 
@@ -77,9 +79,9 @@ class Lifecycle:
         """Sends a sequence whose target is up to date to its draft worker, or straight to the target: where no draft is
         wanted, or the draft has `prepared` one.
 
-        A sequence whose target drains moves to another target first, if one has room.
+        A sequence whose target drains, or is crowded, moves to another target first, if one has room.
         """
-        if sequence.target is not None and sequence.target.draining and self.leave_target(sequence):
+        if self.leave_target(sequence):
             return
         if sequence.draft is not None and sequence.length >= sequence.draft.spec.max_sequence_length:
             self.leave_draft(sequence)
@@ -212,7 +214,7 @@ class Lifecycle:
 
     def _slot_is_free(self) -> bool:
         most = self._max_per_target
-        if len(self._live.running) >= self._config.max_running:
+        if len(self._live.running) >= self._fleet.max_running:
             return False
         targets = self._fleet.targets.values()
         return most is None or any(not target.draining and len(target.sequences) < most for target in targets)
@@ -257,27 +259,25 @@ class Lifecycle:
             sequence.draft = None
 
     def leave_target(self, sequence: Sequence) -> bool:
-        """Finds the sequence another target, with or without its KV, whichever is sooner. False where it stays.
+        """Takes the sequence to another target, with or without its KV, if it is to leave its own. False: it stays.
 
         No row of the sequence may be in flight on its target.
         """
         source = sequence.target
-        positions = sequence.length + self.longest_draft(sequence) + 1
-        destination = self._fleet.pick_target(sequence.tokens, positions, self._max_per_target)
-        if source is None or destination is None:
+        if source is None or not self._departures.possible(source):
             return False
-        valid = source.kv[sequence.sequence_id].valid
-        moving = self._controller.kv_moves.predict(1.0, valid)
-        computing = self._controller.target(destination).cost.predict(1.0, valid)
-        if not self._moves.worth_it(valid, moving, computing):
+        positions = sequence.length + self.longest_draft(sequence) + 1
+        departure = self._departures.find(sequence, source, positions)
+        if departure is None:
+            return False
+        destination = departure.destination
+        if departure.with_kv:
+            self._move_kv(sequence, source, destination, positions)
+        else:
             self._counters.rehomed += 1
             destination.place(sequence, positions)
             self._change_target(sequence, source, destination)
             self.catch_up(sequence)
-        elif self._moves.may_leave(source):
-            self._move_kv(sequence, source, destination, positions)
-        else:
-            return False
         return True
 
     def _move_kv(self, sequence: Sequence, source: TargetWorker, destination: TargetWorker, positions: int) -> None:

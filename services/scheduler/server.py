@@ -136,7 +136,6 @@ class SchedulerServer(scheduler_pb2_grpc.SchedulerServicer):
             core=core,
             statistics=self._service.statistics(),
             workers=tuple(worker for worker in core.workers if worker.worker_id not in leaving),
-            max_running=config.max_running,
             queue_limit=config.max_queued_sequences,
             sessions=len(self._sessions),
             uptime_seconds=time.monotonic() - self._started,

@@ -60,7 +60,7 @@ def status_of(
             drafting=core.drafting,
             drafted=core.drafted,
             verifying=core.verifying,
-            max_running=service.config.max_running,
+            max_running=core.max_running,
             queue_limit=service.config.max_queued_sequences,
             moving=core.moving,
         ),

@@ -44,6 +44,8 @@ class Driver:
         self.log: list[Command] = []
         self.workers: dict[str, ModelWorker] = {}
         self.steps: dict[str, list[SendStep]] = {}
+        self.moves: dict[int, tuple[MoveKv, ModelWorker]] = {}
+        """Moves of KV that were not answered, with the worker that each goes to."""
 
     def handle(self, *events: Event) -> list[Command]:
         commands = self.core.handle(events, self.now)
@@ -51,6 +53,8 @@ class Driver:
         for command in commands:
             if isinstance(command, SendStep):
                 self.steps[command.worker_id].append(command)
+            elif isinstance(command, MoveKv):
+                self.moves[command.move_id] = command, self.workers[command.destination_id]
         self.core.check_integrity()
         deadline = self.core.next_deadline()
         assert deadline is None or deadline > self.now, "a plan is due although everything was planned just now"
@@ -78,15 +82,20 @@ class Driver:
         return self.handle(WorkerDraining(worker_id))
 
     def moved(self, move: MoveKv, moved: bool = True, seconds: float = 0.01) -> list[Command]:
-        """The KV has arrived, or not."""
-        if moved:
-            table = PageTable()
-            worker = self.workers[move.destination_id]
+        """The KV has arrived, or not: it does not where the destination is gone, or has yet to free the pages."""
+        _, worker = self.moves.pop(move.move_id)
+        table = PageTable()
+        moved = moved and self.workers.get(move.destination_id) is worker
+        if moved and (moved := worker.pool.can_append(table, len(move.tokens))):
             worker.pool.append(table, len(move.tokens))
             moved = worker.adopt(move.opening.sequence_id, DigestedTokens(move.tokens), table)
             if not moved:
                 worker.pool.free(table)
         return self.handle(KvMoved(move.move_id, moved, seconds, 100))
+
+    def answer_moves(self) -> list[Command]:
+        """All KV that is on its way arrives, where it can."""
+        return [command for move, _ in list(self.moves.values()) for command in self.moved(move)]
 
     def submit(self, sequence_id: int, prompt_length: int = 3, max_tokens: int = 20, **more: object) -> list[Command]:
         prompt = tuple((sequence_id * 7 + i) % 50 for i in range(prompt_length))
@@ -109,12 +118,15 @@ class Driver:
         return self.handle(StepCompleted(worker_id, step.step_id, results, seconds))
 
     def settle(self, *worker_ids: str, max_steps: int = 1000) -> None:
-        """Answers all steps, worker by worker in turn, until none is left."""
+        """Answers all steps, worker by worker in turn, until none is left; without names, all moves of KV as well."""
         ids = worker_ids or tuple(self.steps)
         for _ in range(max_steps):
             waiting = [worker_id for worker_id in ids if self.steps[worker_id]]
-            if not waiting:
+            moves = not worker_ids and bool(self.moves)
+            if not waiting and not moves:
                 return
+            if moves:
+                self.answer_moves()
             for worker_id in waiting:
                 if self.steps[worker_id]:
                     self.answer(worker_id)

@@ -96,6 +96,7 @@ class Simulation:
         self._count = 0
         self._planning_lag = planning_lag
         self._plan_is_due = False
+        self._running = 0
 
     # --- scripting ---
 
@@ -344,7 +345,11 @@ class Simulation:
 
     def _check_running(self) -> None:
         snapshot = self.core.snapshot()
-        assert snapshot.running <= self.config.max_running
+        targets = self.core._fleet.targets.values()
+        limit = self.config.max_running * sum(not target.draining for target in targets)
+        # Those that run go on when a target begins to drain, but nobody comes to them.
+        assert snapshot.running <= max(limit, self._running), "too many run"
+        self._running = snapshot.running
         parts = snapshot.prefilling + snapshot.drafting + snapshot.drafted + snapshot.verifying + snapshot.moving
         assert parts == snapshot.running
         if self.config.policy is Policy.EQSPEC:

@@ -55,6 +55,10 @@ class Tally:
     """Rows with which drafts prepared for outcomes."""
     ahead_schedules: int = 0
     """Schedules that had some of these."""
+    relieved: int = 0
+    """Sequences that left a crowded target."""
+    relieved_schedules: int = 0
+    """Schedules that had some of these."""
     outcomes: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
     changes: Counter[str] = field(default_factory=Counter)
@@ -72,6 +76,8 @@ class Tally:
         self.structured_schedules += other.structured_schedules
         self.ahead_rows += other.ahead_rows
         self.ahead_schedules += other.ahead_schedules
+        self.relieved += other.relieved
+        self.relieved_schedules += other.relieved_schedules
         self.outcomes += other.outcomes
         self.faults += other.faults
         self.changes += other.changes
@@ -104,6 +110,8 @@ def run_seeds(seeds: range, sequences: int, draft_ahead: int | None = None) -> T
         tally.structured_schedules += bool(result.structured)
         tally.ahead_rows += result.ahead_rows
         tally.ahead_schedules += bool(result.ahead_rows)
+        tally.relieved += result.relieved
+        tally.relieved_schedules += bool(result.relieved)
         tally.outcomes += result.outcomes
         tally.faults += result.faults
         tally.changes += result.changes
@@ -167,6 +175,8 @@ class Summary:
             "ahead_schedules": tally.ahead_schedules,
             "ahead_rows": tally.ahead_rows,
             "prepared_rounds": tally.changes[PREPARED],
+            "relieved_schedules": tally.relieved_schedules,
+            "relieved": tally.relieved,
             "virtual_seconds": round(tally.virtual_seconds, 1),
         }
         shared = self._file.with_name(self._file.name + ".part")
@@ -236,6 +246,10 @@ def _report(console: Console, total: Tally, seconds: float) -> None:
     console.print(
         f"{total.ahead_schedules:,} schedules had {total.ahead_rows:,} rows that prepared for outcomes, and "
         f"{total.changes[PREPARED]:,} rounds began with what was prepared",
+        highlight=False,
+    )
+    console.print(
+        f"{total.relieved_schedules:,} schedules had {total.relieved:,} sequences that left a crowded target",
         highlight=False,
     )
     console.print(

@@ -319,7 +319,7 @@ def test_a_lone_odd_sequence_is_not_starved_by_a_crowd_of_equals() -> None:
 @pytest.mark.parametrize("policy", list(Policy))
 def test_targets_that_drain_one_after_the_other_lose_nothing(policy: Policy, movement: KvMovement) -> None:
     config = SchedulerConfig(
-        policy=policy, max_running=8, batch_size=4, kv_movement=movement, initial_step_seconds=0.01
+        policy=policy, max_running=3, batch_size=4, kv_movement=movement, initial_step_seconds=0.01
     )
     simulation = Simulation(config, seed=13, ample=False)
     specs = [WorkerSpec(f"target{index}", Role.TARGET, 4, 400, 1000, 64) for index in range(3)]
@@ -338,4 +338,4 @@ def test_targets_that_drain_one_after_the_other_lose_nothing(policy: Policy, mov
     simulation.check_end()
     moves = simulation.core.snapshot().moves
     assert (moves.moves > 5) == (movement is not KvMovement.NEVER), moves
-    assert movement is KvMovement.ALWAYS or moves.rehomed, moves
+    assert movement is not KvMovement.NEVER or moves.rehomed, moves

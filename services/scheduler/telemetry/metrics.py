@@ -42,7 +42,6 @@ class Reading:
     core: Snapshot
     statistics: StatisticsSnapshot
     workers: tuple[WorkerSnapshot, ...]
-    max_running: int
     queue_limit: int
     sessions: int = 0
     uptime_seconds: float = 0.0
@@ -105,7 +104,7 @@ class SchedulerMetrics(ServiceObserver):
             },
             "state",
         )
-        of.read(_GAUGE, "max_running_sequences", "Sequences that may run at a time.", lambda now: now.max_running)
+        of.read(_GAUGE, "max_running_sequences", "Sequences that may run at a time.", lambda now: now.core.max_running)
         of.read(_GAUGE, "queue_limit", "Sequences that may wait before more are refused.", lambda now: now.queue_limit)
         of.read(
             _COUNTER,
@@ -343,8 +342,8 @@ class SchedulerMetrics(ServiceObserver):
         of.read(
             _COUNTER,
             "kv_moves_total",
-            "Sequences that left a draining target: moved with their KV, failed to, or rehomed without it because that "
-            "was sooner.",
+            "Sequences that left a draining or crowded target: moved with their KV, failed to, or rehomed without it "
+            "because that was sooner.",
             lambda now: {
                 "moved": now.core.moves.moves,
                 "failed": now.core.moves.failed,

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from scheduler.core import SchedulerCore
 from scheduler.messages import Command, EmitTokens, Event, SequenceRequest, SequenceSubmitted, StepCompleted, WorkerLost
-from scheduler.state.workers import Sequence, Worker
+from scheduler.state.workers import Sequence, TargetWorker, Worker
+from scheduler.transitions.departures import Departure
 from scheduler.transitions.table import Cause
 from tests.sim.cell.coverage import meetings
 from tests.sim.cell.transcript import told
@@ -35,6 +36,10 @@ class WatchedCore(SchedulerCore):
         self._all_planned = True
         self._first = self._live.waiting.first
         self._live.waiting.first = self._watch_first  # type: ignore[method-assign]
+        self._running = 0
+        departures = self._lifecycle._departures
+        self._find_departure = departures.find
+        departures.find = self._watch_departure  # type: ignore[method-assign]
         self._change = self._lifecycle._change
         self._lifecycle._change = self._watch_change  # type: ignore[method-assign]
         self._requests: dict[int, SequenceRequest] = {}
@@ -70,8 +75,12 @@ class WatchedCore(SchedulerCore):
         deadline = self.next_deadline()
         if deadline is not None and deadline <= now:
             self._world.fail(f"a plan is due since {now - deadline:.4f} s, although everything was planned just now")
-        if len(self._live.running) > self._config.max_running:
-            self._world.fail(f"{len(self._live.running)} sequences run, the limit is {self._config.max_running}")
+        running, targets = len(self._live.running), self._fleet.targets.values()
+        limit = self._config.max_running * sum(not target.draining for target in targets)
+        # Those that run go on when a target begins to drain, but nobody comes to them.
+        if running > max(limit, self._running):
+            self._world.fail(f"{running} sequences run, the limit is {limit}")
+        self._running = running
         self._check_limits()
         return commands
 
@@ -96,6 +105,11 @@ class WatchedCore(SchedulerCore):
             if (same and (one.request.priority, one.order) < rank) or (not same and one.account.claimed < claim):
                 self._world.fail(f"sequence {sequence.sequence_id} is next, sequence {one.sequence_id} comes first")
         return sequence
+
+    def _watch_departure(self, sequence: Sequence, source: TargetWorker, positions: int) -> Departure | None:
+        departure = self._find_departure(sequence, source, positions)
+        self._world.relieved += departure is not None and not source.draining
+        return departure
 
     def _watch_change(self, sequence: Sequence, cause: Cause) -> None:
         before = sequence.state

@@ -49,10 +49,13 @@ class Cell:
         rng, driver = random.Random(seed), self.driver
         for _ in range(20_000):
             ready = [worker_id for worker_id, steps in driver.steps.items() if steps]
-            if not ready:
+            if not ready and not driver.moves:
                 return
-            worker_id = rng.choice(ready)
             driver.now += 0.01
+            if not ready or rng.random() < 0.1:
+                driver.answer_moves()
+                continue
+            worker_id = rng.choice(ready)
             step = driver.steps[worker_id][0]
             self.check_alone(worker_id)
             is_draft = worker_id.startswith("draft")

@@ -37,11 +37,6 @@ def test_limits_are_included() -> None:
     assert config.policy is Policy.AUTO
 
 
-def test_a_draft_step_takes_all_running_sequences_unless_told_otherwise() -> None:
-    assert SchedulerConfig(max_running=17).proposals_per_step == 17
-    assert SchedulerConfig(max_running=17, draft_batch_size=3).proposals_per_step == 3
-
-
 @pytest.mark.parametrize("field", ["page_size", "total_pages", "max_sequence_length", "max_num_batched_tokens"])
 def test_a_worker_without_room_is_refused(field: str) -> None:
     values = {"page_size": 1, "total_pages": 1, "max_sequence_length": 1, "max_num_batched_tokens": 1, field: 0}
@@ -53,3 +48,4 @@ def test_draft_steps_are_bounded_by_default() -> None:
     assert SchedulerConfig(max_running=10_000, batch_size=8).proposals_per_step == 64
     assert SchedulerConfig(max_running=10_000, batch_size=64).proposals_per_step == 256
     assert SchedulerConfig(max_running=10_000, draft_batch_size=5000).proposals_per_step == 5000
+    assert SchedulerConfig(max_running=17, draft_batch_size=3).proposals_per_step == 3

@@ -13,7 +13,7 @@ from tests.sim.driver import Driver, expected, of_type, outputs, pair
 
 
 def test_running_sequences_are_bounded_and_sequences_spread_over_targets() -> None:
-    driver = Driver(max_running=6)
+    driver = Driver(max_running=3)
     driver.join("a")
     driver.join("b")
     for sequence_id in range(20):

@@ -197,7 +197,7 @@ def test_sequence_that_is_cancelled_while_its_kv_moves_leaves_nothing_behind() -
     free = {worker.worker_id: worker.free_pages for worker in driver.core.snapshot().workers}
     assert free["old"] == 1000
     assert free["new"] < 1000, "room is kept for what is on its way"
-    driver.settle()
+    driver.settle("old", "new")
     commands = driver.moved(move)
     (step,) = of_type(commands, SendStep)
     assert (step.worker_id, step.released) == ("new", (1,))

@@ -148,6 +148,7 @@ def test_everybody_ends_with_the_right_text(policy: Policy) -> None:
         if rng.random() < 0.5:
             driver.plan()
     for _ in range(5000):
+        driver.answer_moves()
         busy = [name for name, steps in driver.steps.items() if steps]
         if not busy and driver.core.next_deadline() is None:
             break

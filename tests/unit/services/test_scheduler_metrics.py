@@ -40,7 +40,6 @@ def reading(statistics: StatisticsSnapshot | None = None, workers: tuple[WorkerS
         core=replace(core.snapshot(), drafting_now=(drafting,), outcomes_sought=9, outcomes_found=6),
         statistics=statistics or ServiceStatistics(0.0).snapshot(0.0),
         workers=workers,
-        max_running=6,
         queue_limit=7,
         sessions=2,
         uptime_seconds=12.5,
