@@ -12,6 +12,9 @@ import numpy as np
 
 from bench.fleet.speeds import MAX_RUNNING, Floats, Speeds
 
+_ITERATIONS = 3
+"""To find how many decode on average over a step, on which their speed depends."""
+
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
@@ -103,17 +106,15 @@ class Cells:
     def advance(self, targets: Floats, seconds: float) -> Flow:
         """So much time with so many targets; cells without one, or without a scheduler, stand still with 0."""
         on_each = 1.0 / np.maximum(targets, 1e-9)
-        self._admit(targets)
-        at = np.where(targets > 0, self.decoding * on_each, 0.0)
-        able = self._speeds.prefill(at) * targets
+        sequences, tokens = self._admit(targets)
+        able = self._speeds.prefill(np.where(targets > 0, self.decoding * on_each, 0.0)) * targets
         # However many targets there are, a prompt's chunks are computed one after the other on one of them.
-        alone = self._speeds.prefill(at) / self._lengths.prompt
-        prefilled = np.minimum(self.backlog * (1.0 - np.exp(-alone * seconds)), able * seconds)
-        self._finish_prefill(prefilled)
-        at = np.where(targets > 0, self.decoding * on_each, 0.0)
-        slowed = self._speeds.slowed(prefilled * on_each / seconds)
-        speed = self._speeds.of("tokens", at) * slowed * targets
-        finished = self._finish(speed, seconds)
+        alone = able * on_each / self._lengths.prompt
+        left, _ = relaxed(self.backlog, tokens, alone, seconds)
+        prefilled = np.minimum(self.backlog + tokens - left, able * seconds)
+        through = self._finish_prefill(sequences, tokens, prefilled)
+        slowed = self._speeds.slowed(prefilled * on_each / seconds) * targets
+        finished = self._finish(through, prefilled, slowed, on_each, seconds)
         self._finishing += (finished / seconds - self._finishing) * min(1.0, seconds / 10.0)
         first_token = self.waiting / np.maximum(self._finishing, 1e-9)
         first_token = np.where(self.waiting > 1e-6, first_token, 0.0)
@@ -121,28 +122,47 @@ class Cells:
         first_token = first_token + own / np.maximum(able, 1e-9)
         return Flow(prefilled, finished * self._lengths.output, finished, np.where(targets > 0, first_token, np.inf))
 
-    def _admit(self, targets: Floats) -> None:
+    def _admit(self, targets: Floats) -> tuple[Floats, Floats]:
+        """Sequences and their tokens that leave the queue."""
         free = np.maximum(MAX_RUNNING * targets - self.running, 0.0)
         share = np.minimum(1.0, free / np.maximum(self.waiting, 1e-9))
         admitted, tokens = self.waiting * share, self.waiting_tokens * share
         self.waiting -= admitted
         self.waiting_tokens -= tokens
+        return admitted, tokens
+
+    def _finish_prefill(self, admitted: Floats, tokens: Floats, prefilled: Floats) -> Floats:
+        """The sequences whose prompts these tokens complete."""
         self.prefilling += admitted
         self.backlog += tokens
-
-    def _finish_prefill(self, prefilled: Floats) -> None:
         share = np.where(self.backlog > 0, prefilled / np.maximum(self.backlog, 1e-9), 1.0)
         through = self.prefilling * np.minimum(share, 1.0)
         self.prefilling -= through
         self.backlog -= prefilled
-        self.decoding += through
-        self.context += prefilled
+        return through
 
-    def _finish(self, speed: Floats, seconds: float) -> Floats:
-        """Those that end while they get so many tokens a second. What they all have in their context grows by that."""
-        ending = speed / np.maximum(self.decoding * self._lengths.output, 1e-9)
-        share = 1.0 - np.exp(-ending * seconds)
-        finished = self.decoding * share
-        self.context = (self.context + finished * self._lengths.output) * (1.0 - share)
-        self.decoding -= finished
+    def _finish(self, through: Floats, tokens: Floats, slowed: Floats, on_each: Floats, seconds: float) -> Floats:
+        """Those that end, while others come with so many tokens of KV, and the tokens that they all get."""
+        mean = np.maximum(self.decoding, through)
+        for _ in range(_ITERATIONS):
+            at = np.where(slowed > 0, mean * on_each, 0.0)
+            ending = self._speeds.of("tokens", at) * slowed / np.maximum(mean * self._lengths.output, 1e-9)
+            left, mean = relaxed(self.decoding, through, ending, seconds)
+        there = self.decoding + through
+        finished = there - left
+        share = np.where(there > 0, left / np.maximum(there, 1e-9), 1.0)
+        self.context = (self.context + tokens + finished * self._lengths.output) * share
+        self.decoding = left
         return finished
+
+
+def relaxed(held: Floats, coming: Floats, rate: Floats, seconds: float) -> tuple[Floats, Floats]:
+    """What is left of something that ends at this rate a second, while more comes evenly; and how much of it there was
+    on average."""
+    decay = rate * seconds
+    steady = coming / np.maximum(decay, 1e-9)
+    left = steady + (held - steady) * np.exp(-decay)
+    # Hardly any ends: then what comes adds up.
+    left = np.where(decay > 1e-6, left, held + coming)
+    mean = np.where(decay > 1e-6, (held + coming - left) / np.maximum(decay, 1e-9), held + coming / 2)
+    return left, mean

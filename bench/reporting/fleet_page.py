@@ -199,8 +199,8 @@ def share_sentence(result: Mapping[str, Any]) -> str:
     goal, rate = result["goal_share"], result["rows_per_second"]
     return (
         "One scheduler core, `SchedulerCore.handle` alone, seconds of the processor, medians of "
-        f"{result['repeats']} repeats. *Cores*: what {rate:,} row decisions a second would take; the goal for a cell of "
-        f"64 targets is {goal:g} at most, {goal / rate * 1e6:g} µs a row."
+        f"{result['repeats']} repeats. *Cores*: what {rate:,} row decisions a second would take; the goal for a cell "
+        f"of 64 targets is {goal:g} at most, {goal / rate * 1e6:g} µs a row."
     )
 
 
