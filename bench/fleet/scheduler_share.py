@@ -31,14 +31,14 @@ ROWS_PER_SECOND = 100_000
 """Row decisions that a cell of 64 targets is meant to make in less than half a core."""
 GOAL_SHARE = 0.5
 _LOADS = (
-    Load(rows=100_000),
-    Load(targets=16, drafts=4, pool=2048, window=1024, batch_size=64, rows=100_000),
-    Load(targets=64, drafts=16, pool=8192, window=512, batch_size=64, rows=60_000),
-    Load(targets=64, drafts=16, pool=8192, window=1024, batch_size=64, rows=60_000),
-    Load(targets=64, drafts=16, pool=8192, window=4096, batch_size=64, rows=100_000),
-    Load(targets=64, drafts=16, pool=8192, window=4096, batch_size=64, draft_length=0, rows=100_000),
+    Load(rows=30_000),
+    Load(targets=16, drafts=4, pool=2048, window=1024, batch_size=64, rows=30_000),
+    Load(targets=64, drafts=16, pool=8192, window=512, batch_size=64, rows=30_000),
+    Load(targets=64, drafts=16, pool=8192, window=1024, batch_size=64, rows=30_000),
+    Load(targets=64, drafts=16, pool=8192, window=4096, batch_size=64, rows=30_000),
+    Load(targets=64, drafts=16, pool=8192, window=4096, batch_size=64, draft_length=0, rows=30_000),
 )
-_PROFILED = replace(_LOADS[-2], rows=30_000)
+_PROFILED = replace(_LOADS[-2], rows=10_000)
 _CORE = Path(scheduler.__file__).parent
 
 
