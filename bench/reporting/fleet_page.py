@@ -141,22 +141,30 @@ def check_rows(result: Mapping[str, Any]) -> list[list[str]]:
 
 
 def draw_day(samples: Sequence[Mapping[str, float]], figure: Figure) -> None:
-    """Demand and capacity, targets, and latencies over the hours of the day."""
-    figure.set_figheight(7.0)
-    panels = figure.subplots(4, 1, sharex=True)
+    """Demand and capacity, and targets, over the hours of the day."""
+    samples = samples[::3]
+    panels = figure.subplots(2, 1, sharex=True)
     hours = [row["time"] / _HOUR for row in samples]
     _draw_load(panels[0], hours, samples)
     _draw_targets(panels[1], hours, samples)
-    _draw_first_token(panels[2], hours, samples)
-    panels[3].plot(hours, [row["token_ms"] for row in samples], label="mean")
-    panels[3].set_ylabel("ms a token")
-    panels[3].set_xlabel("hour of the day")
-    panels[3].set_xticks(range(0, 25, 3))
+    panels[1].set_xlabel("hour of the day")
+    _finish(panels)
+
+
+def draw_latency(samples: Sequence[Mapping[str, float]], figure: Figure) -> None:
+    """Seconds to the first token, and milliseconds a token, over the hours of the day."""
+    panels = figure.subplots(2, 1, sharex=True)
+    hours = [row["time"] / _HOUR for row in samples]
+    _draw_first_token(panels[0], hours, samples)
+    panels[1].plot(hours, [row["token_ms"] for row in samples], label="mean")
+    panels[1].set_ylabel("ms a token")
+    panels[1].set_xlabel("hour of the day")
     _finish(panels)
 
 
 def draw_zone(samples: Sequence[Mapping[str, float]], figure: Figure) -> None:
-    """The same around the loss of the zone, with what was computed anew."""
+    """The same around the loss of the zone, with what was computed anew; every third sample."""
+    samples = samples[::3]
     figure.set_figheight(7.0)
     panels = figure.subplots(4, 1, sharex=True)
     hours = [row["time"] / _HOUR for row in samples]
@@ -184,14 +192,12 @@ def _draw_targets(axes: Axes, hours: Sequence[float], samples: Sequence[Mapping[
 def _draw_first_token(axes: Axes, hours: Sequence[float], samples: Sequence[Mapping[str, float]]) -> None:
     for name in ("p99", "p50"):
         axes.plot(hours, [row[f"first_token_{name}"] for row in samples], linewidth=0.9, label=name)
-    axes.set_yscale("log")
     axes.set_ylabel("s to the first token")
 
 
 def _finish(panels: Sequence[Axes]) -> None:
     for axes in panels:
-        if axes.get_yscale() != "log":
-            axes.set_ylim(bottom=0)
+        axes.set_ylim(bottom=0)
         axes.legend(fontsize=6, framealpha=0.6)
 
 
@@ -225,7 +231,8 @@ def profile_rows(result: Mapping[str, Any]) -> list[list[str]]:
 
 Fill = Callable[[Sequence[dict[str, Any]], Figure], None]
 FIGURES: Mapping[str, tuple[str, Fill, str]] = {
-    "day": ("day", draw_day, "Load, targets and latency over the day"),
+    "day": ("day", draw_day, "Load and targets over the day"),
+    "latency": ("day", draw_latency, "Latency over the day"),
     "zone": ("close_up", draw_zone, "Around the loss of a zone"),
 }
 """By the figure's kind: the field of the record that it shows, who draws it, and its title."""
