@@ -64,7 +64,7 @@ class Load:
     def config(self) -> SchedulerConfig:
         return SchedulerConfig(
             batch_size=self.batch_size,
-            max_running=self.window,
+            max_running=-(-self.window // self.targets),
             policy=Policy(self.policy),
             draft_length=self.draft_length,
             max_queued_sequences=self.pool,

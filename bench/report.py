@@ -21,7 +21,7 @@ from bench.gpu.results import KIND as GPU
 from bench.offline.grid import System
 from bench.offline.tables import category_columns, cell_columns
 from bench.record import RESULTS
-from bench.reporting import ahead_page, plan_page, plots
+from bench.reporting import ahead_page, fleet_page, plan_page, plots
 from bench.reporting.step_page import (
     PRICE_HEADINGS,
     STEP_HEADINGS,
@@ -119,6 +119,8 @@ class Report:
         versions = {name: content for name, content in recorded.items() if name.startswith("versions")}
         ahead = {name: content for name, content in recorded.items() if name in ahead_page.LINES}
         plans = {name: content for name, content in recorded.items() if name == plan_page.NAME}
+        fleets = {name: content for name, content in recorded.items() if fleet_page.is_day(name)}
+        fleet_schedulers = {name: content for name, content in recorded.items() if name == fleet_page.SHARE}
         self._section("Decoding", offline, self._offline)
         self._section("Large pairs on one device", gpu, self._gpu)
         self._section("Serving", serve, self._serve)
@@ -127,10 +129,12 @@ class Report:
         self._section("What exact mode costs", prices, self._prices)
         self._section("Drafting ahead", ahead, self._ahead)
         self._section("Planning", plans, self._plan)
+        self._section("Fleet", fleets, self._fleet)
+        self._section("One scheduler of a large cell", fleet_schedulers, self._scheduler_share)
         self._section("Versions against each other", versions, self._versions)
         self._section("Memory", memory, self._memory)
         self._section("Drafts", drafts, self._draft)
-        shown = ahead | plans | memory | drafts | steps | prices | kernels | versions
+        shown = fleets | fleet_schedulers | ahead | plans | memory | drafts | steps | prices | kernels | versions
         self._others({name: content for name, content in recorded.items() if name not in shown})
         self._not_measured(offline, serve, memory, gpu)
         page = self._docs / "performance.md"
@@ -246,6 +250,25 @@ class Report:
         self._say(plan_page.sentence(result))
         self._table(plan_page.HEADINGS, plan_page.rows(result))
         self._figure(name, "latency", plan_page.draw, result["loads"], "Latency by load, measured and predicted")
+
+    def _fleet(self, name: str, content: dict[str, Any]) -> None:
+        result = content["result"]
+        self._say(fleet_page.sentence(result))
+        self._table(fleet_page.HEADINGS, fleet_page.rows(result))
+        if result["close_up"]:
+            self._table(fleet_page.ZONE_HEADINGS, fleet_page.zone_rows(result))
+        self._say(fleet_page.check_sentence(result))
+        self._table(fleet_page.CHECK_HEADINGS, fleet_page.check_rows(result))
+        for kind, (field, fill, title) in fleet_page.FIGURES.items():
+            if result[field]:
+                self._figure(name, kind, fill, result[field], title)
+
+    def _scheduler_share(self, _name: str, content: dict[str, Any]) -> None:
+        result = content["result"]
+        self._say(fleet_page.share_sentence(result))
+        self._table(fleet_page.SHARE_HEADINGS, fleet_page.share_rows(result))
+        self._say("Where the core's time goes with 64 targets that draft, under a profiler:")
+        self._table(fleet_page.PROFILE_HEADINGS, fleet_page.profile_rows(result))
 
     def _memory(self, _name: str, content: dict[str, Any]) -> None:
         result = content["result"]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 PAGE_TOKENS = 64
 LEADING_PAGES = 64
 
-_BALANCE = 1.25
+BALANCE = 1.25
 """How many times its even part of all sequences a cell may get. Consistent hashing with bounded loads (Mirrokni,
 Thorup and Zadimoghaddam, arXiv 1608.01350) has such a bound: a lower one spreads prompts that belong together."""
 
@@ -90,7 +90,7 @@ def _within_bound(cells: Sequence[CellState]) -> list[CellState]:
     sequences = 1 + sum(cell.sequences for cell in cells)
     targets = sum(max(cell.targets, 1) for cell in cells)
     return [
-        cell for cell in cells if cell.sequences + 1 <= math.ceil(_BALANCE * sequences * max(cell.targets, 1) / targets)
+        cell for cell in cells if cell.sequences + 1 <= math.ceil(BALANCE * sequences * max(cell.targets, 1) / targets)
     ]
 
 
