@@ -239,7 +239,7 @@ def test_targets_of_two_ranks_are_lost_and_replaced_as_one_and_hand_over_their_k
         return len(cell.workers("TARGET")) == len(gangs()) == 2
 
     wait_until(two_gangs, "two targets of two ranks", 3 * LONG)
-    asked = requests(16, max_tokens=150)
+    asked = requests(16, max_tokens=100)
     expected = cell.plain(asked)
     struck: Gang = []
 
@@ -254,7 +254,7 @@ def test_targets_of_two_ranks_are_lost_and_replaced_as_one_and_hand_over_their_k
 
     moved = cell.cluster.scheduler()["kv_moves"]["moves"]
     one_target = {**groups, "target": {**groups["target"], "replicas": 1}}
-    long = requests(12, max_tokens=400)
+    long = requests(12, max_tokens=200)
     assert cell.stream(long, lambda: cell.deploy(engine=engine, groups=one_target)) == cell.plain(long)
     wait_until(lambda: len(cell.workers("TARGET")) == len(gangs()) == 1, "one target")
     status = cell.cluster.scheduler()

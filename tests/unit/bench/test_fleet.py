@@ -12,10 +12,11 @@ from bench.fleet.check import Phase, compare
 from bench.fleet.day import Day, Plan
 from bench.fleet.demand import AZURE_CHAT, SERVEGEN_DAY, Demand
 from bench.fleet.faults import NodeFault, SchedulerFault, ZoneLoss, draw
-from bench.fleet.gateways import BOUND, weights
+from bench.fleet.gateways import weights
 from bench.fleet.replicas import Replicas
 from bench.fleet.samples import percentiles
 from bench.fleet.speeds import Load, Speeds, h100_pair, measure
+from services.scheduler_client.cell_choice import BALANCE
 
 LENGTHS = Lengths(1000.0, 200.0)
 KV_TOKENS = 400_000
@@ -145,7 +146,7 @@ def test_speeds_are_those_measured_and_straight_between() -> None:
 def test_a_cells_load_is_bounded() -> None:
     sequences = np.array([100.0, 300.0, 0.0, 50.0])
     shares = weights(sequences, np.array([10.0, 10.0, 0.0, 10.0]))
-    assert sequences[1] / 10 > BOUND * 15
+    assert sequences[1] / 10 > BALANCE * 15
     assert shares == pytest.approx([0.5, 0.0, 0.0, 0.5])
     assert not weights(sequences, np.zeros(4)).any()
 
