@@ -220,11 +220,11 @@ class SchedulerClient:
 
     def load_changed(self, link: CellLink) -> None:
         """Sequences of a cell without targets go to one that has some."""
-        helpless = [one for one in self._links if one.connected and not one.state.targets]
-        if len(helpless) == len(self._links) or not any(one.state.targets for one in self._links if one.connected):
+        connected = [one for one in self._links if one.connected]
+        if not any(one.state.targets for one in connected):
             return
-        for one in helpless:
-            streams = one.take_all_back()
+        for helpless in (one for one in connected if not one.state.targets):
+            streams = helpless.take_all_back()
             for stream in streams:
                 self._left(stream)
             self._place_again(streams)

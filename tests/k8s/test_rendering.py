@@ -10,6 +10,8 @@ import pytest
 import yaml
 
 from deploy.cli.main import run
+from deploy.config.loading import load_configuration
+from deploy.kubernetes.pods import pods_of
 from tests.k8s.manifests import CELLS, K8S, built, cluster, only, overlay, validate, worker_group
 from tests.support.command_line import spool
 
@@ -61,6 +63,18 @@ def test_check_finds_what_differs(tmp_path: Path) -> None:
     assert spool("k8s", "render", folder).code == 0
     assert spool("k8s", "render", "--check", folder).code == 0
     assert manifest.read_text() == (overlay("cpu-demo") / "rendered" / "rayservice.yaml").read_text()
+
+
+def test_every_cell_has_pods_for_its_workers_and_room_for_its_scheduler(tmp_path: Path) -> None:
+    changes = (("groups.target.replicas", 2), ("gateway.replicas", 2), ("scheduler.num_cpus", 3))
+    one, three = (
+        pods_of(load_configuration(with_configuration(tmp_path, *changes, ("groups.cells", cells)) / "spool.yaml", []))
+        for cells in (1, 3)
+    )
+    assert [pods.replicas for pods in one] == [2, 2, 1]
+    assert [(pods.replicas, pods.fewest, pods.most) for pods in three] == [(2, 2, 2), (6, 6, 6), (3, 3, 3)]
+    # Two pods of gateways, three schedulers: one of the pods holds two.
+    assert three[0].cpus - one[0].cpus == 3
 
 
 def test_numbers_of_replicas_change_nothing_that_would_make_another_cluster(tmp_path: Path) -> None:
