@@ -132,13 +132,15 @@ def application_state(app_name: str) -> ApplicationState:
 
 
 def scheduler_statuses(app_name: str, application: ApplicationState) -> list[dict[str, Any] | None]:
-    """What each cell's scheduler says of itself and its workers; None while there is none to ask."""
+    """What each cell's scheduler says of itself and its workers; None while there is none to ask.
+
+    An application that Serve has not built yet counts as one cell.
+    """
     from deploy.ray_app import scheduler_name
 
-    found = (scheduler_name(cell) for cell in itertools.count(1))
-    return [
-        _scheduler_status(app_name, name) for name in itertools.takewhile(application.deployments.__contains__, found)
-    ]
+    names = (scheduler_name(cell) for cell in itertools.count(1))
+    found = list(itertools.takewhile(application.deployments.__contains__, names))
+    return [_scheduler_status(app_name, name) for name in found] or [None]
 
 
 def _scheduler_status(app_name: str, deployment: str) -> dict[str, Any] | None:
