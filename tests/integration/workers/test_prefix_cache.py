@@ -215,7 +215,7 @@ def test_cell_computes_a_system_prompt_once() -> None:
                     role: (statistics.prefix_queries[role], statistics.prefix_hits[role])
                     for role in ("target", "draft")
                 }
-                told = (await backend.status()).prefix_cache
+                told = (await backend.statuses())[0].prefix_cache
                 assert {role_from_wire(each.role).value: (each.queries, each.hits) for each in told} == counts
                 return counts
 
