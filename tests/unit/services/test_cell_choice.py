@@ -99,7 +99,7 @@ def test_gateways_that_do_not_know_each_other_send_a_beginning_to_the_same_two_c
 
 def test_prompts_shorter_than_a_page_are_spread() -> None:
     choice = CellChoice()
-    assert Counter(choice.choose((number,), idle(2)) for number in range(100))[1] == pytest.approx(50, abs=50)
+    assert Counter(choice.choose((number,), idle(2)) for number in range(100))[1] == pytest.approx(50, abs=20)
     live = dict.fromkeys(range(1, 5), 0)
     for number in range(400):
         live[choice.choose((number,), cells_of(live))] += 1
