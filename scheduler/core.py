@@ -129,7 +129,7 @@ class SchedulerCore:
     @property
     def targets(self) -> int:
         """Target workers that are not about to leave."""
-        return sum(not target.draining for target in self._fleet.targets.values())
+        return self._fleet.accepting
 
     @property
     def live(self) -> int:

@@ -21,23 +21,27 @@ class DraftPlanner:
         self._proposals_per_step = config.proposals_per_step
         self._steps_in_flight = config.steps_in_flight
         self._batch_size = config.batch_size
+        self._draft_ahead = config.draft_ahead
         self._fleet = fleet
         self._lifecycle = lifecycle
         self._controller = controller
 
     def plan(self, draft: DraftWorker, step_id: int, now: float) -> SendStep | None:
         """The next step for this worker, or None when it must wait or has nothing to do."""
+        draft.changed = draft.watches_targets = False
         may_go = not self._fleet.time_sliced or draft_may_go(draft, self._fleet)
         if not draft.can_take_step or not may_go:
             return None
         if not (draft.ready or draft.lagging):
             # What is asked of it meanwhile is queued, and does not wait for long.
-            may_prepare = draft.verifying and not draft.outstanding and self._steps_in_flight > 1
+            may_prepare = self._draft_ahead and draft.verifying and not draft.outstanding and self._steps_in_flight > 1
+            draft.watches_targets = bool(may_prepare)
             return self._prepare(draft, step_id, now) if may_prepare else None
         # A second step is queued only when no sequence that is about to come back could still join it.
         if draft.busy and not draft.works_ahead and draft.verifying and len(draft.ready) < self._proposals_per_step:
             return None
         if self._waits(draft):
+            draft.watches_targets = True
             return None
         rows: dict[int, InFlightRow[Sequence]] = {}
         work = DraftWork()

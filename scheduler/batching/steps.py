@@ -19,6 +19,10 @@ from scheduler.transitions.lifecycle import Lifecycle
 class StepPlanner:
     """Asks the planners of draft and target steps, in passes, until no worker takes another step.
 
+    Only workers for which the answer may be another one than when they were asked last: those that have changed since,
+    drafts for which it depends on targets, and targets that have waited long enough. Where cores are shared, it depends
+    on the other worker too.
+
     In each pass sequences are admitted first, then every draft worker is asked, then every target. The targets rely on
     that order:
 
@@ -47,14 +51,17 @@ class StepPlanner:
 
     def send_all(self, now: float) -> None:
         """Sends every step that can be sent, and releases to workers that get no other step."""
-        progress = True
+        progress, time_sliced = True, self._fleet.time_sliced
         while progress:
             preemptions = self._counters.preemptions
             progress = self._lifecycle.admit()
             for draft in self._fleet.drafts.values():
-                progress |= self._send(self._drafts.plan(draft, self._last_step_id + 1, now))
+                if draft.changed or draft.watches_targets or time_sliced:
+                    progress |= self._send(self._drafts.plan(draft, self._last_step_id + 1, now))
             for target in self._fleet.targets.values():
-                progress |= self._send(self._targets.plan(target, self._last_step_id + 1, now))
+                due = target.waits_until
+                if target.changed or (due is not None and due <= now) or time_sliced:
+                    progress |= self._send(self._targets.plan(target, self._last_step_id + 1, now))
             # A preemption may have freed pages without a step: a waiting sequence may fit now.
             progress |= self._counters.preemptions > preemptions
         for worker in self._fleet.workers():
@@ -63,8 +70,9 @@ class StepPlanner:
 
     def next_deadline(self) -> float | None:
         """When the first target that waits for a larger step must stop waiting; None when none waits."""
-        deadlines = [self._targets.deadline(target) for target in self._fleet.targets.values()]
-        return min((deadline for deadline in deadlines if deadline is not None), default=None)
+        targets = self._fleet.targets.values()
+        waits = [due for target in targets if (due := target.waits_until) is not None and not target.busy]
+        return min(waits, default=None)
 
     def wait_bound(self, target: TargetWorker) -> float:
         """Seconds that a DRAFTED sequence of this target may wait voluntarily."""

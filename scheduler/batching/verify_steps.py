@@ -38,13 +38,6 @@ class TargetPlanner:
         """Seconds that a DRAFTED sequence of this target may wait voluntarily."""
         return self._config.wait_bound_steps * self._controller.target(target).typical
 
-    def deadline(self, target: TargetWorker) -> float | None:
-        """When a target that waits for more sequences must stop waiting."""
-        oldest = target.drafted.oldest()
-        if oldest is None or target.busy or not target.can_take_step or not self._may_go(target):
-            return None
-        return oldest.due
-
     def _may_go(self, target: TargetWorker) -> bool:
         return not self._fleet.time_sliced or target_may_go(target, self._fleet)
 
@@ -53,6 +46,7 @@ class TargetPlanner:
 
         Suspects and the others take turns: a suspect's row waits until no other is in flight, and is then alone.
         """
+        target.changed, target.waits_until = False, None
         if not target.can_take_step or target.lone_step in target.outstanding or not self._may_go(target):
             return None
         suspect = target.next_suspect() if target.suspects else None
@@ -65,6 +59,8 @@ class TargetPlanner:
             target.lone_step_was_last = False
         elif suspect is not None and target.lone_step_was_last and not target.busy:
             step = self._plan_alone(target, suspect, step_id, now)
+        if step is None and (oldest := target.drafted.oldest()) is not None:
+            target.waits_until = oldest.due
         return step
 
     def _plan_alone(self, target: TargetWorker, suspect: Sequence, step_id: int, now: float) -> SendStep | None:

@@ -27,6 +27,10 @@ class Fleet:
         self._config = config
         self.targets: dict[str, TargetWorker] = {}
         self.drafts: dict[str, DraftWorker] = {}
+        self.accepting = 0
+        """Targets that take new sequences: those that do not drain."""
+        self.largest_capacity = 0
+        """Tokens of the longest sequence that any target can hold; 0 without targets."""
         self.time_sliced = False
         """Whether a single target and at most one draft share cores, and so take turns, each on the cores of both."""
 
@@ -44,14 +48,24 @@ class Fleet:
             self.targets[spec.worker_id] = TargetWorker(*shared, config.batch_size)
         else:
             self.drafts[spec.worker_id] = DraftWorker(*shared)
-        self._note_sharing()
+        self._note_workers()
 
     def remove(self, worker_id: str) -> Worker | None:
         worker: Worker | None = self.targets.pop(worker_id, None) or self.drafts.pop(worker_id, None)
-        self._note_sharing()
+        self._note_workers()
         return worker
 
-    def _note_sharing(self) -> None:
+    def drain(self, target: TargetWorker) -> None:
+        """The target takes no new sequences from now on."""
+        target.draining = True
+        self._note_workers()
+
+    def _note_workers(self) -> None:
+        """Which workers there are has changed, and with it what any of them may do."""
+        for worker in self.workers():
+            worker.changed = True
+        self.accepting = sum(not target.draining for target in self.targets.values())
+        self.largest_capacity = max((target.capacity for target in self.targets.values()), default=0)
         small = len(self.targets) == 1 and len(self.drafts) <= 1
         shared = small and all(worker.spec.shares_cores for worker in self.workers())
         self.time_sliced = shared and self._config.policy is Policy.AUTO
@@ -64,10 +78,6 @@ class Fleet:
     def sole_draft(self) -> DraftWorker | None:
         return next(iter(self.drafts.values())) if len(self.drafts) == 1 else None
 
-    def largest_capacity(self) -> int:
-        """Tokens of the longest sequence that any target can hold; 0 without targets."""
-        return max((target.capacity for target in self.targets.values()), default=0)
-
     def pick_target(self, tokens: DigestedTokens, positions: int, max_sequences: int | None) -> TargetWorker | None:
         """The target for a sequence of these tokens, with fewer than `max_sequences` and room for `positions` more."""
         most = math.inf if max_sequences is None else max_sequences
@@ -77,7 +87,7 @@ class Fleet:
     @property
     def max_running(self) -> int:
         """How many sequences may run: so many for each target that takes any."""
-        return self._config.max_running * sum(not target.draining for target in self.targets.values())
+        return self._config.max_running * self.accepting
 
     def batches(self, sequences: int) -> int:
         """Verify steps in which a target has verified each of so many sequences once."""

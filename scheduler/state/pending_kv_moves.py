@@ -54,6 +54,7 @@ class KvMoves:
         move = self._moves.pop(move_id, None)
         if move is not None and move.abandoned:
             move.destination.pages.release(_page_key(move))
+            move.destination.changed = True
         return move
 
 

@@ -34,11 +34,10 @@ class KnownPrefixes:
 
     def longest(self, tokens: DigestedTokens) -> int:
         """Tokens of the longest beginning that is known; the whole common one may be up to twice as long."""
-        found = 0
-        for pages in self._counts(tokens):
-            if tokens.digest(pages * self._page_size) not in self._pages:
-                break
-            found = pages * self._page_size
+        # A plain loop: for each newcomer, this is asked of every worker.
+        found, positions, length = 0, self._page_size, len(tokens)
+        while positions <= length and tokens.digest(positions) in self._pages:
+            found, positions = positions, 2 * positions
         return found
 
     def _counts(self, tokens: DigestedTokens) -> Iterator[int]:

@@ -111,6 +111,8 @@ class WorkerState(ABC, Generic[Member, Work]):
         self.spec = spec
         self.worker_id = spec.worker_id
         self.chunk = min(prefill_chunk, spec.max_num_batched_tokens)
+        self.capacity = min(spec.max_sequence_length, spec.total_pages * spec.page_size)
+        """Tokens of the longest sequence that fits when no other is placed here."""
         self.pages = PageLedger(spec.total_pages, spec.page_size)
         self.prefixes = KnownPrefixes(spec.page_size, spec.total_pages)
         self.kv: dict[int, KvEntry] = {}
@@ -120,14 +122,11 @@ class WorkerState(ABC, Generic[Member, Work]):
         self.outstanding: dict[int, OutstandingStep[Member, Work]] = {}
         self.releases: dict[int, None] = {}
         self.running_since = 0.0
+        self.changed = True
+        """Whether anything here has changed since the worker was last asked for a step."""
         self.draining = False
         """Whether the worker gets no new sequences, since it will leave."""
         self._steps_in_flight = steps_in_flight
-
-    @property
-    def capacity(self) -> int:
-        """Tokens of the longest sequence that fits when no other is placed here."""
-        return min(self.spec.max_sequence_length, self.spec.total_pages * self.spec.page_size)
 
     @property
     def can_take_step(self) -> bool:
@@ -157,6 +156,7 @@ class WorkerState(ABC, Generic[Member, Work]):
     def evict(self, sequence: Member) -> None:
         """Removes the sequence. What the worker holds of it is released with the next step."""
         sequence_id = sequence.sequence_id
+        self.changed = True
         del self.sequences[sequence_id]
         self.pages.release(sequence_id)
         if self.kv.pop(sequence_id).opened:
@@ -243,6 +243,7 @@ class WorkerState(ABC, Generic[Member, Work]):
         exclusive: bool = False,
     ) -> SendStep:
         """Records a step with these rows and all pending releases as sent; returns the command for it."""
+        self.changed = True
         released = tuple(self.releases)
         self.releases.clear()
         self.in_flight.update(rows)
@@ -265,6 +266,7 @@ class WorkerState(ABC, Generic[Member, Work]):
         step = self.outstanding.pop(step_id, None)
         if step is not None:
             self.running_since = now
+            self.changed = True
         return step
 
     def check_integrity(self) -> None:

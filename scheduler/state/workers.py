@@ -67,6 +67,8 @@ class DraftWorker(WorkerState[Sequence, DraftWork]):
         """Committed tokens that one step can feed before it proposes."""
         self.verifying: dict[int, Sequence] = {}
         """Those placed here that a target is verifying: they may come back any moment."""
+        self.watches_targets = False
+        """Whether a step that can be sent here depends on what the targets do next."""
 
     def _no_work(self) -> DraftWork:
         return DraftWork()
@@ -84,6 +86,7 @@ class DraftWorker(WorkerState[Sequence, DraftWork]):
         missing = sequence.length - self.kv[sequence.sequence_id].valid
         if missing > STEADY_KV_LAG and sequence.wants_draft_kv:
             self.lagging.setdefault(sequence.sequence_id, sequence)
+            self.changed = True
         elif self.lagging:
             self.lagging.pop(sequence.sequence_id, None)
         return missing if missing > 1 else 1
@@ -101,6 +104,7 @@ class DraftWorker(WorkerState[Sequence, DraftWork]):
 
         WAITING has no index: it stands for a worker that the sequence comes from or goes to as well.
         """
+        self.changed = True
         if before is _READY:
             del self.ready[sequence.sequence_id]
         elif before is _VERIFYING:
@@ -142,6 +146,8 @@ class TargetWorker(WorkerState[Sequence, TargetWork]):
         """The last step with a suspect's row, beside which none may be in flight."""
         self.lone_step_was_last = False
         self.verifying = 0
+        self.waits_until: float | None = None
+        """Until when those to verify wait at most, for others or for the step under way; None where nothing waits."""
         self._batch_size = batch_size
         self._latest_due = 0.0
 
@@ -150,6 +156,7 @@ class TargetWorker(WorkerState[Sequence, TargetWork]):
 
     def reindex(self, sequence: Sequence, before: SequenceState, after: SequenceState) -> None:
         """Moves the sequence from the index of one state to that of another; WAITING has none, as in `DraftWorker`."""
+        self.changed = True
         if self.suspects and self.suspects.pop(sequence.sequence_id, None) is not None:
             pass
         elif before is _DRAFTED:

@@ -233,12 +233,12 @@ class Lifecycle:
 
     def fits_somewhere(self, sequence: Sequence) -> bool:
         request = sequence.request
-        return len(request.prompt) + request.max_tokens <= self._fleet.largest_capacity()
+        return len(request.prompt) + request.max_tokens <= self._fleet.largest_capacity
 
     def too_long(self, sequence: Sequence) -> str:
         request = sequence.request
         prompt, most = len(request.prompt), request.max_tokens
-        limit = self._fleet.largest_capacity()
+        limit = self._fleet.largest_capacity
         return f"prompt of {prompt} and max_tokens of {most} need {prompt + most} positions, the limit is {limit}"
 
     def _find_draft(self, sequence: Sequence) -> None:

@@ -42,7 +42,7 @@ class Relocation:
         if target is None:
             self._emit(WorkerDrained(worker_id))
             return
-        target.draining = True
+        self._fleet.drain(target)
         self._draining[worker_id] = target
         for sequence in list(target.sequences.values()):
             untouched = not target.kv[sequence.sequence_id].valid and sequence.sequence_id not in target.in_flight

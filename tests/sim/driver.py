@@ -58,6 +58,7 @@ class Driver:
         self.core.check_integrity()
         deadline = self.core.next_deadline()
         assert deadline is None or deadline > self.now, "a plan is due although everything was planned just now"
+        assert_all_is_sent(self.core, self.now)
         return commands
 
     def join(
@@ -142,6 +143,13 @@ class Driver:
 
 def of_type(commands: list[Command], kind: type[C]) -> list[C]:
     return [command for command in commands if isinstance(command, kind)]
+
+
+def assert_all_is_sent(core: SchedulerCore, now: float) -> None:
+    """After a plan, no worker has a step to take, not even one that was not asked since nothing there had changed."""
+    for worker in core._fleet.workers():
+        worker.changed = True
+    assert not core.plan(now), "a worker was not asked, and had a step to take"
 
 
 def pair(**config: object) -> Driver:

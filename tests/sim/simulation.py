@@ -34,6 +34,7 @@ from scheduler.messages import (
     WorkerJoined,
     WorkerLost,
 )
+from tests.sim.driver import assert_all_is_sent
 from tests.sim.model import ModelWorker, plain_decoding
 from tests.sim.moving_kv import MovingKv
 
@@ -205,6 +206,7 @@ class Simulation:
         self._carry_out(commands)
         self._check_running()
         self._check_waits(commands)
+        assert_all_is_sent(self.core, self.now)
 
     def _carry_out(self, commands: list[Command]) -> None:
         for command in commands:

@@ -57,8 +57,8 @@ def test_only_one_target_and_one_draft_take_turns(workers: tuple[tuple[str, Role
 def test_the_target_with_the_fewest_sequences_that_has_room() -> None:
     found = fleet(("t", TARGET), ("u", TARGET))
     first, second = found.targets.values()
-    assert found.largest_capacity() == first.capacity > 0
-    assert fleet().largest_capacity() == 0
+    assert found.largest_capacity == first.capacity > 0
+    assert fleet().largest_capacity == 0
     assert found.pick_target(TOKENS, 40, None) is first
     assert found.pick_target(TOKENS, 41, None) is None
     first.sequences[1] = first.sequences[2] = second.sequences[3] = None  # type: ignore[assignment]
@@ -67,7 +67,7 @@ def test_the_target_with_the_fewest_sequences_that_has_room() -> None:
     assert found.pick_target(TOKENS, 36, None) is second
     assert found.pick_target(TOKENS, 36, 2) is second
     assert found.pick_target(TOKENS, 36, 1) is None
-    second.draining = True
+    found.drain(second)
     assert found.pick_target(TOKENS, 36, None) is first
     assert found.pick_target(TOKENS, 36, 2) is None
     assert found.pick_target(TOKENS, 36, 3) is first
