@@ -172,6 +172,17 @@ def draining_worker_fails_what_is_new(patch: Patch) -> None:
     patch.setattr(WorkerSequences, "prepare", refusing)
 
 
+def answer_changes_nothing(patch: Patch) -> None:
+    take_answered = WorkerState.take_answered
+
+    def unnoticed(self: WorkerState[Any, Any], step_id: int, now: float) -> Any:
+        before, step = self.changed, take_answered(self, step_id, now)
+        self.changed = before
+        return step
+
+    patch.setattr(WorkerState, "take_answered", unnoticed)
+
+
 def nobody_ends_a_wait(patch: Patch) -> None:
     patch.setattr(SchedulerCore, "next_deadline", lambda self: None)
 
@@ -453,6 +464,7 @@ def fork_writes_to_the_page_that_it_shares(patch: Patch) -> None:
             "failed unprovoked: .* must be above|left over",
         ),
         (draining_worker_fails_what_is_new, ("worker drains",), "failed unprovoked: .*draining"),
+        (answer_changes_nothing, (), "was not sent"),
         (nobody_ends_a_wait, (), "overdue"),
         (client_that_leaves_is_not_reported, (), "ago and goes on"),
         (sequences_of_a_lost_session_go_on, ("gateway crash",), "sessions that are over"),

@@ -82,7 +82,16 @@ class WatchedCore(SchedulerCore):
             self._world.fail(f"{running} sequences run, the limit is {limit}")
         self._running = running
         self._check_limits()
+        self._check_all_is_sent(now)
         return commands
+
+    def _check_all_is_sent(self, now: float) -> None:
+        """Nor had those a step to take that were not asked, since nothing there had changed."""
+        for worker in self._fleet.workers():
+            worker.changed = True
+        missed = super().plan(now)
+        if missed:
+            self._world.fail(f"{missed[0]} was not sent, although everything was planned just now")
 
     def _tell(self, how: str, messages: Iterable[Event | Command]) -> None:
         for message in messages:
