@@ -88,7 +88,7 @@ class SessionOpening(_message.Message):
     def __init__(self, gateway_id: _Optional[str] = ..., protocol_version: _Optional[int] = ...) -> None: ...
 
 class SequenceSubmission(_message.Message):
-    __slots__ = ("request_id", "prompt", "max_tokens", "stop_token_ids", "sampling", "draft_length", "top_logprobs", "committed_output", "admitted_before", "timeout_seconds", "client_request_id", "traceparent", "key", "priority", "prompt_logprobs")
+    __slots__ = ("request_id", "prompt", "max_tokens", "stop_token_ids", "sampling", "draft_length", "top_logprobs", "committed_output", "admitted_before", "timeout_seconds", "client_request_id", "traceparent", "key", "priority", "prompt_logprobs", "suspicion")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -104,6 +104,7 @@ class SequenceSubmission(_message.Message):
     KEY_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    SUSPICION_FIELD_NUMBER: _ClassVar[int]
     request_id: int
     prompt: _containers.RepeatedScalarFieldContainer[int]
     max_tokens: int
@@ -119,7 +120,16 @@ class SequenceSubmission(_message.Message):
     key: str
     priority: int
     prompt_logprobs: int
-    def __init__(self, request_id: _Optional[int] = ..., prompt: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_worker_pb2.SamplingParameters, _Mapping]] = ..., draft_length: _Optional[int] = ..., top_logprobs: _Optional[int] = ..., committed_output: _Optional[_Iterable[int]] = ..., admitted_before: _Optional[bool] = ..., timeout_seconds: _Optional[float] = ..., client_request_id: _Optional[str] = ..., traceparent: _Optional[str] = ..., key: _Optional[str] = ..., priority: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ...) -> None: ...
+    suspicion: Suspicion
+    def __init__(self, request_id: _Optional[int] = ..., prompt: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_worker_pb2.SamplingParameters, _Mapping]] = ..., draft_length: _Optional[int] = ..., top_logprobs: _Optional[int] = ..., committed_output: _Optional[_Iterable[int]] = ..., admitted_before: _Optional[bool] = ..., timeout_seconds: _Optional[float] = ..., client_request_id: _Optional[str] = ..., traceparent: _Optional[str] = ..., key: _Optional[str] = ..., priority: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., suspicion: _Optional[_Union[Suspicion, _Mapping]] = ...) -> None: ...
+
+class Suspicion(_message.Message):
+    __slots__ = ("count", "tokens")
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    count: int
+    tokens: int
+    def __init__(self, count: _Optional[int] = ..., tokens: _Optional[int] = ...) -> None: ...
 
 class SessionReply(_message.Message):
     __slots__ = ("scheduler_epoch", "opened", "events", "load")
@@ -150,7 +160,7 @@ class SessionOpened(_message.Message):
     def __init__(self, lease_seconds: _Optional[float] = ..., protocol_version: _Optional[int] = ...) -> None: ...
 
 class SequenceEvent(_message.Message):
-    __slots__ = ("request_id", "admitted", "tokens", "drafted", "accepted", "logprobs", "finished", "failed", "refused", "prompt_logprobs", "cached_prompt_tokens")
+    __slots__ = ("request_id", "admitted", "tokens", "drafted", "accepted", "logprobs", "finished", "failed", "refused", "prompt_logprobs", "cached_prompt_tokens", "suspicion")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     ADMITTED_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -162,6 +172,7 @@ class SequenceEvent(_message.Message):
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     CACHED_PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SUSPICION_FIELD_NUMBER: _ClassVar[int]
     request_id: int
     admitted: bool
     tokens: _containers.RepeatedScalarFieldContainer[int]
@@ -173,7 +184,8 @@ class SequenceEvent(_message.Message):
     refused: SequenceRefusal
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[_worker_pb2.TokenLogprobs]
     cached_prompt_tokens: int
-    def __init__(self, request_id: _Optional[int] = ..., admitted: _Optional[bool] = ..., tokens: _Optional[_Iterable[int]] = ..., drafted: _Optional[int] = ..., accepted: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[_worker_pb2.TokenLogprobs, _Mapping]]] = ..., finished: _Optional[_Union[SequenceEnd, str]] = ..., failed: _Optional[_Union[SequenceFailure, _Mapping]] = ..., refused: _Optional[_Union[SequenceRefusal, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_worker_pb2.TokenLogprobs, _Mapping]]] = ..., cached_prompt_tokens: _Optional[int] = ...) -> None: ...
+    suspicion: Suspicion
+    def __init__(self, request_id: _Optional[int] = ..., admitted: _Optional[bool] = ..., tokens: _Optional[_Iterable[int]] = ..., drafted: _Optional[int] = ..., accepted: _Optional[int] = ..., logprobs: _Optional[_Iterable[_Union[_worker_pb2.TokenLogprobs, _Mapping]]] = ..., finished: _Optional[_Union[SequenceEnd, str]] = ..., failed: _Optional[_Union[SequenceFailure, _Mapping]] = ..., refused: _Optional[_Union[SequenceRefusal, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_worker_pb2.TokenLogprobs, _Mapping]]] = ..., cached_prompt_tokens: _Optional[int] = ..., suspicion: _Optional[_Union[Suspicion, _Mapping]] = ...) -> None: ...
 
 class SequenceFailure(_message.Message):
     __slots__ = ("cause", "message")

@@ -303,7 +303,7 @@ class SchedulerCore:
         if isinstance(worker, TargetWorker):
             suspects = [] if event.blameless or worker.draining else in_flight(worker)
             self._relocation.lose(worker, now)
-            blame(suspects, worker.worker_id, event.reason, self._lifecycle)
+            blame(suspects, worker.worker_id, event.reason, self._lifecycle, self._commands.append)
         elif isinstance(worker, DraftWorker):
             if not event.blameless:
                 blame_on_draft(worker)

@@ -74,6 +74,17 @@ class TokenLogprobs:
 
 
 @dataclass(frozen=True, slots=True)
+class Suspicion:
+    """That a sequence may be the reason why targets were lost (scheduler/transitions/blame.py).
+
+    `count`: how often it was suspected. After so many more `tokens` it is cleared; 0: it is.
+    """
+
+    count: int = 0
+    tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class SequenceRequest:
     """One prompt to continue.
 
@@ -82,6 +93,8 @@ class SequenceRequest:
     `top_logprobs` None asks for no log probabilities, a number for those of the tokens and of that many likeliest ones.
     A request that was `admitted_before`, by a scheduler that is gone, is not refused for a full queue or for the limits
     of its key.
+
+    `suspicion` is what another scheduler said of the sequence last.
 
     `prompt_logprobs` asks for those of the prompt's tokens in the same way; they come with the first output, so that a
     resubmission with `committed_output` gets none.
@@ -103,6 +116,7 @@ class SequenceRequest:
     key: str = ""
     priority: int = 0
     prompt_logprobs: int | None = None
+    suspicion: Suspicion = Suspicion()
 
 
 @dataclass(slots=True)
@@ -292,6 +306,14 @@ class EmitTokens:
 
 
 @dataclass(frozen=True, slots=True)
+class SuspectSequence:
+    """For whoever submits the sequence to another scheduler: see `Suspicion`."""
+
+    sequence_id: int
+    suspicion: Suspicion
+
+
+@dataclass(frozen=True, slots=True)
 class FinishSequence:
     sequence_id: int
     reason: FinishReason
@@ -321,4 +343,6 @@ class RefuseSequence:
     retry_after_seconds: float | None = None
 
 
-Command = SendStep | MoveKv | WorkerDrained | EmitTokens | FinishSequence | FailSequence | RefuseSequence
+Command = (
+    SendStep | MoveKv | WorkerDrained | EmitTokens | SuspectSequence | FinishSequence | FailSequence | RefuseSequence
+)

@@ -131,9 +131,9 @@ class SequenceRecord:
         self.target_failures = 0
         self.draft_failures = 0
         self.drafting_refused = False
-        self.suspected = False
-        self.suspected_until = 0
-        self.suspicions = 0
+        self.suspected = request.suspicion.tokens > 0
+        self.suspected_until = self.length + request.suspicion.tokens
+        self.suspicions = request.suspicion.count
         self.draft_losses = 0
         self.proposals_owed = 0
         self.wants_draft_kv = False

@@ -4,13 +4,20 @@ A row can kill its worker, make it hang, or make its whole step fail. The row wo
 a sequence that came back to the queue without a mark could take every worker with it. So a loss makes suspects of all
 sequences that had a row in flight there. A suspect's rows are alone in their steps (`TargetPlanner`): whoever is on a
 second target that is lost is the culprit, and fails. Those that were merely beside it make progress and are cleared;
-with each suspicion a sequence has to come twice as far for that.
+with each suspicion a sequence has to come twice as far for that. The mark goes with a sequence to other schedulers
+(`SuspectSequence`): else it could take the targets of one cell after the other.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from scheduler.messages import Command, SuspectSequence, Suspicion
 from scheduler.state.workers import DraftWorker, Sequence, TargetWorker
 from scheduler.transitions.lifecycle import Lifecycle
+
+_MOST_DOUBLINGS = 20
+"""More tokens than any output has."""
 
 
 def in_flight(target: TargetWorker) -> list[Sequence]:
@@ -18,11 +25,13 @@ def in_flight(target: TargetWorker) -> list[Sequence]:
     return [flight.sequence for flight in target.in_flight.values() if not flight.abandoned]
 
 
-def blame(sequences: list[Sequence], worker_id: str, reason: str, lifecycle: Lifecycle) -> None:
+def blame(
+    sequences: list[Sequence], worker_id: str, reason: str, lifecycle: Lifecycle, emit: Callable[[Command], None]
+) -> None:
     """A target was lost with rows of these sequences in flight. They are in the queue again."""
     for sequence in sequences:
         if not sequence.suspected:
-            suspect(sequence)
+            suspect(sequence, emit)
             continue
         lifecycle.fail(
             sequence,
@@ -44,11 +53,13 @@ def blame_on_draft(draft: DraftWorker) -> None:
         sequence.draft_losses += 1
 
 
-def suspect(sequence: Sequence) -> None:
+def suspect(sequence: Sequence, emit: Callable[[Command], None]) -> None:
     """Marks a sequence that waits, or whose state is about to change: its target's indexes follow then."""
     sequence.suspected = True
-    sequence.suspected_until = sequence.length + (1 << sequence.suspicions)
+    tokens = 1 << min(sequence.suspicions, _MOST_DOUBLINGS)
+    sequence.suspected_until = sequence.length + tokens
     sequence.suspicions += 1
+    emit(SuspectSequence(sequence.sequence_id, Suspicion(sequence.suspicions, tokens)))
 
 
 def clear(sequence: Sequence) -> None:

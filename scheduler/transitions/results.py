@@ -165,7 +165,7 @@ class Rounds:
             case _ if together:
                 entry.reset()
                 entry.opened = False
-                suspect(sequence)
+                suspect(sequence, self._emit)
                 self._lifecycle.catch_up(sequence)
             case _:
                 self._lifecycle.fail(sequence, _error(target, result))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-from scheduler.messages import FinishReason, RefusalCause, TokenLogprobs
+from scheduler.messages import FinishReason, RefusalCause, Suspicion, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,6 +148,9 @@ class SequenceStream:
     def push(self, delta: TokenDelta) -> None:
         if self._outcome is None:
             self._deltas.put_nowait(delta)
+
+    def suspect(self, suspicion: Suspicion) -> None:
+        """The sequence ends with its scheduler: nobody else has to know."""
 
     def raise_if_refused(self) -> None:
         """Raises the refusal, where the sequence was refused at once."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from protos import scheduler_pb2
-from scheduler.messages import FinishReason, RefusalCause, SequenceRequest
+from scheduler.messages import FinishReason, RefusalCause, SequenceRequest, Suspicion
 from scheduler.sampling import SamplingParameters
 from services.backend.interface import (
     BackendUnavailableError,
@@ -43,6 +43,7 @@ def submission_to_wire(
     committed_output: list[int],
     admitted_before: bool,
     timeout_seconds: float | None,
+    suspicion: Suspicion,
 ) -> scheduler_pb2.SequenceSubmission:
     return scheduler_pb2.SequenceSubmission(
         request_id=request_id,
@@ -60,7 +61,16 @@ def submission_to_wire(
         key=request.key,
         priority=request.priority,
         prompt_logprobs=request.prompt_logprobs,
+        suspicion=suspicion_to_wire(suspicion) if suspicion.count else None,
     )
+
+
+def suspicion_to_wire(suspicion: Suspicion) -> scheduler_pb2.Suspicion:
+    return scheduler_pb2.Suspicion(count=suspicion.count, tokens=suspicion.tokens)
+
+
+def suspicion_from_wire(message: scheduler_pb2.Suspicion) -> Suspicion:
+    return Suspicion(message.count, message.tokens)
 
 
 def request_from_wire(sequence_id: int, submission: scheduler_pb2.SequenceSubmission) -> SequenceRequest:
@@ -79,6 +89,7 @@ def request_from_wire(sequence_id: int, submission: scheduler_pb2.SequenceSubmis
         key=submission.key,
         priority=submission.priority,
         prompt_logprobs=submission.prompt_logprobs if submission.HasField("prompt_logprobs") else None,
+        suspicion=suspicion_from_wire(submission.suspicion),
     )
 
 

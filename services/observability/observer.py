@@ -67,5 +67,8 @@ class ServiceObserver:
     def worker_lost(self, role: Role, worker_id: str, sequences: int) -> None:
         """So many sequences were at home there. Steps of it that were not answered never will be."""
 
+    def targets_changed(self, targets: int) -> None:
+        """So many target workers are in use now that are not about to leave."""
+
     def core_ran(self, seconds: float) -> None:
         """The scheduler core computed for so long, just now."""

@@ -6,9 +6,9 @@ import asyncio
 from dataclasses import dataclass, field
 
 from protos import scheduler_pb2
-from scheduler.messages import FinishReason
+from scheduler.messages import FinishReason, Suspicion
 from services.backend.sequence_stream import DeltaBuffer, TokenDelta
-from services.backend.session_codec import write_delta, write_end
+from services.backend.session_codec import suspicion_to_wire, write_delta, write_end
 
 # Limits of one reply. With log probabilities, a token takes some hundred bytes.
 _EVENTS_PER_REPLY = 1024
@@ -19,6 +19,7 @@ _TOKENS_PER_REPLY = 16384
 class _Pending:
     admitted: bool = False
     deltas: DeltaBuffer = field(default_factory=DeltaBuffer)
+    suspicion: Suspicion | None = None
     outcome: FinishReason | Exception | None = None
     retry_after: float = 0.0
 
@@ -43,14 +44,24 @@ class SessionOutbox:
     def push(self, request_id: int, delta: TokenDelta) -> None:
         self._of(request_id).deltas.add(delta)
 
+    def suspect(self, request_id: int, suspicion: Suspicion) -> None:
+        self._of(request_id).suspicion = suspicion
+
     def end(self, request_id: int, outcome: FinishReason | Exception, retry_after: float = 0.0) -> None:
         pending = self._of(request_id)
         pending.outcome = outcome
         pending.retry_after = retry_after
 
-    async def take(self) -> list[scheduler_pb2.SequenceEvent]:
-        """Waits until an event is pending, and returns as many as one reply may hold."""
+    def wake(self) -> None:
+        """Ends a `wait` even though no event is pending."""
+        self._ready.set()
+
+    async def wait(self) -> None:
+        """Until an event is pending."""
         await self._ready.wait()
+
+    def take(self) -> list[scheduler_pb2.SequenceEvent]:
+        """Removes and returns as many pending events as one reply may hold."""
         events: list[scheduler_pb2.SequenceEvent] = []
         tokens = 0
         while self._pending and len(events) < _EVENTS_PER_REPLY and tokens < _TOKENS_PER_REPLY:
@@ -84,6 +95,8 @@ def _event(request_id: int, pending: _Pending) -> scheduler_pb2.SequenceEvent:
     event = scheduler_pb2.SequenceEvent(request_id=request_id, admitted=pending.admitted)
     if pending.deltas:
         write_delta(pending.deltas.take(), event)
+    if pending.suspicion is not None:
+        event.suspicion.CopyFrom(suspicion_to_wire(pending.suspicion))
     if pending.outcome is not None:
         write_end(pending.outcome, pending.retry_after, event)
     return event

@@ -16,6 +16,7 @@ from grpc_health.v1.health import aio as health_aio  # type: ignore[attr-defined
 from prometheus_client.core import Metric as Family
 
 from protos import cell_view_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc
+from services.observability.observer import ServiceObserver
 from services.observability.vllm_names import with_vllm_names
 from services.rpc.call_guards import guards, refuse_malformed
 from services.rpc.channel_options import SERVER_OPTIONS
@@ -52,6 +53,16 @@ class SchedulerServerOptions:
     vllm_model_name: str | None = None
 
 
+class _TargetsWatch(ServiceObserver):
+    """A gateway of several cells gives no sequences to a cell without targets, and takes those back that it has."""
+
+    def __init__(self, server: SchedulerServer) -> None:
+        self._server = server
+
+    def targets_changed(self, targets: int) -> None:
+        self._server.tell_load()
+
+
 class SchedulerServer(scheduler_pb2_grpc.SchedulerServicer):
     """Serves one scheduler service and grpc.health.v1 on `host`:`port` (0: a free port).
 
@@ -81,6 +92,7 @@ class SchedulerServer(scheduler_pb2_grpc.SchedulerServicer):
         self._advice = RetryAdvice()
         self._health = health_aio.HealthServicer()
         self._sessions: set[GatewaySession] = set()
+        service.observers.append(_TargetsWatch(self))
         self._server: grpc.aio.Server | None = None
         self._chores: list[SupervisedTask] = []
         self._started = time.monotonic()
@@ -202,6 +214,11 @@ class SchedulerServer(scheduler_pb2_grpc.SchedulerServicer):
         for session in list(self._sessions):
             session.close(reason)
         await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+
+    def tell_load(self) -> None:
+        """Of the cell, to all gateways."""
+        for session in list(self._sessions):
+            session.tell_load()
 
     async def _sweep(self) -> None:
         """Forgets workers that are gone, and fails sequences that have waited too long for a target."""

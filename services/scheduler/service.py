@@ -32,6 +32,8 @@ from scheduler.messages import (
     SequenceRequest,
     SequenceSubmitted,
     StepCompleted,
+    SuspectSequence,
+    Suspicion,
     WorkerDrained,
     WorkerDraining,
     WorkerJoined,
@@ -77,6 +79,9 @@ class SequenceSink(Protocol):
 
     def push(self, delta: TokenDelta) -> None: ...
 
+    def suspect(self, suspicion: Suspicion) -> None:
+        """The sequence may be the reason why a target was lost."""
+
     def end(self, outcome: FinishReason | Exception) -> None:
         """The last call. An exception is a SequenceFailedError or an AdmissionRefusedError."""
 
@@ -104,6 +109,7 @@ class SchedulerService:
     ) -> None:
         self.config = config
         self._core = SchedulerCore(config)
+        self._targets = 0
         self.workers = WorkerSet(
             self, self._check_open, link_options or LinkOptions(), security or ChannelSecurity(), scheduler_epoch
         )
@@ -372,6 +378,10 @@ class SchedulerService:
             observer.core_ran(seconds)
         for command in commands:
             self._carry_out(command)
+        if self._core.targets != self._targets:
+            self._targets = self._core.targets
+            for observer in self.observers:
+                observer.targets_changed(self._targets)
 
     def _carry_out(self, command: Command) -> None:
         match command:
@@ -394,6 +404,8 @@ class SchedulerService:
                     command.cached,
                 )
                 self._sinks[command.sequence_id].push(delta)
+            case SuspectSequence():
+                self._sinks[command.sequence_id].suspect(command.suspicion)
             case FinishSequence():
                 self._end(command.sequence_id, SequenceEnd(command.reason.value), command.reason)
             case FailSequence():

@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 
 from protos import scheduler_pb2
-from scheduler.messages import FinishReason, RefusalCause
+from scheduler.messages import FinishReason, RefusalCause, Suspicion
 from services.backend.interface import BackendUnavailableError, DeadlineExceededError
 from services.backend.sequence_stream import AdmissionRefusedError, TokenDelta
 from services.backend.session_codec import request_from_wire
@@ -129,6 +129,10 @@ class GatewaySession:
             code = grpc.StatusCode.ABORTED if self._service.fenced else grpc.StatusCode.UNAVAILABLE
             self._closing.set_result(SessionEndedError(code, reason))
 
+    def tell_load(self) -> None:
+        """The gateway has to know at once how the cell is."""
+        self._outbox.wake()
+
     def fail_all(self, message: str) -> None:
         """Fails every sequence, because there is no target worker."""
         for sequence in list(self._live.values()):
@@ -156,13 +160,12 @@ class GatewaySession:
         )
         await write(self._reply(opened=opened))
         while True:
-            events: list[scheduler_pb2.SequenceEvent] = []
             try:
                 async with asyncio.timeout(min(self._options.lease_seconds / 3, _LOAD_SECONDS)):
-                    events = await self._outbox.take()
+                    await self._outbox.wait()
             except TimeoutError:
                 logger.debug("nothing to tell gateway %s", self.gateway_id)
-            await write(self._reply(events=events))
+            await write(self._reply(events=self._outbox.take()))
 
     def _reply(self, **content: Any) -> scheduler_pb2.SessionReply:
         core = self._service.core
@@ -233,6 +236,9 @@ class GatewaySession:
     def sequence_pushed(self, request_id: int, delta: TokenDelta) -> None:
         self._outbox.push(request_id, delta)
 
+    def sequence_suspected(self, request_id: int, suspicion: Suspicion) -> None:
+        self._outbox.suspect(request_id, suspicion)
+
     def sequence_ended(self, request_id: int, outcome: FinishReason | Exception) -> None:
         del self._live[request_id]
         if isinstance(outcome, SchedulerStoppedError):
@@ -284,6 +290,10 @@ class _SessionSequence:
     def push(self, delta: TokenDelta) -> None:
         if not self._ended:
             self._session.sequence_pushed(self._request_id, delta)
+
+    def suspect(self, suspicion: Suspicion) -> None:
+        if not self._ended:
+            self._session.sequence_suspected(self._request_id, suspicion)
 
     def end(self, outcome: FinishReason | Exception) -> None:
         """The first end counts."""

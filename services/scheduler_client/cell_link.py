@@ -11,7 +11,7 @@ from typing import Protocol
 from protos import cell_view_pb2, scheduler_pb2
 from scheduler.messages import FinishReason
 from services.backend.interface import BackendUnavailableError
-from services.backend.session_codec import read_delta, read_end
+from services.backend.session_codec import read_delta, read_end, suspicion_from_wire
 from services.rpc.backoff import Backoff
 from services.rpc.channel_security import ChannelSecurity
 from services.rpc.supervision import SupervisedTask
@@ -249,6 +249,8 @@ class CellLink:
             stream.admit()
         if event.tokens:
             stream.push(read_delta(event))
+        if event.HasField("suspicion"):
+            stream.suspect(suspicion_from_wire(event.suspicion))
         if outcome is not None:
             del self._streams[event.request_id]
             stream.holder = None

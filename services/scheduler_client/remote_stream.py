@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Protocol, Self
 
 from protos import scheduler_pb2
-from scheduler.messages import FinishReason
+from scheduler.messages import FinishReason, Suspicion
 from services.backend.interface import DeadlineExceededError, GenerationRequest
 from services.backend.sequence_stream import DeltaBuffer, TokenDelta
 from services.backend.session_codec import submission_to_wire
@@ -46,6 +46,8 @@ class RemoteStream:
         self._request = request
         self._on_end = on_end
         self._received: list[int] = []
+        self._suspicions = 0
+        self._suspected_until = 0
         self._buffer = DeltaBuffer()
         self._news = asyncio.Event()
         self._outcome: FinishReason | Exception | None = None
@@ -91,7 +93,8 @@ class RemoteStream:
             remaining = max(self._deadline - asyncio.get_running_loop().time(), 0.001)
         self.fruitless_submissions += 1
         self.submitted = True
-        return submission_to_wire(self.request_id, self._request, self._received, self.admitted, remaining)
+        suspicion = Suspicion(self._suspicions, max(0, self._suspected_until - len(self._received)))
+        return submission_to_wire(self.request_id, self._request, self._received, self.admitted, remaining, suspicion)
 
     def forgive_submission(self) -> None:
         """The sequence left its last session for a reason that is known not to be the sequence."""
@@ -109,6 +112,11 @@ class RemoteStream:
             self._received.extend(delta.tokens)
             self._buffer.add(delta)
             self._news.set()
+
+    def suspect(self, suspicion: Suspicion) -> None:
+        """A scheduler suspects the sequence, which the next one is to know."""
+        self._suspicions = suspicion.count
+        self._suspected_until = len(self._received) + suspicion.tokens
 
     def end(self, outcome: FinishReason | Exception) -> None:
         """The first end counts."""

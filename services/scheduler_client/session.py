@@ -111,6 +111,9 @@ class ClientSession:
             async with asyncio.timeout(silence) as deadline:
                 async for reply in call:
                     self.scheduler_epoch = readable(reply).scheduler_epoch
+                    # Before the load: a cell without targets has first to say whom it suspects.
+                    for event in reply.events:
+                        on_event(event)
                     if reply.HasField("load"):
                         on_load(reply.load)
                     if reply.HasField("opened"):
@@ -119,8 +122,6 @@ class ClientSession:
                         self._interval = silence / 3
                         self._more.set()
                         on_open()
-                    for event in reply.events:
-                        on_event(event)
                     deadline.reschedule(clock() + silence)
             raise SessionBrokenError("the scheduler ended the session")
         except TimeoutError:

@@ -8,19 +8,21 @@ from typing import TYPE_CHECKING
 
 from engine.steps import RowOutcome
 from tests.sim.cell.paged_model import AnyRow
-from tests.sim.cell.plan import POISONS, Fault
+from tests.sim.cell.plan import CELL_CRASH, POISONS, Fault
 from tests.sim.cell.poisons import Poisons
 from tests.sim.cell.rpc.wire import REPEATED, TRUNCATED, UNKNOWN_FIELDS
 from tests.sim.cell.worker import SimulatedWorker
 
 if TYPE_CHECKING:
+    from tests.sim.cell.schedulers import CellSchedulers
     from tests.sim.cell.world import World
 
 CUTTING = {"partition", "reset", "delay", "scheduler freezes"}
 """Faults after which somebody may not hear what was said."""
 HARMLESS_TO_LINKS = {"gateway crash", "lost kv", "row trouble", "worker slow", UNKNOWN_FIELDS}
-DISTURBING = CUTTING | {"scheduler crash", "two schedulers", TRUNCATED}
+DISTURBING = CUTTING | {CELL_CRASH, "scheduler crash", "two schedulers", TRUNCATED}
 UNHEARD = CUTTING | {
+    CELL_CRASH,
     "worker crash",
     "worker leaves",
     "worker drains",
@@ -49,20 +51,22 @@ class Faults:
         self._world.note("fault", fault.kind, round(fault.seconds, 3), round(fault.pick, 3), round(fault.strength, 3))
         workers = [worker for worker in self._world.workers.values() if worker.process.alive and not worker.leaving]
         worker = workers[int(fault.pick * len(workers))] if workers else None
-        scheduler = self._world.current
+        cell = self._cell(fault)
+        scheduler = cell.current
         self.struck[fault.kind] += 1
         match fault.kind:
             case "scheduler crash" if scheduler is not None and scheduler.process.alive:
-                self._world.kill_scheduler(scheduler)
-                self._world.loop.call_later(fault.seconds, self._world.replace_scheduler, scheduler)
+                cell.crash(scheduler, fault.seconds)
+            case kind if kind == CELL_CRASH:
+                self._world.crash_cell(cell, fault.seconds)
             case "scheduler freezes" if scheduler is not None and scheduler.process.alive:
                 for other in self._world.others():
                     self._world.network.block(scheduler.process.name, other.name, fault.seconds)
                 if fault.strength < 0.7:
-                    self._world.add_scheduler(scheduler, fault.seconds)
+                    cell.add_scheduler(scheduler, fault.seconds)
             case "two schedulers" if scheduler is not None and scheduler.process.alive:
-                self._world.old_name = (scheduler.address, self._world.loop.now + fault.seconds)
-                self._world.add_scheduler(scheduler, fault.seconds + fault.strength)
+                cell.old_name = (scheduler.address, self._world.loop.now + fault.seconds)
+                cell.add_scheduler(scheduler, fault.seconds + fault.strength)
             case kind if kind in POISONS:
                 number = int(fault.pick * self._world.plan.drawn)
                 for one in self._world.plan.requests:
@@ -97,11 +101,17 @@ class Faults:
             case "row trouble":
                 self._trouble(worker, self._world.loop.now + fault.seconds, 0.05 * fault.strength)
 
+    def _cell(self, fault: Fault) -> CellSchedulers:
+        """The one that it strikes, whatever it picks there."""
+        cells = self._world.cells
+        return cells[int(1000 * fault.time) % len(cells)]
+
     def _disturb(self, fault: Fault) -> None:
         """Between the scheduler and one of those it has to do with."""
-        if self._world.current is None:
+        current = self._cell(fault).current
+        if current is None:
             return
-        scheduler = self._world.current.process
+        scheduler = current.process
         others = self._world.others()
         other = others[int(fault.pick * len(others))]
         self._world.note("between", scheduler.name, other.name)
@@ -152,10 +162,8 @@ class Faults:
         self._world.note("mended")
         self.poisons.mend()
         self._world.network.heal()
-        self._world.old_name = ("", 0.0)
-        for scheduler in self._world.schedulers:
-            if scheduler is not self._world.current:
-                self._world.kill_scheduler(scheduler)
+        for cell in self._world.cells:
+            cell.kill_old_ones()
         for worker in self._world.workers.values():
             worker.slowness = 1.0
             worker.stalled_until = 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from scheduler.messages import TokenLogprobs
@@ -33,7 +34,7 @@ class SimulatedGateway:
         self.world = world
         self.process = Process(world.network, name)
         self.client = SchedulerClient(
-            [lambda: world.resolve(self.process)],
+            [partial(cell.resolve, self.process) for cell in world.cells],
             security=self.process,  # type: ignore[arg-type]
             options=CLIENT_OPTIONS,
             gateway_id=self.process.name,

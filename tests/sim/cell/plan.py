@@ -37,6 +37,8 @@ FAULTS = (
     "poison",
 )
 
+CELL_CRASH = "cell crash"
+"""A scheduler and all its workers at once, where there are several cells."""
 HANGING, SPORADIC = "hanging poison", "sporadic poison"
 POISONS = ("poison", HANGING, SPORADIC)
 """A request that kills every worker that computes it, or makes it hang, or kills it one time in three."""
@@ -53,6 +55,7 @@ class WorkerPlan:
     base_seconds: float
     row_seconds: float
     exclusive_threads: int
+    cell: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +106,7 @@ class Plan:
     """Until then things go wrong; afterwards everything is mended."""
     register_is_lost: bool
     """Whether the numbers of schedulers begin anew where none lives."""
+    cells: int = 1
     wire: WirePlan | None = None
     """None: messages arrive as they were sent."""
 
@@ -113,8 +117,10 @@ def make_plan(
     sequences: int,
     kinds: tuple[str, ...] = FAULTS,
     draft_ahead: int | None = None,
+    cells: int | None = None,
 ) -> Plan:
-    """With `draft_ahead`, the cell is one in which drafts can prepare for so many outcomes."""
+    """With `draft_ahead`, the cell is one in which drafts can prepare for so many outcomes; with `cells`, there are so
+    many."""
     config = SchedulerConfig(
         batch_size=rng.choice((4, 8, 16, 32)),
         max_running=rng.choice((16, 48, 128, 256)),
@@ -179,6 +185,7 @@ def make_plan(
     if kinds == FAULTS:
         plan = _with_odd_messages(plan, random.Random(f"messages of {seed}"))
         plan = _with_poisons(plan, random.Random(f"prompts that kill in {seed}"))
+    plan = _with_cells(plan, random.Random(f"cells of {seed}"), kinds == FAULTS, cells)
     return plan if draft_ahead is None else _drafting_ahead(plan, draft_ahead)
 
 
@@ -271,6 +278,25 @@ def _with_poisons(plan: Plan, rng: random.Random) -> Plan:
     if rng.random() < 0.3:
         faults += _rolling_restart(len(plan.workers), rng)
     return replace(plan, faults=tuple(sorted((*plan.faults, *faults), key=lambda fault: fault.time)))
+
+
+def _with_cells(plan: Plan, rng: random.Random, all_faults: bool, count: int | None) -> Plan:
+    """In one of eight schedules with all faults there are two or three cells, with as many workers each. In half of
+    these, whole ones die."""
+    cells = count or (rng.choice((2, 2, 3)) if all_faults and rng.random() < 0.125 else 1)
+    if cells == 1:
+        return plan
+    workers = tuple(
+        replace(worker, worker_id=f"cell{cell}{worker.worker_id}" if cell else worker.worker_id, cell=cell)
+        for cell in range(cells)
+        for worker in plan.workers
+    )
+    crashes = [
+        Fault(rng.random() * plan.horizon, CELL_CRASH, rng.choice((0.2, 1.0, 2.5)), *_two(rng))
+        for _ in range(rng.choice((0, 0, 1, 2)) if all_faults else 0)
+    ]
+    faults = tuple(sorted((*plan.faults, *crashes), key=lambda fault: fault.time))
+    return replace(plan, cells=cells, workers=workers, faults=faults)
 
 
 def _two(rng: random.Random) -> tuple[float, float]:

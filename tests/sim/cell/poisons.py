@@ -7,7 +7,7 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from scheduler.messages import Role
+from scheduler.messages import Role, SequenceRequest
 from tests.sim.cell.plan import HANGING, SPORADIC, Fault
 from tests.sim.cell.virtual_time import NeverEndsError
 
@@ -48,7 +48,7 @@ class Poisons:
         self._rng = random.Random(f"sporadic poisons of {world.plan.seed}")
         self.prompts: dict[Prompt, Fault] = {}
         self.submissions: Counter[Prompt] = Counter()
-        """How often each prompt was submitted to a scheduler. Each time, nothing is known of what it did before."""
+        """How often each prompt was submitted to a scheduler that could not know what it did before."""
         self._mended = False
         self._victims: dict[tuple[Prompt, Role], list[_Victim]] = defaultdict(list)
 
@@ -59,6 +59,12 @@ class Poisons:
         requests = sum(one.request.prompt in hanging for one in self._world.plan.requests)
         if fault.kind != HANGING or requests <= _MOST_HANGING:
             self.prompts[prompt] = fault
+
+    def submitted(self, request: SequenceRequest) -> None:
+        """Another scheduler says whom it suspects, unless it died before it could."""
+        again = request.admitted_before or request.committed_output
+        if not again or not (request.suspicion.count or self._world.undisturbed):
+            self.submissions[request.prompt] += 1
 
     def mend(self) -> None:
         """Requests that always kill do so no more. The others need longer than all else that goes wrong: they go on."""

@@ -78,11 +78,15 @@ def _quiet(loop: VirtualLoop) -> Iterator[None]:
 
 
 def run_schedule(
-    seed: int, sequences: int = 200, kinds: tuple[str, ...] = FAULTS, draft_ahead: int | None = None
+    seed: int,
+    sequences: int = 200,
+    kinds: tuple[str, ...] = FAULTS,
+    draft_ahead: int | None = None,
+    cells: int | None = None,
 ) -> ScheduleResult:
     """Raises ScheduleError."""
     rng = random.Random(seed)
-    return run_plan(make_plan(rng, seed, sequences, kinds, draft_ahead), rng)
+    return run_plan(make_plan(rng, seed, sequences, kinds, draft_ahead, cells), rng)
 
 
 def run_plan(plan: Plan, rng: random.Random, detailed: bool = False) -> ScheduleResult:

@@ -20,6 +20,7 @@ from tests.sim.cell.watched_core import WatchedCore
 from tests.sim.cell.worker import SimulatedWorker
 
 if TYPE_CHECKING:
+    from tests.sim.cell.schedulers import CellSchedulers
     from tests.sim.cell.world import World
 
 # Shorter than in service, so that what they wait for happens within a schedule.
@@ -56,15 +57,16 @@ class _Server(SchedulerServer):
 class SimulatedScheduler:
     """One start of a scheduler."""
 
-    def __init__(self, world: World, index: int) -> None:
+    def __init__(self, world: World, cell: CellSchedulers, name: str) -> None:
         self.world = world
-        self.process = Process(world.network, f"scheduler{index}")
-        self.address = f"scheduler{index}:1"
+        self.cell = cell
+        self.process = Process(world.network, name)
+        self.address = f"{name}:1"
         self.process.run(self._start)
 
     def _start(self) -> None:
         world, security = self.world, self.process
-        epochs = EpochAuthority(world.register)
+        epochs = EpochAuthority(self.cell.register)
         self.epoch = result_of(epochs.claim())
         self.service = SchedulerService(
             world.plan.config,
@@ -83,7 +85,7 @@ class SimulatedScheduler:
 
     async def _watch(self) -> None:
         reason = await self.service.wait_closed()
-        self.world.scheduler_closed(self, reason)
+        self.cell.closed(self, reason)
 
     def speaks_to(self, worker: SimulatedWorker) -> bool:
         """Whether the worker's state is of this scheduler's making."""

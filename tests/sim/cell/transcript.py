@@ -15,6 +15,7 @@ from scheduler.messages import (
     RefuseSequence,
     SequenceCancelled,
     SequenceSubmitted,
+    SuspectSequence,
     WorkerDraining,
     WorkerJoined,
     WorkerLost,
@@ -96,6 +97,8 @@ def told(message: CoreEvent | Command) -> str | None:
             return f"move {message.move_id} of KV: {'done' if message.moved else 'failed'}"
         case EmitTokens():
             return f"sequence {message.sequence_id}: tokens {', '.join(map(str, message.tokens))}"
+        case SuspectSequence():
+            return f"sequence {message.sequence_id}: suspected, until {message.suspicion.tokens} more tokens came"
         case FinishSequence():
             return f"sequence {message.sequence_id}: finished ({message.reason.value})"
         case FailSequence():

@@ -54,7 +54,7 @@ class WatchedCore(SchedulerCore):
             self._world.fail(f"{self._scheduler.process.name} lost {event.worker_id} unprovoked")
         if isinstance(event, SequenceSubmitted):
             self._requests[event.request.sequence_id] = event.request
-            self._world.faults.poisons.submissions[tuple(event.request.prompt)] += 1
+            self._world.faults.poisons.submitted(event.request)
         self._world.meetings.update(meetings(event, self._live, self._fleet))
         with self._failing_on(type(event).__name__):
             commands = super().apply(event, now)

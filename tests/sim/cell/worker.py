@@ -36,8 +36,11 @@ _CHECK_EVERY = 61
 class StepWatch:
     """What must hold of every reply of a worker, whatever happens around it."""
 
-    def __init__(self, world: World, worker_id: str, draining: Callable[[], bool]) -> None:
+    def __init__(
+        self, world: World, worker_id: str, draining: Callable[[], bool], expect_close: Callable[[int], None]
+    ) -> None:
         self.draining = draining
+        self._expect_close = expect_close
         self._world = world
         self._worker_id = worker_id
         self._highest_epoch = 0
@@ -62,7 +65,7 @@ class StepWatch:
             if reply.status not in (worker_pb2.STEP_STATUS_FENCED, worker_pb2.STEP_STATUS_WRONG_EPOCH):
                 world.fail(f"{worker_id} answered a fenced scheduler with status {reply.status}")
             world.fenced_replies += 1
-            world.expect_close(request.scheduler_epoch)
+            self._expect_close(request.scheduler_epoch)
             return
         if reply.status == worker_pb2.STEP_STATUS_INVALID and not (world.network.meddled or self.draining()):
             world.fail(f"{worker_id} refused step {request.step_id}: {reply.error}")
@@ -98,6 +101,7 @@ class SimulatedWorker:
     def __init__(self, world: World, plan: WorkerPlan, epoch: int) -> None:
         self.world = world
         self.plan = plan
+        self.cell = world.cells[plan.cell]
         self.process = Process(world.network, plan.worker_id)
         self.slowness = 1.0
         self.stalled_until = 0.0
@@ -113,7 +117,7 @@ class SimulatedWorker:
             self.thread.computed,
             plan.exclusive_threads,
         )
-        self.watch = StepWatch(world, plan.worker_id, lambda: self.executor.draining)
+        self.watch = StepWatch(world, plan.worker_id, lambda: self.executor.draining, self.cell.expect_close)
         watch, worker = self.watch, self
         kind: type[StepExecutor[Any]] = TargetStepExecutor if plan.role is Role.TARGET else DraftStepExecutor
 
@@ -168,7 +172,7 @@ class SimulatedWorker:
             self.plan.worker_id,
             self.address,
             self.server,
-            lambda: self.world.resolve(self.process),
+            lambda: self.cell.resolve(self.process),
             security=self.process,  # type: ignore[arg-type]
             options=REGISTRATION_OPTIONS,
         )

@@ -1,24 +1,23 @@
-"""A cell of simulated processes under load: who lives, what happens to them, and what must hold of all of them."""
+"""Cells of simulated processes under load: who lives, what happens to them, and what must hold of all of them."""
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import random
 from collections import Counter
 from typing import Any
 
-from services.scheduler.epochs import MemoryRegister
 from services.scheduler.session import GatewaySession
 from tests.sim.audit.auditor import Auditor
 from tests.sim.cell.coverage import Change, Meeting
-from tests.sim.cell.faults import DISTURBING, HARMLESS_TO_LINKS, UNHEARD, Faults
+from tests.sim.cell.faults import DISTURBING, HARMLESS_TO_LINKS, Faults
 from tests.sim.cell.gateway import ClientCall, SimulatedGateway
 from tests.sim.cell.plan import HANGING, POISONS, SPORADIC, Plan, WorkerPlan
 from tests.sim.cell.process import Process
 from tests.sim.cell.rpc.network import Network
 from tests.sim.cell.rpc.wire import Wire
 from tests.sim.cell.scheduler import SimulatedScheduler
+from tests.sim.cell.schedulers import CellSchedulers
 from tests.sim.cell.virtual_time import VirtualLoop
 from tests.sim.cell.worker import SimulatedWorker
 
@@ -29,12 +28,8 @@ MOST_IDLE_SECONDS = 8.0
 """After that, within which everything that was held must be free: leases run out, lost connections are noticed."""
 
 AUDIT_EVERY = 2
-"""One schedule in so many is audited, which takes a sixth longer; 0: none."""
-
-_NOTICED_AFTER = 0.3
-"""Seconds until a scheduler that has closed is replaced, as a health check would."""
-_CLOSED_AFTER = 0.2
-"""Seconds until a scheduler that was fenced off has heard of it."""
+"""One schedule in so many is audited, which takes a sixth longer; 0: none. None with several cells is: the auditor
+follows a sequence by its number, which is another one in each cell."""
 
 
 class World:
@@ -50,7 +45,7 @@ class World:
         wire = Wire(plan.wire, random.Random(f"bytes of {plan.seed}"), self.faults.struck, self.note)
         self.network = Network(loop, rng, plan.latency, wire)
         self.auditor: Auditor | None = None
-        if AUDIT_EVERY and plan.seed % AUDIT_EVERY == 0:
+        if AUDIT_EVERY and plan.cells == 1 and plan.seed % AUDIT_EVERY == 0:
             self.auditor = self.network.tap = Auditor(loop.time, self.fail)
         self.calls: list[ClientCall] = []
         self.fenced_replies = 0
@@ -66,11 +61,7 @@ class World:
         self._unended = len(plan.requests)
         self._worker_epochs = 0
         self._gateway_starts = 0
-        self.register = MemoryRegister()
-        self.schedulers: list[SimulatedScheduler] = []
-        self.current: SimulatedScheduler | None = None
-        self.old_name: tuple[str, float] = ("", 0.0)
-        """What half of the processes take for the scheduler's address, and until when."""
+        self.cells = [CellSchedulers(self, number) for number in range(plan.cells)]
         self.workers: dict[str, SimulatedWorker] = {}
         self.gateways: list[SimulatedGateway] = []
 
@@ -107,44 +98,15 @@ class World:
 
     @property
     def sessions(self) -> list[GatewaySession]:
-        return self.current.sessions if self.current is not None else []
+        return [session for scheduler in self.current for session in scheduler.sessions]
+
+    @property
+    def current(self) -> list[SimulatedScheduler]:
+        """The scheduler of each cell that has one, dead or alive."""
+        return [cell.current for cell in self.cells if cell.current is not None]
 
     def ended(self, call: ClientCall) -> None:
         self._count_end()
-
-    def scheduler_closed(self, scheduler: SimulatedScheduler, reason: str) -> None:
-        if not scheduler.process.alive:
-            return
-        self.note("scheduler closed", scheduler.process.name, reason)
-        fenced = "Fenced" in reason or "has taken over" in reason
-        if not fenced or len(self.schedulers) == 1:
-            self.fail(f"{scheduler.process.name} closed: {reason}")
-        self.loop.call_later(_NOTICED_AFTER, self.replace_scheduler, scheduler)
-
-    def expect_close(self, epoch: int) -> None:
-        """The scheduler that spoke with this epoch was refused for another's sake: it closes, if it hears of it."""
-        others = [scheduler for scheduler in self.schedulers if scheduler.process.alive and scheduler.open]
-        for scheduler in others:
-            if scheduler.epoch <= epoch <= scheduler.service.epoch < self._highest_epoch():
-                self.loop.call_later(_CLOSED_AFTER, self._check_closed, scheduler)
-
-    def _highest_epoch(self) -> int:
-        return max(scheduler.service.epoch for scheduler in self.schedulers)
-
-    def _check_closed(self, scheduler: SimulatedScheduler) -> None:
-        heard = not self.faults.struck.keys() & UNHEARD
-        if heard and scheduler.process.alive and scheduler.open:
-            self.fail(f"{scheduler.process.name} was fenced off and goes on")
-
-    async def resolve(self, process: Process) -> str:
-        """Where the scheduler is; some hear late of a new one."""
-        await asyncio.sleep(0.001)
-        old, until = self.old_name
-        if self.loop.now < until and _of_two(process.name, old):
-            return old
-        if self.current is None:
-            raise OSError("no scheduler has a name")
-        return self.current.address
 
     # The course of things.
 
@@ -152,7 +114,8 @@ class World:
         loop, plan = self.loop, self.plan
         for worker in plan.workers:
             self.start_worker(worker)
-        self.start_scheduler()
+        for cell in self.cells:
+            cell.start_scheduler()
         self.gateways = [SimulatedGateway(self, f"gateway{index}") for index in range(plan.gateways)]
         for request in plan.requests:
             loop.call_at(request.arrival, self._begin, request)
@@ -188,11 +151,10 @@ class World:
     def _left(self) -> list[str]:
         """What is not as it was before the first request."""
         problems: list[str | None] = []
-        up = self.current.service.workers_up if self.current is not None else frozenset()
+        up = {worker_id for scheduler in self.current for worker_id in scheduler.service.workers_up}
         problems += [f"{worker_id} is not in use" for worker_id in self.workers if worker_id not in up]
         problems += [worker.check_idle() for worker in self.workers.values()]
-        if self.current is not None:
-            problems.append(self.current.check_idle())
+        problems += [scheduler.check_idle() for scheduler in self.current]
         for gateway in self.gateways:
             if gateway.client.streams:
                 problems.append(f"{gateway.process.name} has {len(gateway.client.streams)} live streams")
@@ -200,8 +162,8 @@ class World:
 
     async def end(self) -> None:
         """Every task comes to its end, so that none outlives the loop."""
-        for scheduler in self.schedulers:
-            scheduler.kill()
+        for cell in self.cells:
+            cell.kill_all()
         processes = self.network.processes
         for process in processes:
             process.kill()
@@ -228,32 +190,9 @@ class World:
         self.note("worker starts", plan.worker_id)
         self.workers[plan.worker_id] = SimulatedWorker(self, plan, self._worker_epochs)
 
-    def start_scheduler(self) -> None:
-        index = len(self.schedulers)
-        if self.plan.register_is_lost and not any(scheduler.process.alive for scheduler in self.schedulers):
-            self.register.numbers.clear()
-        self.note("scheduler starts", index)
-        self.current = SimulatedScheduler(self, index)
-        self.schedulers.append(self.current)
-
-    def add_scheduler(self, shared: SimulatedScheduler, seconds: float) -> None:
-        """A new one gets the name, while the old one lives on for some time after `seconds`."""
-        self.start_scheduler()
-        self.loop.call_later(seconds + 0.5, self.kill_scheduler, shared)
-
     def others(self) -> list[Process]:
         """All but schedulers."""
         return [*(w.process for w in self.workers.values()), *(g.process for g in self.gateways)]
-
-    def kill_scheduler(self, scheduler: SimulatedScheduler) -> None:
-        if scheduler.process.alive:
-            self.note("scheduler dies", scheduler.process.name)
-            scheduler.kill()
-
-    def replace_scheduler(self, scheduler: SimulatedScheduler) -> None:
-        self.kill_scheduler(scheduler)
-        if scheduler is self.current:
-            self.start_scheduler()
 
     def stop_worker(self, worker: SimulatedWorker, seconds: float) -> None:
         if worker.process.alive:
@@ -262,14 +201,17 @@ class World:
             worker.thread.shutdown()
             self.loop.call_later(seconds, self.start_worker, worker.plan)
 
+    def crash_cell(self, cell: CellSchedulers, seconds: float) -> None:
+        """The scheduler and all workers at once."""
+        if cell.current is not None:
+            cell.crash(cell.current, seconds)
+        for worker in list(self.workers.values()):
+            if worker.plan.cell == cell.number:
+                self.stop_worker(worker, seconds)
+
     def crash_gateway(self, index: int) -> None:
         gateway = self.gateways[index]
         self.note("gateway dies", gateway.process.name)
         gateway.process.kill()
         self._gateway_starts += 1
         self.gateways[index] = SimulatedGateway(self, f"gateway{index}.{self._gateway_starts}")
-
-
-def _of_two(*parts: str) -> bool:
-    """One half of all, the same in every process."""
-    return hashlib.blake2b("/".join(parts).encode(), digest_size=1).digest()[0] % 2 == 1

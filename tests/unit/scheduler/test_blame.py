@@ -20,6 +20,8 @@ from scheduler.messages import (
     SendStep,
     SequenceRequest,
     StepCompleted,
+    SuspectSequence,
+    Suspicion,
     WorkerLost,
 )
 from tests.sim.driver import Driver, of_type, outputs
@@ -171,6 +173,38 @@ def test_a_worker_that_leaves_blames_nobody(blameless: bool) -> None:
     cell.driver.handle(WorkerLost(target, "it was removed", blameless))
     marked = [one for one in cell.driver.core._live.sequences.values() if one.suspected]
     assert bool(marked) is not blameless
+
+
+def test_a_mark_goes_with_a_sequence_to_another_scheduler() -> None:
+    cell = Cell(Policy.RAGGED, 1)
+    cell.submit(4)
+    [target] = cell.driver.core._fleet.targets
+    computed = [row.sequence_id for step in cell.driver.outstanding(target) for row in step.rows]
+    said = of_type(cell.driver.lose(target), SuspectSequence)
+    assert [one.sequence_id for one in said] == computed != []
+    assert {one.suspicion for one in said} == {Suspicion(1, 1)}
+    other = Driver(policy=Policy.RAGGED)
+    other.join("target")
+    other.submit(0, suspicion=said[0].suspicion)
+    other.submit(1, suspicion=Suspicion(3, 0))
+    assert [row.sequence_id for step in other.outstanding("target") for row in step.rows] == [0]
+    [failed] = of_type(other.lose("target"), FailSequence)
+    assert failed.sequence_id == 0
+    # What was cleared before has to come further the next time.
+    other.join("target")
+    [again] = of_type(other.lose("target"), SuspectSequence)
+    assert again == SuspectSequence(1, Suspicion(4, 8))
+
+
+def test_a_mark_ends_with_as_many_tokens_as_were_said() -> None:
+    driver = Driver(policy=Policy.RAGGED, draft_length=0)
+    driver.join("target")
+    driver.submit(0, max_tokens=5, suspicion=Suspicion(2, 2))
+    suspected = []
+    while any(step.rows for step in driver.outstanding("target")):
+        suspected.append(driver.core.has_suspect("target"))
+        driver.answer("target")
+    assert suspected == [True, True, False, False, False]
 
 
 def test_a_draining_worker_blames_nobody() -> None:

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from protos import scheduler_pb2
-from scheduler.messages import MIN_PRIORITY, FinishReason, RefusalCause, TokenLogprobs
+from scheduler.messages import MIN_PRIORITY, FinishReason, RefusalCause, Suspicion, TokenLogprobs
 from scheduler.sampling import SamplingParameters
 from services.backend.interface import BackendUnavailableError, DeadlineExceededError, GenerationRequest
 from services.backend.sequence_stream import AdmissionRefusedError, DeltaBuffer, SequenceFailedError, TokenDelta
@@ -44,21 +44,30 @@ def test_deltas_are_merged_in_order() -> None:
 def test_outbox_holds_one_event_for_each_sequence() -> None:
     async def run() -> None:
         outbox = SessionOutbox(limit=2)
-        taking = asyncio.create_task(outbox.take())
+        waiting = asyncio.create_task(outbox.wait())
         await asyncio.sleep(0)
-        assert not taking.done()
+        assert not waiting.done()
         outbox.admitted(7)
         for token in range(100):
             outbox.push(7, TokenDelta((token,), 1, 0))
         outbox.end(9, AdmissionRefusedError(RefusalCause.QUEUE_FULL, "full"), retry_after=2.5)
         assert not outbox.room.is_set()
+        outbox.suspect(7, Suspicion(2, 4))
         outbox.end(7, FinishReason.LENGTH)
-        first, second = await taking
+        await waiting
+        first, second = outbox.take()
+        assert (first.suspicion.count, first.suspicion.tokens) == (2, 4)
+        assert not second.HasField("suspicion")
         assert (first.request_id, first.admitted, list(first.tokens)) == (7, True, list(range(100)))
         assert first.finished == scheduler_pb2.SEQUENCE_END_LENGTH
         assert (second.request_id, second.admitted) == (9, False)
         assert second.refused.retry_after_seconds == 2.5
         assert outbox.room.is_set()
+        outbox.wake()
+        await outbox.wait()
+        assert outbox.take() == []
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(outbox.wait(), 0.01)
 
     asyncio.run(run())
 
@@ -70,7 +79,7 @@ def test_replies_are_bounded_and_no_sequence_is_passed_over() -> None:
             outbox.push(request_id, TokenDelta((1,) * 10, 0, 0))
         sizes, told = [], []
         while len(told) < 3000:
-            events = await outbox.take()
+            events = outbox.take()
             sizes.append(len(events))
             told += [event.request_id for event in events]
             # One that has more to say every time goes to the end.
@@ -137,12 +146,13 @@ def test_deltas_cross_the_wire() -> None:
 def test_requests_cross_the_wire() -> None:
     sampling = SamplingParameters(temperature=0.7, top_k=5, logit_bias={3: 1.5}, seed=2**64 - 1)
     request = GenerationRequest((1, 2), 9, frozenset({4, 2}), sampling, 0, 0, 5.0, key="a", priority=MIN_PRIORITY)
-    submission = submission_to_wire(3, request, [7, 8], True, 4.5)
+    submission = submission_to_wire(3, request, [7, 8], True, 4.5, Suspicion(2, 1))
     back = request_from_wire(11, scheduler_pb2.SequenceSubmission.FromString(submission.SerializeToString()))
     assert (back.sequence_id, back.prompt, back.max_tokens) == (11, (1, 2), 9)
     assert (back.stop_token_ids, back.sampling) == (request.stop_token_ids, sampling)
     assert (back.draft_length, back.top_logprobs) == (0, 0)
     assert (back.committed_output, back.admitted_before) == ((7, 8), True)
+    assert back.suspicion == Suspicion(2, 1)
     assert (back.key, back.priority) == ("a", MIN_PRIORITY)
     bare = request_from_wire(1, scheduler_pb2.SequenceSubmission(prompt=[1], max_tokens=1))
     assert (bare.draft_length, bare.top_logprobs, bare.sampling) == (None, None, SamplingParameters())
@@ -181,10 +191,18 @@ def test_stream_remembers_what_it_received_and_how_often_it_was_sent() -> None:
         assert (list(again.committed_output), again.admitted_before) == ([5, 6, 7], True)
         assert (again.key, again.priority) == (first.key, first.priority) == ("a", 5)
         assert stream.fruitless_submissions == 1
+        assert not again.HasField("suspicion")
+        stream.suspect(Suspicion(2, 2))
+        stream.push(TokenDelta((9,), 0, 0))
+        marked = stream.submission().suspicion
+        assert (marked.count, marked.tokens) == (2, 1)
+        stream.push(TokenDelta((9, 9), 0, 0))
+        cleared = stream.submission().suspicion
+        assert (cleared.count, cleared.tokens) == (2, 0)
         stream.cancel()
         stream.push(TokenDelta((8,), 0, 0))
         stream.end(SequenceFailedError("late"))
-        assert [delta.tokens async for delta in stream] == [(7,)]
+        assert [delta.tokens async for delta in stream] == [(7, 9, 9, 9)]
         assert stream.finish_reason is FinishReason.CANCELLED
         assert [delta async for delta in stream] == []
         assert ends == [stream]
