@@ -63,7 +63,7 @@ class Poisons:
     def submitted(self, request: SequenceRequest) -> None:
         """Another scheduler says whom it suspects, unless it died before it could."""
         again = request.admitted_before or request.committed_output
-        if not again or not (request.suspicion.count or self._world.undisturbed):
+        if not again or not self._world.undisturbed:
             self.submissions[request.prompt] += 1
 
     def mend(self) -> None:
