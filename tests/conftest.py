@@ -108,16 +108,19 @@ def _cache_at(folder: Path) -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts the tests on Ray first, which wait more than they compute, and marks what a sample leaves out as slow."""
+    """Puts the tests on Ray first, which wait more than they compute, and marks what a sample leaves out as slow, and
+    what a second one leaves out of that as long."""
     seen: dict[str, int] = {}
     for item in items:
         sample = item.get_closest_marker("sampled")
         if sample is not None:
-            (every,) = sample.args
+            every, of_the_rest = sample.args if len(sample.args) > 1 else (*sample.args, 1)
             place = item.nodeid.partition("[")[0]
             number = seen[place] = seen.get(place, -1) + 1
             if number % every:
                 item.add_marker(pytest.mark.slow)
+                if (number - number // every - 1) % of_the_rest:
+                    item.add_marker(pytest.mark.long)
     items.sort(key=lambda item: item.get_closest_marker("ray") is None)
 
 
