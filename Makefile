@@ -1,6 +1,6 @@
 # make serve   sets up what serving needs, then serves the demo model until Ctrl-C
 # make test    sets up everything, then runs the tests of the five-minute loop
-# make test-all  runs `make test`, then all other tests
+# make test-all  runs `make test`, then all other tests but the long ones
 # make lint    style and types
 # make sim     runs SEEDS schedules of faults in virtual time, on JOBS processes
 # make stubs   regenerates the protobuf stubs
