@@ -20,7 +20,7 @@ def test_a_stream_gains_a_third_over_the_best_fixed_length(law: str, agreement: 
     assert ahead.snapshot.outcomes_found >= 0.6 * ahead.snapshot.outcomes_sought > 0
 
 
-@pytest.mark.sampled(5, 2)
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("batch_size", BATCH_SIZES)
 @pytest.mark.parametrize("agreement", AGREEMENTS)
 @pytest.mark.parametrize("law", LAWS)

@@ -49,7 +49,7 @@ def rate(law: str, acceptance: float, draft_length: int, batch_size: int, batche
     ).rate_from_start
 
 
-@pytest.mark.sampled(6, 2)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("batch_size", "batches"), [(1, 1), (16, 1), (64, 1), (32, 2)])
 @pytest.mark.parametrize("acceptance", [0.1, 0.5, 0.8])
 @pytest.mark.parametrize("law", LAWS)

@@ -65,7 +65,7 @@ def best_fixed(law: str, acceptance: str, batch_size: int, batches: int) -> floa
     return max(rates)
 
 
-@pytest.mark.sampled(7, 2)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("batch_size", [1, 2, 4, 8, 16])
 @pytest.mark.parametrize("law", LAWS)
 def test_speculation_never_loses(law: str, batch_size: int) -> None:
@@ -88,7 +88,7 @@ def test_speculation_never_loses_in_a_large_pool(law: str) -> None:
         assert rate >= NEVER_LESS * plain(law, 8, 4), acceptance
 
 
-@pytest.mark.sampled(7, 2)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("batch_size", [1, 4, 8])
 @pytest.mark.parametrize("acceptance", ["0.1", "0.5", "0.7", "0.9"])
 @pytest.mark.parametrize("law", ["cpu", "shared", "kernels"])
