@@ -169,7 +169,7 @@ def children(process_id: int) -> list[int]:
     return [int(line) for line in listed.stdout.split()]
 
 
-@pytest.mark.parametrize(("number", "draft", "count"), [(signal.SIGINT, "ngram", 2), (signal.SIGTERM, "none", 1)])
+@pytest.mark.parametrize(("number", "draft", "count"), [(signal.SIGINT, "llama-draft", 2), (signal.SIGTERM, "none", 1)])
 def test_an_interrupted_run_leaves_no_workers_and_can_go_on(
     folder: Path, number: signal.Signals, draft: str, count: int
 ) -> None:
@@ -188,7 +188,7 @@ def test_an_interrupted_run_leaves_no_workers_and_can_go_on(
     assert kept == list(range(len(kept)))
 
 
-@pytest.mark.parametrize(("role", "draft"), [("draft", "ngram"), ("target", "none")])
+@pytest.mark.parametrize(("role", "draft"), [("draft", "llama-draft"), ("target", "none")])
 def test_a_worker_that_dies(folder: Path, role: str, draft: str) -> None:
     """Without its draft worker the run goes on without speculation; without its last target it ends with one line."""
     output = folder / f"killed-{role}.jsonl"
