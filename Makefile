@@ -1,6 +1,6 @@
 # make serve   sets up what serving needs, then serves the demo model until Ctrl-C
 # make test    sets up everything, then runs the tests of the five-minute loop
-# make test-all  runs `make test`, then all other tests
+# make test-all  runs `make test`, then all other tests but the long ones
 # make lint    style and types
 # make sim     runs SEEDS schedules of faults in virtual time, on JOBS processes
 # make stubs   regenerates the protobuf stubs
@@ -26,6 +26,8 @@ unexport PYTHONDONTWRITEBYTECODE
 # Tests that take long by what they wait for or compute are marked `slow`; those on Ray, `ray` (docs/testing.md).
 PYTEST = $(BIN)/python -m pytest --durations=20
 BESIDE_OTHERS = OMP_NUM_THREADS=1 $(PYTEST) --dist worksteal
+# Where all tests are that use a Ray: reading the others takes half a minute.
+RAY_TESTS := tests/chaos tests/integration/ray tests/k8s
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -75,7 +77,7 @@ test-slow: $(STAMP)
 	$(BESIDE_OTHERS) -n $(JOBS) -m "slow and not ray and not long"
 
 test-slow-ray: $(STAMP)
-	$(PYTEST) -m "slow and ray and not long"
+	$(PYTEST) $(RAY_TESTS) -m "slow and ray and not long"
 
 sim: $(STAMP)
 	$(BIN)/python -m tests.sim.soak --seeds $(SEEDS) --jobs $(JOBS) $(SIM)

@@ -60,7 +60,8 @@ def _begin_run(config: pytest.Config) -> None:
     """Every run begins with a cache of its own: calibrations, compiled kernels and models of the user's stay apart.
 
     Only the demo models are taken over, as links, if they lie as they would be built now in the user's cache or, left
-    by an earlier run, in pytest's. Building them takes a minute.
+    by an earlier run, in pytest's. Building them takes a minute. And libraries of CPU kernels are those that earlier
+    runs of this checkout have compiled: their names say of what sources, by what compiler and for what.
     """
     found = {role: demo_folder(role) for role in DEMO if demo_is_built(role)}
     run = Path(tempfile.mkdtemp(prefix="spool-tests-"))
@@ -70,6 +71,9 @@ def _begin_run(config: pytest.Config) -> None:
     with _cache_at(_kept(config)):
         found = {role: demo_folder(role) for role in DEMO if demo_is_built(role)} | found
     os.environ[CACHE_VARIABLE] = str(cache)
+    kernels = _kept(config).with_name("cpu-kernels")
+    kernels.mkdir(mode=0o700, exist_ok=True)
+    (cache / kernels.name).symlink_to(kernels)
     if len(found) == len(DEMO):
         for role, folder in found.items():
             demo_folder(role).symlink_to(folder.resolve())
@@ -108,16 +112,19 @@ def _cache_at(folder: Path) -> Iterator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts the tests on Ray first, which wait more than they compute, and marks what a sample leaves out as slow."""
+    """Puts the tests on Ray first, which wait more than they compute, and marks what a sample leaves out as slow, and
+    what a second one leaves out of that as long."""
     seen: dict[str, int] = {}
     for item in items:
         sample = item.get_closest_marker("sampled")
         if sample is not None:
-            (every,) = sample.args
+            every, of_the_rest = sample.args if len(sample.args) > 1 else (*sample.args, 1)
             place = item.nodeid.partition("[")[0]
             number = seen[place] = seen.get(place, -1) + 1
             if number % every:
                 item.add_marker(pytest.mark.slow)
+                if (number - number // every - 1) % of_the_rest:
+                    item.add_marker(pytest.mark.long)
     items.sort(key=lambda item: item.get_closest_marker("ray") is None)
 
 

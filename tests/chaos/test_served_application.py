@@ -26,7 +26,7 @@ from tests.support.tiny_models import save_tiny_pair
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray]
 
-STREAMS = 32
+STREAMS = 16
 WORKERS = {"draft": 2, "target": 2}
 # While a new scheduler has no workers yet, every stream waits in the queue, and none may be refused for that.
 QUEUE = STREAMS + 8
@@ -54,7 +54,7 @@ def expected(pair: tuple[Path, Path]) -> dict[Case, Answer]:
     """What every request must get. Half of them ask for drafts, whatever `auto` thinks of what these models cost. Some
     are structured, by a grammar that is not complete before their end."""
     structured = [Case("Fill this in: ", 100 + n, 0.8, 200, regex=FORM, stop_token_ids=(LINE_END,)) for n in range(4)]
-    answers = oracle(PlainDecoder(pair[0], "bfloat16", PAGES), [*cases(8, max_tokens=200), *structured])
+    answers = oracle(PlainDecoder(pair[0], "bfloat16", PAGES), [*cases(6, max_tokens=200), *structured])
     assert all(re.match("[a-z]{2,4} [0-9]{1,3}[;,] ", answers[case].text) for case in structured)
     return {replace(case, draft_length=(None, 4)[case.seed // 2 % 2]): answer for case, answer in answers.items()}
 
@@ -68,7 +68,7 @@ def application(
     configuration = {
         "models": {"target": str(target), "draft": str(draft), "served_model_name": "tiny"},
         "engine": PAGES,
-        "scheduling": {"batch_size": 8, "max_running": STREAMS, "max_queued_sequences": QUEUE},
+        "scheduling": {"batch_size": 4, "max_running": STREAMS, "max_queued_sequences": QUEUE},
         "groups": {"draft": two | PACED, "target": two | {"environment": environment()}},
         "gateway": {"replicas": 2, "http_on": "head_node", "drain_seconds": 2},
     }

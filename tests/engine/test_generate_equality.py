@@ -91,7 +91,7 @@ def test_stop_token_ends_some_sequences_early(pair: Pair) -> None:
     assert not all(ended)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(5, 2)
 @pytest.mark.parametrize(
     ("policy", "batch_size", "draft_length"),
     [

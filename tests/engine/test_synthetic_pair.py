@@ -11,25 +11,24 @@ from services.text.tokenizer import ModelTokenizer
 
 
 def agreement_token_by_token(target_folder: str, draft_folder: str) -> float:
-    """The target writes greedily; at each of its tokens the draft is asked what it would have written."""
+    """The target writes eight texts greedily; at each token the draft is asked what it would have written."""
     target, draft = (AutoModelForCausalLM.from_pretrained(folder) for folder in (target_folder, draft_folder))
     generator = torch.Generator().manual_seed(99)
     agreed = total = 0
     with torch.inference_mode():
-        for _ in range(8):
-            text = torch.randint(target.config.vocab_size, (1, 20), generator=generator)
-            for _ in range(40):
-                chosen = target(text).logits[0, -1].argmax()
-                agreed += int(draft(text).logits[0, -1].argmax() == chosen)
-                total += 1
-                text = torch.cat([text, chosen.view(1, 1)], dim=1)
+        texts = torch.randint(target.config.vocab_size, (8, 20), generator=generator)
+        for _ in range(40):
+            chosen = target(texts).logits[:, -1].argmax(-1)
+            agreed += int((draft(texts).logits[:, -1].argmax(-1) == chosen).sum())
+            total += len(texts)
+            texts = torch.cat([texts, chosen[:, None]], dim=1)
     return agreed / total
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("asked", [0.4, 0.8])
-def test_agreement_is_as_asked(tmp_path: Path, asked: float) -> None:
-    pair = write_pair(tmp_path, SHAPES["tiny"](), asked, seed=5)
+@pytest.mark.parametrize(("asked", "dtype"), [(0.4, torch.bfloat16), (0.8, torch.float32)])
+def test_agreement_is_as_asked(tmp_path: Path, asked: float, dtype: torch.dtype) -> None:
+    pair = write_pair(tmp_path, SHAPES["tiny"](), asked, seed=5, dtype=dtype)
     found = agreement_token_by_token(pair.target, pair.draft)
     assert abs(found - asked) < 0.1
     assert abs(found - pair.agreement) < 0.1

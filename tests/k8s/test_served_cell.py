@@ -148,13 +148,13 @@ def test_a_named_key_has_limits_and_metrics_of_its_own(cell: Cell) -> None:
             if sample.name == "ray_spool_key_generation_tokens_total"
         }
 
-    wait_until(lambda: output_tokens().get("team") == 20, "Ray has the key's figures")
+    wait_until(lambda: output_tokens().get("team") == 20, "Ray has the key's figures", pause=1.0)
     assert output_tokens()[""] >= 40
 
 
 def test_a_pod_that_ends_hands_over_first(cell: Cell) -> None:
     """The preStop hook of a target's pod while its replica has streams: none of them notices."""
-    asked = requests(6, max_tokens=200)
+    asked = requests(4, max_tokens=100)
     texts = cell.plain(asked)
     (before,) = cell.nodes_of("TargetWorker")
 
@@ -202,7 +202,11 @@ def test_alerts_and_dashboard_ask_for_what_the_cell_exports(cell: Cell) -> None:
         taken = [relabelled({"__name__": sample.name, **sample.labels}) for sample in samples]
         return [series for series in taken if series is not None]
 
-    wait_until(lambda: len({series["__name__"] for series in of_scheduler()}) > 40, "Ray has the scheduler's figures")
+    wait_until(
+        lambda: len({series["__name__"] for series in of_scheduler()}) > 40,
+        "Ray has the scheduler's figures",
+        pause=1.0,
+    )
     series = [{"__name__": sample.name, **sample.labels} for sample in own] + of_scheduler()
     expressions = {**alert_expressions(), **panel_expressions()}
     # Kinds of errors have no sample before the first error, and ends none before the first end.

@@ -44,6 +44,13 @@ from tests.sim.cell.schedule import ScheduleError, run_schedule
 from tests.sim.cell.world import World
 
 MOST_SCHEDULES = 80
+# Bugs that few schedules show: the search begins where it was successful before.
+BEGIN_AT = {
+    "kv_that_did_not_arrive_keeps_its_room": 16,
+    "grammar_does_not_move_with_the_kv": 17,
+    "scored_positions_are_taken_over": 7,
+    "scores_are_kept_for_the_second_delivery": 32,
+}
 
 Patch = pytest.MonkeyPatch
 
@@ -500,8 +507,10 @@ def test_planted_bug_is_found(
 ) -> None:
     plant(monkeypatch)
     monkeypatch.setattr(world, "AUDIT_EVERY", 0)
-    failures = (failure_of(seed, faults) for seed in range(MOST_SCHEDULES))
-    seed, failure = next((seed, failure) for seed, failure in enumerate(failures) if failure is not None)
+    begin = BEGIN_AT.get(plant.__name__, 0)
+    seeds = (*range(begin, MOST_SCHEDULES), *range(begin))
+    failures = ((seed, failure_of(seed, faults)) for seed in seeds)
+    seed, failure = next((seed, failure) for seed, failure in failures if failure is not None)
     rule, _, details = failure.partition("\n")
     assert re.search(broken_rule, rule)
     assert f"seed {seed} " in rule

@@ -102,7 +102,7 @@ def test_speculation_never_loses_on_short_answers_to_long_prompts(law: str, acce
     assert rate >= NEVER_LESS * without
 
 
-@pytest.mark.sampled(11)
+@pytest.mark.sampled(11, 2)
 @pytest.mark.parametrize(("batch_size", "batches"), [(1, 1), (8, 1), (4, 4)])
 @pytest.mark.parametrize("acceptance", ["0.3", "0.9", "mixed"])
 @pytest.mark.parametrize("law", LAWS)

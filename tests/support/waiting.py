@@ -19,12 +19,13 @@ async def until(condition: Callable[[], bool], seconds: float = LONG) -> None:
             await asyncio.sleep(0.02)
 
 
-def wait_until(holds: Callable[[], bool], what: str, seconds: float = LONG) -> None:
-    """The same where there is no event loop; `what` is said when it does not happen."""
+def wait_until(holds: Callable[[], bool], what: str, seconds: float = LONG, pause: float = 0.1) -> None:
+    """The same where there is no event loop; `what` is said when it does not happen. A longer `pause` is for conditions
+    that cost a processor's time to look at."""
     end = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < end, f"{what}: not within {seconds:g} s"
-        time.sleep(0.1)
+        time.sleep(pause)
 
 
 @contextmanager

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests import conftest
+
+ROOT = Path(__file__).parents[2]
 
 
 @dataclass
@@ -57,3 +61,22 @@ def test_a_sample_is_one_in_so_many_of_each_test_and_ray_comes_first() -> None:
     conftest.pytest_collection_modifyitems(items)  # type: ignore[arg-type]
     fast = [item.nodeid for item in items if item.get_closest_marker("slow") is None]
     assert fast == ["test_d", "test_a[0]", "test_a[3]", "test_b[0]", "test_b[3]", "test_c"]
+
+
+def test_a_second_sample_leaves_most_of_the_rest_to_who_asks_for_it() -> None:
+    items = [Item(f"test_a[{number}]", {"sampled": pytest.mark.sampled(3, 2).mark}) for number in range(9)]
+    conftest.pytest_collection_modifyitems(items)  # type: ignore[arg-type]
+    kinds = ["".join(name[0] for name in ("slow", "long") if item.get_closest_marker(name)) for item in items]
+    assert kinds == ["", "s", "sl", "", "s", "sl", "", "s", "sl"]
+
+
+def test_make_looks_for_the_tests_on_ray_where_they_are() -> None:
+    """`make test-slow-ray` reads no other folders than these, and `make test-slow` leaves out what is on Ray."""
+    found = re.search(r"^RAY_TESTS := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert found is not None
+    folders = [ROOT / folder for folder in found[1].split()]
+    # Not this file, which only speaks of the marker.
+    files = [file for file in (ROOT / "tests").rglob("test_*.py") if file != Path(__file__)]
+    on_ray = {file for file in files if "pytest.mark.ray" in file.read_text(encoding="utf-8")}
+    assert len(on_ray) > 4
+    assert {file for file in on_ray if not any(file.is_relative_to(folder) for folder in folders)} == set()

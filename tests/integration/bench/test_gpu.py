@@ -20,7 +20,7 @@ from bench.gpu.figures import output_digest
 from bench.gpu.measure_command import main
 from bench.gpu.settings import GpuBenchSettings
 from engine.errors import ExactModeUnavailableError
-from engine.models.source import CACHE_VARIABLE
+from engine.models.source import CACHE_VARIABLE, cache_folder
 from engine.settings import EngineSettings
 
 pytestmark = pytest.mark.slow
@@ -73,6 +73,11 @@ def run_without(absent: tuple[str, ...], arguments: list[str], folder: Path) -> 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp("gpu")
+    # The parts have a cache of their own there; kernels for the CPU are those that this test run has compiled.
+    kernels = cache_folder() / "cpu-kernels"
+    kernels.mkdir(mode=0o700, exist_ok=True)
+    (folder / "cache").mkdir()
+    (folder / "cache" / kernels.name).symlink_to(kernels)
     done = run_without(ABSENT, ["all", "--out", str(folder), *PAIR, *ALL, "--", *MEASURED], folder)
     assert done.returncode == 0, done.stderr + "".join(log.read_text() for log in folder.glob("*.log"))
     assert done.stdout == f"{folder / 'summary.json'}\n"

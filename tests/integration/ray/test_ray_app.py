@@ -25,7 +25,7 @@ from tests.support.waiting import LONG, wait_until
 MODEL = "tiny"
 pytestmark = [pytest.mark.slow, pytest.mark.ray]
 
-NODES = [{"control": 1.0}, {"small_gpu": 1.0}, {"small_gpu": 1.0}, {"large_gpu": 1.0}, {"large_gpu": 1.0}]
+NODES = [{"control": 1.0, "small_gpu": 2.0}, {"large_gpu": 1.0}, {"large_gpu": 1.0}]
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,8 @@ def test_drafts_and_targets_sit_on_the_nodes_made_for_them(served: Served) -> No
     drafts, targets = served.replicas("DraftWorker"), served.replicas("TargetWorker")
     assert [one["resources"] for one in drafts] == [["small_gpu"]] * 2
     assert [one["resources"] for one in targets] == [["large_gpu"]] * 2
-    assert len({one["node"] for one in drafts + targets}) == 4
+    assert len({one["node"] for one in drafts}) == 1
+    assert len({one["node"] for one in targets}) == 2
 
 
 def test_gateways_and_scheduler_have_not_loaded_torch(served: Served) -> None:
@@ -115,7 +116,7 @@ def test_gateways_and_scheduler_have_not_loaded_torch(served: Served) -> None:
 
 
 def test_answers_are_plain_decoding_over_both_targets(served: Served) -> None:
-    asked = requests(12, max_tokens=200)
+    asked = requests(8, max_tokens=200)
     busy: set[str] = set()
 
     def look() -> None:
@@ -143,15 +144,16 @@ def test_rays_own_metrics_have_every_figure_once(served: Served) -> None:
             if sample.name == f"ray_{name}"
         ]
 
-    asked = requests(12, max_tokens=50)
+    asked = requests(4, max_tokens=50)
     served.stream(asked)
     # No client has gone away so far, so what was generated was delivered.
     generated = served.cluster.scheduler()["throughput"]["tokens"]
     wait_until(
         lambda: sum(value for _, value in told("spool_generation_tokens_total")) == generated,
         "Ray has the gateways' tokens",
+        pause=1.0,
     )
-    wait_until(lambda: bool(told("vllm_spec_decode_num_drafts_total")), "Ray has the scheduler's figures")
+    wait_until(lambda: bool(told("vllm_spec_decode_num_drafts_total")), "Ray has the scheduler's figures", pause=1.0)
     assert {labels["deployment"] for labels, _ in told("spool_generation_tokens_total")} == {"Gateway"}
     assert {labels["deployment"] for labels, _ in told("spool_spec_decode_num_drafts_total")} == {"Scheduler"}
     assert len(told("spool_spec_decode_num_drafts_total")) == 1
@@ -173,7 +175,7 @@ def test_logs_and_traces_of_gateway_and_scheduler_name_the_request(served: Serve
         return {json.loads(line)["logger"] for line in written() if '"request_id": "mine-1"' in line and line[0] == "{"}
 
     sides = {"services.gateway.completion", "services.gateway.http.middleware", "services.scheduler.session"}
-    wait_until(lambda: loggers() >= sides, "both have written their lines")
+    wait_until(lambda: loggers() >= sides, "both have written their lines", pause=0.5)
     # Of request, sequence, queue, prefill and decode.
     wait_until(lambda: sum(f'"trace_id": "0x{trace}"' in line for line in written()) >= 5, "both have told their spans")
 
@@ -199,7 +201,7 @@ def test_two_gateways_on_one_node_share_the_grpc_port(served: Served) -> None:
 
 
 def test_clients_that_go_away_leave_nothing(served: Served) -> None:
-    asked = requests(120, max_tokens=300)
+    asked = requests(60, max_tokens=300)
     rng = random.Random(1)
     delays = [rng.uniform(0, 1.5) for _ in asked]
 

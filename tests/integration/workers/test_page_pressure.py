@@ -25,7 +25,7 @@ from tests.support.tiny_models import VOCABULARY, save_tiny_pair
 
 pytestmark = pytest.mark.slow
 
-SEQUENCES, AT_ONCE, PAGE_SIZE = 160, 20, 16
+SEQUENCES, AT_ONCE, PAGE_SIZE = 80, 10, 16
 LONGEST_PROMPT, MAX_TOKENS = 40, 48
 ROUNDS = 2
 # Bytes. Seven rounds grew a worker by 0.15 MiB.
