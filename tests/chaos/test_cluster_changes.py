@@ -236,8 +236,8 @@ def gangs() -> list[Gang]:
 
 @pytest.mark.timeout(900)
 def test_targets_of_two_ranks_are_lost_and_replaced_as_one_and_hand_over_their_kv(cell: Cell) -> None:
-    """One loses a rank other than 0, which is killed, and another rank 0, which is stopped. The other two pairs of rank
-    and blow are tried on a worker by itself (tests/integration/workers/test_ranks.py)."""
+    """One loses a rank other than 0, which is killed, and another rank 0, which is stopped. A rank 0 that is killed is
+    tried in tests/integration/workers/test_ranks.py."""
     groups = cell.configuration["groups"]
     # Nothing changes for Serve where the test before has run.
     cell.deploy(engine=TWO_RANKS)

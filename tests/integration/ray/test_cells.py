@@ -1,4 +1,4 @@
-"""Two cells on real Ray, each with a scheduler, a draft and a target, behind one gateway."""
+"""Two cells on real Ray, each with a scheduler, a draft and two targets, behind one gateway."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.ray]
 SYSTEM_TOKENS = 192
 """Of each of the system prompts, a token for each character: three pages of what gateways choose by."""
 SYSTEMS = 8
-STREAMS = 32
+STREAMS = 64
 
 
 @dataclass(frozen=True)
@@ -56,16 +56,15 @@ class Served:
 def served(
     ray_cluster: RayCluster, tiny_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
-    target, _ = tiny_pair
+    target, draft = tiny_pair
     configuration = {
-        # A draft that is soon there: no engine is loaded for it.
-        "models": {"target": str(target), "draft": "ngram", "served_model_name": MODEL, "dtype": "float32"},
+        "models": {"target": str(target), "draft": str(draft), "served_model_name": MODEL, "dtype": "float32"},
         "engine": ENGINE,
         "scheduling": {"batch_size": 8, "max_running": STREAMS, "policy": "ragged"},
         "groups": {
             "cells": 2,
-            "draft": {"threads": 1, "replicas": 1, "drain_seconds": 5},
-            "target": {**PACED, "replicas": 1, "drain_seconds": 5},
+            "draft": {**PACED, "replicas": 1, "drain_seconds": 5},
+            "target": {**PACED, "replicas": 2, "drain_seconds": 5},
         },
         "gateway": {"http_on": "head_node", "drain_seconds": 2},
     }
@@ -81,13 +80,13 @@ def asked_of(system: int, number: int, max_tokens: int) -> Ask:
     return Ask(f"{letters}{number})", number, max_tokens, 0.8 * (number % 2))
 
 
-def test_a_cell_killed_in_the_midst_of_32_streams(served: Served) -> None:
+def test_a_cell_killed_in_the_midst_of_64_streams(served: Served) -> None:
     """Before that, prompts go where their beginnings are, and both cells have about the same to do."""
     first = [asked_of(system, system, 4) for system in range(SYSTEMS)]
     asked = [asked_of(number % SYSTEMS, number, 150) for number in range(STREAMS)]
     assert asyncio.run(stream_all(served.url, MODEL, first)) == served.plain(first)
     hits_before, doomed = served.prefix_hits(), served.processes("-2")
-    assert len(doomed) == 3
+    assert len(doomed) == 4
     live: list[int] = []
     hits: list[int] = []
 
@@ -103,7 +102,7 @@ def test_a_cell_killed_in_the_midst_of_32_streams(served: Served) -> None:
     assert max(live) <= 1.25 * STREAMS / 2
     assert hits[0] >= 0.8 * STREAMS * SYSTEM_TOKENS
 
-    wait_until(lambda: len(served.workers(1)) == 2, "the cell is back", 4 * LONG)
+    wait_until(lambda: len(served.workers(1)) == 3, "the cell is back", 4 * LONG)
     assert not served.processes("-2") & doomed
     assert asyncio.run(stream_all(served.url, MODEL, asked)) == served.plain(asked)
     statuses = served.cluster.cells()
