@@ -32,7 +32,7 @@ from services.backend.interface import GenerationRequest
 
 BUSY_SHARES = (0.1, 0.25, 0.4, 0.55, 0.7)
 """Of the target's time, by the prediction."""
-_LONG_PROMPT = 512
+_LONG_PROMPT = 256
 _LONGEST_PROMPT = 96
 _OUTPUT = Lengths(16, 0.6, 64)
 """Tokens. Short, so that a load of a tenth of the target's time has many requests."""

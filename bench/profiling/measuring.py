@@ -60,12 +60,9 @@ def _profile(cell: MeasuredCell, logs: Sequence[tuple[Load, StepLog]]) -> Profil
 
 def _worker(cell: MeasuredCell, role: Role, logs: Sequence[tuple[Load, StepLog]]) -> WorkerProfile:
     steps: list[TimedStep] = [step for _, log in logs for step in log.steps[role]]
-    law = law_of(
-        [(one.passes, one.tokens, one.passes * one.kv_tokens) for one in steps], [one.seconds for one in steps]
-    )
     described = cell.descriptions[role]
-    threads = f", {described.threads} threads" if described.device == "cpu" else ""
-    return WorkerProfile(described.device + threads, law, described.total_pages * described.page_size)
+    threads = f" x {described.threads}" if described.device == "cpu" else ""
+    return WorkerProfile(described.device + threads, law_of(steps), described.total_pages * described.page_size)
 
 
 def _by_rows(found: Iterable[tuple[int, float | None]]) -> tuple[float, float]:

@@ -13,8 +13,7 @@ _DIGITS = 4
 
 @dataclass(frozen=True, slots=True)
 class WorkerProfile:
-    """A model on the device `name`. The law's coefficients: seconds of a pass, of a token, of a token of KV that a pass
-    reads. It has room for the KV of `kv_tokens`."""
+    """A model on the device `name`, where it has room for the KV of `kv_tokens`."""
 
     name: str
     law: StepLaw
@@ -22,9 +21,15 @@ class WorkerProfile:
 
     def measured(self) -> dict[str, Any]:
         """An entry of `measured` in a plan file."""
-        step, token, kv_token = map(_rounded, self.law.coefficients)
-        costs = {"step_seconds": step, "token_seconds": token, "kv_token_seconds": kv_token}
-        return {"name": self.name, **costs, "kv_tokens": self.kv_tokens}
+        law = self.law
+        return {
+            "name": self.name,
+            "step_seconds": _rounded(law.step),
+            "token_seconds": _rounded(law.token),
+            "block_tokens": law.block_tokens,
+            "kv_token_seconds": _rounded(law.kv_token),
+            "kv_tokens": self.kv_tokens,
+        }
 
 
 @dataclass(frozen=True, slots=True)

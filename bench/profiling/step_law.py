@@ -7,35 +7,65 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from bench.profiling.step_log import TimedStep
+from deploy.planning.virtual_cell import whole_blocks
+
 _TURNS = 8
 """Of weighing and solving. After three the coefficients hardly change."""
 _HELD_OUT = 4
-"""Every so manieth step is predicted by a fit of the others."""
+"""One step in so many is predicted by a fit of the others."""
+_LARGEST_BLOCK = 32
+_CLEARLY = 0.9
+"""Of the error without blocks: one that is as large may be less by chance."""
+_COEFFICIENTS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class StepLaw:
-    """Seconds = coefficients · features. `error` is the median of the relative errors, without their sign, of steps
-    that the fit had not seen."""
+    """Seconds of a step: `step` for each pass, `token` for each token of a pass, these rounded up to blocks of
+    `block_tokens`, and `kv_token` for each token of KV that a pass reads.
 
-    coefficients: tuple[float, ...]
+    `error` is the median of the relative errors, without their sign, of steps that the fit had not seen.
+    """
+
+    step: float
+    token: float
+    kv_token: float
+    block_tokens: int
     error: float
     steps: int
 
 
-def law_of(features: Sequence[Sequence[float]], seconds: Sequence[float]) -> StepLaw:
-    """By least squares over all steps, with errors relative to what is predicted, so that steps of all lengths count
-    alike and the sum of what is predicted is that of what was measured. No coefficient is negative.
+def law_of(steps: Sequence[TimedStep]) -> StepLaw:
+    """By least squares over all steps, with errors relative to what is predicted: steps of all lengths count alike, and
+    the sum of what is predicted is that of what was measured. No coefficient is negative.
 
-    `features` have shape [steps, coefficients], all at least 0 and the first one above. Raises ValueError for less
-    than two steps for each coefficient.
+    Blocks are assumed where they make the error clearly less. Raises ValueError for too few steps.
     """
-    x, y = np.asarray(features, dtype=float), np.asarray(seconds, dtype=float)
-    if len(y) < 2 * x.shape[1]:
-        raise ValueError(f"{len(y)} steps were measured, must be at least {2 * x.shape[1]}")
-    held_out = np.arange(len(y)) % _HELD_OUT == 0
-    errors = x[held_out] @ _fit(x[~held_out], y[~held_out]) / y[held_out] - 1
-    return StepLaw(tuple(map(float, _fit(x, y))), float(np.median(np.abs(errors))), len(y))
+    if len(steps) < _HELD_OUT * _COEFFICIENTS:
+        raise ValueError(f"{len(steps)} steps were measured, must be at least {_HELD_OUT * _COEFFICIENTS}")
+    seconds = np.array([one.seconds for one in steps])
+    held_out = np.arange(len(steps)) % _HELD_OUT == 0
+
+    def error(block: int) -> float:
+        x = _features(steps, block)
+        found = _fit(x[~held_out], seconds[~held_out])
+        return float(np.median(np.abs(x[held_out] @ found / seconds[held_out] - 1)))
+
+    block = min(range(1, _LARGEST_BLOCK + 1), key=error)
+    if error(block) > _CLEARLY * error(1):
+        block = 1
+    step, token, kv_token = map(float, _fit(_features(steps, block), seconds))
+    return StepLaw(step, token, kv_token, block, error(block), len(steps))
+
+
+def _features(steps: Sequence[TimedStep], block: int) -> np.ndarray:
+    """Passes, tokens in whole blocks, and tokens of KV read, of each step: [steps, 3]."""
+    rows = []
+    for one in steps:
+        passes = len(one.pass_tokens)
+        rows.append((passes, sum(whole_blocks(each, block) for each in one.pass_tokens), passes * one.kv_tokens))
+    return np.array(rows, dtype=float)
 
 
 def _fit(x: np.ndarray, y: np.ndarray) -> np.ndarray:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from deploy.planning.virtual_cell import pass_tokens
 from scheduler.messages import Role, Row, RowResult, SendStep
 from services.observability.observer import ServiceObserver, StepTimings
 
@@ -13,15 +14,13 @@ from services.observability.observer import ServiceObserver, StepTimings
 class TimedStep:
     """A step and its seconds on the worker.
 
-    `passes` is 1 on a target, and one for each token of a proposal on a draft. `tokens` are all that its passes
-    compute, `verified` those of them with a choice after them; `kv_tokens` is the KV that one pass reads. `rows` counts
-    sequences; `decoding` says that none of them feeds a prompt.
+    `pass_tokens` are the tokens that each of its passes computes: one pass on a target, one for each token of a
+    proposal on a draft. `kv_tokens` is the KV that a pass reads. `rows` counts sequences; `decoding` says that none of
+    them feeds a prompt.
     """
 
     seconds: float
-    passes: int
-    tokens: int
-    verified: int
+    pass_tokens: tuple[int, ...]
     kv_tokens: int
     rows: int
     decoding: bool
@@ -59,13 +58,10 @@ class StepLog(ServiceObserver):
             return
         if role is Role.TARGET:
             self._count(step.rows, results)
-        passes, tokens, verified = _work(role, step.rows)
         self.steps[role].append(
             TimedStep(
                 seconds=timings.total,
-                passes=passes,
-                tokens=tokens,
-                verified=verified,
+                pass_tokens=_pass_tokens(role, step.rows),
                 kv_tokens=sum(row.kv_len for row in step.rows),
                 rows=len(step.rows),
                 decoding=all(row.sample or row.draft_length for row in step.rows),
@@ -80,11 +76,8 @@ class StepLog(ServiceObserver):
             self.tried += result.accepted + (result.accepted < len(row.draft_tokens))
 
 
-def _work(role: Role, rows: Sequence[Row]) -> tuple[int, int, int]:
-    """Passes, tokens, and tokens with a choice after them."""
+def _pass_tokens(role: Role, rows: Sequence[Row]) -> tuple[int, ...]:
     fed = sum(len(row.tokens) for row in rows)
     if role is Role.TARGET:
-        drafted = sum(len(row.draft_tokens) for row in rows)
-        return 1, fed + drafted, drafted + sum(row.sample for row in rows)
-    lengths = [row.draft_length for row in rows]
-    return max(1, *lengths), fed + sum(max(0, length - 1) for length in lengths), sum(lengths)
+        return (fed + sum(len(row.draft_tokens) for row in rows),)
+    return tuple(pass_tokens(fed, [row.draft_length for row in rows]))
