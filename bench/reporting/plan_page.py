@@ -24,8 +24,8 @@ def _demo_sentence(result: Mapping[str, Any]) -> str:
         f"The demo pair, a core each: {_law(target)} on the target, {_law(draft)} on the draft; predicted to within "
         f"{profile['target']['law']['error']:.1%} and {profile['draft']['law']['error']:.1%} a step, at the median. "
         f"Acceptance {plan['acceptance']:g}. All of this is from the profile that was made before, none of it from the "
-        f"loads. {requests[0]} to {requests[-1]} requests at each rate, prompts of {result['longest_prompt']} tokens at "
-        f"most, answers of {result['output_tokens']:g} on average. The target was busy for "
+        f"loads. {requests[0]} to {requests[-1]} requests at each rate, prompts of {result['longest_prompt']} tokens "
+        f"at most, answers of {result['output_tokens']:g} on average. The target was busy for "
         f"{_shares(loads, 'measured')} of the time, by the prediction for {_shares(loads, 'predicted')}."
     )
 
