@@ -43,7 +43,7 @@ def bench_profile(config: SpoolConfig, prompts: Path | None, prompt_tokens: int,
         source = TextPrompts([text.encode(models.tokenizer) for text in texts])
         launches = pair_launches(config)
         profile = run_until_interrupted(_profile(config, launches, source, prompt_tokens, reporter))
-        console.print(described(profile), highlight=False, markup=False)
+        console.print(described(profile), highlight=False, markup=False, soft_wrap=True)
     found = profile.plan(config.scheduler_config())
     if json_output:
         print(json.dumps({"command": "bench profile", "plan": found, "profile": asdict(profile)}), flush=True)

@@ -9,6 +9,8 @@ from bench.profiling.step_law import StepLaw
 from scheduler.config import SchedulerConfig
 
 _DIGITS = 4
+_LEAST_SECONDS = 1e-6
+"""Of a pass: no pass takes no time at all, whatever a fit says."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +26,7 @@ class WorkerProfile:
         law = self.law
         return {
             "name": self.name,
-            "step_seconds": _rounded(law.step),
+            "step_seconds": _rounded(max(law.step, _LEAST_SECONDS)),
             "token_seconds": _rounded(law.token),
             "block_tokens": law.block_tokens,
             "kv_token_seconds": _rounded(law.kv_token),

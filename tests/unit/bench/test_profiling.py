@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -185,3 +186,4 @@ def test_a_profile_is_part_of_a_plan_file() -> None:
     assert plan.acceptance == 0.6123
     assert (plan.scheduling.wire_seconds, plan.scheduling.step_seconds) == (0.0002, 0.001)
     assert plan.scheduling.config(drafting=True).draft_length == 3
+    assert WorkerProfile("gpu", replace(law, step=0.0), 46_000).measured()["step_seconds"] > 0
