@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from deploy.errors import RunError
 from deploy.offline.cell import Cell
@@ -42,11 +43,14 @@ class MeasuredCell:
         async with self._cell.service(config, drafting=True, observers=[loss, *observers]) as service:
             self.descriptions = {role_from_wire(one.role): one for one in service.descriptions.values()}
             answered = asyncio.ensure_future(_answer_all(service, requests, arrivals))
-            await asyncio.wait({answered, loss.told}, return_when=asyncio.FIRST_COMPLETED)
-            if not answered.done():
+            first: set[asyncio.Future[Any]] = {answered, loss.told}
+            try:
+                await asyncio.wait(first, return_when=asyncio.FIRST_COMPLETED)
+                if not answered.done():
+                    raise RunError(f"worker {loss.told.result()} was lost")
+                return answered.result()
+            finally:
                 answered.cancel()
-                raise RunError(f"worker {loss.told.result()} was lost")
-            return answered.result()
 
 
 class _Loss(ServiceObserver):
