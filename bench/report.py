@@ -118,7 +118,7 @@ class Report:
         kernels = {name: content for name, content in recorded.items() if name.startswith("cpu_kernels")}
         versions = {name: content for name, content in recorded.items() if name.startswith("versions")}
         ahead = {name: content for name, content in recorded.items() if name in ahead_page.LINES}
-        plans = {name: content for name, content in recorded.items() if name == plan_page.NAME}
+        plans = {name: content for name, content in recorded.items() if name in plan_page.NAMES}
         fleets = {name: content for name, content in recorded.items() if fleet_page.is_day(name)}
         fleet_schedulers = {name: content for name, content in recorded.items() if name == fleet_page.SHARE}
         self._section("Decoding", offline, self._offline)

@@ -16,6 +16,9 @@ from scheduler.config import Policy
 WIRE_SECONDS = 0.0002
 """Each way between the scheduler and a worker."""
 
+PACED = "bench.draft_ahead.paced_worker"
+"""The module of a worker that keeps to `Costs`: its settings are these and its draft's `agreement`."""
+
 LAWS = {
     "8B, 0.6B": Costs(base=0.006, row=16e-6, draft_base=0.0008, draft_row=1.2e-6, latency=WIRE_SECONDS, jitter=0.02),
     "70B on 8 GPUs, 1B": Costs(

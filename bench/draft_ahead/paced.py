@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
-from bench.draft_ahead.laws import AGREEMENTS, LAWS, LONGEST, OUTCOMES, rate
+from bench.draft_ahead.laws import AGREEMENTS, LAWS, LONGEST, OUTCOMES, PACED, rate
 from bench.draft_ahead.streams import one_at_a_time
 from scheduler.config import Policy, SchedulerConfig
 from scheduler.messages import Role
 from services.launch.launcher import WorkerLaunch
-
-_MODULE = "bench.draft_ahead.paced_worker"
 
 
 async def in_real_time(tokens: int, say: Callable[[str], None]) -> dict[str, Any]:
@@ -26,7 +24,7 @@ async def in_real_time(tokens: int, say: Callable[[str], None]) -> dict[str, Any
             ordinary = {length: rate(costs, agreement, draft_length=length).rate for length in range(1, LONGEST + 1)}
             best = max(ordinary, key=ordinary.__getitem__)
             launches = [
-                WorkerLaunch(role, {"law": law, "agreement": agreement}, threads=1, module=_MODULE)
+                WorkerLaunch(role, {"costs": asdict(costs), "agreement": agreement}, threads=1, module=PACED)
                 for role in (Role.TARGET, Role.DRAFT)
             ]
             configs = {

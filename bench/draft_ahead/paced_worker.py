@@ -1,6 +1,7 @@
-"""A worker that only counts, and sleeps for as long as its steps are to take.
+r"""A worker that only counts, and sleeps for as long as its steps are to take.
 
-    python -m bench.draft_ahead.paced_worker --role target --settings '{"law": "8B, 0.6B", "agreement": 0.7}'
+    python -m bench.draft_ahead.paced_worker --role target \
+        --settings '{"costs": {"base": 0.006, "row": 0.000016, "draft_base": 0.0008, "draft_row": 0}, "agreement": 0.7}'
 
 Everything around the engine is real. A sequence's first token is its number, by which its luck goes; all others are
 `RIGHT` where the target chooses them.
@@ -13,7 +14,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from bench.draft_ahead.laws import LAWS, RANKS
+from bench.draft_ahead.laws import RANKS
 from bench.virtual_time.rates import Costs
 from deploy.planning.luck import Luck
 from engine.description import EngineDescription
@@ -73,14 +74,15 @@ class PacedEngine:
 
     def step(self, rows: Sequence[VerifyRow | ProposeRow], computing: Computing) -> StepOutcome:
         pace, costs = _Pace(computing), self._costs
-        fed = sum(len(row.tokens) for row in rows)
+        fed, reading = sum(len(row.tokens) for row in rows), sum(row.table.length for row in rows)
         if isinstance(rows[0], ProposeRow):
             lengths = [row.draft_length for row in rows if isinstance(row, ProposeRow)]
             later = sum(max(0, length - 1) for length in lengths)
-            pace.wait(costs.draft_base * max(1, *lengths) + costs.draft_row * (fed + later))
+            passes = max(1, *lengths)
+            pace.wait((costs.draft_base + costs.draft_kv * reading) * passes + costs.draft_row * (fed + later))
         else:
             fed += sum(len(row.draft_tokens) for row in rows if isinstance(row, VerifyRow))
-            pace.wait(costs.base + costs.row * fed)
+            pace.wait(costs.base + costs.row * fed + costs.kv * reading)
         return pace.outcome([self._run(row) for row in rows], fed)
 
     def prepare(self, rows: Sequence[AheadRow], computing: Computing, awaited: Awaited) -> StepOutcome:
@@ -121,7 +123,7 @@ class PacedEngine:
 
 def load(arguments: WorkerArguments, progress: Progress) -> StepExecutor[Any]:
     agreement = float(arguments.settings["agreement"])
-    engine = PacedEngine(LAWS[arguments.settings["law"]], Luck(lambda _id, _position: agreement, RANKS))
+    engine = PacedEngine(Costs(**arguments.settings["costs"]), Luck(lambda _id, _position: agreement, RANKS))
     return TargetStepExecutor(engine) if arguments.role is Role.TARGET else DraftStepExecutor(engine)
 
 

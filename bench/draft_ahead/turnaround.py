@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from statistics import median, quantiles
 from typing import Any
 
 import grpc.aio
 
-from bench.draft_ahead.laws import LONGEST, OUTCOMES
+from bench.draft_ahead.laws import LAWS, LONGEST, OUTCOMES, PACED
 from bench.draft_ahead.streams import one_at_a_time
 from scheduler.config import Policy, SchedulerConfig
 from scheduler.messages import Role, RowResult, SendStep
@@ -19,7 +19,6 @@ from services.launch.launcher import WorkerLaunch
 from services.observability.observer import ServiceObserver, StepTimings
 from services.rpc.channel_security import ChannelSecurity
 
-_MODULE = "bench.draft_ahead.paced_worker"
 _LAW, _AGREEMENT = "8B, 0.6B", 0.7
 _PARTS = ("reading", "telling", "applying", "delivering", "planning", "writing")
 """Bytes to the core's own messages; observers; the core's two calls; output to its stream; the step to bytes."""
@@ -97,7 +96,7 @@ async def turnarounds(tokens: int, say: Callable[[str], None]) -> dict[str, Any]
         "ahead": SchedulerConfig(batch_size=1, max_running=1, draft_length=LONGEST, draft_ahead=OUTCOMES),
     }
     launches = [
-        WorkerLaunch(role, {"law": _LAW, "agreement": _AGREEMENT}, threads=1, module=_MODULE)
+        WorkerLaunch(role, {"costs": asdict(LAWS[_LAW]), "agreement": _AGREEMENT}, threads=1, module=PACED)
         for role in (Role.TARGET, Role.DRAFT)
     ]
     clock = Turnarounds()

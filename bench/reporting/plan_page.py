@@ -7,12 +7,39 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-NAME = "plan_error"
+NAMES = ("plan_error", "plan_error_demo")
 HEADINGS = ("requests/s", "", "tokens/s", "first token p50, ms", "p99", "token p50, ms", "p99")
 _LATENCIES = (("first_token", "p50"), ("first_token", "p99"), ("token", "p50"), ("token", "p99"))
 
 
 def sentence(result: Mapping[str, Any]) -> str:
+    return _demo_sentence(result) if result.get("workers") == "demo" else _paced_sentence(result)
+
+
+def _demo_sentence(result: Mapping[str, Any]) -> str:
+    plan, profile, loads = result["plan"], result["profile"], result["loads"]
+    (target,), (draft,) = plan["target"]["measured"], plan["draft"]["measured"]
+    requests = sorted({load["measured"]["requests"] for load in loads})
+    return (
+        f"The demo pair, a core each: {_law(target)} on the target, {_law(draft)} on the draft; predicted to within "
+        f"{profile['target']['law']['error']:.1%} and {profile['draft']['law']['error']:.1%} a step, at the median. "
+        f"Acceptance {plan['acceptance']:g}. All of this is from the profile that was made before, none of it from the "
+        f"loads. {requests[0]} to {requests[-1]} requests at each rate, prompts of {result['longest_prompt']} tokens "
+        f"at most, answers of {result['output_tokens']:g} on average. The target was busy for "
+        f"{_shares(loads, 'measured')} of the time, by the prediction for {_shares(loads, 'predicted')}."
+    )
+
+
+def _law(costs: Mapping[str, Any]) -> str:
+    blocks = f" in blocks of {costs['block_tokens']}" if costs["block_tokens"] > 1 else ""
+    return f"{costs['step_seconds'] * 1000:.1f} ms a pass and {costs['token_seconds'] * 1000:.2f} ms a token{blocks}"
+
+
+def _shares(loads: Sequence[Mapping[str, Any]], kind: str) -> str:
+    return ", ".join(f"{load[kind]['target_busy']:.0%}" for load in loads)
+
+
+def _paced_sentence(result: Mapping[str, Any]) -> str:
     return (
         f"{result['requests_each']} requests at each rate, costs of {result['law']}, acceptance {result['agreement']}; "
         f"one target, one draft, and the scheduler on the cores of one machine. Beyond its own time a step takes "
@@ -25,7 +52,7 @@ def rows(result: Mapping[str, Any]) -> list[list[str]]:
     """Measured, predicted and their difference, for each rate."""
     found = []
     for load in result["loads"]:
-        rate = f"{load['rate']:g}"
+        rate = f"{load['rate']:.3g}"
         for kind in ("measured", "predicted"):
             one = load[kind]
             times = [f"{one[name][part] * 1000:.1f}" for name, part in _LATENCIES]

@@ -26,6 +26,8 @@ from services.scheduler.workers.worker_link import LinkOptions, WorkerEndpoint, 
 # A first step on a busy machine takes long; a worker that died is noticed by its stream, not by this.
 _STEP_SECONDS = 600.0
 _CONNECT_SECONDS = 60.0
+# A worker of this machine that answers no ping waits for a core, unless somebody stopped it.
+_SILENCE_SECONDS = 30.0
 
 # Positions whose KV is small compared with any model's weights.
 _SMALL_KV_POSITIONS = 65536
@@ -50,7 +52,9 @@ class Cell:
             for worker in self._workers.values()
             if drafting or worker.role is Role.TARGET
         ]
-        links = LinkOptions(connect_timeout=_CONNECT_SECONDS, step_timeout=_STEP_SECONDS)
+        links = LinkOptions(
+            connect_timeout=_CONNECT_SECONDS, step_timeout=_STEP_SECONDS, silence_timeout=_SILENCE_SECONDS
+        )
         epoch = await self._epochs.claim()
         async with SchedulerService(
             config, scheduler_epoch=epoch, link_options=links, security=self._security, observers=observers
@@ -80,6 +84,13 @@ async def running_cell(settings: RunSettings, lengths: Sequence[int], reporter: 
 
     `lengths` are the positions of the longest sequences that can be under way at once.
     """
+    async with launched_cell(worker_launches(settings, lengths), reporter) as cell:
+        yield cell
+
+
+@asynccontextmanager
+async def launched_cell(launches: Sequence[WorkerLaunch], reporter: Reporter) -> AsyncIterator[Cell]:
+    """Starts these workers; they stop at the end of the block. Raises `RunError`."""
     # Loopback is open to every user of the machine.
     security = ChannelSecurity(token=random_token())
     epochs = EpochAuthority(MemoryRegister())
@@ -93,9 +104,7 @@ async def running_cell(settings: RunSettings, lengths: Sequence[int], reporter: 
         cell.mark_lost(worker_id, reason)
 
     try:
-        async with WorkerLauncher(
-            worker_launches(settings, lengths), on_loading=on_loading, on_exit=on_exit, security=security
-        ) as launcher:
+        async with WorkerLauncher(launches, on_loading=on_loading, on_exit=on_exit, security=security) as launcher:
             cell = Cell(launcher.workers, security, epochs)
             yield cell
     except ProcessStartError as error:

@@ -86,6 +86,8 @@ def simulate(plan: PlanFile, requests: Sequence[PlannedRequest], fleet: Fleet) -
         row_alone=target.token if colocated else None,
         kv=target.kv_token,
         draft_kv=draft.kv_token,
+        block=target.block_tokens,
+        draft_block=draft.block_tokens,
         scheduler_step=scheduling.step_seconds,
         scheduler_row=scheduling.row_seconds,
     )

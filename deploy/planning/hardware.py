@@ -37,7 +37,8 @@ GPU_KINDS = {
 @dataclass(frozen=True, slots=True)
 class ReplicaKind:
     """A replica of a model on one kind of device. Seconds of a pass: `step` + `token` · its tokens + `kv_token` · the
-    tokens of KV that it reads. It has room for the KV of `kv_tokens`, and costs `price` an hour."""
+    tokens of KV that it reads, with its tokens rounded up to blocks of `block_tokens`. It has room for the KV of
+    `kv_tokens`, and costs `price` an hour."""
 
     name: str
     step: float
@@ -45,6 +46,7 @@ class ReplicaKind:
     kv_token: float
     kv_tokens: int
     price: float
+    block_tokens: int = 1
 
 
 def replica_kind(

@@ -74,13 +74,20 @@ class MeasuredSection(Section):
     name: str = described(..., "Name of the device.", min_length=1)
     step_seconds: float = described(..., "Of a pass, whatever it computes.", gt=0)
     token_seconds: float = described(..., "Of each token of a pass.", ge=0)
+    block_tokens: int = described(1, "Tokens of a pass are rounded up to a multiple of this.", ge=1, le=1024)
     kv_token_seconds: float = described(0, "Of each token of KV that a pass reads.", ge=0)
     kv_tokens: int = described(1_000_000, "Tokens for whose KV a replica has room.", ge=1024)
     price: float = described(1.0, "Of a replica, for an hour.", ge=0)
 
     def kind(self) -> ReplicaKind:
         return ReplicaKind(
-            self.name, self.step_seconds, self.token_seconds, self.kv_token_seconds, self.kv_tokens, self.price
+            self.name,
+            self.step_seconds,
+            self.token_seconds,
+            self.kv_token_seconds,
+            self.kv_tokens,
+            self.price,
+            self.block_tokens,
         )
 
 

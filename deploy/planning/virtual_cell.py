@@ -42,7 +42,7 @@ _RIGHT, _WRONG = 7, 8
 @dataclass(frozen=True)
 class Costs:
     """Seconds of steps: a target's base + row · packed tokens + kv · tokens of KV that it reads; a draft's pass alike,
-    by the other three."""
+    by the other three. Tokens of a pass are rounded up to whole blocks."""
 
     base: float
     row: float
@@ -62,10 +62,23 @@ class Costs:
     """The scheduler's own time for a step, sent and answered. It does one thing after the other."""
     scheduler_row: float = 0.0
     """And for each row of it."""
+    block: int = 1
+    draft_block: int = 1
     move: float = 0.005
     """A move of KV between targets, by itself; it takes no time of theirs."""
     move_kv: float = 0.00005
     """And for each token of KV, as over the loopback of one machine with 23 KB of KV a token."""
+
+
+def whole_blocks(tokens: int, block: int) -> int:
+    """So many tokens, rounded up to blocks."""
+    return -(-tokens // block) * block
+
+
+def pass_tokens(fed: int, draft_lengths: Sequence[int]) -> list[int]:
+    """Tokens of each pass of a draft's step: first those that all rows feed, then one of each row that goes on."""
+    later = range(1, max(1, *draft_lengths))
+    return [fed, *(sum(length > done for length in draft_lengths) for done in later)]
 
 
 class PrefixCache:
@@ -227,8 +240,8 @@ class VirtualCell:
             worker.prompts.pop(sequence_id, None)
         if any(row.outcomes for row in step.rows):
             costs, length = self.costs, max(row.draft_length for row in step.rows)
-            first = sum(len(row.tokens) + len(row.draft_tokens) for row in step.rows)
-            later = sum(row.outcomes for row in step.rows)
+            first = whole_blocks(sum(len(row.tokens) + len(row.draft_tokens) for row in step.rows), costs.draft_block)
+            later = whole_blocks(sum(row.outcomes for row in step.rows), costs.draft_block)
             reading = costs.draft_kv * sum(row.kv_len for row in step.rows)
             worker.passes = [
                 self.now + (costs.draft_base + reading) * (done + 1) + costs.draft_row * (first + later * done)
@@ -263,11 +276,11 @@ class VirtualCell:
         if worker.spec.role is Role.TARGET:
             per_row = costs.row_alone if step.exclusive and costs.row_alone is not None else costs.row
             fed += sum(len(row.draft_tokens) for row in step.rows)
-            seconds = costs.base + per_row * fed + costs.kv * reading
+            seconds = costs.base + per_row * whole_blocks(fed, costs.block) + costs.kv * reading
         else:
-            passes = max(1, *(row.draft_length for row in step.rows))
-            later = sum(max(0, row.draft_length - 1) for row in step.rows)
-            seconds = (costs.draft_base + costs.draft_kv * reading) * passes + costs.draft_row * (fed + later)
+            passes = pass_tokens(fed, [row.draft_length for row in step.rows])
+            tokens = sum(whole_blocks(one, costs.draft_block) for one in passes)
+            seconds = (costs.draft_base + costs.draft_kv * reading) * len(passes) + costs.draft_row * tokens
         slow = 20.0 if self._random.random() < costs.slow_share else 1.0
         return seconds * slow * self._random.uniform(1 - costs.jitter, 1 + costs.jitter)
 

@@ -111,6 +111,24 @@ def write_memory(folder: Path) -> None:
     (folder / "memory.json").write_text(json.dumps(content | {"result": result}))
 
 
+def write_plan_error(folder: Path) -> None:
+    """Of the demo pair, at two rates."""
+    times = {"p50": 0.1, "p99": 0.2}
+    figures = {"requests": 60, "tokens_per_second": 50.0, "first_token": times, "token": times}
+    error = {"tokens/s": 0.01} | {f"{name} {part}": -0.05 for name in ("first token", "token") for part in times}
+    loads = [
+        {"rate": rate, "measured": figures | {"target_busy": rate}, "predicted": figures | {"target_busy": 0.4}}
+        | {"error": error}
+        for rate in (0.25, 0.5)
+    ]
+    costs = {"step_seconds": 0.012, "token_seconds": 0.004, "block_tokens": 6}
+    plan = {"acceptance": 0.6, "target": {"measured": [costs]}, "draft": {"measured": [costs | {"block_tokens": 1}]}}
+    profile = {role: {"law": {"error": 0.02}} for role in ("target", "draft")}
+    result = {"workers": "demo", "plan": plan, "profile": profile, "longest_prompt": 96, "output_tokens": 16.0}
+    content: dict[str, Any] = {"command": "python -m bench.plan_error", "date": "2026-01-01", "machine": MACHINE}
+    (folder / "plan_error_demo.json").write_text(json.dumps(content | {"result": result | {"loads": loads}}))
+
+
 @pytest.fixture
 def folders(tmp_path: Path) -> tuple[Path, Path]:
     results, docs = tmp_path / "results", tmp_path / "docs"
@@ -227,3 +245,13 @@ def test_a_result_without_its_command_is_refused(
 def test_tables_put_figures_right_and_text_left() -> None:
     table = markdown_table(("name", "value"), [["a|b", "1.5"], ["c", ""]])
     assert table.splitlines() == ["| name | value |", "| --- | ---: |", "| a\\|b | 1.5 |", "| c |  |"]
+
+
+def test_the_plan_error_of_the_demo_pair(folders: tuple[Path, Path]) -> None:
+    write_plan_error(folders[0])
+    page = report(folders)
+    assert "### plan_error_demo" in page
+    assert "12.0 ms a pass and 4.00 ms a token in blocks of 6 on the target" in page
+    assert "busy for 25%, 50% of the time, by the prediction for 40%, 40%" in page
+    assert ["0.25", "difference", "+1.0%", "-5.0%", "-5.0%", "-5.0%", "-5.0%"] in rows(page)
+    assert (folders[1] / "figures" / "plan_error_demo_latency.svg").is_file()
