@@ -92,7 +92,7 @@ def test_a_refusal_reads_no_more_than_it_tells() -> None:
         ]
         opening = scheduler_pb2.SessionOpening(gateway_id="one", protocol_version=PROTOCOL_VERSION)
         session._take(scheduler_pb2.SessionRequest(opening=opening, submissions=submissions))
-        events = await session._outbox.take()
+        events = session._outbox.take()
         assert core.snapshots == 0
         assert sum(event.HasField("refused") for event in events) == CROWD - 10 - core.snapshot().running
 
