@@ -101,6 +101,8 @@ class Fleet:
         do not go to and fro.
         """
         most = self.batches(len(source.sequences)) / _MOST_CROWDED
+        if self.batches(1 + min(len(one.sequences) for one in self.targets.values())) >= most:
+            return None  # as in most rounds of a crowded target
         targets = [one for one in self.targets.values() if self.batches(len(one.sequences) + 1) < most]
         free = (one for one in targets if not one.draining and one.has_room(positions))
         return min(free, key=lambda one: len(one.sequences), default=None)
