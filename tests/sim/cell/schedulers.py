@@ -43,11 +43,10 @@ class CellSchedulers:
         return self.current.address
 
     def start_scheduler(self) -> None:
-        index = len(self._all)
         if self._world.plan.register_is_lost and not any(scheduler.process.alive for scheduler in self._all):
             self.register.numbers.clear()
-        name = f"scheduler{index}" if not self.number else f"cell{self.number}scheduler{index}"
-        self._world.note("scheduler starts", index if not self.number else name)
+        name = f"{f'cell{self.number}' if self.number else ''}scheduler{len(self._all)}"
+        self._world.note("scheduler starts", name)
         self.current = SimulatedScheduler(self._world, self, name)
         self._all.append(self.current)
 

@@ -70,7 +70,7 @@ _TELL: dict[str, Callable[..., tuple[str, str]]] = {
     "worker starts": _named("starts"),
     "worker dies": _named("dies"),
     "worker hangs": _named("hangs"),
-    "scheduler starts": lambda _kind, index: (f"scheduler{index}", "starts"),
+    "scheduler starts": lambda _kind, name: (name, "starts"),
     "scheduler dies": _named("dies"),
     "scheduler closed": _named("closes:"),
     "gateway dies": _named("dies"),
