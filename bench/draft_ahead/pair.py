@@ -16,7 +16,7 @@ from scheduler.messages import Role
 from services.launch.launcher import WorkerLaunch
 
 _LENGTHS = (1, 2)
-_AHEAD = ((1, 4), (1, 6), (1, 8), (2, 6))
+_AHEAD = ((1, 8), (1, 12), (1, 16))
 
 
 async def measured_pair(
