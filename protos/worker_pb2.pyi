@@ -132,17 +132,19 @@ class Row(_message.Message):
     outcomes: int
     def __init__(self, sequence_id: _Optional[int] = ..., kv_len: _Optional[int] = ..., prefix_digest: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., draft_tokens: _Optional[_Iterable[int]] = ..., draft_length: _Optional[int] = ..., sample: _Optional[bool] = ..., parameters: _Optional[_Union[SequenceParameters, _Mapping]] = ..., scoring: _Optional[_Union[PromptScoring, _Mapping]] = ..., outcomes: _Optional[int] = ...) -> None: ...
 
-class Outcome(_message.Message):
-    __slots__ = ("accepted", "token", "draft_tokens", "confidences")
+class Outcomes(_message.Message):
+    __slots__ = ("accepted", "tokens", "lengths", "draft_tokens", "confidences")
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LENGTHS_FIELD_NUMBER: _ClassVar[int]
     DRAFT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     CONFIDENCES_FIELD_NUMBER: _ClassVar[int]
-    accepted: int
-    token: int
+    accepted: _containers.RepeatedScalarFieldContainer[int]
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    lengths: _containers.RepeatedScalarFieldContainer[int]
     draft_tokens: _containers.RepeatedScalarFieldContainer[int]
     confidences: bytes
-    def __init__(self, accepted: _Optional[int] = ..., token: _Optional[int] = ..., draft_tokens: _Optional[_Iterable[int]] = ..., confidences: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, accepted: _Optional[_Iterable[int]] = ..., tokens: _Optional[_Iterable[int]] = ..., lengths: _Optional[_Iterable[int]] = ..., draft_tokens: _Optional[_Iterable[int]] = ..., confidences: _Optional[bytes] = ...) -> None: ...
 
 class PromptScoring(_message.Message):
     __slots__ = ("first", "tokens", "top")
@@ -246,8 +248,8 @@ class RowReply(_message.Message):
     reused: int
     confidences: bytes
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprobs]
-    outcomes: _containers.RepeatedCompositeFieldContainer[Outcome]
-    def __init__(self, sequence_id: _Optional[int] = ..., status: _Optional[_Union[RowStatus, str]] = ..., kv_len: _Optional[int] = ..., prefix_digest: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., accepted: _Optional[int] = ..., logits_digests: _Optional[_Iterable[int]] = ..., error: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., reused: _Optional[int] = ..., confidences: _Optional[bytes] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., outcomes: _Optional[_Iterable[_Union[Outcome, _Mapping]]] = ...) -> None: ...
+    outcomes: Outcomes
+    def __init__(self, sequence_id: _Optional[int] = ..., status: _Optional[_Union[RowStatus, str]] = ..., kv_len: _Optional[int] = ..., prefix_digest: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., accepted: _Optional[int] = ..., logits_digests: _Optional[_Iterable[int]] = ..., error: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., reused: _Optional[int] = ..., confidences: _Optional[bytes] = ..., prompt_logprobs: _Optional[_Iterable[_Union[TokenLogprobs, _Mapping]]] = ..., outcomes: _Optional[_Union[Outcomes, _Mapping]] = ...) -> None: ...
 
 class TokenLogprobs(_message.Message):
     __slots__ = ("token_id", "logprob", "top_token_ids", "top_logprobs")

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
+
+import numpy as np
 
 from protos import worker_pb2
 from scheduler.messages import (
@@ -184,11 +187,11 @@ def logprobs_from_wire(logprobs: worker_pb2.TokenLogprobs) -> TokenLogprobs:
 
 def confidences_to_wire(confidences: Sequence[float]) -> bytes:
     """One byte for each number; numbers are between 0 and 1."""
-    return bytes(min(int(confidence * (MAX_CONFIDENCE + 1)), MAX_CONFIDENCE) for confidence in confidences)
+    return np.minimum(np.array(confidences) * (MAX_CONFIDENCE + 1), MAX_CONFIDENCE).astype(np.uint8).tobytes()
 
 
 def result_from_wire(reply: worker_pb2.RowReply) -> RowResult:
-    """Raises ValueError for a status that this version does not know."""
+    """Raises ValueError for a status that this version does not know, and for outcomes that do not add up."""
     status = _STATUSES_BACK.get(reply.status)
     if status is None:
         raise ValueError(f"status of the row of sequence {reply.sequence_id} is {reply.status}, which is not known")
@@ -205,9 +208,21 @@ def result_from_wire(reply: worker_pb2.RowReply) -> RowResult:
         reused=reply.reused,
         confidences=reply.confidences,
         prompt_logprobs=tuple(logprobs_from_wire(logprobs) for logprobs in reply.prompt_logprobs),
-        outcomes=tuple(_outcome_from_wire(outcome) for outcome in reply.outcomes),
+        outcomes=_outcomes_from_wire(reply.outcomes) if reply.HasField("outcomes") else (),
     )
 
 
-def _outcome_from_wire(outcome: worker_pb2.Outcome) -> Outcome:
-    return Outcome(outcome.accepted, outcome.token, tuple(outcome.draft_tokens), outcome.confidences)
+def _outcomes_from_wire(outcomes: worker_pb2.Outcomes) -> tuple[Outcome, ...]:
+    accepted, tokens, lengths = tuple(outcomes.accepted), tuple(outcomes.tokens), tuple(outcomes.lengths)
+    proposed, confidences = tuple(outcomes.draft_tokens), outcomes.confidences
+    whole = len(accepted) == len(tokens) == len(lengths) and sum(lengths) == len(proposed)
+    if not whole or len(confidences) not in (0, len(proposed)):
+        raise ValueError(
+            f"outcomes have {len(accepted)} accepted, {len(tokens)} tokens, {len(lengths)} lengths of {sum(lengths)} "
+            f"in all, {len(proposed)} draft_tokens and {len(confidences)} confidences, which does not add up"
+        )
+    ends = tuple(accumulate(lengths))
+    return tuple(
+        Outcome(count, token, proposed[end - length : end], confidences[end - length : end])
+        for count, token, length, end in zip(accepted, tokens, lengths, ends, strict=True)
+    )

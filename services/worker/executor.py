@@ -334,7 +334,7 @@ class StepExecutor(ABC, Generic[SomeEngine]):
             if outcome.prompt_logprobs:
                 reply.prompt_logprobs.extend(logprobs_to_wire(logprobs) for logprobs in outcome.prompt_logprobs)
             if outcome.ahead:
-                reply.outcomes.extend(_outcome_to_wire(proposal) for proposal in outcome.ahead)
+                reply.outcomes.CopyFrom(_outcomes_to_wire(outcome.ahead))
         return reply
 
     def _refuse(
@@ -420,12 +420,13 @@ def _ahead_row(prepared: PreparedRow, row: worker_pb2.Row) -> AheadRow:
     )
 
 
-def _outcome_to_wire(proposal: AheadProposal) -> worker_pb2.Outcome:
-    return worker_pb2.Outcome(
-        accepted=proposal.accepted,
-        token=proposal.token,
-        draft_tokens=proposal.tokens,
-        confidences=confidences_to_wire(proposal.confidences),
+def _outcomes_to_wire(proposals: Sequence[AheadProposal]) -> worker_pb2.Outcomes:
+    return worker_pb2.Outcomes(
+        accepted=[proposal.accepted for proposal in proposals],
+        tokens=[proposal.token for proposal in proposals],
+        lengths=[len(proposal.tokens) for proposal in proposals],
+        draft_tokens=[token for proposal in proposals for token in proposal.tokens],
+        confidences=confidences_to_wire([one for proposal in proposals for one in proposal.confidences]),
     )
 
 

@@ -82,6 +82,21 @@ def test_outcomes_come_with_their_proposals(draft: Conversation) -> None:
         assert list(outcome.confidences) == [min(token % 5 * 64, 255) for token in outcome.draft_tokens]
 
 
+@pytest.mark.parametrize(
+    ("lengths", "tokens", "confidences"),
+    [([2, 1], [7, 8], b""), ([2], [7, 8, 9], b""), ([2], [7, 8], b"\x01"), ([2, 0, 1], [7, 8, 9], b"\x01\x02\x03")],
+)
+def test_outcomes_that_do_not_add_up_are_refused(lengths: list[int], tokens: list[int], confidences: bytes) -> None:
+    reply = worker_pb2.RowReply(sequence_id=1, status=worker_pb2.ROW_STATUS_OK)
+    reply.outcomes.accepted.extend([0, 1])
+    reply.outcomes.tokens.extend([5, 6])
+    reply.outcomes.lengths.extend(lengths)
+    reply.outcomes.draft_tokens.extend(tokens)
+    reply.outcomes.confidences = confidences
+    with pytest.raises(ValueError, match=f"{len(lengths)} lengths of {sum(lengths)} in all, {len(tokens)} draft_tok"):
+        result_from_wire(reply)
+
+
 def test_after_an_outcome_its_proposal_goes_on(draft: Conversation) -> None:
     """The proposal and the token of the target lie in the worker's KV as far as they came true."""
     (reply,) = draft.step(opening(1, draft_length=3))
@@ -160,7 +175,7 @@ def test_prompt_lookup_only_feeds() -> None:
     draft = Conversation(DraftStepExecutor(NgramEngine(), EPOCH, prefix_cache=False))
     known = [1, 2, 3, 4, 1, 2]
     (reply,) = draft.step(row(1, known, 0, parameters=PARAMETERS, draft_tokens=[3, 4], draft_length=2, outcomes=4))
-    assert (reply.status, reply.kv_len, list(reply.outcomes)) == (worker_pb2.ROW_STATUS_OK, 8, [])
+    assert (reply.status, reply.kv_len, reply.HasField("outcomes")) == (worker_pb2.ROW_STATUS_OK, 8, False)
     (reply,) = draft.step(row(1, [*known, 3, 9, 1, 2], 7, draft_length=2))
     assert list(reply.tokens) == [3, 9]
 

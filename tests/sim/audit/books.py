@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from protos import worker_pb2
 
@@ -101,7 +101,7 @@ def _computed(held: _Held, row: worker_pb2.Row, answer: worker_pb2.RowReply) -> 
     if kv_len >= len(digests) or digests[kv_len] != row.prefix_digest:
         return f"was computed on {kv_len} positions of KV, the worker has {len(digests) - 1}, or other ones"
     tokens, drafted = list(answer.tokens), list(row.draft_tokens)
-    problem = _wrong_tokens(row, tokens, drafted, answer.accepted) or _wrong_outcomes(row, answer.outcomes)
+    problem = _wrong_tokens(row, tokens, drafted, answer.accepted) or _wrong_outcomes(row, answer)
     if problem is not None:
         return problem
     behind = digests[kv_len + len(row.tokens) :]
@@ -124,21 +124,34 @@ def _computed(held: _Held, row: worker_pb2.Row, answer: worker_pb2.RowReply) -> 
     return None
 
 
-def _wrong_outcomes(row: worker_pb2.Row, outcomes: Iterable[worker_pb2.Outcome]) -> str | None:
-    drafted = list(row.draft_tokens)
-    results = [(one.accepted, one.token) for one in outcomes]
+def outcomes_of(answer: worker_pb2.RowReply) -> Iterator[tuple[int, int, list[int]]]:
+    """Of each: how many tokens are accepted, which one is chosen then, and what is proposed after it."""
+    prepared, begin = answer.outcomes, 0
+    for accepted, token, length in zip(prepared.accepted, prepared.tokens, prepared.lengths, strict=True):
+        yield accepted, token, list(prepared.draft_tokens[begin : begin + length])
+        begin += length
+
+
+def _wrong_outcomes(row: worker_pb2.Row, answer: worker_pb2.RowReply) -> str | None:
+    drafted, prepared = list(row.draft_tokens), answer.outcomes
+    if len({len(prepared.accepted), len(prepared.tokens), len(prepared.lengths)}) > 1:
+        return "prepares for outcomes of which something is missing"
+    if sum(prepared.lengths) != len(prepared.draft_tokens):
+        return f"{len(prepared.draft_tokens)} tokens come for outcomes, with lengths {list(prepared.lengths)}"
+    if len(prepared.confidences) not in (0, len(prepared.draft_tokens)):
+        return f"{len(prepared.confidences)} confidences come with {len(prepared.draft_tokens)} tokens for outcomes"
+    outcomes = list(outcomes_of(answer))
+    results = [(accepted, token) for accepted, token, _ in outcomes]
     if len(results) > row.outcomes:
         return f"prepares for {len(results)} outcomes, asked for were {row.outcomes}"
     if len(set(results)) < len(results):
         return f"prepares for an outcome twice, among {results}"
-    for one in outcomes:
-        what = f"prepares for token {one.token} after {one.accepted} of {drafted}"
-        if one.accepted > len(drafted) or drafted[one.accepted : one.accepted + 1] == [one.token]:
+    for accepted, token, proposal in outcomes:
+        what = f"prepares for token {token} after {accepted} of {drafted}"
+        if accepted > len(drafted) or drafted[accepted : accepted + 1] == [token]:
             return f"{what}, which cannot be"
-        if not 0 < len(one.draft_tokens) <= row.draft_length:
-            return f"{what} with {len(one.draft_tokens)} tokens, draft_length is {row.draft_length}"
-        if len(one.confidences) not in (0, len(one.draft_tokens)):
-            return f"{what}: {len(one.confidences)} confidences come with {len(one.draft_tokens)} tokens"
+        if not 0 < len(proposal) <= row.draft_length:
+            return f"{what} with {len(proposal)} tokens, draft_length is {row.draft_length}"
     return None
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from protos import scheduler_pb2, worker_pb2
-from tests.sim.audit.books import CommittedTokens, KvBook, digest_of, digests_after
+from tests.sim.audit.books import CommittedTokens, KvBook, digest_of, digests_after, outcomes_of
 from tests.sim.audit.sessions import SchedulerSessions
 
 MOST_SECONDS_OF_A_MOVE = 10.0
@@ -163,10 +163,9 @@ class SchedulerAudit:
                 sequence.verified_until = self._clock()
             if answer.status != worker_pb2.ROW_STATUS_OK:
                 continue
-            for outcome in answer.outcomes:
-                verdict = [*row.draft_tokens[: outcome.accepted], outcome.token]
-                after = digests_after(digest, verdict)[-1]
-                sequence.proposals.setdefault(after, []).append(list(outcome.draft_tokens))
+            for accepted, token, proposal in outcomes_of(answer):
+                after = digests_after(digest, [*row.draft_tokens[:accepted], token])[-1]
+                sequence.proposals.setdefault(after, []).append(proposal)
             if not answer.tokens:
                 continue
             if row.draft_length:
