@@ -201,7 +201,7 @@ class SchedulerCore:
                     choice.rate,
                     tuple(figures.acceptance.chances),
                     choice.ahead[0],
-                    figures.found,
+                    figures.ahead.found,
                 )
                 for target in targets
                 for draft_id, choice in self._controller.target(target).choices.items()

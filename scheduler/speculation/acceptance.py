@@ -11,8 +11,8 @@ MAX_CONFIDENCE = 255
 """A confidence is a number from 0 to 255 for each draft token, a byte on the wire."""
 _BINS = 16
 """As finely are confidences told apart: finer bins would be too empty to learn from, coarser ones say less."""
-_PRIOR_CHANCE = 0.7
-"""Of a draft model nobody has seen: high enough that it is tried, which soon says more."""
+PRIOR_CHANCE = 0.7
+"""Of what nobody has seen, a draft model's token for one: high enough that it is tried, which soon says more."""
 _PRIOR_WEIGHT = 4.0
 """What few tokens say is drawn towards what was to be expected, as if so many tokens had said that."""
 
@@ -29,12 +29,12 @@ class ModelAcceptance:
     @property
     def rate(self) -> float:
         """Over all places."""
-        return (sum(self._taken) + _PRIOR_CHANCE * _PRIOR_WEIGHT) / (sum(self._tried) + _PRIOR_WEIGHT)
+        return (sum(self._taken) + PRIOR_CHANCE * _PRIOR_WEIGHT) / (sum(self._tried) + _PRIOR_WEIGHT)
 
     @property
     def chances(self) -> list[float]:
         """By place, each drawn towards that of the place before."""
-        chance, found = _PRIOR_CHANCE, []
+        chance, found = PRIOR_CHANCE, []
         for taken, tried in zip(self._taken, self._tried, strict=True):
             chance = (taken + _PRIOR_WEIGHT * chance) / (tried + _PRIOR_WEIGHT)
             found.append(chance)
@@ -62,7 +62,7 @@ class ModelAcceptance:
 
     def survival(self, confidences: bytes, count: int) -> list[float]:
         """The chance of each of `count` tokens to be accepted with all before it; without confidences, by place."""
-        single = [self.chance(one) for one in confidences] or [*self.chances, *[_PRIOR_CHANCE] * count][:count]
+        single = [self.chance(one) for one in confidences] or [*self.chances, *[PRIOR_CHANCE] * count][:count]
         return list(accumulate(single, mul))
 
 

@@ -1,12 +1,7 @@
 """Decides how many tokens each sequence drafts in a round: what the most goodput takes, often none.
 
 After TurboSpec (arXiv 2406.14066, section 4): costs of steps and acceptance are learnt online, and after every round a
-target gets, for each draft worker, the length with the most expected tokens a second. In a *cycle* each of its
-sequences has one round. It takes the target parts · base + row · tokens + kv · tokens of KV that it reads seconds, and
-the draft so much for each pass, each token that it proposes, the KV that is read for that, and each token that it has
-to be fed first: prompts, and rounds without a draft. Where the sequences fit one step (parts = 1), or both workers
-share cores, the cycle is the sum of both; else the longer of them.
-Rounds for which a draft had prepared take none of its time.
+target gets, for each draft worker, the length with the most expected tokens a second (`goodput`).
 """
 
 from __future__ import annotations
@@ -18,48 +13,18 @@ from statistics import fmean
 
 from scheduler.config import Policy, SchedulerConfig
 from scheduler.speculation.acceptance import ModelAcceptance, OwnAcceptance
-from scheduler.speculation.cost_model import FORGET, LinearCost
+from scheduler.speculation.cost_model import TOKEN_SHARE, LinearCost
+from scheduler.speculation.draft_ahead import DraftAhead, outcomes_that_fit
+from scheduler.speculation.goodput import Ahead, Choice, Cycle, choose, kv_lag, worth_drafting
 from scheduler.state.fleet import Fleet
 from scheduler.state.worker_base import DraftWork, TargetWork
 from scheduler.state.workers import STEADY_KV_LAG, DraftWorker, Sequence, TargetWorker, Worker
 from scheduler.statistics import Counters
 
-_TOKEN = 1 / 32
-"""Of a step's base, what a token is guessed to cost: loading the weights is most of a step. And of that, what the
-logits and the choice add for a token to verify."""
-_KV_TOKEN = 2**-16
-"""Of a step's base, what reading the KV of a token is guessed to cost: as much as it is smaller than the weights."""
 _PROBE_SHARE = 0.01
 """Of the time, for looking at what is not done now: the most that is lost where nothing ever changes."""
 _WHOLE_EVERY = 16
 """One proposal in so many is verified whole, to see what tokens that seemed not worth it come to: 6 % of their cost."""
-
-_PRIOR_FOUND = 0.75
-"""Of a draft that never prepared: high enough that it is tried, which soon says more."""
-_ON_TIME = 0.9
-"""Of the time that a verification is expected to take, for preparing: what comes after the verdict is of no use."""
-
-
-@dataclass(slots=True)
-class Choice:
-    """What one target's sequences draft with one draft worker: so many `sequences` up to `length` tokens each.
-
-    A draft token is worth it from a chance of `price` on, and worth verifying from `row_price` on. One to feed costs
-    `feed_price` tokens; a draft that lacks more than `most_fed` catches up on the side. `rate` is the expected tokens a
-    second, `gain` times that of plain decoding. `chances` are the draft model's, by place.
-    """
-
-    length: int
-    sequences: float
-    rate: float
-    gain: float
-    price: float
-    row_price: float
-    feed_price: float
-    most_fed: float
-    chances: list[float]
-    ahead: tuple[int, int] = (0, 0)
-    """Outcomes to prepare for during a verification, and tokens of each."""
 
 
 @dataclass(slots=True)
@@ -95,13 +60,7 @@ class DraftFigures:
     wire: LinearCost
     """Seconds by which an idle draft's answer is later than its step takes."""
     acceptance: ModelAcceptance
-    ahead_length: int
-    """Tokens of each outcome for which there is time: one more where time was left, one less where they came late."""
-    found: float = _PRIOR_FOUND
-    """The share of outcomes that it had prepared for, of verifications during which it was to."""
-    prepared_at: float | None = None
-    pass_seconds: float = 0.0
-    """When the last preparation ended, if its verdict has not come yet, and what a pass of it took."""
+    ahead: DraftAhead
 
 
 class Controller:
@@ -116,14 +75,14 @@ class Controller:
         self._drafts: dict[str, DraftFigures] = {}
         self._models: dict[str, ModelAcceptance] = {}
         self._own: dict[int, OwnAcceptance] = {}
-        self.kv_moves = LinearCost((1.0, _TOKEN))
+        self.kv_moves = LinearCost((1.0, TOKEN_SHARE))
         """What a move of KV between targets takes, by (1, positions)."""
 
     def target(self, target: TargetWorker) -> TargetFigures:
         found, first = self._targets.get(target.worker_id), self._config.initial_step_seconds
         if found is None:
             found = self._targets[target.worker_id] = TargetFigures(
-                LinearCost((1.0, _TOKEN, _TOKEN**2, _KV_TOKEN), first), LinearCost((1.0,)), first
+                LinearCost((1.0, TOKEN_SHARE, TOKEN_SHARE**2, TOKEN_SHARE**3), first), LinearCost((1.0,)), first
             )
         return found
 
@@ -132,10 +91,10 @@ class Controller:
         if found is None:
             acceptance = self._models.setdefault(model, ModelAcceptance(self._config.draft_length))
             found = self._drafts[draft.worker_id] = DraftFigures(
-                LinearCost((1.0, _TOKEN, _KV_TOKEN), self._config.initial_step_seconds),
+                LinearCost((1.0, TOKEN_SHARE, TOKEN_SHARE**3), self._config.initial_step_seconds),
                 LinearCost((1.0,)),
                 acceptance,
-                max(1, self._config.draft_length),
+                DraftAhead(self._config.draft_length),
             )
         return found
 
@@ -228,28 +187,13 @@ class Controller:
 
     def prepared(self, draft: DraftWorker, length: int, seconds: float, late: bool, now: float) -> None:
         """The draft has prepared proposals of up to so many tokens in so many seconds, perhaps after the verdict."""
-        figures = self.draft(draft)
-        if late:
-            figures.prepared_at, figures.ahead_length = None, max(1, length - 1)
-        else:
-            figures.prepared_at, figures.pass_seconds = now, seconds / (1 + length)
+        self.draft(draft).ahead.ended(length, seconds, late, now)
 
     def looked_for(self, draft: DraftWorker, target: TargetWorker, prepared: bool, found: bool, now: float) -> None:
         """A verification of what this draft had proposed is over; whether it was to prepare, and for this outcome."""
-        figures = self.draft(draft)
-        if figures.prepared_at is not None:
-            # Steps vary: a tenth of the target's is kept back.
-            left = now - figures.prepared_at - (1 - _ON_TIME) * self.target(target).typical
-            if left > figures.pass_seconds and figures.ahead_length < self._config.draft_length:
-                figures.ahead_length += 1
-            figures.prepared_at = None
-        if not prepared:
-            # What was not found once may be found again: it is tried anew in the end.
-            figures.found += (1 - FORGET) ** 2 * (_PRIOR_FOUND - figures.found)
-            return
-        figures.found += (1 - FORGET) * (found - figures.found)
-        self._counters.outcomes_sought += 1
-        self._counters.outcomes_found += found
+        self.draft(draft).ahead.verified(self.target(target).typical, prepared, found, now)
+        self._counters.outcomes_sought += prepared
+        self._counters.outcomes_found += prepared and found
 
     # --- what is decided ----------------------------------------------------------------------------------------------
 
@@ -274,25 +218,6 @@ class Controller:
             self._counters.probes += 1
         return min(length, longest)
 
-    def computing_seconds(self, source: TargetWorker, destination: TargetWorker, positions: int) -> float:
-        """What the destination takes to compute so much KV. One that has not computed yet is taken to be like the
-        source."""
-        figures = self.target(destination)
-        return (figures if figures.cost.known else self.target(source)).cost.predict(1.0, positions)
-
-    def seconds_saved(self, sequence: Sequence, source: TargetWorker, destination: TargetWorker) -> float:
-        """By so much sooner a sequence is expected to end on a destination that then has fewer batches.
-
-        In each round of a sequence its target takes a step for each batch. A round yields at most one token more than
-        are drafted. How many tokens are to come is not known: as many as came so far is a fair guess, up to the
-        request's `max_tokens`.
-        """
-        tokens = min(sequence.end - sequence.length, sequence.length - len(sequence.request.prompt))
-        rounds = tokens / (1 + sequence.planned_draft_length)
-        batches = self._fleet.batches
-        steps = batches(len(source.sequences)) - batches(len(destination.sequences) + 1)
-        return rounds * steps * self.target(source).typical
-
     def proposes_at_once(self, draft: DraftWorker, kv_lag: int) -> bool:
         """Whether a draft with so large a KV lag is to propose; else it catches up during a plain round.
 
@@ -313,16 +238,13 @@ class Controller:
         return min((0, 0) if choice is None else choice.ahead for choice in choices)
 
     def _fitting(self, draft: DraftWorker, sequences: int, length: float) -> tuple[int, int]:
-        """The most outcomes of each of so many sequences of this mean length whose rows are to cost no more than the
-        passes themselves, and the tokens for which there was time of late."""
+        """Outcomes of each of so many sequences of this mean length to prepare for, and tokens of each."""
         known = self.draft(draft)
         if not self._config.draft_ahead or not known.cost.known:
             return 0, 0
         of_pass, of_token, of_kv = known.cost.coefficients
-        outcomes, of_token = self._config.draft_ahead, of_token + of_kv * length
-        if of_token * outcomes * sequences > of_pass:
-            outcomes = int(of_pass / of_token / sequences)
-        return (outcomes, min(self._config.draft_length, known.ahead_length)) if outcomes else (0, 0)
+        outcomes = outcomes_that_fit(self._config.draft_ahead, of_pass, (of_token + of_kv * length) * sequences)
+        return (outcomes, min(self._config.draft_length, known.ahead.length)) if outcomes else (0, 0)
 
     def chances(self, sequence: Sequence, confidences: bytes, count: int) -> list[float]:
         """The chance of each of `count` proposed tokens to be accepted with all before it."""
@@ -344,7 +266,7 @@ class Controller:
         choice = figures.choices.get(self._draft_of(sequence).worker_id)
         if choice is None or not choice.length:
             return int(choice is None)
-        return min(choice.length, len(_worth(self.own(sequence), sequence, choice)))
+        return min(choice.length, len(worth_drafting(self.own(sequence), sequence, choice)))
 
     def _draft_of(self, sequence: Sequence) -> DraftWorker:
         """The draft worker that has the sequence, or would get it."""
@@ -352,7 +274,7 @@ class Controller:
 
     def _probe_seconds(self, figures: TargetFigures, sequence: Sequence) -> float:
         """By how much all others are held up at most."""
-        lag = _kv_lag(sequence) if self._fleet.time_sliced else 0
+        lag = kv_lag(sequence) if self._fleet.time_sliced else 0
         known = self.draft(self._draft_of(sequence))
         drafting = known.wire.predict(1.0) + known.cost.predict(1.0, 1.0 + lag, sequence.length)
         return drafting + figures.cost.predict(0.0, 1.0, 1.0)
@@ -372,78 +294,25 @@ class Controller:
         self, target: TargetWorker, figures: TargetFigures, draft: DraftWorker, members: list[Sequence]
     ) -> Choice:
         """The choice for one draft worker, as if all sequences of the target were like `members`, which it has."""
-        (base, token, verified, kv), wire = figures.cost.coefficients, figures.wire.coefficients[0]
-        row = token + verified
-        known, before = self.draft(draft), figures.choices.get(draft.worker_id)
-        (of_pass, of_feed, of_kv), draft_wire = known.cost.coefficients, known.wire.coefficients[0]
-        length = fmean(one.length for one in members)
-        # Nothing takes no time at all.
-        base, of_feed = max(base, 1e-9), max(of_feed, 1e-9)
-        of_token = of_feed + of_kv * length
-        count, load = figures.decided_for, max(figures.decided_for, len(draft.sequences))
-        parts = max(1.0, count / self._config.batch_size)
-        serial = parts == 1 or self._fleet.time_sliced
-
-        def cycle(passes: int = 0, drafted: float = 0.0, fed: float = 0.0) -> float:
-            verify = parts * base + count * (row * (1 + drafted) + kv * length)
-            propose, feed = of_token * drafted * load, of_feed * fed * load
-            both_wires = wire + draft_wire if passes else wire
-            if serial:
-                return verify + passes * of_pass + propose + feed + (both_wires if passes or parts == 1 else 0.0)
-            waiting = both_wires + verify / parts + passes * of_pass + propose / parts
-            return max(waiting, verify, 2 * passes * of_pass + propose + feed)
-
-        plain = count / cycle()
-        # A second is worth as many tokens as were committed in one when this was last decided.
-        rate = plain * (before.gain if before else 1.0)
-        of_draft, feeding = (rate * of_token, rate * of_feed) if serial else (0.0, 0.0)
-        most_fed = math.inf if self._fleet.time_sliced else of_pass / of_feed
-        choice = Choice(
-            0, 0.0, plain, 1.0, rate * row + of_draft, rate * row, feeding, most_fed, known.acceptance.chances
+        (base, token, verified, kv), known = figures.cost.coefficients, self.draft(draft)
+        of_pass, of_feed, of_kv = known.cost.coefficients
+        length, count = fmean(one.length for one in members), figures.decided_for
+        base, of_feed = max(base, 1e-9), max(of_feed, 1e-9)  # nothing takes no time at all
+        cycle = Cycle(
+            count=count,
+            load=max(count, len(draft.sequences)),
+            parts=max(1.0, count / self._config.batch_size),
+            base=base,
+            row=token + verified,
+            kv=kv * length,
+            wire=figures.wire.coefficients[0],
+            of_pass=of_pass,
+            of_token=of_feed + of_kv * length,
+            of_feed=of_feed,
+            draft_wire=known.wire.coefficients[0],
+            time_sliced=self._fleet.time_sliced,
         )
-        worth = [_worth(self.own(sequence), sequence, choice) for sequence in members]
-        fed = sum(_fed(one, kept, most_fed) for one, kept in zip(members, worth, strict=True) if kept) / len(members)
-        # To begin, drafting must promise more than one observation can make of an estimate.
-        best = plain if before and before.length else plain / FORGET
-        margin = 1.0 if before and before.ahead[0] else 1 / FORGET  # as much again for drafting ahead
-        accepted = drafted = 0.0
-        # What is found spares a step of the draft where it is found for all, and brings what there is time to prepare.
-        outcomes, prepared = self._fitting(draft, count, length) if serial and not self._fleet.time_sliced else (0, 0)
-        found = known.found if outcomes else 0.0
-        taken = found * sum(sum(kept[:prepared]) for kept in worth) / len(members)
-        for passes in range(1, max(map(len, worth)) + 1):
-            reached = [kept[passes - 1] for kept in worth if len(kept) >= passes]
-            accepted, drafted = accepted + sum(reached) / len(members), drafted + len(reached) / len(members)
-            seconds = cycle(passes, drafted, fed)
-            rate = count * (1 + accepted) / seconds
-            if rate > best:
-                best, choice.length, choice.rate, choice.gain, choice.ahead = rate, passes, rate, rate / plain, (0, 0)
-            seconds -= found**count * (seconds - cycle(0, found * drafted))
-            rate = count * (1 + taken + (1 - found) * accepted) / seconds
-            if outcomes and rate > best * (1.0 if choice.ahead[0] else margin):
-                best, choice.length, choice.rate, choice.gain = rate, passes, rate, rate / plain
-                choice.ahead = outcomes, prepared
-        if choice.length:
-            choice.sequences = count * sum(map(bool, worth)) / len(members)
-        return choice
-
-
-def _worth(own: OwnAcceptance, sequence: Sequence, choice: Choice) -> list[float]:
-    """The chances of the tokens that are worth their price, if together they also pay for what has to be fed first."""
-    if sequence.request.draft_length is not None or sequence.drafting_refused or sequence.suspected:
-        return []
-    kept = own.survival(choice.chances, choice.price)
-    fed = _fed(sequence, kept, choice.most_fed)
-    return kept if not fed or sum(kept) - choice.price * len(kept) >= choice.feed_price * fed else []
-
-
-def _fed(sequence: Sequence, kept: list[float], most: float) -> float:
-    """Tokens that a draft has to be fed, spread over the sequence's rounds or those that anything is remembered for."""
-    lag = _kv_lag(sequence) - STEADY_KV_LAG
-    left = max(1, sequence.end - sequence.length)
-    return min(most, lag) * max(1 - FORGET, (1 + sum(kept)) / left) if lag > 0 else 0.0
-
-
-def _kv_lag(sequence: Sequence) -> int:
-    """Tokens of KV that a draft lacks before it can propose."""
-    return sequence.length if sequence.draft is None else sequence.draft.kv_lag(sequence)
+        can_prepare = cycle.serial and not cycle.time_sliced
+        ahead = Ahead(*self._fitting(draft, count, length), known.ahead.found) if can_prepare else Ahead()
+        before = figures.choices.get(draft.worker_id)
+        return choose(cycle, known.acceptance.chances, [(one, self.own(one)) for one in members], before, ahead)

@@ -7,6 +7,9 @@ from operator import mul
 
 FORGET = 0.95
 """By so much an observation counts less for each one after it: the last twenty or so decide, as for acceptance."""
+TOKEN_SHARE = 1 / 32
+"""Of a step by itself, what a token is guessed to cost: loading the weights is most of a step. And of that, what the
+logits and the choice add for a token to verify; and of that again, what reading the KV of a token costs."""
 _SHORTEST = 0.5
 """Of what was expected: a step that took less weighs as if it had taken so much, no more than four usual ones."""
 

@@ -28,7 +28,7 @@ class Departures:
 
     A draining target loses all its sequences. A crowded one, which has more sequences than a batch, loses some to a
     target that has room and clearly fewer of them (`Fleet.pick_relief`), where what a sequence gains there is worth
-    the way (`Controller.seconds_saved`). Within a batch, a sequence more costs the others next to nothing.
+    the way (`_seconds_saved`). Within a batch, a sequence more costs the others next to nothing.
     """
 
     def __init__(
@@ -72,12 +72,31 @@ class Departures:
         departure, seconds = self._sooner(sequence, source, destination)
         if not departure.with_kv and destination.count(SequenceState.PREFILLING):
             return None
-        return departure if seconds < self._controller.seconds_saved(sequence, source, destination) else None
+        return departure if seconds < self._seconds_saved(sequence, source, destination) else None
 
     def _sooner(self, sequence: Sequence, source: TargetWorker, destination: TargetWorker) -> tuple[Departure, float]:
         """With or without KV, as the configuration says or as is expected to be sooner; and the seconds it takes."""
         valid = source.kv[sequence.sequence_id].valid
         moving = self._controller.kv_moves.predict(1.0, valid)
-        computing = self._controller.computing_seconds(source, destination, valid)
+        computing = self._computing_seconds(source, destination, valid)
         with_kv = self._moves.worth_it(valid, moving, computing)
         return Departure(destination, with_kv), moving if with_kv else computing
+
+    def _computing_seconds(self, source: TargetWorker, destination: TargetWorker, positions: int) -> float:
+        """What the destination takes to compute so much KV. One that has not computed yet is taken to be like the
+        source."""
+        cost = self._controller.target(destination).cost
+        return (cost if cost.known else self._controller.target(source).cost).predict(1.0, positions)
+
+    def _seconds_saved(self, sequence: Sequence, source: TargetWorker, destination: TargetWorker) -> float:
+        """By so much sooner a sequence is expected to end on a destination that then has fewer batches.
+
+        In each round of a sequence its target takes a step for each batch. A round yields at most one token more than
+        are drafted. How many tokens are to come is not known: as many as came so far is a fair guess, up to the
+        request's `max_tokens`.
+        """
+        tokens = min(sequence.end - sequence.length, sequence.length - len(sequence.request.prompt))
+        rounds = tokens / (1 + sequence.planned_draft_length)
+        batches = self._fleet.batches
+        steps = batches(len(source.sequences)) - batches(len(destination.sequences) + 1)
+        return rounds * steps * self._controller.target(source).typical

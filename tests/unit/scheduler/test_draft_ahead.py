@@ -174,9 +174,9 @@ def test_as_many_tokens_are_prepared_as_there_was_time_for() -> None:
         """What was prepared at 1.0, in four passes of 10 ms each, came late, or before the verdict."""
         controller.prepared(draft, 3, 0.04, late, 1.0)
         controller.looked_for(draft, target, True, True, verdict)
-        return figures.ahead_length
+        return figures.ahead.length
 
-    assert figures.ahead_length == 4
+    assert figures.ahead.length == 4
     assert [length_after(True, 1.0), length_after(False, 1.001), length_after(False, 2.0)] == [2, 2, 3]
     assert [length_after(False, 3.0), length_after(False, 3.0)] == [4, 4]
 
