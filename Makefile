@@ -1,6 +1,6 @@
 # make serve   sets up what serving needs, then serves the demo model until Ctrl-C
 # make test    sets up everything, then runs the tests of the five-minute loop
-# make test-all  runs `make test`, then all other tests but the long ones
+# make test-all  runs `make test`, then all other tests but the long ones, which `make test-long` runs
 # make lint    style and types
 # make sim     runs SEEDS schedules of faults in virtual time, on JOBS processes
 # make stubs   regenerates the protobuf stubs
@@ -38,7 +38,7 @@ COMPILE := UV_CUSTOM_COMPILE_COMMAND="make lock" $(BIN)/uv pip compile --quiet -
 TORCH := $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' requirements.lock)
 
 .DELETE_ON_ERROR:
-.PHONY: setup serve test test-all test-slow test-slow-ray sim lint format stubs lock test-oldest test-newest clean
+.PHONY: setup serve test test-all test-slow test-slow-ray test-long sim lint format stubs lock test-oldest test-newest clean
 
 setup: $(STAMP)
 
@@ -78,6 +78,11 @@ test-slow: $(STAMP)
 
 test-slow-ray: $(STAMP)
 	$(PYTEST) $(RAY_TESTS) -m "slow and ray and not long"
+
+# An hour or more: before a release, and after a change of what they are about.
+test-long: $(STAMP)
+	$(BESIDE_OTHERS) -n $(JOBS) -m "long and not ray"
+	$(PYTEST) $(RAY_TESTS) -m "long and ray"
 
 sim: $(STAMP)
 	$(BIN)/python -m tests.sim.soak --seeds $(SEEDS) --jobs $(JOBS) $(SIM)

@@ -186,6 +186,7 @@ def test_targets_come_and_go_with_the_load(cell: Cell) -> None:
     assert after["autoscaling"]["figures"]["targets_wanted"] == 1
 
 
+@pytest.mark.long
 def test_another_draft_model_and_targets_of_two_ranks_change_no_answer(cell: Cell) -> None:
     """Every replica is replaced, while requests come all the time."""
     _, other = save_tiny_pair("llama", cell.folder / "other", disagreement=0.1)
@@ -234,6 +235,7 @@ def gangs() -> list[Gang]:
     return list(found.values())
 
 
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_targets_of_two_ranks_are_lost_and_replaced_as_one_and_hand_over_their_kv(cell: Cell) -> None:
     """One loses a rank other than 0, which is killed, and another rank 0, which is stopped. A rank 0 that is killed is

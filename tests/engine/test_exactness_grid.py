@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -80,17 +81,22 @@ class Workers:
                 assert output.logits_digests == expected.logits_digests
 
 
-# The whole grid in bfloat16, a third with each head dimension; what tells dtypes apart is how kernels load and store.
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("family", "head_dim", "dtype"),
-    [
+def pairs() -> Iterator[Any]:
+    """The whole grid in bfloat16, a third with each head dimension; what tells dtypes apart is how kernels load and
+    store. Of smaller instruction sets one pair is enough for every day."""
+    pairs = [
         *(("llama", dim, "bfloat16") for dim in HEAD_DIMS),
         *(("llama", 32, dtype) for dtype in DTYPES[1:]),
         *(("qwen3_moe", 32, dtype) for dtype in DTYPES),
-    ],
-)
-@pytest.mark.parametrize("isa", ISAS)
+    ]
+    for isa in ISAS:
+        for pair in pairs:
+            daily = pair == pairs[1] if isa != ISAS[0] else pair[0] == "llama" or pair == pairs[5]
+            yield pytest.param(isa, *pair, marks=[] if daily else pytest.mark.long)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("isa", "family", "head_dim", "dtype"), pairs())
 def test_tiny_pairs(isa: str, family: str, head_dim: int, dtype: str, tmp_path: Path) -> None:
     compiled_kernels()
     folders = save_tiny_pair(family, tmp_path, head_dim=head_dim)
@@ -104,7 +110,9 @@ def test_tiny_pairs(isa: str, family: str, head_dim: int, dtype: str, tmp_path: 
 
 # Without the portable kernels, which take minutes for a model of this size and are those of the tiny pairs.
 @pytest.mark.slow
-@pytest.mark.parametrize("isa", [isa for isa in ISAS if isa != "portable"])
+@pytest.mark.parametrize(
+    "isa", [pytest.param(isa, marks=pytest.mark.long if isa != ISAS[0] else []) for isa in ISAS if isa != "portable"]
+)
 def test_the_demo_pair(isa: str) -> None:
     rng = random.Random(3)
     prompts = [[rng.randrange(1000, 20000) for _ in range(length)] for length in (2, 9)]

@@ -45,7 +45,11 @@ def run(command: Sequence[str | Path]) -> subprocess.CompletedProcess[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("isa", "element"),
-    [(isa, element) for isa in available_isas() for element in (ELEMENTS if isa is available_isas()[0] else ("BF16",))],
+    [
+        pytest.param(isa, element, marks=[] if (isa, element) == (available_isas()[0], "BF16") else pytest.mark.long)
+        for isa in available_isas()
+        for element in (ELEMENTS if isa is available_isas()[0] else ("BF16",))
+    ],
     ids=lambda value: getattr(value, "name", value),
 )
 def test_sanitizers_find_nothing(isa: object, element: str, tmp_path: Path) -> None:
@@ -77,7 +81,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_seen(fault: str, tmp_path: Path) -> None:
     file, right, wrong, words = FAULTS[fault]

@@ -32,7 +32,7 @@ from tests.support.tiny_models import VOCABULARY, save_tiny_pair
 PROMPTS = [random.Random(length).choices(range(VOCABULARY), k=length) for length in (1, 3, 17, 30, 16, 45)]
 GANGS = [
     *itertools.product(("llama", "qwen3", "qwen3_moe"), ("float32", "bfloat16")),
-    pytest.param(("demo", "bfloat16"), marks=pytest.mark.slow),
+    pytest.param(("demo", "bfloat16"), marks=pytest.mark.long),
 ]
 
 

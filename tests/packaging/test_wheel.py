@@ -194,6 +194,7 @@ def test_configuration_is_written_and_checked(environment: Path, folder: Path) -
     assert (ended.code, ended.out) == (0, "spool.yaml: right\n")
 
 
+@pytest.mark.long
 def test_its_speculation_is_exact(environment: Path, folder: Path) -> None:
     models = ("llama-target", "--draft", "llama-draft", "--prompts", "prompts.jsonl")
     steps = ("--max-tokens", "12", "--batch-size", "3", "--threads", "1", "--no-share-cores")

@@ -119,7 +119,11 @@ def test_a_compiler_may_have_options(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("isa", available_isas(), ids=lambda isa: isa.name)
+@pytest.mark.parametrize(
+    "isa",
+    [available_isas()[0], *(pytest.param(isa, marks=pytest.mark.long) for isa in available_isas()[1:])],
+    ids=lambda isa: isa.name,
+)
 def test_clang_compiles_what_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch, isa: object) -> None:
     if shutil.which("clang") is None:
         pytest.skip("no clang")

@@ -185,7 +185,7 @@ def test_speculation_commits_what_plain_sampling_commits(settings: dict[str, flo
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("with_draft", [False, True])
+@pytest.mark.parametrize("with_draft", [pytest.param(False, marks=pytest.mark.long), True])
 def test_committed_tokens_follow_the_target(with_draft: bool) -> None:
     """The second and third token after the prompt, over many seeds, against the exact two-step distribution."""
     size, seeds = 12, 1500
