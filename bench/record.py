@@ -5,6 +5,7 @@ python -m bench.record exactness_greedy -- spool verify --prompts FILE --json
 
 from __future__ import annotations
 
+import hashlib
 import json
 import subprocess
 import sys
@@ -16,6 +17,18 @@ from typing import Any
 from bench.machine import describe_machine
 
 RESULTS = Path(__file__).parent / "results"
+_MEASURED_FILES = (".py", ".c", ".h")
+_MEASURED_CODE = ("engine", "scheduler", "services", "protos")
+
+
+def source_digest() -> str:
+    """Of the code that is measured: a figure with another one is of older code."""
+    digest = hashlib.sha256()
+    for package in _MEASURED_CODE:
+        for path in sorted((RESULTS.parents[1] / package).rglob("*")):
+            if path.suffix in _MEASURED_FILES:
+                digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
 
 
 def commit_of(folder: Path) -> str:
@@ -34,9 +47,15 @@ def ask_git(folder: Path, *arguments: str) -> str:
 
 
 def origin(command: str, machine: Mapping[str, object]) -> dict[str, object]:
-    """The fields that every result has: the command that made it, Spool's commit, the date, and the machine."""
-    date = datetime.now(UTC).date().isoformat()
-    return {"command": command, "commit": commit_of(RESULTS.parent), "date": date, "machine": dict(machine)}
+    """The fields that every result has: the command that made it, Spool's commit and the digest of its code, the date,
+    and the machine."""
+    return {
+        "command": command,
+        "commit": commit_of(RESULTS.parent),
+        "sources": [source_digest()],
+        "date": datetime.now(UTC).date().isoformat(),
+        "machine": dict(machine),
+    }
 
 
 def write_result(file: Path, command: str, result: Mapping[str, Any]) -> None:

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from typing import Any
 
+from deploy.options import NGRAM
+
 
 class System(Enum):
     """Ways of decoding: Spool without and with drafts, and other systems."""
@@ -20,10 +22,15 @@ class System(Enum):
     ASSISTED = "assisted"
     VLLM = "vllm"
     VLLM_DRAFT = "vllm-draft"
+    VLLM_NGRAM = "vllm-ngram"
 
     @property
     def is_spool(self) -> bool:
-        return self not in (System.TRANSFORMERS, System.ASSISTED, System.VLLM, System.VLLM_DRAFT)
+        return self not in (System.TRANSFORMERS, System.ASSISTED) and not self.is_vllm
+
+    @property
+    def is_vllm(self) -> bool:
+        return self in (System.VLLM, System.VLLM_DRAFT, System.VLLM_NGRAM)
 
     @property
     def drafts(self) -> bool:
@@ -34,7 +41,7 @@ class System(Enum):
         """Of the same maker, without a draft."""
         if self.is_spool:
             return System.PLAIN
-        return System.VLLM if self in (System.VLLM, System.VLLM_DRAFT) else System.TRANSFORMERS
+        return System.VLLM if self.is_vllm else System.TRANSFORMERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,9 +121,12 @@ class Grid:
         exactness: Sequence[bool | None] = self.exact if system.is_spool else (None,)
         if not system.drafts:
             return [GridPoint(system, batch_size, exact=exact) for exact in exactness]
+        drafts = self.drafts if system.is_spool else self.model_drafts
+        if system is System.VLLM_NGRAM:
+            drafts = (NGRAM,)
         return [
             GridPoint(system, batch_size, draft, draft_length, exact)
             for exact in exactness
-            for draft in (self.drafts if system.is_spool else self.model_drafts)
+            for draft in drafts
             for draft_length in self.draft_lengths
         ]

@@ -41,6 +41,7 @@ class Peer(Enum):
     ASSISTED = "assisted"
     VLLM = "vllm"
     VLLM_DRAFT = "vllm-draft"
+    VLLM_NGRAM = "vllm-ngram"
 
 
 _SPOOL = (System.PLAIN, System.EQSPEC, System.EXSPEC, System.RAGGED, System.AUTO)
@@ -171,7 +172,7 @@ class BenchOfflineSettings(_Frozen):
     inputs: BenchInputs = BenchInputs()
     sampling: SamplingSettings = SamplingSettings()
     peer: Annotated[
-        list[Peer], typer.Option(help="Other systems: transformers, assisted, vllm, vllm-draft; repeat.")
+        list[Peer], typer.Option(help="Other systems: transformers, assisted, vllm, vllm-draft, vllm-ngram; repeat.")
     ] = Field(default_factory=list)
     vllm_python: Annotated[
         Path | None, typer.Option(help="Python of an environment with vLLM.", show_default="vLLM is left out")

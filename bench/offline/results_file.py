@@ -17,8 +17,6 @@ from bench.offline.summary import Measurement, summarise
 from deploy.errors import UsageError
 
 _KIND = "offline"
-_MEASURED_FILES = (".py", ".c", ".h")
-_MEASURED_CODE = ("engine", "scheduler", "services", "protos")
 
 
 class BenchFile:
@@ -142,13 +140,3 @@ def today() -> str:
 def output_digest(tokens: Sequence[int]) -> str:
     """Equal for equal output."""
     return hashlib.sha256(json.dumps(list(tokens)).encode()).hexdigest()[:12]
-
-
-def source_digest() -> str:
-    """Of the code whose speed is measured."""
-    digest = hashlib.sha256()
-    for package in _MEASURED_CODE:
-        for path in sorted((Path(__file__).parents[2] / package).rglob("*")):
-            if path.suffix in _MEASURED_FILES:
-                digest.update(path.read_bytes())
-    return digest.hexdigest()[:12]

@@ -16,12 +16,13 @@ from bench.machine import describe_machine
 from bench.offline.grid import Grid, GridPoint, System
 from bench.offline.inputs import bench_prompts
 from bench.offline.options import BenchOfflineSettings, Exactness, without_place
-from bench.offline.results_file import BenchFile, output_digest, shown_command, source_digest
+from bench.offline.results_file import BenchFile, output_digest, shown_command
 from bench.offline.rounds import NO_CATEGORY, RoundLog
 from bench.offline.summary import Measurement
 from bench.offline.tables import category_table, cells_table
 from bench.offline.workers import BenchWorkers, running_workers
 from bench.peers.processes import PeerError, PeerModels, Peers
+from bench.record import source_digest
 from deploy.errors import UsageError
 from deploy.event_loop import run_until_interrupted
 from deploy.models import ReadyModels, fetch, prepare_models

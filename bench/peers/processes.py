@@ -97,7 +97,7 @@ class Peers:
             raise PeerError(f"{kind.plain.value} takes one draft at a time, not {', '.join(sorted(drafts))}")
         request = {
             "target": str(models.target),
-            "draft": str(models.drafts[drafts.pop()]) if drafts else None,
+            "draft": next((str(models.drafts.get(draft, draft)) for draft in drafts), None),
             "dtype": models.dtype,
             "device": models.device,
             "threads": models.threads,

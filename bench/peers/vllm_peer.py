@@ -26,6 +26,8 @@ for _question, _sets in _SETS_THAT_HAVE.items():
 import vllm  # noqa: E402
 
 _WARM_UP_TOKENS = 8
+# The lengths of a match that Spool's prompt lookup looks for (engine/drafting/ngram_engine.py).
+_NGRAM: dict[str, Any] = {"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 32}
 
 
 def load(request: dict[str, Any]) -> Any:
@@ -33,11 +35,8 @@ def load(request: dict[str, Any]) -> Any:
     longest = max(len(prompt) + most for prompt, most in zip(request["prompts"], request["max_tokens"], strict=True))
     options: dict[str, Any] = {}
     if request["draft"]:
-        options["speculative_config"] = {
-            "model": request["draft"],
-            "num_speculative_tokens": request["draft_length"],
-            "method": "draft_model",
-        }
+        draft = {"method": "draft_model", "model": request["draft"]} if request["draft"] != "ngram" else _NGRAM
+        options["speculative_config"] = draft | {"num_speculative_tokens": request["draft_length"]}
     return vllm.LLM(
         model=request["target"],
         dtype=request["dtype"],

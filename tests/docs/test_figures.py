@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from bench.record import RESULTS
+from bench.record import RESULTS, source_digest
 from tests.docs.documents import ROOT
 
 Cells = Mapping[tuple[str, int, str | None], Mapping[str, Any]]
@@ -59,6 +59,15 @@ def check(document: str, *phrases: str) -> None:
 def test_a_phrase_that_is_not_there_would_be_seen() -> None:
     with pytest.raises(AssertionError, match="does not say"):
         check("README.md", "Spool is 17.3 times faster")
+
+
+def test_the_first_page_says_which_figures_are_of_older_code() -> None:
+    text = words((ROOT / "README.md").read_text(encoding="utf-8"))
+    quoted = set(re.findall(r"`bench/results/(\w+)\.json`", text))
+    assert len(quoted) > 3
+    older = {name for name in quoted if record(name).get("sources") != [source_digest()]}
+    said = re.search(r"of older code than this README: ((?:`\w+`,? ?(?:and )?)+)", text)
+    assert set(re.findall(r"`(\w+)`", said[1] if said else "")) == older, f"this code is {source_digest()}"
 
 
 def test_speed_on_the_first_page() -> None:

@@ -68,6 +68,12 @@ def test_other_systems_know_no_exactness_and_take_models_only() -> None:
     assert {point.batch_size for point in points if point.system is System.ASSISTED} == {1}
 
 
+def test_prompt_lookup_of_another_system_needs_no_draft_model() -> None:
+    found = [point for point in grid(System.VLLM, System.VLLM_NGRAM) if point.system is System.VLLM_NGRAM]
+    assert {point.draft for point in found} == {"ngram"}
+    assert {point.reference for point in found} == {GridPoint(System.VLLM, 1, exact=None)}
+
+
 def test_a_cell_is_compared_with_plain_decoding_like_itself() -> None:
     points = grid(System.PLAIN, System.AUTO, System.TRANSFORMERS, categories=[None, "qa"])
     for point in points:

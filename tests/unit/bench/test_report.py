@@ -186,7 +186,7 @@ def test_every_cell_is_shown_with_command_and_machine(folders: tuple[Path, Path]
     by_category = [row for row in table if row[3:4] == ["math"]]
     assert by_category == [["auto", "1", "demo, 4", "math", "2.25", "0.75 0.50", "9.8"]]
     not_measured = page[page.index("## Not measured") :]
-    assert "eqspec, exspec, ragged, assisted, vllm, vllm-draft" in not_measured
+    assert "eqspec, exspec, ragged, assisted, vllm, vllm-draft, vllm-ngram" in not_measured
     assert "exact off" in not_measured
 
 
