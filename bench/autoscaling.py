@@ -86,7 +86,7 @@ async def measure(application: Application, steps: Sequence[int], arguments: arg
             clients.append({"time": round(time.monotonic() - begin, 2), "clients": count})
             async with ConstantLoad(client, asked, count) as load:
                 await asyncio.sleep(arguments.seconds)
-                said = (await asyncio.to_thread(application.status))["cells"][0]["autoscaling"]
+                said = (await scheduler_status(application))["autoscaling"]
             records += load.records
             told.append({"clients": count, **said})
             print(f"{count} clients: {said['explanation']}", file=sys.stderr, flush=True)
@@ -97,7 +97,7 @@ async def measure(application: Application, steps: Sequence[int], arguments: arg
         await asyncio.sleep(2 * _SAMPLE_SECONDS)
         watch.cancel()
         await asyncio.wait([watch])
-        end = (await asyncio.to_thread(application.status))["cells"][0]
+        end = await scheduler_status(application)
     answered = [record for record in records if record.answered]
     return {
         "token_seconds_allowed": told[0]["figures"]["token_seconds_allowed"],
@@ -113,6 +113,13 @@ async def measure(application: Application, steps: Sequence[int], arguments: arg
         "latency": latencies(answered, begin),
         "by_step": by_step(clients, samples, answered, begin),
     }
+
+
+async def scheduler_status(application: Application) -> dict[str, Any]:
+    """What `spool status` says of the scheduler, which may not answer at once while replicas start on the same cores."""
+    while (found := (await asyncio.to_thread(application.status))["cells"][0]) is None:
+        pass
+    return dict(found)
 
 
 async def sample(watcher: Watcher, samples: list[dict[str, float]], begin: float) -> None:

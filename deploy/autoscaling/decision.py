@@ -14,8 +14,6 @@ _ROUNDING = 1e-6
 _TRIAL_SECONDS = 120.0
 _SAME_LOAD = 1.25
 _LESS_LOAD = 0.8
-# Replicas that take longer to come may not come at all.
-_LONGEST_RISE = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +70,9 @@ class StepDown:
 
 @dataclass(frozen=True, slots=True)
 class Rise:
-    """From `began` on more targets were on their way; until `until` the figures are of that time. `stretch` was as it
-    began."""
+    """More targets are on their way, however long they take; until `until` the figures are of that time. `stretch` was
+    as it began."""
 
-    began: float
     until: float
     stretch: float
 
@@ -138,7 +135,7 @@ def decide(figures: CellFigures, rules: Rules, past: Past, now: float) -> tuple[
             target_past = replace(target_past, wanted=target.wanted)
         stepped_down, proven = _learn(target, past, stepped_down, proven, offered, now)
         if rise is None and target.wanted > figures.targets:
-            rise = Rise(now, now + RATE_SECONDS, figures.stretch)
+            rise = Rise(now + RATE_SECONDS, figures.stretch)
     if rules.draft is not None:
         # One draft feeds several targets, never the other way round.
         most = target.wanted if target is not None else max(1, figures.targets)
@@ -155,7 +152,7 @@ def _rise(figures: CellFigures, past: Past, now: float) -> Rise | None:
         return None
     if past.target.wanted is not None and past.target.wanted > figures.targets:
         rise = replace(rise, until=now + RATE_SECONDS)
-    return rise if now <= min(rise.until, rise.began + _LONGEST_RISE) else None
+    return rise if now <= rise.until else None
 
 
 def _sample(need: float | None, rules: GroupRules, useful: int, now: float) -> Sample:

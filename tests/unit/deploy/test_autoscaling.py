@@ -285,10 +285,9 @@ def test_what_tokens_take_while_targets_are_on_their_way_asks_for_no_more_of_the
         return wanted
 
     assert wanted_after(20, None) == 2
-    assert wanted_after(60, None) == 2
     assert wanted_after(200, 40) == 2
-    # Those that do not come in a minute may never come.
-    assert wanted_after(100, None) == 5
+    # Those that load a large model take minutes.
+    assert wanted_after(600, None) == 2
 
 
 def test_nothing_measured_keeps_what_is_there() -> None:
