@@ -190,6 +190,17 @@ def test_more_than_can_be_served() -> None:
     )
 
 
+def test_a_load_that_comes_and_goes() -> None:
+    for agreement in (10, 50, 80):
+        found = result(f"load_step_{agreement}")
+        assert found["wrong"] == []
+        assert found["answered"] == found["requests"]
+        asked = [int(one["figures"]["targets_wanted"]) for one in found["decisions"] if one["clients"] == 16]
+        tokens = [f"{1000 * one['token_seconds_p50']:.0f}" for one in found["by_step"] if one["clients"] == 16]
+        cells = (f"{agreement} %", *map(str, asked), *tokens, str(found["answered"]))
+        check("docs/autoscaling.md", f"| {' | '.join(cells)} |")
+
+
 def test_moving_kv() -> None:
     points = result("kv_movement")["points"]
     check(
