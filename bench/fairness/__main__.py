@@ -43,6 +43,7 @@ from services.gateway.http.app import create_app
 from services.gateway.http.server import HttpServer
 from services.gateway.settings import GatewaySettings, ListenSettings, NamedKey
 from services.launch.launcher import WorkerLaunch, WorkerLauncher
+from services.launch.process_tuning import keep_loaded_objects
 from services.scheduler.epochs import EpochAuthority, MemoryRegister
 from services.scheduler.service import SchedulerService
 from services.scheduler.workers.worker_link import LinkOptions, WorkerEndpoint
@@ -72,6 +73,7 @@ async def serving(arguments: argparse.Namespace, folder: Path) -> AsyncIterator[
         await service.add_workers([WorkerEndpoint(one.worker_id, one.role, one.address) for one in launcher.workers])
         app = create_app(LocalBackend(service), load_tokenizer(str(folder)), GatewaySettings(named_keys=named))
         async with HttpServer(app, ListenSettings(), drain_seconds=1.0) as server:
+            keep_loaded_objects()
             yield server.url, service
 
 

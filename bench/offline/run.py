@@ -155,7 +155,8 @@ class _Run:
 
     def _peers(self, points: Sequence[GridPoint]) -> Peers:
         settings = self._settings
-        drafts = {point.draft for point in points if point.draft is not None and not point.system.is_spool}
+        peers = [point for point in points if not point.system.is_spool and point.system is not System.VLLM_NGRAM]
+        drafts = {point.draft for point in peers if point.draft is not None}
         models = PeerModels(
             target=self._models.target_folder,
             drafts={draft: fetch(settings.drafts[draft], Role.DRAFT, self._reporter) for draft in drafts},

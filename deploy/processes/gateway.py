@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack
 from deploy.assembly.gateway import start_gateway
 from deploy.processes.task import Surroundings, Up, run_process
 from services.gateway.http.server import HttpServer
+from services.launch.process_tuning import keep_loaded_objects
 
 # Everything stops together, so there is nobody who could finish what is under way.
 _DRAIN_SECONDS = 1.0
@@ -27,6 +28,7 @@ async def start(surroundings: Surroundings, running: AsyncExitStack) -> Up:
     )
     http = HttpServer(gateway.app, gateway.settings.http, _DRAIN_SECONDS, share_port=shares)
     await running.enter_async_context(http)
+    keep_loaded_objects()
     return Up(http.url, gateway.backend.check_health)
 
 

@@ -13,6 +13,7 @@ from deploy.assembly.gateway import start_gateway
 from deploy.assembly.secrets import channel_security
 from deploy.ray_app.ray_metrics import RayMirror
 from deploy.ray_app.replica import Plan, SchedulerAddress
+from services.launch.process_tuning import keep_loaded_objects
 from services.observability.logs import install_logs
 
 
@@ -41,6 +42,7 @@ class Gateway:
             running=self._running,
         )
         await self._running.enter_async_context(RayMirror(self._gateway.metrics.families))
+        keep_loaded_objects()
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         return self._gateway.app
