@@ -6,7 +6,6 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from statistics import geometric_mean
 from typing import Any
 
 import pytest
@@ -75,25 +74,25 @@ def test_speed_on_the_first_page() -> None:
     rows = {
         "Spool, plain, bfloat16, exact": ("plain", None),
         "Spool, `auto` with the demo draft, bfloat16, exact": ("auto", "demo"),
+        "Spool, `auto` with prompt lookup, bfloat16, exact": ("auto", "ngram"),
         "vLLM 0.32 on CPU, plain, float32 (its faster dtype here)": ("vllm", None),
+        "vLLM 0.32 on CPU, prompt lookup, float32": ("vllm-ngram", "ngram"),
         "transformers `generate`, float32 (its faster dtype here)": ("transformers", None),
     }
     lines = [
         f"| {name} | {speed(table[system, 1, draft])} | {speed(table[system, 8, draft])} |"
         for name, (system, draft) in rows.items()
     ]
-    check("README.md", *lines)
+    drafted = [speed(table["vllm-draft", batch, "demo"]) for batch in (1, 8)]
+    check("README.md", *lines, f"vLLM with the demo draft gave {drafted[0]} and {drafted[1]}")
 
 
 def test_where_drafts_gain_and_lose() -> None:
-    one = cells("peers_cpu_one_batch")
-    demo, lookup = ([gain(one["auto", batch, draft]) for batch in (1, 8, 16)] for draft in ("demo", "ngram"))
+    demo = [gain(cells("peers_cpu_one_batch")["auto", batch, "demo"]) for batch in (1, 8, 16)]
     check(
-        "README.md",
-        f"`auto` with the demo draft gave {demo[0]}, {demo[1]} and {demo[2]} times plain decoding at batch 1, 8 and 16",
-        f"prompt lookup {lookup[0]}, {lookup[1]} and {lookup[2]}",
+        "docs/operations.md",
+        f"the demo draft gave {demo[0]}, {demo[1]} and {demo[2]} times plain decoding",
     )
-    check("docs/operations.md", f"the demo draft gave {demo[0]}, {demo[1]} and {demo[2]} times plain decoding")
     good = [gain(cells("decoding_synthetic_70")["auto", batch, "synthetic_70/draft"]) for batch in (1, 2, 4, 8)]
     poor = [gain(cells("decoding_synthetic_10")["auto", batch, "synthetic_10/draft"]) for batch in (1, 2, 4, 8, 16)]
     check(
@@ -103,14 +102,12 @@ def test_where_drafts_gain_and_lose() -> None:
     )
 
 
-def test_the_old_controller_and_the_new_one() -> None:
+def test_how_far_ratios_go_apart_where_nothing_differs() -> None:
     measured = result("versions_controller")["cells"]
     idle = [cell["ratio_of_medians"] for cell in measured if max(cell["old_drafted"] + cell["new_drafted"]) < 60]
-    over_all = geometric_mean([cell["mean_ratio"] for cell in measured])
     check(
         "README.md",
-        f"{over_all:.2f} times the speed of the old one over {len(measured)} cells",
-        f"in {len(idle)} cells hardly anything was drafted by either, and their ratios still range from "
+        "where hardly anything was drafted, ratios of two versions of Spool still range from "
         f"{min(idle):.2f} to {max(idle):.2f}",
     )
 
@@ -140,7 +137,7 @@ def test_equal_texts_and_logits() -> None:
     check(
         "README.md",
         f"{greedy['equal_sequences']} of {greedy['sequences']} texts",
-        f"with `--no-exact` and without the kernels, {free['equal_sequences']} did",
+        f"With `--no-exact` and without the kernels, {free['equal_sequences']} did",
     )
 
 
