@@ -63,11 +63,21 @@ def test_a_sample_is_one_in_so_many_of_each_test_and_ray_comes_first() -> None:
     assert fast == ["test_d", "test_a[0]", "test_a[3]", "test_b[0]", "test_b[3]", "test_c"]
 
 
-def test_a_second_sample_leaves_most_of_the_rest_to_who_asks_for_it() -> None:
-    items = [Item(f"test_a[{number}]", {"sampled": pytest.mark.sampled(3, 2).mark}) for number in range(9)]
+@pytest.mark.parametrize(
+    ("sample", "expected"),
+    [
+        (pytest.mark.sampled(3, 2), ["", "s", "sl", "", "s", "sl", "", "s", "sl"]),
+        (pytest.mark.sampled(3, 1), ["", "s", "s", "", "s", "s", "", "s", "s"]),
+        (pytest.mark.sampled(3), ["", "s", "sl", "", "sl", "sl", "", "s", "sl"]),
+    ],
+)
+def test_a_second_sample_leaves_most_of_the_rest_to_who_asks_for_it(
+    sample: pytest.MarkDecorator, expected: list[str]
+) -> None:
+    items = [Item(f"test_a[{number}]", {"sampled": sample.mark}) for number in range(9)]
     conftest.pytest_collection_modifyitems(items)  # type: ignore[arg-type]
     kinds = ["".join(name[0] for name in ("slow", "long") if item.get_closest_marker(name)) for item in items]
-    assert kinds == ["", "s", "sl", "", "s", "sl", "", "s", "sl"]
+    assert kinds == expected
 
 
 def test_make_looks_for_the_tests_on_ray_where_they_are() -> None:
