@@ -96,7 +96,7 @@ def pairs() -> Iterator[Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("isa", "family", "head_dim", "dtype"), pairs())
+@pytest.mark.parametrize(("isa", "family", "head_dim", "dtype"), list(pairs()))
 def test_tiny_pairs(isa: str, family: str, head_dim: int, dtype: str, tmp_path: Path) -> None:
     compiled_kernels()
     folders = save_tiny_pair(family, tmp_path, head_dim=head_dim)

@@ -90,7 +90,7 @@ def test_serve_until_interrupted(own_ray: OwnRay, tiny_pair: tuple[Path, Path]) 
 
 def readme_programs(own: OwnRay) -> dict[str, list[str]]:
     """What README.md says to try, against the ports of a test."""
-    section = (ROOT / "README.md").read_text().partition("## Serve\n")[2].partition("\n## ")[0]
+    section = (ROOT / "README.md").read_text().partition("## Start and serve\n")[2].partition("\n## ")[0]
     section = section.replace("http://127.0.0.1:8000", own.url).replace("127.0.0.1:8001", own.grpc_address)
     blocks = re.findall(r"(?:^(?:    .*)?\n)+", section, re.MULTILINE)
     texts = [textwrap.dedent(block).strip() for block in blocks]
