@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from typing import Any
 
-from deploy.options import NGRAM
+from engine.drafting.ngram_engine import MODEL_ID as NGRAM
 
 
 class System(Enum):

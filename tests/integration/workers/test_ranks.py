@@ -80,7 +80,7 @@ def test_ranks_end_with_the_worker_even_if_they_are_stopped(worker: subprocess.P
     assert psutil.wait_procs([first, second], timeout=LONG)[1] == []
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_worker_processes_compute_together_and_end_together_when_rank_zero_is_stopped(tmp_path: Path) -> None:
     folder, _ = save_tiny_pair("llama", tmp_path)
     prompt = [5, 6, 7, 8, 9]
