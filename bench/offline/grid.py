@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass, replace
 from enum import Enum
 from typing import Any
 
-from engine.drafting.ngram_engine import MODEL_ID as NGRAM
+NGRAM = "ngram"
+"""As in deploy/options.py, which needs more than a machine with a GPU may have."""
 
 
 class System(Enum):
