@@ -79,7 +79,7 @@ test-slow: $(STAMP)
 test-slow-ray: $(STAMP)
 	$(PYTEST) $(RAY_TESTS) -m "slow and ray and not long"
 
-# An hour or more: before a release, and after a change of what they are about.
+# Before a release, and after a change of what they are about.
 test-long: $(STAMP)
 	$(BESIDE_OTHERS) -n $(JOBS) -m "long and not ray"
 	$(PYTEST) $(RAY_TESTS) -m "long and ray"

@@ -116,9 +116,13 @@ async def measure(application: Application, steps: Sequence[int], arguments: arg
 
 
 async def scheduler_status(application: Application) -> dict[str, Any]:
-    """What `spool status` says of the scheduler. While replicas start on the same cores, it may not answer at once."""
-    while (found := (await asyncio.to_thread(application.status))["cells"][0]) is None:
-        pass
+    """What `spool status` says of the scheduler. While replicas start on the same cores, it may not answer at once.
+
+    Raises TimeoutError where it does not answer at all.
+    """
+    async with asyncio.timeout(_LAST_WAIT_SECONDS):
+        while (found := (await asyncio.to_thread(application.status))["cells"][0]) is None:
+            pass
     return dict(found)
 
 
