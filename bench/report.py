@@ -20,7 +20,7 @@ from bench.gpu import page as gpu_page
 from bench.gpu.results import KIND as GPU
 from bench.offline.grid import System
 from bench.offline.tables import category_columns, cell_columns
-from bench.record import RESULTS
+from bench.record import RESULTS, is_of_this_code
 from bench.reporting import ahead_page, fleet_page, plan_page, plots
 from bench.reporting.step_page import (
     PRICE_HEADINGS,
@@ -121,6 +121,7 @@ class Report:
         plans = {name: content for name, content in recorded.items() if name in plan_page.NAMES}
         fleets = {name: content for name, content in recorded.items() if fleet_page.is_day(name)}
         fleet_schedulers = {name: content for name, content in recorded.items() if name == fleet_page.SHARE}
+        self._say(_ages(files))
         self._section("Decoding", offline, self._offline)
         self._section("Large pairs on one device", gpu, self._gpu)
         self._section("Serving", serve, self._serve)
@@ -389,6 +390,14 @@ def _memory_columns(name: str, found: dict[str, Any]) -> list[str]:
         f"{found['mean_sequences']:.1f}" if found.get("mean_sequences") is not None else "",
         share("partly_filled_share"),
     ]
+
+
+def _ages(files: dict[str, dict[str, Any]]) -> str:
+    """Which results were measured with code that changed since. Documents that quote one of them say so as well."""
+    older = [f"`{name}`" for name, content in files.items() if not is_of_this_code(content)]
+    if not older:
+        return "All results are of the code beside this page."
+    return f"Of the {len(files)} results, these {len(older)} are of older code than this page: {', '.join(older)}."
 
 
 def _as_called_now(command: str) -> str:

@@ -20,17 +20,17 @@ for each replica; targets of the families Llama, Qwen2, Qwen3 and Qwen3-MoE also
 a CPU, served with drafts in a batch, and compared with `model.generate`. This page is made from its result.
 
 - **exact**: the output is that of `model.generate`, and the bits of the logits do not depend on the batch.
-- **runs**: the output is that of `model.generate`. Exact mode finds no shapes, since experts compute as many rows at
-  once as are routed to them. Such a model starts with `exact: false` only. On a GPU this holds for Qwen3-MoE as well,
-  whose experts have kernels of their own on a CPU.
+- **runs**: the output is that of `model.generate`. Exact mode finds no shapes, because each expert computes at once all
+  rows that are routed to it, and that number varies. Such a model starts only with `exact: false`. On a GPU, Qwen3-MoE
+  would belong here too; on a CPU it is exact, because its experts have kernels of their own there.
 - **refused**: a worker says why when it starts, and does not serve the model.
 
 A model of any other family is compared with itself when it is loaded: a few tokens on paged KV, beside passes through
 its own attention. It is refused where the logits differ.
 
 Also refused, whatever the family: sliding windows, rotary positions of the types `dynamic` and `longrope`, quantised
-weights, and models that bring code of their own (`trust_remote_code`). Llama, Qwen2, Qwen3 and Qwen3-MoE have joined
-and fused layers; the others compute their layers with transformers' own code, which is slower.
+weights, and models that bring code of their own (`trust_remote_code`). Llama, Qwen2 and Qwen3 have fused layers, and
+Qwen3-MoE has joined ones; the others compute their layers with transformers' own code, which is slower.
 """
 
 

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from bench.record import RESULTS, source_digest
-from tests.docs.documents import ROOT
+from bench.report import main
+from bench.record import RESULTS, is_of_this_code, source_digest
+from tests.docs.documents import DOCUMENTS, ROOT, name_of
 
 Cells = Mapping[tuple[str, int, str | None], Mapping[str, Any]]
 
@@ -60,12 +61,15 @@ def test_a_phrase_that_is_not_there_would_be_seen() -> None:
         check("README.md", "Spool is 17.3 times faster")
 
 
-def test_the_first_page_says_which_figures_are_of_older_code() -> None:
-    text = words((ROOT / "README.md").read_text(encoding="utf-8"))
-    quoted = set(re.findall(r"`bench/results/(\w+)\.json`", text))
-    assert len(quoted) > 3
-    older = {name for name in quoted if record(name).get("sources") != [source_digest()]}
-    said = re.search(r"of older code than this README: ((?:`\w+`,? ?(?:and )?)+)", text)
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
+def test_results_of_older_code_are_named(document: Path) -> None:
+    """In each document that quotes one: a reader must not take it for a result of the code beside the page."""
+    text = words(document.read_text(encoding="utf-8"))
+    named = set(re.findall(r"(?:bench/results/|performance\.md#|bench\.record )(\w+)", text))
+    kept = {file.stem for file in RESULTS.glob("*.json")}
+    quoted = kept if document.name == "performance.md" else kept & named
+    older = {name for name in quoted if not is_of_this_code(record(name))}
+    said = re.search(r"of older code than this page: ((?:`\w+`,? ?(?:and )?)+)", text)
     assert set(re.findall(r"`(\w+)`", said[1] if said else "")) == older, f"this code is {source_digest()}"
 
 
@@ -99,16 +103,6 @@ def test_where_drafts_gain_and_lose() -> None:
         "README.md",
         f"`auto` gives {good[0]} times plain decoding at batch 1, {good[1]} at 2, {good[2]} at 4 and {good[3]} at 8",
         f"With one that is right once in ten it gives {min(poor)} to {max(poor)}",
-    )
-
-
-def test_how_far_ratios_go_apart_where_nothing_differs() -> None:
-    measured = result("versions_controller")["cells"]
-    idle = [cell["ratio_of_medians"] for cell in measured if max(cell["old_drafted"] + cell["new_drafted"]) < 60]
-    check(
-        "README.md",
-        "where hardly anything was drafted, ratios of two versions of Spool still range from "
-        f"{min(idle):.2f} to {max(idle):.2f}",
     )
 
 
@@ -281,6 +275,13 @@ def test_schedules_with_grammars() -> None:
         f"and {found['structured']:,} such outputs were complete",
     )
     assert not found["failures"]
+
+
+def test_the_page_of_all_figures_is_as_the_results_make_it(tmp_path: Path) -> None:
+    assert main(["--docs", str(tmp_path)]) == 0
+    for made in (tmp_path / "performance.md", *(tmp_path / "figures").iterdir()):
+        kept = ROOT / "docs" / made.relative_to(tmp_path)
+        assert kept.read_bytes() == made.read_bytes(), "run python -m bench.report"
 
 
 def test_every_record_is_somewhere_in_the_documents() -> None:
