@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from bench.report import main
 from bench.record import RESULTS, is_of_this_code, source_digest
+from bench.report import main
 from tests.docs.documents import DOCUMENTS, ROOT, name_of
 
 Cells = Mapping[tuple[str, int, str | None], Mapping[str, Any]]
