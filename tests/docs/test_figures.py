@@ -74,31 +74,43 @@ def test_results_of_older_code_are_named(document: Path) -> None:
 
 
 def test_speed_on_the_first_page() -> None:
-    table = cells("decoding_avx2")
+    table, prompts = cells("decoding_avx512"), record("decoding_avx512")["settings"]["prompts"]
     rows = {
-        "Spool, plain, bfloat16, exact": ("plain", None),
-        "Spool, `auto` with the demo draft, bfloat16, exact": ("auto", "demo"),
-        "Spool, `auto` with prompt lookup, bfloat16, exact": ("auto", "ngram"),
-        "vLLM 0.32 on CPU, plain, float32 (its faster dtype here)": ("vllm", None),
-        "vLLM 0.32 on CPU, prompt lookup, float32": ("vllm-ngram", "ngram"),
-        "transformers `generate`, float32 (its faster dtype here)": ("transformers", None),
+        "Spool, plain, exact": ("plain", None),
+        "Spool, `auto` with the demo draft, exact": ("auto", "demo"),
+        "Spool, `auto` with prompt lookup, exact": ("auto", "ngram"),
+        "vLLM 0.32 on CPU, plain": ("vllm", None),
+        "vLLM 0.32 on CPU, prompt lookup": ("vllm-ngram", "ngram"),
+        "transformers `generate`": ("transformers", None),
     }
     lines = [
-        f"| {name} | {speed(table[system, 1, draft])} | {speed(table[system, 8, draft])} |"
+        f"| {name} | {speed(table[system, 1, draft])} | {speed(table[system, 8, draft])} "
+        f"| {prompts * table[system, 8, draft]['exact_match']:.0f} of {prompts} |"
         for name, (system, draft) in rows.items()
     ]
     drafted = [speed(table["vllm-draft", batch, "demo"]) for batch in (1, 8)]
-    check("README.md", *lines, f"vLLM with the demo draft gave {drafted[0]} and {drafted[1]}")
+    older = cells("decoding_avx2")
+    plain, other = ([speed(older[system, batch, None]) for batch in (1, 8)] for system in ("plain", "vllm"))
+    check(
+        "README.md",
+        *lines,
+        f"vLLM with the demo draft gave {drafted[0]} and {drafted[1]}",
+        f"assisted decoding {speed(table['assisted', 1, 'demo'])} at batch 1",
+        f"plain decoding gave {plain[0]} and {plain[1]}, and vLLM {other[0]} and {other[1]}",
+    )
 
 
 def test_where_drafts_gain_and_lose() -> None:
-    demo = [gain(cells("peers_cpu_one_batch")["auto", batch, "demo"]) for batch in (1, 8, 16)]
-    check(
-        "docs/operations.md",
-        f"the demo draft gave {demo[0]}, {demo[1]} and {demo[2]} times plain decoding",
-    )
+    table = cells("decoding_avx512")
+    for document in ("README.md", "docs/operations.md"):
+        check(
+            document,
+            f"the demo draft gave {gain(table['auto', 1, 'demo'])} times plain decoding at batch 1 and "
+            f"{gain(table['auto', 8, 'demo'])} at batch 8, and",
+            f"with prompt lookup {gain(table['auto', 1, 'ngram'])} and {gain(table['auto', 8, 'ngram'])}",
+        )
     good = [gain(cells("decoding_synthetic_70")["auto", batch, "synthetic_70/draft"]) for batch in (1, 2, 4, 8)]
-    poor = [gain(cells("decoding_synthetic_10")["auto", batch, "synthetic_10/draft"]) for batch in (1, 2, 4, 8, 16)]
+    poor = [gain(cells("decoding_synthetic_10")["auto", batch, "synthetic_10/draft"]) for batch in (1, 2, 4, 8)]
     check(
         "README.md",
         f"`auto` gives {good[0]} times plain decoding at batch 1, {good[1]} at 2, {good[2]} at 4 and {good[3]} at 8",
@@ -107,32 +119,23 @@ def test_where_drafts_gain_and_lose() -> None:
 
 
 def test_equal_texts_and_logits() -> None:
-    def row(name: str, policy: str) -> str:
-        found = result(name)["policies"][policy]
-        equal = f"{found['equal_sequences']} of {found['sequences']}"
-        return f"| {equal} | {found['equal_logits']} of {found['compared_logits']} |"
-
-    drafted = {
-        policy: f"{result('exact_greedy')['policies'][policy]['statistics']['drafted']:,} tokens drafted"
-        for policy in ("exspec", "auto")
+    runs = {
+        "exact, greedy": "exact_greedy",
+        "exact, temperature 0.8": "exact_temperature",
+        "`--no-exact` and no kernels, greedy": "no_exact_greedy",
     }
-    check(
-        "docs/exactness.md",
-        f"`exspec` ({drafted['exspec']}) {row('exact_greedy', 'exspec')}",
-        f"({drafted['auto']}) {row('exact_greedy', 'auto')}",
-        f"| exact, temperature 0.8 | `exspec` {row('exact_temperature', 'exspec')}",
-        f"| exact, temperature 0.8 | `ragged` {row('exact_temperature', 'ragged')}",
-        f"| `--no-exact`, greedy | `exspec` {row('no_exact_greedy', 'exspec')}",
-    )
-    greedy, sampled, free = (
-        result(name)["policies"]["exspec"] for name in ("exact_greedy", "exact_temperature", "no_exact_greedy")
-    )
-    assert greedy["equal_sequences"] == sampled["equal_sequences"] == greedy["sequences"]
-    check(
-        "README.md",
-        f"{greedy['equal_sequences']} of {greedy['sequences']} texts",
-        f"With `--no-exact` and without the kernels, {free['equal_sequences']} did",
-    )
+    lines = [
+        f"| {name} | `{policy}` | {found['statistics']['drafted']:,} | {found['statistics']['accepted']:,} "
+        f"| {found['equal_sequences']} of {found['sequences']} "
+        f"| {found['equal_logits']:,} of {found['compared_logits']:,} |"
+        for name, run in runs.items()
+        for policy, found in result(run)["policies"].items()
+    ]
+    check("docs/exactness.md", *lines)
+    exact = [found for run in ("exact_greedy", "exact_temperature") for found in result(run)["policies"].values()]
+    assert {found["equal_sequences"] for found in exact} == {found["sequences"] for found in exact} == {240}
+    free = result("no_exact_greedy")["policies"]["exspec"]
+    check("README.md", "240 of 240 texts", f"With `--no-exact` and without the kernels, {free['equal_sequences']} did")
 
 
 def test_price_of_exact_steps() -> None:
