@@ -44,7 +44,9 @@ async def ask_all(client: LoadClient, prompts: Sequence[Prompt], streams: int) -
         nonlocal tokens
         while waiting:
             index, prompt = waiting.pop()
-            tokens += await client.ask(prompt, index, lambda: None)
+            # Not in one statement: it would add to what the sum was before the answer.
+            answered = await client.ask(prompt, index, lambda: None)
+            tokens += answered
 
     began = time.perf_counter()
     async with asyncio.TaskGroup() as group:
