@@ -261,6 +261,17 @@ def test_several_ranks() -> None:
     check("docs/benchmarks.md", *map(row, result("ranks_cpu")["steps"]))
 
 
+def test_streams_beside_offline_decoding() -> None:
+    one, eight = (
+        (f"{load['served_tokens_per_second']:.1f}", f"{load['offline_tokens_per_second']:.1f}")
+        for load in result("served_streams")["loads"]
+    )
+    check(
+        "docs/benchmarks.md",
+        f"{one[0]} tokens a second served and {one[1]} offline with one client, {eight[0]} and {eight[1]} with eight",
+    )
+
+
 def test_structured_output() -> None:
     one, several = result("structured")["steps"]
     loss = [100 * (1 - 1 / step["ratio"]) for step in (one, several)]
