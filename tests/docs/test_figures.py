@@ -167,7 +167,7 @@ def test_equal_texts_and_logits() -> None:
     exact = [found for run in ("exact_greedy", "exact_temperature") for found in result(run)["policies"].values()]
     assert {found["equal_sequences"] for found in exact} == {found["sequences"] for found in exact} == {240}
     free = result("no_exact_greedy")["policies"]["exspec"]
-    equal = f"without the kernels, {free['equal_sequences']} of {free['sequences']} were"
+    equal = f"without the kernels, {free['equal_sequences']} of {free['sequences']} texts were equal"
     check("README.md", "240 of 240 texts", equal)
 
 
