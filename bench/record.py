@@ -27,8 +27,8 @@ _C_FILES = (".c", ".h")
 
 @cache
 def source_digest(root: Path = RESULTS.parents[1]) -> str:
-    """Of the code that is measured: a figure with another one is of older code. What a Python file says in comments and
-    docstrings does not count."""
+    """Of the code that is measured, below `root`: a figure with another one is of older code. What a Python file says
+    in comments and docstrings does not count."""
     digest = hashlib.sha256()
     for package in _MEASURED_CODE:
         for path in sorted((root / package).rglob("*")):
@@ -45,7 +45,8 @@ def is_of_this_code(content: Mapping[str, Any]) -> bool:
 
 
 def statements(source: str) -> str:
-    """The lines of a Python file without comments, docstrings and lines that are empty then."""
+    """The lines of a Python file without comments, docstrings and lines that are empty then; docstrings have lines of
+    their own, as the formatter leaves them. Raises SyntaxError."""
     lines = source.splitlines()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from bench.record import RESULTS, is_of_this_code, source_digest
-from bench.report import main
+from bench.report import main as write_report
 from tests.docs.documents import DOCUMENTS, ROOT, name_of
 
 Cells = Mapping[tuple[str, int, str | None], Mapping[str, Any]]
@@ -95,9 +95,12 @@ def test_speed_on_the_first_page() -> None:
     }
     always = {(batch, draft): gain(table["exspec", batch, draft]) for batch in (1, 8) for draft in ("demo", "ngram")}
     other = [speed(table["vllm-draft", batch, "demo"]) for batch in (1, 8)]
+    speeds = [table[system, batch, draft]["tokens_per_second"] for system, draft in rows.values() for batch in (1, 8)]
+    noise = max(100 * (found["most"] / found["least"] - 1) for found in speeds)
     check(
         "README.md",
         *lines,
+        f"The two measurements of a row differ by up to {noise:.0f} %",
         f"`auto` drafted {auto[1, 'demo']} tokens at batch 1 and {auto[8, 'demo']} at batch 8",
         f"With prompt lookup it drafted {auto[1, 'ngram']} and {auto[8, 'ngram']} tokens",
         f"gave {always[1, 'demo']} and {always[8, 'demo']} times plain decoding at batch 1 and 8 with the demo draft, "
@@ -140,12 +143,14 @@ def test_where_drafts_gain_and_lose() -> None:
         [gain(synthetic[policy, batch, "synthetic_70/draft"]) for batch in (1, 2, 4, 8)]
         for policy in ("auto", "exspec")
     )
+    settings = record("decoding_synthetic_70")["settings"]
     poor = [gain(cells("decoding_synthetic_10")["auto", batch, "synthetic_10/draft"]) for batch in (1, 2, 4, 8)]
     check(
         "README.md",
         f"`auto` gives {auto[0]} times plain decoding at batch 1",
         f"and gives {auto[1]}, {auto[2]} and {auto[3]}.",
         f"Drafting in every round gives {always[0]}, {always[1]}, {always[2]} and {always[3]} at batch 1, 2, 4 and 8",
+        f"prompts of {settings['prompt_tokens'] / settings['prompts']:.0f} tokens on average",
         f"With one that is right once in ten, `auto` gives {min(poor)} to {max(poor)}",
     )
 
@@ -166,9 +171,21 @@ def test_equal_texts_and_logits() -> None:
     check("docs/exactness.md", *lines)
     exact = [found for run in ("exact_greedy", "exact_temperature") for found in result(run)["policies"].values()]
     assert {found["equal_sequences"] for found in exact} == {found["sequences"] for found in exact} == {240}
+    greedy, sampled = (
+        {policy: f"{found['statistics']['drafted']:,}" for policy, found in result(run)["policies"].items()}
+        for run in ("exact_greedy", "exact_temperature")
+    )
+    assert (greedy["exspec"], sampled["exspec"]) == (greedy["ragged"], sampled["ragged"])
     free = result("no_exact_greedy")["policies"]["exspec"]
     equal = f"without the kernels, {free['equal_sequences']} of {free['sequences']} texts were equal"
-    check("README.md", "240 of 240 texts", equal)
+    check(
+        "README.md",
+        "240 of 240 texts",
+        f"drafted {greedy['exspec']} tokens in the greedy run",
+        f"and {sampled['exspec']} at temperature 0.8",
+        f"`auto` gave the same texts, but drafted {greedy['auto']} and {sampled['auto']} tokens",
+        equal,
+    )
 
 
 def test_price_of_exact_steps() -> None:
@@ -327,7 +344,7 @@ def test_schedules_with_grammars() -> None:
 
 
 def test_the_page_of_all_figures_is_as_the_results_make_it(tmp_path: Path) -> None:
-    assert main(["--docs", str(tmp_path)]) == 0
+    assert write_report(["--docs", str(tmp_path)]) == 0
     for made in (tmp_path / "performance.md", *(tmp_path / "figures").iterdir()):
         kept = ROOT / "docs" / made.relative_to(tmp_path)
         assert kept.read_bytes() == made.read_bytes(), "run python -m bench.report"
