@@ -28,6 +28,10 @@ a CPU, served with drafts in a batch, and compared with `model.generate`. This p
 A model of any other family is compared with itself when it is loaded: a few tokens on paged KV, beside passes through
 its own attention. It is refused where the logits differ.
 
+In a tiny model of an exact family, every layer has full attention. A published model of the same family is refused
+where its configuration says otherwise: those of `lfm2` have convolutions, the first Mistral 7B has sliding windows, and
+Phi-3 models for long contexts have rotary positions of the type `longrope`.
+
 Also refused, whatever the family: sliding windows, rotary positions of the types `dynamic` and `longrope`, quantised
 weights, and models that bring code of their own (`trust_remote_code`). Llama, Qwen2 and Qwen3 have fused layers, and
 Qwen3-MoE has joined ones; the others compute their layers with transformers' own code, which is slower.
