@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,47 +12,7 @@ import pytest
 from bench.record import RESULTS, is_of_this_code, source_digest
 from bench.report import main as write_report
 from tests.docs.documents import DOCUMENTS, ROOT, name_of
-
-Cells = Mapping[tuple[str, int, str | None], Mapping[str, Any]]
-
-
-def record(name: str) -> dict[str, Any]:
-    content: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
-    return content
-
-
-def result(name: str) -> dict[str, Any]:
-    found: dict[str, Any] = record(name)["result"]
-    return found
-
-
-def cells(name: str) -> Cells:
-    """By system, batch size and draft model; a file has one cell of each."""
-    points = [(cell["point"], cell) for cell in record(name)["cells"]]
-    return {
-        (point["system"], point["batch_size"], point["draft"] and point["draft"].partition("+")[0]): cell
-        for point, cell in points
-        if point["category"] is None
-    }
-
-
-def speed(cell: Mapping[str, Any]) -> str:
-    return f"{cell['tokens_per_second']['median']:.1f}"
-
-
-def gain(cell: Mapping[str, Any]) -> str:
-    """Over plain decoding."""
-    return f"{cell['ratio_to_plain']['median']:.2f}"
-
-
-def words(text: str) -> str:
-    return re.sub(r"\s+", " ", text)
-
-
-def check(document: str, *phrases: str) -> None:
-    text = words((ROOT / document).read_text(encoding="utf-8"))
-    missing = [phrase for phrase in phrases if words(phrase) not in text]
-    assert not missing, f"{document} does not say: {missing}"
+from tests.docs.figures import cells, check, gain, record, result, speed, words
 
 
 def test_a_phrase_that_is_not_there_would_be_seen() -> None:
@@ -325,22 +284,6 @@ def test_tools_of_others() -> None:
     )
     assert likelihoods["largest_difference"] < 0.00005
     assert all(result("frameworks")["equal"].values())
-
-
-def test_fault_schedules() -> None:
-    found = record("fault_schedules")
-    check("docs/testing.md", f"SEEDS={found['schedules']}", f"{found['sequences'] / 1e6:.0f} million sequences")
-
-
-def test_schedules_with_grammars() -> None:
-    found = record("structured_schedules")
-    check(
-        "docs/testing.md",
-        f"of {found['schedules']:,} schedules",
-        f"{found['structured_schedules']} schedules had requests with a grammar",
-        f"and {found['structured']:,} such outputs were complete",
-    )
-    assert not found["failures"]
 
 
 def test_the_page_of_all_figures_is_as_the_results_make_it(tmp_path: Path) -> None:
