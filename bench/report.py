@@ -397,7 +397,7 @@ def _ages(files: dict[str, dict[str, Any]]) -> str:
     older = [f"`{name}`" for name, content in files.items() if not is_of_this_code(content)]
     if not older:
         return "All results are of the code beside this page."
-    return f"Of the {len(files)} results, these {len(older)} are of older code than this page: {', '.join(older)}."
+    return f"Of the {len(files)} results, these {len(older)} were measured with older code: {', '.join(older)}."
 
 
 def _as_called_now(command: str) -> str:

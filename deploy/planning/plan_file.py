@@ -164,7 +164,11 @@ class PlanFile(Section):
     target: ModelSection = described(..., "The target model, and the devices that may serve it.")
     draft: ModelSection = described(..., "The same for the draft model.")
     acceptance: float = described(
-        ..., "Share of draft tokens that the target accepts, as `spool status` shows it.", ge=0, le=1
+        ...,
+        "Chance that the target accepts a draft token whose predecessors in the proposal were all accepted, as "
+        "`spool bench profile` measures it.",
+        ge=0,
+        le=1,
     )
     hardware: HardwareSection = described(HardwareSection(), "GPUs whose costs come from data sheets.")
     scheduling: SchedulingSection = described(SchedulingSection(), "The scheduler's settings.")
