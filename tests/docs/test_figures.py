@@ -60,11 +60,12 @@ def test_speed_on_the_first_page() -> None:
     check(
         "README.md",
         *lines,
-        f"one sequence at a time faster ({gain(table['auto', 1, 'ngram'])} times with prompt lookup)",
+        f"prompt lookup makes one sequence at a time {gain(table['auto', 1, 'ngram'])} times as fast",
         f"{prompts} SpecBench prompts in full length ({average:.0f} tokens on average)",
         f"the mean of two measurements, which differ by up to {noise:.0f} %",
         f"in every round gives {always[1, 'demo']} times plain decoding at batch 1 and {always[8, 'demo']} times at "
-        f"batch 8; `auto` notices this and drafted {auto[1, 'demo']} and {auto[8, 'demo']} tokens",
+        f"batch 8. `auto` notices this: in all it drafted {auto[1, 'demo']} tokens at batch 1 and {auto[8, 'demo']} at "
+        "batch 8",
     )
     check(
         "docs/comparison.md",
@@ -117,8 +118,8 @@ def test_where_drafts_gain_and_lose() -> None:
     poor = [gain(cells("decoding_synthetic_10")["auto", batch, "synthetic_10/draft"]) for batch in (1, 2, 4, 8)]
     check(
         "README.md",
-        f"`auto` gives {auto[0]} times plain decoding at batch 1, and {auto[1]}, {auto[2]} and {auto[3]} at batch 2, 4 "
-        "and 8",
+        f"`auto` also gives {auto[0]} times plain decoding at batch 1, and {auto[1]}, {auto[2]} and {auto[3]} at batch "
+        "2, 4 and 8",
     )
     check(
         "docs/comparison.md",
@@ -186,8 +187,9 @@ def test_pauses_after_faults() -> None:
     target, scheduler = (paused[f"SIGKILL of {process}"] for process in ("a target worker", "the scheduler"))
     check(
         "README.md",
-        f"under {shared['streams']['at_once']} streams, the streams paused for {target} (a target) and {scheduler} "
-        f"(the scheduler) at the median, and all {shared['streams']['answered']} texts were right",
+        f"with {shared['streams']['at_once']} streams at a time, the streams paused for {target} at the median when a "
+        f"target worker was killed and for {scheduler} when the scheduler was; all {shared['streams']['answered']} "
+        "texts of the run were right",
     )
 
 
@@ -278,9 +280,9 @@ def test_streams_beside_offline_decoding() -> None:
     )
     check(
         "README.md",
-        f"plain decoding of {result('served_streams')['prompts']} prompts gave {one[0]} tokens a second with one "
-        f"client and {eight[0]} with eight, where decoding the same prompts without a server gave {one[1]} and "
-        f"{eight[1]}",
+        f"with {result('served_streams')['prompts']} of the prompts",
+        f"plain decoding gave {one[0]} tokens a second with one client and {eight[0]} with eight; without a server, "
+        f"the same run gave {one[1]} and {eight[1]}",
     )
 
 
