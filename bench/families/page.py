@@ -25,8 +25,8 @@ a CPU, served with drafts in a batch, and compared with `model.generate`. This p
   would belong here too; on a CPU it is exact, because its experts have kernels of their own there.
 - **refused**: a worker says why when it starts, and does not serve the model.
 
-A model of any other family is compared with itself when it is loaded: a few tokens on paged KV, beside passes through
-its own attention. It is refused where the logits differ.
+A model of a family that is neither *exact* nor *runs* is compared with itself when it is loaded: the logits of a few
+tokens on paged KV with those of passes through its own attention. It is refused if the logits differ.
 
 In a tiny model of an exact family, every layer has full attention. A published model of the same family is refused
 where its configuration says otherwise: those of `lfm2` have convolutions, the first Mistral 7B has sliding windows, and

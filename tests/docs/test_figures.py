@@ -60,7 +60,7 @@ def test_speed_on_the_first_page() -> None:
     check(
         "README.md",
         *lines,
-        f"prompt lookup makes one sequence at a time {gain(table['auto', 1, 'ngram'])} times as fast",
+        f"prompt lookup gives {gain(table['auto', 1, 'ngram'])} times the speed of plain decoding for one sequence",
         f"{prompts} SpecBench prompts in full length ({average:.0f} tokens on average)",
         f"the mean of two measurements, which differ by up to {noise:.0f} %",
         f"in every round gives {always[1, 'demo']} times plain decoding at batch 1 and {always[8, 'demo']} times at "

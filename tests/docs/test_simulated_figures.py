@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from statistics import mean
+from typing import Any
 
 from tests.docs.figures import check, record, result
 
@@ -88,8 +89,9 @@ def test_numbers_of_targets_that_oscillate() -> None:
     assert len(demand) == 1
     check(
         "docs/fleet.md",
-        f"{changes(loose, 'asked'):.1f} times its maximum, with the goal of 6 ms {changes(tight, 'asked'):.1f} times",
-        f"they are {demand.pop()} times the maximum on both days",
+        f"{changes(loose, 'asked'):.1f} times that number's maximum with the goal of 10 ms, and "
+        f"{changes(tight, 'asked'):.1f} times with the goal of 6 ms",
+        f"add up to {demand.pop()} times its maximum on both days",
     )
 
 
@@ -108,3 +110,33 @@ def test_the_share_of_a_scheduler() -> None:
         f"100,000 a second would take {loads[64, 4096, 4]['core_share']:.0f} cores",
         f"a row takes {single['median']:.0f} µs ({single['least']:.0f} to {single['most']:.0f})",
     )
+
+
+def errors(loads: Sequence[Mapping[str, Any]], part: str) -> list[float]:
+    """Of predicted times, in percent of those measured: to the first token, and for each further one."""
+    return [100 * load["error"][f"{kind} {part}"] for load in loads for kind in ("first token", "token")]
+
+
+def test_plans_beside_workers_that_follow_a_law() -> None:
+    loads = result("plan_error")["loads"]
+    median, tail = (max(map(abs, errors(loads, part))) for part in ("p50", "p99"))
+    busy = 100 * max(load["predicted"]["target_busy"] for load in loads)
+    check(
+        "docs/planning.md",
+        f"at most {median:.0f} % at the median and {tail:.0f} % at the 99th percentile, with a target that is busy for "
+        f"{busy:.0f} % of the time at most",
+    )
+
+
+def test_plans_beside_the_demo_pair() -> None:
+    found = result("plan_error_demo")
+    median, tail = errors(found["loads"], "p50"), errors(found["loads"], "p99")
+    check(
+        "docs/planning.md",
+        f"the predicted medians are between {-min(median):.0f} % too short and {max(median):.0f} % too long"
+        if min(median) < 0
+        else f"the predicted medians are {min(median):.0f} to {max(median):.0f} % too long",
+        f"those at the 99th percentile between {-min(tail):.0f} % too short and {max(tail):.0f} % too long",
+        f"differ from its fit by {100 * found['profile']['target']['law']['error']:.0f} % at the median",
+    )
+    assert min(tail) < 0 < max(tail)
