@@ -12,16 +12,29 @@ from tests.docs.figures import check, record, result
 
 def test_fault_schedules() -> None:
     found = record("fault_schedules")
-    check("docs/testing.md", f"SEEDS={found['schedules']}", f"{found['sequences'] / 1e6:.0f} million sequences")
-
-
-def test_schedules_with_grammars() -> None:
-    found = record("structured_schedules")
+    failed = [int(failure.split()[1]) for failure in found["failures"]]
+    missed = [seed for seed in failed if seed != 8822]
     check(
         "docs/testing.md",
-        f"of {found['schedules']:,} schedules",
-        f"{found['structured_schedules']} schedules had requests with a grammar",
+        f"SEEDS={found['schedules']}",
+        f"{found['sequences'] / 1e6:.0f} million sequences with {found['tokens'] / 1e6:.1f} million tokens",
+        f"at least {min(found['faults'].values())} faults of each kind, and {found['fenced_replies']:,} refusals",
+        f"{found['structured_schedules']:,} schedules had requests with a grammar",
         f"and {found['structured']:,} such outputs were complete",
+        f"In {len(failed)} schedules a rule was broken",
+        f"(seeds {', '.join(map(str, missed[:-1]))} and {missed[-1]})",
+    )
+    kinds = ["was not sent, although everything was planned" in failure for failure in found["failures"]]
+    assert kinds == [seed in missed for seed in failed]
+
+
+def test_schedules_with_drafts_that_prepare() -> None:
+    found = record("ahead_schedules")
+    check(
+        "docs/testing.md",
+        f"SEEDS={found['schedules']}",
+        f"in {found['ahead_schedules']:,} of {found['schedules']:,} schedules drafts prepared for outcomes, with "
+        f"{found['ahead_rows']:,} rows, and {found['prepared_rounds']:,} rounds began with what was prepared",
     )
     assert not found["failures"]
 

@@ -22,8 +22,8 @@ from tests.sim.cell.virtual_time import VirtualLoop
 from tests.sim.cell.worker import SimulatedWorker
 
 MOST_SECONDS = 30.0
-"""Virtual seconds within which everything must have ended once nothing goes wrong any more, and twice as many where
-requests go on to hang workers or to kill some."""
+"""Virtual seconds within which everything must have ended once nothing goes wrong any more, and three times as many
+where requests go on to hang workers or to kill some."""
 MOST_IDLE_SECONDS = 8.0
 """After that, within which everything that was held must be free: leases run out, lost connections are noticed."""
 
@@ -125,7 +125,7 @@ class World:
         goes_on = any(fault.kind in (HANGING, SPORADIC) for fault in plan.faults)
         await asyncio.wait(
             [self._failed, self._all_ended],
-            timeout=plan.horizon + MOST_SECONDS * (2 if goes_on else 1),
+            timeout=plan.horizon + MOST_SECONDS * (3 if goes_on else 1),
             return_when=asyncio.FIRST_COMPLETED,
         )
         if self.failure is None and not self._all_ended.done():
