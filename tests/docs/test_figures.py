@@ -133,19 +133,20 @@ def test_where_drafts_gain_and_lose() -> None:
 
 def test_equal_texts_and_logits() -> None:
     runs = {
-        "exact, greedy": "exact_greedy",
-        "exact, temperature 0.8": "exact_temperature",
-        "`--no-exact` and no kernels, greedy": "no_exact_greedy",
+        "exact_eqspec": "exact, greedy",
+        "exact_greedy": "exact, greedy",
+        "exact_temperature": "exact, temperature 0.8",
+        "no_exact_greedy": "`--no-exact` and no kernels, greedy",
     }
     lines = [
         f"| {name} | `{policy}` | {found['statistics']['drafted']:,} | {found['statistics']['accepted']:,} "
         f"| {found['equal_sequences']} of {found['sequences']} "
         f"| {found['equal_logits']:,} of {found['compared_logits']:,} |"
-        for name, run in runs.items()
+        for run, name in runs.items()
         for policy, found in result(run)["policies"].items()
     ]
     check("docs/exactness.md", *lines)
-    exact = [found for run in ("exact_greedy", "exact_temperature") for found in result(run)["policies"].values()]
+    exact = [found for run in runs if run.startswith("exact") for found in result(run)["policies"].values()]
     assert {found["equal_sequences"] for found in exact} == {found["sequences"] for found in exact} == {240}
     greedy, sampled = result("exact_greedy")["policies"], result("exact_temperature")["policies"]
     check(
