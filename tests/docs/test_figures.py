@@ -64,8 +64,8 @@ def test_speed_on_the_first_page() -> None:
         f"{prompts} SpecBench prompts in full length ({average:.0f} tokens on average)",
         f"the mean of two measurements, which differ by up to {noise:.0f} %",
         f"in every round give {always[1, 'demo']} times plain decoding at batch 1 and {always[8, 'demo']} times at "
-        f"batch 8. `auto` notices: in all it drafted {auto[1, 'demo']} tokens at batch 1 and {auto[8, 'demo']} at batch "
-        "8.",
+        f"batch 8. `auto` notices: in all it drafted {auto[1, 'demo']} tokens at batch 1 and {auto[8, 'demo']} at "
+        "batch 8.",
     )
     check(
         "docs/comparison.md",
@@ -294,7 +294,32 @@ def test_structured_output() -> None:
         f"takes {one['ratio']:.3f} +- {one['error']:.3f} times as long as a free one",
         f"{several['ratio']:.3f} +- {several['error']:.3f} times with four drafts",
         f"loses {loss[0]:.1f} % and {loss[1]:.1f} % of its tokens a second",
-        f"{result('schema_conformance')['valid']} of ",
+    )
+
+
+def test_collections_of_schemas() -> None:
+    found = result("schema_conformance")
+    folders = found["folders"]
+    assert not any(folder[wrong] for folder in folders for wrong in ("failed", "differing", "invalid"))
+
+    def total(name: str) -> int:
+        return sum(folder[name] for folder in folders)
+
+    suite, bench = (folder["valid"] for folder in folders)
+    unchecked = {one["schema"] for folder in folders for one in folder["unchecked"]}
+    check(
+        "docs/benchmarks.md",
+        f"{found['valid']} of {total('schemas'):,} schemas are valid, {suite} of the Test Suite and {bench} of "
+        "MaskBench",
+        f"{total('refused')} are refused",
+        f"{total('cut')} cut, and {len(unchecked)} unchecked",
+        f"{total('valid_outputs'):,} are valid and {total('cut_outputs')} cut",
+        f"{100 * total('accepted') / total('tokens'):.0f} % had been proposed by the draft",
+    )
+    check(
+        "docs/structured-output.md",
+        f"{total('schemas'):,} schemas from the JSON Schema Test Suite and MaskBench",
+        f"For {found['valid']} of them every output was complete and valid",
     )
 
 
