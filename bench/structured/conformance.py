@@ -4,7 +4,7 @@
     git clone https://github.com/guidance-ai/jsonschemabench
     spool serve --detach
     python -m bench.structured.conformance --schemas JSON-Schema-Test-Suite/tests/draft2020-12 \\
-      --schemas jsonschemabench/maskbench/data --sample 600 --output bench/results/schema_conformance.json
+      --schemas jsonschemabench/maskbench/data --sample 500 --output bench/results/schema_conformance.json
 
 Sends each schema to a running server four times: greedy and at temperature 0.8 with a seed, each time with drafts and
 with `draft_length` 0. Both texts must be the same, token count and end included, and a text that ended by itself must
