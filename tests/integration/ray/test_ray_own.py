@@ -88,9 +88,10 @@ def test_serve_until_interrupted(own_ray: OwnRay, tiny_pair: tuple[Path, Path]) 
     assert not (Path(own_ray.environment["HOME"]) / ".ray").exists()
 
 
-def readme_programs(own: OwnRay) -> dict[str, list[str]]:
-    """What README.md says to try, against the ports of a test."""
-    section = (ROOT / "README.md").read_text().partition("## Start and serve\n")[2].partition("\n## ")[0]
+def documented_programs(own: OwnRay) -> dict[str, list[str]]:
+    """What README.md and docs/clients.md say to try, against the ports of a test."""
+    section = (ROOT / "README.md").read_text().partition("## Run it\n")[2].partition("\n## ")[0]
+    section += (ROOT / "docs" / "clients.md").read_text().partition("\n## Frameworks")[0]
     section = section.replace("http://127.0.0.1:8000", own.url).replace("127.0.0.1:8001", own.grpc_address)
     blocks = re.findall(r"(?:^(?:    .*)?\n)+", section, re.MULTILINE)
     texts = [textwrap.dedent(block).strip() for block in blocks]
@@ -117,7 +118,7 @@ def test_the_demo_detached(own_ray: OwnRay) -> None:
     replicas = {name: one["replicas"] for name, one in shown.summary["deployments"].items()}
     assert replicas == {name: {"RUNNING": 1} for name in names}
     assert shown.summary["cells"][0]["throughput"]["finished"] == 1
-    for name, program in readme_programs(own_ray).items():
+    for name, program in documented_programs(own_ray).items():
         outcome = subprocess.run(program, capture_output=True, text=True, check=False)
         assert outcome.returncode == 0, outcome.stderr
         assert "Paris" in outcome.stdout, f"{name}: {outcome.stdout}"
