@@ -396,7 +396,7 @@ def _ages(files: dict[str, dict[str, Any]]) -> str:
     """Which results were measured with code that changed since. Documents that quote one of them say so as well."""
     older = [f"`{name}`" for name, content in files.items() if not is_of_this_code(content)]
     if not older:
-        return "All results are of the code beside this page."
+        return "All results were measured with the version of the code that this page belongs to."
     return f"Of the {len(files)} results, these {len(older)} were measured with older code: {', '.join(older)}."
 
 
