@@ -96,12 +96,16 @@ Work = TypeVar("Work", TargetWork, DraftWork)
 
 @dataclass(slots=True, eq=False)
 class OutstandingStep(Generic[Member, Work]):
-    """A step that was sent and not answered; `to_idle_worker`: the worker had no other step."""
+    """A step that was sent and not answered. `sent_at` is None where the worker had another step then."""
 
     rows: list[InFlightRow[Member]]
     work: Work
     group: GroupFormed | None
-    to_idle_worker: bool
+    sent_at: float | None
+
+    def elapsed(self, now: float) -> float | None:
+        """Seconds since the step was sent; None where the worker had another step then."""
+        return None if self.sent_at is None else now - self.sent_at
 
 
 class WorkerState(ABC, Generic[Member, Work]):
@@ -122,6 +126,7 @@ class WorkerState(ABC, Generic[Member, Work]):
         self.outstanding: dict[int, OutstandingStep[Member, Work]] = {}
         self.releases: dict[int, None] = {}
         self.running_since = 0.0
+        """When the worker last began to compute or ended a step. Steps without rows take no time and do not count."""
         self.changed = True
         """Whether anything here has changed since the worker was last asked for a step."""
         self.draining = False
@@ -246,12 +251,11 @@ class WorkerState(ABC, Generic[Member, Work]):
         self.changed = True
         released = tuple(self.releases)
         self.releases.clear()
-        self.in_flight.update(rows)
-        idle = not self.outstanding
-        if idle:
+        if rows and not self.busy:
             self.running_since = now
+        self.in_flight.update(rows)
         flights = list(rows.values())
-        self.outstanding[step_id] = OutstandingStep(flights, work, group, idle)
+        self.outstanding[step_id] = OutstandingStep(flights, work, group, None if self.outstanding else now)
         return SendStep(self.worker_id, step_id, tuple([flight.row for flight in flights]), released, group, exclusive)
 
     def release(self, step_id: int, now: float) -> SendStep:
@@ -265,8 +269,9 @@ class WorkerState(ABC, Generic[Member, Work]):
         """Removes and returns the step that was answered. Its rows stay in flight until each result was applied."""
         step = self.outstanding.pop(step_id, None)
         if step is not None:
-            self.running_since = now
             self.changed = True
+            if step.rows:
+                self.running_since = now
         return step
 
     def check_integrity(self) -> None:

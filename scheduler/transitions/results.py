@@ -33,13 +33,12 @@ class Rounds:
         self._emit = emit
 
     def draft_step(self, draft: DraftWorker, step_id: int, results: Results, seconds: float, now: float) -> None:
-        began = draft.running_since
         step = draft.take_answered(step_id, now)
         if step is None:
             return
         _leave_out_reused(step, results)
         _count_prepared(step, results)
-        self._controller.draft_step(draft, step.work, seconds, now - began if step.to_idle_worker else None)
+        self._controller.draft_step(draft, step.work, seconds, step.elapsed(now))
         lengths = [flight.row.draft_length for flight in step.rows if flight.row.outcomes]
         if lengths:
             late = not any(_is_verified(flight) for flight in step.rows)
@@ -56,13 +55,12 @@ class Rounds:
                 self._lifecycle.begin_round(flight.sequence, now)
 
     def target_step(self, target: TargetWorker, step_id: int, results: Results, seconds: float, now: float) -> None:
-        began = target.running_since
         step = target.take_answered(step_id, now)
         if step is None:
             return
         _leave_out_reused(step, results)
         _leave_out_known(target, step)
-        if self._controller.target_step(target, step.work, seconds, now - began if step.to_idle_worker else None):
+        if self._controller.target_step(target, step.work, seconds, step.elapsed(now)):
             self._lifecycle.drafting_changed(target)
         together = _failed_together(step, results)
         for flight in step.rows:

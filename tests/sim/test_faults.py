@@ -81,6 +81,12 @@ def test_schedules_that_found_something_break_no_rule_any_more(seed: int) -> Non
     assert run_schedule(seed).outcomes.total() == 200
 
 
+@pytest.mark.parametrize("seed", [3055, 3547, 4941, 5313, 5821, 6221, 7469, 7589])
+def test_schedules_with_releases_that_counted_as_turns_break_no_rule_any_more(seed: int) -> None:
+    """On shared cores, the release of a draft's KV, sent last, must not give the turn to the target afterwards."""
+    assert run_schedule(seed).outcomes.total() == 200
+
+
 @pytest.mark.parametrize("seed", [235, 11354, 17304, 19888])
 def test_schedules_with_drafts_that_prepare_that_found_something_break_no_rule_any_more(seed: int) -> None:
     """Poisons beside a cut connection or of two kinds, and proposals that overtook the answers to what was prepared."""
