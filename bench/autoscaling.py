@@ -20,12 +20,9 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
-
-from matplotlib.figure import Figure
 
 from bench.chaos.application import Application, ApplicationError, Watcher, served, watching
 from bench.chaos.streams import (
@@ -38,7 +35,6 @@ from bench.chaos.streams import (
 )
 from bench.pacing import Pace, paced
 from bench.record import write_result
-from bench.reporting.plots import draw
 from bench.serving.load import percentile
 from bench.synthetic_pair import SHAPES, write_pair
 
@@ -178,40 +174,6 @@ def by_step(
     return found
 
 
-def plot(result: Mapping[str, Any], figure: Figure) -> None:
-    """Load, replicas and latency over the same time."""
-    load, replicas, latency, first = figure.subplots(4, 1, sharex=True)
-    figure.set_figheight(7.0)
-    times = [step["time"] for step in result["steps"]]
-    load.step(times, [step["clients"] for step in result["steps"]], where="post", label="clients")
-    seen = result["samples"]
-    waiting = [one["waiting"] for one in seen]
-    load.plot([one["time"] for one in seen], waiting, linewidth=0.6, label="waiting")
-    load.set_yscale("symlog", base=2)
-    load.set_ylabel("load")
-    for role in ("target", "draft"):
-        changes = [
-            one for place, one in enumerate(seen) if place in (0, len(seen) - 1) or one[role] != seen[place - 1][role]
-        ]
-        replicas.step([one["time"] for one in changes], [one[role] for one in changes], where="post", label=f"{role}s")
-    replicas.set_ylim(bottom=0)
-    replicas.set_ylabel("in use")
-    bins = result["latency"]
-    for percent in ("p99", "p50"):
-        shown = [1000 * one[f"token_seconds_{percent}"] for one in bins]
-        latency.plot([one["time"] for one in bins], shown, label=percent)
-    latency.axhline(1000 * result["token_seconds_allowed"], color="black", linewidth=0.8, label="allowed")
-    latency.set_ylim(bottom=0)
-    latency.set_ylabel("ms a token")
-    waits = [one["first_token_seconds_p99"] for one in bins]
-    first.plot([one["time"] for one in bins], waits, label="p99")
-    first.set_ylim(bottom=0)
-    first.set_ylabel("s to the first token")
-    first.set_xlabel("seconds")
-    for axes in (load, replicas, latency, first):
-        axes.legend(fontsize=6, framealpha=0.6)
-
-
 def table(result: Mapping[str, Any]) -> str:
     """For docs/autoscaling.md."""
     lines = [
@@ -239,7 +201,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--downscale-seconds", type=float, default=20.0, help="delay of the tiny pair")
     found.add_argument("--cases", type=int, default=16, help="different requests")
     found.add_argument("--max-tokens", type=int, default=64)
-    found.add_argument("--output", type=Path, default=Path("autoscaling.json"), help="a plot is written next to it")
+    found.add_argument("--output", type=Path, default=Path("autoscaling.json"))
     return found
 
 
@@ -253,12 +215,6 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         return asyncio.run(measure(application, arguments.steps, arguments))
 
 
-def keep(file: Path, command: str, result: Mapping[str, Any]) -> None:
-    """Writes the result to `file`, and a plot next to it."""
-    write_result(file, command, result)
-    draw(file.with_suffix(".svg"), partial(plot, result))
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     try:
@@ -267,7 +223,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"autoscaling: {error}", file=sys.stderr)
         return 1
     command = f"python -m bench.autoscaling {' '.join(sys.argv[1:] if argv is None else argv)}".strip()
-    keep(arguments.output, command, result)
+    write_result(arguments.output, command, result)
     print(table(result))
     return 1 if result["wrong"] or result["refused"] else 0
 

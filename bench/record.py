@@ -1,62 +1,22 @@
-"""Runs a command that prints JSON on its last line, and keeps that with machine and command under bench/results/.
+"""Runs a command that prints JSON on its last line, and keeps that with command, commit, date and machine under
+bench/results/.
 
 python -m bench.record exactness_greedy -- spool verify --prompts FILE --json
 """
 
 from __future__ import annotations
 
-import ast
-import hashlib
-import io
 import json
 import subprocess
 import sys
-import tokenize
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from bench.machine import describe_machine
 
 RESULTS = Path(__file__).parent / "results"
-_MEASURED_CODE = ("engine", "scheduler", "services", "protos")
-_C_FILES = (".c", ".h")
-
-
-@cache
-def source_digest(root: Path = RESULTS.parents[1]) -> str:
-    """Of the code that is measured, below `root`: a figure with another one is of older code. What a Python file says
-    in comments and docstrings does not count."""
-    digest = hashlib.sha256()
-    for package in _MEASURED_CODE:
-        for path in sorted((root / package).rglob("*")):
-            if path.suffix == ".py":
-                digest.update(statements(path.read_text(encoding="utf-8")).encode())
-            elif path.suffix in _C_FILES:
-                digest.update(path.read_bytes())
-    return digest.hexdigest()[:12]
-
-
-def is_of_this_code(content: Mapping[str, Any]) -> bool:
-    """Whether a result was measured with the code as it is now, all of it."""
-    return content.get("sources") == [source_digest()]
-
-
-def statements(source: str) -> str:
-    """The lines of a Python file without comments, docstrings and lines that are empty then; docstrings have lines of
-    their own, as the formatter leaves them. Raises SyntaxError."""
-    lines = source.splitlines()
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT:
-            row, column = token.start
-            lines[row - 1] = lines[row - 1][:column]
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            last = node.end_lineno or node.lineno
-            lines[node.lineno - 1 : last] = [""] * (last - node.lineno + 1)
-    return "\n".join(line for line in map(str.rstrip, lines) if line)
 
 
 def commit_of(folder: Path) -> str:
@@ -75,12 +35,10 @@ def ask_git(folder: Path, *arguments: str) -> str:
 
 
 def origin(command: str, machine: Mapping[str, object]) -> dict[str, object]:
-    """The fields that every result has: the command that made it, Spool's commit and the digest of its code, the date,
-    and the machine."""
+    """The fields that every result has: the command that made it, Spool's commit, the date, and the machine."""
     return {
         "command": command,
         "commit": commit_of(RESULTS.parent),
-        "sources": [source_digest()],
         "date": datetime.now(UTC).date().isoformat(),
         "machine": dict(machine),
     }

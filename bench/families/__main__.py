@@ -1,7 +1,6 @@
 """Tries all families, or those that are named, and prints what became of them as JSON on the last line.
 
     python -m bench.record families -- python -m bench.families
-    python -m bench.families --page    writes docs/models.md from that
 
 A family is a model type of transformers that has a causal language model.
 """
@@ -20,9 +19,7 @@ from transformers import __version__ as transformers_version
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import logging as transformers_logging
 
-from bench.families.page import PAGE, page
 from bench.families.trial import Verdict, try_family
-from bench.record import RESULTS
 from deploy.progress import error_console
 
 
@@ -30,13 +27,7 @@ def main(arguments: Sequence[str]) -> int:
     """1 where a family would be served wrong."""
     parser = argparse.ArgumentParser(prog="python -m bench.families", description=__doc__)
     parser.add_argument("family", nargs="*", help="default: all")
-    parser.add_argument("--page", action="store_true", help=f"write {PAGE.name} from the result that was kept")
     asked = parser.parse_args(arguments)
-    if asked.page:
-        kept = json.loads((RESULTS / "families.json").read_text(encoding="utf-8"))
-        PAGE.write_text(page(kept), encoding="utf-8")
-        print(PAGE)
-        return 0
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
     warnings.filterwarnings("ignore")

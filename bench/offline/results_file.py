@@ -60,7 +60,7 @@ class BenchFile:
             "date": today(),
             "machine": self._machine,
             "settings": self._settings,
-            "sources": sorted({found.source for found in self.measurements}),
+            "commits": sorted({found.commit for found in self.measurements}),
             "left_out": self._left_out,
             "cells": [summary.to_json() for summary in summarise(self.measurements)],
             "references": [

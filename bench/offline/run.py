@@ -22,7 +22,7 @@ from bench.offline.summary import Measurement
 from bench.offline.tables import category_table, cells_table
 from bench.offline.workers import BenchWorkers, running_workers
 from bench.peers.processes import PeerError, PeerModels, Peers
-from bench.record import source_digest
+from bench.record import RESULTS, commit_of
 from deploy.errors import UsageError
 from deploy.event_loop import run_until_interrupted
 from deploy.models import ReadyModels, fetch, prepare_models
@@ -57,8 +57,8 @@ def bench_offline(settings: BenchOfflineSettings) -> int:
     wide.print(cells_table(content["cells"]))
     if any(cell["categories"].keys() - {NO_CATEGORY} for cell in content["cells"]):
         wide.print(category_table(content["cells"]))
-    if len(content["sources"]) > 1:
-        console.print("measured over more than one version of the code", style="bold red")
+    if len(content["commits"]) > 1:
+        console.print("measured at more than one commit", style="bold red")
     console.print(f"everything is in {settings.output}", highlight=False, markup=False)
     if settings.json_output:
         shown = {name: content[name] for name in ("settings", "left_out", "cells")}
@@ -114,7 +114,7 @@ class _Run:
         self._reporter = _Passing(reporter)
         self._console = console
         self._left_out: set[GridPoint] = set()
-        self._source = source_digest()
+        self._commit = commit_of(RESULTS.parent)
         missing = {point: None for point in points if any(file.find(point, n) is None for n in self._repeats)}
         # What others are compared with comes first; what only serves for that is measured no further.
         references = dict.fromkeys(point.reference for point in missing)
@@ -219,7 +219,7 @@ class _Run:
             seconds=statistics.seconds,
             exact_match=0.0,
             different=[],
-            source=self._source,
+            commit=self._commit,
             statistics=statistics.to_json(),
             hidden_draft_share=hidden_draft_share(trace.steps),
             categories={name: category.to_json() for name, category in rounds.by_category().items()},
@@ -267,7 +267,7 @@ class _Run:
             seconds=seconds,
             exact_match=0.0,
             different=[],
-            source=self._source,
+            commit=self._commit,
         )
         return measurement, [output_digest(tokens) for tokens in outputs]
 

@@ -16,7 +16,7 @@ class Measurement:
 
     `exact_match` is the share of outputs that equal those of batch-1 plain decoding by the same maker, `different`
     names the prompts of the others. `statistics` are those of services/scheduler/telemetry/statistics.py, `categories`
-    those of bench/offline/rounds.py; other systems have neither. `source` is a digest of Spool's own code.
+    those of bench/offline/rounds.py; other systems have neither. `commit` is Spool's.
     """
 
     point: GridPoint
@@ -25,7 +25,7 @@ class Measurement:
     seconds: float
     exact_match: float
     different: list[int]
-    source: str
+    commit: str
     statistics: dict[str, Any] = field(default_factory=dict)
     hidden_draft_share: float | None = None
     categories: dict[str, dict[str, Any]] = field(default_factory=dict)

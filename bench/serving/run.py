@@ -15,7 +15,7 @@ from rich.table import Table
 from bench.machine import describe_machine
 from bench.offline.inputs import bench_prompts
 from bench.offline.results_file import comparable_content, output_digest, shown_command, today, write_whole
-from bench.record import source_digest
+from bench.record import RESULTS, commit_of
 from bench.serving.clients import Asked, LoadClient, RefusedError, RequestFailedError, grpc_client, http_client
 from bench.serving.load import Ending, LatencyBound, RequestRecord, poisson_arrivals, summarise_load
 from bench.serving.options import BenchServeSettings
@@ -59,7 +59,7 @@ async def _measure_all(
             records = await run_load(client, prompts, arrivals, settings.seed, f"{rate:g} requests/s", reporter)
             content["loads"].append({"rate": rate} | summarise_load(records, bound))
             content["date"] = today()
-            content["sources"] = sorted({*content.get("sources", []), source_digest()})
+            content["commits"] = sorted({*content.get("commits", []), commit_of(RESULTS.parent)})
             write_whole(settings.output, content)
 
 

@@ -2,8 +2,8 @@
 
     SPOOL_RESULTS=bench/results make test TESTS="-m long tests/chaos/test_load_steps.py"
 
-SPOOL_RESULTS is the folder for what was measured, and for plots of it. Without SPOOL_RESULTS they go to a temporary
-folder, so that the committed results stay as they are.
+SPOOL_RESULTS is the folder for what was measured. Without SPOOL_RESULTS it goes to a temporary folder, so that the
+committed results stay as they are.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 
-from bench.autoscaling import PACE, keep, parser, run
+from bench.autoscaling import PACE, parser, run
 from bench.pacing import paced
+from bench.record import write_result
 from tests.support.ray_cluster import RayCluster
 
 COMMAND = 'SPOOL_RESULTS=bench/results make test TESTS="-m long tests/chaos/test_load_steps.py"'
@@ -45,7 +46,7 @@ def results(tmp_path: Path) -> Path:
 
 def measured(file: Path, options: list[str]) -> dict[str, Any]:
     result = run(parser().parse_args(options))
-    keep(file, COMMAND, result)
+    write_result(file, COMMAND, result)
     return result
 
 

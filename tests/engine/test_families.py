@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from bench.families.page import PAGE, page
 from bench.families.tiny import tiny_config, tiny_model
 from bench.families.trial import Verdict, try_family
 from bench.record import RESULTS
@@ -41,10 +40,6 @@ def test_families_that_are_trusted_are_those_that_were_compared(kept: dict[str, 
     assert {family for family, verdict in verdicts.items() if verdict in ("exact", "runs")} == PROVED_FAMILIES
     assert sum(verdict != "untried" for verdict in verdicts.values()) >= 40
     assert "wrong" not in verdicts.values()
-
-
-def test_the_page_is_that_of_the_result(kept: dict[str, Any]) -> None:
-    assert PAGE.read_text(encoding="utf-8") == page(kept)
 
 
 # Of every kind: fused and joined layers, learned positions, partial rotation, no attention interface, a mask of its

@@ -1,56 +1,47 @@
-"""Results say of which code they are: changes of what it does count, changes of what it says about itself do not."""
+"""A result says with which command, at which commit, when and on which machine it was measured."""
 
 from __future__ import annotations
 
+import json
+import subprocess
+from datetime import UTC, date, datetime
 from pathlib import Path
 
 import pytest
 
-from bench.record import is_of_this_code, source_digest
-
-PYTHON = '''"""A module."""
-
-import os  # for its separator
-
-SEPARATOR = os.sep  # "#" begins a comment
-"""Between folders."""
+from bench.machine import describe_machine
+from bench.record import commit_of, keep, write_result
 
 
-def joined(*parts: str) -> str:
-    """With a separator."""
-    return f"{SEPARATOR}".join(parts)  # no "/"
-'''
-SAYS_MORE = PYTHON.replace("A module.", "A module\nof two lines.").replace("  # for its separator", "\n\n# Below.")
+def git(folder: Path, *arguments: str) -> str:
+    author = ("-c", "user.name=A", "-c", "user.email=a@b.c")
+    done = subprocess.run(["git", "-C", str(folder), *author, *arguments], capture_output=True, text=True, check=True)
+    return done.stdout.strip()
 
 
-def digest_of(root: Path, python: str, c: str = "int x;") -> str:
-    folder = root / "engine" / "cpu"
-    folder.mkdir(parents=True)
-    (folder / "paths.py").write_text(python, encoding="utf-8")
-    (folder / "kernel.c").write_text(c, encoding="utf-8")
-    (folder / "notes.md").write_text(str(root), encoding="utf-8")
-    return source_digest(root)
+def test_a_result_has_its_command_commit_date_and_machine(tmp_path: Path) -> None:
+    file = tmp_path / "results" / "speed.json"
+    write_result(file, "python -m bench.speed", {"rows": 5})
+    content = json.loads(file.read_text(encoding="utf-8"))
+    assert list(content) == ["command", "commit", "date", "machine", "result"]
+    assert content["command"] == "python -m bench.speed"
+    assert abs(date.fromisoformat(content["date"]) - datetime.now(UTC).date()).days <= 1
+    assert content["machine"] == describe_machine()
+    assert content["result"] == {"rows": 5}
 
 
-def test_comments_docstrings_and_other_files_do_not_count(tmp_path: Path) -> None:
-    assert digest_of(tmp_path / "old", PYTHON) == digest_of(tmp_path / "new", SAYS_MORE)
+def test_a_commit_with_changed_files_is_told_apart(tmp_path: Path) -> None:
+    assert commit_of(tmp_path) == ""
+    git(tmp_path, "init", "--quiet")
+    (tmp_path / "code.py").write_text("1")
+    git(tmp_path, "add", "code.py")
+    git(tmp_path, "commit", "--quiet", "-m", "One")
+    commit = git(tmp_path, "rev-parse", "HEAD")
+    assert commit_of(tmp_path) == commit
+    (tmp_path / "code.py").write_text("2")
+    assert commit_of(tmp_path) == f"{commit} changed"
 
 
-@pytest.mark.parametrize(
-    ("python", "c"),
-    [
-        (PYTHON.replace("{SEPARATOR}", "#"), "int x;"),
-        (PYTHON.replace('"#" begins', "begins").replace("os.sep", '"#"'), "int x;"),
-        (PYTHON.replace("    return", "    print()\n    return"), "int x;"),
-        (PYTHON, "int y;"),
-    ],
-    ids=["text", "value", "statement", "C"],
-)
-def test_what_code_does_counts(tmp_path: Path, python: str, c: str) -> None:
-    assert digest_of(tmp_path / "old", PYTHON) != digest_of(tmp_path / "new", python, c)
-
-
-def test_a_result_of_two_versions_is_of_none() -> None:
-    assert is_of_this_code({"sources": [source_digest()]})
-    assert not is_of_this_code({"sources": [source_digest(), "0123456789ab"]})
-    assert not is_of_this_code({})
+def test_a_command_that_prints_nothing_has_no_result() -> None:
+    with pytest.raises(ValueError, match="speed --json printed nothing"):
+        keep("speed", ["speed", "--json"], "\n")
