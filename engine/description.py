@@ -7,7 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class EngineDescription:
-    """Fields as in protos/worker.proto, WorkerDescription. An empty `tokenizer_digest` fits any vocabulary."""
+    """Fields as in protos/worker.proto, WorkerDescription; the last two are for reports and stay in the process.
+
+    An empty `tokenizer_digest` fits any vocabulary. `attention` is what attends: "triton kernel", "CPU kernel" or
+    "matrix products". `graphed_row_counts`: of passes that are CUDA graphs.
+    """
 
     model_id: str
     tokenizer_digest: bytes
@@ -22,3 +26,5 @@ class EngineDescription:
     threads: int = 1
     exclusive_threads: int = 1
     kv_bytes_per_token: int = 0
+    attention: str = ""
+    graphed_row_counts: tuple[int, ...] = ()

@@ -2,8 +2,16 @@
 
 torch's own attention over pages (`torch.nn.attention.varlen` with a block table) is not used: it came for
 FlashAttention 3, which torch does not carry (pytorch/pytorch#175101), and where it splits KV it writes wrong rows
-(pytorch/pytorch#194167, open in November 2026). Here a row's sums have one order by construction: no split, and tiles
-of one size.
+(pytorch/pytorch#194167, open in November 2026).
+
+Here a row's sums have one order by construction. Split s of a sequence is its positions `[256 s, 256 (s + 1))`. Within
+a split, tiles of one size are added up from the first position to the last; splits are merged in order, beginning with
+split 0, by the same float32 operations wherever that happens. Splits and tiles that a row does not see change none of
+its bits.
+
+So a block of query rows can be one item of work, whose program computes and merges all splits, or an item for each
+split: every program then leaves its sums in memory, and the last one to be done merges them all. Which it is does not
+show in the bits. It keeps a GPU busy where few rows have long contexts.
 """
 
 from __future__ import annotations
@@ -28,6 +36,32 @@ _MIN_DIMENSIONS = 16
 _POSITIONS = 64
 _TILE_BYTES = {2: 32 << 10, 4: 16 << 10}
 
+# Positions of a split: a multiple of the positions of any tile.
+_SPLIT = 256
+# Programs in a launch, over all KV heads: two for each multiprocessor of an H100 run at a time, and twice as many even
+# out what takes longer. They share the items.
+_PROGRAMS = 528
+# Numbers of an item: first row, rows, position of the first row, place of the first page in the list of pages, split,
+# and where the sums of the block's split 0 are kept, or -1 if the item is all splits of its block.
+_ITEM_NUMBERS = tl.constexpr(6)
+# What rows that have seen nothing have for their highest score: less than scores are, and no cause of NaN.
+_LOWEST = tl.constexpr(-3.0e38)
+
+KEPT_ROWS = 1 << 17
+"""Rows of tiles, over all KV heads, whose sums of one split can be kept: 64 MiB for heads of 128 dimensions."""
+
+
+@triton.jit
+def _merged(highest, total, sums, next_highest, next_total, next_sums):  # type: ignore[no-untyped-def]
+    """Highest scores, sums of weights and weighted sums of rows, with those of their next split."""
+    higher = tl.maximum(highest, next_highest)
+    kept = tl.exp2(highest - higher)
+    factor = tl.exp2(next_highest - higher)
+    # Named, as what a compiler fuses could differ from place to place.
+    total = tl.fma(total, kept, next_total * factor)
+    sums = tl.fma(sums, kept[:, None], next_sums * factor[:, None])
+    return higher, total, sums
+
 
 @triton.jit
 def _attend(  # type: ignore[no-untyped-def]
@@ -38,6 +72,9 @@ def _attend(  # type: ignore[no-untyped-def]
     values,
     edges,
     pages,
+    kept_rows,
+    kept_sums,
+    arrived,
     scale,
     kv_heads: tl.constexpr,
     group: tl.constexpr,
@@ -46,44 +83,90 @@ def _attend(  # type: ignore[no-untyped-def]
     tile_queries: tl.constexpr,
     dimensions: tl.constexpr,
     tile_positions: tl.constexpr,
+    split_positions: tl.constexpr,
     precision: tl.constexpr,
 ):
-    """One block of rows, one KV head. `scale` is for powers of 2; `tile_queries` and `dimensions` are padded."""
-    edge = edges + tl.program_id(0) * 4
+    """Items of one KV head. `scale` is for powers of 2; `tile_queries` and `dimensions` are padded.
+
+    `kept_rows` `[splits, KV heads, 2, tile_queries]` highest scores and sums of weights, `kept_sums` `[splits, KV
+    heads, tile_queries, head_dim]`; `arrived` `[splits, KV heads]` counts the splits of a block that are kept, 0
+    between launches.
+    """
     kv_head = tl.program_id(1)
-    first_row, rows, start, first_page = tl.load(edge), tl.load(edge + 1), tl.load(edge + 2), tl.load(edge + 3)
-    row = tl.arange(0, tile_queries) // group
+    items, first_item = tl.load(edges), tl.load(edges + 1)
+    tile_row = tl.arange(0, tile_queries)
+    row = tile_row // group
     dimension = tl.arange(0, dimensions)
-    # In the order [rows, query heads, dimensions], the query heads of a KV head side by side.
-    head = ((first_row + row) * kv_heads + kv_head) * group + tl.arange(0, tile_queries) % group
-    places = head[:, None] * head_dim + dimension[None, :]
-    is_real = (row < rows)[:, None] & (dimension < head_dim)[None, :]
-    query = tl.load(queries + places, mask=is_real, other=0.0)
-    last_seen = start + tl.minimum(row, rows - 1)
-    highest = tl.full([tile_queries], float("-inf"), tl.float32)
-    total = tl.zeros([tile_queries], tl.float32)
-    sums = tl.zeros([tile_queries, dimensions], tl.float32)
-    for first in range(0, start + rows, tile_positions):
-        position = first + tl.arange(0, tile_positions)
-        exists = position < start + rows
-        page = tl.load(pages + first_page + position // page_size, mask=exists, other=0)
-        chunk = ((page * kv_heads + kv_head) * page_size + position % page_size) * head_dim
-        is_kv = exists[:, None] & (dimension < head_dim)[None, :]
-        kv_places = chunk[:, None] + dimension[None, :]
-        key = tl.load(keys + kv_places, mask=is_kv, other=0.0)
-        scores = tl.dot(query, tl.trans(key), input_precision=precision) * scale
-        scores = tl.where(position[None, :] <= last_seen[:, None], scores, float("-inf"))
-        # A tile that a row does not see changes none of its bits: the factor is 1, what is added is 0.
-        higher = tl.maximum(highest, tl.max(scores, 1))
-        weights = tl.exp2(scores - higher[:, None])
-        kept = tl.exp2(highest - higher)
-        value = tl.load(values + kv_places, mask=is_kv, other=0.0)
-        sums = sums * kept[:, None] + tl.dot(weights.to(value.dtype), value, input_precision=precision)
-        total = total * kept + tl.sum(weights, 1)
-        highest = higher
-    # Of a real row the highest score has weight 1; a block of zeros has no weights.
-    total = tl.maximum(total, 1.0)
-    tl.store(to + places, (sums / total[:, None]).to(to.dtype.element_ty), mask=is_real)
+    for index in range(tl.program_id(0), items, tl.num_programs(0)):
+        item = pages + first_item + index * _ITEM_NUMBERS
+        first_row, first_page, first_kept = tl.load(item), tl.load(item + 3), tl.load(item + 5)
+        # Positions, and counts of them, fit into 32 bits.
+        rows, start = tl.load(item + 1).to(tl.int32), tl.load(item + 2).to(tl.int32)
+        split = tl.load(item + 4).to(tl.int32)
+        # In the order [rows, query heads, dimensions], the query heads of a KV head side by side.
+        head = ((first_row + row) * kv_heads + kv_head) * group + tile_row % group
+        places = head[:, None] * head_dim + dimension[None, :]
+        is_real = (row < rows)[:, None] & (dimension < head_dim)[None, :]
+        query = tl.load(queries + places, mask=is_real, other=0.0)
+        last_seen = start + tl.minimum(row, rows - 1)
+        end = start + rows
+        stop = end
+        if first_kept >= 0:
+            stop = tl.minimum(end, (split + 1) * split_positions)
+        # Of the splits before the one at work, then of that one.
+        highest = tl.full([tile_queries], _LOWEST, tl.float32)
+        total = tl.zeros([tile_queries], tl.float32)
+        sums = tl.zeros([tile_queries, dimensions], tl.float32)
+        split_highest, split_total, split_sums = highest, total, sums
+        for first in range(split * split_positions, stop, tile_positions):
+            if first % split_positions == 0:
+                highest, total, sums = _merged(highest, total, sums, split_highest, split_total, split_sums)
+                split_highest = tl.full([tile_queries], _LOWEST, tl.float32)
+                split_total = tl.zeros([tile_queries], tl.float32)
+                split_sums = tl.zeros([tile_queries, dimensions], tl.float32)
+            position = first + tl.arange(0, tile_positions)
+            exists = position < end
+            page = tl.load(pages + first_page + position // page_size, mask=exists, other=0)
+            chunk = ((page * kv_heads + kv_head) * page_size + position % page_size) * head_dim
+            is_kv = exists[:, None] & (dimension < head_dim)[None, :]
+            kv_places = chunk[:, None] + dimension[None, :]
+            key = tl.load(keys + kv_places, mask=is_kv, other=0.0)
+            scores = tl.dot(query, tl.trans(key), input_precision=precision) * scale
+            scores = tl.where(position[None, :] <= last_seen[:, None], scores, float("-inf"))
+            # A tile that a row does not see changes none of its bits: the factor is 1, what is added is 0.
+            higher = tl.maximum(split_highest, tl.max(scores, 1))
+            weights = tl.exp2(scores - higher[:, None])
+            kept = tl.exp2(split_highest - higher)
+            value = tl.load(values + kv_places, mask=is_kv, other=0.0)
+            split_sums = split_sums * kept[:, None] + tl.dot(weights.to(value.dtype), value, input_precision=precision)
+            split_total = split_total * kept + tl.sum(weights, 1)
+            split_highest = higher
+        is_done = first_kept < 0
+        if is_done:
+            highest, total, sums = _merged(highest, total, sums, split_highest, split_total, split_sums)
+        else:
+            splits = (end + split_positions - 1) // split_positions
+            block = first_kept * kv_heads + kv_head
+            place = block + split * kv_heads
+            tl.store(kept_rows + place * 2 * tile_queries + tile_row, split_highest)
+            tl.store(kept_rows + (place * 2 + 1) * tile_queries + tile_row, split_total)
+            kept_places = tile_row[:, None] * head_dim + dimension[None, :]
+            tl.store(kept_sums + place * tile_queries * head_dim + kept_places, split_sums, mask=is_real)
+            # What all threads stored is there before the count says so, and what all load is loaded after it.
+            tl.debug_barrier()
+            is_done = tl.atomic_add(arrived + block, 1, sem="acq_rel", scope="gpu") == splits - 1
+            if is_done:
+                for _ in range(splits):
+                    split_highest = tl.load(kept_rows + block * 2 * tile_queries + tile_row)
+                    split_total = tl.load(kept_rows + (block * 2 + 1) * tile_queries + tile_row)
+                    split_sums = tl.load(
+                        kept_sums + block * tile_queries * head_dim + kept_places, mask=is_real, other=0.0
+                    )
+                    highest, total, sums = _merged(highest, total, sums, split_highest, split_total, split_sums)
+                    block += kv_heads
+                tl.store(arrived + first_kept * kv_heads + kv_head, 0)
+        if is_done:
+            tl.store(to + places, tl.div_rn(sums, total[:, None]).to(to.dtype.element_ty), mask=is_real)
 
 
 def constants(query_heads: int, kv_heads: int, head_dim: int, page_size: int, element_bytes: int) -> dict[str, object]:
@@ -97,6 +180,7 @@ def constants(query_heads: int, kv_heads: int, head_dim: int, page_size: int, el
         "tile_queries": tile_rows(query_heads // kv_heads),
         "dimensions": dimensions,
         "tile_positions": min(_POSITIONS, _TILE_BYTES[element_bytes] // (dimensions * element_bytes)),
+        "split_positions": _SPLIT,
         # Elements that are no 16 bits wide are multiplied as they are, and not as TF32.
         "precision": "ieee",
     }
@@ -104,7 +188,7 @@ def constants(query_heads: int, kv_heads: int, head_dim: int, page_size: int, el
 
 def options(element_bytes: int) -> dict[str, int]:
     """How the kernel is compiled: so that numbers stay in registers, instead of giving some up for more programs."""
-    return {"num_warps": 4, "maxnreg": 255} if element_bytes == 2 else {"num_warps": 4}
+    return {"num_warps": 4, "maxnreg": 255} if element_bytes == 2 else {"num_warps": 8}
 
 
 def tile_rows(group: int) -> int:
@@ -113,12 +197,15 @@ def tile_rows(group: int) -> int:
 
 
 class TritonPlan:
-    def __init__(self, edges: torch.Tensor, pages: torch.Tensor) -> None:
-        """`edges` int64 `[blocks, 4]` and `pages` as from `cut_into_blocks`, on the device; a block of zeros is
-        none."""
+    def __init__(self, edges: torch.Tensor, pages: torch.Tensor, programs: int, kept_splits: int) -> None:
+        """`edges` and `pages` as `TritonBackend.blocks` gives them, int64 on the device. `programs` for each KV head;
+        `kept_splits` splits of blocks can be kept."""
         self._edges = edges
         self._pages = pages
+        self._programs = programs
+        self._kept_splits = kept_splits
         self._output: torch.Tensor | None = None
+        self._kept: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
         self._constants: dict[str, object] = {}
         self._options: dict[str, int] = {}
 
@@ -128,16 +215,24 @@ class TritonPlan:
         if self._output is None:
             # Rows of no block stay 0 in all layers.
             self._output = query.new_zeros(query.shape)
+            places = (self._kept_splits, layer.kv_heads)
+            tile = tile_rows(heads // layer.kv_heads)
+            self._kept = (
+                query.new_empty(*places, 2, tile, dtype=torch.float32),
+                query.new_empty(*places, tile, head_dim, dtype=torch.float32),
+                query.new_zeros(places, dtype=torch.int32),
+            )
             self._constants = constants(heads, layer.kv_heads, head_dim, layer.pool.shape[3], query.element_size())
             self._options = options(query.element_size())
         keys, values = layer.pool
-        _attend[(len(self._edges), layer.kv_heads)](
+        _attend[(self._programs, layer.kv_heads)](
             self._output,
             query.contiguous(),
             keys,
             values,
             self._edges,
             self._pages,
+            *self._kept,
             scaling * math.log2(math.e),
             **self._constants,
             **self._options,
@@ -151,19 +246,45 @@ class TritonBackend:
     def __init__(self, query_heads: int, kv_heads: int, page_size: int, device: torch.device) -> None:
         group = query_heads // kv_heads
         self._block_rows = tile_rows(group) // group
+        self._kept_splits = KEPT_ROWS // (tile_rows(group) * kv_heads)
+        self._programs = max(1, _PROGRAMS // kv_heads)
         self._page_size = page_size
         self._device = device
 
     def plan(self, spans: Sequence[Span], batched_tokens: int) -> TritonPlan:
         edges, pages = self.blocks(spans)
         moved = on_device([*edges, *pages], self._device)
-        return self.plan_of(moved[: len(edges)].view(-1, 4), moved[len(edges) :])
+        programs = min(edges[0], self._programs)
+        return TritonPlan(moved[: len(edges)], moved[len(edges) :], programs, self._kept_splits)
 
     def blocks(self, spans: Sequence[Span]) -> tuple[list[int], list[int]]:
-        """Edges, four numbers for each block, and pages."""
-        edges, pages = cut_into_blocks(spans, self._page_size, self._block_rows)
-        return [number for edge in edges for number in edge], pages
+        """How many items of work there are and where they begin in the second list; and that list, of pages first.
+
+        What takes longest comes first. The longest blocks are split, as many as can be kept.
+        """
+        blocks, pages = cut_into_blocks(spans, self._page_size, self._block_rows)
+        whole: list[int] = []
+        split: list[int] = []
+        kept = 0
+        for block in sorted(blocks, key=lambda block: -block[1] - block[2]):
+            splits = -(-(block[1] + block[2]) // _SPLIT)
+            if splits > 1 and kept + splits <= self._kept_splits:
+                for index in range(splits):
+                    split += (*block, index, kept)
+                kept += splits
+            else:
+                whole += (*block, 0, -1)
+        items = (len(whole) + len(split)) // _ITEM_NUMBERS.value
+        return [items, len(pages)], [*pages, *whole, *split]
+
+    def edge_numbers(self, rows: int, kv_pages: int) -> int:
+        """How many numbers edges are, at most, in a pass of so many rows over so many pages."""
+        return 2
+
+    def page_numbers(self, rows: int, kv_pages: int) -> int:
+        """How many numbers pages and items are, at most."""
+        return kv_pages + (rows + self._kept_splits) * _ITEM_NUMBERS.value
 
     def plan_of(self, edges: torch.Tensor, pages: torch.Tensor) -> TritonPlan:
-        """Of blocks that are on the device already."""
-        return TritonPlan(edges, pages)
+        """Of numbers that are on the device already; what follows the last item does not matter."""
+        return TritonPlan(edges, pages, self._programs, self._kept_splits)

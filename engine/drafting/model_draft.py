@@ -13,9 +13,11 @@ from engine.description import EngineDescription
 from engine.drafting.ahead import AheadDrafting
 from engine.kv.pages import PagePool
 from engine.passes.admission import make_room, rolled_back_on_error, split_by_rows
+from engine.passes.chained import ChainedPasses
 from engine.passes.layout import BatchedSequence
 from engine.passes.runner import ModelRunner
 from engine.sampling.grammars import GrammarRow, Grammars, TokenMasks
+from engine.sampling.logits_shaping import changes_scores
 from engine.sampling.sampler import SamplingContext, probabilities_of, sample_tokens
 from engine.settings import LONGEST_LOOKUP_MATCH
 from engine.steps import (
@@ -43,7 +45,8 @@ class DraftEngine:
     target's tokens (coupled sampling, arXiv 2408.07978). `token_ids` names the tokens of the columns of the model's
     logits, where those are not the whole vocabulary. With `lookup_match`, a row of which at least so many of the last
     tokens stood in its history before proposes what followed them there, and the model only computes their KV. With
-    `grammars`, a row that has a grammar proposes what it allows, and what it forces without the model's choice.
+    `grammars`, a row that has a grammar proposes what it allows, and what it forces without the model's choice. If
+    `chained`, greedy proposals are read from the device once all of their tokens are chosen.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class DraftEngine:
         token_ids: Tensor | None = None,
         lookup_match: int | None = None,
         grammars: Grammars | None = None,
+        chained: bool = False,
     ) -> None:
         self.description = description
         self.pool = pool
@@ -63,6 +67,8 @@ class DraftEngine:
         self._token_ids = token_ids
         self._lookup_match = lookup_match
         self._grammars = grammars
+        limit, size = description.max_num_batched_tokens, description.vocabulary_size
+        self._chained = ChainedPasses(runner, limit, size, scan, token_ids) if chained else None
         self._ahead = AheadDrafting(description, runner, pool, scan, token_ids)
 
     def step(self, rows: Sequence[ProposeRow], computing: Computing = no_callback) -> StepOutcome:
@@ -76,6 +82,9 @@ class DraftEngine:
         with rolled_back_on_error(self.pool, [row.table for row in rows]) as starts:
             drafting = make_room(self.pool, [(row.table, len(row.tokens)) for row in rows], outcomes)
             feed = {index: self._first_feed(rows[index], outcomes[index]) for index in drafting}
+            if self._chained is not None and all(_is_greedy(rows[index]) for index in drafting):
+                self._chain(self._chained, rows, drafting, feed, outcomes, timings, computing)
+                drafting = []
             while drafting:
                 at_end = self._pass(rows, drafting, feed, outcomes, timings, computing)
                 drafting = [i for i in drafting if i not in at_end and self._goes_on(rows[i], outcomes[i])]
@@ -192,10 +201,46 @@ class DraftEngine:
         grammar = row.sampling.grammar
         if grammar is not None and outcome.tokens and outcome.tokens[-1] in grammar.end_token_ids:
             return False
+        return self._makes_room(row)
+
+    def _makes_room(self, row: ProposeRow) -> bool:
+        """For one more token, if there are pages."""
         if not self.pool.can_append(row.table, 1):
             return False
         self.pool.append(row.table, 1)
         return True
+
+    def _chain(
+        self,
+        chained: ChainedPasses,
+        rows: Sequence[ProposeRow],
+        indices: Sequence[int],
+        feed: dict[int, Sequence[int]],
+        outcomes: Sequence[RowOutcome],
+        timings: EngineTimings,
+        computing: Computing,
+    ) -> None:
+        """All passes of the rows. One whose logits are not finite takes room up to its end, as others do."""
+        missing = [rows[index].draft_length - len(outcomes[index].tokens) for index in indices]
+
+        def goes_on(place: int, chosen: int) -> bool:
+            return chosen < missing[place] and self._makes_room(rows[indices[place]])
+
+        sequences = [
+            BatchedSequence(rows[index].table, feed[index], 1 if count > 0 else 0)
+            for index, count in zip(indices, missing, strict=True)
+        ]
+        for index, proposed in zip(indices, chained.run(sequences, goes_on, timings, computing), strict=True):
+            for token, probability in proposed:
+                if outcomes[index].error is None:
+                    _record(outcomes[index], token, probability)
+
+
+def _is_greedy(row: ProposeRow) -> bool:
+    """Whether every token that the row proposes is that of the largest logit: what does not change logits now does not
+    later."""
+    output_tokens = len(row.history) - row.prompt_length
+    return row.sampling.greedy and row.sampling.grammar is None and not changes_scores(row.sampling, output_tokens)
 
 
 def _context(row: ProposeRow, outcome: RowOutcome) -> SamplingContext:

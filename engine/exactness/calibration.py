@@ -8,9 +8,12 @@ one form; then it checks whole logits end to end, over several ways to compute t
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import chain
+from statistics import median
 from typing import TypeAlias
 
 import torch
@@ -23,6 +26,7 @@ from engine.cpu.linear import KernelLinear, PrepackedLinear
 from engine.errors import ExactModeUnavailableError
 from engine.exactness.attention_probe import AttentionProbe
 from engine.kv.pages import PagePool, PageTable
+from engine.passes.device import PassClock, current
 from engine.passes.layout import BatchedSequence
 from engine.passes.runner import ModelRunner
 from engine.settings import EngineSettings
@@ -31,6 +35,10 @@ _PROBE_SEED = 20251022
 _SHIFTS = (1, 7)
 # A class that ends below this cannot verify a draft of usual length.
 _MIN_USEFUL_ROWS = 16
+# What a class costs: passes of one row, of a few sequences or a draft, and of a batch with drafts.
+_PRICED_ROWS = (1, 8, 40)
+_ABOUT_EQUAL = 1.05
+_SAMPLES = 7
 # Length, and how many of the last positions are compared.
 _PROBE_SEQUENCES = ((592, 20), (140, 30), (75, 75), (40, 40), (9, 9))
 # Long enough for a pass of the usual largest size, and no longer: kernels that read pages have no other shapes.
@@ -76,15 +84,14 @@ class Calibration:
 def calibrate(
     model: PreTrainedModel, make_runner: MakeRunner, settings: EngineSettings, forms: Iterable[AttentionForm | None]
 ) -> Calibration:
-    """Tries classes of row counts and `forms` of attention, best first. Raises ExactModeUnavailableError."""
+    """Tries classes of row counts and `forms` of attention, cheapest first. Raises ExactModeUnavailableError."""
     page_size, max_num_batched_tokens = settings.page_size, settings.max_num_batched_tokens
+    fewest = min(_MIN_USEFUL_ROWS, max_num_batched_tokens)
     classes = row_count_classes(model, candidate_row_counts(max_num_batched_tokens))
-    useful = [
-        row_counts
-        for members in classes
-        for row_counts in _thinned(members)
-        if row_counts[-1] >= min(_MIN_USEFUL_ROWS, max_num_batched_tokens)
-    ]
+    classes = [members for members in classes if members[-1] >= fewest]
+    if len(classes) > 1:
+        classes = cheapest_first(classes, lambda rows: _linears_seconds(model, rows))
+    useful = [row_counts for members in classes for row_counts in _thinned(members) if row_counts[-1] >= fewest]
     failures: list[str] = []
     for form in forms:
         difference = _attention_difference(model, make_runner, page_size, form, max_num_batched_tokens)
@@ -125,7 +132,8 @@ def _thinned(row_counts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 
 @torch.inference_mode()
 def row_count_classes(model: PreTrainedModel, candidates: Sequence[int]) -> list[tuple[int, ...]]:
-    """Candidates split into classes of equal bits in every distinct linear layer, the class with most members first.
+    """Candidates split into classes of equal bits in every distinct linear layer, the class with most members first,
+    which is not the cheapest: it may have none of the small counts.
 
     Every row position is compared, at several offsets: the tail of a tile can run on another kernel than its middle.
     Spool's own kernels are left out: each of their outputs is one chain of sums, in an order that no other row changes
@@ -136,6 +144,44 @@ def row_count_classes(model: PreTrainedModel, candidates: Sequence[int]) -> list
     for layer in _distinct_linears(model):
         classes = [part for members in classes for part in _split_by_bits(layer, members, like)]
     return sorted(classes, key=lambda members: (len(members), members[-1]), reverse=True)
+
+
+def cheapest_first(classes: Sequence[tuple[int, ...]], seconds: Callable[[int], float]) -> list[tuple[int, ...]]:
+    """By what small passes, padded to the counts of a class, take together; `seconds` is asked once for each count.
+
+    Classes about as cheap as the cheapest keep their order: between those, noise would choose.
+    """
+    seconds = cache(seconds)
+
+    def price(members: tuple[int, ...]) -> float:
+        return sum(seconds(count) for rows in _PRICED_ROWS for count in _padded(rows, members))
+
+    prices = {members: price(members) for members in classes}
+    about_equal = min(prices.values()) * _ABOUT_EQUAL
+    return sorted(classes, key=lambda members: max(prices[members], about_equal))
+
+
+def _padded(rows: int, members: tuple[int, ...]) -> list[int]:
+    """The row counts of the passes that compute so many rows."""
+    whole, rest = divmod(rows, members[-1])
+    return [members[-1]] * whole + ([members[bisect_left(members, rest)]] if rest else [])
+
+
+@torch.inference_mode()
+def _linears_seconds(model: nn.Module, rows: int) -> float:
+    """The median of a few passes through all linear layers, whose weights are then as cold as in a pass."""
+    layers = [module for module in model.modules() if isinstance(module, AnyLinear)]
+    like = next(model.parameters())
+    inputs = {width: torch.ones(rows, width).to(like) for width in {layer.in_features for layer in layers}}
+    samples = []
+    with current(like.device):
+        for _ in range(_SAMPLES):
+            clock = PassClock(like.device)
+            for layer in layers:
+                _pass(layer, inputs[layer.in_features])
+            clock.computed()
+            samples.append(clock.seconds()[0])
+    return median(samples)
 
 
 def _distinct_linears(model: nn.Module) -> Iterable[AnyLinear]:
@@ -299,11 +345,11 @@ def _priced(
             pool.append(table, min(128 + rows, _positions(model)))
             batch.append(BatchedSequence(table, [1] * rows, rows))
         samples = []
-        for _ in range(7):
+        for _ in range(_SAMPLES):
             started = time.perf_counter()
             runner.run(batch).clock.seconds()
             samples.append(time.perf_counter() - started)
-        return sorted(samples)[3] * 1000
+        return median(samples) * 1000
 
     free = unrestricted_form(page_size) if shapes.attention else None
     verify = (8, 5) if shapes.row_counts[-1] >= 40 else (1, min(5, shapes.row_counts[-1]))

@@ -8,6 +8,7 @@ import os
 import platform
 import tempfile
 from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -21,7 +22,7 @@ from engine.models.source import cache_folder
 from engine.settings import EngineSettings
 
 # Raised when calibration itself changes, so that older results are not believed.
-_CALIBRATION_RECIPE = 10
+_CALIBRATION_RECIPE = 11
 
 
 def calibration_file(model: PreTrainedModel, settings: EngineSettings, kernels: str | None) -> Path:
@@ -38,6 +39,7 @@ def calibration_key(model: PreTrainedModel, settings: EngineSettings, kernels: s
         "model": config,
         "dtype": str(model.dtype),
         "device": _device_name(model.device),
+        "cublas": _cublas_conditions() if model.device.type == "cuda" else None,
         "kernels": kernels,
         "threads": torch.get_num_threads(),
         "exclusive_threads": settings.exclusive_threads,
@@ -69,6 +71,31 @@ def write_calibration(file: Path, calibration: Calibration) -> None:
     with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False, encoding="utf-8") as scratch:
         json.dump(asdict(calibration), scratch)
     os.replace(scratch.name, file)
+
+
+def _cublas_conditions() -> dict[str, object]:
+    """Versions of cuBLAS, and what chooses among its kernels."""
+    matmul = torch.backends.cuda.matmul
+    # Where torch's wheels bring cuBLAS along; torch itself tells the version of CUDA alone.
+    wheels = ("nvidia-cublas", "nvidia-cublas-cu12")
+    return {
+        "cuda": torch.version.cuda,
+        "wheels": [_installed_version(wheel) for wheel in wheels],
+        "reduced_bf16": matmul.allow_bf16_reduced_precision_reduction,
+        "reduced_fp16": matmul.allow_fp16_reduced_precision_reduction,
+        "accumulated_fp16": matmul.allow_fp16_accumulation,
+        # Follows allow_tf32, which raises where this newer setting was used.
+        "tf32": matmul.fp32_precision,
+        "library": torch.backends.cuda.preferred_blas_library(),
+        "workspaces": [os.environ.get(name) for name in ("CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE")],
+    }
+
+
+def _installed_version(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
 
 
 def _device_name(device: torch.device) -> str:

@@ -26,7 +26,6 @@ class Family:
     layer: str
     attention: str
     mlp: str
-    norm: str
     experts: str | None = None
     """In the place of `mlp`, in some layers."""
 
@@ -38,7 +37,6 @@ FAMILIES = {
         "LlamaDecoderLayer",
         "LlamaAttention",
         "LlamaMLP",
-        "LlamaRMSNorm",
     ),
     "qwen2": Family(
         "transformers.models.qwen2.modeling_qwen2",
@@ -46,7 +44,6 @@ FAMILIES = {
         "Qwen2DecoderLayer",
         "Qwen2Attention",
         "Qwen2MLP",
-        "Qwen2RMSNorm",
     ),
     "qwen3": Family(
         "transformers.models.qwen3.modeling_qwen3",
@@ -54,7 +51,6 @@ FAMILIES = {
         "Qwen3DecoderLayer",
         "Qwen3Attention",
         "Qwen3MLP",
-        "Qwen3RMSNorm",
     ),
     "qwen3_moe": Family(
         "transformers.models.qwen3_moe.modeling_qwen3_moe",
@@ -62,7 +58,6 @@ FAMILIES = {
         "Qwen3MoeDecoderLayer",
         "Qwen3MoeAttention",
         "Qwen3MoeMLP",
-        "Qwen3MoeRMSNorm",
         "Qwen3MoeSparseMoeBlock",
     ),
 }
@@ -76,7 +71,6 @@ class FamilyClasses:
     layer: type[nn.Module]
     attention: type[nn.Module]
     mlp: type[nn.Module]
-    norm: type[nn.Module]
     experts: type[nn.Module] | None
 
 
@@ -100,7 +94,6 @@ def _resolved(model: PreTrainedModel) -> Iterator[FamilyClasses]:
                 layer=getattr(module, family.layer),
                 attention=getattr(module, family.attention),
                 mlp=getattr(module, family.mlp),
-                norm=getattr(module, family.norm),
                 experts=None if family.experts is None else getattr(module, family.experts),
             )
         except (ImportError, AttributeError) as error:

@@ -2,12 +2,14 @@
 
 The weights and the mathematics are those of transformers' own modules. Linear layers that read the same rows become
 one, and rotation and norm take one or two operations where eager code takes ten. The norm is torch's own, which adds up
-a row in one order however many there are; the modules' mean over a row does not on a GPU (docs/exactness.md). A model
-of another structure keeps its modules; of such a model only the weights of linear layers are prepacked, on a CPU.
+a row in one order however many there are; the modules' mean over a row does not on a GPU (docs/exactness.md). It takes
+the place of every plain RMSNorm. A model of another structure keeps its other modules; of such a model only the weights
+of linear layers are prepacked, on a CPU.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 import torch
@@ -20,6 +22,8 @@ from engine.cpu.experts import KernelExperts, runs_by_kernel
 from engine.cpu.kernels import CpuKernels
 from engine.cpu.linear import can_prepack, joined, prepack_linear, prepack_linears
 from engine.models.families import FamilyClasses, families_of
+
+_TRIED_ROWS = 3
 
 
 class JoinedAttention(nn.Module):
@@ -34,8 +38,8 @@ class JoinedAttention(nn.Module):
         self._rotated_heads = self._query_heads + attention.k_proj.out_features // self._head_dim
         self._qkv = prepack_linear(joined([attention.q_proj, attention.k_proj, attention.v_proj]), kernels)
         self._out = prepack_linear(attention.o_proj, kernels)
-        self.q_norm = getattr(attention, "q_norm", None)
-        self.k_norm = getattr(attention, "k_norm", None)
+        self.q_norm = _fused_norm(getattr(attention, "q_norm", None))
+        self.k_norm = _fused_norm(getattr(attention, "k_norm", None))
 
     def forward(
         self,
@@ -77,12 +81,44 @@ class JoinedMlp(nn.Module):
 
 class FusedRmsNorm(nn.Module):
     def __init__(self, norm: nn.Module) -> None:
+        """Of one that `is_plain_rms_norm`."""
         super().__init__()
         self.weight = norm.weight
-        self._epsilon = norm.variance_epsilon
+        self._epsilon = _epsilon(norm)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(rows, self.weight.shape, self.weight, self._epsilon)
+
+
+@torch.inference_mode()
+def is_plain_rms_norm(module: nn.Module) -> bool:
+    """Whether the module is an RMSNorm by its name, and multiplies normed rows by its weight and does nothing else."""
+    if not type(module).__name__.endswith("RMSNorm") or _epsilon(module) is None:
+        return False
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, torch.Tensor) or weight.dim() != 1:
+        return False
+    exact = copy.deepcopy(module).float()
+    rows = torch.randn(_TRIED_ROWS, len(weight), generator=torch.Generator().manual_seed(0)).to(weight.device)
+    try:
+        # Small rows show what is added to their mean square.
+        return all(
+            torch.allclose(exact(part), FusedRmsNorm(exact)(part), rtol=1e-4, atol=1e-6) for part in (rows, rows * 1e-3)
+        )
+    # Some want a gate beside the rows.
+    except (TypeError, AttributeError, RuntimeError):
+        return False
+
+
+def _epsilon(norm: nn.Module) -> float | None:
+    for name in ("variance_epsilon", "eps"):
+        if isinstance(value := getattr(norm, name, None), float):
+            return value
+    return None
+
+
+def _fused_norm(norm: nn.Module | None) -> nn.Module | None:
+    return norm if norm is None or not is_plain_rms_norm(norm) else FusedRmsNorm(norm)
 
 
 def joins_layers(model: PreTrainedModel, kernels: CpuKernels | None) -> bool:
@@ -92,7 +128,7 @@ def joins_layers(model: PreTrainedModel, kernels: CpuKernels | None) -> bool:
 
 
 def join_layers(model: PreTrainedModel, kernels: CpuKernels | None) -> None:
-    """Replaces the parts of known families in a model, in place."""
+    """Replaces the parts of known families in a model, and plain RMSNorms of any, in place."""
     families = families_of(model)
     for module in list(model.modules()):
         for name, child in module.named_children():
@@ -108,7 +144,7 @@ def _replacement(module: nn.Module, families: Sequence[FamilyClasses], kernels: 
         return JoinedAttention(module, kernels)
     if any(kind is family.mlp for family in families):
         return JoinedMlp(module, kernels)
-    if any(kind is family.norm for family in families):
+    if is_plain_rms_norm(module):
         return FusedRmsNorm(module)
     if any(kind is family.experts for family in families) and kernels is not None and runs_by_kernel(module, kernels):
         return KernelExperts(module, kernels)

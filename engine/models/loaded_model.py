@@ -39,6 +39,12 @@ class KvShape:
         return 2 * self.layers * self.kv_heads * self.head_dim * dtype.itemsize
 
 
+def attention_name(backend: AttentionBackend) -> str:
+    """For reports."""
+    names: dict[type, str] = {MatmulBackend: "matrix products", KernelBackend: "CPU kernel"}
+    return names.get(type(backend), "triton kernel")
+
+
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     """`kernels`: None where the model is on no CPU, or the CPU kernels could not be made. `gpu`: None where the model

@@ -16,7 +16,7 @@ from transformers.utils.logging import disable_progress_bar
 from engine.attention.paged_step import ATTENTION_NAME
 from engine.cpu.kernels import CpuKernels, load_cpu_kernels
 from engine.cpu.logits_scan import LogitsScan
-from engine.cuda.setup import load_gpu_passes
+from engine.cuda.setup import GpuPasses, load_gpu_passes
 from engine.description import EngineDescription
 from engine.drafting.model_draft import DraftEngine
 from engine.errors import GpuMemoryError, UnsupportedModelError, UnsupportedProcessorError, one_line
@@ -29,14 +29,15 @@ from engine.models.compatibility import PROBED_PAGES, check_config, check_passes
 from engine.models.draft_vocabulary import read_draft_vocabulary, restrict_head
 from engine.models.dtype import AUTO, COMPUTED, best_dtype, dtype_name
 from engine.models.fetching import fetch_model
-from engine.models.loaded_model import KvShape, LoadedModel
+from engine.models.loaded_model import KvShape, LoadedModel, attention_name
 from engine.models.memory_plan import model_memory, plan_memory
 from engine.models.source import Progress, resolve_model
-from engine.models.vocabulary import read_tokenizer, read_vocabulary
+from engine.models.vocabulary import Vocabulary, read_tokenizer, read_vocabulary
 from engine.parallel.follow import follow
 from engine.parallel.lead import Lead, LedKvStore
 from engine.parallel.ranks import Ranks, device_of, join_ranks
 from engine.parallel.shards import check_divides, read_part
+from engine.passes.graph_sizes import graphed_row_counts
 from engine.passes.layout import BatchedSequence
 from engine.passes.runner import ModelRunner
 from engine.sampling.grammars import Grammars
@@ -54,9 +55,6 @@ _CPU_KV_BYTES = 4 << 30
 # Verification seldom wants logits of more rows.
 _MAX_WARM_LOGITS = 48
 
-# Passes of more rows take longer than launching their kernels, with or without a graph.
-_MAX_GRAPHED_ROWS = 256
-
 # Of each tensor of weights, the elements that tell one model from another.
 _SAMPLED_WEIGHTS = 256
 
@@ -73,7 +71,33 @@ def load_target_engine(
     where the settings ask for several, once the model is known to have as many parts."""
     lead = None if other_ranks is None else _gather_ranks(settings, progress, other_ranks)
     loaded = _load_model(settings, Role.TARGET, progress, None if lead is None else lead.ranks)
-    loaded = replace(loaded, lead=lead)
+    return _target_engine(replace(loaded, lead=lead), settings, progress)
+
+
+def load_draft_engine(settings: EngineSettings, progress: Progress) -> DraftEngine:
+    """As `load_target_engine`. A draft has no use for exact shapes: whatever it proposes, the target decides."""
+    loaded = _load_model(settings, Role.DRAFT, progress)
+    folder = fetch_model(resolve_model(settings.model, Role.DRAFT), progress)
+    token_ids = read_draft_vocabulary(folder, loaded.vocabulary.size)
+    return _draft_engine(loaded, settings, progress, token_ids)
+
+
+def target_engine_of(model: PreTrainedModel, settings: EngineSettings, progress: Progress) -> TargetEngine:
+    """Of a model in memory, made with `attn_implementation=ATTENTION_NAME`, whose layers are replaced in place.
+
+    The model stays on its device and in its dtype, whatever `settings` say of them, and `settings.model` is but a name.
+    Without a tokenizer the vocabulary is as large as the embedding, and rows with a grammar fail. Raises EngineError,
+    or ValueError for settings that do not fit: on a GPU they must say what KV gets.
+    """
+    return _target_engine(_in_memory(model, settings, progress), settings, progress)
+
+
+def draft_engine_of(model: PreTrainedModel, settings: EngineSettings, progress: Progress) -> DraftEngine:
+    """As `target_engine_of`; proposes all tokens of its vocabulary, and grammars are not followed."""
+    return _draft_engine(_in_memory(model, settings, progress), settings, progress)
+
+
+def _target_engine(loaded: LoadedModel, settings: EngineSettings, progress: Progress) -> TargetEngine:
     _check_passes(loaded, settings)
     _check_length(loaded, settings)
     compute_digest = _compute_digest(loaded, settings)
@@ -82,19 +106,17 @@ def load_target_engine(
     description, runner, pool = _assemble(loaded, settings, shapes)
     progress("warming up", None)
     _warm_up(loaded, description, runner, pool)
-    _capture_graphs(description, runner, pool, progress)
+    description = _capture_graphs(description, runner, pool, progress)
     kv_store: KvStore = PagedKvStore(runner.kv, settings.model, compute_digest)
-    if lead is not None:
-        kv_store = LedKvStore(kv_store, lead)
+    if loaded.lead is not None:
+        kv_store = LedKvStore(kv_store, loaded.lead)
     return TargetEngine(description, runner, pool, kv_store, LogitsScan(loaded.kernels), loaded.grammars)
 
 
-def load_draft_engine(settings: EngineSettings, progress: Progress) -> DraftEngine:
-    """As `load_target_engine`. A draft has no use for exact shapes: whatever it proposes, the target decides."""
-    loaded = _load_model(settings, Role.DRAFT, progress)
+def _draft_engine(
+    loaded: LoadedModel, settings: EngineSettings, progress: Progress, token_ids: torch.Tensor | None = None
+) -> DraftEngine:
     _check_passes(loaded, settings)
-    folder = fetch_model(resolve_model(settings.model, Role.DRAFT), progress)
-    token_ids = read_draft_vocabulary(folder, loaded.vocabulary.size)
     if token_ids is not None:
         progress(f"drafting with {token_ids.numel()} of {loaded.vocabulary.size} tokens", None)
         token_ids = token_ids.to(loaded.model.device)
@@ -103,9 +125,11 @@ def load_draft_engine(settings: EngineSettings, progress: Progress) -> DraftEngi
     description, runner, pool = _assemble(loaded, settings, None)
     progress("warming up", None)
     _warm_up(loaded, description, runner, pool)
-    _capture_graphs(description, runner, pool, progress)
+    description = _capture_graphs(description, runner, pool, progress)
     scan = LogitsScan(loaded.kernels)
-    return DraftEngine(description, runner, pool, scan, token_ids, settings.lookup_match, loaded.grammars)
+    # On a CPU there is no wait to be saved.
+    chained = loaded.model.device.type != "cpu"
+    return DraftEngine(description, runner, pool, scan, token_ids, settings.lookup_match, loaded.grammars, chained)
 
 
 def run_rank(settings: EngineSettings, rank: int, folder: Path, loaded_all: Callable[[], None]) -> None:
@@ -152,15 +176,35 @@ def _load_model(settings: EngineSettings, role: Role, progress: Progress, ranks:
     if kernels is not None:
         _report(f"CPU kernels for {kernels.isa}", progress)
     model = model.to(device).eval()
-    kv_shape = KvShape.of(model.config)
-    gpu = None
-    if model.device.type == "cuda":
-        heads = (model.config.num_attention_heads, kv_shape.kv_heads, kv_shape.head_dim)
-        gpu = load_gpu_passes(model.dtype, model.device, heads, settings.cuda_graphs and ranks is None, progress)
+    gpu = _gpu_passes(model, settings.cuda_graphs and ranks is None, progress)
     vocabulary = read_vocabulary(folder, model.get_input_embeddings().num_embeddings)
     tokenizer = read_tokenizer(folder) if ranks is None or ranks.rank == 0 else None
     grammars = None if tokenizer is None else Grammars(tokenizer, beside_model=device.type != "cpu")
     return LoadedModel(model, vocabulary, kernels, gpu, planned_kv_bytes, grammars)
+
+
+def _in_memory(model: PreTrainedModel, settings: EngineSettings, progress: Progress) -> LoadedModel:
+    if model.config._attn_implementation != ATTENTION_NAME:
+        raise ValueError(f"attn_implementation is {model.config._attn_implementation!r}, must be {ATTENTION_NAME!r}")
+    if settings.tensor_parallel_size != 1:
+        raise ValueError(f"tensor_parallel_size is {settings.tensor_parallel_size}, must be 1 for a model in memory")
+    if model.device.type == "cuda" and settings.kv_pages is None and settings.kv_memory_bytes is None:
+        raise ValueError("kv_pages and kv_memory_bytes are None, one must be set for a model in a GPU's memory")
+    check_config(model.config)
+    if settings.threads:
+        use_threads(settings.threads)
+    model.eval()
+    kernels = _cpu_kernels(model.dtype, model.device, settings, progress)
+    vocabulary = Vocabulary(b"", model.get_input_embeddings().num_embeddings)
+    return LoadedModel(model, vocabulary, kernels, _gpu_passes(model, settings.cuda_graphs, progress))
+
+
+def _gpu_passes(model: PreTrainedModel, graphs: bool, progress: Progress) -> GpuPasses | None:
+    if model.device.type != "cuda":
+        return None
+    shape = KvShape.of(model.config)
+    heads = (model.config.num_attention_heads, shape.kv_heads, shape.head_dim)
+    return load_gpu_passes(model.dtype, model.device, heads, graphs, progress)
 
 
 def _check_passes(loaded: LoadedModel, settings: EngineSettings) -> None:
@@ -272,6 +316,7 @@ def _assemble(
         threads=threads,
         exclusive_threads=exclusive_threads,
         kv_bytes_per_token=bytes_per_token * settings.tensor_parallel_size,
+        attention=attention_name(runner.backend),
     )
     return description, runner, pool
 
@@ -298,30 +343,51 @@ def _warm_up(loaded: LoadedModel, description: EngineDescription, runner: ModelR
             pool.free(table)
 
 
-def _capture_graphs(description: EngineDescription, runner: ModelRunner, pool: PagePool, progress: Progress) -> None:
-    """Passes of few rows as CUDA graphs, where there are any, and in exact mode only if they give the same bits."""
+def _capture_graphs(
+    description: EngineDescription, runner: ModelRunner, pool: PagePool, progress: Progress
+) -> EngineDescription:
+    """Passes of few rows as CUDA graphs, where there are any, and in exact mode only if they give the same bits. The
+    description says which row counts have one, and `progress` hears why none has."""
     graphs = runner.graphs
     if graphs is None:
-        return
-    longest = min(_MAX_GRAPHED_ROWS, description.max_sequence_length)
-    row_counts = [count for count in runner.row_counts if count <= longest]
+        return description
+    row_counts = graphed_row_counts(runner.row_counts, description.max_sequence_length)
     progress(f"capturing CUDA graphs of {len(row_counts)} row counts", None)
+    failure = None
     try:
         graphs.capture(row_counts)
     # What a model does in a pass may be nothing that can be captured, and torch says so in many ways.
     except Exception as error:
-        logger.warning("no CUDA graphs, as this model's passes cannot be captured: %s", error)
-        return
-    if description.exact_row_counts and not _agree_with_graphs(description, runner, pool, row_counts):
+        failure = f"as this model's passes cannot be captured: {_reasons(error)}"
+    if (
+        failure is None
+        and description.exact_row_counts
+        and not _agree_with_graphs(description, runner, pool, row_counts)
+    ):
+        failure = "as they give other bits than the same passes without them"
+    if failure is not None:
         graphs.clear()
-        logger.warning("no CUDA graphs, as they give other bits than the same passes without them")
+        torch.cuda.empty_cache()
+        logger.warning("no CUDA graphs, %s", failure)
+        progress(f"no CUDA graphs, {failure}", None)
+    return replace(description, graphed_row_counts=graphs.row_counts)
+
+
+def _reasons(error: BaseException | None) -> str:
+    """All of a chain of errors: what ends a broken capture raises one of its own."""
+    reasons = []
+    while error is not None:
+        reasons.append(one_line(error))
+        error = error.__context__
+    return ", after ".join(reasons)
 
 
 def _agree_with_graphs(
     description: EngineDescription, runner: ModelRunner, pool: PagePool, row_counts: Sequence[int]
 ) -> bool:
+    """Whether passes of the most and of the fewest rows that run on each graph give the bits that they give without."""
     without = ModelRunner(runner.model, runner.kv, runner.backend, runner.row_counts)
-    for rows in row_counts:
+    for rows in sorted({*row_counts, 1, *(count + 1 for count in row_counts[:-1])}):
         table = PageTable()
         pool.append(table, rows)
         sequence = BatchedSequence(table, [row % description.vocabulary_size for row in range(rows)], rows)

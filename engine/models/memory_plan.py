@@ -12,12 +12,20 @@ from typing import Any
 
 from engine.errors import GpuMemoryError
 from engine.parallel.heads import heads_of_a_rank
+from engine.passes.graph_sizes import MOST_GRAPHS, MOST_ROWS
 
 # A worker on a GPU with KV for fewer tokens serves nobody.
 MIN_KV_TOKENS = 2048
 
-# What a process has on a GPU before it loads anything, with the workspaces of CUDA's libraries: an allowance.
-_CONTEXT_BYTES = 1 << 30
+# What a process has on a GPU before it loads anything, and gaps between what it has there later: an allowance.
+_CONTEXT_BYTES = 768 << 20
+# cuBLAS keeps up to 32 MiB, and cuBLASLt as much, for each of two streams: that of passes, and that of captures.
+_LIBRARY_BYTES = 4 * (32 << 20)
+# Of a CUDA graph: its kernels' parameters, on the device.
+_GRAPH_BYTES = 8 << 20
+# Rows whose sums over a part of their positions attention keeps in float32 (engine/cuda/triton_attention.py), once in
+# passes without a graph and once in those with one: of each the vector of a head and two numbers.
+_KEPT_ROWS = 2 * (1 << 17)
 # Of a row of a pass: its logits in the model's dtype and, while tokens are chosen, twice in float32.
 _LOGITS_FLOATS = 2
 # Of a row of a pass: vectors as long as its hidden state and its layers' inner state that are there at the same time.
@@ -28,8 +36,8 @@ _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 @dataclass(frozen=True, slots=True)
 class ModelMemory:
-    """Bytes that a worker takes of its GPU: its model's `weights`, a `workspace` for passes of the largest size and
-    what CUDA itself keeps, and `kv_bytes_per_token` for each token of a sequence."""
+    """Bytes that a worker takes of its GPU: its model's `weights`, a `workspace` for passes of the largest size, for
+    CUDA graphs and for what CUDA itself keeps, and `kv_bytes_per_token` for each token of a sequence."""
 
     name: str
     weights: int
@@ -82,10 +90,14 @@ def model_memory(name: str, folder: Path, dtype: str, max_num_batched_tokens: in
         more = int(2 * config["num_hidden_layers"] * hidden * head_dim * rounded_up)
         row = config["vocab_size"] * (size + 4 * _LOGITS_FLOATS)
         row += _VECTORS * (hidden + config.get("intermediate_size", 4 * hidden)) * size
+        workspace = _CONTEXT_BYTES + _LIBRARY_BYTES + _KEPT_ROWS * (head_dim + 2) * 4 + max_num_batched_tokens * row
+        # The graphs share what the largest needs beside the passes without one, and the logits that all of them write.
+        graphed_rows = min(MOST_ROWS, max_num_batched_tokens)
+        workspace += MOST_GRAPHS * _GRAPH_BYTES + graphed_rows * (row + config["vocab_size"] * size)
         return ModelMemory(
             name,
             weights=size * (_elements(folder, _DTYPE_BYTES[own_dtype]) // ranks + more),
-            workspace=_CONTEXT_BYTES + max_num_batched_tokens * row,
+            workspace=workspace,
             kv_bytes_per_token=2 * config["num_hidden_layers"] * own_kv_heads * head_dim * size,
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -13,8 +13,6 @@ from importlib import resources
 from importlib.resources.abc import Traversable
 from pathlib import Path
 
-from platformdirs import user_cache_dir
-
 from scheduler.messages import Role
 
 DEMO = "demo"
@@ -62,8 +60,11 @@ class ModelSource:
 
 def cache_folder() -> Path:
     """The folder for models Spool builds itself: `$SPOOL_CACHE`, or the user's cache folder."""
-    chosen = os.environ.get(CACHE_VARIABLE)
-    return Path(chosen).expanduser() if chosen else Path(user_cache_dir("spool"))
+    if chosen := os.environ.get(CACHE_VARIABLE):
+        return Path(chosen).expanduser()
+    from platformdirs import user_cache_dir
+
+    return Path(user_cache_dir("spool"))
 
 
 def demo_folder(role: Role) -> Path:

@@ -32,6 +32,8 @@ class EagerPasses:
         numbers = [*batch.tokens, *batch.positions, *batch.slots, *logits_rows]
         sizes = [*[batch.padded_rows] * 3, len(logits_rows)]
         tokens, positions, slots, head_rows = on_device(numbers, self._model.device).split(sizes)
+        if batch.fed is not None:
+            tokens[: len(batch.fed)].copy_(batch.fed)
         started = time.perf_counter()
         step = PagedStep(self._kv, slots, self._backend.plan(batch.spans, batch.padded_rows))
         planning = time.perf_counter() - started

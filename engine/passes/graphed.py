@@ -4,9 +4,8 @@ would wait for."""
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import chain
 from typing import Protocol
 
 import torch
@@ -15,107 +14,137 @@ from transformers import PreTrainedModel
 from engine.attention.backends import AttentionBackend, AttentionPlan, Span
 from engine.attention.paged_step import PagedStep
 from engine.kv.paged_kv import PagedKv
-from engine.passes.device import current, pinned
+from engine.passes.device import current
 from engine.passes.eager import forward
 from engine.passes.layout import PreparedPass, TokenBatch
 
-Compute = Callable[[], torch.Tensor]
-Capture = Callable[[Compute], tuple[Callable[[], None], torch.Tensor]]
-"""Makes a computation repeatable: what repeats it, and the tensor that each repetition writes its result to."""
+Compute = Callable[[], None]
+Capture = Callable[[Compute], Callable[[], None]]
+"""Makes a computation repeatable, which reads and writes tensors that stay: gives what repeats it."""
 
 
 class BlockBackend(AttentionBackend, Protocol):
     """Attention whose plan is numbers alone, so that a graph can be given those of another pass."""
 
     def blocks(self, spans: Sequence[Span]) -> tuple[list[int], list[int]]:
-        """Edges, four numbers for each block of rows, and pages."""
+        """Edges of blocks of rows, and pages."""
+        ...
+
+    def edge_numbers(self, rows: int, kv_pages: int) -> int:
+        """How many numbers edges are, at most, in a pass of so many rows over so many pages."""
+        ...
+
+    def page_numbers(self, rows: int, kv_pages: int) -> int:
+        """How many numbers pages are, at most."""
         ...
 
     def plan_of(self, edges: torch.Tensor, pages: torch.Tensor) -> AttentionPlan:
-        """Of blocks, int64 `[blocks, 4]`, and pages on the device; a block of zeros is none."""
+        """Of edges and pages, int64 on the device, with anything after the pages. Edges of zeros are those of no
+        block."""
         ...
 
 
-# Numbers for each row: token, position, slot, place in the logits; then those of a block's edges.
+# Numbers for each row: token, position, slot, place in the logits.
 _ROW_NUMBERS = 4
-_EDGE_NUMBERS = 4
-
-
-@dataclass(frozen=True, slots=True)
-class _Graph:
-    """`inputs` int64: `_ROW_NUMBERS` lists of the row count, as many blocks, then pages. `logits` of every row."""
-
-    inputs: torch.Tensor
-    logits: torch.Tensor
-    replay: Callable[[], None]
 
 
 class GraphedPasses:
-    """Passes whose row count has a graph. A graph computes logits of as many rows as it has; blocks and pages that a
-    pass does not need are left as none."""
+    """Passes on the smallest row count with a graph that holds them. A graph computes logits of as many rows as it has;
+    blocks and pages that a pass does not need are left as none. All graphs read the same numbers and write the same
+    logits."""
 
     def __init__(self, model: PreTrainedModel, kv: PagedKv, backend: BlockBackend, capture: Capture) -> None:
         self._model = model
         self._kv = kv
         self._backend = backend
         self._capture = capture
-        self._graphs: dict[int, _Graph] = {}
+        self._graphs: dict[int, Callable[[], None]] = {}
+        self._inputs = torch.empty(0)
+        self._logits = torch.empty(0)
 
+    @property
+    def row_counts(self) -> tuple[int, ...]:
+        """Those that have a graph, ascending."""
+        return tuple(sorted(self._graphs))
+
+    @torch.inference_mode()
     def capture(self, row_counts: Sequence[int]) -> None:
         """Makes graphs, the largest first: smaller ones find room in what it needed. Raises whatever the model or
         torch raises where the model cannot be captured; no graph is left then."""
         try:
-            for rows in sorted(row_counts, reverse=True):
-                self._graphs[rows] = self._captured(rows)
+            with current(self._model.device):
+                for rows in sorted(row_counts, reverse=True):
+                    if not self._graphs:
+                        size = sum(self._sizes(rows))
+                        self._inputs = torch.zeros(size, dtype=torch.int64, device=self._model.device)
+                    # A pass of padding alone.
+                    self._write([(), (), [self._kv.padding_slot] * rows, (), (), ()], self._sizes(rows))
+                    if not self._graphs:
+                        self._logits = torch.empty_like(self._computed(rows))
+                    self._graphs[rows] = self._captured(rows)
         except BaseException:
             self.clear()
             raise
 
     def clear(self) -> None:
         self._graphs.clear()
+        self._inputs = torch.empty(0)
+        self._logits = torch.empty(0)
 
-    def takes(self, batch: TokenBatch) -> bool:
-        """Whether there is a graph of its row count, with room for its pages."""
-        if batch.padded_rows not in self._graphs:
-            return False
-        # Where sequences share pages, their lists can be longer than the pool has pages.
-        pages = sum(-(-(span.start + span.rows) // self._kv.page_size) for span in batch.spans)
-        return pages <= self._kv.pages
+    def padded(self, rows: int) -> int | None:
+        """The row count of the graph for so many rows; None where there is none."""
+        counts = self.row_counts
+        index = bisect_left(counts, rows)
+        return counts[index] if index < len(counts) else None
 
-    def prepare(self, batch: TokenBatch) -> PreparedPass:
-        graph, rows = self._graphs[batch.padded_rows], batch.padded_rows
+    def prepare(self, batch: TokenBatch) -> PreparedPass | None:
+        """None where there is no graph of the batch's row count, or no room in it for the batch's pages."""
+        rows = batch.padded_rows
+        if rows not in self._graphs:
+            return None
         started = time.perf_counter()
         edges, pages = self._backend.blocks(batch.spans)
         planning = time.perf_counter() - started
-        numbers = chain(
-            batch.tokens,
-            batch.positions,
-            batch.slots,
-            _filled(batch.logits_rows, rows),
-            _filled(edges, rows * _EDGE_NUMBERS),
-            pages,
-        )
-        given = pinned(list(numbers), graph.inputs.device)
-        graph.inputs[: len(given)].copy_(given, non_blocking=True)
+        numbers = (batch.tokens, batch.positions, batch.slots, batch.logits_rows, edges, pages)
+        sizes = self._sizes(rows)
+        # Where sequences share pages, their lists can be longer than the pool has pages.
+        if any(len(part) > size for part, size in zip(numbers, sizes, strict=True)):
+            return None
+        self._write(numbers, [*sizes[:-1], len(pages)])
+        if batch.fed is not None:
+            self._inputs[: len(batch.fed)].copy_(batch.fed)
 
         def compute() -> torch.Tensor:
-            graph.replay()
-            return graph.logits[: len(batch.logits_rows)]
+            self._graphs[rows]()
+            return self._logits[: len(batch.logits_rows)]
 
         return PreparedPass(compute, planning)
 
-    def _captured(self, rows: int) -> _Graph:
-        sizes = [*[rows] * _ROW_NUMBERS, rows * _EDGE_NUMBERS, self._kv.pages]
-        inputs = torch.zeros(sum(sizes), dtype=torch.int64, device=self._model.device)
-        tokens, positions, slots, logits_rows, edges, pages = inputs.split(sizes)
-        slots.fill_(self._kv.padding_slot)
+    def _sizes(self, rows: int) -> list[int]:
+        edges = self._backend.edge_numbers(rows, self._kv.pages)
+        return [*[rows] * _ROW_NUMBERS, edges, self._backend.page_numbers(rows, self._kv.pages)]
 
-        def compute() -> torch.Tensor:
-            plan = self._backend.plan_of(edges.view(-1, _EDGE_NUMBERS), pages)
-            return forward(self._model, tokens, positions, logits_rows, PagedStep(self._kv, slots, plan))
+    def _write(self, parts: Sequence[Sequence[int]], sizes: Sequence[int]) -> None:
+        """One part of the inputs after the other, each with zeros up to its size."""
+        # torch keeps pinned memory until what reads it has run, and has it ready for the next pass.
+        staging = torch.zeros(sum(sizes), dtype=torch.int64, pin_memory=self._inputs.is_cuda)
+        numbers, end = staging.numpy(), 0
+        for part, size in zip(parts, sizes, strict=True):
+            numbers[end : end + len(part)] = part
+            end += size
+        self._inputs[:end].copy_(staging, non_blocking=True)
 
-        replay, logits = self._capture(compute)
-        return _Graph(inputs, logits, replay)
+    def _captured(self, rows: int) -> Callable[[], None]:
+        def compute() -> None:
+            self._logits[:rows].copy_(self._computed(rows))
+
+        return self._capture(compute)
+
+    def _computed(self, rows: int) -> torch.Tensor:
+        sizes = self._sizes(rows)
+        tokens, positions, slots, logits_rows, edges, pages = self._inputs[: sum(sizes)].split(sizes)
+        plan = self._backend.plan_of(edges, pages)
+        return forward(self._model, tokens, positions, logits_rows, PagedStep(self._kv, slots, plan))
 
 
 class CudaCapture:
@@ -127,20 +156,20 @@ class CudaCapture:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
+        # One for all graphs: libraries keep a workspace for each stream that they ever met.
+        self._aside = torch.cuda.Stream(device)
 
-    def __call__(self, compute: Compute) -> tuple[Callable[[], None], torch.Tensor]:
-        with torch.inference_mode(), current(self._device):
-            usual, aside = torch.cuda.current_stream(), torch.cuda.Stream()
-            aside.wait_stream(usual)
-            with torch.cuda.stream(aside):
+    @torch.inference_mode()
+    def __call__(self, compute: Compute) -> Callable[[], None]:
+        with current(self._device):
+            usual, graph = torch.cuda.current_stream(), torch.cuda.CUDAGraph()
+            self._aside.wait_stream(usual)
+            # A capture that fails leaves its stream the current one; the outer block does not.
+            with torch.cuda.stream(self._aside):
                 for _ in range(self._FIRST_RUNS):
                     compute()
-            usual.wait_stream(aside)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool):
-                result = compute()
-        return graph.replay, result
-
-
-def _filled(numbers: Sequence[int], size: int) -> list[int]:
-    return [*numbers, *[0] * (size - len(numbers))]
+                # Other threads of the process may use the device meanwhile.
+                with torch.cuda.graph(graph, pool=self._pool, stream=self._aside, capture_error_mode="thread_local"):
+                    compute()
+            usual.wait_stream(self._aside)
+        return graph.replay

@@ -26,7 +26,7 @@ class BatchedSequence:
 class TokenBatch:
     """`tokens`, their `positions` and the `slots` of their K/V, all padded to one row count; `logits_rows` are the rows
     of which logits are wanted: first the last rows of each sequence, then the scored ones of each. `spans` hold the
-    first `rows` rows, the real ones."""
+    first `rows` rows, the real ones. `fed` are tokens on the device that take the places of the first `tokens`."""
 
     tokens: list[int]
     positions: list[int]
@@ -34,10 +34,16 @@ class TokenBatch:
     logits_rows: list[int]
     spans: list[Span]
     rows: int
+    fed: torch.Tensor | None = None
 
     @classmethod
     def of(
-        cls, sequences: Sequence[BatchedSequence], page_size: int, padding_slot: int, padded: Callable[[int], int]
+        cls,
+        sequences: Sequence[BatchedSequence],
+        page_size: int,
+        padding_slot: int,
+        padded: Callable[[int], int],
+        fed: torch.Tensor | None = None,
     ) -> TokenBatch:
         """`padded` gives the row count that so many rows run on; padding rows write their K/V to `padding_slot`."""
         tokens: list[int] = []
@@ -61,7 +67,7 @@ class TokenBatch:
         tokens.extend([0] * padding)
         positions.extend([0] * padding)
         slots.extend([padding_slot] * padding)
-        return cls(tokens, positions, slots, logits_rows + scored_rows, spans, rows)
+        return cls(tokens, positions, slots, logits_rows + scored_rows, spans, rows, fed)
 
     @property
     def padded_rows(self) -> int:

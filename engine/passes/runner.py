@@ -64,6 +64,12 @@ class ModelRunner:
             raise ValueError(f"rows is {rows}, must be at most {self.row_counts[-1]}")
         return self.row_counts[index]
 
+    def _pass_rows(self, rows: int) -> int:
+        """The row count of a pass: of a graph, if there is one that holds the rows. Graphs have some of `row_counts`,
+        so that exact mode allows theirs as it allows the least."""
+        graphed = None if self.graphs is None else self.graphs.padded(rows)
+        return self.padded(rows) if graphed is None else graphed
+
     def discard(self, pool: PagePool, table: PageTable, length: int) -> None:
         """Truncates a table whose KV from `length` on may not be finite, and leaves none of it to the next owner."""
         pages, offset = table.pages[length // pool.page_size :], length % pool.page_size
@@ -73,14 +79,20 @@ class ModelRunner:
         pool.truncate(table, length)
 
     @torch.inference_mode()
-    def run(self, sequences: Sequence[BatchedSequence], computing: Computing = no_callback) -> PassResult:
-        """Computes a pass, or starts to: on a GPU, whoever reads of the logits waits."""
+    def run(
+        self,
+        sequences: Sequence[BatchedSequence],
+        computing: Computing = no_callback,
+        fed: torch.Tensor | None = None,
+    ) -> PassResult:
+        """Computes a pass, or starts to: on a GPU, whoever reads of the logits waits. `fed` as in TokenBatch; not where
+        there are other ranks."""
         started = time.perf_counter()
-        batch = TokenBatch.of(sequences, self.kv.page_size, self.kv.padding_slot, self.padded)
-        graphs = self.graphs if self.graphs is not None and self.graphs.takes(batch) else None
+        batch = TokenBatch.of(sequences, self.kv.page_size, self.kv.padding_slot, self._pass_rows, fed)
         together = nullcontext() if self.lead is None else self.lead.passing(sequences, self.kv.page_size)
         with self._current_device, together:
-            prepared = (graphs or self._eager).prepare(batch)
+            graphed = None if self.graphs is None else self.graphs.prepare(batch)
+            prepared = graphed or self._eager.prepare(batch)
             planned = time.perf_counter()
             computing()
             clock = PassClock(self.model.device)

@@ -1,4 +1,4 @@
-"""Grammars that outputs must follow: which tokens may come next. Knows no torch.
+"""Grammars that outputs must follow: which tokens may come next. Knows no torch; needs llguidance for a grammar only.
 
 The state of a grammar is a function of its definition and of the output up to now, and of nothing else: what is kept
 of it from step to step is a cache, which is compared with the output at each use and made anew where it does not fit.
@@ -10,20 +10,16 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import ParamSpec, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import numpy as np
-from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
-from llguidance.numpy import (
-    allocate_token_bitmask,
-    fill_next_token_bitmask,
-    fill_next_token_bitmask_par,
-    fill_next_token_bitmask_par_with_draft_tokens,
-)
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from scheduler.sampling import Grammar
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -47,6 +43,8 @@ class GrammarTokens:
     """The tokens of a model as grammars see them. Raises GrammarError where the library cannot read the tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
+        from llguidance import LLTokenizer
+
         copy = Tokenizer.from_str(tokenizer.to_str())
         copy.no_truncation()
         copy.no_padding()
@@ -60,6 +58,8 @@ class GrammarTokens:
 
     def matcher(self, definition: str) -> LLMatcher:
         """At the beginning of an output. Raises GrammarError; without the GIL for as long as compiling takes."""
+        from llguidance import LLMatcher, LLParserLimits
+
         return _sound(LLMatcher(self._tokens, definition, log_level=0, limits=LLParserLimits(verbose_errors=False)))
 
 
@@ -173,7 +173,8 @@ class Grammars:
         # Takes up to a second: done while the model loads.
         self._tokens = thread.submit(GrammarTokens, tokenizer)
         self._executor: Executor = thread if beside_model else _CallersThread()
-        self._fillers = LLExecutor() if beside_model else None
+        self._beside_model = beside_model
+        self._fillers: LLExecutor | None = None
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
 
     def masks(self, rows: Sequence[GrammarRow]) -> Future[TokenMasks]:
@@ -210,24 +211,28 @@ class Grammars:
         if not followed:
             count = spans[-1].stop if spans else 0
             return TokenMasks(np.zeros((count, 0), np.uint8), [], errors)
+        import llguidance.numpy as masks
+        from llguidance import LLExecutor
+
         tokens = self._tokens.result()
         # Whatever is not filled allows everything.
-        words = allocate_token_bitmask(spans[-1].stop, tokens.size)
-        if self._fillers is not None:
+        words = masks.allocate_token_bitmask(spans[-1].stop, tokens.size)
+        if self._beside_model:
+            self._fillers = self._fillers or LLExecutor()
             asked = [(matcher, spans[index].start, list(rows[index].draft_tokens)) for index, matcher in followed]
             # The library wants draft tokens, or a call of its own for rows without.
             if drafted := [row for row in asked if row[2]]:
-                fill_next_token_bitmask_par_with_draft_tokens(self._fillers, drafted, words)
+                masks.fill_next_token_bitmask_par_with_draft_tokens(self._fillers, drafted, words)
             if single := [(matcher, first) for matcher, first, drafts in asked if not drafts]:
-                fill_next_token_bitmask_par(self._fillers, single, words)
+                masks.fill_next_token_bitmask_par(self._fillers, single, words)
         else:
             for index, matcher in followed:
                 row, first = rows[index], spans[index].start
-                fill_next_token_bitmask(matcher, words, first)
+                masks.fill_next_token_bitmask(matcher, words, first)
                 for place, token in enumerate(row.draft_tokens, first + 1):
                     if not row.state.go_on(matcher, token):
                         break
-                    fill_next_token_bitmask(matcher, words, place)
+                    masks.fill_next_token_bitmask(matcher, words, place)
         for index, matcher in followed:
             if matcher.is_error():
                 errors[index] = _reason(matcher.get_error())

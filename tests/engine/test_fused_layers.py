@@ -108,7 +108,7 @@ def test_what_is_known_is_replaced(folder: Path, sizes: tuple[int, int], pool: P
     assert KernelLinear in kinds
     replacements = {FusedDecoderLayer, KernelDecoder, JoinedAttention, JoinedMlp, FusedRmsNorm}
     if folder.name == "glm4":
-        expected = set()
+        expected = {FusedRmsNorm}
     elif sizes == SIZES["fused"]:
         expected = {FusedDecoderLayer, KernelDecoder}
     else:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import ModuleType
 
 import pytest
@@ -12,16 +10,23 @@ import torch
 from transformers import PreTrainedModel
 
 from engine.attention.paged_step import ATTENTION_NAME
-from engine.cuda import setup as gpu_passes
-from engine.cuda.setup import GpuPasses, load_gpu_passes
+from engine.cpu.logits_scan import LogitsScan
+from engine.cuda.setup import GpuPasses
 from engine.description import EngineDescription
+from engine.drafting.model_draft import DraftEngine
+from engine.exactness.calibration import candidate_row_counts
 from engine.kv.pages import PagePool, PageTable
 from engine.models import loading
 from engine.models.loaded_model import LoadedModel
 from engine.models.vocabulary import Vocabulary
-from engine.passes.graphed import Compute
+from engine.passes import graphed
+from engine.passes.eager import forward
+from engine.passes.graph_sizes import graphed_row_counts
+from engine.passes.graphed import Capture, Compute
 from engine.passes.layout import BatchedSequence
 from engine.passes.runner import ModelRunner
+from engine.steps import ProposeRow
+from scheduler.sampling import SamplingParameters
 from tests.support.tiny_models import TORCH_SHAPE, VOCABULARY, tiny_model
 from tests.support.triton_kernel import interpreted_attention
 
@@ -34,24 +39,27 @@ class Captures:
     """Counts what is captured and repeated."""
 
     def __init__(self) -> None:
-        self.rows: list[int] = []
+        self.captured = 0
         self.replays = 0
 
-    def __call__(self, compute: Compute) -> tuple[Callable[[], None], torch.Tensor]:
-        with torch.inference_mode():
-            result = compute()
-        self.rows.append(len(result))
+    def __call__(self, compute: Compute) -> Callable[[], None]:
+        compute()
+        self.captured += 1
 
         def replay() -> None:
             self.replays += 1
-            result.copy_(compute())
+            compute()
 
-        return replay, result
+        return replay
 
 
 @pytest.fixture(scope="module")
-def kernel() -> ModuleType:
-    return interpreted_attention()
+def kernel() -> Iterator[ModuleType]:
+    kernel = interpreted_attention()
+    with pytest.MonkeyPatch.context() as patch:
+        # Programs share the work, whatever their number, and the interpreter runs one after the other.
+        patch.setattr(kernel, "_PROGRAMS", 4)
+        yield kernel
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +69,7 @@ def model() -> PreTrainedModel:
     return model
 
 
-def loaded(kernel: ModuleType, model: PreTrainedModel, capture: Captures) -> LoadedModel:
+def loaded(kernel: ModuleType, model: PreTrainedModel, capture: Capture) -> LoadedModel:
     config = model.config
     heads = (config.num_attention_heads, config.num_key_value_heads)
     gpu = GpuPasses("test", lambda page_size: kernel.TritonBackend(*heads, page_size, CPU), capture)
@@ -106,29 +114,92 @@ def test_graphs_compute_what_passes_compute(kernel: ModuleType, model: PreTraine
         runner.graphs.capture(row_counts)
         sequences = Sequences(runner, pool)
         found.append([sequences.feed(*steps) for steps in PASSES])
-        assert captures.rows == sorted(row_counts, reverse=True)
+        assert runner.graphs.row_counts == row_counts
+        assert captures.captured == len(row_counts)
         assert captures.replays == (len(PASSES) if row_counts else 0)
-    for eager, graphed in zip(*found, strict=True):
-        assert torch.allclose(eager, graphed, atol=1e-5)  # heads of other row counts, which in float32 have other bits
+    for eager, by_graph in zip(*found, strict=True):
+        assert torch.allclose(eager, by_graph, atol=1e-5)  # heads of other row counts, which in float32 have other bits
 
 
-def test_passes_without_a_graph_that_fits_go_without(kernel: ModuleType, model: PreTrainedModel) -> None:
+def test_passes_without_a_graph_that_fits_go_without(
+    kernel: ModuleType, model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page_numbers = kernel.TritonBackend.page_numbers
+    monkeypatch.setattr(kernel.TritonBackend, "page_numbers", lambda *given: min(page_numbers(*given), 3 * PAGES))
     captures, pool = Captures(), PagePool(PAGES, PAGE)
     runner = loaded(kernel, model, captures).runner(pool, None, ROW_COUNTS)
     assert runner.graphs is not None
     runner.graphs.capture((1, 2, 4))
     sequences = Sequences(runner, pool)
-    sequences.feed((0, 6, 1))
+    sequences.feed((0, 5, 1))
     assert captures.replays == 0
     sequences.feed((0, 3, 1))
     assert captures.replays == 1
-    # Four sequences that share the pages of a long one list more pages than there are.
+    # Sequences that share pages can list more of them than there are.
     table = PageTable()
-    pool.append(table, 4 * PAGE)
+    pool.append(table, 10 * PAGE)
     many = [BatchedSequence(table, [1], 1) for _ in range(4)]
     shared = runner.run(many).logits
     assert captures.replays == 1
     assert torch.equal(shared, shared[:1].expand_as(shared))
+
+
+def test_passes_run_on_the_next_row_count_that_has_a_graph(kernel: ModuleType, model: PreTrainedModel) -> None:
+    """Padding rows change nothing, nor does what a pass before left in a graph of another size."""
+    found = []
+    for row_counts in ((), (3, 16)):
+        captures, pool = Captures(), PagePool(PAGES, PAGE)
+        runner = loaded(kernel, model, captures).runner(pool, None, ())
+        assert runner.graphs is not None
+        runner.graphs.capture(row_counts)
+        sequences = Sequences(runner, pool)
+        found.append([sequences.feed(*steps) for steps in (PASSES[0], ((3, 17, 1),), *PASSES[2:4])])
+        assert captures.replays == (3 if row_counts else 0)
+    for eager, by_graph in zip(*found, strict=True):
+        assert torch.allclose(eager, by_graph, atol=1e-5)
+
+
+def test_graphs_write_one_tensor_of_logits(kernel: ModuleType, model: PreTrainedModel) -> None:
+    pool = PagePool(PAGES, PAGE)
+    runner = loaded(kernel, model, Captures()).runner(pool, None, ROW_COUNTS)
+    assert runner.graphs is not None
+    runner.graphs.capture(ROW_COUNTS)
+    tables = [PageTable(), PageTable()]
+    logits = []
+    for table, rows in zip(tables, (1, 7), strict=True):
+        pool.append(table, rows)
+        logits.append(runner.run([BatchedSequence(table, [5] * rows, 1)]).logits)
+    assert logits[0].data_ptr() == logits[1].data_ptr()
+
+
+def test_a_draft_feeds_graphs_with_what_they_chose(kernel: ModuleType, model: PreTrainedModel) -> None:
+    """Proposals of two lengths, on graphs of other row counts, are those of passes without graphs, token by token."""
+    found = []
+    for row_counts, chained in (((), False), ((1, 2, 8), True)):
+        captures = Captures()
+        runner, pool, description = capture_by(loaded(kernel, model, captures), row_counts=row_counts)
+        engine = DraftEngine(description, runner, pool, LogitsScan(), chained=chained)
+        histories = [[3, 1, 4, 1], [5, 9]]
+        rows = [
+            ProposeRow(PageTable(), history, length, history, len(history), SamplingParameters())
+            for history, length in zip(histories, (4, 2), strict=True)
+        ]
+        before = captures.replays
+        found.append(engine.step(rows).rows)
+        assert captures.replays - before == (4 if chained else 0)
+        pool.check_conservation([row.table for row in rows])
+    expected, outcomes = found
+    assert [outcome.tokens for outcome in outcomes] == [outcome.tokens for outcome in expected]
+    for one, other in zip(expected, outcomes, strict=True):
+        assert other.confidences == pytest.approx(one.confidences, abs=1e-5)
+
+
+def test_row_counts_with_a_graph_are_few_and_of_those_in_use() -> None:
+    assert graphed_row_counts(candidate_row_counts(2048)) == (1, 2, 4, 8, 16, 24, 32, 40, 48, 64, 96, 128, 160, 192)
+    assert graphed_row_counts(candidate_row_counts(6)) == (1, 2, 4, 6)
+    assert graphed_row_counts(range(8, 2048, 8), longest=50) == (8, 16, 24, 32, 40, 48)
+    assert graphed_row_counts(range(3, 300, 30)) == (3, 33, 63, 93, 123, 153, 183)
+    assert graphed_row_counts((256, 512)) == ()
 
 
 def test_a_model_that_cannot_be_captured_goes_without(
@@ -136,27 +207,31 @@ def test_a_model_that_cannot_be_captured_goes_without(
 ) -> None:
     captures = Captures()
 
-    def fails_at_second(compute: Compute) -> tuple[Callable[[], None], torch.Tensor]:
-        if captures.rows:
-            raise RuntimeError("operation not permitted when stream is capturing")
+    def fails_at_second(compute: Compute) -> Callable[[], None]:
+        if captures.captured:
+            try:
+                raise torch.OutOfMemoryError("out of memory")
+            finally:
+                raise RuntimeError("the capture was invalidated")
         return captures(compute)
 
-    runner, pool = capture_by(loaded(kernel, model, fails_at_second))  # type: ignore[arg-type]
-    assert "cannot be captured: operation not permitted" in caplog.text
+    said: list[str] = []
+    runner, pool, description = capture_by(loaded(kernel, model, fails_at_second), said)
+    assert "cannot be captured: the capture was invalidated, after out of memory" in caplog.text
+    assert said[-1].startswith("no CUDA graphs, as this model's passes cannot be captured: ")
+    assert description.graphed_row_counts == ()
     Sequences(runner, pool).feed((0, 8, 1))
     assert captures.replays == 0
 
 
 def test_graphs_of_other_bits_are_not_used_in_exact_mode(
-    kernel: ModuleType, model: PreTrainedModel, caplog: pytest.LogCaptureFixture
+    kernel: ModuleType, model: PreTrainedModel, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     captures = Captures()
-
-    def off(compute: Compute) -> tuple[Callable[[], None], torch.Tensor]:
-        return captures(lambda: compute() * (1 + 1e-6))
-
-    runner, pool = capture_by(loaded(kernel, model, off))  # type: ignore[arg-type]
+    monkeypatch.setattr(graphed, "forward", lambda *given: forward(*given) * (1 + 1e-6))
+    runner, pool, description = capture_by(loaded(kernel, model, captures))
     assert "other bits than the same passes without them" in caplog.text
+    assert description.graphed_row_counts == ()
     before = captures.replays
     Sequences(runner, pool).feed((0, 8, 1))
     assert captures.replays == before
@@ -164,17 +239,20 @@ def test_graphs_of_other_bits_are_not_used_in_exact_mode(
 
 def test_row_counts_in_use_are_captured(kernel: ModuleType, model: PreTrainedModel) -> None:
     captures = Captures()
-    runner, pool = capture_by(loaded(kernel, model, captures))
-    assert captures.rows == sorted(ROW_COUNTS, reverse=True)
+    runner, pool, description = capture_by(loaded(kernel, model, captures))
+    assert captures.captured == len(ROW_COUNTS)
+    assert description.graphed_row_counts == ROW_COUNTS
     before = captures.replays
     Sequences(runner, pool).feed((0, 7, 1))
     assert captures.replays == before + 1
     assert pool.free_pages == PAGES - 1
 
 
-def capture_by(loaded_model: LoadedModel) -> tuple[ModelRunner, PagePool]:
+def capture_by(
+    loaded_model: LoadedModel, said: list[str] | None = None, row_counts: tuple[int, ...] = ROW_COUNTS
+) -> tuple[ModelRunner, PagePool, EngineDescription]:
     pool = PagePool(PAGES, PAGE)
-    runner = loaded_model.runner(pool, None, ROW_COUNTS)
+    runner = loaded_model.runner(pool, None, row_counts)
     description = EngineDescription(
         model_id="tiny",
         tokenizer_digest=b"",
@@ -185,38 +263,8 @@ def capture_by(loaded_model: LoadedModel) -> tuple[ModelRunner, PagePool]:
         total_pages=PAGES,
         max_sequence_length=PAGE * PAGES,
         max_num_batched_tokens=ROW_COUNTS[-1],
-        exact_row_counts=ROW_COUNTS,
+        exact_row_counts=row_counts,
     )
-    loading._capture_graphs(description, runner, pool, lambda message, fraction: None)
-    return runner, pool
-
-
-HEADS = (4, 2, 16)
-
-
-def load(caplog: pytest.LogCaptureFixture) -> GpuPasses | None:
-    caplog.set_level(logging.WARNING)
-    return load_gpu_passes(torch.float32, CPU, HEADS, True, lambda message, fraction: None)
-
-
-def test_a_kernel_that_works_is_named(kernel: ModuleType, caplog: pytest.LogCaptureFixture) -> None:
-    gpu = load(caplog)
-    assert gpu is not None
-    assert gpu.identity.startswith("triton 3.")
-    assert not caplog.text
-
-
-def test_a_kernel_of_other_values_is_not_used(
-    kernel: ModuleType, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    attend = kernel.TritonPlan.attend
-    assert gpu_passes._TOLERANCE < 0.1
-    monkeypatch.setattr(kernel.TritonPlan, "attend", lambda plan, *more: attend(plan, *more) + 0.1)
-    assert load(caplog) is None
-    assert "gives values that are 0.1 off" in caplog.text
-
-
-def test_without_triton_there_are_products(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "triton", None)
-    assert load(caplog) is None
-    assert "cannot be made: " in caplog.text
+    messages = [] if said is None else said
+    description = loading._capture_graphs(description, runner, pool, lambda message, fraction: messages.append(message))
+    return runner, pool, description

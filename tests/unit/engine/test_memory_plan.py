@@ -72,6 +72,30 @@ def test_what_a_checkpoint_says_is_what_its_model_takes(family: str, tmp_path: P
     assert model_memory("target", folder, "auto", 100).weights == 2 * found.weights  # float32
 
 
+def test_the_workspace_of_a_model_by_hand(tmp_path: Path) -> None:
+    """That of Qwen3-8B in bfloat16, with passes of 2,048 tokens: passes, graphs, attention, CUDA."""
+    config = {
+        "dtype": "bfloat16",
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "vocab_size": 151936,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    row = 151936 * (2 + 4 + 4) + 8 * (4096 + 12288) * 2
+    of_passes = 2048 * row
+    of_graphs = 192 * row + 192 * 151936 * 2 + 14 * 8 * 2**20
+    of_attention = 2 * 2**17 * 130 * 4
+    expected = (768 + 4 * 32) * 2**20 + of_passes + of_graphs + of_attention
+    assert model_memory("target", tmp_path, "auto", 2048).workspace == expected
+    # Passes of fewer rows than a graph could have.
+    smaller = model_memory("target", tmp_path, "auto", 100).workspace
+    assert expected - smaller == (2048 - 100 + 192 - 100) * row + (192 - 100) * 151936 * 2
+
+
 def test_pickled_checkpoints_are_taken_by_their_size(tmp_path: Path) -> None:
     folder, _ = save_tiny_pair("llama", tmp_path)
     in_safetensors = model_memory("target", folder, "auto", 100)

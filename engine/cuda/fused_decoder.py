@@ -1,0 +1,118 @@
+"""The whole decoder of a model of the Llama kind for a GPU: per layer four linear layers, attention, and four kernels
+for what lies between them (engine/cuda/triton_rows.py).
+
+The weights and the mathematics are those of transformers' own modules; rounding to 16 bits is less frequent. Models of
+another structure are left to engine/models/joined_layers.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.activations import SiLUActivation
+from transformers.modeling_outputs import BaseModelOutputWithPast
+
+from engine.attention.paged_step import PagedStep
+from engine.cpu.linear import joined
+from engine.cuda.triton_rows import HeadNorms, add_norm, rotate_write, silu_mul
+from engine.models.families import FamilyClasses, families_of
+from engine.parallel.layers import SummedLinear
+
+MakeLinear = Callable[[nn.Linear], nn.Module]
+"""Makes what computes a linear layer, `[rows, in]` to `[rows, out]`, both contiguous."""
+
+_SILU = (nn.SiLU, SiLUActivation)
+
+
+class CudaDecoderLayer(nn.Module):
+    def __init__(self, layer: nn.Module, make_linear: MakeLinear) -> None:
+        super().__init__()
+        attention, mlp = layer.self_attn, layer.mlp
+        self._index = attention.layer_idx
+        self._scaling = attention.scaling
+        self._query_heads = attention.q_proj.out_features // attention.head_dim
+        self._qkv = make_linear(joined([attention.q_proj, attention.k_proj, attention.v_proj]))
+        self._out = _made(attention.o_proj, make_linear)
+        self._gate_up = make_linear(joined([mlp.gate_proj, mlp.up_proj]))
+        self._down = _made(mlp.down_proj, make_linear)
+        self._attention_norm = _weight_and_epsilon(layer.input_layernorm)
+        self._mlp_norm = _weight_and_epsilon(layer.post_attention_layernorm)
+        self._head_norms: HeadNorms | None = None
+        if hasattr(attention, "q_norm"):
+            self._head_norms = (attention.q_norm.weight.detach(), *_weight_and_epsilon(attention.k_norm))
+
+    def forward(
+        self,
+        residual: torch.Tensor,
+        added: torch.Tensor | None,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        paged_step: PagedStep,
+    ) -> torch.Tensor:
+        """What is to be added to `residual` `[rows, hidden]`, to which `added` and the layer's attention have been
+        added by then."""
+        kv = paged_step.kv.layers[self._index]
+        qkv = self._qkv(add_norm(residual, added, *self._attention_norm))
+        queries = rotate_write(qkv, cos, sin, paged_step.slots, kv.pool, self._query_heads, self._head_norms)
+        attended = self._out(paged_step.plan.attend(kv, queries, self._scaling).flatten(1))
+        gate_up = self._gate_up(add_norm(residual, attended, *self._mlp_norm))
+        return self._down(silu_mul(gate_up))
+
+
+class CudaDecoder(nn.Module):
+    """Embeddings, layers and the last norm."""
+
+    def __init__(self, decoder: nn.Module, make_linear: MakeLinear) -> None:
+        """Takes the layers of `decoder` apart, one after the other: of one layer at most there are two copies."""
+        super().__init__()
+        self.embed_tokens = decoder.embed_tokens
+        self.rotary_emb = decoder.rotary_emb
+        self.layers = decoder.layers
+        for index in range(len(self.layers)):
+            self.layers[index] = CudaDecoderLayer(self.layers[index], make_linear)
+        self._norm = _weight_and_epsilon(decoder.norm)
+
+    def forward(
+        self, input_ids: torch.Tensor, position_ids: torch.Tensor, paged_step: PagedStep, **kwargs: object
+    ) -> BaseModelOutputWithPast:
+        """Tokens and their positions `[1, rows]`."""
+        embeddings = self.embed_tokens(input_ids)
+        cos, sin = (values[0] for values in self.rotary_emb(embeddings, position_ids))
+        residual, added = embeddings[0], None
+        for layer in self.layers:
+            added = layer(residual, added, cos, sin, paged_step)
+        return BaseModelOutputWithPast(last_hidden_state=add_norm(residual, added, *self._norm).unsqueeze(0))
+
+
+def fuse_decoder(model: PreTrainedModel, make_linear: MakeLinear = lambda linear: linear) -> bool:
+    """Replaces the decoder of a model of a known family, in place. False, and nothing replaced, where the model is of
+    another structure."""
+    decoder = model.base_model
+    for family in families_of(model):
+        if type(decoder) is family.decoder and all(_fits(layer, family) for layer in decoder.layers):
+            setattr(model, model.base_model_prefix, CudaDecoder(decoder, make_linear))
+            return True
+    return False
+
+
+def _fits(layer: nn.Module, family: FamilyClasses) -> bool:
+    if type(layer) is not family.layer or type(layer.self_attn) is not family.attention:
+        return False
+    if type(layer.mlp) is not family.mlp:
+        return False  # experts
+    sees_all = getattr(layer.self_attn, "sliding_window", None) is None
+    return sees_all and type(layer.mlp.act_fn) in _SILU
+
+
+def _made(linear: nn.Linear | SummedLinear, make_linear: MakeLinear) -> nn.Module:
+    """Of a layer that ranks share, this rank's part."""
+    if isinstance(linear, SummedLinear):
+        return SummedLinear(make_linear(linear.part), linear.ranks)
+    return make_linear(linear)
+
+
+def _weight_and_epsilon(norm: nn.Module) -> tuple[torch.Tensor, float]:
+    return norm.weight.detach(), norm.variance_epsilon

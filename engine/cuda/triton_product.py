@@ -1,0 +1,247 @@
+"""Linear layers on a GPU, by a Triton kernel that gives a row the same bits whatever shares its call.
+
+The products of torch's libraries add up in an order that depends on the number of rows. Here the order of a row's sums
+follows from the weight's shape alone: outputs of the weight are the rows of the matrix units' tiles and rows of the
+input are the columns, so that tiles for few and for many rows use one instruction, which differs in its number of
+columns only. The inner dimension is cut in parts that do not depend on the rows; the sum of each part adds up block by
+block, and the parts are added in their order, in float32.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import nn
+
+# Rows that one program computes. What is no power of 2 are two tiles of one program, which reads its weights once.
+ROW_TILES = (16, 32, 64, 96, 128, 160, 192)
+# Registers of a thread that may hold sums, of 255.
+_SUM_REGISTERS = 128
+# Bytes of shared memory that blocks on their way may take: less than a program can have on an A100 (163 KiB).
+_STAGE_BYTES = 160 << 10
+_FEWEST_STAGES = 3
+# Programs that keep the memory of an H200 busy: each has 32 KiB of weights on their way, and 4.8 TB/s for 1 us is
+# 150 times as much.
+_BUSY_PROGRAMS = 192
+# Blocks of a part, at least: the first ones on their way are waited for, and the sums of a part are written.
+_PART_BLOCKS = 4
+# More rows than this read more of the inputs than of the weights where blocks have 64 outputs.
+_NARROW_ROWS = 64
+# More rows than this make programs enough without parts, whose sums would take more memory than the weights.
+_SPLIT_ROWS = 192
+# Outputs that a program of the second kernel adds up.
+_ADDED = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class ProductShape:
+    """How a product is cut up. Only `block_in` and `splits` decide about the order of sums."""
+
+    block_out: int
+    block_in: int
+    splits: int
+    """Parts of the inner dimension."""
+    stages: int
+    """Blocks in shared memory, at most: one in use, the others on their way."""
+    warps: int
+    joined: bool = False
+    """Each program computes all parts of its outputs, instead of one."""
+
+
+def product_shape(out_features: int, in_features: int, rows: int = 1) -> ProductShape:
+    """`block_in` and `splits` do not depend on `rows`."""
+    block_in = 64
+    blocks = -(-in_features // block_in)
+    splits = 1
+    while -(-out_features // 64) * splits < _BUSY_PROGRAMS and blocks >= 2 * splits * _PART_BLOCKS:
+        splits *= 2
+    if rows <= _NARROW_ROWS:
+        return ProductShape(64, block_in, splits, stages=5, warps=4)
+    return ProductShape(128, block_in, splits, stages=5, warps=8, joined=rows > _SPLIT_ROWS)
+
+
+def row_tile(rows: int, shape: ProductShape) -> int:
+    """Rows of a tile, for so many rows: the fewest tiles that registers and shared memory allow, then the smallest."""
+    sums = 2 if shape.joined and shape.splits > 1 else 1
+    allowed = [
+        tile
+        for tile in ROW_TILES
+        if tile * shape.block_out * sums <= _SUM_REGISTERS * 32 * shape.warps
+        and _fitting_stages(tile, shape) >= _FEWEST_STAGES
+    ]
+    each = -(-rows // -(-rows // allowed[-1]))
+    return next(tile for tile in allowed if tile >= each)
+
+
+def constants(out_features: int, in_features: int, has_bias: bool, tile: int, shape: ProductShape) -> dict[str, object]:
+    """What the kernel is compiled with, for a weight of this shape and tiles of so many rows."""
+    main = 1 << (tile.bit_length() - 1)
+    return {
+        "block_out": shape.block_out,
+        "block_in": shape.block_in,
+        "main": main,
+        "rest": tile - main,
+        "splits": shape.splits,
+        "joined": shape.joined,
+        "has_bias": has_bias,
+        "even_out": out_features % shape.block_out == 0,
+        "even_in": in_features % shape.block_in == 0,
+    }
+
+
+def options(tile: int, shape: ProductShape) -> dict[str, int]:
+    return {"num_warps": shape.warps, "num_stages": _fitting_stages(tile, shape)}
+
+
+def _fitting_stages(tile: int, shape: ProductShape) -> int:
+    return min(shape.stages, _STAGE_BYTES // ((shape.block_out + tile) * shape.block_in * 2))
+
+
+@triton.jit
+def _block_of(rows_of_it, row, count, inner, in_features, even_in: tl.constexpr):  # type: ignore[no-untyped-def]
+    """`[inner, rows]` of a matrix `[rows, in_features]`: 0 where there is none."""
+    exists = (row < count)[None, :]
+    if not even_in:
+        exists = exists & (inner < in_features)[:, None]
+    return tl.load(rows_of_it[None, :] + inner[:, None], mask=exists, other=0.0)
+
+
+@triton.jit
+def _finish(to, sums, bias, row, rows, out, out_features, has_bias: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Stores sums `[out, rows]` as `[rows, out]`."""
+    is_real = (row < rows)[:, None] & (out < out_features)[None, :]
+    found = tl.trans(sums)
+    if has_bias:
+        found += tl.load(bias + out, mask=out < out_features, other=0.0).to(tl.float32)[None, :]
+    places = to + row.to(tl.int64)[:, None] * out_features + out[None, :]
+    tl.store(places, found.to(to.dtype.element_ty), mask=is_real)
+
+
+# One kernel for all rows of a tile, also for 1 and for multiples of 16.
+@triton.jit(do_not_specialize=["rows"])
+def multiply(  # type: ignore[no-untyped-def]
+    # Triton takes no annotation of a parameter but tl.constexpr.
+    to,
+    inputs,
+    weights,
+    bias,
+    rows,
+    out_features,
+    in_features,
+    block_out: tl.constexpr,
+    block_in: tl.constexpr,
+    main: tl.constexpr,
+    rest: tl.constexpr,
+    splits: tl.constexpr,
+    joined: tl.constexpr,
+    has_bias: tl.constexpr,
+    even_out: tl.constexpr,
+    even_in: tl.constexpr,
+):
+    """One tile of rows, one block of outputs, and one part of the inner dimension (or all, if `joined`).
+
+    Tiles of rows that share weights run side by side, so that one of them finds in the cache what another has read.
+    """
+    row = tl.program_id(0) * (main + rest) + tl.arange(0, main)
+    out = tl.program_id(1) * block_out + tl.arange(0, block_out)
+    part = tl.program_id(2)
+    input_rows = inputs + row.to(tl.int64) * in_features
+    weight_rows = weights + out.to(tl.int64) * in_features
+    steps = tl.cdiv(in_features, block_in)
+    part_steps = tl.cdiv(steps, splits)
+    total = tl.zeros([block_out, main], tl.float32)
+    if rest:
+        rest_row = tl.program_id(0) * (main + rest) + main + tl.arange(0, rest)
+        rest_rows = inputs + rest_row.to(tl.int64) * in_features
+        rest_total = tl.zeros([block_out, rest], tl.float32)
+    for later in range(splits if joined else 1):
+        sums = tl.zeros([block_out, main], tl.float32)
+        if rest:
+            rest_sums = tl.zeros([block_out, rest], tl.float32)
+        for step in range((part + later) * part_steps, tl.minimum((part + later + 1) * part_steps, steps)):
+            inner = step * block_in + tl.arange(0, block_in)
+            exists = (inner < in_features)[None, :] if not even_in else (inner >= 0)[None, :]
+            if not even_out:
+                exists = exists & (out < out_features)[:, None]
+            weight = tl.load(weight_rows[:, None] + inner[None, :], mask=exists, other=0.0)
+            sums = tl.dot(weight, _block_of(input_rows, row, rows, inner, in_features, even_in), sums)
+            if rest:
+                rest_sums = tl.dot(weight, _block_of(rest_rows, rest_row, rows, inner, in_features, even_in), rest_sums)
+        total += sums
+        if rest:
+            rest_total += rest_sums
+    # Parts that are no result yet have no bias, and lie one after the other.
+    finished = to + part.to(tl.int64) * rows * out_features
+    _finish(finished, total, bias, row, rows, out, out_features, has_bias)
+    if rest:
+        _finish(finished, rest_total, bias, rest_row, rows, out, out_features, has_bias)
+
+
+@triton.jit
+def _add_up(  # type: ignore[no-untyped-def]
+    to, parts, bias, count, out_features, splits: tl.constexpr, has_bias: tl.constexpr, block: tl.constexpr
+):
+    place = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    total = tl.zeros([block], tl.float32)
+    for _ in tl.static_range(splits):
+        total += tl.load(parts + place, mask=place < count, other=0.0)
+        parts += count
+    if has_bias:
+        total += tl.load(bias + place % out_features, mask=place < count, other=0.0).to(tl.float32)
+    tl.store(to + place, total.to(to.dtype.element_ty), mask=place < count)
+
+
+def product(
+    inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, shape: ProductShape | None = None
+) -> torch.Tensor:
+    """`inputs` `[rows, in]` times the transpose of `weight` `[out, in]`, both of one type of 16 bits, plus `bias`.
+
+    A shape of the caller's is for all rows: with another `block_in` or `splits` a row has other bits.
+    """
+    rows, in_features = inputs.shape
+    out_features = weight.shape[0]
+    if shape is None:
+        shape = product_shape(out_features, in_features, rows)
+    output = inputs.new_empty(rows, out_features)
+    if rows == 0:
+        return output
+    in_parts = shape.splits > 1 and not shape.joined
+    to = inputs.new_empty(shape.splits, rows, out_features, dtype=torch.float32) if in_parts else output
+    tile = row_tile(rows, shape)
+    grid = (triton.cdiv(rows, tile), triton.cdiv(out_features, shape.block_out), shape.splits if in_parts else 1)
+    multiply[grid](
+        to,
+        inputs.contiguous(),
+        weight,
+        bias,
+        rows,
+        out_features,
+        in_features,
+        **constants(out_features, in_features, bias is not None and not in_parts, tile, shape),
+        **options(tile, shape),
+    )
+    if in_parts:
+        count = output.numel()
+        _add_up[(triton.cdiv(count, _ADDED),)](
+            output, to, bias, count, out_features, shape.splits, bias is not None, _ADDED
+        )
+    return output
+
+
+class TritonLinear(nn.Module):
+    """Computes what `linear` does, from its weight as it lies there."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features = linear.in_features
+        self.out_features = linear.out_features
+        self.weight = linear.weight
+        self.bias = linear.bias
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        """`[..., in_features]` to `[..., out_features]`."""
+        outputs = product(rows.reshape(-1, self.in_features), self.weight, self.bias)
+        return outputs.view(*rows.shape[:-1], self.out_features)

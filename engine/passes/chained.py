@@ -1,0 +1,102 @@
+"""Proposals whose passes feed themselves: the tokens stay on the device until all of them are chosen.
+
+A host that reads each token before it starts the next pass leaves a GPU idle meanwhile, once for every token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from engine.cpu.logits_scan import LogitsScan
+from engine.passes.admission import split_by_rows
+from engine.passes.device import current, on_device
+from engine.passes.layout import BatchedSequence
+from engine.passes.runner import ModelRunner
+from engine.steps import Computing, EngineTimings
+
+_NO_TOKEN = -1
+
+GoesOn = Callable[[int, int], bool]
+"""Whether the sequence in a place, for which so many tokens are chosen, feeds the last one and wants another: room for
+that one is made then."""
+
+
+def greedy_tokens(logits: Tensor, token_ids: Tensor | None, scan: LogitsScan) -> tuple[Tensor, Tensor]:
+    """Of each row of logits [R, V], on their device: the token that `sample_tokens` gives where sampling is greedy
+    (int64, negative in place of None), and its softmax probability (float32)."""
+    columns, largest = scan.argmax(logits)
+    tokens = columns if token_ids is None else token_ids[columns]
+    return torch.where(largest.isfinite(), tokens, _NO_TOKEN), scan.probabilities(logits, columns)
+
+
+class ChainedPasses:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        max_num_batched_tokens: int,
+        vocabulary_size: int,
+        scan: LogitsScan,
+        token_ids: Tensor | None,
+    ) -> None:
+        """`token_ids` as in `sample_tokens`."""
+        self._runner = runner
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._vocabulary_size = vocabulary_size
+        self._scan = scan
+        self._token_ids = token_ids
+
+    @torch.inference_mode()
+    def run(
+        self, sequences: Sequence[BatchedSequence], goes_on: GoesOn, timings: EngineTimings, computing: Computing
+    ) -> list[list[tuple[int | None, float]]]:
+        """Feeds the sequences, and then token by token those that want logits, as long as they go on. Gives the tokens
+        chosen for each, with their probabilities; the token is None from the first on whose logits are not finite.
+
+        `computing` is called for each pass. The host waits once, at the end.
+        """
+        device = self._runner.model.device
+        chosen: list[list[tuple[int | None, float]]] = [[] for _ in sequences]
+        found: list[tuple[list[int], Tensor, Tensor]] = []
+        places, feeding, fed, clock = list(range(len(sequences))), list(sequences), None, None
+        while feeding:
+            parts: list[tuple[Tensor, Tensor]] = []
+            sizes = [len(sequence.tokens) for sequence in feeding]
+            for batch in split_by_rows(range(len(feeding)), sizes, self._max_num_batched_tokens):
+                first, last = batch[0], batch[-1]
+                result = self._runner.run(
+                    feeding[first : last + 1], computing, None if fed is None else fed[first : last + 1]
+                )
+                clock = clock or result.clock
+                if found:
+                    # The device computes the pass before while the host prepares this one.
+                    result.timings.prepare = result.timings.realign = 0.0
+                timings.add(result.timings)
+                if len(result.logits):
+                    logits = result.logits[:, : self._vocabulary_size]
+                    parts.append(greedy_tokens(logits, self._token_ids, self._scan))
+            places = [place for place, sequence in zip(places, feeding, strict=True) if sequence.logits]
+            if not places:
+                break
+            tokens, probabilities = (torch.cat(part) for part in zip(*parts, strict=True))
+            found.append((places, tokens, probabilities))
+            going = [index for index, place in enumerate(places) if goes_on(place, len(found))]
+            fed = tokens.clamp(min=0)
+            if len(going) < len(places):
+                fed, places = fed[on_device(going, device)], [places[index] for index in going]
+            feeding = [BatchedSequence(sequences[place].table, [0], 1) for place in places]
+        if clock is None:
+            return chosen
+        with current(device):
+            clock.computed()
+        if found:
+            numbers = torch.cat([part.double() for _, *both in found for part in both]).tolist()
+            for places, _, _ in found:
+                count = len(places)
+                for place, token, probability in zip(places, numbers[:count], numbers[count : 2 * count], strict=True):
+                    chosen[place].append((None if token < 0 else int(token), probability))
+                numbers = numbers[2 * count :]
+        timings.add_pass(*clock.seconds())
+        return chosen

@@ -1,0 +1,193 @@
+"""A GPU's decoder of the Llama kind, with its kernels in Triton's interpreter, beside transformers' own."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import weakref
+from collections.abc import Sequence
+from types import ModuleType
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    AutoModelForCausalLM,
+    Glm4Config,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from engine.attention.backends import Span
+from engine.kv.paged_kv import LayerKv, PagedKv
+from engine.kv.pages import PagePool, PageTable
+from engine.passes.layout import BatchedSequence
+from engine.passes.runner import ModelRunner
+from tests.support.triton_kernel import interpreted_attention
+
+PAGE, PAGES, VOCABULARY = 16, 12, 96
+CPU = torch.device("cpu")
+# The interpreter rounds to bfloat16 in no way that GPUs do.
+DTYPES = [torch.float16, torch.float32]
+CONFIGS: dict[str, type[PreTrainedConfig]] = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+PIECES = (11, 1, 5, 1, 16)
+
+
+@pytest.fixture(scope="module")
+def fused_decoder() -> ModuleType:
+    interpreted_attention()
+    return importlib.import_module("engine.cuda.fused_decoder")
+
+
+def tiny_model(config: type[PreTrainedConfig], **more: object) -> PreTrainedModel:
+    sizes = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 80,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "pad_token_id": None,
+        "tie_word_embeddings": False,
+    }
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(config(**(sizes | more)), dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0, 0.2)
+    return model.eval()
+
+
+class RowByRow:
+    """Attention in float32 of each row by itself, in the place of a GPU's kernel."""
+
+    def __init__(self, spans: Sequence[Span] = ()) -> None:
+        self._spans = spans
+
+    def plan(self, spans: Sequence[Span], batched_tokens: int) -> RowByRow:
+        return RowByRow(spans)
+
+    def attend(self, layer: LayerKv, query: torch.Tensor, scaling: float) -> torch.Tensor:
+        output = torch.zeros_like(query)
+        for span in self._spans:
+            keys, values = layer.pool[:, list(span.pages)].float().transpose(1, 2).flatten(2, 3)
+            for place in range(span.rows):
+                seen = span.start + place + 1
+                row = query[span.first_row + place].float().view(layer.kv_heads, -1, query.shape[2])
+                weights = torch.softmax(row @ keys[:, :seen].transpose(1, 2) * scaling, -1)
+                output[span.first_row + place] = (weights @ values[:, :seen]).flatten(0, 1)
+        return output
+
+
+class RowByRowLinear(nn.Module):
+    """Multiplies each row by itself, as a linear layer for GPUs whose bits do not depend on the row count."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self._linear = linear
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return torch.stack([self._linear(row) for row in rows.flatten(0, -2)]).view(*rows.shape[:-1], -1)
+
+
+class Sequences:
+    """Sequences of known tokens on the pages of a model with a decoder of ours."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        heads, head_dim = model.config.num_key_value_heads, model.config.head_dim
+        kv = PagedKv(model.config.num_hidden_layers, PAGES, PAGE, heads, head_dim, model.dtype, CPU)
+        self._runner = ModelRunner(model, kv, RowByRow())
+        self._pool = PagePool(PAGES, PAGE)
+        self._tables: dict[int, PageTable] = {}
+
+    def feed(self, *steps: tuple[int, Sequence[int]]) -> torch.Tensor:
+        """Logits of all tokens of a pass; a step is a sequence and what it feeds."""
+        batch = []
+        for number, tokens in steps:
+            table = self._tables.setdefault(number, PageTable())
+            self._pool.append(table, len(tokens))
+            batch.append(BatchedSequence(table, list(tokens), len(tokens)))
+        return self._runner.run(batch).logits.clone()
+
+
+def tokens_of(number: int, count: int) -> list[int]:
+    return torch.randint(VOCABULARY, (count,), generator=torch.Generator().manual_seed(number)).tolist()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", sorted(CONFIGS))
+def test_logits_are_as_close_to_float32_as_those_of_transformers(
+    fused_decoder: ModuleType, name: str, dtype: torch.dtype
+) -> None:
+    model = tiny_model(CONFIGS[name])
+    tokens = tokens_of(0, sum(PIECES))
+    same = copy.deepcopy(model).to(dtype)
+    with torch.inference_mode():
+        exact, eager = (given(torch.tensor([tokens])).logits[0].double() for given in (model.double(), same))
+    assert fused_decoder.fuse_decoder(same)
+    assert type(same.model) is fused_decoder.CudaDecoder
+    sequences, rest, found = Sequences(same), tokens, []
+    for piece in PIECES:
+        found.append(sequences.feed((0, rest[:piece])))
+        rest = rest[piece:]
+    error, eager_error = ((logits.double() - exact).square().mean().sqrt() for logits in (torch.cat(found), eager))
+    assert error < 1.5 * eager_error
+    assert error < 0.01 * exact.std()
+
+
+@pytest.mark.parametrize("name", sorted(CONFIGS))
+def test_bits_of_a_row_do_not_depend_on_its_company(fused_decoder: ModuleType, name: str) -> None:
+    model = tiny_model(CONFIGS[name])
+    assert fused_decoder.fuse_decoder(model, RowByRowLinear)
+    model.lm_head = RowByRowLinear(model.lm_head)
+    tokens = {number: tokens_of(number, 24) for number in range(3)}
+    steps = [((0, 5), (1, 2)), ((0, 1), (1, 3), (2, 1)), ((2, 2), (0, 2), (1, 1))]
+    company, done = Sequences(model), dict.fromkeys(tokens, 0)
+    together: dict[int, list[torch.Tensor]] = {number: [] for number in tokens}
+    for step in steps:
+        fed = [(number, tokens[number][done[number] :][:count]) for number, count in step]
+        logits = company.feed(*fed).split([count for _, count in step])
+        for (number, count), of_number in zip(step, logits, strict=True):
+            together[number].append(of_number)
+            done[number] += count
+    for number, of_number in together.items():
+        exclusive = Sequences(model)
+        alone = [exclusive.feed((number, [token])) for token in tokens[number][: done[number]]]
+        assert torch.equal(torch.cat(of_number), torch.cat(alone))
+
+
+def test_layers_are_replaced_one_after_the_other(fused_decoder: ModuleType) -> None:
+    """So that there are never two copies of all weights."""
+    model = tiny_model(LlamaConfig, num_hidden_layers=4)
+    old = [weakref.ref(layer.mlp.up_proj.weight) for layer in model.model.layers]
+    gone = []
+
+    def make_linear(linear: nn.Linear) -> nn.Module:
+        gone.append(sum(weight() is None for weight in old))
+        return linear
+
+    assert fused_decoder.fuse_decoder(model, make_linear)
+    assert gone == [layer for layer in range(4) for _ in range(4)]
+    assert all(weight() is None for weight in old)
+
+
+OTHERS: dict[str, tuple[type[PreTrainedConfig], dict[str, object]]] = {
+    "another family": (Glm4Config, {}),
+    "experts": (Qwen3MoeConfig, {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}),
+    "another activation": (LlamaConfig, {"hidden_act": "gelu"}),
+    "a window": (Qwen2Config, {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}),
+}
+
+
+@pytest.mark.parametrize("case", OTHERS)
+def test_a_model_of_another_structure_stays_as_it_is(fused_decoder: ModuleType, case: str) -> None:
+    config, more = OTHERS[case]
+    model = tiny_model(config, **more)
+    before = list(model.modules())
+    assert not fused_decoder.fuse_decoder(model)
+    assert all(one is other for one, other in zip(model.modules(), before, strict=True))

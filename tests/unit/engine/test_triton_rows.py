@@ -1,0 +1,238 @@
+"""The kernels between a decoder's linear layers, in Triton's interpreter, against the same mathematics in float64."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engine.kv.paged_kv import LayerKv
+from tests.support.triton_kernel import interpreted_attention
+
+CPU = torch.device("cpu")
+PAGES, PAGE = 6, 16
+HALF_BITS = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 1e-6}
+"""The most that rounding to a dtype changes a number by, as a share of it; of float32, what some sums change it by."""
+ROW_COUNTS = (1, 2, 17, 33)
+
+
+@pytest.fixture(scope="module")
+def kernels() -> ModuleType:
+    interpreted_attention()
+    return importlib.import_module("engine.cuda.triton_rows")
+
+
+@pytest.fixture(autouse=True)
+def _rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes the interpreter round float32 to bfloat16 as GPUs do; by itself it drops digits."""
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+    convert = interpreter._convert_float
+
+    def rounding(numbers: np.ndarray, of: Any, to: Any, mode: object) -> np.ndarray:
+        if (str(of), str(to)) == ("fp32", "bf16"):
+            rounded = torch.from_numpy(np.array(numbers, np.float32)).bfloat16()
+            return rounded.view(torch.int16).numpy().view(np.uint16)
+        return convert(numbers, of, to, mode)
+
+    monkeypatch.setattr(interpreter, "_convert_float", rounding)
+
+
+dtypes = pytest.mark.parametrize("dtype", list(HALF_BITS), ids=str)
+
+
+def random(dtype: torch.dtype, *shape: int, seed: int = 1) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def assert_rounds(result: torch.Tensor, exact: torch.Tensor, least: float = 0.0) -> None:
+    """`result` is `exact` rounded to its dtype, but for what float32 did on the way. Numbers below `least` keep the
+    errors of the parts that cancelled."""
+    allowed = exact.abs().clamp(min=least) * HALF_BITS[result.dtype] * 1.02 + 1e-6
+    assert bool(((result.double() - exact).abs() <= allowed).all())
+
+
+def exact_norm(rows: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    rows = rows.double()
+    return rows / (rows.square().mean(-1, keepdim=True) + epsilon).sqrt() * weight.double()
+
+
+@dtypes
+@pytest.mark.parametrize("hidden", [64, 77, 1536, 5120, 16384])
+def test_norms_of_sums(kernels: ModuleType, hidden: int, dtype: torch.dtype) -> None:
+    x, added, weight = random(dtype, 3, hidden), random(dtype, 3, hidden, seed=2), random(dtype, hidden, seed=3)
+    residual = x.clone()
+    assert_rounds(kernels.add_norm(residual, None, weight, 1e-5), exact_norm(x, weight, 1e-5))
+    assert torch.equal(residual, x)
+    normed = kernels.add_norm(residual, added, weight, 1e-5)
+    assert torch.equal(residual, x + added)
+    assert_rounds(normed, exact_norm(residual, weight, 1e-5))
+
+
+def test_epsilon_is_that_of_the_model(kernels: ModuleType) -> None:
+    x, weight = random(torch.float32, 2, 48) * 1e-3, torch.ones(48)
+    assert_rounds(kernels.add_norm(x, None, weight, 1e-3), exact_norm(x, weight, 1e-3))
+
+
+@dtypes
+@pytest.mark.parametrize("inner", [48, 1023, 2500])
+def test_gates(kernels: ModuleType, inner: int, dtype: torch.dtype) -> None:
+    gate_up = torch.cat((random(dtype, 3, inner) * 4, random(dtype, 3, inner, seed=2)), 1)
+    gate, up = gate_up.double().chunk(2, 1)
+    assert_rounds(kernels.silu_mul(gate_up), torch.nn.functional.silu(gate) * up)
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value encountered")
+def test_gates_far_from_zero(kernels: ModuleType) -> None:
+    gate = torch.tensor([-torch.inf, torch.inf, torch.nan, 0.0, -200.0, 200.0])
+    product = kernels.silu_mul(torch.cat((gate, torch.ones(6)))[None])[0]
+    assert torch.equal(product.isnan(), torch.nn.functional.silu(gate).isnan())
+    assert product[[1, 3, 4, 5]].tolist() == [torch.inf, 0.0, 0.0, 200.0]
+
+
+class Heads:
+    """Random heads of rows, their angles and places in a pool, which holds something else everywhere."""
+
+    def __init__(
+        self, rows: int, query_heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, normalized: bool
+    ) -> None:
+        self.query_heads, self.kv_heads, self.dtype = query_heads, kv_heads, dtype
+        self.qkv = random(dtype, rows, (query_heads + 2 * kv_heads) * head_dim)
+        angles = torch.rand(rows, head_dim // 2, generator=torch.Generator().manual_seed(4)) * 6
+        self.cos, self.sin = angles.cos().repeat(1, 2).to(dtype), angles.sin().repeat(1, 2).to(dtype)
+        self.slots = torch.randperm(PAGES * PAGE, generator=torch.Generator().manual_seed(5))[:rows]
+        self.norms = None
+        if normalized:
+            self.norms = (random(dtype, head_dim, seed=6), random(dtype, head_dim, seed=7), 1e-6)
+        self.pool = LayerKv(PAGES, kv_heads, PAGE, head_dim, dtype, CPU).pool
+        self.pool.copy_(random(dtype, *self.pool.shape, seed=8))
+
+    def rotate_write(self, kernels: ModuleType, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries, and the pool `[2, slots, kv_heads, head_dim]`, for a part of the rows."""
+        pool = self.pool.clone()
+        given = [values[rows].contiguous() for values in (self.qkv, self.cos, self.sin, self.slots)]
+        queries = kernels.rotate_write(*given, pool, self.query_heads, self.norms)
+        return queries, self.by_slot(pool)
+
+    @staticmethod
+    def by_slot(pool: torch.Tensor) -> torch.Tensor:
+        return pool.transpose(2, 3).flatten(1, 2)
+
+    def exact(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Queries, keys and values."""
+        heads = self.qkv.view(len(self.qkv), self.query_heads + 2 * self.kv_heads, -1).double()
+        queries, keys, values = heads.split((self.query_heads, self.kv_heads, self.kv_heads), 1)
+        if self.norms is not None:
+            queries, keys = exact_norm(queries, self.norms[0], 1e-6), exact_norm(keys, self.norms[1], 1e-6)
+        return self._rotated(queries), self._rotated(keys), values
+
+    def _rotated(self, heads: torch.Tensor) -> torch.Tensor:
+        first, second = heads.chunk(2, -1)
+        swapped = torch.cat((-second, first), -1)
+        return heads * self.cos.double()[:, None] + swapped * self.sin.double()[:, None]
+
+
+@dtypes
+@pytest.mark.parametrize("normalized", [False, True])
+@pytest.mark.parametrize(
+    ("query_heads", "kv_heads", "head_dim"), [(2, 2, 64), (7, 1, 96), (4, 2, 128), (6, 2, 80), (9, 3, 16)]
+)
+def test_rotation_and_where_keys_and_values_go(
+    kernels: ModuleType, query_heads: int, kv_heads: int, head_dim: int, normalized: bool, dtype: torch.dtype
+) -> None:
+    heads = Heads(5, query_heads, kv_heads, head_dim, dtype, normalized)
+    queries, keys, values = heads.exact()
+    found, pool = heads.rotate_write(kernels, slice(None))
+    assert_rounds(found, queries, least=4.0)
+    assert_rounds(pool[0, heads.slots], keys, least=4.0)
+    assert torch.equal(pool[1, heads.slots].double(), values)
+    others = [slot for slot in range(PAGES * PAGE) if slot not in heads.slots]
+    assert torch.equal(pool[:, others], heads.by_slot(heads.pool)[:, others])
+
+
+def test_bits_of_a_row_do_not_depend_on_its_company(kernels: ModuleType) -> None:
+    """In float32, which rounds no difference away."""
+    rows, dtype = max(ROW_COUNTS), torch.float32
+    heads = Heads(rows, 3, 1, 32, dtype, normalized=True)
+    x, added, weight = random(dtype, rows, 300), random(dtype, rows, 300, seed=2), random(dtype, 300, seed=3)
+
+    def computed(part: slice) -> list[torch.Tensor]:
+        residual = x[part].clone()
+        queries, pool = heads.rotate_write(kernels, part)
+        normed = kernels.add_norm(residual, added[part], weight, 1e-5)
+        return [residual, normed, kernels.silu_mul(x[part]), queries, pool[0, heads.slots[part]]]
+
+    exclusive = {row: computed(slice(row, row + 1)) for row in (0, 1, 16, rows - 1)}
+    for count in ROW_COUNTS:
+        for first in (0, rows - count):
+            together = computed(slice(first, first + count))
+            for row in exclusive.keys() & range(first, first + count):
+                for several, alone in zip(together, exclusive[row], strict=True):
+                    assert torch.equal(several[row - first], alone[0])
+
+
+# Run in a process of its own, as where Triton interprets it compiles nothing.
+BUILDS = """
+import json, pathlib, re, subprocess, tempfile
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from engine.cuda import triton_rows as rows
+
+def resources(kernel, architecture, dtype, constants, warps, missing=()):
+    names = kernel.arg_names
+    values = constants | dict.fromkeys(missing)
+    kinds = {name: "constexpr" if name in values else f"*{dtype}" for name in names}
+    kinds |= {"epsilon": "fp32"} if "epsilon" in names else {}
+    kinds |= {"slots": "*i64"} if "slots" in names else {}
+    pointers = [(i,) for i, name in enumerate(names) if kinds[name].startswith("*")]
+    source = ASTSource(
+        kernel,
+        kinds,
+        constexprs={(names.index(name),): value for name, value in values.items()},
+        attrs=dict.fromkeys(pointers, [["tt.divisibility", 16]]),
+    )
+    compiled = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options={"num_warps": warps})
+    program = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        said = subprocess.run([program, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    registers, stack = re.search(r"REG:(\\d+) STACK:(\\d+)", said).groups()
+    return int(registers), int(stack), compiled.metadata.shared
+
+found = {}
+for architecture, dtype, head_dim, hidden in CASES:
+    heads = rows.rotation_constants(32, 8, head_dim, 16)
+    plain, norms = ("query_norm", "key_norm"), rows.norm_constants(hidden)
+    warps = rows.norm_warps(hidden)
+    case = (architecture, dtype)
+    found |= {
+        f"rotate_write {head_dim} {case}": resources(rows._rotate_write, *case, heads, 1, plain),
+        f"rotate_write {head_dim} with norms {case}": resources(rows._rotate_write, *case, heads, 1),
+        f"norm {hidden} {case}": resources(rows._add_norm, *case, norms, warps, ("added",)),
+        f"add_norm {hidden} {case}": resources(rows._add_norm, *case, norms, warps),
+        f"silu_mul {case}": resources(rows._silu_mul, *case, rows.gate_constants(9728), 4),
+    }
+print(json.dumps(found))
+"""
+# Architecture, dtype, head dimension, hidden size.
+CASES = [(80, "fp16", 64, 2048), (90, "bf16", 128, 5120), (100, "fp32", 96, 16384)]
+
+
+def test_kernels_compile_and_keep_their_numbers_in_registers() -> None:
+    pytest.importorskip("triton", reason="Triton is made for Linux only")
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    command = [sys.executable, "-c", BUILDS.replace("CASES", repr(CASES))]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+    builds = json.loads(run.stdout)
+    assert len(builds) == 5 * len(CASES)
+    assert [name for name, (_, stack, _) in builds.items() if stack] == []
