@@ -1,12 +1,9 @@
-"""Decoding with a large pair on one device: speed, its distance to the device's limit, and equality; and whether the
-GPU kernels compile, which needs no GPU.
+"""What a GPU makes of Spool: one script that finds out within minutes, and whether the kernels compile, without a GPU.
 
-    python -m bench.gpu all --out FOLDER    everything, on the day there is a GPU
-    python -m bench.gpu measure FOLDER --shape qwen3-8b --batch-size 1 --batch-size 8 -o FILE.json
-    python -m bench.gpu exactness -o FILE.json
-    python -m bench.gpu profile FOLDER --shape qwen3-8b -o FILE.json
-    python -m bench.gpu compile
+    python -m bench.gpu --out FOLDER --seconds 480     everything that one GPU can tell
+    python -m bench.gpu.tables FOLDER/findings.jsonl   its findings as tables
+    python -m bench.gpu.compile_kernels                the Triton kernels for every shape; needs no GPU
 
-Target and draft are in one process and take turns on the device, driven by the scheduler core without gRPC. Of other
-packages this needs what the engine needs: neither Ray nor gRPC, and nothing for the command line.
+Target and draft are in one process and take turns on the device, driven step by step without a scheduler and without
+gRPC. Of other packages this needs what the engine needs to compute: neither Ray nor gRPC, protobuf or pydantic.
 """

@@ -1,43 +1,283 @@
-"""`python -m bench.gpu`: says in one sentence what is missing where it cannot start."""
+"""`python -m bench.gpu`: everything that a GPU can tell about Spool, the most valuable first.
 
-import importlib
+Every finding is a line of FOLDER/findings.jsonl as soon as it is made. A block that fails or takes too long costs the
+others nothing; where it leaves the device unusable, a new process goes on with the next block.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
 import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
-import bench.gpu
+import torch
+import torch.nn.functional as F  # noqa: N812  (the name everybody knows)
+from transformers import PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
-COMMANDS = {name: f"bench.gpu.{name}_command" for name in ("all", "compile", "exactness", "measure", "profile")}
+from bench.gpu.decoding import Stream, decode, free, prefill, prompts
+from bench.gpu.device import (
+    check_device,
+    copy_bandwidth,
+    data_sheet_bandwidth,
+    default_device,
+    describe_gpu,
+    product_rate,
+    wait_for,
+)
+from bench.gpu.engines import MAX_TOKENS, Bench, Engines
+from bench.gpu.exactness import exactness
+from bench.gpu.findings import Block, Findings, run_block
+from bench.gpu.pair import SHAPES
+from bench.gpu.peer import transformers_generate
+from bench.gpu.processes import killed_and_moved
+from bench.gpu.products import measure_products, without_split_sums
+from bench.gpu.speed import long_contexts, plain, sampled, speculation
+from bench.gpu.trace import trace
+from bench.machine import describe_machine
+from bench.record import origin
+from engine.models.source import CACHE_VARIABLE
+
+_PACKAGES = ("torch", "transformers", "triton", "numpy", "tokenizers")
+_ROOT = Path(__file__).parents[2]
 
 
-def run() -> int:
-    name = sys.argv[1] if len(sys.argv) > 1 else ""
-    if name in ("-h", "--help"):
-        print(f"usage: python -m bench.gpu {{{','.join(COMMANDS)}}} ...\n\n{bench.gpu.__doc__}")
-        return 0
-    if name not in COMMANDS:
-        print(f"bench.gpu: the command is {name!r}, must be one of {', '.join(COMMANDS)}", file=sys.stderr)
-        return 2
-    try:
-        command = importlib.import_module(COMMANDS[name])
-    except ModuleNotFoundError as error:
-        package = _missing(error)
-        reason = (
-            f"needs the Python package {package}, which is not installed here" if package else f"cannot start: {error}"
+@dataclass(slots=True)
+class Run:
+    """`small`: sizes for a CPU, on which the script is tried."""
+
+    bench: Bench
+    folder: Path
+    small: bool
+    commit: str
+    _speeds: dict[str, dict[int, float]] = field(default_factory=dict)
+
+    def blocks(self) -> list[Block]:
+        return [
+            Block("device", 20, self.device),
+            Block("speed, as it was", 75, lambda: self.speed("layers joined", short=True)),
+            Block("products", 60, self.products),
+            Block("speed, fused", 120, lambda: self.speed("layers fused, own products", short=False)),
+            Block("exactness, fused", 90, lambda: self.exactness("layers fused, own products", 64, 64)),
+            Block("trace", 40, lambda: self.trace("layers fused, own products")),
+            Block("more speed", 60, lambda: self.more_speed("layers fused, own products")),
+            Block("attention", 45, self.attention),
+            Block("product shapes", 75, self.product_shapes),
+            Block("speed, fused with cuBLAS", 45, lambda: self.speed("layers fused", short=True)),
+            Block("exactness, as it was", 100, lambda: self.exactness("layers joined, exact", 16, 32)),
+            Block("exactness without graphs", 60, lambda: self.exactness("own products, no graphs", 8, 32)),
+            Block("transformers", 60, self.peer),
+            Block("products, small workspaces", 40, self.products_elsewhere),
+            Block("processes", 100, self.processes),
+            Block("transformers, compiled", 60, self.compiled_peer),
+        ]
+
+    def device(self) -> None:
+        bench, findings = self.bench, self.bench.findings
+        machine = describe_machine() | describe_gpu(bench.device)
+        about = origin(f"python -m bench.gpu --device {bench.device} --shape {bench.shape}", machine)
+        findings.add("origin", **about | {"commit": self.commit or about["commit"]})
+        findings.add("packages", **{name: _version(name) for name in _PACKAGES})
+        findings.add(
+            "bandwidth",
+            read_gb_per_second=bench.read_bandwidth / 1e9,
+            copy_gb_per_second=copy_bandwidth(bench.device) / 1e9,
+            data_sheet_gb_per_second=(data_sheet_bandwidth(bench.device) or 0.0) / 1e9,
         )
-        print(f"bench.gpu {reason}.", file=sys.stderr)
-        return 1
-    found: int = command.main(sys.argv[2:])
-    return found
+        findings.add("bfloat16 product", tera_operations_per_second=product_rate(bench.device) / 1e12)
+
+    def engines(self, name: str) -> Engines:
+        match name:
+            case "layers joined":
+                return self.bench.engines(name)
+            case "layers joined, exact":
+                return self.bench.engines(name, exact=True)
+            case "layers fused":
+                return self.bench.engines(name, _fuse)
+            case "layers fused, own products":
+                return self.bench.engines(name, _fuse_with_own_products, exact=True)
+            case "own products, no graphs":
+                return self.bench.engines(name, _fuse_with_own_products, exact=True, cuda_graphs=False)
+        raise ValueError(f"no engines are named {name!r}")
+
+    def speed(self, name: str, short: bool) -> None:
+        engines = self.engines(name)
+        batches = (1, 4) if self.small else (1, 8, 32)
+        rounds = 4 if self.small else 40
+        speeds = plain(self.bench, engines, name, batches, rounds)
+        speculation(self.bench, engines, name, speeds, (0.8,), (4,), rounds)
+        if not short:
+            speculation(self.bench, engines, name, speeds, (0.7, 0.75), (4,), rounds)
+            speculation(self.bench, engines, name, speeds, (0.7, 0.8), (2, 3, 5), rounds)
+
+    def more_speed(self, name: str) -> None:
+        engines = self.engines(name)
+        contexts = (100,) if self.small else (2048, 8192)
+        long_contexts(self.bench, engines, name, contexts, (1, 2) if self.small else (1, 8))
+        sampled(self.bench, engines, name, (1, 2) if self.small else (1, 8, 32), 4 if self.small else 24)
+
+    def exactness(self, name: str, streams: int, tokens: int) -> None:
+        engines = self.engines(name)
+        if self.small:
+            streams, tokens = 6, 10
+        exactness(self.bench, engines, name, streams, tokens, min(32, streams))
+
+    def products(self) -> None:
+        from engine.cuda.triton_product import product
+
+        bench = self.bench
+        bench.drop()
+        with torch.inference_mode():
+            measure_products(bench.device, bench.findings, "cuBLAS", F.linear, bench.read_bandwidth)
+            if bench.is_gpu:
+                measure_products(bench.device, bench.findings, "own", product, bench.read_bandwidth)
+                with without_split_sums():
+                    measure_products(
+                        bench.device, bench.findings, "cuBLASLt, no split sums", F.linear, bench.read_bandwidth
+                    )
+
+    def product_shapes(self) -> None:
+        if not self.bench.is_gpu:
+            self.bench.findings.add("left out", reason="the kernel of products is for GPUs")
+            return
+        from bench.gpu.product_shapes import time_shapes
+
+        self.bench.drop()
+        with torch.inference_mode():
+            time_shapes(self.bench.device, self.bench.findings)
+
+    def products_elsewhere(self) -> None:
+        """In a process whose environment gives cuBLAS small workspaces."""
+        if not self.bench.is_gpu:
+            self.bench.findings.add("left out", reason="cuBLAS is for GPUs")
+            return
+        self.bench.drop()
+        environment = os.environ | {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
+        command = [sys.executable, "-m", "bench.gpu.products", str(self.folder), str(self.bench.read_bandwidth)]
+        ended = subprocess.run(command, cwd=_ROOT, env=environment, capture_output=True, text=True, check=False)
+        if ended.returncode:
+            raise RuntimeError(ended.stderr[-1000:])
+
+    def trace(self, name: str) -> None:
+        engines = self.engines(name)
+        target, draft, batch = engines.target, engines.draft, 2 if self.small else 8
+        streams = [Stream(prompt) for prompt in prompts(batch, 64, target.description.vocabulary_size)]
+        try:
+            prefill(target, draft, streams, MAX_TOKENS)
+            for what, length in (("plain", 0), ("speculation", 4)):
+                step = partial(decode, target, draft, streams, 1, length)
+                trace(self.bench.device, self.bench.findings, f"{what}, batch {batch}", step, self.folder)
+        finally:
+            free(target, draft, streams)
+
+    def attention(self) -> None:
+        if not self.bench.is_gpu:
+            self.bench.findings.add("left out", reason="the attention kernel is for GPUs")
+            return
+        from bench.gpu.attention import check_attention, time_attention
+
+        with torch.inference_mode():
+            time_attention(self.bench.device, self.bench.findings, self.bench.read_bandwidth)
+            check_attention(self.bench.device, self.bench.findings)
+
+    def peer(self) -> None:
+        transformers_generate(self.bench, (1, 2) if self.small else (1, 8, 32), 8 if self.small else 48, compiled=False)
+
+    def compiled_peer(self) -> None:
+        if self.small:
+            self.bench.findings.add("left out", reason="compiling for a CPU takes too long")
+            return
+        transformers_generate(self.bench, (1,), 64, compiled=True)
+
+    def processes(self) -> None:
+        self.bench.drop()
+        killed_and_moved(self.bench, exact=True)
 
 
-def _missing(error: BaseException) -> str | None:
-    """Libraries put errors of their own, without a name, around the one that has it."""
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, ModuleNotFoundError) and cause.name:
-            return cause.name
-        cause = cause.__cause__
-    return None
+def _fuse(model: PreTrainedModel) -> None:
+    if next(model.parameters()).device.type == "cuda":
+        from engine.cuda.fused_decoder import fuse_decoder
+
+        fuse_decoder(model)
+
+
+def _fuse_with_own_products(model: PreTrainedModel) -> None:
+    if next(model.parameters()).device.type == "cuda":
+        from engine.cuda.fused_decoder import fuse_decoder
+        from engine.cuda.triton_product import TritonLinear
+
+        fuse_decoder(model, TritonLinear)
+        model.set_output_embeddings(TritonLinear(model.get_output_embeddings()))
+
+
+def main(arguments: Sequence[str]) -> int:
+    """0 where every block came to its end, else 1."""
+    started = time.monotonic()
+    parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=__doc__.split("\n\n")[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder for findings.jsonl and traces")
+    parser.add_argument("--seconds", type=float, default=480, help="for everything together")
+    parser.add_argument("--device", help="cpu, cuda or cuda:N; default: cuda where there is one")
+    parser.add_argument("--shape", choices=SHAPES, help="of the pair; default: qwen3-8b, tiny on a CPU")
+    parser.add_argument("--only", action="append", metavar="BLOCK", help="leave the other blocks out; repeatable")
+    parser.add_argument("--commit", default="", help="what is measured, where there is no repository to ask")
+    parser.add_argument("--first", default="", metavar="BLOCK", help="leave out the blocks before this one")
+    asked = parser.parse_args(arguments)
+    device = asked.device or default_device()
+    try:
+        check_device(device)
+    except ValueError as error:
+        parser.error(str(error))
+    os.environ.setdefault(CACHE_VARIABLE, str(asked.out / "cache"))
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    small = device == "cpu"
+    findings = Findings(asked.out / "findings.jsonl", lambda line: print(line, flush=True))
+    dtype = torch.float32 if small else torch.bfloat16
+    bench = Bench(torch.device(device), dtype, asked.shape or ("tiny" if small else "qwen3-8b"), findings)
+    blocks = Run(bench, asked.out, small, asked.commit).blocks()
+    names = [block.name for block in blocks]
+    unknown = {*(asked.only or names), *([asked.first] if asked.first else [])} - set(names)
+    if unknown:
+        parser.error(f"no block is named {', '.join(sorted(unknown))}; there are {', '.join(names)}")
+    left = blocks[names.index(asked.first) if asked.first else 0 :]
+    whole = True
+    for place, block in enumerate(left):
+        if asked.only and block.name not in asked.only:
+            continue
+        seconds = asked.seconds - (time.monotonic() - started)
+        whole = run_block(block, findings, seconds) and whole
+        if not _usable(bench.device) and place + 1 < len(left):
+            findings.add("the device is unusable in this process, another one goes on")
+            seconds = asked.seconds - (time.monotonic() - started)
+            # Of an option that is given twice, the last one counts.
+            again = [*arguments, "--seconds", str(seconds), "--first", left[place + 1].name]
+            os.execv(sys.executable, [sys.executable, "-m", "bench.gpu", *again])
+    print(f"findings: {asked.out / 'findings.jsonl'}")
+    return 0 if whole else 1
+
+
+def _usable(device: torch.device) -> bool:
+    """After some errors, every call to the device fails in the process that met them."""
+    try:
+        wait_for(device)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
 
 
 if __name__ == "__main__":
-    sys.exit(run())
+    sys.exit(main(sys.argv[1:]))

@@ -1,22 +1,19 @@
-"""The device: what it is, how fast it copies, and how many bytes of weights a pass over a model reads on it."""
+"""The device: what it is, how fast it reads, copies and multiplies, and how long it takes for something."""
 
 from __future__ import annotations
 
 import re
 import statistics
 import time
-from pathlib import Path
+from collections.abc import Callable, Sequence
 
 import torch
-from safetensors import safe_open
 
-from bench.machine import describe_machine
-
-_COPY_BYTES = {"cpu": 64 << 20, "cuda": 4 << 30}
-_MEMORY_SHARE = 8
+# Bytes a second by the data sheet, of what a device's name begins with.
+_DATA_SHEET = {"NVIDIA H100 80GB HBM3": 3.35e12, "NVIDIA H200": 4.8e12, "NVIDIA A100": 2.0e12}
+_PROBE_BYTES = {"cpu": 64 << 20, "cuda": 4 << 30}
+_PRODUCT_SIZE = {"cpu": 256, "cuda": 8192}
 _DEVICE = re.compile(r"cpu|cuda(:(?P<number>\d+))?")
-_COPIES = 7
-_EMBEDDING, _HEAD = "embed_tokens.weight", "lm_head.weight"
 
 
 def default_device() -> str:
@@ -33,62 +30,91 @@ def check_device(device: str) -> None:
         raise ValueError(f"device is {device!r}, but torch can use {gpus} GPUs here")
 
 
-def describe_used(device: str) -> dict[str, object]:
-    """The machine, with the one GPU that is used."""
-    return describe_machine() | _gpu(torch.device(device))
+def data_sheet_bandwidth(device: torch.device) -> float | None:
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((bandwidth for start, bandwidth in _DATA_SHEET.items() if name.startswith(start)), None)
 
 
-def copy_bytes_per_second(device: str) -> float:
-    """Bytes read and written by a copy within the device's memory; the median of several."""
-    kind = torch.device(device)
-    count = _COPY_BYTES[kind.type]
-    if kind.type == "cuda":
-        count = min(count, torch.cuda.mem_get_info(kind)[0] // _MEMORY_SHARE)
-    source = torch.ones(count, dtype=torch.uint8, device=kind)
+def read_bandwidth(device: torch.device) -> float:
+    """Bytes a second of a sum over a large tensor, which hardly writes."""
+    numbers = torch.ones(_PROBE_BYTES[device.type] // 4, dtype=torch.float32, device=device)
+    return numbers.nbytes / seconds_of(numbers.sum, device)
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """Bytes read and written a second by a copy within the device's memory."""
+    source = torch.ones(_PROBE_BYTES[device.type], dtype=torch.uint8, device=device)
     copy = torch.empty_like(source)
+    return 2 * source.nbytes / seconds_of(lambda: copy.copy_(source), device)
+
+
+def product_rate(device: torch.device) -> float:
+    """Operations a second of a large bfloat16 product of random numbers."""
+    size = _PRODUCT_SIZE[device.type]
+    one, other = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
+    return 2 * size**3 / seconds_of(lambda: one @ other, device)
+
+
+def seconds_of(work: Callable[[], object], device: torch.device, repeats: int = 7) -> float:
+    """Median of several runs after two that are not counted."""
     samples = []
-    for _ in range(_COPIES + 1):
-        _wait_for(kind)
+    for _ in range(repeats + 2):
+        wait_for(device)
         started = time.perf_counter()
-        copy.copy_(source)
-        _wait_for(kind)
+        work()
+        wait_for(device)
         samples.append(time.perf_counter() - started)
-    # The first one touches memory that nobody had before.
-    return 2 * count / statistics.median(samples[1:])
+    return statistics.median(samples[2:])
 
 
-def weight_bytes_per_pass(folder: Path, dtype: str) -> int:
-    """Of a model's weights, loaded as `dtype`: all but the embedding, of which a pass reads a few rows only.
+def graphed_seconds(calls: Sequence[Callable[[], object]], device: torch.device, repeats: int = 5) -> float:
+    """Seconds of one of the calls on average, all of them captured in a graph, so that no launch is waited for; on a
+    CPU one after the other."""
+    if device.type != "cuda":
+        return seconds_of(lambda: [call() for call in calls], device) / len(calls)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for call in calls:
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    samples = []
+    for _ in range(repeats + 1):
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first.record()
+        graph.replay()
+        last.record()
+        last.synchronize()
+        samples.append(first.elapsed_time(last) / 1000)
+    return statistics.median(samples[1:]) / len(calls)
 
-    An embedding that is the head as well is read as a whole. Raises ValueError for a folder without safetensors.
-    """
-    elements: dict[str, int] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as weights:
-            for name in weights.keys():  # noqa: SIM118  (no dictionary)
-                elements[name] = _product(weights.get_slice(name).get_shape())
-    if not elements:
-        raise ValueError(f"{folder} holds no weights (*.safetensors)")
-    tied = not any(name.endswith(_HEAD) for name in elements)
-    read = sum(count for name, count in elements.items() if tied or not name.endswith(_EMBEDDING))
-    return read * getattr(torch, dtype).itemsize
 
-
-def _product(sizes: list[int]) -> int:
-    count = 1
-    for size in sizes:
-        count *= size
-    return count
-
-
-def _wait_for(device: torch.device) -> None:
+def wait_for(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
-def _gpu(device: torch.device) -> dict[str, object]:
+def memory_gib(device: torch.device) -> dict[str, float]:
+    """What this process has reserved and what is free; nothing on a CPU."""
+    if device.type != "cuda":
+        return {}
+    return {
+        "reserved_gib": torch.cuda.memory_reserved(device) / 2**30,
+        "peak_gib": torch.cuda.max_memory_reserved(device) / 2**30,
+        "free_gib": torch.cuda.mem_get_info(device)[0] / 2**30,
+    }
+
+
+def describe_gpu(device: torch.device) -> dict[str, object]:
+    """The one GPU that is used; nothing for a CPU."""
     if device.type != "cuda":
         return {}
     properties = torch.cuda.get_device_properties(device)
-    name = f"{properties.name}, {properties.total_memory >> 20} MiB"
+    name = f"{properties.name}, {properties.total_memory >> 20} MiB, {properties.multi_processor_count} multiprocessors"
     return {"gpus": [name], "cuda": torch.version.cuda}

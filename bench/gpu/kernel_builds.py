@@ -28,9 +28,12 @@ PAGE_SIZES = (16, 64)
 # By Triton's name of the type: ours, and bytes.
 DTYPES = {"bf16": ("bfloat16", 2), "fp16": ("float16", 2), "fp32": ("float32", 4)}
 
-_POINTERS = ("to", "queries", "keys", "values", "edges", "pages")
-MAX_SPILLED = 16
-"""Bytes of a thread. NVIDIA's assembler gives up a register or four of its own accord, where more blocks fit then."""
+_POINTERS = ("to", "queries", "keys", "values")
+# By Triton's names of their types.
+_OTHER_POINTERS = {"edges": "*i64", "pages": "*i64", "kept_rows": "*fp32", "kept_sums": "*fp32", "arrived": "*i32"}
+MAX_SPILLED = 64
+"""Bytes of a thread. NVIDIA's assembler gives up a few registers of its own accord, and heads of 256 dimensions need
+some more than a thread has between two splits."""
 
 _KV_HEADS = 8
 _THREADS_OF_A_WARP = 32
@@ -136,13 +139,13 @@ def _source(variant: Variant) -> ASTSource:
     values = triton_attention.constants(
         _KV_HEADS * variant.group, _KV_HEADS, variant.head_dim, variant.page_size, element_bytes
     )
-    pointers = dict.fromkeys(_POINTERS, f"*{variant.dtype}") | {"edges": "*i64", "pages": "*i64"}
+    pointers = dict.fromkeys(_POINTERS, f"*{variant.dtype}") | _OTHER_POINTERS
     signature = dict.fromkeys(names, "constexpr") | pointers | {"scale": "fp32"}
     return ASTSource(
         kernel,
         signature,
         constexprs={(names.index(name),): value for name, value in values.items()},
-        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in _POINTERS},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in pointers},
     )
 
 

@@ -1,74 +1,106 @@
-"""The synthetic pair of a benchmark: made once in its folder, and known again by what stands beside it."""
+"""A target and a draft with random weights, made in the device's memory, that agree as often as is asked for.
+
+Row perm(t) of a model's head is the embedding of token t, so that token t is followed by perm(t): all that the layers
+add to the residual stream is too quiet to change an argmax, and moves the logits' bits all the same. Target and draft
+share perm and a head each. Of a share 1 - agreement of the tokens, drawn at random, the draft's embeddings are moved
+around among them, so that it takes one for another there: each drafted token is the target's with that probability,
+whatever came before it.
+"""
 
 from __future__ import annotations
 
-import json
-import shutil
-from dataclasses import asdict
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, Qwen3Config
 
-from bench.gpu.settings import GpuBenchSettings
-from bench.synthetic_pair import SHAPES, write_pair
-from engine.errors import one_line
-from engine.models.source import Progress
+from engine.attention.paged_step import ATTENTION_NAME
 
-_FILE = "pair.json"
-
-
-class PairError(Exception):
-    """There is no pair as asked for, nor can it be made; one line that a user can act on."""
+# The largest logit of a row; the others spread around 0 with a deviation of this over the square root of the width.
+_LARGEST_LOGIT = 16.0
+# What a layer's attention, or its MLP, adds to the residual stream, beside the embedding.
+_LOUDNESS = 0.02
 
 
-def ensure_pair(folder: Path, settings: GpuBenchSettings, progress: Progress) -> dict[str, Any]:
-    """Makes `folder`/target and `folder`/draft where they are not there yet; what is known of the pair.
-
-    The folder is there whole or not at all. Raises PairError where it holds something else or another pair, or the
-    pair cannot be or takes no sequences so long, and RuntimeError where the agreement cannot be had.
-    """
-    if settings.shape not in SHAPES:
-        raise PairError(f"shape is {settings.shape!r}, must be one of {', '.join(SHAPES)}")
-    most = SHAPES[settings.shape]().target.max_position_embeddings
-    if settings.longest > most:
-        raise PairError(f"prompt_tokens and max_tokens make sequences of {settings.longest}, must be at most {most}")
-    asked = {name: getattr(settings, name) for name in ("shape", "agreement", "seed", "dtype")}
-    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
-        return _make(folder, settings, asked, progress)
-    try:
-        found: dict[str, Any] = json.loads((folder / _FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise PairError(f"{folder} is there but holds no {_FILE} of a pair; choose another folder") from error
-    for name, value in asked.items():
-        if found.get(name) != value:
-            raise PairError(f"{folder} holds a pair with {name} {found.get(name)!r}, not {value!r}")
-    return found
+@dataclass(frozen=True, slots=True)
+class Shape:
+    target: PreTrainedConfig
+    draft: PreTrainedConfig
 
 
-def _make(folder: Path, settings: GpuBenchSettings, asked: dict[str, Any], progress: Progress) -> dict[str, Any]:
-    progress(f"making a pair of shape {settings.shape}, agreement {settings.agreement}", None)
-    part = folder.with_name(f"{folder.name}.part")
-    if part.exists():
-        shutil.rmtree(part)
-    try:
-        pair = asdict(
-            write_pair(
-                part,
-                SHAPES[settings.shape](),
-                settings.agreement,
-                seed=settings.seed,
-                device=settings.device,
-                dtype=getattr(torch, settings.dtype),
-                draft_length=settings.draft_length,
-            )
-        )
-    except ValueError as error:
-        raise PairError(one_line(error)) from error
-    # Where the two lie is no part of what they are.
-    found = asked | {"found": {name: pair[name] for name in pair.keys() - {"target", "draft", "asked"}}}
-    (part / _FILE).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-    if folder.exists():
-        folder.rmdir()
-    part.rename(folder)
-    return found
+def _qwen3(vocabulary: int, hidden: int, inner: int, layers: int, heads: tuple[int, int, int], most: int) -> Any:
+    return Qwen3Config(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads[0],
+        num_key_value_heads=heads[1],
+        head_dim=heads[2],
+        max_position_embeddings=most,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+
+
+SHAPES: dict[str, Callable[[], Shape]] = {
+    # Qwen/Qwen3-8B and Qwen/Qwen3-0.6B, the latter with a head of its own.
+    "qwen3-8b": lambda: Shape(
+        _qwen3(151936, 4096, 12288, 36, (32, 8, 128), 40960), _qwen3(151936, 1024, 3072, 28, (16, 8, 128), 40960)
+    ),
+    "tiny": lambda: Shape(_qwen3(512, 96, 192, 2, (4, 2, 32), 2048), _qwen3(512, 64, 128, 1, (4, 2, 32), 2048)),
+}
+
+
+class Pair:
+    """`target` and `draft` on one device. `successor` int64 [vocabulary]: the target's token after each token."""
+
+    def __init__(self, shape: Shape, device: torch.device, dtype: torch.dtype, seed: int = 0) -> None:
+        self._generator = torch.Generator(device).manual_seed(seed)
+        vocabulary = shape.target.vocab_size
+        self.successor = torch.randperm(vocabulary, generator=self._generator, device=device)
+        self._draw = torch.rand(vocabulary, generator=self._generator, device=device)
+        self.target = self._model(shape.target, device, dtype)
+        self.draft = self._model(shape.draft, device, dtype)
+        for model in (self.target, self.draft):
+            embedding = model.get_input_embeddings().weight.detach()
+            head = model.get_output_embeddings().weight.detach()
+            head[self.successor] = embedding * (_LARGEST_LOGIT / embedding.shape[1])
+        # Engines replace layers of the models, but leave their embeddings where they are.
+        self._draft_embedding = self.draft.get_input_embeddings().weight.detach()
+        self._whole_embedding = self._draft_embedding.clone()
+
+    def set_agreement(self, agreement: float) -> None:
+        """In place, so that the engine of the draft, and graphs of its passes, go on with the new embeddings. 1.0 at
+        first."""
+        self._draft_embedding.copy_(self._whole_embedding)
+        apart = (self._draw >= agreement).nonzero()[:, 0]
+        self._draft_embedding[apart] = self._whole_embedding[apart.roll(1)]
+
+    def expected(self, token: int, count: int) -> list[int]:
+        """What the target writes after a token."""
+        followers = self.successor.tolist()
+        written = []
+        for _ in range(count):
+            token = followers[token]
+            written.append(token)
+        return written
+
+    def _model(self, config: PreTrainedConfig, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:
+        config.dtype = dtype
+        with torch.device(device):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION_NAME)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if parameter.dim() == 1:
+                    parameter.fill_(1.0)
+                    continue
+                deviation = 1.0 if "embed_tokens" in name else parameter.shape[-1] ** -0.5
+                if name.endswith(("o_proj.weight", "down_proj.weight")):
+                    deviation *= _LOUDNESS
+                parameter.normal_(0, deviation, generator=self._generator)
+        return model.eval()

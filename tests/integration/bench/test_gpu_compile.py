@@ -71,7 +71,7 @@ def test_every_kernel_compiles_for_every_gpu(tmp_path: Path) -> None:
     assert {one["group"] for one in builds} == set(range(1, 9))
     for one in builds:
         assert one["fault"] == ""
-        assert one["spilled"] <= 16
+        assert one["spilled"] <= 64
         assert 16 <= one["registers"] <= 255
         assert 0 < one["shared_memory"] <= 99 << 10
         assert 0 < one["occupancy"] <= 1

@@ -1,0 +1,112 @@
+"""Paged attention against float32, and how long it takes by context."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from functools import partial
+
+import torch
+
+from bench.gpu.device import graphed_seconds
+from bench.gpu.findings import Findings
+from engine.attention.backends import Span
+from engine.cuda.triton_attention import TritonBackend
+from engine.kv.paged_kv import PagedKv
+
+_PAGE_SIZE = 16
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# Query heads and KV heads, and sizes of a head.
+_HEADS = ((32, 8), (16, 8), (8, 8))
+_HEAD_DIMS = (64, 128)
+# Start and rows of the sequences of one pass.
+_SPANS = ((0, 1), (250, 12), (0, 70), (511, 1), (1500, 5))
+_TIMED_CONTEXTS = (128, 2048, 8192)
+_TIMED_BATCHES = (1, 8, 32)
+_CALLS = 12
+
+
+def check_attention(device: torch.device, findings: Findings) -> None:
+    """Largest difference from float32 attention on the same values, and whether rows have the bits that they have
+    alone."""
+    for dtype, heads, head_dim in itertools.product(_DTYPES, _HEADS, _HEAD_DIMS):
+        query_heads, kv_heads = heads
+        spans, rows, kv = _pass(_SPANS, kv_heads, head_dim, dtype, device)
+        generator = torch.Generator(device).manual_seed(5)
+        query = torch.empty(rows, query_heads, head_dim, dtype=dtype, device=device).normal_(generator=generator)
+        backend = TritonBackend(query_heads, kv_heads, _PAGE_SIZE, device)
+        scaling = head_dim**-0.5
+        found = backend.plan(spans, rows).attend(kv.layers[0], query, scaling).clone()
+        unequal = 0
+        for span in spans:
+            for row in range(span.rows):
+                alone = Span(0, 1, span.start + row, span.pages)
+                place = span.first_row + row
+                one = backend.plan([alone], 1).attend(kv.layers[0], query[place : place + 1], scaling)
+                unequal += not torch.equal(one[0], found[place])
+        findings.add(
+            "attention against float32",
+            dtype=str(dtype),
+            query_heads=query_heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            max_error=float((found.float() - _expected(kv, query, spans, scaling)).abs().max()),
+            rows=rows,
+            rows_unlike_alone=unequal,
+        )
+
+
+def time_attention(device: torch.device, findings: Findings, bandwidth: float) -> None:
+    """Of one layer of Qwen3-8B, one row a sequence; `read_microseconds`: what reading the KV alone would take."""
+    query_heads, kv_heads, head_dim = 32, 8, 128
+    backend = TritonBackend(query_heads, kv_heads, _PAGE_SIZE, device)
+    for context, batch in itertools.product(_TIMED_CONTEXTS, _TIMED_BATCHES):
+        spans, rows, kv = _pass([(context - 1, 1)] * batch, kv_heads, head_dim, torch.bfloat16, device)
+        query = torch.randn(rows, query_heads, head_dim, dtype=torch.bfloat16, device=device)
+        plan = backend.plan(spans, rows)
+        calls = [partial(plan.attend, kv.layers[0], query, head_dim**-0.5)] * _CALLS
+        findings.add(
+            "attention of one layer",
+            context=context,
+            batch=batch,
+            microseconds=graphed_seconds(calls, device) * 1e6,
+            read_microseconds=batch * context * kv_heads * head_dim * 4 / bandwidth * 1e6,
+        )
+
+
+def _pass(
+    lengths: tuple[tuple[int, int], ...] | list[tuple[int, int]],
+    kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[list[Span], int, PagedKv]:
+    """Spans of sequences on pages in random order, their rows, and one layer of random KV."""
+    counts = [-(-(start + rows) // _PAGE_SIZE) for start, rows in lengths]
+    generator = torch.Generator().manual_seed(4)
+    order = iter(torch.randperm(sum(counts), generator=generator).tolist())
+    spans, first = [], 0
+    for (start, rows), pages in zip(lengths, counts, strict=True):
+        spans.append(Span(first, rows, start, [next(order) for _ in range(pages)]))
+        first += rows
+    kv = PagedKv(1, sum(counts), _PAGE_SIZE, kv_heads, head_dim, dtype, device)
+    kv.layers[0].pool.normal_(generator=torch.Generator(device).manual_seed(6))
+    return spans, first, kv
+
+
+def _expected(kv: PagedKv, query: torch.Tensor, spans: list[Span], scaling: float) -> torch.Tensor:
+    """In float32, without pages: `[rows, query heads, head_dim]`."""
+    outputs = []
+    for span in spans:
+        pages = torch.tensor(span.pages, device=query.device)
+        # [2, kv heads, positions, head_dim]
+        keys, values = kv.layers[0].pool[:, pages].float().permute(0, 2, 1, 3, 4).flatten(2, 3)
+        rows = query[span.first_row : span.first_row + span.rows].float()
+        group = rows.shape[1] // keys.shape[0]
+        keys, values = (part.repeat_interleave(group, 0) for part in (keys, values))
+        scores = torch.einsum("rhd,hpd->hrp", rows, keys) * scaling
+        last = span.start + torch.arange(span.rows, device=query.device)
+        hidden = torch.arange(keys.shape[1], device=query.device)[None] > last[:, None]
+        weights = torch.softmax(scores.masked_fill(hidden, -math.inf), -1)
+        outputs.append(torch.einsum("hrp,hpd->rhd", weights, values))
+    return torch.cat(outputs)

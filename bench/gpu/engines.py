@@ -1,0 +1,128 @@
+"""The engines that are measured, made of a pair in memory."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from transformers import PreTrainedModel
+
+from bench.gpu.device import memory_gib, read_bandwidth
+from bench.gpu.findings import Findings
+from bench.gpu.pair import SHAPES, Pair
+from engine.drafting.model_draft import DraftEngine
+from engine.models.loading import draft_engine_of, target_engine_of
+from engine.settings import EngineSettings
+from engine.target import TargetEngine
+
+MAX_TOKENS = 192
+"""Of a pass: a batch of 32 with drafts of 5."""
+Change = Callable[[PreTrainedModel], object]
+_PAGE_SIZE = 16
+# Tokens of KV: a batch of 8 with contexts of 8,192 tokens and what they are continued by.
+_KV_TOKENS = {"cpu": 8192, "cuda": 72 << 10}
+
+
+@dataclass(frozen=True, slots=True)
+class Engines:
+    """`weight_bytes`: what a pass of the target reads of its weights, all but the embedding."""
+
+    target: TargetEngine
+    draft: DraftEngine
+    pair: Pair
+    weight_bytes: int
+
+
+@dataclass(slots=True)
+class Bench:
+    """What the blocks share. One set of engines is in memory at a time."""
+
+    device: torch.device
+    dtype: torch.dtype
+    shape: str
+    findings: Findings
+    _bandwidth: float = 0.0
+    _name: str = ""
+    _engines: Engines | None = None
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.device.type == "cuda"
+
+    @property
+    def read_bandwidth(self) -> float:
+        """Bytes a second, measured once, while no engines take the device's memory."""
+        if not self._bandwidth:
+            self.drop()
+            self._bandwidth = read_bandwidth(self.device)
+        return self._bandwidth
+
+    def settings(self, exact: bool, kv_tokens: int | None = None, cuda_graphs: bool = True) -> EngineSettings:
+        return EngineSettings(
+            "synthetic",
+            str(self.dtype).removeprefix("torch."),
+            device=str(self.device),
+            page_size=_PAGE_SIZE,
+            kv_pages=(kv_tokens or _KV_TOKENS[self.device.type]) // _PAGE_SIZE,
+            exact=exact,
+            max_num_batched_tokens=MAX_TOKENS,
+            cuda_graphs=cuda_graphs,
+        )
+
+    def engines(
+        self, name: str, change: Change | None = None, exact: bool = False, cuda_graphs: bool = True
+    ) -> Engines:
+        """Those of this name; made anew, of a new pair, where others were there. `change` replaces layers first."""
+        if self._name == name and self._engines is not None:
+            return self._engines
+        bandwidth = self.read_bandwidth
+        self.drop()
+        started = time.perf_counter()
+        pair = Pair(SHAPES[self.shape](), self.device, self.dtype)
+        weight_bytes = sum(weight.nbytes for weight in pair.target.parameters())
+        weight_bytes -= pair.target.get_input_embeddings().weight.nbytes
+        self.findings.add(
+            f"pair for {name}",
+            seconds=time.perf_counter() - started,
+            weight_gb=weight_bytes / 1e9,
+            read_ms=weight_bytes / bandwidth * 1000,
+        )
+        if change is not None:
+            change(pair.target)
+            change(pair.draft)
+        target, draft = self._load(name, pair, exact, cuda_graphs)
+        self._name, self._engines = name, Engines(target, draft, pair, weight_bytes)
+        return self._engines
+
+    def drop(self) -> None:
+        """Gives the memory of the engines back."""
+        self._name, self._engines = "", None
+        gc.collect()
+        if self.is_gpu:
+            torch.cuda.empty_cache()
+
+    def _load(self, name: str, pair: Pair, exact: bool, cuda_graphs: bool) -> tuple[TargetEngine, DraftEngine]:
+        said: list[str] = []
+        started = time.perf_counter()
+        settings = self.settings(exact, cuda_graphs=cuda_graphs)
+        target = target_engine_of(pair.target, settings, lambda word, _: said.append(word))
+        self._describe(f"target of {name}", target, time.perf_counter() - started, said)
+        started, said = time.perf_counter(), []
+        draft = draft_engine_of(pair.draft, replace(settings, exact=False), lambda word, _: said.append(word))
+        self._describe(f"draft of {name}", draft, time.perf_counter() - started, said)
+        return target, draft
+
+    def _describe(self, what: str, engine: TargetEngine | DraftEngine, seconds: float, said: list[str]) -> None:
+        described = engine.description
+        self.findings.add(
+            what,
+            seconds=seconds,
+            graphed_row_counts=described.graphed_row_counts,
+            attention=described.attention,
+            exact_row_counts=described.exact_row_counts,
+            said=said,
+            **memory_gib(self.device),
+        )

@@ -1,0 +1,103 @@
+"""Matrix products of the target's shapes: are a row's bits those of the row alone, and how long do they take?
+
+python -m bench.gpu.products FOLDER     cuBLAS once more, for an environment that a process has from its beginning
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F  # noqa: N812  (the name everybody knows)
+from torch import Tensor
+
+from bench.gpu.device import default_device, graphed_seconds
+from bench.gpu.findings import Findings
+
+ROW_COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 16, 40, 64, 160, 512)
+# Outputs and inputs of Qwen3-8B's layers, joined, and of its head.
+SHAPES = {
+    "qkv": (6144, 4096),
+    "out": (4096, 4096),
+    "gate_up": (24576, 4096),
+    "down": (4096, 12288),
+    "head": (151936, 4096),
+}
+_CPU_SHAPES = {"qkv": (128, 64), "down": (64, 192)}
+# More than a device's cache holds, so that weights come from its memory as they do in a pass.
+_WORKING_SET = 512 << 20
+CALLS = 12
+
+Product = Callable[[Tensor, Tensor], Tensor]
+
+
+def measure_products(device: torch.device, findings: Findings, name: str, product: Product, bandwidth: float) -> None:
+    """`product` of rows [rows, in] and weights [out, in]. A finding for each shape: the row counts at which each row
+    has the bits that it has alone, the others, and microseconds by row count."""
+    shapes = SHAPES if device.type == "cuda" else _CPU_SHAPES
+    for shape, (out_features, in_features) in shapes.items():
+        generator = torch.Generator(device).manual_seed(3)
+        weight = torch.empty(out_features, in_features, dtype=torch.bfloat16, device=device)
+        weight.normal_(0, in_features**-0.5, generator=generator)
+        rows = torch.empty(max(ROW_COUNTS), in_features, dtype=torch.bfloat16, device=device)
+        rows.normal_(generator=generator)
+        reference = F.linear(rows.float(), weight.float())
+        alone = torch.cat([product(rows[row : row + 1], weight) for row in range(max(ROW_COUNTS))])
+        equal, microseconds, error = [], {}, 0.0
+        weights = working_set(weight)
+        for count in ROW_COUNTS:
+            found = product(rows[:count], weight)
+            error = max(error, float((found.float() - reference[:count]).abs().max()))
+            if torch.equal(found, alone[:count]):
+                equal.append(count)
+            calls = [partial(product, rows[:count], weights[number % len(weights)]) for number in range(CALLS)]
+            microseconds[count] = graphed_seconds(calls, device) * 1e6
+        findings.add(
+            f"product {shape}, {name}",
+            out_features=out_features,
+            in_features=in_features,
+            equal_at=equal,
+            unequal_at=[count for count in ROW_COUNTS if count not in equal],
+            microseconds=microseconds,
+            read_microseconds=weight.nbytes / bandwidth * 1e6,
+            max_error=error,
+        )
+        del weight, weights, reference
+
+
+def working_set(weight: Tensor) -> list[Tensor]:
+    """Copies, in turn for calls one after the other, that no cache holds."""
+    return [weight, *(weight.clone() for _ in range(min(CALLS, _WORKING_SET // weight.nbytes) - 1))]
+
+
+@contextmanager
+def without_split_sums() -> Iterator[None]:
+    """cuBLAS as batch-invariant modes of other servers use it: cuBLASLt, no split of the inner dimension in 16 bits."""
+    flags = torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
+    library = torch.backends.cuda.preferred_blas_library()
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (False, False)
+    torch.backends.cuda.preferred_blas_library("cublaslt")
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = flags
+        torch.backends.cuda.preferred_blas_library(library)
+
+
+def main(arguments: list[str]) -> int:
+    """In an environment with small workspaces, which cuBLAS reads once, at its start."""
+    findings = Findings(Path(arguments[0]) / "findings.jsonl", print)
+    findings.block = "products, small workspaces"
+    device = torch.device(default_device())
+    bandwidth = float(arguments[1])
+    with without_split_sums(), torch.inference_mode():
+        measure_products(device, findings, "cuBLASLt, no split sums, small workspaces", F.linear, bandwidth)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
