@@ -24,7 +24,7 @@ import grpc
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from bench.gpu.device import copy_bytes_per_second
+from bench.gpu.device import copy_bandwidth
 from engine.cpu.fused_layers import KernelDecoder
 from engine.kv.pages import PageTable
 from engine.models.loading import load_target_engine
@@ -242,7 +242,7 @@ def main() -> int:
                 "threads": arguments.threads,
                 "steps": steps,
                 "wire": wire,
-                "copy_gb_per_second": copy_bytes_per_second("cpu") / 1e9,
+                "copy_gb_per_second": copy_bandwidth("cpu") / 1e9,
             }
         )
     )

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -47,6 +47,7 @@ from engine.models.source import CACHE_VARIABLE
 
 _PACKAGES = ("torch", "transformers", "triton", "numpy", "tokenizers")
 _ROOT = Path(__file__).parents[2]
+_SERVED, _NO_GRAPHS = "as served", "without graphs"
 
 
 @dataclass(slots=True)
@@ -57,25 +58,22 @@ class Run:
     folder: Path
     small: bool
     commit: str
-    _speeds: dict[str, dict[int, float]] = field(default_factory=dict)
 
     def blocks(self) -> list[Block]:
         return [
             Block("device", 20, self.device),
-            Block("speed, as it was", 75, lambda: self.speed("layers joined", short=True)),
-            Block("products", 60, self.products),
-            Block("speed, fused", 120, lambda: self.speed("layers fused, own products", short=False)),
-            Block("exactness, fused", 90, lambda: self.exactness("layers fused, own products", 64, 64)),
-            Block("trace", 40, lambda: self.trace("layers fused, own products")),
-            Block("more speed", 60, lambda: self.more_speed("layers fused, own products")),
-            Block("attention", 45, self.attention),
-            Block("product shapes", 75, self.product_shapes),
-            Block("speed, fused with cuBLAS", 45, lambda: self.speed("layers fused", short=True)),
-            Block("exactness, as it was", 100, lambda: self.exactness("layers joined, exact", 16, 32)),
-            Block("exactness without graphs", 60, lambda: self.exactness("own products, no graphs", 8, 32)),
+            Block("speed", 150, self.speed),
+            Block("exactness", 90, lambda: self.exactness(_SERVED, 64, 64)),
+            Block("trace", 40, self.trace),
+            Block("sampling and contexts", 60, self.more_speed),
+            Block("attention", 60, self.attention),
+            Block("products", 45, self.products),
+            Block("without overlap", 45, self.without_overlap),
+            Block("exactness without graphs", 60, lambda: self.exactness(_NO_GRAPHS, 8, 32)),
             Block("transformers", 60, self.peer),
+            Block("processes", 120, self.processes),
+            Block("large passes", 60, self.large_passes),
             Block("products, small workspaces", 40, self.products_elsewhere),
-            Block("processes", 100, self.processes),
             Block("transformers, compiled", 60, self.compiled_peer),
         ]
 
@@ -95,39 +93,52 @@ class Run:
 
     def engines(self, name: str) -> Engines:
         match name:
-            case "layers joined":
+            case "as served":
                 return self.bench.engines(name)
-            case "layers joined, exact":
-                return self.bench.engines(name, exact=True)
-            case "layers fused":
-                return self.bench.engines(name, _fuse)
-            case "layers fused, own products":
-                return self.bench.engines(name, _fuse_with_own_products, exact=True)
-            case "own products, no graphs":
-                return self.bench.engines(name, _fuse_with_own_products, exact=True, cuda_graphs=False)
+            case "without overlap":
+                return self.bench.engines(name, _without_overlap)
+            case "without graphs":
+                return self.bench.engines(name, cuda_graphs=False)
+            case "large passes":
+                return self.bench.engines(name, max_tokens=256 if self.small else 2048)
         raise ValueError(f"no engines are named {name!r}")
 
-    def speed(self, name: str, short: bool) -> None:
-        engines = self.engines(name)
-        batches = (1, 4) if self.small else (1, 8, 32)
+    def speed(self) -> None:
+        engines = self.engines(_SERVED)
         rounds = 4 if self.small else 40
-        speeds = plain(self.bench, engines, name, batches, rounds)
-        speculation(self.bench, engines, name, speeds, (0.8,), (4,), rounds)
-        if not short:
-            speculation(self.bench, engines, name, speeds, (0.7, 0.75), (4,), rounds)
-            speculation(self.bench, engines, name, speeds, (0.7, 0.8), (2, 3, 5), rounds)
+        speeds = plain(self.bench, engines, _SERVED, self.batches, rounds)
+        speculation(self.bench, engines, _SERVED, speeds, (0.8,), (4,), rounds)
+        speculation(self.bench, engines, _SERVED, speeds, (0.8,), (2, 3, 5), rounds)
+        speculation(self.bench, engines, _SERVED, speeds, (0.7, 0.75), (2, 3, 4, 5), rounds)
 
-    def more_speed(self, name: str) -> None:
-        engines = self.engines(name)
-        contexts = (100,) if self.small else (2048, 8192)
-        long_contexts(self.bench, engines, name, contexts, (1, 2) if self.small else (1, 8))
-        sampled(self.bench, engines, name, (1, 2) if self.small else (1, 8, 32), 4 if self.small else 24)
+    def without_overlap(self) -> None:
+        if not self.bench.is_gpu:
+            self.bench.findings.add("left out", reason="kernels overlap on GPUs alone")
+            return
+        engines = self.engines("without overlap")
+        speeds = plain(self.bench, engines, "without overlap", self.batches, 40)
+        speculation(self.bench, engines, "without overlap", speeds, (0.8,), (4,), 40)
+
+    def large_passes(self) -> None:
+        """Prefill in passes of many tokens."""
+        engines = self.engines("large passes")
+        long_contexts(self.bench, engines, "large passes", (100,) if self.small else (2048, 8192), (1,))
+
+    def more_speed(self) -> None:
+        engines = self.engines(_SERVED)
+        sampled(self.bench, engines, _SERVED, self.batches, 4 if self.small else 24)
+        contexts, batches = ((100,), (1, 2)) if self.small else ((2048, 8192), (1, 8))
+        long_contexts(self.bench, engines, _SERVED, contexts, batches)
 
     def exactness(self, name: str, streams: int, tokens: int) -> None:
         engines = self.engines(name)
         if self.small:
             streams, tokens = 6, 10
         exactness(self.bench, engines, name, streams, tokens, min(32, streams))
+
+    @property
+    def batches(self) -> tuple[int, ...]:
+        return (1, 4) if self.small else (1, 8, 32)
 
     def products(self) -> None:
         from engine.cuda.triton_product import product
@@ -143,16 +154,6 @@ class Run:
                         bench.device, bench.findings, "cuBLASLt, no split sums", F.linear, bench.read_bandwidth
                     )
 
-    def product_shapes(self) -> None:
-        if not self.bench.is_gpu:
-            self.bench.findings.add("left out", reason="the kernel of products is for GPUs")
-            return
-        from bench.gpu.product_shapes import time_shapes
-
-        self.bench.drop()
-        with torch.inference_mode():
-            time_shapes(self.bench.device, self.bench.findings)
-
     def products_elsewhere(self) -> None:
         """In a process whose environment gives cuBLAS small workspaces."""
         if not self.bench.is_gpu:
@@ -165,8 +166,8 @@ class Run:
         if ended.returncode:
             raise RuntimeError(ended.stderr[-1000:])
 
-    def trace(self, name: str) -> None:
-        engines = self.engines(name)
+    def trace(self) -> None:
+        engines = self.engines(_SERVED)
         target, draft, batch = engines.target, engines.draft, 2 if self.small else 8
         streams = [Stream(prompt) for prompt in prompts(batch, 64, target.description.vocabulary_size)]
         try:
@@ -188,7 +189,7 @@ class Run:
             check_attention(self.bench.device, self.bench.findings)
 
     def peer(self) -> None:
-        transformers_generate(self.bench, (1, 2) if self.small else (1, 8, 32), 8 if self.small else 48, compiled=False)
+        transformers_generate(self.bench, self.batches, 8 if self.small else 24, compiled=False)
 
     def compiled_peer(self) -> None:
         if self.small:
@@ -198,23 +199,14 @@ class Run:
 
     def processes(self) -> None:
         self.bench.drop()
-        killed_and_moved(self.bench, exact=True)
+        killed_and_moved(self.bench)
 
 
-def _fuse(model: PreTrainedModel) -> None:
-    if next(model.parameters()).device.type == "cuda":
-        from engine.cuda.fused_decoder import fuse_decoder
+def _without_overlap(model: PreTrainedModel) -> None:
+    from engine.cuda.fused_decoder import fuse_decoder
+    from engine.cuda.triton_product import TritonLinear
 
-        fuse_decoder(model)
-
-
-def _fuse_with_own_products(model: PreTrainedModel) -> None:
-    if next(model.parameters()).device.type == "cuda":
-        from engine.cuda.fused_decoder import fuse_decoder
-        from engine.cuda.triton_product import TritonLinear
-
-        fuse_decoder(model, TritonLinear)
-        model.set_output_embeddings(TritonLinear(model.get_output_embeddings()))
+    fuse_decoder(model, TritonLinear, overlap=False)
 
 
 def main(arguments: Sequence[str]) -> int:

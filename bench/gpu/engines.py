@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedModel
@@ -60,20 +60,21 @@ class Bench:
             self._bandwidth = read_bandwidth(self.device)
         return self._bandwidth
 
-    def settings(self, exact: bool, kv_tokens: int | None = None, cuda_graphs: bool = True) -> EngineSettings:
+    def settings(
+        self, kv_tokens: int | None = None, cuda_graphs: bool = True, max_tokens: int = MAX_TOKENS
+    ) -> EngineSettings:
         return EngineSettings(
             "synthetic",
             str(self.dtype).removeprefix("torch."),
             device=str(self.device),
             page_size=_PAGE_SIZE,
             kv_pages=(kv_tokens or _KV_TOKENS[self.device.type]) // _PAGE_SIZE,
-            exact=exact,
-            max_num_batched_tokens=MAX_TOKENS,
+            max_num_batched_tokens=max_tokens,
             cuda_graphs=cuda_graphs,
         )
 
     def engines(
-        self, name: str, change: Change | None = None, exact: bool = False, cuda_graphs: bool = True
+        self, name: str, change: Change | None = None, cuda_graphs: bool = True, max_tokens: int = MAX_TOKENS
     ) -> Engines:
         """Those of this name; made anew, of a new pair, where others were there. `change` replaces layers first."""
         if self._name == name and self._engines is not None:
@@ -93,7 +94,7 @@ class Bench:
         if change is not None:
             change(pair.target)
             change(pair.draft)
-        target, draft = self._load(name, pair, exact, cuda_graphs)
+        target, draft = self._load(name, pair, self.settings(None, cuda_graphs, max_tokens))
         self._name, self._engines = name, Engines(target, draft, pair, weight_bytes)
         return self._engines
 
@@ -104,14 +105,13 @@ class Bench:
         if self.is_gpu:
             torch.cuda.empty_cache()
 
-    def _load(self, name: str, pair: Pair, exact: bool, cuda_graphs: bool) -> tuple[TargetEngine, DraftEngine]:
+    def _load(self, name: str, pair: Pair, settings: EngineSettings) -> tuple[TargetEngine, DraftEngine]:
         said: list[str] = []
         started = time.perf_counter()
-        settings = self.settings(exact, cuda_graphs=cuda_graphs)
         target = target_engine_of(pair.target, settings, lambda word, _: said.append(word))
         self._describe(f"target of {name}", target, time.perf_counter() - started, said)
         started, said = time.perf_counter(), []
-        draft = draft_engine_of(pair.draft, replace(settings, exact=False), lambda word, _: said.append(word))
+        draft = draft_engine_of(pair.draft, settings, lambda word, _: said.append(word))
         self._describe(f"draft of {name}", draft, time.perf_counter() - started, said)
         return target, draft
 

@@ -35,9 +35,9 @@ Written = list[tuple[int, int]]
 """Tokens and digests of their logits."""
 
 
-def killed_and_moved(bench: Bench, exact: bool) -> None:
+def killed_and_moved(bench: Bench) -> None:
     """What two processes write must be what one writes by itself, with the same bits of logits."""
-    with _target(bench, exact) as first, _target(bench, exact) as second:
+    with _targets(bench, 3) as (first, second, third):
         (prompt,) = prompts(1, _PROMPT_TOKENS, SHAPES[bench.shape]().target.vocab_size, seed=2)
         whole = second.ask("decode", prompt, _TOKENS)
 
@@ -49,12 +49,10 @@ def killed_and_moved(bench: Bench, exact: bool) -> None:
         first.kill()
         rest = second.ask("decode", [*prompt, *(token for token, _ in begun)], _TOKENS - len(begun))
         _compare(bench.findings, "killed and resumed by another process", whole, begun + rest)
-        with _target(bench, exact) as third:
-            begun = second.ask("decode", prompt, _KILLED_AFTER)
-            known = [*prompt, *(token for token, _ in begun)]
-            pages = second.ask("pages")
-            rest = third.ask("go on", known, pages, _TOKENS - len(begun))
-            _compare(bench.findings, "KV moved to another process", whole, begun + rest, pages=len(pages))
+        begun = second.ask("decode", prompt, _KILLED_AFTER)
+        pages = second.ask("pages")
+        rest = third.ask("go on", [*prompt, *(token for token, _ in begun)], pages, _TOKENS - len(begun))
+        _compare(bench.findings, "KV moved to another process", whole, begun + rest, pages=len(pages))
 
 
 def _compare(findings: Findings, what: str, whole: Written, found: Written, **more: Any) -> None:
@@ -95,28 +93,32 @@ class _TargetProcess:
 
 
 @contextmanager
-def _target(bench: Bench, exact: bool) -> Iterator[_TargetProcess]:
+def _targets(bench: Bench, count: int) -> Iterator[list[_TargetProcess]]:
+    """All of them are ready."""
     context = get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(
-        target=_serve, args=(theirs, str(bench.device), bench.dtype, bench.shape, exact), daemon=True
-    )
-    process.start()
-    target = _TargetProcess(process, ours)
+    targets = []
     try:
-        target.answer(_START_SECONDS)
-        yield target
+        for _ in range(count):
+            ours, theirs = context.Pipe()
+            arguments = (theirs, str(bench.device), bench.dtype, bench.shape)
+            process = context.Process(target=_serve, args=arguments, daemon=True)
+            process.start()
+            targets.append(_TargetProcess(process, ours))
+        for target in targets:
+            target.answer(_START_SECONDS)
+        yield targets
     finally:
-        target.kill()
+        for target in targets:
+            target.kill()
 
 
-def _serve(connection: Connection, device: str, dtype: torch.dtype, shape: str, exact: bool) -> None:
+def _serve(connection: Connection, device: str, dtype: torch.dtype, shape: str) -> None:
     """Answers orders until it is killed."""
     try:
         quiet = Findings(Path(os.devnull), lambda _: None)
         bench = Bench(torch.device(device), dtype, shape, quiet)
         model = Pair(SHAPES[shape](), bench.device, dtype).target
-        engine = target_engine_of(model, bench.settings(exact, _KV_TOKENS), lambda *_: None)
+        engine = target_engine_of(model, bench.settings(_KV_TOKENS), lambda *_: None)
         stream = Stream([])
         connection.send((True, None))
         while True:

@@ -107,7 +107,7 @@ def long_contexts(bench: Bench, engines: Engines, name: str, contexts: Sequence[
             streams = [Stream(prompt) for prompt in prompts(batch, context, vocabulary)]
             try:
                 started = time.perf_counter()
-                prefill(engines.target, None, streams, MAX_TOKENS)
+                prefill(engines.target, None, streams, engines.target.description.max_num_batched_tokens)
                 wait_for(bench.device)
                 prefilled = time.perf_counter() - started
                 decode(engines.target, None, streams, _WARM_UP)

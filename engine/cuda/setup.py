@@ -1,6 +1,8 @@
-"""What a model on a GPU computes its passes with: attention by a Triton kernel and, if asked for, CUDA graphs.
+"""What a model on a GPU computes its passes with: attention, products and what lies between them by Triton kernels and,
+if asked for, CUDA graphs.
 
-The kernel is not taken on trust: one that cannot be made here, or gives other values than matrix products, is not used.
+Kernels are not taken on trust: those that cannot be made here, or give other values than float32 products, or other
+bits for a row in company, are not used.
 """
 
 from __future__ import annotations
@@ -11,6 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F  # noqa: N812  (the name everybody knows)
+from torch import nn
 from transformers import PreTrainedModel
 
 from engine.attention.backends import AttentionBackend, MatmulBackend, Span, unrestricted_form
@@ -21,9 +25,16 @@ from engine.passes.graphed import BlockBackend, Capture, CudaCapture, GraphedPas
 
 logger = logging.getLogger(__name__)
 
-_KERNEL_SOURCE = Path(__file__).with_name("triton_attention.py")
+# Types that the products are made for.
+_MULTIPLIED = (torch.bfloat16, torch.float16)
 
-# Of the trial: sequences (start and rows), of more positions than a kernel may take in one piece; and pages.
+# Of the trial of products: outputs, inputs, and row counts, for which tiles of several sizes are used.
+_TRIAL_WEIGHT = (320, 1056)
+_TRIAL_ROWS = (1, 2, 17, 40, 100, 161, 300)
+# Relative to the largest number of a row.
+_PRODUCT_TOLERANCES = {torch.bfloat16: 2**-7, torch.float16: 2**-10}
+
+# Of the trial of attention: sequences (start and rows), some longer than what a kernel takes in one piece; and pages.
 _TRIAL = ((0, 1), (70, 5), (0, 40), (330, 3), (520, 1))
 _TRIAL_PAGES = 70
 # An output below 4 is rounded by 2^-7 in bfloat16 and by 2^-10 in float16 at most; rounded weights add less than that.
@@ -32,12 +43,20 @@ _TOLERANCES = {torch.bfloat16: 0.02, torch.float16: 0.0025, torch.float32: 1e-4}
 
 
 class GpuPasses:
-    def __init__(self, identity: str, backend: Callable[[int], BlockBackend], capture: Capture | None) -> None:
-        """`identity` names the kernel, its source and its compiler; `backend` makes one for a page size; without
-        `capture` there are no graphs."""
+    def __init__(
+        self,
+        identity: str,
+        backend: Callable[[int], BlockBackend],
+        capture: Capture | None,
+        make_linear: Callable[[nn.Linear], nn.Module] | None = None,
+    ) -> None:
+        """`identity` names the kernels in use, their sources and their compiler; `backend` makes attention for a page
+        size; without `capture` there are no graphs; `make_linear` makes what computes a linear layer, None leaves it as
+        it is."""
         self.identity = identity
         self.backend = backend
         self._capture = capture
+        self._make_linear = make_linear
 
     def graphs(self, model: PreTrainedModel, kv: PagedKv) -> GraphedPasses | None:
         """None captured yet."""
@@ -45,12 +64,28 @@ class GpuPasses:
             return None
         return GraphedPasses(model, kv, self.backend(kv.page_size), self._capture)
 
+    def fuse_decoder(self, model: PreTrainedModel) -> None:
+        """Replaces the decoder of a model of a known family, in place."""
+        from engine.cuda.fused_decoder import fuse_decoder
+
+        fuse_decoder(model, self._make_linear or (lambda linear: linear))
+
+    def replace_linears(self, model: PreTrainedModel) -> None:
+        """Replaces all linear layers by those that give a row the same bits in any company, in place."""
+        if self._make_linear is None:
+            return
+        for module in list(model.modules()):
+            for name, child in module.named_children():
+                if type(child) is nn.Linear and child.weight.dtype in _MULTIPLIED:
+                    setattr(module, name, self._make_linear(child))
+
 
 def load_gpu_passes(
     dtype: torch.dtype, device: torch.device, heads: tuple[int, int, int], graphs: bool, progress: Progress
 ) -> GpuPasses | None:
-    """For `heads`: query heads, KV heads, dimensions of a head. None, with a warning, where the kernel is of no use."""
-    progress("making the attention kernel", None)
+    """For `heads`: query heads, KV heads, dimensions of a head. None, with a warning, where the kernel of attention is
+    of no use; without one, products and layers are torch's, too."""
+    progress("making the GPU kernels", None)
     try:
         import triton
 
@@ -68,9 +103,59 @@ def load_gpu_passes(
     if not difference <= _TOLERANCES[dtype]:
         logger.warning("attention by matrix products, as its Triton kernel gives values that are %.3g off", difference)
         return None
-    source = hashlib.sha256(_KERNEL_SOURCE.read_bytes()).hexdigest()[:16]
+    make_linear = _own_products(dtype, device)
     capture = CudaCapture(device) if graphs and device.type == "cuda" else None
-    return GpuPasses(f"triton {triton.__version__} {source}", backend, capture)
+    products = "torch's products" if make_linear is None else "own products"
+    return GpuPasses(f"triton {triton.__version__} {_sources()} {products}", backend, capture, make_linear)
+
+
+def _sources() -> str:
+    """A digest of all that this folder computes with."""
+    digest = hashlib.sha256()
+    for file in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def _own_products(dtype: torch.dtype, device: torch.device) -> Callable[[nn.Linear], nn.Module] | None:
+    """Makes linear layers that give a row the same bits in any company; None, with a warning, if they do not here."""
+    if dtype not in _MULTIPLIED:
+        return None
+    try:
+        from engine.cuda.triton_product import TritonLinear
+
+        with current(device):
+            fault = _product_fault(TritonLinear, dtype, device)
+    except Exception as error:
+        fault = f"their Triton kernel cannot be made: {error}"
+    if fault is not None:
+        logger.warning("products by torch's libraries, as %s", fault)
+        return None
+    return TritonLinear
+
+
+@torch.inference_mode()
+def _product_fault(
+    make_linear: Callable[[nn.Linear], nn.Module], dtype: torch.dtype, device: torch.device
+) -> str | None:
+    """What is wrong with products of random numbers: values, or bits of a row in company."""
+    generator = torch.Generator().manual_seed(0)
+    out_features, in_features = _TRIAL_WEIGHT
+    linear = nn.Linear(in_features, out_features, dtype=dtype, device=device)
+    linear.weight.copy_(torch.randn(linear.weight.shape, generator=generator) * in_features**-0.5)
+    rows = torch.randn(max(_TRIAL_ROWS), in_features, generator=generator).to(device, dtype)
+    own = make_linear(linear)
+    expected = F.linear(rows.double(), linear.weight.double(), linear.bias.double())
+    reference = own(rows)
+    difference = float((reference.double() - expected).abs().max() / expected.abs().max())
+    if not difference <= _PRODUCT_TOLERANCES[dtype]:
+        return f"their Triton kernel gives values that are {difference:.3g} off"
+    for count in _TRIAL_ROWS:
+        # The first rows and the last ones: a row's place in a tile may be any.
+        for part in (slice(count), slice(len(rows) - count, None)):
+            if not torch.equal(own(rows[part]), reference[part]):
+                return f"their Triton kernel gives other bits with {count} rows than with {len(rows)}"
+    return None
 
 
 @torch.inference_mode()

@@ -68,10 +68,14 @@ class LoadedModel:
 
     def replace_layers(self, page_size: int) -> None:
         """Replaces layers by faster ones that compute the same, in place."""
+        if self.gpu is not None:
+            self.gpu.fuse_decoder(self.model)
         if self.kernels is not None and self._attends_by_kernel(page_size):
             fuse_layers(self.model, self.kernels)
         if joins_layers(self.model, self.kernels):
             join_layers(self.model, self.kernels)
+        if self.gpu is not None:
+            self.gpu.replace_linears(self.model)
 
     def forms(self, page_size: int) -> Sequence[AttentionForm | None]:
         """Of attention, cheapest first. None is that of kernels that read pages, which have but one."""
