@@ -182,10 +182,11 @@ class Run:
         if not self.bench.is_gpu:
             self.bench.findings.add("left out", reason="the attention kernel is for GPUs")
             return
-        from bench.gpu.attention import check_attention, time_attention
+        from bench.gpu.attention import check_attention, time_alternatives, time_attention
 
         with torch.inference_mode():
             time_attention(self.bench.device, self.bench.findings, self.bench.read_bandwidth)
+            time_alternatives(self.bench.device, self.bench.findings)
             check_attention(self.bench.device, self.bench.findings)
 
     def peer(self) -> None:

@@ -29,13 +29,16 @@ PAGE_SIZES = (16, 64)
 DTYPES = {"bf16": ("bfloat16", 2), "fp16": ("float16", 2), "fp32": ("float32", 4)}
 
 _POINTERS = ("to", "queries", "keys", "values")
-# By Triton's names of their types.
-_OTHER_POINTERS = {"edges": "*i64", "pages": "*i64", "kept_rows": "*fp32", "kept_sums": "*fp32", "arrived": "*i32"}
+# By Triton's names of their types; the first may begin anywhere.
+_UNALIGNED_POINTERS = {"edges": "*i64", "numbers": "*i64"}
+_OTHER_POINTERS = {"kept_rows": "*fp32", "kept_sums": "*fp32", "arrived": "*i32"}
 MAX_SPILLED = 64
 """Bytes of a thread. NVIDIA's assembler gives up a few registers of its own accord, and heads of 256 dimensions need
 some more than a thread has between two splits."""
 
 _KV_HEADS = 8
+# On older GPUs a kernel begins when the last one has ended.
+_FIRST_OVERLAPPING = 90
 _THREADS_OF_A_WARP = 32
 _CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
@@ -137,10 +140,15 @@ def _source(variant: Variant) -> ASTSource:
     names = kernel.arg_names
     element_bytes = DTYPES[variant.dtype][1]
     values = triton_attention.constants(
-        _KV_HEADS * variant.group, _KV_HEADS, variant.head_dim, variant.page_size, element_bytes
+        _KV_HEADS * variant.group,
+        _KV_HEADS,
+        variant.head_dim,
+        variant.page_size,
+        element_bytes,
+        overlap=variant.architecture >= _FIRST_OVERLAPPING,
     )
     pointers = dict.fromkeys(_POINTERS, f"*{variant.dtype}") | _OTHER_POINTERS
-    signature = dict.fromkeys(names, "constexpr") | pointers | {"scale": "fp32"}
+    signature = dict.fromkeys(names, "constexpr") | pointers | _UNALIGNED_POINTERS | {"scale": "fp32"}
     return ASTSource(
         kernel,
         signature,

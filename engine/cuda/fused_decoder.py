@@ -1,6 +1,8 @@
 """The whole decoder of a model of the Llama kind for a GPU: per layer four linear layers, attention, and four kernels
 for what lies between them (engine/cuda/triton_rows.py).
 
+Kernels overlap where the GPU allows it: one begins while the one before it ends.
+
 The weights and the mathematics are those of transformers' own modules; rounding to 16 bits is less frequent. Models of
 another structure are left to engine/models/joined_layers.py.
 """
@@ -17,7 +19,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from engine.attention.paged_step import PagedStep
 from engine.cpu.linear import joined
-from engine.cuda.triton_rows import HeadNorms, add_norm, rotate_write, silu_mul
+from engine.cuda.triton_product import Parts, TritonLinear, overlaps
+from engine.cuda.triton_rows import HeadNorms, add_norm, rotate_write, rotations, silu_mul
 from engine.models.families import FamilyClasses, families_of
 from engine.parallel.layers import SummedLinear
 
@@ -25,11 +28,14 @@ MakeLinear = Callable[[nn.Linear], nn.Module]
 """Makes what computes a linear layer, `[rows, in]` to `[rows, out]`, both contiguous."""
 
 _SILU = (nn.SiLU, SiLUActivation)
+# Rotary embeddings whose frequencies are the same for all passes.
+_FIXED_ROPES = ("default", "linear", "llama3", "yarn")
 
 
 class CudaDecoderLayer(nn.Module):
-    def __init__(self, layer: nn.Module, make_linear: MakeLinear) -> None:
+    def __init__(self, layer: nn.Module, make_linear: MakeLinear, overlap: bool) -> None:
         super().__init__()
+        self._overlap = overlap
         attention, mlp = layer.self_attn, layer.mlp
         self._index = attention.layer_idx
         self._scaling = attention.scaling
@@ -47,53 +53,71 @@ class CudaDecoderLayer(nn.Module):
     def forward(
         self,
         residual: torch.Tensor,
-        added: torch.Tensor | None,
+        added: Parts | None,
         cos: torch.Tensor,
         sin: torch.Tensor,
         paged_step: PagedStep,
-    ) -> torch.Tensor:
+    ) -> Parts:
         """What is to be added to `residual` `[rows, hidden]`, to which `added` and the layer's attention have been
         added by then."""
-        kv = paged_step.kv.layers[self._index]
-        qkv = self._qkv(add_norm(residual, added, *self._attention_norm))
-        queries = rotate_write(qkv, cos, sin, paged_step.slots, kv.pool, self._query_heads, self._head_norms)
-        attended = self._out(paged_step.plan.attend(kv, queries, self._scaling).flatten(1))
-        gate_up = self._gate_up(add_norm(residual, attended, *self._mlp_norm))
-        return self._down(silu_mul(gate_up))
+        kv, overlap = paged_step.kv.layers[self._index], self._overlap
+        qkv = self._product(self._qkv, add_norm(residual, added, *self._attention_norm, overlap))
+        queries = rotate_write(qkv, cos, sin, paged_step.slots, kv.pool, self._query_heads, self._head_norms, overlap)
+        attended = self._product(self._out, paged_step.plan.attend(kv, queries, self._scaling).flatten(1))
+        gate_up = self._product(self._gate_up, add_norm(residual, attended, *self._mlp_norm, overlap))
+        return self._product(self._down, silu_mul(gate_up, residual.dtype, overlap))
+
+    def _product(self, linear: nn.Module, rows: torch.Tensor) -> Parts:
+        if isinstance(linear, TritonLinear):
+            return linear.partial(rows, self._overlap)
+        return Parts(linear(rows).unsqueeze(0))
 
 
 class CudaDecoder(nn.Module):
     """Embeddings, layers and the last norm."""
 
-    def __init__(self, decoder: nn.Module, make_linear: MakeLinear) -> None:
+    def __init__(self, decoder: nn.Module, make_linear: MakeLinear, overlap: bool) -> None:
         """Takes the layers of `decoder` apart, one after the other: of one layer at most there are two copies."""
         super().__init__()
         self.embed_tokens = decoder.embed_tokens
         self.rotary_emb = decoder.rotary_emb
         self.layers = decoder.layers
         for index in range(len(self.layers)):
-            self.layers[index] = CudaDecoderLayer(self.layers[index], make_linear)
+            self.layers[index] = CudaDecoderLayer(self.layers[index], make_linear, overlap)
         self._norm = _weight_and_epsilon(decoder.norm)
+        self._overlap = overlap
 
     def forward(
         self, input_ids: torch.Tensor, position_ids: torch.Tensor, paged_step: PagedStep, **kwargs: object
     ) -> BaseModelOutputWithPast:
         """Tokens and their positions `[1, rows]`."""
         embeddings = self.embed_tokens(input_ids)
-        cos, sin = (values[0] for values in self.rotary_emb(embeddings, position_ids))
+        cos, sin = self._rotations(embeddings, position_ids)
         residual, added = embeddings[0], None
         for layer in self.layers:
             added = layer(residual, added, cos, sin, paged_step)
-        return BaseModelOutputWithPast(last_hidden_state=add_norm(residual, added, *self._norm).unsqueeze(0))
+        normed = add_norm(residual, added, *self._norm, self._overlap)
+        return BaseModelOutputWithPast(last_hidden_state=normed.unsqueeze(0))
+
+    def _rotations(self, embeddings: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        rope = self.rotary_emb
+        if rope.rope_type in _FIXED_ROPES:
+            return rotations(position_ids[0], rope.inv_freq, rope.attention_scaling, embeddings.dtype, self._overlap)
+        cos, sin = rope(embeddings, position_ids)
+        return cos[0], sin[0]
 
 
-def fuse_decoder(model: PreTrainedModel, make_linear: MakeLinear = lambda linear: linear) -> bool:
+def fuse_decoder(
+    model: PreTrainedModel, make_linear: MakeLinear = lambda linear: linear, overlap: bool | None = None
+) -> bool:
     """Replaces the decoder of a model of a known family, in place. False, and nothing replaced, where the model is of
-    another structure."""
+    another structure. `overlap`: whether kernels do, None: where the model's device can have it."""
     decoder = model.base_model
+    if overlap is None:
+        overlap = overlaps(model.device)
     for family in families_of(model):
         if type(decoder) is family.decoder and all(_fits(layer, family) for layer in decoder.layers):
-            setattr(model, model.base_model_prefix, CudaDecoder(decoder, make_linear))
+            setattr(model, model.base_model_prefix, CudaDecoder(decoder, make_linear, overlap))
             return True
     return False
 

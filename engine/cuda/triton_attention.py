@@ -18,37 +18,58 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from engine.attention.backends import Span, cut_into_blocks
+from engine.cuda.triton_product import launch_options, overlaps, wait_for_turn
 from engine.kv.paged_kv import LayerKv
 from engine.passes.device import on_device
 
 # Rows and dimensions of a tile, the fewest that matrix units take.
 _MIN_QUERIES = 16
 _MIN_DIMENSIONS = 16
-# Positions that a tile of scores covers, at most. Fewer where their keys would take more bytes than this, by the bytes
-# of an element: a tile of keys and one of values are in a multiprocessor's shared memory at a time, and what is
-# multiplied without matrix units is in registers.
-_POSITIONS = 64
-_TILE_BYTES = {2: 32 << 10, 4: 16 << 10}
-
 # Positions of a split: a multiple of the positions of any tile.
 _SPLIT = 256
-# Programs in a launch, over all KV heads: two for each multiprocessor of an H100 run at a time, and twice as many even
-# out what takes longer. They share the items.
-_PROGRAMS = 528
-# Numbers of an item: first row, rows, position of the first row, place of the first page in the list of pages, split,
-# and where the sums of the block's split 0 are kept, or -1 if the item is all splits of its block.
+# Splits whose sums a program that merges has on their way to it, and one.
+_MERGE_STAGES = 4
+# Multiprocessors that the interpreter is said to have: it runs programs one after the other.
+_INTERPRETED_MULTIPROCESSORS = 2
+# Numbers of an item: first row, rows, position of the first row, place of the first page among all numbers, split, and
+# where the sums of the block's split 0 are kept, or -1 if the item is all splits of its block.
 _ITEM_NUMBERS = tl.constexpr(6)
 # What rows that have seen nothing have for their highest score: less than scores are, and no cause of NaN.
 _LOWEST = tl.constexpr(-3.0e38)
 
 KEPT_ROWS = 1 << 17
 """Rows of tiles, over all KV heads, whose sums of one split can be kept: 64 MiB for heads of 128 dimensions."""
+
+
+class AttentionTuning(NamedTuple):
+    """How fast the kernel is. Of all, `warps`, `positions` and `tile_bytes` decide about the order of sums.
+
+    Tiles of keys and values are loaded ahead: what a multiprocessor has on its way has to cover the latency of memory,
+    which for an H200 takes 32 KiB at any time.
+    """
+
+    warps: int = 8
+    stages: int = 5
+    """3: a tile is loaded when the last one is done; 5: one tile ahead of that; 7: two."""
+    registers: int = 128
+    """Of a thread, at most, where elements have 2 bytes. 64 Ki of them make up the programs that run at a time."""
+    positions: int = 64
+    """Of a tile, at most; fewer where their keys would take more than `tile_bytes`."""
+    tile_bytes: int = 16 << 10
+    programs: int = 2
+    """For each multiprocessor, over all KV heads: they share the items."""
+    overlap: bool = True
+    """With other kernels, where a GPU can (engine/cuda/triton_product.py)."""
+
+
+TUNING = AttentionTuning()
 
 
 @triton.jit
@@ -64,6 +85,16 @@ def _merged(highest, total, sums, next_highest, next_total, next_sums):  # type:
 
 
 @triton.jit
+def _item(numbers, index):  # type: ignore[no-untyped-def]
+    """The numbers of an item; positions, and counts of them, fit into 32 bits."""
+    item = numbers + index * _ITEM_NUMBERS
+    first_row, first_page, first_kept = tl.load(item), tl.load(item + 3), tl.load(item + 5)
+    rows, start, split = tl.load(item + 1).to(tl.int32), tl.load(item + 2).to(tl.int32), tl.load(item + 4).to(tl.int32)
+    return first_row, rows, start, first_page, split, first_kept
+
+
+# One program for all places of the pass's numbers in memory.
+@triton.jit(do_not_specialize_on_alignment=["edges", "numbers"])
 def _attend(  # type: ignore[no-untyped-def]
     # Triton takes no annotation of a parameter but tl.constexpr.
     to,
@@ -71,7 +102,7 @@ def _attend(  # type: ignore[no-untyped-def]
     keys,
     values,
     edges,
-    pages,
+    numbers,
     kept_rows,
     kept_sums,
     arrived,
@@ -84,7 +115,9 @@ def _attend(  # type: ignore[no-untyped-def]
     dimensions: tl.constexpr,
     tile_positions: tl.constexpr,
     split_positions: tl.constexpr,
+    merge_stages: tl.constexpr,
     precision: tl.constexpr,
+    overlap: tl.constexpr,
 ):
     """Items of one KV head. `scale` is for powers of 2; `tile_queries` and `dimensions` are padded.
 
@@ -93,16 +126,14 @@ def _attend(  # type: ignore[no-untyped-def]
     between launches.
     """
     kv_head = tl.program_id(1)
-    items, first_item = tl.load(edges), tl.load(edges + 1)
     tile_row = tl.arange(0, tile_queries)
     row = tile_row // group
     dimension = tl.arange(0, dimensions)
+    wait_for_turn(overlap)
+    items = tl.load(edges).to(tl.int32)
+    # Loaded before it is known whether there is one: there is room for an item of each program.
+    first_row, rows, start, first_page, split, first_kept = _item(numbers, tl.program_id(0))
     for index in range(tl.program_id(0), items, tl.num_programs(0)):
-        item = pages + first_item + index * _ITEM_NUMBERS
-        first_row, first_page, first_kept = tl.load(item), tl.load(item + 3), tl.load(item + 5)
-        # Positions, and counts of them, fit into 32 bits.
-        rows, start = tl.load(item + 1).to(tl.int32), tl.load(item + 2).to(tl.int32)
-        split = tl.load(item + 4).to(tl.int32)
         # In the order [rows, query heads, dimensions], the query heads of a KV head side by side.
         head = ((first_row + row) * kv_heads + kv_head) * group + tile_row % group
         places = head[:, None] * head_dim + dimension[None, :]
@@ -126,10 +157,12 @@ def _attend(  # type: ignore[no-untyped-def]
                 split_sums = tl.zeros([tile_queries, dimensions], tl.float32)
             position = first + tl.arange(0, tile_positions)
             exists = position < end
-            page = tl.load(pages + first_page + position // page_size, mask=exists, other=0)
-            chunk = ((page * kv_heads + kv_head) * page_size + position % page_size) * head_dim
+            # Unsigned, so that quotients by powers of 2 are shifts.
+            place = position.to(tl.uint32)
+            page = tl.load(numbers + first_page + place // page_size, mask=exists, other=0).to(tl.int32)
+            chunk = (page * kv_heads + kv_head).to(tl.int64) * (page_size * head_dim)
+            kv_places = (chunk + place % page_size * head_dim)[:, None] + dimension[None, :]
             is_kv = exists[:, None] & (dimension < head_dim)[None, :]
-            kv_places = chunk[:, None] + dimension[None, :]
             key = tl.load(keys + kv_places, mask=is_kv, other=0.0)
             scores = tl.dot(query, tl.trans(key), input_precision=precision) * scale
             scores = tl.where(position[None, :] <= last_seen[:, None], scores, float("-inf"))
@@ -138,8 +171,8 @@ def _attend(  # type: ignore[no-untyped-def]
             weights = tl.exp2(scores - higher[:, None])
             kept = tl.exp2(split_highest - higher)
             value = tl.load(values + kv_places, mask=is_kv, other=0.0)
-            split_sums = split_sums * kept[:, None] + tl.dot(weights.to(value.dtype), value, input_precision=precision)
-            split_total = split_total * kept + tl.sum(weights, 1)
+            split_sums = tl.dot(weights.to(value.dtype), value, split_sums * kept[:, None], input_precision=precision)
+            split_total = tl.fma(split_total, kept, tl.sum(weights, 1))
             split_highest = higher
         is_done = first_kept < 0
         if is_done:
@@ -156,20 +189,31 @@ def _attend(  # type: ignore[no-untyped-def]
             tl.debug_barrier()
             is_done = tl.atomic_add(arrived + block, 1, sem="acq_rel", scope="gpu") == splits - 1
             if is_done:
-                for _ in range(splits):
-                    split_highest = tl.load(kept_rows + block * 2 * tile_queries + tile_row)
-                    split_total = tl.load(kept_rows + (block * 2 + 1) * tile_queries + tile_row)
+                for done in tl.range(splits, num_stages=merge_stages):
+                    place = block + done * kv_heads
+                    split_highest = tl.load(kept_rows + place * 2 * tile_queries + tile_row)
+                    split_total = tl.load(kept_rows + (place * 2 + 1) * tile_queries + tile_row)
                     split_sums = tl.load(
-                        kept_sums + block * tile_queries * head_dim + kept_places, mask=is_real, other=0.0
+                        kept_sums + place * tile_queries * head_dim + kept_places, mask=is_real, other=0.0
                     )
                     highest, total, sums = _merged(highest, total, sums, split_highest, split_total, split_sums)
-                    block += kv_heads
-                tl.store(arrived + first_kept * kv_heads + kv_head, 0)
+                tl.store(arrived + block, 0)
         if is_done:
-            tl.store(to + places, tl.div_rn(sums, total[:, None]).to(to.dtype.element_ty), mask=is_real)
+            output = sums * tl.div_rn(1.0, total)[:, None]
+            tl.store(to + places, output.to(to.dtype.element_ty), mask=is_real)
+        if index + tl.num_programs(0) < items:
+            first_row, rows, start, first_page, split, first_kept = _item(numbers, index + tl.num_programs(0))
 
 
-def constants(query_heads: int, kv_heads: int, head_dim: int, page_size: int, element_bytes: int) -> dict[str, object]:
+def constants(
+    query_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    page_size: int,
+    element_bytes: int,
+    tuning: AttentionTuning = TUNING,
+    overlap: bool = False,
+) -> dict[str, object]:
     """What the kernel is compiled with, for a model's heads, pages of so many positions, and elements of a size."""
     dimensions = max(_MIN_DIMENSIONS, triton.next_power_of_2(head_dim))
     return {
@@ -179,16 +223,20 @@ def constants(query_heads: int, kv_heads: int, head_dim: int, page_size: int, el
         "page_size": page_size,
         "tile_queries": tile_rows(query_heads // kv_heads),
         "dimensions": dimensions,
-        "tile_positions": min(_POSITIONS, _TILE_BYTES[element_bytes] // (dimensions * element_bytes)),
+        "tile_positions": min(tuning.positions, tuning.tile_bytes // (dimensions * element_bytes)),
         "split_positions": _SPLIT,
+        "merge_stages": _MERGE_STAGES,
         # Elements that are no 16 bits wide are multiplied as they are, and not as TF32.
         "precision": "ieee",
+        "overlap": overlap,
     }
 
 
-def options(element_bytes: int) -> dict[str, int]:
-    """How the kernel is compiled: so that numbers stay in registers, instead of giving some up for more programs."""
-    return {"num_warps": 4, "maxnreg": 255} if element_bytes == 2 else {"num_warps": 8}
+def options(element_bytes: int, tuning: AttentionTuning = TUNING) -> dict[str, int]:
+    """How the kernel is compiled."""
+    found = {"num_warps": tuning.warps, "num_stages": tuning.stages}
+    # What is multiplied without matrix units needs all registers.
+    return {**found, "maxnreg": tuning.registers} if element_bytes == 2 else found
 
 
 def tile_rows(group: int) -> int:
@@ -197,13 +245,23 @@ def tile_rows(group: int) -> int:
 
 
 class TritonPlan:
-    def __init__(self, edges: torch.Tensor, pages: torch.Tensor, programs: int, kept_splits: int) -> None:
-        """`edges` and `pages` as `TritonBackend.blocks` gives them, int64 on the device. `programs` for each KV head;
-        `kept_splits` splits of blocks can be kept."""
+    def __init__(
+        self,
+        edges: torch.Tensor,
+        numbers: torch.Tensor,
+        programs: int,
+        kept_splits: int,
+        tuning: AttentionTuning,
+        overlap: bool,
+    ) -> None:
+        """`edges` and `numbers` as `TritonBackend.blocks` gives them, int64 on the device, and the latter with at least
+        an item for each of `programs`, which are those of one KV head. `kept_splits` splits of blocks can be kept."""
         self._edges = edges
-        self._pages = pages
+        self._numbers = numbers
         self._programs = programs
         self._kept_splits = kept_splits
+        self._tuning = tuning
+        self._overlap = overlap
         self._output: torch.Tensor | None = None
         self._kept: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
         self._constants: dict[str, object] = {}
@@ -222,8 +280,9 @@ class TritonPlan:
                 query.new_empty(*places, tile, head_dim, dtype=torch.float32),
                 query.new_zeros(places, dtype=torch.int32),
             )
-            self._constants = constants(heads, layer.kv_heads, head_dim, layer.pool.shape[3], query.element_size())
-            self._options = options(query.element_size())
+            page_size, size = layer.pool.shape[3], query.element_size()
+            self._constants = constants(heads, layer.kv_heads, head_dim, page_size, size, self._tuning, self._overlap)
+            self._options = options(size, self._tuning) | launch_options(self._overlap)
         keys, values = layer.pool
         _attend[(self._programs, layer.kv_heads)](
             self._output,
@@ -231,7 +290,7 @@ class TritonPlan:
             keys,
             values,
             self._edges,
-            self._pages,
+            self._numbers,
             *self._kept,
             scaling * math.log2(math.e),
             **self._constants,
@@ -243,48 +302,62 @@ class TritonPlan:
 class TritonBackend:
     """Gives a row the same bits whatever shares its pass."""
 
-    def __init__(self, query_heads: int, kv_heads: int, page_size: int, device: torch.device) -> None:
+    def __init__(
+        self, query_heads: int, kv_heads: int, page_size: int, device: torch.device, tuning: AttentionTuning = TUNING
+    ) -> None:
         group = query_heads // kv_heads
         self._block_rows = tile_rows(group) // group
         self._kept_splits = KEPT_ROWS // (tile_rows(group) * kv_heads)
-        self._programs = max(1, _PROGRAMS // kv_heads)
+        self._programs = max(1, _multiprocessors(device) * tuning.programs // kv_heads)
         self._page_size = page_size
         self._device = device
+        self._tuning = tuning
+        self._overlap = tuning.overlap and overlaps(device)
 
     def plan(self, spans: Sequence[Span], batched_tokens: int) -> TritonPlan:
-        edges, pages = self.blocks(spans)
-        moved = on_device([*edges, *pages], self._device)
-        programs = min(edges[0], self._programs)
-        return TritonPlan(moved[: len(edges)], moved[len(edges) :], programs, self._kept_splits)
+        edges, numbers = self.blocks(spans)
+        moved = on_device([*edges, *numbers], self._device)
+        return self._plan(moved[:1], moved[1:], min(edges[0], self._programs))
 
     def blocks(self, spans: Sequence[Span]) -> tuple[list[int], list[int]]:
-        """How many items of work there are and where they begin in the second list; and that list, of pages first.
+        """How many items of work there are; and a list of them, and of pages behind.
 
         What takes longest comes first. The longest blocks are split, as many as can be kept.
         """
         blocks, pages = cut_into_blocks(spans, self._page_size, self._block_rows)
-        whole: list[int] = []
-        split: list[int] = []
+        whole: list[tuple[int, ...]] = []
+        split: list[tuple[int, ...]] = []
         kept = 0
         for block in sorted(blocks, key=lambda block: -block[1] - block[2]):
             splits = -(-(block[1] + block[2]) // _SPLIT)
             if splits > 1 and kept + splits <= self._kept_splits:
-                for index in range(splits):
-                    split += (*block, index, kept)
+                split += [(*block, index, kept) for index in range(splits)]
                 kept += splits
             else:
-                whole += (*block, 0, -1)
-        items = (len(whole) + len(split)) // _ITEM_NUMBERS.value
-        return [items, len(pages)], [*pages, *whole, *split]
+                whole.append((*block, 0, -1))
+        items = [*whole, *split]
+        first_page = len(items) * _ITEM_NUMBERS.value
+        numbers = [number for *rows, page, index, kept in items for number in (*rows, first_page + page, index, kept)]
+        return [len(items)], [*numbers, *pages]
 
     def edge_numbers(self, rows: int, kv_pages: int) -> int:
         """How many numbers edges are, at most, in a pass of so many rows over so many pages."""
-        return 2
+        return 1
 
     def page_numbers(self, rows: int, kv_pages: int) -> int:
-        """How many numbers pages and items are, at most."""
-        return kv_pages + (rows + self._kept_splits) * _ITEM_NUMBERS.value
+        """How many numbers items and pages are, at most."""
+        return kv_pages + max(rows + self._kept_splits, self._programs) * _ITEM_NUMBERS.value
 
     def plan_of(self, edges: torch.Tensor, pages: torch.Tensor) -> TritonPlan:
-        """Of numbers that are on the device already; what follows the last item does not matter."""
-        return TritonPlan(edges, pages, self._programs, self._kept_splits)
+        """Of numbers that are on the device already, as many as `page_numbers` says; what follows the last page does
+        not matter."""
+        return self._plan(edges, pages, self._programs)
+
+    def _plan(self, edges: torch.Tensor, numbers: torch.Tensor, programs: int) -> TritonPlan:
+        return TritonPlan(edges, numbers, programs, self._kept_splits, self._tuning, self._overlap)
+
+
+def _multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return _INTERPRETED_MULTIPROCESSORS
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -4,12 +4,16 @@ The products of torch's libraries add up in an order that depends on the number 
 follows from the weight's shape alone: outputs of the weight are the rows of the matrix units' tiles and rows of the
 input are the columns, so that tiles for few and for many rows use one instruction, which differs in its number of
 columns only. The inner dimension is cut in parts that do not depend on the rows; the sum of each part adds up block by
-block, and the parts are added in their order, in float32.
+block, and the parts are added in their order, in float32: by a kernel of their own, or by one that uses the product.
+
+Kernels that overlap begin while earlier ones still run (programmatic dependent launch, on GPUs since Hopper). Until it
+is its turn, such a kernel writes nothing, and reads nothing but weights.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import triton
@@ -34,6 +38,21 @@ _NARROW_ROWS = 64
 _SPLIT_ROWS = 192
 # Outputs that a program of the second kernel adds up.
 _ADDED = 1024
+# Blocks of weights that a program of overlapping kernels has brought to the cache while it waits for its turn: so many
+# of all programs fit there several times.
+_PREFETCHED_BLOCKS = 8
+# Bytes, the fewest that the cache takes, and their weights.
+_SECTOR = tl.constexpr(32)
+_SECTOR_WEIGHTS = tl.constexpr(16)
+
+
+class Parts(NamedTuple):
+    """A product in the making, or in one part a product."""
+
+    sums: torch.Tensor
+    """`[parts, rows, out]`: float32 where there are several, which add up in their order."""
+    bias: torch.Tensor | None = None
+    """To be added to the sum of several parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +95,9 @@ def row_tile(rows: int, shape: ProductShape) -> int:
     return next(tile for tile in allowed if tile >= each)
 
 
-def constants(out_features: int, in_features: int, has_bias: bool, tile: int, shape: ProductShape) -> dict[str, object]:
+def constants(
+    out_features: int, in_features: int, has_bias: bool, tile: int, shape: ProductShape, overlap: bool = False
+) -> dict[str, object]:
     """What the kernel is compiled with, for a weight of this shape and tiles of so many rows."""
     main = 1 << (tile.bit_length() - 1)
     return {
@@ -89,6 +110,8 @@ def constants(out_features: int, in_features: int, has_bias: bool, tile: int, sh
         "has_bias": has_bias,
         "even_out": out_features % shape.block_out == 0,
         "even_in": in_features % shape.block_in == 0,
+        "prefetched": _PREFETCHED_BLOCKS * shape.block_in if overlap else 0,
+        "overlap": overlap,
     }
 
 
@@ -98,6 +121,52 @@ def options(tile: int, shape: ProductShape) -> dict[str, int]:
 
 def _fitting_stages(tile: int, shape: ProductShape) -> int:
     return min(shape.stages, _STAGE_BYTES // ((shape.block_out + tile) * shape.block_in * 2))
+
+
+def overlaps(device: torch.device) -> bool:
+    """Whether kernels can overlap there."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def launch_options(overlap: bool) -> dict[str, bool]:
+    return {"launch_pdl": True} if overlap else {}
+
+
+@triton.jit
+def wait_for_turn(overlap: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Lets the next kernel begin, and waits until all earlier ones have written what they write."""
+    if overlap:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def add_parts(sums, bias, places, of_bias, is_real, count, parts: tl.constexpr, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The numbers at `places` of a product of which `Parts` are given, each of `count` numbers."""
+    if parts == 1:
+        return tl.load(sums + places, mask=is_real, other=0.0)
+    total = tl.load(sums + places, mask=is_real, other=0.0)
+    for part in tl.static_range(1, parts):
+        total += tl.load(sums + part * count + places, mask=is_real, other=0.0)
+    if bias is not None:
+        total += tl.load(bias + of_bias, mask=is_real, other=0.0).to(tl.float32)
+    return total.to(dtype)
+
+
+@triton.jit
+def _prefetch(weight_rows, first, last, weights: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Brings `weights` weights of each row to the cache, from `first` on, but none after `last`."""
+    inner = tl.minimum(first + tl.arange(0, weights // _SECTOR_WEIGHTS) * _SECTOR_WEIGHTS, last)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; // $0",
+        "=r,l",
+        [(weight_rows[:, None] + inner[None, :]).to(tl.int64) & -_SECTOR],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @triton.jit
@@ -140,6 +209,8 @@ def multiply(  # type: ignore[no-untyped-def]
     has_bias: tl.constexpr,
     even_out: tl.constexpr,
     even_in: tl.constexpr,
+    prefetched: tl.constexpr,
+    overlap: tl.constexpr,
 ):
     """One tile of rows, one block of outputs, and one part of the inner dimension (or all, if `joined`).
 
@@ -152,6 +223,11 @@ def multiply(  # type: ignore[no-untyped-def]
     weight_rows = weights + out.to(tl.int64) * in_features
     steps = tl.cdiv(in_features, block_in)
     part_steps = tl.cdiv(steps, splits)
+    if prefetched:
+        real_rows = weights + tl.minimum(out, out_features - 1).to(tl.int64) * in_features
+        last = tl.minimum((part + 1) * part_steps * block_in, in_features) - 1
+        _prefetch(real_rows, part * part_steps * block_in, last, prefetched)
+    wait_for_turn(overlap)
     total = tl.zeros([block_out, main], tl.float32)
     if rest:
         rest_row = tl.program_id(0) * (main + rest) + main + tl.arange(0, rest)
@@ -181,17 +257,43 @@ def multiply(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _add_up(  # type: ignore[no-untyped-def]
-    to, parts, bias, count, out_features, splits: tl.constexpr, has_bias: tl.constexpr, block: tl.constexpr
-):
+def _add_up(to, sums, bias, count, out_features, parts: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]
     place = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-    total = tl.zeros([block], tl.float32)
-    for _ in tl.static_range(splits):
-        total += tl.load(parts + place, mask=place < count, other=0.0)
-        parts += count
-    if has_bias:
-        total += tl.load(bias + place % out_features, mask=place < count, other=0.0).to(tl.float32)
-    tl.store(to + place, total.to(to.dtype.element_ty), mask=place < count)
+    total = add_parts(sums, bias, place, place % out_features, place < count, count, parts, to.dtype.element_ty)
+    tl.store(to + place, total, mask=place < count)
+
+
+def product_parts(
+    inputs: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    shape: ProductShape | None = None,
+    overlap: bool = False,
+) -> Parts:
+    """As `product`, whose bits they add up to. With `overlap`, only where kernels can."""
+    rows, in_features = inputs.shape
+    out_features = weight.shape[0]
+    if shape is None:
+        shape = product_shape(out_features, in_features, rows)
+    in_parts = shape.splits > 1 and not shape.joined
+    parts = shape.splits if in_parts else 1
+    to = inputs.new_empty(parts, rows, out_features, dtype=torch.float32 if in_parts else inputs.dtype)
+    if rows == 0:
+        return Parts(to, bias if in_parts else None)
+    tile = row_tile(rows, shape)
+    multiply[(triton.cdiv(rows, tile), triton.cdiv(out_features, shape.block_out), parts)](
+        to,
+        inputs.contiguous(),
+        weight,
+        bias,
+        rows,
+        out_features,
+        in_features,
+        **constants(out_features, in_features, bias is not None and not in_parts, tile, shape, overlap),
+        **options(tile, shape),
+        **launch_options(overlap),
+    )
+    return Parts(to, bias if in_parts else None)
 
 
 def product(
@@ -201,33 +303,13 @@ def product(
 
     A shape of the caller's is for all rows: with another `block_in` or `splits` a row has other bits.
     """
-    rows, in_features = inputs.shape
-    out_features = weight.shape[0]
-    if shape is None:
-        shape = product_shape(out_features, in_features, rows)
+    sums, rest_of_bias = product_parts(inputs, weight, bias, shape)
+    parts, rows, out_features = sums.shape
+    if parts == 1 or rows == 0:
+        return sums[0].to(inputs.dtype)
     output = inputs.new_empty(rows, out_features)
-    if rows == 0:
-        return output
-    in_parts = shape.splits > 1 and not shape.joined
-    to = inputs.new_empty(shape.splits, rows, out_features, dtype=torch.float32) if in_parts else output
-    tile = row_tile(rows, shape)
-    grid = (triton.cdiv(rows, tile), triton.cdiv(out_features, shape.block_out), shape.splits if in_parts else 1)
-    multiply[grid](
-        to,
-        inputs.contiguous(),
-        weight,
-        bias,
-        rows,
-        out_features,
-        in_features,
-        **constants(out_features, in_features, bias is not None and not in_parts, tile, shape),
-        **options(tile, shape),
-    )
-    if in_parts:
-        count = output.numel()
-        _add_up[(triton.cdiv(count, _ADDED),)](
-            output, to, bias, count, out_features, shape.splits, bias is not None, _ADDED
-        )
+    count = output.numel()
+    _add_up[(triton.cdiv(count, _ADDED),)](output, sums, rest_of_bias, count, out_features, parts, _ADDED)
     return output
 
 
@@ -245,3 +327,7 @@ class TritonLinear(nn.Module):
         """`[..., in_features]` to `[..., out_features]`."""
         outputs = product(rows.reshape(-1, self.in_features), self.weight, self.bias)
         return outputs.view(*rows.shape[:-1], self.out_features)
+
+    def partial(self, rows: torch.Tensor, overlap: bool = False) -> Parts:
+        """What adds up to the outputs for `[rows, in_features]`. With `overlap`, only where kernels can."""
+        return product_parts(rows, self.weight, self.bias, overlap=overlap)

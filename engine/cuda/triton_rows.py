@@ -1,7 +1,8 @@
 """What a GPU does to each row between the linear layers of a decoder layer, but for attention: Triton kernels.
 
 All compute in float32 and round once. A row's sums are those of one program, in tiles whose size the model alone
-decides, so that they have one order by construction. Tensors are contiguous.
+decides, so that they have one order by construction. Tensors are contiguous. Products come in `Parts`, which add up to
+the bits of the whole product. With `overlap`, only where kernels can (engine/cuda/triton_product.py).
 """
 
 from __future__ import annotations
@@ -9,6 +10,8 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+
+from engine.cuda.triton_product import Parts, add_parts, launch_options, wait_for_turn
 
 # Heads that a program rotates. Few, so that one row alone keeps more than one multiprocessor busy.
 _TILE_HEADS = 4
@@ -29,12 +32,15 @@ def _rotate_write(  # type: ignore[no-untyped-def]
     keys,
     values,
     qkv,
+    bias,
     cos,
     sin,
     slots,
     query_norm,
     key_norm,
     epsilon,
+    parts: tl.constexpr,
+    overlap: tl.constexpr,
     query_heads: tl.constexpr,
     kv_heads: tl.constexpr,
     head_dim: tl.constexpr,
@@ -51,30 +57,39 @@ def _rotate_write(  # type: ignore[no-untyped-def]
     is_query = (head < query_heads)[:, None]
     is_value = (head >= query_heads + kv_heads)[:, None]
     is_real = (head < query_heads + 2 * kv_heads)[:, None] & in_half[None, :]
-    places = (row * (query_heads + 2 * kv_heads) + head)[:, None] * head_dim + dimension[None, :]
-    given_first = tl.load(qkv + places, mask=is_real, other=0.0)
-    given_second = tl.load(qkv + places + half, mask=is_real, other=0.0)
+    # Reads are asked for before any is needed, weights before it is this kernel's turn; and for all heads, also those
+    # that are the same for each, so that no thread waits for what another one has read.
+    each = tl.zeros([tile_heads, 1], tl.int32) + dimension[None, :]
+    if query_norm is not None:
+        query_first = tl.load(query_norm + each, mask=is_real, other=0.0)
+        query_second = tl.load(query_norm + half + each, mask=is_real, other=0.0)
+        key_first = tl.load(key_norm + each, mask=is_real, other=0.0)
+        key_second = tl.load(key_norm + half + each, mask=is_real, other=0.0)
+    wait_for_turn(overlap)
+    slot = tl.load(slots + row)
+    angles = row * head_dim + each
+    first_cos = tl.load(cos + angles, mask=is_real, other=0.0).to(tl.float32)
+    first_sin = tl.load(sin + angles, mask=is_real, other=0.0).to(tl.float32)
+    second_cos = tl.load(cos + angles + half, mask=is_real, other=0.0).to(tl.float32)
+    second_sin = tl.load(sin + angles + half, mask=is_real, other=0.0).to(tl.float32)
+    width: tl.constexpr = (query_heads + 2 * kv_heads) * head_dim
+    count = tl.num_programs(0).to(tl.int64) * width
+    of_bias = head[:, None] * head_dim + dimension[None, :]
+    places = row * width + of_bias
+    dtype: tl.constexpr = queries.dtype.element_ty
+    given_first = add_parts(qkv, bias, places, of_bias, is_real, count, parts, dtype)
+    given_second = add_parts(qkv, bias, places + half, of_bias + half, is_real, count, parts, dtype)
     first, second = given_first.to(tl.float32), given_second.to(tl.float32)
     if query_norm is not None:
         squares = tl.sum(first * first, 1) + tl.sum(second * second, 1)
         scale = tl.rsqrt(squares / head_dim + epsilon)[:, None]
-        of_query = tl.load(query_norm + dimension, mask=in_half, other=0.0).to(tl.float32)[None, :]
-        of_key = tl.load(key_norm + dimension, mask=in_half, other=0.0).to(tl.float32)[None, :]
-        first = first * scale * tl.where(is_query, of_query, of_key)
-        of_query = tl.load(query_norm + half + dimension, mask=in_half, other=0.0).to(tl.float32)[None, :]
-        of_key = tl.load(key_norm + half + dimension, mask=in_half, other=0.0).to(tl.float32)[None, :]
-        second = second * scale * tl.where(is_query, of_query, of_key)
-    angles = row * head_dim + dimension
-    first_cos = tl.load(cos + angles, mask=in_half, other=0.0).to(tl.float32)[None, :]
-    first_sin = tl.load(sin + angles, mask=in_half, other=0.0).to(tl.float32)[None, :]
-    second_cos = tl.load(cos + angles + half, mask=in_half, other=0.0).to(tl.float32)[None, :]
-    second_sin = tl.load(sin + angles + half, mask=in_half, other=0.0).to(tl.float32)[None, :]
-    rotated_first = (first * first_cos - second * first_sin).to(qkv.dtype.element_ty)
-    rotated_second = (second * second_cos + first * second_sin).to(qkv.dtype.element_ty)
+        first = first * scale * tl.where(is_query, query_first, key_first).to(tl.float32)
+        second = second * scale * tl.where(is_query, query_second, key_second).to(tl.float32)
+    rotated_first = (first * first_cos - second * first_sin).to(dtype)
+    rotated_second = (second * second_cos + first * second_sin).to(dtype)
     query_places = (row * query_heads + head)[:, None] * head_dim + dimension[None, :]
     tl.store(queries + query_places, rotated_first, mask=is_real & is_query)
     tl.store(queries + query_places + half, rotated_second, mask=is_real & is_query)
-    slot = tl.load(slots + row)
     kv_head = slot // page_size * kv_heads + (head - query_heads) % kv_heads
     kv_places = (kv_head * page_size + slot % page_size)[:, None] * head_dim + dimension[None, :]
     is_key = is_real & (head >= query_heads)[:, None] & (head < query_heads + kv_heads)[:, None]
@@ -85,16 +100,50 @@ def _rotate_write(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _add_norm(to, residual, added, weight, epsilon, hidden: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]
+def _rotations(  # type: ignore[no-untyped-def]
+    cos, sin, positions, frequencies, scaling, overlap: tl.constexpr, half: tl.constexpr, dimensions: tl.constexpr
+):
+    """One row. `dimensions` is half a head's, padded."""
+    row = tl.program_id(0).to(tl.int64)
+    dimension = tl.arange(0, dimensions)
+    in_half = dimension < half
+    frequency = tl.load(frequencies + dimension, mask=in_half, other=0.0).to(tl.float32)
+    wait_for_turn(overlap)
+    angles = frequency * tl.load(positions + row).to(tl.float32)
+    places = row * (2 * half) + dimension
+    dtype: tl.constexpr = cos.dtype.element_ty
+    cosines, sines = (tl.cos(angles) * scaling).to(dtype), (tl.sin(angles) * scaling).to(dtype)
+    tl.store(cos + places, cosines, mask=in_half)
+    tl.store(cos + places + half, cosines, mask=in_half)
+    tl.store(sin + places, sines, mask=in_half)
+    tl.store(sin + places + half, sines, mask=in_half)
+
+
+@triton.jit
+def _add_norm(  # type: ignore[no-untyped-def]
+    to,
+    residual,
+    added,
+    bias,
+    weight,
+    epsilon,
+    parts: tl.constexpr,
+    overlap: tl.constexpr,
+    hidden: tl.constexpr,
+    block: tl.constexpr,
+):
     """One row. `block` is `hidden`, padded."""
     place = tl.arange(0, block)
     places = tl.program_id(0).to(tl.int64) * hidden + place
     is_real = place < hidden
     factors = tl.load(weight + place, mask=is_real, other=0.0).to(tl.float32)
+    wait_for_turn(overlap)
     row = tl.load(residual + places, mask=is_real, other=0.0).to(tl.float32)
     if added is not None:
-        row += tl.load(added + places, mask=is_real, other=0.0).to(tl.float32)
-        rounded = row.to(residual.dtype.element_ty)
+        dtype: tl.constexpr = residual.dtype.element_ty
+        count = tl.num_programs(0).to(tl.int64) * hidden
+        row += add_parts(added, bias, places, place, is_real, count, parts, dtype).to(tl.float32)
+        rounded = row.to(dtype)
         tl.store(residual + places, rounded, mask=is_real)
         row = rounded.to(tl.float32)
     scale = tl.rsqrt(tl.sum(row * row, 0) / hidden + epsilon)
@@ -102,15 +151,21 @@ def _add_norm(to, residual, added, weight, epsilon, hidden: tl.constexpr, block:
 
 
 @triton.jit
-def _silu_mul(to, gate_up, inner: tl.constexpr, block: tl.constexpr):  # type: ignore[no-untyped-def]
+def _silu_mul(  # type: ignore[no-untyped-def]
+    to, gate_up, bias, parts: tl.constexpr, overlap: tl.constexpr, inner: tl.constexpr, block: tl.constexpr
+):
     """`block` numbers of one row."""
     row = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * block + tl.arange(0, block)
     is_real = place < inner
-    gate = tl.load(gate_up + row * (2 * inner) + place, mask=is_real, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + row * (2 * inner) + inner + place, mask=is_real, other=0.0).to(tl.float32)
+    wait_for_turn(overlap)
+    dtype: tl.constexpr = to.dtype.element_ty
+    count = tl.num_programs(0).to(tl.int64) * (2 * inner)
+    places = row * (2 * inner) + place
+    gate = add_parts(gate_up, bias, places, place, is_real, count, parts, dtype).to(tl.float32)
+    up = add_parts(gate_up, bias, places + inner, place + inner, is_real, count, parts, dtype).to(tl.float32)
     product = gate / (1 + tl.exp(-gate)) * up
-    tl.store(to + row * inner + place, product.to(to.dtype.element_ty), mask=is_real)
+    tl.store(to + row * inner + place, product.to(dtype), mask=is_real)
 
 
 def rotation_constants(query_heads: int, kv_heads: int, head_dim: int, page_size: int) -> dict[str, int]:
@@ -139,55 +194,105 @@ def gate_constants(inner: int) -> dict[str, int]:
     return {"inner": inner, "block": _GATES}
 
 
+def rotations(
+    positions: torch.Tensor, frequencies: torch.Tensor, scaling: float, dtype: torch.dtype, overlap: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines `[rows, head_dim]` of `positions` `[rows]` times `frequencies` `[head_dim / 2]`, both times
+    `scaling`, as a model's rotary embedding gives them."""
+    rows, half = len(positions), len(frequencies)
+    cos, sin = positions.new_empty(2, rows, 2 * half, dtype=dtype)
+    _rotations[(rows,)](
+        cos,
+        sin,
+        positions,
+        frequencies,
+        scaling,
+        overlap,
+        half,
+        triton.next_power_of_2(half),
+        num_warps=1,
+        **launch_options(overlap),
+    )
+    return cos, sin
+
+
 def rotate_write(
-    qkv: torch.Tensor,
+    qkv: Parts,
     cos: torch.Tensor,
     sin: torch.Tensor,
     slots: torch.Tensor,
     pool: torch.Tensor,
     query_heads: int,
     norms: HeadNorms | None,
+    overlap: bool = False,
 ) -> torch.Tensor:
     """Gives rotated queries `[rows, query_heads, head_dim]`; writes rotated keys, and values, to `slots` `[rows]` of
     `pool`, that of a `LayerKv`.
 
-    `qkv`: `[rows, (query_heads + 2 * kv_heads) * head_dim]`. `cos` and `sin`: `[rows, head_dim]`, as a model's rotary
-    embedding gives them. With `norms`, queries and keys are normalized before.
+    `qkv`: of `[rows, (query_heads + 2 * kv_heads) * head_dim]`. `cos` and `sin`: `[rows, head_dim]`. With `norms`,
+    queries and keys are normalized before.
     """
     _, _, kv_heads, page_size, head_dim = pool.shape
-    queries = qkv.new_empty(len(qkv), query_heads, head_dim)
+    parts, rows, _ = qkv.sums.shape
+    queries = pool.new_empty(rows, query_heads, head_dim)
     keys, values = pool
     query_norm, key_norm, epsilon = norms or (None, None, 0.0)
-    _rotate_write[(len(qkv), triton.cdiv(query_heads + 2 * kv_heads, _TILE_HEADS))](
+    _rotate_write[(rows, triton.cdiv(query_heads + 2 * kv_heads, _TILE_HEADS))](
         queries,
         keys,
         values,
-        qkv,
+        qkv.sums,
+        qkv.bias,
         cos,
         sin,
         slots,
         query_norm,
         key_norm,
         epsilon,
+        parts,
+        overlap,
         **rotation_constants(query_heads, kv_heads, head_dim, page_size),
         num_warps=1,
+        **launch_options(overlap),
     )
     return queries
 
 
-def add_norm(residual: torch.Tensor, added: torch.Tensor | None, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+def add_norm(
+    residual: torch.Tensor, added: Parts | None, weight: torch.Tensor, epsilon: float, overlap: bool = False
+) -> torch.Tensor:
     """Adds `added` to `residual` `[rows, hidden]`, in place, and gives the root-mean-square norms of the sums."""
-    hidden = residual.shape[1]
+    rows, hidden = residual.shape
     normed = torch.empty_like(residual)
-    _add_norm[(len(residual),)](
-        normed, residual, added, weight, epsilon, **norm_constants(hidden), num_warps=norm_warps(hidden)
+    sums, bias = added or (None, None)
+    _add_norm[(rows,)](
+        normed,
+        residual,
+        sums,
+        bias,
+        weight,
+        epsilon,
+        1 if sums is None else len(sums),
+        overlap,
+        **norm_constants(hidden),
+        num_warps=norm_warps(hidden),
+        **launch_options(overlap),
     )
     return normed
 
 
-def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """`[rows, 2 * inner]` to silu(gate) * up, `[rows, inner]`."""
-    rows, inner = len(gate_up), gate_up.shape[1] // 2
-    product = gate_up.new_empty(rows, inner)
-    _silu_mul[(rows, triton.cdiv(inner, _GATES))](product, gate_up, **gate_constants(inner), num_warps=4)
+def silu_mul(gate_up: Parts, dtype: torch.dtype, overlap: bool = False) -> torch.Tensor:
+    """Of `[rows, 2 * inner]` silu(gate) * up, `[rows, inner]`."""
+    parts, rows, width = gate_up.sums.shape
+    inner = width // 2
+    product = gate_up.sums.new_empty(rows, inner, dtype=dtype)
+    _silu_mul[(rows, triton.cdiv(inner, _GATES))](
+        product,
+        *gate_up,
+        parts,
+        overlap,
+        **gate_constants(inner),
+        num_warps=4,
+        **launch_options(overlap),
+    )
     return product

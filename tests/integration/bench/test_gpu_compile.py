@@ -32,7 +32,7 @@ FAULTS = {
         "does not compile",
     ),
     "tiles of too many positions": (
-        '"tile_positions": min(_POSITIONS, _TILE_BYTES[element_bytes] // (dimensions * element_bytes))',
+        '"tile_positions": min(tuning.positions, tuning.tile_bytes // (dimensions * element_bytes))',
         '"tile_positions": 512',
         "a block can have 101376",
     ),

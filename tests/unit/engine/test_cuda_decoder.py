@@ -140,6 +140,30 @@ def test_logits_are_as_close_to_float32_as_those_of_transformers(
     assert error < 0.01 * exact.std()
 
 
+ROPES: dict[str, dict[str, object]] = {
+    "linear": {"factor": 2.0},
+    "dynamic": {"factor": 2.0},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 16},
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    },
+}
+
+
+@pytest.mark.parametrize("kind", ROPES)
+def test_rotations_are_those_of_the_model(fused_decoder: ModuleType, kind: str) -> None:
+    rope = {"rope_type": kind, "rope_theta": 10_000.0, **ROPES[kind]}
+    model = tiny_model(LlamaConfig, rope_parameters=rope, max_position_embeddings=64)
+    tokens = tokens_of(0, 40)
+    with torch.inference_mode():
+        expected = model(torch.tensor([tokens])).logits[0]
+    assert fused_decoder.fuse_decoder(model)
+    assert torch.allclose(Sequences(model).feed((0, tokens)), expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("name", sorted(CONFIGS))
 def test_bits_of_a_row_do_not_depend_on_its_company(fused_decoder: ModuleType, name: str) -> None:
     model = tiny_model(CONFIGS[name])
@@ -159,6 +183,32 @@ def test_bits_of_a_row_do_not_depend_on_its_company(fused_decoder: ModuleType, n
         exclusive = Sequences(model)
         alone = [exclusive.feed((number, [token])) for token in tokens[number][: done[number]]]
         assert torch.equal(torch.cat(of_number), torch.cat(alone))
+
+
+class InOnePart(nn.Module):
+    """The finished product of a linear layer that has it in parts."""
+
+    def __init__(self, linear: nn.Module) -> None:
+        super().__init__()
+        self._linear = linear
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self._linear(rows)
+
+
+@pytest.mark.parametrize("config", [Qwen2Config, Qwen3Config])
+def test_products_in_parts_have_the_bits_of_finished_ones(
+    fused_decoder: ModuleType, config: type[PreTrainedConfig]
+) -> None:
+    """Of sizes whose products have two parts and more; with a bias, and without."""
+    triton_linear = importlib.import_module("engine.cuda.triton_product").TritonLinear
+    sizes = {"hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 1}
+    in_parts = tiny_model(config, **sizes).half()
+    finished = copy.deepcopy(in_parts)
+    fused_decoder.fuse_decoder(in_parts, triton_linear)
+    fused_decoder.fuse_decoder(finished, lambda linear: InOnePart(triton_linear(linear)))
+    step = (0, tokens_of(0, 3))
+    assert torch.equal(Sequences(in_parts).feed(step), Sequences(finished).feed(step))
 
 
 def test_layers_are_replaced_one_after_the_other(fused_decoder: ModuleType) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import ModuleType
 
 import pytest
@@ -54,12 +54,8 @@ class Captures:
 
 
 @pytest.fixture(scope="module")
-def kernel() -> Iterator[ModuleType]:
-    kernel = interpreted_attention()
-    with pytest.MonkeyPatch.context() as patch:
-        # Programs share the work, whatever their number, and the interpreter runs one after the other.
-        patch.setattr(kernel, "_PROGRAMS", 4)
-        yield kernel
+def kernel() -> ModuleType:
+    return interpreted_attention()
 
 
 @pytest.fixture(scope="module")

@@ -140,12 +140,13 @@ def test_work_is_cut_at_fixed_positions(kernel: ModuleType, kept_splits: int, mo
     monkeypatch.setattr(kernel, "KEPT_ROWS", kept_splits * 16 * kv_heads)
     backend = kernel.TritonBackend(heads, kv_heads, PAGE_SIZES[0], CPU)
     batch = spans()
-    (count, first), numbers = backend.blocks(batch)
+    (count,), numbers = backend.blocks(batch)
     pages, items = expected_items(batch, 4, kept_splits)
-    assert numbers[:first] == pages
-    found = [tuple(numbers[at : at + 6]) for at in range(first, len(numbers), 6)]
-    assert count == len(found)
-    assert sorted((*item[:4], item[4] if item[5] >= 0 else -1) for item in found) == sorted(items)
+    assert numbers[6 * count :] == pages
+    found = [tuple(numbers[at : at + 6]) for at in range(0, 6 * count, 6)]
+    # Places of pages are those among all numbers.
+    unplaced = [(*item[:3], item[3] - 6 * count, item[4] if item[5] >= 0 else -1) for item in found]
+    assert sorted(unplaced) == sorted(items)
     # Each split of each block has a place of its own.
     places = [item[4] + item[5] for item in found if item[5] >= 0]
     assert sorted(places) == list(range(len(places)))
@@ -233,15 +234,41 @@ def test_bits_do_not_depend_on_the_order_of_the_work_nor_on_what_follows_it(kern
     kv, query = filled(KV_HEADS, HEAD_DIM, torch.float32), random_query(6, HEADS, HEAD_DIM)
     batch = spans([(254, 3), (511, 2), (1100, 1)])
     backend = kernel.TritonBackend(HEADS, KV_HEADS, PAGE_SIZES[0], CPU)
-    (count, first), numbers = backend.blocks(batch)
-    items = [numbers[at : at + 6] for at in range(first, len(numbers), 6)]
+    (count,), numbers = backend.blocks(batch)
+    items = [numbers[at : at + 6] for at in range(0, 6 * count, 6)]
     right = computed(backend, batch, kv, query)
     for order in (items, items[::-1]):
+        given = [number for item in order for number in item] + numbers[6 * count :]
         # A graph has zeros after the work, or what an earlier pass has left.
-        tail = [0] * 60 if order is items else numbers[-60:]
-        given = torch.tensor(numbers[:first] + [number for item in order for number in item] + tail)
-        plan = backend.plan_of(torch.tensor([count, first]), given)
+        tail = [0] if order is items else items[0]
+        given += tail * backend.page_numbers(6, POSITIONS // PAGE_SIZES[0])
+        plan = backend.plan_of(torch.tensor([count]), torch.tensor(given))
         assert torch.equal(plan.attend(kv.layers[0], query, 0.3), right)
+
+
+@pytest.mark.usefixtures("_fixed_order")
+def test_a_pass_of_no_work_leaves_zeros(kernel: ModuleType) -> None:
+    kv, query = filled(KV_HEADS, HEAD_DIM, torch.float32), random_query(2, HEADS, HEAD_DIM)
+    backend = kernel.TritonBackend(HEADS, KV_HEADS, PAGE_SIZES[0], CPU)
+    for left in (0, 7):
+        numbers = torch.full([backend.page_numbers(2, kv.pages)], left)
+        assert not backend.plan_of(torch.tensor([0]), numbers).attend(kv.layers[0], query, 0.3).any()
+
+
+@pytest.mark.usefixtures("_fixed_order")
+def test_bits_depend_neither_on_how_many_programs_there_are_nor_on_what_is_loaded_ahead(kernel: ModuleType) -> None:
+    kv, query = filled(KV_HEADS, HEAD_DIM, torch.float32), random_query(6, HEADS, HEAD_DIM)
+    batch = spans([(254, 3), (511, 2), (1100, 1)])
+    found = [
+        computed(kernel.TritonBackend(HEADS, KV_HEADS, PAGE_SIZES[0], CPU, tuning), batch, kv, query)
+        for tuning in (
+            kernel.AttentionTuning(),
+            kernel.AttentionTuning(programs=1, stages=3),
+            kernel.AttentionTuning(programs=40, registers=255),
+        )
+    ]
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
 
 
 # The highest score of all rows of a tile instead of each row's own, and smaller tiles for a call of one item.

@@ -63,6 +63,20 @@ def test_products_are_those_of_torch(
     assert torch.allclose(found.float(), expected, rtol=DTYPES[dtype], atol=DTYPES[dtype])
 
 
+@pytest.mark.parametrize(("splits", "joined"), [(1, False), (4, False), (4, True)])
+def test_parts_add_up_to_the_product(kernel: ModuleType, splits: int, joined: bool) -> None:
+    inputs, weight, bias = operands(5, UNEVEN)
+    shape = kernel.ProductShape(64, 64, splits, stages=4, warps=4, joined=joined)
+    sums, rest_of_bias = kernel.product_parts(inputs, weight, bias, shape)
+    assert len(sums) == (1 if joined else splits)
+    total = sums[0]
+    for part in sums[1:]:
+        total = total + part
+    if rest_of_bias is not None:
+        total = total + rest_of_bias.float()
+    assert torch.equal(total.half(), kernel.product(inputs, weight, bias, shape))
+
+
 @pytest.mark.parametrize("rows", [1, 16, 17, 40, 65, 97, 130, 161, 193])
 def test_every_number_of_rows_has_a_tile(kernel: ModuleType, rows: int) -> None:
     inputs, weight, bias = operands(rows, (72, 80))
@@ -131,6 +145,7 @@ class Build:
     tile: int
     stack: int
     shared_memory: int
+    waits: int
     instructions: set[str]
 
 
@@ -147,7 +162,8 @@ def compiled(architecture: int, size: tuple[int, int], all_rows: list[int]) -> l
     for rows in all_rows:
         shape = triton_product.product_shape(*size, rows)
         tile = triton_product.row_tile(rows, shape)
-        values: dict[str, object] = triton_product.constants(*size, False, tile, shape) | {"bias": None}
+        overlap = architecture >= 90
+        values: dict[str, object] = triton_product.constants(*size, False, tile, shape, overlap) | {"bias": None}
         to = "*fp32" if shape.splits > 1 and not shape.joined else "*bf16"
         tensors = {"to": to, "inputs": "*bf16", "weights": "*bf16"}
         sizes = dict.fromkeys(("rows", "out_features", "in_features"), "i32")
@@ -160,9 +176,14 @@ def compiled(architecture: int, size: tuple[int, int], all_rows: list[int]) -> l
             },
         )
         target = GPUTarget("cuda", architecture, 32)
-        found = triton.compile(source, target=target, options=triton_product.options(tile, shape))
+        options = triton_product.options(tile, shape) | triton_product.launch_options(overlap)
+        found = triton.compile(source, target=target, options=options)
         instructions = set(re.findall(r"(?:wgmma|mma|tcgen05\.mma)[\w.:]*\.(m\d+n\d+k\d+|kind::f16)", found.asm["ptx"]))
-        builds.append(Build(rows, tile, stack_of(found.asm["cubin"]), found.metadata.shared, instructions))
+        # Nothing but weights on their way to the cache goes before it is the kernel's turn.
+        before, *after = found.asm["ptx"].split("griddepcontrol.wait;")
+        assert not after or not re.search(r"ld\.global|st\.global|cp\.async", before)
+        stack, shared_memory = stack_of(found.asm["cubin"]), found.metadata.shared
+        builds.append(Build(rows, tile, stack, shared_memory, len(after), instructions))
     return builds
 
 
@@ -198,5 +219,6 @@ def test_all_tiles_have_one_instruction_and_keep_their_sums_in_registers(monkeyp
             for build in compiler.submit(compiled, architecture, size, rows).result():
                 assert build.stack == 0, build
                 assert build.shared_memory <= memory, build
+                assert build.waits == (architecture >= 90), build
                 assert build.instructions, build
                 assert all(re.fullmatch(instruction, found) for found in build.instructions), build

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -16,6 +16,9 @@ import torch
 
 from engine.kv.paged_kv import LayerKv
 from tests.support.triton_kernel import interpreted_attention
+
+if TYPE_CHECKING:
+    from engine.cuda.triton_product import Parts
 
 CPU = torch.device("cpu")
 PAGES, PAGE = 6, 16
@@ -59,6 +62,15 @@ def assert_rounds(result: torch.Tensor, exact: torch.Tensor, least: float = 0.0)
     assert bool(((result.double() - exact).abs() <= allowed).all())
 
 
+def parts(sums: torch.Tensor, bias: torch.Tensor | None = None) -> Parts:
+    """`[parts, rows, out]`."""
+    return importlib.import_module("engine.cuda.triton_product").Parts(sums, bias)
+
+
+def whole(product: torch.Tensor) -> Parts:
+    return parts(product[None])
+
+
 def exact_norm(rows: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
     rows = rows.double()
     return rows / (rows.square().mean(-1, keepdim=True) + epsilon).sqrt() * weight.double()
@@ -71,7 +83,7 @@ def test_norms_of_sums(kernels: ModuleType, hidden: int, dtype: torch.dtype) -> 
     residual = x.clone()
     assert_rounds(kernels.add_norm(residual, None, weight, 1e-5), exact_norm(x, weight, 1e-5))
     assert torch.equal(residual, x)
-    normed = kernels.add_norm(residual, added, weight, 1e-5)
+    normed = kernels.add_norm(residual, whole(added), weight, 1e-5)
     assert torch.equal(residual, x + added)
     assert_rounds(normed, exact_norm(residual, weight, 1e-5))
 
@@ -86,13 +98,13 @@ def test_epsilon_is_that_of_the_model(kernels: ModuleType) -> None:
 def test_gates(kernels: ModuleType, inner: int, dtype: torch.dtype) -> None:
     gate_up = torch.cat((random(dtype, 3, inner) * 4, random(dtype, 3, inner, seed=2)), 1)
     gate, up = gate_up.double().chunk(2, 1)
-    assert_rounds(kernels.silu_mul(gate_up), torch.nn.functional.silu(gate) * up)
+    assert_rounds(kernels.silu_mul(whole(gate_up), dtype), torch.nn.functional.silu(gate) * up)
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value encountered")
 def test_gates_far_from_zero(kernels: ModuleType) -> None:
     gate = torch.tensor([-torch.inf, torch.inf, torch.nan, 0.0, -200.0, 200.0])
-    product = kernels.silu_mul(torch.cat((gate, torch.ones(6)))[None])[0]
+    product = kernels.silu_mul(whole(torch.cat((gate, torch.ones(6)))[None]), torch.float32)[0]
     assert torch.equal(product.isnan(), torch.nn.functional.silu(gate).isnan())
     assert product[[1, 3, 4, 5]].tolist() == [torch.inf, 0.0, 0.0, 200.0]
 
@@ -114,11 +126,13 @@ class Heads:
         self.pool = LayerKv(PAGES, kv_heads, PAGE, head_dim, dtype, CPU).pool
         self.pool.copy_(random(dtype, *self.pool.shape, seed=8))
 
-    def rotate_write(self, kernels: ModuleType, rows: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    def rotate_write(
+        self, kernels: ModuleType, rows: slice, qkv: Parts | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries, and the pool `[2, slots, kv_heads, head_dim]`, for a part of the rows."""
         pool = self.pool.clone()
-        given = [values[rows].contiguous() for values in (self.qkv, self.cos, self.sin, self.slots)]
-        queries = kernels.rotate_write(*given, pool, self.query_heads, self.norms)
+        given = [values[rows].contiguous() for values in (self.cos, self.sin, self.slots)]
+        queries = kernels.rotate_write(qkv or whole(self.qkv[rows]), *given, pool, self.query_heads, self.norms)
         return queries, self.by_slot(pool)
 
     @staticmethod
@@ -137,6 +151,16 @@ class Heads:
         first, second = heads.chunk(2, -1)
         swapped = torch.cat((-second, first), -1)
         return heads * self.cos.double()[:, None] + swapped * self.sin.double()[:, None]
+
+
+@dtypes
+def test_rotations_of_positions(kernels: ModuleType, dtype: torch.dtype) -> None:
+    positions, frequencies = torch.tensor([0, 1, 17, 40_000]), 10_000.0 ** -torch.linspace(0, 1, 40)
+    angles = (positions[:, None] * frequencies).double().repeat(1, 2)
+    for found, expected in zip(
+        kernels.rotations(positions, frequencies, 1.25, dtype), (angles.cos(), angles.sin()), strict=True
+    ):
+        assert_rounds(found, expected * 1.25, least=0.1)
 
 
 @dtypes
@@ -166,8 +190,8 @@ def test_bits_of_a_row_do_not_depend_on_its_company(kernels: ModuleType) -> None
     def computed(part: slice) -> list[torch.Tensor]:
         residual = x[part].clone()
         queries, pool = heads.rotate_write(kernels, part)
-        normed = kernels.add_norm(residual, added[part], weight, 1e-5)
-        return [residual, normed, kernels.silu_mul(x[part]), queries, pool[0, heads.slots[part]]]
+        normed = kernels.add_norm(residual, whole(added[part]), weight, 1e-5)
+        return [residual, normed, kernels.silu_mul(whole(x[part]), dtype), queries, pool[0, heads.slots[part]]]
 
     exclusive = {row: computed(slice(row, row + 1)) for row in (0, 1, 16, rows - 1)}
     for count in ROW_COUNTS:
@@ -178,6 +202,26 @@ def test_bits_of_a_row_do_not_depend_on_its_company(kernels: ModuleType) -> None
                     assert torch.equal(several[row - first], alone[0])
 
 
+@dtypes
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_parts_of_products_have_the_bits_of_their_sum(kernels: ModuleType, dtype: torch.dtype, has_bias: bool) -> None:
+    heads = Heads(3, 4, 2, 32, dtype, normalized=True)
+    width = heads.qkv.shape[1]
+    sums, bias = random(torch.float32, 3, 3, width), random(dtype, width, seed=2) if has_bias else None
+    product = sums[0] + sums[1] + sums[2]
+    product = (product if bias is None else product + bias.float()).to(dtype)
+    residual, weight = random(dtype, 3, width, seed=3), random(dtype, width, seed=4)
+
+    def computed(of: Parts) -> list[torch.Tensor]:
+        added = residual.clone()
+        normed = kernels.add_norm(added, of, weight, 1e-5)
+        return [added, normed, kernels.silu_mul(of, dtype), *heads.rotate_write(kernels, slice(None), of)]
+
+    for found, expected in zip(computed(parts(sums, bias)), computed(whole(product)), strict=True):
+        assert found.dtype == expected.dtype
+        assert torch.equal(found, expected)
+
+
 # Run in a process of its own, as where Triton interprets it compiles nothing.
 BUILDS = """
 import json, pathlib, re, subprocess, tempfile
@@ -185,11 +229,15 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from engine.cuda import triton_rows as rows
+from engine.cuda.triton_product import product_shape
 
-def resources(kernel, architecture, dtype, constants, warps, missing=()):
+def build(kernel, architecture, dtype, constants, warps, parts, missing=()):
     names = kernel.arg_names
-    values = constants | dict.fromkeys(missing)
+    overlap = architecture >= 90
+    values = constants | {"parts": parts, "overlap": overlap} | dict.fromkeys(missing)
+    values |= {"bias": None} if parts == 1 else {}
     kinds = {name: "constexpr" if name in values else f"*{dtype}" for name in names}
+    kinds |= {name: "*fp32" for name in ("qkv", "added", "gate_up") if parts > 1 and name in names}
     kinds |= {"epsilon": "fp32"} if "epsilon" in names else {}
     kinds |= {"slots": "*i64"} if "slots" in names else {}
     pointers = [(i,) for i, name in enumerate(names) if kinds[name].startswith("*")]
@@ -199,14 +247,15 @@ def resources(kernel, architecture, dtype, constants, warps, missing=()):
         constexprs={(names.index(name),): value for name, value in values.items()},
         attrs=dict.fromkeys(pointers, [["tt.divisibility", 16]]),
     )
-    compiled = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options={"num_warps": warps})
+    options = {"num_warps": warps} | rows.launch_options(overlap)
+    compiled = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
     program = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
         said = subprocess.run([program, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    registers, stack = re.search(r"REG:(\\d+) STACK:(\\d+)", said).groups()
-    return int(registers), int(stack), compiled.metadata.shared
+    waits = [compiled.asm["ptx"].count(f"griddepcontrol.{what};") for what in ("launch_dependents", "wait")]
+    return int(re.search(r"STACK:(\\d+)", said)[1]), waits == [overlap, overlap]
 
 found = {}
 for architecture, dtype, head_dim, hidden in CASES:
@@ -215,11 +264,11 @@ for architecture, dtype, head_dim, hidden in CASES:
     warps = rows.norm_warps(hidden)
     case = (architecture, dtype)
     found |= {
-        f"rotate_write {head_dim} {case}": resources(rows._rotate_write, *case, heads, 1, plain),
-        f"rotate_write {head_dim} with norms {case}": resources(rows._rotate_write, *case, heads, 1),
-        f"norm {hidden} {case}": resources(rows._add_norm, *case, norms, warps, ("added",)),
-        f"add_norm {hidden} {case}": resources(rows._add_norm, *case, norms, warps),
-        f"silu_mul {case}": resources(rows._silu_mul, *case, rows.gate_constants(9728), 4),
+        f"rotate_write {head_dim} {case}": build(rows._rotate_write, *case, heads, 1, 1, plain),
+        f"rotate_write {head_dim} with norms {case}": build(rows._rotate_write, *case, heads, 1, 4),
+        f"norm {hidden} {case}": build(rows._add_norm, *case, norms, warps, 1, ("added",)),
+        f"add_norm {hidden} {case}": build(rows._add_norm, *case, norms, warps, product_shape(hidden, hidden).splits),
+        f"silu_mul {case}": build(rows._silu_mul, *case, rows.gate_constants(9728), 4, 2),
     }
 print(json.dumps(found))
 """
@@ -227,7 +276,7 @@ print(json.dumps(found))
 CASES = [(80, "fp16", 64, 2048), (90, "bf16", 128, 5120), (100, "fp32", 96, 16384)]
 
 
-def test_kernels_compile_and_keep_their_numbers_in_registers() -> None:
+def test_kernels_compile_keep_their_numbers_in_registers_and_overlap_where_they_can() -> None:
     pytest.importorskip("triton", reason="Triton is made for Linux only")
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     command = [sys.executable, "-c", BUILDS.replace("CASES", repr(CASES))]
@@ -235,4 +284,4 @@ def test_kernels_compile_and_keep_their_numbers_in_registers() -> None:
     assert run.returncode == 0, run.stderr
     builds = json.loads(run.stdout)
     assert len(builds) == 5 * len(CASES)
-    assert [name for name, (_, stack, _) in builds.items() if stack] == []
+    assert [name for name, (stack, overlaps) in builds.items() if stack or not overlaps] == []
