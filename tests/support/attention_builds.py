@@ -12,9 +12,8 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -43,34 +42,8 @@ _THREADS_OF_A_WARP = 32
 _CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
-@dataclass(frozen=True, slots=True)
-class Multiprocessor:
-    """What kernels on one multiprocessor share (CUDA C++ Programming Guide, technical specifications by compute
-    capability). Memory in bytes; `block_memory` is what one block can have."""
-
-    shared_memory: int
-    block_memory: int
-    threads: int
-    blocks: int
-    registers: int = 64 << 10
-
-    def occupancy(self, registers: int, shared_memory: int, warps: int) -> float:
-        """Share of its threads that blocks of so many warps can have at a time. `registers` of a thread."""
-        # Registers are given to warps in units of 256, and 1 KiB of a block's memory is the system's.
-        of_warp = -(-registers * _THREADS_OF_A_WARP // 256) * 256
-        by_registers = self.registers // (of_warp * warps)
-        by_memory = self.shared_memory // (shared_memory + 1024)
-        by_threads = self.threads // (warps * _THREADS_OF_A_WARP)
-        return min(by_registers, by_memory, by_threads, self.blocks) * warps * _THREADS_OF_A_WARP / self.threads
-
-
-# By compute capability without its point: A100, RTX 40 and L40, H100 and H200, B200.
-ARCHITECTURES = {
-    80: Multiprocessor(164 << 10, 163 << 10, 2048, 32),
-    89: Multiprocessor(100 << 10, 99 << 10, 1536, 24),
-    90: Multiprocessor(228 << 10, 227 << 10, 2048, 32),
-    100: Multiprocessor(228 << 10, 227 << 10, 2048, 32),
-}
+BLOCK_MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
+"""By compute capability, bytes of shared memory that one block can have (CUDA C++ Programming Guide)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,22 +65,17 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class Build:
-    """What came of one. `registers` of a thread; `spilled` bytes of a thread and `shared_memory` bytes of a block;
-    `occupancy` as `Multiprocessor.occupancy` gives it. `fault`: why the kernel is of no use, or empty."""
+    """What came of one. `registers` of a thread; `spilled` bytes of a thread and `shared_memory` bytes of a block.
+    `fault`: why the kernel is of no use, or empty."""
 
     variant: Variant
     fault: str
     registers: int = 0
     spilled: int = 0
     shared_memory: int = 0
-    occupancy: float = 0.0
-
-    def to_json(self) -> dict[str, Any]:
-        found = asdict(self)
-        return {**found.pop("variant"), **found}
 
 
-def variants(architectures: tuple[int, ...] = tuple(ARCHITECTURES)) -> Iterator[Variant]:
+def variants(architectures: tuple[int, ...] = tuple(BLOCK_MEMORY)) -> Iterator[Variant]:
     """All that models of the supported families ask for."""
     for shape in itertools.product(architectures, DTYPES, HEAD_DIMS, GROUPS, PAGE_SIZES):
         yield Variant(*shape)
@@ -115,7 +83,6 @@ def variants(architectures: tuple[int, ...] = tuple(ARCHITECTURES)) -> Iterator[
 
 def build(variant: Variant) -> Build:
     """Compiles the attention kernel; whatever the compiler raises becomes a fault."""
-    multiprocessor = ARCHITECTURES[variant.architecture]
     try:
         target = GPUTarget("cuda", variant.architecture, _THREADS_OF_A_WARP)
         options = triton_attention.options(DTYPES[variant.dtype][1])
@@ -128,10 +95,9 @@ def build(variant: Variant) -> Build:
     fault = ""
     if spilled > MAX_SPILLED:
         fault = f"{spilled} bytes of registers spill to memory"
-    if shared_memory > multiprocessor.block_memory:
-        fault = f"wants {shared_memory} bytes of shared memory, a block can have {multiprocessor.block_memory}"
-    occupancy = multiprocessor.occupancy(registers, shared_memory, compiled.metadata.num_warps)
-    return Build(variant, fault, registers, spilled, shared_memory, occupancy)
+    if shared_memory > (most := BLOCK_MEMORY[variant.architecture]):
+        fault = f"wants {shared_memory} bytes of shared memory, a block can have {most}"
+    return Build(variant, fault, registers, spilled, shared_memory)
 
 
 def _source(variant: Variant) -> ASTSource:
