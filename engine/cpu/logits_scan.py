@@ -13,6 +13,12 @@ from torch.nn.functional import embedding
 
 from engine.cpu.kernels import CpuKernels
 
+RACE_MARGIN = 24.0
+"""Above the largest -log(1 - t) / t that 32 bits of noise give (22.874), by far more than float32 errs."""
+
+Draw = tuple[int, float]
+"""How a row's token is drawn: the key of its noise, and the temperature. At 0 the largest score wins."""
+
 _BUCKET = 128
 # For each byte, of the eight tokens whose bits it has, the lowest first: how large their logits may be.
 _BOUNDS = torch.tensor([[math.inf if byte >> bit & 1 else -math.inf for bit in range(8)] for byte in range(256)])
@@ -20,6 +26,9 @@ _BOUNDS = torch.tensor([[math.inf if byte >> bit & 1 else -math.inf for bit in r
 
 class LogitsScan:
     """By Spool's kernels if there are any and they take the rows, otherwise by torch; both give the same tokens."""
+
+    draws = False
+    """Whether `choose` takes temperatures above 0."""
 
     def __init__(self, kernels: CpuKernels | None = None) -> None:
         self._kernels = kernels
@@ -37,6 +46,14 @@ class LogitsScan:
             return self._kernels.probabilities(scores, columns)
         scores = scores.to(torch.float32)
         return torch.exp(scores.gather(1, columns[:, None])[:, 0] - torch.logsumexp(scores, 1))
+
+    def choose(self, scores: Tensor, draws: Sequence[Draw], token_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The token that `sample_tokens` gives each row [R, V] without filters or changes of its scores (int64,
+        negative in place of None), and its softmax probability (float32), on the device of the scores, without waiting
+        for it. `token_ids` as there."""
+        columns, largest = self.argmax(scores)
+        tokens = columns if token_ids is None else token_ids[columns]
+        return torch.where(largest.isfinite(), tokens, -1), self.probabilities(scores, columns)
 
     def forbid(
         self, scores: Tensor, rows: Sequence[int], allowed: NDArray[np.uint8], token_ids: Tensor | None = None

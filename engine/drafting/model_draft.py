@@ -8,7 +8,7 @@ from concurrent.futures import Future
 import torch
 from torch import Tensor
 
-from engine.cpu.logits_scan import LogitsScan
+from engine.cpu.logits_scan import Draw, LogitsScan
 from engine.description import EngineDescription
 from engine.drafting.ahead import AheadDrafting
 from engine.kv.pages import PagePool
@@ -18,7 +18,7 @@ from engine.passes.layout import BatchedSequence
 from engine.passes.runner import ModelRunner
 from engine.sampling.grammars import GrammarRow, Grammars, TokenMasks
 from engine.sampling.logits_shaping import changes_scores
-from engine.sampling.sampler import SamplingContext, probabilities_of, sample_tokens
+from engine.sampling.sampler import SamplingContext, draw_of, probabilities_of, sample_tokens, takes_any_token
 from engine.settings import LONGEST_LOOKUP_MATCH
 from engine.steps import (
     AheadRow,
@@ -46,7 +46,8 @@ class DraftEngine:
     logits, where those are not the whole vocabulary. With `lookup_match`, a row of which at least so many of the last
     tokens stood in its history before proposes what followed them there, and the model only computes their KV. With
     `grammars`, a row that has a grammar proposes what it allows, and what it forces without the model's choice. If
-    `chained`, greedy proposals are read from the device once all of their tokens are chosen.
+    `chained`, proposals that `scan` can choose from logits as they are are read from the device once all of their
+    tokens are chosen.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class DraftEngine:
         with rolled_back_on_error(self.pool, [row.table for row in rows]) as starts:
             drafting = make_room(self.pool, [(row.table, len(row.tokens)) for row in rows], outcomes)
             feed = {index: self._first_feed(rows[index], outcomes[index]) for index in drafting}
-            if self._chained is not None and all(_is_greedy(rows[index]) for index in drafting):
+            if self._chained is not None and all(self._is_plain(rows[index]) for index in drafting):
                 self._chain(self._chained, rows, drafting, feed, outcomes, timings, computing)
                 drafting = []
             while drafting:
@@ -195,6 +196,14 @@ class DraftEngine:
         for place in masks.complete:
             contexts[places[place]].must_end = True
 
+    def _is_plain(self, row: ProposeRow) -> bool:
+        """Whether every token that the row proposes is one that the scan chooses from logits as they are: what does not
+        change logits now does not later."""
+        output_tokens = len(row.history) - row.prompt_length
+        if row.sampling.grammar is not None or changes_scores(row.sampling, output_tokens):
+            return False
+        return row.sampling.greedy or (self._scan.draws and takes_any_token(row.sampling))
+
     def _goes_on(self, row: ProposeRow, outcome: RowOutcome) -> bool:
         if outcome.error is not None or len(outcome.tokens) >= row.draft_length:
             return False
@@ -223,6 +232,10 @@ class DraftEngine:
         """All passes of the rows. One whose logits are not finite takes room up to its end, as others do."""
         missing = [rows[index].draft_length - len(outcomes[index].tokens) for index in indices]
 
+        def draw_after(place: int, chosen: int) -> Draw:
+            row = rows[indices[place]]
+            return draw_of(row.sampling, len(row.history) + row.draft_length - missing[place] + chosen)
+
         def goes_on(place: int, chosen: int) -> bool:
             return chosen < missing[place] and self._makes_room(rows[indices[place]])
 
@@ -230,17 +243,11 @@ class DraftEngine:
             BatchedSequence(rows[index].table, feed[index], 1 if count > 0 else 0)
             for index, count in zip(indices, missing, strict=True)
         ]
-        for index, proposed in zip(indices, chained.run(sequences, goes_on, timings, computing), strict=True):
+        proposals = chained.run(sequences, draw_after, goes_on, timings, computing)
+        for index, proposed in zip(indices, proposals, strict=True):
             for token, probability in proposed:
                 if outcomes[index].error is None:
                     _record(outcomes[index], token, probability)
-
-
-def _is_greedy(row: ProposeRow) -> bool:
-    """Whether every token that the row proposes is that of the largest logit: what does not change logits now does not
-    later."""
-    output_tokens = len(row.history) - row.prompt_length
-    return row.sampling.greedy and row.sampling.grammar is None and not changes_scores(row.sampling, output_tokens)
 
 
 def _context(row: ProposeRow, outcome: RowOutcome) -> SamplingContext:

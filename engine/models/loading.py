@@ -41,9 +41,11 @@ from engine.passes.graph_sizes import graphed_row_counts
 from engine.passes.layout import BatchedSequence
 from engine.passes.runner import ModelRunner
 from engine.sampling.grammars import Grammars
+from engine.sampling.sampler import SamplingContext, sample_tokens
 from engine.settings import EngineSettings
 from engine.target import TargetEngine
 from scheduler.messages import Role
+from scheduler.sampling import SamplingParameters
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +112,7 @@ def _target_engine(loaded: LoadedModel, settings: EngineSettings, progress: Prog
     kv_store: KvStore = PagedKvStore(runner.kv, settings.model, compute_digest)
     if loaded.lead is not None:
         kv_store = LedKvStore(kv_store, loaded.lead)
-    return TargetEngine(description, runner, pool, kv_store, LogitsScan(loaded.kernels), loaded.grammars)
+    return TargetEngine(description, runner, pool, kv_store, logits_scan(loaded), loaded.grammars)
 
 
 def _draft_engine(
@@ -126,7 +128,7 @@ def _draft_engine(
     progress("warming up", None)
     _warm_up(loaded, description, runner, pool)
     description = _capture_graphs(description, runner, pool, progress)
-    scan = LogitsScan(loaded.kernels)
+    scan = logits_scan(loaded, token_ids)
     # On a CPU there is no wait to be saved.
     chained = loaded.model.device.type != "cpu"
     return DraftEngine(description, runner, pool, scan, token_ids, settings.lookup_match, loaded.grammars, chained)
@@ -205,6 +207,30 @@ def _gpu_passes(model: PreTrainedModel, graphs: bool, progress: Progress) -> Gpu
     shape = KvShape.of(model.config)
     heads = (model.config.num_attention_heads, shape.kv_heads, shape.head_dim)
     return load_gpu_passes(model.dtype, model.device, heads, graphs, progress)
+
+
+def logits_scan(loaded: LoadedModel, token_ids: torch.Tensor | None = None) -> LogitsScan:
+    """`token_ids` as in `sample_tokens`. On a GPU by Triton kernels, if they choose what torch chooses on a CPU."""
+    if loaded.gpu is None:
+        return LogitsScan(loaded.kernels)
+    # Triton is made for Linux only.
+    from engine.cuda.triton_sampling import TritonScan
+
+    model, size = loaded.model, loaded.vocabulary.size if token_ids is None else token_ids.numel()
+    wide = torch.randn(32, -(-size // 16) * 16, generator=torch.Generator().manual_seed(0)).to(model.dtype)
+    rows = [SamplingContext(SamplingParameters(temperature=n // 8 * 0.4, seed=n), n, (), 0) for n in range(32)]
+    scan, logits, on_gpu = TritonScan(), wide[:, :size], wide.to(model.device)[:, :size]
+    try:
+        found = [sample_tokens(on_gpu[:count], rows[:count], None, token_ids, scan) for count in (8, 32)]
+    # Triton has errors of its own, and those of the compiler that it calls.
+    except Exception as error:
+        logger.warning("tokens are chosen by torch, as the Triton kernels cannot be made: %s", one_line(error))
+        return LogitsScan()
+    expected = sample_tokens(logits, rows, None, None if token_ids is None else token_ids.cpu())
+    if found != [expected[:8], expected]:
+        logger.warning("tokens are chosen by torch, as the Triton kernels choose others")
+        return LogitsScan()
+    return scan
 
 
 def _check_passes(loaded: LoadedModel, settings: EngineSettings) -> None:

@@ -6,30 +6,24 @@ A host that reads each token before it starts the next pass leaves a GPU idle me
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
 
-from engine.cpu.logits_scan import LogitsScan
+from engine.cpu.logits_scan import Draw, LogitsScan
 from engine.passes.admission import split_by_rows
 from engine.passes.device import current, on_device
 from engine.passes.layout import BatchedSequence
 from engine.passes.runner import ModelRunner
 from engine.steps import Computing, EngineTimings
 
-_NO_TOKEN = -1
-
 GoesOn = Callable[[int, int], bool]
 """Whether the sequence in a place, for which so many tokens are chosen, feeds the last one and wants another: room for
 that one is made then."""
 
-
-def greedy_tokens(logits: Tensor, token_ids: Tensor | None, scan: LogitsScan) -> tuple[Tensor, Tensor]:
-    """Of each row of logits [R, V], on their device: the token that `sample_tokens` gives where sampling is greedy
-    (int64, negative in place of None), and its softmax probability (float32)."""
-    columns, largest = scan.argmax(logits)
-    tokens = columns if token_ids is None else token_ids[columns]
-    return torch.where(largest.isfinite(), tokens, _NO_TOKEN), scan.probabilities(logits, columns)
+DrawAfter = Callable[[int, int], Draw]
+"""How the next token of the sequence in a place is drawn once so many are chosen."""
 
 
 class ChainedPasses:
@@ -50,7 +44,12 @@ class ChainedPasses:
 
     @torch.inference_mode()
     def run(
-        self, sequences: Sequence[BatchedSequence], goes_on: GoesOn, timings: EngineTimings, computing: Computing
+        self,
+        sequences: Sequence[BatchedSequence],
+        draw_after: DrawAfter,
+        goes_on: GoesOn,
+        timings: EngineTimings,
+        computing: Computing,
     ) -> list[list[tuple[int | None, float]]]:
         """Feeds the sequences, and then token by token those that want logits, as long as they go on. Gives the tokens
         chosen for each, with their probabilities; the token is None from the first on whose logits are not finite.
@@ -76,11 +75,14 @@ class ChainedPasses:
                 timings.add(result.timings)
                 if len(result.logits):
                     logits = result.logits[:, : self._vocabulary_size]
-                    parts.append(greedy_tokens(logits, self._token_ids, self._scan))
+                    draws = [draw_after(places[index], len(found)) for index in batch if feeding[index].logits]
+                    parts.append(self._scan.choose(logits, draws, self._token_ids))
             places = [place for place, sequence in zip(places, feeding, strict=True) if sequence.logits]
             if not places:
                 break
-            tokens, probabilities = (torch.cat(part) for part in zip(*parts, strict=True))
+            tokens, probabilities = parts[0]
+            if len(parts) > 1:
+                tokens, probabilities = (torch.cat(part) for part in zip(*parts, strict=True))
             found.append((places, tokens, probabilities))
             going = [index for index, place in enumerate(places) if goes_on(place, len(found))]
             fed = tokens.clamp(min=0)
@@ -92,11 +94,9 @@ class ChainedPasses:
         with current(device):
             clock.computed()
         if found:
-            numbers = torch.cat([part.double() for _, *both in found for part in both]).tolist()
-            for places, _, _ in found:
-                count = len(places)
-                for place, token, probability in zip(places, numbers[:count], numbers[count : 2 * count], strict=True):
-                    chosen[place].append((None if token < 0 else int(token), probability))
-                numbers = numbers[2 * count :]
+            each_places, each_tokens, each_probabilities = zip(*found, strict=True)
+            numbers = torch.stack([torch.cat(each_tokens).double(), torch.cat(each_probabilities).double()]).tolist()
+            for place, token, probability in zip(chain(*each_places), *numbers, strict=True):
+                chosen[place].append((None if token < 0 else int(token), probability))
         timings.add_pass(*clock.seconds())
         return chosen

@@ -24,7 +24,7 @@ _WEIGHT_BITS = 34
 # Tokens that are put in order at first, and then; only where the filters keep more is the whole vocabulary ordered.
 _PREFIXES = (512, 8192)
 _ARRAY_CODES = {torch.int64: "q", torch.float32: "f", torch.float64: "d"}
-_SMALLEST_TEMPERATURE = 2.0**-126
+SMALLEST_TEMPERATURE = 2.0**-126
 
 
 def changes_scores(sampling: SamplingParameters, output_tokens: int, must_end: bool = False) -> bool:
@@ -102,7 +102,7 @@ def deficits(scores: Tensor, largest: Tensor, rows: Sequence[SamplingParameters]
     Minus a deficit is a log probability up to a constant. Measured from the largest score, it cannot overflow to equal
     infinities at small temperatures. `largest` is [R].
     """
-    temperatures = [max(sampling.temperature, _SMALLEST_TEMPERATURE) for sampling in rows]
+    temperatures = [max(sampling.temperature, SMALLEST_TEMPERATURE) for sampling in rows]
     # Divided by a tensor, for a division by a number is a multiplication by its reciprocal on some devices.
     return scores.neg_().add_(largest[:, None]).div_(_on_device(temperatures, torch.float32, scores)[:, None])
 

@@ -13,16 +13,22 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.cpu.logits_scan import LogitsScan
-from engine.sampling.logits_shaping import change_scores, changes_scores, deficits, filters_tokens, kept_tokens
+from engine.cpu.logits_scan import RACE_MARGIN, Draw, LogitsScan
+from engine.passes.device import on_device
+from engine.sampling.logits_shaping import (
+    SMALLEST_TEMPERATURE,
+    change_scores,
+    changes_scores,
+    deficits,
+    filters_tokens,
+    kept_tokens,
+)
 from engine.sampling.noise import gumbel, noise_bits, row_key
 from scheduler.sampling import SamplingParameters
 
 _BUCKET = 128
 # Rows are taken in blocks whose scratch fits a CPU core's cache; a GPU takes all rows at once.
 _CPU_BLOCK_ELEMENTS = 65536
-# Above the largest -log(1 - t) / t that 32 bits of noise give (22.874), by far more than float32 errs.
-_RACE_MARGIN = 24.0
 _NO_TOKEN = 2**62
 _BY_TORCH = LogitsScan()
 
@@ -86,11 +92,18 @@ def sample_tokens(
         raise ValueError(f"token_ids have shape {tuple(token_ids.shape)}, must be [{logits.shape[1]}]")
     if not rows:
         return []
-    largest = torch.empty(len(rows), dtype=torch.float32, device=logits.device)
     sampled = torch.empty(len(rows), dtype=torch.int64, device=logits.device)
-    as_they_are = [i for i, row in enumerate(rows) if row.sampling.greedy and not row.changes_scores]
-    changed = [i for i, row in enumerate(rows) if row.sampling.greedy and row.changes_scores]
-    drawn = [i for i, row in enumerate(rows) if not row.sampling.greedy]
+    left: Sequence[int] = range(len(rows))
+    if scan.draws:
+        left = [i for i, row in enumerate(rows) if row.changes_scores or not takes_any_token(row.sampling)]
+        if len(left) < len(rows):
+            sampled, _ = scan.choose(logits, [draw_of(row.sampling, row.position) for row in rows], token_ids)
+        if not left:
+            return _known(sampled)
+    largest = torch.zeros(len(rows), dtype=torch.float32, device=logits.device)
+    as_they_are = [i for i in left if rows[i].sampling.greedy and not rows[i].changes_scores]
+    changed = [i for i in left if rows[i].sampling.greedy and rows[i].changes_scores]
+    drawn = [i for i in left if not rows[i].sampling.greedy]
     if len(as_they_are) == len(rows):
         columns, largest = scan.argmax(logits)
         sampled = _ids(columns, token_ids)
@@ -106,9 +119,24 @@ def sample_tokens(
         keys = _tensor([0 if row.sampling.greedy else row_key(row.sampling.seed, row.position) for row in rows], logits)
         candidates = list(_candidates(logits, rows, drawn, keys, largest, token_ids))
         sampled[_tensor(drawn, logits)] = _winners(candidates, keys)[_tensor(drawn, logits)]
-    # One transfer, for which a GPU's host waits once.
-    known = torch.where(largest.isfinite(), sampled, _NO_TOKEN).tolist()
-    return [None if token == _NO_TOKEN else token for token in known]
+    return _known(torch.where(largest.isfinite(), sampled, -1))
+
+
+def _known(tokens: Tensor) -> list[int | None]:
+    """None for what is negative. One transfer, for which a GPU's host waits once."""
+    return [None if token < 0 else token for token in tokens.tolist()]
+
+
+def takes_any_token(sampling: SamplingParameters) -> bool:
+    """Whether no filter matters to the choice."""
+    return sampling.greedy or not filters_tokens(sampling)
+
+
+def draw_of(sampling: SamplingParameters, position: int) -> Draw:
+    """How the token at a position is drawn, where nothing changes the scores and no token is left out."""
+    if sampling.greedy:
+        return 0, 0.0
+    return row_key(sampling.seed, position), max(sampling.temperature, SMALLEST_TEMPERATURE)
 
 
 @torch.no_grad()
@@ -165,7 +193,7 @@ def _front_runners(deficit: Tensor, keys: Tensor, token_ids: Tensor | None) -> t
     arrival.copy_(bits.view(torch.uint32)[:, 1::2]).add_(0.5).mul_(torch.exp(deficit))
     race = race.view(count, buckets, _BUCKET)
     first = race.amin(2)
-    limit = first.amin(1) * _RACE_MARGIN
+    limit = first.amin(1) * RACE_MARGIN
     row, bucket = (first <= limit[:, None]).nonzero(as_tuple=True)
     which, lane = (race[row, bucket] <= limit[row, None]).nonzero(as_tuple=True)
     return row[which], bucket[which] * _BUCKET + lane
@@ -203,4 +231,4 @@ def row_blocks(indices: Sequence[int], logits: Tensor) -> Iterator[Sequence[int]
 
 
 def _tensor(values: Sequence[int], like: Tensor) -> Tensor:
-    return torch.tensor(values, dtype=torch.int64, device=like.device)
+    return on_device(values, like.device)

@@ -1,4 +1,4 @@
-"""Greedy proposals whose tokens are read once: they are those of a draft engine that reads every token."""
+"""Proposals whose tokens are read once: they are those of a draft engine that reads every token."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine.cpu.logits_scan import LogitsScan
 from engine.drafting.model_draft import DraftEngine
 from engine.drafting.prompt_lookup import TokenPlaces
 from engine.kv.pages import PageTable
@@ -19,6 +20,7 @@ from engine.settings import EngineSettings
 from engine.steps import ProposeRow, RowOutcome
 from scheduler.sampling import Grammar, SamplingParameters
 from tests.support.tiny_models import TORCH_SHAPE, VOCABULARY, tiny_model
+from tests.support.triton_kernel import interpreted
 
 GREEDY = SamplingParameters()
 MIN_TOKENS = SamplingParameters(min_tokens=2, end_token_ids=frozenset({1}))
@@ -43,11 +45,23 @@ def restricted(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Draft:
     """A draft engine, and sequences of its own."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, *, chained: bool, **changes: object) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        scan: LogitsScan | None = None,
+        *,
+        chained: bool,
+        **changes: object,
+    ) -> None:
         fields = {"dtype": "float32", "threads": 1, "page_size": 4, "kv_pages": 200, "max_num_batched_tokens": 64}
         settings = EngineSettings(str(folder), **fields | changes)  # type: ignore[arg-type]
         with monkeypatch.context() as patch:
-            patch.setattr(loading, "DraftEngine", lambda *given: DraftEngine(*[*given[:-1], chained]))
+            patch.setattr(
+                loading,
+                "DraftEngine",
+                lambda *given: DraftEngine(*[*given[:3], scan or given[3], *given[4:-1], chained]),
+            )
             self.engine = loading.load_draft_engine(settings, lambda *_: None)
         self.tables: list[PageTable] = []
         self.places: list[TokenPlaces] = []
@@ -80,8 +94,8 @@ class Draft:
 
 
 def pair(folder: Path, monkeypatch: pytest.MonkeyPatch, **changes: object) -> tuple[Draft, Draft]:
-    plain = Draft(folder, monkeypatch, chained=False, **changes)
-    return plain, Draft(folder, monkeypatch, chained=True, **changes)
+    plain = Draft(folder, monkeypatch, None, chained=False, **changes)
+    return plain, Draft(folder, monkeypatch, None, chained=True, **changes)
 
 
 def assert_equal(plain: Draft, chained: Draft, expected: list[RowOutcome], found: list[RowOutcome]) -> None:
@@ -185,6 +199,35 @@ def test_tokens_are_read_once_where_all_rows_are_greedy(
     assert counted == reads
     assert_equal(plain, chained, expected, found)
     assert [len(outcome.tokens) for outcome in found] == [4, 4]
+
+
+@pytest.mark.parametrize("head", ["folder", "restricted"])
+def test_drawn_tokens_are_read_once_where_the_scan_draws(
+    head: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By Triton's kernels, interpreted, in two rounds beside a greedy row and with proposals of different lengths."""
+    scan = interpreted("engine.cuda.triton_sampling").TritonScan()
+    folder = request.getfixturevalue(head)
+    plain = Draft(folder, monkeypatch, chained=False)
+    chained = Draft(folder, monkeypatch, scan, chained=True, max_num_batched_tokens=8)
+    samplings = [SamplingParameters(temperature=0.8, seed=3), GREEDY, SamplingParameters(temperature=2.0, seed=2**63)]
+    reads = 0
+    read = torch.Tensor.tolist
+
+    def tolist(tensor: torch.Tensor) -> object:
+        nonlocal reads
+        reads += 1
+        return read(tensor)
+
+    histories = [[1, 2, 3], [4, 5], [6, 7, 8, 9]]
+    for _ in range(2):
+        expected = plain.step(histories, [4, 2, 5], samplings)
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.Tensor, "tolist", tolist)
+            found = chained.step(histories, [4, 2, 5], samplings)
+        assert_equal(plain, chained, expected, found)
+        histories = [[*history, *outcome.tokens, 1] for history, outcome in zip(histories, expected, strict=True)]
+    assert reads == 2
 
 
 def test_rows_that_only_feed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
