@@ -11,7 +11,7 @@ import torch
 from bench.gpu.device import graphed_seconds
 from bench.gpu.findings import Findings
 from engine.attention.backends import Span
-from engine.cuda.triton_attention import AttentionTuning, TritonBackend
+from engine.cuda.triton_attention import TritonBackend
 from engine.kv.paged_kv import PagedKv
 
 _PAGE_SIZE = 16
@@ -24,20 +24,6 @@ _SPANS = ((0, 1), (250, 12), (0, 70), (511, 1), (1500, 5))
 _TIMED_CONTEXTS = (128, 2048, 8192)
 _TIMED_BATCHES = (1, 8, 32)
 _CALLS = 12
-# Query heads, KV heads and dimensions of a head of Qwen3-8B.
-_TIMED_HEADS = (32, 8, 128)
-_ALTERNATIVES = (
-    AttentionTuning(),
-    AttentionTuning(programs=4),
-    AttentionTuning(stages=7),
-    AttentionTuning(stages=3, positions=128, tile_bytes=32 << 10),
-    AttentionTuning(warps=4, registers=168, programs=3),
-    AttentionTuning(warps=4, registers=168, programs=3, stages=3),
-    AttentionTuning(warps=4, registers=168, programs=3, stages=7, positions=32),
-    AttentionTuning(warps=4, registers=128, programs=4, positions=32),
-    AttentionTuning(warps=2, registers=255, programs=4, stages=7, positions=32),
-    AttentionTuning(overlap=False),
-)
 
 
 def check_attention(device: torch.device, findings: Findings) -> None:
@@ -51,6 +37,13 @@ def check_attention(device: torch.device, findings: Findings) -> None:
         backend = TritonBackend(query_heads, kv_heads, _PAGE_SIZE, device)
         scaling = head_dim**-0.5
         found = backend.plan(spans, rows).attend(kv.layers[0], query, scaling).clone()
+        unequal = 0
+        for span in spans:
+            for row in range(span.rows):
+                alone = Span(0, 1, span.start + row, span.pages)
+                place = span.first_row + row
+                one = backend.plan([alone], 1).attend(kv.layers[0], query[place : place + 1], scaling)
+                unequal += not torch.equal(one[0], found[place])
         findings.add(
             "attention against float32",
             dtype=str(dtype),
@@ -59,70 +52,26 @@ def check_attention(device: torch.device, findings: Findings) -> None:
             head_dim=head_dim,
             max_error=float((found.float() - _expected(kv, query, spans, scaling)).abs().max()),
             rows=rows,
-            rows_unlike_alone=_rows_unlike_alone(backend, kv, query, spans, found),
+            rows_unlike_alone=unequal,
         )
 
 
 def time_attention(device: torch.device, findings: Findings, bandwidth: float) -> None:
     """Of one layer of Qwen3-8B, one row a sequence; `read_microseconds`: what reading the KV alone would take."""
-    _, kv_heads, head_dim = _TIMED_HEADS
+    query_heads, kv_heads, head_dim = 32, 8, 128
+    backend = TritonBackend(query_heads, kv_heads, _PAGE_SIZE, device)
     for context, batch in itertools.product(_TIMED_CONTEXTS, _TIMED_BATCHES):
+        spans, rows, kv = _pass([(context - 1, 1)] * batch, kv_heads, head_dim, torch.bfloat16, device)
+        query = torch.randn(rows, query_heads, head_dim, dtype=torch.bfloat16, device=device)
+        plan = backend.plan(spans, rows)
+        calls = [partial(plan.attend, kv.layers[0], query, head_dim**-0.5)] * _CALLS
         findings.add(
             "attention of one layer",
             context=context,
             batch=batch,
-            microseconds=_microseconds(AttentionTuning(), context, batch, device),
+            microseconds=graphed_seconds(calls, device) * 1e6,
             read_microseconds=batch * context * kv_heads * head_dim * 4 / bandwidth * 1e6,
         )
-
-
-def time_alternatives(device: torch.device, findings: Findings) -> None:
-    """As `time_attention`, for other ways to run the kernel, by context and batch. `unlike_same_order`: how many
-    numbers differ from those of the first alternative that adds up in the same order."""
-    query_heads, kv_heads, head_dim = _TIMED_HEADS
-    spans, rows, kv = _pass(_SPANS, kv_heads, head_dim, torch.bfloat16, device)
-    query = torch.randn(rows, query_heads, head_dim, dtype=torch.bfloat16, device=device)
-    expected = _expected(kv, query, spans, head_dim**-0.5)
-    first: dict[tuple[int, int], torch.Tensor] = {}
-    for tuning in _ALTERNATIVES:
-        try:
-            backend = TritonBackend(query_heads, kv_heads, _PAGE_SIZE, device, tuning)
-            found = backend.plan(spans, rows).attend(kv.layers[0], query, head_dim**-0.5).clone()
-            same_order = first.setdefault((tuning.warps, tuning.positions), found)
-            results: dict[str, object] = {
-                "max_error": float((found.float() - expected).abs().max()),
-                "unlike_same_order": int((found != same_order).sum()),
-                "rows_unlike_alone": _rows_unlike_alone(backend, kv, query, spans, found),
-            }
-            for context, batch in itertools.product(_TIMED_CONTEXTS, _TIMED_BATCHES):
-                results[f"microseconds_{context}_{batch}"] = _microseconds(tuning, context, batch, device)
-        # Triton has errors of its own, and those of the compiler that it calls.
-        except Exception as error:
-            results = {"error": repr(error)[:500]}
-        findings.add("alternative for attention", **tuning._asdict(), **results)
-
-
-def _microseconds(tuning: AttentionTuning, context: int, batch: int, device: torch.device) -> float:
-    query_heads, kv_heads, head_dim = _TIMED_HEADS
-    spans, rows, kv = _pass([(context - 1, 1)] * batch, kv_heads, head_dim, torch.bfloat16, device)
-    query = torch.randn(rows, query_heads, head_dim, dtype=torch.bfloat16, device=device)
-    plan = TritonBackend(query_heads, kv_heads, _PAGE_SIZE, device, tuning).plan(spans, rows)
-    calls = [partial(plan.attend, kv.layers[0], query, head_dim**-0.5)] * _CALLS
-    return graphed_seconds(calls, device) * 1e6
-
-
-def _rows_unlike_alone(
-    backend: TritonBackend, kv: PagedKv, query: torch.Tensor, spans: list[Span], found: torch.Tensor
-) -> int:
-    """How many rows have other bits than in a pass of their own."""
-    unlike = 0
-    for span in spans:
-        for row in range(span.rows):
-            place = span.first_row + row
-            alone = backend.plan([Span(0, 1, span.start + row, span.pages)], 1)
-            one = alone.attend(kv.layers[0], query[place : place + 1], query.shape[2] ** -0.5)
-            unlike += not torch.equal(one[0], found[place])
-    return unlike
 
 
 def _pass(

@@ -63,7 +63,7 @@ class AttentionTuning(NamedTuple):
     positions: int = 64
     """Of a tile, at most; fewer where their keys would take more than `tile_bytes`."""
     tile_bytes: int = 16 << 10
-    programs: int = 2
+    programs: int = 4
     """For each multiprocessor, over all KV heads: they share the items."""
     overlap: bool = True
     """With other kernels, where a GPU can (engine/cuda/triton_product.py)."""

@@ -32,18 +32,12 @@ _FEWEST_STAGES = 3
 _BUSY_PROGRAMS = 192
 # Blocks of a part, at least: the first ones on their way are waited for, and the sums of a part are written.
 _PART_BLOCKS = 4
-# More rows than this read more of the inputs than of the weights where blocks have 64 outputs.
-_NARROW_ROWS = 64
+# More rows than these read much of the inputs again for each block of 64 outputs, and more of them than of the weights.
+_FEW_ROWS, _NARROW_ROWS = 16, 64
 # More rows than this make programs enough without parts, whose sums would take more memory than the weights.
 _SPLIT_ROWS = 192
 # Outputs that a program of the second kernel adds up.
 _ADDED = 1024
-# Blocks of weights that a program of overlapping kernels has brought to the cache while it waits for its turn: so many
-# of all programs fit there several times.
-_PREFETCHED_BLOCKS = 8
-# Bytes, the fewest that the cache takes, and their weights.
-_SECTOR = tl.constexpr(32)
-_SECTOR_WEIGHTS = tl.constexpr(16)
 
 
 class Parts(NamedTuple):
@@ -77,8 +71,10 @@ def product_shape(out_features: int, in_features: int, rows: int = 1) -> Product
     splits = 1
     while -(-out_features // 64) * splits < _BUSY_PROGRAMS and blocks >= 2 * splits * _PART_BLOCKS:
         splits *= 2
-    if rows <= _NARROW_ROWS:
+    if rows <= _FEW_ROWS or (rows <= _NARROW_ROWS and splits > 1):
         return ProductShape(64, block_in, splits, stages=5, warps=4)
+    if rows <= _NARROW_ROWS:
+        return ProductShape(128, block_in, splits, stages=4, warps=4)
     return ProductShape(128, block_in, splits, stages=5, warps=8, joined=rows > _SPLIT_ROWS)
 
 
@@ -110,7 +106,6 @@ def constants(
         "has_bias": has_bias,
         "even_out": out_features % shape.block_out == 0,
         "even_in": in_features % shape.block_in == 0,
-        "prefetched": _PREFETCHED_BLOCKS * shape.block_in if overlap else 0,
         "overlap": overlap,
     }
 
@@ -156,20 +151,6 @@ def add_parts(sums, bias, places, of_bias, is_real, count, parts: tl.constexpr, 
 
 
 @triton.jit
-def _prefetch(weight_rows, first, last, weights: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Brings `weights` weights of each row to the cache, from `first` on, but none after `last`."""
-    inner = tl.minimum(first + tl.arange(0, weights // _SECTOR_WEIGHTS) * _SECTOR_WEIGHTS, last)
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; // $0",
-        "=r,l",
-        [(weight_rows[:, None] + inner[None, :]).to(tl.int64) & -_SECTOR],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
 def _block_of(rows_of_it, row, count, inner, in_features, even_in: tl.constexpr):  # type: ignore[no-untyped-def]
     """`[inner, rows]` of a matrix `[rows, in_features]`: 0 where there is none."""
     exists = (row < count)[None, :]
@@ -209,7 +190,6 @@ def multiply(  # type: ignore[no-untyped-def]
     has_bias: tl.constexpr,
     even_out: tl.constexpr,
     even_in: tl.constexpr,
-    prefetched: tl.constexpr,
     overlap: tl.constexpr,
 ):
     """One tile of rows, one block of outputs, and one part of the inner dimension (or all, if `joined`).
@@ -223,10 +203,6 @@ def multiply(  # type: ignore[no-untyped-def]
     weight_rows = weights + out.to(tl.int64) * in_features
     steps = tl.cdiv(in_features, block_in)
     part_steps = tl.cdiv(steps, splits)
-    if prefetched:
-        real_rows = weights + tl.minimum(out, out_features - 1).to(tl.int64) * in_features
-        last = tl.minimum((part + 1) * part_steps * block_in, in_features) - 1
-        _prefetch(real_rows, part * part_steps * block_in, last, prefetched)
     wait_for_turn(overlap)
     total = tl.zeros([block_out, main], tl.float32)
     if rest:
