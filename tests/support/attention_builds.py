@@ -8,18 +8,13 @@ elsewhere (tests/unit/engine/test_triton_attention.py).
 from __future__ import annotations
 
 import itertools
-import re
-import subprocess
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from triton.compiler import CompiledKernel
 
 from engine.cuda import triton_attention
+from tests.support.triton_builds import compiled, resources
 
 HEAD_DIMS = (64, 96, 128, 256)
 GROUPS = tuple(range(1, 9))
@@ -38,9 +33,6 @@ some more than a thread has between two splits."""
 _KV_HEADS = 8
 # On older GPUs a kernel begins when the last one has ended.
 _FIRST_OVERLAPPING = 90
-_THREADS_OF_A_WARP = 32
-_CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-
 
 BLOCK_MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
 """By compute capability, bytes of shared memory that one block can have (CUDA C++ Programming Guide)."""
@@ -84,14 +76,12 @@ def variants(architectures: tuple[int, ...] = tuple(BLOCK_MEMORY)) -> Iterator[V
 def build(variant: Variant) -> Build:
     """Compiles the attention kernel; whatever the compiler raises becomes a fault."""
     try:
-        target = GPUTarget("cuda", variant.architecture, _THREADS_OF_A_WARP)
-        options = triton_attention.options(DTYPES[variant.dtype][1])
-        compiled = triton.compile(_source(variant), target=target, options=options)
-        registers, spilled = _resources(compiled.asm["cubin"])
+        kernel = _compiled(variant)
+        registers, spilled = resources(kernel.asm["cubin"])
     # Triton has errors of its own, those of LLVM and those of the programs that it starts.
     except Exception as error:
         return Build(variant, fault=f"does not compile: {_last_line(error)}")
-    shared_memory = compiled.metadata.shared
+    shared_memory = kernel.metadata.shared
     fault = ""
     if spilled > MAX_SPILLED:
         fault = f"{spilled} bytes of registers spill to memory"
@@ -100,10 +90,8 @@ def build(variant: Variant) -> Build:
     return Build(variant, fault, registers, spilled, shared_memory)
 
 
-def _source(variant: Variant) -> ASTSource:
+def _compiled(variant: Variant) -> CompiledKernel:
     """As the launch in `TritonPlan.attend` has it compiled: its tensors begin at multiples of 16 bytes."""
-    kernel = triton_attention._attend
-    names = kernel.arg_names
     element_bytes = DTYPES[variant.dtype][1]
     values = triton_attention.constants(
         _KV_HEADS * variant.group,
@@ -114,26 +102,9 @@ def _source(variant: Variant) -> ASTSource:
         overlap=variant.architecture >= _FIRST_OVERLAPPING,
     )
     pointers = dict.fromkeys(_POINTERS, f"*{variant.dtype}") | _OTHER_POINTERS
-    signature = dict.fromkeys(names, "constexpr") | pointers | _UNALIGNED_POINTERS | {"scale": "fp32"}
-    return ASTSource(
-        kernel,
-        signature,
-        constexprs={(names.index(name),): value for name, value in values.items()},
-        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in pointers},
-    )
-
-
-def _resources(cubin: bytes) -> tuple[int, int]:
-    """Registers of a thread, and bytes of its stack: the kernel has no arrays, so these are spilled registers."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [str(_CUOBJDUMP), "-res-usage", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
-    if found is None:
-        raise RuntimeError(f"cuobjdump names no resources: {text.strip()!r}")
-    return int(found[1]), int(found[2])
+    types = pointers | _UNALIGNED_POINTERS | {"scale": "fp32"}
+    options = triton_attention.options(element_bytes)
+    return compiled(triton_attention._attend, types, pointers, values, options, variant.architecture)
 
 
 def _last_line(error: Exception) -> str:

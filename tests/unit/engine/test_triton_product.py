@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import re
-import subprocess
-import tempfile
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -149,16 +146,12 @@ class Build:
     instructions: set[str]
 
 
-def compiled(architecture: int, size: tuple[int, int], all_rows: list[int]) -> list[Build]:
+def builds(architecture: int, size: tuple[int, int], all_rows: list[int]) -> list[Build]:
     """The kernel, compiled for a GPU and tiles of so many rows. Not where Triton has its interpreter."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from engine.cuda import triton_product
+    from tests.support.triton_builds import compiled, resources
 
-    names = triton_product.multiply.arg_names
-    builds = []
+    found = []
     for rows in all_rows:
         shape = triton_product.product_shape(*size, rows)
         tile = triton_product.row_tile(rows, shape)
@@ -166,39 +159,18 @@ def compiled(architecture: int, size: tuple[int, int], all_rows: list[int]) -> l
         values: dict[str, object] = triton_product.constants(*size, False, tile, shape, overlap) | {"bias": None}
         to = "*fp32" if shape.splits > 1 and not shape.joined else "*bf16"
         tensors = {"to": to, "inputs": "*bf16", "weights": "*bf16"}
-        sizes = dict.fromkeys(("rows", "out_features", "in_features"), "i32")
-        source = ASTSource(
-            triton_product.multiply,
-            dict.fromkeys(names, "constexpr") | tensors | sizes,
-            constexprs={(names.index(name),): value for name, value in values.items()},
-            attrs={
-                (names.index(name),): [["tt.divisibility", 16]] for name in [*tensors, "out_features", "in_features"]
-            },
-        )
-        target = GPUTarget("cuda", architecture, 32)
+        types = tensors | dict.fromkeys(("rows", "out_features", "in_features"), "i32")
+        aligned = [*tensors, "out_features", "in_features"]
         options = triton_product.options(tile, shape) | triton_product.launch_options(overlap)
-        found = triton.compile(source, target=target, options=options)
-        instructions = set(re.findall(r"(?:wgmma|mma|tcgen05\.mma)[\w.:]*\.(m\d+n\d+k\d+|kind::f16)", found.asm["ptx"]))
-        # Nothing but weights on their way to the cache goes before it is the kernel's turn.
-        before, *after = found.asm["ptx"].split("griddepcontrol.wait;")
+        kernel = compiled(triton_product.multiply, types, aligned, values, options, architecture)
+        ptx = kernel.asm["ptx"]
+        instructions = set(re.findall(r"(?:wgmma|mma|tcgen05\.mma)[\w.:]*\.(m\d+n\d+k\d+|kind::f16)", ptx))
+        # Nothing is read or written before it is the kernel's turn.
+        before, *after = ptx.split("griddepcontrol.wait;")
         assert not after or not re.search(r"ld\.global|st\.global|cp\.async", before)
-        stack, shared_memory = stack_of(found.asm["cubin"]), found.metadata.shared
-        builds.append(Build(rows, tile, stack, shared_memory, len(after), instructions))
-    return builds
-
-
-def stack_of(cubin: bytes) -> int:
-    """Bytes of a thread: the kernel has no arrays, so these are registers that spilled."""
-    import triton
-
-    program = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        text = subprocess.run([program, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    found = re.search(r"STACK:(\d+)", text)
-    assert found is not None
-    return int(found[1])
+        _, stack = resources(kernel.asm["cubin"])
+        found.append(Build(rows, tile, stack, kernel.metadata.shared, len(after), instructions))
+    return found
 
 
 ALL_TILES = [1, 32, 64, 96, 128, 160, 192, 2048]
@@ -216,7 +188,7 @@ def test_all_tiles_have_one_instruction_and_keep_their_sums_in_registers(monkeyp
     monkeypatch.delenv("TRITON_INTERPRET")
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as compiler:
         for architecture, memory, size, rows, instruction in BUILDS:
-            for build in compiler.submit(compiled, architecture, size, rows).result():
+            for build in compiler.submit(builds, architecture, size, rows).result():
                 assert build.stack == 0, build
                 assert build.shared_memory <= memory, build
                 assert build.waits == (architecture >= 90), build

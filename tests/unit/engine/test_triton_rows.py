@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import importlib
-import json
-import os
-import subprocess
-import sys
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -222,66 +220,53 @@ def test_parts_of_products_have_the_bits_of_their_sum(kernels: ModuleType, dtype
         assert torch.equal(found, expected)
 
 
-# Run in a process of its own, as where Triton interprets it compiles nothing.
-BUILDS = """
-import json, pathlib, re, subprocess, tempfile
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from engine.cuda import triton_rows as rows
-from engine.cuda.triton_product import product_shape
+def builds(architecture: int, dtype: str, head_dim: int, hidden: int) -> dict[str, tuple[int, list[int]]]:
+    """Of each kernel, compiled for a GPU: the bytes of a thread's stack, and how often it lets the next kernel begin
+    and waits for its turn. Not where Triton has its interpreter."""
+    from engine.cuda import triton_rows as rows
+    from engine.cuda.triton_product import product_shape
+    from tests.support.triton_builds import compiled, resources
 
-def build(kernel, architecture, dtype, constants, warps, parts, missing=()):
-    names = kernel.arg_names
     overlap = architecture >= 90
-    values = constants | {"parts": parts, "overlap": overlap} | dict.fromkeys(missing)
-    values |= {"bias": None} if parts == 1 else {}
-    kinds = {name: "constexpr" if name in values else f"*{dtype}" for name in names}
-    kinds |= {name: "*fp32" for name in ("qkv", "added", "gate_up") if parts > 1 and name in names}
-    kinds |= {"epsilon": "fp32"} if "epsilon" in names else {}
-    kinds |= {"slots": "*i64"} if "slots" in names else {}
-    pointers = [(i,) for i, name in enumerate(names) if kinds[name].startswith("*")]
-    source = ASTSource(
-        kernel,
-        kinds,
-        constexprs={(names.index(name),): value for name, value in values.items()},
-        attrs=dict.fromkeys(pointers, [["tt.divisibility", 16]]),
-    )
-    options = {"num_warps": warps} | rows.launch_options(overlap)
-    compiled = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
-    program = pathlib.Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        said = subprocess.run([program, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    waits = [compiled.asm["ptx"].count(f"griddepcontrol.{what};") for what in ("launch_dependents", "wait")]
-    return int(re.search(r"STACK:(\\d+)", said)[1]), waits == [overlap, overlap]
 
-found = {}
-for architecture, dtype, head_dim, hidden in CASES:
+    def build(
+        kernel: Any, constants: dict[str, Any], warps: int, parts: int, missing: tuple[str, ...] = ()
+    ) -> tuple[int, list[int]]:
+        names = kernel.arg_names
+        values = constants | {"parts": parts, "overlap": overlap} | dict.fromkeys(missing)
+        values |= {"bias": None} if parts == 1 else {}
+        types = dict.fromkeys((name for name in names if name not in values), f"*{dtype}")
+        types |= {name: "*fp32" for name in ("qkv", "added", "gate_up") if parts > 1 and name in names}
+        types |= {"epsilon": "fp32"} if "epsilon" in names else {}
+        types |= {"slots": "*i64"} if "slots" in names else {}
+        pointers = [name for name, kind in types.items() if kind.startswith("*")]
+        options = {"num_warps": warps} | rows.launch_options(overlap)
+        found = compiled(kernel, types, pointers, values, options, architecture)
+        waits = [found.asm["ptx"].count(f"griddepcontrol.{what};") for what in ("launch_dependents", "wait")]
+        return resources(found.asm["cubin"])[1], waits
+
     heads = rows.rotation_constants(32, 8, head_dim, 16)
-    plain, norms = ("query_norm", "key_norm"), rows.norm_constants(hidden)
-    warps = rows.norm_warps(hidden)
-    case = (architecture, dtype)
-    found |= {
-        f"rotate_write {head_dim} {case}": build(rows._rotate_write, *case, heads, 1, 1, plain),
-        f"rotate_write {head_dim} with norms {case}": build(rows._rotate_write, *case, heads, 1, 4),
-        f"norm {hidden} {case}": build(rows._add_norm, *case, norms, warps, 1, ("added",)),
-        f"add_norm {hidden} {case}": build(rows._add_norm, *case, norms, warps, product_shape(hidden, hidden).splits),
-        f"silu_mul {case}": build(rows._silu_mul, *case, rows.gate_constants(9728), 4, 2),
+    norms, warps = rows.norm_constants(hidden), rows.norm_warps(hidden)
+    return {
+        "rotate_write": build(rows._rotate_write, heads, 1, 1, ("query_norm", "key_norm")),
+        "rotate_write with norms": build(rows._rotate_write, heads, 1, 4),
+        "norm": build(rows._add_norm, norms, warps, 1, ("added",)),
+        "add_norm": build(rows._add_norm, norms, warps, product_shape(hidden, hidden).splits),
+        "silu_mul": build(rows._silu_mul, rows.gate_constants(9728), 4, 2),
     }
-print(json.dumps(found))
-"""
+
+
 # Architecture, dtype, head dimension, hidden size.
 CASES = [(80, "fp16", 64, 2048), (90, "bf16", 128, 5120), (100, "fp32", 96, 16384)]
 
 
-def test_kernels_compile_keep_their_numbers_in_registers_and_overlap_where_they_can() -> None:
+def test_kernels_compile_keep_their_numbers_in_registers_and_overlap_where_they_can(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     pytest.importorskip("triton", reason="Triton is made for Linux only")
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    command = [sys.executable, "-c", BUILDS.replace("CASES", repr(CASES))]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-    builds = json.loads(run.stdout)
-    assert len(builds) == 5 * len(CASES)
-    assert [name for name, (stack, overlaps) in builds.items() if stack or not overlaps] == []
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as compiler:
+        for case in CASES:
+            overlap = case[0] >= 90
+            found = compiler.submit(builds, *case).result()
+            assert found == dict.fromkeys(found, (0, [overlap, overlap])), case

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import multiprocessing
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -133,3 +135,25 @@ def test_kernels_are_used_where_they_choose_what_torch_chooses(
     for token_ids in (None, torch.arange(0, VOCABULARY, 2)):
         assert logits_scan(loaded, token_ids).draws == (not fault)
     assert len(caplog.messages) == (2 if fault else 0)
+
+
+GREEDY, DRAWN = ("_scan", "_choose"), ("_scan", "_score", "_choose")
+# Architecture, dtype, temperature, whether the head is over some tokens; and the kernels that this takes.
+BUILDS = [
+    ((80, torch.bfloat16, 0.7, False), DRAWN),
+    ((90, torch.bfloat16, 0.7, True), DRAWN),
+    ((90, torch.float32, 0.7, False), DRAWN),
+    ((90, torch.bfloat16, 0.0, True), GREEDY),
+    ((100, torch.float32, 0.7, True), DRAWN),
+]
+
+
+def test_kernels_compile_and_round_each_operation_that_decides_about_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton", reason="Triton is made for Linux only")
+    from tests.support.sampling_builds import builds
+
+    # Where Triton has its interpreter, it compiles nothing.
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as compiler:
+        for case, kernels in BUILDS:
+            assert compiler.submit(builds, *case).result() == dict.fromkeys(kernels, (0, 0)), case
