@@ -27,9 +27,7 @@ def load(caplog: pytest.LogCaptureFixture, dtype: torch.dtype = torch.float32) -
     return load_gpu_passes(dtype, torch.device("cpu"), HEADS, True, lambda message, fraction: None)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "products"), [(torch.float16, "own products"), (torch.float32, "torch's products")]
-)
+@pytest.mark.parametrize(("dtype", "products"), [(torch.float16, "own products"), (torch.float32, "torch's products")])
 def test_kernels_that_work_are_named(
     kernel: ModuleType,
     dtype: torch.dtype,
