@@ -31,10 +31,8 @@ from tests.support.triton_kernel import interpreted_attention
 
 PAGE, PAGES, VOCABULARY = 16, 12, 96
 CPU = torch.device("cpu")
-# The interpreter rounds to bfloat16 in no way that GPUs do.
-DTYPES = [torch.float16, torch.float32]
 CONFIGS: dict[str, type[PreTrainedConfig]] = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
-PIECES = (11, 1, 5, 1, 16)
+PIECES = (7, 1, 3, 1)
 
 
 @pytest.fixture(scope="module")
@@ -119,8 +117,9 @@ def tokens_of(number: int, count: int) -> list[int]:
     return torch.randint(VOCABULARY, (count,), generator=torch.Generator().manual_seed(number)).tolist()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", sorted(CONFIGS))
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*((name, torch.float16) for name in sorted(CONFIGS)), ("qwen3", torch.float32)]
+)
 def test_logits_are_as_close_to_float32_as_those_of_transformers(
     fused_decoder: ModuleType, name: str, dtype: torch.dtype
 ) -> None:
@@ -156,17 +155,16 @@ ROPES: dict[str, dict[str, object]] = {
 @pytest.mark.parametrize("kind", ROPES)
 def test_rotations_are_those_of_the_model(fused_decoder: ModuleType, kind: str) -> None:
     rope = {"rope_type": kind, "rope_theta": 10_000.0, **ROPES[kind]}
-    model = tiny_model(LlamaConfig, rope_parameters=rope, max_position_embeddings=64)
-    tokens = tokens_of(0, 40)
+    model = tiny_model(LlamaConfig, rope_parameters=rope, max_position_embeddings=32)
+    tokens = tokens_of(0, 20)
     with torch.inference_mode():
         expected = model(torch.tensor([tokens])).logits[0]
     assert fused_decoder.fuse_decoder(model)
     assert torch.allclose(Sequences(model).feed((0, tokens)), expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("name", sorted(CONFIGS))
-def test_bits_of_a_row_do_not_depend_on_its_company(fused_decoder: ModuleType, name: str) -> None:
-    model = tiny_model(CONFIGS[name])
+def test_bits_of_a_row_do_not_depend_on_its_company(fused_decoder: ModuleType) -> None:
+    model = tiny_model(Qwen3Config)
     assert fused_decoder.fuse_decoder(model, RowByRowLinear)
     model.lm_head = RowByRowLinear(model.lm_head)
     tokens = {number: tokens_of(number, 24) for number in range(3)}
