@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[3]
 # A machine for measuring has little more than torch and transformers.
 ABSENT = (
     *("platformdirs", "llguidance", "google.protobuf", "grpc", "pydantic", "ray", "fastapi", "starlette", "uvicorn"),
-    *("prometheus_client", "matplotlib", "scipy", "typer", "httpx", "accelerate", "gguf"),
+    *("prometheus_client", "matplotlib", "scipy", "accelerate", "gguf"),
 )
 KILLS = 10
 
@@ -87,7 +87,7 @@ def test_figures_agree_with_each_other(found: list[dict[str, Any]]) -> None:
     assert 0.3 < sum(line["accepted"] for line in lines) / len(lines) < 0.95
     table = tables.tables(found)
     assert table.count("**plain, as served**") == 1
-    assert all(line.count("|") > 2 for line in table.splitlines() if line.startswith("|"))
+    assert "| agreement | draft_length | batch |" in table
 
 
 @pytest.mark.parametrize("kill", range(KILLS))
