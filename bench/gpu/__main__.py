@@ -47,7 +47,7 @@ from engine.models.source import CACHE_VARIABLE
 
 _PACKAGES = ("torch", "transformers", "triton", "numpy", "tokenizers")
 _ROOT = Path(__file__).parents[2]
-_SERVED, _NO_GRAPHS = "as served", "without graphs"
+_SERVED = "as served"
 
 
 @dataclass(slots=True)
@@ -63,13 +63,13 @@ class Run:
         return [
             Block("device", 20, self.device),
             Block("speed", 150, self.speed),
-            Block("exactness", 90, lambda: self.exactness(_SERVED, 64, 64)),
+            Block("exactness", 90, lambda: self.exactness(self.bench.engines(_SERVED), _SERVED, 64, 64)),
             Block("trace", 40, self.trace),
             Block("sampling and contexts", 60, self.more_speed),
             Block("attention", 60, self.attention),
             Block("products", 45, self.products),
             Block("without overlap", 45, self.without_overlap),
-            Block("exactness without graphs", 60, lambda: self.exactness(_NO_GRAPHS, 8, 32)),
+            Block("exactness without graphs", 60, self.exactness_without_graphs),
             Block("transformers", 60, self.peer),
             Block("processes", 120, self.processes),
             Block("large passes", 60, self.large_passes),
@@ -91,20 +91,8 @@ class Run:
         )
         findings.add("bfloat16 product", tera_operations_per_second=product_rate(bench.device) / 1e12)
 
-    def engines(self, name: str) -> Engines:
-        match name:
-            case "as served":
-                return self.bench.engines(name)
-            case "without overlap":
-                return self.bench.engines(name, _without_overlap)
-            case "without graphs":
-                return self.bench.engines(name, cuda_graphs=False)
-            case "large passes":
-                return self.bench.engines(name, max_tokens=256 if self.small else 2048)
-        raise ValueError(f"no engines are named {name!r}")
-
     def speed(self) -> None:
-        engines = self.engines(_SERVED)
+        engines = self.bench.engines(_SERVED)
         rounds = 4 if self.small else 40
         speeds = plain(self.bench, engines, _SERVED, self.batches, rounds)
         speculation(self.bench, engines, _SERVED, speeds, (0.8, 0.75, 0.7), (2, 3, 4, 5), rounds)
@@ -115,23 +103,26 @@ class Run:
         if not self.bench.is_gpu:
             self.bench.findings.add("left out", reason="kernels overlap on GPUs alone")
             return
-        engines = self.engines("without overlap")
+        engines = self.bench.engines("without overlap", _without_overlap)
         speeds = plain(self.bench, engines, "without overlap", self.batches, 40)
         speculation(self.bench, engines, "without overlap", speeds, (0.8,), (4,), 40)
 
     def large_passes(self) -> None:
         """Prefill in passes of many tokens."""
-        engines = self.engines("large passes")
+        engines = self.bench.engines("large passes", max_tokens=256 if self.small else 2048)
         long_contexts(self.bench, engines, "large passes", (100,) if self.small else (2048, 8192), (1,))
 
     def more_speed(self) -> None:
-        engines = self.engines(_SERVED)
+        engines = self.bench.engines(_SERVED)
         sampled(self.bench, engines, _SERVED, self.batches, 4 if self.small else 24)
         contexts, batches = ((100,), (1, 2)) if self.small else ((2048, 8192), (1, 8))
         long_contexts(self.bench, engines, _SERVED, contexts, batches)
 
-    def exactness(self, name: str, streams: int, tokens: int) -> None:
-        engines = self.engines(name)
+    def exactness_without_graphs(self) -> None:
+        name = "without graphs"
+        self.exactness(self.bench.engines(name, cuda_graphs=False), name, 8, 32)
+
+    def exactness(self, engines: Engines, name: str, streams: int, tokens: int) -> None:
         if self.small:
             streams, tokens = 6, 10
         exactness(self.bench, engines, name, streams, tokens, min(32, streams))
@@ -167,7 +158,7 @@ class Run:
             raise RuntimeError(ended.stderr[-1000:])
 
     def trace(self) -> None:
-        engines = self.engines(_SERVED)
+        engines = self.bench.engines(_SERVED)
         target, draft, batch = engines.target, engines.draft, 2 if self.small else 8
         streams = [Stream(prompt) for prompt in prompts(batch, 64, target.description.vocabulary_size)]
         try:
@@ -210,7 +201,7 @@ def _without_overlap(model: PreTrainedModel) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """0 where every block came to its end, else 1."""
+    """0 where every block of this process came to its end, else 1."""
     started = time.monotonic()
     parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=__doc__.split("\n\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="folder for findings.jsonl and traces")

@@ -63,6 +63,7 @@ class Pair:
         self._generator = torch.Generator(device).manual_seed(seed)
         vocabulary = shape.target.vocab_size
         self.successor = torch.randperm(vocabulary, generator=self._generator, device=device)
+        self._followers: list[int] = self.successor.tolist()
         self._draw = torch.rand(vocabulary, generator=self._generator, device=device)
         self.target = self._model(shape.target, device, dtype)
         self.draft = self._model(shape.draft, device, dtype)
@@ -83,10 +84,9 @@ class Pair:
 
     def expected(self, token: int, count: int) -> list[int]:
         """What the target writes after a token."""
-        followers = self.successor.tolist()
         written = []
         for _ in range(count):
-            token = followers[token]
+            token = self._followers[token]
             written.append(token)
         return written
 

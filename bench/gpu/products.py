@@ -1,6 +1,6 @@
 """Matrix products of the target's shapes: are a row's bits those of the row alone, and how long do they take?
 
-python -m bench.gpu.products FOLDER     cuBLAS once more, for an environment that a process has from its beginning
+python -m bench.gpu.products FOLDER BYTES_PER_SECOND     cuBLAS once more, for what a process reads at its start
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def without_split_sums() -> Iterator[None]:
 
 
 def main(arguments: list[str]) -> int:
-    """In an environment with small workspaces, which cuBLAS reads once, at its start."""
+    """For an environment with small workspaces. Arguments: the folder of the findings, and how fast memory is read."""
     findings = Findings(Path(arguments[0]) / "findings.jsonl", print)
     findings.block = "products, small workspaces"
     device = torch.device(default_device())

@@ -9,16 +9,13 @@ from __future__ import annotations
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.activations import SiLUActivation
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from engine.attention.paged_step import PagedStep
 from engine.cpu.attention import KernelPlan
 from engine.cpu.kernels import LANES, CpuKernels, LayerWeights
 from engine.cpu.linear import KernelLinear, joined, prepack_linear
-from engine.models.families import families_of
-
-_SILU = (nn.SiLU, SiLUActivation)
+from engine.models.families import SILU, families_of, weight_and_epsilon
 
 
 class FusedDecoderLayer(nn.Module):
@@ -37,11 +34,11 @@ class FusedDecoderLayer(nn.Module):
         self._out = prepack_linear(attention.o_proj, kernels)
         self._gate_up = prepack_linear(joined([mlp.gate_proj, mlp.up_proj]), kernels)
         self._down = prepack_linear(mlp.down_proj, kernels)
-        self._attention_norm = _weight_and_epsilon(layer.input_layernorm)
-        self._mlp_norm = _weight_and_epsilon(layer.post_attention_layernorm)
+        self._attention_norm = weight_and_epsilon(layer.input_layernorm)
+        self._mlp_norm = weight_and_epsilon(layer.post_attention_layernorm)
         self._head_norms: tuple[torch.Tensor, torch.Tensor, float] | None = None
         if hasattr(attention, "q_norm"):
-            self._head_norms = (attention.q_norm.weight.detach(), *_weight_and_epsilon(attention.k_norm))
+            self._head_norms = (attention.q_norm.weight.detach(), *weight_and_epsilon(attention.k_norm))
 
     @property
     def has_kernel_linears(self) -> bool:
@@ -99,7 +96,7 @@ class KernelDecoder(nn.Module):
         self.embed_tokens = decoder.embed_tokens
         self.layers = decoder.layers
         self.rotary_emb = decoder.rotary_emb
-        self._norm = _weight_and_epsilon(decoder.norm)
+        self._norm = weight_and_epsilon(decoder.norm)
         self._kernels = kernels
         self._weights = (LayerWeights * len(self.layers))(*(layer.weights() for layer in self.layers))
         self._scratch = kernels.layer_scratch(self._weights[0])
@@ -145,10 +142,6 @@ def fuse_layers(model: PreTrainedModel, kernels: CpuKernels) -> None:
         setattr(model, model.base_model_prefix, KernelDecoder(decoder, kernels))
 
 
-def _weight_and_epsilon(norm: nn.Module) -> tuple[torch.Tensor, float]:
-    return norm.weight.detach(), norm.variance_epsilon
-
-
 def _is_by_kernel(layer: nn.Module) -> bool:
     return isinstance(layer, FusedDecoderLayer) and layer.has_kernel_linears
 
@@ -158,4 +151,4 @@ def _fits(layer: nn.Module) -> bool:
     if not hasattr(mlp, "gate_proj"):
         return False  # experts
     sizes = (attention.q_proj.in_features, attention.head_dim // 2, mlp.down_proj.in_features)
-    return type(mlp.act_fn) in _SILU and all(size % LANES == 0 for size in sizes)
+    return type(mlp.act_fn) in SILU and all(size % LANES == 0 for size in sizes)

@@ -14,20 +14,18 @@ from collections.abc import Callable
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.activations import SiLUActivation
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from engine.attention.paged_step import PagedStep
 from engine.cpu.linear import joined
 from engine.cuda.triton_product import Parts, TritonLinear, overlaps
 from engine.cuda.triton_rows import HeadNorms, add_norm, rotate_write, rotations, silu_mul
-from engine.models.families import FamilyClasses, families_of
+from engine.models.families import SILU, FamilyClasses, families_of, weight_and_epsilon
 from engine.parallel.layers import SummedLinear
 
 MakeLinear = Callable[[nn.Linear], nn.Module]
 """Makes what computes a linear layer, `[rows, in]` to `[rows, out]`, both contiguous."""
 
-_SILU = (nn.SiLU, SiLUActivation)
 # Rotary embeddings whose frequencies are the same for all passes.
 _FIXED_ROPES = ("default", "linear", "llama3", "yarn")
 
@@ -44,11 +42,11 @@ class CudaDecoderLayer(nn.Module):
         self._out = _made(attention.o_proj, make_linear)
         self._gate_up = make_linear(joined([mlp.gate_proj, mlp.up_proj]))
         self._down = _made(mlp.down_proj, make_linear)
-        self._attention_norm = _weight_and_epsilon(layer.input_layernorm)
-        self._mlp_norm = _weight_and_epsilon(layer.post_attention_layernorm)
+        self._attention_norm = weight_and_epsilon(layer.input_layernorm)
+        self._mlp_norm = weight_and_epsilon(layer.post_attention_layernorm)
         self._head_norms: HeadNorms | None = None
         if hasattr(attention, "q_norm"):
-            self._head_norms = (attention.q_norm.weight.detach(), *_weight_and_epsilon(attention.k_norm))
+            self._head_norms = (attention.q_norm.weight.detach(), *weight_and_epsilon(attention.k_norm))
 
     def forward(
         self,
@@ -84,7 +82,7 @@ class CudaDecoder(nn.Module):
         self.layers = decoder.layers
         for index in range(len(self.layers)):
             self.layers[index] = CudaDecoderLayer(self.layers[index], make_linear, overlap)
-        self._norm = _weight_and_epsilon(decoder.norm)
+        self._norm = weight_and_epsilon(decoder.norm)
         self._overlap = overlap
 
     def forward(
@@ -128,7 +126,7 @@ def _fits(layer: nn.Module, family: FamilyClasses) -> bool:
     if type(layer.mlp) is not family.mlp:
         return False  # experts
     sees_all = getattr(layer.self_attn, "sliding_window", None) is None
-    return sees_all and type(layer.mlp.act_fn) in _SILU
+    return sees_all and type(layer.mlp.act_fn) in SILU
 
 
 def _made(linear: nn.Linear | SummedLinear, make_linear: MakeLinear) -> nn.Module:
@@ -136,7 +134,3 @@ def _made(linear: nn.Linear | SummedLinear, make_linear: MakeLinear) -> nn.Modul
     if isinstance(linear, SummedLinear):
         return SummedLinear(make_linear(linear.part), linear.ranks)
     return make_linear(linear)
-
-
-def _weight_and_epsilon(norm: nn.Module) -> tuple[torch.Tensor, float]:
-    return norm.weight.detach(), norm.variance_epsilon

@@ -11,10 +11,15 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.activations import SiLUActivation
 
 logger = logging.getLogger(__name__)
+
+SILU = (nn.SiLU, SiLUActivation)
+"""Classes of the activation that fused layers of the Llama kind compute."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,3 +103,8 @@ def _resolved(model: PreTrainedModel) -> Iterator[FamilyClasses]:
             )
         except (ImportError, AttributeError) as error:
             logger.warning("%s models keep transformers' own layers, which are slower: %s", name, error)
+
+
+def weight_and_epsilon(norm: nn.Module) -> tuple[torch.Tensor, float]:
+    """Of the norm of a known family: weight `[width]`, and what is added to the mean square."""
+    return norm.weight.detach(), norm.variance_epsilon
