@@ -1,1 +1,0 @@
-"""What tools of others get from a server, compared with what it must be."""
