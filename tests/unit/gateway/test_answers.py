@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from typing import Any
 
@@ -120,24 +119,17 @@ CASES: list[tuple[str, str, list[AnswerDelta]]] = [
 
 
 @pytest.mark.parametrize(("form", "text", "expected"), CASES)
-def test_answers_are_divided(form: str, text: str, expected: list[AnswerDelta]) -> None:
-    assert read(FORMS[form], text) == expected
-
-
-@pytest.mark.parametrize(("form", "text", "expected"), CASES)
-def test_pieces_make_no_difference(form: str, text: str, expected: list[AnswerDelta]) -> None:
+def test_answers_are_divided_whatever_the_pieces(form: str, text: str, expected: list[AnswerDelta]) -> None:
     assert read(FORMS[form], *text) == expected
     for cut in range(len(text) + 1):
         assert read(FORMS[form], text[:cut], text[cut:]) == expected
-    # In three pieces a text has many more divisions.
-    for one, other in itertools.combinations(range(min(len(text), 50) + 1), 2):
-        assert read(FORMS[form], text[:one], text[one:other], text[other:]) == expected
 
 
-MARKERS = ["<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "<think>", "</think>"]
-SIGNS = ["[", "]", "{", "}", ",", ":", '"', "\\", "\n", " ", "a", "<"]
-PARTS = ['{"name": "f"', '"arguments": {', '"parameters"', '{"name": "f", "arguments": {"a": ']
-FRAGMENTS = [*MARKERS, *SIGNS, *PARTS]
+FRAGMENTS = [
+    *("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "<think>", "</think>"),
+    *'[]{},:"\\\n a<',
+    *('{"name": "f"', '"arguments": {', '"parameters"', '{"name": "f", "arguments": {"a": '),
+]
 
 
 @given(
@@ -152,12 +144,12 @@ def test_any_text_in_any_pieces(form: str, pieces: list[str]) -> None:
         assert joined([say(text)]) == deltas
 
 
-def test_only_what_may_become_a_call_is_held_back() -> None:
-    reader = AnswerReader(FORMS["hermes"])
-    seen = [reader.push(letter, last=False) for letter in 'Hi <b>\n<tool_call>{"name": "f", "arguments": {"a": 1}}']
+def test_only_text_that_may_become_a_call_is_held_back() -> None:
+    reader, text = AnswerReader(FORMS["hermes"]), 'Hi <b>\n<tool_call>{"name": "f", "arguments": {"a": 1}}'
+    seen = [reader.push(letter, last=False) for letter in text]
     assert seen[:6] == [[say("H")], [say("i")], [], [], [say(" <b")], [say(">")]]
     certain = next(place for place, deltas in enumerate(seen) if CallDelta(0, "f") in deltas)
-    assert "".join('Hi <b>\n<tool_call>{"name": "f", "arguments": {"a": 1}}'[: certain + 1]).endswith('"arguments": {')
+    assert text[: certain + 1].endswith('"arguments": {')
     assert [delta for deltas in seen[certain + 1 :] for delta in deltas] == [ArgumentsDelta(0, c) for c in '"a": 1}']
 
 
@@ -170,8 +162,8 @@ TEMPLATES = {
 
 
 @pytest.mark.parametrize("family", TEMPLATES)
-def test_what_the_familys_template_writes_is_read_back(family: ToolFormat) -> None:
-    """A model was trained to write what its template writes."""
+def test_calls_that_the_familys_template_writes_are_read_back(family: ToolFormat) -> None:
+    """A model was trained on the output of its template."""
     source, begin, end = TEMPLATES[family]
     assert detect_format(source) is family
     form = AnswerForm(FORMATS[family], NAMES)
@@ -195,21 +187,11 @@ def test_what_the_familys_template_writes_is_read_back(family: ToolFormat) -> No
     assert read_back == [one["function"]["arguments"] for one in calls]
 
 
-def test_formats_are_told_by_templates() -> None:
+def test_templates_without_a_known_format() -> None:
     assert detect_format(THINKING) is ToolFormat.HERMES
     assert detect_format("{{ messages }}") is None
     assert detect_format("<tool_call>{name}\n<arg_key>") is None
     assert not ChatTemplate("{{ messages }} tools {% set tools = 1 %}", {}).takes_tools
-
-
-def test_ids_of_calls_repeat_and_differ() -> None:
-    ids = {FORMS["hermes"].call_id(request, choice, call) for request in "ab" for choice in (0, 1) for call in (0, 1)}
-    assert len(ids) == 8
-    assert FORMS["hermes"].call_id("a", 0, 1) in ids
-    assert all(one.removeprefix("call_").isalnum() and len(one) == 29 for one in ids)
-    mistral = FORMS["mistral"].call_id("a", 0, 0)
-    assert mistral.isalnum()
-    assert len(mistral) == 9
 
 
 @pytest.mark.parametrize(

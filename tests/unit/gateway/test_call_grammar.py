@@ -14,13 +14,7 @@ import tokenizers
 
 from engine.sampling.grammars import GrammarTokens
 from services.gateway.answers.call_grammar import calls_grammar, free_grammar
-from services.gateway.answers.deltas import (
-    AnswerDelta,
-    ArgumentsDelta,
-    CallDelta,
-    ContentDelta,
-    ReasoningDelta,
-)
+from services.gateway.answers.deltas import AnswerDelta, ArgumentsDelta, CallDelta, ContentDelta, ReasoningDelta
 from services.gateway.answers.formats import FORMATS, ToolFormat
 from services.gateway.answers.reader import AnswerForm, AnswerReader
 from services.gateway.answers.reasoning import Reasoning
@@ -41,6 +35,7 @@ WEATHER: dict[str, Any] = {
 TOOLS = (Tool("weather", "Tells the weather.", WEATHER, strict=True), Tool("stop"))
 SCHEMAS = {"weather": WEATHER, "stop": {"type": "object", "maxProperties": 0}}
 MAX_TOKENS = 2000
+HERMES = FORMATS[ToolFormat.HERMES]
 
 
 def tokenizer(*special: str) -> tokenizers.Tokenizer:
@@ -52,13 +47,15 @@ def tokenizer(*special: str) -> tokenizers.Tokenizer:
 
 PLAIN = tokenizer()
 MARKED = tokenizer("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "<think>", "</think>")
+both_tokenizers = pytest.mark.parametrize("model", [PLAIN, MARKED], ids=["markers-are-text", "markers-are-tokens"])
 
 
-def walk(tokens: GrammarTokens, model: tokenizers.Tokenizer, lark: str, seed: int, said: str = "") -> str:
-    """A text that begins with what is `said` and goes on with tokens that the grammar allows, each drawn at random; the
-    end is drawn wherever it may be with one half."""
+def walk(model: tokenizers.Tokenizer, lark: str, seed: int, beginning: str = "") -> str:
+    """A text with this beginning that goes on with random ones of the tokens that the grammar allows. It ends with
+    probability one half wherever it may."""
+    tokens = GrammarTokens(model)
     matcher, rng = tokens.matcher(definition("lark", lark)), random.Random(seed)
-    output: list[int] = model.encode(said).ids
+    output: list[int] = model.encode(beginning).ids
     assert matcher.try_consume_tokens(output) == len(output), matcher.get_error()
     for _ in range(MAX_TOKENS):
         bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
@@ -71,109 +68,96 @@ def walk(tokens: GrammarTokens, model: tokenizers.Tokenizer, lark: str, seed: in
     raise AssertionError(f"no end: {model.decode(output, skip_special_tokens=False)!r}")
 
 
-def read(form: AnswerForm, text: str, says: bool = False) -> tuple[list[AnswerDelta], list[tuple[str, Any]]]:
-    """All deltas, and the calls with their arguments. Unless it `says` something, nothing is said beside the calls."""
+def read(form: AnswerForm, text: str) -> tuple[list[AnswerDelta], list[tuple[str, Any]]]:
+    """What is not part of a call, and the calls, whose arguments are checked."""
     deltas = AnswerReader(form).push(text, last=True)
     names = [delta.name for delta in deltas if isinstance(delta, CallDelta)]
     arguments = [json.loads(delta.text) for delta in deltas if isinstance(delta, ArgumentsDelta)]
-    others = [delta for delta in deltas if not isinstance(delta, CallDelta | ArgumentsDelta | ReasoningDelta)]
-    assert says or others == [], text
-    return deltas, list(zip(names, arguments, strict=True))
+    for name, given in zip(names, arguments, strict=True):
+        jsonschema.validate(given, SCHEMAS[name])
+    others = [delta for delta in deltas if not isinstance(delta, CallDelta | ArgumentsDelta)]
+    return others, list(zip(names, arguments, strict=True))
 
 
 @pytest.mark.parametrize("family", ToolFormat)
-@pytest.mark.parametrize("model", [PLAIN, MARKED], ids=["markers-are-text", "markers-are-tokens"])
-def test_all_that_is_allowed_is_a_call(family: ToolFormat, model: tokenizers.Tokenizer) -> None:
-    tokens = GrammarTokens(model)
+@both_tokenizers
+def test_every_allowed_text_is_calls(family: ToolFormat, model: tokenizers.Tokenizer) -> None:
     form = AnswerForm(FORMATS[family], frozenset(SCHEMAS))
-    use = ToolUse(TOOLS, required=True)
-    counts, called = set(), set()
-    for seed in range(12):
-        lark = calls_grammar(use, FORMATS[family], Reasoning.NONE, model.token_to_id)
-        _, calls = read(form, walk(tokens, model, lark, seed))
-        for name, arguments in calls:
-            jsonschema.validate(arguments, SCHEMAS[name])
-        counts.add(len(calls))
-        called |= {name for name, _ in calls}
-    assert called == set(SCHEMAS)
-    assert 0 not in counts
+    lark = calls_grammar(ToolUse(TOOLS, required=True), FORMATS[family], Reasoning.NONE, model.token_to_id)
+    answers = [read(form, walk(model, lark, seed)) for seed in range(12)]
+    assert not any(others for others, _ in answers)
+    assert {name for _, calls in answers for name, _ in calls} == set(SCHEMAS)
+    counts = {len(calls) for _, calls in answers}
+    assert min(counts) == 1
     assert (max(counts) > 1) == FORMATS[family].several
 
 
+@pytest.mark.parametrize("use", [ToolUse(TOOLS, name="weather"), ToolUse(TOOLS, required=True, parallel=False)])
+def test_one_call(use: ToolUse) -> None:
+    form = AnswerForm(HERMES, frozenset(SCHEMAS))
+    lark = calls_grammar(use, HERMES, Reasoning.NONE, MARKED.token_to_id)
+    for seed in range(8):
+        others, [(name, _)] = read(form, walk(MARKED, lark, seed))
+        assert not others
+        assert use.name in (None, name)
+
+
 def test_arguments_are_an_object_whatever_the_schema_leaves_open() -> None:
-    tokens, form = GrammarTokens(PLAIN), FORMATS[ToolFormat.HERMES]
     for parameters in ({}, {"$ref": "#/$defs/day", "$defs": {"day": {"required": ["a"]}}}):
-        lark = calls_grammar(ToolUse((Tool("f", None, parameters),), name="f"), form, Reasoning.NONE, PLAIN.token_to_id)
+        use = ToolUse((Tool("f", None, parameters),), name="f")
+        lark = calls_grammar(use, HERMES, Reasoning.NONE, PLAIN.token_to_id)
         for arguments, length in (('{"a": 1}', 8), ('"a"', 0), ("[1]", 0), ("null", 0)):
-            matcher = tokens.matcher(definition("lark", lark))
+            matcher = GrammarTokens(PLAIN).matcher(definition("lark", lark))
             begin = PLAIN.encode('<tool_call>\n{"name": "f", "arguments": ').ids
             assert matcher.try_consume_tokens(begin) == len(begin)
             assert matcher.try_consume_tokens(PLAIN.encode(arguments).ids) == length
 
 
-@pytest.mark.parametrize("use", [ToolUse(TOOLS, name="weather"), ToolUse(TOOLS, required=True, parallel=False)])
-def test_one_call(use: ToolUse) -> None:
-    tokens = GrammarTokens(MARKED)
-    form = AnswerForm(FORMATS[ToolFormat.HERMES], frozenset(SCHEMAS))
-    for seed in range(8):
-        lark = calls_grammar(use, FORMATS[ToolFormat.HERMES], Reasoning.NONE, MARKED.token_to_id)
-        _, [(name, arguments)] = read(form, walk(tokens, MARKED, lark, seed))
-        assert use.name in (None, name)
-        jsonschema.validate(arguments, SCHEMAS[name])
-
-
 @pytest.mark.parametrize(
-    ("reasoning", "said", "thought"),
+    ("reasoning", "beginning", "thought"),
     [
-        (Reasoning.POSSIBLE, "", None),
-        (Reasoning.POSSIBLE, "<think>\nHm </ so</think>", "Hm </ so"),
-        (Reasoning.OPEN, "Hm <tool_call> so</think>\n\n", "Hm <tool_call> so"),
+        (Reasoning.POSSIBLE, "<tool_call>", []),
+        (Reasoning.POSSIBLE, "<think>\nHm </ so</think>", ["Hm </ so"]),
+        (Reasoning.OPEN, "Hm <tool so</think>\n\n", ["Hm <tool so"]),
     ],
 )
-@pytest.mark.parametrize("model", [PLAIN, MARKED], ids=["markers-are-text", "markers-are-tokens"])
+@both_tokenizers
 def test_thoughts_come_before_calls(
-    reasoning: Reasoning, said: str, thought: str | None, model: tokenizers.Tokenizer
+    reasoning: Reasoning, beginning: str, thought: list[str], model: tokenizers.Tokenizer
 ) -> None:
-    if model is MARKED:
-        said, thought = (text and text.replace("<tool_call>", "<") for text in (said, thought))
-    tokens = GrammarTokens(model)
-    form = AnswerForm(FORMATS[ToolFormat.HERMES], frozenset(SCHEMAS), reasoning=reasoning)
-    lark = calls_grammar(ToolUse(TOOLS, name="stop"), FORMATS[ToolFormat.HERMES], reasoning, model.token_to_id)
+    form = AnswerForm(HERMES, frozenset(SCHEMAS), reasoning=reasoning)
+    lark = calls_grammar(ToolUse(TOOLS, name="stop"), HERMES, reasoning, model.token_to_id)
     for seed in range(6):
-        text = walk(tokens, model, lark, seed, said or "<tool_call>")
-        deltas, calls = read(form, text)
+        others, calls = read(form, walk(model, lark, seed, beginning))
         assert calls == [("stop", {})]
-        assert [delta.text for delta in deltas if isinstance(delta, ReasoningDelta)] == ([thought] if thought else [])
+        assert others == [ReasoningDelta(text) for text in thought]
 
 
 def test_a_thought_must_end() -> None:
-    lark = calls_grammar(ToolUse(TOOLS, name="stop"), FORMATS[ToolFormat.HERMES], Reasoning.OPEN, PLAIN.token_to_id)
+    lark = calls_grammar(ToolUse(TOOLS, name="stop"), HERMES, Reasoning.OPEN, PLAIN.token_to_id)
     matcher = GrammarTokens(PLAIN).matcher(definition("lark", lark))
-    whole = PLAIN.encode('Hm </think>\n<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>').ids
-    for token in whole:
+    for token in PLAIN.encode('Hm </think>\n<tool_call>\n{"name": "stop", "arguments": {}}\n</tool_call>').ids:
         assert not matcher.is_accepting()
         assert matcher.consume_token(token)
     assert matcher.is_accepting()
 
 
 @pytest.mark.parametrize("family", [ToolFormat.HERMES, ToolFormat.MISTRAL])
-@pytest.mark.parametrize("model", [PLAIN, MARKED], ids=["markers-are-text", "markers-are-tokens"])
+@both_tokenizers
 @pytest.mark.parametrize("parallel", [True, False])
 def test_free_answers_with_strict_calls(family: ToolFormat, model: tokenizers.Tokenizer, parallel: bool) -> None:
-    tokens, form = GrammarTokens(model), FORMATS[family]
+    form = FORMATS[family]
     begin = "[TOOL_CALLS] [" if family is ToolFormat.MISTRAL else "<tool_call>\n"
     strict = tuple(replace(tool, strict=True) for tool in TOOLS)
     lark = free_grammar(ToolUse(strict, parallel=parallel), form, Reasoning.NONE, model.token_to_id)
     for seed in range(6):
-        text = walk(tokens, model, lark, seed, f'Well, {begin}{{"name": "weather"')
-        deltas, calls = read(AnswerForm(form, frozenset(SCHEMAS)), text, says=True)
-        assert deltas[0] == ContentDelta("Well,")
+        text = walk(model, lark, seed, f'Well, {begin}{{"name": "weather"')
+        others, calls = read(AnswerForm(form, frozenset(SCHEMAS)), text)
+        assert others[0] == ContentDelta("Well,")
         assert calls[0][0] == "weather"
         assert parallel or len(calls) == 1
-        for name, arguments in calls:
-            jsonschema.validate(arguments, SCHEMAS[name])
-    # Nothing but a call has the marker, and whatever else is said is left alone.
-    matcher = tokens.matcher(definition("lark", lark))
+    # Text that only resembles a call is allowed; the marker as text is not where the marker is a token.
+    matcher = GrammarTokens(model).matcher(definition("lark", lark))
     for token in model.encode('Say {"name": "weather", <tool or [TOOL]').ids:
         assert matcher.is_accepting()
         assert matcher.consume_token(token)
@@ -181,6 +165,7 @@ def test_free_answers_with_strict_calls(family: ToolFormat, model: tokenizers.To
     assert matcher.try_consume_tokens(spelt) == len(spelt) - (model is MARKED)
     # Arguments of functions that are not strict are free.
     lark = free_grammar(ToolUse(TOOLS, parallel=parallel), form, Reasoning.NONE, model.token_to_id)
-    for arguments, allowed in (('"stop", "arguments": {"a": 1}}', True), ('"weather", "arguments": {"a": 1}}', False)):
-        matcher, written = tokens.matcher(definition("lark", lark)), model.encode(f'{begin}{{"name": {arguments}').ids
+    for call, allowed in (('"stop", "arguments": {"a": 1}}', True), ('"weather", "arguments": {"a": 1}}', False)):
+        matcher = GrammarTokens(model).matcher(definition("lark", lark))
+        written = model.encode(f'{begin}{{"name": {call}').ids
         assert (matcher.try_consume_tokens(written) == len(written)) is allowed
