@@ -46,20 +46,20 @@ _LAST_WAIT_SECONDS = 180.0
 
 
 @contextmanager
-def paced_pair(agreement: float, token_seconds: float, downscale_seconds: float) -> Iterator[Path]:
+def paced_pair(agreement: float, sequences: int, downscale_seconds: float) -> Iterator[Path]:
     """A configuration for a pair whose workers do not get slower by each other, on few cores as on many."""
     with tempfile.TemporaryDirectory(prefix="spool-pair-") as name, paced(PACE):
         folder = Path(name)
         pair = write_pair(folder, SHAPES["tiny"](), agreement)
         pace = {"upscale_delay_seconds": 5, "downscale_delay_seconds": downscale_seconds}
         worker = {"threads": 1, "kv_pages": 1024, "drain_seconds": 30}
-        target = {**pace, "max_replicas": 8, "token_seconds": token_seconds}
+        target = {**pace, "max_replicas": 8, "sequences_per_replica": sequences}
         configuration = {
             "models": {"target": pair.target, "draft": pair.draft, "served_model_name": "tiny", "dtype": "float32"},
             "scheduling": {"max_running": 96},
             "groups": {
                 "target": {**worker, "autoscaling": target},
-                "draft": {**worker, "autoscaling": {**pace, "max_replicas": 3, "cost": 0.25}},
+                "draft": {**worker, "autoscaling": {**pace, "max_replicas": 3}},
             },
             "ray": {"num_cpus": 24},
         }
@@ -96,7 +96,6 @@ async def measure(application: Application, steps: Sequence[int], arguments: arg
         end = await scheduler_status(application)
     answered = [record for record in records if record.answered]
     return {
-        "token_seconds_allowed": told[0]["figures"]["token_seconds_allowed"],
         "requests": len(records),
         "answered": len(answered),
         "tokens": sum(record.tokens for record in answered),
@@ -197,7 +196,7 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--steps", type=int, nargs="+", default=[1, 4, 16, 64, 16, 4, 1], metavar="CLIENTS")
     found.add_argument("--seconds", type=float, default=30.0, help="of each step")
     found.add_argument("--agreement", type=float, default=0.7, help="of the tiny pair")
-    found.add_argument("--token-seconds", type=float, default=0.1, help="latency target of the tiny pair")
+    found.add_argument("--sequences-per-replica", type=int, default=8, help="that fill a target of the tiny pair")
     found.add_argument("--downscale-seconds", type=float, default=20.0, help="delay of the tiny pair")
     found.add_argument("--cases", type=int, default=16, help="different requests")
     found.add_argument("--max-tokens", type=int, default=64)
@@ -209,7 +208,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     """Raises ApplicationError."""
     with ExitStack() as stack:
         config = arguments.config or stack.enter_context(
-            paced_pair(arguments.agreement, arguments.token_seconds, arguments.downscale_seconds)
+            paced_pair(arguments.agreement, arguments.sequences_per_replica, arguments.downscale_seconds)
         )
         application = stack.enter_context(served(config, arguments.overrides))
         return asyncio.run(measure(application, arguments.steps, arguments))

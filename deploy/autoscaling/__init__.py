@@ -1,1 +1,1 @@
-"""The autoscaling policy: how many draft and target replicas hold the latency target at least cost."""
+"""Autoscaling: the numbers of target and draft replicas follow the load that the scheduler reports."""

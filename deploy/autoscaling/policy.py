@@ -12,17 +12,15 @@ from typing import Any
 from ray.serve.autoscaling_policy import replica_queue_length_autoscaling_policy
 from ray.serve.config import AutoscalingContext
 
+from deploy.autoscaling.reporter import at_least_name, at_most_name
 from deploy.ray_app import GATEWAY, scheduler_name, workers_name
 from scheduler.messages import Role
-
-AT_LEAST = {role: f"{role.value}_at_least" for role in Role}
-AT_MOST = {role: f"{role.value}_at_most" for role in Role}
 
 
 class FollowScheduler:
     """Keeps each group of workers within what its scheduler wants, and lets the gateway follow its open requests.
 
-    What it has no word about keeps its number: without a scheduler, for instance, nothing changes.
+    A group without a report keeps its number, so nothing changes while there is no scheduler.
     """
 
     def __call__(self, contexts: Mapping[Any, AutoscalingContext]) -> tuple[dict[Any, float], dict[Any, Any]]:
@@ -36,7 +34,8 @@ class FollowScheduler:
             reported = by_name[scheduler_name(cell)][1].raw_metrics
             for role in Role:
                 name = workers_name(role, cell)
-                at_least, at_most = _latest(reported, AT_LEAST[role]), _latest(reported, AT_MOST[role])
+                at_least = _latest(reported, at_least_name(role))
+                at_most = _latest(reported, at_most_name(role))
                 if name in by_name and at_least is not None and at_most is not None:
                     deployment, context = by_name[name]
                     wanted[deployment] = min(max(context.target_num_replicas, at_least), at_most)

@@ -1,114 +1,149 @@
-"""The scheduler's own part: reads what it measures, decides, and keeps the last decision to show."""
+"""The scheduler's part: measures the load of each group, decides, and explains the last decision."""
 
 from __future__ import annotations
 
 import math
-import statistics
-from collections.abc import Iterable, Mapping
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from deploy.autoscaling.decision import Past, Rules, decide
-from deploy.autoscaling.explanation import Explained, explain
-from deploy.autoscaling.policy import AT_LEAST, AT_MOST
-from deploy.autoscaling.recent import Reading, add_reading, figures_of
+from deploy.autoscaling.control import GroupControl, GroupDecision
+from deploy.config.placement import TargetAutoscaling, WorkerAutoscaling
+from deploy.config.spool_config import SpoolConfig
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Role
 from scheduler.statistics import Snapshot, WorkerSnapshot
 from services.scheduler.status import ReplicaFigures
-from services.scheduler.telemetry.statistics import StatisticsSnapshot
+
+# Whether a draft worker computes changes many times a second; its share of busy time is the mean over this time.
+_BUSY_SECONDS = 10.0
+
+
+def autoscaling_rules(config: SpoolConfig) -> dict[str, Any]:
+    """The `autoscaling` sections of the worker groups by role, as plain data; None for a group of fixed size."""
+    sections = {role: config.group(role).autoscaling for role in config.roles}
+    return {
+        role.value: section.model_dump(mode="json") if section is not None else None
+        for role, section in sections.items()
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Explained:
+    """The last decision: a sentence for people, the numbers behind it, and the wanted replicas of each scaled group."""
+
+    sentence: str
+    figures: Mapping[str, float]
+    wanted: Mapping[Role, int]
 
 
 class Autoscaler:
-    """Decides each time that it is told how the scheduler is. Has no clock and asks nobody."""
+    """Decides each time that it observes the scheduler. It has no clock of its own."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
-        self._rules: Rules | None = None
-        self._readings: tuple[Reading, ...] = ()
-        self._past = Past()
+        self._target: TargetAutoscaling | None = None
+        self._draft: WorkerAutoscaling | None = None
+        self._controls = {role: GroupControl() for role in Role}
+        self._busy: deque[tuple[float, float]] = deque()
         self.explained: Explained | None = None
-        """The last decision; None before the first."""
+        """None before the first decision."""
 
-    def set_rules(self, rules: Rules) -> None:
-        self._rules = rules
+    def set_rules(self, rules: Mapping[str, Any]) -> None:
+        """Takes what `autoscaling_rules` returns."""
+        target, draft = rules.get(Role.TARGET.value), rules.get(Role.DRAFT.value)
+        self._target = TargetAutoscaling.model_validate(target) if target is not None else None
+        self._draft = WorkerAutoscaling.model_validate(draft) if draft is not None else None
 
-    def observe(self, core: Snapshot, totals: StatisticsSnapshot, now: float) -> dict[str, float]:
-        """What Serve's policy is told: bounds on the replicas of each group. Empty before there are rules."""
-        self._readings = add_reading(self._readings, reading(core, totals, self._config, now))
-        if self._rules is None:
-            return {}
-        figures = figures_of(self._readings, self._config.batch_size, self._config.draft_length)
-        decision, self._past = decide(figures, self._rules, self._past, now)
-        self.explained = explain(decision, figures, self._rules)
-        reported = {}
-        for role, group in ((Role.TARGET, decision.target), (Role.DRAFT, decision.draft)):
-            if group is not None:
-                reported[AT_LEAST[role]] = float(group.at_least)
-                reported[AT_MOST[role]] = float(group.at_most)
+    def observe(self, core: Snapshot, now: float) -> dict[str, float]:
+        """Lower and upper bounds on the replicas of each scaled group, for `policy.FollowScheduler`."""
+        targets = [worker for worker in core.workers if worker.role is Role.TARGET]
+        drafts = [worker for worker in core.workers if worker.role is Role.DRAFT]
+        parts, reported, wanted = [], {}, {}
+        figures: dict[str, float] = {"targets_in_use": len(targets), "drafts_in_use": len(drafts)}
+
+        highest_draft = max(1, len(targets))
+        if self._target is not None:
+            capacity = self._capacity(targets, self._target)
+            load = core.live / capacity
+            decision = self._controls[Role.TARGET].decide(load, len(targets), self._target, now)
+            highest_draft = wanted[Role.TARGET] = decision.wanted
+            reported |= _bounds(Role.TARGET, decision)
+            figures |= {"sequences": core.live, "waiting": core.waiting, "sequences_per_target": capacity}
+            figures |= {"targets_needed": load, "targets_wanted": decision.wanted}
+            waiting = f" ({core.waiting} waiting)" if core.waiting else ""
+            found = f"{_count(core.live, 'sequence')}{waiting}, {capacity:.0f} fill a target, load {load:.2f}"
+            parts.append(f"{_count(decision.wanted, 'target')}: {found}{_pending(decision, self._target)}")
+
+        busy = self._draft_busy(drafts, now)
+        if self._draft is not None:
+            load = busy * len(drafts)
+            # A draft proposes for several targets, so more drafts than targets gain nothing.
+            decision = self._controls[Role.DRAFT].decide(load, len(drafts), self._draft, now, highest_draft)
+            wanted[Role.DRAFT] = decision.wanted
+            reported |= _bounds(Role.DRAFT, decision)
+            figures |= {"draft_busy_share": busy, "drafts_needed": load, "drafts_wanted": decision.wanted}
+            found = f"busy {busy:.0%} of the time, load {load:.2f}"
+            parts.append(f"{_count(decision.wanted, 'draft')}: {found}{_pending(decision, self._draft)}")
+
+        if wanted:
+            self.explained = Explained("; ".join(parts), figures, wanted)
         return reported
 
     def replica_figures(self) -> ReplicaFigures | None:
-        """The last decision as the scheduler's status has it."""
+        """The last decision for the scheduler's status and metrics."""
         if self.explained is None:
             return None
         return ReplicaFigures(self.explained.sentence, self.explained.wanted)
 
     def status(self) -> Mapping[str, Any] | None:
-        """The last decision as plain data."""
+        """The last decision as plain data, for `spool status`."""
         if self.explained is None:
             return None
-        return {"explanation": self.explained.sentence, "figures": self.explained.figures}
+        return {"explanation": self.explained.sentence, "figures": dict(self.explained.figures)}
+
+    def _capacity(self, targets: list[WorkerSnapshot], rules: TargetAutoscaling) -> float:
+        """Sequences that fill one target: the configured number, or fewer where the KV of those there needs more."""
+        limit = float(rules.sequences_per_replica or self._config.max_running)
+        used = sum(worker.total_pages - worker.free_pages for worker in targets)
+        sequences = sum(worker.sequences for worker in targets)
+        if not used or not sequences:
+            return limit
+        pages = sum(worker.total_pages for worker in targets) / len(targets)
+        return max(1.0, min(limit, pages * sequences / used))
+
+    def _draft_busy(self, drafts: list[WorkerSnapshot], now: float) -> float:
+        """Mean share of the draft workers that had a step, over the last seconds."""
+        share = sum(worker.steps_in_flight > 0 for worker in drafts) / len(drafts) if drafts else 0.0
+        self._busy.append((now, share))
+        while self._busy[0][0] < now - _BUSY_SECONDS:
+            self._busy.popleft()
+        return math.fsum(share for _, share in self._busy) / len(self._busy)
 
 
-def reading(core: Snapshot, totals: StatisticsSnapshot, config: SchedulerConfig, now: float) -> Reading:
-    """The scheduler at this moment."""
-    targets = [worker for worker in core.workers if worker.role is Role.TARGET]
-    drafts = [worker for worker in core.workers if worker.role is Role.DRAFT]
-    measured_targets = [worker for worker in targets if _measured(worker, config)]
-    measured_drafts = [worker for worker in drafts if _measured(worker, config)]
-    ended = totals.finished + totals.failed
-    return Reading(
-        time=now,
-        arrived=ended + core.live,
-        ended=ended,
-        tokens=totals.tokens,
-        deliveries=totals.deliveries,
-        drafted=totals.drafted,
-        accepted=totals.accepted,
-        decoding=core.running - core.prefilling,
-        running=core.running,
-        waiting=core.waiting,
-        targets=len(targets),
-        drafts=len(drafts),
-        target_busy=_busy(targets),
-        draft_busy=_busy(drafts),
-        acceptance=core.acceptance,
-        target_base=_typical(worker.base_seconds for worker in measured_targets),
-        target_row=_typical(worker.row_seconds for worker in measured_targets),
-        draft_pass=_typical(worker.base_seconds for worker in measured_drafts),
-        draft_row=_typical(worker.row_seconds for worker in measured_drafts),
-        room=_room(targets),
-    )
+def at_least_name(role: Role) -> str:
+    """Name of the reported lower bound."""
+    return f"{role.value}_at_least"
 
 
-def _measured(worker: WorkerSnapshot, config: SchedulerConfig) -> bool:
-    """A worker without steps has the configured time for one, and no rows in its law."""
-    return worker.row_seconds > 0 or worker.base_seconds != config.initial_step_seconds
+def at_most_name(role: Role) -> str:
+    """Name of the reported upper bound."""
+    return f"{role.value}_at_most"
 
 
-def _busy(workers: list[WorkerSnapshot]) -> float:
-    return sum(worker.steps_in_flight > 0 for worker in workers) / len(workers) if workers else 0.0
+def _bounds(role: Role, decision: GroupDecision) -> dict[str, float]:
+    return {at_least_name(role): float(decision.at_least), at_most_name(role): float(decision.at_most)}
 
 
-def _typical(seconds: Iterable[float]) -> float:
-    found = list(seconds)
-    return statistics.median_low(found) if found else math.nan
+def _pending(decision: GroupDecision, rules: WorkerAutoscaling) -> str:
+    """What the load of this moment would change if it lasted."""
+    if decision.now.low > decision.wanted:
+        return f" ({decision.now.low} if that lasts {rules.upscale_delay_seconds:g} s)"
+    if decision.now.high < decision.wanted:
+        return f" ({decision.now.high} if that lasts {rules.downscale_delay_seconds:g} s)"
+    return ""
 
 
-def _room(targets: list[WorkerSnapshot]) -> float:
-    """Sequences like those that are there whose KV fits one target."""
-    used = sum(worker.total_pages - worker.free_pages for worker in targets)
-    sequences = sum(worker.sequences for worker in targets)
-    if not used or not sequences:
-        return math.nan
-    return _typical(float(worker.total_pages) for worker in targets) / (used / sequences)
+def _count(number: int, name: str) -> str:
+    return f"{number} {name}" if number == 1 else f"{number} {name}s"

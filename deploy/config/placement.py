@@ -18,8 +18,12 @@ class Autoscaling(Section):
 
     min_replicas: int = described(1, "Minimum number of replicas.", ge=1, le=4096)
     max_replicas: int = described(4, "Maximum number of replicas.", ge=1, le=4096)
-    upscale_delay_seconds: float = described(10.0, "How long demand must stay high before scaling up.", ge=0)
-    downscale_delay_seconds: float = described(300.0, "How long demand must stay low before scaling down.", ge=0)
+    upscale_delay_seconds: float = described(
+        10.0, "How long the load must stay high before replicas are added, in seconds.", ge=0
+    )
+    downscale_delay_seconds: float = described(
+        300.0, "Cool-down: how long the load must stay low before replicas are removed, in seconds.", ge=0
+    )
 
     def problems(self) -> Iterator[FieldProblem]:
         if self.max_replicas < self.min_replicas:
@@ -28,16 +32,13 @@ class Autoscaling(Section):
 
 
 class WorkerAutoscaling(Autoscaling):
-    """Bounds and pace of a number of workers, which follows what the scheduler measures (docs/autoscaling.md)."""
+    """Bounds and pace of a number of workers, which follows the load that the scheduler measures."""
 
     utilisation: float = described(
-        0.85, "Share of the replicas' capacity above which more replicas are wanted.", gt=0, le=1
+        0.85, "Target utilisation: share of the replicas' capacity above which replicas are added.", gt=0, le=1
     )
     hysteresis: float = described(
-        0.2, "How far below `utilisation` the load on fewer replicas must stay before scaling down.", ge=0, lt=1
-    )
-    cost: float = described(
-        1.0, "Relative cost of a replica; drafts are kept while they save more than they cost.", gt=0
+        0.2, "How far below `utilisation` the load of fewer replicas must stay before replicas are removed.", ge=0, lt=1
     )
 
     def problems(self) -> Iterator[FieldProblem]:
@@ -48,13 +49,10 @@ class WorkerAutoscaling(Autoscaling):
 
 
 class TargetAutoscaling(WorkerAutoscaling):
-    """The same for targets, with the latencies to hold."""
+    """The same for targets, whose load is the number of sequences that run or wait."""
 
-    token_seconds: float = described(
-        0.05, "Longest time that a token of a sequence should take under load, in seconds.", gt=0, le=3600
-    )
-    queue_seconds: float = described(
-        2.0, "Longest time that a sequence should wait in the queue, in seconds.", gt=0, le=3600
+    sequences_per_replica: int | None = described(
+        None, "Sequences that use a target fully; fewer where their KV fills it. Unset: scheduling.max_running.", ge=1
     )
 
 
@@ -93,7 +91,7 @@ class WorkerGroup(Placement):
     replicas: int = described(1, "Replicas of the group; with autoscaling, the number at the start.", ge=1, le=4096)
     autoscaling: WorkerAutoscaling | None = described(
         None,
-        "Lets the number of replicas follow what the scheduler measures, within bounds. Unset: the number is fixed.",
+        "Lets the number of replicas follow the share of time in which they compute. Unset: the number is fixed.",
     )
     num_gpus: float | None = described(
         None,
@@ -108,12 +106,6 @@ class WorkerGroup(Placement):
     )
     threads: int | None = described(
         None, "Threads that a replica computes with. Unset: num_cpus if that is 1 or more, else an even share.", ge=1
-    )
-    exclusive_threads: int | None = described(
-        None,
-        "Threads of a step during which no other worker computes, for a draft and a target replica that share the "
-        "cores of one machine; policy auto makes use of it. Unset: on one machine the threads of both, else no more.",
-        ge=1,
     )
     kv_pages: int | None = described(None, "Pages of KV of a replica in this group; overrides engine.kv_pages.", ge=1)
     kv_memory: ByteSize | None = described(
@@ -148,7 +140,7 @@ class TargetGroup(WorkerGroup):
 
     autoscaling: TargetAutoscaling | None = described(
         None,
-        "Lets the number of replicas follow the latencies that the scheduler measures. Unset: the number is fixed.",
+        "Lets the number of replicas follow the sequences that run or wait. Unset: the number is fixed.",
     )
 
 

@@ -11,7 +11,6 @@ from deploy.assembly.plain_message import plain_message
 from deploy.assembly.scheduler import scheduler_service
 from deploy.assembly.secrets import channel_security
 from deploy.autoscaling.reporter import Autoscaler
-from deploy.autoscaling.rules import rules_from_plain
 from deploy.ray_app.cluster_epochs import ClusterEpochs
 from deploy.ray_app.ray_metrics import RayMirror
 from deploy.ray_app.replica import Plan, internal_host
@@ -59,11 +58,11 @@ class Scheduler:
 
     def reconfigure(self, rules: Mapping[str, Any]) -> None:
         """Serve calls this with the rules of autoscaling, at the start and whenever they change."""
-        self._autoscaler.set_rules(rules_from_plain(rules))
+        self._autoscaler.set_rules(rules)
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Serve calls this twice a second, and gives the answer to the policy (deploy/autoscaling/policy.py)."""
-        return self._autoscaler.observe(self._service.core.snapshot(), self._service.statistics(), time.monotonic())
+        return self._autoscaler.observe(self._service.core.snapshot(), time.monotonic())
 
     async def check_health(self) -> None:
         """Serve replaces the replica where this raises: also one that another scheduler has taken over from."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from deploy.autoscaling.rules import plain_rules, rules_of
+from deploy.autoscaling.reporter import autoscaling_rules
 from deploy.config.ingress import GatewaySettings, ProxyLocation
 from deploy.config.placement import GatewayAutoscaling, WorkerGroup
 from deploy.config.spool_config import SpoolConfig
@@ -79,7 +79,7 @@ def serve_content(config: SpoolConfig) -> dict[str, Any]:
         "deployments": deployments,
     }
     if config.scales_workers:
-        rules = plain_rules(rules_of(config))
+        rules = autoscaling_rules(config)
         deployments += [
             {"name": scheduler_name(cell), "autoscaling_config": dict(_REPORTING), "user_config": rules}
             for cell in cells

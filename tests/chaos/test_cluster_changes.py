@@ -147,8 +147,7 @@ def test_targets_come_and_go_with_the_load(cell: Cell) -> None:
     """Autoscaling begins while the application runs: a target comes, hands over its sequences and goes."""
     pace = {"max_replicas": 2, "upscale_delay_seconds": 1, "downscale_delay_seconds": 4}
     groups = cell.configuration["groups"]
-    # No latency that a busy machine misses: pages alone are what targets are short of.
-    autoscaled = {**groups["target"], "replicas": 1, "autoscaling": {**pace, "token_seconds": 3600}}
+    autoscaled = {**groups["target"], "replicas": 1, "autoscaling": {**pace, "sequences_per_replica": 8}}
     cell.deploy(groups={**groups, "target": autoscaled})
     seen: list[dict[str, Any]] = []
 
