@@ -6,9 +6,12 @@ import random
 
 import pytest
 
-from engine.drafting.ngram_engine import continuation
+from engine.drafting.ngram_engine import NgramEngine, continuation
 from engine.drafting.prompt_lookup import TokenPlaces
+from engine.kv.pages import PageTable
 from engine.settings import EngineSettings
+from engine.steps import ProposeRow
+from scheduler.sampling import SamplingParameters
 
 
 def searched(history: list[int], count: int, shortest: int, longest: int) -> list[int]:
@@ -50,27 +53,32 @@ def test_finds_what_a_search_finds(vocabulary: int, shortest: int, longest: int)
     assert found > 20
 
 
-def test_ngram_looks_for_endings_of_two_tokens_or_more() -> None:
-    rng = random.Random(3)
-    for _ in range(500):
-        history = [rng.randrange(4) for _ in range(rng.randint(0, 40))]
-        count = rng.randint(0, 5)
-        assert continuation(history, count) == (searched(history, count, 2, 32) if count else [])
+@pytest.mark.parametrize(
+    ("history", "count", "expected"),
+    [
+        ([1, 2, 3, 9, 1, 2, 3], 2, [9, 1]),
+        ([9, 5, 6, 1, 9, 5, 7, 2, 9, 5], 2, [7, 2]),  # the latest match
+        ([5, 6, 1, 5], 2, []),  # one token alone is none
+        ([1, 2, 8, 3, 2, 9, 4, 1, 2], 1, [8]),  # the longer match, although a shorter one is later
+        ([4, 4, 4], 3, [4, 4, 4]),
+        ([1, 2, 1, 2, 1], 5, [2, 1, 2, 1, 2]),
+        ([1, 2, 3], 4, []),
+        ([7], 4, []),
+        ([], 4, []),
+        ([1, 1], 0, []),
+    ],
+)
+def test_continuation(history: list[int], count: int, expected: list[int]) -> None:
+    assert continuation(history, count) == expected
 
 
-def test_known_places_take_no_search() -> None:
-    """Only new tokens are read: a history that may be read from its end on gives the same."""
-
-    class OnlyNew(list[int]):
-        def __getitem__(self, index):  # type: ignore[no-untyped-def]
-            assert isinstance(index, slice)
-            assert index.start == 6
-            return super().__getitem__(index)
-
-    places = TokenPlaces()
-    places.follow([1, 2, 3, 4, 1, 2])
-    places.follow(OnlyNew([1, 2, 3, 4, 1, 2, 3]))
-    assert places.continuation(3, 1, 4) == [4, 1, 2]
+def test_proposal_is_state_but_for_its_last_token() -> None:
+    engine = NgramEngine()
+    table = PageTable()
+    history = [1, 2, 3, 1, 2]
+    row = ProposeRow(table, history, 3, history, 5, SamplingParameters())
+    assert engine.step([row]).rows[0].tokens == [3, 1, 2]
+    assert table.length == len(history) + 2
 
 
 @pytest.mark.parametrize("lookup_match", [0, -1, 33])

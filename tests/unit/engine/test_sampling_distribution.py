@@ -1,4 +1,4 @@
-"""What is drawn follows the processed target distribution, with and without a draft in front.
+"""Drawn tokens follow the processed target distribution, and two models that share noise often draw the same token.
 
 The oracle works in float64 numpy from the definitions alone and shares no code with the engine.
 """
@@ -6,7 +6,6 @@ The oracle works in float64 numpy from the definitions alone and shares no code 
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -93,9 +92,8 @@ SETTINGS = [
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("size", [12, 50])
-def test_draws_follow_the_distribution(settings: dict[str, float], size: int) -> None:
-    draws = 4000
+def test_draws_follow_the_distribution(settings: dict[str, float]) -> None:
+    draws, size = 3000, 30
     line = torch.randn(size, generator=torch.Generator().manual_seed(size)) * 2
     rows = [
         SamplingContext(SamplingParameters(seed=seed, **settings), 8, HISTORY, PROMPT_LENGTH) for seed in range(draws)
@@ -115,91 +113,6 @@ def test_draws_at_successive_positions_follow_the_distribution() -> None:
     # Neighbours are independent: pairs follow the product.
     pairs = [first * 30 + second for first, second in zip(tokens[::2], tokens[1::2], strict=True)]  # type: ignore[operator]
     assert p_value(counts_of(pairs, 900), np.outer(probabilities, probabilities).ravel()) > LEAST_P_VALUE
-
-
-# --- coupled speculative sampling -------------------------------------------------------------------------------------
-
-
-@dataclass
-class MarkovModel:
-    """A model whose logits depend on the last token alone."""
-
-    table: torch.Tensor
-
-    def sample(self, tokens: Sequence[int], sampling: SamplingParameters) -> int:
-        row = SamplingContext(sampling, len(tokens), tokens, 1)
-        chosen = sample_tokens(self.table[tokens[-1]][None], [row])[0]
-        assert chosen is not None
-        return chosen
-
-
-def decode(target: MarkovModel, sampling: SamplingParameters, length: int) -> list[int]:
-    tokens = [0]
-    while len(tokens) < length:
-        tokens.append(target.sample(tokens, sampling))
-    return tokens
-
-
-def decode_with_draft(
-    target: MarkovModel, draft: MarkovModel, sampling: SamplingParameters, length: int, draft_length: int
-) -> tuple[list[int], int]:
-    """Tokens, and how many of them the draft had right."""
-    tokens, accepted = [0], 0
-    while len(tokens) < length:
-        proposal = list(tokens)
-        for _ in range(draft_length):
-            proposal.append(draft.sample(proposal, sampling))
-        for guess in [*proposal[len(tokens) :], None]:
-            tokens.append(target.sample(tokens, sampling))
-            if tokens[-1] != guess:
-                break
-            accepted += 1
-    return tokens[:length], accepted
-
-
-def models(size: int, difference: float) -> tuple[MarkovModel, MarkovModel]:
-    generator = torch.Generator().manual_seed(size)
-    table = torch.randn(size, size, generator=generator) * 1.5
-    return MarkovModel(table), MarkovModel(table + torch.randn(size, size, generator=generator) * difference)
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"temperature": 0.0},
-        {"temperature": 1.0},
-        {"temperature": 0.7, "top_p": 0.9},
-        {"temperature": 1.0, "repetition_penalty": 1.3, "frequency_penalty": 0.2},
-    ],
-)
-@pytest.mark.parametrize("draft_length", [1, 4])
-def test_speculation_commits_what_plain_sampling_commits(settings: dict[str, float], draft_length: int) -> None:
-    target, draft = models(12, difference=0.5)
-    drafted_right = 0
-    for seed in range(8):
-        sampling = SamplingParameters(seed=seed, **settings)  # type: ignore[arg-type]
-        tokens, accepted = decode_with_draft(target, draft, sampling, 25, draft_length)
-        assert tokens == decode(target, sampling, 25)
-        drafted_right += accepted
-    assert drafted_right > 8 * 25 * 0.2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("with_draft", [pytest.param(False, marks=pytest.mark.long), True])
-def test_committed_tokens_follow_the_target(with_draft: bool) -> None:
-    """The second and third token after the prompt, over many seeds, against the exact two-step distribution."""
-    size, seeds = 12, 1500
-    target, draft = models(size, difference=1.0)
-    counts = np.zeros(size * size, dtype=np.int64)
-    for seed in range(seeds):
-        sampling = SamplingParameters(temperature=1.0, seed=seed)
-        if with_draft:
-            tokens, _ = decode_with_draft(target, draft, sampling, 3, draft_length=2)
-        else:
-            tokens = decode(target, sampling, 3)
-        counts[tokens[1] * size + tokens[2]] += 1
-    steps = torch.softmax(target.table.double(), 1).numpy()
-    assert p_value(counts, (steps[0][:, None] * steps).ravel()) > LEAST_P_VALUE
 
 
 @pytest.mark.parametrize("difference", [0.2, 1.0, 3.0])
