@@ -104,10 +104,6 @@ class WorkerSettings(_Frozen):
     threads: Annotated[
         int | None, Field(ge=1, le=1024), _option("Threads of each worker.", show_default="an even share of the cores")
     ] = None
-    share_cores: Annotated[
-        bool,
-        _option("One draft and one target on a CPU: policy auto may let each use the other's cores while it is idle."),
-    ] = True
 
 
 class EngineOptions(_Frozen):
@@ -280,22 +276,16 @@ class RunSettings(_Frozen):
         return False
 
     def threads_per_worker(self) -> int:
-        """The configured number, or an even share of the cores of this process; prompt lookup hardly needs any."""
+        """The configured number, or an even share of the cores of this process; prompt lookup hardly needs any.
+
+        One target and one draft each get all cores: with one batch, a worker computes while the other waits for it.
+        """
         if self.workers.threads is not None:
             return self.workers.threads
         busy = self.workers.target_replicas * self.engine.ranks(Role.TARGET)
-        if self.drafting and self.models.drafts_with_model:
+        if self.drafting and self.models.drafts_with_model and (busy, self.workers.draft_replicas) != (1, 1):
             busy += self.workers.draft_replicas
         return max(1, len(os.sched_getaffinity(0)) // busy)
-
-    def exclusive_threads(self, device: str) -> int:
-        """Threads of a step during which the other worker is idle; 0 where it makes no difference."""
-        workers = self.workers
-        ranks = self.engine.ranks(Role.TARGET)
-        pair = self.drafting and workers.draft_replicas == workers.target_replicas == ranks == 1
-        if not (workers.share_cores and pair and device == "cpu"):
-            return 0
-        return min(len(os.sched_getaffinity(0)), 2 * self.threads_per_worker())
 
     def engine_settings(self, role: Role, device: str) -> EngineSettings:
         """For a worker that has a model."""
@@ -305,7 +295,6 @@ class RunSettings(_Frozen):
             dtype=models.dtype.value,
             device=device,
             threads=self.threads_per_worker(),
-            exclusive_threads=self.exclusive_threads(device),
             exact=models.exact,
             lookup_match=models.lookup_match if role is Role.DRAFT else None,
             tensor_parallel_size=self.engine.ranks(role),

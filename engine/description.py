@@ -24,7 +24,6 @@ class EngineDescription:
     max_num_batched_tokens: int
     exact_row_counts: tuple[int, ...] = ()
     threads: int = 1
-    exclusive_threads: int = 1
     kv_bytes_per_token: int = 0
     attention: str = ""
     graphed_row_counts: tuple[int, ...] = ()

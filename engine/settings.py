@@ -24,8 +24,7 @@ class EngineSettings:
     Without either, KV gets a share of a CPU's free memory; of a GPU's memory, the share `gpu_memory_utilization` is
     divided among this worker and `gpu_peers`, the other workers there (engine/models/memory_plan.py).
     `max_num_batched_tokens` bounds the tokens of one forward pass, `max_model_len` those of a sequence (None: the
-    model does). `threads` 0 leaves the number to torch;
-    `exclusive_threads` is for steps during which no other worker of the machine computes, 0: as many as otherwise.
+    model does). `threads` 0 leaves the number to torch.
     `lookup_match` is for drafts: where at least that many of the last tokens stood in the sequence before, what
     followed them is proposed instead of the model's tokens. With `prefix_cache`, sequences that begin alike share
     the pages of what they have in common. With `cuda_graphs`, a GPU computes small passes as CUDA graphs. So many
@@ -37,7 +36,6 @@ class EngineSettings:
     device: str = "cpu"
     cpu_isa: str = "auto"
     threads: int = 0
-    exclusive_threads: int = 0
     page_size: int = 16
     kv_pages: int | None = None
     kv_memory_bytes: int | None = None
@@ -71,7 +69,6 @@ class EngineSettings:
             raise ValueError(f"cpu_isa is {self.cpu_isa!r}, must be one of {', '.join(CPU_ISAS)}")
         limits = (
             ("threads", 0, 1024),
-            ("exclusive_threads", 0, 1024),
             ("page_size", 1, 1024),
             ("max_num_batched_tokens", 8, 65536),
             ("tensor_parallel_size", 1, MOST_RANKS),
@@ -80,11 +77,6 @@ class EngineSettings:
             value = getattr(self, name)
             if not low <= value <= high:
                 raise ValueError(f"{name} is {value}, must be between {low} and {high}")
-        if self.tensor_parallel_size > 1 and self.exclusive_threads:
-            raise ValueError(
-                f"exclusive_threads is {self.exclusive_threads}, must be 0 where tensor_parallel_size is "
-                f"{self.tensor_parallel_size}"
-            )
         if not 0 < self.gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization is {self.gpu_memory_utilization}, must be above 0 and at most 1")
         if self.kv_pages is not None and self.kv_pages < 1:

@@ -40,8 +40,7 @@ class FinishReason(Enum):
 class WorkerSpec:
     """What the core must know of a worker to plan steps for it.
 
-    `shares_cores`: an exclusive step runs on the cores of the machine's other workers as well. What drafts of one
-    `model_id` propose is equally good; "" means a model of its own.
+    Draft workers with the same `model_id` share what is learnt about acceptance; "" means a model of its own.
 
     Raises `ValueError` naming field, value and limit.
     """
@@ -52,7 +51,6 @@ class WorkerSpec:
     total_pages: int
     max_sequence_length: int
     max_num_batched_tokens: int
-    shares_cores: bool = False
     model_id: str = ""
 
     def __post_init__(self) -> None:
@@ -255,14 +253,11 @@ class GroupFormed:
 
 @dataclass(slots=True)
 class SendStep:
-    """`exclusive`: no other worker computes meanwhile, and this worker may use the cores of all."""
-
     worker_id: str
     step_id: int
     rows: tuple[Row, ...]
     released: tuple[int, ...] = ()
     group: GroupFormed | None = None
-    exclusive: bool = False
 
 
 @dataclass(frozen=True, slots=True)

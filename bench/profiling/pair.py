@@ -28,7 +28,7 @@ def pair_launches(config: SpoolConfig) -> list[WorkerLaunch]:
     return [
         WorkerLaunch(
             worker.role,
-            {**worker.engine, "prefix_cache": False, "exclusive_threads": 0},
+            {**worker.engine, "prefix_cache": False},
             threads=worker.threads,
             cpus=own,
         )

@@ -214,9 +214,6 @@ class SpoolConfig(Section):
         if ranks > 1 and gpus not in (None, 0, ranks):
             limit = f"must be 0, {ranks} or unset, as engine.tensor_parallel_size is {ranks}"
             yield FieldProblem((*path, "num_gpus"), f"is {gpus:g}, {limit}", others)
-        if ranks > 1 and group.exclusive_threads is not None:
-            limit = f"must be unset, as engine.tensor_parallel_size is {ranks}"
-            yield FieldProblem((*path, "exclusive_threads"), f"is {group.exclusive_threads}, {limit}", others)
 
     def _kv_is_given(self, group: WorkerGroup) -> bool:
         settings = (group.kv_pages, group.kv_memory, self.engine.kv_pages, self.engine.kv_memory)
@@ -296,7 +293,6 @@ class SpoolConfig(Section):
             dtype=self.models.dtype.value,
             device=device,
             threads=threads,
-            exclusive_threads=(group.exclusive_threads or 0) if device == "cpu" else 0,
             kv_pages=pages,
             kv_memory_bytes=None if memory is None else int(memory),
             exact=self.models.exact,
@@ -313,14 +309,13 @@ class SpoolConfig(Section):
         return config.model_copy(update={"internal": self.internal.model_copy(update={"host": "127.0.0.1"})})
 
     def _sharing_cores(self) -> SpoolConfig:
-        """A single draft and a single target on the machine may each use the cores of both."""
+        """One draft and one target on the machine each compute on the cores of both, unless the file says otherwise:
+        with one batch, a worker computes while the other waits for it."""
         if not self.is_one_pair or self.engine.tensor_parallel_size > 1:
             return self
         both = min(len(os.sched_getaffinity(0)), sum(self.threads(role) for role in self.roles))
         groups = {
-            role.value: self.group(role).model_copy(
-                update={"exclusive_threads": self.group(role).exclusive_threads or both}
-            )
+            role.value: self.group(role).model_copy(update={"threads": self.group(role).threads or both})
             for role in self.roles
         }
         return self.model_copy(update={"groups": self.groups.model_copy(update=groups)})

@@ -163,8 +163,7 @@ class VirtualCell:
 
     def join(self, worker_id: str, role: Role, quality: float = 1.0, pages: int = 1_000_000, model: str = "") -> None:
         """A draft is of a model of its own, of whose tokens the share `quality` are not wrong from the start."""
-        shares_cores = self.costs.row_alone is not None
-        spec = WorkerSpec(worker_id, role, PAGE_SIZE, pages, pages * PAGE_SIZE, 4096, shares_cores, model)
+        spec = WorkerSpec(worker_id, role, PAGE_SIZE, pages, pages * PAGE_SIZE, 4096, model)
         self.workers[worker_id] = Worker(spec, quality)
         self.tell(WorkerJoined(spec))
 
@@ -264,7 +263,7 @@ class VirtualCell:
     def _check_alone(self, worker: Worker, step: SendStep) -> None:
         """A change of plan may find a step of the other worker still running; otherwise exclusive steps run alone."""
         others = [other.steps[0] for other in self.workers.values() if other is not worker and other.steps]
-        if step.rows and any(other.rows and (step.exclusive or other.exclusive) for other in others):
+        if step.rows and any(other.rows and False for other in others):
             self.disturbed_steps += 1
 
     def _seconds(self, worker: Worker, step: SendStep) -> float:
@@ -274,7 +273,7 @@ class VirtualCell:
             return 0.0
         reading = sum(row.kv_len for row in step.rows)
         if worker.spec.role is Role.TARGET:
-            per_row = costs.row_alone if step.exclusive and costs.row_alone is not None else costs.row
+            per_row = costs.row
             fed += sum(len(row.draft_tokens) for row in step.rows)
             seconds = costs.base + per_row * whole_blocks(fed, costs.block) + costs.kv * reading
         else:

@@ -51,11 +51,10 @@ MakeRunner = Callable[[PagePool, AttentionForm | None, Sequence[int]], ModelRunn
 @dataclass(frozen=True, slots=True)
 class ExactShapes:
     """`row_counts`, ascending: every pass and LM head call runs on one of these. `attention`: the form of its calls;
-    None where kernels attend, which have but one. `thread_counts`: with any of these."""
+    None where kernels attend, which have but one."""
 
     row_counts: tuple[int, ...]
     attention: AttentionForm | None
-    thread_counts: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +101,7 @@ def calibrate(
             probe = _EndToEndProbe(model, make_runner, page_size, form, row_counts)
             difference = probe.first_difference()
             if difference is None:
-                thread_counts = (torch.get_num_threads(), *probe.agreeing(settings.exclusive_threads))
-                shapes = ExactShapes(row_counts, form, thread_counts)
+                shapes = ExactShapes(row_counts, form)
                 return _priced(shapes, probe.compared, model, make_runner, page_size)
             failures.append(f"{len(row_counts)} row counts up to {row_counts[-1]} with {form}: {difference}")
         if form is None:
@@ -290,17 +288,6 @@ class _EndToEndProbe:
                 if not torch.equal(logits, self._reference[key]):
                     return f"{name} differs from plain decoding at position {key[1]} of sequence {key[0]}"
         return None
-
-    def agreeing(self, threads: int) -> tuple[int, ...]:
-        """This number of threads, if it is another one that gives the same bits in all ways."""
-        before = torch.get_num_threads()
-        if threads in (0, before):
-            return ()
-        torch.set_num_threads(threads)
-        try:
-            return () if self.first_difference() else (threads,)
-        finally:
-            torch.set_num_threads(before)
 
     def _together(self, indices: Sequence[int], rows: int) -> Iterator[tuple[tuple[int, int], torch.Tensor]]:
         """Logits of the compared positions, computed `rows` tokens of each sequence a pass; the rest by prefill."""

@@ -42,7 +42,6 @@ def calibration_key(model: PreTrainedModel, settings: EngineSettings, kernels: s
         "cublas": _cublas_conditions() if model.device.type == "cuda" else None,
         "kernels": kernels,
         "threads": torch.get_num_threads(),
-        "exclusive_threads": settings.exclusive_threads,
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "page_size": settings.page_size,
@@ -59,7 +58,7 @@ def read_calibration(file: Path) -> Calibration | None:
         shapes = stored.pop("shapes")
         form = shapes["attention"]
         attention = AttentionForm(**(form | {"kv_lengths": tuple(form["kv_lengths"])})) if form else None
-        exact = ExactShapes(tuple(shapes["row_counts"]), attention, tuple(shapes["thread_counts"]))
+        exact = ExactShapes(tuple(shapes["row_counts"]), attention)
         return Calibration(exact, **stored)
     except (FileNotFoundError, json.JSONDecodeError, KeyError, TypeError):
         return None

@@ -320,13 +320,6 @@ def _assemble(
     exact_row_counts = shapes.row_counts if shapes else ()
     # Few in any case: libraries keep a kernel, and its memory, for every row count they met.
     row_counts = exact_row_counts or candidate_row_counts(settings.max_num_batched_tokens)
-    threads = torch.get_num_threads()
-    exclusive_threads = settings.exclusive_threads or threads
-    if shapes and exclusive_threads not in shapes.thread_counts:
-        logger.warning(
-            "%d threads give other bits than %d: steps that are alone use no more", exclusive_threads, threads
-        )
-        exclusive_threads = threads
     runner = loaded.runner(pool, shapes.attention if shapes else loaded.unrestricted_form(pool.page_size), row_counts)
     description = EngineDescription(
         model_id=settings.model,
@@ -339,8 +332,7 @@ def _assemble(
         max_sequence_length=_max_sequence_length(loaded, settings, pages),
         max_num_batched_tokens=row_counts[-1],
         exact_row_counts=exact_row_counts,
-        threads=threads,
-        exclusive_threads=exclusive_threads,
+        threads=torch.get_num_threads(),
         kv_bytes_per_token=bytes_per_token * settings.tensor_parallel_size,
         attention=attention_name(runner.backend),
     )
@@ -353,20 +345,18 @@ def _max_sequence_length(loaded: LoadedModel, settings: EngineSettings, pages: i
 
 
 def _warm_up(loaded: LoadedModel, description: EngineDescription, runner: ModelRunner, pool: PagePool) -> None:
-    """Passes on every number of threads: libraries make a kernel for each row count now and not in the first steps.
+    """Runs one pass of each row count, so that libraries make their kernels now and not in the first steps.
 
     Spool's own kernels are the same for all row counts, so that the smallest and the largest pass will do.
     """
     sizes = [size for size in runner.row_counts if size <= description.max_sequence_length]
     if loaded.kernels is not None:
         sizes = sizes[:: max(1, len(sizes) - 1)]
-    for threads in dict.fromkeys((description.exclusive_threads, description.threads)):
-        use_threads(threads)
-        for size in sizes:
-            table = PageTable()
-            pool.append(table, size)
-            runner.run([BatchedSequence(table, [0] * size, min(size, _MAX_WARM_LOGITS))])
-            pool.free(table)
+    for size in sizes:
+        table = PageTable()
+        pool.append(table, size)
+        runner.run([BatchedSequence(table, [0] * size, min(size, _MAX_WARM_LOGITS))])
+        pool.free(table)
 
 
 def _capture_graphs(

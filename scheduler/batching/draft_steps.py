@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from itertools import islice
 
-from scheduler.batching.time_slicing import draft_may_go
 from scheduler.config import SchedulerConfig
 from scheduler.messages import SendStep
 from scheduler.speculation.controller import Controller
-from scheduler.state.fleet import Fleet
 from scheduler.state.worker_base import DraftWork, InFlightRow
 from scheduler.state.workers import STEADY_KV_LAG, DraftWorker, Sequence
 from scheduler.transitions.lifecycle import READY, Lifecycle
@@ -17,20 +15,18 @@ from scheduler.transitions.lifecycle import READY, Lifecycle
 class DraftPlanner:
     """A draft worker proposes for every READY sequence placed there, oldest first."""
 
-    def __init__(self, config: SchedulerConfig, fleet: Fleet, lifecycle: Lifecycle, controller: Controller) -> None:
+    def __init__(self, config: SchedulerConfig, lifecycle: Lifecycle, controller: Controller) -> None:
         self._proposals_per_step = config.proposals_per_step
         self._steps_in_flight = config.steps_in_flight
         self._batch_size = config.batch_size
         self._draft_ahead = config.draft_ahead
-        self._fleet = fleet
         self._lifecycle = lifecycle
         self._controller = controller
 
     def plan(self, draft: DraftWorker, step_id: int, now: float) -> SendStep | None:
         """The next step for this worker, or None when it must wait or has nothing to do."""
         draft.changed = draft.watches_targets = False
-        may_go = not self._fleet.time_sliced or draft_may_go(draft, self._fleet)
-        if not draft.can_take_step or not may_go:
+        if not draft.can_take_step:
             return None
         if not (draft.ready or draft.lagging):
             # What is asked of it meanwhile is queued, and does not wait for long.
@@ -48,13 +44,13 @@ class DraftPlanner:
         budget, room = self._propose(draft, rows, work, now)
         if draft.lagging:
             self._catch_up(draft, rows, work, min(budget, room))
-        return draft.send(step_id, rows, work, now, exclusive=self._fleet.time_sliced) if rows else None
+        return draft.send(step_id, rows, work, now) if rows else None
 
     def _waits(self, draft: DraftWorker) -> bool:
         """Whether to wait for a target's answer: one half of its sequences is to be drafted for, the other verified."""
         first = next(iter(draft.ready.values()), None)
         target = None if first is None else first.target
-        if target is None or not target.verifying or self._fleet.time_sliced:
+        if target is None or not target.verifying:
             return False
         choice = self._controller.target(target).choices.get(draft.worker_id)
         return choice is not None and 2 * len(draft.ready) < choice.sequences

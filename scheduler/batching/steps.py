@@ -20,15 +20,10 @@ class StepPlanner:
     """Asks the planners of draft and target steps, in passes, until no worker takes another step.
 
     Only workers for which the answer may be another one than when they were asked last: those that have changed since,
-    drafts for which it depends on targets, and targets that have waited long enough. Where cores are shared, it depends
-    on the other worker too.
+    drafts for which it depends on targets, and targets that have waited long enough.
 
-    In each pass sequences are admitted first, then every draft worker is asked, then every target. The targets rely on
-    that order:
-
-    - A policy waits for proposals of draft steps that run. A draft step that could start must have started by then.
-    - Where draft and target compute one at a time, an idle draft that was asked and did not start has nothing to do,
-      so the target may go (`time_slicing.target_may_go`).
+    In each pass sequences are admitted first, then every draft worker is asked, then every target: a policy waits for
+    proposals of draft steps that run, so a draft step that could start must have started by then.
     """
 
     def __init__(
@@ -43,24 +38,24 @@ class StepPlanner:
     ) -> None:
         self._fleet = fleet
         self._lifecycle = lifecycle
-        self._drafts = DraftPlanner(config, fleet, lifecycle, controller)
-        self._targets = TargetPlanner(config, fleet, lifecycle, controller, policy)
+        self._drafts = DraftPlanner(config, lifecycle, controller)
+        self._targets = TargetPlanner(config, lifecycle, controller, policy)
         self._counters = counters
         self._emit = emit
         self._last_step_id = 0
 
     def send_all(self, now: float) -> None:
         """Sends every step that can be sent, and releases to workers that get no other step."""
-        progress, time_sliced = True, self._fleet.time_sliced
+        progress = True
         while progress:
             preemptions = self._counters.preemptions
             progress = self._lifecycle.admit()
             for draft in self._fleet.drafts.values():
-                if draft.changed or draft.watches_targets or time_sliced:
+                if draft.changed or draft.watches_targets:
                     progress |= self._send(self._drafts.plan(draft, self._last_step_id + 1, now))
             for target in self._fleet.targets.values():
                 due = target.waits_until
-                if target.changed or (due is not None and due <= now) or time_sliced:
+                if target.changed or (due is not None and due <= now):
                     progress |= self._send(self._targets.plan(target, self._last_step_id + 1, now))
             # A preemption may have freed pages without a step: a waiting sequence may fit now.
             progress |= self._counters.preemptions > preemptions

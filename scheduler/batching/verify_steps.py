@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import islice
 
-from scheduler.batching.time_slicing import target_may_go
 from scheduler.batching.trimming import most_promising
 from scheduler.batching.verify_grouping import GroupingPolicy, GroupingView
 from scheduler.config import SchedulerConfig
 from scheduler.messages import GroupFormed, SendStep
 from scheduler.speculation.controller import Controller
-from scheduler.state.fleet import Fleet
 from scheduler.state.worker_base import InFlightRow, TargetWork
 from scheduler.state.workers import Sequence, TargetWorker
 from scheduler.transitions.lifecycle import DRAFTED, PREFILLING, Lifecycle
@@ -23,13 +21,11 @@ class TargetPlanner:
     def __init__(
         self,
         config: SchedulerConfig,
-        fleet: Fleet,
         lifecycle: Lifecycle,
         controller: Controller,
         policy: GroupingPolicy,
     ) -> None:
         self._config = config
-        self._fleet = fleet
         self._lifecycle = lifecycle
         self._controller = controller
         self._policy = policy
@@ -38,16 +34,13 @@ class TargetPlanner:
         """Seconds that a DRAFTED sequence of this target may wait voluntarily."""
         return self._config.wait_bound_steps * self._controller.target(target).typical
 
-    def _may_go(self, target: TargetWorker) -> bool:
-        return not self._fleet.time_sliced or target_may_go(target, self._fleet)
-
     def plan(self, target: TargetWorker, step_id: int, now: float) -> SendStep | None:
         """The next step for this worker, or None when it waits or has nothing to do.
 
         Suspects and the others take turns: a suspect's row waits until no other is in flight, and is then alone.
         """
         target.changed, target.waits_until = False, None
-        if not target.can_take_step or target.lone_step in target.outstanding or not self._may_go(target):
+        if not target.can_take_step or target.lone_step in target.outstanding:
             return None
         suspect = target.next_suspect() if target.suspects else None
         if suspect is not None and not target.lone_step_was_last:
@@ -74,7 +67,7 @@ class TargetPlanner:
             return None
         group = None if work.prefill_tokens else self._describe(rows, False, now)
         target.lone_step, target.lone_step_was_last = step_id, True
-        return target.send(step_id, rows, work, now, group, self._fleet.time_sliced)
+        return target.send(step_id, rows, work, now, group)
 
     def _plan_group(self, target: TargetWorker, step_id: int, now: float) -> SendStep | None:
         batch_size = self._config.batch_size
@@ -99,7 +92,7 @@ class TargetPlanner:
             most = (1 + self._config.steps_in_flight) * target.chunk
             next_ones = islice(target.prefilling.in_turns(most), most)
             self._add_prefill(target, next_ones, rows, work, min(target.chunk, left + kept))
-        return target.send(step_id, rows, work, now, group, self._fleet.time_sliced) if rows else None
+        return target.send(step_id, rows, work, now, group) if rows else None
 
     def _view(self, target: TargetWorker, now: float, may_wait: bool) -> GroupingView:
         return GroupingView(
@@ -172,8 +165,6 @@ class TargetPlanner:
                 continue
             end = min(sequence.length, start + budget)
             before = target.in_flight.get(sequence.sequence_id)
-            if before is not None and self._fleet.time_sliced:
-                continue  # the draft catches up with the prompt meanwhile
             if target.pages.reserve(sequence.sequence_id, end) or (
                 before is None and self._make_room(target, sequence, end, rows)
             ):

@@ -15,7 +15,7 @@ from scheduler.config import Policy, SchedulerConfig
 from scheduler.speculation.acceptance import ModelAcceptance, OwnAcceptance
 from scheduler.speculation.cost_model import TOKEN_SHARE, LinearCost
 from scheduler.speculation.draft_ahead import DraftAhead, outcomes_that_fit
-from scheduler.speculation.goodput import Ahead, Choice, Cycle, choose, kv_lag, worth_drafting
+from scheduler.speculation.goodput import Ahead, Choice, Cycle, choose, worth_drafting
 from scheduler.state.fleet import Fleet
 from scheduler.state.worker_base import DraftWork, TargetWork
 from scheduler.state.workers import STEADY_KV_LAG, DraftWorker, Sequence, TargetWorker, Worker
@@ -198,10 +198,10 @@ class Controller:
     # --- what is decided ----------------------------------------------------------------------------------------------
 
     def newcomer_drafts(self, target: TargetWorker, sequence: Sequence) -> bool:
-        """Whether a sequence that begins to run will draft; if not, or if all would wait for it, its KV can wait."""
+        """Whether a sequence that begins to run will draft; if not, its draft KV can wait."""
         if not self._auto or not self._fleet.drafts:
             return not self._auto
-        return not self._fleet.time_sliced and self._length(self.target(target), sequence) > 0
+        return self._length(self.target(target), sequence) > 0
 
     def for_round(self, sequence: Sequence, longest: int) -> int:
         """Tokens to draft in the round that begins, 0 to `longest`."""
@@ -221,16 +221,16 @@ class Controller:
     def proposes_at_once(self, draft: DraftWorker, kv_lag: int) -> bool:
         """Whether a draft with so large a KV lag is to propose; else it catches up during a plain round.
 
-        It may hold its sequence up for as long as a pass takes; where cores are shared, all wait for it in any case.
+        It may hold its sequence up for as long as a pass takes.
         """
         of_pass, of_token, _ = self.draft(draft).cost.coefficients
-        return not self._auto or self._fleet.time_sliced or kv_lag <= STEADY_KV_LAG or of_token * kv_lag <= of_pass
+        return not self._auto or kv_lag <= STEADY_KV_LAG or of_token * kv_lag <= of_pass
 
     def ahead(self, draft: DraftWorker, sequences: list[Sequence]) -> tuple[int, int]:
         """For how many outcomes of each sequence an idle draft is to prepare while targets verify them, with how many
         tokens each: (0, 0) for none."""
         targets = [one.target for one in sequences if one.target is not None]
-        if self._fleet.time_sliced or draft.spec.shares_cores or not targets:
+        if not targets:
             return 0, 0
         if not self._auto:
             return self._fitting(draft, len(sequences), fmean(one.length for one in sequences))
@@ -274,9 +274,8 @@ class Controller:
 
     def _probe_seconds(self, figures: TargetFigures, sequence: Sequence) -> float:
         """By how much all others are held up at most."""
-        lag = kv_lag(sequence) if self._fleet.time_sliced else 0
         known = self.draft(self._draft_of(sequence))
-        drafting = known.wire.predict(1.0) + known.cost.predict(1.0, 1.0 + lag, sequence.length)
+        drafting = known.wire.predict(1.0) + known.cost.predict(1.0, 1.0, sequence.length)
         return drafting + figures.cost.predict(0.0, 1.0, 1.0)
 
     def _decide(self, target: TargetWorker, figures: TargetFigures) -> None:
@@ -310,9 +309,7 @@ class Controller:
             of_token=of_feed + of_kv * length,
             of_feed=of_feed,
             draft_wire=known.wire.coefficients[0],
-            time_sliced=self._fleet.time_sliced,
         )
-        can_prepare = cycle.serial and not cycle.time_sliced
-        ahead = Ahead(*self._fitting(draft, count, length), known.ahead.found) if can_prepare else Ahead()
+        ahead = Ahead(*self._fitting(draft, count, length), known.ahead.found) if cycle.serial else Ahead()
         before = figures.choices.get(draft.worker_id)
         return choose(cycle, known.acceptance.chances, [(one, self.own(one)) for one in members], before, ahead)

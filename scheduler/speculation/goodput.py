@@ -5,7 +5,6 @@ After TurboSpec (arXiv 2406.14066, section 4). In a *cycle* each sequence of the
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence as Members
 from dataclasses import dataclass
 
@@ -57,12 +56,11 @@ class Cycle:
     of_token: float
     of_feed: float
     draft_wire: float
-    time_sliced: bool
 
     @property
     def serial(self) -> bool:
-        """The draft and the target work in turns: all sequences fit one step, or both workers share cores."""
-        return self.parts == 1 or self.time_sliced
+        """The draft and the target work in turns: all sequences fit one step."""
+        return self.parts == 1
 
     def seconds(self, passes: int = 0, drafted: float = 0.0, fed: float = 0.0) -> float:
         """With so many tokens drafted and fed for each sequence on average: the sum of both workers' work where they
@@ -71,8 +69,7 @@ class Cycle:
         propose, feed = self.of_token * drafted * self.load, self.of_feed * fed * self.load
         wires = self.wire + self.draft_wire if passes else self.wire
         if self.serial:
-            of_wires = wires if passes or self.parts == 1 else 0.0
-            return verify + passes * self.of_pass + propose + feed + of_wires
+            return verify + passes * self.of_pass + propose + feed + wires
         waiting = wires + verify / self.parts + passes * self.of_pass + propose / self.parts
         return max(waiting, verify, 2 * passes * self.of_pass + propose + feed)
 
@@ -101,7 +98,7 @@ def choose(
     # A second is worth as many tokens as were committed in one when this was last decided.
     rate = plain * (before.gain if before else 1.0)
     of_draft, feeding = (rate * cycle.of_token, rate * cycle.of_feed) if cycle.serial else (0.0, 0.0)
-    most_fed = math.inf if cycle.time_sliced else cycle.of_pass / cycle.of_feed
+    most_fed = cycle.of_pass / cycle.of_feed
     choice = Choice(0, 0.0, plain, 1.0, rate * cycle.row + of_draft, rate * cycle.row, feeding, most_fed, chances)
     worth = [worth_drafting(own, sequence, choice) for sequence, own in members]
     fed = sum(_fed(one, kept, most_fed) for (one, _), kept in zip(members, worth, strict=True) if kept) / len(members)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import TypeVar
 
-from scheduler.config import Policy, SchedulerConfig
+from scheduler.config import SchedulerConfig
 from scheduler.messages import Role, WorkerSpec
 from scheduler.state.digests import DigestedTokens
 from scheduler.state.workers import DraftWorker, TargetWorker, Worker
@@ -31,8 +31,6 @@ class Fleet:
         """Targets that take new sequences: those that do not drain."""
         self.largest_capacity = 0
         """Tokens of the longest sequence that any target can hold; 0 without targets."""
-        self.time_sliced = False
-        """Whether a single target and at most one draft share cores, and so take turns, each on the cores of both."""
 
     def workers(self) -> Iterator[Worker]:
         yield from self.drafts.values()
@@ -66,17 +64,6 @@ class Fleet:
             worker.changed = True
         self.accepting = sum(not target.draining for target in self.targets.values())
         self.largest_capacity = max((target.capacity for target in self.targets.values()), default=0)
-        small = len(self.targets) == 1 and len(self.drafts) <= 1
-        shared = small and all(worker.spec.shares_cores for worker in self.workers())
-        self.time_sliced = shared and self._config.policy is Policy.AUTO
-
-    @property
-    def sole_target(self) -> TargetWorker | None:
-        return next(iter(self.targets.values())) if len(self.targets) == 1 else None
-
-    @property
-    def sole_draft(self) -> DraftWorker | None:
-        return next(iter(self.drafts.values())) if len(self.drafts) == 1 else None
 
     def pick_target(self, tokens: DigestedTokens, positions: int, max_sequences: int | None) -> TargetWorker | None:
         """The target for a sequence of these tokens, with fewer than `max_sequences` and room for `positions` more."""

@@ -125,8 +125,6 @@ class WorkerState(ABC, Generic[Member, Work]):
         """The latest row of each sequence that has one in flight."""
         self.outstanding: dict[int, OutstandingStep[Member, Work]] = {}
         self.releases: dict[int, None] = {}
-        self.running_since = 0.0
-        """When the worker last began to compute or ended a step. Steps without rows take no time and do not count."""
         self.changed = True
         """Whether anything here has changed since the worker was last asked for a step."""
         self.draining = False
@@ -245,18 +243,15 @@ class WorkerState(ABC, Generic[Member, Work]):
         work: Work,
         now: float,
         group: GroupFormed | None = None,
-        exclusive: bool = False,
     ) -> SendStep:
         """Records a step with these rows and all pending releases as sent; returns the command for it."""
         self.changed = True
         released = tuple(self.releases)
         self.releases.clear()
-        if rows and not self.busy:
-            self.running_since = now
         self.in_flight.update(rows)
         flights = list(rows.values())
         self.outstanding[step_id] = OutstandingStep(flights, work, group, None if self.outstanding else now)
-        return SendStep(self.worker_id, step_id, tuple([flight.row for flight in flights]), released, group, exclusive)
+        return SendStep(self.worker_id, step_id, tuple([flight.row for flight in flights]), released, group)
 
     def release(self, step_id: int, now: float) -> SendStep:
         """A step that only carries the pending releases."""
@@ -265,13 +260,11 @@ class WorkerState(ABC, Generic[Member, Work]):
     @abstractmethod
     def _no_work(self) -> Work: ...
 
-    def take_answered(self, step_id: int, now: float) -> OutstandingStep[Member, Work] | None:
+    def take_answered(self, step_id: int) -> OutstandingStep[Member, Work] | None:
         """Removes and returns the step that was answered. Its rows stay in flight until each result was applied."""
         step = self.outstanding.pop(step_id, None)
         if step is not None:
             self.changed = True
-            if step.rows:
-                self.running_since = now
         return step
 
     def check_integrity(self) -> None:

@@ -33,7 +33,7 @@ class Rounds:
         self._emit = emit
 
     def draft_step(self, draft: DraftWorker, step_id: int, results: Results, seconds: float, now: float) -> None:
-        step = draft.take_answered(step_id, now)
+        step = draft.take_answered(step_id)
         if step is None:
             return
         _leave_out_reused(step, results)
@@ -55,7 +55,7 @@ class Rounds:
                 self._lifecycle.begin_round(flight.sequence, now)
 
     def target_step(self, target: TargetWorker, step_id: int, results: Results, seconds: float, now: float) -> None:
-        step = target.take_answered(step_id, now)
+        step = target.take_answered(step_id)
         if step is None:
             return
         _leave_out_reused(step, results)

@@ -32,14 +32,14 @@ from engine.steps import (
     no_callback,
 )
 from protos import worker_pb2
-from scheduler.messages import Role, RowStatus
+from scheduler.messages import PromptScoring, Role, RowStatus
 from scheduler.state.digests import EMPTY_DIGEST
+from services.rpc.conversion import from_wire, to_wire
 from services.rpc.worker_codec import (
+    ROLES,
+    ROW_STATUSES,
     confidences_to_wire,
     logprobs_to_wire,
-    role_to_wire,
-    scoring_from_wire,
-    status_to_wire,
 )
 from services.worker.kv_pages import KvTransfer, WrongEpochError
 from services.worker.sequences import PreparedRow, RowRejectedError, WorkerSequences
@@ -79,9 +79,9 @@ SomeEngine = TypeVar("SomeEngine", bound=Engine)
 class StepExecutor(ABC, Generic[SomeEngine]):
     """Executes one step at a time for one engine, and keeps the last replies so that a repeated step is safe.
 
-    `worker_epoch` must differ between two starts of a worker. `clock` is a monotonic clock in seconds. `use_threads`
-    is called before a step that runs on another number of threads than the step before. Without a `kv_store`, the
-    worker neither gives KV to other workers nor takes KV from them. `awaited` is set by whoever queues steps.
+    `worker_epoch` must differ between two starts of a worker. `clock` is a monotonic clock in seconds. Without a
+    `kv_store`, the worker neither gives KV to other workers nor takes KV from them. `awaited` is set by whoever queues
+    steps.
     """
 
     role: Role
@@ -92,14 +92,11 @@ class StepExecutor(ABC, Generic[SomeEngine]):
         engine: SomeEngine,
         worker_epoch: int | None = None,
         clock: Callable[[], float] = time.perf_counter,
-        use_threads: Callable[[int], None] = lambda _: None,
         kv_store: KvStore | None = None,
         prefix_cache: bool = True,
     ) -> None:
         self._engine = engine
         self.awaited = never_awaited
-        self._use_threads = use_threads
-        self._threads = engine.description.threads
         self._clock = clock
         self.worker_epoch = time.time_ns() if worker_epoch is None else worker_epoch
         description = engine.description
@@ -136,25 +133,13 @@ class StepExecutor(ABC, Generic[SomeEngine]):
         return self._clock()
 
     def describe(self) -> worker_pb2.WorkerDescription:
-        description = self._engine.description
-        return worker_pb2.WorkerDescription(
-            role=role_to_wire(self.role),
-            model_id=description.model_id,
-            tokenizer_digest=description.tokenizer_digest,
-            vocabulary_size=description.vocabulary_size,
-            dtype=description.dtype,
-            device=description.device,
+        return to_wire(
+            worker_pb2.WorkerDescription,
+            self._engine.description,
+            role=ROLES.to_wire(self.role),
             worker_epoch=self.worker_epoch,
-            page_size=description.page_size,
-            total_pages=description.total_pages,
             free_pages=self.free_pages,
-            max_sequence_length=description.max_sequence_length,
-            max_num_batched_tokens=description.max_num_batched_tokens,
-            exact_row_counts=description.exact_row_counts,
             process_id=os.getpid(),
-            threads=description.threads,
-            exclusive_threads=description.exclusive_threads,
-            kv_bytes_per_token=description.kv_bytes_per_token,
         )
 
     def execute(
@@ -219,7 +204,6 @@ class StepExecutor(ABC, Generic[SomeEngine]):
         checked = self._clock()
         timings = EngineTimings()
         if running:
-            self._set_threads(request.exclusive)
             try:
                 outcome = self._compute([(prepared, row) for _, prepared, row in running], computing)
                 if len(outcome.rows) != len(running):
@@ -255,13 +239,6 @@ class StepExecutor(ABC, Generic[SomeEngine]):
             free_pages=self.free_pages,
         )
 
-    def _set_threads(self, exclusive: bool) -> None:
-        description = self._engine.description
-        threads = description.exclusive_threads if exclusive else description.threads
-        if threads and threads != self._threads:
-            self._use_threads(threads)
-            self._threads = threads
-
     def _prepare(
         self, rows: Sequence[worker_pb2.Row]
     ) -> tuple[dict[int, worker_pb2.RowReply], list[tuple[int, PreparedRow, worker_pb2.Row]]]:
@@ -285,7 +262,7 @@ class StepExecutor(ABC, Generic[SomeEngine]):
             except RowRejectedError as rejected:
                 replies[index] = worker_pb2.RowReply(
                     sequence_id=row.sequence_id,
-                    status=status_to_wire(rejected.status),
+                    status=ROW_STATUSES.to_wire(rejected.status),
                     kv_len=rejected.kv_len,
                     prefix_digest=rejected.digest,
                     error=rejected.error,
@@ -316,7 +293,7 @@ class StepExecutor(ABC, Generic[SomeEngine]):
             return _failure(sequence.sequence_id, one_line(broken))
         reply = worker_pb2.RowReply(
             sequence_id=sequence.sequence_id,
-            status=status_to_wire(status),
+            status=ROW_STATUSES.to_wire(status),
             kv_len=sequence.table.length,
             prefix_digest=sequence.digest,
             error=error,
@@ -388,7 +365,7 @@ def _verify_row(prepared: PreparedRow, row: worker_pb2.Row) -> VerifyRow:
         logits_digests=sequence.logits_digests,
         top_logprobs=sequence.top_logprobs,
         grammar_state=sequence.grammar_state,
-        scoring=scoring_from_wire(row.scoring) if row.HasField("scoring") else None,
+        scoring=from_wire(PromptScoring, row.scoring) if row.HasField("scoring") else None,
     )
 
 
@@ -433,7 +410,7 @@ def _outcomes_to_wire(proposals: Sequence[AheadProposal]) -> worker_pb2.Outcomes
 def _failure(sequence_id: int, error: str, status: RowStatus = RowStatus.FAILED) -> worker_pb2.RowReply:
     return worker_pb2.RowReply(
         sequence_id=sequence_id,
-        status=status_to_wire(status),
+        status=ROW_STATUSES.to_wire(status),
         kv_len=0,
         prefix_digest=EMPTY_DIGEST,
         error=error,

@@ -169,17 +169,15 @@ def load_executor(arguments: WorkerArguments, progress: Progress) -> StepExecuto
     if arguments.role is Role.DRAFT and settings.tensor_parallel_size > 1:
         raise ValueError(f"tensor_parallel_size is {settings.tensor_parallel_size}, must be 1 for a draft")
     with importing():
-        from engine.models.loading import load_draft_engine, load_target_engine, use_threads
+        from engine.models.loading import load_draft_engine, load_target_engine
     if arguments.role is Role.DRAFT:
         draft = load_draft_engine(settings, progress)
-        return DraftStepExecutor(draft, use_threads=use_threads, prefix_cache=settings.prefix_cache)
+        return DraftStepExecutor(draft, prefix_cache=settings.prefix_cache)
     gang = Gang(settings) if settings.tensor_parallel_size > 1 else None
     engine = load_target_engine(settings, progress, None if gang is None else gang.start)
     if gang is not None:
         gang.loaded()
-    return TargetStepExecutor(
-        engine, use_threads=use_threads, kv_store=engine.kv_store, prefix_cache=settings.prefix_cache
-    )
+    return TargetStepExecutor(engine, kv_store=engine.kv_store, prefix_cache=settings.prefix_cache)
 
 
 def stop_when_stdin_ends() -> None:

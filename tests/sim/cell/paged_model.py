@@ -171,7 +171,6 @@ class PagedModel:
         max_num_batched_tokens: int,
         acceptance: float,
         spent: Callable[[], None],
-        exclusive_threads: int,
     ) -> None:
         self.pool = PagePool(pages, page_size)
         self.trouble: Trouble | None = None
@@ -185,7 +184,6 @@ class PagedModel:
             total_pages=pages,
             max_sequence_length=max_sequence_length,
             max_num_batched_tokens=max_num_batched_tokens,
-            exclusive_threads=exclusive_threads,
         )
         self._page_size = page_size
         self._memory = [0] * (pages * page_size)

@@ -54,7 +54,6 @@ class WorkerPlan:
     acceptance: float
     base_seconds: float
     row_seconds: float
-    exclusive_threads: int
     cell: int = 0
 
 
@@ -151,7 +150,6 @@ def make_plan(
                     0.01 if target else 0.003,
                     0.0001,
                     # Every other cell has its workers on shared cores.
-                    exclusive_threads=1 + seed % 2,
                 )
             )
     gateways = rng.choice((1, 2, 3))

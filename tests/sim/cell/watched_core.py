@@ -179,13 +179,10 @@ class WatchedCore(SchedulerCore):
             self._world.fail(f"{self._scheduler.process.name}: sequences {orphans} of sessions that are over")
 
     def _check_waits(self, now: float) -> None:
-        """The last plan left nothing waiting on an idle target for longer than its bound, but for a draft's turn."""
+        """The last plan left nothing waiting on an idle target for longer than its bound."""
         if not self._all_planned:
             return
-        drafting = any(draft.busy for draft in self._fleet.drafts.values())
         for target in self._fleet.targets.values():
-            if self._fleet.time_sliced and drafting:
-                continue
             oldest = target.drafted.oldest()
             if oldest is not None and oldest.due + _SLACK < now and not target.busy and target.can_take_step:
                 late = now - oldest.due

@@ -115,7 +115,6 @@ class SimulatedWorker:
             plan.max_num_batched_tokens,
             plan.acceptance,
             self.thread.computed,
-            plan.exclusive_threads,
         )
         self.watch = StepWatch(world, plan.worker_id, lambda: self.executor.draining, self.cell.expect_close)
         watch, worker = self.watch, self

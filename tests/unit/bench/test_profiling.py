@@ -169,7 +169,6 @@ def test_workers_have_cores_of_their_own(monkeypatch: pytest.MonkeyPatch) -> Non
     target, draft = pair_launches(configuration_from({"groups": {"target": {"replicas": 2, "threads": 2}}}))
     assert (target.role, target.threads, target.cpus) == (Role.TARGET, 2, (3, 4))
     assert (draft.role, draft.threads, draft.cpus) == (Role.DRAFT, 2, (6, 7))
-    assert not target.settings["exclusive_threads"]
     assert not target.settings["prefix_cache"]
     crowded = pair_launches(configuration_from({"groups": {"target": {"threads": 4}}}))
     assert [launch.cpus for launch in crowded] == [(), ()]

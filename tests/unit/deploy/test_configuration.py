@@ -221,16 +221,12 @@ def test_a_target_over_several_ranks(file: Path) -> None:
     assert problems(file, f"{four}groups: {{target: {{num_gpus: 2}}}}")[0].endswith(
         "groups.target.num_gpus is 2, must be 0, 4 or unset, as engine.tensor_parallel_size is 4"
     )
-    assert (
-        "exclusive_threads is 3, must be unset"
-        in problems(file, f"{four}groups: {{target: {{exclusive_threads: 3}}}}")[0]
-    )
     file.write_text(f"{four}groups: {{target: {{num_gpus: 4}}, draft: {{num_gpus: 1}}}}")
     assert load_configuration(file).groups.target.num_gpus == 4
     config = load_configuration(None, ["engine.tensor_parallel_size=4", "groups.target.num_cpus=8"]).on_one_machine()
     target, draft = (config.engine_settings(role, "cpu", config.threads(role)) for role in config.roles)
-    assert (target.tensor_parallel_size, target.threads, target.exclusive_threads) == (4, 2, 0)
-    assert (draft.tensor_parallel_size, draft.exclusive_threads) == (1, 0)
+    assert (target.tensor_parallel_size, target.threads) == (4, 2)
+    assert draft.tensor_parallel_size == 1
 
 
 def test_overrides_go_over_the_file(file: Path) -> None:

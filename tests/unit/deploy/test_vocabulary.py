@@ -16,7 +16,7 @@ from deploy.config.spool_config import SpoolConfig
 from scheduler.config import Policy
 
 # What only a run without a server has, and how `spool serve` runs.
-OF_RUNS = {"prompts", "limit", "output", "json_output", "max_tokens", "seed", "share_cores", "help"}
+OF_RUNS = {"prompts", "limit", "output", "json_output", "max_tokens", "seed", "help"}
 OF_SERVING = {"config", "overrides", "detach", "no_ray", "help"}
 
 NAMES = {document.name: document for document in documents(SpoolConfig, SpoolConfig()) if not document.section}

@@ -44,14 +44,14 @@ LAWS = {
 class Cell:
     """One target and drafts, whose steps are reported as they would be measured."""
 
-    def __init__(self, law: Law, batch_size: int = 16, shares_cores: bool = False, drafts: int = 1) -> None:
+    def __init__(self, law: Law, batch_size: int = 16, drafts: int = 1) -> None:
         self.law, self.rng = law, random.Random(7)
         self.config = SchedulerConfig(policy=Policy.AUTO, batch_size=batch_size, draft_length=LONGEST)
         self.fleet = Fleet(self.config)
         self.controller = Controller(self.config, self.fleet, Counters())
         for name in ("target", *(f"draft{number}" for number in range(drafts))):
             role = Role.TARGET if name == "target" else Role.DRAFT
-            self.fleet.add(WorkerSpec(name, role, 16, 100_000, 100_000, 4096, shares_cores))
+            self.fleet.add(WorkerSpec(name, role, 16, 100_000, 100_000, 4096))
         self.target: TargetWorker = self.fleet.targets["target"]
         self.drafts: list[DraftWorker] = list(self.fleet.drafts.values())
         self.sequences: list[Sequence] = []
@@ -102,13 +102,10 @@ def committed(acceptance: float, length: int) -> float:
 @pytest.mark.parametrize("sequences", [1, 4, 16])
 @pytest.mark.parametrize("acceptance", [0.1, 0.5, 0.7, 0.9])
 @pytest.mark.parametrize("law", LAWS)
-@pytest.mark.parametrize("shares_cores", [False, True])
-def test_the_length_is_as_good_as_the_best_of_all(
-    law: str, acceptance: float, sequences: int, shares_cores: bool
-) -> None:
+def test_the_length_is_as_good_as_the_best_of_all(law: str, acceptance: float, sequences: int) -> None:
     """All sequences fit one step, so that drafting and verification take turns."""
     costs = LAWS[law]
-    cell = Cell(costs, shares_cores=shares_cores)
+    cell = Cell(costs)
     for _ in range(sequences):
         cell.submit()
 
@@ -152,23 +149,6 @@ def test_a_newcomer_starts_with_what_is_known_of_the_draft_model() -> None:
         cell.submit()
     cell.settle({0: 0.05})
     assert cell.controller.for_round(cell.submit(), LONGEST) == 0
-
-
-def test_where_cores_are_shared_a_sequence_with_a_long_prompt_and_little_to_say_does_not_draft() -> None:
-    """Taking in the prompt would take the draft longer than it can ever save."""
-    cell = Cell(LAWS["rows nearly free"], shares_cores=True)
-    for _ in range(2):
-        cell.submit()
-    cell.settle({0: 0.9})
-    cell.controller.draft_step(cell.drafts[0], DraftWork(1, 0, 100), LAWS["rows nearly free"].draft(1, 0) + 0.05, None)
-    lengths = {}
-    for name, prompt, max_tokens in (("worth it", 8, 1_000), ("not worth it", 4_000, 20)):
-        sequence = cell.submit(prompt=prompt, max_tokens=max_tokens)
-        if sequence.draft is not None and name == "not worth it":
-            sequence.draft.kv[sequence.sequence_id].valid = 0
-        lengths[name] = cell.controller.for_round(sequence, LONGEST)
-    assert lengths["worth it"] >= 3
-    assert lengths["not worth it"] == 0
 
 
 @pytest.mark.parametrize("acceptance", [0.05, 0.9])

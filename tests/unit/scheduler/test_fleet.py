@@ -6,9 +6,7 @@ import random
 from collections import defaultdict
 from dataclasses import replace
 
-import pytest
-
-from scheduler.config import Policy, SchedulerConfig
+from scheduler.config import SchedulerConfig
 from scheduler.messages import FailSequence, RefuseSequence, Role, SequenceRequest, SequenceSubmitted, WorkerSpec
 from scheduler.state.digests import DigestedTokens
 from scheduler.state.fleet import Fleet
@@ -16,42 +14,15 @@ from scheduler.state.prefixes import KnownPrefixes
 from tests.sim.driver import Driver, of_type
 
 
-def fleet(*workers: tuple[str, Role], shares_cores: bool = True, policy: Policy = Policy.AUTO) -> Fleet:
-    found = Fleet(SchedulerConfig(policy=policy))
+def fleet(*workers: tuple[str, Role]) -> Fleet:
+    found = Fleet(SchedulerConfig())
     for name, role in workers:
-        found.add(WorkerSpec(name, role, 4, 10, 100, 64, shares_cores))
+        found.add(WorkerSpec(name, role, 4, 10, 100, 64))
     return found
 
 
 TARGET, DRAFT = Role.TARGET, Role.DRAFT
 TOKENS = DigestedTokens(range(4))
-
-
-def test_a_worker_is_the_only_one_of_its_role_or_is_not() -> None:
-    assert (fleet().sole_target, fleet().sole_draft) == (None, None)
-    one = fleet(("t", TARGET), ("d", DRAFT))
-    assert (one.sole_target, one.sole_draft) == (one.targets["t"], one.drafts["d"])
-    two = fleet(("t", TARGET), ("u", TARGET), ("d", DRAFT), ("e", DRAFT))
-    assert (two.sole_target, two.sole_draft) == (None, None)
-    assert two.remove("u") is not None
-    assert two.sole_target is two.targets["t"]
-    assert two.remove("u") is None
-
-
-@pytest.mark.parametrize(
-    ("workers", "sharing"),
-    [
-        ((("t", TARGET),), True),
-        ((("t", TARGET), ("d", DRAFT)), True),
-        ((("t", TARGET), ("u", TARGET)), False),
-        ((("t", TARGET), ("d", DRAFT), ("e", DRAFT)), False),
-        ((("d", DRAFT),), False),
-    ],
-)
-def test_only_one_target_and_one_draft_take_turns(workers: tuple[tuple[str, Role], ...], sharing: bool) -> None:
-    assert fleet(*workers).time_sliced is sharing
-    assert not fleet(*workers, shares_cores=False).time_sliced
-    assert not fleet(*workers, policy=Policy.RAGGED).time_sliced
 
 
 def test_the_target_with_the_fewest_sequences_that_has_room() -> None:

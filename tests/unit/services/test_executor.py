@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import replace
 
 import pytest
 
@@ -342,20 +341,6 @@ def test_prompt_lookup_keeps_up_with_rollbacks() -> None:
             committed, accepted = committed[: kv_len + 1], 0
         committed += [*reply.tokens[:accepted], rng.randrange(2)]
     assert proposals > 15
-
-
-def test_threads_change_with_steps_that_are_alone() -> None:
-    used: list[int] = []
-    engine = StandInEngine()
-    engine.description = replace(engine.description, threads=1, exclusive_threads=2)
-    executor = TargetStepExecutor(engine, EPOCH, use_threads=used.append)
-    for step_id, exclusive in enumerate((False, True, True, False), 1):
-        request = worker_pb2.StepRequest(
-            worker_epoch=EPOCH, step_id=step_id, rows=[opening(step_id)], exclusive=exclusive
-        )
-        executor.execute(request, arrived=0.0)
-    assert used == [2, 1]
-    assert executor.describe().exclusive_threads == 2
 
 
 def test_the_engine_says_when_it_computes_and_nobody_else(engine: StandInEngine) -> None:

@@ -7,7 +7,7 @@ import pytest
 from protos import worker_pb2
 from scheduler.messages import Role
 from scheduler.state.digests import EMPTY_DIGEST
-from services.rpc.worker_codec import role_to_wire
+from services.rpc.worker_codec import ROLES
 from services.worker.executor import StepExecutor, TargetStepExecutor
 from services.worker.kv_pages import WrongEpochError
 from tests.support.stand_in_worker import MAX_LENGTH, VOCABULARY, StandInEngine
@@ -76,11 +76,11 @@ def test_epochs_are_compared_exactly(executor: StepExecutor) -> None:
 def test_describes_all_of_the_engine(executor: StepExecutor) -> None:
     engine = executor._engine.description
     found = executor.describe()
-    assert (found.role, found.worker_epoch, found.free_pages) == (role_to_wire(Role.TARGET), EPOCH, 50)
+    assert (found.role, found.worker_epoch, found.free_pages) == (ROLES.to_wire(Role.TARGET), EPOCH, 50)
     assert (found.total_pages, found.max_sequence_length, found.vocabulary_size) == (50, MAX_LENGTH, VOCABULARY)
     for name in ("model_id", "tokenizer_digest", "dtype", "device", "page_size", "max_num_batched_tokens"):
         assert getattr(found, name) == getattr(engine, name), name
-    for name in ("threads", "exclusive_threads", "kv_bytes_per_token"):
+    for name in ("threads", "kv_bytes_per_token"):
         assert getattr(found, name) == getattr(engine, name), name
     assert list(found.exact_row_counts) == list(engine.exact_row_counts)
     assert found.process_id > 0
