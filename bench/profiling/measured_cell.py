@@ -15,7 +15,7 @@ from scheduler.config import SchedulerConfig
 from scheduler.messages import Role
 from services.backend.interface import GenerationRequest
 from services.observability.observer import ServiceObserver
-from services.rpc.worker_codec import role_from_wire
+from services.rpc.worker_codec import ROLES
 from services.scheduler.service import SchedulerService
 from services.scheduler_client.local import LocalBackend
 
@@ -41,7 +41,7 @@ class MeasuredCell:
         """
         loss = _Loss()
         async with self._cell.service(config, drafting=True, observers=[loss, *observers]) as service:
-            self.descriptions = {role_from_wire(one.role): one for one in service.descriptions.values()}
+            self.descriptions = {ROLES.from_wire(one.role): one for one in service.descriptions.values()}
             answered = asyncio.ensure_future(_answer_all(service, requests, arrivals))
             first: set[asyncio.Future[Any]] = {answered, loss.told}
             try:

@@ -3,94 +3,25 @@
 from __future__ import annotations
 
 from protos import scheduler_pb2
-from scheduler.messages import FinishReason, RefusalCause, SequenceRequest, Suspicion
-from scheduler.sampling import SamplingParameters
+from scheduler.messages import FinishReason, RefusalCause, SequenceRequest
 from services.backend.interface import (
     BackendUnavailableError,
     DeadlineExceededError,
-    GenerationRequest,
     LoadFigures,
     ModelInfo,
     WorkerLoad,
 )
 from services.backend.sequence_stream import AdmissionRefusedError, SequenceFailedError, TokenDelta
-from services.rpc.worker_codec import (
-    logprobs_from_wire,
-    logprobs_to_wire,
-    role_from_wire,
-    sampling_from_wire,
-    sampling_to_wire,
-)
+from services.rpc.conversion import WireEnum, from_wire
+from services.rpc.worker_codec import ROLES, logprobs_from_wire, logprobs_to_wire
 
-_ENDS = {
-    FinishReason.STOP: scheduler_pb2.SEQUENCE_END_STOP,
-    FinishReason.LENGTH: scheduler_pb2.SEQUENCE_END_LENGTH,
-    FinishReason.CANCELLED: scheduler_pb2.SEQUENCE_END_CANCELLED,
-}
-_ENDS_BACK = {number: reason for reason, number in _ENDS.items()}
-_CAUSES = {
-    RefusalCause.QUEUE_FULL: scheduler_pb2.REFUSAL_CAUSE_QUEUE_FULL,
-    RefusalCause.TOO_LONG: scheduler_pb2.REFUSAL_CAUSE_TOO_LONG,
-    RefusalCause.INVALID: scheduler_pb2.REFUSAL_CAUSE_INVALID,
-    RefusalCause.KEY_LIMIT: scheduler_pb2.REFUSAL_CAUSE_KEY_LIMIT,
-}
-_CAUSES_BACK = {number: cause for cause, number in _CAUSES.items()}
-
-
-def submission_to_wire(
-    request_id: int,
-    request: GenerationRequest,
-    committed_output: list[int],
-    admitted_before: bool,
-    timeout_seconds: float | None,
-    suspicion: Suspicion,
-) -> scheduler_pb2.SequenceSubmission:
-    return scheduler_pb2.SequenceSubmission(
-        request_id=request_id,
-        prompt=request.prompt,
-        max_tokens=request.max_tokens,
-        stop_token_ids=sorted(request.stop_token_ids),
-        sampling=sampling_to_wire(request.sampling),
-        draft_length=request.draft_length,
-        top_logprobs=request.top_logprobs,
-        committed_output=committed_output,
-        admitted_before=admitted_before,
-        timeout_seconds=timeout_seconds,
-        client_request_id=request.request_id,
-        traceparent=request.traceparent,
-        key=request.key,
-        priority=request.priority,
-        prompt_logprobs=request.prompt_logprobs,
-        suspicion=suspicion_to_wire(suspicion) if suspicion.count else None,
-    )
-
-
-def suspicion_to_wire(suspicion: Suspicion) -> scheduler_pb2.Suspicion:
-    return scheduler_pb2.Suspicion(count=suspicion.count, tokens=suspicion.tokens)
-
-
-def suspicion_from_wire(message: scheduler_pb2.Suspicion) -> Suspicion:
-    return Suspicion(message.count, message.tokens)
+_ENDS = WireEnum(FinishReason, scheduler_pb2.SequenceEnd, "SEQUENCE_END_")
+_CAUSES = WireEnum(RefusalCause, scheduler_pb2.RefusalCause, "REFUSAL_CAUSE_")
 
 
 def request_from_wire(sequence_id: int, submission: scheduler_pb2.SequenceSubmission) -> SequenceRequest:
     """Raises ValueError naming the field that is out of range."""
-    sampling = sampling_from_wire(submission.sampling) if submission.HasField("sampling") else SamplingParameters()
-    return SequenceRequest(
-        sequence_id=sequence_id,
-        prompt=tuple(submission.prompt),
-        max_tokens=submission.max_tokens,
-        stop_token_ids=frozenset(submission.stop_token_ids),
-        sampling=sampling,
-        draft_length=submission.draft_length if submission.HasField("draft_length") else None,
-        top_logprobs=submission.top_logprobs if submission.HasField("top_logprobs") else None,
-        committed_output=tuple(submission.committed_output),
-        admitted_before=submission.admitted_before,
-        key=submission.key,
-        priority=submission.priority,
-        prompt_logprobs=submission.prompt_logprobs if submission.HasField("prompt_logprobs") else None,
-        suspicion=suspicion_from_wire(submission.suspicion),
-    )
+    return from_wire(SequenceRequest, submission, sequence_id=sequence_id)
 
 
 def write_delta(delta: TokenDelta, event: scheduler_pb2.SequenceEvent) -> None:
@@ -119,9 +50,9 @@ def read_delta(event: scheduler_pb2.SequenceEvent) -> TokenDelta:
 def write_end(outcome: FinishReason | Exception, retry_after: float, event: scheduler_pb2.SequenceEvent) -> None:
     """Writes how a sequence ended. `retry_after` (seconds) is sent only where trying again can help."""
     if isinstance(outcome, FinishReason):
-        event.finished = _ENDS[outcome]
+        event.finished = _ENDS.to_wire(outcome)
     elif isinstance(outcome, AdmissionRefusedError):
-        event.refused.cause = _CAUSES[outcome.cause]
+        event.refused.cause = _CAUSES.to_wire(outcome.cause)
         event.refused.message = str(outcome)
         if outcome.cause in (RefusalCause.QUEUE_FULL, RefusalCause.KEY_LIMIT):
             event.refused.retry_after_seconds = retry_after
@@ -142,16 +73,10 @@ def read_end(event: scheduler_pb2.SequenceEvent) -> FinishReason | Exception | N
     if kind is None:
         return None
     if kind == "finished":
-        reason = _ENDS_BACK.get(event.finished)
-        if reason is None:
-            raise ValueError(f"end of a sequence is {event.finished}, which is not known")
-        return reason
+        return _ENDS.from_wire(event.finished)
     if kind == "refused":
-        cause = _CAUSES_BACK.get(event.refused.cause)
-        if cause is None:
-            raise ValueError(f"cause of a refusal is {event.refused.cause}, which is not known")
-        retry_after = event.refused.retry_after_seconds or None
-        return AdmissionRefusedError(cause, event.refused.message, retry_after_seconds=retry_after)
+        cause, seconds = _CAUSES.from_wire(event.refused.cause), event.refused.retry_after_seconds or None
+        return AdmissionRefusedError(cause, event.refused.message, retry_after_seconds=seconds)
     if event.failed.cause == scheduler_pb2.FAILURE_CAUSE_DEADLINE_EXCEEDED:
         return DeadlineExceededError(event.failed.message)
     if event.failed.cause == scheduler_pb2.FAILURE_CAUSE_NO_TARGET:
@@ -171,7 +96,7 @@ def load_from_wire(status: scheduler_pb2.StatusReply) -> LoadFigures:
     workers = tuple(
         WorkerLoad(
             worker.worker_id,
-            role_from_wire(worker.role),
+            ROLES.from_wire(worker.role),
             worker.sequences,
             worker.total_pages - worker.free_pages,
             worker.total_pages,

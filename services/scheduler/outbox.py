@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from protos import scheduler_pb2
 from scheduler.messages import FinishReason, Suspicion
 from services.backend.sequence_stream import DeltaBuffer, TokenDelta
-from services.backend.session_codec import suspicion_to_wire, write_delta, write_end
+from services.backend.session_codec import write_delta, write_end
+from services.rpc.conversion import to_wire
 
 # Limits of one reply. With log probabilities, a token takes some hundred bytes.
 _EVENTS_PER_REPLY = 1024
@@ -96,7 +97,7 @@ def _event(request_id: int, pending: _Pending) -> scheduler_pb2.SequenceEvent:
     if pending.deltas:
         write_delta(pending.deltas.take(), event)
     if pending.suspicion is not None:
-        event.suspicion.CopyFrom(suspicion_to_wire(pending.suspicion))
+        event.suspicion.CopyFrom(to_wire(scheduler_pb2.Suspicion, pending.suspicion))
     if pending.outcome is not None:
         write_end(pending.outcome, pending.retry_after, event)
     return event

@@ -22,7 +22,7 @@ from services.rpc.call_guards import guards, refuse_malformed
 from services.rpc.channel_options import SERVER_OPTIONS
 from services.rpc.channel_security import ChannelSecurity
 from services.rpc.supervision import SupervisedTask
-from services.rpc.worker_codec import role_from_wire
+from services.rpc.worker_codec import ROLES
 from services.scheduler.service import SchedulerService, ServiceClosedError
 from services.scheduler.session import GatewaySession, RetryAdvice, SessionEndedError, SessionOptions
 from services.scheduler.status import ReplicaFigures, status_of, worker_state_to_wire
@@ -242,4 +242,4 @@ def _endpoint(request: scheduler_pb2.RegisterRequest) -> WorkerEndpoint:
     host, _, port = request.address.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise ValueError(f"address is {request.address!r}, must be host:port")
-    return WorkerEndpoint(request.worker_id, role_from_wire(request.description.role), request.address)
+    return WorkerEndpoint(request.worker_id, ROLES.from_wire(request.description.role), request.address)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from protos import scheduler_pb2, worker_pb2
 from scheduler.messages import Role
 from scheduler.statistics import DraftingSnapshot, WorkerSnapshot
-from services.rpc.worker_codec import role_to_wire
+from services.rpc.worker_codec import ROLES
 from services.scheduler.service import SchedulerService
 from services.scheduler.workers.registry import WorkerRecord, WorkerState
 from services.scheduler.workers.worker_link import WorkerEndpoint
@@ -87,7 +87,7 @@ def status_of(
         ),
         prefix_cache=[
             scheduler_pb2.PrefixCacheFigures(
-                role=role_to_wire(role),
+                role=ROLES.to_wire(role),
                 queries=totals.prefix_queries[role.value],
                 hits=totals.prefix_hits[role.value],
             )
@@ -119,7 +119,7 @@ def status_of(
     if replicas is not None:
         reply.replicas.explanation = replicas.explanation
         for role, wanted in replicas.wanted.items():
-            reply.replicas.wanted.add(role=role_to_wire(role), replicas=wanted)
+            reply.replicas.wanted.add(role=ROLES.to_wire(role), replicas=wanted)
     return reply
 
 
@@ -153,7 +153,7 @@ def _worker(record: WorkerRecord, snapshot: WorkerSnapshot | None) -> scheduler_
     endpoint, description = record.endpoint, record.description
     status = scheduler_pb2.WorkerStatus(
         worker_id=endpoint.worker_id,
-        role=role_to_wire(endpoint.role),
+        role=ROLES.to_wire(endpoint.role),
         address=endpoint.address,
         state=worker_state_to_wire(record.state),
         reason=record.reason,

@@ -12,7 +12,7 @@ import grpc.aio
 from protos import cell_view_pb2, cell_view_pb2_grpc, scheduler_pb2
 from scheduler.state.sequence_record import SequenceState
 from scheduler.statistics import SequenceSnapshot
-from services.rpc.worker_codec import role_to_wire
+from services.rpc.worker_codec import ROLES
 from services.scheduler.service import SchedulerService
 from services.scheduler.telemetry.step_trace import StepTrace, TracedStep
 
@@ -99,7 +99,7 @@ def _steps(steps: Iterable[TracedStep]) -> list[cell_view_pb2.StepView]:
     return [
         cell_view_pb2.StepView(
             worker_id=step.worker_id,
-            role=role_to_wire(step.role),
+            role=ROLES.to_wire(step.role),
             started=step.started,
             ended=step.replied,
             rows=step.rows,

@@ -9,11 +9,12 @@ from contextlib import aclosing
 from typing import Protocol
 
 from protos import cell_view_pb2, scheduler_pb2
-from scheduler.messages import FinishReason
+from scheduler.messages import FinishReason, Suspicion
 from services.backend.interface import BackendUnavailableError
-from services.backend.session_codec import read_delta, read_end, suspicion_from_wire
+from services.backend.session_codec import read_delta, read_end
 from services.rpc.backoff import Backoff
 from services.rpc.channel_security import ChannelSecurity
+from services.rpc.conversion import from_wire
 from services.rpc.supervision import SupervisedTask
 from services.scheduler_client.cell_choice import CellState
 from services.scheduler_client.options import ClientOptions
@@ -250,7 +251,7 @@ class CellLink:
         if event.tokens:
             stream.push(read_delta(event))
         if event.HasField("suspicion"):
-            stream.suspect(suspicion_from_wire(event.suspicion))
+            stream.suspect(from_wire(Suspicion, event.suspicion))
         if outcome is not None:
             del self._streams[event.request_id]
             stream.holder = None

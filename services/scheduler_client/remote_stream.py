@@ -10,7 +10,7 @@ from protos import scheduler_pb2
 from scheduler.messages import FinishReason, Suspicion
 from services.backend.interface import DeadlineExceededError, GenerationRequest
 from services.backend.sequence_stream import DeltaBuffer, TokenDelta
-from services.backend.session_codec import submission_to_wire
+from services.rpc.conversion import to_wire
 
 
 class Holder(Protocol):
@@ -94,7 +94,16 @@ class RemoteStream:
         self.fruitless_submissions += 1
         self.submitted = True
         suspicion = Suspicion(self._suspicions, max(0, self._suspected_until - len(self._received)))
-        return submission_to_wire(self.request_id, self._request, self._received, self.admitted, remaining, suspicion)
+        return to_wire(
+            scheduler_pb2.SequenceSubmission,
+            self._request,
+            request_id=self.request_id,
+            client_request_id=self._request.request_id,
+            committed_output=self._received,
+            admitted_before=self.admitted,
+            timeout_seconds=remaining,
+            suspicion=suspicion if suspicion.count else None,
+        )
 
     def forgive_submission(self) -> None:
         """The sequence left its last session for a reason that is known not to be the sequence."""

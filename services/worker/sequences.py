@@ -22,7 +22,7 @@ from protos import worker_pb2
 from scheduler.messages import Role, RowStatus
 from scheduler.sampling import SamplingParameters
 from scheduler.state.digests import EMPTY_DIGEST, DigestedTokens
-from services.rpc.worker_codec import sampling_from_wire
+from services.rpc.conversion import from_wire
 
 
 @dataclass(slots=True)
@@ -331,7 +331,7 @@ def open_sequence(sequence_id: int, parameters: worker_pb2.SequenceParameters) -
     return WorkerSequence(
         sequence_id,
         parameters.prompt_length,
-        sampling_from_wire(parameters.sampling) if parameters.HasField("sampling") else SamplingParameters(),
+        from_wire(SamplingParameters, parameters.sampling) if parameters.HasField("sampling") else SamplingParameters(),
         parameters.logits_digests,
         parameters.top_logprobs if parameters.HasField("top_logprobs") else None,
         committed=tuple(parameters.committed_tokens),

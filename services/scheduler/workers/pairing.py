@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from protos import worker_pb2
 from services.rpc.protocol_version import version_conflict
-from services.rpc.worker_codec import role_from_wire
+from services.rpc.worker_codec import ROLES
 
 _SAME_ON_TARGETS = ("model_id", "dtype", "vocabulary_size")
 
@@ -80,10 +80,10 @@ def check_role(name: str, expected: worker_pb2.Role, description: worker_pb2.Wor
     """Raises PairingError unless the worker has the role it was announced with."""
     if description.role != expected:
         try:
-            found = role_from_wire(description.role).value
+            found = ROLES.from_wire(description.role).value
         except ValueError:
             found = f"of role {description.role}"
-        raise PairingError(f"worker {name} is {found}, must be {role_from_wire(expected).value}")
+        raise PairingError(f"worker {name} is {found}, must be {ROLES.from_wire(expected).value}")
 
 
 def _short(digest: bytes) -> str:

@@ -17,17 +17,17 @@ from scheduler.messages import MoveKv, Role, RowResult, SendStep
 from services.observability.observer import StepTimings
 from services.rpc.backoff import Backoff, require_positive
 from services.rpc.channel_security import ChannelSecurity
+from services.rpc.conversion import from_wire
 from services.rpc.errors import rpc_details, rpc_reason
 from services.rpc.protocol_version import PROTOCOL_VERSION
 from services.rpc.replies import readable
 from services.rpc.supervision import is_cancelled
 from services.rpc.worker_codec import (
+    ROLES,
     opening_to_wire,
     result_from_wire,
-    role_to_wire,
     spec_from_wire,
     step_to_wire,
-    timings_from_wire,
 )
 from services.scheduler.workers.pairing import PairingError, check_role, check_version
 
@@ -160,7 +160,7 @@ class WorkerLink:
                 raise PairingError(f"{name} refuses this scheduler: {rpc_details(error)}") from error
             raise WorkerUnreachableError(f"{name} does not answer: {rpc_reason(error)}") from error
         check_version(endpoint.worker_id, description, PROTOCOL_VERSION)
-        check_role(endpoint.worker_id, role_to_wire(endpoint.role), description)
+        check_role(endpoint.worker_id, ROLES.to_wire(endpoint.role), description)
         try:
             spec_from_wire(endpoint.worker_id, description)
         except ValueError as error:
@@ -382,7 +382,7 @@ class WorkerLink:
             results = _results(step, reply)
         except ValueError as error:
             raise self._unreachable(f"reply to step {reply.step_id}: {error}") from error
-        self._listener.step_replied(self, step, results, timings_from_wire(reply.timings))
+        self._listener.step_replied(self, step, results, from_wire(StepTimings, reply.timings))
 
     def _expect_reply(self) -> None:
         """Moves the deadline: each step has the whole time, from the moment at which the worker could start on it."""

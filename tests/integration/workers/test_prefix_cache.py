@@ -17,7 +17,7 @@ from scheduler.messages import Role, SequenceRequest
 from scheduler.sampling import SamplingParameters
 from scheduler.state.digests import DigestedTokens
 from services.backend.interface import GenerationRequest
-from services.rpc.worker_codec import role_from_wire
+from services.rpc.worker_codec import ROLES
 from services.worker.executor import DraftStepExecutor, TargetStepExecutor
 from services.worker.process import WorkerArguments, load_executor
 from tests.support.cells import client, read, running_cell
@@ -216,7 +216,7 @@ def test_cell_computes_a_system_prompt_once() -> None:
                     for role in ("target", "draft")
                 }
                 told = (await backend.statuses())[0].prefix_cache
-                assert {role_from_wire(each.role).value: (each.queries, each.hits) for each in told} == counts
+                assert {ROLES.from_wire(each.role).value: (each.queries, each.hits) for each in told} == counts
                 return counts
 
             await check((*system, 5), 8)

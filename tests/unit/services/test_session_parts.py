@@ -15,10 +15,10 @@ from services.backend.session_codec import (
     read_delta,
     read_end,
     request_from_wire,
-    submission_to_wire,
     write_delta,
     write_end,
 )
+from services.rpc.conversion import to_wire
 from services.scheduler.outbox import SessionOutbox
 from services.scheduler.session import RetryAdvice, SessionOptions
 from services.scheduler.workers.registry import RegistryOptions
@@ -126,10 +126,10 @@ def test_ends_cross_the_wire(outcome: FinishReason | Exception) -> None:
 
 
 def test_ends_that_are_not_known_are_named() -> None:
-    with pytest.raises(ValueError, match="end of a sequence is 77"):
+    with pytest.raises(ValueError, match="sequence_end is 77"):
         read_end(scheduler_pb2.SequenceEvent.FromString(b"\x38\x4d"))
     refusal = scheduler_pb2.SequenceRefusal.FromString(b"\x08\x4d")
-    with pytest.raises(ValueError, match="cause of a refusal is 77"):
+    with pytest.raises(ValueError, match="refusal_cause is 77"):
         read_end(scheduler_pb2.SequenceEvent(refused=refusal))
 
 
@@ -146,7 +146,14 @@ def test_deltas_cross_the_wire() -> None:
 def test_requests_cross_the_wire() -> None:
     sampling = SamplingParameters(temperature=0.7, top_k=5, logit_bias={3: 1.5}, seed=2**64 - 1)
     request = GenerationRequest((1, 2), 9, frozenset({4, 2}), sampling, 0, 0, 5.0, key="a", priority=MIN_PRIORITY)
-    submission = submission_to_wire(3, request, [7, 8], True, 4.5, Suspicion(2, 1))
+    submission = to_wire(
+        scheduler_pb2.SequenceSubmission,
+        request,
+        request_id=3,
+        committed_output=(7, 8),
+        admitted_before=True,
+        suspicion=Suspicion(2, 1),
+    )
     back = request_from_wire(11, scheduler_pb2.SequenceSubmission.FromString(submission.SerializeToString()))
     assert (back.sequence_id, back.prompt, back.max_tokens) == (11, (1, 2), 9)
     assert (back.stop_token_ids, back.sampling) == (request.stop_token_ids, sampling)
