@@ -1,4 +1,4 @@
-"""What is left of repeated calls, against the whole output cut in other places."""
+"""Repeated calls deliver every part once, however the output is cut into messages."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spool_client.received import IncompleteOutputError, OutputChangedError, ReceivedOutput
+from spool_client.received import OutputChangedError, ReceivedOutput
 from spool_client.v1 import generation_pb2 as pb
 
 
@@ -28,7 +28,7 @@ class Whole:
         return self.echo + "".join(text for _, text in self.tokens)
 
     def messages(self, index: int, cuts: set[int], call: str) -> list[pb.GenerateStreamResponse]:
-        """One call's, divided after so many tokens. Text is certain a token later, as after half a character."""
+        """Those of one call, divided at these numbers of tokens; text comes one token later than it could."""
         places = sorted({cut for cut in cuts if cut < len(self.tokens)} | {len(self.tokens)})
         parts, begin, said = [], 0, 0
         for place in places:
@@ -118,11 +118,3 @@ def test_other_output_is_found(
         assert received.take(one) is None
     with pytest.raises(OutputChangedError, match=message):
         received.take(other)
-
-
-def test_a_stream_without_its_usage_is_not_whole() -> None:
-    received = ReceivedOutput()
-    received.begin_call()
-    received.take(part("a", 1, end=pb.FINISH_REASON_STOP))
-    with pytest.raises(IncompleteOutputError, match="without its usage"):
-        received.end_call()
