@@ -71,7 +71,7 @@ PROVED_FAMILIES = frozenset(
         "starcoder2",
     ]
 )
-"""Model types whose output `python -m bench.families` has compared with `model.generate` (docs/models.md). Any other is
+"""Model types whose output tests/engine/test_families.py compares with `model.generate` (docs/models.md). Any other is
 compared with itself when it is loaded, which takes a few small passes."""
 
 # Frequencies that depend on the longest sequence of a pass, so on the company that a sequence has there.

@@ -1,4 +1,4 @@
-"""Families of models: which are served, and that those that would be served wrong are refused with a reason."""
+"""Families of models: tiny ones give the tokens of `model.generate`, and unsupported ones are refused with a reason."""
 
 from __future__ import annotations
 
@@ -7,56 +7,148 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoModelForCausalLM, LlamaConfig
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
 
-from bench.families.tiny import tiny_config, tiny_model
-from bench.families.trial import Verdict, try_family
-from bench.record import RESULTS
 from engine.errors import UnsupportedModelError
+from engine.kv.pages import PageTable
 from engine.models.compatibility import PROVED_FAMILIES
 from engine.models.loading import load_target_engine
 from engine.settings import EngineSettings
+from engine.steps import VerifyRow
+from engine.target import TargetEngine
+from scheduler.sampling import SamplingParameters
+
+VOCABULARY = 96
+NEW_TOKENS = 12
+PROMPTS = [[(7 * place + number) % VOCABULARY for place in range(length)] for number, length in enumerate((2, 6, 11))]
+WRONG_DRAFTS = (3, 5)
+NOT_EXACT = {
+    *("aria_text", "ernie4_5_moe", "flex_olmo", "glm4_moe", "granitemoe", "granitemoeshared", "hy_v3", "laguna"),
+    *("mellum", "minimax_m2", "minimax_m3_vl_text", "mixtral", "olmoe", "phimoe", "qwen2_moe", "solar_open"),
+}
+"""Served with `--no-exact` only: experts compute rows of different sequences together."""
+QUICK = ("gpt2", "phi")
+"""One projection for query, key and value with learned positions; separate ones with partial rotation."""
+REFUSED = {
+    "bert": "computes other logits on paged KV than by itself",
+    "bloom": "calls attention 0 times in 2 passes",
+    "deepseek_v3": "cannot compute on paged KV",
+    "doge": "masks its attention by itself",
+    "gptj": "does not use transformers' attention interface",
+    "mamba": "has no attention heads",
+    "stablelm": "does not pass keyword arguments on to its attention",
+}
+SIZES: dict[str, int] = {
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCABULARY),
+    **dict.fromkeys(("hidden_size", "word_embed_proj_dim", "embedding_size"), 64),
+    **dict.fromkeys(("max_position_embeddings", "max_seq_len"), 64),
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "n_inner"), 96),
+    **dict.fromkeys(("head_dim", "rotary_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 16),
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "moe_intermediate_size", "shared_expert_intermediate_size"), 32),
+    **dict.fromkeys(("num_attention_heads", "num_experts", "num_local_experts", "n_routed_experts"), 4),
+    **dict.fromkeys(("num_hidden_layers", "num_key_value_heads", "num_experts_per_tok", "moe_k", "moe_topk"), 2),
+    **dict.fromkeys(("n_group", "topk_group", "num_expert_group", "n_shared_experts", "first_k_dense_replace"), 1),
+    **{"moe_num_experts": 4, "hidden_size_per_layer_input": 16, "moe_layer_start_index": 0, "moe_layer_end_index": 1},
+}
+"""Set where a family's configuration has a number of this name."""
 
 
-@pytest.fixture(scope="module")
-def kept() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((RESULTS / "families.json").read_text(encoding="utf-8"))
+def tiny_config(family: str) -> PreTrainedConfig:
+    """The family's default configuration with small sizes, and without sliding windows where they are optional."""
+    kind = CONFIG_MAPPING[family]
+    default = kind()
+    sizes: dict[str, Any] = {
+        name: size
+        for name, size in SIZES.items()
+        if isinstance(getattr(default, name, None), int) and not isinstance(getattr(kind, name, None), property)
+    }
+    if "kv_lora_rank" in sizes:
+        sizes["num_key_value_heads"] = sizes["num_attention_heads"]
+    options: dict[str, Any] = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    needs_window = "sliding_attention" in (getattr(default, "layer_types", None) or ())
+    if hasattr(default, "sliding_window") and not needs_window:
+        options["sliding_window"] = None
+    try:
+        return kind(**sizes, **options, tie_word_embeddings=False)
+    except StrictDataclassError:
+        return kind(**sizes, tie_word_embeddings=False)  # this family must have special tokens and windows
+
+
+def tiny_model(config: PreTrainedConfig) -> PreTrainedModel:
+    """Weights spread widely enough that the next token depends on the context and no two logits are nearly equal."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.25)
+    if model.generation_config is not None:
+        model.generation_config.eos_token_id = None
+    return model.eval()
+
+
+def load(folder: Path, exact: bool = False) -> TargetEngine:
+    settings = EngineSettings(
+        str(folder), "float32", threads=1, page_size=8, kv_pages=64, max_num_batched_tokens=20, exact=exact
+    )
+    return load_target_engine(settings, lambda *_: None)
+
+
+def decode(engine: TargetEngine) -> list[list[int]]:
+    """The prompts in one batch. Every round also verifies wrong drafts, so that KV is written and dropped."""
+    tables = [PageTable() for _ in PROMPTS]
+    outputs: list[list[int]] = [[] for _ in PROMPTS]
+    fed = list(PROMPTS)
+    while any(len(output) < NEW_TOKENS for output in outputs):
+        rows = [
+            VerifyRow(table, feed, WRONG_DRAFTS, True, [*prompt, *output], len(prompt), SamplingParameters())
+            for table, feed, prompt, output in zip(tables, fed, PROMPTS, outputs, strict=True)
+        ]
+        for index, outcome in enumerate(engine.step(rows).rows):
+            assert outcome.error is None
+            outputs[index] += outcome.tokens
+            fed[index] = outcome.tokens[-1:]
+    return [output[:NEW_TOKENS] for output in outputs]
+
+
+def generated(model: PreTrainedModel, prompt: list[int]) -> list[int]:
+    ids = torch.tensor([prompt])
+    output = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False, pad_token_id=0
+    )
+    found: list[int] = output[0, len(prompt) :].tolist()
     return found
 
 
-def load(folder: Path) -> None:
-    load_target_engine(EngineSettings(str(folder), "float32", threads=1, kv_pages=4, exact=False), lambda *_: None)
+@pytest.mark.parametrize(
+    "family",
+    [family if family in QUICK else pytest.param(family, marks=pytest.mark.long) for family in sorted(PROVED_FAMILIES)],
+)
+def test_a_proved_family_gives_the_tokens_of_generate(family: str, tmp_path: Path) -> None:
+    model = tiny_model(tiny_config(family))
+    model.save_pretrained(tmp_path)
+    assert decode(load(tmp_path, exact=family not in NOT_EXACT)) == [generated(model, prompt) for prompt in PROMPTS]
+
+
+@pytest.mark.parametrize("family", sorted(REFUSED))
+def test_other_families_are_refused(family: str, tmp_path: Path) -> None:
+    assert family not in PROVED_FAMILIES
+    tiny_model(tiny_config(family)).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match=REFUSED[family]):
+        load(tmp_path)
 
 
 def save_llama(folder: Path, **changes: Any) -> None:
-    """With a configuration that says something else."""
+    """With some fields of config.json changed."""
     tiny_model(tiny_config("llama")).save_pretrained(folder)
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text(encoding="utf-8")) | changes), encoding="utf-8")
 
 
-def test_families_that_are_trusted_are_those_that_were_compared(kept: dict[str, Any]) -> None:
-    verdicts = {row["family"]: row["verdict"] for row in kept["result"]["families"]}
-    assert {family for family, verdict in verdicts.items() if verdict in ("exact", "runs")} == PROVED_FAMILIES
-    assert sum(verdict != "untried" for verdict in verdicts.values()) >= 40
-    assert "wrong" not in verdicts.values()
-
-
-# Of every kind: fused and joined layers, learned positions, partial rotation, no attention interface, a mask of its
-# own, another shape of keys, no attention at all. Mixtral takes longer than all others together; other tests serve the
-# experts of qwen3_moe.
-FAMILIES = ("gpt2", "bloom", "doge", "qwen2", "phi", "gptj", "olmo", "deepseek_v3", "opt", "mamba", "stablelm")
-
-
-@pytest.mark.sampled(4)
-@pytest.mark.parametrize("family", [*FAMILIES, pytest.param("mixtral", marks=pytest.mark.long)])
-def test_a_family_is_still_what_it_was(family: str, kept: dict[str, Any]) -> None:
-    verdicts = {row["family"]: row["verdict"] for row in kept["result"]["families"]}
-    assert try_family(family).verdict.value == verdicts[family]
-
-
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
-def test_positions_that_depend_on_company_are_refused(kind: str, tmp_path: Path) -> None:
+def test_positions_that_depend_on_the_batch_are_refused(kind: str, tmp_path: Path) -> None:
     rope: dict[str, Any] = {"rope_type": kind, "rope_theta": 10000.0, "factor": 2.0}
     if kind == "longrope":
         rope |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "original_max_position_embeddings": 64}
@@ -76,11 +168,3 @@ def test_a_type_that_transformers_does_not_know_is_refused(tmp_path: Path) -> No
     save_llama(tmp_path, model_type="nobodys")
     with pytest.raises(UnsupportedModelError, match="transformers cannot load"):
         load(tmp_path)
-
-
-def test_a_family_nobody_compared_is_compared_when_it_is_loaded() -> None:
-    """BERT attends to later positions as well, which paged attention does not."""
-    assert "bert" not in PROVED_FAMILIES
-    trial = try_family("bert")
-    assert trial.verdict is Verdict.REFUSED
-    assert "computes other logits on paged KV than by itself" in trial.reason
