@@ -7,6 +7,7 @@ import asyncio
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import cycle, islice
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,7 @@ from transformers import AutoModelForCausalLM
 from bench.chaos.application import DRAFT, TARGET, Application, watching
 from bench.chaos.faults import Faults
 from bench.chaos.poison import environment, faults_of_poisons, poison
-from bench.chaos.streams import Answer, Case, ConstantLoad, cases, faults_of, streaming
-from bench.overload import Overload, measure
+from bench.chaos.streams import Answer, Case, ConstantLoad, Protocol, cases, faults_of, streaming
 from engine.cpu.isa import AUTO, chosen_isa
 from tests.support.command_line import save_tokenizer
 from tests.support.ray_cluster import RayCluster
@@ -130,12 +130,16 @@ def test_prompts_that_kill_take_two_targets_each_and_no_other_stream(
     asyncio.run(run())
 
 
-def test_overload_is_refused_and_leaves_nothing(application: Application) -> None:
-    # So short a time fills the queue only if it comes faster than twice what is sustained.
-    plan = Overload(clients=24, closed_seconds=4, factor=4, seconds=10, cases=8, max_tokens=48)
-    result = asyncio.run(measure(application, plan))
-    assert result["wrong"] == []
-    assert result["left"] == {"sequences": 0, "pages": 0}
-    refused = sum(result["refused"].values())
-    assert result["answered"] + refused == result["requests"]
-    assert all(result["refused"].values()), "one of the protocols refused nothing"
+def test_overload_is_refused_and_leaves_nothing(application: Application, expected: dict[Case, Answer]) -> None:
+    """Twice as many requests at once as may run and wait, half of them over each protocol."""
+
+    async def run() -> None:
+        async with streaming(application) as client, watching(application) as watcher:
+            asked = list(islice(cycle(expected), STREAMS + QUEUE))
+            records = await asyncio.gather(*(client.ask(case, protocol) for case in asked for protocol in Protocol))
+            assert faults_of(records, expected) == []
+            assert {record.protocol for record in records if record.refused} == set(Protocol)
+            assert sum(record.answered for record in records) >= STREAMS
+            await watcher.until(lambda report: report.idle, "no sequence and no page", SECONDS)
+
+    asyncio.run(run())

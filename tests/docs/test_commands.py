@@ -99,7 +99,7 @@ def test_programs_know_these_words(command: Command, only_read: Path) -> None:
 
 
 def test_unknown_words_would_be_seen(only_read: Path) -> None:
-    for words in ("spool serve --nothing", "spool nothing", "python -m bench.overload --nothing", "spool status 1 2 3"):
+    for words in ("spool serve --nothing", "spool nothing", "python -m bench.core_speed --nothing", "spool status 1 2 3"):
         with pytest.raises(AssertionError):
             read(tuple(words.split()), only_read)
 
