@@ -124,14 +124,6 @@ def test_bad_input(folder: Path, command: str, arguments: list[str], message: st
         ("generate target --output /no/such/folder/out.jsonl", "cannot write /no/such/folder/out.jsonl"),
         ("generate target --output .", "cannot read .: Is a directory"),
         ("generate target --output good.jsonl", "good.jsonl:1 is no line of results"),
-        ("bench profile --draft ngram", "models.draft is 'ngram', must be a model"),
-        ("bench profile --draft-length 0", "scheduling.draft_length is 0, must be at least 1"),
-        ("bench profile --prompt-tokens 8", "--prompt-tokens is 8, must be at least 32"),
-        ("bench profile --batch-size 0", "scheduling.batch_size is 0, must be at least 1"),
-        (
-            "bench profile target --draft target --prompt-tokens 190",
-            "--prompt-tokens is 190, must be at most 148: the model takes 200 with the answer",
-        ),
     ],
 )
 def test_bad_input_to_one_command(folder: Path, command: str, message: str) -> None:
