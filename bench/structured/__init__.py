@@ -1,1 +1,0 @@
-"""What structured output costs: see __main__.py."""
