@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, Glm4Config, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
-from bench.step_parts import by_parts
 from engine.cpu.fused_layers import FusedDecoderLayer, KernelDecoder
 from engine.cpu.linear import KernelLinear
 from engine.kv.pages import PagePool, PageTable
@@ -125,7 +125,12 @@ def test_layers_in_one_call_are_their_parts(folder: Path, sizes: tuple[int, int]
     assert isinstance(decoder, KernelDecoder)
     tokens, pieces = list(range(40)), (17, 1, 5, 1, 16)
     whole = paged_logits(runner, pool, tokens, pieces)
-    decoder.add_layers = by_parts(decoder)  # type: ignore[method-assign]
+
+    def layer_by_layer(hidden_states: torch.Tensor, *position_and_step: Any) -> None:
+        for layer in decoder.layers:
+            layer(hidden_states, *position_and_step)
+
+    decoder.add_layers = layer_by_layer  # type: ignore[method-assign]
     assert torch.equal(paged_logits(runner, pool, tokens, pieces), whole)
 
 
