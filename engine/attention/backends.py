@@ -148,11 +148,11 @@ class _Call:
 
 class MatmulPlan:
     def __init__(self, calls: list[_Call], output_rows: torch.Tensor | None) -> None:
-        self._calls = calls
+        self.calls = calls
         self._output_rows = output_rows
 
     def attend(self, layer: LayerKv, query: torch.Tensor, scaling: float) -> torch.Tensor:
-        outputs = [self._attend(call, layer, query, scaling) for call in self._calls]
+        outputs = [self._attend(call, layer, query, scaling) for call in self.calls]
         flat = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return flat if self._output_rows is None else flat.index_select(0, self._output_rows)
 

@@ -1,4 +1,4 @@
-"""Which sequences share an attention call, and that it does not matter to what comes out."""
+"""Which sequences share a call of matrix products, and that it does not matter to the attention of each."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def kv() -> PagedKv:
     return kv
 
 
-def backend(kv: PagedKv, longest_padded: int) -> MatmulBackend:
-    form = AttentionForm(LENGTHS, longest_padded=longest_padded)
+def backend(kv: PagedKv, longest_padded: int, lengths: tuple[int, ...] = LENGTHS) -> MatmulBackend:
+    form = AttentionForm(lengths, longest_padded=longest_padded)
     return MatmulBackend(form, HEADS, KV_HEADS, PAGE, kv.pages, torch.float32, torch.device("cpu"))
 
 
@@ -35,35 +35,40 @@ def spans(*places: tuple[int, int]) -> list[Span]:
 
 
 @pytest.mark.parametrize(
-    ("longest_padded", "calls"),
-    [(0, 3), (64, 2), (256, 1)],  # without padding, one call for each length that a position asks for
+    ("places", "longest_padded", "lengths", "calls"),
+    [
+        # Without padding, a call for each length that a position asks for.
+        ([(20, 2), (50, 2), (100, 2)], 0, LENGTHS, 3),
+        ([(20, 2), (50, 2), (100, 2)], 64, LENGTHS, 2),
+        ([(20, 2), (50, 2), (100, 2)], 256, LENGTHS, 1),
+        # Rows on both sides of a length stay together where calls may be padded.
+        ([(30, 4)], 0, LENGTHS, 2),
+        ([(30, 4)], 256, LENGTHS, 1),
+        # To pad nine short sequences to the length of a long one would cost more than a call.
+        ([(10, 1)] * 9 + [(250, 1)], 2048, (32, 2048), 2),
+    ],
 )
-def test_short_rows_of_like_length_share_a_call(kv: PagedKv, longest_padded: int, calls: int) -> None:
-    plan = backend(kv, longest_padded).plan(spans((20, 2), (50, 2), (100, 2)), 6)
-    assert len(plan._calls) == calls
+def test_short_rows_of_like_length_share_a_call(
+    kv: PagedKv, places: list[tuple[int, int]], longest_padded: int, lengths: tuple[int, ...], calls: int
+) -> None:
+    batch = spans(*places)
+    plan = backend(kv, longest_padded, lengths).plan(batch, batch[-1].first_row + batch[-1].rows)
+    assert len(plan.calls) == calls
 
 
-def test_rows_across_a_border_stay_together_where_calls_may_be_padded(kv: PagedKv) -> None:
-    assert len(backend(kv, 0).plan(spans((30, 4)), 4)._calls) == 2
-    assert len(backend(kv, 256).plan(spans((30, 4)), 4)._calls) == 1
-
-
-def test_many_that_would_be_padded_far_get_a_call_of_their_own(kv: PagedKv) -> None:
-    """Nine short sequences beside a long one: padding all would cost more than a call."""
-    many = spans(*[(10, 1)] * 9, (250, 1))
-    wide = AttentionForm((32, 2048), longest_padded=2048)
-    plan = MatmulBackend(wide, HEADS, KV_HEADS, PAGE, kv.pages, torch.float32, torch.device("cpu")).plan(many, 10)
-    assert len(plan._calls) == 2
-
-
-def test_what_comes_out_is_the_attention_of_each_sequence(kv: PagedKv) -> None:
-    places = spans((20, 2), (30, 4), (100, 2), (5, 20))
-    rows = sum(span.rows for span in places)
+def test_the_output_is_the_attention_of_each_sequence(kv: PagedKv) -> None:
+    batch = spans((20, 2), (30, 4), (100, 2), (5, 20))
+    rows = sum(span.rows for span in batch)
     query = torch.randn(rows, HEADS, DIM, generator=torch.Generator().manual_seed(2))
     layer = kv.layers[0]
-    together = backend(kv, 256).plan(places, rows).attend(layer, query, 0.25)
-    for span in places:
-        exclusive = Span(0, span.rows, span.start, span.pages)
+    together = backend(kv, 256).plan(batch, rows).attend(layer, query, 0.25)
+    for span in batch:
+        alone = Span(0, span.rows, span.start, span.pages)
         part = query[span.first_row : span.first_row + span.rows]
-        expected = backend(kv, 0).plan([exclusive], span.rows).attend(layer, part, 0.25)
+        expected = backend(kv, 0).plan([alone], span.rows).attend(layer, part, 0.25)
         assert torch.allclose(together[span.first_row : span.first_row + span.rows], expected, atol=1e-6)
+
+
+def test_kv_length_of_a_call_depends_on_the_position_alone() -> None:
+    form = AttentionForm((16, 32, 64), 4)
+    assert [form.kv_length(n) for n in (1, 16, 17, 32, 33, 64, 65, 128, 129)] == [16, 16, 32, 32, 64, 64, 128, 128, 192]

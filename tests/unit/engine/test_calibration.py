@@ -1,8 +1,9 @@
-"""The order in which exact mode tries classes of row counts, and what names a calibration on disk."""
+"""The order in which exact mode tries classes of row counts, and what a stored calibration depends on."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,7 @@ from transformers import LlamaConfig
 
 from engine.exactness import calibration_cache
 from engine.exactness.calibration import cheapest_first
-from engine.exactness.calibration_cache import calibration_key
+from engine.exactness.calibration_cache import calibration_key, read_calibration
 from engine.settings import EngineSettings
 
 SMALL = (1, 2, 4, 8, 16, 24, 40)
@@ -20,23 +21,11 @@ MIDDLE = (8, 16, 32, 48)
 LARGE = (96, 112, 128, 144, 160, 176, 192, 208)
 
 
-def test_a_class_of_large_counts_alone_comes_last_however_many_it_has() -> None:
-    asked: list[int] = []
-
-    def seconds(rows: int) -> float:
-        asked.append(rows)
-        return 1.0 + rows / 100
-
-    assert cheapest_first([LARGE, SMALL, MIDDLE], seconds) == [SMALL, MIDDLE, LARGE]
-    assert sorted(asked) == sorted(set(asked))
-
-
-def test_counts_that_take_longer_than_larger_ones_are_dear() -> None:
-    """One row by a kernel for single rows, say, that is slow for this layer."""
+def test_classes_that_need_less_time_for_small_passes_come_first() -> None:
+    assert cheapest_first([LARGE, SMALL, MIDDLE], lambda rows: 1.0 + rows / 100) == [SMALL, MIDDLE, LARGE]
+    # A kernel for single rows that is slow.
     assert cheapest_first([SMALL, MIDDLE], lambda rows: 9.0 if rows == 1 else 1.0) == [MIDDLE, SMALL]
-
-
-def test_a_class_that_ends_early_takes_several_passes() -> None:
+    # A class that ends early takes several passes.
     assert cheapest_first([(1, 8, 16), (1, 8, 40)], lambda rows: 1.0) == [(1, 8, 40), (1, 8, 16)]
 
 
@@ -46,14 +35,13 @@ def test_classes_about_as_cheap_keep_their_order(classes: list[tuple[int, ...]])
 
 
 MODEL: Any = SimpleNamespace(config=LlamaConfig(), dtype=torch.bfloat16, device=torch.device("cuda"))
+CPU_MODEL: Any = SimpleNamespace(config=LlamaConfig(), dtype=torch.float32, device=torch.device("cpu"))
 SETTINGS = EngineSettings("any")
-
-
 FLAGS = ("allow_bf16_reduced_precision_reduction", "allow_fp16_reduced_precision_reduction", "allow_tf32")
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
     matmul = torch.backends.cuda.matmul
     before = [getattr(matmul, flag) for flag in FLAGS]
@@ -62,46 +50,30 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         setattr(matmul, flag, value)
 
 
-@pytest.mark.parametrize("flag", FLAGS)
-def test_a_flag_of_cublas_makes_another_key(gpu: None, flag: str) -> None:
-    keys = set()
-    for value in (False, True):
-        setattr(torch.backends.cuda.matmul, flag, value)
-        keys.add(calibration_key(MODEL, SETTINGS, None))
-    assert len(keys) == 2
-
-
-@pytest.mark.parametrize("name", ["CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE"])
-def test_a_variable_of_cublas_makes_another_key(gpu: None, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    keys = set()
-    for value in (":4096:8", ":16:8"):
-        monkeypatch.setenv(name, value)
-        keys.add(calibration_key(MODEL, SETTINGS, None))
-    assert len(keys) == 2
-
-
-def test_other_libraries_make_another_key(gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    keys = {calibration_key(MODEL, SETTINGS, None)}
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.version, "cuda", "99.9")
-        keys.add(calibration_key(MODEL, SETTINGS, None))
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.backends.cuda, "preferred_blas_library", lambda: "another")
-        keys.add(calibration_key(MODEL, SETTINGS, None))
-    with monkeypatch.context() as patch:
-        patch.setattr(calibration_cache, "version", lambda distribution: f"{distribution} 13.99")
-        keys.add(calibration_key(MODEL, SETTINGS, None))
-    assert len(keys) == 4
-    assert calibration_key(MODEL, SETTINGS, None) in keys
+@pytest.mark.usefixtures("_gpu")
+def test_what_chooses_among_cublas_kernels_makes_another_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = [calibration_key(MODEL, SETTINGS, None)]
+    for flag in FLAGS:
+        setattr(torch.backends.cuda.matmul, flag, not getattr(torch.backends.cuda.matmul, flag))
+        keys.append(calibration_key(MODEL, SETTINGS, None))
+    for variable in ("CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE"):
+        monkeypatch.setenv(variable, ":16:8")
+        keys.append(calibration_key(MODEL, SETTINGS, None))
+    monkeypatch.setattr(torch.version, "cuda", "99.9")
+    keys.append(calibration_key(MODEL, SETTINGS, None))
+    monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", lambda: "another")
+    keys.append(calibration_key(MODEL, SETTINGS, None))
+    monkeypatch.setattr(calibration_cache, "version", lambda distribution: f"{distribution} 13.99")
+    keys.append(calibration_key(MODEL, SETTINGS, None))
+    assert len(set(keys)) == len(keys) == 9
 
 
 def test_no_key_of_a_cpu_depends_on_cublas(monkeypatch: pytest.MonkeyPatch) -> None:
-    def absent(*_: object) -> str:
-        raise RuntimeError("no CUDA here")
-
-    monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", absent)
-    monkeypatch.setattr(torch.cuda, "get_device_name", absent)
-    model: Any = SimpleNamespace(config=LlamaConfig(), dtype=torch.float32, device=torch.device("cpu"))
-    before = calibration_key(model, SETTINGS, None)
+    before = calibration_key(CPU_MODEL, SETTINGS, None)
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
-    assert calibration_key(model, SETTINGS, None) == before
+    assert calibration_key(CPU_MODEL, SETTINGS, None) == before
+
+
+def test_a_broken_calibration_file_is_not_believed(tmp_path: Path) -> None:
+    (tmp_path / "calibration.json").write_text('{"shapes": {}}')
+    assert read_calibration(tmp_path / "calibration.json") is None

@@ -12,11 +12,8 @@ from engine.errors import DraftVocabularyError
 from engine.models.draft_vocabulary import FILE_NAME, read_draft_vocabulary
 
 
-def test_a_folder_without_the_file_has_none(tmp_path: Path) -> None:
-    assert read_draft_vocabulary(tmp_path, 10) is None
-
-
 def test_ids_are_read_as_they_stand(tmp_path: Path) -> None:
+    assert read_draft_vocabulary(tmp_path, 10) is None
     (tmp_path / FILE_NAME).write_text('{"token_ids": [0, 3, 9]}')
     token_ids = read_draft_vocabulary(tmp_path, 10)
     assert token_ids is not None
@@ -28,27 +25,17 @@ def test_ids_are_read_as_they_stand(tmp_path: Path) -> None:
     ("content", "problem"),
     [
         ("[1, 2]", "holds [1, 2], must hold an object"),
-        ("null", "holds None, must hold an object"),
         ("{}", "has the keys [], must have token_ids alone"),
-        ('{"ids": [1]}', "has the keys ['ids'], must have token_ids alone"),
         ('{"token_ids": [1], "more": 2}', "has the keys ['more', 'token_ids'], must have token_ids alone"),
         ('{"token_ids": 3}', "token_ids is 3, must be a list of integers"),
-        ('{"token_ids": {"0": 1}}', "token_ids is {'0': 1}, must be a list of integers"),
         ('{"token_ids": "1\\n2"}', r"token_ids is '1\n2', must be a list of integers"),
         ('{"token_ids": []}', "token_ids is empty, must name at least one token"),
         ('{"token_ids": [1, 2.0]}', "token_ids[1] is 2.0, must be an integer"),
         ('{"token_ids": [0, true]}', "token_ids[1] is True, must be an integer"),
-        ('{"token_ids": [null]}', "token_ids[0] is None, must be an integer"),
-        ('{"token_ids": ["1"]}', "token_ids[0] is '1', must be an integer"),
-        ('{"token_ids": [[1], [2]]}', "token_ids[0] is [1], must be an integer"),
         ('{"token_ids": [1, 5, 4]}', "token_ids[2] is 4, must be above the one before, which is 5"),
         ('{"token_ids": [1, 1]}', "token_ids[1] is 1, must be above the one before, which is 1"),
         ('{"token_ids": [-2, 1]}', "token_ids[0] is -2, must be at least 0 and below the vocabulary size 10"),
         ('{"token_ids": [1, 10]}', "token_ids[1] is 10, must be at least 0 and below the vocabulary size 10"),
-        (
-            '{"token_ids": [18446744073709551616]}',
-            "token_ids[0] is 18446744073709551616, must be at least 0 and below the vocabulary size 10",
-        ),
     ],
 )
 def test_what_does_not_fit_is_named(tmp_path: Path, content: str, problem: str) -> None:
@@ -60,8 +47,8 @@ def test_what_does_not_fit_is_named(tmp_path: Path, content: str, problem: str) 
 
 @pytest.mark.parametrize(
     "content",
-    [b"", b"1, 2, 3", b'{"token_ids": [1, 2', b"\xff\x00", b"[" * 200_000, b'{"token_ids": [' + b"1" * 5000 + b"]}"],
-    ids=["empty", "no-json", "cut-short", "no-text", "deep", "long-number"],
+    [b"", b"\xff\x00", b"[" * 200_000, b'{"token_ids": [' + b"1" * 5000 + b"]}"],
+    ids=["empty", "no-text", "deep", "long-number"],
 )
 def test_a_file_that_is_none_is_named(tmp_path: Path, content: bytes) -> None:
     (tmp_path / FILE_NAME).write_bytes(content)

@@ -19,7 +19,7 @@ from scheduler.messages import Role
 from tests.support.tiny_models import save_tiny_pair, tiny_model
 
 GB = 10**9
-GPUS = (24, 48, 80, 141)
+GPUS = (24, 141)
 # Qwen3-8B and Qwen3-0.6B in bfloat16: parameters of their model cards, KV of their layers, KV heads and dimensions.
 TARGET = ModelMemory("target", 2 * 8_190_735_360, 3 * GB // 2, 2 * 36 * 8 * 128 * 2)
 DRAFT = ModelMemory("draft", 2 * 596_049_920, 3 * GB // 2, 2 * 28 * 8 * 128 * 2)
@@ -61,15 +61,18 @@ def test_what_cannot_fit_is_refused_with_numbers(gigabytes: int, workers: str, s
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "glm4"])
-def test_what_a_checkpoint_says_is_what_its_model_takes(family: str, tmp_path: Path) -> None:
-    folder, _ = save_tiny_pair(family, tmp_path)
+def test_what_a_checkpoint_says_is_what_its_model_takes(tmp_path: Path) -> None:
+    folder, _ = save_tiny_pair("qwen3", tmp_path)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float16)
     found = model_memory("target", folder, "float16", 100)
     assert found.weights == sum(weights.nbytes for weights in model.parameters())
     assert found.kv_bytes_per_token == KvShape.of(model.config).bytes_per_token(torch.float16)
     assert found.workspace > 1 << 30
-    assert model_memory("target", folder, "auto", 100).weights == 2 * found.weights  # float32
+    in_safetensors = model_memory("target", folder, "auto", 100).weights
+    assert in_safetensors == 2 * found.weights  # float32
+    (folder / "model.safetensors").unlink()
+    torch.save(model.float().state_dict(), folder / "pytorch_model.bin")
+    assert in_safetensors <= model_memory("target", folder, "auto", 100).weights < 1.3 * in_safetensors
 
 
 def test_the_workspace_of_a_model_by_hand(tmp_path: Path) -> None:
@@ -96,16 +99,6 @@ def test_the_workspace_of_a_model_by_hand(tmp_path: Path) -> None:
     assert expected - smaller == (2048 - 100 + 192 - 100) * row + (192 - 100) * 151936 * 2
 
 
-def test_pickled_checkpoints_are_taken_by_their_size(tmp_path: Path) -> None:
-    folder, _ = save_tiny_pair("llama", tmp_path)
-    in_safetensors = model_memory("target", folder, "auto", 100)
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    (folder / "model.safetensors").unlink()
-    torch.save(model.state_dict(), folder / "pytorch_model.bin")
-    pickled = model_memory("target", folder, "auto", 100)
-    assert in_safetensors.weights <= pickled.weights < 1.3 * in_safetensors.weights
-
-
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 2, 2), (4, 2, 4), (9, 3, 2)])
 def test_a_rank_takes_what_its_part_of_the_model_does(heads: int, kv_heads: int, size: int, tmp_path: Path) -> None:
     model = tiny_model("llama", num_attention_heads=heads, num_key_value_heads=kv_heads, hidden_size=288)
@@ -118,19 +111,11 @@ def test_a_rank_takes_what_its_part_of_the_model_does(heads: int, kv_heads: int,
     assert found.kv_bytes_per_token == KvShape.of(part).bytes_per_token(torch.float32)
 
 
-@pytest.mark.parametrize("content", ["{}", "no JSON", '{"dtype": "float8_e4m3fn", "num_attention_heads": 1}', "[]"])
+@pytest.mark.parametrize("content", ["{}", "no JSON", "[]"])
 def test_a_folder_that_does_not_say_is_refused(content: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(GpuMemoryError, match="does not say how much memory its model takes"):
         model_memory("draft", tmp_path, "auto", 100)
-
-
-def test_shapes_of_published_models_are_understood(tmp_path: Path) -> None:
-    """Configurations as they are published leave out what transformers knows by itself."""
-    config = {"model_type": "llama", "hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 3}
-    (tmp_path / "config.json").write_text(json.dumps({**config, "vocab_size": 100, "torch_dtype": "bfloat16"}))
-    shape = KvShape.of(AutoConfig.from_pretrained(tmp_path))
-    assert model_memory("draft", tmp_path, "auto", 1).kv_bytes_per_token == shape.bytes_per_token(torch.bfloat16)
 
 
 def test_workers_hear_of_those_beside_them() -> None:

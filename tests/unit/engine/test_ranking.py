@@ -9,7 +9,7 @@ import torch
 
 from engine.sampling.noise import gumbel, row_key
 from engine.sampling.ranking import RankedTokens, ranked_tokens
-from engine.sampling.sampler import SamplingContext, sample_tokens
+from engine.sampling.sampler import SamplingContext
 from scheduler.sampling import SamplingParameters
 
 GREEDY = SamplingParameters()
@@ -51,20 +51,6 @@ def test_shares_are_those_of_the_scores_with_their_noise() -> None:
             assert share == pytest.approx(float(shares[token]), rel=1e-3, abs=1e-9)
 
 
-def test_the_sampled_token_is_the_likeliest_one() -> None:
-    logits = torch.randn(60, 3000, generator=torch.Generator().manual_seed(3)) * 2
-    kinds = (
-        GREEDY,
-        SamplingParameters(temperature=1.2, seed=5),
-        SamplingParameters(temperature=0.9, seed=6, top_p=0.9),
-        SamplingParameters(temperature=0.9, seed=6, repetition_penalty=1.5),
-        SamplingParameters(logit_bias={4: 100.0}),
-    )
-    rows = [context(kinds[place % len(kinds)], place) for place in range(4, 64)]
-    found = ranked(logits, *rows, asked=None, count=1)
-    assert [row.likeliest[0][0] for row in found] == sample_tokens(logits, rows)
-
-
 def test_what_cannot_be_sampled_is_left_out() -> None:
     logits = torch.tensor([[1.0, 2.0, 3.0, -math.inf]])
     (row,) = ranked(logits, context(SamplingParameters(temperature=1.0, top_k=2)), asked=0, count=4)
@@ -93,7 +79,3 @@ def test_a_row_that_is_not_finite_is_none(bad: float, sampling: SamplingParamete
     logits[2] = -math.inf
     found = ranked_tokens(logits, [context(sampling)] * 3, [1] * 3, 2)
     assert [row is None for row in found] == [False, True, True]
-
-
-def test_no_rows() -> None:
-    assert ranked_tokens(torch.zeros(0, 10), [], [], 3) == []

@@ -41,7 +41,7 @@ def deficit_of(logits: Tensor, temperature: float = 1.0) -> Tensor:
 # --- greedy -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("vocabulary_size", [1, 7, 127, 128, 129, 300, 1000])
+@pytest.mark.parametrize("vocabulary_size", [1, 127, 128, 129, 1000])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_greedy_is_the_first_argmax(vocabulary_size: int, dtype: torch.dtype) -> None:
     # A coarse grid of values makes ties the rule.
@@ -49,8 +49,7 @@ def test_greedy_is_the_first_argmax(vocabulary_size: int, dtype: torch.dtype) ->
     expected = [line.index(max(line)) for line in logits.tolist()]
     assert sample_tokens(logits, [context()] * 64) == expected
     # The same through the path with changed scores.
-    biased = [SamplingContext(SamplingParameters(logit_bias={0: 0.0}), position=0, history=(), prompt_length=0)] * 64
-    assert sample_tokens(logits, biased) == expected
+    assert sample_tokens(logits, [context(logit_bias={0: 0.0})] * 64) == expected
 
 
 def test_padding_is_never_sampled() -> None:
@@ -65,6 +64,8 @@ def test_shapes_are_checked() -> None:
         sample_tokens(torch.zeros(3, 5), [context()] * 2)
     with pytest.raises(ValueError, match="vocabulary_size is 6"):
         sample_tokens(torch.zeros(2, 5), [context()] * 2, vocabulary_size=6)
+    with pytest.raises(ValueError, match=r"token_ids have shape \(3,\), must be \[4\]"):
+        sample_tokens(torch.zeros(1, 4), [context()], token_ids=torch.arange(3))
     assert sample_tokens(torch.zeros(0, 5), []) == []
 
 
@@ -90,15 +91,6 @@ def test_a_row_that_is_not_finite_fails_alone(settings: dict[str, float], bad: f
     logits[1, 650] = bad
     logits[2] = -math.inf
     assert sample_tokens(logits, rows) == [whole[0], None, None, whole[3]]
-
-
-@pytest.mark.parametrize("settings", KINDS)
-def test_minus_infinity_is_never_sampled(settings: dict[str, float]) -> None:
-    logits = torch.full((50, 300), -math.inf)
-    logits[:, 17] = 1.0
-    logits[:, 203] = 1.0
-    rows = [context(seed=row, **settings) for row in range(50)]
-    assert set(sample_tokens(logits, rows)) <= {17, 203}
 
 
 # --- bad words --------------------------------------------------------------------------------------------------------
@@ -141,9 +133,9 @@ def test_a_bad_word_comes_where_a_grammar_leaves_nothing_else() -> None:
 # --- the fast path ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("vocabulary_size", [3, 128, 1000, 49152])
-@pytest.mark.parametrize("spread", [0.0, 0.1, 1.0, 3.0, 20.0])
-@pytest.mark.parametrize("temperature", [0.01, 0.8, 5.0])
+@pytest.mark.parametrize("vocabulary_size", [3, 128, 49152])
+@pytest.mark.parametrize("spread", [0.0, 1.0, 20.0])
+@pytest.mark.parametrize("temperature", [1e-300, 0.8])
 def test_discarding_tokens_early_changes_nothing(vocabulary_size: int, spread: float, temperature: float) -> None:
     count = 12 if vocabulary_size == 49152 else 300
     generator = torch.Generator().manual_seed(vocabulary_size)
@@ -176,12 +168,6 @@ def test_a_row_depends_on_nothing_but_itself() -> None:
         torch.set_num_threads(before)
 
 
-def test_tiny_temperature_is_greedy() -> None:
-    logits = torch.randn(20, 1000, generator=torch.Generator().manual_seed(7))
-    rows = [context(seed=row, temperature=1e-300) for row in range(20)]
-    assert sample_tokens(logits, rows) == logits.argmax(1).tolist()
-
-
 # --- against transformers ---------------------------------------------------------------------------------------------
 
 
@@ -195,8 +181,8 @@ def test_repetition_penalty_is_that_of_transformers(penalty: float) -> None:
     torch.testing.assert_close(scores, expected, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("vocabulary_size", [50, 3000, 20000])
-@pytest.mark.parametrize("spread", [0.5, 3.0, 8.0])
+@pytest.mark.parametrize("vocabulary_size", [50, 20000])
+@pytest.mark.parametrize("spread", [0.5, 3.0])
 def test_filters_keep_what_transformers_keeps(vocabulary_size: int, spread: float) -> None:
     logits = torch.randn(20, vocabulary_size, generator=torch.Generator().manual_seed(9)) * spread
     warmed = TemperatureLogitsWarper(0.8)(None, logits)
@@ -222,23 +208,6 @@ def test_filters_break_ties_by_id() -> None:
     assert kept(deficit, SamplingParameters(temperature=1, top_p=3.5 / total)) == [{0, 1, 2, 3}]
     assert kept(deficit, SamplingParameters(temperature=1, min_p=0.9)) == [set(range(10))]
     assert kept(deficit, SamplingParameters(temperature=1, top_p=1e-9)) == [{0}]
-
-
-def test_filters_agree_between_short_prefix_and_full_order() -> None:
-    """Rows that keep more than the tokens ordered at first, beside rows that do not."""
-    deficit = deficit_of(torch.randn(3, 5000, generator=torch.Generator().manual_seed(10)) * 0.1)
-    settings = [
-        SamplingParameters(temperature=1, top_k=3),
-        SamplingParameters(temperature=1, top_p=0.9),
-        SamplingParameters(temperature=1, top_k=2000),
-    ]
-    order, mask = kept_tokens(deficit, settings)
-    sizes = mask.sum(1).tolist()
-    assert sizes[0] == 3
-    assert 4000 < sizes[1] < 4600
-    assert sizes[2] == 2000
-    for row, sampling in enumerate(settings):
-        assert kept(deficit[row : row + 1], sampling) == [set(order[row][mask[row]].tolist())]
 
 
 def test_penalties_and_bias_on_scores() -> None:
@@ -294,7 +263,7 @@ SOME_TOKENS_KINDS: list[dict[str, object]] = [
 ]
 
 
-@pytest.mark.parametrize("count", [1, 2, 127, 128, 700, 3000])
+@pytest.mark.parametrize("count", [1, 128, 3000])
 @pytest.mark.parametrize("grid", [False, True])
 def test_choice_among_some_tokens_is_that_with_minus_infinity_elsewhere(count: int, grid: bool) -> None:
     """The same rows with a column for each of 5000 tokens; history and bias name tokens on both sides."""
@@ -324,8 +293,3 @@ def test_choice_among_some_tokens_is_that_with_minus_infinity_elsewhere(count: i
     for kind in range(len(SOME_TOKENS_KINDS)):
         exclusive = slice(kind, None, len(SOME_TOKENS_KINDS))
         assert sample_tokens(logits[exclusive], rows[exclusive], token_ids=token_ids) == expected[exclusive]
-
-
-def test_tokens_and_columns_must_be_as_many() -> None:
-    with pytest.raises(ValueError, match=r"token_ids have shape \(3,\), must be \[4\]"):
-        sample_tokens(torch.zeros(1, 4), [context()], token_ids=torch.arange(3))
