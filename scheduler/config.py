@@ -23,7 +23,7 @@ class Policy(Enum):
 
 
 class KvMovement(Enum):
-    """Whether sequences that leave a draining or a crowded target take their KV to another one."""
+    """Whether sequences that leave a draining target take their KV to another one."""
 
     AUTO = "auto"
     """Moved where that is expected to take less time than computing it anew."""

@@ -40,7 +40,7 @@ class Counters:
 
 @dataclass(frozen=True, slots=True)
 class MoveStatistics:
-    """Sequences that left a draining or crowded target, since the start: `moves` with so many `positions`, `bytes` and
+    """Sequences that left a draining target, since the start: `moves` with so many `positions`, `bytes` and
     `seconds` of KV; `failed` ones, and those `rehomed` without their KV because that was sooner."""
 
     moves: int

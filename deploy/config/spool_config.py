@@ -80,7 +80,7 @@ class SchedulingSection(SchedulingSettings, Section):
     )
     kv_movement: KvMovement = described(
         KvMovement.AUTO,
-        "Whether the KV of sequences that leave a draining or crowded target goes to the next target: `auto` where "
+        "Whether the KV of sequences that leave a draining target goes to the next target: `auto` where "
         "moving is expected to be sooner than computing it anew, `always` or `never`.",
     )
     max_queued_sequences: int = described(

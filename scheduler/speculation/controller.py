@@ -195,6 +195,16 @@ class Controller:
         self._counters.outcomes_sought += prepared
         self._counters.outcomes_found += prepared and found
 
+    def relocation_seconds(
+        self, source: TargetWorker, destination: TargetWorker, positions: int
+    ) -> tuple[float, float]:
+        """Predicted seconds to move this much KV, and to compute it at the destination. A destination that has not
+        computed yet is taken to be as fast as the source."""
+        cost = self.target(destination).cost
+        if not cost.known:
+            cost = self.target(source).cost
+        return self.kv_moves.predict(1.0, positions), cost.predict(1.0, positions)
+
     # --- what is decided ----------------------------------------------------------------------------------------------
 
     def newcomer_drafts(self, target: TargetWorker, sequence: Sequence) -> bool:

@@ -15,9 +15,6 @@ SomeWorker = TypeVar("SomeWorker", DraftWorker, TargetWorker)
 
 _MOST_LOAD = 1.25
 """KV that is there already spares a part of the prompt once; every token of the answer takes longer beside others."""
-_MOST_CROWDED = 1.25
-"""Times the batches of another target that a target may have: with many batches, one more or less changes little. Two
-batches are always too many beside one: they take two steps, however few the second has."""
 
 
 class Fleet:
@@ -75,24 +72,6 @@ class Fleet:
     def max_running(self) -> int:
         """How many sequences may run: so many for each target that takes any."""
         return self._config.max_running * self.accepting
-
-    def batches(self, sequences: int) -> int:
-        """Verify steps in which a target has verified each of so many sequences once."""
-        return -(-sequences // self._config.batch_size)
-
-    def pick_relief(self, source: TargetWorker, positions: int) -> TargetWorker | None:
-        """The target with the fewest sequences, of those to which one of the source's may go: they have room for
-        `positions` more, and even then the source has more than `_MOST_CROWDED` times as many batches.
-
-        So the larger of both numbers of sequences becomes less, and the opposite does not hold afterwards: sequences
-        do not go to and fro.
-        """
-        most = self.batches(len(source.sequences)) / _MOST_CROWDED
-        if self.batches(1 + min(len(one.sequences) for one in self.targets.values())) >= most:
-            return None  # as in most rounds of a crowded target
-        targets = [one for one in self.targets.values() if self.batches(len(one.sequences) + 1) < most]
-        free = (one for one in targets if not one.draining and one.has_room(positions))
-        return min(free, key=lambda one: len(one.sequences), default=None)
 
     def pick_draft(self, tokens: DigestedTokens, positions: int) -> DraftWorker | None:
         """The draft worker for a sequence of these tokens, with room for `positions` more."""

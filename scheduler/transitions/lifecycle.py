@@ -13,7 +13,6 @@ from scheduler.state.pending_kv_moves import KvMoves
 from scheduler.state.sequence_record import SequenceState
 from scheduler.state.workers import KvMove, Sequence, TargetWorker
 from scheduler.statistics import Counters
-from scheduler.transitions.departures import Departures
 from scheduler.transitions.slot_shares import sequence_beyond_share, slot_claimant
 from scheduler.transitions.table import TRANSITIONS, Cause, IllegalTransitionError
 
@@ -24,6 +23,9 @@ DRAFTED, VERIFYING = SequenceState.DRAFTED, SequenceState.VERIFYING
 ADMITTED, KV_MISSING = Cause.ADMITTED, Cause.KV_MISSING
 DRAFT_WANTED, DRAFT_SENT, DRAFT_SKIPPED = Cause.DRAFT_WANTED, Cause.DRAFT_SENT, Cause.DRAFT_SKIPPED
 PROPOSED, VERIFY_SENT = Cause.PROPOSED, Cause.VERIFY_SENT
+
+MAX_MOVES_PER_TARGET = 4
+"""Sequences whose KV leaves a draining target at the same time; its other sequences go on decoding there."""
 
 
 class Lifecycle:
@@ -51,7 +53,6 @@ class Lifecycle:
         self._counters = counters
         self._emit = emit
         self._max_per_target = max_per_target
-        self._departures = Departures(config, fleet, controller, moves, max_per_target)
 
     # --- states -------------------------------------------------------------------------------------------------------
 
@@ -79,7 +80,7 @@ class Lifecycle:
         """Sends a sequence whose target is up to date to its draft worker, or straight to the target: where no draft is
         wanted, or the draft has `prepared` one.
 
-        A sequence whose target drains, or is crowded, moves to another target first, if one has room.
+        A sequence whose target drains moves to another target first, if one has room.
         """
         if self.leave_target(sequence):
             return
@@ -259,19 +260,23 @@ class Lifecycle:
             sequence.draft = None
 
     def leave_target(self, sequence: Sequence) -> bool:
-        """Takes the sequence to another target, with or without its KV, if it is to leave its own. False: it stays.
+        """Takes the sequence off a draining target, with its KV where that is sooner. False: it stays.
 
         No row of the sequence may be in flight on its target.
         """
         source = sequence.target
-        if source is None or not self._departures.possible(source):
+        if source is None or not source.draining:
             return False
         positions = sequence.length + self.longest_draft(sequence) + 1
-        departure = self._departures.find(sequence, source, positions)
-        if departure is None:
+        destination = self._fleet.pick_target(sequence.tokens, positions, self._max_per_target)
+        if destination is None:
             return False
-        destination = departure.destination
-        if departure.with_kv:
+        valid = source.kv[sequence.sequence_id].valid
+        moving, computing = self._controller.relocation_seconds(source, destination, valid)
+        with_kv = self._moves.worth_it(valid, moving, computing)
+        if with_kv and self._moves.leaving(source) >= MAX_MOVES_PER_TARGET:
+            return False
+        if with_kv:
             self._move_kv(sequence, source, destination, positions)
         else:
             self._counters.rehomed += 1

@@ -1,4 +1,4 @@
-"""Takes sequences off draining targets, with their KV where that is sooner, and reports when none is left."""
+"""Drains targets: starts the departures of their sequences, and reports when none is left."""
 
 from __future__ import annotations
 

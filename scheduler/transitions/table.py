@@ -39,7 +39,7 @@ class Cause(Enum):
     VERIFY_SENT = "verify sent"
     """The step in which the target verifies was sent."""
     KV_LEAVES = "KV leaves"
-    """The target drains or is crowded, and the KV is sent to another one."""
+    """The target drains, and the KV is sent to another one."""
     RETURNED = "returned"
     """The sequence gave its pages or its slot to another one, or its target is gone."""
     ENDED = "ended"

@@ -26,7 +26,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from bench.machine import describe_machine
 from bench.record import origin
 from tests.sim.cell.coverage import ALL_CHANGES, ALL_MEETINGS, PREPARED, never_seen
 from tests.sim.cell.plan import FAULTS
@@ -55,10 +54,6 @@ class Tally:
     """Rows with which drafts prepared for outcomes."""
     ahead_schedules: int = 0
     """Schedules that had some of these."""
-    relieved: int = 0
-    """Sequences that left a crowded target."""
-    relieved_schedules: int = 0
-    """Schedules that had some of these."""
     outcomes: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
     changes: Counter[str] = field(default_factory=Counter)
@@ -76,8 +71,6 @@ class Tally:
         self.structured_schedules += other.structured_schedules
         self.ahead_rows += other.ahead_rows
         self.ahead_schedules += other.ahead_schedules
-        self.relieved += other.relieved
-        self.relieved_schedules += other.relieved_schedules
         self.outcomes += other.outcomes
         self.faults += other.faults
         self.changes += other.changes
@@ -110,8 +103,6 @@ def run_seeds(seeds: range, sequences: int, draft_ahead: int | None = None) -> T
         tally.structured_schedules += bool(result.structured)
         tally.ahead_rows += result.ahead_rows
         tally.ahead_schedules += bool(result.ahead_rows)
-        tally.relieved += result.relieved
-        tally.relieved_schedules += bool(result.relieved)
         tally.outcomes += result.outcomes
         tally.faults += result.faults
         tally.changes += result.changes
@@ -132,7 +123,7 @@ class Summary:
         self._origin: dict[str, object] = {}
         if file is not None:
             command = " ".join(["python -m tests.sim.soak", *sys.argv[1:]])
-            self._origin = origin(command, describe_machine())
+            self._origin = origin(command)
 
     def add(self, seeds: range, tally: Tally) -> None:
         self._later[seeds.start] = tally
@@ -175,8 +166,6 @@ class Summary:
             "ahead_schedules": tally.ahead_schedules,
             "ahead_rows": tally.ahead_rows,
             "prepared_rounds": tally.changes[PREPARED],
-            "relieved_schedules": tally.relieved_schedules,
-            "relieved": tally.relieved,
             "virtual_seconds": round(tally.virtual_seconds, 1),
         }
         shared = self._file.with_name(self._file.name + ".part")
@@ -249,7 +238,6 @@ def _report(console: Console, total: Tally, seconds: float) -> None:
         highlight=False,
     )
     console.print(
-        f"{total.relieved_schedules:,} schedules had {total.relieved:,} sequences that left a crowded target",
         highlight=False,
     )
     console.print(

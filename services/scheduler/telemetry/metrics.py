@@ -342,7 +342,7 @@ class SchedulerMetrics(ServiceObserver):
         of.read(
             _COUNTER,
             "kv_moves_total",
-            "Sequences that left a draining or crowded target: moved with their KV, failed to, or rehomed without it "
+            "Sequences that left a draining target: moved with their KV, failed to, or rehomed without it "
             "because that was sooner.",
             lambda now: {
                 "moved": now.core.moves.moves,

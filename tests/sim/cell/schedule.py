@@ -47,8 +47,6 @@ class ScheduleResult:
     """Positions whose KV sequences took over from others."""
     ahead_rows: int
     """With which drafts prepared for outcomes of verifications."""
-    relieved: int
-    """Sequences that left a crowded target for another one, with or without their KV."""
     changes: Counter[str]
     """Changes of sequences' states, by name (tests/sim/cell/coverage.py)."""
     meetings: Counter[str]
@@ -124,7 +122,6 @@ def run_plan(plan: Plan, rng: random.Random, detailed: bool = False) -> Schedule
         sum(call.outcome in ("stop", "length") for call in world.calls if call.plan.request.sampling.grammar),
         world.reused,
         world.ahead_rows,
-        world.relieved,
         named(world.changes),
         named(world.meetings),
     )

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 from scheduler.core import SchedulerCore
 from scheduler.messages import Command, EmitTokens, Event, SequenceRequest, SequenceSubmitted, StepCompleted, WorkerLost
-from scheduler.state.workers import Sequence, TargetWorker, Worker
-from scheduler.transitions.departures import Departure
+from scheduler.state.workers import Sequence, Worker
 from scheduler.transitions.table import Cause
 from tests.sim.cell.coverage import meetings
 from tests.sim.cell.transcript import told
@@ -37,9 +36,6 @@ class WatchedCore(SchedulerCore):
         self._first = self._live.waiting.first
         self._live.waiting.first = self._watch_first  # type: ignore[method-assign]
         self._running = 0
-        departures = self._lifecycle._departures
-        self._find_departure = departures.find
-        departures.find = self._watch_departure  # type: ignore[method-assign]
         self._change = self._lifecycle._change
         self._lifecycle._change = self._watch_change  # type: ignore[method-assign]
         self._requests: dict[int, SequenceRequest] = {}
@@ -114,11 +110,6 @@ class WatchedCore(SchedulerCore):
             if (same and (one.request.priority, one.order) < rank) or (not same and one.account.claimed < claim):
                 self._world.fail(f"sequence {sequence.sequence_id} is next, sequence {one.sequence_id} comes first")
         return sequence
-
-    def _watch_departure(self, sequence: Sequence, source: TargetWorker, positions: int) -> Departure | None:
-        departure = self._find_departure(sequence, source, positions)
-        self._world.relieved += departure is not None and not source.draining
-        return departure
 
     def _watch_change(self, sequence: Sequence, cause: Cause) -> None:
         before = sequence.state

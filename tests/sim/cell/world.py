@@ -51,7 +51,6 @@ class World:
         self.fenced_replies = 0
         self.reused = 0
         self.ahead_rows = 0
-        self.relieved = 0
         self.changes: Counter[Change] = Counter()
         self.meetings: Counter[Meeting] = Counter()
         self.events: list[tuple[Any, ...]] = []

@@ -19,7 +19,7 @@ from scheduler.state.fleet import Fleet
 from scheduler.state.key_accounts import KeyAccount
 from scheduler.state.workers import Sequence
 from scheduler.statistics import Counters
-from tests.sim.driver import Driver, expected, of_type, outputs
+from tests.unit.scheduler.driver import Driver, expected, of_type, outputs
 
 falling = st.lists(st.floats(0, 1), max_size=4).map(lambda chances: sorted(chances, reverse=True))
 

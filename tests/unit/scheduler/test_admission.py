@@ -12,7 +12,7 @@ from scheduler.messages import (
     RefuseSequence,
     SendStep,
 )
-from tests.sim.driver import Driver, expected, of_type, outputs, pair
+from tests.unit.scheduler.driver import Driver, expected, of_type, outputs, pair
 
 
 def refusal(commands: list[object]) -> RefuseSequence:

@@ -24,8 +24,8 @@ from scheduler.messages import (
     Suspicion,
     WorkerLost,
 )
-from tests.sim.driver import Driver, of_type, outputs
-from tests.sim.model import plain_decoding
+from tests.unit.scheduler.driver import Driver, of_type, outputs
+from tests.unit.scheduler.model_worker import plain_decoding
 
 SEQUENCES = 12
 Deadly = Callable[[Row], bool]

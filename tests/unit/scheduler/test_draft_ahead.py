@@ -23,8 +23,8 @@ from scheduler.messages import (
 )
 from scheduler.sampling import Grammar, SamplingParameters
 from scheduler.state.digests import DigestedTokens
-from tests.sim.driver import Answer, Driver, expected, of_type, outputs, pair
-from tests.sim.model import VOCABULARY, target_token
+from tests.unit.scheduler.driver import Answer, Driver, expected, of_type, outputs, pair
+from tests.unit.scheduler.model_worker import VOCABULARY, target_token
 
 
 def seconds(step: SendStep) -> float:

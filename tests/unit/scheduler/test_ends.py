@@ -11,7 +11,7 @@ from scheduler.messages import (
     SendStep,
     StepCompleted,
 )
-from tests.sim.driver import Driver, expected, of_type, outputs, pair
+from tests.unit.scheduler.driver import Driver, expected, of_type, outputs, pair
 
 
 @pytest.mark.parametrize("answers", range(8))

@@ -11,7 +11,7 @@ from scheduler.messages import FailSequence, RefuseSequence, Role, SequenceReque
 from scheduler.state.digests import DigestedTokens
 from scheduler.state.fleet import Fleet
 from scheduler.state.prefixes import KnownPrefixes
-from tests.sim.driver import Driver, of_type
+from tests.unit.scheduler.driver import Driver, of_type
 
 
 def fleet(*workers: tuple[str, Role]) -> Fleet:

@@ -11,7 +11,7 @@ from scheduler.messages import Role
 from scheduler.state.kv_ledger import KvEntry
 from scheduler.state.sequence_record import SequenceState
 from scheduler.state.workers import DraftWorker, Sequence, TargetWorker
-from tests.sim.driver import Driver
+from tests.unit.scheduler.driver import Driver
 
 Damage = Callable[[SchedulerCore, TargetWorker, DraftWorker, Sequence], object]
 

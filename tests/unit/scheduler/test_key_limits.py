@@ -8,7 +8,7 @@ from scheduler.config import SchedulerConfig
 from scheduler.key_class import KeyClass
 from scheduler.messages import MAX_PRIORITY, MIN_PRIORITY, RefusalCause, RefuseSequence
 from scheduler.state.token_bucket import TokenBucket
-from tests.sim.driver import Driver, of_type
+from tests.unit.scheduler.driver import Driver, of_type
 
 
 def refused(driver: Driver, sequence_id: int, **request: object) -> RefuseSequence | None:

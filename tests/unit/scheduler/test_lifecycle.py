@@ -11,7 +11,7 @@ import pytest
 from scheduler.messages import FinishReason, SequenceCancelled
 from scheduler.state.sequence_record import SequenceState
 from scheduler.transitions.table import TRANSITIONS, Cause, IllegalTransitionError
-from tests.sim.driver import pair
+from tests.unit.scheduler.driver import pair
 
 ROOT = Path(__file__).parents[3]
 LAYERS = ("state", "speculation", "transitions", "batching")

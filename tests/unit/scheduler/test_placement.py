@@ -9,7 +9,7 @@ from scheduler.messages import (
     SendStep,
     StepCompleted,
 )
-from tests.sim.driver import Driver, expected, of_type, outputs, pair
+from tests.unit.scheduler.driver import Driver, expected, of_type, outputs, pair
 
 
 def test_running_sequences_are_bounded_and_sequences_spread_over_targets() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from scheduler.key_class import KeyClass
 from scheduler.messages import Row, RowResult, RowStatus, SendStep, StepCompleted
-from tests.sim.driver import Driver, expected, of_type, outputs
+from tests.unit.scheduler.driver import Driver, expected, of_type, outputs
 
 KEYS = (KeyClass("flood"), KeyClass("other"), KeyClass("third"))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from scheduler.messages import EmitTokens, FailSequence, Row, RowResult, RowStatus, TokenLogprobs
 from scheduler.state.digests import EMPTY_DIGEST, DigestedTokens
-from tests.sim.driver import Driver, of_type
+from tests.unit.scheduler.driver import Driver, of_type
 
 PROMPT = tuple((7 + place) % 50 for place in range(30))
 """What the driver submits as sequence 1."""

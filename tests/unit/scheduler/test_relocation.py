@@ -8,8 +8,8 @@ from engine.kv.pages import PageTable
 from scheduler.config import KvMovement
 from scheduler.messages import EmitTokens, FinishSequence, MoveKv, Role, SendStep, SequenceRequest, WorkerDrained
 from scheduler.state.digests import DigestedTokens
-from tests.sim.driver import Driver, of_type
-from tests.sim.model import plain_decoding
+from tests.unit.scheduler.driver import Driver, of_type
+from tests.unit.scheduler.model_worker import plain_decoding
 
 
 def cell(movement: KvMovement = KvMovement.ALWAYS, sequences: int = 1, **config: object) -> Driver:

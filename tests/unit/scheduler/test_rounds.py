@@ -11,7 +11,7 @@ from scheduler.messages import (
     Role,
     SendStep,
 )
-from tests.sim.driver import Driver, expected, of_type, outputs, pair
+from tests.unit.scheduler.driver import Driver, expected, of_type, outputs, pair
 
 
 def test_the_last_prefill_chunk_yields_the_first_token() -> None:

@@ -9,8 +9,8 @@ import pytest
 from scheduler.messages import EmitTokens, FailSequence, FinishSequence, Row, RowResult, RowStatus, SendStep
 from scheduler.state.digests import EMPTY_DIGEST
 from scheduler.transitions.results import MAX_DRAFT_FAILURES, MAX_TARGET_FAILURES
-from tests.sim.driver import Answer, Driver, of_type, pair
-from tests.sim.model import plain_decoding
+from tests.unit.scheduler.driver import Answer, Driver, of_type, pair
+from tests.unit.scheduler.model_worker import plain_decoding
 
 
 def until_verifying(driver: Driver, sequence_id: int = 1) -> Row:

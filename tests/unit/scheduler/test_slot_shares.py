@@ -10,7 +10,7 @@ import pytest
 from scheduler.config import Policy
 from scheduler.key_class import KeyClass
 from scheduler.messages import FailSequence, RefuseSequence
-from tests.sim.driver import Driver, expected, of_type, outputs
+from tests.unit.scheduler.driver import Driver, expected, of_type, outputs
 
 KEYS = (KeyClass("flood"), KeyClass("other"), KeyClass("heavy", weight=2.0))
 

@@ -16,7 +16,7 @@ from scheduler.messages import (
     SequenceRequest,
     SequenceSubmitted,
 )
-from tests.sim.driver import Driver, expected, of_type, outputs, pair
+from tests.unit.scheduler.driver import Driver, expected, of_type, outputs, pair
 
 
 def unknown(row: Row) -> RowResult:

@@ -1,0 +1,173 @@
+"""A core under manual control: the test decides when which worker answers what."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from engine.kv.pages import PageTable
+from scheduler.config import Policy, SchedulerConfig
+from scheduler.core import SchedulerCore
+from scheduler.messages import (
+    Command,
+    EmitTokens,
+    Event,
+    KvMoved,
+    MoveKv,
+    Role,
+    Row,
+    RowResult,
+    SendStep,
+    SequenceCancelled,
+    SequenceRequest,
+    SequenceSubmitted,
+    StepCompleted,
+    WorkerDraining,
+    WorkerJoined,
+    WorkerLost,
+    WorkerSpec,
+)
+from scheduler.state.digests import DigestedTokens
+from tests.unit.scheduler.model_worker import ModelWorker, plain_decoding
+
+C = TypeVar("C", bound=Command)
+Answer = Callable[[Row], RowResult | None]
+
+
+class Driver:
+    """Collects commands, keeps each worker's unanswered steps in order, and answers the first of them on demand."""
+
+    def __init__(self, **config: object) -> None:
+        settings: dict[str, object] = {"policy": Policy.RAGGED, "wait_bound_steps": 1.0, **config}
+        self.core = SchedulerCore(SchedulerConfig(**settings))  # type: ignore[arg-type]
+        self.now = 0.0
+        self.log: list[Command] = []
+        self.workers: dict[str, ModelWorker] = {}
+        self.steps: dict[str, list[SendStep]] = {}
+        self.moves: dict[int, tuple[MoveKv, ModelWorker]] = {}
+        """Moves of KV that were not answered, with the worker that each goes to."""
+
+    def handle(self, *events: Event) -> list[Command]:
+        commands = self.core.handle(events, self.now)
+        self.log.extend(commands)
+        for command in commands:
+            if isinstance(command, SendStep):
+                self.steps[command.worker_id].append(command)
+            elif isinstance(command, MoveKv):
+                self.moves[command.move_id] = command, self.workers[command.destination_id]
+        self.core.check_integrity()
+        deadline = self.core.next_deadline()
+        assert deadline is None or deadline > self.now, "a plan is due although everything was planned just now"
+        return commands
+
+    def join(
+        self,
+        worker_id: str,
+        role: Role = Role.TARGET,
+        pages: int = 1000,
+        page_size: int = 4,
+        max_length: int = 4000,
+        packed: int = 512,
+        guess: float = 1.0,
+    ) -> list[Command]:
+        spec = WorkerSpec(worker_id, role, page_size, pages, max_length, packed)
+        self.workers[worker_id] = ModelWorker(spec, guess)
+        self.steps[worker_id] = []
+        return self.handle(WorkerJoined(spec))
+
+    def lose(self, worker_id: str) -> list[Command]:
+        return self.handle(WorkerLost(worker_id))
+
+    def drain(self, worker_id: str) -> list[Command]:
+        return self.handle(WorkerDraining(worker_id))
+
+    def moved(self, move: MoveKv, moved: bool = True, seconds: float = 0.01) -> list[Command]:
+        """The KV has arrived, or not: it does not where the destination is gone, or has yet to free the pages."""
+        _, worker = self.moves.pop(move.move_id)
+        table = PageTable()
+        moved = moved and self.workers.get(move.destination_id) is worker
+        if moved and (moved := worker.pool.can_append(table, len(move.tokens))):
+            worker.pool.append(table, len(move.tokens))
+            moved = worker.adopt(move.opening.sequence_id, DigestedTokens(move.tokens), table)
+            if not moved:
+                worker.pool.free(table)
+        return self.handle(KvMoved(move.move_id, moved, seconds, 100))
+
+    def answer_moves(self) -> list[Command]:
+        """All KV that is on its way arrives, where it can."""
+        return [command for move, _ in list(self.moves.values()) for command in self.moved(move)]
+
+    def submit(self, sequence_id: int, prompt_length: int = 3, max_tokens: int = 20, **more: object) -> list[Command]:
+        prompt = tuple((sequence_id * 7 + i) % 50 for i in range(prompt_length))
+        request = SequenceRequest(sequence_id, prompt, max_tokens, **more)  # type: ignore[arg-type]
+        return self.handle(SequenceSubmitted(request))
+
+    def cancel(self, sequence_id: int) -> list[Command]:
+        return self.handle(SequenceCancelled(sequence_id))
+
+    def plan(self) -> list[Command]:
+        return self.handle()
+
+    def answer(self, worker_id: str, instead: Answer | None = None, seconds: float = 0.05) -> list[Command]:
+        """The worker's oldest step is done; `instead` may answer a row in the worker's place."""
+        step = self.steps[worker_id].pop(0)
+        worker = self.workers[worker_id]
+        for sequence_id in step.released:
+            worker.forget(sequence_id)
+        results = tuple((instead and instead(row)) or worker.run_row(row) for row in step.rows)
+        return self.handle(StepCompleted(worker_id, step.step_id, results, seconds))
+
+    def settle(self, *worker_ids: str, max_steps: int = 1000) -> None:
+        """Answers all steps, worker by worker in turn, until none is left; without names, all moves of KV as well."""
+        ids = worker_ids or tuple(self.steps)
+        for _ in range(max_steps):
+            waiting = [worker_id for worker_id in ids if self.steps[worker_id]]
+            moves = not worker_ids and bool(self.moves)
+            if not waiting and not moves:
+                return
+            if moves:
+                self.answer_moves()
+            for worker_id in waiting:
+                if self.steps[worker_id]:
+                    self.answer(worker_id)
+        raise AssertionError("the workers never come to rest")
+
+    def outstanding(self, worker_id: str) -> list[SendStep]:
+        return self.steps[worker_id]
+
+    def only_step(self, worker_id: str) -> SendStep:
+        (step,) = self.steps[worker_id]
+        return step
+
+
+def of_type(commands: list[Command], kind: type[C]) -> list[C]:
+    return [command for command in commands if isinstance(command, kind)]
+
+
+def pair(**config: object) -> Driver:
+    """One target and one draft whose guesses are always right."""
+    driver = Driver(**config)
+    driver.join("target")
+    driver.join("draft", Role.DRAFT)
+    return driver
+
+
+def outputs(driver: Driver, sequence_id: int) -> list[int]:
+    """Tokens that a sequence got."""
+    return [
+        token
+        for emitted in of_type(driver.log, EmitTokens)
+        if emitted.sequence_id == sequence_id
+        for token in emitted.tokens
+    ]
+
+
+def expected(driver: Driver, sequence_id: int) -> list[int]:
+    """Tokens that it should get."""
+    request = next(
+        row.opening
+        for step in of_type(driver.log, SendStep)
+        for row in step.rows
+        if row.sequence_id == sequence_id and row.opening is not None
+    )
+    return plain_decoding(request)[0]
