@@ -14,7 +14,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -41,8 +40,7 @@ from bench.gpu.processes import killed_and_moved
 from bench.gpu.products import measure_products, without_split_sums
 from bench.gpu.speed import long_contexts, plain, sampled, speculation
 from bench.gpu.trace import trace
-from bench.machine import describe_machine
-from bench.record import origin
+from bench.record import describe_machine, installed_version, origin
 from engine.models.source import CACHE_VARIABLE
 
 _PACKAGES = ("torch", "transformers", "triton", "numpy", "tokenizers")
@@ -79,10 +77,11 @@ class Run:
 
     def device(self) -> None:
         bench, findings = self.bench, self.bench.findings
-        machine = describe_machine() | describe_gpu(bench.device)
-        about = origin(f"python -m bench.gpu --device {bench.device} --shape {bench.shape}", machine)
-        findings.add("origin", **about | {"commit": self.commit or about["commit"]})
-        findings.add("packages", **{name: _version(name) for name in _PACKAGES})
+        about = origin(f"python -m bench.gpu --device {bench.device} --shape {bench.shape}")
+        about["machine"] = describe_machine() | describe_gpu(bench.device)
+        about["commit"] = self.commit or about["commit"]
+        findings.add("origin", **about)
+        findings.add("packages", **{name: installed_version(name) for name in _PACKAGES})
         findings.add(
             "bandwidth",
             read_gb_per_second=bench.read_bandwidth / 1e9,
@@ -253,13 +252,6 @@ def _usable(device: torch.device) -> bool:
     except RuntimeError:
         return False
     return True
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from typing import Any
 
 from rich.console import Console, RenderableType
 
-from bench.machine import describe_machine
 from bench.offline.grid import Grid, GridPoint, System
 from bench.offline.inputs import bench_prompts
 from bench.offline.options import BenchOfflineSettings, Exactness, without_place
@@ -22,7 +21,7 @@ from bench.offline.summary import Measurement
 from bench.offline.tables import category_table, cells_table
 from bench.offline.workers import BenchWorkers, running_workers
 from bench.peers.processes import PeerError, PeerModels, Peers
-from bench.record import RESULTS, commit_of
+from bench.record import RESULTS, commit_of, describe_machine
 from deploy.errors import UsageError
 from deploy.event_loop import run_until_interrupted
 from deploy.models import ReadyModels, fetch, prepare_models

@@ -7,10 +7,7 @@ import subprocess
 from datetime import UTC, date, datetime
 from pathlib import Path
 
-import pytest
-
-from bench.machine import describe_machine
-from bench.record import commit_of, keep, write_result
+from bench.record import commit_of, describe_machine, write_result
 
 
 def git(folder: Path, *arguments: str) -> str:
@@ -40,8 +37,3 @@ def test_a_commit_with_changed_files_is_told_apart(tmp_path: Path) -> None:
     assert commit_of(tmp_path) == commit
     (tmp_path / "code.py").write_text("2")
     assert commit_of(tmp_path) == f"{commit} changed"
-
-
-def test_a_command_that_prints_nothing_has_no_result() -> None:
-    with pytest.raises(ValueError, match="speed --json printed nothing"):
-        keep("speed", ["speed", "--json"], "\n")
