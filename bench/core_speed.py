@@ -1,10 +1,10 @@
-"""How fast the scheduler core decides, with workers that only count. JSON on the last line with `--json`.
+"""How fast the scheduler core decides, with simulated workers. JSON on the last line with `--json`.
 
-A *row decision* is one row of a draft or target step: planned into the step, and its answer applied. Simulated workers
-answer in virtual time; only `SchedulerCore.handle` is on the stopwatch. The pool is kept full: a sequence that ends is
-replaced by a new one at once, as the same kind of event.
+A *row decision* is one row of a draft or target step: planned into the step, and its answer applied. Workers answer in
+virtual time; only the processor time of `SchedulerCore.handle` is measured. A sequence that ends is replaced by a new
+one at once. The default policy drafts in every round; `--policy auto` may find that drafting does not pay.
 
-    python -m bench.core_speed --pool 10000 --window 512
+    python -m bench.record core_speed -- python -m bench.core_speed --json
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Load:
     window: int = 512
     batch_size: int = 8
     draft_length: int = 4
-    policy: str = "auto"
+    policy: str = "ragged"
     targets: int = 1
     drafts: int = 1
     acceptance: float = 0.7
@@ -73,11 +73,10 @@ class Load:
 
 @dataclass(frozen=True)
 class CoreSpeed:
-    """What was measured, after a warm-up that filled the window. Times are seconds of single `handle` calls: those on
-    the wall clock, in which other processes of a busy machine may have run, and those of the processor.
+    """What was measured, after a warm-up that filled the window. Times are processor seconds of `handle` calls.
 
-    `target_rows` and `draft_rows` are the row decisions made; `rounds` those that committed tokens. `commands` counts
-    what the core commanded. Pool sizes are those at the end.
+    `target_rows` and `draft_rows` are the row decisions made; `rounds` are those that committed tokens. `commands` has
+    the number of commands of each kind. `pool`, `window` and `waiting` are those at the end.
     """
 
     rows: int
@@ -96,14 +95,10 @@ class CoreSpeed:
     handle_seconds_p50: float
     handle_seconds_p99: float
     handle_seconds_max: float
-    rows_per_processor_second: float
-    processor_seconds_p50: float
-    processor_seconds_p99: float
-    processor_seconds_max: float
 
 
 class CountingWorker:
-    """Answers rows without looking at their tokens; step times follow a simple law."""
+    """Answers rows without looking at their tokens; the time of a step is linear in its tokens."""
 
     def __init__(self, spec: WorkerSpec, acceptance: float) -> None:
         self.spec = spec
@@ -150,7 +145,7 @@ class _Run:
             self._submit()
 
     def warm_up(self) -> None:
-        """Until as many rounds were decided as the window holds, several times over."""
+        """Until four times as many rounds were decided as the window holds sequences."""
         while self.commands["EmitTokens"] < 4 * self._load.window:
             self._next()
         self._clear()
@@ -159,13 +154,14 @@ class _Run:
         while self.rows["target"] + self.rows["draft"] < self._load.rows:
             self._next()
         after = self.core.snapshot()
-        rows, seconds, processor_seconds = self.rows.total(), sum(self._wall), sum(self._processor)
-        wall, processor = sorted(self._wall), sorted(self._processor)
+        rows = self.rows.total()
+        seconds = sum(self._seconds)
+        ordered = sorted(self._seconds)
         return CoreSpeed(
             rows=rows,
             target_rows=self.rows["target"],
             draft_rows=self.rows["draft"],
-            events=len(wall),
+            events=len(ordered),
             rounds=self.commands["EmitTokens"],
             emitted_tokens=self._emitted_tokens,
             finished=self.commands["FinishSequence"],
@@ -174,18 +170,14 @@ class _Run:
             window=after.running,
             waiting=after.waiting,
             rows_per_second=rows / seconds,
-            events_per_second=len(wall) / seconds,
-            handle_seconds_p50=wall[len(wall) // 2],
-            handle_seconds_p99=wall[len(wall) * 99 // 100],
-            handle_seconds_max=wall[-1],
-            rows_per_processor_second=rows / processor_seconds,
-            processor_seconds_p50=processor[len(processor) // 2],
-            processor_seconds_p99=processor[len(processor) * 99 // 100],
-            processor_seconds_max=processor[-1],
+            events_per_second=len(ordered) / seconds,
+            handle_seconds_p50=ordered[len(ordered) // 2],
+            handle_seconds_p99=ordered[len(ordered) * 99 // 100],
+            handle_seconds_max=ordered[-1],
         )
 
     def _clear(self) -> None:
-        self._wall, self._processor = array("d"), array("d")
+        self._seconds = array("d")
         self.rows: Counter[str] = Counter()
         self.commands: Counter[str] = Counter()
         self._emitted_tokens = 0
@@ -214,12 +206,9 @@ class _Run:
         self._handle(answer)
 
     def _handle(self, *events: Event) -> None:
-        # The wall clock inside: reading the processor's clock is a system call.
-        processor_began, began = time.thread_time(), time.perf_counter()
+        began = time.thread_time()
         commands = self.core.handle(events, self._now)
-        ended_at, processor_ended = time.perf_counter(), time.thread_time()
-        self._wall.append(ended_at - began)
-        self._processor.append(processor_ended - processor_began)
+        self._seconds.append(time.thread_time() - began)
         ended = 0
         for command in commands:
             self.commands[type(command).__name__] += 1
@@ -247,7 +236,7 @@ class _Run:
 
 
 def _mixed(number: int, salt: int) -> int:
-    """Looks random, and is the same in every run."""
+    """Pseudorandom, the same in every run."""
     value = (number * 0x9E3779B97F4A7C15 + salt * 0xBF58476D1CE4E5B9) & (2**64 - 1)
     return (value ^ (value >> 31)) * 0x94D049BB133111EB % 2**64 >> 24
 

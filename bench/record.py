@@ -39,7 +39,7 @@ def write_result(file: Path, command: str, result: Mapping[str, Any]) -> None:
 
 
 def commit_of(folder: Path) -> str:
-    """Of the folder's repository, with " changed" where files differ from the commit; empty without repository or git."""
+    """Of the folder's repository, with " changed" where files differ from it; empty without repository or git."""
     return _printed("git", "-C", str(folder), "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty= changed")
 
 

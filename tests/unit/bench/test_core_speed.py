@@ -1,4 +1,4 @@
-"""The benchmark of the scheduler core counts what it says; its times are not judged here."""
+"""The benchmark of the scheduler core counts what the core decides; its times are not judged here."""
 
 from __future__ import annotations
 
@@ -10,26 +10,23 @@ import pytest
 
 from bench.core_speed import Load, measure
 
-SMALL = Load(pool=60, window=24, batch_size=4, rows=2000)
 
-
-@pytest.mark.parametrize("policy", ["auto", "ragged", "exspec", "eqspec"])
-def test_what_is_counted_adds_up(policy: str) -> None:
+@pytest.mark.parametrize("policy", ["ragged", "exspec", "eqspec"])
+def test_counts_add_up(policy: str) -> None:
     speed = measure(Load(pool=60, window=24, batch_size=4, rows=2000, policy=policy))
     assert speed.rows == speed.target_rows + speed.draft_rows
     assert 2000 <= speed.rows < 2000 + 2 * 64
+    assert speed.draft_rows > 0
     assert speed.rounds <= speed.target_rows
     assert speed.commands["EmitTokens"] == speed.rounds
-    assert speed.rounds <= speed.emitted_tokens <= 5 * speed.rounds
+    assert speed.rounds < speed.emitted_tokens <= 5 * speed.rounds
     assert speed.pool == speed.window + speed.waiting == 60
     assert speed.window <= 24
     assert speed.finished == speed.commands["FinishSequence"] > 0
-    assert speed.events >= speed.finished
     assert 0 < speed.handle_seconds_p50 <= speed.handle_seconds_p99 <= speed.handle_seconds_max
-    assert speed.rows_per_second > 0
 
 
-def test_plain_decoding_asks_no_draft() -> None:
+def test_plain_decoding_has_no_draft_rows() -> None:
     speed = measure(Load(pool=20, window=10, batch_size=4, rows=500, draft_length=0))
     assert speed.draft_rows == 0
     assert speed.emitted_tokens == speed.rounds
