@@ -1,6 +1,6 @@
-"""Linear layers of a small model on this CPU: Spool's kernels beside what libraries offer. JSON on the last line.
+"""Linear layers of a small model on this CPU: Spool's kernels, torch and oneDNN. JSON on the last line.
 
-    python -m bench.record cpu_kernels -- python -m bench.cpu.kernels --threads 2
+    python -m bench.record cpu_kernels -- python -m bench.cpu_kernels --threads 2
 
 For each instruction set that the processor has, in a process of its own that limits torch and oneDNN as well: how many
 milliseconds the linear layers of 30 decoder layers take (the demo target's; each has weights of its own, which come
@@ -20,31 +20,27 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.console import Console
-from rich.table import Table
 
-from engine.cpu.isa import available_isas, library_limits
+from engine.cpu.isa import AUTO, available_isas, chosen_isa, library_limits
+from engine.cpu.kernels import load_cpu_kernels
+from engine.cpu.linear import PrepackedLinear
 
 ROWS = (1, 2, 4, 8, 16, 32, 64, 192)
 LAYERS = 30
 # Inputs and outputs of a layer: joined query, key and value; output; joined gate and up; down.
 SHAPES = ((576, 960), (576, 576), (576, 3072), (1536, 576))
-_SECONDS_A_CELL = 0.6
+_SECONDS_PER_CELL = 0.6
 _READ_BYTES = 1 << 29
 _LARGE = 1536
 
 SPOOL = ("spool bfloat16", "spool float16", "spool float32")
-OTHERS = ("torch bfloat16", "oneDNN bfloat16, prepacked", "torch float32", "FBGEMM float16 weights")
-"""FBGEMM as torch carries it. Not here: torchao's CPU kernels multiply weights of 4 and 8 bits, KleidiAI's are for ARM,
-and libxsmm has no package for Python."""
+OTHERS = ("torch bfloat16", "oneDNN bfloat16, prepacked", "torch float32")
 
 
 def measure(threads: int, console: Console) -> dict[str, Any]:
     """In this process, on the instruction set that its environment names."""
-    import torch
-
-    from engine.cpu.isa import AUTO, chosen_isa
-
     torch.set_num_threads(threads)
     found: dict[str, Any] = {
         "isa": chosen_isa(AUTO).name,
@@ -67,27 +63,18 @@ def measure(threads: int, console: Console) -> dict[str, Any]:
 
 def _read_speed() -> float:
     """Bytes a second, the best of a few."""
-    import torch
-
     data = torch.ones(_READ_BYTES // 4)
     return max(_READ_BYTES / _seconds(data.sum) for _ in range(8))
 
 
 def _multiply_speed() -> float:
     """Operations a second, two for a product and its sum."""
-    import torch
-
     left, right = torch.randn(2, _LARGE, _LARGE)
     return max(2 * _LARGE**3 / _seconds(lambda: left @ right) for _ in range(8))
 
 
 def _layer(name: str, inputs: int, outputs: int) -> Callable[[Any], Any]:
-    """A function of rows `[rows, inputs]`. Raises RuntimeError or AttributeError where there is no such thing here."""
-    import torch
-
-    from engine.cpu.kernels import load_cpu_kernels
-    from engine.cpu.linear import PrepackedLinear
-
+    """A function of rows `[rows, inputs]`. Raises RuntimeError or AttributeError if this machine does not have it."""
     weight = torch.randn(outputs, inputs) / inputs**0.5
     if name in SPOOL:
         dtype = getattr(torch, name.split()[1])
@@ -96,9 +83,6 @@ def _layer(name: str, inputs: int, outputs: int) -> Callable[[Any], Any]:
             raise RuntimeError("no C compiler")
         panels = kernels.to_panels(weight.to(dtype))
         return lambda rows: kernels.linear(rows, panels, None, outputs)
-    if name.startswith("FBGEMM"):
-        packed, bias = torch.fbgemm_pack_gemm_matrix_fp16(weight), torch.zeros(outputs)
-        return lambda rows: torch.fbgemm_linear_fp16_weight(rows, packed, bias)
     if name.startswith("oneDNN"):
         if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
             raise RuntimeError("oneDNN has no products of bfloat16 here")
@@ -110,19 +94,17 @@ def _layer(name: str, inputs: int, outputs: int) -> Callable[[Any], Any]:
 
 
 def _pass_milliseconds(layers: Sequence[Callable[[Any], Any]], name: str, rows: int) -> float:
-    import torch
-
-    dtype = torch.float32 if name.startswith("FBGEMM") else getattr(torch, name.replace(",", "").split()[1])
+    dtype = getattr(torch, name.replace(",", "").split()[1])
     inputs = {size: torch.randn(rows, size).to(dtype) for size, _ in SHAPES}
 
-    def one() -> None:
+    def run_layers() -> None:
         for place, layer in enumerate(layers):
             layer(inputs[SHAPES[place % len(SHAPES)][0]])
 
-    one()
+    run_layers()
     samples: list[float] = []
-    while sum(samples) < _SECONDS_A_CELL or len(samples) < 3:
-        samples.append(_seconds(one))
+    while sum(samples) < _SECONDS_PER_CELL or len(samples) < 3:
+        samples.append(_seconds(run_layers))
     return statistics.median(samples) * 1000
 
 
@@ -130,14 +112,6 @@ def _seconds(work: Callable[[], Any]) -> float:
     started = time.perf_counter()
     work()
     return time.perf_counter() - started
-
-
-def table(found: dict[str, Any]) -> Table:
-    title = f"{found['isa']}: reads {found['read_gb_per_second']:.0f} GB/s, {found['float32_gflops']:.0f} GFLOP/s"
-    shown = Table("ms, by rows", *map(str, ROWS), title=title)
-    for name, times in found["milliseconds"].items():
-        shown.add_row(name, *(f"{times[str(rows)]:.1f}" for rows in ROWS))
-    return shown
 
 
 def main() -> int:
@@ -152,12 +126,12 @@ def main() -> int:
     sets = []
     for isa in available_isas():
         environment = os.environ | library_limits(isa.name) | {"OMP_NUM_THREADS": str(asked.threads)}
-        command = [sys.executable, "-m", "bench.cpu.kernels", "--here", "--threads", str(asked.threads)]
+        command = [sys.executable, "-m", "bench.cpu_kernels", "--here", "--threads", str(asked.threads)]
         done = subprocess.run(
-            command, env=environment, stdout=subprocess.PIPE, text=True, check=True, cwd=Path(__file__).parents[2]
+            command, env=environment, stdout=subprocess.PIPE, text=True, check=True, cwd=Path(__file__).parents[1]
         )
         sets.append(json.loads(done.stdout.strip().splitlines()[-1]))
-        console.print(table(sets[-1]))
+        console.print_json(data=sets[-1])
     print(json.dumps({"threads": asked.threads, "sets": sets}), flush=True)
     return 0
 
