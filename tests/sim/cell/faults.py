@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from engine.steps import RowOutcome
 from tests.sim.cell.paged_model import AnyRow
-from tests.sim.cell.plan import CELL_CRASH, POISONS, Fault
+from tests.sim.cell.plan import CELL_CRASH, DRAFT_CHANGES, POISONS, Fault
 from tests.sim.cell.poisons import Poisons
 from tests.sim.cell.rpc.wire import REPEATED, TRUNCATED, UNKNOWN_FIELDS
 from tests.sim.cell.worker import SimulatedWorker
@@ -94,6 +94,8 @@ class Faults:
                 draining.add_done_callback(lambda _: self._world.stop_worker(worker, fault.strength))
             case "worker stalls":
                 worker.stalled_until = self._world.loop.now + fault.seconds
+            case kind if kind == DRAFT_CHANGES:
+                worker.model.acceptance = fault.strength
             case "worker slow":
                 worker.slowness = 1.0 + 10.0 * fault.strength
             case "lost kv":

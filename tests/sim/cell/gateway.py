@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 from scheduler.messages import TokenLogprobs
 from services.backend.interface import BackendUnavailableError, DeadlineExceededError
 from services.backend.sequence_stream import AdmissionRefusedError, SequenceFailedError
-from services.scheduler_client.options import ClientOptions
+from services.scheduler_client.cell_link import ClientOptions
 from services.scheduler_client.remote import SchedulerClient
 from tests.sim.cell.paged_model import true_output, true_scores
-from tests.sim.cell.plan import LONGEST, RequestPlan
+from tests.sim.cell.plan import RequestPlan
 from tests.sim.cell.process import Process
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class ClientCall:
         self.outcome: str | None = None
         self.tokens: list[int] = []
         request = plan.request
-        most = min(request.max_tokens, LONGEST)
+        most = min(request.max_tokens, world.plan.longest)
         self.expected = true_output(request.prompt, most, request.stop_token_ids, request.sampling.grammar)
         self.scores: list[TokenLogprobs] = []
         self.expected_scores = [] if request.prompt_logprobs is None else true_scores(request.prompt)
@@ -146,13 +146,13 @@ class ClientCall:
             if deadline is None or took < deadline - _SLACK:
                 self._fail(f"missed a deadline of {deadline} after {took:.3f} s")
         elif kind == "failed":
-            too_long = request.max_tokens > LONGEST and "need" in outcome
+            too_long = request.max_tokens > world.plan.longest and "need" in outcome
             blamed = "was lost while it computed this sequence, and then" in outcome and world.may_lose(request.prompt)
             if "injected" not in outcome and not too_long and not blamed:
                 self._fail(f"failed unprovoked: {outcome}")
         elif kind.startswith("refused"):
             full = kind.endswith("queue_full") and world.plan.config.max_queued_sequences < len(world.plan.requests)
-            too_long = kind.endswith("too_long") and request.max_tokens > LONGEST
+            too_long = kind.endswith("too_long") and request.max_tokens > world.plan.longest
             full = full or (kind.endswith("key_limit") and self._key_is_limited())
             if self.tokens or not (too_long or (full and self._stream is None)):
                 self._fail(f"was {outcome} after {len(self.tokens)} tokens")

@@ -65,6 +65,11 @@ def _draft_token(total: int, acceptance: float, choices: Sequence[int] = _ALL) -
     return choices[(choice if right else choice + 1) % len(choices)]
 
 
+def _confidence(total: int, right: bool) -> float:
+    """Higher for right tokens, with much noise."""
+    return 0.4 * right + 0.6 * (_choice(total) % 997 / 997)
+
+
 def _other_token(total: int, acceptance: float, assumed: int | None) -> int:
     """What a draft takes for likeliest where the target does not choose `assumed`: more often than not the truth."""
     token = _draft_token(total, acceptance)
@@ -187,7 +192,7 @@ class PagedModel:
         )
         self._page_size = page_size
         self._memory = [0] * (pages * page_size)
-        self._acceptance = acceptance
+        self.acceptance = acceptance
         self._spent = spent
         self.kv_store = NumbersStore(self._memory, page_size)
 
@@ -266,11 +271,14 @@ class PagedModel:
         if not row.draft_length:
             return RowOutcome([])
         total = self._attend(table)
+        confidences = [1.0] * len(proposal)
         while len(proposal) < row.draft_length and not _ended(row, proposal):
             if proposal:
                 total += self._feed(table, proposal[-1:])[0]
-            proposal.append(_draft_token(total, self._acceptance, _choices(row, _matcher(row, proposal))))
-        return RowOutcome(proposal, confidences=[(total * 31 + token) % 100 / 99 for token in proposal])
+            choices = _choices(row, _matcher(row, proposal))
+            proposal.append(_draft_token(total, self.acceptance, choices))
+            confidences.append(_confidence(total, proposal[-1] == _target_token(total, choices)))
+        return RowOutcome(proposal, confidences=confidences)
 
     def _prepare(self, row: AheadRow, early: bool) -> RowOutcome:
         """`early`: ends after any number of passes, and has so much of each proposal."""
@@ -292,7 +300,7 @@ class PagedModel:
             for accepted, assumed in [*places[first:], *places[:first]][: row.outcomes]:
                 fork = self._fork(table, base + accepted)
                 forks.append(fork)
-                token = _other_token(self._attend(fork), self._acceptance, assumed)
+                token = _other_token(self._attend(fork), self.acceptance, assumed)
                 proposal = self._follow(fork, token, length)
                 if proposal:
                     confidences = [(base * 31 + one) % 100 / 99 for one in proposal]
@@ -317,7 +325,7 @@ class PagedModel:
         try:
             while len(proposal) < length:
                 self._feed(table, [*proposal[-1:], token][:1])
-                proposal.append(_draft_token(self._attend(table), self._acceptance))
+                proposal.append(_draft_token(self._attend(table), self.acceptance))
         except OutOfPagesError:
             pass
         return proposal

@@ -39,6 +39,8 @@ FAULTS = (
 
 CELL_CRASH = "cell crash"
 """A scheduler and all its workers at once, where there are several cells."""
+DRAFT_CHANGES = "draft changes"
+"""The share of a draft's proposals that the target accepts becomes the strength of the fault."""
 HANGING, SPORADIC = "hanging poison", "sporadic poison"
 POISONS = ("poison", HANGING, SPORADIC)
 """A request that kills every worker that computes it, or makes it hang, or kills it one time in three."""
@@ -55,6 +57,8 @@ class WorkerPlan:
     base_seconds: float
     row_seconds: float
     cell: int = 0
+    kv_seconds: float = 0.0
+    """Of a pass, for each position of KV that it reads."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +110,8 @@ class Plan:
     register_is_lost: bool
     """Whether the numbers of schedulers begin anew where none lives."""
     cells: int = 1
+    longest: int = LONGEST
+    """Tokens that a sequence may have."""
     wire: WirePlan | None = None
     """None: messages arrive as they were sent."""
 

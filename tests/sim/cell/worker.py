@@ -14,7 +14,7 @@ from services.worker.registration import RegistrationOptions, WorkerRegistration
 from services.worker.sequences import PreparedRow
 from services.worker.server import WorkerServer
 from tests.sim.cell.paged_model import PagedModel
-from tests.sim.cell.plan import LONGEST, WorkerPlan
+from tests.sim.cell.plan import WorkerPlan
 from tests.sim.cell.process import Process
 from tests.sim.cell.rpc.handlers import Handlers
 from tests.sim.cell.rpc.network import Listener
@@ -111,7 +111,7 @@ class SimulatedWorker:
         self.model = PagedModel(
             plan.pages,
             plan.page_size,
-            LONGEST,
+            world.plan.longest,
             plan.max_num_batched_tokens,
             plan.acceptance,
             self.thread.computed,
@@ -189,14 +189,15 @@ class SimulatedWorker:
         stalled = self.stalled_until - self.world.loop.now
         if not isinstance(request, worker_pb2.StepRequest):
             return [max(_TRANSFER_SECONDS * self.slowness, stalled)]
-        packed = passes = outcomes = 0
+        packed = passes = outcomes = reading = 0
         for row in request.rows:
             packed += len(row.tokens) + len(row.draft_tokens)
             passes = max(passes, row.draft_length)
             outcomes += row.outcomes
+            reading += row.kv_len
         if not packed:
             return [max(0.0, stalled)]
-        base, of_row = self.plan.base_seconds, self.plan.row_seconds
+        base, of_row = self.plan.base_seconds + self.plan.kv_seconds * reading, self.plan.row_seconds
         slowness = self.slowness * (0.8 + 0.4 * self.world.rng.random())
         if not outcomes:
             return [max((base * max(1, passes) + of_row * packed) * slowness, stalled)]

@@ -1,0 +1,130 @@
+"""How fast cells decode, in virtual time: AUTO against every fixed draft length, on workers whose costs are known."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import pytest
+
+from scheduler.config import Policy, SchedulerConfig
+from scheduler.key_class import KeyClass
+from scheduler.messages import Role
+from services.backend.interface import GenerationRequest
+from tests.sim.cell.plan import DRAFT_CHANGES, Fault, Plan, RequestPlan, WorkerPlan
+from tests.sim.cell.schedule import ScheduleResult, run_plan
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of steps. A target reads its weights, computes tokens and reads KV; a draft does so in each pass."""
+
+    base: float
+    row: float
+    draft_base: float
+    draft_row: float
+    kv: float = 0.0
+    draft_kv: float = 0.0
+
+
+COSTS = {
+    "gpu": Costs(0.005, 0.00002, 0.0008, 0.000005),
+    "cpu": Costs(0.015, 0.0007, 0.003, 0.0002),
+    "rows cost": Costs(0.004, 0.0025, 0.0008, 0.0001),
+    "KV costs": Costs(0.005, 0.00002, 0.0008, 0.000005, 2e-6, 1.5e-6),
+}
+LONGEST = 4
+ANSWER = 160
+
+
+def requests(count: int, prompt: int, answer: int, draft_length: int | None = None) -> list[GenerationRequest]:
+    rng = random.Random(count)
+    prompts = (tuple(rng.randrange(60) for _ in range(prompt)) for _ in range(count))
+    return [GenerationRequest(each, answer, draft_length=draft_length) for each in prompts]
+
+
+def run(
+    name: str,
+    acceptance: float,
+    config: SchedulerConfig,
+    wanted: Sequence[GenerationRequest],
+    changes: tuple[Fault, ...] = (),
+) -> ScheduleResult:
+    """One target and one draft, and all requests at once."""
+    costs = COSTS[name]
+    target = WorkerPlan("target", Role.TARGET, 4096, 8, 4096, 0.0, costs.base, costs.row, 0, costs.kv)
+    draft = WorkerPlan(
+        "draft", Role.DRAFT, 4096, 8, 4096, acceptance, costs.draft_base, costs.draft_row, 0, costs.draft_kv
+    )
+    arrivals = tuple(RequestPlan(number, 0, 0.01, request, None, False) for number, request in enumerate(wanted))
+    plan = Plan(1, config, (target, draft), 1, arrivals, len(arrivals), changes, 0.0005, 0.0, False, longest=4096)
+    return run_plan(plan, random.Random(1))
+
+
+def seconds(result: ScheduleResult) -> float:
+    ends = [event for event in result.events if event[1] == "end"]
+    assert {event[3] for event in ends} == {"length"}
+    return max(event[0] for event in ends)
+
+
+@cache
+def rate(
+    name: str, acceptance: float, batch_size: int, draft_length: int | None = None, ahead: int = 0, answer: int = ANSWER
+) -> float:
+    """Tokens per second. Without a `draft_length` AUTO chooses."""
+    config = SchedulerConfig(
+        batch_size=batch_size,
+        max_running=64,
+        policy=Policy.AUTO,
+        draft_length=LONGEST if draft_length is None else draft_length,
+        draft_ahead=ahead,
+    )
+    prompt = 400 if COSTS[name].kv else 20
+    result = run(name, acceptance, config, requests(batch_size, prompt, answer, draft_length))
+    return batch_size * answer / seconds(result)
+
+
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize("batch_size", [1, 8])
+@pytest.mark.parametrize("acceptance", [0.1, 0.5, 0.9])
+@pytest.mark.parametrize("name", COSTS)
+def test_auto_is_about_as_fast_as_the_best_fixed_draft_length(name: str, acceptance: float, batch_size: int) -> None:
+    """From the first token on: what AUTO tries out while it learns is part of the time."""
+    auto = rate(name, acceptance, batch_size)
+    assert auto >= 0.92 * rate(name, acceptance, batch_size, 0)
+    assert auto >= 0.86 * max(rate(name, acceptance, batch_size, length) for length in range(1, LONGEST + 1))
+
+
+@pytest.mark.parametrize(("name", "gain"), [("gpu", 2.0), ("cpu", 1.5), ("KV costs", 1.8)])
+def test_a_single_stream_gains_where_the_draft_is_good(name: str, gain: float) -> None:
+    assert rate(name, 0.9, 1) > gain * rate(name, 0.9, 1, 0)
+
+
+@pytest.mark.parametrize(("before", "after", "gain"), [(0.9, 0.0, 0.95), (0.0, 0.9, 1.2)])
+def test_a_draft_that_changes_is_noticed(before: float, after: float, gain: float) -> None:
+    config = SchedulerConfig(batch_size=4, policy=Policy.AUTO, draft_length=LONGEST)
+    change = Fault(1.0, DRAFT_CHANGES, 0.0, 0.5, after)
+    took = seconds(run("cpu", before, config, requests(4, 20, 2 * ANSWER), (change,)))
+    assert 4 * 2 * ANSWER / took > gain * rate("cpu", 0.0, 4, 0)
+
+
+@pytest.mark.parametrize("batch_size", [1, 8])
+def test_drafting_ahead_gains_for_one_stream_and_never_loses(batch_size: int) -> None:
+    gain = rate("gpu", 0.8, batch_size, ahead=4) / rate("gpu", 0.8, batch_size)
+    assert gain > (1.1 if batch_size == 1 else 0.95)
+
+
+def test_keys_share_a_cell_by_their_weights() -> None:
+    """As long as both have requests that wait."""
+    config = SchedulerConfig(
+        batch_size=4, max_running=4, draft_length=2, keys=(KeyClass("heavy", 3.0), KeyClass("light", 1.0))
+    )
+    wanted = [
+        GenerationRequest(request.prompt, request.max_tokens, key=("heavy", "light")[number % 2])
+        for number, request in enumerate(requests(160, 10, 10))
+    ]
+    ends = [event[2] for event in run("gpu", 0.7, config, wanted).events if event[1] == "end"]
+    heavy = sum(wanted[number].key == "heavy" for number in ends[:80])
+    assert 56 <= heavy <= 64
