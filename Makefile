@@ -23,7 +23,7 @@ LOCK ?=
 # Where the environment forbids bytecode, every one of hundreds of processes would compile the sources anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-# Tests that take long by what they wait for or compute are marked `slow`; those on Ray, `ray` (docs/testing.md).
+# Tests that take long by what they wait for or compute are marked `slow`; those on Ray, `ray` (docs/architecture.md).
 PYTEST = $(BIN)/python -m pytest --durations=20
 BESIDE_OTHERS = OMP_NUM_THREADS=1 $(PYTEST) --dist worksteal
 # Where all tests are that use a Ray: reading the others takes half a minute.

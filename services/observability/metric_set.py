@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -34,6 +35,22 @@ class Kind(Enum):
 
 
 @dataclass(frozen=True, slots=True)
+class Read(Generic[R]):
+    """A metric whose figure is counted elsewhere, and taken at each scrape from a reading of type R.
+
+    Without `labels`, `figures` gives one figure; else one by the value of the label, or by a tuple of values. For a
+    histogram it gives the number of observations of each value.
+    """
+
+    kind: Kind
+    name: str
+    meaning: str
+    figures: Callable[[R], Any]
+    labels: tuple[str, ...] = ()
+    bounds: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class Metric:
     """What the documentation says of a metric. `name` is the exported one; a counter's ends with `_total`."""
 
@@ -52,12 +69,14 @@ class MetricSet(Generic[R]):
     """Metrics in the order of their definitions, all names with `spool_` in front.
 
     `counter`, `gauge` and `histogram` return objects of prometheus_client, to be changed when something happens. What
-    is counted elsewhere is not counted again: `read` and `read_histogram` take it, at each scrape, from a reading of
-    type R that the caller of `families` brings.
+    is counted elsewhere is not counted again: `read` says where it is found.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, read: Iterable[Read[R]] = ()) -> None:
         self._entries: list[tuple[Metric, Callable[[R], Iterable[Family]]]] = []
+        for one in read:
+            metric = self._define(one.name, one.kind, one.meaning, *one.labels)
+            self._entries.append((metric, functools.partial(_collect, metric, one)))
 
     @property
     def metrics(self) -> tuple[Metric, ...]:
@@ -79,19 +98,6 @@ class MetricSet(Generic[R]):
         metric = self._define(name, Kind.HISTOGRAM, meaning)
         return self._collected(metric, Histogram(metric.family, meaning, buckets=bounds, registry=None))
 
-    def read(self, kind: Kind, name: str, meaning: str, figures: Callable[[R], Figures], *labels: str) -> None:
-        """A counter or a gauge. `figures` gives a mapping from values of the label, or tuples of them, where there is
-        one."""
-        metric = self._define(name, kind, meaning, *labels)
-        self._entries.append((metric, lambda reading: [_family(metric, figures(reading))]))
-
-    def read_histogram(
-        self, name: str, meaning: str, bounds: tuple[float, ...], counts: Callable[[R], Mapping[int, int]]
-    ) -> None:
-        """`counts` gives the number of observations of each value."""
-        metric = self._define(name, Kind.HISTOGRAM, meaning)
-        self._entries.append((metric, lambda reading: [_histogram(metric, bounds, counts(reading))]))
-
     def families(self, reading: R) -> Iterator[Family]:
         for _, collect in self._entries:
             for family in collect(reading):
@@ -101,14 +107,6 @@ class MetricSet(Generic[R]):
     def exposition(self, reading: R) -> bytes:
         """As the function `exposition`."""
         return exposition(self.families(reading))
-
-    def markdown_table(self) -> str:
-        """As docs/metrics.md has it."""
-        lines = ["| name | type | labels | meaning |", "| --- | --- | --- | --- |"]
-        for metric in self.metrics:
-            labels = ", ".join(f"`{label}`" for label in metric.labels)
-            lines.append(f"| `{metric.name}` | {metric.kind.value} | {labels} | {metric.meaning} |")
-        return "\n".join(lines)
 
     def _define(self, name: str, kind: Kind, meaning: str, *labels: str) -> Metric:
         return Metric(f"{PREFIX}{name}", kind, meaning, labels)
@@ -131,6 +129,13 @@ class _Families(Collector):
 
     def collect(self) -> Iterable[Family]:
         return self._families
+
+
+def _collect(metric: Metric, read: Read[R], reading: R) -> list[Family]:
+    figures = read.figures(reading)
+    if read.kind is Kind.HISTOGRAM:
+        return [_histogram(metric, read.bounds, figures)]
+    return [_family(metric, figures)]
 
 
 def _family(metric: Metric, figures: Figures) -> Family:

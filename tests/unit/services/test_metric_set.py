@@ -1,4 +1,4 @@
-"""Metrics are told of as they are defined, and as docs/metrics.md says."""
+"""Metrics are exported as they are defined, and named in docs/observability.md."""
 
 from __future__ import annotations
 
@@ -7,46 +7,28 @@ from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from services.gateway.metrics import GatewayMetrics
-from services.observability.metric_set import Kind, Metric, MetricSet, exposition
+from services.observability.metric_set import Kind, MetricSet, exposition
 from services.observability.vllm_names import ALIASES, with_vllm_names
 from services.scheduler.telemetry.metrics import SchedulerMetrics
 
-DOCS = Path(__file__).parents[3] / "docs" / "metrics.md"
+DOCS = Path(__file__).parents[3] / "docs" / "observability.md"
 GATEWAYS, SCHEDULERS = GatewayMetrics().metrics, SchedulerMetrics().metrics
-ROW = re.compile(r"\| `(spool_\w+)` \| (\w+) \| (.*?) ?\| (.+) \|")
 
 
-@pytest.mark.parametrize(
-    ("heading", "metrics"),
-    [("Of each gateway", GATEWAYS), ("Of the scheduler", SCHEDULERS)],
-    ids=["gateway", "scheduler"],
-)
-def test_the_documentation_lists_exactly_what_is_exported(heading: str, metrics: tuple[Metric, ...]) -> None:
-    (part,) = [part for part in DOCS.read_text(encoding="utf-8").split("\n## ") if part.startswith(f"{heading}\n")]
-    assert [match.groups() for match in ROW.finditer(part)] == [
-        (metric.name, metric.kind.value, ", ".join(f"`{label}`" for label in metric.labels), metric.meaning)
-        for metric in metrics
-    ]
+def test_the_documentation_names_exactly_what_is_exported() -> None:
+    named = set(re.findall(r"spool_\w*\w", DOCS.read_text(encoding="utf-8")))
+    assert named == {metric.name for metric in (*GATEWAYS, *SCHEDULERS)}
 
 
-def test_names_in_the_documentation_are_names_of_its_tables() -> None:
-    suffix = re.compile(r"_(bucket|sum|count)$")
-    mentioned = {suffix.sub("", name) for name in re.findall(r"spool_\w*\w", DOCS.read_text(encoding="utf-8"))}
-    assert mentioned - {"spool_"} == {metric.name for metric in (*GATEWAYS, *SCHEDULERS)}
-
-
-def test_vllms_names_stand_for_metrics_of_ours_and_are_documented_in_their_order() -> None:
+def test_vllms_names_stand_for_metrics_of_ours() -> None:
     names = [alias.name for alias in ALIASES]
     assert len(set(names)) == len(names)
     assert {f"spool_{name}" for name in names} <= {metric.name for metric in (*GATEWAYS, *SCHEDULERS)}
-    told = re.findall(r"^\| `vllm:(\w+)` \|", DOCS.read_text(encoding="utf-8"), re.MULTILINE)
-    assert told == names
 
 
 def test_an_alias_repeats_type_and_samples_without_labels_that_vllm_lacks() -> None:
@@ -91,7 +73,6 @@ def test_several_labels_have_a_sample_for_each_combination() -> None:
     metrics: MetricSet[dict[tuple[str, ...], float]] = MetricSet()
     metrics.read(Kind.COUNTER, "refused_total", "Refused.", lambda figures: figures, "key", "limit")
     assert [metric.labels for metric in metrics.metrics] == [("key", "limit")]
-    assert "| `key`, `limit` |" in metrics.markdown_table()
     (family,) = text_string_to_metric_families(metrics.exposition({("a", "x"): 2.0, ("", "y"): 3.0}).decode())
     told = {(sample.labels["key"], sample.labels["limit"]): sample.value for sample in family.samples}
     assert told == {("a", "x"): 2.0, ("", "y"): 3.0}
