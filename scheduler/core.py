@@ -259,7 +259,7 @@ class SchedulerCore:
             return
         refusal = self._admission.refusal(sequence, now)
         if refusal is not None and self._lifecycle.admit():
-            # Others came before it since the last plan, and need not wait.
+            # Sequences that came since the last plan may have left the queue now.
             refusal = self._admission.refusal(sequence, now)
         if refusal is not None:
             sequence.account.refusals[refusal.limit] += 1

@@ -90,7 +90,7 @@ class TargetPlanner:
         if can_prefill or (chosen and target.prefilling):
             # Each but those in flight takes at least one token of the chunk.
             most = (1 + self._config.steps_in_flight) * target.chunk
-            next_ones = islice(target.prefilling.in_turns(most), most)
+            next_ones = list(islice(target.prefilling.values(), most))
             self._add_prefill(target, next_ones, rows, work, min(target.chunk, left + kept))
         return target.send(step_id, rows, work, now, group) if rows else None
 
@@ -173,7 +173,6 @@ class TargetPlanner:
                 row = target.make_row(sequence, end, sample=end == sequence.length, after=before)
                 work.kv_tokens += row.kv_len
                 row.scoring = sequence.scoring(row.kv_len, end)
-                target.prefilling.count(sequence.account, end - start)
                 rows[sequence.sequence_id] = InFlightRow(sequence, row, before=before)
 
     def _make_room(

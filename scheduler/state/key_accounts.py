@@ -10,7 +10,7 @@ from scheduler.state.token_bucket import TokenBucket
 
 
 class KeyAccount:
-    """One key. `live_set.LiveSet` counts its `waiting` and `running` sequences, and the tokens of those that wait.
+    """One key. `live_set.LiveSet` counts its `waiting` and `running` sequences.
 
     `served` is the virtual counter of Sheng et al., "Fairness in Serving Large Language Models" (arXiv 2401.00588): the
     tokens that the key was served, divided by its weight. `claimed` also counts the prompts of running sequences that
@@ -27,7 +27,6 @@ class KeyAccount:
         "running",
         "served",
         "waiting",
-        "waiting_tokens",
     )
 
     def __init__(self, key: KeyClass) -> None:
@@ -36,7 +35,6 @@ class KeyAccount:
         self.claimed = 0.0
         self.running = 0
         self.waiting = 0
-        self.waiting_tokens = 0
         self.prompt_tokens = 0
         self.output_tokens = 0
         self.refusals: Counter[str] = Counter()
@@ -79,19 +77,10 @@ class KeyAccounts:
     def __init__(self, keys: Iterable[KeyClass]) -> None:
         self._nobody = KeyAccount(NOBODY)
         self._accounts = {key.name: KeyAccount(key) for key in keys}
-        self._weights = sum(account.key.weight for account in self)
 
     def __iter__(self) -> Iterator[KeyAccount]:
         yield self._nobody
         yield from self._accounts.values()
-
-    def live(self) -> list[KeyAccount]:
-        """The accounts of the keys with live sequences."""
-        return [account for account in self if account.running or account.waiting]
-
-    def share(self, account: KeyAccount) -> float:
-        """The key's weight among those of all keys, whether they ask for anything or not: 0 to 1."""
-        return account.key.weight / self._weights
 
     def of(self, name: str) -> KeyAccount:
         return self._accounts.get(name, self._nobody)

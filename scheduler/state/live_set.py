@@ -40,7 +40,7 @@ class LiveSet:
         del self.running[sequence.sequence_id]
         account.running -= 1
         account.claim_prompt(-sequence.prompt_left)
-        self.waiting.update(account, shrunk=sequence.prompt_left > 0)
+        self.waiting.update(account)
 
     def check_integrity(self) -> None:
         """Raises RuntimeError unless every sequence is in exactly one place."""

@@ -10,17 +10,12 @@ from dataclasses import dataclass
 from scheduler.messages import SequenceRequest, WorkerSpec
 from scheduler.state.indexes import CountByLength, DraftedIndex
 from scheduler.state.key_accounts import KeyAccount
-from scheduler.state.prefill_queue import PrefillQueue
 from scheduler.state.sequence_record import SequenceRecord, SequenceState
 from scheduler.state.worker_base import DraftWork, TargetWork, WorkerState
 
 # Looked up for every row: names are faster than attributes of the enumeration.
 _PREFILLING, _READY, _DRAFTING = SequenceState.PREFILLING, SequenceState.READY, SequenceState.DRAFTING
 _DRAFTED, _VERIFYING = SequenceState.DRAFTED, SequenceState.VERIFYING
-
-_SAVED_CHUNKS = 8
-"""Chunks of prefill that a key saves up while it has nothing to prefill: so many steps others' prompts may have to wait
-for one of a key that asks seldom, which then is fed without a break."""
 
 STEADY_KV_LAG = 2
 """The largest KV lag of a draft between rounds, in tokens: its own last proposal and the bonus token."""
@@ -136,7 +131,8 @@ class TargetWorker(WorkerState[Sequence, TargetWork]):
         super().__init__(spec, prefill_chunk, steps_in_flight)
         self.longest_draft = max(0, spec.max_num_batched_tokens // 2 - 1)
         """The most draft tokens of a row: two rows always fit a step, so that verification cannot shut prefill out."""
-        self.prefilling: PrefillQueue[Sequence] = PrefillQueue(_SAVED_CHUNKS * self.chunk)
+        self.prefilling: dict[int, Sequence] = {}
+        """PREFILLING sequences in the order in which they came here, which is the order of admission."""
         self.drafted: DraftedIndex[Sequence] = DraftedIndex(batch_size)
         self.coming = CountByLength()
         """READY and DRAFTING sequences."""
@@ -164,7 +160,7 @@ class TargetWorker(WorkerState[Sequence, TargetWork]):
         elif before is _VERIFYING:
             self.verifying -= 1
         elif before is _PREFILLING:
-            self.prefilling.remove(sequence)
+            del self.prefilling[sequence.sequence_id]
         elif (before is _READY or before is _DRAFTING) and after is not _DRAFTING:
             self.coming.remove(sequence.length)
         if sequence.suspected and (after is _DRAFTED or after is _PREFILLING):
@@ -174,7 +170,7 @@ class TargetWorker(WorkerState[Sequence, TargetWork]):
         elif after is _VERIFYING:
             self.verifying += 1
         elif after is _PREFILLING:
-            self.prefilling.add(sequence)
+            self.prefilling[sequence.sequence_id] = sequence
         elif after is _READY or (after is _DRAFTING and before is not _READY):
             self.coming.add(sequence.length)
 
@@ -201,7 +197,7 @@ class TargetWorker(WorkerState[Sequence, TargetWork]):
 
     def can_prefill(self) -> bool:
         """Whether any sequence to prefill has no row in flight."""
-        return any(sequence.sequence_id not in self.in_flight for sequence in self.prefilling)
+        return any(sequence_id not in self.in_flight for sequence_id in self.prefilling)
 
     def prefill_from(self, sequence: Sequence) -> int | None:
         """The position from which the next chunk of a PREFILLING sequence feeds; None where the sequence must wait for
@@ -220,7 +216,6 @@ class TargetWorker(WorkerState[Sequence, TargetWork]):
     def check_integrity(self) -> None:
         super().check_integrity()
         self.drafted.check_integrity()
-        self.prefilling.check_integrity()
 
 
 Worker = DraftWorker | TargetWorker

@@ -25,11 +25,7 @@ class Refusal:
 
 
 class AdmissionLimits:
-    """Checks new sequences. One that was admitted before, or has output, is never refused and never debited again.
-
-    A full queue refuses only keys that have their share of it waiting, so no key can fill it against the others. Since
-    another key may have used that share meanwhile, the queue can hold up to twice what its limits say.
-    """
+    """Checks new sequences. One that was admitted before, or has output, is never refused and never debited again."""
 
     def __init__(self, config: SchedulerConfig, live: LiveSet) -> None:
         self._config = config
@@ -60,18 +56,12 @@ class AdmissionLimits:
         return None
 
     def _beyond_queue(self, sequence: Sequence) -> Refusal | None:
-        waiting, config, account = self._live.waiting, self._config, sequence.account
-        limit, share = config.max_queued_sequences, self._live.accounts.share(account)
-        if len(waiting) >= limit and account.waiting >= limit * share:
+        waiting, limit = self._live.waiting, self._config.max_queued_sequences
+        if len(waiting) >= limit:
             message = f"{len(waiting)} sequences wait, the limit is {limit}"
             return Refusal(MAX_QUEUED_SEQUENCES, RefusalCause.QUEUE_FULL, message)
-        max_tokens, length = config.max_queued_tokens, sequence.length
-        if (
-            max_tokens is not None
-            and account.waiting
-            and waiting.tokens + length > max_tokens
-            and account.waiting_tokens + length > max_tokens * share
-        ):
+        max_tokens, length = self._config.max_queued_tokens, sequence.length
+        if max_tokens is not None and len(waiting) and waiting.tokens + length > max_tokens:
             message = f"{waiting.tokens} tokens wait, {length} more would pass the limit of {max_tokens}"
             return Refusal(MAX_QUEUED_TOKENS, RefusalCause.QUEUE_FULL, message)
         return None

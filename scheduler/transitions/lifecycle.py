@@ -13,7 +13,6 @@ from scheduler.state.pending_kv_moves import KvMoves
 from scheduler.state.sequence_record import SequenceState
 from scheduler.state.workers import KvMove, Sequence, TargetWorker
 from scheduler.statistics import Counters
-from scheduler.transitions.slot_shares import sequence_beyond_share, slot_claimant
 from scheduler.transitions.table import TRANSITIONS, Cause, IllegalTransitionError
 
 # Looked up for every row: names are faster than attributes of the enumeration.
@@ -160,7 +159,7 @@ class Lifecycle:
 
     def drafting_changed(self, target: TargetWorker) -> None:
         """The target begins to draft or ceases to: newcomers that will not draft need no draft KV."""
-        for sequence in target.prefilling:
+        for sequence in target.prefilling.values():
             if sequence.wants_draft_kv and sequence.request.draft_length is None:
                 sequence.wants_draft_kv = self._controller.newcomer_drafts(target, sequence)
                 if sequence.draft is not None:
@@ -190,13 +189,13 @@ class Lifecycle:
     def admit(self) -> bool:
         """Lets waiting sequences run, in the order of the waiting queue. Returns whether any was let in."""
         live, admitted = self._live, False
-        while self._fleet.targets and (sequence := self._next_to_admit()) is not None:
+        while self._slot_is_free() and (sequence := live.waiting.first()) is not None:
             if not self.fits_somewhere(sequence):
                 self.fail(sequence, self.too_long(sequence))
                 continue
             longest = self.longest_draft(sequence)
             positions = sequence.length + longest + 1
-            target = self._find_target(sequence, positions)
+            target = self._fleet.pick_target(sequence.tokens, positions, self._max_per_target)
             if target is None:
                 break
             live.start(sequence)
@@ -210,27 +209,12 @@ class Lifecycle:
             admitted = True
         return admitted
 
-    def _next_to_admit(self) -> Sequence | None:
-        return self._live.waiting.first() if self._slot_is_free() else slot_claimant(self._live)
-
     def _slot_is_free(self) -> bool:
         most = self._max_per_target
         if len(self._live.running) >= self._fleet.max_running:
             return False
         targets = self._fleet.targets.values()
         return most is None or any(not target.draining and len(target.sequences) < most for target in targets)
-
-    def _find_target(self, sequence: Sequence, positions: int) -> TargetWorker | None:
-        """A target with a slot and pages for the sequence, at the expense of another key where all slots are taken."""
-        target = self._fleet.pick_target(sequence.tokens, positions, self._max_per_target)
-        if self._slot_is_free() or (target is None and self._max_per_target is None):
-            return target
-        victim = sequence_beyond_share(self._live, None if target is not None else positions)
-        if victim is None:
-            return None
-        place = target or victim.target
-        self.preempt(victim)
-        return place
 
     def fits_somewhere(self, sequence: Sequence) -> bool:
         request = sequence.request
@@ -326,7 +310,7 @@ class Lifecycle:
         self.begin_round(sequence, now)
 
     def preempt(self, sequence: Sequence) -> None:
-        """Takes the pages of a running sequence, or its slot, for others."""
+        """Takes the pages of a running sequence for others."""
         self._counters.preemptions += 1
         self.return_to_queue(sequence)
 

@@ -1,4 +1,4 @@
-"""The legal changes of a sequence's state: (state, cause) -> state. docs/architecture.md prints this table.
+"""The legal changes of a sequence's state: (state, cause) -> state.
 
 `Lifecycle` is the only reader, and every change passes through it.
 """
@@ -41,7 +41,7 @@ class Cause(Enum):
     KV_LEAVES = "KV leaves"
     """The target drains, and the KV is sent to another one."""
     RETURNED = "returned"
-    """The sequence gave its pages or its slot to another one, or its target is gone."""
+    """The sequence gave its pages to another one, or its target is gone."""
     ENDED = "ended"
     """A stop token, or `max_tokens`."""
     CANCEL = "cancel"

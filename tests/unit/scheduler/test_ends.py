@@ -88,11 +88,3 @@ def test_same_events_same_commands() -> None:
         return list(driver.log)
 
     assert run() == run()
-
-
-def test_broken_books_are_noticed() -> None:
-    driver = pair()
-    driver.submit(1)
-    driver.core._fleet.targets["target"].prefilling.remove(driver.core._live.sequences[1])
-    with pytest.raises(RuntimeError):
-        driver.core.check_integrity()

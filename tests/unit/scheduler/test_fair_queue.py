@@ -112,10 +112,6 @@ class Both:
         sequence = self.known[one[2]]
         self.live.stop(sequence)
         self.plain.claim(one[0], -sequence.prompt_left)
-        if sequence.prompt_left and one[0] in self.plain.competing:
-            # Of equal claims, that which has just become so small is first.
-            self.plain.competing.remove(one[0])
-            self.plain.competing.insert(0, one[0])
         if returns:
             self.plain.settle()
             self.live.waiting.push(sequence)
@@ -272,14 +268,3 @@ def test_names_that_are_not_configured_share_one_account() -> None:
     assert live.accounts.of("") is live.accounts.of("made up") is live.accounts.of("made up, too")
     assert live.accounts.of("a") is not live.accounts.of("")
     assert [account.key.name for account in live.accounts] == ["", "a"]
-
-
-def test_entries_of_keys_that_come_and_go_do_not_pile_up() -> None:
-    cell = Saturated(*(KeyClass(str(number)) for number in range(10)), slots=1)
-    cell.submit("0", 1, 1)
-    for turn in range(20_000):
-        sequence = cell.submit(str(1 + turn % 9), 1, 1)
-        cell.live.waiting.remove(sequence)
-        del cell.live.sequences[sequence.order]
-    cell.live.check_integrity()
-    assert len(cell.live.waiting._heap) < 100

@@ -116,16 +116,3 @@ def test_the_queue_goes_by_arrival_also_for_those_that_return() -> None:
         queue.remove(oldest)
     assert taken == [0, 1, 3, 4]
     assert (len(queue), queue.tokens) == (0, 0)
-
-
-def test_cancelled_sequences_do_not_pile_up_in_the_queue() -> None:
-    queue = WaitingQueue()
-    first = waiting(0, 0)
-    queue.push(first)
-    for order in range(1, 5000):
-        member = waiting(order, order)
-        queue.push(member)
-        queue.remove(member)
-    queue.check_integrity()
-    assert len(queue._heap) + len(queue._lines[EVERYBODY]._heap) < 200
-    assert queue.first() is first

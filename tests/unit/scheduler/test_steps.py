@@ -150,19 +150,6 @@ def test_a_waiting_sequence_goes_when_its_bound_is_reached() -> None:
     assert driver.core.next_deadline() is None
 
 
-def test_a_draft_whose_last_sequence_goes_away_waits_no_more() -> None:
-    """Else its deadline would pass, and a plan be due again and again with nothing to do."""
-    driver = Driver()
-    driver.join("target")
-    driver.join("draft", Role.DRAFT)
-    driver.submit(1)
-    draft = driver.core._fleet.drafts["draft"]
-    draft.waiting_since, draft.waiting_until = 0.0, 1.0
-    driver.now = 2.0
-    driver.cancel(1)
-    assert driver.core.next_deadline() is None
-
-
 def test_a_complete_cohort_does_not_wait() -> None:
     driver = eqspec_waiting()
     driver.answer("draft")
