@@ -1,17 +1,19 @@
-"""Runs a command's coroutine so that Ctrl-C ends it at any moment."""
+"""Runs a command's coroutine so that a signal ends it at any moment."""
 
 from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
 
 
-def run_until_interrupted(main: Coroutine[Any, Any, Result]) -> Result:
-    """`asyncio.run`, with SIGINT as an event of the loop: cancels `main` and raises KeyboardInterrupt at its end.
+def run_until_interrupted(
+    main: Coroutine[Any, Any, Result], signals: Sequence[signal.Signals] = (signal.SIGINT,)
+) -> Result:
+    """`asyncio.run`; a signal cancels `main`, and KeyboardInterrupt is raised at its end.
 
     asyncio's own handler cancels between any two instructions, and what is cancelled while the loop is about to give it
     a result makes that raise InvalidStateError.
@@ -27,11 +29,13 @@ def run_until_interrupted(main: Coroutine[Any, Any, Result]) -> Result:
             if task is not None:
                 task.cancel()
 
-        loop.add_signal_handler(signal.SIGINT, interrupt)
+        for number in signals:
+            loop.add_signal_handler(number, interrupt)
         try:
             return await main
         finally:
-            loop.remove_signal_handler(signal.SIGINT)
+            for number in signals:
+                loop.remove_signal_handler(number)
 
     try:
         return asyncio.run(run())

@@ -60,7 +60,9 @@ class Autoscaler:
         """Lower and upper bounds on the replicas of each scaled group, for `policy.FollowScheduler`."""
         targets = [worker for worker in core.workers if worker.role is Role.TARGET]
         drafts = [worker for worker in core.workers if worker.role is Role.DRAFT]
-        parts, reported, wanted = [], {}, {}
+        parts: list[str] = []
+        reported: dict[str, float] = {}
+        wanted: dict[Role, int] = {}
         figures: dict[str, float] = {"targets_in_use": len(targets), "drafts_in_use": len(drafts)}
 
         highest_draft = max(1, len(targets))

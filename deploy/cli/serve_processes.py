@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import os
 import shutil
 import signal
-from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
 
 from filelock import Timeout
 from rich.console import Console
@@ -20,11 +18,11 @@ from deploy.cluster.addresses import check_ports, grpc_address, http_url
 from deploy.cluster.served_state import Served, StateFolder
 from deploy.config.spool_config import SpoolConfig
 from deploy.errors import RunError, UsageError
+from deploy.event_loop import run_until_interrupted
 from deploy.models import prepare_models
-from deploy.processes.supervisor import Supervisor
-from deploy.processes.workers import PlannedWorker, planned_workers
+from deploy.processes.supervisor import CellProcesses, cell_workers, running_cell
 from deploy.progress import LineReporter, Reporter, error_console, reporting
-from services.launch.child_process import ProcessStartError
+from services.launch.launcher import ProcessStartError, WorkerLaunch
 from services.rpc.channel_security import ChannelSecurity, random_token
 
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -40,8 +38,9 @@ def serve_without_ray(config: SpoolConfig) -> int:
             check_ports(config)
             with reporting(console) as reporter:
                 prepare_models(config.models, config.models.drafts, reporter, config.engine.max_model_len)
-                workers = planned_workers(config)
-            asyncio.run(_serve(config, workers, security, state, console))
+                workers = cell_workers(config)
+            with contextlib.suppress(KeyboardInterrupt):
+                run_until_interrupted(_serve(config, workers, security, state, console), _STOPS)
     except Timeout:
         raise UsageError(served_already(app_name)) from None
     except ProcessStartError as error:
@@ -73,54 +72,29 @@ def _security(config: SpoolConfig) -> ChannelSecurity:
 
 
 async def _serve(
-    config: SpoolConfig,
-    workers: list[PlannedWorker],
-    security: ChannelSecurity,
-    state: StateFolder,
-    console: Console,
+    config: SpoolConfig, workers: list[WorkerLaunch], security: ChannelSecurity, state: StateFolder, console: Console
 ) -> None:
-    """Until a signal. One that comes during the start ends the start."""
-    stop = asyncio.Event()
-    for number in _STOPS:
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    told = _Told(LineReporter(console))
-    supervisor = Supervisor(config, workers, security, _emptied(state.run_folder(config.ray.app_name)), told)
+    """Until it is cancelled."""
+    lines = LineReporter(console)
+    current: Reporter = lines
+
+    def progress(name: str, message: str, fraction: float | None) -> None:
+        current.stage(name, message, fraction)
+
+    processes = CellProcesses(config, security, _emptied(state.run_folder(config.ray.app_name)), progress)
     async with AsyncExitStack() as running:
-        with reporting(console) as reporter:
-            told.reporter = reporter
-            up = await _unless_stopped(running.enter_async_context(supervisor), stop)
-            told.reporter = LineReporter(console)
-        if up:
-            served = _served(config, supervisor.scheduler_address, state)
-            state.write_security(served.app_name, security.to_json())
-            state.write(served)
-            running.callback(state.forget, served.app_name)
-            announce(config, served, console, CTRL_C_STOPS)
-            await supervisor.watch(stop)
-        console.print("stopping", highlight=False)
-
-
-async def _unless_stopped(start: Coroutine[Any, Any, object], stop: asyncio.Event) -> bool:
-    """Whether the start came to its end before `stop`; if not, it is cancelled."""
-    starting, stopping = asyncio.create_task(start), asyncio.create_task(stop.wait())
-    await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
-    stopping.cancel()
-    if starting.done():
-        starting.result()
-        return True
-    starting.cancel()
-    await asyncio.gather(starting, return_exceptions=True)
-    return False
-
-
-class _Told:
-    """Hears of the processes, and passes it on to the reporter of the moment."""
-
-    def __init__(self, reporter: Reporter) -> None:
-        self.reporter = reporter
-
-    def __call__(self, name: str, message: str, fraction: float | None) -> None:
-        self.reporter.stage(name, message, fraction)
+        with reporting(console) as current:
+            group, scheduler_address = await running.enter_async_context(running_cell(processes, workers))
+        current = lines
+        served = _served(config, scheduler_address, state)
+        state.write_security(served.app_name, security.to_json())
+        state.write(served)
+        running.callback(state.forget, served.app_name)
+        announce(config, served, console, CTRL_C_STOPS)
+        try:
+            await group.watch()
+        finally:
+            console.print("stopping", highlight=False)
 
 
 def _served(config: SpoolConfig, scheduler_address: str, state: StateFolder) -> Served:

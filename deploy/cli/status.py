@@ -8,17 +8,21 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+import grpc
 from rich.console import Console
 from rich.table import Table
 
+from deploy.assembly.plain_message import plain_message
 from deploy.cluster.client import ApplicationState, application_state, connected, scheduler_statuses, stop_application
 from deploy.cluster.local_ray import stop_ray
 from deploy.cluster.served_state import Served, StateFolder
 from deploy.errors import RunError
 from deploy.progress import error_console
+from protos import scheduler_pb2, scheduler_pb2_grpc
 from services.rpc.channel_security import ChannelSecurity
 
 _NAMESPACE = "spool"
+_CALL_SECONDS = 10.0
 
 
 def status(app_name: str, json_output: bool) -> int:
@@ -49,13 +53,22 @@ def status(app_name: str, json_output: bool) -> int:
 def _state_of(served: Served, state: StateFolder) -> tuple[ApplicationState, list[dict[str, Any] | None]]:
     """What Serve knows, and what the scheduler of each cell says. Without Ray there is one, and no deployments."""
     if served.ray_address is None:
-        from deploy.processes.status import scheduler_status
-
         security = ChannelSecurity.from_json(state.read_security(served.app_name))
-        return ApplicationState("RUNNING"), [asyncio.run(scheduler_status(served.scheduler_address or "", security))]
+        return ApplicationState("RUNNING"), [asyncio.run(_scheduler_status(served.scheduler_address or "", security))]
     with connected(served.ray_address, _NAMESPACE, own(served, state)):
         application = application_state(served.app_name)
         return application, scheduler_statuses(served.app_name, application)
+
+
+async def _scheduler_status(address: str, security: ChannelSecurity) -> dict[str, Any] | None:
+    """What the scheduler of a cell without Ray says of itself; None while it does not answer."""
+    async with security.open_channel(address) as channel:
+        call = scheduler_pb2_grpc.SchedulerStub(channel).Status
+        try:
+            reply = await call(scheduler_pb2.StatusRequest(), timeout=_CALL_SECONDS, metadata=security.metadata)
+        except grpc.aio.AioRpcError:
+            return None
+    return plain_message(reply) | {"autoscaling": None}
 
 
 def down(app_name: str) -> int:

@@ -15,7 +15,6 @@ from deploy.config.observation import LoggingSettings, MetricsSettings, TracingS
 from deploy.config.placement import Groups, Placement, WorkerGroup
 from deploy.config.section import FieldProblem, Section, described
 from deploy.options import NGRAM, NO_DRAFT, EngineOptions, ModelSettings, SchedulingSettings
-from engine.models.memory_plan import ModelMemory
 from engine.settings import EngineSettings
 from scheduler.config import KvMovement, Policy, SchedulerConfig
 from scheduler.key_class import KeyClass
@@ -278,10 +277,8 @@ class SpoolConfig(Section):
         )
         return max(1, len(os.sched_getaffinity(0)) // busy)
 
-    def engine_settings(
-        self, role: Role, device: str, threads: int, gpu_peers: tuple[ModelMemory, ...] = ()
-    ) -> EngineSettings:
-        """For a worker of the group on `device`, and the other workers there if that is a GPU."""
+    def engine_settings(self, role: Role, device: str, threads: int) -> EngineSettings:
+        """For a worker of the group on `device`."""
         group = self.group(role)
         pages, memory = group.kv_pages, group.kv_memory
         if pages is None and memory is None:
@@ -298,7 +295,6 @@ class SpoolConfig(Section):
             exact=self.models.exact,
             lookup_match=self.models.lookup_match if role is Role.DRAFT else None,
             tensor_parallel_size=self.engine.ranks(role),
-            gpu_peers=gpu_peers,
         )
 
     def on_one_machine(self) -> SpoolConfig:

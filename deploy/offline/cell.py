@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 from deploy.errors import RunError, UsageError
-from deploy.offline.devices import worker_devices
-from deploy.options import NGRAM, RunSettings
+from deploy.options import RunSettings
 from deploy.progress import Reporter
-from engine.errors import GpuMemoryError
-from engine.models.memory_plan import ModelMemory, model_memory
-from engine.models.source import resolve_model
+from deploy.workers import plan_workers
+from engine.settings import EngineSettings
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Role
-from services.launch.launcher import LoadingMessage, ProcessStartError, RunningWorker, WorkerLaunch, WorkerLauncher
+from services.launch.launcher import ProcessStartError, RunningWorker, WorkerLaunch, WorkerLauncher
 from services.observability.observer import ServiceObserver
 from services.rpc.channel_security import ChannelSecurity, random_token
 from services.scheduler.epochs import EpochAuthority, MemoryRegister
@@ -60,7 +58,7 @@ class Cell:
             config, scheduler_epoch=epoch, link_options=links, security=self._security, observers=observers
         ) as service:
             try:
-                await service.add_workers(endpoints)
+                await service.workers.add(endpoints)
             except PairingError as error:
                 raise UsageError(str(error)) from error
             except WorkerUnreachableError as error:
@@ -70,7 +68,7 @@ class Cell:
     def mark_lost(self, worker_id: str, reason: str) -> None:
         """The worker's process has ended."""
         self._workers.pop(worker_id, None)
-        self._last_death = f"worker {worker_id} died: {reason}"
+        self._last_death = f"{worker_id} {reason}"
 
     def check_alive(self) -> None:
         """Raises `RunError` if no target is left. Draft workers may die: their sequences decode without."""
@@ -84,27 +82,18 @@ async def running_cell(settings: RunSettings, lengths: Sequence[int], reporter: 
 
     `lengths` are the positions of the longest sequences that can be under way at once.
     """
-    async with launched_cell(worker_launches(settings, lengths), reporter) as cell:
-        yield cell
-
-
-@asynccontextmanager
-async def launched_cell(launches: Sequence[WorkerLaunch], reporter: Reporter) -> AsyncIterator[Cell]:
-    """Starts these workers; they stop at the end of the block. Raises `RunError`."""
+    launches = worker_launches(settings, lengths)
     # Loopback is open to every user of the machine.
     security = ChannelSecurity(token=random_token())
     epochs = EpochAuthority(MemoryRegister())
     cell = Cell((), security, epochs)
 
-    def on_loading(loading: LoadingMessage) -> None:
-        reporter.stage(loading.worker_id, loading.message, loading.fraction)
-
     def on_exit(worker_id: str, reason: str) -> None:
-        reporter.stage(worker_id, f"died: {reason}", None)
+        reporter.stage(worker_id, reason, None)
         cell.mark_lost(worker_id, reason)
 
     try:
-        async with WorkerLauncher(launches, on_loading=on_loading, on_exit=on_exit, security=security) as launcher:
+        async with WorkerLauncher(launches, on_loading=reporter.stage, on_exit=on_exit, security=security) as launcher:
             cell = Cell(launcher.workers, security, epochs)
             yield cell
     except ProcessStartError as error:
@@ -112,41 +101,20 @@ async def launched_cell(launches: Sequence[WorkerLaunch], reporter: Reporter) ->
 
 
 def worker_launches(settings: RunSettings, lengths: Sequence[int]) -> list[WorkerLaunch]:
-    """Targets first, so that they get the first GPUs."""
-    models, workers = settings.models, settings.workers
-    drafts = workers.draft_replicas if settings.drafting else 0
-    on_gpu = drafts if models.drafts_with_model else 0
-    roles = [Role.TARGET] * workers.target_replicas + [Role.DRAFT] * on_gpu
-    devices = worker_devices(models.device, [settings.engine.ranks(role) for role in roles])
-    threads = settings.threads_per_worker()
-    memory = {role: _memory(settings, role) for role in set(roles)} if set(devices) != {"cpu"} else {}
-    launches = []
-    for number, device in enumerate(devices):
-        role = roles[number]
+    """The workers of a run, targets first."""
+
+    def engine_of(role: Role, device: str) -> EngineSettings | None:
+        if role is Role.DRAFT and not settings.models.drafts_with_model:
+            return None
         engine = settings.engine_settings(role, device)
-        if device != "cpu":
-            beside = [other for place, other in enumerate(roles) if devices[place] == device and place != number]
-            engine = replace(engine, gpu_peers=tuple(memory[other] for other in beside))
         # Every sequence may leave a page partly filled.
         pages = sum(-(-length // engine.page_size) + 1 for length in lengths)
         kv_is_given = engine.kv_pages is not None or engine.kv_memory_bytes is not None
         if device == "cpu" and not kv_is_given and pages * engine.page_size <= _SMALL_KV_POSITIONS:
             # Memory is shared with everything else here, and filling it with zeros takes seconds.
             engine = replace(engine, kv_pages=pages)
-        launches.append(WorkerLaunch(role, asdict(engine), threads=threads))
-    launches += [WorkerLaunch(Role.DRAFT, {"model": NGRAM}, threads=1)] * (drafts - on_gpu)
-    return launches
+        return engine
 
-
-def _memory(settings: RunSettings, role: Role) -> ModelMemory:
-    """What a worker of this role takes of a GPU. Raises `UsageError`."""
-    engine = settings.engine_settings(role, "cuda")
-    folder = resolve_model(engine.model, role).folder
-    if folder is None:
-        raise UsageError(f"{role.value} model {engine.model} is not on this machine")
-    try:
-        return model_memory(
-            role.value, folder, engine.dtype, engine.max_num_batched_tokens, engine.tensor_parallel_size
-        )
-    except GpuMemoryError as error:
-        raise UsageError(str(error)) from error
+    drafts = settings.workers.draft_replicas if settings.drafting else 0
+    roles = [Role.TARGET] * settings.workers.target_replicas + [Role.DRAFT] * drafts
+    return plan_workers(roles, settings.models.device, engine_of)

@@ -11,9 +11,9 @@ from dataclasses import asdict
 from deploy.errors import RunError
 from deploy.models import ReadyModels
 from deploy.offline.decoding import Completion, Job
-from deploy.offline.devices import worker_devices
 from deploy.options import RunSettings
 from deploy.progress import Reporter
+from deploy.workers import worker_devices
 from engine.models.reference import ReferenceRequest
 
 _LONGEST_LINE = 1 << 24

@@ -1,165 +1,82 @@
-"""Starts the processes of a cell, starts those that die again, and stops them all."""
+"""The processes of a cell without Ray: scheduler, gateways and workers, restarted when they die."""
 
 from __future__ import annotations
 
-import asyncio
-import os
-import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from deploy.config.spool_config import SpoolConfig
 from deploy.processes.task import TASK_VARIABLE, Task
-from deploy.processes.workers import PlannedWorker
-from services.launch.child_process import ChildProcess, ProcessStartError, start_all
+from deploy.workers import plan_workers
+from engine.settings import EngineSettings
+from scheduler.messages import Role
+from services.launch.child_process import ChildGroup, ChildProcess, Command, Progress
+from services.launch.launcher import WorkerLaunch
 from services.launch.process_tuning import compute_environment
-from services.rpc.backoff import Backoff
 from services.rpc.channel_security import SECURITY_VARIABLE, ChannelSecurity
 
-_START_SECONDS = 900.0
-_STOP_SECONDS = 10.0
-_FIRST_PAUSE_SECONDS = 1.0
-_LONGEST_PAUSE_SECONDS = 30.0
-
-Tell = Callable[[str, str, float | None], None]
-"""Hears of a process by name: what it does, and how far it is with that (None: not known)."""
+_RESTART_SECONDS = 1.0
 
 
-class CellProcess(ChildProcess):
-    """One process of the cell."""
+def cell_workers(config: SpoolConfig) -> list[WorkerLaunch]:
+    """The workers that a configuration starts on this machine, with names. Raises UsageError and RunError."""
 
-    def __init__(
-        self, module: str, task: Task, security: ChannelSecurity, variables: Mapping[str, str], tell: Tell
-    ) -> None:
-        super().__init__(
-            task.name, Path(task.folder) / f"{task.name}.log", lambda message, part: tell(task.name, message, part)
-        )
-        self._module = module
-        self._task = task
-        self._security = security
-        self._variables = variables
+    def engine_of(role: Role, device: str) -> EngineSettings | None:
+        return config.engine_settings(role, device, config.threads(role)) if config.has_model(role) else None
 
-    def command(self, port: int) -> Sequence[str]:
-        # -P: a folder named `deploy` in the current directory must not shadow this package.
-        return [sys.executable, "-P", "-m", self._module, self._task.name]
-
-    def environment(self) -> Mapping[str, str]:
-        port = int(self.address.rpartition(":")[2] or 0) if self._module == _SCHEDULER else 0
-        task = replace(self._task, port=port)
-        own = {TASK_VARIABLE: task.to_json(), SECURITY_VARIABLE: self._security.to_json()}
-        return {**os.environ, **self._variables, **own}
+    places = [(role, number) for role in config.roles for number in range(config.group(role).replicas)]
+    gpu_roles = [role for role in config.roles if config.group(role).num_gpus != 0]
+    launches = plan_workers([role for role, _ in places], config.models.device, engine_of, gpu_roles)
+    names = [f"{role.value}-{number}" for role, number in places]
+    return [replace(launch, name=name) for launch, name in zip(launches, names, strict=True)]
 
 
-_SCHEDULER = "deploy.processes.scheduler"
-_GATEWAY = "deploy.processes.gateway"
-_WORKER = "deploy.processes.worker"
+@dataclass(frozen=True, slots=True)
+class CellProcesses:
+    """Makes the processes of one cell; `folder` takes their logs, one file each."""
+
+    config: SpoolConfig
+    security: ChannelSecurity
+    folder: Path
+    progress: Progress
+
+    def scheduler(self) -> ChildProcess:
+        return self._child("scheduler", self._task("scheduler", ""), {})
+
+    def gateway(self, number: int, scheduler: str) -> ChildProcess:
+        return self._child("gateway", self._task(f"gateway-{number}", scheduler), {})
+
+    def worker(self, worker: WorkerLaunch, scheduler: str) -> ChildProcess:
+        task = replace(self._task(worker.name, scheduler), role=worker.role.value, engine=dict(worker.settings))
+        variables = compute_environment(worker.threads, self.config.engine.cpu_isa)
+        return self._child("worker", task, variables | self.config.group(worker.role).environment)
+
+    def _task(self, name: str, scheduler: str) -> Task:
+        return Task(name, str(self.folder), self.config.plain(), scheduler)
+
+    def _child(self, kind: str, task: Task, variables: Mapping[str, str]) -> ChildProcess:
+        def command(port: int) -> Command:
+            own = {TASK_VARIABLE: replace(task, port=port).to_json(), SECURITY_VARIABLE: self.security.to_json()}
+            return Command("deploy.processes", [kind, task.name], {**variables, **own})
+
+        return ChildProcess(task.name, command, self.folder / f"{task.name}.log", self.progress)
 
 
-class Supervisor:
-    """Runs a scheduler, workers and gateways for as long as the `async with` block lasts.
+@asynccontextmanager
+async def running_cell(
+    processes: CellProcesses, workers: Sequence[WorkerLaunch]
+) -> AsyncIterator[tuple[ChildGroup, str]]:
+    """Yields the group of all processes, which are up then, and the scheduler's address.
 
-    Entering the block returns once everything is up. If something does not start, ProcessStartError gives the reason,
-    and nothing is left running. `folder` takes the logs, one file for each process. Processes end when this one does,
-    however that ends.
+    Raises ProcessStartError for a process that does not start; then none is left running. All processes end with this
+    one, however it ends.
     """
-
-    def __init__(
-        self,
-        config: SpoolConfig,
-        workers: Sequence[PlannedWorker],
-        security: ChannelSecurity,
-        folder: Path,
-        tell: Tell,
-    ) -> None:
-        self._config = config
-        self._workers = workers
-        self._security = security
-        self._folder = folder
-        self._tell = tell
-        self._children: list[CellProcess] = []
-        self._watchers: list[asyncio.Task[None]] = []
-
-    @property
-    def scheduler_address(self) -> str:
-        """Known inside the block."""
-        return self._children[0].address
-
-    async def __aenter__(self) -> Self:
-        scheduler = self._child(_SCHEDULER, self._task("scheduler"), {})
-        try:
-            await self._start([scheduler])
-            others = [
-                self._child(_GATEWAY, self._task(f"gateway-{number}", scheduler.address), {})
-                for number in range(self._config.gateway.replicas)
-            ]
-            others += [self._worker(worker, scheduler.address) for worker in self._workers]
-            await self._start(others)
-        except BaseException:
-            await self._stop()
-            raise
-        self._watchers = [asyncio.create_task(self._keep(child)) for child in self._children]
-        return self
-
-    async def watch(self, stop: asyncio.Event) -> None:
-        """Returns once `stop` is set. Raises whatever keeps a process from being watched any longer."""
-        stopping = asyncio.create_task(stop.wait())
-        done, _ = await asyncio.wait({stopping, *self._watchers}, return_when=asyncio.FIRST_COMPLETED)
-        stopping.cancel()
-        for task in done:
-            task.result()
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for watcher in self._watchers:
-            watcher.cancel()
-        outcomes = await asyncio.gather(*self._watchers, return_exceptions=True)
-        await self._stop()
-        for outcome in outcomes:
-            if isinstance(outcome, Exception):
-                raise outcome
-
-    def _task(self, name: str, scheduler: str = "") -> Task:
-        return Task(name, str(self._folder), self._config.plain(), scheduler)
-
-    def _worker(self, worker: PlannedWorker, scheduler: str) -> CellProcess:
-        task = replace(self._task(worker.name, scheduler), role=worker.role.value, engine=worker.engine)
-        variables = compute_environment(worker.threads, self._config.engine.cpu_isa)
-        return self._child(_WORKER, task, variables | self._config.group(worker.role).environment)
-
-    def _child(self, module: str, task: Task, variables: Mapping[str, str]) -> CellProcess:
-        child = CellProcess(module, task, self._security, variables, self._tell)
-        self._children.append(child)
-        return child
-
-    async def _start(self, children: Sequence[CellProcess]) -> None:
-        await start_all(self._start_one(child) for child in children)
-
-    async def _start_one(self, child: CellProcess) -> None:
-        self._tell(child.name, "starting", None)
-        await child.start(_START_SECONDS)
-        self._tell(child.name, "up", 1.0)
-
-    async def _keep(self, child: CellProcess) -> None:
-        """Starts the process again whenever it has died."""
-        while True:
-            reason = await child.wait()
-            self._tell(child.name, f"died: {reason}", None)
-            backoff, up = Backoff(_FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS), False
-            while not up:
-                await backoff.pause()
-                try:
-                    await self._start_one(child)
-                    up = True
-                except ProcessStartError as error:
-                    self._tell(child.name, str(error), None)
-
-    async def _stop(self) -> None:
-        try:
-            await asyncio.gather(*(child.stop(_STOP_SECONDS) for child in self._children))
-        finally:
-            for child in self._children:
-                child.kill()
+    group = ChildGroup(lambda name, reason: processes.progress(name, reason, None), _RESTART_SECONDS)
+    async with group:
+        scheduler = processes.scheduler()
+        await group.start(scheduler)
+        gateways = [processes.gateway(number, scheduler.address) for number in range(processes.config.gateway.replicas)]
+        await group.start(*gateways, *(processes.worker(worker, scheduler.address) for worker in workers))
+        yield group, scheduler.address

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 
 from deploy.assembly.secrets import channel_security
 from deploy.ray_app.replica import Plan, SchedulerAddress, internal_host
-from engine.models.fetching import fetch_model
-from engine.models.memory_plan import ModelMemory, model_memory
-from engine.models.source import resolve_model
-from engine.settings import EngineSettings
+from deploy.workers import worker_memory
 from scheduler.messages import Role
 from services.launch.process_tuning import keep_loaded_objects
 from services.observability.logs import install_logs
@@ -84,16 +81,12 @@ def _arguments(plan: Plan, role: Role) -> WorkerArguments:
     config = plan.config
     if not config.has_model(role):
         return WorkerArguments(role, {"model": NGRAM_MODEL})
-    peers = tuple(_memory(plan, other) for other in config.roles if other is not role) if plan.pair_shares_a_gpu else ()
-    settings: EngineSettings = config.engine_settings(role, plan.device(role), plan.threads[role], peers)
+    settings = config.engine_settings(role, plan.device(role), plan.threads[role])
+    if plan.pair_shares_a_gpu:
+        other = Role.DRAFT if role is Role.TARGET else Role.TARGET
+        peer = config.engine_settings(other, plan.device(other), plan.threads[other])
+        settings = replace(settings, gpu_peers=(worker_memory(peer, other),))
     return WorkerArguments(role, asdict(settings))
-
-
-def _memory(plan: Plan, role: Role) -> ModelMemory:
-    """What the worker of another role takes of the GPU. Fetches its model, if that worker has not done so yet."""
-    settings = plan.config.engine_settings(role, plan.device(role), plan.threads[role])
-    folder = fetch_model(resolve_model(settings.model, role), _log_progress)
-    return model_memory(role.value, folder, settings.dtype, settings.max_num_batched_tokens)
 
 
 def _log_progress(message: str, fraction: float | None) -> None:

@@ -1,43 +1,52 @@
-"""One process of Spool as its parent sees it: started, heard while it loads, watched, and stopped."""
+"""Child processes of Spool: started, heard while they load, watched, restarted and stopped by their parent."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Self
+
+from services.rpc.backoff import Backoff
+
+_LONGEST_PAUSE_SECONDS = 30.0
+
+Progress = Callable[[str, str, float | None], None]
+"""Receives the name of a process, what it does, and the fraction that is done (None: not known)."""
 
 
 class ProcessStartError(RuntimeError):
     """A process did not become ready; the message is one line with the process's own reason."""
 
 
-async def start_all(starts: Iterable[Coroutine[Any, Any, None]]) -> None:
-    """All at once. The first that fails ends the others, and its error is raised once they have ended."""
-    tasks = [asyncio.create_task(start) for start in starts]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-        for task in done:
-            task.result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+@dataclass(frozen=True, slots=True)
+class Command:
+    """`python -m module arguments`. Secrets go to `variables`: every user of the machine can read command lines."""
+
+    module: str
+    arguments: Sequence[str]
+    variables: Mapping[str, str]
 
 
-class ChildProcess(ABC):
-    """Starts, watches and stops one process. One that has died can be started again, on its port.
+class ChildProcess:
+    """One process, which can be started again on the same port after it has died.
 
-    The process reports as services.worker.process does, and stops when its standard input ends. `name` is for messages;
-    what the process writes to its standard error goes to `log_path`.
+    `command` gives the command line for a port (0: any free one). The process reports events as
+    services.worker.process does, and stops when its standard input ends, so it never outlives its parent. Its standard
+    error goes to `log_path`.
     """
 
-    def __init__(self, name: str, log_path: Path, on_loading: Callable[[str, float | None], None]) -> None:
+    def __init__(self, name: str, command: Callable[[int], Command], log_path: Path, on_loading: Progress) -> None:
         self.name = name
         self.log_path = log_path
         self.address = ""
+        self._command = command
         self._on_loading = on_loading
         self._process: asyncio.subprocess.Process | None = None
 
@@ -47,32 +56,23 @@ class ChildProcess(ABC):
 
     async def start(self, timeout_seconds: float) -> None:
         """Returns once the process is ready. Raises ProcessStartError, and leaves no process behind then."""
-        log_start = self.log_path.stat().st_size if self.log_path.exists() else 0
+        self._on_loading(self.name, "starting", None)
         try:
-            self._process = await self._spawn()
             async with asyncio.timeout(timeout_seconds):
-                reason = await self._until_ready(self._process)
-        except TimeoutError:
-            reason = f"not ready after {timeout_seconds:g} s"
-        except OSError as error:
-            reason = f"cannot be started: {error}"
-        except BaseException:
-            self.kill()
+                self._process = await self._spawn()
+                await self._until_ready(self._process)
+        except BaseException as error:
+            await self.stop(0)
+            if isinstance(error, TimeoutError):
+                raise ProcessStartError(f"{self.name}: not ready after {timeout_seconds:g} s") from None
             raise
-        if reason is None:
-            return
-        if not reason:
-            reason = await self.wait() + self._last_words(log_start)
-        await self.stop(timeout_seconds=0)
-        raise ProcessStartError(f"{self.name}: {reason}")
 
     async def wait(self) -> str:
-        """Waits for the end of the process and says how it ended."""
-        if self._process is None:
-            return "was never started"
+        """Waits for the end of a process that was started and says how it ended."""
+        if self._process is None or self._process.stdout is None:
+            raise RuntimeError(f"{self.name} was never started")
         # A process prints no events after "ready". Reading to the end keeps the pipe from filling up if one does.
-        if self._process.stdout is not None:
-            await self._process.stdout.read()
+        await self._process.stdout.read()
         code = await self._process.wait()
         return f"exit code {code}" if code >= 0 else f"killed by signal {-code}"
 
@@ -82,65 +82,104 @@ class ChildProcess(ABC):
         if process is None or process.returncode is not None:
             return
         try:
-            process.terminate()
-            async with asyncio.timeout(timeout_seconds):
-                await process.wait()
-        except ProcessLookupError:
-            return
-        except TimeoutError:
-            self.kill()
-            await process.wait()
+            with contextlib.suppress(ProcessLookupError, TimeoutError):
+                process.terminate()
+                await asyncio.wait_for(process.wait(), timeout_seconds)
         finally:
-            self.kill()
-
-    def kill(self) -> None:
-        if self._process is not None and self._process.returncode is None:
-            try:
-                self._process.kill()
-            except ProcessLookupError:
-                return
-
-    @abstractmethod
-    def command(self, port: int) -> Sequence[str]:
-        """The command line of the process, which is to listen on `port` (0: a free one)."""
-
-    @abstractmethod
-    def environment(self) -> Mapping[str, str]:
-        """All variables of the process. Secrets go here: every user of the machine can read command lines."""
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    process.kill()
+        await process.wait()
 
     async def _spawn(self) -> asyncio.subprocess.Process:
+        command = self._command(int(self.address.rpartition(":")[2] or 0))
         with self.log_path.open("ab") as log:
             return await asyncio.create_subprocess_exec(
-                *self.command(int(self.address.rpartition(":")[2] or 0)),
+                # -P: a folder in the current directory must not shadow a package of Spool.
+                *(sys.executable, "-P", "-m", command.module, *command.arguments),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log,
-                env=self.environment(),
+                env={**os.environ, **command.variables},
                 # Ctrl-C goes to the whole foreground group; the parent alone decides when its children stop.
                 start_new_session=True,
             )
 
-    async def _until_ready(self, process: asyncio.subprocess.Process) -> str | None:
-        """None when the process is ready, the reason when it failed, "" when its output ended without either."""
-        if process.stdout is None:
-            raise RuntimeError("the process was started without a pipe")
-        while line := await process.stdout.readline():
-            try:
-                event = json.loads(line)
-                kind = event["event"]
-                if kind == "loading":
-                    self._on_loading(str(event["message"]), event["fraction"])
-                elif kind == "ready":
-                    self.address = str(event["address"])
-                    return None
-                elif kind == "failed":
-                    return str(event["error"])
-            except (ValueError, KeyError, TypeError) as error:
-                return f"sent a line that is no event: {line[:200]!r} ({error!r})"
-        return ""
+    async def _until_ready(self, process: asyncio.subprocess.Process) -> None:
+        while process.stdout is not None and (line := await process.stdout.readline()):
+            match json.loads(line):
+                case {"event": "loading", "message": message, "fraction": fraction}:
+                    self._on_loading(self.name, message, fraction)
+                case {"event": "ready", "address": address}:
+                    self.address = address
+                    self._on_loading(self.name, "up", 1.0)
+                    return
+                case {"event": "failed", "error": error}:
+                    raise ProcessStartError(f"{self.name}: {error}")
+        reason = await self.wait()
+        lines = self.log_path.read_text(errors="replace").rstrip().splitlines()
+        raise ProcessStartError(f"{self.name}: {reason}: {lines[-1].strip()[:500] if lines else 'its log is empty'}")
 
-    def _last_words(self, log_start: int) -> str:
-        with self.log_path.open("rb") as log:
-            log.seek(log_start)
-            lines = [line.strip() for line in log.read().decode(errors="replace").splitlines() if line.strip()]
-        return f": {lines[-1][:500]}" if lines else ""
+
+class ChildGroup:
+    """Watches the processes started in its `async with` block, and stops them all at the end of the block.
+
+    `on_exit` gets the name of each process that died or could not be restarted, and the reason. With `restart_seconds`,
+    a process that died is started again after that time, and again after longer pauses until it is ready.
+    """
+
+    def __init__(
+        self,
+        on_exit: Callable[[str, str], None],
+        restart_seconds: float | None = None,
+        start_timeout_seconds: float = 900.0,
+        stop_timeout_seconds: float = 10.0,
+    ) -> None:
+        self._on_exit = on_exit
+        self._restart_seconds = restart_seconds
+        self._start_timeout = start_timeout_seconds
+        self._stop_timeout = stop_timeout_seconds
+        self._children: list[ChildProcess] = []
+        self._watchers: list[asyncio.Task[None]] = []
+
+    async def start(self, *children: ChildProcess) -> None:
+        """Starts all at once and returns when the last is ready. Raises the first ProcessStartError."""
+        self._children += children
+        starts = [asyncio.create_task(child.start(self._start_timeout)) for child in children]
+        try:
+            await asyncio.gather(*starts)
+        finally:
+            for start in starts:
+                start.cancel()
+            await asyncio.gather(*starts, return_exceptions=True)
+        self._watchers += [asyncio.create_task(self._watch(child)) for child in children]
+
+    async def watch(self) -> None:
+        """Waits; raises what keeps a process from being watched."""
+        await asyncio.gather(*self._watchers)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for watcher in self._watchers:
+            watcher.cancel()
+        await asyncio.gather(*self._watchers, return_exceptions=True)
+        await asyncio.gather(*(child.stop(self._stop_timeout) for child in self._children))
+
+    async def _watch(self, child: ChildProcess) -> None:
+        while True:
+            reason = await child.wait()
+            self._on_exit(child.name, f"died: {reason}")
+            if self._restart_seconds is None:
+                return
+            backoff, is_up = Backoff(self._restart_seconds, _LONGEST_PAUSE_SECONDS), False
+            while not is_up:
+                await backoff.pause()
+                try:
+                    await child.start(self._start_timeout)
+                    is_up = True
+                except ProcessStartError as error:
+                    self._on_exit(child.name, str(error))

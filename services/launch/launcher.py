@@ -1,34 +1,56 @@
-"""Starts worker processes on this machine, and lets none of them outlive its parent."""
+"""Worker processes on this machine, none of which outlives its parent."""
 
 from __future__ import annotations
 
-import asyncio
-import logging
+import json
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
+from engine.cpu.isa import AUTO
 from scheduler.messages import Role
-from services.launch.child_process import ProcessStartError, start_all
-from services.launch.worker_child import WorkerChild, WorkerLaunch
-from services.rpc.channel_security import ChannelSecurity
+from services.launch.child_process import ChildGroup, ChildProcess, Command, ProcessStartError, Progress
+from services.launch.process_tuning import compute_environment
+from services.rpc.channel_security import SECURITY_VARIABLE, ChannelSecurity
 
-__all__ = ["LoadingMessage", "ProcessStartError", "RunningWorker", "WorkerLaunch", "WorkerLauncher"]
-
-logger = logging.getLogger(__name__)
+__all__ = ["ProcessStartError", "RunningWorker", "WorkerLaunch", "WorkerLauncher"]
 
 
 @dataclass(frozen=True, slots=True)
-class LoadingMessage:
-    """What a worker is doing while it loads; `fraction` in [0, 1], None where the progress is not known."""
+class WorkerLaunch:
+    """How to start one worker.
 
-    worker_id: str
+    `settings` go to the worker's engine as JSON (see engine/settings.py). `threads` bounds the compute threads of the
+    process (0: the libraries decide), `cpus` the CPUs that it runs on (empty: any). `module` is the Python module to
+    run, which must report the same events as services.worker.process. Raises ValueError naming field, value and limit.
+    """
+
     role: Role
-    message: str
-    fraction: float | None
+    settings: Mapping[str, Any]
+    threads: int = 0
+    cpus: tuple[int, ...] = ()
+    name: str = ""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    module: str = "services.worker.process"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.threads <= 1024:
+            raise ValueError(f"threads is {self.threads}, must be between 0 and 1024")
+        if any(cpu < 0 for cpu in self.cpus):
+            raise ValueError(f"cpus is {self.cpus}, must be numbers of CPUs")
+
+    def command(self, security: ChannelSecurity, port: int) -> Command:
+        settings = dict(self.settings) | ({"threads": self.threads} if self.threads else {})
+        arguments = ["--role", self.role.value, "--settings", json.dumps(settings), "--watch-stdin"]
+        arguments += ["--port", str(port), "--cpus", ",".join(map(str, self.cpus))]
+        computing = compute_environment(self.threads, self.settings.get("cpu_isa", AUTO))
+        variables = {**computing, SECURITY_VARIABLE: security.to_json(), **self.environment}
+        return Command(self.module, arguments, variables)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +63,7 @@ class RunningWorker:
     process_id: int
 
 
-class WorkerLauncher:
+class WorkerLauncher(ChildGroup):
     """Runs workers as child processes for as long as the `async with` block lasts.
 
     Entering the block starts all workers at once and waits until the last one is ready. If one fails, ProcessStartError
@@ -57,105 +79,52 @@ class WorkerLauncher:
         self,
         launches: Sequence[WorkerLaunch],
         *,
-        on_loading: Callable[[LoadingMessage], None] | None = None,
-        on_exit: Callable[[str, str], None] | None = None,
+        on_loading: Progress = lambda worker_id, message, fraction: None,
+        on_exit: Callable[[str, str], None] = lambda worker_id, reason: None,
         log_folder: Path | None = None,
         start_timeout_seconds: float = 900.0,
-        stop_timeout_seconds: float = 10.0,
         restart_seconds: float | None = None,
         security: ChannelSecurity | None = None,
     ) -> None:
-        self._launches = {_worker_id(launches, index): launch for index, launch in enumerate(launches)}
-        if len(self._launches) < len(launches):
-            raise ValueError(f"launches hold the same name twice: {', '.join(launch.name for launch in launches)}")
-        self._on_loading = on_loading
-        self._on_exit = on_exit
-        self._log_folder = log_folder
-        self._start_timeout = start_timeout_seconds
-        self._stop_timeout = stop_timeout_seconds
-        self._restart_seconds = restart_seconds
-        self._security = security or ChannelSecurity()
+        super().__init__(on_exit, restart_seconds, start_timeout_seconds)
         self._own_folder: tempfile.TemporaryDirectory[str] | None = None
-        self._children: dict[str, WorkerChild] = {}
-        self._watchers: list[asyncio.Task[None]] = []
+        if log_folder is None:
+            self._own_folder = tempfile.TemporaryDirectory(prefix="spool-workers-", ignore_cleanup_errors=True)
+            log_folder = Path(self._own_folder.name)
+        log_folder.mkdir(parents=True, exist_ok=True)
+        self._workers: dict[str, tuple[Role, ChildProcess]] = {}
+        numbers: Counter[Role] = Counter()
+        for launch in launches:
+            worker_id = launch.name or f"{launch.role.value}-{numbers[launch.role]}"
+            numbers[launch.role] += 1
+            if worker_id in self._workers:
+                raise ValueError(f"launches hold the name {worker_id} twice")
+            command = partial(launch.command, security or ChannelSecurity())
+            child = ChildProcess(worker_id, command, log_folder / f"{worker_id}.log", on_loading)
+            self._workers[worker_id] = launch.role, child
 
     @property
     def workers(self) -> tuple[RunningWorker, ...]:
         """In the order of the launches. A restarted worker keeps its address."""
         return tuple(
-            RunningWorker(worker_id, child.launch.role, child.address, child.process_id)
-            for worker_id, child in self._children.items()
+            RunningWorker(worker_id, role, child.address, child.process_id)
+            for worker_id, (role, child) in self._workers.items()
         )
 
     def log_path(self, worker_id: str) -> Path:
-        return self._children[worker_id].log_path
+        return self._workers[worker_id][1].log_path
 
     async def __aenter__(self) -> Self:
-        if self._log_folder is None:
-            self._own_folder = tempfile.TemporaryDirectory(prefix="spool-workers-", ignore_cleanup_errors=True)
-        folder = self._log_folder or Path(self._own_folder.name if self._own_folder else ".")
-        folder.mkdir(parents=True, exist_ok=True)
-        for worker_id, launch in self._launches.items():
-            self._children[worker_id] = WorkerChild(
-                worker_id, launch, folder / f"{worker_id}.log", self._hear(worker_id, launch.role), self._security
-            )
         try:
-            await self._start_all()
+            await self.start(*(child for _, child in self._workers.values()))
         except BaseException:
-            await self._stop_all()
+            await self.__aexit__(None, None, None)
             raise
-        self._watchers = [asyncio.create_task(self._watch(child)) for child in self._children.values()]
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for watcher in self._watchers:
-            watcher.cancel()
-        await self._stop_all()
-        for outcome in await asyncio.gather(*self._watchers, return_exceptions=True):
-            if isinstance(outcome, Exception):
-                raise outcome
-
-    async def _start_all(self) -> None:
-        await start_all(child.start(self._start_timeout) for child in self._children.values())
-
-    async def _stop_all(self) -> None:
-        try:
-            await asyncio.gather(*(child.stop(self._stop_timeout) for child in self._children.values()))
-        finally:
-            for child in self._children.values():
-                child.kill()
-            if self._own_folder is not None:
-                self._own_folder.cleanup()
-
-    async def _watch(self, child: WorkerChild) -> None:
-        """Reports the death of a ready worker and, with `restart_seconds`, starts it again until it is ready."""
-        while True:
-            reason = await child.wait()
-            logger.warning("%s died: %s", child.worker_id, reason)
-            if self._on_exit is not None:
-                self._on_exit(child.worker_id, reason)
-            if self._restart_seconds is None:
-                return
-            restarted = False
-            while not restarted:
-                await asyncio.sleep(self._restart_seconds)
-                try:
-                    await child.start(self._start_timeout)
-                    restarted = True
-                except ProcessStartError as error:
-                    logger.warning("%s", error)
-
-    def _hear(self, worker_id: str, role: Role) -> Callable[[str, float | None], None]:
-        def hear(message: str, fraction: float | None) -> None:
-            if self._on_loading is not None:
-                self._on_loading(LoadingMessage(worker_id, role, message, fraction))
-
-        return hear
-
-
-def _worker_id(launches: Sequence[WorkerLaunch], index: int) -> str:
-    launch = launches[index]
-    before = sum(1 for other in launches[:index] if other.role is launch.role)
-    return launch.name or f"{launch.role.value}-{before}"
+        await super().__aexit__(kind, error, trace)
+        if self._own_folder is not None:
+            self._own_folder.cleanup()

@@ -150,7 +150,7 @@ def test_a_broken_model_is_one_line(folder: Path) -> None:
     (broken / "model.safetensors").write_text("no weights")
     ended = run(folder, "generate", target="broken", draft="none")
     assert ended.code == 1
-    assert ended.err.splitlines()[-1].startswith("spool: worker target-0: ")
+    assert ended.err.splitlines()[-1].startswith("spool: target-0: ")
     assert "Traceback" not in ended.err
 
 
@@ -202,7 +202,7 @@ def test_a_worker_that_dies(folder: Path, role: str, draft: str) -> None:
     assert "Traceback" not in error
     if role == "target":
         assert process.returncode == 1
-        assert error.splitlines()[-1] == "spool: worker target-0 died: killed by signal 9; no target worker is left"
+        assert error.splitlines()[-1] == "spool: target-0 died: killed by signal 9; no target worker is left"
     else:
         assert process.returncode == 0
         assert "draft-0: died: killed by signal 9" in error

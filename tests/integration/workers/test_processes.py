@@ -20,7 +20,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from protos import worker_pb2, worker_pb2_grpc
 from scheduler.messages import Role
 from scheduler.state.digests import EMPTY_DIGEST
-from services.launch.launcher import LoadingMessage, ProcessStartError, WorkerLaunch, WorkerLauncher
+from services.launch.launcher import ProcessStartError, WorkerLaunch, WorkerLauncher
 from services.rpc.protocol_version import PROTOCOL_VERSION
 from tests.support.stand_in_worker import continuation
 from tests.support.waiting import LONG, until
@@ -75,9 +75,9 @@ def alive(process_id: int) -> bool:
 
 def test_draft_and_target_are_processes_of_their_own() -> None:
     async def run() -> None:
-        messages: list[LoadingMessage] = []
+        messages: list[tuple[str, str, float | None]] = []
         launches = [stand_in(Role.DRAFT), stand_in(Role.TARGET), stand_in(Role.TARGET)]
-        async with WorkerLauncher(launches, on_loading=messages.append) as launcher:
+        async with WorkerLauncher(launches, on_loading=lambda *message: messages.append(message)) as launcher:
             workers = launcher.workers
             assert [worker.worker_id for worker in workers] == ["draft-0", "target-0", "target-1"]
             assert len({os.getpid(), *(worker.process_id for worker in workers)}) == 4
@@ -91,8 +91,13 @@ def test_draft_and_target_are_processes_of_their_own() -> None:
                 )
                 epochs.add(description.worker_epoch)
             assert len(epochs) == 3
-        assert {message.worker_id for message in messages} == {"draft-0", "target-0", "target-1"}
-        assert {(message.message, message.fraction) for message in messages} == {("thinking", None), ("thinking", 1.0)}
+        assert {worker_id for worker_id, _, _ in messages} == {"draft-0", "target-0", "target-1"}
+        assert {message[1:] for message in messages} >= {
+            ("starting", None),
+            ("thinking", None),
+            ("thinking", 1.0),
+            ("up", 1.0),
+        }
         assert not any(alive(worker.process_id) for worker in workers)
 
     asyncio.run(run())
@@ -201,9 +206,9 @@ def test_threads_and_cpus_are_the_launchers_choice() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({}, "worker target-0: settings hold no model"),
-        ({"model": "m", "colour": "red"}, "worker target-0: settings hold colour, must be among"),
-        ({"model": "m", "dtype": "int3"}, "worker target-0: dtype is 'int3', must be one of"),
+        ({}, "target-0: settings hold no model"),
+        ({"model": "m", "colour": "red"}, "target-0: settings hold colour, must be among"),
+        ({"model": "m", "dtype": "int3"}, "target-0: dtype is 'int3', must be one of"),
     ],
 )
 def test_wrong_settings_are_named(settings: dict[str, Any], message: str) -> None:
@@ -221,7 +226,7 @@ def test_failure_to_load_reaches_the_parent_and_nothing_is_left() -> None:
         launcher = WorkerLauncher(launches)
         with pytest.raises(ProcessStartError) as caught:
             await launcher.__aenter__()
-        assert str(caught.value) == "worker target-0: model: no such folder"
+        assert str(caught.value) == "target-0: model: no such folder"
         assert not any(alive(worker.process_id) for worker in launcher.workers if worker.process_id)
 
     asyncio.run(run())
@@ -230,7 +235,7 @@ def test_failure_to_load_reaches_the_parent_and_nothing_is_left() -> None:
 def test_worker_that_dies_without_a_word_is_reported_with_its_last_words() -> None:
     async def run() -> None:
         launcher = WorkerLauncher([stand_in(Role.TARGET, die="out of luck")])
-        with pytest.raises(ProcessStartError, match="worker target-0: exit code 1: out of luck"):
+        with pytest.raises(ProcessStartError, match="target-0: exit code 1: out of luck"):
             await launcher.__aenter__()
 
     asyncio.run(run())
@@ -239,7 +244,7 @@ def test_worker_that_dies_without_a_word_is_reported_with_its_last_words() -> No
 def test_worker_that_never_gets_ready_is_given_up() -> None:
     async def run() -> None:
         launcher = WorkerLauncher([stand_in(Role.TARGET, hang=60)], start_timeout_seconds=1.5)
-        with pytest.raises(ProcessStartError, match=r"worker target-0: not ready after 1.5 s"):
+        with pytest.raises(ProcessStartError, match=r"target-0: not ready after 1.5 s"):
             await launcher.__aenter__()
         assert not alive(launcher.workers[0].process_id)
 
@@ -273,7 +278,7 @@ def test_worker_started_again_keeps_its_address() -> None:
                 description = await stub.Describe(DESCRIBE, timeout=LONG, wait_for_ready=True)
             assert description.process_id == launcher.workers[0].process_id
             assert launcher.workers[0].address == before.address
-            assert deaths == [("target-0", "killed by signal 9")]
+            assert deaths == [("target-0", "died: killed by signal 9")]
 
     asyncio.run(run())
 

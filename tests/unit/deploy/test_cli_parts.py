@@ -14,7 +14,6 @@ from deploy.errors import UsageError
 from deploy.offline.cell import worker_launches
 from deploy.offline.comparison import compare
 from deploy.offline.decoding import Completion, Job, longest_lengths, make_jobs
-from deploy.offline.devices import worker_devices
 from deploy.offline.prompts import Prompt, load_prompts
 from deploy.offline.results import InOrder, settings_digest
 from deploy.options import (
@@ -26,6 +25,7 @@ from deploy.options import (
     VerifySettings,
 )
 from deploy.progress import reporting
+from deploy.workers import worker_devices
 from scheduler.config import Policy, SchedulerConfig
 from scheduler.messages import MAX_PRIORITY, MIN_PRIORITY, Role
 from scheduler.sampling import SamplingParameters
@@ -166,8 +166,7 @@ def test_turns_and_messages_go_through_the_chat_template(tokenizer: ModelTokeniz
 
 
 def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deploy.offline.devices._may_have_gpus", lambda: True)
-    monkeypatch.setattr("deploy.offline.devices._count_gpus", lambda: 2)
+    monkeypatch.setattr("deploy.workers.count_gpus", lambda device: 2)
     assert worker_devices("cpu", [1, 1]) == ["cpu", "cpu"]
     assert worker_devices("auto", [1] * 3) == worker_devices("cuda", [1] * 3) == ["cuda:0", "cuda:1", "cuda:0"]
     assert worker_devices("cuda:1", [1, 1]) == ["cuda:1", "cuda:1"]
@@ -175,9 +174,9 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
         worker_devices("cuda:2", [1])
     with pytest.raises(UsageError, match=r"tensor_parallel_size is 2, so that .* have 3 GPUs: this machine has 2"):
         worker_devices("auto", [2, 1])
-    monkeypatch.setattr("deploy.offline.devices._count_gpus", lambda: 5)
+    monkeypatch.setattr("deploy.workers.count_gpus", lambda device: 5)
     assert worker_devices("auto", [2, 2, 1]) == ["cuda:0", "cuda:2", "cuda:4"]
-    monkeypatch.setattr("deploy.offline.devices._count_gpus", lambda: 0)
+    monkeypatch.setattr("deploy.workers.count_gpus", lambda device: 0)
     assert worker_devices("auto", [1]) == ["cpu"]
     with pytest.raises(UsageError, match="no GPU"):
         worker_devices("cuda", [1])

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from deploy.config.loading import load_configuration
-from deploy.processes.file_epochs import FileEpochs
-from deploy.processes.workers import planned_workers
+from deploy.processes.epochs import FileEpochs
+from deploy.processes.supervisor import cell_workers
 from services.scheduler.epochs import EpochAuthority, SupersededError
 
 
@@ -27,15 +27,15 @@ def test_schedulers_of_one_folder_are_numbered(tmp_path: Path) -> None:
 
 
 def devices(monkeypatch: pytest.MonkeyPatch, gpus: int, *overrides: str) -> dict[str, str]:
-    monkeypatch.setattr("deploy.offline.devices._may_have_gpus", lambda: gpus > 0)
-    monkeypatch.setattr("deploy.offline.devices._count_gpus", lambda: gpus)
-    monkeypatch.setattr("deploy.processes.workers._memory", lambda config, role: role)
-    planned = planned_workers(load_configuration(None, overrides))
+    monkeypatch.setattr("deploy.workers.count_gpus", lambda device: gpus)
+    monkeypatch.setattr("deploy.workers.worker_memory", lambda engine, role: {"role": role})
+    planned = cell_workers(load_configuration(None, overrides))
+    found = {worker.name: str(worker.settings.get("device", "none")) for worker in planned}
     for worker in planned:
-        beside = [one for one in planned if one.engine.get("device") == worker.engine.get("device") and one != worker]
-        on_gpu = str(worker.engine.get("device")).startswith("cuda")
-        assert worker.engine.get("gpu_peers", ()) == (tuple(one.role for one in beside) if on_gpu else ())
-    return {worker.name: worker.engine.get("device", "none") for worker in planned}
+        device = found[worker.name]
+        peers = [one.role for one in planned if found[one.name] == device.replace("cpu", "") and one != worker]
+        assert [peer["role"] for peer in worker.settings.get("gpu_peers", ())] == peers
+    return found
 
 
 def test_workers_are_spread_over_the_gpus_targets_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Numbers of schedulers in a folder."""
+"""Epochs of schedulers in a folder."""
 
 from __future__ import annotations
 

@@ -1,0 +1,99 @@
+"""One process of a cell without Ray: `python -m deploy.processes KIND NAME`."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from contextlib import AsyncExitStack
+
+from deploy.processes.epochs import FileEpochs
+from deploy.processes.task import Surroundings, Up, run_process
+from scheduler.messages import Role
+from services.launch.process_tuning import keep_loaded_objects
+
+# Everything stops together, so nobody is there to finish what is under way.
+_GATEWAY_STOP_SECONDS = 1.0
+_SCHEDULER_STOP_SECONDS = 0.5
+_WORKER_STOP_SECONDS = 2.0
+
+# Each kind imports what it needs itself: a gateway does without the engine, a worker without FastAPI.
+
+
+async def start_gateway(surroundings: Surroundings, running: AsyncExitStack) -> Up:
+    """Its address is the HTTP server's."""
+    from deploy.assembly.gateway import start_gateway
+    from services.gateway.http.server import HttpServer
+
+    shares = surroundings.config.gateway.replicas > 1
+    gateway = await start_gateway(
+        surroundings.config,
+        [surroundings.find_scheduler],
+        gateway_id=surroundings.task.name,
+        security=surroundings.security,
+        drain_seconds=_GATEWAY_STOP_SECONDS,
+        share_port=shares,
+        running=running,
+    )
+    http = HttpServer(gateway.app, gateway.settings.http, _GATEWAY_STOP_SECONDS, share_port=shares)
+    await running.enter_async_context(http)
+    return Up(http.url, gateway.backend.check_health)
+
+
+async def start_scheduler(surroundings: Surroundings, running: AsyncExitStack) -> Up:
+    """Its address is the gRPC server's."""
+    from deploy.assembly.scheduler import scheduler_service
+    from services.scheduler.metrics_endpoint import MetricsEndpoint
+    from services.scheduler.server import SchedulerServer, SchedulerServerOptions
+
+    config = surroundings.config
+    epochs = FileEpochs(surroundings.folder / "epochs")
+    service = await scheduler_service(config, epochs, surroundings.security, running)
+    running.push_async_callback(service.close)
+    options = SchedulerServerOptions(vllm_model_name=config.vllm_model_name)
+    server = SchedulerServer(
+        service, surroundings.host, surroundings.task.port, security=surroundings.security, options=options
+    )
+    address = await server.start()
+    running.push_async_callback(server.stop, _SCHEDULER_STOP_SECONDS)
+    listen = config.metrics.listen()
+    if listen is not None:
+        await running.enter_async_context(MetricsEndpoint(server.metric_families, *listen))
+    return Up(address, server.check_health)
+
+
+async def start_worker(surroundings: Surroundings, running: AsyncExitStack) -> Up:
+    """Ready once the scheduler uses the worker."""
+    from services.worker.process import WorkerArguments, load_executor
+    from services.worker.registration import WorkerRegistration
+    from services.worker.server import WorkerServer, step_thread
+
+    task, security = surroundings.task, surroundings.security
+    thread = step_thread()
+    arguments = WorkerArguments(Role(task.role), task.engine)
+    executor = await asyncio.wrap_future(thread.submit(load_executor, arguments, surroundings.events.loading))
+    server = WorkerServer(executor, surroundings.host, thread=thread, security=security)
+    address = await server.start()
+    running.push_async_callback(server.stop, _WORKER_STOP_SECONDS)
+    registration = WorkerRegistration(task.name, address, server, surroundings.find_scheduler, security=security)
+    await running.enter_async_context(registration)
+    surroundings.events.loading("registering")
+    await registration.wait_in_use()
+
+    def check_health() -> None:
+        server.check_health()
+        registration.check_health()
+
+    return Up(address, check_health)
+
+
+_STARTS = {"gateway": start_gateway, "scheduler": start_scheduler, "worker": start_worker}
+
+
+async def start(surroundings: Surroundings, running: AsyncExitStack) -> Up:
+    up = await _STARTS[sys.argv[1]](surroundings, running)
+    keep_loaded_objects()
+    return up
+
+
+if __name__ == "__main__":
+    sys.exit(run_process(start))
