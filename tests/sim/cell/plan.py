@@ -115,6 +115,10 @@ class Plan:
     wire: WirePlan | None = None
     """None: messages arrive as they were sent."""
 
+    @property
+    def pages_are_ample(self) -> bool:
+        return all(worker.pages * worker.page_size >= 100 * self.longest for worker in self.workers)
+
 
 def make_plan(
     rng: random.Random,
@@ -189,6 +193,7 @@ def make_plan(
     if kinds == FAULTS:
         plan = _with_odd_messages(plan, random.Random(f"messages of {seed}"))
         plan = _with_poisons(plan, random.Random(f"prompts that kill in {seed}"))
+    plan = _with_small_limits(plan, random.Random(f"limits of {seed}"))
     plan = _with_cells(plan, random.Random(f"cells of {seed}"), kinds == FAULTS, cells)
     return plan if draft_ahead is None else _drafting_ahead(plan, draft_ahead)
 
@@ -282,6 +287,22 @@ def _with_poisons(plan: Plan, rng: random.Random) -> Plan:
     if rng.random() < 0.3:
         faults += _rolling_restart(len(plan.workers), rng)
     return replace(plan, faults=tuple(sorted((*plan.faults, *faults), key=lambda fault: fault.time)))
+
+
+def _with_small_limits(plan: Plan, rng: random.Random) -> Plan:
+    """In one of eight schedules steps are short and have room for few tokens."""
+    if rng.random() >= 0.125:
+        return plan
+    config = replace(
+        plan.config,
+        batch_size=rng.choice((1, 2, 3, 6)),
+        max_running=rng.choice((3, 8, 64)),
+        prefill_chunk=rng.choice((1, 2, 5)),
+    )
+    workers = tuple(
+        replace(worker, max_num_batched_tokens=rng.choice((2, 3, 8, 24)), base_seconds=0.001) for worker in plan.workers
+    )
+    return replace(plan, config=config, workers=workers)
 
 
 def _with_cells(plan: Plan, rng: random.Random, all_faults: bool, count: int | None) -> Plan:
