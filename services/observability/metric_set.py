@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Generic, TypeVar
+from operator import attrgetter
+from typing import Generic, TypeVar
 
 from prometheus_client import Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -35,22 +37,6 @@ class Kind(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Read(Generic[R]):
-    """A metric whose figure is counted elsewhere, and taken at each scrape from a reading of type R.
-
-    Without `labels`, `figures` gives one figure; else one by the value of the label, or by a tuple of values. For a
-    histogram it gives the number of observations of each value.
-    """
-
-    kind: Kind
-    name: str
-    meaning: str
-    figures: Callable[[R], Any]
-    labels: tuple[str, ...] = ()
-    bounds: tuple[float, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
 class Metric:
     """What the documentation says of a metric. `name` is the exported one; a counter's ends with `_total`."""
 
@@ -69,14 +55,25 @@ class MetricSet(Generic[R]):
     """Metrics in the order of their definitions, all names with `spool_` in front.
 
     `counter`, `gauge` and `histogram` return objects of prometheus_client, to be changed when something happens. What
-    is counted elsewhere is not counted again: `read` says where it is found.
+    is counted elsewhere is not counted again, but read at each scrape from a reading of type R: `table` has a line for
+    each such metric, with its kind, its name, the attribute of the reading that holds the figure, and its labels,
+    separated by commas, for which the attribute holds a mapping from values of the label, or tuples of them. For a
+    histogram it is a mapping from values to numbers of observations, and the last word names one of `bounds`. Indented
+    lines below it say what the metric means.
     """
 
-    def __init__(self, read: Iterable[Read[R]] = ()) -> None:
+    def __init__(self, table: str = "", bounds: Mapping[str, tuple[float, ...]] | None = None) -> None:
         self._entries: list[tuple[Metric, Callable[[R], Iterable[Family]]]] = []
-        for one in read:
-            metric = self._define(one.name, one.kind, one.meaning, *one.labels)
-            self._entries.append((metric, functools.partial(_collect, metric, one)))
+        for entry in re.split(r"\n(?=\S)", table.strip()) if table else ():
+            first, *lines = entry.splitlines()
+            kind, name, path, *last = first.split()
+            labels = last[0].split(",") if last and Kind(kind) is not Kind.HISTOGRAM else []
+            metric = self._define(name, Kind(kind), " ".join(line.strip() for line in lines), *labels)
+            figure = attrgetter(path)
+            if metric.kind is Kind.HISTOGRAM:
+                self._entries.append((metric, functools.partial(_histogram, metric, (bounds or {})[last[0]], figure)))
+            else:
+                self._entries.append((metric, functools.partial(_family, metric, figure)))
 
     @property
     def metrics(self) -> tuple[Metric, ...]:
@@ -131,29 +128,23 @@ class _Families(Collector):
         return self._families
 
 
-def _collect(metric: Metric, read: Read[R], reading: R) -> list[Family]:
-    figures = read.figures(reading)
-    if read.kind is Kind.HISTOGRAM:
-        return [_histogram(metric, read.bounds, figures)]
-    return [_family(metric, figures)]
-
-
-def _family(metric: Metric, figures: Figures) -> Family:
+def _family(metric: Metric, figure: Callable[[R], Figures], reading: R) -> list[Family]:
     kind = CounterMetricFamily if metric.kind is Kind.COUNTER else GaugeMetricFamily
     family = kind(metric.family, metric.meaning, labels=metric.labels)
-    if isinstance(figures, Mapping):
-        for value, figure in figures.items():
-            family.add_metric([value] if isinstance(value, str) else value, figure)
-    else:
-        family.add_metric([], figures)
-    return family
+    figures = figure(reading)
+    for value, number in figures.items() if isinstance(figures, Mapping) else [((), figures)]:
+        family.add_metric([value] if isinstance(value, str) else value, number)
+    return [family]
 
 
-def _histogram(metric: Metric, bounds: tuple[float, ...], counts: Mapping[int, int]) -> Family:
+def _histogram(
+    metric: Metric, bounds: tuple[float, ...], figure: Callable[[R], Mapping[int, int]], reading: R
+) -> list[Family]:
+    counts = figure(reading)
     buckets = [
         (floatToGoString(bound), sum(count for value, count in counts.items() if value <= bound))
         for bound in (*bounds, float("inf"))
     ]
     family = HistogramMetricFamily(metric.family, metric.meaning)
     family.add_metric([], buckets, sum(value * count for value, count in counts.items()))
-    return family
+    return [family]

@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -32,12 +33,12 @@ def test_vllms_names_stand_for_metrics_of_ours() -> None:
 
 
 def test_an_alias_repeats_type_and_samples_without_labels_that_vllm_lacks() -> None:
-    metrics: MetricSet[dict[str, float]] = MetricSet()
-    metrics.read(Kind.COUNTER, "prefix_cache_hits_total", "Hits.", lambda hits: hits, "role")
-    metrics.read(Kind.GAUGE, "queue_limit", "Limit.", lambda hits: 3.0)
+    metrics = MetricSet[SimpleNamespace]("counter prefix_cache_hits_total hits role\n Hits.\ngauge queue_limit limit")
     first_token = metrics.histogram("time_to_first_token_seconds", "Wait.", (1.0, 2.0))
     first_token.observe(1.5)
-    families = with_vllm_names(metrics.families({"draft": 5.0, "target": 7.0}), "a/model")
+    families = with_vllm_names(
+        metrics.families(SimpleNamespace(hits={"draft": 5.0, "target": 7.0}, limit=3.0)), "a/model"
+    )
     parsed = {family.name: family for family in text_string_to_metric_families(exposition(families).decode())}
     assert list(parsed) == [
         "spool_prefix_cache_hits",
@@ -70,10 +71,10 @@ def test_names_follow_the_conventions() -> None:
 
 
 def test_several_labels_have_a_sample_for_each_combination() -> None:
-    metrics: MetricSet[dict[tuple[str, ...], float]] = MetricSet()
-    metrics.read(Kind.COUNTER, "refused_total", "Refused.", lambda figures: figures, "key", "limit")
+    metrics = MetricSet[SimpleNamespace]("counter refused_total refusals key,limit")
     assert [metric.labels for metric in metrics.metrics] == [("key", "limit")]
-    (family,) = text_string_to_metric_families(metrics.exposition({("a", "x"): 2.0, ("", "y"): 3.0}).decode())
+    reading = SimpleNamespace(refusals={("a", "x"): 2.0, ("", "y"): 3.0})
+    (family,) = text_string_to_metric_families(metrics.exposition(reading).decode())
     told = {(sample.labels["key"], sample.labels["limit"]): sample.value for sample in family.samples}
     assert told == {("a", "x"): 2.0, ("", "y"): 3.0}
 
@@ -81,9 +82,9 @@ def test_several_labels_have_a_sample_for_each_combination() -> None:
 @given(st.lists(st.integers(0, 40)))
 def test_exact_counts_become_cumulative_buckets(values: list[int]) -> None:
     bounds = (0, 1, 5, 20)
-    metrics: MetricSet[Counter[int]] = MetricSet()
-    metrics.read_histogram("rows", "Rows.", bounds, lambda counts: counts)
-    (family,) = text_string_to_metric_families(metrics.exposition(Counter(values)).decode())
+    metrics = MetricSet[SimpleNamespace]("histogram rows counts few\n    Rows.", {"few": bounds})
+    reading = SimpleNamespace(counts=Counter(values))
+    (family,) = text_string_to_metric_families(metrics.exposition(reading).decode())
     told = {(sample.name, sample.labels.get("le")): sample.value for sample in family.samples}
     limits = [-1, *bounds, 1000]
     within = [sum(low < value <= high for value in values) for low, high in pairwise(limits)]
@@ -94,10 +95,9 @@ def test_exact_counts_become_cumulative_buckets(values: list[int]) -> None:
 
 
 def test_labels_given_from_the_start_are_told_with_0() -> None:
-    metrics: MetricSet[float] = MetricSet()
+    metrics = MetricSet[complex]("gauge room real\n    Room.")
     refusals = metrics.counter("refusals_total", "Refusals.", "cause", ("full", "invalid"))
-    metrics.read(Kind.GAUGE, "room", "Room.", lambda room: room)
     refusals.labels("full").inc(2)
-    (counted, read) = text_string_to_metric_families(metrics.exposition(1.5).decode())
+    (read, counted) = text_string_to_metric_families(metrics.exposition(1.5).decode())
     assert {sample.labels["cause"]: sample.value for sample in counted.samples} == {"full": 2, "invalid": 0}
     assert [sample.value for sample in read.samples] == [1.5]
