@@ -16,7 +16,7 @@ from typing import Any
 
 from bench.draft_ahead.laws import RANKS
 from bench.virtual_time.rates import Costs
-from deploy.planning.luck import Luck
+from bench.virtual_time.luck import Luck
 from engine.description import EngineDescription
 from engine.kv.pages import PagePool
 from engine.steps import (

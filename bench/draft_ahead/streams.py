@@ -7,14 +7,12 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from scheduler.config import Policy, SchedulerConfig
-from services.backend.interface import GenerationRequest
 from services.launch.launcher import WorkerLaunch, WorkerLauncher
 from services.observability.observer import ServiceObserver
 from services.rpc.channel_security import ChannelSecurity
 from services.scheduler.epochs import EpochAuthority, MemoryRegister
 from services.scheduler.service import SchedulerService
 from services.scheduler.workers.worker_link import LinkOptions, WorkerEndpoint
-from services.scheduler_client.local import LocalBackend
 
 
 @dataclass
@@ -63,7 +61,7 @@ async def one_at_a_time(
                 config, scheduler_epoch=epoch, link_options=links, security=security, observers=observers
             ) as service:
                 workers = [WorkerEndpoint(one.worker_id, one.role, one.address) for one in launcher.workers]
-                await service.add_workers(workers)
+                await service.workers.add(workers)
                 streams = Streams()
                 for place, prompt in enumerate(prompts):
                     await _stream(service, config, prompt, max_tokens, streams, counts=place > 0)
@@ -80,10 +78,9 @@ async def _stream(
 ) -> None:
     before, at_work = service.core.snapshot(), service.statistics()
     requested = None if config.policy is Policy.AUTO else config.draft_length
-    request = GenerationRequest(prompt, max_tokens, draft_length=requested)
     output: list[int] = []
     first = began = 0.0
-    async for delta in await LocalBackend(service).submit(request):
+    async for delta in service.submit(prompt, max_tokens, draft_length=requested):
         if not output:
             first, began = len(delta.tokens), time.perf_counter()
         output += delta.tokens

@@ -6,8 +6,8 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 
-from deploy.planning.luck import AcceptanceOf
-from deploy.planning.virtual_cell import Costs, VirtualCell
+from bench.virtual_time.luck import AcceptanceOf
+from bench.virtual_time.virtual_cell import Costs, VirtualCell
 from scheduler.config import Policy, SchedulerConfig
 from scheduler.messages import (
     Command,

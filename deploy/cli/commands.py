@@ -8,7 +8,6 @@ that `--help` is quick.
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -33,7 +32,6 @@ def add_commands(app: typer.Typer) -> None:
         ("status", status_command),
         ("logs", logs_command),
         ("down", down_command),
-        ("plan", plan_command),
     ):
         app.command(name)(command)
     models = typer.Typer(help="Models on this machine.")
@@ -159,16 +157,3 @@ def down_command(app: App = "spool") -> int:
     from deploy.cli.status import down
 
     return down(app)
-
-
-def plan_command(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="Traffic, models, devices and service levels, in YAML.")],
-    json_output: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-) -> int:
-    """Says how many targets and drafts a traffic needs, and what it costs, by simulating the scheduler.
-
-    Exit code 1 if no fleet keeps the service level.
-    """
-    from deploy.planning.command import plan_fleets
-
-    return plan_fleets(file, json_output)

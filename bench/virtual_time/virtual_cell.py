@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from deploy.planning.luck import AcceptanceOf, Luck, evenly
+from bench.virtual_time.luck import AcceptanceOf, Luck, evenly
 from scheduler.config import SchedulerConfig
 from scheduler.core import SchedulerCore
 from scheduler.messages import (
