@@ -13,9 +13,9 @@ from deploy.offline.prompts import Prompt
 from deploy.options import SamplingSettings
 from deploy.progress import Reporter
 from scheduler.config import SchedulerConfig
-from scheduler.messages import FinishReason
+from scheduler.messages import EmitTokens, FinishReason
 from scheduler.sampling import SamplingParameters
-from services.backend.sequence_stream import AdmissionRefusedError, SequenceFailedError, TokenDelta
+from services.backend.sequence_stream import AdmissionRefusedError, SequenceFailedError
 from services.scheduler.service import SchedulerService, ServiceClosedError
 from services.scheduler.telemetry.statistics import StatisticsSnapshot
 from services.scheduler.telemetry.step_trace import StepTrace
@@ -80,7 +80,7 @@ class DecodingPlan:
     logits_digests: bool = False
     warm_up: Sequence[Job] = ()
     trace: StepTrace | None = None
-    on_delta: Callable[[int, TokenDelta], None] | None = None
+    on_delta: Callable[[int, EmitTokens], None] | None = None
 
 
 async def decode(

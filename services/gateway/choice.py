@@ -6,9 +6,8 @@ from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from scheduler.messages import FinishReason, TokenLogprobs
-from services.backend.interface import TokenStream
-from services.backend.sequence_stream import SequenceFailedError, TokenDelta
+from scheduler.messages import EmitTokens, FinishReason, TokenLogprobs
+from services.backend.sequence_stream import SequenceFailedError, SequenceStream
 from services.gateway.metrics import SequenceMeter
 from services.gateway.stop_strings import StopStringCutter
 from services.text.incremental_decoder import IncrementalDecoder
@@ -48,7 +47,7 @@ class Choice:
     def __init__(
         self,
         index: int,
-        stream: TokenStream,
+        stream: SequenceStream,
         decoder: IncrementalDecoder,
         meter: SequenceMeter,
         *,
@@ -99,8 +98,8 @@ class Choice:
             yield Piece(self.index, self._echo)
         stop_token: int | None = None
         try:
-            async for delta in self._stream:
-                stop_token = self._take(delta)
+            async for emission in self._stream:
+                stop_token = self._take(emission)
                 if self._cutter.hit is not None:
                     break
                 if any(self._text):
@@ -126,20 +125,20 @@ class Choice:
                 self._meter.failed()
                 raise SequenceFailedError(f"the sequence ended early: {reason}")
 
-    def _take(self, delta: TokenDelta) -> int | None:
+    def _take(self, emission: EmitTokens) -> int | None:
         """Takes in tokens up to the end of the text; returns the stop token, if one came."""
         taken = 0
         stop_token = None
-        self._prompt_logprobs.extend(delta.prompt_logprobs)
-        self.cached += delta.cached
+        self._prompt_logprobs.extend(emission.prompt_logprobs)
+        self.cached += emission.cached
         if self._only_prompt:
             return None
-        for place, token in enumerate(delta.tokens):
+        for place, token in enumerate(emission.tokens):
             taken += 1
             self._tokens.append(token)
             self._offsets.append(self._characters)
-            if delta.logprobs:
-                self._logprobs.append(delta.logprobs[place])
+            if emission.logprobs:
+                self._logprobs.append(emission.logprobs[place])
             if token in self._stop_token_ids:
                 stop_token = token
                 break
@@ -147,11 +146,11 @@ class Choice:
             self._add(text, may_end=self.completion_tokens + taken > self._min_tokens)
             if self._cutter.hit is not None:
                 break
-        accepted = min(delta.accepted, taken)
+        accepted = min(emission.accepted, taken)
         self.completion_tokens += taken
-        self.drafted += delta.drafted
+        self.drafted += emission.drafted
         self.accepted += accepted
-        self._meter.round(taken, delta.drafted, accepted)
+        self._meter.round(taken, emission.drafted, accepted)
         return stop_token
 
     def _add(self, text: str, may_end: bool = True) -> None:

@@ -12,15 +12,10 @@ from dataclasses import asdict, dataclass, replace
 from types import TracebackType
 from typing import Self
 
-from scheduler.messages import Role
+from protos import worker_pb2
+from protos.scheduler_pb2 import ServedModel
 from scheduler.sampling import Grammar, SamplingParameters
-from services.backend.interface import (
-    Backend,
-    BackendUnavailableError,
-    DeadlineExceededError,
-    GenerationRequest,
-    ModelInfo,
-)
+from services.backend.interface import BackendUnavailableError, DeadlineExceededError, GenerationRequest
 from services.gateway.answers.planning import answer_form, call_structure
 from services.gateway.answers.reader import AnswerForm
 from services.gateway.choice import Choice, Piece
@@ -41,6 +36,7 @@ from services.gateway.settings import GatewaySettings
 from services.gateway.structure import GrammarChecks, Structure
 from services.observability.request_ids import current_key, current_request_id, current_traceparent
 from services.observability.tracing import NoTracing, RequestSpan, RequestTracing
+from services.scheduler_client.remote import SchedulerClient, workers_in_use
 from services.text.incremental_decoder import IncrementalDecoder
 from services.text.tokenizer import ModelTokenizer
 
@@ -136,7 +132,7 @@ class CompletionEngine:
 
     def __init__(
         self,
-        backend: Backend,
+        backend: SchedulerClient,
         tokenizer: ModelTokenizer,
         settings: GatewaySettings,
         metrics: GatewayMetrics,
@@ -149,7 +145,7 @@ class CompletionEngine:
         self._tracing = tracing or NoTracing()
         self._grammars = GrammarChecks(tokenizer.folder)
 
-    async def model(self, name: str | None) -> tuple[str, ModelInfo]:
+    async def model(self, name: str | None) -> tuple[str, ServedModel]:
         """The model's name and description; `name` is one of its names, or None.
 
         Raises RequestError or BackendUnavailableError.
@@ -168,7 +164,8 @@ class CompletionEngine:
 
     async def check_ready(self) -> None:
         """Raises BackendUnavailableError unless a target worker is up."""
-        if not (await self.backend.load()).workers_of(Role.TARGET):
+        workers = workers_in_use(await self.backend.statuses())
+        if not any(worker.role == worker_pb2.ROLE_TARGET for worker in workers):
             raise BackendUnavailableError("no target worker is up")
 
     async def tokenize(self, prompt: TextPrompt | ChatPrompt, add_special_tokens: bool) -> list[int]:
@@ -180,7 +177,7 @@ class CompletionEngine:
             return await asyncio.to_thread(encode_chat, prompt, self.tokenizer, self.settings.limits)
         return await asyncio.to_thread(self.tokenizer.encode, prompt.text, add_special_tokens)
 
-    async def detokenize(self, name: str, tokens: Sequence[int], info: ModelInfo) -> str:
+    async def detokenize(self, name: str, tokens: Sequence[int], info: ServedModel) -> str:
         """`name` is the field that holds the tokens, for error messages. Raises RequestError."""
         check_token_ids(name, tokens, info.vocabulary_size)
         return await asyncio.to_thread(self.tokenizer.decode, tokens, False)
@@ -295,7 +292,7 @@ class CompletionEngine:
         show = self.tokenizer.decoder
         return await asyncio.to_thread(show, prompt.tokens, options.skip_special_tokens, form.markers)
 
-    async def _grammar(self, structure: Structure, options: GenerationOptions, info: ModelInfo) -> Grammar:
+    async def _grammar(self, structure: Structure, options: GenerationOptions, info: ServedModel) -> Grammar:
         """Raises RequestError."""
         if options.ignore_eos:
             raise invalid(f"ignore_eos is true, must be false with {structure.param}", "ignore_eos")
@@ -310,7 +307,9 @@ class CompletionEngine:
         asked = frozenset(options.stop_token_ids)
         return asked if options.ignore_eos else asked | self.tokenizer.stop_token_ids
 
-    def _max_tokens(self, prompt: Prompt, prepared: PreparedPrompt, options: GenerationOptions, info: ModelInfo) -> int:
+    def _max_tokens(
+        self, prompt: Prompt, prepared: PreparedPrompt, options: GenerationOptions, info: ServedModel
+    ) -> int:
         """A chat may use all the length that is left; a text continuation is short unless the client asks for more."""
         room = info.max_sequence_length - len(prepared.tokens)
         limit = self.settings.limits.output_tokens or room

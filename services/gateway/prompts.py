@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from services.backend.interface import ModelInfo
+from protos.scheduler_pb2 import ServedModel
 from services.gateway.answers.reasoning import THINK
 from services.gateway.errors import invalid
 from services.gateway.options import ChatPrompt, Prompt, TextPrompt, TokenPrompt, check_token_ids, shown
@@ -26,7 +26,7 @@ class PreparedPrompt:
 
 
 async def prepare_prompts(
-    prompts: Sequence[Prompt], tokenizer: ModelTokenizer, model: ModelInfo, limits: Limits, echo: bool
+    prompts: Sequence[Prompt], tokenizer: ModelTokenizer, model: ServedModel, limits: Limits, echo: bool
 ) -> list[PreparedPrompt]:
     """Raises RequestError, or ChatTemplateError for messages that the model's template does not accept."""
     if not prompts:

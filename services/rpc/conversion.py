@@ -27,11 +27,12 @@ def _cached(function: F) -> F:
 
 
 class WireEnum(Generic[E]):
-    """The values of an enumeration of a proto that are named as those of `kind`, after a prefix."""
+    """The values of `kind` that an enumeration of a proto has too, under the same names after a prefix."""
 
     def __init__(self, kind: type[E], wire: Any, prefix: str) -> None:
         self._what = f"{prefix.removesuffix('_').lower()}"
-        self._numbers = {value: int(wire.Value(f"{prefix}{value.name}")) for value in kind}
+        numbers = dict(wire.items())
+        self._numbers = {value: numbers[name] for value in kind if (name := f"{prefix}{value.name}") in numbers}
         self._values = {number: value for value, number in self._numbers.items()}
 
     def to_wire(self, value: E) -> Any:
@@ -75,7 +76,8 @@ def _hints(kind: type) -> dict[str, Any]:
 
 @_cached
 def _shared_names(message: type[Message], source: type) -> list[str]:
-    return [name for name in message.DESCRIPTOR.fields_by_name if name in dir(source)]
+    names = source.DESCRIPTOR.fields_by_name if issubclass(source, Message) else dir(source)
+    return [name for name in message.DESCRIPTOR.fields_by_name if name in names]
 
 
 @_cached

@@ -25,11 +25,11 @@ from services.rpc.supervision import SupervisedTask
 from services.rpc.worker_codec import ROLES
 from services.scheduler.service import SchedulerService, ServiceClosedError
 from services.scheduler.session import GatewaySession, RetryAdvice, SessionEndedError, SessionOptions
-from services.scheduler.status import ReplicaFigures, status_of, worker_state_to_wire
+from services.scheduler.status import WORKER_STATES, ReplicaFigures, status_of
 from services.scheduler.telemetry.metrics import Reading
 from services.scheduler.viewer import CellViewer
-from services.scheduler.workers.registry import RegistryOptions, WorkerRegistry, WorkerState
-from services.scheduler.workers.worker_link import WorkerEndpoint
+from services.scheduler.workers.worker_link import WorkerEndpoint, WorkerState
+from services.scheduler.workers.worker_set import RegistryOptions
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +88,6 @@ class SchedulerServer(scheduler_pb2_grpc.SchedulerServicer):
         self._port = port
         self._security = security or ChannelSecurity()
         self._options = options or SchedulerServerOptions()
-        self._registry = WorkerRegistry(service, self._options.registry, time.monotonic)
         self._advice = RetryAdvice()
         self._health = health_aio.HealthServicer()
         self._sessions: set[GatewaySession] = set()
@@ -120,7 +119,6 @@ class SchedulerServer(scheduler_pb2_grpc.SchedulerServicer):
             chore.cancel()
         for session in list(self._sessions):
             session.close("the scheduler is shutting down")
-        await self._registry.close()
         if self._server is not None:
             await self._server.stop(grace_seconds)
         await asyncio.gather(*(chore.stop() for chore in self._chores))
@@ -135,14 +133,12 @@ class SchedulerServer(scheduler_pb2_grpc.SchedulerServicer):
     def status(self) -> scheduler_pb2.StatusReply:
         """The answer of the Status method."""
         uptime = time.monotonic() - self._started
-        records, sessions = self._registry.records(), len(self._sessions)
-        return status_of(self._service, records, sessions, uptime, self._replicas())
+        return status_of(self._service, len(self._sessions), uptime, self._replicas())
 
     def metric_families(self) -> Iterator[Family]:
         """The scheduler's metrics at this moment."""
-        leaving = {
-            record.endpoint.worker_id for record in self._registry.records() if record.state is WorkerState.LEAVING
-        }
+        links = self._service.workers.known()
+        leaving = {link.endpoint.worker_id for link in links if link.state is WorkerState.LEAVING}
         core, replicas, config = self._service.core.snapshot(), self._replicas(), self._service.config
         reading = Reading(
             core=core,
@@ -185,11 +181,11 @@ class SchedulerServer(scheduler_pb2_grpc.SchedulerServicer):
         await self._service.hear_of_epoch(request.highest_scheduler_epoch)
         await self._check_open(context)
         try:
-            record = await self._registry.register(endpoint, request.description)
+            link = await self._service.workers.register(endpoint, request.description, self._options.registry)
         except ServiceClosedError as error:
             await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
         return scheduler_pb2.RegisterReply(
-            scheduler_epoch=self._service.epoch, state=worker_state_to_wire(record.state), reason=record.reason
+            scheduler_epoch=self._service.workers.epoch, state=WORKER_STATES.to_wire(link.state), reason=link.reason
         )
 
     async def Deregister(  # noqa: N802
@@ -197,8 +193,9 @@ class SchedulerServer(scheduler_pb2_grpc.SchedulerServicer):
     ) -> scheduler_pb2.DeregisterReply:
         remaining = context.time_remaining()
         seconds = _DRAIN_SECONDS if remaining is None else max(remaining - _DRAIN_MARGIN_SECONDS, 0.0)
-        await self._registry.deregister(request.worker_id, request.worker_epoch, seconds)
-        return scheduler_pb2.DeregisterReply(scheduler_epoch=self._service.epoch)
+        if self._service.workers.leaves(request.worker_id, request.worker_epoch):
+            await self._service.remove_worker(request.worker_id, seconds)
+        return scheduler_pb2.DeregisterReply(scheduler_epoch=self._service.workers.epoch)
 
     async def Status(  # noqa: N802
         self, request: scheduler_pb2.StatusRequest, context: grpc.aio.ServicerContext
@@ -225,7 +222,7 @@ class SchedulerServer(scheduler_pb2_grpc.SchedulerServicer):
         limit = self._options.sessions.fail_without_target_seconds
         while True:
             await asyncio.sleep(_SWEEP_SECONDS)
-            await self._registry.sweep()
+            await self._service.workers.sweep(self._options.registry)
             if self._service.workers.targetless_seconds > limit:
                 for session in list(self._sessions):
                     session.fail_all(f"no target worker has been up for {limit:g} s")

@@ -7,10 +7,10 @@ import functools
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 from protos import worker_pb2
 from scheduler.config import SchedulerConfig
@@ -22,6 +22,7 @@ from scheduler.messages import (
     FailSequence,
     FinishReason,
     FinishSequence,
+    KvMoved,
     MoveKv,
     RefusalCause,
     RefuseSequence,
@@ -39,16 +40,19 @@ from scheduler.messages import (
     WorkerJoined,
     WorkerLost,
 )
-from scheduler.sampling import SamplingParameters
-from services.backend.sequence_stream import AdmissionRefusedError, SequenceFailedError, SequenceStream, TokenDelta
+from services.backend.sequence_stream import AdmissionRefusedError, SequenceFailedError, SequenceStream
 from services.observability.observer import FAILED, REFUSED, SequenceEnd, ServiceObserver, StepTimings
 from services.rpc.channel_security import ChannelSecurity
 from services.rpc.worker_codec import spec_from_wire
 from services.scheduler.epochs import EpochAuthority, SupersededError
 from services.scheduler.telemetry.metrics import SchedulerMetrics
 from services.scheduler.telemetry.statistics import ServiceStatistics, StatisticsSnapshot
-from services.scheduler.workers.kv_move_commands import KvMover
-from services.scheduler.workers.worker_link import LinkOptions, SchedulerFencedError, WorkerEndpoint
+from services.scheduler.workers.worker_link import (
+    LinkOptions,
+    SchedulerFencedError,
+    WorkerEndpoint,
+    WorkerUnreachableError,
+)
 from services.scheduler.workers.worker_set import WorkerSet
 
 logger = logging.getLogger(__name__)
@@ -77,7 +81,7 @@ class SequenceSink(Protocol):
     client_request_id: str
     traceparent: str
 
-    def push(self, delta: TokenDelta) -> None: ...
+    def push(self, emission: EmitTokens) -> None: ...
 
     def suspect(self, suspicion: Suspicion) -> None:
         """The sequence may be the reason why a target was lost."""
@@ -113,7 +117,7 @@ class SchedulerService:
         self.workers = WorkerSet(
             self, self._check_open, link_options or LinkOptions(), security or ChannelSecurity(), scheduler_epoch
         )
-        self._kv_mover = KvMover(self.workers, self._handle, self._client_request_id, _MOVE_TIMEOUT_SECONDS)
+        self._kv_moves: set[asyncio.Task[None]] = set()
         self._drained: dict[str, asyncio.Event] = {}
         self._sinks: dict[int, SequenceSink] = {}
         self._ids = itertools.count(1)
@@ -131,10 +135,6 @@ class SchedulerService:
 
     # Workers.
 
-    async def add_workers(self, endpoints: Sequence[WorkerEndpoint]) -> None:
-        """As WorkerSet.add."""
-        await self.workers.add(endpoints)
-
     async def remove_worker(self, worker_id: str, drain_seconds: float = 0.0) -> None:
         """Stops using a worker; an unknown one is no error.
 
@@ -145,6 +145,8 @@ class SchedulerService:
         link = self.workers.find(worker_id)
         if link is not None and link.endpoint.role is Role.TARGET and drain_seconds > 0:
             await self._drain(worker_id, drain_seconds)
+            if self.workers.links.get(worker_id) is not link:
+                return  # another start has taken its place meanwhile
         await self.workers.remove(worker_id)
 
     async def _drain(self, worker_id: str, seconds: float) -> None:
@@ -158,20 +160,6 @@ class SchedulerService:
         finally:
             self._drained.pop(worker_id, None)
 
-    @property
-    def descriptions(self) -> Mapping[str, worker_pb2.WorkerDescription]:
-        """Of every worker that was up at least once, as it was when it last came up."""
-        return self.workers.descriptions
-
-    @property
-    def workers_up(self) -> frozenset[str]:
-        return self.workers.up
-
-    @property
-    def epoch(self) -> int:
-        """The highest epoch with which this service has spoken to a worker."""
-        return self.workers.epoch
-
     async def hear_of_epoch(self, highest: int) -> None:
         """A worker reports the highest scheduler epoch that ever spoke to it.
 
@@ -179,12 +167,12 @@ class SchedulerService:
         continues above that epoch.
         """
         async with self._renewing:
-            if highest <= self.epoch or self._closed_because is not None:
+            if highest <= self.workers.epoch or self._closed_because is not None:
                 return
             try:
                 if self._epochs is None:
                     raise SupersededError(f"a scheduler with epoch {highest} has taken over")
-                self.workers.raise_epoch(await self._epochs.renew(self.epoch, highest))
+                self.workers.raise_epoch(await self._epochs.renew(self.workers.epoch, highest))
             except SupersededError as error:
                 self._fenced = True
                 self._shut(str(error))
@@ -196,40 +184,20 @@ class SchedulerService:
         prompt: Sequence[int],
         max_tokens: int,
         *,
-        stop_token_ids: frozenset[int] = frozenset(),
-        sampling: SamplingParameters | None = None,
-        draft_length: int | None = None,
-        logits_digests: bool = False,
-        top_logprobs: int | None = None,
-        committed_output: Sequence[int] = (),
         client_request_id: str = "",
         traceparent: str = "",
-        key: str = "",
-        priority: int = 0,
-        prompt_logprobs: int | None = None,
+        **fields: Any,
     ) -> SequenceStream:
-        """Enters a sequence; fields as in scheduler.messages.SequenceRequest. `client_request_id` is for logs,
-        `traceparent` for traces.
+        """Enters a sequence; `fields` are others of scheduler.messages.SequenceRequest. `client_request_id` is for
+        logs, `traceparent` for traces.
 
         Raises AdmissionRefusedError, or ServiceClosedError.
         """
-        request = SequenceRequest(
-            sequence_id=self.new_sequence_id(),
-            prompt=tuple(prompt),
-            max_tokens=max_tokens,
-            stop_token_ids=stop_token_ids,
-            sampling=sampling or SamplingParameters(),
-            draft_length=draft_length,
-            logits_digests=logits_digests,
-            top_logprobs=top_logprobs,
-            committed_output=tuple(committed_output),
-            key=key,
-            priority=priority,
-            prompt_logprobs=prompt_logprobs,
-        )
+        request = SequenceRequest(self.new_sequence_id(), tuple(prompt), max_tokens, **fields)
         stream = SequenceStream(request.sequence_id, self.cancel, client_request_id, traceparent)
         self.enter(request, stream)
-        stream.raise_if_refused()
+        if isinstance(stream.outcome, AdmissionRefusedError):
+            raise stream.outcome
         return stream
 
     def new_sequence_id(self) -> int:
@@ -296,7 +264,9 @@ class SchedulerService:
     async def close(self, reason: str = "the scheduler service is shutting down") -> None:
         """Fails every unfinished sequence with the reason, and leaves the workers."""
         self._shut(reason)
-        await self._kv_mover.close()
+        for move in self._kv_moves:
+            move.cancel()
+        await asyncio.gather(*self._kv_moves, return_exceptions=True)
         await self.workers.close()
 
     async def __aenter__(self) -> Self:
@@ -307,7 +277,7 @@ class SchedulerService:
     ) -> None:
         await self.close()
 
-    # What workers say (WorkerSetListener).
+    # What workers say (WorkerListener).
 
     def worker_up(self, endpoint: WorkerEndpoint, description: worker_pb2.WorkerDescription) -> None:
         self._handle(WorkerJoined(spec_from_wire(endpoint.worker_id, description)))
@@ -317,9 +287,6 @@ class SchedulerService:
         for observer in self.observers:
             observer.worker_lost(endpoint.role, endpoint.worker_id, homes.get(endpoint.worker_id, 0))
         self._handle(WorkerLost(endpoint.worker_id, reason, blameless))
-
-    def has_suspect(self, endpoint: WorkerEndpoint) -> bool:
-        return self._core.has_suspect(endpoint.worker_id)
 
     def step_replied(
         self,
@@ -388,22 +355,15 @@ class SchedulerService:
             case SendStep():
                 self._send(command)
             case MoveKv():
-                self._kv_mover.start(command)
+                task = asyncio.create_task(self._move_kv(command))
+                self._kv_moves.add(task)
+                task.add_done_callback(self._kv_moves.discard)
             case WorkerDrained():
                 self._end_drain(command.worker_id)
             case EmitTokens():
                 for observer in self.observers:
                     observer.tokens_emitted(command)
-                delta = TokenDelta(
-                    command.tokens,
-                    command.drafted,
-                    command.accepted,
-                    command.logits_digests,
-                    command.logprobs,
-                    command.prompt_logprobs,
-                    command.cached,
-                )
-                self._sinks[command.sequence_id].push(delta)
+                self._sinks[command.sequence_id].push(command)
             case SuspectSequence():
                 self._sinks[command.sequence_id].suspect(command.suspicion)
             case FinishSequence():
@@ -431,9 +391,22 @@ class SchedulerService:
             observer.sequence_ended(sequence_id, end, now)
         self._sinks.pop(sequence_id).end(outcome)
 
-    def _client_request_id(self, sequence_id: int) -> str:
-        sink = self._sinks.get(sequence_id)
-        return "" if sink is None else sink.client_request_id
+    async def _move_kv(self, move: MoveKv) -> None:
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        sequence_id = move.opening.sequence_id
+        try:
+            source, destination = self.workers.find(move.source_id), self.workers.find(move.destination_id)
+            if source is None or destination is None:
+                raise WorkerUnreachableError(f"worker {move.source_id} or {move.destination_id} is gone")
+            reply = await destination.import_kv(move, source, _MOVE_TIMEOUT_SECONDS)
+        except Exception as error:  # whatever it was: without an answer the core would wait for the KV
+            sink = self._sinks.get(sequence_id)
+            named = {"request_id": "" if sink is None else sink.client_request_id}
+            logger.warning("KV of sequence %d was not moved: %s", sequence_id, error, extra=named)
+            self._handle(KvMoved(move.move_id, False, loop.time() - began))
+        else:
+            self._handle(KvMoved(move.move_id, True, loop.time() - began, reply.bytes))
 
     def _end_drain(self, worker_id: str) -> None:
         if worker_id in self._drained:
@@ -459,7 +432,7 @@ class SchedulerService:
 
     def _check_vocabulary(self, request: SequenceRequest) -> None:
         """Refuses tokens outside the vocabulary, which the core does not check and on which a worker would fail."""
-        sizes = [d.vocabulary_size for d in self.descriptions.values() if d.role == worker_pb2.ROLE_TARGET]
+        sizes = [d.vocabulary_size for d in self.workers.descriptions.values() if d.role == worker_pb2.ROLE_TARGET]
         size = min(sizes, default=0)
         if not size:
             return

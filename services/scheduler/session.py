@@ -13,14 +13,14 @@ from typing import Any
 import grpc
 
 from protos import scheduler_pb2
-from scheduler.messages import FinishReason, RefusalCause, Suspicion
+from scheduler.messages import EmitTokens, FinishReason, RefusalCause, Suspicion
 from services.backend.interface import BackendUnavailableError, DeadlineExceededError
-from services.backend.sequence_stream import AdmissionRefusedError, TokenDelta
-from services.backend.session_codec import request_from_wire
+from services.backend.sequence_stream import AdmissionRefusedError, merged
+from services.backend.session_codec import request_from_wire, write_end, write_output
 from services.observability.request_ids import LONGEST_REQUEST_ID
 from services.rpc.backoff import require_positive
+from services.rpc.conversion import to_wire
 from services.rpc.protocol_version import PROTOCOL_VERSION, version_conflict
-from services.scheduler.outbox import SessionOutbox
 from services.scheduler.service import SchedulerService, SchedulerStoppedError, ServiceClosedError
 
 logger = logging.getLogger(__name__)
@@ -29,6 +29,10 @@ logger = logging.getLogger(__name__)
 _REMEMBERED_ENDS = 64
 _MIN_RETRY_SECONDS = 1.0
 _MAX_RETRY_SECONDS = 30.0
+
+# Limits of one reply. With log probabilities, a token takes some hundred bytes.
+_EVENTS_PER_REPLY = 1024
+_TOKENS_PER_REPLY = 16384
 
 # How old a gateway's knowledge of the cell's load gets.
 _LOAD_SECONDS = 0.5
@@ -86,15 +90,23 @@ class RetryAdvice:
 
 
 class GatewaySession:
-    """Runs one session. However the session ends, `run` cancels its sequences before it returns."""
+    """Runs one session. However the session ends, `run` cancels its sequences before it returns.
+
+    A reply holds at most one event for each sequence: what happens to a sequence that the gateway has not read is
+    merged into its event. While as many events wait as the options allow, nothing is read from the gateway.
+    """
 
     def __init__(self, service: SchedulerService, options: SessionOptions, advice: RetryAdvice) -> None:
         self.gateway_id = ""
-        self._service = service
+        self.service = service
         self._options = options
         self._advice = advice
-        self._outbox = SessionOutbox(options.max_pending_events)
         self._live: dict[int, _SessionSequence] = {}
+        self._news: dict[_SessionSequence, None] = {}
+        """Sequences with an event that no reply has carried yet, in the order in which they became so."""
+        self._has_news = asyncio.Event()
+        self._has_room = asyncio.Event()
+        self._has_room.set()
         self._opened = asyncio.Event()
         self._closing: asyncio.Future[SessionEndedError] = asyncio.get_running_loop().create_future()
 
@@ -126,17 +138,38 @@ class GatewaySession:
     def close(self, reason: str) -> None:
         """Ends the session; the gateway may submit its sequences elsewhere."""
         if not self._closing.done():
-            code = grpc.StatusCode.ABORTED if self._service.fenced else grpc.StatusCode.UNAVAILABLE
+            code = grpc.StatusCode.ABORTED if self.service.fenced else grpc.StatusCode.UNAVAILABLE
             self._closing.set_result(SessionEndedError(code, reason))
 
     def tell_load(self) -> None:
         """The gateway has to know at once how the cell is."""
-        self._outbox.wake()
+        self._has_news.set()
 
     def fail_all(self, message: str) -> None:
         """Fails every sequence, because there is no target worker."""
         for sequence in list(self._live.values()):
             sequence.stop(BackendUnavailableError(message))
+
+    def changed(self, sequence: _SessionSequence) -> None:
+        """Something happened to the sequence that the gateway is to be told."""
+        self._news[sequence] = None
+        self._update()
+
+    def ended(self, sequence: _SessionSequence, outcome: FinishReason | Exception) -> None:
+        """The sequence has ended, and `changed` follows unless the session ends with it."""
+        del self._live[sequence.request_id]
+        if isinstance(outcome, SchedulerStoppedError):
+            # Ending the session as well lets the gateway submit the sequence elsewhere.
+            self._news.pop(sequence, None)
+            self.close(str(outcome))
+            return
+        now = asyncio.get_running_loop().time()
+        if isinstance(outcome, AdmissionRefusedError):
+            known = outcome.retry_after_seconds
+            sequence.retry_after = self._advice.seconds(self.service.core.waiting, now) if known is None else known
+        else:
+            self._advice.sequence_ended(now)
+        self.changed(sequence)
 
     async def _read(self, requests: AsyncIterator[scheduler_pb2.SessionRequest]) -> None:
         lease = self._options.lease_seconds
@@ -146,10 +179,10 @@ class GatewaySession:
                 async for request in requests:
                     deadline.reschedule(clock() + lease)
                     self._take(request)
-                    await self._outbox.room.wait()
+                    await self._has_room.wait()
         except TimeoutError:
             reason = f"nothing came from the gateway for {lease:g} s"
-            self._service.metrics.lease_expired()
+            self.service.metrics.lease_expired()
             logger.warning("session of gateway %s: %s", self.gateway_id, reason)
             raise SessionEndedError(grpc.StatusCode.UNAVAILABLE, reason) from None
 
@@ -162,16 +195,32 @@ class GatewaySession:
         while True:
             try:
                 async with asyncio.timeout(min(self._options.lease_seconds / 3, _LOAD_SECONDS)):
-                    await self._outbox.wait()
+                    await self._has_news.wait()
             except TimeoutError:
                 logger.debug("nothing to tell gateway %s", self.gateway_id)
-            await write(self._reply(events=self._outbox.take()))
+            await write(self._reply(events=self._events()))
 
     def _reply(self, **content: Any) -> scheduler_pb2.SessionReply:
-        core = self._service.core
+        core = self.service.core
         others = max(core.live - len(self._live), 0)
         load = scheduler_pb2.CellLoad(targets=core.targets, sequences_of_others=others)
-        return scheduler_pb2.SessionReply(scheduler_epoch=self._service.epoch, load=load, **content)
+        return scheduler_pb2.SessionReply(scheduler_epoch=self.service.workers.epoch, load=load, **content)
+
+    def _events(self) -> list[scheduler_pb2.SequenceEvent]:
+        """As many as one reply may hold."""
+        events: list[scheduler_pb2.SequenceEvent] = []
+        tokens = 0
+        while self._news and len(events) < _EVENTS_PER_REPLY and tokens < _TOKENS_PER_REPLY:
+            sequence = next(iter(self._news))
+            del self._news[sequence]
+            events.append(sequence.take_event())
+            tokens += len(events[-1].tokens)
+        self._update()
+        return events
+
+    def _update(self) -> None:
+        _set(self._has_news, bool(self._news))
+        _set(self._has_room, len(self._news) < self._options.max_pending_events)
 
     def _take(self, request: scheduler_pb2.SessionRequest) -> None:
         if request.HasField("opening") == self._opened.is_set():
@@ -200,7 +249,7 @@ class GatewaySession:
         if request_id in self._live:
             message = f"request_id {request_id} is taken by a live sequence of the session"
             raise SessionEndedError(grpc.StatusCode.INVALID_ARGUMENT, message)
-        sequence_id, named = self._service.new_sequence_id(), submission.client_request_id[:LONGEST_REQUEST_ID]
+        sequence_id, named = self.service.new_sequence_id(), submission.client_request_id[:LONGEST_REQUEST_ID]
         sequence = _SessionSequence(self, request_id, sequence_id, named, submission.traceparent)
         self._live[request_id] = sequence
         try:
@@ -208,14 +257,14 @@ class GatewaySession:
             timeout = submission.timeout_seconds if submission.HasField("timeout_seconds") else None
             if timeout is not None and not (math.isfinite(timeout) and timeout > 0):
                 raise ValueError(f"timeout_seconds is {timeout}, must be above 0")
-            targetless = self._service.workers.targetless_seconds
+            targetless = self.service.workers.targetless_seconds
             if targetless > self._options.refuse_without_target_seconds and not submission.admitted_before:
-                self._service.metrics.refused_without_target()
+                self.service.metrics.refused_without_target()
                 sequence.end(BackendUnavailableError(f"no target worker has been up for {targetless:.0f} s"))
                 return
-            self._service.enter(request, sequence)
+            self.service.enter(request, sequence)
         except ValueError as error:
-            self._service.metrics.refused(RefusalCause.INVALID)
+            self.service.metrics.refused(RefusalCause.INVALID)
             sequence.end(AdmissionRefusedError(RefusalCause.INVALID, str(error)))
         except AdmissionRefusedError as error:
             sequence.end(error)
@@ -228,35 +277,6 @@ class GatewaySession:
         for sequence in list(self._live.values()):
             sequence.stop(FinishReason.CANCELLED)
 
-    # Called by the session's sequences.
-
-    def sequence_entered(self, request_id: int) -> None:
-        self._outbox.admitted(request_id)
-
-    def sequence_pushed(self, request_id: int, delta: TokenDelta) -> None:
-        self._outbox.push(request_id, delta)
-
-    def sequence_suspected(self, request_id: int, suspicion: Suspicion) -> None:
-        self._outbox.suspect(request_id, suspicion)
-
-    def sequence_ended(self, request_id: int, outcome: FinishReason | Exception) -> None:
-        del self._live[request_id]
-        if isinstance(outcome, SchedulerStoppedError):
-            # Ending the session as well lets the gateway submit the sequence elsewhere.
-            self.close(str(outcome))
-            return
-        now = asyncio.get_running_loop().time()
-        retry_after = 0.0
-        if isinstance(outcome, AdmissionRefusedError):
-            known = outcome.retry_after_seconds
-            retry_after = self._advice.seconds(self._service.core.waiting, now) if known is None else known
-        else:
-            self._advice.sequence_ended(now)
-        self._outbox.end(request_id, outcome, retry_after)
-
-    def cancel_in_service(self, sequence_id: int) -> None:
-        self._service.cancel(sequence_id)
-
 
 class _SessionSequence:
     """Takes the output of one sequence for its session (services.scheduler.service.SequenceSink)."""
@@ -264,20 +284,26 @@ class _SessionSequence:
     def __init__(
         self, session: GatewaySession, request_id: int, sequence_id: int, client_request_id: str, traceparent: str
     ) -> None:
+        self.request_id = request_id
         self.sequence_id = sequence_id
         self.client_request_id = client_request_id
         self.traceparent = traceparent
+        self.retry_after = 0.0
         self._session = session
-        self._request_id = request_id
-        self._ended = False
+        self._outcome: FinishReason | Exception | None = None
         self._timer: asyncio.TimerHandle | None = None
+        # Of the next event.
+        self._admitted = False
+        self._output: list[EmitTokens] = []
+        self._suspicion: Suspicion | None = None
 
     def entered(self, timeout_seconds: float | None) -> None:
         """The service has admitted the sequence, unless the sequence has ended already."""
-        if self._ended:
+        if self._outcome is not None:
             return
         logger.debug("sequence %d entered", self.sequence_id, extra={"request_id": self.client_request_id})
-        self._session.sequence_entered(self._request_id)
+        self._admitted = True
+        self._session.changed(self)
         if timeout_seconds is not None:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(timeout_seconds, self._expire, timeout_seconds)
@@ -285,25 +311,39 @@ class _SessionSequence:
     def stop(self, outcome: FinishReason | Exception) -> None:
         """Ends the sequence with this outcome, here and in the service."""
         self.end(outcome)
-        self._session.cancel_in_service(self.sequence_id)
+        self._session.service.cancel(self.sequence_id)
 
-    def push(self, delta: TokenDelta) -> None:
-        if not self._ended:
-            self._session.sequence_pushed(self._request_id, delta)
+    def push(self, emission: EmitTokens) -> None:
+        if self._outcome is None:
+            self._output.append(emission)
+            self._session.changed(self)
 
     def suspect(self, suspicion: Suspicion) -> None:
-        if not self._ended:
-            self._session.sequence_suspected(self._request_id, suspicion)
+        if self._outcome is None:
+            self._suspicion = suspicion
+            self._session.changed(self)
 
     def end(self, outcome: FinishReason | Exception) -> None:
         """The first end counts."""
-        if self._ended:
+        if self._outcome is not None:
             return
-        self._ended = True
+        self._outcome = outcome
         if self._timer is not None:
             self._timer.cancel()
         self._log_end(outcome)
-        self._session.sequence_ended(self._request_id, outcome)
+        self._session.ended(self, outcome)
+
+    def take_event(self) -> scheduler_pb2.SequenceEvent:
+        """What happened since the last one."""
+        event = scheduler_pb2.SequenceEvent(request_id=self.request_id, admitted=self._admitted)
+        if self._output:
+            write_output(merged(self._output), event)
+        if self._suspicion is not None:
+            event.suspicion.CopyFrom(to_wire(scheduler_pb2.Suspicion, self._suspicion))
+        if self._outcome is not None:
+            write_end(self._outcome, self.retry_after, event)
+        self._admitted, self._output, self._suspicion = False, [], None
+        return event
 
     def _log_end(self, outcome: FinishReason | Exception) -> None:
         named = {"request_id": self.client_request_id}
@@ -316,3 +356,10 @@ class _SessionSequence:
 
     def _expire(self, seconds: float) -> None:
         self.stop(DeadlineExceededError(f"the request was not finished within its {seconds:g} s"))
+
+
+def _set(event: asyncio.Event, value: bool) -> None:
+    if value:
+        event.set()
+    else:
+        event.clear()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 
 import grpc.aio
@@ -12,6 +12,7 @@ import grpc.aio
 from protos import cell_view_pb2, cell_view_pb2_grpc, scheduler_pb2
 from scheduler.state.sequence_record import SequenceState
 from scheduler.statistics import SequenceSnapshot
+from services.rpc.conversion import WireEnum, to_wire
 from services.rpc.worker_codec import ROLES
 from services.scheduler.service import SchedulerService
 from services.scheduler.telemetry.step_trace import StepTrace, TracedStep
@@ -20,15 +21,7 @@ MIN_PERIOD_SECONDS = 0.1
 MAX_PERIOD_SECONDS = 60.0
 MAX_SEQUENCES = 10_000
 
-_STATES = {
-    SequenceState.WAITING: cell_view_pb2.SEQUENCE_STATE_WAITING,
-    SequenceState.PREFILLING: cell_view_pb2.SEQUENCE_STATE_PREFILLING,
-    SequenceState.READY: cell_view_pb2.SEQUENCE_STATE_READY,
-    SequenceState.DRAFTING: cell_view_pb2.SEQUENCE_STATE_DRAFTING,
-    SequenceState.DRAFTED: cell_view_pb2.SEQUENCE_STATE_DRAFTED,
-    SequenceState.VERIFYING: cell_view_pb2.SEQUENCE_STATE_VERIFYING,
-    SequenceState.MOVING: cell_view_pb2.SEQUENCE_STATE_MOVING,
-}
+_STATES = WireEnum(SequenceState, cell_view_pb2.SequenceState, "SEQUENCE_STATE_")
 
 
 class CellViewer(cell_view_pb2_grpc.CellViewerServicer):
@@ -65,9 +58,9 @@ async def views(
             reply = status()
             yield cell_view_pb2.CellView(
                 now=time.monotonic(),
-                sequences=_sequences(service.core.sequences(max_sequences)),
+                sequences=[_sequence(one) for one in service.core.sequences(max_sequences)],
                 unlisted_sequences=max(reply.live_set.live - max_sequences, 0),
-                steps=_steps(trace.take()),
+                steps=[_step(one) for one in trace.take() if one.rows],
                 status=reply,
             )
             await asyncio.sleep(period_seconds)
@@ -82,30 +75,9 @@ def _check(request: cell_view_pb2.WatchRequest) -> None:
         raise ValueError(f"max_sequences is {most}, must be at most {MAX_SEQUENCES}")
 
 
-def _sequences(snapshots: Iterable[SequenceSnapshot]) -> list[cell_view_pb2.SequenceView]:
-    return [
-        cell_view_pb2.SequenceView(
-            sequence_id=snapshot.sequence_id,
-            length=snapshot.length,
-            prompt_length=snapshot.prompt_length,
-            state=_STATES[snapshot.state],
-            target_id=snapshot.target_id or "",
-        )
-        for snapshot in snapshots
-    ]
+def _sequence(snapshot: SequenceSnapshot) -> cell_view_pb2.SequenceView:
+    return to_wire(cell_view_pb2.SequenceView, snapshot, state=_STATES.to_wire(snapshot.state))
 
 
-def _steps(steps: Iterable[TracedStep]) -> list[cell_view_pb2.StepView]:
-    return [
-        cell_view_pb2.StepView(
-            worker_id=step.worker_id,
-            role=ROLES.to_wire(step.role),
-            started=step.started,
-            ended=step.replied,
-            rows=step.rows,
-            draft_length=step.draft_length,
-            equal_length=step.equal_length,
-        )
-        for step in steps
-        if step.rows
-    ]
+def _step(step: TracedStep) -> cell_view_pb2.StepView:
+    return to_wire(cell_view_pb2.StepView, step, role=ROLES.to_wire(step.role), ended=step.replied)

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Protocol
 
-from protos import cell_view_pb2, scheduler_pb2
+from protos import scheduler_pb2
 from scheduler.messages import FinishReason, Suspicion
 from services.backend.interface import BackendUnavailableError
-from services.backend.session_codec import read_delta, read_end
-from services.rpc.backoff import Backoff
+from services.backend.session_codec import read_end, read_output
+from services.rpc.backoff import Backoff, require_positive
 from services.rpc.channel_security import ChannelSecurity
 from services.rpc.conversion import from_wire
 from services.rpc.supervision import SupervisedTask
 from services.scheduler_client.cell_choice import CellState
-from services.scheduler_client.options import ClientOptions
 from services.scheduler_client.remote_stream import RemoteStream
 from services.scheduler_client.session import (
     ClientSession,
@@ -27,6 +26,42 @@ from services.scheduler_client.session import (
 )
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ClientOptions:
+    """Times in seconds. Sequences fail when no scheduler was reached for `give_up`.
+
+    `connect_timeout` bounds three things: finding a scheduler's address, opening a session, and a call for the status.
+    During a session, `resolve` is called every `watch_interval` to learn whether another scheduler has taken over.
+    `model` waits up to `first_model_timeout` for the first model, and returns a model for `model_age` before it looks
+    again. A sequence fails after `max_fruitless_submissions` sessions that broke before its next token, since the
+    sequence itself may be what breaks them.
+    """
+
+    give_up: float = 30.0
+    connect_timeout: float = 5.0
+    first_backoff: float = 0.05
+    longest_backoff: float = 1.0
+    watch_interval: float = 1.0
+    model_age: float = 5.0
+    first_model_timeout: float = 10.0
+    max_fruitless_submissions: int = 8
+
+    def __post_init__(self) -> None:
+        require_positive(
+            self,
+            "give_up",
+            "connect_timeout",
+            "first_backoff",
+            "longest_backoff",
+            "watch_interval",
+            "model_age",
+            "first_model_timeout",
+        )
+        if self.max_fruitless_submissions < 1:
+            raise ValueError(f"max_fruitless_submissions is {self.max_fruitless_submissions}, must be at least 1")
+
 
 Resolve = Callable[[], Awaitable[str]]
 """Gives the address of a cell's present scheduler."""
@@ -71,7 +106,8 @@ class CellLink:
         self._security = security
         self._options = options
         self._gateway_id = gateway_id
-        self._streams: dict[int, RemoteStream] = {}
+        self.streams: dict[int, RemoteStream] = {}
+        """Those submitted in the open session and unfinished."""
         self._session: ClientSession | None = None
         self._load = scheduler_pb2.CellLoad()
         self._run: SupervisedTask | None = None
@@ -103,57 +139,33 @@ class CellLink:
         return self._session.scheduler_epoch if self._session is not None else 0
 
     @property
-    def streams(self) -> list[RemoteStream]:
-        """Those submitted in the open session and unfinished."""
-        return list(self._streams.values())
-
-    @property
     def state(self) -> CellState:
         """What the scheduler said last of others, and what is known of this gateway's own sequences."""
-        return CellState(self.number, self._load.targets, self._load.sequences_of_others + len(self._streams))
+        return CellState(self.number, self._load.targets, self._load.sequences_of_others + len(self.streams))
 
     def submit(self, stream: RemoteStream) -> None:
         """Submits a sequence in the open session, with what it has so far."""
-        if self._session is None:
-            raise RuntimeError(f"no session with cell {self.number} is open")
-        self._streams[stream.request_id] = stream
-        stream.holder = self
-        self._session.submit(stream.submission())
+        self.session.submit(stream.submission())
+        self.streams[stream.request_id] = stream
+        stream.cell = self.number
 
     def take_back(self, stream: RemoteStream) -> None:
         """The scheduler is to drop the sequence, and what still comes of it does not count."""
-        stream.holder = None
-        del self._streams[stream.request_id]
+        stream.cell = None
+        del self.streams[stream.request_id]
         if self._session is not None:
             self._session.cancel(stream.request_id)
 
     def take_all_back(self) -> list[RemoteStream]:
         """The same for all sequences of this gateway."""
-        streams = self.streams
+        streams = list(self.streams.values())
         for stream in streams:
             self.take_back(stream)
         return streams
 
-    async def status(self) -> scheduler_pb2.StatusReply:
-        """Raises BackendUnavailableError."""
-        try:
-            status = await self._open_session().status(self._options.connect_timeout)
-        except SessionBrokenError as error:
-            raise BackendUnavailableError(f"the scheduler does not answer: {error}") from error
-        if status.state != scheduler_pb2.SCHEDULER_STATE_SERVING:
-            raise BackendUnavailableError(f"the scheduler is closed: {status.reason}")
-        return status
-
-    async def watch(self, period_seconds: float, max_sequences: int) -> AsyncGenerator[cell_view_pb2.CellView, None]:
-        """One view of the cell each period, until the reader stops. Raises BackendUnavailableError."""
-        async with aclosing(self._open_session().watch(period_seconds, max_sequences)) as views:
-            try:
-                async for view in views:
-                    yield view
-            except SessionBrokenError as error:
-                raise BackendUnavailableError(f"the scheduler does not answer: {error}") from error
-
-    def _open_session(self) -> ClientSession:
+    @property
+    def session(self) -> ClientSession:
+        """Raises BackendUnavailableError where none is open."""
         if self._session is None:
             raise BackendUnavailableError(f"there is no scheduler: {self.trouble}")
         return self._session
@@ -195,7 +207,7 @@ class CellLink:
             if isinstance(error, VersionConflictError) and self.trouble != known:
                 logger.error("no session: %s", self.trouble)
             if isinstance(error, SchedulerReplacedError):
-                for stream in self.streams:
+                for stream in self.streams.values():
                     stream.forgive_submission()
             if self._session is session:
                 logger.warning("the session is over, looking for a scheduler: %s", self.trouble)
@@ -242,17 +254,17 @@ class CellLink:
 
     def _take(self, event: scheduler_pb2.SequenceEvent) -> None:
         """Raises ValueError for an event that cannot be understood."""
-        stream = self._streams.get(event.request_id)
+        stream = self.streams.get(event.request_id)
         if stream is None:
             return
         outcome = read_end(event)
         if event.admitted:
             stream.admit()
         if event.tokens:
-            stream.push(read_delta(event))
+            stream.push(read_output(event))
         if event.HasField("suspicion"):
             stream.suspect(from_wire(Suspicion, event.suspicion))
         if outcome is not None:
-            del self._streams[event.request_id]
-            stream.holder = None
+            del self.streams[event.request_id]
+            stream.cell = None
             self._owner.ended(self, stream, outcome)

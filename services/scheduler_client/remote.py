@@ -5,25 +5,17 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterable, Sequence
 from types import TracebackType
 from typing import Protocol, Self
 
 from protos import cell_view_pb2, scheduler_pb2
 from scheduler.messages import FinishReason, RefusalCause
-from services.backend.interface import (
-    BackendUnavailableError,
-    GenerationRequest,
-    LoadFigures,
-    ModelInfo,
-)
+from services.backend.interface import BackendUnavailableError, GenerationRequest
 from services.backend.sequence_stream import AdmissionRefusedError, SequenceFailedError
-from services.backend.session_codec import load_from_wire, model_from_wire
 from services.rpc.channel_security import ChannelSecurity
 from services.scheduler_client.cell_choice import CellChoice
-from services.scheduler_client.cell_link import CellLink, Resolve
-from services.scheduler_client.options import ClientOptions
+from services.scheduler_client.cell_link import CellLink, ClientOptions, Resolve
 from services.scheduler_client.remote_stream import RemoteStream
 
 logger = logging.getLogger(__name__)
@@ -41,7 +33,7 @@ class RecoveryListener(Protocol):
 
 
 class SchedulerClient:
-    """Implements services.backend.interface.Backend over a session with the scheduler of each cell.
+    """The gateway's way to the schedulers, one of each cell, over a session with each.
 
     `cells` names them: each gives the address of its cell's scheduler. A sequence stays in the cell that was chosen
     for it (services.scheduler_client.cell_choice). When that session breaks, or the cell has no target any more while
@@ -79,7 +71,7 @@ class SchedulerClient:
         self._broken: Exception | None = None
         self._gave_up = False
         self._patience: asyncio.TimerHandle | None = None
-        self._model: ModelInfo | None = None
+        self._model: scheduler_pb2.ServedModel | None = None
         self._model_time = float("-inf")
 
     def start(self) -> None:
@@ -129,9 +121,13 @@ class SchedulerClient:
     @property
     def streams(self) -> list[RemoteStream]:
         """The unfinished ones."""
-        return [*self._unplaced, *(stream for link in self._links for stream in link.streams)]
+        return [*self._unplaced, *(stream for link in self._links for stream in link.streams.values())]
 
     async def submit(self, request: GenerationRequest) -> RemoteStream:
+        """Submits a sequence. Raises AdmissionRefusedError or BackendUnavailableError.
+
+        A caller that is cancelled while it waits leaves no sequence behind.
+        """
         if not self._running:
             raise BackendUnavailableError("the connection to the scheduler is closed")
         if self._broken is not None:
@@ -147,7 +143,11 @@ class SchedulerClient:
             raise
         return stream
 
-    async def model(self) -> ModelInfo:
+    async def model(self) -> scheduler_pb2.ServedModel:
+        """What the targets serve; may wait for the first target worker.
+
+        Raises BackendUnavailableError where no target is up and none was up before.
+        """
         clock = asyncio.get_running_loop().time
         if self._model is not None and clock() - self._model_time < self._options.model_age:
             return self._model
@@ -167,22 +167,12 @@ class SchedulerClient:
 
     def _learn_model(self, statuses: list[scheduler_pb2.StatusReply], now: float) -> None:
         for status in statuses:
-            model = model_from_wire(status)
-            if model is not None:
-                self._model, self._model_time = model, now
-
-    async def load(self) -> LoadFigures:
-        """Of all cells that answer."""
-        loads = [load_from_wire(status) for status in await self.statuses()]
-        return LoadFigures(
-            sum(load.live_sequences for load in loads),
-            sum(load.waiting for load in loads),
-            tuple(worker for load in loads for worker in load.workers),
-        )
+            if status.HasField("model"):
+                self._model, self._model_time = status.model, now
 
     async def statuses(self) -> list[scheduler_pb2.StatusReply]:
         """Of the cells whose scheduler answers. Raises BackendUnavailableError where none does."""
-        asked = await asyncio.gather(*(link.status() for link in self._links), return_exceptions=True)
+        asked = await asyncio.gather(*(self._status(link) for link in self._links), return_exceptions=True)
         troubles = [error for error in asked if isinstance(error, BaseException)]
         for error in troubles:
             if not isinstance(error, BackendUnavailableError):
@@ -191,13 +181,17 @@ class SchedulerClient:
             raise troubles[0]
         return [status for status in asked if not isinstance(status, BaseException)]
 
-    async def watch(
+    async def _status(self, link: CellLink) -> scheduler_pb2.StatusReply:
+        return await link.session.status(self._options.connect_timeout)
+
+    def watch(
         self, period_seconds: float, max_sequences: int, cell: int = 1
     ) -> AsyncGenerator[cell_view_pb2.CellView, None]:
-        """One view of the cell each period, until the reader stops. Raises BackendUnavailableError."""
-        async with aclosing(self._links[cell - 1].watch(period_seconds, max_sequences)) as views:
-            async for view in views:
-                yield view
+        """One view of the cell (from 1 on) each period (0.1 to 60 s), until the generator is closed.
+
+        Raises BackendUnavailableError.
+        """
+        return self._links[cell - 1].session.watch(period_seconds, max_sequences)
 
     # What the links tell.
 
@@ -271,14 +265,14 @@ class SchedulerClient:
         links = {link.number: link for link in self._links if link.connected and link.number not in stream.refused_by}
         if links:
             cells = [link.state for link in links.values()]
-            links[self._choice.choose(stream.prompt, cells)].submit(stream)
+            links[self._choice.choose(stream.request.prompt, cells)].submit(stream)
         else:
             self._unplaced[stream] = None
 
     def _stream_ended(self, stream: RemoteStream) -> None:
         self._unplaced.pop(stream, None)
-        if stream.holder is not None:
-            stream.holder.take_back(stream)
+        if stream.cell is not None:
+            self._links[stream.cell - 1].take_back(stream)
 
     def _lose_patience_later(self) -> None:
         loop = asyncio.get_running_loop()
@@ -298,6 +292,11 @@ class SchedulerClient:
     def _fail_all(self, reason: str) -> None:
         for stream in self.streams:
             stream.end(BackendUnavailableError(reason))
+
+
+def workers_in_use(statuses: Iterable[scheduler_pb2.StatusReply]) -> list[scheduler_pb2.WorkerStatus]:
+    in_use = scheduler_pb2.WORKER_STATE_IN_USE
+    return [worker for status in statuses for worker in status.workers if worker.state == in_use]
 
 
 def _broken(error: Exception) -> str:

@@ -4,38 +4,31 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Protocol, Self
 
 from protos import scheduler_pb2
-from scheduler.messages import FinishReason, Suspicion
+from scheduler.messages import EmitTokens, FinishReason, Suspicion
 from services.backend.interface import DeadlineExceededError, GenerationRequest
-from services.backend.sequence_stream import DeltaBuffer, TokenDelta
+from services.backend.sequence_stream import SequenceStream, merged
 from services.rpc.conversion import to_wire
 
 
-class Holder(Protocol):
-    """Has submitted the sequence in its session."""
+class RemoteStream(SequenceStream):
+    """Keeps every token received, so that another scheduler can continue after the last one.
 
-    def take_back(self, stream: RemoteStream) -> None:
-        """The scheduler is to drop the sequence."""
-
-
-class RemoteStream:
-    """Implements services.backend.interface.TokenStream.
-
-    Keeps every token received, so that another scheduler can continue after the last one. Unread tokens are merged
-    into one delta. `on_end` is called once at the end.
+    Output that its reader has not taken is merged: a slow reader gets all of it at once. `on_end` is called once, at
+    the end.
     """
 
     def __init__(self, request_id: int, request: GenerationRequest, on_end: Callable[[RemoteStream], None]) -> None:
+        super().__init__(request_id, lambda _: self.end(FinishReason.CANCELLED), request.request_id)
         loop = asyncio.get_running_loop()
         self.request_id = request_id
         """Another one once the sequence has left a session that goes on: there each is used once."""
-        self.holder: Holder | None = None
-        """None while no scheduler has the sequence."""
+        self.request = request
+        self.cell: int | None = None
+        """The number of the cell whose scheduler has the sequence; None while none has it."""
         self.refused_by: set[int] = set()
         """Numbers of the cells that had no room for it, of those asked so far."""
-        self.finish_reason: FinishReason | None = None
         self.admission: asyncio.Future[None] = loop.create_future()
         """Done when the sequence is in the live set; holds the exception of a sequence that was refused."""
         self.admitted = False
@@ -43,47 +36,15 @@ class RemoteStream:
         """Sessions since the last token that broke while they had the sequence, which may have been the cause."""
         self.submitted = False
         """Whether the sequence was ever submitted in a session."""
-        self._request = request
         self._on_end = on_end
         self._received: list[int] = []
         self._suspicions = 0
         self._suspected_until = 0
-        self._buffer = DeltaBuffer()
-        self._news = asyncio.Event()
-        self._outcome: FinishReason | Exception | None = None
         self._deadline: float | None = None
         self._timer: asyncio.TimerHandle | None = None
         if request.deadline_seconds is not None:
             self._deadline = loop.time() + request.deadline_seconds
             self._timer = loop.call_at(self._deadline, self._expire)
-
-    def cancel(self) -> None:
-        self.end(FinishReason.CANCELLED)
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> TokenDelta:
-        while not self._buffer:
-            if self._outcome is not None:
-                if isinstance(self._outcome, Exception):
-                    raise self._outcome
-                self.finish_reason = self._outcome
-                raise StopAsyncIteration
-            self._news.clear()
-            await self._news.wait()
-        return self._buffer.take()
-
-    # For the client that feeds the stream.
-
-    @property
-    def client_request_id(self) -> str:
-        """For logs."""
-        return self._request.request_id
-
-    @property
-    def prompt(self) -> tuple[int, ...]:
-        return self._request.prompt
 
     def submission(self) -> scheduler_pb2.SequenceSubmission:
         """All that a scheduler needs to continue the sequence."""
@@ -96,9 +57,9 @@ class RemoteStream:
         suspicion = Suspicion(self._suspicions, max(0, self._suspected_until - len(self._received)))
         return to_wire(
             scheduler_pb2.SequenceSubmission,
-            self._request,
+            self.request,
             request_id=self.request_id,
-            client_request_id=self._request.request_id,
+            client_request_id=self.client_request_id,
             committed_output=self._received,
             admitted_before=self.admitted,
             timeout_seconds=remaining,
@@ -115,12 +76,11 @@ class RemoteStream:
         if not self.admission.done():
             self.admission.set_result(None)
 
-    def push(self, delta: TokenDelta) -> None:
-        if self._outcome is None:
+    def push(self, emission: EmitTokens) -> None:
+        if self.outcome is None:
             self.fruitless_submissions = 0
-            self._received.extend(delta.tokens)
-            self._buffer.add(delta)
-            self._news.set()
+            self._received.extend(emission.tokens)
+        super().push(emission)
 
     def suspect(self, suspicion: Suspicion) -> None:
         """A scheduler suspects the sequence, which the next one is to know."""
@@ -128,13 +88,11 @@ class RemoteStream:
         self._suspected_until = len(self._received) + suspicion.tokens
 
     def end(self, outcome: FinishReason | Exception) -> None:
-        """The first end counts."""
-        if self._outcome is not None:
+        if self.outcome is not None:
             return
-        self._outcome = outcome
+        super().end(outcome)
         if self._timer is not None:
             self._timer.cancel()
-        self._news.set()
         if not self.admission.done():
             if isinstance(outcome, Exception):
                 self.admission.set_exception(outcome)
@@ -142,6 +100,11 @@ class RemoteStream:
                 self.admission.set_result(None)
         self._on_end(self)
 
+    def _take(self) -> EmitTokens:
+        taken = merged(self._unread)
+        self._unread.clear()
+        return taken
+
     def _expire(self) -> None:
-        seconds = self._request.deadline_seconds
+        seconds = self.request.deadline_seconds
         self.end(DeadlineExceededError(f"the request was not finished within its {seconds:g} s"))

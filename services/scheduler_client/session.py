@@ -9,6 +9,7 @@ import grpc
 import grpc.aio
 
 from protos import cell_view_pb2, cell_view_pb2_grpc, scheduler_pb2, scheduler_pb2_grpc
+from services.backend.interface import BackendUnavailableError
 from services.rpc.errors import rpc_reason
 from services.rpc.protocol_version import PROTOCOL_VERSION, version_conflict
 from services.rpc.replies import readable
@@ -22,7 +23,7 @@ _FIRST_INTERVAL_SECONDS = 1.0
 _VIEW_TIMEOUT_SECONDS = 10.0
 
 
-class SessionBrokenError(ConnectionError):
+class SessionBrokenError(BackendUnavailableError):
     """The session has ended; the message says why."""
 
 
@@ -64,16 +65,19 @@ class ClientSession:
             self._more.set()
 
     async def status(self, timeout_seconds: float) -> scheduler_pb2.StatusReply:
-        """Raises SessionBrokenError."""
+        """Raises BackendUnavailableError, also where the scheduler is closed."""
         try:
-            return readable(
+            status: scheduler_pb2.StatusReply = readable(
                 await self._stub.Status(scheduler_pb2.StatusRequest(), timeout=timeout_seconds, metadata=self._metadata)
             )
         except grpc.aio.AioRpcError as error:
-            raise SessionBrokenError(rpc_reason(error)) from error
+            raise SessionBrokenError(f"the scheduler does not answer: {rpc_reason(error)}") from error
+        if status.state != scheduler_pb2.SCHEDULER_STATE_SERVING:
+            raise BackendUnavailableError(f"the scheduler is closed: {status.reason}")
+        return status
 
     async def watch(self, period_seconds: float, max_sequences: int) -> AsyncGenerator[cell_view_pb2.CellView, None]:
-        """Raises SessionBrokenError, also where no view came for a while."""
+        """One view each period, until the reader stops. Raises SessionBrokenError, also if none comes for a while."""
         request = cell_view_pb2.WatchRequest(period_seconds=period_seconds, max_sequences=max_sequences)
         call = self._viewer.Watch(request, metadata=self._metadata)
         views = aiter(call)

@@ -49,7 +49,7 @@ class ProxiedCell:
 
     @property
     def all_up(self) -> bool:
-        return len(self.service.workers_up) == len(self.proxies)
+        return len(self.service.workers.up) == len(self.proxies)
 
 
 @asynccontextmanager
@@ -145,7 +145,7 @@ def test_connection_that_falls_silent_is_given_up_long_before_a_step_times_out(r
         yield
         proxy = cell.proxies[ROLES.index(role)]
         proxy.hold()
-        await until(lambda: len(cell.service.workers_up) < len(ROLES))
+        await until(lambda: len(cell.service.workers.up) < len(ROLES))
         proxy.release()
         yield
 

@@ -42,7 +42,7 @@ async def targets(count: int, step_seconds: float) -> AsyncIterator[tuple[Schedu
         SchedulerService(config, scheduler_epoch=time.time_ns(), link_options=PATIENT) as service,
     ):
         workers = list(launcher.workers)
-        await service.add_workers([WorkerEndpoint(one.worker_id, one.role, one.address) for one in workers])
+        await service.workers.add([WorkerEndpoint(one.worker_id, one.role, one.address) for one in workers])
         yield service, workers
 
 
@@ -56,11 +56,11 @@ def test_sequences_of_a_worker_that_is_stopped_go_on_elsewhere_and_it_is_used_ag
             try:
                 async with asyncio.timeout(LONG):
                     texts = [list(await stream.collect()) for stream in streams]
-                assert workers[0].worker_id not in service.workers_up
+                assert workers[0].worker_id not in service.workers.up
             finally:
                 os.kill(process, signal.SIGCONT)
             assert texts == [continuation(prompt_of(index), 200) for index in range(STREAMS)]
-            await until(lambda: len(service.workers_up) == 2)
+            await until(lambda: len(service.workers.up) == 2)
             assert list(await service.submit(prompt_of(1), 20).collect()) == continuation(prompt_of(1), 20)
 
     asyncio.run(run())

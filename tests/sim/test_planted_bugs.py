@@ -233,7 +233,7 @@ def replies_are_kept_for_the_next_scheduler(patch: Patch) -> None:
 
 
 def every_connection_has_the_same_epoch(patch: Patch) -> None:
-    patch.setattr(WorkerSet, "_take_epoch", lambda self: self.epoch)
+    patch.setattr(WorkerSet, "take_epoch", lambda self: self.epoch)
 
 
 def core_does_not_hear_of_lost_workers(patch: Patch) -> None:

@@ -13,9 +13,9 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from protos import cell_view_pb2, scheduler_pb2, worker_pb2
-from services.backend.interface import Backend
 from services.gateway.errors import ErrorKind, RequestError
 from services.gateway.http.event_stream import event_stream
+from services.scheduler_client.remote import SchedulerClient, workers_in_use
 
 DASHBOARD_PATH = "/dashboard"
 
@@ -41,7 +41,7 @@ _HEADERS = {
 }
 
 
-def dashboard_router(backend: Backend) -> APIRouter:
+def dashboard_router(backend: SchedulerClient) -> APIRouter:
     """The page, the files that the page loads, and the views that the page draws."""
     router = APIRouter(prefix=DASHBOARD_PATH, include_in_schema=False)
     folder = resources.files("services.gateway.dashboard") / "page"
@@ -145,7 +145,7 @@ def view_shape(view: cell_view_pb2.CellView) -> dict[str, Any]:
 
 def _kv_usage(status: scheduler_pb2.StatusReply) -> float:
     """KV pages in use of all workers in use, 1 for all of them."""
-    workers = [worker for worker in status.workers if worker.state == scheduler_pb2.WORKER_STATE_IN_USE]
+    workers = workers_in_use([status])
     total = sum(worker.total_pages for worker in workers)
     return sum(worker.total_pages - worker.free_pages for worker in workers) / max(total, 1)
 

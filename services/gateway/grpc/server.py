@@ -13,7 +13,7 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from services.backend.interface import Backend, BackendUnavailableError
+from services.backend.interface import BackendUnavailableError
 from services.gateway.api_keys import ApiKeys
 from services.gateway.completion import CompletionEngine
 from services.gateway.grpc.call_start import KeyGuard
@@ -24,6 +24,7 @@ from services.gateway.token_strings import TokenStrings
 from services.observability.tracing import RequestTracing
 from services.rpc.call_guards import MessageGuard
 from services.rpc.channel_options import SERVER_OPTIONS
+from services.scheduler_client.remote import SchedulerClient
 from services.text.tokenizer import ModelTokenizer
 from spool_client.v1 import generation_pb2, generation_pb2_grpc
 
@@ -43,7 +44,7 @@ class GrpcServer:
 
     def __init__(
         self,
-        backend: Backend,
+        backend: SchedulerClient,
         tokenizer: ModelTokenizer,
         settings: GatewaySettings,
         metrics: GatewayMetrics | None = None,

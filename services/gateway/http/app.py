@@ -7,7 +7,6 @@ from importlib.metadata import version
 from fastapi import FastAPI, Security
 from fastapi.security import HTTPBearer
 
-from services.backend.interface import Backend
 from services.gateway.api_keys import ApiKeys
 from services.gateway.completion import CompletionEngine
 from services.gateway.dashboard.routes import dashboard_router
@@ -19,11 +18,12 @@ from services.gateway.metrics import GatewayMetrics
 from services.gateway.settings import GatewaySettings
 from services.gateway.token_strings import TokenStrings
 from services.observability.tracing import RequestTracing
+from services.scheduler_client.remote import SchedulerClient
 from services.text.tokenizer import ModelTokenizer
 
 
 def create_app(
-    backend: Backend,
+    backend: SchedulerClient,
     tokenizer: ModelTokenizer,
     settings: GatewaySettings,
     metrics: GatewayMetrics | None = None,

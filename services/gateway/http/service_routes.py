@@ -8,8 +8,8 @@ from importlib.metadata import version
 from fastapi import APIRouter
 from starlette.responses import Response
 
-from scheduler.messages import Role
-from services.backend.interface import LoadFigures, ModelInfo
+from protos.scheduler_pb2 import ServedModel, StatusReply
+from protos.worker_pb2 import ROLE_TARGET
 from services.gateway.completion import CompletionEngine
 from services.gateway.http.generation_routes import ERRORS
 from services.gateway.http.openai_requests import DetokenizeBody, TokenizeBody
@@ -25,6 +25,7 @@ from services.gateway.http.openai_responses import (
 )
 from services.gateway.token_strings import TokenStrings
 from services.observability.metric_set import CONTENT_TYPE
+from services.scheduler_client.remote import workers_in_use
 
 DISTRIBUTION = "spool-serve"
 
@@ -34,7 +35,7 @@ def service_router(engine: CompletionEngine, strings: TokenStrings) -> APIRouter
     router = APIRouter(responses=ERRORS)
     started = int(time.time())
 
-    def model_shape(name: str, info: ModelInfo) -> ModelShape:
+    def model_shape(name: str, info: ServedModel) -> ModelShape:
         return ModelShape(
             id=name,
             root=info.model_id,
@@ -74,7 +75,7 @@ def service_router(engine: CompletionEngine, strings: TokenStrings) -> APIRouter
 
     @router.get("/load")
     async def load() -> Load:
-        return _load_shape(await engine.backend.load())
+        return _load_shape(await engine.backend.statuses())
 
     @router.get("/metrics", response_class=Response, responses={200: {"content": {CONTENT_TYPE.split(";")[0]: {}}}})
     async def metrics() -> Response:
@@ -102,21 +103,24 @@ def open_router(engine: CompletionEngine) -> APIRouter:
     return router
 
 
-def _load_shape(figures: LoadFigures) -> Load:
+def _load_shape(statuses: list[StatusReply]) -> Load:
+    """Of all cells that answer."""
+    workers = [
+        WorkerShape(
+            worker_id=worker.worker_id,
+            role="target" if worker.role == ROLE_TARGET else "draft",
+            sequences=worker.sequences,
+            pages_in_use=worker.total_pages - worker.free_pages,
+            total_pages=worker.total_pages,
+        )
+        for worker in workers_in_use(statuses)
+    ]
+    live, waiting = (sum(getattr(status.live_set, name) for status in statuses) for name in ("live", "waiting"))
     return Load(
-        server_load=figures.live_sequences,
-        running=figures.live_sequences - figures.waiting,
-        waiting=figures.waiting,
-        pages_in_use=figures.pages_in_use,
-        total_pages=figures.total_pages,
-        workers=[
-            WorkerShape(
-                worker_id=worker.worker_id,
-                role="target" if worker.role is Role.TARGET else "draft",
-                sequences=worker.sequences,
-                pages_in_use=worker.pages_in_use,
-                total_pages=worker.total_pages,
-            )
-            for worker in figures.workers
-        ],
+        server_load=live,
+        running=live - waiting,
+        waiting=waiting,
+        pages_in_use=sum(worker.pages_in_use for worker in workers),
+        total_pages=sum(worker.total_pages for worker in workers),
+        workers=workers,
     )

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from enum import Enum
 from typing import Protocol
 
 import grpc
 import grpc.aio
 
 from protos import worker_pb2, worker_pb2_grpc
+from scheduler.core import SchedulerCore
 from scheduler.messages import MoveKv, Role, RowResult, SendStep
 from services.observability.observer import StepTimings
 from services.rpc.backoff import Backoff, require_positive
@@ -21,7 +23,7 @@ from services.rpc.conversion import from_wire
 from services.rpc.errors import rpc_details, rpc_reason
 from services.rpc.protocol_version import PROTOCOL_VERSION
 from services.rpc.replies import readable
-from services.rpc.supervision import is_cancelled
+from services.rpc.supervision import SupervisedTask, is_cancelled
 from services.rpc.worker_codec import (
     ROLES,
     opening_to_wire,
@@ -91,28 +93,50 @@ class SchedulerFencedError(RuntimeError):
     """Another scheduler, with a higher epoch, has taken the worker over."""
 
 
-class LinkListener(Protocol):
-    """Hears what happens to a link. All calls come from the event loop and must not block."""
+class WorkerState(Enum):
+    CONNECTING = "connecting"
+    IN_USE = "in use"
+    REFUSED = "refused"
+    UNREACHABLE = "unreachable"
+    LEAVING = "leaving"
+
+
+class WorkerListener(Protocol):
+    """Hears what happens to workers: the service. All calls come from the event loop and must not block."""
+
+    @property
+    def core(self) -> SchedulerCore: ...
+
+    def worker_up(self, endpoint: WorkerEndpoint, description: worker_pb2.WorkerDescription) -> None: ...
+
+    def worker_lost(self, endpoint: WorkerEndpoint, reason: str, blameless: bool) -> None:
+        """`blameless`: what the worker computed is not the reason."""
+
+    def step_replied(
+        self, endpoint: WorkerEndpoint, step: SendStep, results: tuple[RowResult, ...], timings: StepTimings
+    ) -> None:
+        """`results` holds one entry for each row of the step, in their order."""
+
+    def link_broken(self, endpoint: WorkerEndpoint, error: BaseException) -> None:
+        """A link has ended for good, with SchedulerFencedError or an unexpected error."""
+
+
+class LinkOwner(Protocol):
+    """The workers of a scheduler, of which a link is one."""
 
     def check_admission(self, link: WorkerLink, description: worker_pb2.WorkerDescription) -> None:
         """Raises PairingError if the worker does not fit the others."""
 
-    def link_up(self, link: WorkerLink, description: worker_pb2.WorkerDescription) -> None: ...
+    def take_epoch(self) -> int:
+        """Above all before it."""
 
-    def has_suspect(self, link: WorkerLink) -> bool:
-        """Whether the worker computes a sequence that will fail if the worker is lost."""
+    def went_up(self, link: WorkerLink) -> None: ...
 
-    def link_down(self, link: WorkerLink, reason: str, blameless: bool) -> None:
-        """`blameless`: only the connection broke."""
-
-    def step_replied(
-        self, link: WorkerLink, step: SendStep, results: tuple[RowResult, ...], timings: StepTimings
-    ) -> None:
-        """`results` holds one entry for each row of the step, in their order."""
+    def went_down(self, link: WorkerLink, reason: str, blameless: bool) -> None: ...
 
 
 class WorkerLink:
-    """One worker's step stream, kept up until `close`.
+    """All that a scheduler knows of one worker, and the stream of its steps, which `run` keeps up.
 
     Each connection has a scheduler epoch of its own. So the worker refuses steps of a broken stream that still wait
     there, and drops the sequences that no step would release any more. A connection counts as up only when the worker
@@ -123,16 +147,28 @@ class WorkerLink:
         self,
         endpoint: WorkerEndpoint,
         options: LinkOptions,
-        next_epoch: Callable[[], int],
-        listener: LinkListener,
+        owner: LinkOwner,
+        listener: WorkerListener,
         security: ChannelSecurity,
     ) -> None:
         self.endpoint = endpoint
         self.description: worker_pb2.WorkerDescription | None = None
-        # Why the link is not up.
-        self.trouble = ""
+        """Of the start that was up last."""
+        self.registered: worker_pb2.WorkerDescription | None = None
+        """As the worker registered last; None for one that was added otherwise."""
+        self.heard = self.tried = 0.0
+        """When the worker registered last, and when a registration last cut a pause short."""
+        self.silent = False
+        """Whether the last sweep found that it is not in use and has not registered for long."""
+        self.leaving: int | None = None
+        """The epoch of the start that asked to be removed."""
+        self.error: Exception | None = None
+        """Why the link is not up; None while it is, and during the first attempt."""
+        self.attempted = asyncio.Event()
+        """Set once the first attempt has ended."""
+        self.task: SupervisedTask | None = None
         self._options = options
-        self._next_epoch = next_epoch
+        self._owner = owner
         self._listener = listener
         self._channel = security.open_channel(endpoint.address, options.silence_timeout)
         self._metadata = security.metadata
@@ -148,6 +184,35 @@ class WorkerLink:
     @property
     def up(self) -> bool:
         return self._outgoing is not None
+
+    @property
+    def epoch(self) -> int | None:
+        """Of the start that the link speaks to or, without one that is up, of the start that registered last."""
+        description = self.description if self.up else self.registered
+        return None if description is None else description.worker_epoch
+
+    @property
+    def state(self) -> WorkerState:
+        if self.leaving is not None:
+            return WorkerState.LEAVING
+        if self.up:
+            return WorkerState.UNREACHABLE if self._speaks_to_another_start else WorkerState.IN_USE
+        if self.error is None:
+            return WorkerState.CONNECTING
+        return WorkerState.REFUSED if isinstance(self.error, PairingError) else WorkerState.UNREACHABLE
+
+    @property
+    def reason(self) -> str:
+        """Why the worker is not in use; empty where it is."""
+        if self.leaving is not None:
+            return "it asked to be removed"
+        if self._speaks_to_another_start:
+            return "the scheduler speaks to another start of it"
+        return "" if self.error is None else str(self.error)
+
+    @property
+    def _speaks_to_another_start(self) -> bool:
+        return self.up and self.registered is not None and self.registered.worker_epoch != self.epoch
 
     async def describe(self) -> worker_pb2.WorkerDescription:
         """Raises WorkerUnreachableError, or PairingError for the wrong role or another version of the protocol."""
@@ -167,48 +232,43 @@ class WorkerLink:
             raise WorkerUnreachableError(f"worker {endpoint.worker_id} describes itself wrongly: {error}") from error
         return description
 
-    async def run(self, description: worker_pb2.WorkerDescription) -> None:
-        """Keeps the link up until cancelled, starting with a fresh description. Raises SchedulerFencedError."""
+    async def run(self) -> None:
+        """Keeps the link up until cancelled. Raises SchedulerFencedError."""
+        backoff = Backoff(self._options.first_backoff, self._options.longest_backoff, self._hurry)
         try:
-            await self._keep_up(description)
+            while True:
+                try:
+                    description = await self.describe()
+                    self._owner.check_admission(self, description)
+                    await self._session(description)
+                except WorkerUnreachableError as error:
+                    self._note(error)
+                    if self.up:
+                        blameless = isinstance(error, _ConnectionBrokenError) and await self._suspect_is_innocent()
+                        backoff.reset()
+                        self._outgoing = None
+                        self._in_flight.clear()
+                        self._owner.went_down(self, str(error), blameless)
+                except PairingError as error:
+                    self._note(error)
+                    backoff.use_longest()
+                await backoff.pause()
         finally:
             self._outgoing = None
 
-    async def _keep_up(self, description: worker_pb2.WorkerDescription) -> None:
-        backoff = Backoff(self._options.first_backoff, self._options.longest_backoff, self._hurry)
-        while True:
-            try:
-                self._listener.check_admission(self, description)
-                await self._session(description)
-            except WorkerUnreachableError as error:
-                logger.warning("%s", error)
-                self.trouble = str(error)
-                was_up = self.up
-                blameless = isinstance(error, _ConnectionBrokenError) and was_up and await self._suspect_is_innocent()
-                self._outgoing = None
-                self._in_flight.clear()
-                if was_up:
-                    backoff.reset()
-                    self._listener.link_down(self, str(error), blameless)
-            except PairingError as error:
-                logger.error("%s", error)
-                self.trouble = str(error)
-                backoff.use_longest()
-            while True:
-                await backoff.pause()
-                try:
-                    description = await self.describe()
-                    break
-                except (WorkerUnreachableError, PairingError) as error:
-                    logger.info("%s", error)
-                    self.trouble = str(error)
+    def _note(self, error: Exception) -> None:
+        """The attempt has failed, or the link is down."""
+        if str(error) != str(self.error):
+            logger.log(logging.ERROR if isinstance(error, PairingError) else logging.WARNING, "%s", error)
+        self.error = error
+        self.attempted.set()
 
     async def _suspect_is_innocent(self) -> bool:
         """After the connection broke: whether the worker computes a suspect, and lives.
 
         Only a suspect is worth the wait: all others go elsewhere at once, whatever became of the worker.
         """
-        if self.description is None or not self._listener.has_suspect(self):
+        if self.description is None or not self._listener.core.has_suspect(self.endpoint.worker_id):
             return False
         try:
             async with asyncio.timeout(self._options.silence_timeout):
@@ -281,7 +341,7 @@ class WorkerLink:
         opening = worker_pb2.StepRequest(
             worker_epoch=self.description.worker_epoch,
             step_id=_EMPTY_STEP_ID,
-            scheduler_epoch=self._next_epoch(),
+            scheduler_epoch=self._owner.take_epoch(),
         )
         try:
             limit = self._options.connect_timeout
@@ -298,7 +358,7 @@ class WorkerLink:
         outgoing: asyncio.Queue[SendStep] = asyncio.Queue()
         self._pinging = False
         self._unsendable = None
-        self._session_epoch = self._next_epoch()
+        self._session_epoch = self._owner.take_epoch()
         call = self._stub.Steps(
             self._requests(outgoing, description.worker_epoch, self._session_epoch), metadata=self._metadata
         )
@@ -356,12 +416,13 @@ class WorkerLink:
 
     def _open(self, outgoing: asyncio.Queue[SendStep], description: worker_pb2.WorkerDescription) -> None:
         # Other workers may have come up since the check before the connection was made.
-        self._listener.check_admission(self, description)
+        self._owner.check_admission(self, description)
         self._hurry.clear()
-        self.trouble = ""
+        self.error = None
         self._outgoing = outgoing
         self.description = description
-        self._listener.link_up(self, description)
+        self.attempted.set()
+        self._owner.went_up(self)
 
     def _check_reply(self, reply: worker_pb2.StepReply) -> None:
         if reply.status == worker_pb2.STEP_STATUS_FENCED:
@@ -382,7 +443,7 @@ class WorkerLink:
             results = _results(step, reply)
         except ValueError as error:
             raise self._unreachable(f"reply to step {reply.step_id}: {error}") from error
-        self._listener.step_replied(self, step, results, from_wire(StepTimings, reply.timings))
+        self._listener.step_replied(self.endpoint, step, results, from_wire(StepTimings, reply.timings))
 
     def _expect_reply(self) -> None:
         """Moves the deadline: each step has the whole time, from the moment at which the worker could start on it."""

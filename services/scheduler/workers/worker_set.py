@@ -1,17 +1,16 @@
-"""The workers of one scheduler: their links, and the epochs with which the scheduler speaks to them."""
+"""The workers of one scheduler: added, registering, leaving, forgotten; and the epochs with which it speaks to them."""
 
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from dataclasses import dataclass
 
 from protos import worker_pb2
-from scheduler.messages import Role, RowResult, SendStep
-from services.observability.observer import StepTimings
+from scheduler.messages import Role
+from services.rpc.backoff import require_positive
 from services.rpc.channel_security import ChannelSecurity
 from services.rpc.supervision import SupervisedTask
 from services.scheduler.workers.pairing import check_pairing
@@ -20,58 +19,58 @@ from services.scheduler.workers.worker_link import (
     SchedulerFencedError,
     WorkerEndpoint,
     WorkerLink,
+    WorkerListener,
+    WorkerState,
     WorkerUnreachableError,
 )
 
 logger = logging.getLogger(__name__)
 
 
-class WorkerSetListener(Protocol):
-    """Hears what happens to the workers. All calls come from the event loop and must not block."""
+@dataclass(frozen=True, slots=True)
+class RegistryOptions:
+    """Times in seconds. A worker that was refused or not reached is tried again at its first registration that comes
+    `retry_seconds` later. A worker that is down and has not registered for `forget_seconds` is forgotten. A
+    registration is answered after `answer_seconds` at the latest, whether or not the connection has been made.
+    """
 
-    def worker_up(self, endpoint: WorkerEndpoint, description: worker_pb2.WorkerDescription) -> None: ...
+    retry_seconds: float = 2.0
+    forget_seconds: float = 15.0
+    answer_seconds: float = 2.0
 
-    def worker_lost(self, endpoint: WorkerEndpoint, reason: str, blameless: bool) -> None:
-        """`blameless`: what the worker computed is not the reason."""
-
-    def has_suspect(self, endpoint: WorkerEndpoint) -> bool:
-        """Whether the worker computes a sequence that will fail if the worker is lost."""
-
-    def step_replied(
-        self,
-        endpoint: WorkerEndpoint,
-        step: SendStep,
-        results: tuple[RowResult, ...],
-        timings: StepTimings,
-    ) -> None: ...
-
-    def link_broken(self, endpoint: WorkerEndpoint, error: BaseException) -> None:
-        """A link has ended for good, with SchedulerFencedError or an unexpected error."""
+    def __post_init__(self) -> None:
+        require_positive(self, "retry_seconds", "forget_seconds", "answer_seconds")
 
 
 class WorkerSet:
-    """Adds and removes workers and keeps their links up.
+    """Keeps the links of all workers up, and gives every connection a higher epoch than all before it.
 
-    `check_open` raises once no worker may be added any more. Every connection gets a higher epoch than all before it.
+    Workers come in two ways: `add` takes given ones, `register` those that announce themselves again and again. A
+    registration with the same id, address and role comes from the same worker, perhaps from another start of it: the
+    link finds out by itself to which it speaks. One with only the id in common replaces the worker. `sweep` is to be
+    called now and then. `check_open` raises once no worker may be added any more.
     """
 
     def __init__(
         self,
-        listener: WorkerSetListener,
+        listener: WorkerListener,
         check_open: Callable[[], None],
         options: LinkOptions,
         security: ChannelSecurity,
         scheduler_epoch: int,
     ) -> None:
+        self.links: dict[str, WorkerLink] = {}
+        """By worker id, up or not."""
+        self.clock = lambda: time.monotonic()
+        """Monotonic seconds."""
+        self._left: dict[str, WorkerLink] = {}
+        """Workers that have left, and may still register until they have heard of it."""
         self._listener = listener
         self._check_open = check_open
         self._options = options
         self._security = security
         self._epoch = scheduler_epoch
-        self._links: dict[str, WorkerLink] = {}
-        self._runs: dict[str, SupervisedTask] = {}
-        self._up: dict[str, asyncio.Event] = {}
-        self._targetless_since: float | None = time.monotonic()
+        self._targetless_since: float | None = self.clock()
 
     async def add(self, endpoints: Sequence[WorkerEndpoint]) -> None:
         """Connects to workers and returns once each of them has answered a first step.
@@ -80,44 +79,67 @@ class WorkerSet:
         `remove`, a worker that is lost later is tried again and again.
         """
         self._check_open()
-        added: dict[str, WorkerLink] = {}
-        for endpoint in endpoints:
-            if endpoint.worker_id in self._links or endpoint.worker_id in added:
-                raise ValueError(f"worker_id {endpoint.worker_id} is taken")
-            added[endpoint.worker_id] = WorkerLink(endpoint, self._options, self._take_epoch, self, self._security)
+        names = [endpoint.worker_id for endpoint in endpoints]
+        for name in names:
+            if name in self.links or names.count(name) > 1:
+                raise ValueError(f"worker_id {name} is taken")
+        added = [self._start(endpoint) for endpoint in endpoints]
         try:
-            descriptions = dict(
-                zip(added, await asyncio.gather(*(link.describe() for link in added.values())), strict=True)
-            )
-            known = {**self.descriptions, **descriptions}
-            for worker_id, description in descriptions.items():
-                _check_against(worker_id, description, known)
+            async with asyncio.timeout(2 * self._options.connect_timeout):
+                for link in added:
+                    await link.attempted.wait()
+            for link in added:
+                if link.error is not None:
+                    raise link.error
             self._check_open()
-        except BaseException:
-            for link in added.values():
-                await link.close()
-            raise
-        self._links |= added
-        for worker_id, link in added.items():
-            self._up[worker_id] = asyncio.Event()
-            self._runs[worker_id] = SupervisedTask(
-                link.run(descriptions[worker_id]), f"link to {worker_id}", functools.partial(self._link_ended, link)
-            )
-        try:
-            async with asyncio.timeout(self._options.connect_timeout):
-                for worker_id in added:
-                    await self._up[worker_id].wait()
         except BaseException as error:
-            missing = [worker_id for worker_id in added if not added[worker_id].up]
-            for worker_id in added:
-                await self.remove(worker_id)
+            late = [link.endpoint.worker_id for link in added if not link.attempted.is_set()]
+            for link in added:
+                await self.remove(link.endpoint.worker_id)
             if isinstance(error, TimeoutError):
-                raise WorkerUnreachableError(
-                    f"workers without an answer to a first step within {self._options.connect_timeout:g} s: "
-                    f"{', '.join(missing)}"
-                ) from error
+                message = f"workers without an answer to a first step: {', '.join(late)}"
+                raise WorkerUnreachableError(message) from error
             raise
+
+    async def register(
+        self, endpoint: WorkerEndpoint, description: worker_pb2.WorkerDescription, options: RegistryOptions
+    ) -> WorkerLink:
+        """Handles one registration of a worker; the link says how the worker is."""
         self._check_open()
+        worker_id, epoch = endpoint.worker_id, description.worker_epoch
+        left = self._left.get(worker_id)
+        if left is not None and left.leaving == epoch and left.endpoint == endpoint:
+            left.heard = self.clock()
+            return left
+        link = self.links.get(worker_id)
+        if link is not None and (link.endpoint != endpoint or link.leaving not in (None, epoch)):
+            died = link.description is not None and link.description.worker_epoch != epoch
+            await self.remove(worker_id, dismiss=False, died=died)
+            self._check_open()
+            link = self.links.get(worker_id)
+        if link is None:
+            link = self._start(endpoint)
+            link.tried = self.clock()
+        now = self.clock()
+        anew = link.registered is not None and link.registered.worker_epoch != epoch
+        link.heard, link.registered = now, description
+        if link.error is not None and (anew or now - link.tried >= options.retry_seconds):
+            link.tried = now
+            link.retry_now()
+        try:
+            async with asyncio.timeout(options.answer_seconds):
+                await link.attempted.wait()
+        except TimeoutError:
+            logger.debug("worker %s is not connected yet", worker_id)
+        return link
+
+    def leaves(self, worker_id: str, worker_epoch: int) -> bool:
+        """A worker asks to be removed, which the caller is to do. False where it is unknown, or another start of it."""
+        link = self.links.get(worker_id)
+        if link is None or link.epoch != worker_epoch:
+            return False
+        link.leaving = worker_epoch
+        return True
 
     async def remove(self, worker_id: str, *, dismiss: bool = True, died: bool = False) -> None:
         """Stops using a worker, which drops its sequences; they go on elsewhere. An unknown worker is no error.
@@ -125,52 +147,65 @@ class WorkerSet:
         `dismiss=False` is for a worker that need not be told. `died`: the process that the link speaks to is gone, and
         one of its sequences may be the reason.
         """
-        link = self._links.pop(worker_id, None)
-        if link is None:
+        link = self.links.pop(worker_id, None)
+        if link is None or link.task is None:
             return
         was_up = link.up
-        run = self._runs.pop(worker_id)
-        self._up.pop(worker_id)
-        run.cancel()
+        link.task.cancel()
+        if link.leaving is not None:
+            link.heard = self.clock()
+            self._left[worker_id] = link
         # Before anything is awaited: whoever cancels this call must not leave the core with a worker that is gone.
         if was_up:
-            self._lost(link.endpoint, "it was started anew" if died else "it was removed", blameless=not died)
+            self.went_down(link, "it was started anew" if died else "it was removed", blameless=not died)
         try:
-            await run.stop()
-            if isinstance(run.error, SchedulerFencedError):
+            await link.task.stop()
+            if isinstance(link.task.error, SchedulerFencedError):
                 # Heard at the very moment at which the worker was given up.
-                self._listener.link_broken(link.endpoint, run.error)
+                self._listener.link_broken(link.endpoint, link.task.error)
             if was_up and dismiss:
                 await link.dismiss()
         finally:
             await link.close()
 
+    async def sweep(self, options: RegistryOptions) -> None:
+        """Forgets workers that are not in use and have not registered for `forget_seconds`, at this sweep and the last.
+
+        A process that was stopped finds all workers silent at once. By the next sweep the links know more: perhaps that
+        another scheduler has taken over.
+        """
+        oldest = self.clock() - options.forget_seconds
+        for link in self.known():
+            worker_id, draining = link.endpoint.worker_id, link.leaving is not None and link.up
+            unused = link.registered is not None and link.state is not WorkerState.IN_USE
+            before, link.silent = link.silent, unused and link.heard < oldest
+            if before and link.silent and not draining:
+                logger.info("worker %s is forgotten: %s", worker_id, link.reason)
+                if self.links.get(worker_id) is link:
+                    await self.remove(worker_id, dismiss=False)
+                self._left.pop(worker_id, None)
+
+    def known(self) -> list[WorkerLink]:
+        """Those that were added or have registered, and those that have left lately."""
+        return [*self.links.values(), *self._left.values()]
+
     def find(self, worker_id: str) -> WorkerLink | None:
         """The link of a worker that is up."""
-        link = self._links.get(worker_id)
+        link = self.links.get(worker_id)
         return link if link is not None and link.up else None
-
-    def retry(self, worker_id: str) -> None:
-        """Tries a worker that is down again at once. An unknown worker is no error."""
-        if worker_id in self._links:
-            self._links[worker_id].retry_now()
-
-    def trouble_of(self, worker_id: str) -> str:
-        """Why a worker that was added is not up; empty for an unknown one."""
-        return self._links[worker_id].trouble if worker_id in self._links else ""
 
     def stop(self) -> None:
         """Sends nothing to any worker from now on."""
-        for run in self._runs.values():
-            run.cancel()
+        for link in self.links.values():
+            if link.task is not None:
+                link.task.cancel()
 
     async def close(self) -> None:
         self.stop()
-        await asyncio.gather(*(run.stop() for run in self._runs.values()))
-        await asyncio.gather(*(link.close() for link in self._links.values()))
-        self._links.clear()
-        self._runs.clear()
-        self._up.clear()
+        links = list(self.links.values())
+        await asyncio.gather(*(link.task.stop() for link in links if link.task is not None))
+        await asyncio.gather(*(link.close() for link in links))
+        self.links.clear()
 
     @property
     def epoch(self) -> int:
@@ -182,70 +217,58 @@ class WorkerSet:
         self._epoch = max(self._epoch, epoch)
 
     @property
-    def endpoints(self) -> Mapping[str, WorkerEndpoint]:
-        """The endpoint of every worker that was added and not removed, up or not."""
-        return {worker_id: link.endpoint for worker_id, link in self._links.items()}
-
-    @property
     def descriptions(self) -> Mapping[str, worker_pb2.WorkerDescription]:
         """The description of every worker that has been up, as of the last time that it came up."""
-        return {worker_id: link.description for worker_id, link in self._links.items() if link.description is not None}
+        return {worker_id: link.description for worker_id, link in self.links.items() if link.description is not None}
 
     @property
     def up(self) -> frozenset[str]:
-        return frozenset(worker_id for worker_id, link in self._links.items() if link.up)
+        return frozenset(worker_id for worker_id, link in self.links.items() if link.up)
 
     @property
     def targetless_seconds(self) -> float:
         """How long no target worker has been up; 0 while one is."""
-        return 0.0 if self._targetless_since is None else time.monotonic() - self._targetless_since
+        return 0.0 if self._targetless_since is None else self.clock() - self._targetless_since
 
-    # LinkListener.
+    # LinkOwner.
 
     def check_admission(self, link: WorkerLink, description: worker_pb2.WorkerDescription) -> None:
-        _check_against(link.endpoint.worker_id, description, self.descriptions)
+        name = link.endpoint.worker_id
+        check_pairing(
+            name, description, [(other, known) for other, known in self.descriptions.items() if other != name]
+        )
 
-    def link_up(self, link: WorkerLink, description: worker_pb2.WorkerDescription) -> None:
+    def take_epoch(self) -> int:
+        self._epoch += 1
+        return self._epoch
+
+    def went_up(self, link: WorkerLink) -> None:
         endpoint = link.endpoint
         logger.info("worker %s is up at %s", endpoint.worker_id, endpoint.address)
-        if endpoint.worker_id in self._up:
-            self._up[endpoint.worker_id].set()
         if endpoint.role is Role.TARGET:
             self._targetless_since = None
-        self._listener.worker_up(endpoint, description)
+        if link.description is not None:
+            self._listener.worker_up(endpoint, link.description)
 
-    def has_suspect(self, link: WorkerLink) -> bool:
-        return self._listener.has_suspect(link.endpoint)
-
-    def link_down(self, link: WorkerLink, reason: str, blameless: bool) -> None:
-        self._lost(link.endpoint, reason, blameless)
-
-    def step_replied(
-        self, link: WorkerLink, step: SendStep, results: tuple[RowResult, ...], timings: StepTimings
-    ) -> None:
-        self._listener.step_replied(link.endpoint, step, results, timings)
-
-    def _lost(self, endpoint: WorkerEndpoint, reason: str, blameless: bool) -> None:
+    def went_down(self, link: WorkerLink, reason: str, blameless: bool) -> None:
+        endpoint = link.endpoint
         logger.warning("worker %s left: %s", endpoint.worker_id, reason)
-        targets_up = any(link.up and link.endpoint.role is Role.TARGET for link in self._links.values())
+        targets_up = any(other.up and other.endpoint.role is Role.TARGET for other in self.links.values())
         if endpoint.role is Role.TARGET and not targets_up:
-            self._targetless_since = time.monotonic()
+            self._targetless_since = self.clock()
         self._listener.worker_lost(endpoint, reason, blameless)
+
+    def _start(self, endpoint: WorkerEndpoint) -> WorkerLink:
+        link = WorkerLink(endpoint, self._options, self, self._listener, self._security)
+        link.task = SupervisedTask(
+            link.run(), f"link to {endpoint.worker_id}", lambda error: self._link_ended(link, error)
+        )
+        self._left.pop(endpoint.worker_id, None)
+        self.links[endpoint.worker_id] = link
+        return link
 
     def _link_ended(self, link: WorkerLink, error: Exception) -> None:
         """A link that is not removed goes on for ever; any other end closes the scheduler."""
         trace = None if isinstance(error, SchedulerFencedError) else error
         logger.error("the link to worker %s ended: %s", link.endpoint.worker_id, error, exc_info=trace)
         self._listener.link_broken(link.endpoint, error)
-
-    def _take_epoch(self) -> int:
-        self._epoch += 1
-        return self._epoch
-
-
-def _check_against(
-    worker_id: str,
-    description: worker_pb2.WorkerDescription,
-    known: Mapping[str, worker_pb2.WorkerDescription],
-) -> None:
-    check_pairing(worker_id, description, [(name, other) for name, other in known.items() if name != worker_id])

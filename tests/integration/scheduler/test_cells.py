@@ -15,8 +15,8 @@ from scheduler.messages import FinishReason, RefusalCause, Role
 from services.backend.interface import BackendUnavailableError, GenerationRequest
 from services.backend.sequence_stream import AdmissionRefusedError
 from services.scheduler_client.cell_choice import PAGE_TOKENS
-from services.scheduler_client.options import ClientOptions
-from services.scheduler_client.remote import RecoveryListener, SchedulerClient
+from services.scheduler_client.cell_link import ClientOptions
+from services.scheduler_client.remote import RecoveryListener, SchedulerClient, workers_in_use
 from tests.support.cells import (
     CLIENT,
     Cell,
@@ -126,7 +126,7 @@ def test_a_cell_that_comes_back_gets_its_part_again() -> None:
                     for index, stream in enumerate(streams):
                         assert await read(stream) == continuation(prompt_of(index), 60)
                     assert late.service.statistics().finished >= 8
-            assert (await alone.load()).live_sequences == 0
+            assert [status.live_set.live for status in await alone.statuses()] == [0]
 
     asyncio.run(run())
 
@@ -199,8 +199,9 @@ def test_figures_are_those_of_all_cells() -> None:
             assert backend.cells == 2
             assert (await backend.model()).model_id
             streams = [await backend.submit(request_of(index, 100)) for index in range(10)]
-            load = await backend.load()
-            assert (load.workers_of(Role.TARGET), load.workers_of(Role.DRAFT), load.live_sequences) == (4, 2, 10)
+            statuses = await backend.statuses()
+            assert sum(status.live_set.live for status in statuses) == 10
+            assert len(workers_in_use(statuses)) == 6
             for number in (1, 2):
                 views = backend.watch(0.1, 100, number)
                 view = await anext(views)

@@ -18,7 +18,7 @@ from services.backend.sequence_stream import SequenceFailedError
 from services.rpc.channel_security import ChannelSecurity, random_token
 from services.scheduler.epochs import EpochAuthority
 from services.scheduler.service import ServiceClosedError
-from services.scheduler_client.options import ClientOptions
+from services.scheduler_client.cell_link import ClientOptions
 from tests.support.cells import (
     CLIENT,
     Whereabouts,
@@ -136,7 +136,7 @@ def test_older_of_two_schedulers_is_fenced_and_its_gateways_move() -> None:
             stream = await backend.submit(request_of(1, 100))
             begun = await read_some(stream, 5)
             async with running_scheduler(everyone) as (new, new_server):
-                assert new.epoch > old.epoch
+                assert new.workers.epoch > old.workers.epoch
                 reason = await asyncio.wait_for(old.wait_closed(), LONG)
                 assert "has taken over" in reason
                 assert old.fenced
@@ -162,7 +162,7 @@ def test_older_of_two_schedulers_is_fenced_and_its_gateways_move() -> None:
                 await until(lambda: old_only.questions >= before + 2)
                 assert not waiting.done()
                 with pytest.raises(BackendUnavailableError, match=f"there is no scheduler: scheduler at {old_address}"):
-                    await stubborn.load()
+                    await stubborn.statuses()
                 old_only.address = everyone.address
                 await asyncio.wait_for(waiting, LONG)
 
@@ -204,7 +204,7 @@ def test_a_scheduler_with_a_higher_epoch_from_a_register_that_is_lost_loses(dead
                 await asyncio.wait_for(check(backend, 1, 10), LONG)
                 await asyncio.wait_for(old.wait_closed(), LONG)
                 assert old.fenced is not dead
-                assert new.epoch > old.epoch
+                assert new.workers.epoch > old.workers.epoch
             await asyncio.wait_for(check(backend, 2, 10), LONG)
             assert new.closed_because is None
             assert resolve.register.numbers == {1, 1001}
@@ -247,7 +247,7 @@ def test_client_gives_up_after_a_while_and_says_why() -> None:
             with pytest.raises(BackendUnavailableError, match="no scheduler was reached"):
                 await backend.submit(request_of(2, 5))
             with pytest.raises(BackendUnavailableError, match="there is no scheduler"):
-                await backend.load()
+                await backend.statuses()
             assert await backend.model() == model
             # It goes on looking, and is well again when one is there.
             async with running_scheduler(cell.resolve), running_worker("t", Role.TARGET, cell.resolve) as worker:
@@ -305,7 +305,7 @@ def test_schedulers_that_are_replaced_are_not_held_against_a_sequence() -> None:
                 async with running_scheduler(resolve) as (service, _server):
                     await until(lambda service=service: service.core.snapshot().live > 0)  # type: ignore[misc]
                     await EpochAuthority(resolve.register).claim()
-                    await service.hear_of_epoch(service.epoch + 1)
+                    await service.hear_of_epoch(service.workers.epoch + 1)
                     assert service.fenced
                     await until(lambda: not backend.connected)
             assert not asked.done()

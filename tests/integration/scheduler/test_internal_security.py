@@ -94,7 +94,7 @@ def test_strangers_are_refused_by_every_method(service: str, method: Any) -> Non
                         assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
                         assert TOKEN.token not in (caught.value.details() or "")
             assert cell.live_sequences == 0
-            assert cell.service.workers_up == {"target-0"}
+            assert cell.service.workers.up == {"target-0"}
             async with client(cell.resolve, TOKEN) as backend:
                 await check(backend, 1, 10)
 
@@ -161,7 +161,7 @@ def test_mutual_tls(tmp_path: Path) -> None:
                 assert not worker.registration.in_use
                 assert worker.server.highest_epoch == 0
             assert {status.worker_id for status in cell.server.status().workers} == {"draft-0", "target-0"}
-            assert cell.service.workers_up == {"draft-0", "target-0"}
+            assert cell.service.workers.up == {"draft-0", "target-0"}
             await check(backend, 2, 10)
 
     asyncio.run(run())
@@ -190,8 +190,8 @@ def test_worker_processes_get_the_token_out_of_sight() -> None:
             (worker,) = launcher.workers
             endpoint = WorkerEndpoint(worker.worker_id, worker.role, worker.address)
             with pytest.raises(WorkerUnreachableError, match="UNAUTHENTICATED"):
-                await stranger.add_workers([endpoint])
-            await service.add_workers([endpoint])
+                await stranger.workers.add([endpoint])
+            await service.workers.add([endpoint])
             assert await service.submit([1, 2, 3], 10).collect() == continuation([1, 2, 3], 10)
             assert not any(security.token in argument for argument in psutil.Process(worker.process_id).cmdline())
             assert worker.process_id != os.getpid()

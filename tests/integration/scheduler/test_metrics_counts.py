@@ -24,9 +24,8 @@ from services.scheduler.metrics_endpoint import MetricsEndpoint
 from services.text.tokenizer import ModelTokenizer
 from spool_client.v1 import generation_pb2 as pb
 from spool_client.v1 import generation_pb2_grpc
-from tests.support.cell_gateways import running_gateway
 from tests.support.cells import Cell, running_cell
-from tests.support.gateway import MODEL, save_tokenizer
+from tests.support.gateway import MODEL, running_gateway, save_tokenizer
 from tests.support.stand_in_worker import ROW_FAILS, continuation
 from tests.support.waiting import LONG, until
 from tests.support.watched_engine import VerifiedDraft, WatchedEngine

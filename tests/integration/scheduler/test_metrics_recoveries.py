@@ -83,7 +83,7 @@ def test_sequences_of_a_lost_worker_are_counted_once(role: Role) -> None:
             sequences = at_home(cell.service, lost)
             assert sequences >= 2
             removal = asyncio.create_task(cell.service.remove_worker(lost))
-            await until(lambda: lost not in cell.service.workers_up)
+            await until(lambda: lost not in cell.service.workers.up)
             for gate in gates:
                 gate.open()
             await removal

@@ -14,11 +14,12 @@ import pytest
 from protos import scheduler_pb2, scheduler_pb2_grpc
 from scheduler.config import SchedulerConfig
 from scheduler.messages import FinishReason, RefusalCause, Role
-from services.backend.interface import Backend, BackendUnavailableError, DeadlineExceededError, GenerationRequest
+from services.backend.interface import BackendUnavailableError, DeadlineExceededError, GenerationRequest
 from services.backend.sequence_stream import AdmissionRefusedError, SequenceFailedError
 from services.rpc.protocol_version import PROTOCOL_VERSION
 from services.scheduler.session import SessionOptions
-from services.scheduler_client.options import ClientOptions
+from services.scheduler_client.cell_link import ClientOptions
+from services.scheduler_client.remote import workers_in_use
 from tests.support.cells import (
     SESSIONS,
     Whereabouts,
@@ -69,7 +70,7 @@ def test_many_sequences_of_two_gateways_equal_the_oracle() -> None:
             client(cell.resolve, name="a") as one,
             client(cell.resolve, name="b") as other,
         ):
-            backends: list[Backend] = [one, other]
+            backends = [one, other]
             assert len(backends) == 2
             work = [check((one, other)[index % 2], index, 20 + index % 30) for index in range(120)]
             async with asyncio.timeout(2 * LONG):
@@ -91,14 +92,14 @@ def test_what_a_gateway_can_learn() -> None:
         async with running_cell(targets=2, **SLOW) as cell, client(cell.resolve) as backend:
             stream = await backend.submit(request_of(1, ENDLESS))
             begun = list((await anext(stream)).tokens)
-            model, load = await backend.model(), await backend.load()
+            model = await backend.model()
             assert (model.model_id, model.vocabulary_size) == ("stand-in", VOCABULARY)
             assert model.max_sequence_length == MAX_LENGTH
-            assert load.live_sequences == 1
-            assert {worker.worker_id for worker in load.workers} == {"draft-0", "target-0", "target-1"}
-            assert load.pages_in_use > 0
             (status,) = await backend.statuses()
-            assert [status.scheduler_epoch] == backend.scheduler_epochs == [cell.service.epoch]
+            assert status.live_set.live == 1
+            assert {worker.worker_id for worker in workers_in_use([status])} == {"draft-0", "target-0", "target-1"}
+            assert any(worker.free_pages < worker.total_pages for worker in status.workers)
+            assert [status.scheduler_epoch] == backend.scheduler_epochs == [cell.service.workers.epoch]
             assert status.uptime_seconds > 0
             assert {worker.address for worker in status.workers} == {worker.address for worker in cell.workers}
             stream.cancel()

@@ -155,7 +155,7 @@ def test_a_removal_that_is_cancelled_leaves_no_ghost() -> None:
         removal.cancel()
         await asyncio.wait([removal])
         assert removal.cancelled()
-        assert cell.service.workers_up == {"draft-0"}
+        assert cell.service.workers.up == {"draft-0"}
         assert [worker.worker_id for worker in cell.service.core.snapshot().workers] == ["draft-0"]
 
     in_a_cell(test)

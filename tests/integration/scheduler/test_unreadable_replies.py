@@ -81,7 +81,7 @@ def test_everything_goes_on_after_a_reply_that_cannot_be_read(
             backend.check_health()
             for worker in cell.workers:
                 worker.registration.check_health()
-            await until(lambda: cell.service.workers_up == {worker.worker_id for worker in cell.workers})
+            await until(lambda: cell.service.workers.up == {worker.worker_id for worker in cell.workers})
 
     asyncio.run(run())
 

@@ -458,7 +458,7 @@ async def decode(
             server = WorkerServer(executor, thread=thread)
             endpoint = WorkerEndpoint(f"target-{index}", Role.TARGET, await server.start())
             stack.push_async_callback(server.stop, 1)
-            await service.add_workers([endpoint])
+            await service.workers.add([endpoint])
         prompts = [[(3 * index + place) % VOCABULARY for place in range(20 + 7 * index)] for index in range(5)]
         samplings = [
             SamplingParameters(temperature=0.8 if grammar else 0.0, seed=index, grammar=grammar) for index in range(5)

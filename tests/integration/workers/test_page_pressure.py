@@ -71,7 +71,7 @@ def test_sequences_through_pages_for_an_eighth_of_them(tmp_path: Path) -> None:
             SchedulerService(config, scheduler_epoch=time.time_ns()) as service,
         ):
             workers = launcher.workers
-            await service.add_workers([WorkerEndpoint(w.worker_id, w.role, w.address) for w in workers])
+            await service.workers.add([WorkerEndpoint(w.worker_id, w.role, w.address) for w in workers])
             processes = [psutil.Process(worker.process_id) for worker in workers]
 
             async def collect(request: SequenceRequest) -> list[int]:

@@ -18,7 +18,7 @@ from services.rpc.protocol_version import PROTOCOL_VERSION, version_conflict
 from services.scheduler.service import SchedulerService
 from services.scheduler.workers.pairing import PairingError
 from services.scheduler.workers.worker_link import WorkerEndpoint
-from services.scheduler_client.options import ClientOptions
+from services.scheduler_client.cell_link import ClientOptions
 from services.scheduler_client.remote import SchedulerClient
 from tests.support.cells import (
     LINKS,
@@ -66,7 +66,7 @@ async def until_told(backend: SchedulerClient, version: int) -> None:
     async with asyncio.timeout(LONG):
         while True:
             with pytest.raises(BackendUnavailableError) as caught:
-                await backend.load()
+                await backend.statuses()
             if both_named(str(caught.value), version, PROTOCOL_VERSION):
                 return
             await asyncio.sleep(0.02)
@@ -92,7 +92,7 @@ def test_worker_of_another_release_is_refused(version: int, monkeypatch: pytest.
             (status,) = cell.server.status().workers
             assert status.state == scheduler_pb2.WORKER_STATE_REFUSED
             assert both_named(status.reason, version, PROTOCOL_VERSION)
-            assert not cell.service.workers_up
+            assert not cell.service.workers.up
             # A release of the scheduler that fits takes the worker.
             worker_speaks(monkeypatch, PROTOCOL_VERSION)
             await all_in_use([worker])
@@ -110,7 +110,7 @@ def test_scheduler_of_another_release_gets_no_worker(version: int, monkeypatch: 
         ):
             await until(lambda: both_named(worker.registration.reason, version, PROTOCOL_VERSION))
             assert not worker.registration.in_use
-            assert not cell.service.workers_up
+            assert not cell.service.workers.up
             assert worker.server.highest_epoch == 0
 
     asyncio.run(run())
@@ -127,7 +127,7 @@ def test_worker_of_another_release_cannot_be_added_by_its_address(
             SchedulerService(SchedulerConfig(), scheduler_epoch=1, link_options=LINKS) as service,
         ):
             with pytest.raises(PairingError) as caught:
-                await service.add_workers([WorkerEndpoint("target-0", Role.TARGET, worker.address)])
+                await service.workers.add([WorkerEndpoint("target-0", Role.TARGET, worker.address)])
             assert both_named(str(caught.value), version, PROTOCOL_VERSION)
 
     asyncio.run(run())

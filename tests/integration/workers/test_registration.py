@@ -13,8 +13,8 @@ from protos import scheduler_pb2, scheduler_pb2_grpc, worker_pb2
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Role
 from services.scheduler.service import SchedulerService
-from services.scheduler.workers.registry import RegistryOptions, WorkerRegistry, WorkerState
-from services.scheduler.workers.worker_link import WorkerEndpoint
+from services.scheduler.workers.worker_link import WorkerEndpoint, WorkerState
+from services.scheduler.workers.worker_set import RegistryOptions
 from tests.support.cells import (
     LINKS,
     REGISTRY,
@@ -58,7 +58,7 @@ def test_worker_that_leaves_hands_its_sequences_over() -> None:
             assert await goes == 0
             assert leaving.executor.sequences == leaving.pages_in_use == 0
             assert not leaving.registration.in_use
-            assert cell.service.workers_up == {"draft-0", "target-1"}
+            assert cell.service.workers.up == {"draft-0", "target-1"}
             for index, stream in enumerate(streams):
                 rest = await asyncio.wait_for(read(stream), LONG)
                 assert begun[index] + rest == continuation(prompt_of(index), 200)
@@ -85,14 +85,14 @@ def test_worker_that_is_gone_is_forgotten_and_another_takes_its_name() -> None:
             async with running_worker("target-0", Role.TARGET, cell.resolve) as first:
                 await all_in_use([first])
                 await check(backend, 1, 10)
-            await until(lambda: not cell.service.workers_up)
+            await until(lambda: not cell.service.workers.up)
             async with running_worker("target-0", Role.TARGET, cell.resolve, pages=50) as second:
                 await all_in_use([second])
                 (status,) = cell.server.status().workers
                 assert (status.address, status.total_pages) == (second.address, 50)
                 await check(backend, 1, 10)
                 cell.service.core.check_integrity()
-            await until(lambda: not cell.server.status().workers and not cell.service.workers.endpoints)
+            await until(lambda: not cell.server.status().workers and not cell.service.workers.links)
 
     asyncio.run(run())
 
@@ -101,25 +101,25 @@ def test_worker_is_forgotten_at_the_second_sweep_in_a_row_that_finds_it_silent()
     async def run() -> None:
         now = 0.0
         async with SchedulerService(SchedulerConfig(), scheduler_epoch=1, link_options=LINKS) as service:
-            registry = WorkerRegistry(service, REGISTRY, lambda: now)
+            workers = service.workers
+            workers.clock = lambda: now
             # It finds no scheduler: it registers here when the test says so.
             async with running_worker("target-0", Role.TARGET, Whereabouts()) as worker:
                 endpoint = WorkerEndpoint("target-0", Role.TARGET, worker.address)
                 description = worker.server.describe()
-                assert (await registry.register(endpoint, description)).state is WorkerState.IN_USE
+                assert (await workers.register(endpoint, description, REGISTRY)).state is WorkerState.IN_USE
             await until(lambda: not service.workers.up)
             for silent in (False, True):
                 now += 2 * REGISTRY.forget_seconds
-                await registry.sweep()
-                assert [record.endpoint for record in registry.records()] == [endpoint]
+                await workers.sweep(REGISTRY)
+                assert [link.endpoint for link in workers.known()] == [endpoint]
                 if not silent:
                     # One word in between, and its silence begins anew.
-                    await registry.register(endpoint, description)
-                    await registry.sweep()
-            await registry.sweep()
-            assert list(registry.records()) == []
-            assert service.workers.endpoints == {}
-            await registry.close()
+                    await workers.register(endpoint, description, REGISTRY)
+                    await workers.sweep(REGISTRY)
+            await workers.sweep(REGISTRY)
+            assert workers.known() == []
+            assert service.workers.links == {}
 
     asyncio.run(run())
 
@@ -127,28 +127,28 @@ def test_worker_is_forgotten_at_the_second_sweep_in_a_row_that_finds_it_silent()
 def test_late_registration_of_an_earlier_start_costs_the_living_one_nothing() -> None:
     async def run() -> None:
         async with SchedulerService(SchedulerConfig(), scheduler_epoch=1, link_options=LINKS) as service:
-            registry = WorkerRegistry(service, REGISTRY, lambda: 0.0)
+            workers = service.workers
             async with running_worker("target-0", Role.TARGET, Whereabouts(), step_seconds=0.01) as worker:
                 endpoint = WorkerEndpoint("target-0", Role.TARGET, worker.address)
                 description = worker.server.describe()
                 late = worker.server.describe()
                 late.worker_epoch -= 1
-                assert (await registry.register(endpoint, description)).state is WorkerState.IN_USE
+                assert (await workers.register(endpoint, description, REGISTRY)).state is WorkerState.IN_USE
                 link = service.workers.find("target-0")
                 stream = service.submit(prompt_of(1), 50)
                 first = await anext(stream)
-                assert (await registry.register(endpoint, late)).state is WorkerState.UNREACHABLE
+                assert (await workers.register(endpoint, late, REGISTRY)).state is WorkerState.UNREACHABLE
                 rest = [token async for delta in stream for token in delta.tokens]
                 assert [*first.tokens, *rest] == continuation(prompt_of(1), 50)
                 assert service.workers.find("target-0") is link
-                assert (await registry.register(endpoint, description)).state is WorkerState.IN_USE
+                assert (await workers.register(endpoint, description, REGISTRY)).state is WorkerState.IN_USE
                 # The living one is heard when it leaves, whoever registered last, and nobody else is.
-                await registry.register(endpoint, late)
-                await registry.deregister("target-0", late.worker_epoch, 0)
+                await workers.register(endpoint, late, REGISTRY)
+                assert not workers.leaves("target-0", late.worker_epoch)
                 assert service.workers.find("target-0") is link
-                await registry.deregister("target-0", description.worker_epoch, 0)
-                assert service.workers.endpoints == {}
-            await registry.close()
+                assert workers.leaves("target-0", description.worker_epoch)
+                await service.remove_worker("target-0")
+                assert service.workers.links == {}
 
     asyncio.run(run())
 
@@ -156,19 +156,19 @@ def test_late_registration_of_an_earlier_start_costs_the_living_one_nothing() ->
 def test_a_late_farewell_of_an_earlier_start_does_not_keep_the_new_one_out() -> None:
     async def run() -> None:
         async with SchedulerService(SchedulerConfig(), scheduler_epoch=1, link_options=LINKS) as service:
-            registry = WorkerRegistry(service, REGISTRY, lambda: 0.0)
+            workers = service.workers
             async with running_worker("target-0", Role.TARGET, Whereabouts()) as worker:
                 endpoint = WorkerEndpoint("target-0", Role.TARGET, worker.address)
                 earlier, later = worker.server.describe(), worker.server.describe()
                 later.worker_epoch += 1
-                assert (await registry.register(endpoint, earlier)).state is WorkerState.IN_USE
-                await registry.register(endpoint, later)
-                await registry.deregister("target-0", earlier.worker_epoch, 0)
-                assert (await registry.register(endpoint, earlier)).state is WorkerState.LEAVING
+                assert (await workers.register(endpoint, earlier, REGISTRY)).state is WorkerState.IN_USE
+                await workers.register(endpoint, later, REGISTRY)
+                assert workers.leaves("target-0", earlier.worker_epoch)
+                await service.remove_worker("target-0")
+                assert (await workers.register(endpoint, earlier, REGISTRY)).state is WorkerState.LEAVING
                 # It is tried; the process at this address is the earlier one, which answers.
-                assert (await registry.register(endpoint, later)).state is WorkerState.UNREACHABLE
+                assert (await workers.register(endpoint, later, REGISTRY)).state is WorkerState.UNREACHABLE
                 assert service.workers.find("target-0") is not None
-            await registry.close()
 
     asyncio.run(run())
 
@@ -202,11 +202,11 @@ def test_two_workers_that_do_not_fit_and_come_at_once_are_not_both_taken() -> No
             taken, refused = (one, other) if one.registration.in_use else (other, one)
             # The other has had its answer too, and is taken as soon as nothing stands against it.
             await until(lambda: "differ: model_id" in refused.registration.reason)
-            assert cell.service.workers_up == {taken.worker_id}
+            assert cell.service.workers.up == {taken.worker_id}
             assert not refused.registration.in_use
             await taken.registration.leave(LONG)
             await all_in_use([refused])
-            assert cell.service.workers_up == {refused.worker_id}
+            assert cell.service.workers.up == {refused.worker_id}
 
     asyncio.run(run())
 
@@ -231,7 +231,7 @@ def test_unreachable_worker_is_reported() -> None:
             assert "worker ghost at 127.0.0.1:1 does not answer" in states(cell)["ghost"][1]
             while_tried_again = await stub.Register(request, timeout=LONG)
             assert while_tried_again.state == scheduler_pb2.WORKER_STATE_UNREACHABLE
-            assert reply.scheduler_epoch <= cell.service.epoch
+            assert reply.scheduler_epoch <= cell.service.workers.epoch
             for changes, message in (
                 ({"worker_id": ""}, "worker_id is empty"),
                 ({"address": "nowhere"}, "address is 'nowhere', must be host:port"),

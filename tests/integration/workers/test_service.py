@@ -52,7 +52,7 @@ async def cell(
         WorkerLauncher(launches, restart_seconds=restart_seconds) as launcher,
         SchedulerService(config or DRAFTING, scheduler_epoch=time.time_ns(), link_options=links) as service,
     ):
-        await service.add_workers(endpoints(launcher.workers))
+        await service.workers.add(endpoints(launcher.workers))
         yield service, launcher
 
 
@@ -122,7 +122,7 @@ def test_prompt_lookup_drafts_without_a_model() -> None:
             WorkerLauncher(launches) as launcher,
             SchedulerService(DRAFTING, scheduler_epoch=time.time_ns(), link_options=LINKS) as service,
         ):
-            await service.add_workers(endpoints(launcher.workers))
+            await service.workers.add(endpoints(launcher.workers))
             # Whatever comes after the 5 at the end, the two of them stand here too.
             prompt = [token for follower in range(100, VOCABULARY) for token in (5, follower)] + [5]
             await check(service.submit(prompt, 20), prompt, 20)
@@ -167,8 +167,8 @@ def test_worker_killed_mid_run_costs_no_token(victim: str) -> None:
             begun = (await anext(streams[0][0])).tokens
             worker = next(worker for worker in launcher.workers if worker.worker_id == victim)
             os.kill(worker.process_id, signal.SIGKILL)
-            await until(lambda: victim not in service.workers_up)
-            await until(lambda: victim in service.workers_up)
+            await until(lambda: victim not in service.workers.up)
+            await until(lambda: victim in service.workers.up)
             first, *others = streams
             for stream, prompt in others:
                 await check(stream, prompt, 60)
@@ -199,13 +199,13 @@ def test_hung_worker_is_lost_and_comes_back_only_when_it_answers() -> None:
             begun = (await anext(stream)).tokens
             target = launcher.workers[1]
             os.kill(target.process_id, signal.SIGSTOP)
-            await until(lambda: "target-0" not in service.workers_up)
+            await until(lambda: "target-0" not in service.workers.up)
             # An attempt to reach it again has failed before it goes on.
-            await until(lambda: "does not answer" in service.workers.trouble_of("target-0"))
-            assert "target-0" not in service.workers_up
+            await until(lambda: "does not answer" in service.workers.links["target-0"].reason)
+            assert "target-0" not in service.workers.up
             os.kill(target.process_id, signal.SIGCONT)
             await check(stream, [30, 31], 100, begun)
-            assert service.workers_up == {"draft-0", "target-0"}
+            assert service.workers.up == {"draft-0", "target-0"}
 
     asyncio.run(run())
 
@@ -277,7 +277,7 @@ def test_removed_worker_leaves_its_sequences_to_others() -> None:
             streams = [(service.submit(prompt, 40), prompt) for prompt in prompts(8)]
             begun = (await anext(streams[0][0])).tokens
             await service.remove_worker("target-0")
-            assert service.workers_up == {"draft-0", "target-1"}
+            assert service.workers.up == {"draft-0", "target-1"}
             address = next(worker.address for worker in launcher.workers if worker.worker_id == "target-0")
             async with grpc.aio.insecure_channel(address) as channel:
                 drained = await worker_pb2_grpc.WorkerStub(channel).Drain(worker_pb2.DrainRequest(), timeout=LONG)
@@ -295,7 +295,7 @@ def test_second_scheduler_takes_the_workers_over() -> None:
             stream = service.submit([1], 1900)
             await anext(stream)
             async with SchedulerService(DRAFTING, scheduler_epoch=time.time_ns(), link_options=LINKS) as second:
-                await second.add_workers(endpoints(launcher.workers))
+                await second.workers.add(endpoints(launcher.workers))
                 with pytest.raises(SequenceFailedError, match="has taken over"):
                     await stream.collect()
                 assert "has taken over" in (service.closed_because or "")
@@ -318,9 +318,9 @@ def test_draft_of_another_vocabulary_is_refused(draft: dict[str, Any], message: 
             SchedulerService(SchedulerConfig(), scheduler_epoch=1) as service,
         ):
             with pytest.raises(PairingError) as caught:
-                await service.add_workers(endpoints(launcher.workers))
+                await service.workers.add(endpoints(launcher.workers))
             assert message in str(caught.value)
-            assert not service.workers_up
+            assert not service.workers.up
 
     asyncio.run(run())
 
@@ -334,9 +334,9 @@ def test_worker_of_the_wrong_role_and_worker_that_is_not_there() -> None:
         ):
             address = launcher.workers[0].address
             with pytest.raises(PairingError, match="worker a is target, must be draft"):
-                await service.add_workers([WorkerEndpoint("a", Role.DRAFT, address)])
+                await service.workers.add([WorkerEndpoint("a", Role.DRAFT, address)])
             with pytest.raises(WorkerUnreachableError, match=r"worker b at 127.0.0.1:1 does not answer"):
-                await service.add_workers([WorkerEndpoint("b", Role.TARGET, "127.0.0.1:1")])
+                await service.workers.add([WorkerEndpoint("b", Role.TARGET, "127.0.0.1:1")])
 
     asyncio.run(run())
 

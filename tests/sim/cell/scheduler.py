@@ -10,8 +10,8 @@ from services.scheduler.epochs import EpochAuthority
 from services.scheduler.server import SchedulerServer, SchedulerServerOptions
 from services.scheduler.service import SchedulerService
 from services.scheduler.session import GatewaySession, SessionOptions
-from services.scheduler.workers.registry import RegistryOptions
 from services.scheduler.workers.worker_link import LinkOptions
+from services.scheduler.workers.worker_set import RegistryOptions
 from tests.sim.cell.process import Process
 from tests.sim.cell.rpc.handlers import Handlers
 from tests.sim.cell.rpc.network import Listener
@@ -89,9 +89,9 @@ class SimulatedScheduler:
 
     def speaks_to(self, worker: SimulatedWorker) -> bool:
         """Whether the worker's state is of this scheduler's making."""
-        description = self.service.descriptions.get(worker.plan.worker_id)
+        description = self.service.workers.descriptions.get(worker.plan.worker_id)
         of_this_start = description is not None and description.worker_epoch == worker.executor.worker_epoch
-        return of_this_start and self.epoch <= worker.executor.scheduler_epoch <= self.service.epoch
+        return of_this_start and self.epoch <= worker.executor.scheduler_epoch <= self.service.workers.epoch
 
     def kill(self) -> None:
         self.process.kill()

@@ -91,10 +91,10 @@ class CellSchedulers:
 
     def expect_close(self, epoch: int) -> None:
         """The scheduler that spoke with this epoch was refused for another's sake: it closes, if it hears of it."""
-        highest = max(scheduler.service.epoch for scheduler in self._all)
+        highest = max(scheduler.service.workers.epoch for scheduler in self._all)
         for scheduler in self._all:
             alive = scheduler.process.alive and scheduler.open
-            if alive and scheduler.epoch <= epoch <= scheduler.service.epoch < highest:
+            if alive and scheduler.epoch <= epoch <= scheduler.service.workers.epoch < highest:
                 self._world.loop.call_later(_CLOSED_AFTER, self._check_closed, scheduler)
 
     def _check_closed(self, scheduler: SimulatedScheduler) -> None:

@@ -8,8 +8,17 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from scheduler.core import SchedulerCore
-from scheduler.messages import Command, EmitTokens, Event, SequenceRequest, SequenceSubmitted, StepCompleted, WorkerLost
-from scheduler.state.workers import Sequence, Worker
+from scheduler.messages import (
+    Command,
+    EmitTokens,
+    Event,
+    SendStep,
+    SequenceRequest,
+    SequenceSubmitted,
+    StepCompleted,
+    WorkerLost,
+)
+from scheduler.state.workers import Sequence, TargetWorker, Worker
 from scheduler.transitions.table import Cause
 from tests.sim.cell.coverage import meetings
 from tests.sim.cell.transcript import told
@@ -77,9 +86,54 @@ class WatchedCore(SchedulerCore):
         if running > max(limit, self._running):
             self._world.fail(f"{running} sequences run, the limit is {limit}")
         self._running = running
+        for step in commands:
+            if isinstance(step, SendStep):
+                self._check_step(step, now)
         self._check_limits()
         self._check_all_is_sent(now)
         return commands
+
+    def _check_step(self, step: SendStep, now: float) -> None:
+        config, worker = self._config, self._fleet.find(step.worker_id)
+        assert worker is not None
+        steady = 1 if isinstance(worker, TargetWorker) else 2
+        sequences = [self._live.sequences[row.sequence_id] for row in step.rows]
+        fed = [len(row.tokens) for row in step.rows]
+        tokens = sum(fed) + sum(len(row.draft_tokens) for row in step.rows)
+        broken = {
+            "has neither rows nor releases": not (step.rows or step.released),
+            "has a sequence twice": len(set(sequences)) < len(sequences),
+            "has more tokens than the worker takes": tokens > worker.spec.max_num_batched_tokens,
+            "has more prefill than a chunk": sum(count for count in fed if count > steady) > config.prefill_chunk,
+            "has too many proposals": sum(row.draft_length > 0 for row in step.rows) > config.proposals_per_step,
+            "verifies more than a batch": step.group is not None and step.group.rows > config.batch_size,
+            "is one too many in flight": len(worker.outstanding) > config.steps_in_flight,
+            "drafts beyond max_tokens": any(
+                sequence.length + len(row.draft_tokens) + row.draft_length
+                >= len(sequence.request.prompt) + sequence.request.max_tokens
+                for sequence, row in zip(sequences, step.rows, strict=True)
+                if row.draft_tokens or row.draft_length
+            ),
+            "has another row than that of a suspect": len(step.rows) > 1
+            and any(sequence.suspected for sequence in sequences),
+        }
+        for rule, is_broken in broken.items():
+            if is_broken:
+                self._world.fail(f"step {step.step_id} for {step.worker_id} {rule}")
+        if isinstance(worker, TargetWorker) and step.group is not None and self._world.plan.pages_are_ample:
+            self._check_order(worker, step, sequences[: step.group.rows], now)
+
+    def _check_order(self, target: TargetWorker, step: SendStep, group: list[Sequence], now: float) -> None:
+        """A drafted sequence that waits too long is left out only for older ones, or where it has no room."""
+        left = target.drafted.oldest()
+        if left is None or left.due > now or any(sequence.suspected for sequence in group):
+            return
+        used = sum(1 + len(row.draft_tokens) for row in step.rows[: len(group)])
+        most = target.spec.max_num_batched_tokens
+        room = most - min(self._config.prefill_chunk, most // 2) - used
+        has_room = len(group) < self._config.batch_size and 1 + len(left.draft_tokens) <= room
+        if has_room or any(sequence.drafted_at > left.drafted_at for sequence in group):
+            self._world.fail(f"step {step.step_id} for {step.worker_id} leaves out {left.sequence_id}, which is overdue")
 
     def _check_all_is_sent(self, now: float) -> None:
         """Nor had those a step to take that were not asked, since nothing there had changed."""
@@ -159,9 +213,10 @@ class WatchedCore(SchedulerCore):
         down = [
             worker.worker_id
             for worker in self._fleet.workers()
-            if worker.worker_id in links.endpoints.keys() - links.up
+            if worker.worker_id in links.links.keys() - links.up
             # A link that ended for good closes the scheduler, in the next turn of the event loop.
-            and not links._runs[worker.worker_id].task.done()
+            and (run := links.links[worker.worker_id].task) is not None
+            and not run.task.done()
         ]
         if down:
             self._world.fail(f"{self._scheduler.process.name} counts on {down}, which are lost")

@@ -150,7 +150,7 @@ class World:
     def _left(self) -> list[str]:
         """What is not as it was before the first request."""
         problems: list[str | None] = []
-        up = {worker_id for scheduler in self.current for worker_id in scheduler.service.workers_up}
+        up = {worker_id for scheduler in self.current for worker_id in scheduler.service.workers.up}
         problems += [f"{worker_id} is not in use" for worker_id in self.workers if worker_id not in up]
         problems += [worker.check_idle() for worker in self.workers.values()]
         problems += [scheduler.check_idle() for scheduler in self.current]

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.messages import FinishReason, TokenLogprobs
-from services.backend.sequence_stream import SequenceFailedError, TokenDelta
+from scheduler.messages import EmitTokens, FinishReason, TokenLogprobs
+from services.backend.sequence_stream import SequenceFailedError
 from services.gateway.choice import Choice, Piece
 from services.gateway.metrics import GatewayMetrics
 from services.text.incremental_decoder import IncrementalDecoder
@@ -33,19 +33,19 @@ class Stream:
         self._reason = reason
         self._deltas = self._read(rounds)
 
-    async def _read(self, rounds: Sequence[Sequence[int]]) -> AsyncIterator[TokenDelta]:
+    async def _read(self, rounds: Sequence[Sequence[int]]) -> AsyncIterator[EmitTokens]:
         for tokens in rounds:
             logprobs = tuple(TokenLogprobs(token, -0.5) for token in tokens)
-            yield TokenDelta(tuple(tokens), 4, len(tokens) - 1, (), logprobs)
+            yield EmitTokens(1, tuple(tokens), 4, len(tokens) - 1, (), logprobs)
         self.finish_reason = self._reason
 
     def cancel(self) -> None:
         self.cancelled = True
 
-    def __aiter__(self) -> AsyncIterator[TokenDelta]:
+    def __aiter__(self) -> AsyncIterator[EmitTokens]:
         return self
 
-    async def __anext__(self) -> TokenDelta:
+    async def __anext__(self) -> EmitTokens:
         return await anext(self._deltas)
 
 

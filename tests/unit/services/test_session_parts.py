@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 
 import pytest
 
 from protos import scheduler_pb2
-from scheduler.messages import MIN_PRIORITY, FinishReason, RefusalCause, Suspicion, TokenLogprobs
+from scheduler.config import SchedulerConfig
+from scheduler.messages import MIN_PRIORITY, EmitTokens, FinishReason, RefusalCause, Suspicion, TokenLogprobs
 from scheduler.sampling import SamplingParameters
 from services.backend.interface import BackendUnavailableError, DeadlineExceededError, GenerationRequest
-from services.backend.sequence_stream import AdmissionRefusedError, DeltaBuffer, SequenceFailedError, TokenDelta
+from services.backend.sequence_stream import AdmissionRefusedError, SequenceFailedError, merged
 from services.backend.session_codec import (
-    read_delta,
     read_end,
+    read_output,
     request_from_wire,
-    write_delta,
     write_end,
+    write_output,
 )
 from services.rpc.conversion import to_wire
-from services.scheduler.outbox import SessionOutbox
-from services.scheduler.session import RetryAdvice, SessionOptions
-from services.scheduler.workers.registry import RegistryOptions
+from services.rpc.protocol_version import PROTOCOL_VERSION
+from services.scheduler.service import SchedulerService
+from services.scheduler.session import GatewaySession, RetryAdvice, SessionOptions
+from services.scheduler.workers.worker_set import RegistryOptions
 from services.scheduler_client.remote_stream import RemoteStream
 from services.worker.registration import RegistrationOptions
 
@@ -30,66 +33,46 @@ def logprobs(token: int) -> TokenLogprobs:
     return TokenLogprobs(token, -0.5, ((token, -0.5), (token + 1, -1.25)))
 
 
-def test_deltas_are_merged_in_order() -> None:
-    buffer = DeltaBuffer()
-    assert not buffer
-    buffer.add(TokenDelta((1, 2), 4, 1, logprobs=(logprobs(1), logprobs(2))))
-    buffer.add(TokenDelta((3,), 2, 0, logprobs=(logprobs(3),)))
-    assert len(buffer) == 3
-    assert buffer.take() == TokenDelta((1, 2, 3), 6, 1, logprobs=tuple(map(logprobs, (1, 2, 3))))
-    assert not buffer
-    assert buffer.take() == TokenDelta((), 0, 0)
-
-
-def test_outbox_holds_one_event_for_each_sequence() -> None:
-    async def run() -> None:
-        outbox = SessionOutbox(limit=2)
-        waiting = asyncio.create_task(outbox.wait())
-        await asyncio.sleep(0)
-        assert not waiting.done()
-        outbox.admitted(7)
-        for token in range(100):
-            outbox.push(7, TokenDelta((token,), 1, 0))
-        outbox.end(9, AdmissionRefusedError(RefusalCause.QUEUE_FULL, "full"), retry_after=2.5)
-        assert not outbox.room.is_set()
-        outbox.suspect(7, Suspicion(2, 4))
-        outbox.end(7, FinishReason.LENGTH)
-        await waiting
-        first, second = outbox.take()
-        assert (first.suspicion.count, first.suspicion.tokens) == (2, 4)
-        assert not second.HasField("suspicion")
-        assert (first.request_id, first.admitted, list(first.tokens)) == (7, True, list(range(100)))
-        assert first.finished == scheduler_pb2.SEQUENCE_END_LENGTH
-        assert (second.request_id, second.admitted) == (9, False)
-        assert second.refused.retry_after_seconds == 2.5
-        assert outbox.room.is_set()
-        outbox.wake()
-        await outbox.wait()
-        assert outbox.take() == []
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(outbox.wait(), 0.01)
-
-    asyncio.run(run())
+def test_output_is_merged_in_order() -> None:
+    first = EmitTokens(1, (1, 2), 4, 1, logprobs=(logprobs(1), logprobs(2)), prompt_logprobs=(logprobs(9),), cached=3)
+    second = EmitTokens(1, (3,), 2, 0, logprobs=(logprobs(3),))
+    assert merged([second]) == second
+    whole = merged([first, second])
+    assert whole == EmitTokens(1, (1, 2, 3), 6, 1, (), tuple(map(logprobs, (1, 2, 3))), (logprobs(9),), 3)
 
 
 def test_replies_are_bounded_and_no_sequence_is_passed_over() -> None:
+    """Each sequence has one event with all that happened to it."""
+    count = 3000
+    told: list[scheduler_pb2.SequenceEvent] = []
+    sizes: list[int] = []
+
+    async def requests(ended: asyncio.Event) -> AsyncIterator[scheduler_pb2.SessionRequest]:
+        opening = scheduler_pb2.SessionOpening(protocol_version=PROTOCOL_VERSION)
+        numbers = range(1, count + 1)
+        submissions = [scheduler_pb2.SequenceSubmission(request_id=n, prompt=[1], max_tokens=1) for n in numbers]
+        yield scheduler_pb2.SessionRequest(opening=opening, submissions=submissions)
+        yield scheduler_pb2.SessionRequest(cancelled_request_ids=numbers)
+        await ended.wait()
+
     async def run() -> None:
-        outbox = SessionOutbox(limit=10_000)
-        for request_id in range(3000):
-            outbox.push(request_id, TokenDelta((1,) * 10, 0, 0))
-        sizes, told = [], []
-        while len(told) < 3000:
-            events = outbox.take()
-            sizes.append(len(events))
-            told += [event.request_id for event in events]
-            # One that has more to say every time goes to the end.
-            if len(told) < 2500:
-                outbox.push(0, TokenDelta((1,), 0, 0))
-        assert max(sizes) <= 1024
-        assert told[:1025] == [*range(1024), 1024]
-        assert set(range(1, 3000)) <= set(told)
+        ended = asyncio.Event()
+        config = SchedulerConfig(max_queued_sequences=count)
+        async with SchedulerService(config, scheduler_epoch=1) as service:
+            session = GatewaySession(service, SessionOptions(), RetryAdvice())
+
+            async def write(reply: scheduler_pb2.SessionReply) -> None:
+                sizes.append(len(reply.events))
+                told.extend(reply.events)
+                if len(told) == count:
+                    ended.set()
+
+            await session.run(requests(ended), write)
 
     asyncio.run(run())
+    assert max(sizes) <= 1024
+    assert [event.request_id for event in told] == [*range(1, count + 1)]
+    assert all(event.admitted and event.finished == scheduler_pb2.SEQUENCE_END_CANCELLED for event in told)
 
 
 @pytest.mark.parametrize(
@@ -134,13 +117,13 @@ def test_ends_that_are_not_known_are_named() -> None:
 
 
 def test_deltas_cross_the_wire() -> None:
-    delta = TokenDelta((5, 6), 4, 1, logprobs=(logprobs(5), logprobs(6)))
+    delta = EmitTokens(0, (5, 6), 4, 1, logprobs=(logprobs(5), logprobs(6)))
     event = scheduler_pb2.SequenceEvent()
-    write_delta(delta, event)
-    assert read_delta(event) == delta
+    write_output(delta, event)
+    assert read_output(event) == delta
     del event.logprobs[1]
     with pytest.raises(ValueError, match="1 log probabilities came with 2 tokens"):
-        read_delta(event)
+        read_output(event)
 
 
 def test_requests_cross_the_wire() -> None:
@@ -190,24 +173,24 @@ def test_stream_remembers_what_it_received_and_how_often_it_was_sent() -> None:
         assert (list(first.committed_output), first.admitted_before) == ([], False)
         assert 900 < first.timeout_seconds <= 1000
         stream.admit()
-        stream.push(TokenDelta((5, 6), 1, 1))
+        stream.push(EmitTokens(1, (5, 6), 1, 1))
         assert stream.fruitless_submissions == 0
         assert (await anext(stream)).tokens == (5, 6)
-        stream.push(TokenDelta((7,), 1, 0))
+        stream.push(EmitTokens(1, (7,), 1, 0))
         again = stream.submission()
         assert (list(again.committed_output), again.admitted_before) == ([5, 6, 7], True)
         assert (again.key, again.priority) == (first.key, first.priority) == ("a", 5)
         assert stream.fruitless_submissions == 1
         assert not again.HasField("suspicion")
         stream.suspect(Suspicion(2, 2))
-        stream.push(TokenDelta((9,), 0, 0))
+        stream.push(EmitTokens(1, (9,), 0, 0))
         marked = stream.submission().suspicion
         assert (marked.count, marked.tokens) == (2, 1)
-        stream.push(TokenDelta((9, 9), 0, 0))
+        stream.push(EmitTokens(1, (9, 9), 0, 0))
         cleared = stream.submission().suspicion
         assert (cleared.count, cleared.tokens) == (2, 0)
         stream.cancel()
-        stream.push(TokenDelta((8,), 0, 0))
+        stream.push(EmitTokens(1, (8,), 0, 0))
         stream.end(SequenceFailedError("late"))
         assert [delta.tokens async for delta in stream] == [(7, 9, 9, 9)]
         assert stream.finish_reason is FinishReason.CANCELLED
