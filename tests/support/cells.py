@@ -22,16 +22,15 @@ from services.scheduler.epochs import EpochAuthority, MemoryRegister
 from services.scheduler.server import SchedulerServer, SchedulerServerOptions
 from services.scheduler.service import SchedulerService
 from services.scheduler.session import SessionOptions
-from services.scheduler.workers.registry import RegistryOptions
+from services.scheduler.workers.worker_set import RegistryOptions
 from services.scheduler.workers.worker_link import LinkOptions
-from services.scheduler_client.options import ClientOptions
+from services.scheduler_client.cell_link import ClientOptions
 from services.scheduler_client.remote import SchedulerClient
 from services.scheduler_client.remote_stream import RemoteStream
 from services.worker.executor import DraftStepExecutor, StepExecutor, TargetStepExecutor
 from services.worker.registration import RegistrationOptions, WorkerRegistration
 from services.worker.server import WorkerServer
-from tests.support.gateway import MODEL
-from tests.support.stand_in_worker import StandInEngine, continuation
+from tests.support.stand_in_worker import MODEL, StandInEngine, continuation
 from tests.support.waiting import LONG, until
 
 ROOT = Path(__file__).parents[2]
@@ -77,11 +76,18 @@ class Worker:
 
 @asynccontextmanager
 async def running_worker(
-    worker_id: str, role: Role, resolve: Whereabouts, security: ChannelSecurity = OPEN, **settings: Any
+    worker_id: str,
+    role: Role,
+    resolve: Whereabouts,
+    security: ChannelSecurity = OPEN,
+    executor: StepExecutor[Any] | None = None,
+    **settings: Any,
 ) -> AsyncIterator[Worker]:
-    engine = StandInEngine(**settings)
-    kind = TargetStepExecutor if role is Role.TARGET else DraftStepExecutor
-    executor: StepExecutor[Any] = kind(engine, kv_store=engine.kv_store)
+    """`settings` are those of a stand-in, unless there is an `executor`."""
+    if executor is None:
+        engine = StandInEngine(**settings)
+        kind = TargetStepExecutor if role is Role.TARGET else DraftStepExecutor
+        executor = kind(engine, kv_store=engine.kv_store)
     server = WorkerServer(executor, security=security)
     address = await server.start()
     registration = WorkerRegistration(worker_id, address, server, resolve, security=security, options=REGISTRATION)
@@ -156,18 +162,20 @@ async def running_cell(
     sessions: SessionOptions = SESSIONS,
     registry: RegistryOptions = REGISTRY,
     observers: Sequence[ServiceObserver] = (),
+    executors: Sequence[StepExecutor[Any]] = (),
     **settings: Any,
 ) -> AsyncIterator[Cell]:
-    """A scheduler and workers that are in use."""
+    """A scheduler and workers that are in use: `executors` if given, else stand-ins with these `settings`."""
     resolve = Whereabouts()
     async with AsyncExitStack() as stack:
         service, server = await stack.enter_async_context(
             running_scheduler(resolve, config, security, sessions, registry, observers=observers)
         )
         roles = [(Role.DRAFT, index) for index in range(drafts)] + [(Role.TARGET, index) for index in range(targets)]
+        given = {executor.role: executor for executor in executors}
         workers = [
             await stack.enter_async_context(
-                running_worker(f"{role.value}-{index}", role, resolve, security, **settings)
+                running_worker(f"{role.value}-{index}", role, resolve, security, given.get(role), **settings)
             )
             for role, index in roles
         ]

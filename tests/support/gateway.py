@@ -1,4 +1,4 @@
-"""A gateway over a cell of stand-in workers, and a tokenizer for their tokens."""
+"""Gateways over HTTP and gRPC, each with a session to the scheduler of a cell of stand-in workers, as in service."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import itertools
 import json
 import string
 import threading
-import time
-from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,29 +16,21 @@ from typing import Any, TypeVar
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from scheduler.config import Policy, SchedulerConfig
-from scheduler.messages import Role
-from services.backend.interface import Backend
+from scheduler.config import SchedulerConfig
 from services.gateway.grpc.server import GrpcServer
 from services.gateway.http.app import create_app
 from services.gateway.http.server import HttpServer
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.settings import GatewaySettings, ListenSettings, TlsFiles
-from services.launch.launcher import WorkerLaunch, WorkerLauncher
+from services.observability.tracing import RequestTracing
 from services.scheduler.service import SchedulerService
-from services.scheduler.workers.worker_link import LinkOptions, WorkerEndpoint
-from services.scheduler_client.local import LocalBackend
+from services.scheduler_client.remote import SchedulerClient
 from services.text.tokenizer import ModelTokenizer
-from tests.support.stand_in_worker import VOCABULARY
-from tests.support.waiting import LONG
+from tests.support.cells import CLIENT, Cell, client, running_cell
+from tests.support.stand_in_worker import MODEL, VOCABULARY
+from tests.support.waiting import LONG, until
 
 T = TypeVar("T")
-
-ROOT = Path(__file__).parents[2]
-MODEL = "stand-in"
-# Drafts always; `auto` would weigh what stand-in workers happen to cost.
-DRAFTING = SchedulerConfig(policy=Policy.RAGGED)
-LINKS = LinkOptions(connect_timeout=60, step_timeout=60, first_backoff=0.02, longest_backoff=0.2)
 
 TEMPLATE = """\
 {% for message in messages %}
@@ -67,18 +58,6 @@ def save_tokenizer(folder: Path) -> ModelTokenizer:
     return ModelTokenizer(folder)
 
 
-@asynccontextmanager
-async def cell(launches: Sequence[WorkerLaunch], config: SchedulerConfig) -> AsyncIterator[SchedulerService]:
-    async with (
-        WorkerLauncher(launches) as launcher,
-        SchedulerService(config, scheduler_epoch=time.time_ns(), link_options=LINKS) as service,
-    ):
-        await service.add_workers(
-            [WorkerEndpoint(worker.worker_id, worker.role, worker.address) for worker in launcher.workers]
-        )
-        yield service
-
-
 @dataclass(frozen=True, slots=True)
 class Served:
     """Where a gateway listens."""
@@ -87,22 +66,64 @@ class Served:
     address: str
 
 
+@asynccontextmanager
+async def listening(
+    backend: Any,
+    tokenizer: ModelTokenizer,
+    settings: GatewaySettings | None,
+    metrics: GatewayMetrics,
+    tls: TlsFiles | None = None,
+    tracing: RequestTracing | None = None,
+) -> AsyncIterator[Served]:
+    """A gateway on free ports; `backend` is a SchedulerClient or stands before one."""
+    free = ListenSettings(tls=tls)
+    settings = (settings or GatewaySettings()).model_copy(update={"http": free, "grpc": free})
+    async with (
+        HttpServer(create_app(backend, tokenizer, settings, metrics, tracing), settings.http, drain_seconds=1) as http,
+        GrpcServer(backend, tokenizer, settings, metrics, drain_seconds=1, tracing=tracing) as grpc,
+    ):
+        yield Served(http.url, grpc.address)
+
+
+@asynccontextmanager
+async def running_gateway(
+    cell: Cell,
+    tokenizer: ModelTokenizer,
+    settings: GatewaySettings | None = None,
+    tracing: RequestTracing | None = None,
+) -> AsyncIterator[Served]:
+    metrics = GatewayMetrics(MODEL)
+    async with (
+        SchedulerClient([cell.resolve], options=CLIENT, gateway_id="gateway", listener=metrics) as backend,
+        listening(backend, tokenizer, settings, metrics, tracing=tracing) as served,
+    ):
+        await until(lambda: backend.connected)
+        yield served
+
+
 class Gateways:
     """A cell and gateways over it, on an event loop in a thread of its own: tests use blocking clients, as users do."""
 
-    def __init__(
-        self, tokenizer: ModelTokenizer, launches: Sequence[WorkerLaunch], config: SchedulerConfig | None = None
-    ) -> None:
+    def __init__(self, tokenizer: ModelTokenizer, cell: AbstractAsyncContextManager[Cell]) -> None:
         self.tokenizer = tokenizer
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run_loop, daemon=True)
         self._thread.start()
-        self._cell = cell(launches, config or DRAFTING)
-        self.service = self.run(self._cell.__aenter__())
-        self.backend = LocalBackend(self.service)
+        self._stack = AsyncExitStack()
+        self.cell = self.run(self._stack.enter_async_context(cell))
+        self.backend = self.run(self._connect())
+
+    async def _connect(self) -> SchedulerClient:
+        backend = await self._stack.enter_async_context(client(self.cell.resolve))
+        await until(lambda: backend.connected)
+        return backend
+
+    @property
+    def service(self) -> SchedulerService:
+        return self.cell.service
 
     def close(self) -> None:
-        self.run(self._cell.__aexit__(None, None, None))
+        self.run(self._stack.aclose())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(LONG)
 
@@ -111,60 +132,37 @@ class Gateways:
             runner.get_loop().run_forever()
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """What a coroutine gives that runs on the loop of the gateways."""
+        """The result of a coroutine on the loop of the gateways."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(2 * LONG)
 
     @contextmanager
     def serve(
         self,
         settings: GatewaySettings | None = None,
-        backend: Backend | None = None,
+        backend: Any = None,
         tls: TlsFiles | None = None,
         tokenizer: ModelTokenizer | None = None,
     ) -> Iterator[Served]:
-        """A gateway over HTTP and gRPC, on free ports."""
-        free = {"http": ListenSettings(tls=tls), "grpc": ListenSettings(tls=tls)}
-        settings = (settings or GatewaySettings()).model_copy(update=free)
-        backend = backend or self.backend
-        tokenizer = tokenizer or self.tokenizer
-        metrics = GatewayMetrics()
-        http = HttpServer(create_app(backend, tokenizer, settings, metrics), settings.http, drain_seconds=1)
-        grpc = GrpcServer(backend, tokenizer, settings, metrics, drain_seconds=1)
-        self.run(http.__aenter__())
+        gateway = listening(backend or self.backend, tokenizer or self.tokenizer, settings, GatewayMetrics(), tls)
+        served = self.run(gateway.__aenter__())
         try:
-            self.run(grpc.__aenter__())
-            try:
-                yield Served(http.url, grpc.address)
-            finally:
-                self.run(grpc.__aexit__(None, None, None))
+            yield served
         finally:
-            self.run(http.__aexit__(None, None, None))
+            self.run(gateway.__aexit__(None, None, None))
 
     def wait_until_idle(self, seconds: float = LONG) -> None:
         """Until no sequence is left and no page in use."""
 
         async def wait() -> None:
             async with asyncio.timeout(seconds):
-                load = await self.backend.load()
-                while load.live_sequences or load.pages_in_use:
-                    await asyncio.sleep(0.01)
-                    load = await self.backend.load()
+                await self.cell.wait_empty()
+            self.service.core.check_integrity()
 
         self.run(wait())
-        self.run(self._check_integrity())
-
-    async def _check_integrity(self) -> None:
-        self.service.core.check_integrity()
 
 
 def stand_in_gateways(folder: Path, config: SchedulerConfig | None = None, **worker: Any) -> Gateways:
     """Over a draft and a target whose output is known beforehand; `worker` are the stand-in's settings."""
     tokenizer = save_tokenizer(folder)
-    settings = {"tokenizer_digest": tokenizer.vocabulary_digest.hex(), "model_id": MODEL, **worker}
-    launches = [
-        WorkerLaunch(
-            role, settings, threads=1, module="tests.support.stand_in_worker", environment={"PYTHONPATH": str(ROOT)}
-        )
-        for role in (Role.DRAFT, Role.TARGET)
-    ]
-    return Gateways(tokenizer, launches, config)
+    digest = tokenizer.vocabulary_digest.hex()
+    return Gateways(tokenizer, running_cell(config=config, tokenizer_digest=digest, **worker))

@@ -33,6 +33,7 @@ from scheduler.state.digests import DigestedTokens
 from services.worker.executor import DraftStepExecutor, StepExecutor, TargetStepExecutor
 from services.worker.process import Progress, WorkerArguments, parse_arguments, run_worker
 
+MODEL = "stand-in"
 VOCABULARY = 1000
 MAX_LENGTH = 2000
 
@@ -120,7 +121,7 @@ class StandInEngine:
         step_seconds: float = 0.0,
         tokenizer_digest: str = "aa",
         vocabulary_size: int = VOCABULARY,
-        model_id: str = "stand-in",
+        model_id: str = MODEL,
         threads: int = 1,
         unlucky: bool = True,
     ) -> None:

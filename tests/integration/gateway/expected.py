@@ -1,14 +1,16 @@
-"""The expected output of gateways over stand-in workers, and backends that fail."""
+"""The expected output of gateways over stand-in workers, backends that fail, and what requests have in common."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
 import httpx
 
-from services.backend.interface import GenerationRequest, LoadFigures
-from services.scheduler_client.local import LocalBackend, LocalStream
+from protos import scheduler_pb2
+from services.backend.interface import BackendUnavailableError, GenerationRequest
+from services.scheduler_client.remote_stream import RemoteStream
 from tests.support.gateway import Gateways
 from tests.support.stand_in_worker import continuation
 from tests.support.waiting import LONG
@@ -23,6 +25,28 @@ THREE = {**ENDLESS, "n": 3}
 # A step takes so long that a sequence of ENDLESS outlasts every wait: only cancelling frees its pages in time.
 STEP_SECONDS = 0.08
 assert STEP_SECONDS * ENDLESS["max_tokens"] > LONG
+
+# Three levels of repeats: the library's state for it grows with every token.
+EXPONENTIAL = "((a{1,1000}){1,1000}){1,1000}"
+CIRCULAR = {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}
+
+
+def nested(depth: int) -> dict[str, Any]:
+    """Lists of lists."""
+    schema: dict[str, Any] = {}
+    for _ in range(depth):
+        schema = {"items": schema}
+    return schema
+
+
+BAD_SCHEMAS: list[tuple[dict[str, Any], str]] = [
+    ({"type": "number?"}, "cannot be used: Invalid type: number"),
+    ({"$ref": "#"}, "cannot be used: no text fits$"),
+    (CIRCULAR, "cannot be used: no text fits$"),
+    (nested(300), "cannot be used: recursion limit exceeded"),
+    ({"description": "x" * 1_000_000}, "has 1000019 bytes, must have at most 65536"),
+    ({"type": "string", "pattern": f"^{EXPONENTIAL}$"}, "cannot be used: .*too many expressions"),
+]
 
 
 def expected_tokens(gateways: Gateways, prompt: Sequence[int], count: int) -> list[int]:
@@ -55,6 +79,21 @@ def stop_cases(gateways: Gateways) -> list[tuple[str, str, int]]:
     return cases
 
 
+def completion(http: httpx.Client, **body: Any) -> dict[str, Any]:
+    response = http.post("/v1/completions", json={"prompt": PROMPT, **body})
+    assert response.status_code == 200, response.text
+    found: dict[str, Any] = response.json()
+    return found
+
+
+def streamed(http: httpx.Client, route: str = "completions", **body: Any) -> list[dict[str, Any]]:
+    """The events of a stream, with its usage."""
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    *events, done = http.post(f"/v1/{route}", json={**options, **body}).text.removesuffix("\n\n").split("\n\n")
+    assert done == "data: [DONE]"
+    return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
 def message_of(response: httpx.Response) -> str:
     """The message of an error in OpenAI's shape."""
     error = response.json()["error"]
@@ -62,18 +101,40 @@ def message_of(response: httpx.Response) -> str:
     return str(error["message"])
 
 
-class Recorder(LocalBackend):
-    """Keeps the requests that the gateway sends."""
+class Recorder:
+    """A backend that keeps the requests of the gateway."""
 
     def __init__(self, gateways: Gateways) -> None:
-        super().__init__(gateways.service)
         self.requests: list[GenerationRequest] = []
+        self.backend = gateways.backend
 
-    async def submit(self, request: GenerationRequest) -> LocalStream:
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.backend, name)
+
+    async def submit(self, request: GenerationRequest) -> RemoteStream:
         self.requests.append(request)
-        return await super().submit(request)
+        return await self.backend.submit(request)
 
 
-class NoTarget(LocalBackend):
-    async def load(self) -> LoadFigures:
-        return LoadFigures(0, 0, ())
+class NoTarget(Recorder):
+    """A backend whose scheduler has no target any more."""
+
+    async def submit(self, request: GenerationRequest) -> RemoteStream:
+        self.requests.append(request)
+        raise BackendUnavailableError("no target worker is up")
+
+    async def statuses(self) -> list[scheduler_pb2.StatusReply]:
+        statuses = await self.backend.statuses()
+        for status in statuses:
+            del status.workers[:]
+        return statuses
+
+
+class NoScheduler(Recorder):
+    """A backend that reaches no scheduler."""
+
+    async def statuses(self) -> list[scheduler_pb2.StatusReply]:
+        raise BackendUnavailableError("the scheduler does not answer")
+
+    async def model(self) -> scheduler_pb2.ServedModel:
+        raise BackendUnavailableError("the scheduler does not answer")

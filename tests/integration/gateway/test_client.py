@@ -14,9 +14,8 @@ import pytest
 from scheduler.config import Policy, SchedulerConfig
 from services.text.tokenizer import ModelTokenizer
 from spool_client import AsyncClient, Chat, ChatMessage, Client, GenerateRequest, GenerateStreamResponse, RetryPolicy
-from tests.support.cell_gateways import running_gateway
 from tests.support.cells import Cell, running_cell
-from tests.support.gateway import MODEL, Served, save_tokenizer
+from tests.support.gateway import MODEL, Served, running_gateway, save_tokenizer
 from tests.support.stand_in_worker import continuation
 from tests.support.tcp_proxy import TcpProxy, tcp_proxy
 from tests.support.waiting import LONG

@@ -10,6 +10,7 @@ import ssl
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,21 +26,19 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 from pydantic import SecretStr
 
-from services.backend.interface import BackendUnavailableError, GenerationRequest
 from services.gateway.settings import GatewaySettings, TlsFiles
-from services.scheduler_client.local import LocalStream
 from spool_client import AsyncClient, Client
 from spool_client.v1 import generation_pb2 as pb
 from spool_client.v1 import generation_pb2_grpc
 from tests.integration.gateway.expected import (
+    BAD_SCHEMAS,
     PROMPT,
     NoTarget,
-    Recorder,
     expected_text,
     expected_tokens,
     stop_cases,
 )
-from tests.integration.gateway.structures import BAD_SCHEMAS, EXPONENTIAL
+from tests.support.certificates import issue_by
 from tests.support.gateway import MODEL, Gateways, Served
 from tests.support.stand_in_worker import MAX_LENGTH, ROW_FAILS, VOCABULARY
 from tests.support.waiting import LONG
@@ -101,7 +100,7 @@ def test_chat_and_stops(gateways: Gateways, stub: generation_pb2_grpc.Generation
     done = stub.Generate(pb.GenerateRequest(chat=chat, max_tokens=30))
     prompt = gateways.tokenizer.encode_chat(messages)
     assert done.choices[0].text == expected_text(gateways, prompt, 30)
-    for stop, before, count in stop_cases(gateways)[::5]:
+    for stop, before, count in stop_cases(gateways)[::8]:
         done = stub.Generate(pb.GenerateRequest(text=PROMPT, max_tokens=40, stop=[stop]))
         assert (done.choices[0].text, done.usage.completion_tokens) == (before, count)
         assert (done.choices[0].finish_reason, done.choices[0].stop_string) == (pb.FINISH_REASON_STOP, stop)
@@ -115,29 +114,27 @@ def test_chat_and_stops(gateways: Gateways, stub: generation_pb2_grpc.Generation
     assert done.choices[0].stop_token_id == token
 
 
-class Refuser(Recorder):
-    async def submit(self, request: GenerationRequest) -> LocalStream:
-        self.requests.append(request)
-        raise BackendUnavailableError("nothing more than asking was wanted")
-
-
 def test_defaults_are_those_of_http(gateways: Gateways) -> None:
-    refuser = Refuser(gateways)
+    backend = NoTarget(gateways)
     with (
-        gateways.serve(backend=refuser) as served,
+        gateways.serve(backend=backend) as served,
         grpc.insecure_channel(served.address) as channel,
         httpx.Client(base_url=served.url, timeout=LONG) as http,
     ):
         stub = generation_pb2_grpc.GenerationServiceStub(channel)
         chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="hi")])
         for request in (pb.GenerateRequest(text=PROMPT, seed=1), pb.GenerateRequest(chat=chat, seed=1)):
-            assert refusal(lambda: stub.Generate(request)).code() is grpc.StatusCode.UNAVAILABLE  # noqa: B023
+            error = refusal(lambda: stub.Generate(request))  # noqa: B023
+            assert error.code() is grpc.StatusCode.UNAVAILABLE
+            assert trailing(error)["retry-after"] == "1"
         http.post("/v1/completions", json={"prompt": PROMPT, "seed": 1})
         http.post("/v1/chat/completions", json={"messages": [{"role": "user", "content": "hi"}], "seed": 1})
-    assert len(refuser.requests) == 4
-    for ours, theirs in zip(refuser.requests[:2], refuser.requests[2:], strict=True):
-        assert (ours.prompt, ours.max_tokens, ours.sampling) == (theirs.prompt, theirs.max_tokens, theirs.sampling)
-        assert (ours.stop_token_ids, ours.draft_length) == (theirs.stop_token_ids, theirs.draft_length)
+        health = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+        assert health.status == health_pb2.HealthCheckResponse.NOT_SERVING
+    text, conversation, *over_http = backend.requests
+    for ours, theirs in zip((text, conversation), over_http, strict=True):
+        same = {"request_id": "", "deadline_seconds": None}
+        assert replace(ours, **same) == replace(theirs, **same)  # type: ignore[arg-type]
 
 
 def test_tokens_and_models(gateways: Gateways, stub: generation_pb2_grpc.GenerationServiceStub) -> None:
@@ -167,22 +164,9 @@ BAD = [
     (pb.GenerateRequest(text="a", structured_outputs={"regex": "(a"}), "structured_outputs", "unclosed group"),
     (pb.GenerateRequest(text="a", structured_outputs={"choice": {}}), "structured_outputs", "at least one choice"),
     (
-        pb.GenerateRequest(text="a", structured_outputs={"grammar": "start: a" + "a" * 70_000}),
+        pb.GenerateRequest(text="a", structured_outputs={"json_schema": json.dumps(BAD_SCHEMAS[0][0])}),
         "structured_outputs",
-        "has 70008 bytes, must have at most 65536",
-    ),
-    (
-        pb.GenerateRequest(text="a", structured_outputs={"regex": EXPONENTIAL}),
-        "structured_outputs",
-        "cannot be used: .*too many expressions",
-    ),
-    *(
-        (
-            pb.GenerateRequest(text="a", structured_outputs={"json_schema": json.dumps(schema)}),
-            "structured_outputs",
-            message,
-        )
-        for schema, message in BAD_SCHEMAS
+        BAD_SCHEMAS[0][1],
     ),
     (pb.GenerateRequest(text="a", top_logprobs=99), "top_logprobs", "is 99, must be between 0 and 20"),
     (pb.GenerateRequest(chat=pb.Chat()), "messages", "messages has 0 entries"),
@@ -240,20 +224,6 @@ def test_large_messages_are_refused(stub: generation_pb2_grpc.GenerationServiceS
     assert stub.Generate(pb.GenerateRequest(text="a")).choices
 
 
-def test_nobody_to_generate(gateways: Gateways) -> None:
-    with (
-        gateways.serve(backend=NoTarget(gateways.service)) as served,
-        grpc.insecure_channel(served.address) as channel,
-    ):
-        error = refusal(
-            lambda: generation_pb2_grpc.GenerationServiceStub(channel).Generate(pb.GenerateRequest(text="a"))
-        )
-        assert error.code() is grpc.StatusCode.UNAVAILABLE
-        assert trailing(error)["retry-after"] == "1"
-        health = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
-        assert health.status == health_pb2.HealthCheckResponse.NOT_SERVING
-
-
 # --- clients that go away ---------------------------------------------------------------------------------------------
 
 
@@ -263,7 +233,9 @@ def slow_stub(slow: Gateways) -> Iterator[generation_pb2_grpc.GenerationServiceS
         yield generation_pb2_grpc.GenerationServiceStub(channel)
 
 
-def test_deadline_frees_everything(slow: Gateways, slow_stub: generation_pb2_grpc.GenerationServiceStub) -> None:
+def test_deadlines_and_cancelled_streams_free_everything(
+    slow: Gateways, slow_stub: generation_pb2_grpc.GenerationServiceStub
+) -> None:
     request = pb.GenerateRequest(text=PROMPT, n=3, **NEVER_ENDING)
     for call in (
         lambda: slow_stub.Generate(request, timeout=0.5),
@@ -271,12 +243,7 @@ def test_deadline_frees_everything(slow: Gateways, slow_stub: generation_pb2_grp
     ):
         assert refusal(call).code() is grpc.StatusCode.DEADLINE_EXCEEDED
         slow.wait_until_idle()
-
-
-def test_cancelled_stream_frees_everything(
-    slow: Gateways, slow_stub: generation_pb2_grpc.GenerationServiceStub
-) -> None:
-    stream = slow_stub.GenerateStream(pb.GenerateRequest(text=PROMPT, n=3, **NEVER_ENDING))
+    stream = slow_stub.GenerateStream(request)
     next(stream)
     stream.cancel()
     slow.wait_until_idle()
@@ -357,12 +324,7 @@ def test_every_method_but_health_takes_a_key(gateways: Gateways) -> None:
     ):
         stub = generation_pb2_grpc.GenerationServiceStub(channel)
         request = pb.GenerateRequest(text="a")
-        for metadata in (
-            [],
-            [("authorization", "key")],
-            [("authorization", "Bearer kez")],
-            [("authorization", "Bearer key"), ("authorization", "Bearer kez")],
-        ):
+        for metadata in ([], [("authorization", "Bearer key"), ("authorization", "Bearer kez")]):
             for call in (
                 lambda: stub.Generate(request, metadata=metadata),  # noqa: B023
                 lambda: list(stub.GenerateStream(request, metadata=metadata)),  # noqa: B023
@@ -379,13 +341,10 @@ def test_every_method_but_health_takes_a_key(gateways: Gateways) -> None:
 
 def test_tls(gateways: Gateways, tmp_path: Path) -> None:
     authority = trustme.CA()
-    ours, theirs = authority.issue_cert("localhost"), authority.issue_cert("client")
-    files = {name: tmp_path / name for name in ("ca.pem", "chain.pem", "key.pem", "client.pem")}
-    authority.cert_pem.write_to_path(str(files["ca.pem"]))
-    ours.private_key_pem.write_to_path(str(files["key.pem"]))
-    files["chain.pem"].write_bytes(b"".join(blob.bytes() for blob in ours.cert_chain_pems))
-    theirs.private_key_and_cert_chain_pem.write_to_path(str(files["client.pem"]))
-    tls = TlsFiles(certificate=files["chain.pem"], key=files["key.pem"], client_ca=files["ca.pem"])
+    ours = issue_by(authority, tmp_path, "localhost")
+    theirs = authority.issue_cert("client")
+    theirs.private_key_and_cert_chain_pem.write_to_path(str(tmp_path / "client.pem"))
+    tls = TlsFiles(certificate=Path(ours.certificate_file), key=Path(ours.key_file), client_ca=Path(ours.ca_file))
     with gateways.serve(tls=tls) as served:
         root = authority.cert_pem.bytes()
         chain = b"".join(blob.bytes() for blob in theirs.cert_chain_pems)
@@ -408,9 +367,9 @@ def test_tls(gateways: Gateways, tmp_path: Path) -> None:
 
         asyncio.run(from_a_loop())
         url = served.url.replace("127.0.0.1", "localhost")
-        context = ssl.create_default_context(cafile=str(files["ca.pem"]))
+        context = ssl.create_default_context(cafile=ours.ca_file)
         with httpx.Client(base_url=url, verify=context, timeout=LONG) as http, pytest.raises(httpx.TransportError):
             http.get("/ping")
-        context.load_cert_chain(str(files["client.pem"]))
+        context.load_cert_chain(str(tmp_path / "client.pem"))
         with httpx.Client(base_url=url, verify=context, timeout=LONG) as http:
             assert http.get("/ping").status_code == 200

@@ -5,24 +5,33 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
+from protos import scheduler_pb2
 from scheduler.config import SchedulerConfig
-from services.backend.interface import BackendUnavailableError, LoadFigures, ModelInfo
 from services.gateway.settings import GatewaySettings
-from services.scheduler_client.local import LocalBackend
-from tests.integration.gateway.expected import CHAT, ENDLESS, PROMPT, TIMEOUT, NoTarget, message_of
-from tests.integration.gateway.structures import BAD_SCHEMAS, EXPONENTIAL
+from tests.integration.gateway.expected import (
+    BAD_SCHEMAS,
+    CHAT,
+    ENDLESS,
+    EXPONENTIAL,
+    PROMPT,
+    TIMEOUT,
+    NoScheduler,
+    NoTarget,
+    Recorder,
+    message_of,
+)
 from tests.support.gateway import MODEL, Gateways, Served, stand_in_gateways
 from tests.support.stand_in_worker import ROW_FAILS, VOCABULARY
 
-BAD_COMPLETIONS: list[tuple[dict[str, Any], str | None, str]] = [
-    ({}, "prompt", "prompt is missing"),
+Bad = list[tuple[dict[str, Any], str | None, str]]
+
+BAD_COMPLETIONS: Bad = [
     ({"prompt": None}, "prompt", "prompt is None, must be text"),
     ({"prompt": ""}, "prompt", "prompt is empty, must have at least 1 token"),
     ({"prompt": []}, "prompt", r"prompt is \[\]"),
@@ -34,71 +43,67 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"prompt": [True]}, "prompt", "holds True"),
     ({"prompt": "\ud800"}, "prompt", "half a surrogate pair"),
     ({"prompt": "A" * 3000}, "prompt", "prompt has 3000 tokens.* makes 3001; the model's limit is 2000"),
-    ({"prompt": "a", "max_tokens": 5000}, "prompt", "1 tokens.* max_tokens of 5000 makes 5001; .* limit is 2000"),
-    ({"prompt": "a", "max_tokens": 0}, "max_tokens", "max_tokens is 0, must be at least 1"),
-    ({"prompt": "a", "max_tokens": 10**30}, "prompt", "makes 10000000"),
-    ({"prompt": "a", "max_tokens": "5"}, "max_tokens", "max_tokens is '5', must be a valid integer"),
-    ({"prompt": "a", "max_tokens": 1.5}, "max_tokens", "max_tokens is 1.5"),
-    ({"prompt": "a", "n": 0}, "n", "n is 0, must be between 1 and 128"),
+    ({"max_tokens": 5000}, "prompt", "1 tokens.* max_tokens of 5000 makes 5001; .* limit is 2000"),
+    ({"max_tokens": 0}, "max_tokens", "max_tokens is 0, must be at least 1"),
+    ({"max_tokens": 10**30}, "prompt", "makes 10000000"),
+    ({"max_tokens": "5"}, "max_tokens", "max_tokens is '5', must be a valid integer"),
+    ({"max_tokens": 1.5}, "max_tokens", "max_tokens is 1.5"),
+    ({"n": 0}, "n", "n is 0, must be between 1 and 128"),
     ({"prompt": ["a"] * 100, "n": 2}, "n", "make 200 sequences, must be at most 128"),
-    ({"prompt": "a", "temperature": -0.5}, "temperature", "temperature is -0.5, must be between 0 and 100"),
-    ({"prompt": "a", "temperature": float("nan")}, "temperature", "temperature is nan"),
-    ({"prompt": "a", "temperature": 10**400}, "temperature", "temperature is 1000"),
-    ({"prompt": "a", "top_p": float("inf")}, "top_p", "top_p is inf"),
-    ({"prompt": "a", "top_p": 0}, "top_p", "top_p is 0.0, must be above 0"),
-    ({"prompt": "a", "top_k": -2}, "top_k", "top_k is -2, must be 0"),
-    ({"prompt": "a", "top_k": 5 * 10**9}, "top_k", "top_k is 5000000000, must be 0"),
-    ({"prompt": "a", "min_p": 2}, "min_p", "min_p is 2.0, must be between 0 and 1"),
-    ({"prompt": "a", "presence_penalty": 3}, "presence_penalty", "must be between -2 and 2"),
-    ({"prompt": "a", "repetition_penalty": 0}, "repetition_penalty", "must be above 0"),
-    ({"prompt": "a", "seed": 2**64}, "seed", "seed is 18446744073709551616, must be between"),
-    ({"prompt": "a", "stop": ["", "b"]}, "stop", r"stop\[0\] has 0 characters"),
-    ({"prompt": "a", "stop": ["b"] * 17}, "stop", "stop has 17 strings, must have at most 16"),
-    ({"prompt": "a", "stop": 1}, "stop", "stop is 1, must be a text or a list of texts"),
-    ({"prompt": "a", "stop": [1]}, "stop.0", "stop.0 is 1, must be a valid string"),
-    ({"prompt": "a", "stop": ["\ud800"]}, "stop.0", "half a surrogate pair"),
-    ({"prompt": "a", "stop_token_ids": [-1]}, "stop_token_ids", r"stop_token_ids\[0\] is -1"),
-    ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias.x", "logit_bias.x is no token id"),
-    (
-        {"prompt": "a", "logit_bias": {"1": 101}},
-        "logit_bias.1",
-        "logit_bias.1 is 101, must be less than or equal to 100",
-    ),
-    ({"prompt": "a", "logit_bias": {"1000": 1}}, "logit_bias", "names token id 1000, must be between 0 and 999"),
-    ({"prompt": "a", "logprobs": 21}, "logprobs", "logprobs is 21, must be between 0 and 20"),
-    ({"prompt": "a", "prompt_logprobs": 21}, "prompt_logprobs", "prompt_logprobs is 21, must be between 0 and 20"),
-    ({"prompt": "a", "prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "with stream"),
-    ({"prompt": "a", "max_tokens": 0}, "max_tokens", "max_tokens is 0, must be at least 1"),
-    ({"prompt": "a", "suffix": "b"}, "suffix", "suffix is not supported"),
-    ({"prompt": "a", "best_of": 1, "n": 2}, "best_of", "best_of is 1, must be at least n, which is 2"),
-    ({"prompt": "a", "best_of": 3, "stream": True}, "best_of", "best_of is 3 with stream, must equal n"),
-    ({"prompt": "a", "best_of": 129}, "best_of", "best_of is 129, must be between 1 and 128"),
-    ({"prompt": "a", "bad_words": "b"}, "bad_words", "bad_words is 'b', must be a valid list"),
-    ({"prompt": "a", "bad_words": ["b", ""]}, "bad_words", r"bad_words\[1\] has 0 characters"),
-    ({"prompt": "a", "bad_words": [" "]}, "bad_words", "bad_words holds ' ', which makes no token"),
-    ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options", "needs stream"),
-    ({"prompt": "a", "min_tokens": -1}, "min_tokens", "min_tokens is -1, must be at least 0"),
-    (
-        {"prompt": "a", "min_tokens": 6, "max_tokens": 5},
-        "min_tokens",
-        "min_tokens is 6, must be at most max_tokens, which is 5",
-    ),
-    ({"prompt": "a", "min_tokens": 1 << 70}, "min_tokens", "must be at most max_tokens"),
-    ({"prompt": "a", "spool": {"draft_length": -1}}, "spool.draft_length", "draft_length is -1"),
-    ({"prompt": "a", "spool": {"draft_length": 2, "speculation": False}}, "spool", "with speculation off"),
-    ({"prompt": "a", "spool": {"speed": 2}}, "spool.speed", "not a known field"),
-    ({"prompt": "a", "unknown": 2}, "unknown", "unknown is not a known field"),
+    ({"temperature": -0.5}, "temperature", "temperature is -0.5, must be between 0 and 100"),
+    ({"temperature": float("nan")}, "temperature", "temperature is nan"),
+    ({"temperature": 10**400}, "temperature", "temperature is 1000"),
+    ({"top_p": float("inf")}, "top_p", "top_p is inf"),
+    ({"top_p": 0}, "top_p", "top_p is 0.0, must be above 0"),
+    ({"top_k": -2}, "top_k", "top_k is -2, must be 0"),
+    ({"top_k": 5 * 10**9}, "top_k", "top_k is 5000000000, must be 0"),
+    ({"min_p": 2}, "min_p", "min_p is 2.0, must be between 0 and 1"),
+    ({"presence_penalty": 3}, "presence_penalty", "must be between -2 and 2"),
+    ({"repetition_penalty": 0}, "repetition_penalty", "must be above 0"),
+    ({"seed": 2**64}, "seed", "seed is 18446744073709551616, must be between"),
+    ({"stop": ["", "b"]}, "stop", r"stop\[0\] has 0 characters"),
+    ({"stop": ["b"] * 17}, "stop", "stop has 17 strings, must have at most 16"),
+    ({"stop": 1}, "stop", "stop is 1, must be a text or a list of texts"),
+    ({"stop": [1]}, "stop.0", "stop.0 is 1, must be a valid string"),
+    ({"stop": ["\ud800"]}, "stop.0", "half a surrogate pair"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids", r"stop_token_ids\[0\] is -1"),
+    ({"logit_bias": {"x": 1}}, "logit_bias.x", "logit_bias.x is no token id"),
+    ({"logit_bias": {"1": 101}}, "logit_bias.1", "logit_bias.1 is 101, must be less than or equal to 100"),
+    ({"logit_bias": {"1000": 1}}, "logit_bias", "names token id 1000, must be between 0 and 999"),
+    ({"logprobs": 21}, "logprobs", "logprobs is 21, must be between 0 and 20"),
+    ({"prompt_logprobs": 21}, "prompt_logprobs", "prompt_logprobs is 21, must be between 0 and 20"),
+    ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "with stream"),
+    ({"suffix": "b"}, "suffix", "suffix is not supported"),
+    ({"best_of": 1, "n": 2}, "best_of", "best_of is 1, must be at least n, which is 2"),
+    ({"best_of": 3, "stream": True}, "best_of", "best_of is 3 with stream, must equal n"),
+    ({"best_of": 129}, "best_of", "best_of is 129, must be between 1 and 128"),
+    ({"bad_words": "b"}, "bad_words", "bad_words is 'b', must be a valid list"),
+    ({"bad_words": ["b", ""]}, "bad_words", r"bad_words\[1\] has 0 characters"),
+    ({"bad_words": [" "]}, "bad_words", "bad_words holds ' ', which makes no token"),
+    ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream"),
+    ({"min_tokens": -1}, "min_tokens", "min_tokens is -1, must be at least 0"),
+    ({"min_tokens": 6, "max_tokens": 5}, "min_tokens", "is 6, must be at most max_tokens, which is 5"),
+    ({"min_tokens": 1 << 70}, "min_tokens", "must be at most max_tokens"),
+    ({"spool": {"draft_length": -1}}, "spool.draft_length", "draft_length is -1"),
+    ({"spool": {"draft_length": 2, "speculation": False}}, "spool", "with speculation off"),
+    ({"spool": {"speed": 2}}, "spool.speed", "not a known field"),
+    ({"unknown": 2}, "unknown", "unknown is not a known field"),
 ]
 
 
-@pytest.mark.parametrize(("body", "param", "message"), BAD_COMPLETIONS)
-def test_bad_completions(http: httpx.Client, body: dict[str, Any], param: str | None, message: str) -> None:
+def refuse(http: httpx.Client, route: str, body: dict[str, Any], param: str | None, message: str) -> None:
     content = json.dumps(body).encode()
-    response = http.post("/v1/completions", content=content, headers={"content-type": "application/json"})
+    response = http.post(f"/v1/{route}", content=content, headers={"content-type": "application/json"})
     assert response.status_code == 400
     assert response.json()["error"]["type"] == "invalid_request_error"
     assert re.search(message, message_of(response)), message_of(response)
     assert response.json()["error"]["param"] == param
+    assert len(message_of(response)) < 500
+
+
+@pytest.mark.parametrize(("body", "param", "message"), BAD_COMPLETIONS)
+def test_bad_completions(http: httpx.Client, body: dict[str, Any], param: str | None, message: str) -> None:
+    refuse(http, "completions", {"prompt": "a", **body}, param, message)
 
 
 def tool(**changes: Any) -> dict[str, Any]:
@@ -114,7 +119,7 @@ def called(arguments: str) -> dict[str, Any]:
 
 
 TOOL = tool()
-BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
+BAD_CHATS: Bad = [
     ({"messages": []}, "messages", "messages has 0 entries"),
     ({"messages": [{"role": "pirate", "content": "arr"}]}, "messages.0.role", "'pirate'"),
     ({"messages": [{"role": "user"}]}, "messages.0.content", "is missing"),
@@ -122,49 +127,33 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content", "at index 0, must be"),
     ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "a"}]}, "messages", "no tools here"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.tool_call_id", "messages.0.tool_call_id is missing"),
-    ({"messages": CHAT, "tools": [TOOL]}, "tools", "the model's chat template has no place for"),
-    ({"messages": CHAT, "tools": [{"type": "function"}]}, "tools.0.function", "tools.0.function is missing"),
-    ({"messages": CHAT, "tools": [{**TOOL, "type": "custom"}]}, "tools.0.type", "is 'custom', must be 'function'"),
-    ({"messages": CHAT, "tools": [tool(name=None)]}, "tools.0.function.name", "is None, must be a valid string"),
-    ({"messages": CHAT, "tools": [tool(name="a b")]}, "tools.0.function.name", "is 'a b', .* pattern"),
-    ({"messages": CHAT, "tools": [tool(name="a" * 65)]}, "tools.0.function.name", "pattern"),
-    ({"messages": CHAT, "tools": [tool(parameters=[])]}, "tools.0.function.parameters", "must be a valid dictionary"),
+    ({"tools": [TOOL]}, "tools", "the model's chat template has no place for"),
+    ({"tools": [{"type": "function"}]}, "tools.0.function", "tools.0.function is missing"),
+    ({"tools": [{**TOOL, "type": "custom"}]}, "tools.0.type", "is 'custom', must be 'function'"),
+    ({"tools": [tool(name=None)]}, "tools.0.function.name", "is None, must be a valid string"),
+    ({"tools": [tool(name="a b")]}, "tools.0.function.name", "is 'a b', .* pattern"),
+    ({"tools": [tool(name="a" * 65)]}, "tools.0.function.name", "pattern"),
+    ({"tools": [tool(parameters=[])]}, "tools.0.function.parameters", "must be a valid dictionary"),
+    ({"tools": [TOOL, tool(name="g"), TOOL]}, "tools.2.function.name", "is 'f', which is that of tools.0, must differ"),
+    ({"tools": [tool(name=f"f{n}") for n in range(129)]}, "tools", "has 129 entries, must have between 1 and 128"),
+    ({"tools": [tool(parameters={"type": "array"})]}, "tools.0.function.parameters", "is 'array', must be 'object'"),
     (
-        {"messages": CHAT, "tools": [TOOL, tool(name="g"), TOOL]},
-        "tools.2.function.name",
-        "tools.2.function.name is 'f', which is that of tools.0, must differ",
-    ),
-    (
-        {"messages": CHAT, "tools": [tool(name=f"f{number}") for number in range(129)]},
-        "tools",
-        "tools has 129 entries, must have between 1 and 128",
-    ),
-    (
-        {"messages": CHAT, "tools": [tool(parameters={"type": "array"})]},
-        "tools.0.function.parameters",
-        "parameters.type is 'array', must be 'object'",
-    ),
-    (
-        {"messages": CHAT, "tools": [TOOL, tool(name="g", parameters={"properties": {"a": {"type": "text"}}})]},
+        {"tools": [TOOL, tool(name="g", parameters={"properties": {"a": {"type": "text"}}})]},
         "tools.1.function.parameters",
         "is no JSON schema: properties.a.type is 'text', must be one of",
     ),
     (
-        {"messages": CHAT, "tools": [tool(parameters={"description": "a" * 70_000})]},
+        {"tools": [tool(parameters={"description": "a" * 70_000})]},
         "tools.0.function.parameters",
         "has 70019 bytes, must have at most 65536",
     ),
-    ({"messages": CHAT, "tools": [tool(parameters={"const": "\ud800"})]}, "tools.0.function.parameters", "surrogate"),
-    ({"messages": CHAT, "tools": [TOOL], "tool_choice": "any"}, "tool_choice", "is 'any', must be 'none', 'auto', "),
-    ({"messages": CHAT, "tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice", "must be 'none'"),
-    ({"messages": CHAT, "tools": [TOOL], "tool_choice": chosen("g")}, "tool_choice", "names 'g', must be one of .*: f"),
-    ({"messages": CHAT, "tool_choice": "required"}, "tool_choice", "tool_choice asks for a call, which needs tools"),
-    ({"messages": CHAT, "tool_choice": chosen("f"), "tools": []}, "tool_choice", "needs tools"),
-    (
-        {"messages": CHAT, "tools": [TOOL], "response_format": {"type": "json_object"}},
-        "response_format",
-        "response_format is given with tools, must be unset",
-    ),
+    ({"tools": [tool(parameters={"const": "\ud800"})]}, "tools.0.function.parameters", "surrogate"),
+    ({"tools": [TOOL], "tool_choice": "any"}, "tool_choice", "is 'any', must be 'none', 'auto', "),
+    ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice", "must be 'none'"),
+    ({"tools": [TOOL], "tool_choice": chosen("g")}, "tool_choice", "names 'g', must be one of .*: f"),
+    ({"tool_choice": "required"}, "tool_choice", "tool_choice asks for a call, which needs tools"),
+    ({"tool_choice": chosen("f"), "tools": []}, "tool_choice", "needs tools"),
+    ({"tools": [TOOL], "response_format": {"type": "json_object"}}, "response_format", "with tools, must be unset"),
     (
         {"messages": [*CHAT, {"role": "user", "content": "a", "tool_calls": [called("{}")]}]},
         "messages.2.tool_calls",
@@ -176,39 +165,31 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
         r"is '\[1\]', must be the JSON text of an object",
     ),
     ({"messages": [{"role": "assistant", "tool_calls": []}]}, "messages.0.content", "is missing"),
-    ({"messages": CHAT, "response_format": {"type": "xml"}}, "response_format.type", "is 'xml', must be 'text'"),
-    ({"messages": CHAT, "response_format": {"type": "json_schema"}}, "response_format", "must have a json_schema"),
+    ({"response_format": {"type": "xml"}}, "response_format.type", "is 'xml', must be 'text'"),
+    ({"response_format": {"type": "json_schema"}}, "response_format", "must have a json_schema"),
     (
-        {"messages": CHAT, "response_format": {"type": "json_schema", "json_schema": {"schema": {}, "mode": 1}}},
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {}, "mode": 1}}},
         "response_format.json_schema.mode",
         "not a known field",
     ),
-    (
-        {"messages": CHAT, "response_format": {"type": "json_object"}, "ignore_eos": True},
-        "ignore_eos",
-        "must be false with response_format",
-    ),
-    ({"messages": CHAT, "top_logprobs": 2}, "top_logprobs", "needs logprobs"),
-    ({"messages": CHAT, "logprobs": True, "top_logprobs": 21}, "top_logprobs", "is 21, must be between 0 and 20"),
-    ({"messages": CHAT, "max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens", "differ"),
-    ({"messages": CHAT, "max_completion_tokens": 0}, "max_completion_tokens", "max_completion_tokens is 0"),
-    ({"messages": CHAT, "max_tokens": 4000}, "messages", "max_tokens of 4000 makes"),
-    ({"messages": CHAT, "chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs", "no option of a template"),
+    ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos", "must be false with response_f"),
+    ({"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "is 21, must be between 0 and 20"),
+    ({"max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens", "differ"),
+    ({"max_completion_tokens": 0}, "max_completion_tokens", "max_completion_tokens is 0"),
+    ({"max_tokens": 4000}, "messages", "max_tokens of 4000 makes"),
+    ({"chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs", "no option of a template"),
 ]
 
 
 @pytest.mark.parametrize(("body", "param", "message"), BAD_CHATS)
 def test_bad_chats(http: httpx.Client, body: dict[str, Any], param: str, message: str) -> None:
-    content = json.dumps(body).encode()
-    response = http.post("/v1/chat/completions", content=content, headers={"content-type": "application/json"})
-    assert response.status_code == 400
-    assert re.search(message, message_of(response)), message_of(response)
-    assert response.json()["error"]["param"] == param
+    refuse(http, "chat/completions", {"messages": CHAT, **body}, param, message)
 
 
 # A hundred of these intersections take the library minutes, a thousand choices at each character many seconds.
 ENDLESS_SCHEMA = {"allOf": [{"properties": {"k": {"type": "string", "pattern": f"^.*{n}.*$"}}} for n in range(400)]}
-BAD_STRUCTURES: list[tuple[dict[str, Any], str, str]] = [
+BAD_STRUCTURES: Bad = [
     ({}, "structured_outputs", "must have one of json"),
     ({"regex": "a", "choice": ["a"]}, "structured_outputs", "must have one of json"),
     ({"structural_tag": "a"}, "structured_outputs.structural_tag", "not a known field"),
@@ -231,52 +212,36 @@ BAD_STRUCTURES: list[tuple[dict[str, Any], str, str]] = [
 
 @pytest.mark.parametrize(("structure", "param", "message"), BAD_STRUCTURES)
 def test_bad_structures(http: httpx.Client, structure: dict[str, Any], param: str, message: str) -> None:
-    content = json.dumps({"prompt": "a", "structured_outputs": structure}).encode()
-    response = http.post("/v1/completions", content=content, headers={"content-type": "application/json"})
-    assert response.status_code == 400
-    assert re.search(message, message_of(response)), message_of(response)
-    assert response.json()["error"]["param"] == param
-    assert len(message_of(response)) < 500
+    refuse(http, "completions", {"prompt": "a", "structured_outputs": structure}, param, message)
 
 
 @pytest.mark.parametrize(("schema", "message"), BAD_SCHEMAS)
 def test_bad_schemas_of_chats(http: httpx.Client, schema: dict[str, Any], message: str) -> None:
-    body = {"messages": CHAT, "response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
-    response = http.post("/v1/chat/completions", json=body)
-    assert response.status_code == 400
-    assert re.search(message, message_of(response)), message_of(response)
-    assert response.json()["error"]["param"] == "response_format"
+    form = {"type": "json_schema", "json_schema": {"schema": schema}}
+    refuse(http, "chat/completions", {"messages": CHAT, "response_format": form}, "response_format", message)
 
 
-class NoTokenizer(LocalBackend):
-    async def model(self) -> ModelInfo:
-        return replace(await super().model(), tokenizer_digest=b"")
+class NoTokenizer(Recorder):
+    async def model(self) -> scheduler_pb2.ServedModel:
+        served = scheduler_pb2.ServedModel()
+        served.CopyFrom(await self.backend.model())
+        served.ClearField("tokenizer_digest")
+        return served
 
 
 def test_structures_need_a_tokenizer(gateways: Gateways) -> None:
-    with (
-        gateways.serve(backend=NoTokenizer(gateways.service)) as served,
-        httpx.Client(base_url=served.url, timeout=TIMEOUT) as http,
-    ):
-        response = http.post("/v1/completions", json={"prompt": "a", "response_format": {"type": "json_object"}})
-        assert response.status_code == 400
-        assert "response_format needs a model with a tokenizer" in message_of(response)
+    with gateways.serve(backend=NoTokenizer(gateways)) as served, httpx.Client(base_url=served.url) as http:
+        body = {"prompt": "a", "response_format": {"type": "json_object"}}
+        refuse(http, "completions", body, "response_format", "response_format needs a model with a tokenizer")
 
 
-def test_harmless_fields_of_other_servers_are_taken(http: httpx.Client) -> None:
+def test_harmless_fields_of_other_servers_are_accepted(http: httpx.Client) -> None:
     body = {
         "messages": CHAT,
         "max_tokens": 2,
-        "user": "me",
-        "store": True,
-        "tools": [],
-        "tool_choice": "none",
-        "response_format": {"type": "text"},
-        "metadata": {"a": "b"},
-        "top_k": -1,
-        "stop": None,
-        "logit_bias": None,
-        "stream_options": None,
+        **{"user": "me", "store": True, "metadata": {"a": "b"}, "top_k": -1},
+        **{"tools": [], "tool_choice": "none", "response_format": {"type": "text"}},
+        **{"stop": None, "logit_bias": None, "stream_options": None},
     }
     assert http.post("/v1/chat/completions", json=body).status_code == 200
 
@@ -294,6 +259,7 @@ def test_harmless_fields_of_other_servers_are_taken(http: httpx.Client) -> None:
         (b'{"prompt": [1' + b"0" * 5000 + b"]}", "cannot be read as JSON"),
         (b'{"prompt": "a", "\\ud800": 1}', "half a surrogate pair"),
         (b'{"prompt": "a", "n": NaN}', "n is nan"),
+        (b"{}", "prompt is missing"),
     ],
 )
 def test_bodies_that_are_no_request(http: httpx.Client, content: bytes, message: str) -> None:
@@ -342,16 +308,11 @@ def test_bad_deadlines(http: httpx.Client, value: str) -> None:
     assert "x-request-timeout-seconds" in message_of(response)
 
 
-def test_deadline(http: httpx.Client) -> None:
-    body = {"prompt": PROMPT, "max_tokens": 1900, "ignore_eos": True, "spool": {"speculation": False}}
-    response = http.post("/v1/completions", json=body, headers={"x-request-timeout-seconds": "0.2"})
-    assert response.status_code == 504
-    assert response.json()["error"]["code"] == "deadline_exceeded"
-
-
-def test_error_in_a_stream_is_an_event_and_the_stream_ends(slowly_served: Served) -> None:
-    # Long enough for the stream to begin, too short for the stream to end.
-    limit = {"x-request-timeout-seconds": "2"}
+def test_deadlines(http: httpx.Client, slowly_served: Served) -> None:
+    response = http.post("/v1/completions", json=ENDLESS, headers={"x-request-timeout-seconds": "0.2"})
+    assert (response.status_code, response.json()["error"]["code"]) == (504, "deadline_exceeded")
+    # Long enough for the stream to begin, too short for its end: the error is an event.
+    limit = {"x-request-timeout-seconds": "1"}
     url = f"{slowly_served.url}/v1/completions"
     response = httpx.post(url, json={**ENDLESS, "stream": True}, headers=limit, timeout=TIMEOUT)
     assert response.status_code == 200
@@ -366,32 +327,21 @@ def test_error_in_a_stream_is_an_event_and_the_stream_ends(slowly_served: Served
             list(stream)
 
 
-def test_sequence_that_fails(http: httpx.Client) -> None:
+def test_sequences_that_fail(http: httpx.Client) -> None:
     response = http.post("/v1/completions", json={"prompt": [ROW_FAILS]})
-    assert response.status_code == 500
-    assert response.json()["error"]["code"] == "sequence_failed"
+    assert (response.status_code, response.json()["error"]["code"]) == (500, "sequence_failed")
     assert "unlucky token" in message_of(response)
-
-
-def test_failure_of_one_choice_ends_all(http: httpx.Client) -> None:
+    # The failure of one choice ends all.
     body = {"prompt": [[20, 21], [ROW_FAILS]], "max_tokens": 1900, "ignore_eos": True, "stream": True}
     response = http.post("/v1/completions", json=body)
     assert '"code":"sequence_failed"' in response.text
     assert response.text.endswith("data: [DONE]\n\n")
 
 
-class NoScheduler(LocalBackend):
-    async def load(self) -> LoadFigures:
-        raise BackendUnavailableError("the scheduler does not answer")
-
-    async def model(self) -> ModelInfo:
-        raise BackendUnavailableError("the scheduler does not answer")
-
-
 @pytest.mark.parametrize("kind", [NoTarget, NoScheduler])
-def test_nobody_to_generate(gateways: Gateways, kind: type[LocalBackend]) -> None:
+def test_nobody_to_generate(gateways: Gateways, kind: type[Recorder]) -> None:
     with (
-        gateways.serve(backend=kind(gateways.service)) as served,
+        gateways.serve(backend=kind(gateways)) as served,
         httpx.Client(base_url=served.url, timeout=TIMEOUT) as http,
     ):
         response = http.post("/v1/completions", json={"prompt": "a"})

@@ -1,9 +1,13 @@
-"""Completions and chat with OpenAI's own client: texts, logprobs, stops, seeds, many at once."""
+"""Completions and chats: texts, stops, seeds, parameters, many at once, and clients that go away."""
 
 from __future__ import annotations
 
+import json
+import socket
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -13,17 +17,21 @@ import pytest
 from services.gateway.settings import GatewaySettings, SamplingDefaults
 from tests.integration.gateway.expected import (
     CHAT,
+    ENDLESS,
     PROMPT,
+    THREE,
     TIMEOUT,
     Recorder,
+    completion,
     encoded,
     expected_text,
     expected_tokens,
     stop_cases,
+    streamed,
 )
-from tests.support.gateway import MODEL, Gateways
+from tests.support.gateway import MODEL, Gateways, Served
 from tests.support.stand_in_worker import MAX_LENGTH, VOCABULARY
-from tests.support.waiting import LONG
+from tests.support.waiting import LONG, wait_until
 
 # --- completions ------------------------------------------------------------------------------------------------------
 
@@ -32,112 +40,86 @@ def test_completion_is_the_models_own(gateways: Gateways, client: openai.OpenAI)
     prompt = encoded(gateways)
     done = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=60)
     assert done.choices[0].text == expected_text(gateways, prompt, 60)
-    assert done.choices[0].finish_reason == "length"
-    assert done.usage is not None
-    assert (done.usage.prompt_tokens, done.usage.completion_tokens) == (len(prompt), 60)
-    assert done.usage.total_tokens == len(prompt) + 60
-    spool = done.usage.to_dict()["spool"]
-    assert 0 < spool["accepted"] < spool["drafted"]
-    assert done.object == "text_completion"
-    assert done.id.startswith("cmpl-")
+    assert (done.choices[0].finish_reason, done.object, done.id[:5]) == ("length", "text_completion", "cmpl-")
+    usage = done.usage
+    assert usage is not None
+    assert (usage.prompt_tokens, usage.completion_tokens, usage.total_tokens) == (len(prompt), 60, len(prompt) + 60)
+    spool, details = usage.to_dict()["spool"], usage.completion_tokens_details
+    assert details is not None
+    assert details.accepted_prediction_tokens == spool["accepted"] > 0
+    assert details.rejected_prediction_tokens == spool["drafted"] - spool["accepted"] > 0
 
 
 def test_streamed_completion_is_the_same(gateways: Gateways, client: openai.OpenAI) -> None:
     stream = client.completions.create(
         model=MODEL, prompt=PROMPT, max_tokens=60, stream=True, stream_options={"include_usage": True}
     )
-    chunks = list(stream)
-    assert "".join(chunk.choices[0].text for chunk in chunks[:-1]) == expected_text(gateways, encoded(gateways), 60)
-    assert [chunk.choices[0].finish_reason for chunk in chunks[:-1]] == [None] * (len(chunks) - 2) + ["length"]
-    assert chunks[-1].choices == []
-    assert chunks[-1].usage is not None
-    assert chunks[-1].usage.completion_tokens == 60
-    assert all(chunk.usage is None for chunk in chunks[:-1])
-    assert len({chunk.id for chunk in chunks}) == 1
+    *chunks, last = stream
+    assert "".join(chunk.choices[0].text for chunk in chunks) == expected_text(gateways, encoded(gateways), 60)
+    assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["length"]
+    assert (last.choices, last.usage and last.usage.completion_tokens) == ([], 60)
+    assert all(chunk.usage is None for chunk in chunks)
+    assert len({chunk.id for chunk in [*chunks, last]}) == 1
 
 
-@pytest.mark.parametrize("echo", [False, True])
-def test_usage_in_every_event(client: openai.OpenAI, echo: bool) -> None:
-    options: Any = {"include_usage": True, "continuous_usage_stats": True}
-    stream = client.completions.create(
-        model=MODEL, prompt=PROMPT, max_tokens=60, stream=True, stream_options=options, echo=echo
-    )
-    usages = [chunk.usage for chunk in stream if chunk.usage is not None]
-    counts = [usage.completion_tokens for usage in usages]
+def test_usage_in_every_event(http: httpx.Client) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    events = streamed(http, prompt=PROMPT, max_tokens=60, stream_options=options, echo=True)
+    usages = [event["usage"] for event in events]
+    counts = [usage["completion_tokens"] for usage in usages]
     assert counts == sorted(counts)
     assert counts[0] < counts[-1] == 60
-    assert len(counts) > 10
-    assert {usage.total_tokens - usage.completion_tokens for usage in usages} == {usages[0].prompt_tokens}
+    assert {usage["total_tokens"] - usage["completion_tokens"] for usage in usages} == {usages[0]["prompt_tokens"]}
 
 
-def test_usage_says_what_became_of_draft_tokens(client: openai.OpenAI) -> None:
-    usage = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=60).usage
-    assert usage is not None
-    assert usage.completion_tokens_details is not None
-    spool, details = usage.to_dict()["spool"], usage.completion_tokens_details
-    assert details.accepted_prediction_tokens == spool["accepted"] > 0
-    assert details.rejected_prediction_tokens == spool["drafted"] - spool["accepted"] > 0
+@pytest.mark.parametrize(("fields", "count"), [({}, 16), ({"min_tokens": 50}, 50), ({"max_completion_tokens": 3}, 3)])
+def test_length_of_continuations(http: httpx.Client, fields: dict[str, Any], count: int) -> None:
+    if "max_completion_tokens" in fields:
+        done = http.post("/v1/chat/completions", json={"messages": CHAT, **fields}).json()
+    else:
+        done = completion(http, **fields)
+    assert done["usage"]["completion_tokens"] == count
 
 
-def test_text_continuations_are_short_unless_asked_for_more(client: openai.OpenAI) -> None:
-    done = client.completions.create(model=MODEL, prompt=PROMPT)
-    assert done.usage is not None
-    assert done.usage.completion_tokens == 16
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_several_prompts_and_choices(gateways: Gateways, client: openai.OpenAI, stream: bool) -> None:
+def test_several_prompts_and_choices(gateways: Gateways, client: openai.OpenAI) -> None:
     texts = ["one", "two", "three"]
     arguments: dict[str, Any] = {"model": MODEL, "prompt": texts, "n": 2, "max_tokens": 10, "seed": 7}
+    expected = [expected_text(gateways, encoded(gateways, text), 10) for text in texts for _ in range(2)]
     found = [""] * 6
-    if stream:
-        for chunk in client.completions.create(**arguments, stream=True):
-            for choice in chunk.choices:
-                found[choice.index] += choice.text
-    else:
-        done = client.completions.create(**arguments)
-        assert [choice.index for choice in done.choices] == list(range(6))
-        found = [choice.text for choice in done.choices]
-        assert done.usage is not None
-        assert done.usage.prompt_tokens == sum(len(encoded(gateways, text)) for text in texts)
-        assert done.usage.completion_tokens == 60
-        assert done.usage.to_dict()["spool"]["seed"] == 7
-    assert found == [expected_text(gateways, encoded(gateways, text), 10) for text in texts for _ in range(2)]
+    for chunk in client.completions.create(**arguments, stream=True):
+        for choice in chunk.choices:
+            found[choice.index] += choice.text
+    assert found == expected
+    done = client.completions.create(**arguments)
+    assert [(choice.index, choice.text) for choice in done.choices] == list(enumerate(expected))
+    assert done.usage is not None
+    assert done.usage.prompt_tokens == sum(len(encoded(gateways, text)) for text in texts)
+    assert (done.usage.completion_tokens, done.usage.to_dict()["spool"]["seed"]) == (60, 7)
 
 
-def test_prompts_as_token_ids_and_echo(gateways: Gateways, client: openai.OpenAI) -> None:
+def test_prompts_as_token_ids_and_echo(gateways: Gateways, http: httpx.Client) -> None:
     one, two = encoded(gateways, "one"), encoded(gateways, "two!")
-    done = client.completions.create(model=MODEL, prompt=[one, two], max_tokens=5, echo=True)
-    assert [choice.text for choice in done.choices] == [
+    # Stop strings are not looked for in the prompt.
+    done = completion(http, prompt=[one, two], max_tokens=5, echo=True, stop=["two", "one"])
+    assert [choice["text"] for choice in done["choices"]] == [
         "one" + expected_text(gateways, one, 5),
         "two!" + expected_text(gateways, two, 5),
     ]
-    single = client.completions.create(model=MODEL, prompt=one, max_tokens=5)
-    assert single.choices[0].text == expected_text(gateways, one, 5)
-    streamed = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=5, echo=True, stream=True)
-    text = "".join(chunk.choices[0].text for chunk in streamed)
+    assert completion(http, prompt=one, max_tokens=5)["choices"][0]["text"] == expected_text(gateways, one, 5)
+    *events, _ = streamed(http, prompt=PROMPT, max_tokens=5, echo=True)
+    text = "".join(event["choices"][0]["text"] for event in events)
     assert text == PROMPT + expected_text(gateways, encoded(gateways), 5)
 
 
-def test_completion_logprobs(gateways: Gateways, client: openai.OpenAI) -> None:
-    tokens = expected_tokens(gateways, encoded(gateways), 12)
-    done = client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=12, logprobs=3)
-    found = done.choices[0].logprobs
-    assert found is not None
-    assert found.token_logprobs == [-0.25] * 12
-    assert [len(top) for top in found.top_logprobs or []] == [3] * 12
-    assert found.tokens is not None
-    assert found.text_offset is not None
-    for place, token in enumerate(tokens):
-        text = gateways.tokenizer.decode([token], skip_special_tokens=False)
-        assert found.tokens[place] == text or "\ufffd" in text
-        # The text at the offset is the token's, unless the token is part of a character or has no text.
-        if "\ufffd" not in gateways.tokenizer.decode(tokens[: place + 1]) and token < 932:
-            assert done.choices[0].text[found.text_offset[place] :].startswith(text)
-    chunks = list(client.completions.create(model=MODEL, prompt=PROMPT, max_tokens=12, logprobs=3, stream=True))
-    streamed = [chunk.choices[0].logprobs for chunk in chunks if chunk.choices[0].logprobs is not None]
-    assert [token for part in streamed for token in part.tokens or []] == found.tokens
-    assert [offset for part in streamed for offset in part.text_offset or []] == found.text_offset
+def test_the_best_of_several_choices(gateways: Gateways, http: httpx.Client) -> None:
+    """All choices of the stand-in are alike: those with the smaller seeds are returned, and all are counted."""
+    done = completion(http, prompt=["one", PROMPT], max_tokens=5, best_of=4, n=2)
+    assert [(choice["index"], choice["text"]) for choice in done["choices"]] == [
+        (index, expected_text(gateways, encoded(gateways, text), 5))
+        for index, text in enumerate(("one", "one", PROMPT, PROMPT))
+    ]
+    assert [choice["logprobs"] for choice in done["choices"]] == [None] * 4
+    assert done["usage"]["completion_tokens"] == 2 * 4 * 5
 
 
 # --- chat -------------------------------------------------------------------------------------------------------------
@@ -146,28 +128,22 @@ def test_completion_logprobs(gateways: Gateways, client: openai.OpenAI) -> None:
 def test_chat(gateways: Gateways, client: openai.OpenAI) -> None:
     prompt = gateways.tokenizer.encode_chat(CHAT)
     done = client.chat.completions.create(model=MODEL, messages=CHAT, max_completion_tokens=40)  # type: ignore[arg-type]
-    choice = done.choices[0]
-    assert choice.message.content == expected_text(gateways, prompt, 40)
-    assert choice.message.role == "assistant"
+    message = done.choices[0].message
+    assert (message.role, message.content) == ("assistant", expected_text(gateways, prompt, 40))
     assert done.usage is not None
     assert done.usage.prompt_tokens == len(prompt)
-    stream = client.chat.completions.create(
+    *chunks, last = client.chat.completions.create(
         model=MODEL,
         messages=CHAT,  # type: ignore[arg-type]
         max_tokens=40,
         stream=True,
         stream_options={"include_usage": True},
     )
-    chunks = list(stream)
     assert chunks[0].choices[0].delta.role == "assistant"
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1]) == choice.message.content
-    assert chunks[-2].choices[0].finish_reason == "length"
-    usage = chunks[-1].usage
-    assert usage is not None
-    # What was drafted depends on when steps were ready, and what was cached on who asked before.
-    varying = {"spool": usage.to_dict()["spool"], "completion_tokens_details": usage.completion_tokens_details}
-    varying["prompt_tokens_details"] = usage.prompt_tokens_details
-    assert usage == done.usage.model_copy(update=varying)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == message.content
+    assert chunks[-1].choices[0].finish_reason == "length"
+    assert last.usage is not None
+    assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (len(prompt), 40)
 
 
 def test_chat_goes_on_until_the_model_ends_it(gateways: Gateways, client: openai.OpenAI) -> None:
@@ -189,148 +165,89 @@ def test_parts_of_text_and_developers(gateways: Gateways, client: openai.OpenAI)
     assert done.choices[0].message.content == expected_text(gateways, gateways.tokenizer.encode_chat(plain), 8)
 
 
-def test_chat_logprobs(gateways: Gateways, client: openai.OpenAI) -> None:
-    tokens = expected_tokens(gateways, gateways.tokenizer.encode_chat(CHAT), 20)
-    arguments: dict[str, Any] = {"model": MODEL, "messages": CHAT, "max_tokens": 20, "logprobs": True}
-    done = client.chat.completions.create(**arguments, top_logprobs=2)
-    logprobs = done.choices[0].logprobs
-    assert logprobs is not None
-    assert logprobs.content is not None
-    assert b"".join(bytes(entry.bytes or []) for entry in logprobs.content).decode(errors="replace") == (
-        gateways.tokenizer.decode(tokens, skip_special_tokens=False)
-    )
-    assert [len(entry.top_logprobs) for entry in logprobs.content] == [2] * 20
-    assert all(entry.top_logprobs[0].token == entry.token for entry in logprobs.content)
-    chunks = list(client.chat.completions.create(**arguments, stream=True))
-    streamed = [chunk.choices[0].logprobs for chunk in chunks if chunk.choices[0].logprobs is not None]
-    assert [entry.token for part in streamed for entry in part.content or []] == [
-        entry.token for entry in logprobs.content
-    ]
-
-
 # --- stops ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_stop_strings_cut_exactly_and_usage_agrees(gateways: Gateways, client: openai.OpenAI, stream: bool) -> None:
+def test_stop_strings_cut_exactly_and_usage_agrees(gateways: Gateways, http: httpx.Client) -> None:
     cases = stop_cases(gateways)
     assert len(cases) > 20
-
-    def check(case: tuple[str, str, int]) -> int:
-        stop, before, count = case
-        arguments: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "max_tokens": 40, "stop": [stop, "never"]}
-        if stream:
-            chunks = list(client.completions.create(**arguments, stream=True, stream_options={"include_usage": True}))
-            text = "".join(chunk.choices[0].text for chunk in chunks[:-1])
-            reason, usage = chunks[-2].choices[0].finish_reason, chunks[-1].usage
+    for number, (stop, before, count) in enumerate(cases):
+        asked: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 40, "stop": stop}
+        if number % 2:
+            *events, last = streamed(http, **asked)
+            text = "".join(event["choices"][0]["text"] for event in events)
+            reason, usage = events[-1]["choices"][0]["finish_reason"], last["usage"]
         else:
-            done = client.completions.create(**arguments)
-            text, reason, usage = done.choices[0].text, done.choices[0].finish_reason, done.usage
-        assert (text, reason) == (before, "stop"), stop
-        assert usage is not None
-        assert usage.completion_tokens == count, stop
-        return int(usage.to_dict()["spool"]["accepted"])
-
-    with ThreadPoolExecutor(8) as threads:
-        assert sum(threads.map(check, cases)) > 0
-
-
-def test_stop_strings_are_kept_where_asked_for(gateways: Gateways, client: openai.OpenAI) -> None:
-    for stop, before, count in stop_cases(gateways)[::4]:
-        arguments: dict[str, Any] = {"model": MODEL, "prompt": PROMPT, "max_tokens": 40, "stop": stop}
-        done = client.completions.create(**arguments, extra_body={"include_stop_str_in_output": True})
-        assert done.usage is not None
-        assert (done.choices[0].text, done.choices[0].finish_reason) == (before + stop, "stop")
-        assert done.usage.completion_tokens == count
+            done = completion(http, **asked)
+            text, reason, usage = done["choices"][0]["text"], done["choices"][0]["finish_reason"], done["usage"]
+        assert (text, reason, usage["completion_tokens"]) == (before, "stop", count), stop
+        if number % 4 == 0:
+            kept = completion(http, **asked, include_stop_str_in_output=True)
+            assert (kept["choices"][0]["text"], kept["usage"]["completion_tokens"]) == (before + stop, count)
 
 
 @pytest.mark.parametrize("min_tokens", [3, 7, 20])
-def test_no_stop_string_in_the_first_tokens(gateways: Gateways, client: openai.OpenAI, min_tokens: int) -> None:
+def test_no_stop_string_in_the_first_tokens(gateways: Gateways, http: httpx.Client, min_tokens: int) -> None:
     tokens = expected_tokens(gateways, encoded(gateways), 40)
     decode = gateways.tokenizer.decode
     early, text = decode(tokens[:min_tokens]), decode(tokens)
     assert text.startswith(early)
     stop = next(letter for letter in early if letter != "\ufffd" and letter in text[len(early) :])
-    done = client.completions.create(
-        model=MODEL, prompt=PROMPT, max_tokens=40, stop=stop, extra_body={"min_tokens": min_tokens}
-    )
-    assert stop in early
-    assert done.choices[0].text == text[: text.index(stop, len(early))]
-    assert done.choices[0].finish_reason == "stop"
+    [choice] = completion(http, max_tokens=40, stop=stop, min_tokens=min_tokens)["choices"]
+    assert (choice["text"], choice["finish_reason"]) == (text[: text.index(stop, len(early))], "stop")
 
 
-def test_a_least_length_beyond_the_usual_one(client: openai.OpenAI) -> None:
-    done = client.completions.create(model=MODEL, prompt=PROMPT, extra_body={"min_tokens": 50})
-    assert done.usage is not None
-    assert done.usage.completion_tokens == 50
+def test_stop_token_ids_and_the_models_end(gateways: Gateways, http: httpx.Client) -> None:
+    tokens = expected_tokens(gateways, encoded(gateways), 1900)
+    done = completion(http, max_tokens=20, stop_token_ids=[tokens[9]])
+    [choice], end = done["choices"], tokens.index(tokens[9])
+    assert choice["text"] == gateways.tokenizer.decode(tokens[:end])
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", tokens[9])
+    assert done["usage"]["completion_tokens"] == end + 1
+    assert len(tokens) < 1900
+    ignored = completion(http, max_tokens=len(tokens) + 5, ignore_eos=True, spool={"draft_length": 8})
+    assert ignored["usage"]["completion_tokens"] == len(tokens) + 5
 
 
-def test_stop_token_ids(gateways: Gateways, client: openai.OpenAI) -> None:
-    tokens = expected_tokens(gateways, encoded(gateways), 20)
-    done = client.completions.create(
-        model=MODEL, prompt=PROMPT, max_tokens=20, extra_body={"stop_token_ids": [tokens[9]]}
-    )
-    end = tokens.index(tokens[9])
-    assert done.choices[0].text == gateways.tokenizer.decode(tokens[:end])
-    assert done.choices[0].finish_reason == "stop"
-    assert done.usage is not None
-    assert done.usage.completion_tokens == end + 1
-    assert done.choices[0].to_dict()["stop_reason"] == tokens[9]
-
-
-def test_model_end_can_be_ignored(gateways: Gateways, client: openai.OpenAI) -> None:
-    prompt = encoded(gateways)
-    end = len(expected_tokens(gateways, prompt, 1900))
-    assert end < 1900
-    done = client.completions.create(
-        model=MODEL, prompt=PROMPT, max_tokens=end + 5, extra_body={"ignore_eos": True, "spool": {"draft_length": 8}}
-    )
-    assert done.usage is not None
-    assert done.usage.completion_tokens == end + 5
-
-
-# --- seeds, speculation -----------------------------------------------------------------------------------------------
+# --- seeds, speculation, parameters -----------------------------------------------------------------------------------
 
 
 def test_seed_is_reported(http: httpx.Client) -> None:
-    one = http.post("/v1/completions", json={"prompt": PROMPT})
-    two = http.post("/v1/completions", json={"prompt": PROMPT})
+    one, two, given = (http.post("/v1/completions", json={"prompt": PROMPT, **seed}) for seed in ({}, {}, {"seed": -1}))
     assert one.headers["x-spool-seed"] == str(one.json()["usage"]["spool"]["seed"])
     assert one.headers["x-spool-seed"] != two.headers["x-spool-seed"]
-    given = http.post("/v1/completions", json={"prompt": PROMPT, "seed": -1})
     assert given.headers["x-spool-seed"] == str(2**64 - 1)
 
 
 @pytest.mark.parametrize("spool", [{"speculation": False}, {"draft_length": 0}])
 def test_speculation_can_be_turned_off(gateways: Gateways, http: httpx.Client, spool: dict[str, Any]) -> None:
-    done = http.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 30, "spool": spool}).json()
-    assert done["usage"]["spool"] | {"seed": 0} == {"drafted": 0, "accepted": 0, "seed": 0}
+    done = completion(http, max_tokens=30, spool=spool, seed=0)
+    assert done["usage"]["spool"] == {"drafted": 0, "accepted": 0, "seed": 0}
     assert done["choices"][0]["text"] == expected_text(gateways, encoded(gateways), 30)
 
 
 def test_parameters_reach_the_scheduler(gateways: Gateways) -> None:
     recorder = Recorder(gateways)
     settings = GatewaySettings(sampling=SamplingDefaults(temperature=0.5, top_p=0.9, top_k=40))
-    with gateways.serve(settings, recorder) as served, httpx.Client(base_url=served.url, timeout=TIMEOUT) as http:
-        body = {
-            "prompt": PROMPT,
-            "n": 2,
-            "max_tokens": 3,
-            "seed": 5,
-            "temperature": 0.25,
-            "min_p": 0.1,
-            "presence_penalty": 1,
-            "frequency_penalty": -1.5,
-            "repetition_penalty": 1.25,
-            "logit_bias": {"7": -100, "8": 2.5},
-            "stop_token_ids": [9],
-            "logprobs": 2,
-            "spool": {"draft_length": 3},
-            "top_k": 10**9,
-        }
-        assert http.post("/v1/completions", json=body).is_success
-        assert http.post("/v1/completions", json={"prompt": PROMPT}).is_success
-    one, two, three = recorder.requests
+    asked = {
+        "n": 2,
+        "max_tokens": 3,
+        "seed": 5,
+        "temperature": 0.25,
+        "min_p": 0.1,
+        "presence_penalty": 1,
+        "frequency_penalty": -1.5,
+        "repetition_penalty": 1.25,
+        "logit_bias": {"7": -100, "8": 2.5},
+        "stop_token_ids": [9],
+        "logprobs": 2,
+        "spool": {"draft_length": 3},
+        "top_k": 10**9,
+    }
+    for options, body in ((settings, asked), (settings, {}), (None, {})):
+        with gateways.serve(options, recorder) as served, httpx.Client(base_url=served.url, timeout=TIMEOUT) as http:  # type: ignore[arg-type]
+            completion(http, **body)
+    one, two, defaults, openais = recorder.requests
     assert (one.max_tokens, one.draft_length, one.top_logprobs) == (3, 3, 2)
     assert one.stop_token_ids == {9, *gateways.tokenizer.stop_token_ids}
     assert (one.sampling.temperature, one.sampling.top_p, one.sampling.top_k) == (0.25, 0.9, VOCABULARY)
@@ -338,19 +255,25 @@ def test_parameters_reach_the_scheduler(gateways: Gateways) -> None:
     assert (one.sampling.presence_penalty, one.sampling.frequency_penalty) == (1, -1.5)
     assert one.sampling.logit_bias == {7: -100, 8: 2.5}
     assert (one.sampling.seed, two.sampling.seed) == (5, 6)
-    assert (three.sampling.temperature, three.sampling.top_k, three.sampling.min_p) == (0.5, 40, 0)
-    assert (three.max_tokens, three.top_logprobs, three.draft_length) == (16, None, None)
-    assert three.deadline_seconds == pytest.approx(settings.limits.timeout_seconds, abs=5)
+    assert (defaults.sampling.temperature, defaults.sampling.top_k, defaults.sampling.min_p) == (0.5, 40, 0)
+    assert (defaults.max_tokens, defaults.top_logprobs, defaults.draft_length) == (16, None, None)
+    assert defaults.deadline_seconds == pytest.approx(settings.limits.timeout_seconds, abs=5)
+    assert openais.sampling.temperature == 1
 
 
-def test_temperature_is_openais_unless_the_model_says_otherwise(gateways: Gateways) -> None:
-    recorder = Recorder(gateways)
-    with gateways.serve(backend=recorder) as served, httpx.Client(base_url=served.url, timeout=TIMEOUT) as http:
-        assert http.post("/v1/completions", json={"prompt": PROMPT}).is_success
-    assert recorder.requests[0].sampling.temperature == 1
+def test_tokens_of_the_prompt_that_were_cached(gateways: Gateways, http: httpx.Client) -> None:
+    """Pages have four tokens; the last token of a prompt is computed again, and a scored prompt is computed whole."""
+    prompt = "a prompt that no other test has sent before"
+    full = (len(encoded(gateways, prompt)) - 1) // 4 * 4
+    found = [
+        completion(http, prompt=prompt, max_tokens=2, **more)["usage"]["prompt_tokens_details"]["cached_tokens"]
+        for more in ({}, {}, {"n": 3}, {"prompt_logprobs": 0})
+    ]
+    assert found == [0, full, full, 0]
+    assert streamed(http, prompt=prompt, max_tokens=2)[-1]["usage"]["prompt_tokens_details"]["cached_tokens"] == full
 
 
-# --- many at once -----------------------------------------------------------------------------------------------------
+# --- many at once, and clients that go away ---------------------------------------------------------------------------
 
 
 def test_concurrent_streams_are_complete_and_right(gateways: Gateways, client: openai.OpenAI) -> None:
@@ -364,3 +287,54 @@ def test_concurrent_streams_are_complete_and_right(gateways: Gateways, client: o
     with ThreadPoolExecutor(16) as threads:
         texts = list(threads.map(read, range(16)))
     assert texts == [expected_text(gateways, [20 + number, 21], 50) for number in range(16)]
+
+
+def connected(served: Served, body: dict[str, Any], cut: int | None = None) -> socket.socket:
+    """A connection on which the request, or all but its end, has been sent."""
+    host, port = served.url.removeprefix("http://").split(":")
+    content = json.dumps(body)
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(content)}"
+    )
+    connection = socket.create_connection((host, int(port)))
+    connection.sendall(f"{head}\r\n\r\n{content}".encode()[:cut])
+    return connection
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_client_that_goes_away_frees_everything(slow: Gateways, slowly_served: Served, stream: bool) -> None:
+    with connected(slowly_served, {**THREE, "stream": stream}) as connection:
+        load = f"{slowly_served.url}/load"
+        wait_until(lambda: httpx.get(load, timeout=TIMEOUT).json()["server_load"] == 3, "three sequences")
+        if stream:
+            assert connection.recv(1000).startswith(b"HTTP/1.1 200")
+    slow.wait_until_idle()
+
+
+def test_many_cancelled_at_any_moment(slow: Gateways, slowly_served: Served) -> None:
+    def cancel(number: int) -> None:
+        with connected(slowly_served, {**THREE, "stream": number % 2 == 0}, None if number % 5 else -1) as connection:
+            end = time.monotonic() + number % 7 * 0.01
+            while (left := end - time.monotonic()) > 0:
+                connection.settimeout(left)
+                with suppress(TimeoutError):
+                    connection.recv(65536)
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(cancel, range(100)))
+    slow.wait_until_idle()
+
+
+def test_silent_streams_send_comments_and_closing_them_frees_everything(slow: Gateways) -> None:
+    with (
+        slow.serve(GatewaySettings(ping_seconds=0.02)) as served,
+        httpx.stream(
+            "POST", f"{served.url}/v1/completions", json={**ENDLESS, "stream": True}, timeout=TIMEOUT
+        ) as reply,
+    ):
+        assert reply.headers["content-type"].startswith("text/event-stream")
+        assert reply.headers["cache-control"] == "no-cache"
+        lines = reply.iter_lines()
+        assert next(line for line in lines if line.startswith(":")) == ": ping"
+        assert next(line for line in lines if line.startswith("data: "))
+    slow.wait_until_idle()

@@ -1,4 +1,4 @@
-"""HTTP routes that generate nothing, and the API keys that routes need."""
+"""HTTP routes that generate no text, and the API keys of all routes."""
 
 from __future__ import annotations
 
@@ -10,11 +10,9 @@ import pytest
 from pydantic import SecretStr
 
 from services.gateway.settings import GatewaySettings
-from tests.integration.gateway.expected import CHAT, PROMPT, TIMEOUT
+from tests.integration.gateway.expected import CHAT, TIMEOUT, completion, message_of
 from tests.support.gateway import MODEL, Gateways
 from tests.support.stand_in_worker import MAX_LENGTH, VOCABULARY
-
-# --- routes -----------------------------------------------------------------------------------------------------------
 
 
 def test_models(client: openai.OpenAI) -> None:
@@ -52,6 +50,13 @@ def test_tokenize_and_detokenize(gateways: Gateways, http: httpx.Client) -> None
     assert http.post("/detokenize", json={"tokens": [VOCABULARY]}).status_code == 400
 
 
+@pytest.mark.parametrize(("route", "instead"), [("responses", "chat/completions"), ("embeddings", "embedding model")])
+def test_routes_that_are_not_there_name_what_to_use(http: httpx.Client, route: str, instead: str) -> None:
+    response = http.post(f"/v1/{route}", json={"model": MODEL, "input": "a"})
+    assert response.status_code == 404
+    assert instead in message_of(response)
+
+
 def test_health_load_and_version(http: httpx.Client) -> None:
     assert http.get("/health").json() == http.get("/ping").json() == {"status": "ok"}
     load = http.get("/load").json()
@@ -62,22 +67,22 @@ def test_health_load_and_version(http: httpx.Client) -> None:
 
 def test_metrics(gateways: Gateways) -> None:
     with gateways.serve() as served, httpx.Client(base_url=served.url, timeout=TIMEOUT) as http:
-        done = http.post("/v1/completions", json={"prompt": PROMPT, "max_tokens": 20, "n": 2}).json()
+        done = completion(http, max_tokens=20, n=2)
         assert http.post("/v1/completions", json={"prompt": ""}).status_code == 400
         response = http.get("/metrics")
     assert response.headers["content-type"].startswith("text/plain")
     samples = dict(line.rsplit(" ", 1) for line in response.text.splitlines() if not line.startswith("#"))
-    assert float(samples["spool_prompt_tokens_total"]) == done["usage"]["prompt_tokens"]
-    assert float(samples["spool_generation_tokens_total"]) == 40
-    assert float(samples['spool_request_success_total{finished_reason="length"}']) == 2
-    assert float(samples['spool_request_failure_total{kind="invalid"}']) == 1
-    assert float(samples["spool_delivered_draft_tokens_total"]) == done["usage"]["spool"]["drafted"]
-    assert float(samples["spool_delivered_accepted_tokens_total"]) == done["usage"]["spool"]["accepted"]
-    assert float(samples["spool_time_to_first_token_seconds_count"]) == 2
+    expected = {
+        "prompt_tokens_total": done["usage"]["prompt_tokens"],
+        "generation_tokens_total": 40,
+        'request_success_total{finished_reason="length"}': 2,
+        'request_failure_total{kind="invalid"}': 1,
+        "delivered_draft_tokens_total": done["usage"]["spool"]["drafted"],
+        "delivered_accepted_tokens_total": done["usage"]["spool"]["accepted"],
+        "time_to_first_token_seconds_count": 2,
+    }
+    assert {name: float(samples[f"spool_{name}"]) for name in expected} == expected
     assert "spool_num_requests_running" not in samples
-
-
-# --- keys -------------------------------------------------------------------------------------------------------------
 
 
 def test_every_route_but_health_and_ping_takes_a_key(gateways: Gateways) -> None:
@@ -99,14 +104,7 @@ def test_every_route_but_health_and_ping_takes_a_key(gateways: Gateways) -> None
             assert response.status_code == 401, path
             assert response.json()["error"]["code"] == "missing_api_key"
             assert response.headers.get_list("www-authenticate")[0] == "Bearer"
-        for value in (
-            "Bearer",
-            "Bearer first-kez",
-            "Bearer first-key2",
-            "Basic first-key",
-            "first-key",
-            "é",
-        ):
+        for value in ("Bearer first-key2", "Basic first-key", "é"):
             headers = {"authorization": value.encode()}
             assert http.get("/v1/models", headers=headers).status_code == 401, value  # type: ignore[arg-type]
         two = [("authorization", "Bearer first-key"), ("authorization", "Bearer wrong")]

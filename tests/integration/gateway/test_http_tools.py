@@ -1,4 +1,4 @@
-"""Tools and thoughts in chats, as OpenAI's package sees them, of a model that says what the test wants."""
+"""Tools and thoughts in chats, as OpenAI's package reads them, of a model whose answers the test writes."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ import tokenizers
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from pydantic import BaseModel
 
-from scheduler.messages import FinishReason, TokenLogprobs
-from services.backend.interface import GenerationRequest, ModelInfo
-from services.backend.sequence_stream import TokenDelta
+from protos import scheduler_pb2
+from scheduler.messages import EmitTokens, FinishReason, TokenLogprobs
+from services.backend.interface import GenerationRequest
 from services.gateway.settings import GatewaySettings
-from services.scheduler_client.local import LocalBackend
 from services.text.tokenizer import ModelTokenizer
-from tests.integration.gateway.expected import message_of
+from tests.integration.gateway.expected import TIMEOUT, Recorder, message_of
 from tests.support.chat_templates import HERMES, LLAMA3, MISTRAL, THINKING
 from tests.support.gateway import Gateways
 from tests.unit.services.test_tokenizer import byte_level
@@ -42,41 +41,36 @@ class SpokenStream:
 
     def __init__(self, tokens: list[int], end: int, request: GenerationRequest, step: int) -> None:
         self.finish_reason: FinishReason | None = None
-        whole = [*tokens, end]
-        self._tokens, self._step = whole[: request.max_tokens], step
-        self._cut = len(whole) > request.max_tokens
-        self._logprobs = request.top_logprobs is not None
-        self._deltas = self._read()
+        self._tokens, self._request, self._step = [*tokens, end], request, step
 
-    async def _read(self) -> AsyncIterator[TokenDelta]:
-        for first in range(0, len(self._tokens), self._step):
-            tokens = tuple(self._tokens[first : first + self._step])
-            logprobs = tuple(TokenLogprobs(token, -0.5) for token in tokens) if self._logprobs else ()
-            yield TokenDelta(tokens, 0, 0, (), logprobs)
-        self.finish_reason = FinishReason.LENGTH if self._cut else FinishReason.STOP
+    async def __aiter__(self) -> AsyncIterator[EmitTokens]:
+        spoken = self._tokens[: self._request.max_tokens]
+        for first in range(0, len(spoken), self._step):
+            tokens = tuple(spoken[first : first + self._step])
+            logprobs = tuple(TokenLogprobs(token, -0.5) for token in tokens if self._request.top_logprobs is not None)
+            yield EmitTokens(0, tokens, 0, 0, (), logprobs)
+        self.finish_reason = FinishReason.STOP if spoken == self._tokens else FinishReason.LENGTH
 
     def cancel(self) -> None:
         pass
 
-    def __aiter__(self) -> AsyncIterator[TokenDelta]:
-        return self
 
-    async def __anext__(self) -> TokenDelta:
-        return await anext(self._deltas)
-
-
-class Speaker(LocalBackend):
+class Speaker(Recorder):
     """A model that answers with the given texts, one after the other, `step` tokens a round."""
 
     def __init__(self, gateways: Gateways, tokenizer: ModelTokenizer) -> None:
-        super().__init__(gateways.service)
+        super().__init__(gateways)
         self.says: list[str] = []
         self.step = 3
-        self.requests: list[GenerationRequest] = []
         self.tokenizer = tokenizer
 
-    async def model(self) -> ModelInfo:
-        return ModelInfo("speaker", self.tokenizer.vocabulary_size, 4000, self.tokenizer.vocabulary_digest)
+    async def model(self) -> scheduler_pb2.ServedModel:
+        return scheduler_pb2.ServedModel(
+            model_id="speaker",
+            vocabulary_size=self.tokenizer.vocabulary_size,
+            max_sequence_length=4000,
+            tokenizer_digest=self.tokenizer.vocabulary_digest,
+        )
 
     async def submit(self, request: GenerationRequest) -> SpokenStream:  # type: ignore[override]
         self.requests.append(request)
@@ -197,7 +191,7 @@ def test_calls_of_every_family(talk: Open, template: str, said: str) -> None:
             assert without_ids(joined(model.chunks(said, tools=TOOLS, step=step))) == without_ids(as_joined(done))
 
 
-def test_choices_are_told_apart(talk: Open) -> None:
+def test_every_choice_has_its_own_calls(talk: Open) -> None:
     says = [CALL, "No.", f"{STOP}\n{CALL}"]
     with talk(HERMES) as model:
         done = model.whole(*says, tools=TOOLS)
@@ -208,22 +202,14 @@ def test_choices_are_told_apart(talk: Open) -> None:
         assert len({call[0] for choice in range(3) for call in as_joined(done, choice)["tool_calls"]}) == 3
 
 
-def test_a_cut_off_call_says_so(talk: Open) -> None:
+def test_limits_of_calls(talk: Open) -> None:
     with talk(HERMES) as model:
         done = model.whole(CALL, tools=TOOLS, max_tokens=len(CALL) - 20)
         assert done.choices[0].finish_reason == "length"
         [[_, name, arguments]] = as_joined(done)["tool_calls"]
         assert (name, arguments[:9]) == ("weather", '{"city": ')
-
-
-def test_one_call_at_most(talk: Open) -> None:
-    with talk(HERMES) as model:
         done = model.whole(f"{CALL}\n{STOP}", tools=TOOLS, parallel_tool_calls=False)
         assert [call[1] for call in as_joined(done)["tool_calls"]] == ["weather"]
-
-
-def test_without_tools_the_text_is_left_alone(talk: Open) -> None:
-    with talk(HERMES) as model:
         for request in ({}, {"tools": TOOLS, "tool_choice": "none"}, {"tools": []}):
             done = model.whole(CALL, **request)
             assert (done.choices[0].message.content, done.choices[0].finish_reason) == (CALL, "stop")
@@ -234,19 +220,14 @@ def test_without_tools_the_text_is_left_alone(talk: Open) -> None:
 def test_every_token_has_its_log_probability(talk: Open) -> None:
     said = f"Well {CALL}"
     with talk(HERMES) as model:
-        done = model.whole(said, tools=TOOLS, logprobs=True)
-        assert done.choices[0].logprobs is not None
-        whole = [entry.token for entry in done.choices[0].logprobs.content or []]
+        [choice] = model.whole(said, tools=TOOLS, logprobs=True).choices
+        assert choice.logprobs is not None
+        whole = [entry.token for entry in choice.logprobs.content or []]
         assert len(whole) == len(model.backend.tokenizer.encode(said)) + 1
-        chunks = model.chunks(said, tools=TOOLS, logprobs=True)
-        streamed = [
-            entry.token
-            for chunk in chunks
-            for choice in chunk.choices
-            if choice.logprobs is not None
-            for entry in choice.logprobs.content or []
+        parts = [
+            choice.logprobs for chunk in model.chunks(said, tools=TOOLS, logprobs=True) for choice in chunk.choices
         ]
-        assert streamed == whole
+        assert [entry.token for part in parts if part for entry in part.content or []] == whole
 
 
 @pytest.mark.parametrize("dumped", [False, True])
@@ -327,7 +308,7 @@ def test_what_cannot_be_required_names_the_function(talk: Open) -> None:
     tools = [*TOOLS, {"type": "function", "function": {"name": "odd", "parameters": odd}}]
     body = {"model": "speaker", "messages": ASK, "tools": tools, "tool_choice": "required"}
     with talk(HERMES) as model:
-        response = httpx.post(f"{model.url}/v1/chat/completions", json=body)
+        response = httpx.post(f"{model.url}/v1/chat/completions", json=body, timeout=TIMEOUT)
         assert response.status_code == 400
         assert message_of(response).startswith("tools.2.function.parameters cannot be used: ")
         assert response.json()["error"]["param"] == "tools.2.function.parameters"

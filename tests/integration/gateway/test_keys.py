@@ -27,9 +27,8 @@ from services.observability.logs import LogFormat, install_logs
 from services.scheduler.metrics_endpoint import MetricsEndpoint
 from spool_client.v1 import generation_pb2 as pb
 from spool_client.v1 import generation_pb2_grpc
-from tests.support.cell_gateways import running_gateway
 from tests.support.cells import running_cell
-from tests.support.gateway import save_tokenizer
+from tests.support.gateway import running_gateway, save_tokenizer
 from tests.support.logs import restored_loggers
 from tests.support.waiting import LONG, until
 from tests.support.watched_engine import WatchedEngine
