@@ -27,7 +27,7 @@ class GatewayMetrics:
     def __init__(self, vllm_model_name: str | None = None) -> None:
         self._vllm_model_name = vllm_model_name
         self._set = of = MetricSet[None]()
-        self._success = of.counter(
+        self.success = of.counter(
             "request_success_total",
             "Sequences that came to their end: stop, length, abort (the client left, or another choice failed) or "
             "error.",
@@ -37,37 +37,35 @@ class GatewayMetrics:
             "request_failure_total", "Requests that were refused or failed, by kind of error.", "kind"
         )
         self._prompt = of.counter("prompt_tokens_total", "Prompt tokens taken in.")
-        self._generated = of.counter("generation_tokens_total", "Output tokens delivered.")
-        self._drafted = of.counter(
+        self.generated = of.counter("generation_tokens_total", "Output tokens delivered.")
+        self.drafted = of.counter(
             "delivered_draft_tokens_total", "Tokens proposed for delivered output, as responses say in their usage."
         )
-        self._accepted = of.counter(
-            "delivered_accepted_tokens_total", "Those of them that were accepted and delivered."
-        )
-        self._first_token = of.histogram(
+        self.accepted = of.counter("delivered_accepted_tokens_total", "Those of them that were accepted and delivered.")
+        self.first_token = of.histogram(
             "time_to_first_token_seconds",
             "From a request's arrival to a sequence's first output tokens.",
             _FIRST_TOKEN_BUCKETS,
         )
-        self._between = of.histogram(
+        self.between = of.histogram(
             "inter_token_latency_seconds",
             "Between two deliveries of tokens of a sequence. One round delivers several tokens, so this is longer than "
             "the time for a token.",
             _TOKEN_BUCKETS,
         )
-        self._per_token = of.histogram(
+        self.per_token = of.histogram(
             "request_time_per_output_token_seconds",
             "Mean time for a token after the first delivery, one observation for each sequence that stopped or reached "
             "its length.",
             _TOKEN_BUCKETS,
         )
-        self._latency = of.histogram(
+        self.latency = of.histogram(
             "e2e_request_latency_seconds", "From a request's arrival to a sequence's end.", _LATENCY_BUCKETS
         )
-        self._prompt_length = of.histogram(
+        self.prompt_length = of.histogram(
             "request_prompt_tokens", "Prompt tokens of a sequence, when it came to its end.", _LENGTH_BUCKETS
         )
-        self._output_length = of.histogram(
+        self.output_length = of.histogram(
             "request_generation_tokens", "Output tokens of a sequence, when it came to its end.", _LENGTH_BUCKETS
         )
         self._session_breaks = of.counter(
@@ -111,28 +109,6 @@ class GatewayMetrics:
     def resubmitted(self, sequences: int) -> None:
         self._resubmissions.inc(sequences)
 
-    # For SequenceMeter.
-
-    def observe_round(self, tokens: int, drafted: int, accepted: int) -> None:
-        self._generated.inc(tokens)
-        self._drafted.inc(drafted)
-        self._accepted.inc(accepted)
-
-    def observe_first_token(self, seconds: float) -> None:
-        self._first_token.observe(seconds)
-
-    def observe_pause(self, seconds: float) -> None:
-        self._between.observe(seconds)
-
-    def observe_pace(self, seconds_per_token: float) -> None:
-        self._per_token.observe(seconds_per_token)
-
-    def observe_end(self, reason: str, seconds: float, prompt_tokens: int, output_tokens: int) -> None:
-        self._success.labels(reason).inc()
-        self._latency.observe(seconds)
-        self._prompt_length.observe(prompt_tokens)
-        self._output_length.observe(output_tokens)
-
 
 class SequenceMeter:
     """Follows one sequence. The first end counts."""
@@ -152,16 +128,18 @@ class SequenceMeter:
         self._tokens += tokens
         if self._first is None:
             self._first = now
-            self._metrics.observe_first_token(now - self._arrived)
+            self._metrics.first_token.observe(now - self._arrived)
         else:
             self._later_tokens += tokens
-            self._metrics.observe_pause(now - self._last)
+            self._metrics.between.observe(now - self._last)
         self._last = now
-        self._metrics.observe_round(tokens, drafted, accepted)
+        self._metrics.generated.inc(tokens)
+        self._metrics.drafted.inc(drafted)
+        self._metrics.accepted.inc(accepted)
 
     def finished(self, reason: str) -> None:
         if not self._ended and self._first is not None and self._later_tokens:
-            self._metrics.observe_pace((self._last - self._first) / self._later_tokens)
+            self._metrics.per_token.observe((self._last - self._first) / self._later_tokens)
         self._end(reason)
 
     def aborted(self) -> None:
@@ -174,5 +152,7 @@ class SequenceMeter:
     def _end(self, reason: str) -> None:
         if not self._ended:
             self._ended = True
-            seconds = time.perf_counter() - self._arrived
-            self._metrics.observe_end(reason, seconds, self._prompt_tokens, self._tokens)
+            self._metrics.success.labels(reason).inc()
+            self._metrics.latency.observe(time.perf_counter() - self._arrived)
+            self._metrics.prompt_length.observe(self._prompt_tokens)
+            self._metrics.output_length.observe(self._tokens)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeVar, get_args
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal, get_args
 
 from scheduler.messages import MAX_PRIORITY, MIN_PRIORITY
 from scheduler.sampling import MAX_SEED, SamplingParameters
@@ -21,7 +21,10 @@ from services.gateway.structure import Structure
 _DRAWN_SEED_BITS = 53
 _MIN_SEED = -(2**63)
 
-T = TypeVar("T")
+SAMPLING_FIELDS = {one.name for one in fields(SamplingParameters)} - {
+    *("seed", "min_tokens", "end_token_ids", "grammar", "bad_words")
+}
+"""Fields of SamplingParameters that a request gives as they are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +66,8 @@ class GenerationOptions:
     Choice i of a prompt is sampled with `seed` + i. Neither a stop token nor a stop string ends the output among the
     first `min_tokens` tokens. `draft_length` 0 turns speculation off. Of one key's requests, those with the lower
     `priority` are handled earlier. `structure` says what each choice must look like. With `as_message`, the
-    answer is split into reasoning, content and calls of `tools`. None of the `bad_words` is in the output.
+    answer is split into reasoning, content and calls of `tools`. `sampling` holds what the client gave of the fields of
+    scheduler.sampling.SamplingParameters that are named SAMPLING_FIELDS. None of the `bad_words` is in the output.
     `top_logprobs` and `prompt_logprobs` have the meaning of services.backend.interface.GenerationRequest.
     `max_tokens` may be 0 where the request is about its prompt: with `echo` or `prompt_logprobs`.
     `names` maps a field to the client's name for it, where the two differ.
@@ -79,14 +83,7 @@ class GenerationOptions:
     skip_special_tokens: bool = True
     echo: bool = False
     seed: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    sampling: Mapping[str, Any] = field(default_factory=dict)
     bad_words: tuple[str, ...] = ()
     top_logprobs: int | None = None
     prompt_logprobs: int | None = None
@@ -131,12 +128,12 @@ def check_options(options: GenerationOptions, limits: Limits, vocabulary_size: i
             param = options.structure.param
             raise invalid(f"{param} is given with tools, must be unset unless tool_choice is 'none'", param)
         check_tools(options.tools, limits.tools)
-    _check_count("logit_bias", options.logit_bias, limits.logit_bias, "entries")
-    for token in options.logit_bias:
+    logit_bias = options.sampling.get("logit_bias", {})
+    _check_count("logit_bias", logit_bias, limits.logit_bias, "entries")
+    for token in logit_bias:
         if not 0 <= token < vocabulary_size:
-            raise invalid(
-                f"logit_bias names token id {token}, must be between 0 and {vocabulary_size - 1}", "logit_bias"
-            )
+            limit = f"between 0 and {vocabulary_size - 1}"
+            raise invalid(f"logit_bias names token id {token}, must be {limit}", "logit_bias")
 
 
 def check_token_ids(name: str, tokens: Sequence[int], vocabulary_size: int) -> None:
@@ -156,23 +153,9 @@ def sampling_parameters(
 ) -> SamplingParameters:
     """The parameters of choice 0; `with_seed_of` makes those of the others. `bad_words` are those of the options, as
     tokens. Raises RequestError."""
-
-    def given(value: T | None, default: T) -> T:
-        return default if value is None else value
-
+    values = defaults.model_dump() | dict(options.sampling)
     try:
-        sampling = SamplingParameters(
-            temperature=given(options.temperature, defaults.temperature),
-            top_k=given(options.top_k, defaults.top_k),
-            top_p=given(options.top_p, defaults.top_p),
-            min_p=given(options.min_p, defaults.min_p),
-            repetition_penalty=given(options.repetition_penalty, defaults.repetition_penalty),
-            presence_penalty=given(options.presence_penalty, 0.0),
-            frequency_penalty=given(options.frequency_penalty, 0.0),
-            logit_bias=dict(options.logit_bias),
-            seed=options.first_seed(),
-            bad_words=bad_words,
-        )
+        sampling = SamplingParameters(seed=options.first_seed(), bad_words=bad_words, **values)
     except ValueError as error:
         message = str(error)
         raise invalid(message, message.split()[0].split("[")[0]) from error

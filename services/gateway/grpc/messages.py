@@ -10,29 +10,23 @@ from scheduler.messages import TokenLogprobs
 from services.gateway.choice import EndReason, Piece
 from services.gateway.completion import Usage
 from services.gateway.errors import invalid
-from services.gateway.options import ChatPrompt, GenerationOptions, Prompt, TextPrompt, TokenPrompt, chat_message
+from services.gateway.options import (
+    SAMPLING_FIELDS,
+    ChatPrompt,
+    GenerationOptions,
+    Prompt,
+    TextPrompt,
+    TokenPrompt,
+    chat_message,
+)
 from services.gateway.structure import ANY_JSON_OBJECT, Structure
 from services.gateway.token_strings import TokenStrings
 from spool_client.v1 import generation_pb2 as pb
 
-_OPTIONAL_FIELDS = (
-    "max_tokens",
-    "min_tokens",
-    "n",
-    "skip_special_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-    "seed",
-    "top_logprobs",
-    "draft_length",
-    "priority",
-    "prompt_logprobs",
-)
+_OPTIONS = {
+    *("max_tokens", "min_tokens", "n", "stop", "stop_token_ids", "bad_words", "include_stop_str_in_output", "echo"),
+    *("ignore_eos", "skip_special_tokens", "seed", "top_logprobs", "prompt_logprobs", "draft_length", "priority"),
+}
 _FINISH_REASONS: dict[EndReason | None, pb.FinishReason] = {
     None: pb.FINISH_REASON_UNSPECIFIED,
     "stop": pb.FINISH_REASON_STOP,
@@ -42,18 +36,15 @@ _FINISH_REASONS: dict[EndReason | None, pb.FinishReason] = {
 
 def options_from_message(request: pb.GenerateRequest, timeout_seconds: float | None) -> GenerationOptions:
     """Raises RequestError."""
-    given: dict[str, Any] = {name: getattr(request, name) for name in _OPTIONAL_FIELDS if request.HasField(name)}
+    given: dict[str, Any] = {field.name: value for field, value in request.ListFields()}
+    given |= {name: tuple(given[name]) for name in ("stop", "stop_token_ids", "bad_words") if name in given}
+    given |= {"logit_bias": dict(request.logit_bias)}
+    structured = given.get("structured_outputs")
     return GenerationOptions(
-        stop=tuple(request.stop),
-        stop_token_ids=tuple(request.stop_token_ids),
-        include_stop_str_in_output=request.include_stop_str_in_output,
-        ignore_eos=request.ignore_eos,
-        echo=request.echo,
-        bad_words=tuple(request.bad_words),
-        logit_bias=dict(request.logit_bias),
-        structure=_structure(request.structured_outputs) if request.HasField("structured_outputs") else None,
+        sampling={name: given[name] for name in SAMPLING_FIELDS & given.keys()},
+        structure=None if structured is None else _structure(structured),
         timeout_seconds=timeout_seconds,
-        **given,
+        **{name: given[name] for name in _OPTIONS & given.keys()},
     )
 
 

@@ -27,21 +27,8 @@ from services.gateway.http.openai_fields import (
 )
 from services.gateway.http.openai_messages import Message, ToolChoice, ToolDefinition, for_template, tool_use
 from services.gateway.http.openai_structure import ResponseFormat, StructuredOutputs
-from services.gateway.options import ChatPrompt, GenerationOptions, TextPrompt, shown
+from services.gateway.options import SAMPLING_FIELDS, ChatPrompt, GenerationOptions, TextPrompt, shown
 from services.gateway.structure import Structure
-
-_NUMBER_FIELDS = (
-    "min_tokens",
-    "n",
-    "priority",
-    "seed",
-    "temperature",
-    "top_p",
-    "min_p",
-    "presence_penalty",
-    "frequency_penalty",
-    "repetition_penalty",
-)
 
 
 class SpoolOptions(Body):
@@ -170,19 +157,11 @@ class _Generation(Body):
     spool: SpoolOptions | None = None
 
     @model_validator(mode="after")
-    def _check_stream_options(self) -> _Generation:
+    def _check_combinations(self) -> _Generation:
         if self.stream_options is not None and not self.stream:
             raise wrong("stream_options is given, which needs stream to be true", "stream_options")
-        return self
-
-    @model_validator(mode="after")
-    def _check_prompt_logprobs(self) -> _Generation:
         if self.prompt_logprobs is not None and self.stream:
             raise wrong("prompt_logprobs is given with stream, which must be false then", "prompt_logprobs")
-        return self
-
-    @model_validator(mode="after")
-    def _check_structure(self) -> _Generation:
         if self.structured_outputs is not None and self.response_format is not None:
             raise wrong("structured_outputs is given with response_format, must be one of them", "structured_outputs")
         return self
@@ -199,20 +178,20 @@ class _Generation(Body):
         return UsageEvents.ALL if options.continuous_usage_stats else UsageEvents.LAST
 
     def _options(self, names: Mapping[str, str], **more: Any) -> GenerationOptions:
-        given: dict[str, Any] = {name: value for name in _NUMBER_FIELDS if (value := getattr(self, name)) is not None}
+        values = {name: value for name in type(self).model_fields if (value := getattr(self, name)) is not None}
+        sampling = {name: values[name] for name in SAMPLING_FIELDS & values.keys()}
         return GenerationOptions(
             stop=tuple(self.stop),
             stop_token_ids=tuple(self.stop_token_ids),
             include_stop_str_in_output=self.include_stop_str_in_output,
             ignore_eos=self.ignore_eos,
             skip_special_tokens=self.skip_special_tokens,
-            top_k=0 if self.top_k == -1 else self.top_k,
-            logit_bias=self.logit_bias,
+            sampling=sampling | ({"top_k": 0} if self.top_k == -1 else {}),
             bad_words=tuple(self.bad_words),
             structure=self._structure(),
             draft_length=None if self.spool is None else self.spool.effective_draft_length(),
             names={"draft_length": "spool.draft_length", **names},
-            **given,
+            **{name: values[name] for name in ("min_tokens", "n", "priority", "seed") if name in values},
             **more,
         )
 
