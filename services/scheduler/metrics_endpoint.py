@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import TimeoutError as WaitedTooLongError
@@ -11,17 +13,14 @@ from types import TracebackType
 from typing import Self
 from wsgiref.simple_server import WSGIServer
 
-from prometheus_client import CollectorRegistry, make_wsgi_app, start_http_server
+from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import Metric as Family
 from prometheus_client.registry import Collector
-
-from services.scheduler.scrape_cache import ScrapeCache
 
 logger = logging.getLogger(__name__)
 
 _READ_SECONDS = 5.0
 _FRESH_SECONDS = 0.5
-_RETRY_SECONDS = 5.0
 
 
 class MetricsEndpoint:
@@ -29,7 +28,7 @@ class MetricsEndpoint:
 
     The server is prometheus_client's, in a thread; `families` is called on the event loop, once for all scrapes of half
     a second. Nobody has to show a key. A port in use is no error: another scheduler may be about to leave it, so the
-    endpoint tries again every few seconds. `clock` gives monotonic seconds.
+    endpoint tries again every `retry_seconds`. `clock` gives monotonic seconds.
     """
 
     def __init__(
@@ -38,9 +37,11 @@ class MetricsEndpoint:
         host: str,
         port: int,
         clock: Callable[[], float] = time.monotonic,
+        retry_seconds: float = 5.0,
     ) -> None:
         self._families = families
         self._clock = clock
+        self._retry_seconds = retry_seconds
         self._host = host
         self._port = port
         self._server: WSGIServer | None = None
@@ -76,36 +77,45 @@ class MetricsEndpoint:
 
     def _start(self) -> OSError | None:
         registry = CollectorRegistry()
-        registry.register(_FromLoop(self._families, asyncio.get_running_loop()))
+        registry.register(_FromLoop(self._families, asyncio.get_running_loop(), self._clock))
         try:
             self._server, _ = start_http_server(self._port, self._host, registry)
         except OSError as error:
             return error
-        self._server.set_app(ScrapeCache(make_wsgi_app(registry), _FRESH_SECONDS, self._clock))
         logger.info("metrics are served at %s", self.url)
         return None
 
     async def _start_some_time(self) -> None:
         while True:
-            await asyncio.sleep(_RETRY_SECONDS)
+            await asyncio.sleep(self._retry_seconds)
             if self._start() is None:
                 return
 
 
 class _FromLoop(Collector):
-    """Asks the event loop from the server's thread."""
+    """Asks the event loop from the server's threads, once for all scrapes of half a second."""
 
-    def __init__(self, families: Callable[[], Iterable[Family]], loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(
+        self, families: Callable[[], Iterable[Family]], loop: asyncio.AbstractEventLoop, clock: Callable[[], float]
+    ) -> None:
         self._families = families
         self._loop = loop
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._known: list[Family] = []
+        self._read_at = -math.inf
 
     def collect(self) -> Iterable[Family]:
-        read = asyncio.run_coroutine_threadsafe(self._read(), self._loop)
-        try:
-            return read.result(_READ_SECONDS)
-        except WaitedTooLongError:
-            read.cancel()
-            raise
+        with self._lock:
+            if self._clock() - self._read_at >= _FRESH_SECONDS:
+                read = asyncio.run_coroutine_threadsafe(self._read(), self._loop)
+                try:
+                    self._known = read.result(_READ_SECONDS)
+                except WaitedTooLongError:
+                    read.cancel()
+                    raise
+                self._read_at = self._clock()
+            return self._known
 
     def describe(self) -> Iterable[Family]:
         """Nothing, so that registering does not ask the event loop from within it."""

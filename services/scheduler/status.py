@@ -103,8 +103,6 @@ def drafting_to_wire(now: DraftingSnapshot) -> scheduler_pb2.DraftingFigures:
         what = f"does not draft with {now.draft_id}: nothing beats, by enough to change,"
     chances = ", ".join(f"{chance:.2f}" for chance in now.chances) or "unknown"
     chances = f"acceptance by place {chances}"
-    if now.outcomes:
-        chances += f"; prepares for up to {now.outcomes} outcomes, lately for {now.found:.0%} of those that came"
     return to_wire(
         scheduler_pb2.DraftingFigures,
         now,

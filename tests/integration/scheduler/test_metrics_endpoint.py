@@ -6,16 +6,12 @@ import asyncio
 import socket
 import threading
 from collections.abc import Iterator
-from wsgiref.types import StartResponse, WSGIEnvironment
 
 import httpx
-import pytest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.core import Metric as Family
 
-from services.scheduler import metrics_endpoint
 from services.scheduler.metrics_endpoint import MetricsEndpoint
-from services.scheduler.scrape_cache import ScrapeCache
 from tests.support.waiting import LONG, until
 
 HOST = "127.0.0.1"
@@ -76,31 +72,11 @@ def test_one_rendering_serves_all_who_scrape_within_half_a_second() -> None:
     asyncio.run(run())
 
 
-def test_ways_to_ask_do_not_pile_up() -> None:
-    rendered: list[str] = []
-
-    def render(environ: WSGIEnvironment, start_response: StartResponse) -> list[bytes]:
-        rendered.append(environ["QUERY_STRING"])
-        start_response("200 OK", [])
-        return [environ["QUERY_STRING"].encode()]
-
-    cache = ScrapeCache(render, 0.5, clock=lambda: 7.0)
-    for number in range(1000):
-        assert b"".join(cache({"QUERY_STRING": str(number)}, lambda status, headers, error=None: bytes)) == (
-            str(number).encode()
-        )
-    assert len(cache._answers) <= 8
-    assert len(rendered) == 1000
-
-
-def test_a_port_in_use_is_taken_when_it_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics_endpoint, "_RETRY_SECONDS", 0.02)
-
+def test_a_port_in_use_is_taken_when_it_is_free() -> None:
     async def run() -> None:
         other = socket.create_server((HOST, 0))
         port = other.getsockname()[1]
-        async with MetricsEndpoint(one_family, HOST, port) as endpoint:
-            await asyncio.sleep(0.1)
+        async with MetricsEndpoint(one_family, HOST, port, retry_seconds=0.02) as endpoint:
             assert endpoint.url is None
             other.close()
             await until(lambda: endpoint.url is not None)
