@@ -12,7 +12,7 @@ import pytest
 from scheduler.config import Policy, SchedulerConfig
 from scheduler.key_class import KeyClass
 from scheduler.messages import FinishReason, RefusalCause, Role
-from services.backend.interface import BackendUnavailableError, GenerationRequest
+from services.backend.interface import GenerationRequest
 from services.backend.sequence_stream import AdmissionRefusedError
 from services.scheduler_client.cell_choice import PAGE_TOKENS
 from services.scheduler_client.cell_link import ClientOptions
@@ -35,7 +35,6 @@ from tests.support.waiting import LONG, until
 
 pytestmark = pytest.mark.slow
 STEP = 0.005
-IMPATIENT = ClientOptions(give_up=0.5, connect_timeout=30, first_backoff=0.02, longest_backoff=0.2, watch_interval=0.1)
 
 
 @dataclass
@@ -107,26 +106,6 @@ def test_a_whole_cell_killed_costs_no_token() -> None:
             assert 0 < sum(heard.moved) <= parts[0]
             (status,) = await backend.statuses()
             assert status.throughput.finished == 64 - (parts[0] - sum(heard.moved))
-
-    asyncio.run(run())
-
-
-def test_a_cell_that_comes_back_gets_its_part_again() -> None:
-    async def run() -> None:
-        first = Whereabouts()
-        async with running_cell(step_seconds=STEP) as second, gateway([second.resolve]) as alone:
-            # The other cell is not there yet: nothing waits for it.
-            async with SchedulerClient([first, second.resolve], options=CLIENT) as backend:
-                await until(lambda: backend.connected)
-                assert await read(await backend.submit(request_of(1, 30))) == continuation(prompt_of(1), 30)
-                async with running_cell(step_seconds=STEP) as late:
-                    first.address = late.resolve.address
-                    await until(lambda: all(backend.scheduler_epochs))
-                    streams = [await backend.submit(request_of(index, 60)) for index in range(20)]
-                    for index, stream in enumerate(streams):
-                        assert await read(stream) == continuation(prompt_of(index), 60)
-                    assert late.service.statistics().finished >= 8
-            assert [status.live_set.live for status in await alone.statuses()] == [0]
 
     asyncio.run(run())
 
@@ -211,21 +190,5 @@ def test_figures_are_those_of_all_cells() -> None:
                 stream.cancel()
             for cell in cells:
                 await cell.wait_empty()
-
-    asyncio.run(run())
-
-
-def test_without_any_cell_sequences_fail_after_a_while() -> None:
-    async def run() -> None:
-        async with two_cells() as cells, gateway([cell.resolve for cell in cells], options=IMPATIENT) as backend:
-            stream = await backend.submit(request_of(1, 1_900))
-            await read_some(stream, 5)
-            for cell in cells:
-                await cell.server.stop(0)
-                cell.resolve.address = ""
-            with pytest.raises(BackendUnavailableError, match=r"no scheduler was reached for 0\.5 s"):
-                await read(stream)
-            with pytest.raises(BackendUnavailableError, match=r"no scheduler was reached for 0\.5 s: .*; .*"):
-                await backend.submit(request_of(2, 5))
 
     asyncio.run(run())

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 
 import grpc
 import grpc.aio
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos import scheduler_pb2, scheduler_pb2_grpc
 from scheduler.messages import FinishReason, Role
@@ -17,10 +15,8 @@ from services.backend.interface import BackendUnavailableError, DeadlineExceeded
 from services.backend.sequence_stream import SequenceFailedError
 from services.rpc.channel_security import ChannelSecurity, random_token
 from services.scheduler.epochs import EpochAuthority
-from services.scheduler.service import ServiceClosedError
 from services.scheduler_client.cell_link import ClientOptions
 from tests.support.cells import (
-    CLIENT,
     Whereabouts,
     all_in_use,
     check,
@@ -38,15 +34,6 @@ from tests.support.stand_in_worker import continuation
 from tests.support.waiting import LONG, until
 
 pytestmark = pytest.mark.slow
-
-
-@dataclass
-class CountedWhereabouts(Whereabouts):
-    questions: int = 0
-
-    async def __call__(self) -> str:
-        self.questions += 1
-        return await super().__call__()
 
 
 def test_scheduler_killed_and_another_elsewhere_costs_no_token() -> None:
@@ -117,116 +104,6 @@ def test_scheduler_that_hangs_is_replaced_and_turned_away_when_it_wakes() -> Non
                 assert "has taken over" in status.reason
             await check(backend, 1, 20)
             await all_in_use([worker])
-
-    asyncio.run(run())
-
-
-def test_older_of_two_schedulers_is_fenced_and_its_gateways_move() -> None:
-    async def run() -> None:
-        everyone, old_only = Whereabouts(), CountedWhereabouts()
-        async with (
-            running_scheduler(everyone) as (old, old_server),
-            running_worker("target-0", Role.TARGET, everyone, step_seconds=0.01) as worker,
-            client(everyone) as backend,
-            client(old_only) as stubborn,
-        ):
-            old_only.address = everyone.address
-            old_address = everyone.address
-            await all_in_use([worker])
-            stream = await backend.submit(request_of(1, 100))
-            begun = await read_some(stream, 5)
-            async with running_scheduler(everyone) as (new, new_server):
-                assert new.workers.epoch > old.workers.epoch
-                reason = await asyncio.wait_for(old.wait_closed(), LONG)
-                assert "has taken over" in reason
-                assert old.fenced
-                assert begun + await asyncio.wait_for(read(stream), LONG) == continuation(prompt_of(1), 100)
-                with pytest.raises(ServiceClosedError, match="has taken over"):
-                    old_server.check_health()
-                new_server.check_health()
-                assert old_server.status().state == scheduler_pb2.SCHEDULER_STATE_FENCED
-                assert "has taken over" in old_server.status().reason
-                async with grpc.aio.insecure_channel(old_address) as channel:
-                    health = health_pb2_grpc.HealthStub(channel)
-                    answer = await health.Check(health_pb2.HealthCheckRequest(service="spool.v1.Scheduler"))
-                    assert answer.status == health_pb2.HealthCheckResponse.NOT_SERVING
-                    with pytest.raises(grpc.aio.AioRpcError) as caught:
-                        async for _ in scheduler_pb2_grpc.SchedulerStub(channel).Session():
-                            pass
-                    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-                    assert "has taken over" in (caught.value.details() or "")
-                # One whose resolver still names the old scheduler waits, and goes on once it learns better. Between the
-                # two questions to the resolver lies a whole attempt, which the old scheduler turned away.
-                waiting = asyncio.create_task(check(stubborn, 2, 20))
-                before = old_only.questions
-                await until(lambda: old_only.questions >= before + 2)
-                assert not waiting.done()
-                with pytest.raises(BackendUnavailableError, match=f"there is no scheduler: scheduler at {old_address}"):
-                    await stubborn.statuses()
-                old_only.address = everyone.address
-                await asyncio.wait_for(waiting, LONG)
-
-    asyncio.run(run())
-
-
-def test_idle_scheduler_notices_too_that_it_is_fenced() -> None:
-    async def run() -> None:
-        resolve = Whereabouts()
-        async with (
-            running_scheduler(resolve) as (old, _),
-            running_worker("target-0", Role.TARGET, resolve) as worker,
-        ):
-            await all_in_use([worker])
-            async with running_scheduler(resolve) as (new, _):
-                await asyncio.wait_for(old.wait_closed(), LONG)
-                async with asyncio.timeout(LONG), client(resolve) as backend:
-                    await check(backend, 1, 10)
-                assert new.closed_because is None
-
-    asyncio.run(run())
-
-
-@pytest.mark.parametrize("dead", [True, False])
-def test_a_scheduler_with_a_higher_epoch_from_a_register_that_is_lost_loses(dead: bool) -> None:
-    async def run() -> None:
-        resolve = Whereabouts()
-        async with AsyncExitStack() as stack:
-            async with AsyncExitStack() as old_stack:
-                await resolve.register.take(999)
-                old, _ = await old_stack.enter_async_context(running_scheduler(resolve))
-                worker = await stack.enter_async_context(running_worker("target-0", Role.TARGET, resolve))
-                await all_in_use([worker])
-                resolve.register.numbers.clear()
-                if dead:
-                    await old_stack.aclose()
-                new, _ = await stack.enter_async_context(running_scheduler(resolve))
-                backend = await stack.enter_async_context(client(resolve))
-                await asyncio.wait_for(check(backend, 1, 10), LONG)
-                await asyncio.wait_for(old.wait_closed(), LONG)
-                assert old.fenced is not dead
-                assert new.workers.epoch > old.workers.epoch
-            await asyncio.wait_for(check(backend, 2, 10), LONG)
-            assert new.closed_because is None
-            assert resolve.register.numbers == {1, 1001}
-
-    asyncio.run(run())
-
-
-def test_scheduler_that_shuts_down_hands_its_gateways_on() -> None:
-    async def run() -> None:
-        resolve = Whereabouts()
-        async with (
-            running_worker("target-0", Role.TARGET, resolve, step_seconds=0.01) as worker,
-            running_scheduler(resolve) as (_, first),
-            client(resolve) as backend,
-        ):
-            await all_in_use([worker])
-            stream = await backend.submit(request_of(1, 80, deadline_seconds=LONG))
-            begun = await read_some(stream, 5)
-            async with running_scheduler(resolve):
-                await first.stop()
-                rest = await asyncio.wait_for(read(stream), LONG)
-            assert begun + rest == continuation(prompt_of(1), 80)
 
     asyncio.run(run())
 
@@ -313,9 +190,3 @@ def test_schedulers_that_are_replaced_are_not_held_against_a_sequence() -> None:
                 await asyncio.wait_for(asked, LONG)
 
     asyncio.run(run())
-
-
-def test_client_options_are_checked() -> None:
-    with pytest.raises(ValueError, match="give_up is 0, must be above 0"):
-        ClientOptions(give_up=0)
-    assert CLIENT.give_up > 0

@@ -167,18 +167,6 @@ def test_mutual_tls(tmp_path: Path) -> None:
     asyncio.run(run())
 
 
-def test_certificates_that_carry_one_name_instead_of_addresses(tmp_path: Path) -> None:
-    async def run() -> None:
-        security = issue(tmp_path, "spool.internal", server_name="spool.internal")
-        async with running_cell(drafts=0, security=security) as cell, client(cell.resolve, security) as backend:
-            await check(backend, 1, 10)
-            nameless = ChannelSecurity("", security.ca_file, security.certificate_file, security.key_file)
-            assert await answer_to(security, cell.resolve.address) is None
-            assert await answer_to(nameless, cell.resolve.address) is grpc.StatusCode.UNAVAILABLE
-
-    asyncio.run(run())
-
-
 def test_worker_processes_get_the_token_out_of_sight() -> None:
     async def run() -> None:
         security = ChannelSecurity(token=random_token())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
@@ -61,30 +60,6 @@ async def events_of(call: AsyncIterator[scheduler_pb2.SessionReply]) -> AsyncIte
     async for reply in call:
         for event in reply.events:
             yield event
-
-
-def test_many_sequences_of_two_gateways_equal_the_oracle() -> None:
-    async def run() -> None:
-        async with (
-            running_cell(drafts=2, targets=2) as cell,
-            client(cell.resolve, name="a") as one,
-            client(cell.resolve, name="b") as other,
-        ):
-            backends = [one, other]
-            assert len(backends) == 2
-            work = [check((one, other)[index % 2], index, 20 + index % 30) for index in range(120)]
-            async with asyncio.timeout(2 * LONG):
-                await asyncio.gather(*work)
-            (status,) = await one.statuses()
-            assert status.sessions == 2
-            assert status.throughput.finished == 120
-            assert status.throughput.tokens == sum(20 + index % 30 for index in range(120))
-            assert status.live_set.live == 0
-            await cell.wait_empty()
-            assert cell.pages_in_use == 0
-            cell.service.core.check_integrity()
-
-    asyncio.run(run())
 
 
 def test_what_a_gateway_can_learn() -> None:
@@ -269,121 +244,6 @@ def test_gateway_that_does_not_read_stalls_nobody() -> None:
             assert outputs == {number: continuation(prompt_of(number), count) for number in numbers}
             assert events < cell.service.statistics().rounds / 4
             deaf.cancel()
-
-    asyncio.run(run())
-
-
-def test_gateway_that_neither_reads_nor_speaks_loses_its_sequences() -> None:
-    async def run() -> None:
-        async with (
-            running_cell(sessions=SessionOptions(lease_seconds=1.5)) as cell,
-            client(cell.resolve) as backend,
-            grpc.aio.insecure_channel(cell.resolve.address, options=NARROW) as channel,
-        ):
-            deaf = scheduler_pb2_grpc.SchedulerStub(channel).Session()
-            await deaf.write(opening(*(submission(number, ENDLESS) for number in range(24))))
-            await until(lambda: cell.live_sequences > 0)
-            async with asyncio.timeout(2 * LONG):
-                await check(backend, 0, 20)
-                assert cell.live_sequences > 0
-                while cell.live_sequences:
-                    await check(backend, 1, 20)
-            await cell.wait_empty()
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                async for _ in deaf:
-                    pass
-            assert "nothing came from the gateway" in (caught.value.details() or "")
-
-    asyncio.run(run())
-
-
-def test_reader_of_one_stream_that_is_slow_stalls_nobody() -> None:
-    async def run() -> None:
-        async with running_cell() as cell, client(cell.resolve) as backend:
-            slow = await backend.submit(request_of(1, 1000))
-            for index in range(20):
-                await check(backend, index, 50)
-            while cell.live_sequences:
-                await check(backend, 2, 20)
-            # What a session has to say comes in order: when this one's answer is here, so is the end of the slow one.
-            await check(backend, 2, 20)
-            deltas = [delta async for delta in slow]
-            assert [token for delta in deltas for token in delta.tokens] == continuation(prompt_of(1), 1000)
-            assert len(deltas) == 1
-            assert deltas[0].drafted > deltas[0].accepted > 0
-
-    asyncio.run(run())
-
-
-def test_submission_that_is_given_up_leaves_no_sequence() -> None:
-    async def run() -> None:
-        async with running_cell(**SLOW) as cell, client(cell.resolve) as backend:
-            submissions = [asyncio.create_task(backend.submit(request_of(index, 500))) for index in range(10)]
-            await asyncio.sleep(0)
-            for task in submissions:
-                task.cancel()
-            await asyncio.gather(*submissions, return_exceptions=True)
-            await check(backend, 1, 5)
-            assert cell.live_sequences == 0
-
-    asyncio.run(run())
-
-
-def test_thousand_sequences_cancelled_at_random_moments_leave_nothing() -> None:
-    async def run() -> None:
-        chance = random.Random(5)
-        config = SchedulerConfig(max_queued_sequences=2000, max_running=64)
-        async with running_cell(targets=2, config=config, step_seconds=0.002) as cell, client(cell.resolve) as backend:
-
-            async def one(index: int) -> None:
-                wait = chance.uniform(0, 3)
-                try:
-                    async with asyncio.timeout(wait):
-                        stream = await backend.submit(request_of(index, 400))
-                except TimeoutError:
-                    return
-                tokens: list[int] = []
-                try:
-                    async with asyncio.timeout(wait):
-                        async for delta in stream:
-                            tokens.extend(delta.tokens)
-                except TimeoutError:
-                    stream.cancel()
-                assert tokens == continuation(prompt_of(index), len(tokens))
-
-            await asyncio.gather(*(one(index) for index in range(1000)))
-            # Whatever was cancelled has been told to the scheduler when this comes back.
-            await check(backend, 1, 10)
-            await cell.wait_empty()
-            cell.service.core.check_integrity()
-
-    asyncio.run(run())
-
-
-def test_sessions_cancelled_at_random_moments_leave_nothing() -> None:
-    async def run() -> None:
-        chance = random.Random(6)
-        async with (
-            running_cell(step_seconds=0.001) as cell,
-            client(cell.resolve) as backend,
-            grpc.aio.insecure_channel(cell.resolve.address) as channel,
-        ):
-            stub = scheduler_pb2_grpc.SchedulerStub(channel)
-
-            async def one(number: int) -> None:
-                call = stub.Session()
-                await call.write(opening(*(submission(10 * number + place, 1500) for place in range(3))))
-                try:
-                    async with asyncio.timeout(chance.uniform(0, 2)):
-                        async for _ in events_of(call):
-                            pass
-                except TimeoutError:
-                    call.cancel()
-
-            await asyncio.gather(*(one(number) for number in range(200)))
-            await check(backend, 1, 10)
-            await until(lambda: cell.server.status().sessions == 1 and not cell.live_sequences + cell.pages_in_use)
-            cell.service.core.check_integrity()
 
     asyncio.run(run())
 

@@ -11,7 +11,6 @@ import grpc.aio
 import pytest
 
 from engine.drafting.model_draft import DraftEngine
-from engine.drafting.ngram_engine import NgramEngine
 from engine.models.loading import load_draft_engine
 from engine.passes.layout import BatchedSequence
 from engine.passes.runner import PassResult
@@ -23,7 +22,7 @@ from scheduler.state.digests import EMPTY_DIGEST, DigestedTokens
 from services.rpc.worker_codec import result_from_wire
 from services.worker.executor import DraftStepExecutor, StepExecutor, TargetStepExecutor
 from services.worker.server import WorkerServer
-from tests.support.stand_in_worker import MAX_LENGTH, VOCABULARY, StandInEngine, guess, next_token
+from tests.support.stand_in_worker import StandInEngine, guess, next_token
 from tests.support.tiny_models import TORCH_SHAPE, tiny_model
 from tests.support.waiting import LONG
 
@@ -111,39 +110,6 @@ def test_after_an_outcome_its_proposal_goes_on(draft: Conversation) -> None:
     assert list(reply.tokens) == [guess([*known, 500])]
 
 
-@pytest.mark.parametrize(
-    ("fields", "error"),
-    [
-        ({"outcomes": 2}, "draft_length is 0 with 2 outcomes, must be at least 1"),
-        (
-            {"outcomes": 2, "draft_length": 1, "sample": True},
-            "sample, scoring, and draft_tokens without outcomes are for",
-        ),
-        (
-            {"outcomes": 2, "draft_length": 1, "draft_tokens": [VOCABULARY]},
-            f"draft_tokens holds {VOCABULARY}, must be below vocabulary_size {VOCABULARY}",
-        ),
-        (
-            {"outcomes": 2, "draft_length": MAX_LENGTH - 7, "draft_tokens": [1, 2, 3]},
-            f"the row would reach {MAX_LENGTH + 1} tokens, must be at most {MAX_LENGTH}",
-        ),
-    ],
-)
-def test_an_invalid_row_fails_alone(draft: Conversation, fields: dict[str, object], error: str) -> None:
-    good = opening(2, draft_length=2, draft_tokens=[1, 2, 3], outcomes=1)
-    reply, other = draft.step(opening(1, **fields), good)
-    assert reply.status == worker_pb2.ROW_STATUS_INVALID
-    assert error in reply.error
-    assert other.status == worker_pb2.ROW_STATUS_OK
-    assert draft.executor.sequences == 1
-
-
-def test_draft_tokens_without_outcomes_are_invalid(draft: Conversation) -> None:
-    (reply,) = draft.step(opening(1, draft_tokens=[3]))
-    assert reply.status == worker_pb2.ROW_STATUS_INVALID
-    assert "draft_tokens without outcomes are for target workers" in reply.error
-
-
 def test_a_target_prepares_for_nothing() -> None:
     target = Conversation(TargetStepExecutor(StandInEngine(), EPOCH))
     (reply,) = target.step(opening(1, draft_tokens=[3], sample=True, outcomes=1))
@@ -160,24 +126,6 @@ def test_rows_of_a_step_all_have_outcomes_or_none(draft: Conversation) -> None:
     first, second = draft.step(ahead, row(1, PROMPT, 4, draft_length=2))
     assert first.status == worker_pb2.ROW_STATUS_OK
     assert second.error == "outcomes is 0, and 4 in the first row: all rows have it or none"
-
-
-def test_a_row_that_feeds_too_much_is_told_so(draft: Conversation) -> None:
-    most = draft.executor.describe().max_num_batched_tokens
-    (reply,) = draft.step(opening(1, draft_length=2, outcomes=1, draft_tokens=[20] * (most - 4)))
-    assert reply.status == worker_pb2.ROW_STATUS_KV_MISMATCH
-    assert reply.kv_len == 0
-    (reply,) = draft.step(row(1, PROMPT, 0, draft_length=2, outcomes=1, draft_tokens=[20] * (most - 5)))
-    assert (reply.status, reply.kv_len) == (worker_pb2.ROW_STATUS_OK, most)
-
-
-def test_prompt_lookup_only_feeds() -> None:
-    draft = Conversation(DraftStepExecutor(NgramEngine(), EPOCH, prefix_cache=False))
-    known = [1, 2, 3, 4, 1, 2]
-    (reply,) = draft.step(row(1, known, 0, parameters=PARAMETERS, draft_tokens=[3, 4], draft_length=2, outcomes=4))
-    assert (reply.status, reply.kv_len, reply.HasField("outcomes")) == (worker_pb2.ROW_STATUS_OK, 8, False)
-    (reply,) = draft.step(row(1, [*known, 3, 9, 1, 2], 7, draft_length=2))
-    assert list(reply.tokens) == [3, 9]
 
 
 # --- with a model -----------------------------------------------------------------------------------------------------

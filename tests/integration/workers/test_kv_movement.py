@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import re
 import threading
 import zlib
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -24,7 +22,6 @@ from scheduler.config import KvMovement, Policy, SchedulerConfig
 from scheduler.messages import Role
 from scheduler.sampling import Grammar, SamplingParameters
 from scheduler.state.digests import EMPTY_DIGEST, DigestedTokens
-from services.gateway.grammar_check import definition
 from services.rpc.channel_security import ChannelSecurity
 from services.scheduler.service import SchedulerService
 from services.scheduler.workers.worker_link import WorkerEndpoint
@@ -33,7 +30,6 @@ from services.worker.kv_fetch import import_kv
 from services.worker.server import WorkerServer, step_thread
 from tests.support.cells import LINKS, Worker, client, prompt_of, read, read_some, request_of, running_cell
 from tests.support.stand_in_worker import StandInEngine, continuation
-from tests.support.tiny_chat import END, save_tiny_chat_model, tiny_chat_tokenizer
 from tests.support.tiny_models import TORCH_SHAPE, VOCABULARY, save_tiny_pair
 from tests.support.waiting import LONG, until
 
@@ -66,18 +62,6 @@ def test_target_that_leaves_hands_its_sequences_over_with_their_kv() -> None:
             assert moves.bytes >= moves.positions * 8
             assert moves.bytes % page == 0
             await cell.wait_empty()
-
-    asyncio.run(run())
-
-
-def test_sequences_decode_on_where_no_other_target_is() -> None:
-    async def run() -> None:
-        async with running_cell(config=MOVING, step_seconds=0.002) as cell, client(cell.resolve) as backend:
-            stream = await backend.submit(request_of(1, 300))
-            tokens = await read_some(stream, 5)
-            assert await target_of(cell.workers, "target-0").registration.leave(LONG) == 0
-            assert tokens + await read(stream) == continuation(prompt_of(1), 300)
-            assert cell.service.core.snapshot().preemptions == 0
 
     asyncio.run(run())
 
@@ -212,38 +196,6 @@ def test_import_that_cannot_be_is_refused(fields: dict[str, object], code: grpc.
     asyncio.run(run())
 
 
-@pytest.mark.parametrize(
-    ("settings", "code", "reason"),
-    [
-        ({"model_id": "another"}, grpc.StatusCode.FAILED_PRECONDITION, "model_id"),
-        ({"page_size": 8}, grpc.StatusCode.FAILED_PRECONDITION, "page_shape"),
-        ({"pages": 2}, grpc.StatusCode.RESOURCE_EXHAUSTED, "pages"),
-    ],
-)
-def test_worker_that_does_not_fit_takes_nothing(
-    settings: dict[str, object], code: grpc.StatusCode, reason: str
-) -> None:
-    async def run() -> None:
-        async with two(**settings) as (source, destination):
-            given = await refusal(destination, import_from(source.address))
-            assert given[0] is code
-            assert reason in given[1]
-
-    asyncio.run(run())
-
-
-def test_sequence_that_is_known_already_is_not_overwritten() -> None:
-    async def run() -> None:
-        async with two() as (source, destination):
-            await destination.stub.ImportKv(import_from(source.address), timeout=LONG)
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await destination.stub.ImportKv(import_from(source.address), timeout=LONG)
-            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-            assert destination.executor.sequences == 1
-
-    asyncio.run(run())
-
-
 class OddSource(worker_pb2_grpc.WorkerServicer):
     """Gives the parts that a test has made; then it ends, or says nothing any more."""
 
@@ -317,18 +269,6 @@ def test_damaged_kv_is_never_taken(parts: list[worker_pb2.KvPart], reason: str) 
     asyncio.run(run())
 
 
-def test_import_that_nobody_waits_for_any_more_gives_its_pages_back() -> None:
-    async def run() -> None:
-        async with odd_source([HEADER, page(0)], hangs=True) as address, served(stand_in()) as worker:
-            call = worker.stub.ImportKv(import_from(address))
-            await until(lambda: worker.pages_in_use == 3)
-            call.cancel()
-            await until(lambda: not worker.pages_in_use)
-            assert not worker.executor.sequences
-
-    asyncio.run(run())
-
-
 def test_import_that_is_given_up_while_pages_are_set_aside_gives_them_back() -> None:
     async def run() -> None:
         executor, thread = stand_in(), ThreadPoolExecutor(max_workers=1)
@@ -355,40 +295,6 @@ def test_import_that_is_given_up_while_pages_are_set_aside_gives_them_back() -> 
         goes_on.set()
         await until(lambda: executor.free_pages == total)
         thread.shutdown()
-
-    asyncio.run(run())
-
-
-def test_import_ends_where_another_scheduler_takes_over() -> None:
-    async def run() -> None:
-        async with odd_source([HEADER, page(0), page(1), page(2)], hangs=True) as address, served(stand_in()) as worker:
-            call = asyncio.ensure_future(worker.stub.ImportKv(import_from(address), timeout=LONG))
-            await until(lambda: worker.pages_in_use == 3)
-            opening = worker_pb2.StepRequest(worker_epoch=EPOCH, scheduler_epoch=SCHEDULER_EPOCH + 1)
-            async for reply in worker.stub.Steps(iter([opening])):
-                assert reply.status == worker_pb2.STEP_STATUS_OK
-                break
-            assert not worker.pages_in_use
-            call.cancel()
-            worker.executor.check_integrity()
-
-    asyncio.run(run())
-
-
-def test_row_that_opens_the_sequence_meanwhile_wins() -> None:
-    async def run() -> None:
-        async with two() as (source, destination):
-            parts = [part async for part in source.stub.ExportKv(export())]
-            async with odd_source(parts[:-1], hangs=True) as address:
-                call = asyncio.ensure_future(destination.stub.ImportKv(import_from(address), timeout=LONG))
-                await until(lambda: destination.pages_in_use == 3)
-                row = opening()
-                (reply,) = (await destination.step(row)).rows
-                assert reply.status == worker_pb2.ROW_STATUS_OK
-                call.cancel()
-                await until(lambda: destination.pages_in_use == 3)
-                assert destination.executor.sequences == 1
-                destination.executor.check_integrity()
 
     asyncio.run(run())
 
@@ -509,26 +415,6 @@ def test_logits_have_the_same_bits_where_real_kv_has_moved(target_folder: Path, 
     assert moves.moves > 0
     assert moves.failed == 0
     assert moved == plain
-
-
-def test_structured_samples_are_the_same_where_real_kv_has_moved(tmp_path: Path) -> None:
-    """The new target knows nothing of the grammar's state but the tokens of the output."""
-    folder = save_tiny_chat_model(tmp_path)
-    tokenizer = tiny_chat_tokenizer().backend_tokenizer
-    schema = {"type": "array", "items": {"enum": ["tea", 17, None, {"milk": [True]}]}, "minItems": 100}
-    grammar = Grammar(definition("json_schema", json.dumps(schema)), frozenset([tokenizer.token_to_id(END)]))
-    plain, _ = asyncio.run(decode([load(folder)], leaves=False, grammar=grammar))
-    moved, service = asyncio.run(decode([load(folder), load(folder)], leaves=True, grammar=grammar))
-    moves = service.core.snapshot().moves
-    assert moves.moves > 0
-    assert moves.failed == 0
-    assert moved == plain
-    item = r'("tea"|17|null|\{\s*"milk"\s*:\s*\[\s*true\s*\]\s*\})'
-    texts = [tokenizer.decode(tokens) for tokens in tokens_of(plain)]
-    assert len(set(texts)) == len(texts)
-    for text in texts:
-        # The last item, and what comes before it, may have been cut.
-        assert re.match(rf"\[(\s*{item}\s*,)*", text), text
 
 
 def test_kv_with_another_compute_digest_is_computed_anew(target_folder: Path) -> None:

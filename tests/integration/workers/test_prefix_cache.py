@@ -113,23 +113,6 @@ def test_logits_after_a_shared_beginning_have_the_same_bits(models: dict[str, En
         assert worker.generate(number, prompts[number], 12) == expected[number]
 
 
-def test_shared_pages_outlive_who_goes_back_into_them(models: dict[str, EngineSettings]) -> None:
-    """The owner of a shared page decodes on from the middle of it; the other's logits keep their bits."""
-    end = 2 * PAGE
-    prompt, longer = SYSTEM[:end], [*SYSTEM[:end], 1, 2]
-    plain = Worker(replace(models["target"], prefix_cache=False))
-    expected = [plain.generate(1, prompt, 6), plain.generate(2, longer, 6)]
-    worker = Worker(models["target"])
-    worker.step(row(1, prompt, 0, end, sample=True))
-    assert worker.step(row(2, longer, 0, end + 2, sample=True)).rows[0].reused == end
-    step = worker.step(row(1, prompt, end - 1, end, sample=True))
-    assert step.timings.packed_rows == PAGE
-    assert list(step.rows[0].logits_digests) == expected[0][1][:1]
-    worker.step(row(1, [*prompt[: end - 4], 7, 7, 7, 7], end - 4, end, sample=True))
-    worker.step(released=[2])
-    assert worker.generate(2, longer, 6) == expected[1]
-
-
 def requests(prompts: Sequence[Sequence[int]], temperature: float) -> list[SequenceRequest]:
     return [
         SequenceRequest(

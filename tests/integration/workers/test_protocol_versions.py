@@ -10,18 +10,13 @@ import grpc
 import grpc.aio
 import pytest
 
-from protos import scheduler_pb2, scheduler_pb2_grpc, worker_pb2, worker_pb2_grpc
-from scheduler.config import SchedulerConfig
+from protos import scheduler_pb2, worker_pb2, worker_pb2_grpc
 from scheduler.messages import Role
 from services.backend.interface import BackendUnavailableError
 from services.rpc.protocol_version import PROTOCOL_VERSION, version_conflict
-from services.scheduler.service import SchedulerService
-from services.scheduler.workers.pairing import PairingError
-from services.scheduler.workers.worker_link import WorkerEndpoint
 from services.scheduler_client.cell_link import ClientOptions
 from services.scheduler_client.remote import SchedulerClient
 from tests.support.cells import (
-    LINKS,
     Whereabouts,
     all_in_use,
     check,
@@ -100,39 +95,6 @@ def test_worker_of_another_release_is_refused(version: int, monkeypatch: pytest.
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("version", OTHERS)
-def test_scheduler_of_another_release_gets_no_worker(version: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def run() -> None:
-        scheduler_speaks(monkeypatch, version)
-        async with (
-            running_cell(drafts=0, targets=0) as cell,
-            running_worker("target-0", Role.TARGET, cell.resolve) as worker,
-        ):
-            await until(lambda: both_named(worker.registration.reason, version, PROTOCOL_VERSION))
-            assert not worker.registration.in_use
-            assert not cell.service.workers.up
-            assert worker.server.highest_epoch == 0
-
-    asyncio.run(run())
-
-
-@pytest.mark.parametrize("version", OTHERS)
-def test_worker_of_another_release_cannot_be_added_by_its_address(
-    version: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def run() -> None:
-        worker_speaks(monkeypatch, version)
-        async with (
-            running_worker("target-0", Role.TARGET, Whereabouts()) as worker,
-            SchedulerService(SchedulerConfig(), scheduler_epoch=1, link_options=LINKS) as service,
-        ):
-            with pytest.raises(PairingError) as caught:
-                await service.workers.add([WorkerEndpoint("target-0", Role.TARGET, worker.address)])
-            assert both_named(str(caught.value), version, PROTOCOL_VERSION)
-
-    asyncio.run(run())
-
-
 def test_whoever_names_no_version_gets_no_description() -> None:
     async def run() -> None:
         async with (
@@ -146,26 +108,6 @@ def test_whoever_names_no_version_gets_no_description() -> None:
             assert both_named(caught.value.details() or "", 0, PROTOCOL_VERSION)
             described = await stub.Describe(worker_pb2.DescribeRequest(protocol_version=PROTOCOL_VERSION), timeout=LONG)
             assert described.protocol_version == PROTOCOL_VERSION
-
-    asyncio.run(run())
-
-
-@pytest.mark.parametrize("version", OTHERS)
-def test_session_of_a_gateway_of_another_release_is_refused(version: int) -> None:
-    async def run() -> None:
-        async with running_cell(drafts=0) as cell, grpc.aio.insecure_channel(cell.resolve.address) as channel:
-            call = scheduler_pb2_grpc.SchedulerStub(channel).Session()
-            opening = scheduler_pb2.SessionOpening(gateway_id="other", protocol_version=version)
-            submission = scheduler_pb2.SequenceSubmission(request_id=1, prompt=[1, 2], max_tokens=5)
-            await call.write(scheduler_pb2.SessionRequest(opening=opening, submissions=[submission]))
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                async for _ in call:
-                    pass
-            assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
-            assert both_named(caught.value.details() or "", version, PROTOCOL_VERSION)
-            # Status needs no session, so that people can look at schedulers of other releases.
-            status = await scheduler_pb2_grpc.SchedulerStub(channel).Status(scheduler_pb2.StatusRequest())
-            assert (status.sessions, status.live_set.live) == (0, 0)
 
     asyncio.run(run())
 

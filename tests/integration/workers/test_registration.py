@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import AsyncExitStack
 
 import grpc
 import grpc.aio
@@ -27,7 +26,6 @@ from tests.support.cells import (
     read,
     request_of,
     running_cell,
-    running_scheduler,
     running_worker,
 )
 from tests.support.stand_in_worker import continuation
@@ -63,18 +61,6 @@ def test_worker_that_leaves_hands_its_sequences_over() -> None:
                 rest = await asyncio.wait_for(read(stream), LONG)
                 assert begun[index] + rest == continuation(prompt_of(index), 200)
             await until(lambda: "target-0" not in states(cell))
-
-    asyncio.run(run())
-
-
-def test_leaving_takes_no_longer_than_it_may() -> None:
-    async def run() -> None:
-        resolve = Whereabouts()
-        async with AsyncExitStack() as stack:
-            async with running_scheduler(resolve):
-                worker = await stack.enter_async_context(running_worker("target-0", Role.TARGET, resolve))
-                await all_in_use([worker])
-            assert await asyncio.wait_for(worker.registration.leave(1), LONG) == 0
 
     asyncio.run(run())
 

@@ -15,7 +15,7 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from protos import worker_pb2, worker_pb2_grpc
+from protos import worker_pb2_grpc
 from scheduler.config import Policy, SchedulerConfig
 from scheduler.messages import FinishReason, RefusalCause, Role
 from services.backend.sequence_stream import AdmissionRefusedError, SequenceFailedError, SequenceStream
@@ -24,7 +24,7 @@ from services.scheduler.service import SchedulerService, ServiceClosedError
 from services.scheduler.workers.pairing import PairingError
 from services.scheduler.workers.worker_link import LinkOptions, WorkerEndpoint, WorkerUnreachableError
 from tests.integration.workers.test_processes import DESCRIBE, ROOT, stand_in
-from tests.support.stand_in_worker import MAX_LENGTH, STEP_FAILS, VOCABULARY, continuation
+from tests.support.stand_in_worker import MAX_LENGTH, VOCABULARY, continuation
 from tests.support.waiting import LONG, until
 
 pytestmark = pytest.mark.slow
@@ -105,15 +105,6 @@ def test_output_is_the_targets_own(policy: Policy) -> None:
     asyncio.run(run())
 
 
-def test_without_a_draft_worker() -> None:
-    async def run() -> None:
-        async with cell(drafts=0) as (service, _):
-            await check(service.submit([30, 31], 20), [30, 31], 20)
-            assert service.statistics().committed_per_round == 1
-
-    asyncio.run(run())
-
-
 def test_prompt_lookup_drafts_without_a_model() -> None:
     async def run() -> None:
         # The draft has read the prompt long before the target has: one that is behind is not waited for.
@@ -159,38 +150,6 @@ def test_stop_token_and_resubmission() -> None:
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("victim", ["draft-0", "target-0"])
-def test_worker_killed_mid_run_costs_no_token(victim: str) -> None:
-    async def run() -> None:
-        async with cell(targets=2, restart_seconds=0.05, step_seconds=0.005) as (service, launcher):
-            streams = [(service.submit(prompt, 60), prompt) for prompt in prompts(16)]
-            begun = (await anext(streams[0][0])).tokens
-            worker = next(worker for worker in launcher.workers if worker.worker_id == victim)
-            os.kill(worker.process_id, signal.SIGKILL)
-            await until(lambda: victim not in service.workers.up)
-            await until(lambda: victim in service.workers.up)
-            first, *others = streams
-            for stream, prompt in others:
-                await check(stream, prompt, 60)
-            await check(*first, 60, begun)
-            assert service.statistics().workers_lost == 1
-            service.core.check_integrity()
-
-    asyncio.run(run())
-
-
-def test_only_target_killed_and_back() -> None:
-    async def run() -> None:
-        async with cell(restart_seconds=0.05, step_seconds=0.005) as (service, launcher):
-            streams = [(service.submit(prompt, 60), prompt) for prompt in prompts(6)]
-            await until(lambda: service.statistics().tokens > 30)
-            os.kill(launcher.workers[1].process_id, signal.SIGKILL)
-            for stream, prompt in streams:
-                await check(stream, prompt, 60)
-
-    asyncio.run(run())
-
-
 def test_hung_worker_is_lost_and_comes_back_only_when_it_answers() -> None:
     async def run() -> None:
         links = LinkOptions(connect_timeout=3, step_timeout=2, first_backoff=0.02, longest_backoff=0.1)
@@ -206,16 +165,6 @@ def test_hung_worker_is_lost_and_comes_back_only_when_it_answers() -> None:
             os.kill(target.process_id, signal.SIGCONT)
             await check(stream, [30, 31], 100, begun)
             assert service.workers.up == {"draft-0", "target-0"}
-
-    asyncio.run(run())
-
-
-def test_failed_engine_step_reaches_the_client_with_its_reason() -> None:
-    async def run() -> None:
-        async with cell() as (service, _):
-            with pytest.raises(SequenceFailedError, match="the step exploded"):
-                await service.submit([30, STEP_FAILS], 20).collect()
-            await check(service.submit([30, 31], 20), [30, 31], 20)
 
     asyncio.run(run())
 
@@ -247,16 +196,6 @@ def test_refusals_name_their_cause() -> None:
     asyncio.run(run())
 
 
-def test_leaving_a_stream_cancels_it() -> None:
-    async def run() -> None:
-        async with cell(step_seconds=0.01) as (service, _):
-            async with service.submit([1], 500) as stream:
-                await anext(stream)
-            assert service.core.snapshot().live == 0
-
-    asyncio.run(run())
-
-
 def test_closing_fails_what_is_unfinished() -> None:
     async def run() -> None:
         async with cell(step_seconds=0.01) as (service, _):
@@ -267,60 +206,6 @@ def test_closing_fails_what_is_unfinished() -> None:
                 await stream.collect()
             with pytest.raises(ServiceClosedError, match="maintenance"):
                 service.submit([1], 5)
-
-    asyncio.run(run())
-
-
-def test_removed_worker_leaves_its_sequences_to_others() -> None:
-    async def run() -> None:
-        async with cell(targets=2, step_seconds=0.005) as (service, launcher):
-            streams = [(service.submit(prompt, 40), prompt) for prompt in prompts(8)]
-            begun = (await anext(streams[0][0])).tokens
-            await service.remove_worker("target-0")
-            assert service.workers.up == {"draft-0", "target-1"}
-            address = next(worker.address for worker in launcher.workers if worker.worker_id == "target-0")
-            async with grpc.aio.insecure_channel(address) as channel:
-                drained = await worker_pb2_grpc.WorkerStub(channel).Drain(worker_pb2.DrainRequest(), timeout=LONG)
-                assert drained.sequences_left == 0
-            await check(*streams[0], 40, begun)
-            for stream, prompt in streams[1:]:
-                await check(stream, prompt, 40)
-
-    asyncio.run(run())
-
-
-def test_second_scheduler_takes_the_workers_over() -> None:
-    async def run() -> None:
-        async with cell(step_seconds=0.01) as (service, launcher):
-            stream = service.submit([1], 1900)
-            await anext(stream)
-            async with SchedulerService(DRAFTING, scheduler_epoch=time.time_ns(), link_options=LINKS) as second:
-                await second.workers.add(endpoints(launcher.workers))
-                with pytest.raises(SequenceFailedError, match="has taken over"):
-                    await stream.collect()
-                assert "has taken over" in (service.closed_because or "")
-                await check(second.submit([1], 20), [1], 20)
-
-    asyncio.run(run())
-
-
-@pytest.mark.parametrize(
-    ("draft", "message"),
-    [
-        ({"tokenizer_digest": "bb", "vocabulary_size": 900}, "digests differ (bb and aa); vocabulary sizes 900 and"),
-        ({"tokenizer_digest": "", "vocabulary_size": 900}, "vocabulary sizes 900 and 1000"),
-    ],
-)
-def test_draft_of_another_vocabulary_is_refused(draft: dict[str, Any], message: str) -> None:
-    async def run() -> None:
-        async with (
-            WorkerLauncher([stand_in(Role.DRAFT, **draft), stand_in(Role.TARGET)]) as launcher,
-            SchedulerService(SchedulerConfig(), scheduler_epoch=1) as service,
-        ):
-            with pytest.raises(PairingError) as caught:
-                await service.workers.add(endpoints(launcher.workers))
-            assert message in str(caught.value)
-            assert not service.workers.up
 
     asyncio.run(run())
 

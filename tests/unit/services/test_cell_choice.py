@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 
-from services.scheduler_client.cell_choice import LEADING_PAGES, PAGE_TOKENS, CellChoice, CellState
+from services.scheduler_client.cell_choice import PAGE_TOKENS, CellChoice, CellState
 
 BOUND = 1.25
 
@@ -87,25 +87,6 @@ def test_shared_system_prompts_are_computed_in_few_cells() -> None:
     assert hits >= 0.8 * (400 - 8)
 
 
-def test_gateways_that_do_not_know_each_other_send_a_beginning_to_the_same_two_cells() -> None:
-    rng = random.Random(5)
-    for name in range(50):
-        seen = {
-            CellChoice().choose(prompt_of(3, name), cells_of({cell: rng.randrange(20, 25) for cell in range(1, 9)}))
-            for _ in range(20)
-        }
-        assert len(seen) <= 2
-
-
-def test_prompts_shorter_than_a_page_are_spread() -> None:
-    choice = CellChoice()
-    assert Counter(choice.choose((number,), idle(2)) for number in range(100))[1] == pytest.approx(50, abs=20)
-    live = dict.fromkeys(range(1, 5), 0)
-    for number in range(400):
-        live[choice.choose((number,), cells_of(live))] += 1
-    assert max(live.values()) <= BOUND * 100
-
-
 def test_a_cell_without_targets_gets_nothing_while_another_has_some() -> None:
     choice = CellChoice()
     prompt = prompt_of(2, 1)
@@ -126,10 +107,3 @@ def test_what_a_lost_cell_had_is_forgotten() -> None:
     moved = [now for now, first in zip(others, before, strict=True) if first == 1]
     assert all(kept)
     assert set(moved) != {1}
-
-
-def test_memory_is_bounded() -> None:
-    choice = CellChoice()
-    for name in range(1200):
-        choice.choose(tuple(range(name, name + (LEADING_PAGES + 9) * PAGE_TOKENS)), idle(2))
-    assert len(choice._given) == 1 << 16

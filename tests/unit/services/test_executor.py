@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 
 import pytest
 
-from engine.drafting import ngram_engine as ngram
-from engine.drafting.ngram_engine import NgramEngine
 from engine.steps import Computing, RowOutcome, StepOutcome, VerifyRow, no_callback
 from protos import worker_pb2
 from scheduler.state.digests import EMPTY_DIGEST, DigestedTokens
@@ -70,6 +67,16 @@ def target(engine: StandInEngine) -> Conversation:
 @pytest.fixture
 def draft(engine: StandInEngine) -> Conversation:
     return Conversation(DraftStepExecutor(engine, EPOCH))
+
+
+def test_describes_all_of_the_engine(engine: StandInEngine) -> None:
+    found = TargetStepExecutor(engine, EPOCH).describe()
+    assert (found.role, found.worker_epoch) == (worker_pb2.ROLE_TARGET, EPOCH)
+    assert found.free_pages == found.total_pages == engine.description.total_pages
+    for name in ("model_id", "tokenizer_digest", "dtype", "device", "page_size", "max_num_batched_tokens", "threads"):
+        assert getattr(found, name) == getattr(engine.description, name), name
+    assert tuple(found.exact_row_counts) == engine.description.exact_row_counts
+    assert found.process_id > 0
 
 
 def test_verifies_accepts_and_rolls_back(target: Conversation) -> None:
@@ -176,14 +183,6 @@ def test_mismatch_says_what_the_worker_has(target: Conversation) -> None:
     assert list(mended.tokens) == continuation(longer, 1)
 
 
-def test_opening_behind_the_start_is_a_mismatch_with_nothing_held(target: Conversation) -> None:
-    (reply,) = target.step(row(1, PROMPT, 2, parameters=PARAMETERS)).rows
-    assert reply.status == worker_pb2.ROW_STATUS_KV_MISMATCH
-    assert (reply.kv_len, reply.prefix_digest) == (0, EMPTY_DIGEST)
-    (reply,) = target.step(row(1, PROMPT, 0, sample=True)).rows
-    assert list(reply.tokens) == continuation(PROMPT, 1)
-
-
 def scoring(first: int, *tokens: int) -> worker_pb2.PromptScoring:
     return worker_pb2.PromptScoring(first=first, tokens=tokens)
 
@@ -221,19 +220,6 @@ def test_invalid_row_fails_alone(target: Conversation, fields: dict[str, object]
     assert error in reply.error
     assert "\n" not in reply.error
     assert list(other.tokens) == continuation(PROMPT, 1)
-
-
-@pytest.mark.parametrize("fields", [{"draft_tokens": [1]}, {"sample": True}, {"scoring": scoring(1, 5)}])
-def test_draft_refuses_what_only_targets_do(draft: Conversation, fields: dict[str, object]) -> None:
-    (reply,) = draft.step(opening(1, **fields)).rows
-    assert reply.status == worker_pb2.ROW_STATUS_INVALID
-    assert "for target workers" in reply.error
-
-
-def test_sequence_twice_in_a_step(target: Conversation) -> None:
-    first, second = target.step(opening(1, sample=True), opening(1, sample=True)).rows
-    assert list(first.tokens) == continuation(PROMPT, 1)
-    assert second.status == worker_pb2.ROW_STATUS_INVALID
 
 
 def test_row_failing_in_the_engine_keeps_its_state(target: Conversation) -> None:
@@ -297,14 +283,6 @@ def test_draining_worker_refuses_steps_with_new_sequences_whole(target: Conversa
     assert reply.status == worker_pb2.ROW_STATUS_OK
 
 
-def test_draining_worker_drops_everything_for_a_scheduler_that_it_refuses(target: Conversation) -> None:
-    target.step(opening(1))
-    target.executor.draining = True
-    assert target.step(scheduler_epoch=2, step_id=0).status == worker_pb2.STEP_STATUS_INVALID
-    assert target.executor.sequences == 0
-    assert target.step(scheduler_epoch=1).status == worker_pb2.STEP_STATUS_FENCED
-
-
 def test_timings_tell_queueing_idleness_and_work() -> None:
     now = [100.0]
 
@@ -321,26 +299,6 @@ def test_timings_tell_queueing_idleness_and_work() -> None:
     now[0] += 3.0
     second = executor.execute(worker_pb2.StepRequest(worker_epoch=EPOCH, step_id=2), arrived=now[0]).timings
     assert (second.queued, second.idle, second.total) == (0.0, 3.0, 0.0)
-
-
-def test_prompt_lookup_keeps_up_with_rollbacks() -> None:
-    """Rounds that keep any prefix of the proposal, against a look at the whole history each time."""
-    rng = random.Random(2)
-    draft = Conversation(DraftStepExecutor(NgramEngine(), EPOCH))
-    committed, kv_len, proposals = list(PROMPT), 0, 0
-    for round_number in range(60):
-        opens = {"parameters": PARAMETERS} if round_number == 0 else {}
-        (reply,) = draft.step(row(1, committed, kv_len, draft_length=4, **opens)).rows
-        assert list(reply.tokens) == ngram.continuation(committed, 4)
-        proposals += bool(reply.tokens)
-        accepted = rng.randint(0, len(reply.tokens))
-        kv_len = min(len(committed) + accepted, reply.kv_len)
-        if round_number % 9 == 8:
-            # An earlier state of the sequence, as after a scheduler that was replaced.
-            kv_len = rng.randrange(len(PROMPT))
-            committed, accepted = committed[: kv_len + 1], 0
-        committed += [*reply.tokens[:accepted], rng.randrange(2)]
-    assert proposals > 15
 
 
 def test_the_engine_says_when_it_computes_and_nobody_else(engine: StandInEngine) -> None:

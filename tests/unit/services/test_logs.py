@@ -80,10 +80,6 @@ def test_tracebacks_and_loggers_of_others(form: LogFormat) -> None:
         assert "ValueError: wrong" in json.loads(written)["exception"]
 
 
-def test_figures_do_not_hide_what_a_line_is() -> None:
-    assert json.loads(JsonFormatter().format(record("it", figures={"message": "x", "level": "x"})))["message"] == "it"
-
-
 def test_installed_twice_lines_come_once() -> None:
     stream = io.StringIO()
     for _ in range(2):

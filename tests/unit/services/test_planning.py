@@ -5,15 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
-from protos import scheduler_pb2
 from scheduler.config import SchedulerConfig
 from scheduler.core import SchedulerCore
 from scheduler.messages import Command, Role, SequenceRequest, WorkerJoined, WorkerSpec
 from scheduler.statistics import Snapshot
 from services.backend.sequence_stream import SequenceStream
-from services.rpc.protocol_version import PROTOCOL_VERSION
 from services.scheduler.service import SchedulerService
-from services.scheduler.session import GatewaySession, RetryAdvice, SessionOptions
 
 CROWD = 1000
 
@@ -81,19 +78,3 @@ def test_output_does_not_wait_for_the_plan() -> None:
         assert await ended.collect() == []
 
     counted(check)
-
-
-def test_a_refusal_reads_no_more_than_it_tells() -> None:
-    async def check(service: SchedulerService, core: CountingCore) -> None:
-        session = GatewaySession(service, SessionOptions(), RetryAdvice())
-        submissions = [
-            scheduler_pb2.SequenceSubmission(request_id=number, prompt=(1, 2, 3), max_tokens=5)
-            for number in range(CROWD)
-        ]
-        opening = scheduler_pb2.SessionOpening(gateway_id="one", protocol_version=PROTOCOL_VERSION)
-        session._take(scheduler_pb2.SessionRequest(opening=opening, submissions=submissions))
-        events = session._outbox.take()
-        assert core.snapshots == 0
-        assert sum(event.HasField("refused") for event in events) == CROWD - 10 - core.snapshot().running
-
-    counted(check, queue=10)

@@ -11,10 +11,9 @@ from engine.steps import Computing, StepOutcome, VerifyRow, no_callback
 from protos import worker_pb2
 from scheduler.state.digests import DigestedTokens
 from services.worker.executor import DraftStepExecutor, TargetStepExecutor
-from tests.support.stand_in_worker import MAX_LENGTH, ROW_FAILS, STEP_FAILS, VOCABULARY, StandInEngine, continuation
+from tests.support.stand_in_worker import MAX_LENGTH, ROW_FAILS, VOCABULARY, StandInEngine, continuation
 from tests.unit.services.test_executor import EPOCH, Conversation, row
 
-PAGE = 4
 SYSTEM = list(range(20, 37))
 """Four pages and one token."""
 
@@ -90,20 +89,6 @@ def test_chunks_take_over_what_was_computed_since_the_opening() -> None:
     assert list(step.rows[0].tokens) == continuation(SYSTEM, 1)
 
 
-def test_chunk_sent_before_it_was_known_that_all_is_there_leaves_all_there() -> None:
-    cell = target()
-    cell.step(opening(1, SYSTEM, sample=True))
-    steps = cell.executor._engine.steps  # type: ignore[attr-defined]
-    assert held(cell.step(opening(2, SYSTEM, 6)).rows[0]) == (OK, 16, 16)
-    step = cell.step(row(2, SYSTEM[:12], 6))
-    assert (packed(step), held(step.rows[0])) == (0, (OK, 16, 0))
-    assert step.rows[0].prefix_digest == DigestedTokens(SYSTEM).digest(16)
-    assert cell.executor._engine.steps == steps  # type: ignore[attr-defined]
-    step = cell.step(row(2, SYSTEM, 16, sample=True))
-    assert list(step.rows[0].tokens) == continuation(SYSTEM, 1)
-    assert cell.step().free_pages == 100 - 4 - 2
-
-
 def test_last_chunk_sent_before_it_was_known_that_all_is_there_feeds_its_last_token() -> None:
     cell = target()
     cell.step(opening(1, SYSTEM, sample=True))
@@ -162,18 +147,6 @@ def test_a_long_prompt_is_read_no_more_often_in_many_chunks() -> None:
     assert 590 <= committed.read <= 2 * 600
 
 
-def test_scheduler_that_does_not_take_the_offer_is_served_as_it_asks() -> None:
-    cell = target()
-    cell.step(opening(1, SYSTEM, sample=True))
-    assert cell.step(opening(2, SYSTEM, 6)).rows[0].kv_len == 16
-    # Back to position 6, inside a page that the first sequence shares.
-    step = cell.step(row(2, [*SYSTEM[:6], 90, 91], 6, sample=True))
-    assert held(step.rows[0]) == (OK, 8, 0)
-    assert list(step.rows[0].tokens) == continuation([*SYSTEM[:6], 90, 91], 1)
-    (reply,) = cell.step(row(1, [*SYSTEM, 3], 17, sample=True)).rows
-    assert list(reply.tokens) == continuation([*SYSTEM, 3], 1)
-
-
 def test_shared_page_is_not_written_to() -> None:
     """The first one goes back into a page that the second has taken over, with the same token and with another."""
     cell = target()
@@ -198,17 +171,6 @@ def test_page_of_ones_own_that_is_written_to_is_not_found_any_more() -> None:
     assert held(step.rows[0]) == (OK, 17, 12)
     step = cell.step(opening(3, [*prompt[:15], 99, 1], sample=True))
     assert held(step.rows[0]) == (OK, 17, 16)
-
-
-def test_row_that_would_be_too_long_for_a_pass_says_what_is_held() -> None:
-    cell = target()
-    prompt = SYSTEM[:16]
-    cell.step(opening(1, prompt, sample=True))
-    cell.step(opening(2, SYSTEM, sample=True))
-    most = cell.executor._engine.description.max_num_batched_tokens
-    (reply,) = cell.step(row(1, [*prompt[:15], *range(200, 200 + most)], 15, sample=True)).rows
-    assert reply.status == worker_pb2.ROW_STATUS_KV_MISMATCH
-    assert (reply.kv_len, reply.prefix_digest) == (12, DigestedTokens(prompt).digest(12))
 
 
 def test_output_is_shared_as_well() -> None:
@@ -238,51 +200,6 @@ def test_proposals_of_a_draft_are_not_shared() -> None:
     assert held(step.rows[0]) == (OK, 22, 20)
 
 
-def test_draft_that_catches_up_takes_over_too() -> None:
-    cell = Conversation(DraftStepExecutor(StandInEngine(), EPOCH))
-    cell.step(opening(1, SYSTEM))
-    step = cell.step(opening(2, [*SYSTEM, 1, 2], 5))
-    assert (packed(step), held(step.rows[0])) == (0, (OK, 16, 16))
-    (reply,) = cell.step(row(2, [*SYSTEM, 1, 2], 16, draft_length=3)).rows
-    assert len(reply.tokens) == 3
-
-
-def test_oldest_prefixes_make_room() -> None:
-    """Ten pages, which the known ones of two prompts fill nearly: the third has taken what the first had."""
-    cell = target(pages=10)
-    prompts = [[20 + number, *range(30, 46)] for number in range(3)]
-    for number, prompt in enumerate(prompts):
-        cell.step(opening(number, prompt, sample=True))
-        cell.step(released=[number])
-    assert cell.executor.free_pages == 10
-    reused = [cell.step(opening(10 + n, prompts[n], sample=True), released=[9 + n]).rows[0].reused for n in (2, 1, 0)]
-    assert reused == [16, 16, 0]
-
-
-def test_pages_in_use_are_not_handed_out() -> None:
-    cell = target(pages=6)
-    cell.step(opening(1, SYSTEM, sample=True))
-    other = [9] * 5
-    (reply,) = cell.step(opening(2, other, sample=True)).rows
-    assert (reply.status, reply.kv_len) == (worker_pb2.ROW_STATUS_OUT_OF_PAGES, 0)
-    (reply,) = cell.step(opening(3, [*SYSTEM, 5], sample=True)).rows
-    assert held(reply) == (OK, 18, 16)
-    assert cell.executor.free_pages == 0
-    (reply,) = cell.step(row(3, [*SYSTEM, 5, 1, 2, 3], 18, sample=True)).rows
-    assert (reply.status, reply.kv_len) == (worker_pb2.ROW_STATUS_OUT_OF_PAGES, 18)
-    (reply,) = cell.step(row(2, other, 0, sample=True), released=[1, 3]).rows
-    assert list(reply.tokens) == continuation(other, 1)
-
-
-def test_row_that_finds_no_page_keeps_what_it_took_over() -> None:
-    cell = target(pages=5)
-    cell.step(opening(1, SYSTEM, sample=True))
-    (reply,) = cell.step(opening(2, [*SYSTEM, 5], sample=True)).rows
-    assert held(reply) == (worker_pb2.ROW_STATUS_OUT_OF_PAGES, 16, 16)
-    (reply,) = cell.step(row(2, [*SYSTEM, 5], 16, sample=True), released=[1]).rows
-    assert list(reply.tokens) == continuation([*SYSTEM, 5], 1)
-
-
 def test_failing_row_takes_what_it_had_out_of_circulation() -> None:
     """Whatever its KV had to do with it: also the pages that it shares."""
     cell = target()
@@ -292,24 +209,6 @@ def test_failing_row_takes_what_it_had_out_of_circulation() -> None:
     assert list(step.rows[1].tokens) == continuation([*SYSTEM, 3], 1)
     assert cell.step(opening(4, SYSTEM, sample=True)).rows[0].reused == 0
     assert cell.step(opening(5, SYSTEM, sample=True)).rows[0].reused == 16
-
-
-def test_failed_sequence_shares_nothing_later() -> None:
-    cell = target()
-    cell.step(opening(1, SYSTEM[:8]))
-    (reply,) = cell.step(row(1, [*SYSTEM[:8], ROW_FAILS], 8)).rows
-    assert reply.status == worker_pb2.ROW_STATUS_FAILED
-    (reply,) = cell.step(row(1, SYSTEM, 8, sample=True)).rows
-    assert reply.status == OK
-    assert cell.step(opening(2, SYSTEM, sample=True)).rows[0].reused == 0
-
-
-def test_failed_step_takes_its_sequences_out_of_circulation() -> None:
-    cell = target()
-    cell.step(opening(1, SYSTEM, sample=True))
-    cell.step(row(1, [*SYSTEM, STEP_FAILS], 17, sample=True))
-    assert cell.executor.sequences == 0
-    assert cell.step(opening(2, SYSTEM, sample=True)).rows[0].reused == 0
 
 
 def test_engine_that_breaks_its_word_leaves_nothing_to_find() -> None:

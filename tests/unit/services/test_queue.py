@@ -95,18 +95,6 @@ def test_a_reply_comes_while_the_next_step_computes(thread: ThreadPoolExecutor) 
     asyncio.run(run())
 
 
-def test_a_reply_comes_where_the_next_step_computes_nothing(thread: ThreadPoolExecutor) -> None:
-    async def run() -> None:
-        both_added = threading.Event()
-        queue = queue_of(Executor({1: waits_for(both_added), 2: lambda computing: None}), thread)
-        replies = [queue.add(step(1)), queue.add(step(2))]
-        both_added.set()
-        async with asyncio.timeout(LONG):
-            assert [reply.step_id for reply in await asyncio.gather(*replies)] == [1, 2]
-
-    asyncio.run(run())
-
-
 def test_a_step_knows_whether_another_one_waits(thread: ThreadPoolExecutor) -> None:
     async def run() -> None:
         seen: list[bool] = []

@@ -71,18 +71,6 @@ def row(sequence_id: int, opens: bool) -> Row:
     return Row(sequence_id, 0, 0, (1,), opening=SequenceRequest(sequence_id, (1,), 1) if opens else None)
 
 
-def test_exactly_the_defined_metrics_are_exported() -> None:
-    metrics = SchedulerMetrics()
-    found = families(metrics)
-    assert [(family.name, family.type) for family in found.values()] == [
-        (metric.family, metric.kind.value) for metric in metrics.metrics
-    ]
-    for metric in metrics.metrics:
-        family = found[metric.family]
-        assert family.documentation == metric.meaning
-        assert {frozenset(sample.labels) - {"le"} for sample in family.samples} == {frozenset(metric.labels)}
-
-
 def test_figures_of_a_reading() -> None:
     statistics = StatisticsSnapshot(
         groups=7,
@@ -126,10 +114,6 @@ def test_figures_of_a_reading() -> None:
     assert figures("draft_length_chosen") == {"t": 3}
     assert figures("gateway_sessions") == {"": 2}
     assert figures("scheduler_uptime_seconds") == {"": 12.5}
-
-
-def test_without_workers_no_page_is_in_use() -> None:
-    assert told(SchedulerMetrics(), "kv_cache_usage_perc") == {}
 
 
 @given(st.lists(st.integers(0, 25)))

@@ -24,9 +24,7 @@ from services.rpc.conversion import to_wire
 from services.rpc.protocol_version import PROTOCOL_VERSION
 from services.scheduler.service import SchedulerService
 from services.scheduler.session import GatewaySession, RetryAdvice, SessionOptions
-from services.scheduler.workers.worker_set import RegistryOptions
 from services.scheduler_client.remote_stream import RemoteStream
-from services.worker.registration import RegistrationOptions
 
 
 def logprobs(token: int) -> TokenLogprobs:
@@ -199,17 +197,3 @@ def test_stream_remembers_what_it_received_and_how_often_it_was_sent() -> None:
         assert first.request_id == again.request_id == 4
 
     asyncio.run(run())
-
-
-@pytest.mark.parametrize(
-    ("make", "name"),
-    [
-        (SessionOptions, "lease_seconds"),
-        (SessionOptions, "max_pending_events"),
-        (RegistryOptions, "forget_seconds"),
-        (RegistrationOptions, "interval"),
-    ],
-)
-def test_options_are_checked(make: type, name: str) -> None:
-    with pytest.raises(ValueError, match=f"{name} is 0, must be"):
-        make(**{name: 0})

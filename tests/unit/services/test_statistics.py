@@ -1,8 +1,5 @@
 from __future__ import annotations
 
-import json
-from dataclasses import replace
-
 import pytest
 
 from scheduler.messages import EmitTokens, GroupFormed, Role, Row, RowResult, RowStatus, SendStep, SequenceRequest
@@ -75,20 +72,6 @@ def test_lost_worker_starts_its_time_anew() -> None:
     assert (snapshot.target_busy_share, snapshot.workers_lost, snapshot.target_steps) == (1.0, 2, 2)
 
 
-def test_workers_that_are_gone_take_no_room() -> None:
-    """Every new start of a worker has another name."""
-    statistics = ServiceStatistics(now=0.0)
-    statistics.sequence_entered(request(1), "", now=0.0)
-    for number in range(100):
-        one = replace(step(number), worker_id=f"t{number}")
-        statistics.step_sent(Role.TARGET, one, now=0.0)
-        statistics.step_replied(Role.TARGET, one, (), timings(1.0, idle=0.0, forward=0.5), now=1.0)
-        statistics.worker_lost(Role.TARGET, one.worker_id, 0)
-    snapshot = statistics.snapshot(now=100.0)
-    assert (snapshot.target_steps, snapshot.target_busy_share) == (100, 0.5)
-    assert not statistics._workers
-
-
 def test_rounds_leave_out_what_the_prefill_gave() -> None:
     statistics = ServiceStatistics(now=0.0)
     statistics.sequence_entered(request(1), "", now=0.0)
@@ -149,9 +132,3 @@ def test_shared_positions_are_counted_by_role() -> None:
     assert snapshot.prefix_hits == {"draft": 0, "target": 5}
     statistics.reset(now=0.0)
     assert statistics.snapshot(now=0.0).prefix_hits == {"draft": 0, "target": 0}
-
-
-def test_snapshot_is_json_also_when_empty() -> None:
-    record = ServiceStatistics(now=0.0).snapshot(now=0.0).to_json()
-    assert json.loads(json.dumps(record)) == record
-    assert record["lost_share"] == record["tokens_per_second"] == 0.0

@@ -29,18 +29,6 @@ def traced(role: Role, begin: float, end: float, worker_id: str = "w") -> Traced
     )
 
 
-def test_hidden_share_counts_overlap_with_any_target_once() -> None:
-    steps = [
-        traced(Role.DRAFT, 0.0, 4.0),
-        traced(Role.TARGET, 1.0, 2.0, "a"),
-        traced(Role.TARGET, 1.5, 3.0, "b"),
-        traced(Role.TARGET, 9.0, 10.0, "a"),
-    ]
-    assert hidden_draft_share(steps) == pytest.approx(2.0 / 4.0)
-    assert hidden_draft_share(steps[1:]) is None
-    assert hidden_draft_share(steps[:1]) == 0.0
-
-
 def test_hidden_share_equals_a_count_over_small_slices_of_time() -> None:
     rng = random.Random(3)
     steps = []
@@ -95,7 +83,3 @@ def test_chrome_trace_has_a_lane_for_each_queue_and_worker() -> None:
         slices = sorted((e["ts"], -e["dur"]) for e in events if e["ph"] == "X" and e["tid"] == lane)
         outer_end = slices[0][0] - slices[0][1]
         assert all(begin - minus <= outer_end + 1e-6 for begin, minus in slices)
-
-
-def test_no_steps_make_an_empty_trace() -> None:
-    assert chrome_trace([])["traceEvents"] == []
