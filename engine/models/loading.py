@@ -8,14 +8,16 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from pickle import UnpicklingError
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from engine.attention.paged_step import ATTENTION_NAME
 from engine.cpu.kernels import CpuKernels, load_cpu_kernels
-from engine.cpu.logits_scan import LogitsScan
+from engine.cpu.logits_scan import KernelScan
 from engine.cuda.setup import GpuPasses, load_gpu_passes
 from engine.description import EngineDescription
 from engine.drafting.model_draft import DraftEngine
@@ -33,6 +35,7 @@ from engine.models.loaded_model import KvShape, LoadedModel, attention_name
 from engine.models.memory_plan import model_memory, plan_memory
 from engine.models.source import Progress, resolve_model
 from engine.models.vocabulary import Vocabulary, read_tokenizer, read_vocabulary
+from engine.models.weights import check_loaded, safetensors_files, stored_tensors
 from engine.parallel.follow import follow
 from engine.parallel.lead import Lead, LedKvStore
 from engine.parallel.ranks import Ranks, device_of, join_ranks
@@ -41,6 +44,7 @@ from engine.passes.graph_sizes import graphed_row_counts
 from engine.passes.layout import BatchedSequence
 from engine.passes.runner import ModelRunner
 from engine.sampling.grammars import Grammars
+from engine.sampling.logits_scan import LogitsScan
 from engine.sampling.sampler import SamplingContext, sample_tokens
 from engine.settings import EngineSettings
 from engine.target import TargetEngine
@@ -108,7 +112,7 @@ def _target_engine(loaded: LoadedModel, settings: EngineSettings, progress: Prog
     description, runner, pool = _assemble(loaded, settings, shapes)
     progress("warming up", None)
     _warm_up(loaded, description, runner, pool)
-    description = _capture_graphs(description, runner, pool, progress)
+    description = capture_graphs(description, runner, pool, progress)
     kv_store: KvStore = PagedKvStore(runner.kv, settings.model, compute_digest)
     if loaded.lead is not None:
         kv_store = LedKvStore(kv_store, loaded.lead)
@@ -127,7 +131,7 @@ def _draft_engine(
     description, runner, pool = _assemble(loaded, settings, None)
     progress("warming up", None)
     _warm_up(loaded, description, runner, pool)
-    description = _capture_graphs(description, runner, pool, progress)
+    description = capture_graphs(description, runner, pool, progress)
     scan = logits_scan(loaded, token_ids)
     # On a CPU there is no wait to be saved.
     chained = loaded.model.device.type != "cpu"
@@ -212,7 +216,7 @@ def _gpu_passes(model: PreTrainedModel, graphs: bool, progress: Progress) -> Gpu
 def logits_scan(loaded: LoadedModel, token_ids: torch.Tensor | None = None) -> LogitsScan:
     """`token_ids` as in `sample_tokens`. On a GPU by Triton kernels, if they choose what torch chooses on a CPU."""
     if loaded.gpu is None:
-        return LogitsScan(loaded.kernels)
+        return LogitsScan() if loaded.kernels is None else KernelScan(loaded.kernels)
     # Triton is made for Linux only.
     from engine.cuda.triton_sampling import TritonScan
 
@@ -241,8 +245,8 @@ def _check_passes(loaded: LoadedModel, settings: EngineSettings) -> None:
 def _read_config(folder: Path) -> PreTrainedConfig:
     try:
         config = AutoConfig.from_pretrained(folder)
-    # A type that transformers does not know, or that comes with code of its own.
-    except (ValueError, KeyError, ImportError) as error:
+    # No JSON, fields of a wrong type, a type that transformers does not know or that comes with code of its own.
+    except (OSError, ValueError, KeyError, TypeError, ImportError, StrictDataclassError) as error:
         raise _cannot_load(folder, error) from error
     check_config(config)
     return config
@@ -253,12 +257,21 @@ def _read_model(folder: Path, dtype: str, ranks: Ranks | None) -> PreTrainedMode
     try:
         if ranks is not None:
             return read_part(folder, config, dtype, ranks)
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=ATTENTION_NAME)
-    # A type that is no causal model, or comes with code of its own.
-    except (ValueError, KeyError, ImportError) as error:
+        stored = stored_tensors(safetensors_files(folder))
+        model, report = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=dtype,
+            attn_implementation=ATTENTION_NAME,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+        )
+    # A type that is no causal model or comes with code of its own, or pickled weights that are damaged.
+    except (OSError, ValueError, LookupError, ImportError, RuntimeError, EOFError, UnpicklingError) as error:
         if error.args == (ATTENTION_NAME,):
             raise UnsupportedModelError("the model does not use transformers' attention interface") from error
         raise _cannot_load(folder, error) from error
+    check_loaded(folder, model, report, stored)
+    return model
 
 
 def _cannot_load(folder: Path, error: Exception) -> UnsupportedModelError:
@@ -359,7 +372,7 @@ def _warm_up(loaded: LoadedModel, description: EngineDescription, runner: ModelR
         pool.free(table)
 
 
-def _capture_graphs(
+def capture_graphs(
     description: EngineDescription, runner: ModelRunner, pool: PagePool, progress: Progress
 ) -> EngineDescription:
     """Passes of few rows as CUDA graphs, where there are any, and in exact mode only if they give the same bits. The

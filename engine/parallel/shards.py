@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,12 +13,10 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrain
 from engine.attention.paged_step import ATTENTION_NAME
 from engine.errors import UnsupportedModelError
 from engine.models.families import FAMILIES
+from engine.models.weights import check_loaded, check_shapes, safetensors_files, stored_tensors
 from engine.parallel.heads import heads_of_a_rank
 from engine.parallel.layers import connect_layers
 from engine.parallel.ranks import Ranks
-
-_INDEX = "model.safetensors.index.json"
-_SINGLE_FILE = "model.safetensors"
 
 # Linear layers by their names.
 _KEYS_AND_VALUES = ("k_proj", "v_proj")
@@ -74,31 +71,26 @@ def read_part(folder: Path, config: PreTrainedConfig, dtype: str, ranks: Ranks) 
     Raises UnsupportedModelError.
     """
     check_divides(config, ranks.size)
-    weights = {name: tensor for file in _files(folder) for name, tensor in _read(file, config, ranks)}
-    model, report = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
+    files = safetensors_files(folder)
+    if not files:
+        raise UnsupportedModelError(f"{folder.name} holds no *.safetensors, which ranks read their parts from")
+    stored = stored_tensors(files)
+    family = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    with torch.device("meta"):
+        check_shapes(family(config), stored)
+    weights = {name: tensor for file in files for name, tensor in _read(file, config, ranks)}
+    model, report = family.from_pretrained(
         None,
         config=part_of(config, ranks.size),
         state_dict=weights,
         dtype=dtype,
         attn_implementation=ATTENTION_NAME,
         output_loading_info=True,
+        ignore_mismatched_sizes=True,
     )
-    if report["missing_keys"]:
-        raise UnsupportedModelError(f"{folder.name} holds no {', '.join(sorted(report['missing_keys'])[:3])}")
+    check_loaded(folder, model, report, stored)
     connect_layers(model, config.vocab_size, ranks)
     return model
-
-
-def _files(folder: Path) -> list[Path]:
-    index = folder / _INDEX
-    if index.is_file():
-        names = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
-        return [folder / name for name in sorted(set(names))]
-    if not (folder / _SINGLE_FILE).is_file():
-        raise UnsupportedModelError(
-            f"{folder.name} holds neither {_SINGLE_FILE} nor {_INDEX}, which ranks read their parts from"
-        )
-    return [folder / _SINGLE_FILE]
 
 
 def _read(file: Path, config: PreTrainedConfig, ranks: Ranks) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,0 +1,166 @@
+"""Folders whose files do not give a whole model are refused on every way of loading, naming the file or tensor."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine.errors import UnsupportedModelError
+from engine.models.loading import load_draft_engine, load_target_engine
+from engine.parallel.ranks import join_ranks
+from engine.settings import EngineSettings
+from tests.support.command_line import save_tokenizer, spool, write_lines
+from tests.support.tiny_models import tiny_model
+
+Damage = Callable[[Path], object]
+
+
+def remove(name: str) -> Damage:
+    return lambda folder: _edit(folder, name, lambda tensors: tensors.pop(name))
+
+
+def replace(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Damage:
+    return lambda folder: _edit(folder, name, lambda tensors: tensors.update({name: change(tensors[name])}))
+
+
+def rename_all(folder: Path) -> None:
+    for file in folder.glob("*.safetensors"):
+        save_file({f"wrapped.{name}": tensor for name, tensor in load_file(file).items()}, file, {"format": "pt"})
+
+
+def configure(**fields: object) -> Damage:
+    def change(folder: Path) -> None:
+        path = folder / "config.json"
+        merged = json.loads(path.read_text()) | fields
+        path.write_text(json.dumps({name: value for name, value in merged.items() if value is not None}))
+
+    return change
+
+
+def _edit(folder: Path, name: str, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    file = folder / _index(folder)[name]
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file, {"format": "pt"})
+
+
+def _index(folder: Path) -> dict[str, str]:
+    found: dict[str, str] = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
+    return found
+
+
+def _shard(folder: Path) -> Path:
+    return sorted(folder.glob("*.safetensors"))[1]
+
+
+def _not_a_number(weights: torch.Tensor) -> torch.Tensor:
+    weights[0] = torch.nan
+    return weights
+
+
+LAYER = "model.layers.1"
+MATRIX = f"{LAYER}.self_attn.q_proj.weight"
+CLASSES = [
+    "model.embed_tokens.weight",
+    f"{LAYER}.input_layernorm.weight",
+    MATRIX,
+    f"{LAYER}.self_attn.o_proj.weight",
+    f"{LAYER}.mlp.down_proj.weight",
+    "model.norm.weight",
+    "lm_head.weight",
+]
+DAMAGES: dict[str, tuple[Damage, str]] = {
+    **{f"without {name}": (remove(name), f"holds no {name}") for name in CLASSES},
+    "renamed": (rename_all, "holds no lm_head.weight, .* and [0-9]+ more; it holds wrapped"),
+    "fewer rows": (replace(MATRIX, lambda weights: weights[:-1].clone()), rf"{MATRIX} has the shape \[127, 64\], must"),
+    "fewer columns": (replace(MATRIX, lambda weights: weights[:, 1:].clone()), rf"{MATRIX} has the shape \[128, 63\]"),
+    "one dimension": (replace(MATRIX, torch.flatten), rf"{MATRIX} has the shape \[8192\], must have \[128, 64\]"),
+    "integers": (replace(MATRIX, lambda weights: weights.to(torch.int32)), f"{MATRIX} is of dtype I32"),
+    "not a number": (replace(MATRIX, _not_a_number), f"{MATRIX} holds a value that is not a finite number"),
+    "infinite": (replace("model.norm.weight", lambda weights: weights * torch.inf), "model.norm.weight holds a value"),
+    "short shard": (
+        lambda folder: _shard(folder).write_bytes(_shard(folder).read_bytes()[:-9]),
+        "model-00002.* cannot",
+    ),
+    "empty shard": (lambda folder: _shard(folder).write_bytes(b""), r"model-00002\S* cannot be read"),
+    "no shard": (
+        lambda folder: _shard(folder).unlink(),
+        r"index.json names model-00002\S*, which is not in the folder",
+    ),
+    "no index": (lambda folder: (folder / "model.safetensors.index.json").unlink(), "holds neither model.safetensors"),
+    "broken index": (lambda folder: (folder / "model.safetensors.index.json").write_text("["), "index.json cannot be"),
+    "broken config": (lambda folder: (folder / "config.json").write_text("{"), "config.* not a valid JSON file"),
+    "no type": (configure(model_type=None, architectures=None), "should have a `model_type`"),
+    "wrong field": (configure(hidden_size="wide"), "'hidden_size' expected int"),
+    "no vocab_size": (configure(vocab_size=None), r"weight has the shape \[96, 64\], must have \[32000, 64"),
+    "more layers": (configure(num_hidden_layers=3), r"holds no model\.layers\.2"),
+}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole") / "model"
+    tiny_model("llama").save_pretrained(folder, max_shard_size="100KB")
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    return folder
+
+
+def load_target(folder: Path) -> None:
+    load_target_engine(EngineSettings(str(folder), kv_pages=8, exact=False), lambda *_: None)
+
+
+def load_draft(folder: Path) -> None:
+    load_draft_engine(EngineSettings(str(folder), kv_pages=8), lambda *_: None)
+
+
+def load_rank(folder: Path) -> None:
+    settings = EngineSettings(str(folder), kv_pages=8, exact=False, tensor_parallel_size=2)
+    meeting = folder.parent / "meeting"
+    meeting.mkdir()
+    with ThreadPoolExecutor() as other:
+        joined = []
+
+        def start() -> tuple[Path, Callable[[str], None]]:
+            joined.append(other.submit(join_ranks, meeting, 1, 2, torch.device("cpu")))
+            return meeting, pytest.fail
+
+        load_target_engine(settings, lambda *_: None, start)
+
+
+@pytest.mark.parametrize("load", [load_target, load_draft, load_rank])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_folder_is_refused(damage: str, load: Callable[[Path], None], whole: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(whole, tmp_path / "damaged"))
+    make, message = DAMAGES[damage]
+    make(folder)
+    with pytest.raises(UnsupportedModelError, match=f"(?i){message}") as refused:
+        load(folder)
+    assert "\n" not in str(refused.value)
+
+
+def test_pickled_weights_that_are_cut_are_refused(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    model.config.save_pretrained(tmp_path)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    load_target(tmp_path)
+    file = tmp_path / "pytorch_model.bin"
+    file.write_bytes(file.read_bytes()[:-2000])
+    with pytest.raises(UnsupportedModelError, match=f"cannot load {tmp_path.name}"):
+        load_target(tmp_path)
+
+
+def test_the_command_line_names_the_tensor_that_is_missing(whole: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(whole, tmp_path / "damaged"))
+    remove(MATRIX)(folder)
+    save_tokenizer(folder)
+    prompts = write_lines(tmp_path / "prompts.jsonl", {"prompt": "hello"})
+    ended = spool("generate", folder, "--prompts", prompts)
+    assert ended.code == 1
+    assert f"damaged holds no {MATRIX}" in ended.err
