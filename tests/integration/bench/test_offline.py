@@ -1,18 +1,25 @@
-"""`spool bench offline` from end to end, with real workers over tiny models and transformers beside them."""
+"""`spool bench offline` from end to end, with real workers over tiny models, and transformers as a peer."""
+
+from __future__ import annotations
 
 import json
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, GenerationConfig
 
-from tests.support.command_line import Ended, save_tokenizer, spool, write_lines
+from bench.offline.grid import GridPoint, System
+from bench.offline.peers import PeerError, PeerModels, Peers
+from tests.support.command_line import save_tokenizer, spool, write_lines
 from tests.support.tiny_models import save_tiny_pair
 
 pytestmark = pytest.mark.slow
 
-PROMPTS = [{"prompt": f"once upon a time {index}", "category": "ab"[index % 2]} for index in range(6)]
-GRID = ("--policy", "plain", "--policy", "ragged", "--batch-size", "1", "--batch-size", "3")
+PROMPTS = [[number, 5, 7 * number, *range(20, 24 + number)] for number in range(5)]
+TOKENS = [4, 9, 6, 12, 3]
 
 
 @pytest.fixture(scope="module")
@@ -20,83 +27,64 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("bench")
     for model in save_tiny_pair("llama", folder):
         save_tokenizer(model)
-    write_lines(folder / "prompts.jsonl", *PROMPTS)
+    write_lines(folder / "prompts.jsonl", *({"prompt": f"once upon a time {number}"} for number in range(6)))
     return folder
 
 
-def bench(folder: Path, *arguments: object) -> Ended:
+def test_measures_every_cell(folder: Path) -> None:
     models = ("--target", "llama-target", "--draft", "llama-draft", "--prompts", "prompts.jsonl", "--dtype", "float32")
-    few = ("--max-tokens", "8", "--threads", "1", "--plain-threads", "1", "--output", "out.json")
-    return spool("bench", "offline", *models, *few, *arguments, cwd=folder)
-
-
-def speeds(folder: Path) -> dict[tuple[Any, ...], float]:
-    """Tokens per second of each measurement."""
-    found = json.loads((folder / "out.json").read_text())["measurements"]
-    return {
-        (one["point"]["system"], one["point"]["batch_size"], one["point"]["category"], one["repeat"]): one[
-            "tokens_per_second"
-        ]
-        for one in found
-    }
-
-
-def test_measures_a_grid_and_goes_on_with_it(folder: Path) -> None:
-    ended = bench(folder, *GRID, "--repeats", "1", "--trace", "trace.json", "--json")
+    grid = ("--policy", "plain", "--policy", "ragged", "--batch-size", "1", "--batch-size", "3", "--repeats", "2")
+    peers = ("--peer", "transformers", "--peer", "vllm")
+    few = ("--max-tokens", "8", "--threads", "1", "--count", "6", "--trace", "trace.json", "--output", "out.json")
+    ended = spool("bench", "offline", *models, *grid, *peers, *few, cwd=folder)
     assert ended.code == 0, ended.err
-    cells = ended.summary["cells"]
-    assert [(cell["point"]["system"], cell["point"]["batch_size"]) for cell in cells] == [
-        ("plain", 1),
-        ("ragged", 1),
-        ("plain", 3),
-        ("ragged", 3),
-    ]
-    for cell in cells:
+    result: dict[str, Any] = json.loads((folder / "out.json").read_text())
+    assert {"command", "commit", "date", "machine"} <= result.keys()
+    assert result["left_out"] == {"vllm": "no --vllm-python was given"}
+    cells = {(cell["point"]["system"], cell["point"]["batch_size"]): cell for cell in result["cells"]}
+    assert cells.keys() == {(system, size) for system in ("plain", "ragged", "transformers") for size in (1, 3)}
+    assert len(result["measurements"]) == 2 * len(cells)
+    for (system, _), cell in cells.items():
         assert cell["exact_match"] == 1.0
-        assert cell["statistics"]["tokens"] == 6 * 8
         assert cell["tokens_per_second"]["median"] > 0
-        assert cell["categories"].keys() == {"a", "b"}
-        assert sum(category["tokens"] for category in cell["categories"].values()) == 6 * 8
-        drafting = cell["point"]["system"] == "ragged"
-        assert (cell["statistics"]["drafted"] > 0) is drafting
-        assert (cell["hidden_draft_share"] is not None) is drafting
-        for category in cell["categories"].values():
-            assert bool(category["drafted_at"]) is drafting
-    plain = cells[2]["tokens_per_second"]["median"]
-    assert cells[3]["ratio_to_plain"]["median"] == pytest.approx(cells[3]["tokens_per_second"]["median"] / plain)
-    lanes = {
-        e["args"]["name"]
-        for e in json.loads((folder / "trace.json").read_text())["traceEvents"]
-        if e["ph"] == "M" and e["name"] == "thread_name"
-    }
-    assert any(name.startswith("target") for name in lanes)
-    assert any(name.startswith("draft") for name in lanes)
+        if system == "transformers":
+            assert cell["statistics"] == {}
+            continue
+        assert cell["statistics"]["tokens"] == 6 * 8
+        assert (cell["statistics"]["drafted"] > 0) is (system == "ragged")
+    assert json.loads((folder / "trace.json").read_text())["traceEvents"]
 
-    first = speeds(folder)
-    ended = bench(folder, *GRID, "--repeats", "2", "--by-category", "--peer", "transformers", "--peer", "vllm")
-    assert ended.code == 0, ended.err
-    second = speeds(folder)
-    assert first.items() <= second.items()
-    wanted = {
-        (system, batch_size, category, repeat)
-        for system in ("plain", "ragged", "transformers")
-        for batch_size in (1, 3)
-        for category in (None, "a", "b")
-        for repeat in range(2)
-    }
-    assert second.keys() == wanted
-    content = json.loads((folder / "out.json").read_text())
-    assert content["left_out"] == {"vllm": "no --vllm-python was given"}
-    assert {cell["exact_match"] for cell in content["cells"]} == {1.0}
-    assert len(content["commands"]) == 2
 
-    # With everything there, nothing starts.
-    before = (folder / "out.json").read_text()
-    ended = bench(folder, *GRID, "--repeats", "2")
-    assert ended.code == 0, ended.err
-    assert "loading" not in ended.err
-    assert (folder / "out.json").read_text() == before
+def peer_models(target: Path, stops: list[int]) -> PeerModels:
+    return PeerModels(str(target), {}, "float32", "cpu", 1, 3, stops, PROMPTS, TOKENS)
 
-    ended = bench(folder, *GRID, "--max-running", "9")
-    assert ended.code == 2
-    assert "settings window = None, not 9" in ended.err
+
+def test_transformers_gives_in_batches_what_it_gives_for_one_prompt(folder: Path) -> None:
+    target = folder / "llama-target"
+    model: Any = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+
+    def generated(number: int, stops: list[int]) -> list[int]:
+        model.generation_config = GenerationConfig(do_sample=False, eos_token_id=stops or None, pad_token_id=0)
+        ids = torch.tensor([PROMPTS[number]])
+        output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=TOKENS[number])
+        found: list[int] = output[0, ids.shape[1] :].tolist()
+        return found
+
+    # A stop token that some outputs reach.
+    stops = [generated(1, [])[2]]
+    expected = [generated(number, stops) for number in range(len(PROMPTS))]
+    assert len(expected[1]) == 3
+    before = set(psutil.Process().children())
+    peers = Peers(peer_models(target, stops), "auto", None)
+    tokens, seconds = peers.measure(GridPoint(System.TRANSFORMERS, 3))
+    assert tokens == expected
+    assert seconds > 0
+    peers.stop()
+    assert set(psutil.Process().children()) == before
+
+
+def test_a_peer_that_cannot_start_gives_the_reason(folder: Path) -> None:
+    with pytest.raises(PeerError, match=r"transformers ended with exit code 1: .*no-such-folder"):
+        Peers(peer_models(folder / "no-such-folder", []), "auto", None).measure(GridPoint(System.TRANSFORMERS, 1))
+    with pytest.raises(PeerError, match="the Python of vllm cannot be started"):
+        Peers(peer_models(folder, []), "auto", Path("/no/such/python")).measure(GridPoint(System.VLLM, 1))
