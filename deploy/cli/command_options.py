@@ -11,6 +11,7 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 from pydantic import BaseModel, ValidationError
 from typer.models import ArgumentInfo, ParameterInfo
 
+from deploy.config.problems import limit_of
 from deploy.errors import UsageError
 
 Settings = TypeVar("Settings", bound=BaseModel)
@@ -53,7 +54,7 @@ def _one_line(error: ValidationError) -> str:
         return str(first["ctx"]["error"])
     names = [str(part) for part in first["loc"] if isinstance(part, str)]
     option = "--" + names[-1].replace("_", "-") if names else "options"
-    return f"{option} is {first['input']!r}: {first['msg'][:1].lower()}{first['msg'][1:]}"
+    return f"{option} is {first['input']!r}, {limit_of(first['msg'])}"
 
 
 def option_fields(model: type[BaseModel]) -> Iterator[tuple[str, Any, ParameterInfo | None]]:

@@ -1,7 +1,7 @@
 """The commands of `spool` with their options; each calls a function in a module of its own.
 
 Options that make up settings are in deploy/options.py; the groups `spool config`, `spool bench` and `spool k8s`
-are in config_commands.py, bench/command.py and deploy/kubernetes/command.py. Function bodies import what they need, so
+are in config.py, bench/command.py and deploy/kubernetes/command.py. Function bodies import what they need, so
 that `--help` is quick.
 """
 
@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from deploy.cli.command_options import takes_settings
-from deploy.cli.config_commands import config_app
+from deploy.cli.config import config_app
 from deploy.cli.field_options import takes_fields
 from deploy.cli.shared_options import App, ConfigFile, Overrides, chosen_file
 from deploy.config.loading import GivenValue, load_configuration

@@ -1,88 +1,102 @@
-"""`spool config`."""
+"""`spool config`. Function bodies import what they need, so that `--help` is quick."""
 
 from __future__ import annotations
 
-import difflib
 import sys
 from pathlib import Path
+from typing import Annotated
 
-import yaml
-from rich.console import Console
-from rich.table import Table
+import typer
 
-from deploy.config.example import example_file, shown_value
-from deploy.config.field_documents import documents
-from deploy.config.loading import load_configuration
-from deploy.config.problems import ConfigurationError
-from deploy.config.reference import reference as configuration_reference
-from deploy.config.spool_config import SpoolConfig
+from deploy.cli.shared_options import Overrides, chosen_file
 from deploy.errors import UsageError
-from deploy.ray_app import serve_options
+
+config_app = typer.Typer(help="The configuration file: show, check, explain it, render it for Ray.")
 
 _NARROWEST = 120
-_WIDEST_DEFAULT = 11
+
+_File = Annotated[
+    Path | None,
+    typer.Argument(metavar="FILE", help="Configuration file.", show_default="./spool.yaml, if there is one"),
+]
 
 
-def show(file: Path | None, overrides: list[str]) -> None:
-    """Prints the configuration that a file and overrides make, as YAML. Raises ConfigurationError."""
-    print(yaml.safe_dump(load_configuration(file, overrides).dump(), sort_keys=False), end="")
+@config_app.command("show")
+def show(
+    file: _File = None,
+    overrides: Overrides = None,
+    defaults: Annotated[
+        bool, typer.Option("--defaults", help="Print a file with every field at its default, and its description.")
+    ] = False,
+) -> None:
+    """Prints every field with the value that holds, secrets hidden."""
+    import yaml
+
+    from deploy.config.loading import load_configuration
+    from deploy.config.reference import example_file
+
+    if defaults:
+        text = example_file()
+    else:
+        text = yaml.safe_dump(load_configuration(chosen_file(file), overrides or []).dump(), sort_keys=False)
+    print(text, end="")
 
 
-def check(file: Path | None, overrides: list[str]) -> int:
-    """Prints the problems, one line each, on standard output. Exit code 0 or 2. Raises UsageError without a file."""
-    if file is None:
+@config_app.command("check")
+def check(file: _File = None, overrides: Overrides = None) -> int:
+    """Lists what is wrong with a file, with line and field. Exit code 2 if something is."""
+    from deploy.config.loading import load_configuration
+    from deploy.config.problems import ConfigurationError
+
+    found = chosen_file(file)
+    if found is None:
         raise UsageError("no file is given, and there is no spool.yaml here")
     try:
-        load_configuration(file, overrides)
+        load_configuration(found, overrides or [])
     except ConfigurationError as error:
         for problem in error.problems:
             print(problem)
         return 2
-    print(f"{file}: right")
+    print(f"{found}: right")
     return 0
 
 
-def explain(field: str | None) -> None:
-    """Prints path, type, default and description of every field, of one field, or of a section's.
+@config_app.command("explain")
+def explain(
+    field: Annotated[
+        str | None,
+        typer.Argument(metavar="FIELD", help="A field or section, such as engine.", show_default="all"),
+    ] = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print the page docs/configuration.md.")] = False,
+) -> None:
+    """Says what fields mean: type, default and description."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
 
-    Raises UsageError for a field that is not there.
-    """
-    found = list(documents(SpoolConfig, SpoolConfig()))
-    if field is not None:
-        names = [document.name for document in found]
-        found = [document for document in found if document.name == field or document.name.startswith(f"{field}.")]
-        if not found:
-            near = difflib.get_close_matches(field, names, n=1)
-            raise UsageError(f"{field} is no field of Spool{f'; did you mean {near[0]}?' if near else ''}")
-    width = None if sys.stdout.isatty() else _NARROWEST
-    table = Table("field", "type", "default", "description", box=None, pad_edge=False, header_style="bold")
-    for column, ratio in zip(table.columns, (None, 2, 1, 4), strict=True):
-        column.ratio = ratio
-        column.overflow = "fold"
+    from deploy.config.reference import documents, reference
+
+    if markdown:
+        print(reference(), end="")
+        return
+    found = [one for one in documents() if field is None or one.name == field or one.name.startswith(f"{field}.")]
+    if not found:
+        raise UsageError(f"{field} is no field of Spool (`spool config explain` lists them)")
+    table = Table("field", "type", "default", "description", box=None, pad_edge=False, expand=True)
     table.columns[0].no_wrap = True
-    table.columns[2].min_width = _WIDEST_DEFAULT
-    table.expand = True
+    for column, ratio in zip(table.columns[1:], (2, 1, 4), strict=True):
+        column.ratio, column.overflow = ratio, "fold"
     for document in found:
-        if document.section:
-            about = f"{document.description}" if document.optional else f"[bold]{document.description}[/bold]"
-            default = r"\[]" if document.listed else "null" if document.optional else ""
-            table.add_row(f"[bold]{document.name}[/bold]", document.type, default, about)
-        else:
-            default = "(required)" if document.required else shown_value(document.default)
-            table.add_row(document.name, document.type, default.replace("[", r"\["), document.description)
-    Console(width=width).print(table)
+        style = "bold" if document.is_section else None
+        cells = (document.name, document.type, document.default, document.description)
+        table.add_row(*map(escape, cells), style=style)
+    Console(width=None if sys.stdout.isatty() else _NARROWEST).print(table)
 
 
-def render(file: Path | None, overrides: list[str]) -> None:
-    """Prints the file for `serve deploy`. Raises ConfigurationError."""
-    print(serve_options.serve_file(load_configuration(file, overrides)), end="")
+@config_app.command("render")
+def render(file: _File = None, overrides: Overrides = None) -> None:
+    """Prints the file for Ray's `serve deploy`, with the secrets in it."""
+    from deploy.config.loading import load_configuration
+    from deploy.ray_app.serve_options import serve_file
 
-
-def reference() -> None:
-    """Prints docs/configuration.md."""
-    print(configuration_reference(), end="")
-
-
-def show_defaults() -> None:
-    """Prints a file with every field at its default."""
-    print(example_file(), end="")
+    print(serve_file(load_configuration(chosen_file(file), overrides or [])), end="")

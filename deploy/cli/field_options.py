@@ -5,21 +5,22 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from enum import Enum
 from typing import Annotated, Any
 
 import typer
-from pydantic import BaseModel
-from typer.models import ArgumentInfo, ParameterInfo
+from typer.models import ArgumentInfo
 
 from deploy.cli.command_options import option_fields
-from deploy.config.field_documents import documents
 from deploy.config.loading import GivenValue
 from deploy.config.spool_config import SpoolConfig
 
 _KEYS = "auth.api_keys"
+_KEYS_HELP = (
+    "API key that clients must send; repeat for several. Other users of the machine can read command lines: "
+    "auth.api_keys_env and auth.api_keys_file keep keys from them."
+)
 
 # Headings in the help that differ from the section's name.
 _PANELS = {"groups": "Workers", "gateway": "Server", "auth": "Server"}
@@ -59,19 +60,9 @@ FIELDS: dict[str, tuple[str, ...]] = {
 with the group, unless it sets both, and one that is repeated to make a list is in the singular."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Field:
-    """What an option needs to know of a field."""
-
-    kind: Any
-    declared: ParameterInfo | None
-    description: str
-    default: Any
-
-
 def takes_fields(run: Callable[..., int]) -> Callable[..., int]:
     """Gives a command the options in FIELDS; those on the command line reach `run` as its argument `given`."""
-    parameters = [_parameter(name, paths) for name, paths in FIELDS.items()]
+    parameters = [_parameter(name, paths[0]) for name, paths in FIELDS.items()]
     own = [
         parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
         for name, parameter in inspect.signature(run, eval_str=True).parameters.items()
@@ -80,7 +71,17 @@ def takes_fields(run: Callable[..., int]) -> Callable[..., int]:
 
     @functools.wraps(run)
     def command(**values: Any) -> int:
-        given = [value for name in FIELDS for value in _given(name, values.pop(name))]
+        options = {name: values.pop(name) for name in FIELDS}
+        given = [
+            GivenValue(
+                tuple(path.split(".")),
+                value.value if isinstance(value, Enum) else value,
+                "MODEL" if name == "target" else f"--{name.replace('_', '-')}",
+            )
+            for name, value in options.items()
+            if value is not None and value != []
+            for path in FIELDS[name]
+        ]
         return run(given=given, **values)
 
     command.__signature__ = inspect.Signature([*parameters, *own], return_annotation=int)  # type: ignore[attr-defined]
@@ -88,47 +89,19 @@ def takes_fields(run: Callable[..., int]) -> Callable[..., int]:
     return command
 
 
-def _given(name: str, value: Any) -> Iterator[GivenValue]:
-    if value is None or value == []:
-        return
-    plain = value.value if isinstance(value, Enum) else value
-    for path in FIELDS[name]:
-        origin = "MODEL" if path == "models.target" else f"--{name.replace('_', '-')}"
-        yield GivenValue(tuple(path.split(".")), plain, origin)
-
-
-def _parameter(name: str, paths: tuple[str, ...]) -> inspect.Parameter:
-    field = _field(paths[0])
-    option: Any = copy.copy(field.declared) if field.declared is not None else typer.Option(help=field.description)
+def _parameter(name: str, path: str) -> inspect.Parameter:
+    *sections, field = path.split(".")
+    section = functools.reduce(getattr, sections, SpoolConfig())
+    kind, declared = next((kind, option) for each, kind, option in option_fields(type(section)) if each == field)
+    default = getattr(section, field)
+    option: Any = copy.copy(declared or typer.Option(help=type(section).model_fields[field].description))
+    if path == _KEYS:
+        kind, default, option.help = list[str], None, _KEYS_HELP
     if not isinstance(option.show_default, str):
-        option.show_default = False if field.default is None else _shown(field.default)
+        shown = default.value if isinstance(default, Enum) else default
+        option.show_default = False if default is None else str(shown).lower()
     if not isinstance(option, ArgumentInfo):
-        section = paths[0].partition(".")[0]
-        option.rich_help_panel = _PANELS.get(section, section.capitalize())
-    kind = field.kind
-    if paths[0] == _KEYS:
-        kind = list[str]
-        option.show_default = False
-        option.help = (
-            "API key that clients must send; repeat for several. Other users of the machine can read command lines: "
-            "auth.api_keys_env and auth.api_keys_file keep keys from them."
-        )
+        option.rich_help_panel = _PANELS.get(sections[0], sections[0].capitalize())
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
     )
-
-
-def _shown(default: Any) -> str:
-    return str(default.value if isinstance(default, Enum) else default).lower()
-
-
-def _field(path: str) -> _Field:
-    *sections, name = path.split(".")
-    model: type[BaseModel] = SpoolConfig
-    defaults: BaseModel = SpoolConfig()
-    for section in sections:
-        defaults = getattr(defaults, section)
-        model = type(defaults)
-    kind, declared = next((kind, option) for each, kind, option in option_fields(model) if each == name)
-    description = next(one.description for one in documents(model, defaults) if one.path == (name,))
-    return _Field(kind, declared, description, getattr(defaults, name))

@@ -13,7 +13,6 @@ from typer.exceptions import TyperException
 
 from bench.command import bench_app
 from deploy.cli.commands import add_commands
-from deploy.cli.spelling import usage_message
 from deploy.errors import RunError, UsageError
 from deploy.kubernetes.command import k8s_app
 
@@ -46,7 +45,7 @@ def run(arguments: Sequence[str]) -> int:
     try:
         outcome = command.main(list(arguments) or ["--help"], prog_name="spool", standalone_mode=False)
     except TyperException as error:
-        return _complain(usage_message(error), _USAGE)
+        return _complain(error.format_message(), _USAGE)
     except UsageError as error:
         return _complain(str(error), _USAGE)
     except RunError as error:

@@ -11,14 +11,13 @@ from pathlib import Path
 from pydantic import SecretStr
 
 from deploy.config.placement import GatewayAutoscaling, Placement
-from deploy.config.section import FieldProblem, Section, described
+from deploy.config.section import Section, described
 from scheduler.key_class import MAX_WEIGHT, MIN_WEIGHT, KeyClass
 from services.gateway.answers.formats import ToolFormat
 from services.gateway.settings import Limits, SamplingDefaults
 
 _SHORTEST_TOKEN = 16
 _KEY = re.compile(r"[!-~]+")
-_KEY_NAME = re.compile(r"[\w.-]{1,64}", re.ASCII)
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
@@ -62,15 +61,15 @@ class GatewaySettings(Placement):
     )
     limits: Limits = described(Limits(), "Upper limits of one request.")
 
-    def problems(self) -> Iterator[FieldProblem]:
+    def problems(self) -> Iterator[str]:
         if self.grpc_port == self.port:
-            yield FieldProblem(("grpc_port",), f"is {self.grpc_port}, must differ from port")
+            yield f"grpc_port is {self.grpc_port}, must differ from port"
         if not self.listens_on_loopback and not _is_address(self.host):
-            yield FieldProblem(("host",), f"is {self.host!r}, must be localhost or an IP address")
+            yield f"host is {self.host!r}, must be localhost or an IP address"
         scaling = self.autoscaling
         if scaling is not None and not scaling.min_replicas <= self.replicas <= scaling.max_replicas:
             limit = f"must be between autoscaling's {scaling.min_replicas} and {scaling.max_replicas}"
-            yield FieldProblem(("replicas",), f"is {self.replicas}, {limit}")
+            yield f"replicas is {self.replicas}, {limit}"
 
     @property
     def listens_on_loopback(self) -> bool:
@@ -96,7 +95,7 @@ class MutualTlsFiles(ServerTlsFiles):
 class KeySettings(Section):
     """An API key with a name, and its part of the service."""
 
-    name: str = described(..., "Name of the key in metrics and logs.")
+    name: str = described(..., "Name of the key in metrics and logs.", pattern=r"^[\w.-]{1,64}$")
     digest: str = described(..., "SHA-256 of the key, 64 hexadecimal digits; the key itself stands nowhere.")
     weight: float = described(
         1.0,
@@ -116,11 +115,9 @@ class KeySettings(Section):
         ge=1,
     )
 
-    def problems(self) -> Iterator[FieldProblem]:
-        if not _KEY_NAME.fullmatch(self.name):
-            yield FieldProblem(("name",), f"is {self.name!r}, must be up to 64 letters, digits, '.', '_' and '-'")
+    def problems(self) -> Iterator[str]:
         if not _DIGEST.fullmatch(self.digest):
-            yield FieldProblem(("digest",), "is no SHA-256 in hexadecimal, must be 64 digits of 0-9 and a-f")
+            yield "digest is no SHA-256 in hexadecimal, must be 64 digits of 0-9 and a-f"
 
     @property
     def key_class(self) -> KeyClass:
@@ -141,16 +138,16 @@ class AuthSettings(Section):
     api_keys_file: Path | None = described(None, "File on the gateway's node with more such keys, one a line.")
     tls: ServerTlsFiles | None = described(None, "Certificate for HTTP and gRPC; unset: no encryption.")
 
-    def problems(self) -> Iterator[FieldProblem]:
+    def problems(self) -> Iterator[str]:
         for number, key in enumerate(self.api_keys):
             if not _KEY.fullmatch(key.get_secret_value()):
-                yield FieldProblem(("api_keys", str(number)), "is a key with characters other than printable ASCII")
+                yield f"api_keys.{number} is a key with characters other than printable ASCII"
         for field in ("name", "digest"):
             values = [getattr(key, field) for key in self.keys]
             for number, value in enumerate(values):
                 first = values.index(value)
                 if first < number:
-                    yield FieldProblem(("keys", str(number), field), f"is that of keys.{first}, must differ")
+                    yield f"keys.{number}.{field} is that of keys.{first}, must differ"
 
     @property
     def required(self) -> bool:
@@ -173,15 +170,15 @@ class InternalSettings(Section):
         min_length=1,
     )
 
-    def problems(self) -> Iterator[FieldProblem]:
+    def problems(self) -> Iterator[str]:
         given = [name for name in ("token", "token_env", "token_file") if getattr(self, name) is not None]
         for name in given[1:]:
-            yield FieldProblem((name,), f"is given together with {given[0]}, must be unset: one token is enough")
+            yield f"{name} is given together with {given[0]}, must be unset: one token is enough"
         token = self.token.get_secret_value() if self.token is not None else None
         if token is not None and len(token) < _SHORTEST_TOKEN:
-            yield FieldProblem(("token",), f"has {len(token)} characters, must have at least {_SHORTEST_TOKEN}")
+            yield f"token has {len(token)} characters, must have at least {_SHORTEST_TOKEN}"
         if token is not None and not _KEY.fullmatch(token):
-            yield FieldProblem(("token",), "has characters other than printable ASCII")
+            yield "token has characters other than printable ASCII"
 
     @property
     def chosen(self) -> bool:

@@ -11,8 +11,9 @@ import yaml
 from pydantic import ValidationError
 
 from deploy.config.problems import ConfigurationError, Problem, problems_of
+from deploy.config.reference import documents
 from deploy.config.spool_config import SpoolConfig
-from deploy.config.yaml_source import YamlSource
+from deploy.config.yaml_file import YamlFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,66 +32,44 @@ def load_configuration(
 
     Raises ConfigurationError with everything that is wrong.
     """
-    source = YamlSource(file) if file is not None else None
+    source = YamlFile(file) if file is not None else None
     data = source.data if source is not None else {}
-    origins: dict[tuple[str, ...], str] = {}
-    problems = []
-    for override in overrides:
-        try:
-            path, value = parse_override(override)
-            _put(data, path, value)
-            origins[path] = f"--set {override}"
-        except ValueError as error:
-            problems.append(Problem(f"--set {override}", "", str(error)))
-    if problems:
-        raise ConfigurationError(problems)
+    given = [*(parse_override(override) for override in overrides), *given]
     for option in given:
         _put(data, option.path, option.value)
-        origins[option.path] = option.origin
+
+    def origin(path: tuple[str, ...]) -> str:
+        for option in given:
+            shorter = min(len(path), len(option.path))
+            if path[:shorter] == option.path[:shorter]:
+                return option.origin
+        return f"{file}:{source.line(path)}" if source is not None else ""
 
     try:
         return SpoolConfig.model_validate(data)
     except ValidationError as error:
-        found = problems_of(data, SpoolConfig, error)
-    problems = []
+        found = list(problems_of(error, [document.name for document in documents()]))
     if source is not None:
-        found.sort(key=lambda problem: source.line(problem.path))
-    for problem in found:
-        origin = _overriding(problem.path, origins)
-        if origin is None:
-            origin = f"{file}:{source.line(problem.path)}" if source is not None else ""
-        problems.append(Problem(origin, ".".join(problem.path), problem.message))
-    raise ConfigurationError(problems)
+        found.sort(key=lambda problem: source.line(problem[0]))
+    raise ConfigurationError([Problem(origin(path), ".".join(path), message) for path, message in found])
 
 
 def configuration_from(data: Mapping[str, Any]) -> SpoolConfig:
     """The configuration that plain data makes. Raises ConfigurationError."""
-    try:
-        return SpoolConfig.model_validate(data)
-    except ValidationError as error:
-        found = problems_of(data, SpoolConfig, error)
-        raise ConfigurationError([Problem("", ".".join(one.path), one.message) for one in found]) from error
+    return load_configuration(None, given=[GivenValue((name,), value, "") for name, value in data.items()])
 
 
-def _overriding(path: tuple[str, ...], origins: Mapping[tuple[str, ...], str]) -> str | None:
-    """The override that the value at `path` is from, or a part of it."""
-    for overridden, origin in origins.items():
-        shorter = min(len(path), len(overridden))
-        if shorter and path[:shorter] == overridden[:shorter]:
-            return origin
-    return None
-
-
-def parse_override(text: str) -> tuple[tuple[str, ...], Any]:
-    """`scheduling.batch_size=16` as path and value; the value is YAML. Raises ValueError."""
+def parse_override(text: str) -> GivenValue:
+    """`scheduling.batch_size=16`; the value is YAML. Raises ConfigurationError."""
+    origin = f"--set {text}"
     name, equals, value = text.partition("=")
     path = tuple(name.strip().split("."))
     if not equals or not all(path):
-        raise ValueError("must be section.field=value")
+        raise ConfigurationError([Problem(origin, "", "must be section.field=value")])
     try:
-        return path, yaml.safe_load(value)
+        return GivenValue(path, yaml.safe_load(value), origin)
     except yaml.YAMLError as error:
-        raise ValueError(f"the value is not YAML: {' '.join(str(error).split())}") from error
+        raise ConfigurationError([Problem(origin, "", f"the value is not YAML: {error}")]) from error
 
 
 def _put(data: dict[str, Any], path: Sequence[str], value: Any) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from enum import Enum
 from urllib.parse import urlsplit
 
-from deploy.config.section import FieldProblem, Section, described
+from deploy.config.section import Section, described
 from services.observability.logs import LogFormat
 
 
@@ -42,11 +42,9 @@ class MetricsSettings(Section):
         "Repeats metrics that vLLM has too under vLLM's names (`vllm:num_requests_running` ...), for its dashboards.",
     )
 
-    def problems(self) -> Iterator[FieldProblem]:
+    def problems(self) -> Iterator[str]:
         if self.scheduler_address is not None and self.listen() is None:
-            yield FieldProblem(
-                ("scheduler_address",), f"is {self.scheduler_address!r}, must be host:port, such as 127.0.0.1:8002"
-            )
+            yield (f"scheduler_address is {self.scheduler_address!r}, must be host:port, such as 127.0.0.1:8002")
 
     def listen(self, cell: int = 1) -> tuple[str, int] | None:
         """Host and port of the /metrics of a cell's scheduler; None where there is none."""
@@ -70,8 +68,8 @@ class TracingSettings(Section):
     )
     service_name: str = described("spool", "Service name in the spans.", min_length=1)
 
-    def problems(self) -> Iterator[FieldProblem]:
+    def problems(self) -> Iterator[str]:
         if self.endpoint is not None and self.endpoint != "console":
             parts = urlsplit(self.endpoint)
             if parts.scheme not in ("http", "https") or not parts.netloc:
-                yield FieldProblem(("endpoint",), f"is {self.endpoint!r}, must be `console` or an http or https URL")
+                yield f"endpoint is {self.endpoint!r}, must be `console` or an http or https URL"

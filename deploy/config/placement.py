@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import ByteSize, Field
 
-from deploy.config.section import FieldProblem, Section, described
+from deploy.config.section import Section, described
 from engine.settings import MOST_RANKS
 
 PositiveFloat = Annotated[float, Field(gt=0, le=1_000_000)]
@@ -25,10 +25,10 @@ class Autoscaling(Section):
         300.0, "Cool-down: how long the load must stay low before replicas are removed, in seconds.", ge=0
     )
 
-    def problems(self) -> Iterator[FieldProblem]:
+    def problems(self) -> Iterator[str]:
         if self.max_replicas < self.min_replicas:
             limit = f"must be at least min_replicas, which is {self.min_replicas}"
-            yield FieldProblem(("max_replicas",), f"is {self.max_replicas}, {limit}")
+            yield f"max_replicas is {self.max_replicas}, {limit}"
 
 
 class WorkerAutoscaling(Autoscaling):
@@ -41,11 +41,11 @@ class WorkerAutoscaling(Autoscaling):
         0.2, "How far below `utilisation` the load of fewer replicas must stay before replicas are removed.", ge=0, lt=1
     )
 
-    def problems(self) -> Iterator[FieldProblem]:
+    def problems(self) -> Iterator[str]:
         yield from super().problems()
         if self.hysteresis >= self.utilisation:
             limit = f"must be below utilisation, which is {self.utilisation:g}"
-            yield FieldProblem(("hysteresis",), f"is {self.hysteresis:g}, {limit}")
+            yield f"hysteresis is {self.hysteresis:g}, {limit}"
 
 
 class TargetAutoscaling(WorkerAutoscaling):
@@ -116,23 +116,17 @@ class WorkerGroup(Placement):
     )
     environment: dict[str, str] = described({}, "Environment variables of the replicas.")
 
-    def problems(self) -> Iterator[FieldProblem]:
+    def problems(self) -> Iterator[str]:
         scaling = self.autoscaling
         if scaling is not None and not scaling.min_replicas <= self.replicas <= scaling.max_replicas:
             limit = f"must be between autoscaling's {scaling.min_replicas} and {scaling.max_replicas}"
-            yield FieldProblem(("replicas",), f"is {self.replicas}, {limit}")
+            yield f"replicas is {self.replicas}, {limit}"
         if self.accelerator_type is not None and self.num_gpus == 0:
-            yield FieldProblem(
-                ("accelerator_type",), f"is {self.accelerator_type!r}, must be unset where num_gpus is 0"
-            )
+            yield (f"accelerator_type is {self.accelerator_type!r}, must be unset where num_gpus is 0")
 
     @property
     def highest_replicas(self) -> int:
         return self.autoscaling.max_replicas if self.autoscaling is not None else self.replicas
-
-    @property
-    def shares_a_gpu(self) -> bool:
-        return self.num_gpus is not None and 0 < self.num_gpus < 1
 
 
 class TargetGroup(WorkerGroup):
@@ -164,11 +158,10 @@ class Groups(Section):
     def cell_numbers(self) -> range:
         return range(1, self.cells + 1)
 
-    def problems(self) -> Iterator[FieldProblem]:
+    def problems(self) -> Iterator[str]:
         draft, target = self.draft.num_gpus or 0, self.target.num_gpus or 0
         if not self.share_gpus and draft > 0 and target > 0 and draft + target <= 1:
-            yield FieldProblem(
-                ("draft", "num_gpus"),
-                f"is {draft:g}, must be above {1 - target:g}: with target.num_gpus {target:g} a draft and a target "
-                "would fit on one GPU (share_gpus: true allows that)",
+            yield (
+                f"draft.num_gpus is {draft:g}, must be above {1 - target:g}: with target.num_gpus {target:g} a draft "
+                "and a target would fit on one GPU (share_gpus: true allows that)"
             )

@@ -1,11 +1,22 @@
-"""docs/configuration.md, and tables of other files' fields, from the fields themselves."""
+"""The fields of the configuration one by one: docs/configuration.md, and a file with every field at its default."""
 
 from __future__ import annotations
 
-from pydantic import BaseModel
+import json
+import textwrap
+import types
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any, Union, get_args, get_origin
 
-from deploy.config.example import shown_value
-from deploy.config.field_documents import FieldDocument, documents
+from annotated_types import Ge, Gt, Le, Lt
+from pydantic import BaseModel, ByteSize, SecretStr
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+from typer.models import ParameterInfo
+
 from deploy.config.spool_config import SpoolConfig
 
 _HEAD = """\
@@ -16,38 +27,137 @@ be left out, and so may every field that has a default. `spool config show --def
 `spool config check FILE` says what is wrong with one, and `--set scheduling.batch_size=16` overrides a field on the
 command line of a command that reads it. The most used fields are options of `spool serve` too, under the same names.
 """
-
 _TABLE = """
 | field | type | default | |
 | --- | --- | --- | --- |
 """
+_EXAMPLE_WIDTH = 110
+_NAMES: dict[object, str] = {
+    str: "text",
+    int: "whole number",
+    float: "number",
+    bool: "true or false",
+    Path: "path",
+    ByteSize: "size, such as 2GiB",
+    SecretStr: "text, secret",
+}
+_LIMITS = ((Ge, "ge", "at least"), (Gt, "gt", "above"), (Le, "le", "at most"), (Lt, "lt", "below"))
+
+
+@dataclass(frozen=True, slots=True)
+class FieldDocument:
+    """One field, or the head of a section. `default` is as a file would hold it. A section whose default is null or an
+    empty list may be left out."""
+
+    path: tuple[str, ...]
+    type: str
+    default: str
+    description: str
+    is_section: bool
+
+    @property
+    def name(self) -> str:
+        return ".".join(self.path)
+
+
+def documents(
+    model: type[BaseModel] = SpoolConfig, defaults: BaseModel | None = None, path: tuple[str, ...] = ()
+) -> Iterator[FieldDocument]:
+    """All fields of a section and of those below it, each after its section's head.
+
+    `defaults` is the section as it is by default; without it the fields' own defaults count.
+    """
+    for name, field in model.model_fields.items():
+        kind = _without_none(field.annotation)
+        listed = get_args(kind)[0] if get_origin(kind) is tuple else kind
+        section = listed if isinstance(listed, type) and issubclass(listed, BaseModel) else None
+        default = getattr(defaults, name) if defaults is not None else field.get_default(call_default_factory=True)
+        yield FieldDocument(
+            path=(*path, name),
+            type=_type(kind, field.metadata)
+            if section is None
+            else "section"
+            if listed is kind
+            else "list of sections",
+            default="" if isinstance(default, BaseModel) else _shown(default),
+            description=_description(field),
+            is_section=section is not None,
+        )
+        if section is not None:
+            yield from documents(section, default if isinstance(default, BaseModel) else None, (*path, name))
 
 
 def reference() -> str:
-    """The page."""
-    return _HEAD + field_tables(SpoolConfig, SpoolConfig())
-
-
-def field_tables(model: type[BaseModel], defaults: BaseModel | None = None, level: str = "##") -> str:
-    """Markdown: a table for each section, of the fields that belong to no section below it; those of no section first.
-
-    `defaults` is the file as it is by default; without it the fields' own defaults count.
-    """
-    heads: dict[tuple[str, ...], str] = {}
-    rows: dict[tuple[str, ...], list[str]] = {}
-    for document in documents(model, defaults):
-        if document.section:
-            optional = " May be null, for none." if document.optional else ""
-            if document.listed:
-                optional = " Each entry of the list has these fields."
-            heads[document.path] = f"\n{level} {document.name}\n\n{document.description}{optional}\n"
+    """docs/configuration.md: a table for each section, of the fields that belong to no section below it."""
+    heads, rows = [], dict[tuple[str, ...], list[str]]()
+    for document in documents():
+        if document.is_section:
+            note = {"null": " May be null, for none.", "[]": " Each entry of the list has these fields."}
+            more = note.get(document.default, "")
+            heads.append((document.path, f"\n## {document.name}\n\n{document.description}{more}\n"))
         else:
-            rows.setdefault(document.path[:-1], []).append(_row(document))
-    tables = {path: "".join([_TABLE, *fields]) for path, fields in rows.items()}
-    return "".join([tables.get((), ""), *(head + tables.get(path, "") for path, head in heads.items())])
+            default = document.default if document.default == "required" else f"`{document.default}`"
+            cells = (f"`{document.path[-1]}`", document.type, default, document.description)
+            row = " | ".join(cell.replace("|", "\\|") for cell in cells)
+            rows.setdefault(document.path[:-1], []).append(f"| {row} |\n")
+    tables = [head + "".join([_TABLE, *rows[path]] if path in rows else []) for path, head in heads]
+    return "".join([_HEAD, *tables])
 
 
-def _row(document: FieldDocument) -> str:
-    default = "required" if document.required else f"`{shown_value(document.default)}`"
-    cells = (f"`{document.path[-1]}`", document.type, default, document.description)
-    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |\n"
+def example_file() -> str:
+    """A `spool.yaml` with every field at its default. Sections that are not there by default are commented out."""
+    lines = ["# Configuration of Spool: every field with its default. What is left out keeps its default."]
+    left_out: list[tuple[str, ...]] = []
+    for document in documents():
+        if document.is_section and document.default == "null":
+            left_out.append(document.path)
+        is_comment = any(document.path[: len(path)] == path for path in left_out)
+        margin = "  " * (len(document.path) - 1) + ("# " if is_comment else "")
+        about = document.description if document.is_section else f"{document.description} [{document.type}]"
+        value = "" if document.is_section and document.default == "null" else f" {document.default}".rstrip()
+        lines += [""] if len(document.path) == 1 else []
+        lines += [f"{margin}# {line}" for line in textwrap.wrap(about, _EXAMPLE_WIDTH - len(margin))]
+        lines.append(f"{margin}{document.path[-1]}:{value.replace('required', '...')}")
+        if document.is_section and document.default == "[]":
+            left_out.append(document.path)
+    return "\n".join(lines) + "\n"
+
+
+def _description(field: FieldInfo) -> str:
+    """The field's own, or the help of the command-line option that it is too."""
+    if field.description:
+        return field.description
+    option = next((extra for extra in field.metadata if isinstance(extra, ParameterInfo)), None)
+    if option is None or not option.help:
+        return ""
+    return f"{option.help} Unset: {option.show_default}." if isinstance(option.show_default, str) else option.help
+
+
+def _without_none(annotation: Any) -> Any:
+    parts = [part for part in get_args(annotation) if part is not type(None)]
+    return parts[0] if get_origin(annotation) in (types.UnionType, Union) and len(parts) == 1 else annotation
+
+
+def _type(kind: Any, metadata: Sequence[Any] = ()) -> str:
+    if get_origin(kind) is Annotated:
+        kind, *metadata = get_args(kind)
+    if isinstance(kind, type) and issubclass(kind, Enum):
+        return " | ".join(str(member.value) for member in kind)
+    if get_origin(kind) is dict:
+        return f"name: {_type(get_args(kind)[1])}"
+    if get_origin(kind) is tuple:
+        return f"list of {_type(get_args(kind)[0])}"
+    limits = [
+        f"{words} {getattr(extra, attribute)}"
+        for extra in metadata
+        for limit, attribute, words in _LIMITS
+        if isinstance(extra, limit) and kind is not ByteSize
+    ]
+    return ", ".join([_NAMES.get(kind, str(kind)), *limits])
+
+
+def _shown(value: Any) -> str:
+    if value is PydanticUndefined:
+        return "required"
+    value = value.value if isinstance(value, Enum) else str(value) if isinstance(value, Path) else value
+    return value if isinstance(value, str) and value.replace("_", "").isalnum() else json.dumps(value)

@@ -13,7 +13,7 @@ from pydantic import ByteSize, ValidationInfo, field_validator
 from deploy.config.ingress import AuthSettings, GatewaySettings, InternalSettings
 from deploy.config.observation import LoggingSettings, MetricsSettings, TracingSettings
 from deploy.config.placement import Groups, Placement, WorkerGroup
-from deploy.config.section import FieldProblem, Section, described
+from deploy.config.section import Section, described
 from deploy.options import NGRAM, NO_DRAFT, EngineOptions, ModelSettings, SchedulingSettings
 from engine.settings import EngineSettings
 from scheduler.config import KvMovement, Policy, SchedulerConfig
@@ -40,15 +40,14 @@ class ServedModels(ModelSettings, Section):
         None, "Name of the model in the APIs. Unset: models.target.", min_length=1
     )
 
-    def problems(self) -> Iterator[FieldProblem]:
+    def problems(self) -> Iterator[str]:
         for name in ("target", "draft"):
             if getattr(self, name) == "":
-                yield FieldProblem((name,), "is empty, must name a model")
+                yield f"{name} is empty, must name a model"
         if self.target in (NGRAM, NO_DRAFT):
-            yield FieldProblem(("target",), f"is {self.target!r}, must be a model: that is a way to draft")
+            yield f"target is {self.target!r}, must be a model: that is a way to draft"
         if self.device not in _DEVICES:
-            which = "Ray chooses which GPU a replica gets" if self.device.startswith("cuda:") else "no other is known"
-            yield FieldProblem(("device",), f"is {self.device!r}, must be {_one_of(_DEVICES)}: {which}")
+            yield f"device is {self.device!r}, must be auto, cpu or cuda: Ray chooses which GPU a replica gets"
 
     @property
     def drafts(self) -> bool:
@@ -133,7 +132,7 @@ class RaySettings(Section):
         None, "Ray cluster to join: `auto` or host:port. Unset: `spool serve` starts a local one.", min_length=1
     )
     namespace: str = described("spool", "Ray namespace of this process's connection.", min_length=1)
-    app_name: str = described("spool", "Name of the Serve application.", min_length=1)
+    app_name: str = described("spool", "Name of the Serve application.", pattern=r"^[\w.-]{1,64}$")
     num_cpus: int | None = described(
         None, "CPUs that a Ray started here offers. Unset: those of the machine, at least 4.", ge=1, le=4096
     )
@@ -145,16 +144,13 @@ class RaySettings(Section):
         None, "Folder for the files of a Ray started here. Unset: one of the user's own in the temporary folder."
     )
 
-    def problems(self) -> Iterator[FieldProblem]:
+    def problems(self) -> Iterator[str]:
         address = self.address
         if address is not None and address != "auto" and not re.fullmatch(r"[\w.\[\]:-]+:\d{1,5}", address):
-            yield FieldProblem(("address",), f"is {address!r}, must be `auto` or host:port")
-        if not re.fullmatch(r"[\w.-]{1,64}", self.app_name):
-            limit = "must be up to 64 letters, digits, '.', '_' and '-'"
-            yield FieldProblem(("app_name",), f"is {self.app_name!r}, {limit}")
+            yield f"address is {address!r}, must be `auto` or host:port"
         if self.folder is not None and len(str(self.folder.expanduser().absolute())) > LONGEST_RAY_FOLDER:
             limit = f"must have at most {LONGEST_RAY_FOLDER} characters: Ray puts sockets below it"
-            yield FieldProblem(("folder",), f"is {self.folder}, {limit}")
+            yield f"folder is {self.folder}, {limit}"
 
 
 class SpoolConfig(Section):
@@ -173,46 +169,40 @@ class SpoolConfig(Section):
     tracing: TracingSettings = described(TracingSettings(), "Traces of requests.")
     ray: RaySettings = described(RaySettings(), "The Ray cluster.")
 
-    def problems(self) -> Iterator[FieldProblem]:
+    def problems(self) -> Iterator[str]:
         gateway = self.gateway
         if not gateway.listens_on_loopback and not self.auth.required and not gateway.allow_unauthenticated:
-            yield FieldProblem(
-                ("gateway", "host"),
-                f"is {gateway.host!r}, must be loopback such as 127.0.0.1 as long as auth names no API keys: everybody "
-                "who reaches the port could use it (gateway.allow_unauthenticated: true allows that)",
-                frozenset({"auth"}),
+            yield (
+                f"gateway.host is {gateway.host!r}, must be loopback such as 127.0.0.1 as long as auth names no API "
+                "keys: everybody who reaches the port could use it (gateway.allow_unauthenticated: true allows that)"
             )
         for role in self.roles:
-            yield from self._group_problems(role)
+            limit = self._gpu_limit(role, self.group(role))
+            if limit is not None:
+                yield f"groups.{role.value}.num_gpus is {self.group(role).num_gpus:g}, {limit}"
 
-    def _group_problems(self, role: Role) -> Iterator[FieldProblem]:
-        group = self.group(role)
-        on_gpu = group.num_gpus is not None and group.num_gpus > 0
-        path, others = ("groups", role.value, "num_gpus"), frozenset({"models", "engine"})
-        if self.models.device == "cpu" and on_gpu:
-            yield FieldProblem(path, f"is {group.num_gpus:g}, must be 0 or unset where models.device is cpu", others)
-        if on_gpu and not self.has_model(role):
-            yield FieldProblem(path, f"is {group.num_gpus:g}, must be 0 or unset: prompt lookup needs no GPU", others)
-        if self.models.device == "cuda" and group.num_gpus == 0 and self.has_model(role):
-            yield FieldProblem(path, "is 0, must be above 0 where models.device is cuda", others)
-        yield from self._rank_problems(role, group)
-        if group.shares_a_gpu and self.has_model(role) and not self._kv_is_given(group) and not self.pair_shares_a_gpu:
-            yield FieldProblem(
-                path,
-                f"is {group.num_gpus:g}, which needs a kv_memory for the {role.value} group: a replica would take all "
-                "memory of the GPU that it shares",
-                others,
-            )
-
-    def _rank_problems(self, role: Role, group: WorkerGroup) -> Iterator[FieldProblem]:
-        path, ranks, others = ("groups", role.value), self.engine.ranks(role), frozenset({"engine"})
-        gpus = group.num_gpus
-        if ranks == 1 and gpus is not None and gpus > 1:
+    def _gpu_limit(self, role: Role, group: WorkerGroup) -> str | None:
+        """What the GPUs of a replica must be instead; None where they are right."""
+        gpus, ranks, device, loads = group.num_gpus, self.engine.ranks(role), self.models.device, self.has_model(role)
+        if gpus is None:
+            return None
+        if device == "cpu" and gpus > 0:
+            return "must be 0 or unset where models.device is cpu"
+        if gpus > 0 and not loads:
+            return "must be 0 or unset: prompt lookup needs no GPU"
+        if device == "cuda" and gpus == 0 and loads:
+            return "must be above 0 where models.device is cuda"
+        if ranks == 1 and gpus > 1:
             which = "engine.tensor_parallel_size is 1" if role is Role.TARGET else "a draft computes on one GPU"
-            yield FieldProblem((*path, "num_gpus"), f"is {gpus:g}, must be at most 1: {which}", others)
-        if ranks > 1 and gpus not in (None, 0, ranks):
-            limit = f"must be 0, {ranks} or unset, as engine.tensor_parallel_size is {ranks}"
-            yield FieldProblem((*path, "num_gpus"), f"is {gpus:g}, {limit}", others)
+            return f"must be at most 1: {which}"
+        if ranks > 1 and gpus not in (0, ranks):
+            return f"must be 0, {ranks} or unset, as engine.tensor_parallel_size is {ranks}"
+        if 0 < gpus < 1 and loads and not self._kv_is_given(group) and not self.pair_shares_a_gpu:
+            return (
+                f"which needs a kv_memory for the {role.value} group: a replica would take all memory of the GPU that "
+                "it shares"
+            )
+        return None
 
     def _kv_is_given(self, group: WorkerGroup) -> bool:
         settings = (group.kv_pages, group.kv_memory, self.engine.kv_pages, self.engine.kv_memory)
@@ -339,7 +329,3 @@ def _changes(data: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
         if value != default:
             changes[name] = value
     return changes
-
-
-def _one_of(names: tuple[str, ...]) -> str:
-    return f"{', '.join(names[:-1])} or {names[-1]}"

@@ -159,7 +159,7 @@ def test_drafts_without_a_model_fetch_nothing(tmp_path: Path, draft: str, replic
         ([("groups.draft.resources", {"a": 0.5})], "groups.draft.resources.a is 0.5, must be whole"),
         ([("groups.target.num_cpus", 0.5)], "groups.target.num_cpus is 0.5, must be at least 1"),
         ([("models.device", "auto")], "groups.target.num_gpus is unset, must be said unless models.device is cpu"),
-        ([("gateway.hots", "::")], "gateway.hots is no field of Spool; did you mean host?"),
+        ([("gateway.hots", "::")], "gateway.hots is no field of Spool; did you mean gateway.host?"),
     ],
 )
 def test_configurations_for_elsewhere_are_refused(tmp_path: Path, changes: list[tuple[str, Any]], message: str) -> None:

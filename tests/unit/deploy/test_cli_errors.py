@@ -3,12 +3,9 @@
 import json
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import pytest
-import typer
 
-from deploy.cli import main, spelling
 from tests.support.command_line import save_tokenizer, spool, write_lines
 
 
@@ -128,27 +125,6 @@ def test_bad_input(folder: Path, command: str, arguments: list[str], message: st
 )
 def test_bad_input_to_one_command(folder: Path, command: str, message: str) -> None:
     check(folder, command, message)
-
-
-def test_a_renamed_option_is_answered_with_its_new_name(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(spelling.RENAMED_OPTIONS, "--rows", "--batch-size")
-    assert main.run(["generate", "--rows", "4"]) == 2
-    assert capsys.readouterr().err == "spool: --rows is now --batch-size\n"
-
-
-def options_of(command: Any) -> set[str]:
-    """All long options of a command and of the commands below it."""
-    found = {name for parameter in command.params for name in parameter.opts if name.startswith("--")}
-    return found.union(*(options_of(below) for below in getattr(command, "commands", {}).values()))
-
-
-def test_names_of_renamed_options_are_up_to_date() -> None:
-    known = options_of(typer.main.get_command(main.app))
-    assert "--batch-size" in known
-    assert known >= set(spelling.RENAMED_OPTIONS.values())
-    assert known.isdisjoint(spelling.RENAMED_OPTIONS)
 
 
 def test_a_model_the_hub_does_not_give(folder: Path) -> None:

@@ -124,7 +124,7 @@ def test_defaults() -> None:
 
 def test_threads_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
-    assert RunSettings().threads_per_worker() == 4
+    assert RunSettings().threads_per_worker() == 8
     assert RunSettings(models=ModelSettings(draft="ngram")).threads_per_worker() == 8
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0})
     assert RunSettings().threads_per_worker() == 1
