@@ -1,17 +1,15 @@
-"""An application under `spool serve` for a measurement, and what can be seen of it from outside."""
+"""An application under `spool serve`, as seen from outside."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import os
-import socket
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -19,23 +17,23 @@ from typing import Any, Self
 import httpx
 import psutil
 
-SCHEDULER, TARGET, DRAFT, GATEWAY = DEPLOYMENTS = ("Scheduler", "TargetWorker", "DraftWorker", "Gateway")
+from deploy.cli.status import find_served
+from deploy.cluster.served_state import StateFolder
+from deploy.errors import RunError
+
+SCHEDULER, TARGET, DRAFT = "Scheduler", "TargetWorker", "DraftWorker"
+"""Ray's names of deployments."""
 
 _POLL_SECONDS = 0.05
-_START_SECONDS = 900.0
-_START_ATTEMPTS = 3
 
 
 class ApplicationError(RuntimeError):
-    """The application did not start, stop or recover; the message says what was waited for."""
+    """The application did not recover in time; the message says what was waited for."""
 
 
 @dataclass(frozen=True)
 class Application:
-    """Where it listens, the process that its Ray lives in, and the environment of `spool` commands about it.
-
-    `key` is what clients show.
-    """
+    """`process_id` is the process that its Ray lives in, `environment` that of `spool` commands, `key` an API key."""
 
     url: str
     grpc_address: str
@@ -46,7 +44,9 @@ class Application:
 
     def status(self) -> dict[str, Any]:
         """What `spool status --json` says."""
-        status: dict[str, Any] = json.loads(_spool(["status", "--json"], self.environment).splitlines()[-1])
+        command = [str(Path(sys.executable).with_name("spool")), "status", "--json"]
+        ended = subprocess.run(command, env=dict(self.environment), capture_output=True, text=True, check=True)
+        status: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
         return status
 
     def workers_lost(self) -> int:
@@ -71,7 +71,6 @@ class LoadReport:
     """What `/load` says. `workers` are the ids of those in use, by role; `busy_targets` those with sequences."""
 
     sequences: int
-    waiting: int
     pages_in_use: int
     workers: Mapping[str, frozenset[str]]
     busy_targets: frozenset[str]
@@ -84,7 +83,7 @@ class LoadReport:
             for role in ("target", "draft")
         }
         busy = frozenset(worker["worker_id"] for worker in workers if worker["sequences"]) & ids["target"]
-        return cls(shape["server_load"], shape["waiting"], shape["pages_in_use"], ids, busy)
+        return cls(shape["server_load"], shape["pages_in_use"], ids, busy)
 
     @property
     def idle(self) -> bool:
@@ -124,54 +123,9 @@ async def watching(application: Application) -> AsyncIterator[Watcher]:
         yield Watcher(http)
 
 
-@contextmanager
-def served(config: Path | None, overrides: Sequence[str]) -> Iterator[Application]:
-    """Serves on a Ray of its own, on free ports, and stops it at the end. Raises ApplicationError."""
-    http_port, grpc_port = _free_ports(2)
-    # Not deep: the paths of Ray's sockets must be short.
-    with tempfile.TemporaryDirectory(prefix="spool-", ignore_cleanup_errors=True) as folder:
-        environment = {**os.environ, "SPOOL_STATE": folder, "HF_HUB_OFFLINE": "1"}
-        ports = [f"gateway.port={http_port}", f"gateway.grpc_port={grpc_port}", f"ray.folder={folder}/ray"]
-        options = [word for override in (*overrides, *ports) for word in ("--set", override)]
-        if config is not None:
-            options += ["--config", str(config)]
-        try:
-            _start(options, environment)
-            state = json.loads((Path(folder) / "spool.json").read_text(encoding="utf-8"))
-            yield Application(
-                state["http_url"], state["grpc_address"], state["model"], state["process_id"], environment
-            )
-        finally:
-            _spool(["down"], environment)
-
-
-def _start(options: Sequence[str], environment: Mapping[str, str]) -> None:
-    for attempt in range(_START_ATTEMPTS):
-        try:
-            _spool(["serve", "--detach", *options], environment)
-            return
-        except ApplicationError as error:
-            # Ray gives its own processes 30 s to start, which a busy machine may exceed.
-            if "Ray did not start" not in str(error) or attempt == _START_ATTEMPTS - 1:
-                raise
-
-
-def _spool(arguments: Sequence[str], environment: Mapping[str, str]) -> str:
-    command = [str(Path(sys.executable).with_name("spool")), *arguments]
-    try:
-        ended = subprocess.run(
-            command, env=dict(environment), capture_output=True, text=True, timeout=_START_SECONDS, check=False
-        )
-    except subprocess.TimeoutExpired as error:
-        raise ApplicationError(f"spool {arguments[0]} took longer than {_START_SECONDS:g} s") from error
-    if ended.returncode != 0:
-        raise ApplicationError(f"spool {arguments[0]} ended with {ended.returncode}: {ended.stderr[-2000:]}")
-    return ended.stdout
-
-
-def _free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
+def running_application(name: str = "spool") -> Application:
+    """What `spool serve` serves on a Ray of its own on this machine. Raises `RunError` if there is none."""
+    served = find_served(name, StateFolder())
+    if served.process_id is None or served.grpc_address is None:
+        raise RunError(f"{name} has no gRPC address, or runs on a Ray that `spool serve` did not start")
+    return Application(served.http_url, served.grpc_address, served.model, served.process_id, os.environ)

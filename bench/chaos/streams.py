@@ -1,4 +1,4 @@
-"""Streaming requests over HTTP and gRPC, each with its text and the times at which something of it came."""
+"""Streaming requests over HTTP and gRPC, each with its text and the times of its deliveries."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ class Answer:
 
 @dataclass
 class StreamRecord:
-    """One stream. Times are those of the monotonic clock; `arrivals` are when some of its output came.
+    """One stream. Times are those of the monotonic clock; `arrivals` are those of deliveries.
 
-    `refused`: the server had no room and said so in the way of the protocol. `error` is empty where there was none.
+    `refused`: the server answered 429 or RESOURCE_EXHAUSTED. `error` is empty where there was none.
     """
 
     case: Case
@@ -79,7 +79,7 @@ def cases(count: int, max_tokens: int) -> list[Case]:
 
 
 class StreamClient:
-    """Asks one application, without retries: what fails is to be seen."""
+    """Asks one application, without retries, which would hide failures."""
 
     def __init__(
         self, http: openai.AsyncOpenAI, stub: generation_pb2_grpc.GenerationServiceStub, application: Application
@@ -95,7 +95,7 @@ class StreamClient:
         return record
 
     async def fill(self, record: StreamRecord) -> None:
-        """A stream from its request to its end, whatever that is."""
+        """Sends the request and reads the stream to its end or error."""
         try:
             if record.protocol is Protocol.HTTP:
                 await self._over_http(record)
@@ -185,9 +185,9 @@ async def plain_answers(client: StreamClient, asked: Sequence[Case], at_once: in
 
 
 class ConstantLoad:
-    """So many streams at once, half of each protocol: one that ends is followed by the next request.
+    """A constant number of streams, half over each protocol: when one ends, the next request is sent.
 
-    `records` are all of them in the order of their beginning; those that run have `ended` 0.
+    `records` has all streams in the order of their beginning; those that run have `ended` 0.
     """
 
     def __init__(self, client: StreamClient, asked: Sequence[Case], streams: int) -> None:

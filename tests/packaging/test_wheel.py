@@ -22,7 +22,7 @@ from tests.support.tiny_models import save_tiny_pair
 pytestmark = pytest.mark.slow
 
 PACKAGES = [pattern.removesuffix("*") for pattern in PYPROJECT["tool"]["setuptools"]["packages"]["find"]["include"]]
-DATA = ("engine/cpu/csrc", "engine/models/demo_assets", "services/gateway/dashboard/page", "bench/pacing/site")
+DATA = ("engine/cpu/csrc", "engine/models/demo_assets", "services/gateway/dashboard/page")
 # They need triton and vllm, which serving on a CPU does without, and what only measurements need.
 NOT_FOR_SERVING = r"engine\.cuda\.(triton_.*|fused_decoder)|bench(\..*)?"
 IMPORT_ALL = f"""

@@ -12,7 +12,6 @@ from typing import Any
 import openai
 import yaml
 
-from bench import pacing
 from bench.chaos.application import Application
 from bench.chaos.streams import Answer, Case
 from engine.models.loading import load_target_engine
@@ -23,6 +22,7 @@ from scheduler.sampling import Grammar, SamplingParameters
 from services.gateway.grammar_check import definition
 from services.text.tokenizer import ModelTokenizer
 from services.worker.executor import TargetStepExecutor
+from tests.support.changed_workers import slow_steps
 from tests.support.command_line import spool
 from tests.support.in_process import run_in_process
 from tests.support.ports import free_ports
@@ -31,7 +31,7 @@ from tests.support.ray_cluster import RayCluster
 ENGINE = {"page_size": 16, "kv_pages": 512, "max_num_batched_tokens": 96}
 PACED: dict[str, Any] = {
     "threads": 1,
-    "environment": pacing.environment(pacing.Pace(target_step=0.02, target_token=0, draft_pass=0.01, draft_sequence=0)),
+    "environment": slow_steps(0.02),
 }
 """Workers that leave the processors to others between steps, so that replicas start soon while streams go on."""
 

@@ -1,0 +1,22 @@
+"""Environments of worker processes that compute slowly, or die of a poisoned prompt."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+_HOOK = Path(__file__).with_name("worker_hook")
+POISON = (18, 11, 17, 12, 16, 13, 15, 14)
+"""Token ids that no other prompt has in this order."""
+
+
+def slow_steps(seconds: float) -> dict[str, str]:
+    return _path() | {"SPOOL_STEP_SECONDS": str(seconds)}
+
+
+def dying_of_poison() -> dict[str, str]:
+    return _path() | {"SPOOL_POISON": ",".join(map(str, POISON))}
+
+
+def _path() -> dict[str, str]:
+    return {"PYTHONPATH": os.pathsep.join(filter(None, (str(_HOOK), os.environ.get("PYTHONPATH"))))}

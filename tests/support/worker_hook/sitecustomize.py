@@ -1,0 +1,35 @@
+"""Slows or kills a worker process: Python imports this at its start if this folder is on its path.
+
+With SPOOL_STEP_SECONDS, a step with rows takes at least that time. With SPOOL_POISON, a row that holds half of these
+token ids in sequence kills the process. Half, because a prompt may come in two rows.
+"""
+
+import os
+import signal
+import time
+from typing import Any
+
+from protos import worker_pb2
+from services.worker.executor import StepExecutor
+
+_SECONDS = float(os.environ.get("SPOOL_STEP_SECONDS", "0"))
+_POISON = tuple(map(int, filter(None, os.environ.get("SPOOL_POISON", "").split(","))))
+_LENGTH = len(_POISON) // 2
+_PARTS = {_POISON[place : place + _LENGTH] for place in range(len(_POISON) - _LENGTH + 1)} if _POISON else set()
+
+_execute = StepExecutor.execute
+
+
+def _changed(self: StepExecutor[Any], request: worker_pb2.StepRequest, *arguments: Any) -> worker_pb2.StepReply:
+    began = time.monotonic()
+    for row in request.rows:
+        tokens = tuple(row.tokens)
+        if any(tokens[place : place + _LENGTH] in _PARTS for place in range(len(tokens))):
+            os.kill(os.getpid(), signal.SIGKILL)
+    reply = _execute(self, request, *arguments)
+    if request.rows:
+        time.sleep(max(0.0, began + _SECONDS - time.monotonic()))
+    return reply
+
+
+StepExecutor.execute = _changed  # type: ignore[method-assign,assignment]
