@@ -11,7 +11,7 @@ import grpc.aio
 import pytest
 
 from protos import scheduler_pb2, scheduler_pb2_grpc, worker_pb2
-from scheduler.messages import FinishReason, Role
+from scheduler.messages import Role
 from services.scheduler_client.remote_stream import RemoteStream
 from tests.support.cells import (
     Whereabouts,
@@ -23,20 +23,25 @@ from tests.support.cells import (
     running_worker,
     scheduler_process,
 )
-from tests.support.stand_in_worker import continuation
+from tests.support.stand_in_worker import MAX_LENGTH, continuation
 from tests.support.waiting import LONG, until
 from tests.support.watched_engine import WatchedEngine
 
 pytestmark = pytest.mark.slow
 
 STREAMS = 32
-TOKENS = 300
+TOKENS = 150
+"""Of each stream that are compared."""
+ENDLESS = MAX_LENGTH - 20
+"""Tokens that each stream asks for."""
+STEPS = 20
+"""Of a target between two events, each with a few tokens for each of 16 streams: far from the end of any."""
 WORKERS = (("draft-0", Role.DRAFT), ("draft-1", Role.DRAFT), ("target-0", Role.TARGET), ("target-1", Role.TARGET))
 
 
 @dataclass
 class Replies:
-    """Every step that reached a worker, and what became of it."""
+    """The epoch of every step that reached a worker, and the status of the reply."""
 
     given: list[tuple[int, int]] = field(default_factory=list)
 
@@ -53,14 +58,13 @@ class Replies:
         return replies
 
     def after(self, epoch: int) -> list[int]:
-        """Of steps with this epoch or a lower one, what they were answered since a higher one has spoken."""
+        """Statuses of the steps with this epoch or a lower one that came after a step with a higher one."""
         first = next((place for place, (spoken, _) in enumerate(self.given) if spoken > epoch), len(self.given))
         return [status for spoken, status in self.given[first:] if spoken <= epoch]
 
 
-def test_scheduler_that_comes_back_beside_its_successor_gets_refusals_only() -> None:
-    """One target computes next to nothing until the first scheduler has gone: its streams are open all that time. The
-    other one may do so many steps that there are tokens, and so few that its streams do not end either."""
+def test_scheduler_that_comes_back_after_its_successor_took_over_gets_refusals_only() -> None:
+    """The targets may do so few steps that no stream ends before the first scheduler has come back."""
 
     async def run() -> None:
         resolve, of_gateways = Whereabouts(), Whereabouts()
@@ -73,15 +77,19 @@ def test_scheduler_that_comes_back_beside_its_successor_gets_refusals_only() -> 
                 for name, role in WORKERS
             ]
             replies = [Replies.of(worker) for worker in workers]
-            free, held = WatchedEngine(), WatchedEngine()
-            for engine, worker in zip((free, held), workers[-2:], strict=True):
+            engines = [WatchedEngine(), WatchedEngine()]
+            for engine, worker in zip(engines, workers[-2:], strict=True):
                 engine.watch(worker.executor)
                 stack.callback(engine.gate.open)
+
+            def allow(steps: int) -> None:
+                for engine in engines:
+                    engine.gate.close(but_for=steps)
+
             await all_in_use(workers)
             gateways = [await stack.enter_async_context(client(of_gateways, name=name)) for name in ("a", "b")]
-            held.gate.close(but_for=2)
-            free.gate.close(but_for=60)
-            streams = [await gateways[index % 2].submit(request_of(index, TOKENS)) for index in range(STREAMS)]
+            allow(STEPS)
+            streams = [await gateways[index % 2].submit(request_of(index, ENDLESS)) for index in range(STREAMS)]
             texts: list[list[int]] = [[] for _ in streams]
             reading = [
                 asyncio.create_task(read_into(text, stream)) for text, stream in zip(texts, streams, strict=True)
@@ -92,25 +100,27 @@ def test_scheduler_that_comes_back_beside_its_successor_gets_refusals_only() -> 
             epoch = max(worker.server.highest_epoch for worker in workers)
             resolve.address = second.address
             # Enough for the steps that the first scheduler has begun.
-            held.gate.close(but_for=4)
-            free.gate.close(but_for=8)
+            allow(4)
             await until(lambda: all(worker.server.highest_epoch > epoch for worker in workers))
-            # Not before: where one target only is up, it would get all sequences.
+            # Not before: where only one target is up, it would get all sequences.
             await all_in_use(workers)
             of_gateways.address = second.address
             before = sum(map(len, texts))
-            free.gate.close(but_for=60)
+            allow(STEPS)
             await until(lambda: sum(map(len, texts)) >= before + STREAMS)
             first.wake()
-            status = await fenced(first.address)
-            assert not all(task.done() for task in reading)
-            held.gate.open()
-            free.gate.open()
-            async with asyncio.timeout(LONG):
-                await asyncio.gather(*reading)
+            status = await status_once_fenced(first.address)
+            assert not any(task.done() for task in reading)
+            for engine in engines:
+                engine.gate.open()
+            await until(lambda: all(len(text) >= TOKENS for text in texts))
+            for stream in streams:
+                stream.cancel()
+            await asyncio.gather(*reading)
 
-            assert texts == [continuation(prompt_of(index), TOKENS) for index in range(STREAMS)]
-            assert {stream.finish_reason for stream in streams} == {FinishReason.LENGTH}
+            assert [text[:TOKENS] for text in texts] == [
+                continuation(prompt_of(index), TOKENS) for index in range(STREAMS)
+            ]
             assert status.state == scheduler_pb2.SCHEDULER_STATE_FENCED
             refused = [status for one in replies for status in one.after(epoch)]
             assert refused, "the first scheduler spoke to no worker any more"
@@ -126,8 +136,7 @@ async def read_into(text: list[int], stream: RemoteStream) -> None:
         text.extend(delta.tokens)
 
 
-async def fenced(address: str) -> scheduler_pb2.StatusReply:
-    """The status of a scheduler once it does not serve any more."""
+async def status_once_fenced(address: str) -> scheduler_pb2.StatusReply:
     async with grpc.aio.insecure_channel(address) as channel, asyncio.timeout(LONG):
         stub = scheduler_pb2_grpc.SchedulerStub(channel)
         while True:

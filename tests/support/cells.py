@@ -22,8 +22,8 @@ from services.scheduler.epochs import EpochAuthority, MemoryRegister
 from services.scheduler.server import SchedulerServer, SchedulerServerOptions
 from services.scheduler.service import SchedulerService
 from services.scheduler.session import SessionOptions
-from services.scheduler.workers.worker_set import RegistryOptions
 from services.scheduler.workers.worker_link import LinkOptions
+from services.scheduler.workers.worker_set import RegistryOptions
 from services.scheduler_client.cell_link import ClientOptions
 from services.scheduler_client.remote import SchedulerClient
 from services.scheduler_client.remote_stream import RemoteStream
@@ -134,13 +134,14 @@ async def running_scheduler(
     sessions: SessionOptions = SESSIONS,
     registry: RegistryOptions = REGISTRY,
     observers: Sequence[ServiceObserver] = (),
+    links: LinkOptions = LINKS,
 ) -> AsyncIterator[tuple[SchedulerService, SchedulerServer]]:
     epochs = EpochAuthority(resolve.register)
     async with SchedulerService(
         config or SchedulerConfig(policy=Policy.RAGGED),
         scheduler_epoch=await epochs.claim(),
         epochs=epochs,
-        link_options=LINKS,
+        link_options=links,
         security=security,
         observers=observers,
     ) as service:
