@@ -15,9 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.command_line import Ended, save_tokenizer, write_lines
+from tests.support.command_line import Ended
 from tests.support.dependencies import PYPROJECT, ROOT, installed_closure, requirements
-from tests.support.tiny_models import save_tiny_pair
 
 pytestmark = pytest.mark.slow
 
@@ -84,12 +83,7 @@ def clean_environment(wheel: Path, needed: list[str], folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder elsewhere, with a tiny pair and prompts."""
-    folder = tmp_path_factory.mktemp("elsewhere")
-    for model in save_tiny_pair("llama", folder):
-        save_tokenizer(model)
-    write_lines(folder / "prompts.jsonl", {"prompt": "once upon a time"}, {"prompt": "x"}, {"prompt": "the quick fox"})
-    return folder
+    return tmp_path_factory.mktemp("elsewhere")
 
 
 def pip(environment: Path, *arguments: object) -> None:
@@ -146,10 +140,6 @@ def test_the_wheel_says_its_licences_and_its_ranges(wheel: Path) -> None:
     assert set(requirements(said)) == set(requirements(PYPROJECT["project"]["dependencies"]))
 
 
-def test_what_is_installed_beside_it_is_what_it_asks_for(environment: Path) -> None:
-    pip(environment, "check")
-
-
 def test_the_client_alone_needs_little(folder: Path, tmp_path: Path) -> None:
     """And it says what goes wrong, here that nobody listens, as the first call of a program would."""
     shutil.copytree(ROOT / "spool_client", tmp_path / "sources", ignore=shutil.ignore_patterns("__pycache__"))
@@ -184,21 +174,3 @@ def test_the_commands_are_there(environment: Path, folder: Path) -> None:
     assert {"serve", "generate", "verify", "config", "bench"} <= set(commands)
     for command in ("serve", "bench"):
         assert run("spool", environment, folder, command, "--help").code == 0
-
-
-def test_configuration_is_written_and_checked(environment: Path, folder: Path) -> None:
-    page = run("spool", environment, folder, "config", "explain", "--markdown").out
-    assert page == (ROOT / "docs/configuration.md").read_text()
-    (folder / "spool.yaml").write_text(run("spool", environment, folder, "config", "show", "--defaults").out)
-    ended = run("spool", environment, folder, "config", "check", "spool.yaml")
-    assert (ended.code, ended.out) == (0, "spool.yaml: right\n")
-
-
-@pytest.mark.long
-def test_its_speculation_is_exact(environment: Path, folder: Path) -> None:
-    models = ("llama-target", "--draft", "llama-draft", "--prompts", "prompts.jsonl")
-    steps = ("--max-tokens", "12", "--batch-size", "3", "--threads", "1", "--no-share-cores")
-    ended = run("spool", environment, folder, "verify", *models, *steps, "--policy", "eqspec", "--json")
-    assert ended.code == 0, ended.err
-    assert (ended.summary["sequences"], ended.summary["exact_match"]) == (3, 1)
-    assert ended.summary["policies"]["eqspec"]["statistics"]["drafted"] > 0

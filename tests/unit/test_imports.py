@@ -24,7 +24,7 @@ ALLOWED = {
 }
 HEAVY = ("torch", "transformers")
 LAYERED = ("spool_client", "scheduler", "engine", "services", "deploy", "bench")
-MOST_MODULES = 15
+MAX_MODULES = 15
 
 
 def imported_modules(source: Path) -> Iterator[str]:
@@ -62,13 +62,13 @@ def test_packages_import_only_what_they_may(package: str) -> None:
     assert offences(package, {*PACKAGES, "tests"} - ALLOWED[package]) == []
 
 
-def test_of_deploy_only_the_command_line_imports_the_benchmarks() -> None:
+def test_within_deploy_only_the_command_line_imports_bench() -> None:
     importers = {offence.partition(" ")[0] for offence in offences("deploy", {"bench"})}
     assert importers == {"deploy/cli/main.py"}
 
 
 @pytest.mark.parametrize("package", LAYERED)
-def test_imports_make_no_circle(package: str) -> None:
+def test_there_are_no_import_cycles(package: str) -> None:
     """Imports for type checkers alone count as well."""
     modules = {module_name(source): source for source in sources(package)}
     imports = {name: set(imported_modules(source)) & modules.keys() for name, source in modules.items()}
@@ -78,18 +78,18 @@ def test_imports_make_no_circle(package: str) -> None:
         pytest.fail(f"circle: {' -> '.join(error.args[1])}")
 
 
-def test_a_folder_can_be_taken_in_at_a_glance() -> None:
+def test_folders_are_small() -> None:
     folders = Counter(
         str(source.parent.relative_to(ROOT))
         for package in PACKAGES
         for source in sources(package)
         if source.name != "__init__.py" and "_pb2" not in source.name
     )
-    assert {folder: count for folder, count in folders.items() if count > MOST_MODULES} == {}
+    assert {folder: count for folder, count in folders.items() if count > MAX_MODULES} == {}
 
 
 @pytest.mark.parametrize("package", [name for name in PACKAGES if name not in ("engine", "bench")])
-def test_nothing_that_serves_imports_torch_but_the_engine(package: str) -> None:
+def test_only_engine_and_bench_import_torch(package: str) -> None:
     assert offences(package, set(HEAVY)) == []
 
 
