@@ -6,8 +6,10 @@ import re
 import shlex
 import textwrap
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("k8s/**/*.md")])
@@ -20,36 +22,40 @@ _HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
 _PROGRAMS = ("spool", "python", "make", "curl", "kubectl")
 
 
-@dataclass(frozen=True)
-class Command:
-    """`words` without the folder of the virtual environment; `shown` as it stands in the document."""
+class Command(NamedTuple):
+    """`words` without the folder of the virtual environment."""
 
     document: str
-    shown: str
     words: tuple[str, ...]
 
     def __str__(self) -> str:
-        return f"{self.document}: {self.shown}"
+        return f"{self.document}: {shlex.join(self.words)}"
 
 
 def name_of(document: Path) -> str:
     return document.relative_to(ROOT).as_posix()
 
 
-def blocks(document: Path) -> Iterator[str]:
+def prose(document: Path) -> str:
+    return _FENCE.sub("", document.read_text(encoding="utf-8"))
+
+
+def blocks(document: Path) -> list[str]:
     """Code blocks, without their indentation."""
-    text = document.read_text(encoding="utf-8")
-    for _, block in _FENCE.findall(text):
-        yield block
-    for block in _INDENTED.findall(_FENCE.sub("", text)):
-        yield textwrap.dedent(block)
+    fenced = [block for _, block in _FENCE.findall(document.read_text(encoding="utf-8"))]
+    return fenced + [textwrap.dedent(block) for block in _INDENTED.findall(prose(document))]
+
+
+def blocks_like(beginning: str) -> Any:
+    """Parameters of a test: the code blocks of all documents that begin with this pattern."""
+    found = [(name_of(document), block) for document in DOCUMENTS for block in blocks(document)]
+    return [pytest.param(block, id=name) for name, block in found if re.match(beginning, block)]
 
 
 def commands(document: Path) -> Iterator[Command]:
-    """Those in code blocks, and those in running text that have arguments or name a program of ours."""
+    """Those in code blocks, and those in running text that have arguments."""
     lines = [line for block in blocks(document) for line in block.replace("\\\n", " ").splitlines()]
-    text = _FENCE.sub("", document.read_text(encoding="utf-8"))
-    for shown in [*lines, *_INLINE.findall(text)]:
+    for shown in [*lines, *_INLINE.findall(prose(document))]:
         try:
             words = shlex.split(shown, comments=True)
         except ValueError:
@@ -57,23 +63,24 @@ def commands(document: Path) -> Iterator[Command]:
         while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
             words.pop(0)
         if len(words) > 1 and (program := words[0].removeprefix(".venv/bin/")) in _PROGRAMS:
-            # A module that is only named may need arguments.
-            named_only = shown not in lines and len(words) == 3 and words[1] == "-m"
-            yield Command(name_of(document), shown.strip(), (program, *words[1:], *(["--help"] if named_only else [])))
+            yield Command(name_of(document), (program, *words[1:]))
 
 
 def links(document: Path) -> list[str]:
-    return _LINK.findall(_FENCE.sub("", document.read_text(encoding="utf-8")))
+    return _LINK.findall(prose(document))
 
 
 def named_files(document: Path) -> Iterator[str]:
     """Paths in running text that look like files of the project."""
-    for shown in _INLINE.findall(_FENCE.sub("", document.read_text(encoding="utf-8"))):
+    for shown in _INLINE.findall(prose(document)):
         if re.fullmatch(r"(?:bench|deploy|docs|engine|k8s|protos|scheduler|services|tests)/[\w./-]+", shown):
             yield shown
 
 
 def anchors(document: Path) -> set[str]:
     """As GitHub makes them of headings."""
-    headings = _HEADING.findall(_FENCE.sub("", document.read_text(encoding="utf-8")))
+    headings = _HEADING.findall(prose(document))
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+COMMANDS = list({command.words: command for document in DOCUMENTS for command in commands(document)}.values())

@@ -61,7 +61,7 @@ def test_nothing_for_tests_alone_is_installed_for_serving() -> None:
     needed = {canonicalize_name(requirement.name) for requirement in RUNTIME}
     closure = installed_closure(RUNTIME)
     tools = {canonicalize_name(requirement.name) for requirement in DEV} - needed - set(closure)
-    assert {"locust", "mypy", "pytest", "selenium"} <= tools
+    assert {"mypy", "pytest", "selenium"} <= tools
     assert [name for name in locked(LOCK) if name in tools] == []
 
 
