@@ -52,6 +52,10 @@ SHAPES: dict[str, Callable[[], Shape]] = {
     "qwen3-8b": lambda: Shape(
         _qwen3(151936, 4096, 12288, 36, (32, 8, 128), 40960), _qwen3(151936, 1024, 3072, 28, (16, 8, 128), 40960)
     ),
+    # The sizes of HuggingFaceTB/SmolLM2-135M, and a tenth of its layers.
+    "smollm2-135m": lambda: Shape(
+        _qwen3(49152, 576, 1536, 30, (9, 3, 64), 8192), _qwen3(49152, 576, 1536, 3, (9, 3, 64), 8192)
+    ),
     "tiny": lambda: Shape(_qwen3(512, 96, 192, 2, (4, 2, 32), 2048), _qwen3(512, 64, 128, 1, (4, 2, 32), 2048)),
 }
 
