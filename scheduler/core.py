@@ -200,8 +200,6 @@ class SchedulerCore:
                     choice.gain,
                     choice.rate,
                     tuple(figures.acceptance.chances),
-                    choice.ahead[0],
-                    figures.ahead.found,
                 )
                 for target in targets
                 for draft_id, choice in self._controller.target(target).choices.items()

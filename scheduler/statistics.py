@@ -71,8 +71,7 @@ class DraftingSnapshot:
     """What one target's sequences draft with one draft worker at present, and why; only policy AUTO decides that.
 
     At up to `length` tokens a round they are expected to commit `tokens_per_second`, `gain` times as many as by plain
-    decoding. `chances`: that a token is accepted, given that those before it were, by its place. While the target
-    verifies, the draft prepares for up to `outcomes` outcomes, lately for a `found` share of those that came.
+    decoding. `chances`: that a token is accepted, given that those before it were, by its place.
     """
 
     target_id: str
@@ -81,8 +80,6 @@ class DraftingSnapshot:
     gain: float
     tokens_per_second: float
     chances: tuple[float, ...]
-    outcomes: int = 0
-    found: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -53,7 +53,7 @@ class DraftPlanner:
         if target is None or not target.verifying:
             return False
         choice = self._controller.target(target).choices.get(draft.worker_id)
-        return choice is not None and 2 * len(draft.ready) < choice.sequences
+        return choice is not None and choice.length > 0 and 2 * len(draft.ready) < len(target.sequences)
 
     def _propose(
         self, draft: DraftWorker, rows: dict[int, InFlightRow[Sequence]], work: DraftWork, now: float
@@ -91,39 +91,46 @@ class DraftPlanner:
         return budget, room
 
     def _prepare(self, draft: DraftWorker, step_id: int, now: float) -> SendStep | None:
-        """A step that prepares for outcomes of the verifications under way, if there is time for that."""
-        sequences = [one for one in draft.verifying.values() if self._can_prepare(one)][: self._proposals_per_step]
-        outcomes, length = self._controller.ahead(draft, sequences) if sequences else (0, 0)
+        """A step that prepares proposals for the likeliest outcomes of the verifications under way."""
+        sequences = [one for one in draft.verifying.values() if self._can_prepare(one, draft)]
+        del sequences[self._proposals_per_step :]
+        targets = {one.target for one in sequences if one.target is not None}
+        preparation = self._controller.preparation(draft, targets, len(sequences)) if targets else None
+        if preparation is None:
+            return None
         rows: dict[int, InFlightRow[Sequence]] = {}
+        work = DraftWork()
         room = draft.spec.max_num_batched_tokens
-        for sequence in sequences if outcomes and length else ():
-            assumed = _assumed(sequence)
-            fed = draft.kv_lag(sequence) + len(assumed)
-            # After all of them and the target's own token, too, proposals must end where the sequence does.
-            end = min(sequence.end, draft.spec.max_sequence_length)
-            longest = min(length, end - sequence.length - len(assumed) - 1)
-            if (
-                fed > room
-                or longest < 1
-                or not draft.pages.reserve(sequence.sequence_id, sequence.length + len(assumed))
-            ):
+        for sequence in sequences:
+            verified = _verified_tokens(sequence)
+            end = sequence.length + len(verified)
+            fed = draft.kv_lag(sequence) + len(verified)
+            # The longest outcome is followed by a token of the target's own, and then by the proposal.
+            longest = min(sequence.end, draft.spec.max_sequence_length) - end - 1
+            length = min(preparation.length, longest)
+            if fed > room or length < 1 or not draft.pages.reserve(sequence.sequence_id, end):
                 continue
             room -= fed
-            row = draft.make_row(sequence, sequence.length, assumed, longest)
-            row.outcomes = outcomes
+            row = draft.make_row(sequence, sequence.length, verified, length)
+            row.outcomes = preparation.outcomes
+            work.add_prepared(fed, length, row.outcomes * length, row.kv_len)
             rows[sequence.sequence_id] = InFlightRow(sequence, row)
             sequence.prepared_for = sequence.length
-        return draft.send(step_id, rows, DraftWork(), now) if rows else None
+        return draft.send(step_id, rows, work, now) if rows else None
 
-    def _can_prepare(self, sequence: Sequence) -> bool:
-        """Once in a round, where something was proposed that only sampling decides on. While a target has another
-        batch to verify, nothing waits for the draft in any case."""
+    def _can_prepare(self, sequence: Sequence, draft: DraftWorker) -> bool:
+        """Once in a round, for a proposal that the target verifies. While the target has another batch to verify,
+        nothing waits for the draft; what a grammar allows after an outcome is not known in advance."""
         target = sequence.target
-        if target is None or len(target.sequences) > self._batch_size:
-            return False
-        if sequence.prepared_for == sequence.length or sequence.drafting_refused:
-            return False
-        return sequence.request.sampling.grammar is None and bool(_assumed(sequence))
+        return (
+            target is not None
+            and len(target.sequences) <= self._batch_size
+            and sequence.prepared_for != sequence.length
+            and not sequence.drafting_refused
+            and sequence.request.sampling.grammar is None
+            and bool(_verified_tokens(sequence))
+            and self._controller.prepares(draft, target)
+        )
 
     def _catch_up(
         self, draft: DraftWorker, rows: dict[int, InFlightRow[Sequence]], work: DraftWork, budget: int
@@ -160,7 +167,7 @@ class DraftPlanner:
         return True
 
 
-def _assumed(sequence: Sequence) -> tuple[int, ...]:
+def _verified_tokens(sequence: Sequence) -> tuple[int, ...]:
     """The draft tokens that the target verifies."""
     flight = None if sequence.target is None else sequence.target.in_flight.get(sequence.sequence_id)
     return () if flight is None or flight.abandoned else flight.row.draft_tokens

@@ -79,12 +79,19 @@ class OwnAcceptance:
         """A round ended."""
         self.taken, self.tried = self.taken * FORGET + taken, self.tried * FORGET + tried
 
-    def survival(self, chances: list[float], least: float = 0.0) -> list[float]:
-        """The chance of each token to be accepted with all before it, down to the `least`; `chances` by the model."""
-        taken, weight, chance, found = self.taken, self.tried + _PRIOR_WEIGHT, 1.0, []
+    def chance(self, expected: float) -> float:
+        """The chance of a token that the model's chance is `expected` for, given that those before it were accepted."""
+        return (self.taken + _PRIOR_WEIGHT * expected) / (self.tried + _PRIOR_WEIGHT)
+
+    def survival(self, chances: list[float], lowest: float) -> list[float]:
+        """The chance of each token to be accepted with all before it, as long as that is at least `lowest`.
+
+        `chances` are the draft model's, by position.
+        """
+        survival, found = 1.0, []
         for expected in chances:
-            chance *= (taken + _PRIOR_WEIGHT * expected) / weight
-            if chance < least:
+            survival *= self.chance(expected)
+            if survival < lowest:
                 break
-            found.append(chance)
+            found.append(survival)
         return found

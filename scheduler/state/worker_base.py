@@ -84,7 +84,7 @@ class DraftWork:
             self.catch_up_tokens += fed
 
     def add_prepared(self, fed: int, length: int, proposed: int, kv_len: int) -> None:
-        """A row that prepared, by a pass over the tokens fed and one for each token of its proposals."""
+        """A row that prepares: a pass over the tokens fed, and one for each token of its proposals."""
         self.passes = max(self.passes, 1 + length)
         self.kv_tokens += kv_len * (1 + proposed)
         self.proposed_tokens += proposed
@@ -224,6 +224,7 @@ class WorkerState(ABC, Generic[Member, Work]):
             entry.opened = True
             opening = sequence.request
             committed = tuple(tokens.tokens[: self.pages.reserved(sequence_id) * self.spec.page_size])
+            entry.told = len(committed)
         return Row(
             sequence_id,
             start,
@@ -234,6 +235,7 @@ class WorkerState(ABC, Generic[Member, Work]):
             sample,
             opening,
             committed,
+            told=end <= entry.told,
         )
 
     def send(

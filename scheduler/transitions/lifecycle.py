@@ -108,7 +108,7 @@ class Lifecycle:
             return
         flight = draft.in_flight.get(sequence.sequence_id)
         fed = 0 if flight is None or flight.abandoned else len(flight.row.tokens)
-        if kv_lag - fed <= draft.max_kv_lag and self._controller.proposes_at_once(draft, kv_lag):
+        if kv_lag - fed <= draft.max_kv_lag:
             sequence.ready_at = now
             self._change(sequence, DRAFT_WANTED)
         else:

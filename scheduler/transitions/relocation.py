@@ -62,7 +62,7 @@ class Relocation:
         if move is None:
             return
         if event.moved:
-            self._controller.kv_moves.observe(event.seconds, 1.0, move.positions)
+            self._controller.kv_moved(move.positions, event.seconds)
             self._counters.count_move(move.positions, event.size, event.seconds)
         else:
             self._counters.failed_moves += 1

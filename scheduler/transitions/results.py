@@ -37,12 +37,9 @@ class Rounds:
         if step is None:
             return
         _leave_out_reused(step, results)
-        _count_prepared(step, results)
+        if any(_ended_early(flight.row, results) for flight in step.rows):
+            step.work = DraftWork()
         self._controller.draft_step(draft, step.work, seconds, step.elapsed(now))
-        lengths = [flight.row.draft_length for flight in step.rows if flight.row.outcomes]
-        if lengths:
-            late = not any(_is_verified(flight) for flight in step.rows)
-            self._controller.prepared(draft, max(lengths), seconds, late, now)
         together = _failed_together(step, results)
         for flight in step.rows:
             wanted = not flight.abandoned
@@ -206,9 +203,8 @@ class Rounds:
         prepared = sequence.prepared(accepted, tokens[-1])
         if sequence.draft is not None:
             sequence.draft.kv[sequence.sequence_id].settle_proposal(accepted)
-            if drafted:
-                was_asked = sequence.prepared_for == before
-                self._controller.looked_for(sequence.draft, target, was_asked, prepared is not None, now)
+            if drafted and sequence.prepared_for == before:
+                self._controller.looked_for(sequence.draft, prepared is not None)
         if entry.valid < sequence.length - 1:
             self._lifecycle.catch_up(sequence)
         else:
@@ -293,18 +289,11 @@ def _leave_out_known(target: TargetWorker, step: OutstandingStep[Sequence, Targe
             step.work.leave_out(min(known, len(flight.row.tokens)))
 
 
-def _count_prepared(step: OutstandingStep[Sequence, DraftWork], results: Results) -> None:
-    """Of a step that prepares, what it has done is known only where it did not end early."""
-    for flight in step.rows:
-        row, result = flight.row, results.get(flight.row.sequence_id)
-        if not row.outcomes:
-            continue
-        lengths = [len(outcome.draft_tokens) for outcome in result.outcomes] if result is not None else []
-        if not lengths or min(lengths) < row.draft_length:
-            step.work = DraftWork()
-            return
-        fed = len(row.tokens) + len(row.draft_tokens)
-        step.work.add_prepared(fed, row.draft_length, sum(lengths), row.kv_len)
+def _ended_early(row: Row, results: Results) -> bool:
+    """Whether a row has prepared fewer or shorter proposals than it was to: another step waited, or it failed."""
+    result = results.get(row.sequence_id)
+    prepared = 0 if result is None else sum(len(outcome.draft_tokens) for outcome in result.outcomes)
+    return prepared < row.outcomes * row.draft_length
 
 
 def _failed_together(

@@ -77,11 +77,11 @@ def test_a_place_that_was_never_reached_is_taken_for_like_the_one_before() -> No
 
 def test_a_sequence_is_taken_for_like_the_others_until_it_shows_otherwise() -> None:
     own, chances = OwnAcceptance(), [0.8, 0.8]
-    assert own.survival(chances) == pytest.approx([0.8, 0.64])
+    assert own.survival(chances, 0.0) == pytest.approx([0.8, 0.64])
     for tokens, most in ((4, 0.45), (30, 0.2)):
         for _ in range(tokens):
             own.observe(0, 1)
-        assert own.survival(chances)[0] < most
+        assert own.survival(chances, 0.0)[0] < most
 
 
 PROMPT_LENGTH = 3

@@ -44,9 +44,9 @@ LAWS = {
 class Cell:
     """One target and drafts, whose steps are reported as they would be measured."""
 
-    def __init__(self, law: Law, batch_size: int = 16, drafts: int = 1) -> None:
+    def __init__(self, law: Law, batch_size: int = 16, drafts: int = 1, draft_ahead: int = 0) -> None:
         self.law, self.rng = law, random.Random(7)
-        self.config = SchedulerConfig(policy=Policy.AUTO, batch_size=batch_size, draft_length=LONGEST)
+        self.config = SchedulerConfig(batch_size=batch_size, draft_length=LONGEST, draft_ahead=draft_ahead)
         self.fleet = Fleet(self.config)
         self.controller = Controller(self.config, self.fleet, Counters())
         for name in ("target", *(f"draft{number}" for number in range(drafts))):
@@ -177,6 +177,19 @@ def test_a_worker_that_comes_anew_is_learnt_anew() -> None:
     cell.controller.lose(draft.worker_id)
     assert not cell.controller.draft(draft).cost.known
     assert cell.controller.target(cell.target).choices == {}
+
+
+@pytest.mark.parametrize(("verification", "length"), [(0.0019, None), (0.0041, 1), (0.0101, 4), (0.1, LONGEST)])
+def test_proposals_are_prepared_as_long_as_a_verification_leaves_time_for(
+    verification: float, length: int | None
+) -> None:
+    """Passes of 1 ms, and outcomes that cost as much again."""
+    law = Law(verification - 1e-5, 1e-5, 0.001, 0.00001)
+    cell = Cell(law, draft_ahead=1000)
+    cell.submit()
+    cell.settle({0: 0.9})
+    preparation = cell.controller.preparation(cell.drafts[0], {cell.target}, 1)
+    assert (None if preparation is None else preparation.length) == length
 
 
 def test_other_policies_draft_as_much_as_they_may() -> None:

@@ -19,7 +19,6 @@ from scheduler.messages import (
     SequenceRequest,
     SequenceSubmitted,
     StepCompleted,
-    WorkerLost,
 )
 from scheduler.sampling import Grammar, SamplingParameters
 from scheduler.state.digests import DigestedTokens
@@ -129,14 +128,6 @@ def test_an_idle_draft_prepares_for_what_is_verified() -> None:
     check_to_the_end(driver)
 
 
-def test_it_prepares_once_in_a_round() -> None:
-    driver = drafting()
-    preparing(driver)
-    assert not draft(driver, prepares(driver))
-    assert not driver.plan()
-    check_to_the_end(driver)
-
-
 def test_one_step_prepares_for_all_sequences_that_are_verified() -> None:
     driver = drafting_for_two(batch_size=2)
     verify(driver)
@@ -164,23 +155,6 @@ def test_nothing_is_prepared(why: str) -> None:
     check_to_the_end(driver)
 
 
-def test_as_many_tokens_are_prepared_as_there_was_time_for() -> None:
-    driver = pair(draft_ahead=4, draft_length=4)
-    controller, fleet = driver.core._controller, driver.core._fleet
-    draft, target = fleet.drafts["draft"], fleet.targets["target"]
-    figures = controller.draft(draft)
-
-    def length_after(late: bool, verdict: float) -> int:
-        """What was prepared at 1.0, in four passes of 10 ms each, came late, or before the verdict."""
-        controller.prepared(draft, 3, 0.04, late, 1.0)
-        controller.looked_for(draft, target, True, True, verdict)
-        return figures.ahead.length
-
-    assert figures.ahead.length == 4
-    assert [length_after(True, 1.0), length_after(False, 1.001), length_after(False, 2.0)] == [2, 2, 3]
-    assert [length_after(False, 3.0), length_after(False, 3.0)] == [4, 4]
-
-
 def test_nothing_is_prepared_while_the_target_has_another_batch() -> None:
     driver = drafting_for_two(batch_size=1)
     while any(driver.steps.values()):
@@ -206,47 +180,6 @@ def test_proposals_end_where_the_sequence_does(bound: str, spare: int, length: i
     check_to_the_end(driver)
 
 
-def test_without_pages_for_the_tokens_that_are_verified_nothing_is_prepared() -> None:
-    """The first proposal ends at position 13 of 16, the one that was prepared at 17."""
-    driver = drafting(pages=4)
-    preparing(driver)
-    draft(driver, prepares(driver))
-    driver.answer("target")
-    assert len(driver.only_step("target").rows[0].draft_tokens) == 3
-    assert not driver.steps["draft"]
-    check_to_the_end(driver)
-
-
-def test_sequences_that_are_ready_come_first() -> None:
-    driver = drafting(batch_size=4)
-    draft(driver)
-    driver.answer("target")
-    driver.submit(3, prompt_length=8)
-    draft(driver)  # the proposal; it catches up with sequence 3 next, and the target verifies sequence 1
-    verified = next(row for row in rows_of(driver, "target") if row.draft_tokens)
-    assert verified.sequence_id == 1
-    assert [(row.sequence_id, row.outcomes) for row in rows_of(driver, "draft")] == [(3, 0)]
-    while not any(row.sequence_id == 3 and row.draft_length for row in rows_of(driver, "draft")):
-        assert not any(row.outcomes for row in rows_of(driver, "draft") if row.sequence_id == 3)
-        if rows_of(driver, "draft"):
-            draft(driver)
-        else:
-            driver.answer("target")
-    assert not any(row.outcomes for row in driver.steps["draft"][-1].rows)
-    check_to_the_end(driver, 1, 3)
-
-
-def test_what_is_asked_meanwhile_is_sent_behind_the_step_that_prepares() -> None:
-    driver = drafting(batch_size=2)
-    preparing(driver)
-    driver.submit(2, prompt_length=8)
-    first, second = driver.steps["draft"]
-    assert [row.sequence_id for row in second.rows] == [2]
-    assert first.rows[0].outcomes
-    assert not second.rows[0].outcomes
-    check_to_the_end(driver, 1, 2)
-
-
 # --- the verdict ---
 
 
@@ -267,20 +200,6 @@ def test_after_a_hit_the_next_verification_needs_no_draft_step() -> None:
     check_to_the_end(driver)
 
 
-def test_hit_upon_hit_leaves_all_draft_steps_to_preparing() -> None:
-    driver = drafting()
-    preparing(driver)
-    before = len(of_type(driver.log, SendStep))
-    while driver.steps["draft"]:
-        draft(driver, prepares(driver))
-        driver.answer("target")
-    steps = of_type(driver.log, SendStep)[before:]
-    assert all(row.outcomes for step in steps if step.worker_id == "draft" for row in step.rows)
-    sought, found = counted(driver)
-    assert sought == found > 5
-    check_to_the_end(driver)
-
-
 def test_after_a_miss_the_draft_proposes() -> None:
     driver = drafting()
     preparing(driver)
@@ -289,22 +208,6 @@ def test_after_a_miss_the_draft_proposes() -> None:
     (row,) = driver.only_step("draft").rows
     assert (row.kv_len, len(row.tokens), row.draft_length, row.outcomes) == (13, 1, 4, 0)
     assert not driver.steps["target"]
-    assert counted(driver) == (1, 0)
-    check_to_the_end(driver)
-
-
-def test_a_step_that_ended_early_is_a_miss() -> None:
-    driver = drafting()
-    preparing(driver)
-
-    def cut_short(row: Row) -> RowResult:
-        result = driver.workers["draft"].run_row(row)
-        result.outcomes = ()
-        return result
-
-    draft(driver, cut_short)
-    driver.answer("target")
-    assert driver.only_step("draft").rows[0].draft_length == 4
     assert counted(driver) == (1, 0)
     check_to_the_end(driver)
 
@@ -346,28 +249,6 @@ def test_a_proposal_that_overtakes_the_answer_to_what_was_prepared_is_asked_for_
     check_to_the_end(driver)
 
 
-def test_what_was_prepared_for_one_verification_is_of_no_use_for_the_next() -> None:
-    """Not even where the outcome comes then: four accepted tokens, and the target's own, which is the eleventh."""
-    driver = drafting()
-    preparing(driver)
-    token = expected(driver, 1)[10]
-    assert token != expected(driver, 1)[5]
-
-    def too_early(row: Row) -> RowResult:
-        result = driver.workers["draft"].run_row(row)
-        result.outcomes = (Outcome(4, token, (1, 2, 3)),)
-        return result
-
-    draft(driver, too_early)
-    driver.answer("target")
-    draft(driver)  # proposes
-    driver.answer("target")
-    assert len(outputs(driver, 1)) == 11
-    assert not driver.steps["target"]
-    assert counted(driver) == (2, 0)
-    check_to_the_end(driver)
-
-
 def test_of_what_was_prepared_no_more_is_verified_than_may_be_proposed() -> None:
     driver = pair(draft_ahead=4, draft_length=4)
     driver.submit(1, prompt_length=8, max_tokens=40, draft_length=2)
@@ -375,24 +256,6 @@ def test_of_what_was_prepared_no_more_is_verified_than_may_be_proposed() -> None
     draft(driver, prepares(driver, length=4))
     driver.answer("target")
     assert len(driver.only_step("target").rows[0].draft_tokens) == 2
-    check_to_the_end(driver)
-
-
-def test_wrong_proposals_of_a_hit_cost_no_token() -> None:
-    driver = drafting()
-    preparing(driver)
-
-    def wrong(row: Row) -> RowResult:
-        result = prepares(driver)(row)
-        assert result is not None
-        for outcome in result.outcomes:
-            outcome.draft_tokens = tuple((token + 1) % VOCABULARY for token in outcome.draft_tokens)
-        return result
-
-    draft(driver, wrong)
-    driver.answer("target")
-    driver.answer("target")
-    assert of_type(driver.log, EmitTokens)[-1].accepted == 0
     check_to_the_end(driver)
 
 
@@ -404,28 +267,12 @@ def forgets(driver: Driver, row: Row) -> RowResult:
     return RowResult(row.sequence_id, RowStatus.UNKNOWN_SEQUENCE, 0, 0)
 
 
-def holds_less(driver: Driver, row: Row) -> RowResult:
-    worker = driver.workers["draft"]
-    held = worker.held[row.sequence_id]
-    held.tokens.truncate(5)
-    worker.pool.truncate(held.table, 5)
-    return RowResult(row.sequence_id, RowStatus.KV_MISMATCH, 5, held.tokens.digest(5))
-
-
-def holds_other_tokens(driver: Driver, row: Row) -> RowResult:
-    held = driver.workers["draft"].held[row.sequence_id]
-    held.tokens = DigestedTokens([VOCABULARY] * len(held.tokens))
-    return RowResult(row.sequence_id, RowStatus.KV_MISMATCH, len(held.tokens), held.tokens.digest(len(held.tokens)))
-
-
 def fails_with(status: RowStatus) -> Callable[[Driver, Row], RowResult]:
     return lambda _driver, row: RowResult(row.sequence_id, status, 0, 0, error="no")
 
 
 FAILURES = {
     "unknown sequence": forgets,
-    "less KV": holds_less,
-    "other KV": holds_other_tokens,
     "out of pages": fails_with(RowStatus.OUT_OF_PAGES),
     "failed": fails_with(RowStatus.FAILED),
     "invalid": fails_with(RowStatus.INVALID),
@@ -449,50 +296,6 @@ def test_a_row_that_fails_to_prepare_leaves_the_round_as_it_is(failure: str, ver
     check_to_the_end(driver)
 
 
-@pytest.mark.parametrize("failure", ["unknown sequence", "less KV", "other KV"])
-def test_after_lost_kv_the_draft_is_fed_what_it_lacks_and_proposes_again(failure: str) -> None:
-    driver = drafting()
-    preparing(driver)
-    draft(driver, lambda row: FAILURES[failure](driver, row))
-    statuses = set()
-
-    def watched(row: Row) -> RowResult:
-        result = driver.workers["draft"].run_row(row)
-        statuses.add(result.status)
-        return result
-
-    while not driver.workers["draft"].held or len(outputs(driver, 1)) < 20:
-        if driver.steps["draft"]:
-            draft(driver, watched)
-        if driver.steps["target"]:
-            driver.answer("target")
-    assert statuses == {RowStatus.OK}
-    assert any(emitted.accepted for emitted in of_type(driver.log, EmitTokens)[2:])
-    check_to_the_end(driver)
-
-
-def test_a_step_that_fails_as_a_whole_spares_its_sequences() -> None:
-    driver = drafting_for_two(batch_size=2)
-    verify(driver)
-    assert len(driver.only_step("target").rows) == 2
-    assert len(driver.only_step("draft").rows) == 2
-
-    def fails(row: Row) -> RowResult:
-        driver.workers["draft"].forget(row.sequence_id)
-        return RowResult(row.sequence_id, RowStatus.FAILED, 0, 0, error="no")
-
-    draft(driver, fails)
-    assert driver.core.snapshot().verifying == 2
-    count = len(prepared_rows(driver))
-    while any(driver.steps.values()):
-        if driver.steps["draft"]:
-            draft(driver)
-        if driver.steps["target"]:
-            driver.answer("target")
-    assert len(prepared_rows(driver)) > count
-    check_to_the_end(driver, 1, 2)
-
-
 # --- ends and losses ---
 
 
@@ -513,17 +316,6 @@ def test_the_draft_is_lost_while_it_prepares(answered: bool, another: bool) -> N
     check_to_the_end(driver)
 
 
-def test_the_target_is_lost_while_the_draft_prepares() -> None:
-    driver = drafting()
-    driver.join("other")
-    preparing(driver)
-    driver.lose("target")
-    del driver.steps["target"], driver.workers["target"]
-    draft(driver, prepares(driver))
-    check_to_the_end(driver)
-    assert counted(driver)[0] > 0
-
-
 @pytest.mark.parametrize("answered", [False, True])
 def test_a_sequence_is_cancelled_while_its_draft_prepares(answered: bool) -> None:
     driver = drafting()
@@ -535,35 +327,3 @@ def test_a_sequence_is_cancelled_while_its_draft_prepares(answered: bool) -> Non
     driver.settle()
     assert not any(worker.held for worker in driver.workers.values())
     assert counted(driver) == (0, 0)
-
-
-@pytest.mark.parametrize("answered", [False, True])
-def test_a_sequence_finishes_while_its_draft_prepares(answered: bool) -> None:
-    fresh = drafting()
-    fresh.settle()
-    stop = expected(fresh, 1)[3]
-    driver = pair(draft_ahead=4, draft_length=4)
-    driver.submit(1, prompt_length=8, max_tokens=40, stop_token_ids=frozenset({stop}))
-    preparing(driver)
-    if answered:
-        draft(driver, prepares(driver))
-    driver.answer("target")
-    assert driver.core.snapshot().live == 0
-    if not answered:
-        assert not draft(driver, prepares(driver)) or driver.steps["draft"]
-    assert counted(driver) == (0, 0)
-    check_to_the_end(driver)
-
-
-def test_a_sequence_that_comes_back_is_opened_behind_the_row_that_prepares() -> None:
-    driver = drafting()
-    preparing(driver)
-    driver.join("other")
-    driver.handle(WorkerLost("target", blameless=True))
-    del driver.steps["target"], driver.workers["target"]
-    draft(driver, prepares(driver))
-    assert driver.core.snapshot().prefilling == 1
-    (row,) = driver.only_step("draft").rows
-    assert (row.kv_len, row.opening is not None) == (0, True)
-    assert driver.only_step("draft").released == (1,)
-    check_to_the_end(driver)
