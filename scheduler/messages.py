@@ -75,7 +75,7 @@ class TokenLogprobs:
 class Suspicion:
     """That a sequence may be the reason why targets were lost (scheduler/transitions/blame.py).
 
-    `count`: how often it was suspected. After so many more `tokens` it is cleared; 0: it is.
+    The sequence was suspected `count` times, and is cleared after `tokens` more tokens; 0: it is not suspected now.
     """
 
     count: int = 0

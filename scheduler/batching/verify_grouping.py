@@ -18,9 +18,8 @@ from scheduler.state.workers import Sequence
 class GroupingView:
     """What a policy may look at.
 
-    `coming` counts the target's READY and DRAFTING sequences, `verifying` those in steps not answered yet.
-    `may_wait` is false where waiting cannot pay: the step goes anyway, for a prefill. `drafting`: whether any of the
-    target's sequences draft.
+    `coming` counts the target's READY and DRAFTING sequences, `verifying` those in steps not answered yet. `may_wait`
+    is false if the step is sent in any case, for a prefill. `drafting`: whether any of the target's sequences draft.
     """
 
     drafted: DraftedIndex[Sequence]
@@ -52,7 +51,7 @@ class GroupingPolicy(Protocol):
     def pick(self, view: GroupingView) -> VerifyGroup | None: ...
 
 
-class Ragged:
+class OldestFirst:
     """The oldest sequences, whatever their lengths: best where batches need no padding."""
 
     lockstep = False
@@ -61,8 +60,8 @@ class Ragged:
         return VerifyGroup(view.drafted.first(view.batch_size)) if view.drafted else None
 
 
-class LockstepRagged:
-    """EQSPEC: one cohort per target, verified together once all of its sequences are drafted."""
+class WholeCohort:
+    """EQSPEC: one cohort of sequences per target, verified together once all of them are drafted."""
 
     lockstep = True
 
@@ -75,8 +74,9 @@ class LockstepRagged:
         return None if view.coming.total or view.verifying else VerifyGroup(oldest)
 
 
-class EqualLength:
-    """EXSPEC: the largest equal-length group, waiting for members still being drafted; else a ragged batch."""
+class LargestEqualGroup:
+    """EXSPEC: the largest group of equal length, once no sequence of that length is being drafted for; the oldest
+    sequences where no two are equal."""
 
     lockstep = False
 
@@ -94,11 +94,11 @@ class EqualLength:
         return VerifyGroup(group)
 
 
-class Together:
-    """AUTO: as long as a target's sequences fit one step, they stay together; else the oldest go.
+class OneStepForAll:
+    """AUTO: all sequences of a target in one step while they fit; otherwise the oldest sequences.
 
-    Those behind a running step would need a step of their own from then on, so they wait for it, and for a draft where
-    the target's sequences draft. A probe is not waited for.
+    While they fit, the drafted sequences wait for those in the running step, else the target would take two steps in
+    each cycle from then on. They also wait for proposals if the target drafts, but not for a probe.
     """
 
     lockstep = False
@@ -117,10 +117,10 @@ class Together:
 def make_policy(policy: Policy) -> GroupingPolicy:
     match policy:
         case Policy.EQSPEC:
-            return LockstepRagged()
+            return WholeCohort()
         case Policy.EXSPEC:
-            return EqualLength()
+            return LargestEqualGroup()
         case Policy.RAGGED:
-            return Ragged()
+            return OldestFirst()
         case Policy.AUTO:
-            return Together()
+            return OneStepForAll()

@@ -10,15 +10,15 @@ from scheduler.speculation.cost_model import FORGET
 MAX_CONFIDENCE = 255
 """A confidence is a number from 0 to 255 for each draft token, a byte on the wire."""
 _BINS = 16
-"""As finely are confidences told apart: finer bins would be too empty to learn from, coarser ones say less."""
+"""Bins of confidence, each with a chance of its own: more bins would be too empty to learn from."""
 PRIOR_CHANCE = 0.7
-"""Of what nobody has seen, a draft model's token for one: high enough that it is tried, which soon says more."""
+"""The chance of a draft token before any was observed: high enough that drafting is tried."""
 _PRIOR_WEIGHT = 4.0
-"""What few tokens say is drawn towards what was to be expected, as if so many tokens had said that."""
+"""The prior chance counts as much as so many observed tokens."""
 
 
 class ModelAcceptance:
-    """Of one draft model: the chance of a token, given that those before it were accepted, by place and confidence."""
+    """The chance of a draft model's token, given that those before it were accepted, by place and by confidence."""
 
     def __init__(self, places: int) -> None:
         self._taken = [0.0] * places
@@ -67,7 +67,7 @@ class ModelAcceptance:
 
 
 class OwnAcceptance:
-    """Of one sequence: `taken` of `tried` draft tokens, older ones for less. `probing`: it drafts only to learn."""
+    """Of one sequence's draft tokens, `taken` of `tried`; older ones count less. `probing`: it drafts only to learn."""
 
     __slots__ = ("probing", "taken", "tried")
 

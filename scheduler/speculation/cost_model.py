@@ -6,12 +6,12 @@ import math
 from operator import mul
 
 FORGET = 0.95
-"""By so much an observation counts less for each one after it: the last twenty or so decide, as for acceptance."""
+"""The weight of an observation is multiplied by this for each later one: the last twenty or so decide."""
 TOKEN_SHARE = 1 / 32
-"""Of a step by itself, what a token is guessed to cost: loading the weights is most of a step. And of that, what the
-logits and the choice add for a token to verify; and of that again, what reading the KV of a token costs."""
+"""The first guess of a token's cost, as a share of the cost of a step by itself: loading the weights is most of a step.
+The same share of that is what a token to verify costs more, and of that again, what reading a token's KV costs."""
 _SHORTEST = 0.5
-"""Of what was expected: a step that took less weighs as if it had taken so much, no more than four usual ones."""
+"""A step that took a smaller share of its expected time weighs as if it had taken this share."""
 
 
 class LinearCost:

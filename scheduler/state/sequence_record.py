@@ -1,7 +1,4 @@
-"""One live sequence: its tokens, its state, and the numbers of its rounds.
-
-Which workers hold the sequence is told in placement.py.
-"""
+"""One live sequence: its tokens, its state, and the numbers of its rounds. workers.py adds the workers that hold it."""
 
 from __future__ import annotations
 
@@ -40,7 +37,7 @@ class SequenceState(Enum):
 
 
 class SequenceRecord:
-    """All that the core knows of a sequence, except which workers hold it: `placement.Sequence` adds those.
+    """All that the core knows of a sequence, except which workers hold it: `workers.Sequence` adds those.
 
     Only scheduler/transitions/lifecycle.py changes `state`, since the workers' indexes must follow.
 
@@ -77,7 +74,6 @@ class SequenceRecord:
         "draft_losses",
         "draft_tokens",
         "drafted_at",
-        "drafted_order",
         "drafting_refused",
         "due",
         "end",
@@ -126,7 +122,6 @@ class SequenceRecord:
         self.prepared_for = 0
         self.ready_at = 0.0
         self.drafted_at = 0.0
-        self.drafted_order = 0
         self.due = 0.0
         self.target_failures = 0
         self.draft_failures = 0

@@ -174,8 +174,8 @@ class WorkerState(ABC, Generic[Member, Work]):
             flight = flight.before
 
     def row_answered(self, flight: InFlightRow[Member]) -> None:
-        """The row is no longer in flight. An answer that overtook that to the row before it is ignored: what that row
-        fed, and told of the prompt, is not known yet."""
+        """The row is no longer in flight. The row is abandoned if its answer came before the answer to the sequence's
+        previous row: what the previous row fed is not known yet."""
         flight.abandoned |= flight.before is not None
         sequence_id = flight.row.sequence_id
         later = self.in_flight[sequence_id]

@@ -153,8 +153,8 @@ class TargetWorker(WorkerState[Sequence, TargetWork]):
     def reindex(self, sequence: Sequence, before: SequenceState, after: SequenceState) -> None:
         """Moves the sequence from the index of one state to that of another; WAITING has none, as in `DraftWorker`."""
         self.changed = True
-        if self.suspects and self.suspects.pop(sequence.sequence_id, None) is not None:
-            pass
+        if sequence.sequence_id in self.suspects:
+            del self.suspects[sequence.sequence_id]
         elif before is _DRAFTED:
             self.drafted.remove(sequence)
         elif before is _VERIFYING:
@@ -215,7 +215,6 @@ class TargetWorker(WorkerState[Sequence, TargetWork]):
 
     def check_integrity(self) -> None:
         super().check_integrity()
-        self.drafted.check_integrity()
 
 
 Worker = DraftWorker | TargetWorker

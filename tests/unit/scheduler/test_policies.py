@@ -8,7 +8,7 @@ from scheduler.batching.verify_grouping import GroupingView, make_policy
 from scheduler.config import Policy
 from scheduler.key_class import NOBODY
 from scheduler.messages import SequenceRequest
-from scheduler.state.indexes import CountByLength, DraftedIndex, group_key
+from scheduler.state.indexes import CountByLength, DraftedIndex
 from scheduler.state.key_accounts import KeyAccount
 from scheduler.state.workers import Sequence
 
@@ -128,57 +128,3 @@ def test_auto_takes_the_oldest_where_more_than_a_step_are_there() -> None:
     assert chosen(Policy.AUTO, view(mixed())) == [1, 2, 3, 4]
     assert chosen(Policy.AUTO, view(mixed()[:2], verifying=3)) == [1, 2]
     assert chosen(Policy.AUTO, view(mixed()[:2], coming=(7, 8, 9))) == [1, 2]
-
-
-@pytest.mark.parametrize("asked_for_groups_after", [0, 20, 45])
-def test_the_index_stays_right_while_rows_come_and_go(asked_for_groups_after: int) -> None:
-    index, there, largest = DraftedIndex(3), [], []
-    sequences = [drafted(i, 10 + i % 3, drafts=i % 2) for i in range(30)]
-    leaving = sequences[::2] + sequences[1::2]
-    for event, sequence in enumerate(sequences + leaving):
-        if event < len(sequences):
-            index.add(sequence)
-            there.append(sequence)
-        else:
-            index.remove(sequence)
-            there.remove(sequence)
-        assert index.first(100) == there
-        assert index.oldest() is (there[0] if there else None)
-        if event >= asked_for_groups_after:
-            # Of each sequence, those that were drafted since and are of its kind.
-            groups = [
-                [other for other in there[at:] if group_key(other) == group_key(one)][:3]
-                for at, one in enumerate(there)
-            ]
-            largest = index.largest_group()
-            assert largest == max(groups, key=len, default=[])
-        index.check_integrity()
-    assert len(index) == 0
-    assert largest == []
-
-
-def test_groups_that_nobody_asked_for_in_a_long_time_are_right_when_asked_for_again() -> None:
-    index = DraftedIndex(3)
-    stays = [drafted(1, 10), drafted(2, 10)]
-    for sequence in stays:
-        index.add(sequence)
-    assert index.largest_group() == stays
-    for sequence_id in range(3, 203):
-        passing = drafted(sequence_id, 11)
-        index.add(passing)
-        index.remove(passing)
-        index.check_integrity()
-    late = drafted(203, 10)
-    index.add(late)
-    assert index.largest_group() == [*stays, late]
-    index.check_integrity()
-
-
-def test_a_length_that_changes_while_drafted_is_noticed() -> None:
-    index = DraftedIndex(3)
-    sequence = drafted(1, 10)
-    index.add(sequence)
-    assert index.largest_group() == [sequence]
-    sequence.commit((1,))
-    with pytest.raises(RuntimeError, match="changed its length"):
-        index.check_integrity()
