@@ -41,11 +41,11 @@ def bench_offline(settings: BenchOfflineSettings) -> int:
     prompts = bench_prompts(settings)
     console = error_console()
     with reporting(console) as reporter:
-        models = [
-            prepare_models(settings.run_settings(p).models, p.draft is not None, reporter) for p in settings.points
-        ]
-        jobs = make_jobs(prompts, models[0].tokenizer, settings.sampling, models[0].max_positions)
-        run = _Run(settings, models[0], jobs, reporter, console)
+        # Every draft is fetched and compared with the target before anything starts.
+        for point in {point.draft: point for point in settings.points}.values():
+            models = prepare_models(settings.run_settings(point).models, point.draft is not None, reporter)
+        jobs = make_jobs(prompts, models.tokenizer, settings.sampling, models.max_positions)
+        run = _Run(settings, models, jobs, reporter, console)
         run_until_interrupted(run.run())
     result = run.result()
     # Tables are not cut to the width of a terminal where there is none.
