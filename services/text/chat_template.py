@@ -17,9 +17,19 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
+_END_OF_CONTENT = "\ue000end of content\ue001"
+"""Put behind a message that is to be continued, to find where a template's text of it ends."""
+_MARK = "\ue000unparsed {}\ue001"
+"""Stands for an unparsed text while JSON is written."""
+
 
 class ChatTemplateError(ValueError):
     """The template does not accept the messages; the error's message is one line that a client can act on."""
+
+
+class UnparsedArguments(str):
+    """Arguments of a call that are not the JSON text of an object: a template writes the text as it is, with `tojson`
+    too. A template that fails on a text gets an empty object."""
 
 
 class ChatTemplate:
@@ -50,20 +60,33 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
-        """The text of a conversation; `variables` go to the template unchanged (`enable_thinking` ...)."""
-        known = {
-            **self._special_tokens,
-            "messages": messages,
-            "tools": tools,
-            "documents": None,
-            "add_generation_prompt": add_generation_prompt,
-            **variables,
-        }
+        """The text of a conversation; `variables` go to the template unchanged (`enable_thinking` ...).
+
+        With `continue_final_message`, the text ends with the content of the last message, for the model to go on.
+        """
+        if continue_final_message:
+            last = {**messages[-1], "content": messages[-1]["content"] + _END_OF_CONTENT}
+            text = self.render([*messages[:-1], last], add_generation_prompt=False, tools=tools, **variables)
+            content, found, _ = text.rpartition(_END_OF_CONTENT)
+            if not found:
+                raise ChatTemplateError("the model's chat template does not write the last message, to be continued")
+            return content
+        options = {"tools": tools, "add_generation_prompt": add_generation_prompt, **variables}
         try:
-            return self._template.render(known)
+            return self._write(messages, options)
+        except ChatTemplateError:
+            parsed = [_with_parsed_arguments(message) for message in messages]
+            if parsed == list(messages):
+                raise
+            return self._write(parsed, options)
+
+    def _write(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
+        try:
+            return self._template.render({**self._special_tokens, "messages": messages, "documents": None, **options})
         except jinja2.TemplateError as error:
             raise ChatTemplateError(f"the model's chat template refuses the messages: {_line(error)}") from error
         except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
@@ -82,6 +105,19 @@ class _GenerationTag(jinja2.ext.Extension):
         return jinja2.nodes.Scope(body).set_lineno(line)
 
 
+def _with_parsed_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    calls = message.get("tool_calls") or ()
+    if not any(isinstance(call["function"]["arguments"], UnparsedArguments) for call in calls):
+        return message
+    return {**message, "tool_calls": [_with_parsed(call) for call in calls]}
+
+
+def _with_parsed(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    function = call["function"]
+    unparsed = isinstance(function["arguments"], UnparsedArguments)
+    return {**call, "function": {**function, "arguments": {}}} if unparsed else call
+
+
 def _raise_exception(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
@@ -98,7 +134,27 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """Jinja's own filter escapes HTML, and no model was trained on escaped HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    unparsed: list[str] = []
+    text = json.dumps(
+        _marked(value, unparsed),
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+    for number, arguments in enumerate(unparsed):
+        text = text.replace(json.dumps(_MARK.format(number), ensure_ascii=ensure_ascii), arguments)
+    return text
+
+
+def _marked(value: Any, unparsed: list[str]) -> Any:
+    """The value with a mark in place of each unparsed text, which is added to `unparsed`."""
+    if isinstance(value, UnparsedArguments):
+        unparsed.append(value)
+        return _MARK.format(len(unparsed) - 1)
+    if isinstance(value, Mapping):
+        return {key: _marked(inner, unparsed) for key, inner in value.items()}
+    return [_marked(inner, unparsed) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def _line(error: Exception) -> str:

@@ -6,6 +6,7 @@ from importlib.metadata import version
 
 from fastapi import FastAPI, Security
 from fastapi.security import HTTPBearer
+from opentelemetry.trace import Tracer
 
 from services.gateway.api_keys import ApiKeys
 from services.gateway.completion import CompletionEngine
@@ -17,7 +18,6 @@ from services.gateway.http.service_routes import DISTRIBUTION, open_router, serv
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.settings import GatewaySettings
 from services.gateway.token_strings import TokenStrings
-from services.observability.tracing import RequestTracing
 from services.scheduler_client.remote import SchedulerClient
 from services.text.tokenizer import ModelTokenizer
 
@@ -27,7 +27,7 @@ def create_app(
     tokenizer: ModelTokenizer,
     settings: GatewaySettings,
     metrics: GatewayMetrics | None = None,
-    tracing: RequestTracing | None = None,
+    tracing: Tracer | None = None,
 ) -> FastAPI:
     """`metrics` is that of the gateway's gRPC server, if the gateway has one."""
     metrics = metrics or GatewayMetrics()

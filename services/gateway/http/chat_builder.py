@@ -147,7 +147,7 @@ class ChatBuilder:
             case ContentDelta(text):
                 return ChatDelta(content=text)
             case ReasoningDelta(text):
-                return ChatDelta(reasoning_content=text)
+                return ChatDelta(reasoning_content=text, reasoning=text)
             case CallDelta(index, name):
                 call_id = self._call_id(choice, index)
                 begin = FunctionDelta(name=name, arguments="")
@@ -168,7 +168,7 @@ class ChatBuilder:
                 arguments[delta.index].append(delta.text)
         message = ChatMessage(role="assistant", content=content, refusal=None)
         if reasoning:
-            message.reasoning_content = reasoning
+            message.reasoning_content = message.reasoning = reasoning
         if names:
             message.tool_calls = [
                 ToolCall(

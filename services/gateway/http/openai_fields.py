@@ -10,12 +10,12 @@ import json
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
 from services.gateway.options import Prompt, TextPrompt, TokenPrompt, shown
 
-_TEMPLATE_NAMES = {"messages", "tools", "documents", "add_generation_prompt"}
+_TEMPLATE_NAMES = {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message"}
 
 # Whether a token is in the vocabulary is checked where the vocabulary is known.
 _TokenId = Annotated[int, WithJsonSchema({"type": "integer", "minimum": 0})]
@@ -24,11 +24,19 @@ _Tokens = Annotated[list[_TokenId], Field(min_length=1)]
 
 
 class Body(BaseModel):
-    """A request, or an object in one. Unknown fields are refused."""
+    """A request, or an object in one. A field that is null counts as not given; other unknown fields are refused."""
 
     model_config = ConfigDict(
         strict=True, extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, body: Any) -> Any:
+        if not isinstance(body, dict):
+            return body
+        required = {name for name, field in cls.model_fields.items() if field.is_required()}
+        return {name: value for name, value in body.items() if value is not None or name in required}
 
 
 class TextPart(BaseModel):
@@ -36,6 +44,13 @@ class TextPart(BaseModel):
 
     type: Literal["text"]
     text: str
+
+
+class RefusalPart(BaseModel):
+    """A part of a message in which the assistant refused."""
+
+    type: Literal["refusal"]
+    refusal: str
 
 
 def wrong(message: str, param: str | None = None) -> PydanticCustomError:
@@ -50,11 +65,11 @@ def wrong(message: str, param: str | None = None) -> PydanticCustomError:
 
 def _prompts(value: object) -> tuple[Prompt, ...]:
     if isinstance(value, str):
-        return (TextPrompt(_text(value)),)
+        return (TextPrompt(check_text(value)),)
     if not isinstance(value, list) or not value:
         raise wrong(f"is {shown(value)}, must be text, token ids, or a list of either")
     if all(isinstance(entry, str) for entry in value):
-        return tuple(TextPrompt(_text(entry)) for entry in value)
+        return tuple(TextPrompt(check_text(entry)) for entry in value)
     if all(isinstance(entry, list) for entry in value):
         return tuple(_token_prompt(entry) for entry in value)
     return (_token_prompt(value),)
@@ -67,7 +82,8 @@ def _token_prompt(value: list[Any]) -> TokenPrompt:
     return TokenPrompt(tuple(value))
 
 
-def _text(value: str) -> str:
+def check_text(value: str) -> str:
+    """Raises an error for a validator to raise unless the text is one of whole characters."""
     if not value.isascii() and any(0xD800 <= ord(letter) <= 0xDFFF for letter in value):
         raise wrong("holds half a surrogate pair, which is no character")
     return value
@@ -82,7 +98,7 @@ def _json_text(value: object) -> str:
 
 def check_json(value: dict[str, Any]) -> None:
     """Raises an error for a validator to raise unless the object's text can be put into a prompt."""
-    _text(_dumped(value, ensure_ascii=False))
+    check_text(_dumped(value, ensure_ascii=False))
 
 
 def _dumped(value: dict[str, Any], ensure_ascii: bool) -> str:
@@ -95,7 +111,7 @@ def _dumped(value: dict[str, Any], ensure_ascii: bool) -> str:
 
 
 def _json_text_given(value: object) -> str:
-    return _text(value) if isinstance(value, str) else _json_text(value)
+    return check_text(value) if isinstance(value, str) else _json_text(value)
 
 
 def _token_id_key(value: object) -> int:
@@ -126,23 +142,29 @@ def _template_options(value: object) -> object:
         if not plain and not (isinstance(option, float) and math.isfinite(option)):
             raise wrong(f"{key} is {shown(option)}, must be a text, a number, true, false or null")
         if isinstance(option, str):
-            _text(option)
+            check_text(option)
     return value
 
 
 def _content(value: object) -> str:
     """Joins the parts of a text: templates of text models expect a single text."""
-    if isinstance(value, list) and value:
+    if isinstance(value, list):
         texts = []
         for index, part in enumerate(value):
-            text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
+            kind = part.get("type") if isinstance(part, dict) else None
+            text = part.get(kind) if isinstance(part, dict) and kind in ("text", "refusal") else None
             if not isinstance(text, str):
                 raise wrong(f'has {shown(part)} at index {index}, must be {{"type": "text", "text": ...}}')
             texts.append(text)
         value = "\n".join(texts)
     if not isinstance(value, str):
         raise wrong(f"is {shown(value)}, must be a text or a list of text parts")
-    return _text(value)
+    return check_text(value)
+
+
+def _whole(value: object) -> object:
+    """Some clients write whole numbers with a point."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _none_is(empty: list[Any] | dict[Any, Any], form: Any) -> BeforeValidator:
@@ -158,7 +180,9 @@ Prompts = Annotated[
         _prompts, json_schema_input_type=str | _Texts | _Tokens | Annotated[list[_Tokens], Field(min_length=1)]
     ),
 ]
-PlainText = Annotated[str, AfterValidator(_text)]
+PlainText = Annotated[str, AfterValidator(check_text)]
+WholeNumber = Annotated[int, BeforeValidator(_whole, json_schema_input_type=int)]
+CountOfTokens = Annotated[int, Field(ge=0), BeforeValidator(_whole, json_schema_input_type=Annotated[int, Field(ge=0)])]
 JsonSchemaObject = Annotated[str, BeforeValidator(_json_text, json_schema_input_type=dict[str, Any])]
 JsonSchemaText = Annotated[str, BeforeValidator(_json_text_given, json_schema_input_type=dict[str, Any] | str)]
 TokenIds = list[_TokenId]
@@ -169,6 +193,4 @@ LogitBias = Annotated[dict[Annotated[int, BeforeValidator(_token_id_key)], _Bias
 TemplateOptions = Annotated[
     dict[str, Any], BeforeValidator(_template_options, json_schema_input_type=dict[str, _Plain] | None)
 ]
-Content = Annotated[
-    str, BeforeValidator(_content, json_schema_input_type=str | Annotated[list[TextPart], Field(min_length=1)])
-]
+Content = Annotated[str, BeforeValidator(_content, json_schema_input_type=str | list[TextPart | RefusalPart])]

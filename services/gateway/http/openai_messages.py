@@ -10,8 +10,9 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, model_validator
 
 from services.gateway.answers.tools import Tool, ToolUse
-from services.gateway.http.openai_fields import Body, Content, PlainText, check_json, wrong
+from services.gateway.http.openai_fields import Body, Content, PlainText, check_json, check_text, wrong
 from services.gateway.options import ChatRole, chat_message, shown
+from services.text.chat_template import UnparsedArguments
 
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 
@@ -21,17 +22,20 @@ def _parameters(value: dict[str, Any]) -> dict[str, Any]:
     return value
 
 
-def _arguments(value: object) -> dict[str, Any]:
-    """Templates expect arguments as an object; OpenAI's messages have its JSON text."""
+def _arguments(value: object) -> dict[str, Any] | UnparsedArguments:
+    """Templates expect arguments as an object; OpenAI's messages have its JSON text.
+
+    An answer that ended at max_tokens holds the beginning of such a text, and must be accepted in the history.
+    """
     if not isinstance(value, str):
-        raise wrong(f"is {shown(value)}, must be the JSON text of an object")
+        raise wrong(f"is {shown(value)}, must be a text")
     try:
         arguments = json.loads(value) if value.strip() else {}
-    except (ValueError, RecursionError) as error:
-        raise wrong(f"is {shown(value)}, must be the JSON text of an object") from error
-    if not isinstance(arguments, dict):
-        raise wrong(f"is {shown(value)}, must be the JSON text of an object")
-    return _parameters(arguments)
+        if isinstance(arguments, dict):
+            return _parameters(arguments)
+    except (ValueError, RecursionError):
+        pass
+    return UnparsedArguments(check_text(value))
 
 
 class Function(Body):
@@ -104,8 +108,8 @@ def tool_use(
 
 class CalledFunction(Body):
     name: PlainText
-    arguments: Annotated[dict[str, Any], BeforeValidator(_arguments, json_schema_input_type=str)]
-    """JSON text of an object."""
+    arguments: Annotated[Any, BeforeValidator(_arguments, json_schema_input_type=str)]
+    """JSON text of an object. Any other text goes into the prompt as it is."""
 
 
 class MessageToolCall(Body):
@@ -126,7 +130,7 @@ class Message(Body):
     role: ChatRole
     """`developer` is what newer clients call `system`."""
     content: Content | None = None
-    """Only a message of the assistant with tool_calls may do without."""
+    """Only messages of the assistant may be without."""
     name: PlainText | None = None
     tool_call_id: PlainText | None = None
     """Of a message with the role `tool`: the id of the call whose result it is."""
@@ -134,19 +138,21 @@ class Message(Body):
     """Calls that the assistant has made."""
     reasoning_content: PlainText | None = None
     """The assistant's reasoning, for templates that use it."""
-    refusal: None = None
-    annotations: None = None
-    audio: None = None
-    function_call: None = None
+    reasoning: PlainText | None = None
+    """Another name of reasoning_content."""
+    refusal: PlainText | None = None
+    """Stands for the content of a message that has none."""
+    annotations: list[Any] | None = None
+    """Accepted, without effect."""
 
     @model_validator(mode="after")
     def _check(self) -> Message:
-        if (self.tool_calls or self.reasoning_content) and self.role != "assistant":
-            field = "tool_calls" if self.tool_calls else "reasoning_content"
-            raise wrong(f"is given with the role {self.role!r}, must be with 'assistant' only", field)
-        if self.content is None and not self.tool_calls:
-            given = "is None, must be a text" if "content" in self.model_fields_set else "is missing"
-            raise wrong(given, "content")
+        if self.role != "assistant":
+            for field in ("tool_calls", "reasoning_content", "reasoning", "refusal"):
+                if getattr(self, field):
+                    raise wrong(f"is given with the role {self.role!r}, must be with 'assistant' only", field)
+            if self.content is None:
+                raise wrong("is missing, must be a text", "content")
         if self.role == "tool" and not self.tool_call_id:
             raise wrong("is missing, must be the id of the call whose result the message is", "tool_call_id")
         return self
@@ -159,10 +165,10 @@ class Message(Body):
             "name": self.name or called.get(self.tool_call_id or ""),
             "tool_call_id": self.tool_call_id,
             "tool_calls": calls,
-            "reasoning_content": self.reasoning_content,
+            "reasoning_content": self.reasoning_content or self.reasoning,
         }
         given = {key: value for key, value in more.items() if value is not None}
-        return chat_message(self.role, self.content or "", **given)
+        return chat_message(self.role, self.content or self.refusal or "", **given)
 
 
 def for_template(messages: Sequence[Message]) -> tuple[dict[str, Any], ...]:

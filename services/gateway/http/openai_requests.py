@@ -16,6 +16,7 @@ from pydantic import Field, model_validator
 from services.gateway.answers.tools import ToolUse
 from services.gateway.http.openai_fields import (
     Body,
+    CountOfTokens,
     LogitBias,
     OptionalTexts,
     OptionalTokenIds,
@@ -23,6 +24,7 @@ from services.gateway.http.openai_fields import (
     Stop,
     TemplateOptions,
     TokenIds,
+    WholeNumber,
     wrong,
 )
 from services.gateway.http.openai_messages import Message, ToolChoice, ToolDefinition, for_template, tool_use
@@ -34,7 +36,7 @@ from services.gateway.structure import Structure
 class SpoolOptions(Body):
     """How a request is decoded; the output does not depend on these options."""
 
-    draft_length: int | None = Field(default=None, ge=0)
+    draft_length: CountOfTokens | None = None
     """Tokens to propose in each round; 0 turns speculation off."""
     speculation: bool | None = None
     """False turns speculation off."""
@@ -67,16 +69,45 @@ class UsageEvents(Enum):
 
 
 # Known fields that are not supported, with the values that have no effect.
-_UNSUPPORTED_COMPLETION: Mapping[str, tuple[Any, ...]] = {"suffix": ("",)}
+_UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
+    "allowed_token_ids": (),
+    "documents": ([],),
+    "early_stopping": (False,),
+    "length_penalty": (1,),
+    "logits_processors": ([],),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "spaces_between_special_tokens": (True,),
+    "truncate_prompt_tokens": (),
+    "use_beam_search": (False,),
+}
+_UNSUPPORTED_COMPLETION: Mapping[str, tuple[Any, ...]] = {
+    **_UNSUPPORTED,
+    "add_special_tokens": (True,),
+    "suffix": ("",),
+}
 _UNSUPPORTED_CHAT: Mapping[str, tuple[Any, ...]] = {
+    **_UNSUPPORTED,
+    "add_special_tokens": (False,),
+    "best_of": (1,),
+    "chat_template": (),
+    "echo": (False,),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
     "web_search_options": (),
-    "reasoning_effort": (),
-    "verbosity": (),
+    "reasoning_effort": ("none",),
+    "verbosity": ("medium",),
+}
+# Fields that have another name here.
+_RENAMED = {
+    "enable_thinking": "chat_template_kwargs.enable_thinking",
+    "guided_choice": "structured_outputs.choice",
+    "guided_grammar": "structured_outputs.grammar",
+    "guided_json": "structured_outputs.json",
+    "guided_regex": "structured_outputs.regex",
 }
 # Known fields that change no output: who asks, and how the provider should bill, cache and keep records.
 _WITHOUT_EFFECT = {
@@ -95,6 +126,8 @@ def _refuse_unsupported(body: Any, unsupported: Mapping[str, tuple[Any, ...]]) -
         return body
     known = {}
     for name, value in body.items():
+        if value is not None and name in _RENAMED:
+            raise wrong(f"{name} is not supported by this server, use {_RENAMED[name]}", name)
         if name in unsupported:
             if value is not None and value not in unsupported[name]:
                 raise wrong(f"{name} is {shown(value)}: {name} is not supported by this server", name)
@@ -106,11 +139,11 @@ def _refuse_unsupported(body: Any, unsupported: Mapping[str, tuple[Any, ...]]) -
 class _Generation(Body):
     model: str | None = None
     """One of the server's models; may be left out."""
-    max_tokens: int | None = None
+    max_tokens: WholeNumber | None = None
     """Output tokens of each choice."""
-    min_tokens: int | None = None
+    min_tokens: WholeNumber | None = None
     """Output tokens before which neither a stop token nor a stop string ends a choice; at most max_tokens."""
-    n: int | None = None
+    n: WholeNumber | None = None
     """Choices for each prompt; choice i is sampled with `seed` + i."""
     stop: Stop = Field(default=[])
     """Texts that end the output; they are not part of it."""
@@ -125,13 +158,13 @@ class _Generation(Body):
     stream: bool | None = None
     """Sends the output as it grows, as server-sent events."""
     stream_options: StreamOptions | None = None
-    seed: int | None = None
+    seed: WholeNumber | None = None
     """Equal seeds give equal output; a request without a seed gets a random one, which the response reports."""
     temperature: float | None = None
     """Between 0 (greedy) and 100."""
     top_p: float | None = None
     """Above 0 and at most 1."""
-    top_k: int | None = None
+    top_k: WholeNumber | None = None
     """0 or -1 keeps all tokens."""
     min_p: float | None = None
     """Between 0 and 1."""
@@ -146,9 +179,9 @@ class _Generation(Body):
     bad_words: OptionalTexts = Field(default=[])
     """Texts that the output does not contain: the tokens that each makes at the beginning of a text or after a
     space."""
-    prompt_logprobs: int | None = None
+    prompt_logprobs: WholeNumber | None = None
     """Log probabilities of the prompt's tokens, and of this many likeliest tokens beside each; not with `stream`."""
-    priority: int | None = None
+    priority: WholeNumber | None = None
     """Of requests with the same API key, those with the lower number are handled earlier; 0 unless given."""
     response_format: ResponseFormat | None = None
     """Text unless given."""
@@ -203,10 +236,10 @@ class CompletionBody(_Generation):
     """Text, a list of texts, token ids, or a list of lists of token ids."""
     echo: bool | None = None
     """Puts the prompt before the output."""
-    logprobs: int | None = None
+    logprobs: WholeNumber | None = None
     """Log probabilities of the output's tokens, of the prompt's too with `echo`, and of this many likeliest tokens
     beside each."""
-    best_of: int | None = None
+    best_of: WholeNumber | None = None
     """Makes this many choices for each prompt and returns the n best: those whose tokens have the highest log
     probability on average; not with `stream`. At least n."""
 
@@ -251,14 +284,29 @@ class CompletionBody(_Generation):
 class _TemplateSettings(Body):
     chat_template_kwargs: TemplateOptions = Field(default={})
     """Options of the model's chat template, such as `enable_thinking`."""
-    add_generation_prompt: bool = True
-    """Begins the assistant's answer after the last message."""
+    add_generation_prompt: bool | None = None
+    """Begins the assistant's answer after the last message; true unless the last message is continued."""
+    continue_final_message: bool = False
+    """The model goes on with the last message, in place of a new one."""
 
     tools: list[ToolDefinition] | None = None
     """Functions that the model may call."""
 
+    @model_validator(mode="after")
+    def _check_template(self) -> _TemplateSettings:
+        if self.continue_final_message and self.add_generation_prompt:
+            raise wrong(
+                "continue_final_message and add_generation_prompt are true, must be one or the other",
+                "continue_final_message",
+            )
+        return self
+
     def _prompt(self, messages: list[Message], tools: bool = True) -> ChatPrompt:
-        options = {**self.chat_template_kwargs, "add_generation_prompt": self.add_generation_prompt}
+        options = {
+            **self.chat_template_kwargs,
+            "add_generation_prompt": self.add_generation_prompt is not False and not self.continue_final_message,
+            "continue_final_message": self.continue_final_message,
+        }
         offered = tuple(definition.tool() for definition in self.tools or []) if tools else ()
         return ChatPrompt(for_template(messages), options, offered)
 
@@ -267,11 +315,11 @@ class ChatBody(_TemplateSettings, _Generation):
     """/v1/chat/completions"""
 
     messages: list[Message]
-    max_completion_tokens: int | None = None
+    max_completion_tokens: WholeNumber | None = None
     """The newer name of max_tokens."""
     logprobs: bool | None = None
     """Log probabilities of the output's tokens."""
-    top_logprobs: int | None = None
+    top_logprobs: WholeNumber | None = None
     """Also of this many likeliest tokens beside each; needs logprobs."""
     tool_choice: ToolChoice = None
     """`auto` (the default): the model decides; `none`: the prompt leaves the tools out; `required` or a function: the

@@ -95,6 +95,8 @@ class ChatMessage(BaseModel):
     content: str | None
     refusal: None
     reasoning_content: str | None = None
+    reasoning: str | None = None
+    """The same under vLLM's newer name."""
     tool_calls: list[ToolCall] | None = None
 
 
@@ -136,6 +138,7 @@ class ChatDelta(BaseModel):
     role: Literal["assistant"] = "assistant"
     content: str = ""
     reasoning_content: str | None = None
+    reasoning: str | None = None
     tool_calls: list[ToolCallDelta] | None = None
 
 

@@ -1,0 +1,140 @@
+"""What the server answers, it accepts in the history of the next request; and fields that clients send by habit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.integration.gateway.expected import TIMEOUT, message_of
+from tests.integration.gateway.test_http_tools import ASK, CALL, STOP, TOOLS, Open, Talk, talk
+from tests.support.chat_templates import HERMES, LLAMA3, MISTRAL, THINKING
+
+__all__ = ["talk"]
+
+LLAMA3_CALL = '<|python_tag|>{"name": "weather", "parameters": {"city": "Zürich"}}'
+MISTRAL_CALL = '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Zürich"}}]'
+ANSWERS = [
+    *((HERMES, said) for said in ("", "Well", CALL, f"{CALL}\n{STOP}", f"Well\n{CALL}")),
+    *((LLAMA3, said) for said in ("", LLAMA3_CALL)),  # its template refuses several calls
+    *((MISTRAL, said) for said in ("", MISTRAL_CALL)),
+    *((THINKING, said) for said in ("<think>\nHm.\n</think>", "<think>\nHm.", f"<think>\nHm.\n</think>\n\n{CALL}")),
+]
+
+
+def post(model: Talk, says: str, **body: Any) -> httpx.Response:
+    model.backend.says = [says]
+    body = {"model": "speaker", "messages": ASK, **body}
+    return httpx.post(f"{model.url}/v1/chat/completions", json=body, timeout=TIMEOUT)
+
+
+def without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [without_nulls(inner) for inner in value] if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize("template", [HERMES, LLAMA3, MISTRAL, THINKING], ids=["hermes", "llama3", "mistral", "think"])
+def test_an_answer_cut_anywhere_is_accepted_back(talk: Open, template: str) -> None:
+    with talk(template) as model:
+        for said in (said for one, said in ANSWERS if one is template):
+            length = len(model.backend.tokenizer.encode(said))
+            for limit in {1, length + 1, *range(2, length, 5)}:
+                response = post(model, said, tools=TOOLS, max_tokens=limit)
+                answer = response.json()["choices"][0]["message"]
+                calls = answer.get("tool_calls") or []
+                results = [{"role": "tool", "tool_call_id": call["id"], "content": "sunny"} for call in calls]
+                for message in (answer, without_nulls(answer)):
+                    history = [*ASK, message, *results, {"role": "user", "content": "And now?"}]
+                    again = post(model, "Well.", tools=TOOLS, messages=history)
+                    assert again.status_code == 200, (said, limit, again.text)
+                    for call in calls:
+                        assert call["function"]["arguments"].strip() in model.backend.prompt
+
+
+@pytest.mark.parametrize("arguments", ['{"city":\n "$}w-0', "null", "[1]", '"Paris"', '{"a":NaN}', "{", "{}", ""])
+def test_arguments_that_are_no_object_go_into_the_prompt_as_they_are(talk: Open, arguments: str) -> None:
+    call = {"id": "a", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+    history = [*ASK, {"role": "assistant", "content": None, "tool_calls": [call]}, *ASK]
+    with talk(HERMES) as model:
+        assert post(model, "Well.", messages=history, tools=TOOLS).status_code == 200
+        assert f'"arguments": {arguments or "{}"}' in model.backend.prompt
+    # A template that goes through the arguments gets none.
+    items = "{% for m in messages %}{% for c in m.tool_calls or [] %}{% for k, v in c.function.arguments.items() %}"
+    template = items + "{{ k }}={{ v }}{% endfor %}{% endfor %}{{ m.content }}{% endfor %}"
+    with talk(template) as model:
+        assert post(model, "Well.", messages=history).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"content": None},
+        {},
+        {"content": []},
+        {"content": None, "tool_calls": []},
+        {"content": None, "reasoning": None, "reasoning_content": None},
+        {"content": None, "reasoning": "Hm."},
+        {"content": "", "refusal": "", "annotations": [], "audio": None, "function_call": None},
+        {"content": None, "refusal": "No."},
+        {"content": [{"type": "refusal", "refusal": "No."}]},
+    ],
+)
+def test_answers_of_other_servers_are_accepted(talk: Open, message: dict[str, Any]) -> None:
+    with talk("{% for m in messages %}{{ m.role + m.content + (m.reasoning_content or '') }}{% endfor %}") as model:
+        response = post(model, "Well.", messages=[*ASK, {"role": "assistant", **message}, *ASK])
+        assert response.status_code == 200, response.text
+        for text in (message.get("reasoning"), message.get("refusal")):
+            assert (text or "") in model.backend.prompt
+
+
+def test_messages_of_others_need_content(talk: Open) -> None:
+    with talk(HERMES) as model:
+        for message in ({"role": "user"}, {"role": "system", "content": None}):
+            response = post(model, "Well.", messages=[message])
+            assert (response.status_code, message_of(response)) == (
+                400,
+                "messages.0.content is missing, must be a text",
+            )
+
+
+def test_fields_that_mean_off_are_accepted(talk: Open) -> None:
+    fields: dict[str, Any] = {
+        **dict.fromkeys(("ignore_eos", "skip_special_tokens", "guided_json", "reasoning_effort", "cache_salt", "stop")),
+        **{"top_k": 20.0, "max_tokens": 4.0, "seed": 1.0, "spool": {"draft_length": 2.0}},
+        **{"best_of": 1, "use_beam_search": False, "length_penalty": 1.0, "echo": False, "verbosity": "medium"},
+    }
+    with talk(HERMES) as model:
+        response = post(model, "Well.", **fields, extra=None)
+        assert response.status_code == 200, response.text
+        assert response.json()["usage"]["completion_tokens"] == 4
+        for field, value in {
+            "top_k": 2.5,
+            "use_beam_search": True,
+            "enable_thinking": False,
+            "guided_json": {},
+        }.items():
+            response = post(model, "Well.", **{field: value})
+            assert (response.status_code, response.json()["error"]["param"]) == (400, field)
+
+
+def test_reasoning_has_both_names(talk: Open) -> None:
+    with talk(THINKING) as model:
+        said = "<think>\nHm.\n</think>\n\nYes"
+        message = post(model, said).json()["choices"][0]["message"]
+        assert message["reasoning"] == message["reasoning_content"] == "Hm."
+        deltas = [chunk.choices[0].delta for chunk in model.chunks(said)]
+        assert "".join(getattr(delta, "reasoning", None) or "" for delta in deltas) == "Hm."
+
+
+@pytest.mark.parametrize("add_generation_prompt", [None, False])
+def test_the_model_continues_the_last_message(talk: Open, add_generation_prompt: bool | None) -> None:
+    history = [*ASK, {"role": "assistant", "content": "It is "}]
+    more = {"continue_final_message": True, "add_generation_prompt": add_generation_prompt}
+    with talk(HERMES) as model:
+        response = post(model, "sunny.", messages=history, **more)
+        assert response.json()["choices"][0]["message"]["content"] == "sunny."
+        assert model.backend.prompt.endswith("<|im_start|>assistant\nIt is ")
+        response = post(model, "", messages=history, continue_final_message=True, add_generation_prompt=True)
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "continue_final_message")
