@@ -14,7 +14,6 @@ from typing import Any
 
 import services.scheduler.server
 import services.scheduler.workers.worker_set
-from tests.sim.cell.coverage import named
 from tests.sim.cell.plan import FAULTS, Plan, make_plan
 from tests.sim.cell.virtual_time import StandstillError, VirtualLoop
 from tests.sim.cell.world import World
@@ -23,12 +22,23 @@ _TAIL = 60
 
 
 class ScheduleError(AssertionError):
-    """A schedule that broke a rule; the message has the seed, the rule and the last events, `events` all of them."""
+    """A schedule that broke a rule: `failure` says which. The message has the seed and the last events."""
 
-    def __init__(self, report: str, failure: str, events: tuple[tuple[Any, ...], ...]) -> None:
-        super().__init__(report)
+    def __init__(self, plan: Plan, failure: str, events: tuple[tuple[Any, ...], ...]) -> None:
+        self.plan = plan
         self.failure = failure
         self.events = events
+        super().__init__(self.report(_TAIL))
+
+    def report(self, events: int) -> str:
+        plan = self.plan
+        lines = [
+            f"seed {plan.seed} with {len(plan.requests)} sequences: {self.failure}",
+            *(f"  {part}" for part in (plan.config, plan.wire, *plan.faults) if part is not None),
+            "last events:",
+            *(f"  {time:9.5f}  {'  '.join(map(str, event))}" for time, *event in self.events[-events:]),
+        ]
+        return "\n".join(lines)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +58,7 @@ class ScheduleResult:
     ahead_rows: int
     """With which drafts prepared for outcomes of verifications."""
     changes: Counter[str]
-    """Changes of sequences' states, by name (tests/sim/cell/coverage.py)."""
-    meetings: Counter[str]
-    """Events, by the states of the sequences that they were about."""
+    """Of sequences' states: the state before, and the cause."""
 
 
 @contextmanager
@@ -110,7 +118,7 @@ def run_plan(plan: Plan, rng: random.Random, detailed: bool = False) -> Schedule
             loop.run_until_complete(world.end())
             loop.close()
     if world.failure is not None:
-        raise ScheduleError(_report(world), world.failure, tuple(world.events))
+        raise ScheduleError(plan, world.failure, tuple(world.events))
     return ScheduleResult(
         plan.seed,
         Counter(_kind(call.outcome or "") for call in world.calls),
@@ -122,22 +130,9 @@ def run_plan(plan: Plan, rng: random.Random, detailed: bool = False) -> Schedule
         sum(call.outcome in ("stop", "length") for call in world.calls if call.plan.request.sampling.grammar),
         world.reused,
         world.ahead_rows,
-        named(world.changes),
-        named(world.meetings),
+        world.changes,
     )
 
 
 def _kind(outcome: str) -> str:
     return outcome.partition(":")[0]
-
-
-def _report(world: World) -> str:
-    lines = [
-        f"seed {world.plan.seed} with {len(world.plan.requests)} sequences: {world.failure}",
-        f"  {world.plan.config}",
-        *([f"  {world.plan.wire}"] if world.plan.wire is not None else []),
-        *(f"  {fault}" for fault in world.plan.faults),
-        "last events:",
-        *(f"  {event[0]:9.5f}  {'  '.join(map(str, event[1:]))}" for event in world.events[-_TAIL:]),
-    ]
-    return "\n".join(lines)

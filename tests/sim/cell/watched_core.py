@@ -20,8 +20,6 @@ from scheduler.messages import (
 )
 from scheduler.state.workers import Sequence, TargetWorker, Worker
 from scheduler.transitions.table import Cause
-from tests.sim.cell.coverage import meetings
-from tests.sim.cell.transcript import told
 
 if TYPE_CHECKING:
     from tests.sim.cell.scheduler import SimulatedScheduler
@@ -60,7 +58,6 @@ class WatchedCore(SchedulerCore):
         if isinstance(event, SequenceSubmitted):
             self._requests[event.request.sequence_id] = event.request
             self._world.faults.poisons.submitted(event.request)
-        self._world.meetings.update(meetings(event, self._live, self._fleet))
         with self._failing_on(type(event).__name__):
             commands = super().apply(event, now)
         if self._world.detailed:
@@ -133,7 +130,7 @@ class WatchedCore(SchedulerCore):
         room = most - min(self._config.prefill_chunk, most // 2) - used
         has_room = len(group) < self._config.batch_size and 1 + len(left.draft_tokens) <= room
         if has_room or any(sequence.drafted_at > left.drafted_at for sequence in group):
-            self._world.fail(f"step {step.step_id} for {step.worker_id} leaves out {left.sequence_id}, which is overdue")
+            self._world.fail(f"step {step.step_id} for {step.worker_id} leaves out overdue {left.sequence_id}")
 
     def _check_all_is_sent(self, now: float) -> None:
         """Nor had those a step to take that were not asked, since nothing there had changed."""
@@ -145,9 +142,8 @@ class WatchedCore(SchedulerCore):
 
     def _tell(self, how: str, messages: Iterable[Event | Command]) -> None:
         for message in messages:
-            text = told(message)
-            if text is not None:
-                self._world.note(how, self._scheduler.process.name, text)
+            if not isinstance(message, (SendStep, StepCompleted)):  # the workers tell of steps
+                self._world.note(how, self._scheduler.process.name, message)
 
     def _watch_first(self) -> Sequence | None:
         """Nobody comes before the sequence that is next: searched for among all that wait, without any heap."""
@@ -168,7 +164,7 @@ class WatchedCore(SchedulerCore):
     def _watch_change(self, sequence: Sequence, cause: Cause) -> None:
         before = sequence.state
         self._change(sequence, cause)
-        self._world.changes[before, cause] += 1
+        self._world.changes[f"{before.value}: {cause.value}"] += 1
 
     def _check_limits(self) -> None:
         for account in self._live.accounts:

@@ -9,7 +9,6 @@ from typing import Any
 
 from services.scheduler.session import GatewaySession
 from tests.sim.audit.auditor import Auditor
-from tests.sim.cell.coverage import Change, Meeting
 from tests.sim.cell.faults import DISTURBING, HARMLESS_TO_LINKS, Faults
 from tests.sim.cell.gateway import ClientCall, SimulatedGateway
 from tests.sim.cell.plan import HANGING, POISONS, SPORADIC, Plan, WorkerPlan
@@ -51,8 +50,7 @@ class World:
         self.fenced_replies = 0
         self.reused = 0
         self.ahead_rows = 0
-        self.changes: Counter[Change] = Counter()
-        self.meetings: Counter[Meeting] = Counter()
+        self.changes: Counter[str] = Counter()
         self.events: list[tuple[Any, ...]] = []
         self.failure: str | None = None
         self._failed = loop.create_future()
