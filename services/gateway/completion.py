@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass, replace
 from types import TracebackType
 from typing import Self
 
+from opentelemetry.trace import Span, Tracer
+
 from protos import worker_pb2
 from protos.scheduler_pb2 import ServedModel
 from scheduler.sampling import Grammar, SamplingParameters
@@ -35,7 +37,7 @@ from services.gateway.prompts import PreparedPrompt, bad_word_tokens, encode_cha
 from services.gateway.settings import GatewaySettings
 from services.gateway.structure import GrammarChecks, Structure
 from services.observability.request_ids import current_key, current_request_id, current_traceparent
-from services.observability.tracing import NoTracing, RequestSpan, RequestTracing
+from services.observability.tracing import begin_request_span, end_span, traceparent_of
 from services.scheduler_client.remote import SchedulerClient, workers_in_use
 from services.text.incremental_decoder import IncrementalDecoder
 from services.text.tokenizer import ModelTokenizer
@@ -63,7 +65,7 @@ class Completion:
     """
 
     def __init__(
-        self, model: str, prompts: Sequence[PreparedPrompt], n: int, seed: int, form: AnswerForm, span: RequestSpan
+        self, model: str, prompts: Sequence[PreparedPrompt], n: int, seed: int, form: AnswerForm, span: Span
     ) -> None:
         self.request_id = uuid.uuid4().hex
         self.created = int(time.time())
@@ -124,7 +126,7 @@ class Completion:
         ends = ",".join(choice.finish_reason or "abort" for choice in self.choices)
         # Seeds can exceed the integers of traces.
         attributes = {f"spool.{name}": count for name, count in counts.items() if name != "seed"}
-        self._span.end({**attributes, "spool.finish_reasons": ends}, self._failure)
+        end_span(self._span, {**attributes, "spool.finish_reasons": ends}, self._failure)
 
 
 class CompletionEngine:
@@ -136,13 +138,13 @@ class CompletionEngine:
         tokenizer: ModelTokenizer,
         settings: GatewaySettings,
         metrics: GatewayMetrics,
-        tracing: RequestTracing | None = None,
+        tracing: Tracer | None = None,
     ) -> None:
         self.backend = backend
         self.tokenizer = tokenizer
         self.settings = settings
         self.metrics = metrics
-        self._tracing = tracing or NoTracing()
+        self._tracing = tracing
         self._grammars = GrammarChecks(tokenizer.folder)
 
     async def model(self, name: str | None) -> tuple[str, ServedModel]:
@@ -184,15 +186,15 @@ class CompletionEngine:
 
     async def start(self, model_name: str | None, prompts: Sequence[Prompt], options: GenerationOptions) -> Completion:
         """Returns once every sequence is admitted. Raises RequestError, or errors of services.backend.interface."""
-        span = self._tracing.begin(current_traceparent(), current_request_id())
+        span = begin_request_span(self._tracing, current_traceparent(), current_request_id())
         try:
             return await self._start(model_name, prompts, options, span)
         except BaseException as error:
-            span.end({}, str(error) or type(error).__name__)
+            end_span(span, {}, str(error) or type(error).__name__)
             raise
 
     async def _start(
-        self, model_name: str | None, prompts: Sequence[Prompt], options: GenerationOptions, span: RequestSpan
+        self, model_name: str | None, prompts: Sequence[Prompt], options: GenerationOptions, span: Span
     ) -> Completion:
         arrived = time.perf_counter()
         name, info = await self.model(model_name)
@@ -237,7 +239,7 @@ class CompletionEngine:
         sampling: SamplingParameters,
         arrived: float,
         deadline: float,
-        span: RequestSpan,
+        span: Span,
     ) -> None:
         stops = self._stop_token_ids(options)
         for number in range(options.n):
@@ -255,7 +257,7 @@ class CompletionEngine:
                 top_logprobs=options.top_logprobs,
                 deadline_seconds=seconds_left,
                 request_id=current_request_id(),
-                traceparent=span.traceparent,
+                traceparent=traceparent_of(span),
                 key=current_key(),
                 priority=options.priority,
                 prompt_logprobs=options.prompt_logprobs,

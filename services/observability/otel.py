@@ -1,4 +1,4 @@
-"""Traces as OpenTelemetry spans. Imported only if tracing is on."""
+"""How spans are exported, and those of schedulers. Imported only if tracing is on, since the SDK takes long to load."""
 
 from __future__ import annotations
 
@@ -10,18 +10,14 @@ from opentelemetry.sdk.resources import SERVICE_NAME, Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExporter, SpanExporter
 from opentelemetry.sdk.trace.sampling import ParentBased, TraceIdRatioBased
-from opentelemetry.trace import Span, SpanKind, StatusCode, Tracer, set_span_in_context
-from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from opentelemetry.trace import Span, Tracer, set_span_in_context
 
 from scheduler.messages import EmitTokens, Role, SendStep, SequenceRequest
 from services.observability.observer import SequenceEnd, ServiceObserver
-from services.observability.tracing import Attributes
+from services.observability.tracing import context_of, end_span
 
 CONSOLE = "console"
 """The endpoint that means standard error."""
-
-_TRACEPARENT = "traceparent"
-_PROPAGATOR = TraceContextTextMapPropagator()
 
 
 def span_exporter(endpoint: str) -> SpanExporter:
@@ -44,29 +40,6 @@ def tracer_provider(endpoint: str, service_name: str, sample_ratio: float) -> Tr
     )
     provider.add_span_processor(BatchSpanProcessor(span_exporter(endpoint)))
     return provider
-
-
-class OtelRequests:
-    """Implements services.observability.tracing.RequestTracing: each request is a span `request`."""
-
-    def __init__(self, provider: TracerProvider) -> None:
-        self._tracer = provider.get_tracer("spool.gateway")
-
-    def begin(self, traceparent: str, request_id: str) -> OtelRequestSpan:
-        attributes = {"spool.request_id": request_id}
-        span = self._tracer.start_span("request", _context(traceparent), SpanKind.SERVER, attributes)
-        return OtelRequestSpan(span)
-
-
-class OtelRequestSpan:
-    """Implements services.observability.tracing.RequestSpan."""
-
-    def __init__(self, span: Span) -> None:
-        self._span = span
-        self.traceparent = _traceparent(span)
-
-    def end(self, attributes: Attributes, error: str | None = None) -> None:
-        _end(self._span, attributes, error)
 
 
 @dataclass(slots=True)
@@ -101,7 +74,7 @@ class OtelSequences(ServiceObserver):
             return
         resumed = len(request.committed_output)
         attributes = {"spool.prompt_tokens": len(request.prompt), "spool.resumed_tokens": resumed}
-        span = self._tracer.start_span("sequence", _context(traceparent), attributes=attributes)
+        span = self._tracer.start_span("sequence", context_of(traceparent), attributes=attributes)
         if span.is_recording():
             self._live[request.sequence_id] = _Sequence(span, _phase(self._tracer, span, "queue"), resumed > 0)
 
@@ -138,7 +111,7 @@ class OtelSequences(ServiceObserver):
             "spool.accepted": live.accepted,
             "spool.recoveries": live.recoveries,
         }
-        _end(live.span, counts, end.error)
+        end_span(live.span, counts, end.error)
 
     def _enter_phase(self, live: _Sequence, name: str) -> None:
         live.phase.end()
@@ -147,23 +120,3 @@ class OtelSequences(ServiceObserver):
 
 def _phase(tracer: Tracer, parent: Span, name: str) -> Span:
     return tracer.start_span(name, set_span_in_context(parent, Context()))
-
-
-def _end(span: Span, attributes: Attributes, error: str | None) -> None:
-    if not span.is_recording():
-        return
-    span.set_attributes(attributes)
-    if error is not None:
-        span.set_status(StatusCode.ERROR, error)
-    span.end()
-
-
-def _context(traceparent: str) -> Context:
-    """A new trace if there is no parent, or none that can be read."""
-    return _PROPAGATOR.extract({_TRACEPARENT: traceparent}, Context())
-
-
-def _traceparent(span: Span) -> str:
-    carrier: dict[str, str] = {}
-    _PROPAGATOR.inject(carrier, set_span_in_context(span, Context()))
-    return carrier.get(_TRACEPARENT, "")

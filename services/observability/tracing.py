@@ -1,4 +1,4 @@
-"""What gateways need of tracing; services/observability/otel.py implements it with OpenTelemetry.
+"""Spans of requests, by OpenTelemetry's interface, which does nothing where no tracer is set up.
 
 `traceparent` has the form of W3C Trace Context; it is empty if the request is not traced.
 """
@@ -6,43 +6,37 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
 
-Attributes = Mapping[str, str | int | float]
+from opentelemetry.context import Context
+from opentelemetry.trace import NoOpTracer, Span, SpanKind, StatusCode, Tracer, set_span_in_context
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-
-class RequestSpan(Protocol):
-    """The span of a request in a gateway, from the request's arrival to its end."""
-
-    @property
-    def traceparent(self) -> str:
-        """The parent for spans of other processes that work for the request."""
-        ...
-
-    def end(self, attributes: Attributes, error: str | None = None) -> None:
-        """Ends the span; later calls have no effect. `error` says why the request failed."""
+_TRACEPARENT = "traceparent"
+_PROPAGATOR = TraceContextTextMapPropagator()
 
 
-class RequestTracing(Protocol):
-    def begin(self, traceparent: str, request_id: str) -> RequestSpan:
-        """Starts the span of a request below the client's `traceparent`."""
-        ...
+def begin_request_span(tracer: Tracer | None, traceparent: str, request_id: str) -> Span:
+    """The span `request` below the client's `traceparent`, from the request's arrival to its end."""
+    attributes = {"spool.request_id": request_id}
+    return (tracer or NoOpTracer()).start_span("request", context_of(traceparent), SpanKind.SERVER, attributes)
 
 
-class NoSpan:
-    """Implements RequestSpan."""
-
-    traceparent = ""
-
-    def end(self, attributes: Attributes, error: str | None = None) -> None:
-        return
-
-
-class NoTracing:
-    """Implements RequestTracing."""
-
-    def begin(self, traceparent: str, request_id: str) -> NoSpan:
-        return _NO_SPAN
+def end_span(span: Span, attributes: Mapping[str, str | int | float], error: str | None = None) -> None:
+    """Later ends have no effect. `error` says why what the span is about failed."""
+    if span.is_recording():
+        span.set_attributes(attributes)
+        if error is not None:
+            span.set_status(StatusCode.ERROR, error)
+        span.end()
 
 
-_NO_SPAN = NoSpan()
+def context_of(traceparent: str) -> Context:
+    """For spans below this one; a new trace if there is none, or none that can be read."""
+    return _PROPAGATOR.extract({_TRACEPARENT: traceparent}, Context())
+
+
+def traceparent_of(span: Span) -> str:
+    """For spans of other processes that work for the request."""
+    carrier: dict[str, str] = {}
+    _PROPAGATOR.inject(carrier, set_span_in_context(span, Context()))
+    return carrier.get(_TRACEPARENT, "")

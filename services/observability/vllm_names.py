@@ -7,7 +7,6 @@ here: each alias repeats the samples of the metric that it stands for.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 
 from prometheus_client.core import Metric as Family
 from prometheus_client.samples import Sample
@@ -20,53 +19,35 @@ VLLM_PREFIX = "vllm:"
 _ENGINE = {"engine": "0"}
 
 
-@dataclass(frozen=True, slots=True)
-class Alias:
-    """A metric that has `name` here after `spool_`, and in vLLM after `vllm:`; a counter's name ends with `_total`.
-
-    `only` are the values of labels that vLLM does not have: samples with other values are left out.
-    """
-
-    name: str
-    only: Mapping[str, str] = field(default_factory=dict)
-
-    @property
-    def ours(self) -> str:
-        return f"{PREFIX}{self.name}"
-
-    @property
-    def theirs(self) -> str:
-        return f"{VLLM_PREFIX}{self.name}"
-
-
-# vLLM's prefix cache is that of its target; it has none for drafts.
-_OF_TARGETS = {"role": "target"}
+# vLLM's prefix cache is that of its target: samples of other roles are left out, and the label as well.
+_ROLE = "role"
 
 ALIASES = (
     # Of gateways.
-    Alias("request_success_total"),
-    Alias("prompt_tokens_total"),
-    Alias("generation_tokens_total"),
-    Alias("time_to_first_token_seconds"),
-    Alias("inter_token_latency_seconds"),
-    Alias("request_time_per_output_token_seconds"),
-    Alias("e2e_request_latency_seconds"),
-    Alias("request_prompt_tokens"),
-    Alias("request_generation_tokens"),
+    "request_success_total",
+    "prompt_tokens_total",
+    "generation_tokens_total",
+    "time_to_first_token_seconds",
+    "inter_token_latency_seconds",
+    "request_time_per_output_token_seconds",
+    "e2e_request_latency_seconds",
+    "request_prompt_tokens",
+    "request_generation_tokens",
     # Of schedulers.
-    Alias("num_requests_running"),
-    Alias("num_requests_waiting"),
-    Alias("request_queue_time_seconds"),
-    Alias("num_preemptions_total"),
-    Alias("kv_cache_usage_perc"),
-    Alias("prefix_cache_queries_total", _OF_TARGETS),
-    Alias("prefix_cache_hits_total", _OF_TARGETS),
-    Alias("spec_decode_num_drafts_total"),
-    Alias("spec_decode_num_draft_tokens_total"),
-    Alias("spec_decode_num_accepted_tokens_total"),
-    Alias("spec_decode_num_accepted_tokens_per_pos_total"),
+    "num_requests_running",
+    "num_requests_waiting",
+    "request_queue_time_seconds",
+    "num_preemptions_total",
+    "kv_cache_usage_perc",
+    "prefix_cache_queries_total",
+    "prefix_cache_hits_total",
+    "spec_decode_num_drafts_total",
+    "spec_decode_num_draft_tokens_total",
+    "spec_decode_num_accepted_tokens_total",
+    "spec_decode_num_accepted_tokens_per_pos_total",
 )
-_BY_FAMILY = {alias.ours.removesuffix("_total"): alias for alias in ALIASES}
+"""What follows `spool_` in our names and `vllm:` in vLLM's; a counter's ends with `_total`."""
+_FAMILIES = {f"{PREFIX}{name.removesuffix('_total')}" for name in ALIASES}
 
 
 def with_vllm_names(families: Iterable[Family], model_name: str) -> Iterator[Family]:
@@ -74,20 +55,19 @@ def with_vllm_names(families: Iterable[Family], model_name: str) -> Iterator[Fam
     labels = {"model_name": model_name, **_ENGINE}
     for family in families:
         yield family
-        alias = _BY_FAMILY.get(family.name)
-        if alias is not None:
-            yield _renamed(family, alias, labels)
+        if family.name in _FAMILIES:
+            yield _renamed(family, labels)
 
 
-def _renamed(family: Family, alias: Alias, labels: Mapping[str, str]) -> Family:
-    told = Family(family.name.replace(PREFIX, VLLM_PREFIX, 1), family.documentation, family.type)
-    told.samples = [
+def _renamed(family: Family, labels: Mapping[str, str]) -> Family:
+    renamed = Family(family.name.replace(PREFIX, VLLM_PREFIX, 1), family.documentation, family.type)
+    renamed.samples = [
         Sample(
             sample.name.replace(PREFIX, VLLM_PREFIX, 1),
-            {**labels, **{name: value for name, value in sample.labels.items() if name not in alias.only}},
+            {**labels, **{name: value for name, value in sample.labels.items() if name != _ROLE}},
             sample.value,
         )
         for sample in family.samples
-        if all(sample.labels.get(name) == value for name, value in alias.only.items())
+        if sample.labels.get(_ROLE, "target") == "target"
     ]
-    return told
+    return renamed

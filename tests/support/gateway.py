@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import tokenizers
+from opentelemetry.trace import Tracer
 from tokenizers import decoders, models, pre_tokenizers
 
 from scheduler.config import SchedulerConfig
@@ -22,7 +23,6 @@ from services.gateway.http.app import create_app
 from services.gateway.http.server import HttpServer
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.settings import GatewaySettings, ListenSettings, TlsFiles
-from services.observability.tracing import RequestTracing
 from services.scheduler.service import SchedulerService
 from services.scheduler_client.remote import SchedulerClient
 from services.text.tokenizer import ModelTokenizer
@@ -73,7 +73,7 @@ async def listening(
     settings: GatewaySettings | None,
     metrics: GatewayMetrics,
     tls: TlsFiles | None = None,
-    tracing: RequestTracing | None = None,
+    tracing: Tracer | None = None,
 ) -> AsyncIterator[Served]:
     """A gateway on free ports; `backend` is a SchedulerClient or stands before one."""
     free = ListenSettings(tls=tls)
@@ -90,7 +90,7 @@ async def running_gateway(
     cell: Cell,
     tokenizer: ModelTokenizer,
     settings: GatewaySettings | None = None,
-    tracing: RequestTracing | None = None,
+    tracing: Tracer | None = None,
 ) -> AsyncIterator[Served]:
     metrics = GatewayMetrics(MODEL)
     async with (

@@ -12,6 +12,7 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
+from opentelemetry.trace import Tracer
 
 from services.backend.interface import BackendUnavailableError
 from services.gateway.api_keys import ApiKeys
@@ -21,7 +22,6 @@ from services.gateway.grpc.service import GenerationService
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.settings import GatewaySettings, ListenSettings
 from services.gateway.token_strings import TokenStrings
-from services.observability.tracing import RequestTracing
 from services.rpc.call_guards import MessageGuard
 from services.rpc.channel_options import SERVER_OPTIONS
 from services.scheduler_client.remote import SchedulerClient
@@ -51,7 +51,7 @@ class GrpcServer:
         drain_seconds: float = 10.0,
         *,
         share_port: bool = False,
-        tracing: RequestTracing | None = None,
+        tracing: Tracer | None = None,
     ) -> None:
         metrics = metrics or GatewayMetrics()
         self._engine = CompletionEngine(backend, tokenizer, settings, metrics, tracing)

@@ -25,7 +25,7 @@ from opentelemetry.trace import StatusCode
 
 from scheduler.messages import Role
 from services.observability.logs import LogFormat, install_logs
-from services.observability.otel import OtelRequests, OtelSequences
+from services.observability.otel import OtelSequences
 from spool_client.v1 import generation_pb2 as pb
 from spool_client.v1 import generation_pb2_grpc
 from tests.support.cells import running_cell
@@ -77,7 +77,7 @@ async def drive(folder: Path, observed: Observed) -> None:
     digest = tokenizer.vocabulary_digest.hex()
     async with (
         running_cell(targets=2, observers=[OtelSequences(provider)], tokenizer_digest=digest) as cell,
-        running_gateway(cell, tokenizer, tracing=OtelRequests(provider)) as served,
+        running_gateway(cell, tokenizer, tracing=provider.get_tracer("gateway")) as served,
         httpx.AsyncClient(base_url=served.url, timeout=LONG) as http,
         grpc.aio.insecure_channel(served.address) as channel,
     ):

@@ -14,7 +14,8 @@ from deploy.config.loading import load_configuration
 from deploy.config.problems import ConfigurationError
 from scheduler.messages import SequenceRequest
 from services.observability.observer import SequenceEnd
-from services.observability.otel import CONSOLE, OtelRequests, OtelSequences, tracer_provider
+from services.observability.otel import CONSOLE, OtelSequences, tracer_provider
+from services.observability.tracing import begin_request_span, end_span, traceparent_of
 from tests.support.waiting import LONG
 
 
@@ -43,7 +44,7 @@ def collector() -> Iterator[tuple[str, list[ExportTraceServiceRequest]]]:
 def test_a_collector_gets_what_was_traced(collector: tuple[str, list[ExportTraceServiceRequest]]) -> None:
     url, received = collector
     provider = tracer_provider(url, "my-spool", 1.0)
-    OtelRequests(provider).begin("", "mine").end({"spool.completion_tokens": 5})
+    end_span(begin_request_span(provider.get_tracer("spool"), "", "mine"), {"spool.completion_tokens": 5})
     provider.shutdown()
     (resource,) = [one for request in received for one in request.resource_spans]
     names = {one.key: one.value.string_value for one in resource.resource.attributes}
@@ -57,7 +58,7 @@ def test_a_collector_gets_what_was_traced(collector: tuple[str, list[ExportTrace
 
 def test_the_console(capfd: pytest.CaptureFixture[str]) -> None:
     provider = tracer_provider(CONSOLE, "spool", 1.0)
-    OtelRequests(provider).begin("", "mine").end({}, "it failed")
+    end_span(begin_request_span(provider.get_tracer("spool"), "", "mine"), {}, "it failed")
     provider.shutdown()
     told = capfd.readouterr()
     assert '"name": "request"' in told.err
@@ -67,20 +68,20 @@ def test_the_console(capfd: pytest.CaptureFixture[str]) -> None:
 
 def test_who_is_not_sampled_costs_the_scheduler_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     provider = tracer_provider(CONSOLE, "spool", 0.0)
-    span = OtelRequests(provider).begin("", "mine")
+    span = begin_request_span(provider.get_tracer("spool"), "", "mine")
     sequences = OtelSequences(provider)
-    sequences.sequence_entered(SequenceRequest(1, (1,), 5), span.traceparent, 0.0)
-    assert not sequences._live
+    sequences.sequence_entered(SequenceRequest(1, (1,), 5), traceparent_of(span), 0.0)
     sequences.sequence_ended(1, SequenceEnd("stop"), 1.0)
-    span.end({})
+    end_span(span, {})
     provider.shutdown()
     assert capfd.readouterr().err == ""
 
 
 def test_a_clients_decision_to_sample_is_kept_to() -> None:
     provider = tracer_provider(CONSOLE, "spool", 0.0)
-    decided = OtelRequests(provider).begin(f"00-{'1' * 32}-{'2' * 16}-01", "mine").traceparent
-    drawn = OtelRequests(provider).begin("", "mine").traceparent
+    parents = (f"00-{'1' * 32}-{'2' * 16}-01", "")
+    tracer = provider.get_tracer("spool")
+    decided, drawn = (traceparent_of(begin_request_span(tracer, parent, "mine")) for parent in parents)
     provider.shutdown()
     assert decided.startswith(f"00-{'1' * 32}-")
     assert [int(traceparent.rpartition("-")[2], 16) & 1 for traceparent in (decided, drawn)] == [1, 0]
