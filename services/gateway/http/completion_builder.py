@@ -192,6 +192,10 @@ class CompletionBuilder:
             top = entry.top[: self._logprobs]
             shape.tokens.append(self._strings.of(entry.token_id).text)
             shape.token_logprobs.append(max(entry.logprob, MIN_LOGPROB))
-            shape.top_logprobs.append(
-                {self._strings.of(token).text: max(logprob, MIN_LOGPROB) for token, logprob in top}
-            )
+            # Several tokens may have one text: the likeliest stands for them, but for the sampled one, which is there
+            # whether it is among the likeliest or not.
+            likeliest: dict[str, float] = {}
+            for token, logprob in top:
+                likeliest.setdefault(self._strings.of(token).text, max(logprob, MIN_LOGPROB))
+            likeliest[shape.tokens[-1]] = shape.token_logprobs[-1]
+            shape.top_logprobs.append(likeliest)

@@ -63,6 +63,9 @@ def test_completions(gateways: Gateways, http: httpx.Client) -> None:
         if "\ufffd" not in gateways.tokenizer.decode(tokens[: place + 1]) and token < 932:
             assert choice["text"][found["text_offset"][place] :].startswith(text)
     assert joined(streamed(http, **asked)) == found
+    # The sampled token is there whether it is among the likeliest or not.
+    [alone] = completion(http, **asked | {"logprobs": 0})["choices"]
+    assert alone["logprobs"]["top_logprobs"] == [{token: -0.25} for token in found["tokens"]]
 
 
 def test_chats(gateways: Gateways, client: openai.OpenAI) -> None:
@@ -99,6 +102,8 @@ def test_echo(gateways: Gateways, client: openai.OpenAI, max_tokens: int, as_tok
         scores = [entry.logprob for entry in prompt_logprobs(tokens, 2)]
         assert found.token_logprobs == [None, *scores, *[-0.25] * len(output)]
         assert [top and len(top) for top in found.top_logprobs or []] == [None] + [2] * (len(found.tokens) - 1)
+        for token, logprob, top in zip(found.tokens, found.token_logprobs, found.top_logprobs or [], strict=True):
+            assert top is None or top[token] == logprob
         assert len(found.text_offset or []) == len(found.tokens)
         for offset, token in zip(found.text_offset or [], texts(gateways, tokens), strict=False):
             assert choice.text[offset:].startswith(token)
