@@ -21,7 +21,7 @@ from engine.attention.backends import AttentionBackend, MatmulBackend, Span, unr
 from engine.kv.paged_kv import PagedKv
 from engine.models.source import Progress
 from engine.passes.device import current
-from engine.passes.graphed import BlockBackend, Capture, CudaCapture, GraphedPasses
+from engine.passes.graphed import Capture, CudaCapture, GraphedPasses, NumberedBackend
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +46,7 @@ class GpuPasses:
     def __init__(
         self,
         identity: str,
-        backend: Callable[[int], BlockBackend],
+        backend: Callable[[int], NumberedBackend],
         capture: Capture | None,
         make_linear: Callable[[nn.Linear], nn.Module] | None = None,
     ) -> None:
@@ -91,7 +91,7 @@ def load_gpu_passes(
 
         from engine.cuda.triton_attention import TritonBackend
 
-        def backend(page_size: int) -> BlockBackend:
+        def backend(page_size: int) -> NumberedBackend:
             return TritonBackend(heads[0], heads[1], page_size, device)
 
         with current(device):

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import triton
@@ -36,6 +35,16 @@ _MIN_DIMENSIONS = 16
 _SPLIT = 256
 # Splits whose sums a program that merges has on their way to it, and one.
 _MERGE_STAGES = 4
+# Warps of a program, positions of a tile and bytes of its keys at most: these decide about the order of sums.
+_WARPS = 8
+_TILE_POSITIONS = 64
+_TILE_BYTES = 16 << 10
+# How far ahead tiles are loaded. 3: a tile is loaded when the last one is done; 5: one tile earlier; 7: two.
+_STAGES = 5
+# Of a thread, at most, where elements have 2 bytes. 64 Ki of them make up the programs that run at a time.
+_REGISTERS = 128
+# For each multiprocessor, over all KV heads: programs share the items of work.
+_PROGRAMS = 4
 # Multiprocessors that the interpreter is said to have: it runs programs one after the other.
 _INTERPRETED_MULTIPROCESSORS = 2
 # Numbers of an item: first row, rows, position of the first row, place of the first page among all numbers, split, and
@@ -46,30 +55,6 @@ _LOWEST = tl.constexpr(-3.0e38)
 
 KEPT_ROWS = 1 << 17
 """Rows of tiles, over all KV heads, whose sums of one split can be kept: 64 MiB for heads of 128 dimensions."""
-
-
-class AttentionTuning(NamedTuple):
-    """How fast the kernel is. Of all, `warps`, `positions` and `tile_bytes` decide about the order of sums.
-
-    Tiles of keys and values are loaded ahead: what a multiprocessor has on its way has to cover the latency of memory,
-    which for an H200 takes 32 KiB at any time.
-    """
-
-    warps: int = 8
-    stages: int = 5
-    """3: a tile is loaded when the last one is done; 5: one tile ahead of that; 7: two."""
-    registers: int = 128
-    """Of a thread, at most, where elements have 2 bytes. 64 Ki of them make up the programs that run at a time."""
-    positions: int = 64
-    """Of a tile, at most; fewer where their keys would take more than `tile_bytes`."""
-    tile_bytes: int = 16 << 10
-    programs: int = 4
-    """For each multiprocessor, over all KV heads: they share the items."""
-    overlap: bool = True
-    """With other kernels, where a GPU can (engine/cuda/triton_product.py)."""
-
-
-TUNING = AttentionTuning()
 
 
 @triton.jit
@@ -205,67 +190,49 @@ def _attend(  # type: ignore[no-untyped-def]
             first_row, rows, start, first_page, split, first_kept = _item(numbers, index + tl.num_programs(0))
 
 
-def constants(
-    query_heads: int,
-    kv_heads: int,
-    head_dim: int,
-    page_size: int,
-    element_bytes: int,
-    tuning: AttentionTuning = TUNING,
-    overlap: bool = False,
+def _launch_values(
+    query_heads: int, kv_heads: int, head_dim: int, page_size: int, element_bytes: int, overlap: bool
 ) -> dict[str, object]:
-    """What the kernel is compiled with, for a model's heads, pages of so many positions, and elements of a size."""
+    """The constants that the kernel is compiled with for a model's heads, and how it is compiled."""
     dimensions = max(_MIN_DIMENSIONS, triton.next_power_of_2(head_dim))
-    return {
+    values: dict[str, object] = {
         "kv_heads": kv_heads,
         "group": query_heads // kv_heads,
         "head_dim": head_dim,
         "page_size": page_size,
-        "tile_queries": tile_rows(query_heads // kv_heads),
+        "tile_queries": _tile_rows(query_heads // kv_heads),
         "dimensions": dimensions,
-        "tile_positions": min(tuning.positions, tuning.tile_bytes // (dimensions * element_bytes)),
+        "tile_positions": min(_TILE_POSITIONS, _TILE_BYTES // (dimensions * element_bytes)),
         "split_positions": _SPLIT,
         "merge_stages": _MERGE_STAGES,
-        # Elements that are no 16 bits wide are multiplied as they are, and not as TF32.
+        # Elements that are not 16 bits wide are multiplied as they are, and not as TF32.
         "precision": "ieee",
         "overlap": overlap,
+        "num_warps": _WARPS,
+        "num_stages": _STAGES,
     }
+    if element_bytes == 2:
+        # Products without matrix units need all registers.
+        values["maxnreg"] = _REGISTERS
+    return values | launch_options(overlap)
 
 
-def options(element_bytes: int, tuning: AttentionTuning = TUNING) -> dict[str, int]:
-    """How the kernel is compiled."""
-    found = {"num_warps": tuning.warps, "num_stages": tuning.stages}
-    # What is multiplied without matrix units needs all registers.
-    return {**found, "maxnreg": tuning.registers} if element_bytes == 2 else found
-
-
-def tile_rows(group: int) -> int:
-    """Query rows of a tile, for so many query heads that share a KV head."""
+def _tile_rows(group: int) -> int:
+    """Query rows of a tile, where `group` query heads share a KV head."""
     return max(_MIN_QUERIES, triton.next_power_of_2(group))
 
 
 class TritonPlan:
-    def __init__(
-        self,
-        edges: torch.Tensor,
-        numbers: torch.Tensor,
-        programs: int,
-        kept_splits: int,
-        tuning: AttentionTuning,
-        overlap: bool,
-    ) -> None:
-        """`edges` and `numbers` as `TritonBackend.blocks` gives them, int64 on the device, and the latter with at least
-        an item for each of `programs`, which are those of one KV head. `kept_splits` splits of blocks can be kept."""
-        self._edges = edges
-        self._numbers = numbers
+    def __init__(self, numbers: torch.Tensor, programs: int, kept_splits: int, overlap: bool) -> None:
+        """`numbers` as `TritonBackend.numbers` gives them, int64 on the device, with room for at least an item of each
+        of `programs`, which are those of one KV head. `kept_splits` splits of blocks can be kept."""
+        self._item_count, self._items = numbers[:1], numbers[1:]
         self._programs = programs
         self._kept_splits = kept_splits
-        self._tuning = tuning
         self._overlap = overlap
         self._output: torch.Tensor | None = None
         self._kept: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-        self._constants: dict[str, object] = {}
-        self._options: dict[str, int] = {}
+        self._values: dict[str, object] = {}
 
     def attend(self, layer: LayerKv, query: torch.Tensor, scaling: float) -> torch.Tensor:
         """The output holds until the next call, which has the next layer's."""
@@ -274,27 +241,25 @@ class TritonPlan:
             # Rows of no block stay 0 in all layers.
             self._output = query.new_zeros(query.shape)
             places = (self._kept_splits, layer.kv_heads)
-            tile = tile_rows(heads // layer.kv_heads)
+            tile = _tile_rows(heads // layer.kv_heads)
             self._kept = (
                 query.new_empty(*places, 2, tile, dtype=torch.float32),
                 query.new_empty(*places, tile, head_dim, dtype=torch.float32),
                 query.new_zeros(places, dtype=torch.int32),
             )
             page_size, size = layer.pool.shape[3], query.element_size()
-            self._constants = constants(heads, layer.kv_heads, head_dim, page_size, size, self._tuning, self._overlap)
-            self._options = options(size, self._tuning) | launch_options(self._overlap)
+            self._values = _launch_values(heads, layer.kv_heads, head_dim, page_size, size, self._overlap)
         keys, values = layer.pool
         _attend[(self._programs, layer.kv_heads)](
             self._output,
             query.contiguous(),
             keys,
             values,
-            self._edges,
-            self._numbers,
+            self._item_count,
+            self._items,
             *self._kept,
             scaling * math.log2(math.e),
-            **self._constants,
-            **self._options,
+            **self._values,
         )
         return self._output
 
@@ -303,26 +268,25 @@ class TritonBackend:
     """Gives a row the same bits whatever shares its pass."""
 
     def __init__(
-        self, query_heads: int, kv_heads: int, page_size: int, device: torch.device, tuning: AttentionTuning = TUNING
+        self, query_heads: int, kv_heads: int, page_size: int, device: torch.device, overlap: bool | None = None
     ) -> None:
+        """`overlap`: whether the kernel overlaps with others, None: where the device can have it."""
         group = query_heads // kv_heads
-        self._block_rows = tile_rows(group) // group
-        self._kept_splits = KEPT_ROWS // (tile_rows(group) * kv_heads)
-        self._programs = max(1, _multiprocessors(device) * tuning.programs // kv_heads)
+        self._block_rows = _tile_rows(group) // group
+        self._kept_splits = KEPT_ROWS // (_tile_rows(group) * kv_heads)
+        self._programs = max(1, _multiprocessors(device) * _PROGRAMS // kv_heads)
         self._page_size = page_size
         self._device = device
-        self._tuning = tuning
-        self._overlap = tuning.overlap and overlaps(device)
+        self._overlap = overlaps(device) if overlap is None else overlap
 
     def plan(self, spans: Sequence[Span], batched_tokens: int) -> TritonPlan:
-        edges, numbers = self.blocks(spans)
-        moved = on_device([*edges, *numbers], self._device)
-        return self._plan(moved[:1], moved[1:], min(edges[0], self._programs))
+        numbers = self.numbers(spans)
+        return self._plan(on_device(numbers, self._device), min(numbers[0], self._programs))
 
-    def blocks(self, spans: Sequence[Span]) -> tuple[list[int], list[int]]:
-        """How many items of work there are; and a list of them, and of pages behind.
+    def numbers(self, spans: Sequence[Span]) -> list[int]:
+        """How many items of work there are, the items, and the pages that they read.
 
-        What takes longest comes first. The longest blocks are split, as many as can be kept.
+        The items that take longest come first. The longest blocks are split, as many as can be kept.
         """
         blocks, pages = cut_into_blocks(spans, self._page_size, self._block_rows)
         whole: list[tuple[int, ...]] = []
@@ -338,23 +302,16 @@ class TritonBackend:
         items = [*whole, *split]
         first_page = len(items) * _ITEM_NUMBERS.value
         numbers = [number for *rows, page, index, kept in items for number in (*rows, first_page + page, index, kept)]
-        return [len(items)], [*numbers, *pages]
+        return [len(items), *numbers, *pages]
 
-    def edge_numbers(self, rows: int, kv_pages: int) -> int:
-        """How many numbers edges are, at most, in a pass of so many rows over so many pages."""
-        return 1
+    def max_numbers(self, rows: int, kv_pages: int) -> int:
+        return 1 + kv_pages + max(rows + self._kept_splits, self._programs) * _ITEM_NUMBERS.value
 
-    def page_numbers(self, rows: int, kv_pages: int) -> int:
-        """How many numbers items and pages are, at most."""
-        return kv_pages + max(rows + self._kept_splits, self._programs) * _ITEM_NUMBERS.value
+    def plan_of(self, numbers: torch.Tensor) -> TritonPlan:
+        return self._plan(numbers, self._programs)
 
-    def plan_of(self, edges: torch.Tensor, pages: torch.Tensor) -> TritonPlan:
-        """Of numbers that are on the device already, as many as `page_numbers` says; what follows the last page does
-        not matter."""
-        return self._plan(edges, pages, self._programs)
-
-    def _plan(self, edges: torch.Tensor, numbers: torch.Tensor, programs: int) -> TritonPlan:
-        return TritonPlan(edges, numbers, programs, self._kept_splits, self._tuning, self._overlap)
+    def _plan(self, numbers: torch.Tensor, programs: int) -> TritonPlan:
+        return TritonPlan(numbers, programs, self._kept_splits, self._overlap)
 
 
 def _multiprocessors(device: torch.device) -> int:

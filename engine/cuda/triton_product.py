@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import nn
 
 # Rows that one program computes. What is no power of 2 are two tiles of one program, which reads its weights once.
-ROW_TILES = (16, 32, 64, 96, 128, 160, 192)
+_ROW_TILES = (16, 32, 64, 96, 128, 160, 192)
 # Registers of a thread that may hold sums, of 255.
 _SUM_REGISTERS = 128
 # Bytes of shared memory that blocks on their way may take: less than a program can have on an A100 (163 KiB).
@@ -78,40 +78,17 @@ def product_shape(out_features: int, in_features: int, rows: int = 1) -> Product
     return ProductShape(128, block_in, splits, stages=5, warps=8, joined=rows > _SPLIT_ROWS)
 
 
-def row_tile(rows: int, shape: ProductShape) -> int:
-    """Rows of a tile, for so many rows: the fewest tiles that registers and shared memory allow, then the smallest."""
+def _row_tile(rows: int, shape: ProductShape) -> int:
+    """Rows of a tile: the fewest tiles that registers and shared memory allow, then the smallest."""
     sums = 2 if shape.joined and shape.splits > 1 else 1
     allowed = [
         tile
-        for tile in ROW_TILES
+        for tile in _ROW_TILES
         if tile * shape.block_out * sums <= _SUM_REGISTERS * 32 * shape.warps
         and _fitting_stages(tile, shape) >= _FEWEST_STAGES
     ]
     each = -(-rows // -(-rows // allowed[-1]))
     return next(tile for tile in allowed if tile >= each)
-
-
-def constants(
-    out_features: int, in_features: int, has_bias: bool, tile: int, shape: ProductShape, overlap: bool = False
-) -> dict[str, object]:
-    """What the kernel is compiled with, for a weight of this shape and tiles of so many rows."""
-    main = 1 << (tile.bit_length() - 1)
-    return {
-        "block_out": shape.block_out,
-        "block_in": shape.block_in,
-        "main": main,
-        "rest": tile - main,
-        "splits": shape.splits,
-        "joined": shape.joined,
-        "has_bias": has_bias,
-        "even_out": out_features % shape.block_out == 0,
-        "even_in": in_features % shape.block_in == 0,
-        "overlap": overlap,
-    }
-
-
-def options(tile: int, shape: ProductShape) -> dict[str, int]:
-    return {"num_warps": shape.warps, "num_stages": _fitting_stages(tile, shape)}
 
 
 def _fitting_stages(tile: int, shape: ProductShape) -> int:
@@ -172,7 +149,7 @@ def _finish(to, sums, bias, row, rows, out, out_features, has_bias: tl.constexpr
 
 # One kernel for all rows of a tile, also for 1 and for multiples of 16.
 @triton.jit(do_not_specialize=["rows"])
-def multiply(  # type: ignore[no-untyped-def]
+def _multiply(  # type: ignore[no-untyped-def]
     # Triton takes no annotation of a parameter but tl.constexpr.
     to,
     inputs,
@@ -240,24 +217,20 @@ def _add_up(to, sums, bias, count, out_features, parts: tl.constexpr, block: tl.
 
 
 def product_parts(
-    inputs: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    shape: ProductShape | None = None,
-    overlap: bool = False,
+    inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, overlap: bool = False
 ) -> Parts:
     """As `product`, whose bits they add up to. With `overlap`, only where kernels can."""
     rows, in_features = inputs.shape
     out_features = weight.shape[0]
-    if shape is None:
-        shape = product_shape(out_features, in_features, rows)
+    shape = product_shape(out_features, in_features, rows)
     in_parts = shape.splits > 1 and not shape.joined
     parts = shape.splits if in_parts else 1
     to = inputs.new_empty(parts, rows, out_features, dtype=torch.float32 if in_parts else inputs.dtype)
     if rows == 0:
         return Parts(to, bias if in_parts else None)
-    tile = row_tile(rows, shape)
-    multiply[(triton.cdiv(rows, tile), triton.cdiv(out_features, shape.block_out), parts)](
+    tile = _row_tile(rows, shape)
+    main = 1 << (tile.bit_length() - 1)
+    _multiply[(triton.cdiv(rows, tile), triton.cdiv(out_features, shape.block_out), parts)](
         to,
         inputs.contiguous(),
         weight,
@@ -265,21 +238,26 @@ def product_parts(
         rows,
         out_features,
         in_features,
-        **constants(out_features, in_features, bias is not None and not in_parts, tile, shape, overlap),
-        **options(tile, shape),
+        block_out=shape.block_out,
+        block_in=shape.block_in,
+        main=main,
+        rest=tile - main,
+        splits=shape.splits,
+        joined=shape.joined,
+        has_bias=bias is not None and not in_parts,
+        even_out=out_features % shape.block_out == 0,
+        even_in=in_features % shape.block_in == 0,
+        overlap=overlap,
+        num_warps=shape.warps,
+        num_stages=_fitting_stages(tile, shape),
         **launch_options(overlap),
     )
     return Parts(to, bias if in_parts else None)
 
 
-def product(
-    inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, shape: ProductShape | None = None
-) -> torch.Tensor:
-    """`inputs` `[rows, in]` times the transpose of `weight` `[out, in]`, both of one type of 16 bits, plus `bias`.
-
-    A shape of the caller's is for all rows: with another `block_in` or `splits` a row has other bits.
-    """
-    sums, rest_of_bias = product_parts(inputs, weight, bias, shape)
+def product(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`inputs` `[rows, in]` times the transpose of `weight` `[out, in]`, both of one type of 16 bits, plus `bias`."""
+    sums, rest_of_bias = product_parts(inputs, weight, bias)
     parts, rows, out_features = sums.shape
     if parts == 1 or rows == 0:
         return sums[0].to(inputs.dtype)

@@ -168,32 +168,6 @@ def _silu_mul(  # type: ignore[no-untyped-def]
     tl.store(to + row * inner + place, product.to(dtype), mask=is_real)
 
 
-def rotation_constants(query_heads: int, kv_heads: int, head_dim: int, page_size: int) -> dict[str, int]:
-    """What `rotate_write` is compiled with; it runs on one warp."""
-    return {
-        "query_heads": query_heads,
-        "kv_heads": kv_heads,
-        "head_dim": head_dim,
-        "page_size": page_size,
-        "tile_heads": _TILE_HEADS,
-        "dimensions": triton.next_power_of_2(head_dim // 2),
-    }
-
-
-def norm_constants(hidden: int) -> dict[str, int]:
-    """What `add_norm` is compiled with."""
-    return {"hidden": hidden, "block": triton.next_power_of_2(hidden)}
-
-
-def norm_warps(hidden: int) -> int:
-    return min(_MAX_WARPS, max(1, triton.next_power_of_2(hidden) // _NUMBERS_OF_A_WARP))
-
-
-def gate_constants(inner: int) -> dict[str, int]:
-    """What `silu_mul` is compiled with."""
-    return {"inner": inner, "block": _GATES}
-
-
 def rotations(
     positions: torch.Tensor, frequencies: torch.Tensor, scaling: float, dtype: torch.dtype, overlap: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -251,7 +225,12 @@ def rotate_write(
         epsilon,
         parts,
         overlap,
-        **rotation_constants(query_heads, kv_heads, head_dim, page_size),
+        query_heads=query_heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        page_size=page_size,
+        tile_heads=_TILE_HEADS,
+        dimensions=triton.next_power_of_2(head_dim // 2),
         num_warps=1,
         **launch_options(overlap),
     )
@@ -265,6 +244,7 @@ def add_norm(
     rows, hidden = residual.shape
     normed = torch.empty_like(residual)
     sums, bias = added or (None, None)
+    block = triton.next_power_of_2(hidden)
     _add_norm[(rows,)](
         normed,
         residual,
@@ -274,8 +254,9 @@ def add_norm(
         epsilon,
         1 if sums is None else len(sums),
         overlap,
-        **norm_constants(hidden),
-        num_warps=norm_warps(hidden),
+        hidden,
+        block,
+        num_warps=min(_MAX_WARPS, max(1, block // _NUMBERS_OF_A_WARP)),
         **launch_options(overlap),
     )
     return normed
@@ -291,7 +272,8 @@ def silu_mul(gate_up: Parts, dtype: torch.dtype, overlap: bool = False) -> torch
         *gate_up,
         parts,
         overlap,
-        **gate_constants(inner),
+        inner,
+        _GATES,
         num_warps=4,
         **launch_options(overlap),
     )

@@ -23,24 +23,19 @@ Capture = Callable[[Compute], Callable[[], None]]
 """Makes a computation repeatable, which reads and writes tensors that stay: gives what repeats it."""
 
 
-class BlockBackend(AttentionBackend, Protocol):
+class NumberedBackend(AttentionBackend, Protocol):
     """Attention whose plan is numbers alone, so that a graph can be given those of another pass."""
 
-    def blocks(self, spans: Sequence[Span]) -> tuple[list[int], list[int]]:
-        """Edges of blocks of rows, and pages."""
+    def numbers(self, spans: Sequence[Span]) -> list[int]:
+        """The plan of a pass."""
         ...
 
-    def edge_numbers(self, rows: int, kv_pages: int) -> int:
-        """How many numbers edges are, at most, in a pass of so many rows over so many pages."""
+    def max_numbers(self, rows: int, kv_pages: int) -> int:
+        """How many numbers a plan of that many rows over that many pages has at most."""
         ...
 
-    def page_numbers(self, rows: int, kv_pages: int) -> int:
-        """How many numbers pages are, at most."""
-        ...
-
-    def plan_of(self, edges: torch.Tensor, pages: torch.Tensor) -> AttentionPlan:
-        """Of edges and pages, int64 on the device, with anything after the pages. Edges of zeros are those of no
-        block."""
+    def plan_of(self, numbers: torch.Tensor) -> AttentionPlan:
+        """`numbers`: int64 on the device, followed by anything. Zeros are the plan of a pass without rows."""
         ...
 
 
@@ -49,11 +44,10 @@ _ROW_NUMBERS = 4
 
 
 class GraphedPasses:
-    """Passes on the smallest row count with a graph that holds them. A graph computes logits of as many rows as it has;
-    blocks and pages that a pass does not need are left as none. All graphs read the same numbers and write the same
-    logits."""
+    """Passes on the smallest row count with a graph that holds them. A graph computes logits of as many rows as it has.
+    All graphs read the same numbers and write the same logits."""
 
-    def __init__(self, model: PreTrainedModel, kv: PagedKv, backend: BlockBackend, capture: Capture) -> None:
+    def __init__(self, model: PreTrainedModel, kv: PagedKv, backend: NumberedBackend, capture: Capture) -> None:
         self._model = model
         self._kv = kv
         self._backend = backend
@@ -78,7 +72,7 @@ class GraphedPasses:
                         size = sum(self._sizes(rows))
                         self._inputs = torch.zeros(size, dtype=torch.int64, device=self._model.device)
                     # A pass of padding alone.
-                    self._write([(), (), [self._kv.padding_slot] * rows, (), (), ()], self._sizes(rows))
+                    self._write([(), (), [self._kv.padding_slot] * rows, (), ()], self._sizes(rows))
                     if not self._graphs:
                         self._logits = torch.empty_like(self._computed(rows))
                     self._graphs[rows] = self._captured(rows)
@@ -92,7 +86,7 @@ class GraphedPasses:
         self._logits = torch.empty(0)
 
     def padded(self, rows: int) -> int | None:
-        """The row count of the graph for so many rows; None where there is none."""
+        """The row count of the graph that `rows` rows run on; None where there is none."""
         counts = self.row_counts
         index = bisect_left(counts, rows)
         return counts[index] if index < len(counts) else None
@@ -103,14 +97,14 @@ class GraphedPasses:
         if rows not in self._graphs:
             return None
         started = time.perf_counter()
-        edges, pages = self._backend.blocks(batch.spans)
+        plan = self._backend.numbers(batch.spans)
         planning = time.perf_counter() - started
-        numbers = (batch.tokens, batch.positions, batch.slots, batch.logits_rows, edges, pages)
+        numbers = (batch.tokens, batch.positions, batch.slots, batch.logits_rows, plan)
         sizes = self._sizes(rows)
         # Where sequences share pages, their lists can be longer than the pool has pages.
         if any(len(part) > size for part, size in zip(numbers, sizes, strict=True)):
             return None
-        self._write(numbers, [*sizes[:-1], len(pages)])
+        self._write(numbers, [*sizes[:-1], len(plan)])
         if batch.fed is not None:
             self._inputs[: len(batch.fed)].copy_(batch.fed)
 
@@ -121,8 +115,7 @@ class GraphedPasses:
         return PreparedPass(compute, planning)
 
     def _sizes(self, rows: int) -> list[int]:
-        edges = self._backend.edge_numbers(rows, self._kv.pages)
-        return [*[rows] * _ROW_NUMBERS, edges, self._backend.page_numbers(rows, self._kv.pages)]
+        return [*[rows] * _ROW_NUMBERS, self._backend.max_numbers(rows, self._kv.pages)]
 
     def _write(self, parts: Sequence[Sequence[int]], sizes: Sequence[int]) -> None:
         """One part of the inputs after the other, each with zeros up to its size."""
@@ -142,8 +135,8 @@ class GraphedPasses:
 
     def _computed(self, rows: int) -> torch.Tensor:
         sizes = self._sizes(rows)
-        tokens, positions, slots, logits_rows, edges, pages = self._inputs[: sum(sizes)].split(sizes)
-        plan = self._backend.plan_of(edges, pages)
+        tokens, positions, slots, logits_rows, numbers = self._inputs[: sum(sizes)].split(sizes)
+        plan = self._backend.plan_of(numbers)
         return forward(self._model, tokens, positions, logits_rows, PagedStep(self._kv, slots, plan))
 
 

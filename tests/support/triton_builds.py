@@ -8,7 +8,8 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,64 +17,59 @@ from unittest import mock
 
 import triton
 from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, CompiledKernel
+from triton.compiler import CompiledKernel
 from triton.runtime import JITFunction, driver
 
 _CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 _THREADS_OF_A_WARP = 32
 
 
-def compiled(
-    kernel: Any,
-    types: Mapping[str, str],
-    aligned: Iterable[str],
-    constants: Mapping[str, object],
-    options: Mapping[str, object],
-    architecture: int,
-) -> CompiledKernel:
-    """`types` are Triton's, of the parameters that are no constants; those `aligned` are multiples of 16."""
-    names = kernel.arg_names
-    source = ASTSource(
-        kernel,
-        dict.fromkeys(names, "constexpr") | dict(types),
-        constexprs={(names.index(name),): value for name, value in constants.items()},
-        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
-    )
-    return triton.compile(source, target=_target(architecture), options=dict(options))
+@dataclass(frozen=True)
+class Build:
+    """A compiled kernel. In a kernel without arrays, the stack of a thread holds spilled registers. `products` are the
+    shapes of the matrix units' instructions."""
+
+    name: str
+    ptx: str
+    stack: int
+    shared_memory: int
+
+    @property
+    def products(self) -> set[str]:
+        return set(re.findall(r"(?:wgmma|mma|tcgen05\.mma)[\w.:]*\.(m\d+n\d+k\d+|kind::f16)", self.ptx))
 
 
-def launched(call: Callable[[], object], architecture: int) -> list[CompiledKernel]:
-    """The kernels that `call` launches, compiled for its arguments, which may be on a CPU. None of them runs, nor does
-    any that this process launches later on a GPU of its own."""
-    run, found = JITFunction.run, []
+def builds(call: Callable[[], object], architecture: int) -> list[Build]:
+    """The kernels that `call` launches, compiled for its arguments, which are on a CPU. None of them runs, nor does any
+    that this process launches later."""
+    run, found = JITFunction.run, list[CompiledKernel]()
 
     def compile_only(kernel: Any, *arguments: object, warmup: bool, **options: object) -> None:
         found.append(run(kernel, *arguments, warmup=True, **options))
 
     # Triton keeps the kernels of each device.
     gpu = SimpleNamespace(
-        get_current_target=lambda: _target(architecture),
+        get_current_target=lambda: GPUTarget("cuda", architecture, _THREADS_OF_A_WARP),
         get_current_device=lambda: architecture,
         get_current_stream=lambda _: 0,
     )
     driver.set_active(gpu)
     with mock.patch.object(JITFunction, "run", compile_only):
         call()
-    return found
+    return [
+        Build(kernel.metadata.name, kernel.asm["ptx"], _stack(kernel.asm["cubin"]), kernel.metadata.shared)
+        for kernel in found
+    ]
 
 
-def resources(cubin: bytes) -> tuple[int, int]:
-    """Registers of a thread, and bytes of its stack: in a kernel without arrays, these are spilled registers."""
+def _stack(cubin: bytes) -> int:
+    """Bytes of a thread's stack."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
         command = [str(_CUOBJDUMP), "-res-usage", file.name]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    found = re.search(r"STACK:(\d+)", text)
     if found is None:
         raise RuntimeError(f"cuobjdump names no resources: {text.strip()!r}")
-    return int(found[1]), int(found[2])
-
-
-def _target(architecture: int) -> GPUTarget:
-    return GPUTarget("cuda", architecture, _THREADS_OF_A_WARP)
+    return int(found[1])

@@ -12,16 +12,13 @@ import torch
 
 from engine.attention.backends import Span
 from engine.cpu.attention import KernelBackend
-from engine.cpu.kernels import CpuKernels, WeightMemory
+from engine.cpu.kernels import CpuKernels
 from engine.kv.paged_kv import LayerKv
 from tests.support.cpu_kernels import ISAS, compiled_kernels
+from tests.support.rounding import assert_rounds, exact_norm
 
 PAGES = 64
-HALF_BITS = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 1e-6}
-"""The most that rounding to a dtype changes a number by, as a share of it; of float32, what some sums change it by."""
-
-
-# The first is part of the five-minute loop. Smaller sets have all dtypes in tests/engine/test_kernel_program.py.
+# Smaller instruction sets run with all dtypes in tests/engine/test_kernel_program.py.
 PARAMETERS = [
     (ISAS[0], torch.bfloat16),
     *(
@@ -53,17 +50,6 @@ def rounded(kernels: CpuKernels, *shape: int, seed: int = 1) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(kernels.dtype)
 
 
-def assert_rounds(result: torch.Tensor, exact: torch.Tensor, slack: float = 1.02) -> None:
-    """`result` is `exact` rounded to its dtype, but for what float32 did on the way."""
-    allowed = exact.abs() * HALF_BITS[result.dtype] * slack + 1e-6
-    assert bool(((result.double() - exact).abs() <= allowed).all())
-
-
-def exact_norm(rows: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    rows = rows.double()
-    return rows / (rows.square().mean(-1, keepdim=True) + epsilon).sqrt() * weight.double()
-
-
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("rows", [1, 7, 40])
 def test_norms(kernels: CpuKernels, rows: int) -> None:
@@ -77,33 +63,18 @@ def test_norms(kernels: CpuKernels, rows: int) -> None:
 
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize(("inputs", "outputs"), [(64, 32), (576, 100), (130, 1), (2, 4097)])
+@pytest.mark.parametrize(("inputs", "outputs"), [(64, 32), (576, 100), (2, 4097)])
 def test_a_linear_layer(kernels: CpuKernels, inputs: int, outputs: int, biased: bool) -> None:
     weight = rounded(kernels, outputs, inputs) / inputs**0.5
     bias = rounded(kernels, outputs, seed=2) if biased else None
     panels = kernels.to_panels(weight)
     bias_panels = None if bias is None else kernels.padded_bias(bias)
-    rows = rounded(kernels, 100, inputs, seed=3)
+    rows = rounded(kernels, 70, inputs, seed=3)
     exact = rows.double() @ weight.double().T + (0 if bias is None else bias.double())
     exclusive = torch.cat([kernels.linear(rows[i : i + 1], panels, bias_panels, outputs) for i in range(len(rows))])
-    # What cancels keeps the errors of its parts.
-    allowed = HALF_BITS[kernels.dtype] * exact.abs().clamp(min=0.1) * 1.02 + 4e-6
-    assert bool(((exclusive.double() - exact).abs() <= allowed).all())
-    for count in range(2, len(rows) + 1):
+    assert_rounds(exclusive, exact, floor=0.1, slack=5.0 if kernels.dtype == torch.float32 else 1.02)
+    for count in (*range(2, 20), *range(20, len(rows) + 1, 16), len(rows)):
         assert torch.equal(kernels.linear(rows[:count], panels, bias_panels, outputs), exclusive[:count])
-
-
-@pytest.mark.parametrize("dtype", list(HALF_BITS), ids=str)
-def test_weights_lie_side_by_side_and_apart(dtype: torch.dtype) -> None:
-    memory = WeightMemory(dtype)
-    shapes = [(3, 5), (1,), (1000, 1000), (20_000_000,), (7, 64)]
-    tensors = [memory.take(shape).fill_(index) for index, shape in enumerate(shapes)]
-    for index, (tensor, shape) in enumerate(zip(tensors, shapes, strict=True)):
-        assert tensor.shape == shape
-        assert tensor.dtype == dtype
-        assert tensor.data_ptr() % 64 == 0
-        assert bool((tensor == index).all())
-    assert tensors[1].data_ptr() - tensors[0].data_ptr() == 64
 
 
 @pytest.mark.usefixtures("threads")
@@ -144,11 +115,8 @@ def test_rotation_and_where_keys_and_values_go(kernels: CpuKernels, normalized: 
         (first * cos[..., :32] - second * sin.double(), second * cos[..., 32:] + first * sin.double()), -1
     )
     written = layer.pool.transpose(2, 3).reshape(2, PAGES * page_size, kv_heads, head_dim)
-    # What cancels keeps the errors of its parts.
-    for result, expected in ((queries, exact[:, :query_heads]), (written[0, slots], exact[:, query_heads:])):
-        assert bool(
-            ((result.double() - expected).abs() <= HALF_BITS[kernels.dtype] * slack * expected.abs().clamp(min=4)).all()
-        )
+    assert_rounds(queries, exact[:, :query_heads], floor=4, slack=slack)
+    assert_rounds(written[0, slots], exact[:, query_heads:], floor=4, slack=slack)
     assert torch.equal(written[1, slots], qkv.view(rows, -1, head_dim)[:, -kv_heads:])
     untouched = torch.ones(PAGES * page_size, dtype=torch.bool)
     untouched[slots] = False
@@ -186,44 +154,32 @@ class Pages:
         return torch.einsum("hqk,hkd->qhd", scores.softmax(-1), values)
 
 
-SHAPES = [(4, 4, 32, 16), (4, 2, 64, 16), (9, 3, 64, 16), (8, 2, 96, 32), (16, 2, 128, 16), (5, 1, 160, 48)]
+SHAPES = [(4, 4, 32, 16), (9, 3, 64, 16), (8, 2, 96, 32), (16, 2, 128, 16), (5, 1, 160, 48)]
 PLACES = [(0, 1), (15, 1), (16, 1), (200, 5), (3, 40), (47, 2), (0, 17), (250, 1)]
 
 
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_attention(kernels: CpuKernels, shape: tuple[int, int, int, int]) -> None:
-    pages = Pages(kernels, *shape)
-    spans = pages.spans(PLACES)
-    rows = spans[-1].first_row + spans[-1].rows
-    queries = rounded(kernels, rows + 3, shape[0], shape[2], seed=9)
-    attended = KernelBackend(kernels, shape[3]).plan(spans, rows + 3).attend(pages.layer, queries, 0.2)
-    for span in spans:
-        part = slice(span.first_row, span.first_row + span.rows)
-        error = (attended[part].double() - pages.exact(span, queries[part], 0.2)).abs()
-        assert error.max() < 0.01
-    assert not attended[rows:].any()
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_row_of_attention_keeps_its_bits_in_any_company(
-    kernels: CpuKernels, threads: int, shape: tuple[int, int, int, int]
-) -> None:
+def test_attention_and_the_bits_of_each_row_alone(kernels: CpuKernels, shape: tuple[int, int, int, int]) -> None:
     pages = Pages(kernels, *shape)
     backend = KernelBackend(kernels, shape[3])
     spans = pages.spans(PLACES)
     rows = spans[-1].first_row + spans[-1].rows
-    queries = rounded(kernels, rows, shape[0], shape[2], seed=9)
-    together = backend.plan(spans, rows).attend(pages.layer, queries, 0.2)
+    queries = rounded(kernels, rows + 3, shape[0], shape[2], seed=9)
+    attended = backend.plan(spans, rows + 3).attend(pages.layer, queries, 0.2)
+    assert not attended[rows:].any()
     torch.set_num_threads(1)
     for span in spans:
+        part = slice(span.first_row, span.first_row + span.rows)
+        error = (attended[part].double() - pages.exact(span, queries[part], 0.2)).abs()
+        assert error.max() < 0.01
         for row in range(span.rows):
-            exclusive = backend.plan([Span(0, 1, span.start + row, span.pages)], 1)
+            alone = backend.plan([Span(0, 1, span.start + row, span.pages)], 1)
             place = slice(span.first_row + row, span.first_row + row + 1)
-            assert torch.equal(exclusive.attend(pages.layer, queries[place], 0.2), together[place])
+            assert torch.equal(alone.attend(pages.layer, queries[place], 0.2), attended[place])
 
 
-@pytest.mark.parametrize(("start", "first_bad"), [(20, 24), (28, 32), (29, 31), (60, 63)])
+@pytest.mark.parametrize(("start", "first_bad"), [(20, 24), (29, 31), (60, 63)])
 def test_what_a_row_does_not_see_may_be_no_number(kernels: CpuKernels, start: int, first_bad: int) -> None:
     pages = Pages(kernels, 6, 2, 64, 16)
     (span,) = pages.spans([(start, 6)])
@@ -252,7 +208,7 @@ def scores_like(kernels: CpuKernels, case: str, rows: int, size: int) -> torch.T
 
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("case", ["plain", "ties", "negative", "excluded"])
-@pytest.mark.parametrize(("rows", "size"), [(1, 3), (5, 130), (3, 1000), (4, 49152)])
+@pytest.mark.parametrize(("rows", "size"), [(1, 3), (5, 130), (4, 49152)])
 def test_scan_of_logits(kernels: CpuKernels, case: str, rows: int, size: int) -> None:
     scores = scores_like(kernels, case, rows, size)
     places, values = kernels.argmax(scores)
@@ -264,7 +220,7 @@ def test_scan_of_logits(kernels: CpuKernels, case: str, rows: int, size: int) ->
     torch.testing.assert_close(kernels.probabilities(scores, wanted).double(), exact, rtol=1e-4, atol=1e-12)
 
 
-@pytest.mark.parametrize("place", [0, 77, 999])
+@pytest.mark.parametrize("place", [0, 999])
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_scan_sees_what_is_no_number(kernels: CpuKernels, place: int, sign: float) -> None:
     scores = rounded(kernels, 3, 1000)
@@ -284,7 +240,7 @@ def test_scan_takes_both_zeros_for_one(kernels: CpuKernels) -> None:
 
 
 @pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize(("rows", "size"), [(1, 3), (5, 130), (3, 1000), (4, 49152)])
+@pytest.mark.parametrize(("rows", "size"), [(1, 3), (5, 130), (4, 49152)])
 def test_forbidden_columns(kernels: CpuKernels, rows: int, size: int) -> None:
     scores = scores_like(kernels, "plain", rows, size)
     wanted = torch.rand(rows, size + 30, generator=torch.manual_seed(size)) < 0.5

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import multiprocessing
-from concurrent.futures import ProcessPoolExecutor
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +11,7 @@ import pytest
 import torch
 
 from engine.kv.paged_kv import LayerKv
+from tests.support.rounding import HALF_BITS, assert_rounds, exact_norm
 from tests.support.triton_kernel import interpreted_attention
 
 if TYPE_CHECKING:
@@ -20,8 +19,6 @@ if TYPE_CHECKING:
 
 CPU = torch.device("cpu")
 PAGES, PAGE = 6, 16
-HALF_BITS = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 1e-6}
-"""The most that rounding to a dtype changes a number by, as a share of it; of float32, what some sums change it by."""
 ROW_COUNTS = (1, 2, 17, 33)
 
 
@@ -53,13 +50,6 @@ def random(dtype: torch.dtype, *shape: int, seed: int = 1) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def assert_rounds(result: torch.Tensor, exact: torch.Tensor, least: float = 0.0) -> None:
-    """`result` is `exact` rounded to its dtype, but for what float32 did on the way. Numbers below `least` keep the
-    errors of the parts that cancelled."""
-    allowed = exact.abs().clamp(min=least) * HALF_BITS[result.dtype] * 1.02 + 1e-6
-    assert bool(((result.double() - exact).abs() <= allowed).all())
-
-
 def parts(sums: torch.Tensor, bias: torch.Tensor | None = None) -> Parts:
     """`[parts, rows, out]`."""
     return importlib.import_module("engine.cuda.triton_product").Parts(sums, bias)
@@ -69,42 +59,24 @@ def whole(product: torch.Tensor) -> Parts:
     return parts(product[None])
 
 
-def exact_norm(rows: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    rows = rows.double()
-    return rows / (rows.square().mean(-1, keepdim=True) + epsilon).sqrt() * weight.double()
-
-
 @dtypes
-@pytest.mark.parametrize("hidden", [64, 77, 1536, 5120, 16384])
+@pytest.mark.parametrize("hidden", [77, 1536])
 def test_norms_of_sums(kernels: ModuleType, hidden: int, dtype: torch.dtype) -> None:
     x, added, weight = random(dtype, 3, hidden), random(dtype, 3, hidden, seed=2), random(dtype, hidden, seed=3)
     residual = x.clone()
-    assert_rounds(kernels.add_norm(residual, None, weight, 1e-5), exact_norm(x, weight, 1e-5))
+    assert_rounds(kernels.add_norm(residual, None, weight, 1e-3), exact_norm(x, weight, 1e-3))
     assert torch.equal(residual, x)
     normed = kernels.add_norm(residual, whole(added), weight, 1e-5)
     assert torch.equal(residual, x + added)
     assert_rounds(normed, exact_norm(residual, weight, 1e-5))
 
 
-def test_epsilon_is_that_of_the_model(kernels: ModuleType) -> None:
-    x, weight = random(torch.float32, 2, 48) * 1e-3, torch.ones(48)
-    assert_rounds(kernels.add_norm(x, None, weight, 1e-3), exact_norm(x, weight, 1e-3))
-
-
 @dtypes
-@pytest.mark.parametrize("inner", [48, 1023, 2500])
+@pytest.mark.parametrize("inner", [48, 2500])
 def test_gates(kernels: ModuleType, inner: int, dtype: torch.dtype) -> None:
     gate_up = torch.cat((random(dtype, 3, inner) * 4, random(dtype, 3, inner, seed=2)), 1)
     gate, up = gate_up.double().chunk(2, 1)
     assert_rounds(kernels.silu_mul(whole(gate_up), dtype), torch.nn.functional.silu(gate) * up)
-
-
-@pytest.mark.filterwarnings("ignore:overflow encountered", "ignore:invalid value encountered")
-def test_gates_far_from_zero(kernels: ModuleType) -> None:
-    gate = torch.tensor([-torch.inf, torch.inf, torch.nan, 0.0, -200.0, 200.0])
-    product = kernels.silu_mul(whole(torch.cat((gate, torch.ones(6)))[None]), torch.float32)[0]
-    assert torch.equal(product.isnan(), torch.nn.functional.silu(gate).isnan())
-    assert product[[1, 3, 4, 5]].tolist() == [torch.inf, 0.0, 0.0, 200.0]
 
 
 class Heads:
@@ -158,22 +130,20 @@ def test_rotations_of_positions(kernels: ModuleType, dtype: torch.dtype) -> None
     for found, expected in zip(
         kernels.rotations(positions, frequencies, 1.25, dtype), (angles.cos(), angles.sin()), strict=True
     ):
-        assert_rounds(found, expected * 1.25, least=0.1)
+        assert_rounds(found, expected * 1.25, floor=0.1)
 
 
 @dtypes
 @pytest.mark.parametrize("normalized", [False, True])
-@pytest.mark.parametrize(
-    ("query_heads", "kv_heads", "head_dim"), [(2, 2, 64), (7, 1, 96), (4, 2, 128), (6, 2, 80), (9, 3, 16)]
-)
+@pytest.mark.parametrize(("query_heads", "kv_heads", "head_dim"), [(7, 1, 96), (4, 2, 128), (9, 3, 16)])
 def test_rotation_and_where_keys_and_values_go(
     kernels: ModuleType, query_heads: int, kv_heads: int, head_dim: int, normalized: bool, dtype: torch.dtype
 ) -> None:
     heads = Heads(5, query_heads, kv_heads, head_dim, dtype, normalized)
     queries, keys, values = heads.exact()
     found, pool = heads.rotate_write(kernels, slice(None))
-    assert_rounds(found, queries, least=4.0)
-    assert_rounds(pool[0, heads.slots], keys, least=4.0)
+    assert_rounds(found, queries, floor=4.0)
+    assert_rounds(pool[0, heads.slots], keys, floor=4.0)
     assert torch.equal(pool[1, heads.slots].double(), values)
     others = [slot for slot in range(PAGES * PAGE) if slot not in heads.slots]
     assert torch.equal(pool[:, others], heads.by_slot(heads.pool)[:, others])
@@ -218,55 +188,3 @@ def test_parts_of_products_have_the_bits_of_their_sum(kernels: ModuleType, dtype
     for found, expected in zip(computed(parts(sums, bias)), computed(whole(product)), strict=True):
         assert found.dtype == expected.dtype
         assert torch.equal(found, expected)
-
-
-def builds(architecture: int, dtype: str, head_dim: int, hidden: int) -> dict[str, tuple[int, list[int]]]:
-    """Of each kernel, compiled for a GPU: the bytes of a thread's stack, and how often it lets the next kernel begin
-    and waits for its turn. Not where Triton has its interpreter."""
-    from engine.cuda import triton_rows as rows
-    from engine.cuda.triton_product import product_shape
-    from tests.support.triton_builds import compiled, resources
-
-    overlap = architecture >= 90
-
-    def build(
-        kernel: Any, constants: dict[str, Any], warps: int, parts: int, missing: tuple[str, ...] = ()
-    ) -> tuple[int, list[int]]:
-        names = kernel.arg_names
-        values = constants | {"parts": parts, "overlap": overlap} | dict.fromkeys(missing)
-        values |= {"bias": None} if parts == 1 else {}
-        types = dict.fromkeys((name for name in names if name not in values), f"*{dtype}")
-        types |= {name: "*fp32" for name in ("qkv", "added", "gate_up") if parts > 1 and name in names}
-        types |= {"epsilon": "fp32"} if "epsilon" in names else {}
-        types |= {"slots": "*i64"} if "slots" in names else {}
-        pointers = [name for name, kind in types.items() if kind.startswith("*")]
-        options = {"num_warps": warps} | rows.launch_options(overlap)
-        found = compiled(kernel, types, pointers, values, options, architecture)
-        waits = [found.asm["ptx"].count(f"griddepcontrol.{what};") for what in ("launch_dependents", "wait")]
-        return resources(found.asm["cubin"])[1], waits
-
-    heads = rows.rotation_constants(32, 8, head_dim, 16)
-    norms, warps = rows.norm_constants(hidden), rows.norm_warps(hidden)
-    return {
-        "rotate_write": build(rows._rotate_write, heads, 1, 1, ("query_norm", "key_norm")),
-        "rotate_write with norms": build(rows._rotate_write, heads, 1, 4),
-        "norm": build(rows._add_norm, norms, warps, 1, ("added",)),
-        "add_norm": build(rows._add_norm, norms, warps, product_shape(hidden, hidden).splits),
-        "silu_mul": build(rows._silu_mul, rows.gate_constants(9728), 4, 2),
-    }
-
-
-# Architecture, dtype, head dimension, hidden size.
-CASES = [(80, "fp16", 64, 2048), (90, "bf16", 128, 5120), (100, "fp32", 96, 16384)]
-
-
-def test_kernels_compile_keep_their_numbers_in_registers_and_overlap_where_they_can(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    pytest.importorskip("triton", reason="Triton is made for Linux only")
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as compiler:
-        for case in CASES:
-            overlap = case[0] >= 90
-            found = compiler.submit(builds, *case).result()
-            assert found == dict.fromkeys(found, (0, [overlap, overlap])), case

@@ -1,0 +1,148 @@
+"""All Triton kernels compile for the GPUs that Spool supports, and keep their numbers in registers."""
+
+from __future__ import annotations
+
+import multiprocessing
+import re
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from typing import TYPE_CHECKING
+
+import pytest
+import torch
+
+from engine.attention.backends import Span
+from engine.kv.paged_kv import PagedKv
+
+if TYPE_CHECKING:
+    from tests.support.triton_builds import Build
+
+pytest.importorskip("triton", reason="Triton is made for Linux only")
+
+CPU = torch.device("cpu")
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+# By compute capability, bytes of shared memory that one block can have (CUDA C++ Programming Guide).
+MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
+# All products of a GPU are made of one instruction, so that rows have one order of sums.
+PRODUCTS = {80: r"m16n8k16", 90: r"m64n\d+k16", 100: r"kind::f16"}
+# Bytes of a thread: heads of 256 dimensions need a few more registers than there are between two splits.
+MAX_SPILLED_BY_ATTENTION = 64
+
+
+def overlapping(architecture: int) -> bool:
+    return architecture >= 90
+
+
+def attention(
+    architecture: int, dtype: torch.dtype, head_dim: int, group: int, page_size: int
+) -> Iterator[Callable[[], object]]:
+    from engine.cuda.triton_attention import TritonBackend
+
+    kv = PagedKv(1, 1, page_size, 2, head_dim, dtype, CPU)
+    query = torch.zeros(1, 2 * group, head_dim, dtype=dtype)
+    backend = TritonBackend(2 * group, 2, page_size, CPU, overlapping(architecture))
+    yield lambda: backend.plan([Span(0, 1, 0, [0])], 1).attend(kv.layers[0], query, 0.1)
+
+
+def products(architecture: int, out_features: int, in_features: int, *all_rows: int) -> Iterator[Callable[[], object]]:
+    from engine.cuda.triton_product import product_parts
+
+    weight = torch.empty(out_features, in_features, dtype=BF16)
+    for rows in all_rows:
+        inputs = torch.empty(rows, in_features, dtype=BF16)
+        yield lambda inputs=inputs: product_parts(inputs, weight, None, overlapping(architecture))
+
+
+def decoder_rows(
+    architecture: int, dtype: torch.dtype, head_dim: int, hidden: int, parts: int
+) -> Iterator[Callable[[], object]]:
+    from engine.cuda.triton_product import Parts
+    from engine.cuda.triton_rows import add_norm, rotate_write, silu_mul
+
+    overlap = overlapping(architecture)
+
+    def product(width: int) -> Parts:
+        return Parts(torch.zeros(parts, 1, width, dtype=dtype if parts == 1 else FP32))
+
+    pool = PagedKv(1, 1, 16, 8, head_dim, dtype, CPU).layers[0].pool
+    rows, weight = torch.zeros(1, hidden, dtype=dtype), torch.zeros(hidden, dtype=dtype)
+    angles, slots = torch.zeros(1, head_dim, dtype=dtype), torch.zeros(1, dtype=torch.int64)
+    norms = None if parts == 1 else (torch.zeros(head_dim, dtype=dtype), torch.zeros(head_dim, dtype=dtype), 1e-6)
+    yield lambda: add_norm(rows, None if parts == 1 else product(hidden), weight, 1e-6, overlap)
+    yield lambda: rotate_write(product(48 * head_dim), angles, angles, slots, pool, 32, norms, overlap)
+    yield lambda: silu_mul(product(2 * 9728), dtype, overlap)
+
+
+def sampling(
+    architecture: int, dtype: torch.dtype, temperature: float, some_tokens: bool
+) -> Iterator[Callable[[], object]]:
+    from engine.cuda.triton_sampling import TritonScan
+
+    logits = torch.zeros(2, 151_936, dtype=dtype)
+    token_ids = torch.arange(151_936) if some_tokens else None
+    yield lambda: TritonScan().choose(logits, [(1, temperature)] * 2, token_ids)
+
+
+MAKERS: dict[str, Callable[..., Iterator[Callable[[], object]]]] = {
+    "attention": attention,
+    "products": products,
+    "rows": decoder_rows,
+    "sampling": sampling,
+}
+CASES: list[tuple[str, tuple[object, ...]]] = [
+    ("attention", (80, BF16, 64, 1, 16)),
+    ("attention", (80, FP32, 128, 4, 64)),
+    ("attention", (89, FP16, 256, 7, 16)),
+    ("attention", (90, BF16, 128, 4, 16)),
+    ("attention", (90, FP32, 256, 8, 64)),
+    ("attention", (100, FP16, 96, 5, 64)),
+    ("products", (80, 4096, 4096, 1, 192, 2048)),
+    ("products", (90, 4096, 4096, 1, 64, 160, 2048)),
+    ("products", (90, 24576, 4096, 1, 192)),
+    ("products", (100, 4096, 4096, 1, 192)),
+    ("rows", (80, FP16, 64, 2048, 1)),
+    ("rows", (90, BF16, 128, 5120, 4)),
+    ("rows", (100, FP32, 96, 16384, 2)),
+    ("sampling", (80, BF16, 0.7, False)),
+    ("sampling", (90, FP32, 0.7, True)),
+    ("sampling", (90, BF16, 0.0, True)),
+    ("sampling", (100, FP32, 0.7, True)),
+]
+
+
+def build_all(kind: str, arguments: tuple[int, ...]) -> list[Build]:
+    from tests.support.triton_builds import builds
+
+    return [build for call in MAKERS[kind](*arguments) for build in builds(call, arguments[0])]
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Iterator[ProcessPoolExecutor]:
+    """A process without Triton's interpreter."""
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as executor,
+    ):
+        patch.delenv("TRITON_INTERPRET", raising=False)
+        yield executor
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "arguments"), CASES)
+def test_kernels_compile(kind: str, arguments: tuple[int, ...], compiler: ProcessPoolExecutor) -> None:
+    architecture = arguments[0]
+    found = compiler.submit(build_all, kind, arguments).result()
+    assert found
+    for build in found:
+        assert build.stack <= (MAX_SPILLED_BY_ATTENTION if kind == "attention" else 0), build.name
+        assert build.shared_memory <= MEMORY[architecture], build.name
+        # A multiplication and an addition in one operation would give other tokens than both.
+        assert "fma.rn.f64" not in build.ptx
+        waits = [build.ptx.count(f"griddepcontrol.{what};") for what in ("launch_dependents", "wait")]
+        assert waits == [kind != "sampling" and overlapping(architecture)] * 2, build.name
+        if kind == "products":
+            assert build.products
+            assert all(re.fullmatch(PRODUCTS[architecture], shape) for shape in build.products)
+            # Nothing is read or written before it is the kernel's turn.
+            before, *after = build.ptx.split("griddepcontrol.wait;")
+            assert not after or not re.search(r"ld\.global|st\.global|cp\.async", before)
