@@ -10,7 +10,6 @@ from math import isnan
 
 import torch
 
-from engine.cpu.logits_scan import LogitsScan
 from engine.description import EngineDescription
 from engine.kv.kv_store import KvStore
 from engine.kv.pages import PagePool
@@ -18,6 +17,7 @@ from engine.passes.admission import make_room, rolled_back_on_error, split_by_ro
 from engine.passes.layout import BatchedSequence
 from engine.passes.runner import ModelRunner
 from engine.sampling.grammars import GrammarRow, Grammars, TokenMasks
+from engine.sampling.logits_scan import LogitsScan
 from engine.sampling.logprobs import token_logprobs
 from engine.sampling.sampler import SamplingContext, sample_tokens
 from engine.steps import Computing, EngineTimings, RowOutcome, StepOutcome, VerifyRow, no_callback

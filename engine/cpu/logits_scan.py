@@ -1,99 +1,33 @@
-"""What whole rows of logits are scanned for: the argmax, the probability of one token, and what a grammar forbids."""
+"""Scans of logits by the CPU kernels, where these take the rows."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.functional import embedding
 
 from engine.cpu.kernels import CpuKernels
-
-RACE_MARGIN = 24.0
-"""Above the largest -log(1 - t) / t that 32 bits of noise give (22.874), by far more than float32 errs."""
-
-Draw = tuple[int, float]
-"""How a row's token is drawn: the key of its noise, and the temperature. At 0 the largest score wins."""
-
-_BUCKET = 128
-# For each byte, of the eight tokens whose bits it has, the lowest first: how large their logits may be.
-_BOUNDS = torch.tensor([[math.inf if byte >> bit & 1 else -math.inf for bit in range(8)] for byte in range(256)])
+from engine.sampling.logits_scan import LogitsScan
 
 
-class LogitsScan:
-    """By Spool's kernels if there are any and they take the rows, otherwise by torch; both give the same tokens."""
-
-    draws = False
-    """Whether `choose` takes temperatures above 0."""
-
-    def __init__(self, kernels: CpuKernels | None = None) -> None:
+class KernelScan(LogitsScan):
+    def __init__(self, kernels: CpuKernels) -> None:
         self._kernels = kernels
 
     def argmax(self, scores: Tensor) -> tuple[Tensor, Tensor]:
-        """Column (int64) and value (float32) of the first largest score of each row [R, V]; a row with NaN has the
-        value NaN."""
-        if self._kernels is not None and self._kernels.scans(scores):
-            return self._kernels.argmax(scores)
-        return _argmax(scores)
+        return self._kernels.argmax(scores) if self._kernels.scans(scores) else super().argmax(scores)
 
     def probabilities(self, scores: Tensor, columns: Tensor) -> Tensor:
-        """Softmax of each row [R, V] at the row's column (int64), float32; NaN for a row that has none."""
-        if self._kernels is not None and self._kernels.scans(scores):
+        if self._kernels.scans(scores):
             return self._kernels.probabilities(scores, columns)
-        scores = scores.to(torch.float32)
-        return torch.exp(scores.gather(1, columns[:, None])[:, 0] - torch.logsumexp(scores, 1))
-
-    def choose(self, scores: Tensor, draws: Sequence[Draw], token_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The token that `sample_tokens` gives each row [R, V] without filters or changes of its scores (int64,
-        negative in place of None), and its softmax probability (float32), on the device of the scores, without waiting
-        for it. `token_ids` as there."""
-        columns, largest = self.argmax(scores)
-        tokens = columns if token_ids is None else token_ids[columns]
-        return torch.where(largest.isfinite(), tokens, -1), self.probabilities(scores, columns)
+        return super().probabilities(scores, columns)
 
     def forbid(
         self, scores: Tensor, rows: Sequence[int], allowed: NDArray[np.uint8], token_ids: Tensor | None = None
     ) -> None:
-        """Puts -inf in place of what some `rows` of scores [R, V] have for other tokens than the `allowed` ones, of
-        which there is a bit for each token and row: [rows, bytes], the lowest bit first.
-
-        `token_ids` [V], int64 and ascending, names the tokens of the columns; without it a column's number is its
-        token's id.
-        """
-        if self._kernels is not None and self._kernels.scans(scores):
+        if self._kernels.scans(scores):
             self._kernels.forbid(scores, rows, allowed, token_ids)
         else:
-            _forbid(scores, rows, allowed, token_ids)
-
-
-def _argmax(scores: Tensor) -> tuple[Tensor, Tensor]:
-    """Searches for the bucket first: on a CPU, maxima without their columns are many times faster."""
-    vocabulary_size = scores.shape[1]
-    whole = vocabulary_size // _BUCKET
-    if whole == 0:
-        return scores.argmax(1), scores.amax(1).to(torch.float32)
-    maxima = scores[:, : whole * _BUCKET].unflatten(1, (whole, _BUCKET)).amax(2)
-    if vocabulary_size % _BUCKET:
-        maxima = torch.cat([maxima, scores[:, whole * _BUCKET :].amax(1, keepdim=True)], 1)
-    # The last bucket is moved left to be whole. Columns that it then shares hold no maximum, or the bucket before would
-    # have been found.
-    start = (maxima.argmax(1, keepdim=True) * _BUCKET).clamp(max=vocabulary_size - _BUCKET)
-    lanes = start + torch.arange(_BUCKET, device=scores.device)
-    return start[:, 0] + scores.gather(1, lanes).argmax(1), maxima.amax(1).to(torch.float32)
-
-
-@torch.inference_mode()
-def _forbid(scores: Tensor, rows: Sequence[int], allowed: NDArray[np.uint8], token_ids: Tensor | None) -> None:
-    bytes_ = torch.from_numpy(allowed).to(scores.device).to(torch.int64)
-    # The smaller of a score and its bound: on a CPU several times as fast as a fill by booleans.
-    bounds = embedding(bytes_, _BOUNDS.to(scores)).view(len(rows), -1)
-    bounds = bounds[:, : scores.shape[1]] if token_ids is None else bounds[:, token_ids]
-    if len(rows) == scores.shape[0]:
-        torch.minimum(scores, bounds, out=scores)
-    else:
-        index = torch.tensor(rows, device=scores.device)
-        scores[index] = torch.minimum(scores[index], bounds)
+            super().forbid(scores, rows, allowed, token_ids)

@@ -16,8 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.cpu.logits_scan import RACE_MARGIN, Draw, LogitsScan
 from engine.passes.device import current, on_device
+from engine.sampling.logits_scan import RACE_MARGIN, Draw, LogitsScan
 from engine.sampling.noise import GOLDEN, MULTIPLIER_1, MULTIPLIER_2
 
 CHUNK = 1024
@@ -181,7 +181,7 @@ class TritonScan(LogitsScan):
         scores = scores if scores.stride(1) == 1 else scores.contiguous()
         stride, count = scores.stride(0), triton.cdiv(size, CHUNK)
         chunks = triton.next_power_of_2(count)
-        # Triton compiles a kernel anew where a tensor does not begin at a multiple of 16 bytes.
+        # Triton compiles another kernel for a tensor that does not begin at a multiple of 16 bytes.
         numbers = -(-rows * count // 4) * 4
         largest, best, arrivals, sums = torch.empty(4, numbers, dtype=torch.float32, device=device)
         columns = torch.empty(rows, count, dtype=torch.int32, device=device)

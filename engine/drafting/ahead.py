@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from engine.cpu.logits_scan import LogitsScan
 from engine.description import EngineDescription
 from engine.kv.pages import OutOfPagesError, PagePool, PageTable
 from engine.passes.admission import make_room, rolled_back_on_error, split_by_rows
 from engine.passes.layout import BatchedSequence
 from engine.passes.runner import ModelRunner
+from engine.sampling.logits_scan import LogitsScan
 from engine.sampling.ranking import RankedTokens, ranked_tokens
 from engine.sampling.sampler import SamplingContext, probabilities_of, sample_tokens
 from engine.steps import AheadProposal, AheadRow, Awaited, Computing, EngineTimings, RowOutcome, StepOutcome

@@ -8,7 +8,6 @@ from concurrent.futures import Future
 import torch
 from torch import Tensor
 
-from engine.cpu.logits_scan import Draw, LogitsScan
 from engine.description import EngineDescription
 from engine.drafting.ahead import AheadDrafting
 from engine.kv.pages import PagePool
@@ -17,6 +16,7 @@ from engine.passes.chained import ChainedPasses
 from engine.passes.layout import BatchedSequence
 from engine.passes.runner import ModelRunner
 from engine.sampling.grammars import GrammarRow, Grammars, TokenMasks
+from engine.sampling.logits_scan import Draw, LogitsScan
 from engine.sampling.logits_shaping import changes_scores
 from engine.sampling.sampler import SamplingContext, draw_of, probabilities_of, sample_tokens, takes_any_token
 from engine.settings import LONGEST_LOOKUP_MATCH
@@ -33,7 +33,7 @@ from engine.steps import (
 )
 
 _LOOKED_UP = 0.75
-"""Confidence in a token that was looked up: about so many are right (docs/performance.md, by category)."""
+"""Confidence in a token that was looked up: about this share of them is right."""
 _FORCED = 0.95
 """Confidence in a token that a grammar forces: the text is certain, its division into tokens nearly so."""
 
@@ -43,11 +43,10 @@ class DraftEngine:
 
     The draft samples with the target's sampling parameters and the same noise, so that its guesses tend to be the
     target's tokens (coupled sampling, arXiv 2408.07978). `token_ids` names the tokens of the columns of the model's
-    logits, where those are not the whole vocabulary. With `lookup_match`, a row of which at least so many of the last
-    tokens stood in its history before proposes what followed them there, and the model only computes their KV. With
-    `grammars`, a row that has a grammar proposes what it allows, and what it forces without the model's choice. If
-    `chained`, proposals that `scan` can choose from logits as they are are read from the device once all of their
-    tokens are chosen.
+    logits, where those are not the whole vocabulary. With `lookup_match`, a row proposes the tokens that followed an
+    earlier occurrence of at least that many of its last tokens, and the model only computes their KV. With `grammars`,
+    a row that has a grammar proposes what it allows, and what it forces without the model's choice. If `chained`,
+    proposals that `scan` can choose from unchanged logits are read from the device once all of their tokens are chosen.
     """
 
     def __init__(

@@ -225,12 +225,12 @@ def logits_scan(loaded: LoadedModel, token_ids: torch.Tensor | None = None) -> L
     rows = [SamplingContext(SamplingParameters(temperature=n // 8 * 0.4, seed=n), n, (), 0) for n in range(32)]
     scan, logits, on_gpu = TritonScan(), wide[:, :size], wide.to(model.device)[:, :size]
     try:
-        found = [sample_tokens(on_gpu[:count], rows[:count], None, token_ids, scan) for count in (8, 32)]
+        found = [sample_tokens(on_gpu[:count], rows[:count], token_ids, scan) for count in (8, 32)]
     # Triton has errors of its own, and those of the compiler that it calls.
     except Exception as error:
         logger.warning("tokens are chosen by torch, as the Triton kernels cannot be made: %s", one_line(error))
         return LogitsScan()
-    expected = sample_tokens(logits, rows, None, None if token_ids is None else token_ids.cpu())
+    expected = sample_tokens(logits, rows, None if token_ids is None else token_ids.cpu())
     if found != [expected[:8], expected]:
         logger.warning("tokens are chosen by torch, as the Triton kernels choose others")
         return LogitsScan()

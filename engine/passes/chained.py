@@ -11,19 +11,19 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from engine.cpu.logits_scan import Draw, LogitsScan
 from engine.passes.admission import split_by_rows
 from engine.passes.device import current, on_device
 from engine.passes.layout import BatchedSequence
 from engine.passes.runner import ModelRunner
+from engine.sampling.logits_scan import Draw, LogitsScan
 from engine.steps import Computing, EngineTimings
 
 GoesOn = Callable[[int, int], bool]
-"""Whether the sequence in a place, for which so many tokens are chosen, feeds the last one and wants another: room for
-that one is made then."""
+"""Of a sequence's place and the number of tokens chosen for it: whether it feeds the last one and wants another, for
+which room is made then."""
 
 DrawAfter = Callable[[int, int], Draw]
-"""How the next token of the sequence in a place is drawn once so many are chosen."""
+"""Of a sequence's place and the number of tokens chosen for it: how the next one is drawn."""
 
 
 class ChainedPasses:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from engine.cpu.logits_scan import RACE_MARGIN, Draw, LogitsScan
 from engine.passes.device import on_device
+from engine.sampling.logits_scan import RACE_MARGIN, Draw, LogitsScan
 from engine.sampling.logits_shaping import (
     SMALLEST_TEMPERATURE,
     change_scores,
@@ -71,23 +71,17 @@ class _Candidates:
 def sample_tokens(
     logits: Tensor,
     rows: Sequence[SamplingContext],
-    vocabulary_size: int | None = None,
     token_ids: Tensor | None = None,
     scan: LogitsScan = _BY_TORCH,
 ) -> list[int | None]:
     """The next token of each row of `logits` [R, V]; None for a row that holds NaN or +inf, or nothing but -inf.
 
-    Columns from `vocabulary_size` on are padding and never sampled. Ties go to the lowest id. Where only some tokens
-    have a column, `token_ids` [V] names them: int64, ascending, on the device of the logits. The token is then the one
-    that the whole vocabulary would give, with -inf for every other token. `scan` affects speed, not results.
-    Raises `ValueError` if shapes do not fit.
+    Ties go to the lowest id. Where only some tokens have a column, `token_ids` [V] names them: int64, ascending, on the
+    device of the logits. The token is then the one that the whole vocabulary would give, with -inf for every other
+    token. `scan` affects speed, not results. Raises `ValueError` if shapes do not fit.
     """
     if logits.dim() != 2 or logits.shape[0] != len(rows):
         raise ValueError(f"logits have shape {tuple(logits.shape)}, must be [{len(rows)}, vocabulary]")
-    if vocabulary_size is not None:
-        if not 0 < vocabulary_size <= logits.shape[1]:
-            raise ValueError(f"vocabulary_size is {vocabulary_size}, must be between 1 and {logits.shape[1]}")
-        logits = logits[:, :vocabulary_size]
     if token_ids is not None and token_ids.shape != logits.shape[1:]:
         raise ValueError(f"token_ids have shape {tuple(token_ids.shape)}, must be [{logits.shape[1]}]")
     if not rows:

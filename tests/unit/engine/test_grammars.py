@@ -9,8 +9,8 @@ import pytest
 import torch
 from tokenizers import Tokenizer
 
-from engine.cpu.logits_scan import LogitsScan
 from engine.sampling.grammars import GrammarError, GrammarRow, Grammars, GrammarState, GrammarTokens, check_grammar
+from engine.sampling.logits_scan import LogitsScan
 from scheduler.sampling import MAX_GRAMMAR_BYTES, Grammar
 from services.gateway.grammar_check import definition
 from tests.support.tiny_chat import END, tiny_chat_tokenizer

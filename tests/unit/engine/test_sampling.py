@@ -52,18 +52,9 @@ def test_greedy_is_the_first_argmax(vocabulary_size: int, dtype: torch.dtype) ->
     assert sample_tokens(logits, [context(logit_bias={0: 0.0})] * 64) == expected
 
 
-def test_padding_is_never_sampled() -> None:
-    logits = torch.zeros(3, 200)
-    logits[:, 150:] = 50
-    rows = [context(), context(temperature=1.0), context(temperature=1.0, top_p=0.5)]
-    assert all(token is not None and token < 150 for token in sample_tokens(logits, rows, vocabulary_size=150))
-
-
 def test_shapes_are_checked() -> None:
     with pytest.raises(ValueError, match="must be \\[2, vocabulary\\]"):
         sample_tokens(torch.zeros(3, 5), [context()] * 2)
-    with pytest.raises(ValueError, match="vocabulary_size is 6"):
-        sample_tokens(torch.zeros(2, 5), [context()] * 2, vocabulary_size=6)
     with pytest.raises(ValueError, match=r"token_ids have shape \(3,\), must be \[4\]"):
         sample_tokens(torch.zeros(1, 4), [context()], token_ids=torch.arange(3))
     assert sample_tokens(torch.zeros(0, 5), []) == []
