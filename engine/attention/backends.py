@@ -20,17 +20,8 @@ from engine.kv.paged_kv import LayerKv
 # Few lengths, so that sequences share calls, but close enough that little of a call is padding.
 _KV_LENGTHS = (128, 256, 384, 512, 768, 1024, 1536, 2048)
 
-LONGEST_PROBE = 1024
-"""Positions up to which exact mode tries whether padding changes bits."""
-
 # Sequences with at most this many rows in a pass (decode, verify) share one call; longer ones (prefill) have their own.
 _SHARED_CALL_ROWS = 16
-
-# KV lengths of calls that may be padded are multiples of this or so: few shapes, little padding.
-_PADDED_STEP = 64
-
-# KV positions, times heads, that may be added as padding to save a call: what a call costs beside its work.
-_CALL_WORTH = 3000
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,22 +39,19 @@ class AttentionForm:
     """Shapes that attention calls keep to.
 
     The KV length of a call depends on nothing but the position of its rows: the smallest of `kv_lengths` (ascending)
-    that holds it, past the last one their multiples. Up to `longest_padded`, it may be any multiple of `padded_step`
-    that holds them. Each sequence's rows are padded to a multiple of `query_multiple` and cut to at most
-    `max_query_rows`.
+    that holds it, past the last one their multiples. Each sequence's rows are padded to a multiple of `query_multiple`
+    and cut to at most `max_query_rows`.
     """
 
     kv_lengths: tuple[int, ...]
     query_multiple: int = 1
     max_query_rows: int | None = None
-    longest_padded: int = 0
-    padded_step: int = _PADDED_STEP
 
     def summary(self) -> str:
         limit = "any number of" if self.max_query_rows is None else f"at most {self.max_query_rows}"
         return (
             f"with {limit} query rows in multiples of {self.query_multiple} over KV lengths "
-            f"{', '.join(map(str, self.kv_lengths))} and multiples, padded to {self.longest_padded} at most"
+            f"{', '.join(map(str, self.kv_lengths))} and multiples"
         )
 
     def kv_length(self, positions: int) -> int:
@@ -71,11 +59,6 @@ class AttentionForm:
         if index < len(self.kv_lengths):
             return self.kv_lengths[index]
         return -(-positions // self.kv_lengths[-1]) * self.kv_lengths[-1]
-
-    def padded_length(self, positions: int) -> int | None:
-        """A length that hardly exceeds `positions`, where the form leaves it free."""
-        length = -(-positions // self.padded_step) * self.padded_step
-        return length if length <= self.longest_padded else None
 
 
 def cut_into_blocks(
@@ -99,21 +82,14 @@ def kv_lengths(page_size: int) -> tuple[int, ...]:
     return tuple(sorted({-(-length // page_size) * page_size for length in _KV_LENGTHS}))
 
 
-def padded_form(page_size: int, longest_padded: int) -> AttentionForm:
-    """The usual KV lengths, and any whole pages up to `longest_padded`."""
-    step = -(-_PADDED_STEP // page_size) * page_size
-    return AttentionForm(kv_lengths(page_size), longest_padded=longest_padded, padded_step=step)
-
-
 def unrestricted_form(page_size: int) -> AttentionForm:
     """For passes whose bits may depend on what shares them."""
-    return padded_form(page_size, kv_lengths(page_size)[-1])
+    return AttentionForm(kv_lengths(page_size))
 
 
 def attention_forms(page_size: int) -> Iterator[AttentionForm]:
     """Cheapest first; the last has one shape only."""
     lengths = kv_lengths(page_size)
-    yield padded_form(page_size, LONGEST_PROBE)
     for multiple in (1, 2, 4, 8):
         yield AttentionForm(lengths, multiple)
     yield AttentionForm(lengths, 8, 8)
@@ -223,30 +199,12 @@ class MatmulBackend:
                     calls.append((kv_length, [block]))
                 else:
                     shared.setdefault(kv_length, []).append(block)
-        return [*calls, *self._merged(shared)]
-
-    def _merged(self, shared: dict[int, list[Span]]) -> Iterator[tuple[int, list[Span]]]:
-        """Calls, longest first; one that a longer call can take in for less than it costs by itself joins that."""
-        longer: list[Span] = []
-        longer_length = 0
-        for kv_length in sorted(shared, reverse=True):
-            blocks = shared[kv_length]
-            padding = len(blocks) * (longer_length - kv_length) * self._kv_heads
-            if longer and longer_length <= self._form.longest_padded and padding <= _CALL_WORTH:
-                longer.extend(blocks)
-                continue
-            if longer:
-                yield longer_length, longer
-            longer, longer_length = blocks, kv_length
-        if longer:
-            yield longer_length, longer
+        return [*calls, *shared.items()]
 
     def _blocks(self, span: Span) -> Iterator[tuple[int, Span]]:
         done = 0
-        short = span.rows <= _SHARED_CALL_ROWS
-        padded = self._form.padded_length(span.start + span.rows) if short else None
         while done < span.rows:
-            kv_length = padded or self._form.kv_length(span.start + done + 1)
+            kv_length = self._form.kv_length(span.start + done + 1)
             rows = min(span.rows - done, kv_length - (span.start + done), self._form.max_query_rows or span.rows)
             yield kv_length, Span(span.first_row + done, rows, span.start + done, span.pages)
             done += rows

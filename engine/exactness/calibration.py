@@ -2,31 +2,27 @@
 
 In low precision a matrix kernel's last bits depend on the row count it was called with, and near-ties then flip. Exact
 mode keeps every pass to row counts of one class, whose members were seen to give equal bits, and attention to
-one form; then it checks whole logits end to end, over several ways to compute the same sequences.
+one form; then it checks whole logits end to end, over several schedules of the same sequences.
 """
 
 from __future__ import annotations
 
-import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import chain
-from statistics import median
 from typing import TypeAlias
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from engine.attention.backends import LONGEST_PROBE, AttentionForm, unrestricted_form
+from engine.attention.backends import AttentionForm
 from engine.cpu.attention import KernelBackend
 from engine.cpu.linear import KernelLinear, PrepackedLinear
 from engine.errors import ExactModeUnavailableError
 from engine.exactness.attention_probe import AttentionProbe
 from engine.kv.pages import PagePool, PageTable
-from engine.passes.device import PassClock, current
 from engine.passes.layout import BatchedSequence
 from engine.passes.runner import ModelRunner
 from engine.settings import EngineSettings
@@ -35,10 +31,10 @@ _PROBE_SEED = 20251022
 _SHIFTS = (1, 7)
 # A class that ends below this cannot verify a draft of usual length.
 _MIN_USEFUL_ROWS = 16
-# What a class costs: passes of one row, of a few sequences or a draft, and of a batch with drafts.
+# Passes by which classes are priced: of one row, of a few sequences or a draft, and of a batch with drafts.
 _PRICED_ROWS = (1, 8, 40)
-_ABOUT_EQUAL = 1.05
-_SAMPLES = 7
+# Positions up to which attention is probed.
+_LONGEST_PROBE = 1024
 # Length, and how many of the last positions are compared.
 _PROBE_SEQUENCES = ((592, 20), (140, 30), (75, 75), (40, 40), (9, 9))
 # Long enough for a pass of the usual largest size, and no longer: kernels that read pages have no other shapes.
@@ -59,14 +55,10 @@ class ExactShapes:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """What was chosen, and median milliseconds of small passes with free and with exact shapes (its price)."""
+    """What was chosen, and how many rows of logits were compared with those of plain decoding."""
 
     shapes: ExactShapes
     checked_logit_rows: int
-    decode_ms_free: float
-    decode_ms_exact: float
-    verify_ms_free: float
-    verify_ms_exact: float
 
     def summary(self) -> str:
         counts = self.shapes.row_counts
@@ -74,9 +66,7 @@ class Calibration:
         return (
             f"{len(counts)} row counts from {counts[0]} to {counts[-1]}, "
             f"attention {'by kernels' if form is None else form.summary()}; "
-            f"{self.checked_logit_rows} logit rows bit-equal; costs "
-            f"{self.decode_ms_exact:.1f} instead of {self.decode_ms_free:.1f} ms for 1 row, "
-            f"{self.verify_ms_exact:.1f} instead of {self.verify_ms_free:.1f} ms for 40"
+            f"{self.checked_logit_rows} logit rows bit-equal"
         )
 
 
@@ -88,9 +78,12 @@ def calibrate(
     fewest = min(_MIN_USEFUL_ROWS, max_num_batched_tokens)
     classes = row_count_classes(model, candidate_row_counts(max_num_batched_tokens))
     classes = [members for members in classes if members[-1] >= fewest]
-    if len(classes) > 1:
-        classes = cheapest_first(classes, lambda rows: _linears_seconds(model, rows))
-    useful = [row_counts for members in classes for row_counts in _thinned(members) if row_counts[-1] >= fewest]
+    useful = [
+        row_counts
+        for members in cheapest_first(classes)
+        for row_counts in _thinned(members)
+        if row_counts[-1] >= fewest
+    ]
     failures: list[str] = []
     for form in forms:
         difference = _attention_difference(model, make_runner, page_size, form, max_num_batched_tokens)
@@ -101,8 +94,7 @@ def calibrate(
             probe = _EndToEndProbe(model, make_runner, page_size, form, row_counts)
             difference = probe.first_difference()
             if difference is None:
-                shapes = ExactShapes(row_counts, form)
-                return _priced(shapes, probe.compared, model, make_runner, page_size)
+                return Calibration(ExactShapes(row_counts, form), probe.compared)
             failures.append(f"{len(row_counts)} row counts up to {row_counts[-1]} with {form}: {difference}")
         if form is None:
             # Kernels attend in one order by construction: what differs lies elsewhere, where other forms mend nothing.
@@ -133,8 +125,7 @@ def _thinned(row_counts: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
 
 @torch.inference_mode()
 def row_count_classes(model: PreTrainedModel, candidates: Sequence[int]) -> list[tuple[int, ...]]:
-    """Candidates split into classes of equal bits in every distinct linear layer, the class with most members first,
-    which is not the cheapest: it may have none of the small counts.
+    """Candidates split into classes of equal bits in every distinct linear layer, the class with most members first.
 
     Every row position is compared, at several offsets: the tail of a tile can run on another kernel than its middle.
     Spool's own kernels are left out: each of their outputs is one chain of sums, in an order that no other row changes
@@ -147,42 +138,20 @@ def row_count_classes(model: PreTrainedModel, candidates: Sequence[int]) -> list
     return sorted(classes, key=lambda members: (len(members), members[-1]), reverse=True)
 
 
-def cheapest_first(classes: Sequence[tuple[int, ...]], seconds: Callable[[int], float]) -> list[tuple[int, ...]]:
-    """By what small passes, padded to the counts of a class, take together; `seconds` is asked once for each count.
+def cheapest_first(classes: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """By the rows that small passes, padded to the counts of a class, compute, and then by the number of passes."""
 
-    Classes about as cheap as the cheapest keep their order: between those, noise would choose.
-    """
-    seconds = cache(seconds)
+    def price(members: tuple[int, ...]) -> tuple[int, int]:
+        passes = [count for rows in _PRICED_ROWS for count in _padded(rows, members)]
+        return sum(passes), len(passes)
 
-    def price(members: tuple[int, ...]) -> float:
-        return sum(seconds(count) for rows in _PRICED_ROWS for count in _padded(rows, members))
-
-    prices = {members: price(members) for members in classes}
-    about_equal = min(prices.values()) * _ABOUT_EQUAL
-    return sorted(classes, key=lambda members: max(prices[members], about_equal))
+    return sorted(classes, key=price)
 
 
 def _padded(rows: int, members: tuple[int, ...]) -> list[int]:
-    """The row counts of the passes that compute so many rows."""
+    """The row counts of the passes that compute `rows` rows."""
     whole, rest = divmod(rows, members[-1])
     return [members[-1]] * whole + ([members[bisect_left(members, rest)]] if rest else [])
-
-
-@torch.inference_mode()
-def _linears_seconds(model: nn.Module, rows: int) -> float:
-    """The median of a few passes through all linear layers, whose weights are then as cold as in a pass."""
-    layers = [module for module in model.modules() if isinstance(module, AnyLinear)]
-    like = next(model.parameters())
-    inputs = {width: torch.ones(rows, width).to(like) for width in {layer.in_features for layer in layers}}
-    samples = []
-    with current(like.device):
-        for _ in range(_SAMPLES):
-            clock = PassClock(like.device)
-            for layer in layers:
-                _pass(layer, inputs[layer.in_features])
-            clock.computed()
-            samples.append(clock.seconds()[0])
-    return median(samples)
 
 
 def _distinct_linears(model: nn.Module) -> Iterable[AnyLinear]:
@@ -223,7 +192,7 @@ def _agrees(layer: AnyLinear, inputs: torch.Tensor, reference: torch.Tensor, cou
 def _attention_difference(
     model: PreTrainedModel, make_runner: MakeRunner, page_size: int, form: AttentionForm | None, max_rows: int
 ) -> str | None:
-    longest = min(LONGEST_PROBE, _positions(model))
+    longest = min(_LONGEST_PROBE, _positions(model))
     longest = form.kv_length(longest) if form else longest
     runner = make_runner(PagePool(AttentionProbe.pages(longest, page_size), page_size), form, ())
     if isinstance(runner.backend, KernelBackend):
@@ -238,7 +207,7 @@ def _positions(model: PreTrainedModel) -> int:
 
 
 class _EndToEndProbe:
-    """Computes the logits of a few random sequences in several ways and compares all of them bit by bit.
+    """Computes the logits of a few random sequences by several schedules and compares all of them bit by bit.
 
     Of each sequence, the logits of the last positions are compared: all of the short ones, few of the longest.
     """
@@ -267,9 +236,9 @@ class _EndToEndProbe:
         self.compared = 0
 
     def first_difference(self) -> str | None:
-        """None when all ways agree; otherwise one line on where they do not."""
+        """None when all schedules agree; otherwise one line on where they do not."""
         every = list(range(len(self._sequences)))
-        ways = {
+        schedules = {
             "prefill in chunks of 11": [([index], 11) for index in every],
             "prefill in chunks of 43": [([index], 43) for index in every],
             "prefill in the largest chunks": [([index], self._max_rows) for index in every],
@@ -279,10 +248,10 @@ class _EndToEndProbe:
         one_by_one = [([index], 1) for index in every]
         if self._reference:
             # It was computed on another number of threads.
-            ways["one token at a time"] = one_by_one
+            schedules["one token at a time"] = one_by_one
         else:
             self._reference = dict(chain.from_iterable(self._together(*batch) for batch in one_by_one))
-        for name, batches in ways.items():
+        for name, batches in schedules.items():
             for key, logits in chain.from_iterable(self._together(*batch) for batch in batches):
                 self.compared += 1
                 if not torch.equal(logits, self._reference[key]):
@@ -321,36 +290,6 @@ class _EndToEndProbe:
             return None
         self._pool.append(table, len(fed))
         return index, BatchedSequence(table, fed, len(fed))
-
-
-def _priced(
-    shapes: ExactShapes, compared: int, model: PreTrainedModel, make_runner: MakeRunner, page_size: int
-) -> Calibration:
-    def median_ms(form: AttentionForm | None, row_counts: Sequence[int], sequences: int, rows: int) -> float:
-        pool = PagePool(sequences * (-(-160 // page_size)), page_size)
-        runner = make_runner(pool, form, row_counts)
-        batch = []
-        for _ in range(sequences):
-            table = PageTable()
-            pool.append(table, min(128 + rows, _positions(model)))
-            batch.append(BatchedSequence(table, [1] * rows, rows))
-        samples = []
-        for _ in range(_SAMPLES):
-            started = time.perf_counter()
-            runner.run(batch).clock.seconds()
-            samples.append(time.perf_counter() - started)
-        return median(samples) * 1000
-
-    free = unrestricted_form(page_size) if shapes.attention else None
-    verify = (8, 5) if shapes.row_counts[-1] >= 40 else (1, min(5, shapes.row_counts[-1]))
-    return Calibration(
-        shapes,
-        compared,
-        decode_ms_free=median_ms(free, (), 1, 1),
-        decode_ms_exact=median_ms(shapes.attention, shapes.row_counts, 1, 1),
-        verify_ms_free=median_ms(free, (), *verify),
-        verify_ms_exact=median_ms(shapes.attention, shapes.row_counts, *verify),
-    )
 
 
 def _pass(layer: AnyLinear, rows: torch.Tensor) -> torch.Tensor:

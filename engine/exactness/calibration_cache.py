@@ -22,7 +22,7 @@ from engine.models.source import cache_folder
 from engine.settings import EngineSettings
 
 # Raised when calibration itself changes, so that older results are not believed.
-_CALIBRATION_RECIPE = 11
+_CALIBRATION_RECIPE = 12
 
 
 def calibration_file(model: PreTrainedModel, settings: EngineSettings, kernels: str | None) -> Path:
@@ -75,7 +75,7 @@ def write_calibration(file: Path, calibration: Calibration) -> None:
 def _cublas_conditions() -> dict[str, object]:
     """Versions of cuBLAS, and what chooses among its kernels."""
     matmul = torch.backends.cuda.matmul
-    # Where torch's wheels bring cuBLAS along; torch itself tells the version of CUDA alone.
+    # torch's wheels bring cuBLAS along; torch itself gives only the version of CUDA.
     wheels = ("nvidia-cublas", "nvidia-cublas-cu12")
     return {
         "cuda": torch.version.cuda,

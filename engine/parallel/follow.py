@@ -1,4 +1,4 @@
-"""The side of all ranks but the first: they do what rank 0 tells, with their part of the model."""
+"""The side of all ranks but the first: they follow the orders of rank 0 with their part of the model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def follow(loaded: LoadedModel, ranks: Ranks) -> None:
     runner: ModelRunner | None = None
     while True:
         try:
-            order, *numbers = ranks.hear()
+            order, *numbers = ranks.receive()
         except RuntimeError as error:
             logger.info("rank 0 is gone: %s", one_line(error))
             return

@@ -19,10 +19,10 @@ Broken = Callable[[str], None]
 
 
 class Lead:
-    """Tells the other ranks what to do, before rank 0 does the same.
+    """Sends orders to the other ranks, before rank 0 follows the same order.
 
-    Once they were told, an error leaves them at another place than rank 0, so that they can compute nothing any more:
-    `broken` is called, which ends the process.
+    An error after an order leaves the ranks in different states, in which they can compute nothing any more: `broken`
+    is called, which ends the process.
     """
 
     def __init__(self, ranks: Ranks, broken: Broken) -> None:
@@ -58,7 +58,7 @@ class Lead:
     @contextmanager
     def _together(self, order: Order, numbers: Sequence[int]) -> Iterator[None]:
         try:
-            self.ranks.tell([order, *numbers])
+            self.ranks.send([order, *numbers])
             yield
         except Exception as error:
             self._broken(one_line(error))

@@ -1,7 +1,7 @@
-"""What rank 0 tells the others to do, as numbers.
+"""The orders of rank 0 to the other ranks, as numbers.
 
-Every order is a list that begins with its kind. Ranks hold the same pages and passes are functions of their sequences
-alone, so that a pass is told as tokens, lengths and pages.
+Every order is a list that begins with its kind. Ranks hold the same pages, and passes are functions of their sequences
+alone, so an order for a pass holds tokens, lengths and pages.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def plan_to_numbers(plan: RunnerPlan) -> list[int]:
     form = plan.form
     if form is not None:
         limit = _NONE if form.max_query_rows is None else form.max_query_rows
-        numbers += [form.query_multiple, limit, form.longest_padded, form.padded_step, *form.kv_lengths]
+        numbers += [form.query_multiple, limit, *form.kv_lengths]
     return numbers
 
 
@@ -52,8 +52,8 @@ def plan_from_numbers(numbers: Sequence[int]) -> RunnerPlan:
     row_counts, rest = tuple(rest[:count]), rest[count:]
     form = None
     if rest:
-        multiple, limit, longest_padded, step, *lengths = rest
-        form = AttentionForm(tuple(lengths), multiple, None if limit == _NONE else limit, longest_padded, step)
+        multiple, limit, *lengths = rest
+        form = AttentionForm(tuple(lengths), multiple, None if limit == _NONE else limit)
     return RunnerPlan(pages, page_size, form, row_counts)
 
 

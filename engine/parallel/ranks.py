@@ -15,11 +15,12 @@ from typing import TypeAlias
 import torch
 import torch.distributed as dist
 
-# An idle rank waits in a call for what rank 0 does next, so no call has a limit; whoever started ranks watches them.
+# An idle rank waits in a call for the next message of rank 0, so no call has a limit; the process that started the
+# ranks watches them.
 _NO_LIMIT = timedelta(days=365)
 _LOOPBACK = "127.0.0.1"
 
-# Messages of up to so many numbers are one call; longer ones, whose length the others learn from it, are two.
+# Messages of up to this many numbers are one call; longer ones are two, of which the first says the length.
 _FIRST_NUMBERS = 2048
 
 
@@ -41,8 +42,8 @@ class Ranks:
         self._through_cpu = device.type == "cuda" and numbers is tensors
         self._room = torch.zeros(_FIRST_NUMBERS, dtype=torch.int64)
 
-    def tell(self, numbers: Sequence[int]) -> None:
-        """Rank 0 only: sends what `hear` of the others gives."""
+    def send(self, numbers: Sequence[int]) -> None:
+        """Rank 0 only: sends a message to all others."""
         message = torch.tensor([len(numbers), *numbers], dtype=torch.int64)
         first = message[:_FIRST_NUMBERS]
         self._room[: len(first)] = first
@@ -50,8 +51,8 @@ class Ranks:
         if len(message) > _FIRST_NUMBERS:
             self._broadcast(message[_FIRST_NUMBERS:])
 
-    def hear(self) -> list[int]:
-        """All others: waits for what rank 0 tells."""
+    def receive(self) -> list[int]:
+        """All others: waits for the next message of rank 0."""
         self._broadcast(self._room)
         count, *numbers = self._room.tolist()
         if count + 1 > _FIRST_NUMBERS:

@@ -19,9 +19,8 @@ def kv() -> PagedKv:
     return kv
 
 
-def backend(kv: PagedKv, longest_padded: int, lengths: tuple[int, ...] = LENGTHS) -> MatmulBackend:
-    form = AttentionForm(lengths, longest_padded=longest_padded)
-    return MatmulBackend(form, HEADS, KV_HEADS, PAGE, kv.pages, torch.float32, torch.device("cpu"))
+def backend(kv: PagedKv) -> MatmulBackend:
+    return MatmulBackend(AttentionForm(LENGTHS), HEADS, KV_HEADS, PAGE, kv.pages, torch.float32, torch.device("cpu"))
 
 
 def spans(*places: tuple[int, int]) -> list[Span]:
@@ -35,25 +34,19 @@ def spans(*places: tuple[int, int]) -> list[Span]:
 
 
 @pytest.mark.parametrize(
-    ("places", "longest_padded", "lengths", "calls"),
+    ("places", "calls"),
     [
-        # Without padding, a call for each length that a position asks for.
-        ([(20, 2), (50, 2), (100, 2)], 0, LENGTHS, 3),
-        ([(20, 2), (50, 2), (100, 2)], 64, LENGTHS, 2),
-        ([(20, 2), (50, 2), (100, 2)], 256, LENGTHS, 1),
-        # Rows on both sides of a length stay together where calls may be padded.
-        ([(30, 4)], 0, LENGTHS, 2),
-        ([(30, 4)], 256, LENGTHS, 1),
-        # To pad nine short sequences to the length of a long one would cost more than a call.
-        ([(10, 1)] * 9 + [(250, 1)], 2048, (32, 2048), 2),
+        # One for each length that a position asks for.
+        ([(20, 2), (50, 2), (100, 2), (10, 1)], 3),
+        # Rows on both sides of a length.
+        ([(30, 4)], 2),
+        # Many rows of one sequence have a call of their own.
+        ([(20, 2), (0, 30)], 2),
     ],
 )
-def test_short_rows_of_like_length_share_a_call(
-    kv: PagedKv, places: list[tuple[int, int]], longest_padded: int, lengths: tuple[int, ...], calls: int
-) -> None:
+def test_short_rows_of_one_length_share_a_call(kv: PagedKv, places: list[tuple[int, int]], calls: int) -> None:
     batch = spans(*places)
-    plan = backend(kv, longest_padded, lengths).plan(batch, batch[-1].first_row + batch[-1].rows)
-    assert len(plan.calls) == calls
+    assert len(backend(kv).plan(batch, batch[-1].first_row + batch[-1].rows).calls) == calls
 
 
 def test_the_output_is_the_attention_of_each_sequence(kv: PagedKv) -> None:
@@ -61,11 +54,11 @@ def test_the_output_is_the_attention_of_each_sequence(kv: PagedKv) -> None:
     rows = sum(span.rows for span in batch)
     query = torch.randn(rows, HEADS, DIM, generator=torch.Generator().manual_seed(2))
     layer = kv.layers[0]
-    together = backend(kv, 256).plan(batch, rows).attend(layer, query, 0.25)
+    together = backend(kv).plan(batch, rows).attend(layer, query, 0.25)
     for span in batch:
         alone = Span(0, span.rows, span.start, span.pages)
         part = query[span.first_row : span.first_row + span.rows]
-        expected = backend(kv, 0).plan([alone], span.rows).attend(layer, part, 0.25)
+        expected = backend(kv).plan([alone], span.rows).attend(layer, part, 0.25)
         assert torch.allclose(together[span.first_row : span.first_row + span.rows], expected, atol=1e-6)
 
 

@@ -1,4 +1,4 @@
-"""What rank 0 tells the others, and what ranks exchange."""
+"""Orders of rank 0 to the others, and tensors that ranks exchange."""
 
 from __future__ import annotations
 
@@ -19,14 +19,13 @@ from engine.passes.layout import BatchedSequence
 SIZE = 3
 
 
-@pytest.mark.parametrize("form", [None, unrestricted_form(16), *attention_forms(8)])
-@pytest.mark.parametrize("row_counts", [(), (1, 2, 8)])
-def test_runners_are_told_whole(form: object, row_counts: tuple[int, ...]) -> None:
-    plan = RunnerPlan(100, 16, form, row_counts)  # type: ignore[arg-type]
-    assert plan_from_numbers(plan_to_numbers(plan)) == plan
+def test_runner_orders_arrive_whole() -> None:
+    for form in (None, unrestricted_form(16), *attention_forms(8)):
+        plan = RunnerPlan(100, 16, form, () if form is None else (1, 2, 8))
+        assert plan_from_numbers(plan_to_numbers(plan)) == plan
 
 
-def test_passes_are_told_whole() -> None:
+def test_pass_orders_arrive_whole() -> None:
     sequences = [
         BatchedSequence(PageTable([7, 3, 9], 33), [5, 6, 7], 2),
         BatchedSequence(PageTable([1], 1), [0], 0),
@@ -60,9 +59,9 @@ def test_messages_of_any_length_arrive(tmp_path: Path) -> None:
 
     def work(ranks: Ranks) -> list[list[int]]:
         if ranks.rank:
-            return [ranks.hear() for _ in messages]
+            return [ranks.receive() for _ in messages]
         for message in messages:
-            ranks.tell(message)
+            ranks.send(message)
         return messages
 
     assert on_every_rank(tmp_path, work) == [messages] * SIZE
