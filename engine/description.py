@@ -1,4 +1,4 @@
-"""What an engine tells about itself. Torch-free."""
+"""The description of an engine. Torch-free."""
 
 from __future__ import annotations
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import torch
 from torch import nn
-from transformers.activations import SiLUActivation
 
 from engine.cpu.kernels import LANES, CpuKernels
-from engine.cpu.linear import KernelLinear, linear_of
-
-_SILU = (nn.SiLU, SiLUActivation)
+from engine.cpu.linear import KernelLinear
+from engine.models.families import SILU, linear_of
 
 
 class KernelExperts(nn.Module):
@@ -49,7 +47,7 @@ def runs_by_kernel(block: nn.Module, kernels: CpuKernels) -> bool:
     """Whether the kernels take all of a sparse block."""
     experts = block.experts
     return (
-        type(experts.act_fn) in _SILU
+        type(experts.act_fn) in SILU
         and experts.down_proj.shape[2] % LANES == 0
         and all(kernels.multiplies(w) for w in (block.gate.weight, experts.gate_up_proj[0], experts.down_proj[0]))
     )

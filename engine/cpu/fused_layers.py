@@ -14,31 +14,16 @@ from transformers.modeling_outputs import BaseModelOutputWithPast
 from engine.attention.paged_step import PagedStep
 from engine.cpu.attention import KernelPlan
 from engine.cpu.kernels import LANES, CpuKernels, LayerWeights
-from engine.cpu.linear import KernelLinear, joined, prepack_linear
-from engine.models.families import SILU, families_of, weight_and_epsilon
+from engine.cpu.linear import KernelLinear, prepack_linear
+from engine.models.families import SILU, LlamaLayer, families_of, weight_and_epsilon
 
 
-class FusedDecoderLayer(nn.Module):
+class FusedDecoderLayer(LlamaLayer):
     """Four linear layers with prepacked weights, and kernels for the operations between them."""
 
     def __init__(self, layer: nn.Module, kernels: CpuKernels) -> None:
-        super().__init__()
-        attention, mlp = layer.self_attn, layer.mlp
+        super().__init__(layer, lambda linear: prepack_linear(linear, kernels))
         self._kernels = kernels
-        self._index = attention.layer_idx
-        self._scaling = attention.scaling
-        self._query_heads = attention.q_proj.out_features // attention.head_dim
-        self._kv_heads = attention.k_proj.out_features // attention.head_dim
-        self._head_dim = attention.head_dim
-        self._qkv = prepack_linear(joined([attention.q_proj, attention.k_proj, attention.v_proj]), kernels)
-        self._out = prepack_linear(attention.o_proj, kernels)
-        self._gate_up = prepack_linear(joined([mlp.gate_proj, mlp.up_proj]), kernels)
-        self._down = prepack_linear(mlp.down_proj, kernels)
-        self._attention_norm = weight_and_epsilon(layer.input_layernorm)
-        self._mlp_norm = weight_and_epsilon(layer.post_attention_layernorm)
-        self._head_norms: tuple[torch.Tensor, torch.Tensor, float] | None = None
-        if hasattr(attention, "q_norm"):
-            self._head_norms = (attention.q_norm.weight.detach(), *weight_and_epsilon(attention.k_norm))
 
     @property
     def has_kernel_linears(self) -> bool:

@@ -300,7 +300,7 @@ class CpuKernels:
 
 
 def _shares_threads(library: ctypes.CDLL) -> bool:
-    """Whether the library computes on as many threads as torch is told to. It does where both use the same OpenMP
+    """Whether the library computes on as many threads as torch. It does where both use the same OpenMP
     library; clang's is another one than torch's."""
     before = torch.get_num_threads()
     torch.set_num_threads(before + 1)

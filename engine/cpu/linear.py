@@ -6,8 +6,6 @@ many, which torch's plain kernel does not (docs/exactness.md).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import nn
 
@@ -49,29 +47,12 @@ class PrepackedLinear(nn.Module):
         self.in_features = linear.in_features
         self.out_features = linear.out_features
         self.bias = linear.bias
-        # Not a buffer: nobody can copy, save or move weights in this layout.
+        # Not a buffer: weights in this layout cannot be copied, saved or moved.
         self._prepacked = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), _TYPICAL_ROWS)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """`[..., in_features]` to `[..., out_features]`."""
         return torch.ops.mkldnn._linear_pointwise(rows, self._prepacked, self.bias, "none", [], "")
-
-
-def joined(layers: Sequence[nn.Linear]) -> nn.Linear:
-    """One layer whose outputs are those of `layers`, one after the other. They have a bias all or none."""
-    with torch.no_grad():
-        bias = None if layers[0].bias is None else torch.cat([layer.bias for layer in layers])
-        return linear_of(torch.cat([layer.weight for layer in layers]), bias)
-
-
-def linear_of(weight: torch.Tensor, bias: torch.Tensor | None = None) -> nn.Linear:
-    """The layer of a weight `[out, in]`, which is not copied."""
-    linear = nn.Linear(1, 1, bias=bias is not None)
-    linear.out_features, linear.in_features = weight.shape
-    linear.weight = nn.Parameter(weight.detach(), requires_grad=False)
-    if bias is not None:
-        linear.bias = nn.Parameter(bias.detach(), requires_grad=False)
-    return linear
 
 
 def prepack_linear(linear: nn.Linear | SummedLinear, kernels: CpuKernels | None) -> nn.Module:

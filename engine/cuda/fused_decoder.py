@@ -17,10 +17,9 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from engine.attention.paged_step import PagedStep
-from engine.cpu.linear import joined
 from engine.cuda.triton_product import Parts, TritonLinear, overlaps
-from engine.cuda.triton_rows import HeadNorms, add_norm, rotate_write, rotations, silu_mul
-from engine.models.families import SILU, FamilyClasses, families_of, weight_and_epsilon
+from engine.cuda.triton_rows import add_norm, rotate_write, rotations, silu_mul
+from engine.models.families import SILU, FamilyClasses, LlamaLayer, families_of, weight_and_epsilon
 from engine.parallel.layers import SummedLinear
 
 MakeLinear = Callable[[nn.Linear], nn.Module]
@@ -30,23 +29,10 @@ MakeLinear = Callable[[nn.Linear], nn.Module]
 _FIXED_ROPES = ("default", "linear", "llama3", "yarn")
 
 
-class CudaDecoderLayer(nn.Module):
+class CudaDecoderLayer(LlamaLayer):
     def __init__(self, layer: nn.Module, make_linear: MakeLinear, overlap: bool) -> None:
-        super().__init__()
+        super().__init__(layer, lambda linear: _made(linear, make_linear))
         self._overlap = overlap
-        attention, mlp = layer.self_attn, layer.mlp
-        self._index = attention.layer_idx
-        self._scaling = attention.scaling
-        self._query_heads = attention.q_proj.out_features // attention.head_dim
-        self._qkv = make_linear(joined([attention.q_proj, attention.k_proj, attention.v_proj]))
-        self._out = _made(attention.o_proj, make_linear)
-        self._gate_up = make_linear(joined([mlp.gate_proj, mlp.up_proj]))
-        self._down = _made(mlp.down_proj, make_linear)
-        self._attention_norm = weight_and_epsilon(layer.input_layernorm)
-        self._mlp_norm = weight_and_epsilon(layer.post_attention_layernorm)
-        self._head_norms: HeadNorms | None = None
-        if hasattr(attention, "q_norm"):
-            self._head_norms = (attention.q_norm.weight.detach(), *weight_and_epsilon(attention.k_norm))
 
     def forward(
         self,

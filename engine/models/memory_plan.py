@@ -14,7 +14,7 @@ from engine.errors import GpuMemoryError
 from engine.parallel.heads import heads_of_a_rank
 from engine.passes.graph_sizes import MOST_GRAPHS, MOST_ROWS
 
-# A worker on a GPU with KV for fewer tokens serves nobody.
+# KV for fewer tokens is too little for a worker on a GPU.
 MIN_KV_TOKENS = 2048
 
 # What a process has on a GPU before it loads anything, and gaps between what it has there later: an allowance.
@@ -91,7 +91,7 @@ def model_memory(name: str, folder: Path, dtype: str, max_num_batched_tokens: in
         row = config["vocab_size"] * (size + 4 * _LOGITS_FLOATS)
         row += _VECTORS * (hidden + config.get("intermediate_size", 4 * hidden)) * size
         workspace = _CONTEXT_BYTES + _LIBRARY_BYTES + _KEPT_ROWS * (head_dim + 2) * 4 + max_num_batched_tokens * row
-        # The graphs share what the largest needs beside the passes without one, and the logits that all of them write.
+        # All graphs share the memory of the largest one, which passes without a graph do not use, and the logits.
         graphed_rows = min(MOST_ROWS, max_num_batched_tokens)
         workspace += MOST_GRAPHS * _GRAPH_BYTES + graphed_rows * (row + config["vocab_size"] * size)
         return ModelMemory(

@@ -15,7 +15,7 @@ def current(device: torch.device) -> AbstractContextManager[object]:
 
 
 def on_device(numbers: Sequence[int], device: torch.device) -> torch.Tensor:
-    """int64 `[numbers]`. To a GPU from pinned memory, so that nobody waits for the copy."""
+    """int64 `[numbers]`. To a GPU from pinned memory, so that the host does not wait for the copy."""
     return pinned(numbers, device).to(device, non_blocking=True)
 
 
@@ -46,7 +46,7 @@ class PassClock:
             self._events[1].record()
 
     def seconds(self) -> tuple[float, float]:
-        """Those of the pass, and those from its end until now. Waits for the pass if nobody has."""
+        """Those of the pass, and those from its end until now. Waits for the end of the pass."""
         if self._events is None:
             return self._computed - self._started, time.perf_counter() - self._computed
         first, last = self._events

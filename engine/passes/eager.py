@@ -19,7 +19,7 @@ class EagerPasses:
     def __init__(
         self, model: PreTrainedModel, kv: PagedKv, backend: AttentionBackend, padded: Callable[[int], int]
     ) -> None:
-        """`padded` gives the row count that so many rows of logits are computed on."""
+        """`padded` gives the row count that a number of rows of logits is computed on."""
         self._model = model
         self._kv = kv
         self._backend = backend

@@ -45,7 +45,7 @@ class TokenBatch:
         padded: Callable[[int], int],
         fed: torch.Tensor | None = None,
     ) -> TokenBatch:
-        """`padded` gives the row count that so many rows run on; padding rows write their K/V to `padding_slot`."""
+        """`padded` gives the row count that a number of rows runs on; padding rows write to `padding_slot`."""
         tokens: list[int] = []
         positions: list[int] = []
         slots: list[int] = []

@@ -45,7 +45,7 @@ class ModelRunner:
         lead: Lead | None = None,
     ) -> None:
         """`graphs`: those of the device, where it has any. `lead`: to the other ranks of this worker, where it has
-        any; this runner is the newest that they were told of."""
+        any; this runner is then the newest of its orders."""
         self.model = model
         self.kv = kv
         self.backend = backend
@@ -85,7 +85,7 @@ class ModelRunner:
         computing: Computing = no_callback,
         fed: torch.Tensor | None = None,
     ) -> PassResult:
-        """Computes a pass, or starts to: on a GPU, whoever reads of the logits waits. `fed` as in TokenBatch; not where
+        """Computes a pass, or starts to: on a GPU, reading the logits waits for it. `fed` as in TokenBatch; not where
         there are other ranks."""
         started = time.perf_counter()
         batch = TokenBatch.of(sequences, self.kv.page_size, self.kv.padding_slot, self._pass_rows, fed)

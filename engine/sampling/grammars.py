@@ -1,7 +1,7 @@
 """Grammars that outputs must follow: which tokens may come next. Knows no torch; needs llguidance for a grammar only.
 
 The state of a grammar is a function of its definition and of the output up to now, and of nothing else: what is kept
-of it from step to step is a cache, which is compared with the output at each use and made anew where it does not fit.
+of it from step to step is a cache, which is compared with the output at each use and replaced where it does not fit.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _NO_TEXT = "no text fits"
 # What the library puts in the place of details.
 _NOT_VERBOSE = "<non-verbose/>"
 _COMPILED = 32
-"""Grammars of which a compiled form is kept, beside those in use."""
+"""Grammars whose compiled form is kept, in addition to those in use."""
 
 
 class GrammarError(Exception):

@@ -28,8 +28,8 @@ SMALLEST_TEMPERATURE = 2.0**-126
 
 
 def changes_scores(sampling: SamplingParameters, output_tokens: int, must_end: bool = False) -> bool:
-    """Whether the parameters change logits before temperature, after an output of so many tokens. With `must_end`, the
-    output ends now, whatever its length."""
+    """Whether the parameters change logits before temperature, after `output_tokens` tokens of output. With `must_end`,
+    the output ends now, whatever its length."""
     too_early = not must_end and not sampling.may_end(output_tokens)
     return sampling.uses_history or bool(sampling.logit_bias) or too_early
 

@@ -1,4 +1,4 @@
-"""Gumbel noise from a counter: the same for a (seed, position, token id), whoever asks, with whatever else.
+"""Gumbel noise from a counter: a function of seed, position and token id, on every device and in every batch.
 
 A row key is mixed from seed and absolute position on the host. A token's bits are SplitMix64's output function applied
 to key + (id + 1) * golden ratio; its top 32 bits x give t = (x + 0.5) / 2^32 and g = -log(-log(1 - t)).

