@@ -159,8 +159,6 @@ counter worker_busy_seconds_total statistics.busy_seconds role
     Time of workers in forward passes and sampling. Divided by worker_seconds_total: their utilisation.
 counter worker_seconds_total statistics.worker_seconds role
     Time of workers from their first step to their last, times without any unfinished sequence left out.
-counter draft_hidden_seconds_total statistics.hidden_draft_seconds
-    Part of the drafts' worker_busy_seconds_total during which a target was busy too.
 counter realignment_seconds_total statistics.realignment_seconds
     Time of targets that rows of unequal length cost on top.
 counter scheduler_core_seconds_total statistics.core_seconds

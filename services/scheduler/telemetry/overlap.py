@@ -34,18 +34,3 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
         else:
             merged.append((begin, end))
     return merged
-
-
-def without(interval: Interval, taken: Iterable[Interval]) -> list[Interval]:
-    """The parts of an interval that lie in none of the others."""
-    parts = []
-    begin, end = interval
-    for other_begin, other_end in sorted(taken):
-        if other_end <= begin or other_begin >= end:
-            continue
-        if other_begin > begin:
-            parts.append((begin, other_begin))
-        begin = max(begin, other_end)
-    if begin < end:
-        parts.append((begin, end))
-    return parts

@@ -12,7 +12,6 @@ from typing import Any
 
 from scheduler.messages import EmitTokens, Role, RowResult, RowStatus, SendStep, SequenceRequest
 from services.observability.observer import FAILED, REFUSED, SequenceEnd, ServiceObserver, StepTimings
-from services.scheduler.telemetry.hidden_drafting import HiddenDrafting
 
 POSITIONS = 16
 """Positions of a proposal that are told apart; the last of them stands for all beyond."""
@@ -49,8 +48,7 @@ class StatisticsSnapshot:
     - `waiting_share`: the target had no step for other reasons: drafts not ready, the wire.
     `lost_share` is 1 - `target_busy_share`. `draft_busy_share` is forward passes and sampling over the same whole of
     the drafts' time. `core_seconds` is all the time the scheduler core computed. What the shares are made of, in
-    seconds and by role: `busy_seconds`, and `worker_seconds` for the whole; `realignment_seconds` of the targets;
-    `hidden_draft_seconds`, the part of the drafts' busy time in which a target was busy too.
+    seconds and by role: `busy_seconds`, and `worker_seconds` for the whole; `realignment_seconds` of the targets.
     """
 
     tokens: int = 0
@@ -89,7 +87,6 @@ class StatisticsSnapshot:
     busy_seconds: dict[str, float] = field(default_factory=dict)
     worker_seconds: dict[str, float] = field(default_factory=dict)
     realignment_seconds: float = 0.0
-    hidden_draft_seconds: float = 0.0
     workers_lost: int = 0
     workers_lost_by_role: dict[str, int] = field(default_factory=dict)
     prefix_queries: dict[str, int] = field(default_factory=dict)
@@ -160,7 +157,6 @@ class ServiceStatistics(ServiceObserver):
         self._gone = {role: _WorkerTime() for role in Role}
         """All that are gone, together: every new start of a worker has another name."""
         self._begun: set[int] = set()
-        self._hidden = HiddenDrafting()
         self._unfinished = 0
         # When the number of unfinished sequences last left 0 or came back to it.
         self._turned = now
@@ -203,7 +199,6 @@ class ServiceStatistics(ServiceObserver):
     def step_sent(self, role: Role, step: SendStep, now: float) -> None:
         worker = self._workers.setdefault((role, step.worker_id), _WorkerTime())
         worker.vacant_at_send[step.step_id] = self._vacant(now)
-        self._hidden.step_sent(step.worker_id, step.step_id, now)
         group = step.group
         if group is not None and group.rows:
             self._group_sizes[group.rows] += 1
@@ -220,9 +215,6 @@ class ServiceStatistics(ServiceObserver):
         if worker.vacant_at_reply is not None and sent is not None:
             worker.idle += max(timings.idle - max(sent - worker.vacant_at_reply, 0.0), 0.0)
         worker.vacant_at_reply = self._vacant(now)
-        begin = min(now - timings.total + timings.prepare, now)
-        end = min(begin + timings.forward + timings.sample, now)
-        self._hidden.step_replied(role, step.worker_id, step.step_id, (begin, end))
         worker.steps += 1
         worker.total += timings.total
         worker.busy += timings.forward + timings.sample
@@ -239,7 +231,6 @@ class ServiceStatistics(ServiceObserver):
 
     def worker_lost(self, role: Role, worker_id: str, sequences: int) -> None:
         self._workers_lost[role] += 1
-        self._hidden.worker_lost(worker_id)
         worker = self._workers.pop((role, worker_id), None)
         if worker is not None:
             self._gone[role].add(worker)
@@ -300,7 +291,6 @@ class ServiceStatistics(ServiceObserver):
             busy_seconds={"draft": draft_busy, "target": busy},
             worker_seconds={"draft": draft_whole, "target": whole},
             realignment_seconds=realign,
-            hidden_draft_seconds=self._hidden.seconds - self._hidden_before,
             workers_lost=self._workers_lost.total(),
             workers_lost_by_role={role.value: self._workers_lost[role] for role in Role},
             prefix_queries={role.value: self._prefix_queries[role] for role in Role},
@@ -322,7 +312,6 @@ class ServiceStatistics(ServiceObserver):
         self._group_sizes: Counter[int] = Counter()
         self._equal_groups = self._forced_groups = self._realigned_rows = 0
         self._workers_lost: Counter[Role] = Counter()
-        self._hidden_before = self._hidden.seconds
         self._row_errors: Counter[str] = Counter()
         self._prefix_queries: Counter[Role] = Counter()
         self._prefix_hits: Counter[Role] = Counter()

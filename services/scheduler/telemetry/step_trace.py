@@ -1,14 +1,13 @@
-"""A record of every step on every worker: where draft and target work at the same time, and a picture of it."""
+"""A record of every step on every worker, and a picture of it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from scheduler.messages import Role, RowResult, SendStep
 from services.observability.observer import ServiceObserver, StepTimings
-from services.scheduler.telemetry.overlap import Interval, overlap_seconds, union
 
 _MICROSECONDS = 1e6
 
@@ -96,16 +95,6 @@ class StepTrace(ServiceObserver):
                 total=timings.total,
             )
         )
-
-
-def hidden_draft_share(steps: Iterable[TracedStep]) -> float | None:
-    """The part of the drafts' computing during which a target computed too; None where no draft computed."""
-    drafting: list[Interval] = []
-    verifying: list[Interval] = []
-    for step in steps:
-        (drafting if step.role is Role.DRAFT else verifying).append(step.computing)
-    whole = sum(end - begin for begin, end in drafting)
-    return overlap_seconds(drafting, union(verifying)) / whole if whole > 0 else None
 
 
 def chrome_trace(steps: Sequence[TracedStep]) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from engine.settings import EngineSettings
 from engine.steps import Computing
 from protos import worker_pb2, worker_pb2_grpc
 from scheduler.messages import Outcome
-from scheduler.state.digests import EMPTY_DIGEST, DigestedTokens
+from scheduler.state.digests import DigestedTokens
 from services.rpc.worker_codec import result_from_wire
 from services.worker.executor import DraftStepExecutor, StepExecutor, TargetStepExecutor
 from services.worker.server import WorkerServer
@@ -234,32 +234,3 @@ def test_another_step_ends_one_that_prepares(engine: DraftEngine, monkeypatch: p
         assert engine.pool.free_pages == engine.pool.total_pages
 
     asyncio.run(run())
-
-
-def test_each_outcome_is_what_the_next_step_would_propose(engine: DraftEngine) -> None:
-    draft = Conversation(DraftStepExecutor(engine, EPOCH))
-    replies = draft.step(*ahead_step(1).rows)
-    histories = {1: PROMPT, 2: [*PROMPT, 1, 2]}
-    assumed = {1: [3, 4, 5], 2: [8]}
-    for reply in replies:
-        history = histories[reply.sequence_id]
-        for outcome in result_from_wire(reply).outcomes:
-            known = [*history, *assumed[reply.sequence_id][: outcome.accepted], outcome.token]
-            (again,) = draft.step(row(9, known, 0, parameters=PARAMETERS, draft_length=4))
-            assert tuple(again.tokens) == outcome.draft_tokens
-            assert list(again.confidences) == pytest.approx(list(outcome.confidences), abs=1)
-    draft.executor._sequences.drop_all()
-    assert engine.pool.free_pages == engine.pool.total_pages
-
-
-def test_a_step_that_fails_as_a_whole_leaves_no_pages(engine: DraftEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails() -> None:
-        raise MemoryError("no memory")
-
-    draft = Conversation(DraftStepExecutor(engine, EPOCH))
-    Watched(engine, monkeypatch).before = {3: fails}
-    for reply in draft.step(*ahead_step(1).rows):
-        assert (reply.status, reply.kv_len, reply.prefix_digest) == (worker_pb2.ROW_STATUS_FAILED, 0, EMPTY_DIGEST)
-        assert reply.error == "no memory"
-    assert draft.executor.sequences == 0
-    assert engine.pool.free_pages == engine.pool.total_pages
