@@ -95,7 +95,7 @@ class StepExecutor(ABC, Generic[SomeEngine]):
         kv_store: KvStore | None = None,
         prefix_cache: bool = True,
     ) -> None:
-        self._engine = engine
+        self.engine = engine
         self.awaited = never_awaited
         self._clock = clock
         self.worker_epoch = time.time_ns() if worker_epoch is None else worker_epoch
@@ -114,7 +114,7 @@ class StepExecutor(ABC, Generic[SomeEngine]):
 
     @property
     def free_pages(self) -> int:
-        return self._engine.pool.free_pages
+        return self.engine.pool.free_pages
 
     @property
     def scheduler_epoch(self) -> int:
@@ -135,7 +135,7 @@ class StepExecutor(ABC, Generic[SomeEngine]):
     def describe(self) -> worker_pb2.WorkerDescription:
         return to_wire(
             worker_pb2.WorkerDescription,
-            self._engine.description,
+            self.engine.description,
             role=ROLES.to_wire(self.role),
             worker_epoch=self.worker_epoch,
             free_pages=self.free_pages,
@@ -332,7 +332,7 @@ class TargetStepExecutor(StepExecutor[VerifyingEngine]):
     role = Role.TARGET
 
     def _compute(self, rows: Running, computing: Computing) -> StepOutcome:
-        return self._engine.step([_verify_row(prepared, row) for prepared, row in rows], computing)
+        return self.engine.step([_verify_row(prepared, row) for prepared, row in rows], computing)
 
     def _computed(self, prepared: PreparedRow, outcome: RowOutcome) -> Sequence[int]:
         return outcome.tokens[: outcome.accepted]
@@ -345,8 +345,8 @@ class DraftStepExecutor(StepExecutor[DraftingEngine]):
 
     def _compute(self, rows: Running, computing: Computing) -> StepOutcome:
         if rows[0][1].outcomes:
-            return self._engine.prepare([_ahead_row(*one) for one in rows], computing, self.awaited)
-        return self._engine.step([_propose_row(*one) for one in rows], computing)
+            return self.engine.prepare([_ahead_row(*one) for one in rows], computing, self.awaited)
+        return self.engine.step([_propose_row(*one) for one in rows], computing)
 
     def _computed(self, prepared: PreparedRow, outcome: RowOutcome) -> Sequence[int]:
         return prepared.draft_tokens or outcome.tokens[:-1]

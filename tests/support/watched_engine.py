@@ -55,7 +55,7 @@ class WatchedEngine:
     drafts: list[VerifiedDraft] = field(default_factory=list)
 
     def watch(self, executor: StepExecutor[Any]) -> None:
-        step = executor._engine.step
+        step = executor.engine.step
 
         def watched(rows: Sequence[VerifyRow], computing: Computing) -> StepOutcome:
             computing()
@@ -68,4 +68,4 @@ class WatchedEngine:
                     self.drafts.append(VerifiedDraft(history, len(row.draft_tokens), result.accepted, tokens))
             return outcome
 
-        executor._engine.step = watched  # type: ignore[method-assign]
+        executor.engine.step = watched  # type: ignore[method-assign]
