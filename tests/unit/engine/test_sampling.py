@@ -10,13 +10,12 @@ import torch
 from torch import Tensor
 from transformers import (
     MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
 
-from engine.sampling.logits_shaping import change_scores, deficits, kept_tokens
+from engine.sampling.logits_shaping import deficits, kept_tokens
 from engine.sampling.noise import gumbel, row_key
 from engine.sampling.sampler import SamplingContext, sample_tokens
 from scheduler.sampling import SamplingParameters
@@ -162,16 +161,6 @@ def test_a_row_depends_on_nothing_but_itself() -> None:
 # --- against transformers ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("penalty", [0.5, 1.1, 2.0])
-def test_repetition_penalty_is_that_of_transformers(penalty: float) -> None:
-    logits = torch.randn(1, 400, generator=torch.Generator().manual_seed(8)) * 5
-    history = [3, 3, 3, 17, 399, 0, 250, 17]
-    expected = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([history]), logits.clone())[0]
-    scores = logits[0].clone()
-    change_scores(scores, SamplingParameters(repetition_penalty=penalty), history, prompt_length=4, output_tokens=4)
-    torch.testing.assert_close(scores, expected, rtol=0, atol=0)
-
-
 @pytest.mark.parametrize("vocabulary_size", [50, 20000])
 @pytest.mark.parametrize("spread", [0.5, 3.0])
 def test_filters_keep_what_transformers_keeps(vocabulary_size: int, spread: float) -> None:
@@ -199,13 +188,6 @@ def test_filters_break_ties_by_id() -> None:
     assert kept(deficit, SamplingParameters(temperature=1, top_p=3.5 / total)) == [{0, 1, 2, 3}]
     assert kept(deficit, SamplingParameters(temperature=1, min_p=0.9)) == [set(range(10))]
     assert kept(deficit, SamplingParameters(temperature=1, top_p=1e-9)) == [{0}]
-
-
-def test_penalties_and_bias_on_scores() -> None:
-    scores = torch.zeros(10)
-    sampling = SamplingParameters(presence_penalty=0.5, frequency_penalty=0.25, logit_bias={9: 4.0, 1: -1.0, 77: 9.0})
-    change_scores(scores, sampling, history=[1, 1, 2, 3, 3, 3, 500], prompt_length=2, output_tokens=5)
-    assert scores.tolist() == [0, -1, -0.75, -1.25, 0, 0, 0, 0, 0, 4]
 
 
 @pytest.mark.parametrize("settings", [{}, {"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.9, "top_k": 50}])
