@@ -147,7 +147,7 @@ def test_too_many_waiting_sequences_of_a_key_are_refused_by_name(outcome: Outcom
     assert [outcome.http[name].status_code for name in ("held-0", "held-1", "beside")] == [200] * 3
 
 
-def test_a_key_that_has_used_its_tokens_is_told_when_to_come_again(outcome: Outcome) -> None:
+def test_a_key_that_has_used_its_tokens_gets_the_time_to_retry(outcome: Outcome) -> None:
     answered = [response for name, response in outcome.http.items() if name.startswith("metered-")]
     # 8 x 7 tokens of 60 are gone after eight, and a ninth finds four. A slow machine adds one a second.
     assert 9 <= len(answered) - 1 <= 9 + LONG / 7
@@ -163,30 +163,24 @@ def test_a_key_that_has_used_its_tokens_is_told_when_to_come_again(outcome: Outc
 
 def test_priorities_order_the_requests_of_a_key(outcome: Outcome) -> None:
     assert [name for name in outcome.ended if name in ("first", "low", "high")] == ["first", "high", "low"]
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
+    for name, message in (
         ("beyond", "priority is 2147483648, must be between -2147483648 and 2147483647"),
         ("no-number", "priority is 'soon', must be a valid integer"),
-    ],
-)
-def test_priorities_that_cannot_be(outcome: Outcome, name: str, message: str) -> None:
-    error = outcome.http[name].json()["error"]
-    assert (outcome.http[name].status_code, error["param"]) == (400, "priority")
-    assert message in error["message"]
+    ):
+        error = outcome.http[name].json()["error"]
+        assert (outcome.http[name].status_code, error["param"]) == (400, "priority")
+        assert message in error["message"]
 
 
-def test_what_was_served_and_refused_is_told_by_key(outcome: Outcome) -> None:
-    def told(name: str) -> dict[str, float]:
+def test_metrics_count_tokens_and_refusals_by_key(outcome: Outcome) -> None:
+    def by_key(name: str) -> dict[str, float]:
         return {key: value for (sample, key, _), value in outcome.samples.items() if sample == f"spool_key_{name}"}
 
     metered = sum(response.status_code == 200 for name, response in outcome.http.items() if "metered" in name)
     served = {"": 1, "queued": 2, "metered": metered, "urgent": 4}
-    assert told("prompt_tokens_total") == {key: 2 * count for key, count in served.items()}
-    assert told("generation_tokens_total") == {key: 5 * count for key, count in served.items()}
-    assert told("requests_running") == told("requests_waiting") == dict.fromkeys(served, 0)
+    assert by_key("prompt_tokens_total") == {key: 2 * count for key, count in served.items()}
+    assert by_key("generation_tokens_total") == {key: 5 * count for key, count in served.items()}
+    assert by_key("requests_running") == by_key("requests_waiting") == dict.fromkeys(served, 0)
     refused = {(key, limit): value for (name, key, limit), value in outcome.samples.items() if limit and value}
     assert refused == {("queued", "max_waiting"): 2, ("metered", "tokens_per_minute"): 2}
 
@@ -198,5 +192,7 @@ def test_log_lines_of_a_request_name_its_key(outcome: Outcome) -> None:
         lines = [line for line in of_gateway if line.get("request_id") == request_id]
         assert lines, request_id
         assert {line.get("key") for line in lines} == {key}, request_id
+    (access,) = [line for line in of_gateway if line.get("request_id") == "too-many" and "status" in line]
+    assert access["status"] == 429
     text = json.dumps(outcome.lines)
     assert not any(secret in text for secret in SECRETS.values())
