@@ -105,7 +105,7 @@ class StepRequest(_message.Message):
     def __init__(self, worker_epoch: _Optional[int] = ..., step_id: _Optional[int] = ..., scheduler_epoch: _Optional[int] = ..., released_sequence_ids: _Optional[_Iterable[int]] = ..., rows: _Optional[_Iterable[_Union[Row, _Mapping]]] = ...) -> None: ...
 
 class Row(_message.Message):
-    __slots__ = ("sequence_id", "kv_len", "prefix_digest", "tokens", "draft_tokens", "draft_length", "sample", "parameters", "scoring", "outcomes")
+    __slots__ = ("sequence_id", "kv_len", "prefix_digest", "tokens", "draft_tokens", "draft_length", "sample", "parameters", "scoring", "outcomes", "told")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     KV_LEN_FIELD_NUMBER: _ClassVar[int]
     PREFIX_DIGEST_FIELD_NUMBER: _ClassVar[int]
@@ -116,6 +116,7 @@ class Row(_message.Message):
     PARAMETERS_FIELD_NUMBER: _ClassVar[int]
     SCORING_FIELD_NUMBER: _ClassVar[int]
     OUTCOMES_FIELD_NUMBER: _ClassVar[int]
+    TOLD_FIELD_NUMBER: _ClassVar[int]
     sequence_id: int
     kv_len: int
     prefix_digest: int
@@ -126,7 +127,8 @@ class Row(_message.Message):
     parameters: SequenceParameters
     scoring: PromptScoring
     outcomes: int
-    def __init__(self, sequence_id: _Optional[int] = ..., kv_len: _Optional[int] = ..., prefix_digest: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., draft_tokens: _Optional[_Iterable[int]] = ..., draft_length: _Optional[int] = ..., sample: _Optional[bool] = ..., parameters: _Optional[_Union[SequenceParameters, _Mapping]] = ..., scoring: _Optional[_Union[PromptScoring, _Mapping]] = ..., outcomes: _Optional[int] = ...) -> None: ...
+    told: int
+    def __init__(self, sequence_id: _Optional[int] = ..., kv_len: _Optional[int] = ..., prefix_digest: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., draft_tokens: _Optional[_Iterable[int]] = ..., draft_length: _Optional[int] = ..., sample: _Optional[bool] = ..., parameters: _Optional[_Union[SequenceParameters, _Mapping]] = ..., scoring: _Optional[_Union[PromptScoring, _Mapping]] = ..., outcomes: _Optional[int] = ..., told: _Optional[int] = ...) -> None: ...
 
 class Outcomes(_message.Message):
     __slots__ = ("accepted", "tokens", "lengths", "draft_tokens", "confidences")
@@ -298,16 +300,6 @@ class StepTimings(_message.Message):
     packed_rows: int
     padding_rows: int
     def __init__(self, queued: _Optional[float] = ..., idle: _Optional[float] = ..., prepare: _Optional[float] = ..., realign: _Optional[float] = ..., forward: _Optional[float] = ..., sample: _Optional[float] = ..., total: _Optional[float] = ..., packed_rows: _Optional[int] = ..., padding_rows: _Optional[int] = ...) -> None: ...
-
-class DrainRequest(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
-
-class DrainReply(_message.Message):
-    __slots__ = ("sequences_left",)
-    SEQUENCES_LEFT_FIELD_NUMBER: _ClassVar[int]
-    sequences_left: int
-    def __init__(self, sequences_left: _Optional[int] = ...) -> None: ...
 
 class ExportKvRequest(_message.Message):
     __slots__ = ("worker_epoch", "scheduler_epoch", "sequence_id", "kv_len", "prefix_digest")

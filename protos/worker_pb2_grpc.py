@@ -46,11 +46,6 @@ class WorkerStub:
                 request_serializer=protos_dot_worker__pb2.StepRequest.SerializeToString,
                 response_deserializer=protos_dot_worker__pb2.StepReply.FromString,
                 _registered_method=True)
-        self.Drain = channel.unary_unary(
-                '/spool.v1.Worker/Drain',
-                request_serializer=protos_dot_worker__pb2.DrainRequest.SerializeToString,
-                response_deserializer=protos_dot_worker__pb2.DrainReply.FromString,
-                _registered_method=True)
         self.ExportKv = channel.unary_stream(
                 '/spool.v1.Worker/ExportKv',
                 request_serializer=protos_dot_worker__pb2.ExportKvRequest.SerializeToString,
@@ -76,13 +71,6 @@ class WorkerServicer:
 
     def Steps(self, request_iterator, context):
         """Steps run in the order received, one at a time; a reply follows each. Sending a step while another runs queues it.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Drain(self, request, context):
-        """Stops accepting new sequences; answers when no sequence is left or when the call's deadline is near.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -114,11 +102,6 @@ def add_WorkerServicer_to_server(servicer, server):
                     servicer.Steps,
                     request_deserializer=protos_dot_worker__pb2.StepRequest.FromString,
                     response_serializer=protos_dot_worker__pb2.StepReply.SerializeToString,
-            ),
-            'Drain': grpc.unary_unary_rpc_method_handler(
-                    servicer.Drain,
-                    request_deserializer=protos_dot_worker__pb2.DrainRequest.FromString,
-                    response_serializer=protos_dot_worker__pb2.DrainReply.SerializeToString,
             ),
             'ExportKv': grpc.unary_stream_rpc_method_handler(
                     servicer.ExportKv,
@@ -187,33 +170,6 @@ class Worker:
             '/spool.v1.Worker/Steps',
             protos_dot_worker__pb2.StepRequest.SerializeToString,
             protos_dot_worker__pb2.StepReply.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Drain(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/spool.v1.Worker/Drain',
-            protos_dot_worker__pb2.DrainRequest.SerializeToString,
-            protos_dot_worker__pb2.DrainReply.FromString,
             options,
             channel_credentials,
             insecure,

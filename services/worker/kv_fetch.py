@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import functools
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import grpc.aio
@@ -35,24 +34,27 @@ async def import_kv(
     Raises KvTransferError. A failure or a cancellation frees the pages that were set aside.
     """
     expected = on_thread(transfer.expect, request)
+
+    def give_up(expected: asyncio.Future[WorkerSequence]) -> None:
+        # Not awaited, because a cancelled call must not wait for a step: the thread frees the pages in its turn.
+        if not expected.cancelled() and expected.exception() is None:
+            on_thread(transfer.give_up, expected.result())
+
     try:
         sequence: WorkerSequence = await asyncio.shield(expected)
-    except asyncio.CancelledError:
-        expected.add_done_callback(functools.partial(_give_up, transfer, on_thread))
-        raise
-    try:
-        size = await _fetch(request, sequence, transfer, on_thread, security, timeout_seconds)
+        channel = security.open_channel(request.source_address)
+        try:
+            size = await _fetch(request, sequence, transfer, on_thread, channel, security.metadata, timeout_seconds)
+        except grpc.aio.AioRpcError as error:
+            message = f"{request.source_address} gave no KV: {rpc_details(error)}"
+            raise KvTransferError(error.code().name, message) from error
+        finally:
+            await channel.close(None)
         await on_thread(transfer.adopt, request, sequence)
     except BaseException:
-        # Not awaited, because a cancelled call must not wait for a step: the thread frees the pages in its turn.
-        on_thread(transfer.give_up, sequence)
+        expected.add_done_callback(give_up)
         raise
     return size
-
-
-def _give_up(transfer: KvTransfer, on_thread: OnThread, expected: asyncio.Future[WorkerSequence]) -> None:
-    if not expected.cancelled() and expected.exception() is None:
-        on_thread(transfer.give_up, expected.result())
 
 
 async def _fetch(
@@ -60,10 +62,11 @@ async def _fetch(
     sequence: WorkerSequence,
     transfer: KvTransfer,
     on_thread: OnThread,
-    security: ChannelSecurity,
+    channel: grpc.aio.Channel,
+    metadata: tuple[tuple[str, str], ...],
     timeout_seconds: float | None,
 ) -> int:
-    channel = security.open_channel(request.source_address)
+    """Writes the pages as they come. Raises KvTransferError unless each comes once and in order, and AioRpcError."""
     wanted = worker_pb2.ExportKvRequest(
         worker_epoch=request.source_worker_epoch,
         scheduler_epoch=request.source_scheduler_epoch,
@@ -71,30 +74,15 @@ async def _fetch(
         kv_len=len(request.tokens),
         prefix_digest=sequence.tokens.digest(len(request.tokens)),  # its pages may have been given up meanwhile
     )
-    try:
-        stub = worker_pb2_grpc.WorkerStub(channel)
-        parts = stub.ExportKv(wanted, timeout=timeout_seconds, metadata=security.metadata)
-        return await _take(sequence, parts, transfer, on_thread)
-    except grpc.aio.AioRpcError as error:
-        message = f"{request.source_address} gave no KV: {rpc_details(error)}"
-        raise KvTransferError(error.code().name, message) from error
-    finally:
-        await channel.close(None)
-
-
-async def _take(
-    sequence: WorkerSequence, parts: AsyncIterator[worker_pb2.KvPart], transfer: KvTransfer, on_thread: OnThread
-) -> int:
-    """Writes the pages as they come. Raises KvTransferError unless each comes once and in order."""
     size = taken = 0
     expected = len(sequence.table.pages)
     pages: list[worker_pb2.KvPage] = []
-    header = True
-    async for part in parts:
-        part = readable(part)
-        if header:
+    checked = False
+    async for part in worker_pb2_grpc.WorkerStub(channel).ExportKv(wanted, timeout=timeout_seconds, metadata=metadata):
+        readable(part)
+        if not checked:
             transfer.check_header(sequence, part.header)
-            header = False
+            checked = True
             continue
         if taken == expected or part.page.index != taken:
             raise KvTransferError("DATA_LOSS", f"page {part.page.index} came after {taken} of {expected} pages")

@@ -29,8 +29,8 @@ from services.rpc.conversion import from_wire
 class WorkerSequence:
     """One sequence as its worker knows it.
 
-    `committed` holds the tokens that were committed when the sequence was opened, until rows have fed all of them; the
-    first `agreed` of them have been compared with those that rows fed.
+    `committed` holds the tokens that were committed when the sequence was opened. Until rows have fed all of them, or
+    other ones, it is `ahead`; the first `agreed` of them have been compared with those that rows fed.
     `page_keys` are the keys of its first pages (engine/kv/prefix_cache.py); None once its KV must not be shared.
     """
 
@@ -44,6 +44,7 @@ class WorkerSequence:
     places: TokenPlaces = field(default_factory=TokenPlaces)
     grammar_state: GrammarState = field(default_factory=GrammarState)
     committed: Sequence[int] = ()
+    ahead: bool = True
     agreed: int = 0
     page_keys: list[PageKey] | None = field(default_factory=list)
     untouched: bool = False
@@ -66,7 +67,7 @@ class WorkerSequence:
         """Whether the first `end` tokens are committed ones. Each token is compared once; where one differs, there are
         no committed tokens to follow any more."""
         if list(self.committed[self.agreed : end]) != self.history[self.agreed : end]:
-            self.committed = ()
+            self.ahead = False
             return False
         self.agreed = max(self.agreed, end)
         return True
@@ -264,8 +265,9 @@ class WorkerSequences:
         """The sequence of a row; a row with parameters opens it. Raises RowRejectedError."""
         held = self._sequences.get(row.sequence_id)
         try:
-            _check_row(row, self._role, self._engine)
             opened = open_sequence(row.sequence_id, row.parameters) if row.HasField("parameters") else None
+            _fill_in(row, opened or held)
+            _check_row(row, self._role, self._engine)
         except ValueError as error:
             raise RowRejectedError(RowStatus.INVALID, str(error), held) from error
         if held is None:
@@ -275,7 +277,7 @@ class WorkerSequences:
         elif opened is not None:
             held.prompt_length, held.sampling = opened.prompt_length, opened.sampling
             held.logits_digests, held.top_logprobs = opened.logits_digests, opened.top_logprobs
-            held.committed, held.agreed = opened.committed, 0
+            held.committed, held.ahead, held.agreed = opened.committed, True, 0
         held.untouched = False
         return held
 
@@ -310,8 +312,8 @@ class WorkerSequences:
         """
         known = sequence.history
         if len(sequence.committed) <= end:
-            sequence.committed = ()
-        elif not computes and sequence.feeds_committed(end):
+            sequence.ahead = False
+        elif sequence.ahead and not computes and sequence.feeds_committed(end):
             known = sequence.committed
         if self._prefixes is not None and sequence.page_keys is not None:
             limit = len(known) - 1 if scored is None else scored - 1
@@ -338,9 +340,21 @@ def open_sequence(sequence_id: int, parameters: worker_pb2.SequenceParameters) -
     )
 
 
+def _fill_in(row: worker_pb2.Row, sequence: WorkerSequence | None) -> None:
+    """Puts the tokens into the row that came with its sequence's parameters. Raises ValueError if they did not."""
+    if row.told and sequence is not None:
+        tokens = sequence.committed[row.kv_len : row.kv_len + row.told]
+        if row.tokens or len(tokens) < row.told:
+            raise ValueError(
+                f"told is {row.told}, {len(tokens)} tokens came before, and {len(row.tokens)} with the row"
+            )
+        row.tokens.extend(tokens)
+        row.told = 0
+
+
 def _check_row(row: worker_pb2.Row, role: Role, engine: EngineDescription) -> None:
     """Checks what can be said of a row without its sequence. Raises ValueError naming field, value and limit."""
-    if not row.tokens:
+    if not row.tokens and not row.told:
         raise ValueError("tokens is empty, must hold at least one token to feed")
     if role is Role.DRAFT:
         if row.sample or row.HasField("scoring") or (row.draft_tokens and not row.outcomes):
@@ -364,7 +378,8 @@ def _check_row(row: worker_pb2.Row, role: Role, engine: EngineDescription) -> No
     length = row.kv_len + len(row.tokens) + behind
     if length > most:
         raise ValueError(f"the row would reach {length} tokens, must be at most {most}")
-    _check_tokens("tokens", row.tokens, engine)
+    if row.tokens:
+        _check_tokens("tokens", row.tokens, engine)
     if row.draft_tokens:
         _check_tokens("draft_tokens", row.draft_tokens, engine)
     if row.HasField("parameters") and (committed := row.parameters.committed_tokens):

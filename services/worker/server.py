@@ -30,9 +30,6 @@ logger = logging.getLogger(__name__)
 
 SERVICE_NAME = "spool.v1.Worker"
 
-# A drain answers this long before its caller gives up on it.
-_DRAIN_MARGIN_SECONDS = 0.5
-
 
 def step_thread() -> ThreadPoolExecutor:
     """The one thread of a worker that computes.
@@ -133,13 +130,6 @@ class WorkerServer(worker_pb2_grpc.WorkerServicer):
                     yield reply
         except DecodeError as error:
             await refuse_malformed(context, error)
-
-    async def Drain(  # noqa: N802
-        self, request: worker_pb2.DrainRequest, context: grpc.aio.ServicerContext
-    ) -> worker_pb2.DrainReply:
-        remaining = context.time_remaining()
-        left = await self.drain(None if remaining is None else max(remaining - _DRAIN_MARGIN_SECONDS, 0))
-        return worker_pb2.DrainReply(sequences_left=left)
 
     async def ExportKv(  # noqa: N802
         self, request: worker_pb2.ExportKvRequest, context: grpc.aio.ServicerContext

@@ -131,25 +131,15 @@ def test_steps_run_in_order_and_the_server_stays_live() -> None:
     asyncio.run(run())
 
 
-def test_health_and_drain() -> None:
+def test_health() -> None:
     async def run() -> None:
         async with (
             WorkerLauncher([stand_in(Role.TARGET)]) as launcher,
             grpc.aio.insecure_channel(launcher.workers[0].address) as channel,
         ):
-            stub, health = worker_pb2_grpc.WorkerStub(channel), health_pb2_grpc.HealthStub(channel)
+            health = health_pb2_grpc.HealthStub(channel)
             request = health_pb2.HealthCheckRequest(service="spool.v1.Worker")
             assert (await health.Check(request, timeout=LONG)).status == health_pb2.HealthCheckResponse.SERVING
-            description = await stub.Describe(DESCRIBE, timeout=LONG)
-            await exchange(stub, [step(description, 1, opening(1))])
-
-            assert (await stub.Drain(worker_pb2.DrainRequest(), timeout=1)).sequences_left == 1
-            assert (await health.Check(request, timeout=LONG)).status == health_pb2.HealthCheckResponse.NOT_SERVING
-            draining = asyncio.ensure_future(stub.Drain(worker_pb2.DrainRequest(), timeout=LONG))
-            release = step(description, 2)
-            release.released_sequence_ids.append(1)
-            await exchange(stub, [release])
-            assert (await draining).sequences_left == 0
 
     asyncio.run(run())
 

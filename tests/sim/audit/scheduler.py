@@ -40,6 +40,8 @@ class SchedulerAudit:
         self._last: dict[str, _Stream] = {}
         """The stream that was opened last, by the address of its worker."""
         self._sequences: dict[int, CommittedTokens] = {}
+        self._told: dict[tuple[int, int, int], list[int]] = {}
+        """Tokens that came with parameters, by worker, connection and sequence."""
         self._fenced_at: float | None = None
         self._gone: set[int] = set()
         self._moves: dict[Any, tuple[float, _Stream]] = {}
@@ -59,6 +61,7 @@ class SchedulerAudit:
             self._problem(f"the epochs of a stream to {call.address} change")
         if not request.step_id:
             return
+        request = self._filled_in(request)
         if request.step_id <= stream.last_step:
             self._problem(f"step {request.step_id} follows step {stream.last_step}")
         stream.last_step = request.step_id
@@ -70,6 +73,20 @@ class SchedulerAudit:
         for row in request.rows:
             self._check_row(stream, row, busy.get(row.sequence_id))
         stream.unanswered[request.step_id] = request
+
+    def _filled_in(self, request: worker_pb2.StepRequest) -> worker_pb2.StepRequest:
+        """With the tokens of rows in their place that came with the parameters of their sequences."""
+        filled = worker_pb2.StepRequest()
+        filled.CopyFrom(request)
+        for row in filled.rows:
+            told = self._told.setdefault((request.worker_epoch, request.scheduler_epoch, row.sequence_id), [])
+            if row.HasField("parameters"):
+                told[:] = row.parameters.committed_tokens
+            if row.told:
+                row.tokens.extend(told[row.kv_len : row.kv_len + row.told])
+                if len(row.tokens) != row.told:
+                    self._problem(f"row of sequence {row.sequence_id} has {row.told} tokens that were not told")
+        return filled
 
     def _open(self, call: Any, request: worker_pb2.StepRequest) -> _Stream:
         before = self._last.get(call.address)

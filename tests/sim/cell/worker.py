@@ -191,7 +191,7 @@ class SimulatedWorker:
             return [max(_TRANSFER_SECONDS * self.slowness, stalled)]
         packed = passes = outcomes = reading = 0
         for row in request.rows:
-            packed += len(row.tokens) + len(row.draft_tokens)
+            packed += len(row.tokens) + row.told + len(row.draft_tokens)
             passes = max(passes, row.draft_length)
             outcomes += row.outcomes
             reading += row.kv_len
