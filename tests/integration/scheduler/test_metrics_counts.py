@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -39,7 +39,6 @@ CONFIG = SchedulerConfig(
 SETTINGS = GatewaySettings(model_names=(MODEL,), api_keys=(SecretStr(KEY),))
 
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
-Call = Callable[[], Awaitable[None]]
 
 
 @dataclass
@@ -419,62 +418,3 @@ def test_each_process_tells_of_its_own_alone(outcome: Outcome) -> None:
 
 
 # vLLM's own series, in which bucket, sum and count belong to one histogram.
-OF_VLLMS_FRONTEND = {
-    "vllm:request_success_total",
-    "vllm:prompt_tokens_total",
-    "vllm:generation_tokens_total",
-    *(
-        f"vllm:{histogram}_{series}"
-        for histogram in (
-            "time_to_first_token_seconds",
-            "inter_token_latency_seconds",
-            "request_time_per_output_token_seconds",
-            "e2e_request_latency_seconds",
-            "request_prompt_tokens",
-            "request_generation_tokens",
-        )
-        for series in ("bucket", "sum", "count")
-    ),
-}
-OF_VLLMS_ENGINE = {
-    "vllm:num_requests_running",
-    "vllm:num_requests_waiting",
-    *(f"vllm:request_queue_time_seconds_{series}" for series in ("bucket", "sum", "count")),
-    "vllm:num_preemptions_total",
-    "vllm:kv_cache_usage_perc",
-    "vllm:prefix_cache_queries_total",
-    "vllm:prefix_cache_hits_total",
-    "vllm:spec_decode_num_drafts_total",
-    "vllm:spec_decode_num_draft_tokens_total",
-    "vllm:spec_decode_num_accepted_tokens_total",
-    "vllm:spec_decode_num_accepted_tokens_per_pos_total",
-}
-
-
-def as_vllm_tells(samples: Samples, name: str, **labels: str) -> float:
-    return samples[f"vllm:{name}", tuple(sorted({"model_name": MODEL, "engine": "0", **labels}.items()))]
-
-
-def test_vllms_names_have_what_clients_saw(outcome: Outcome) -> None:
-    tally, metrics, scheduler = outcome.tally, outcome.metrics, outcome.of_scheduler
-    assert as_vllm_tells(metrics, "prompt_tokens_total") == tally.prompt_tokens
-    assert as_vllm_tells(metrics, "generation_tokens_total") == tally.tokens
-    ends = {end: as_vllm_tells(metrics, "request_success_total", finished_reason=end) for end in tally.ends}
-    assert ends == tally.ends
-    assert as_vllm_tells(metrics, "time_to_first_token_seconds_count") == tally.began
-    assert as_vllm_tells(metrics, "e2e_request_latency_seconds_bucket", le="+Inf") == tally.ends.total()
-    assert as_vllm_tells(scheduler, "spec_decode_num_drafts_total") == len(outcome.verified)
-    assert as_vllm_tells(scheduler, "spec_decode_num_draft_tokens_total") == tally.drafted
-    assert as_vllm_tells(scheduler, "spec_decode_num_accepted_tokens_total") == tally.accepted
-
-
-def test_vllms_names_repeat_ours_sample_by_sample(outcome: Outcome) -> None:
-    for samples, names in ((outcome.metrics, OF_VLLMS_FRONTEND), (outcome.of_scheduler, OF_VLLMS_ENGINE)):
-        theirs = {key: value for key, value in samples.items() if key[0].startswith("vllm:")}
-        assert {name for name, _ in theirs} == names
-        ours = {}
-        for (name, labels), value in samples.items():
-            alias, plain = name.replace("spool_", "vllm:"), dict(labels)
-            if alias in names and name not in names and plain.pop("role", "target") == "target":
-                ours[alias, tuple(sorted({"model_name": MODEL, "engine": "0", **plain}.items()))] = value
-        assert theirs == ours

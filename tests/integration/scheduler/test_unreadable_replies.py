@@ -3,87 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
 import grpc.aio
-import pytest
 from google.protobuf.message import DecodeError
 
 from protos import worker_pb2
-from services.rpc.call_guards import guards
-from services.rpc.channel_security import ChannelSecurity
-from tests.support.cells import all_in_use, check, client, running_cell
-from tests.support.waiting import until
 
 DESCRIBE, STEPS = "/spool.v1.Worker/Describe", "/spool.v1.Worker/Steps"
 REGISTER, SESSION = "/spool.v1.Scheduler/Register", "/spool.v1.Scheduler/Session"
-
-
-class Garbling(grpc.aio.ServerInterceptor):
-    """Cuts the replies at these places of all replies to a method of one server."""
-
-    def __init__(self, places: Mapping[str, set[int]], cut: Counter[str]) -> None:
-        self._places = places
-        self._cut = cut
-        self._replies: Counter[str] = Counter()
-
-    async def intercept_service(
-        self, continuation: Callable[..., Awaitable[Any]], handler_call_details: grpc.HandlerCallDetails
-    ) -> Any:
-        handler, method = await continuation(handler_call_details), handler_call_details.method
-        if handler is None or method not in self._places:
-            return handler
-        serialize = handler.response_serializer
-
-        def garbled(reply: Any) -> bytes:
-            self._replies[method] += 1
-            if self._replies[method] - 1 not in self._places[method]:
-                return serialize(reply)
-            self._cut[method] += 1
-            return b"\xff"
-
-        return handler._replace(response_serializer=garbled)
-
-
-@pytest.mark.parametrize(
-    "places",
-    [
-        {STEPS: {5}},
-        {STEPS: {0}},
-        {STEPS: {5}, DESCRIBE: {1}},
-        {DESCRIBE: {0}},
-        {REGISTER: {1}},
-        {SESSION: {0}},
-        {SESSION: {2}},
-    ],
-)
-def test_everything_goes_on_after_a_reply_that_cannot_be_read(
-    places: dict[str, set[int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    cut: Counter[str] = Counter()
-
-    def garbling(security: ChannelSecurity) -> list[grpc.aio.ServerInterceptor]:
-        return [Garbling(places, cut), *guards(security)]
-
-    monkeypatch.setattr("services.worker.server.guards", garbling)
-    monkeypatch.setattr("services.scheduler.server.guards", garbling)
-
-    async def run() -> None:
-        async with running_cell() as cell, client(cell.resolve) as backend:
-            await asyncio.gather(*(check(backend, index, 30) for index in range(8)))
-            await until(lambda: cut.keys() == places.keys())
-            await asyncio.gather(*(check(backend, index, 30) for index in range(8)))
-            await all_in_use(cell.workers)
-            assert cell.service.closed_because is None
-            backend.check_health()
-            for worker in cell.workers:
-                worker.registration.check_health()
-            await until(lambda: cell.service.workers.up == {worker.worker_id for worker in cell.workers})
-
-    asyncio.run(run())
 
 
 def test_grpc_does_with_unreadable_messages_what_the_simulation_does() -> None:

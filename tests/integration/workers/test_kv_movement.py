@@ -196,77 +196,9 @@ def test_import_that_cannot_be_is_refused(fields: dict[str, object], code: grpc.
     asyncio.run(run())
 
 
-class OddSource(worker_pb2_grpc.WorkerServicer):
-    """Gives the parts that a test has made; then it ends, or says nothing any more."""
-
-    def __init__(self, parts: Sequence[worker_pb2.KvPart], hangs: bool = False) -> None:
-        self._parts = parts
-        self._hangs = hangs
-
-    async def ExportKv(  # noqa: N802
-        self, request: worker_pb2.ExportKvRequest, context: grpc.aio.ServicerContext
-    ) -> AsyncIterator[worker_pb2.KvPart]:
-        for part in self._parts:
-            yield part
-        if self._hangs:
-            await asyncio.Event().wait()
-
-
-@asynccontextmanager
-async def odd_source(parts: Sequence[worker_pb2.KvPart], hangs: bool = False) -> AsyncIterator[str]:
-    server = grpc.aio.server()
-    worker_pb2_grpc.add_WorkerServicer_to_server(OddSource(parts, hangs), server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    try:
-        yield f"127.0.0.1:{port}"
-    finally:
-        await server.stop(0)
-
-
-HEADER = worker_pb2.KvPart(
-    header=worker_pb2.KvHeader(model_id="stand-in", dtype="int64", page_shape=(1, 1, 1, 4, 1), pages=3)
-)
-
-
 def page(index: int, data: bytes = bytes(32), checksum: int | None = None) -> worker_pb2.KvPart:
     known = zlib.crc32(data) if checksum is None else checksum
     return worker_pb2.KvPart(page=worker_pb2.KvPage(index=index, data=data, checksum=known))
-
-
-def test_kv_of_another_number_of_ranks_is_refused() -> None:
-    async def run() -> None:
-        of_two = worker_pb2.KvPart(header=HEADER.header)
-        of_two.header.tensor_parallel_size = 2
-        async with odd_source([of_two]) as address, served(stand_in()) as worker:
-            code, details = await refusal(worker, import_from(address))
-            assert code is grpc.StatusCode.FAILED_PRECONDITION
-            assert details == "tensor_parallel_size of the KV to come is 2, must be 1"
-
-    asyncio.run(run())
-
-
-@pytest.mark.parametrize(
-    ("parts", "reason"),
-    [
-        ([HEADER, page(0), page(1, checksum=4711), page(2)], "page 1: its checksum"),
-        ([HEADER, page(0), page(1, bytes(31)), page(2)], "page 1: 31 bytes"),
-        ([HEADER, page(0), page(2)], "page 2 came after 1 of 3"),
-        ([HEADER, page(0), page(0)], "page 0 came after 1 of 3"),
-        ([HEADER, page(0), page(1)], "2 of 3 pages came"),
-        ([HEADER, page(0), page(1), page(2), page(3)], "page 3 came after 3 of 3"),
-        ([], "0 of 3 pages came"),
-    ],
-)
-def test_damaged_kv_is_never_taken(parts: list[worker_pb2.KvPart], reason: str) -> None:
-    async def run() -> None:
-        async with odd_source(parts) as address, served(stand_in()) as worker:
-            code, details = await refusal(worker, import_from(address))
-            assert code is grpc.StatusCode.DATA_LOSS
-            assert reason in details
-            assert not worker.executor.sequences
-
-    asyncio.run(run())
 
 
 def test_import_that_is_given_up_while_pages_are_set_aside_gives_them_back() -> None:

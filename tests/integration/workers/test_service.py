@@ -17,14 +17,14 @@ import pytest
 
 from protos import worker_pb2_grpc
 from scheduler.config import Policy, SchedulerConfig
-from scheduler.messages import FinishReason, RefusalCause, Role
-from services.backend.sequence_stream import AdmissionRefusedError, SequenceFailedError, SequenceStream
+from scheduler.messages import FinishReason, Role
+from services.backend.sequence_stream import SequenceFailedError, SequenceStream
 from services.launch.launcher import RunningWorker, WorkerLaunch, WorkerLauncher
 from services.scheduler.service import SchedulerService, ServiceClosedError
 from services.scheduler.workers.pairing import PairingError
 from services.scheduler.workers.worker_link import LinkOptions, WorkerEndpoint, WorkerUnreachableError
 from tests.integration.workers.test_processes import DESCRIBE, ROOT, stand_in
-from tests.support.stand_in_worker import MAX_LENGTH, VOCABULARY, continuation
+from tests.support.stand_in_worker import VOCABULARY, continuation
 from tests.support.waiting import LONG, until
 
 pytestmark = pytest.mark.slow
@@ -165,33 +165,6 @@ def test_hung_worker_is_lost_and_comes_back_only_when_it_answers() -> None:
             os.kill(target.process_id, signal.SIGCONT)
             await check(stream, [30, 31], 100, begun)
             assert service.workers.up == {"draft-0", "target-0"}
-
-    asyncio.run(run())
-
-
-def test_refusals_name_their_cause() -> None:
-    async def run() -> None:
-        config = SchedulerConfig(max_running=1, max_queued_sequences=1)
-        async with cell(config=config, step_seconds=0.02) as (service, _):
-            with pytest.raises(
-                AdmissionRefusedError, match=f"token id {VOCABULARY}, must be between 0 and 999"
-            ) as refusal:
-                service.submit([VOCABULARY], 5)
-            assert refusal.value.cause is RefusalCause.INVALID
-            with pytest.raises(AdmissionRefusedError, match="prompt is empty"):
-                service.submit([], 5)
-            with pytest.raises(AdmissionRefusedError, match=f"the limit is {MAX_LENGTH}") as refusal:
-                service.submit([1], MAX_LENGTH)
-            assert refusal.value.cause is RefusalCause.TOO_LONG
-            running, queued = service.submit([1], 50), service.submit([2], 5)
-            with pytest.raises(AdmissionRefusedError) as refusal:
-                service.submit([3], 5)
-            assert refusal.value.cause is RefusalCause.QUEUE_FULL
-            running.cancel()
-            await running.collect()
-            assert running.finish_reason is FinishReason.CANCELLED
-            await check(queued, [2], 5)
-            assert service.statistics().refused == 3
 
     asyncio.run(run())
 

@@ -37,17 +37,6 @@ def test_a_prompt_goes_where_the_longest_beginning_of_it_is() -> None:
     assert choice.choose(shared + prompt_of(1, 3), busy) == second, "of two that have as much, the one with less work"
 
 
-def test_whole_conversations_stay() -> None:
-    choice = CellChoice()
-    conversations = {name: prompt_of(1, name) for name in range(20)}
-    homes = {name: choice.choose(prompt, idle(3)) for name, prompt in conversations.items()}
-    for turn in range(5):
-        for name, prompt in conversations.items():
-            conversations[name] = prompt + prompt_of(1, 1000 * turn + name)
-            assert choice.choose(conversations[name], idle(3)) == homes[name]
-    assert len(set(homes.values())) == 3
-
-
 @pytest.mark.parametrize("count", [1, 2, 3, 16])
 @pytest.mark.parametrize("prompts", [1, 5, 1000])
 def test_no_cell_gets_more_than_its_part(count: int, prompts: int) -> None:

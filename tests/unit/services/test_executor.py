@@ -128,15 +128,6 @@ def test_repeated_step_gets_the_cached_reply(target: Conversation, engine: Stand
     assert engine.steps == 1
 
 
-def test_old_step_without_a_cached_reply_is_refused(target: Conversation) -> None:
-    for _ in range(20):
-        target.step()
-    reply = target.step(opening(1), step_id=1)
-    assert reply.status == worker_pb2.STEP_STATUS_INVALID
-    assert "step_id is 1, must be above 20" in reply.error
-    assert not reply.rows
-
-
 def test_wrong_worker_epoch_is_refused(target: Conversation, engine: StandInEngine) -> None:
     reply = target.step(opening(1), worker_epoch=78)
     assert reply.status == worker_pb2.STEP_STATUS_WRONG_EPOCH
@@ -153,23 +144,6 @@ def test_higher_scheduler_epoch_takes_over(target: Conversation, engine: StandIn
     fenced = target.step(opening(1), scheduler_epoch=1)
     assert fenced.status == worker_pb2.STEP_STATUS_FENCED
     assert "one with 2 has taken over" in fenced.error
-
-
-def test_releases_free_pages_before_the_rows(target: Conversation, engine: StandInEngine) -> None:
-    target.step(opening(1), opening(2))
-    held = engine.pool.total_pages - engine.pool.free_pages
-    reply = target.step(released=[1, 99])
-    assert engine.pool.total_pages - engine.pool.free_pages == held // 2
-    assert reply.free_pages == engine.pool.free_pages
-    target.step(released=[2])
-    assert engine.pool.free_pages == engine.pool.total_pages
-
-
-def test_unknown_sequence(target: Conversation) -> None:
-    reply, other = target.step(row(9, PROMPT, 0, sample=True), opening(1, sample=True)).rows
-    assert reply.status == worker_pb2.ROW_STATUS_UNKNOWN_SEQUENCE
-    assert (reply.kv_len, reply.prefix_digest) == (0, EMPTY_DIGEST)
-    assert list(other.tokens) == continuation(PROMPT, 1)
 
 
 def test_mismatch_says_what_the_worker_has(target: Conversation) -> None:

@@ -11,7 +11,7 @@ from engine.steps import Computing, StepOutcome, VerifyRow, no_callback
 from protos import worker_pb2
 from scheduler.state.digests import DigestedTokens
 from services.worker.executor import DraftStepExecutor, TargetStepExecutor
-from tests.support.stand_in_worker import MAX_LENGTH, ROW_FAILS, VOCABULARY, StandInEngine, continuation
+from tests.support.stand_in_worker import MAX_LENGTH, VOCABULARY, StandInEngine, continuation
 from tests.unit.services.test_executor import EPOCH, Conversation, row
 
 SYSTEM = list(range(20, 37))
@@ -87,24 +87,6 @@ def test_chunks_take_over_what_was_computed_since_the_opening() -> None:
     step = cell.step(row(2, SYSTEM, 12, sample=True))
     assert (packed(step), held(step.rows[0])) == (1, (OK, 17, 4))
     assert list(step.rows[0].tokens) == continuation(SYSTEM, 1)
-
-
-def test_last_chunk_sent_before_it_was_known_that_all_is_there_feeds_its_last_token() -> None:
-    cell = target()
-    cell.step(opening(1, SYSTEM, sample=True))
-    cell.step(opening(2, SYSTEM, 6))
-    step = cell.step(row(2, SYSTEM, 6, sample=True))
-    assert (packed(step), held(step.rows[0])) == (1, (OK, 17, 0))
-    assert list(step.rows[0].tokens) == continuation(SYSTEM, 1)
-
-
-def test_what_a_row_has_of_its_tokens_stays_up_to_the_first_that_differs() -> None:
-    cell = target()
-    cell.step(opening(1, SYSTEM, 6))
-    step = cell.step(row(1, [*SYSTEM[:4], 90, 91], 2))
-    assert (packed(step), held(step.rows[0])) == (2, (OK, 6, 0))
-    (reply,) = cell.step(row(1, [*SYSTEM[:4], 90, 91, 92], 6, sample=True)).rows
-    assert list(reply.tokens) == continuation([*SYSTEM[:4], 90, 91, 92], 1)
 
 
 def test_sequence_opened_anew_is_computed_anew() -> None:
@@ -198,17 +180,6 @@ def test_proposals_of_a_draft_are_not_shared() -> None:
     cell.step(row(1, [*SYSTEM[:15], *proposal[:5], 7], 20, draft_length=2))
     step = cell.step(opening(3, [*SYSTEM[:15], *proposal], draft_length=2))
     assert held(step.rows[0]) == (OK, 22, 20)
-
-
-def test_failing_row_takes_what_it_had_out_of_circulation() -> None:
-    """Whatever its KV had to do with it: also the pages that it shares."""
-    cell = target()
-    cell.step(opening(1, SYSTEM, sample=True))
-    step = cell.step(opening(2, [*SYSTEM, ROW_FAILS], sample=True), opening(3, [*SYSTEM, 3], sample=True))
-    assert [reply.status for reply in step.rows] == [worker_pb2.ROW_STATUS_FAILED, OK]
-    assert list(step.rows[1].tokens) == continuation([*SYSTEM, 3], 1)
-    assert cell.step(opening(4, SYSTEM, sample=True)).rows[0].reused == 0
-    assert cell.step(opening(5, SYSTEM, sample=True)).rows[0].reused == 16
 
 
 def test_engine_that_breaks_its_word_leaves_nothing_to_find() -> None:

@@ -135,20 +135,6 @@ def test_a_cancelled_step_is_not_run_and_holds_nothing_up(thread: ThreadPoolExec
     asyncio.run(run())
 
 
-def test_what_a_step_raises_reaches_the_caller(thread: ThreadPoolExecutor) -> None:
-    async def run() -> None:
-        def fails(computing: Computing) -> None:
-            raise RuntimeError("no pages")
-
-        queue = queue_of(Executor({1: fails}), thread)
-        async with asyncio.timeout(LONG):
-            with pytest.raises(RuntimeError, match="no pages"):
-                await queue.add(step(1))
-            assert (await queue.add(step(2))).step_id == 2
-
-    asyncio.run(run())
-
-
 def test_it_says_how_long_a_step_has_been_running(thread: ThreadPoolExecutor) -> None:
     async def run() -> None:
         seen: list[float | None] = []

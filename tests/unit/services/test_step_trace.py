@@ -1,13 +1,12 @@
 """Steps as they were seen: how much drafting they hide, and the picture of them."""
 
 import json
-import random
 
 import pytest
 
 from scheduler.messages import Role, Row, SendStep
 from services.observability.observer import StepTimings
-from services.scheduler.telemetry.step_trace import StepTrace, TracedStep, chrome_trace, hidden_draft_share
+from services.scheduler.telemetry.step_trace import StepTrace, TracedStep, chrome_trace
 
 
 def traced(role: Role, begin: float, end: float, worker_id: str = "w") -> TracedStep:
@@ -27,18 +26,6 @@ def traced(role: Role, begin: float, end: float, worker_id: str = "w") -> Traced
         sample=0.0,
         total=end - begin,
     )
-
-
-def test_hidden_share_equals_a_count_over_small_slices_of_time() -> None:
-    rng = random.Random(3)
-    steps = []
-    for role in (Role.DRAFT, Role.TARGET):
-        for _ in range(20):
-            begin = rng.randrange(0, 200)
-            steps.append(traced(role, begin, begin + rng.randrange(1, 12)))
-    busy = {s for step in steps if step.role is Role.TARGET for s in range(int(step.sent), int(step.replied))}
-    drafting = [s for step in steps if step.role is Role.DRAFT for s in range(int(step.sent), int(step.replied))]
-    assert hidden_draft_share(steps) == pytest.approx(sum(s in busy for s in drafting) / len(drafting))
 
 
 def recorded() -> list[TracedStep]:
