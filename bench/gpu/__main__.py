@@ -1,14 +1,13 @@
-"""`python -m bench.gpu`: everything that a GPU can tell about Spool, the most valuable first.
+"""`python -m bench.gpu`: speed and exactness of Spool's engine on one GPU, the most important blocks first.
 
-Every finding is a line of FOLDER/findings.jsonl as soon as it is made. A block that fails or takes too long costs the
-others nothing; where it leaves the device unusable, a new process goes on with the next block.
+Every finding is written to FOLDER/findings.jsonl at once. A block that fails or takes too long does not affect the
+others; if it leaves the device unusable, a new process continues with the next block.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -18,14 +17,11 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F  # noqa: N812  (the name everybody knows)
-from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from bench.gpu.decoding import Stream, decode, free, prefill, prompts
 from bench.gpu.device import (
     check_device,
-    copy_bandwidth,
-    data_sheet_bandwidth,
     default_device,
     describe_gpu,
     product_rate,
@@ -37,14 +33,13 @@ from bench.gpu.findings import Block, Findings, run_block
 from bench.gpu.pair import SHAPES
 from bench.gpu.peer import transformers_generate
 from bench.gpu.processes import killed_and_moved
-from bench.gpu.products import measure_products, without_split_sums
+from bench.gpu.products import measure_products
 from bench.gpu.speed import long_contexts, plain, sampled, speculation
 from bench.gpu.trace import trace
 from bench.record import describe_machine, installed_version, origin
 from engine.models.source import CACHE_VARIABLE
 
 _PACKAGES = ("torch", "transformers", "triton", "numpy", "tokenizers")
-_ROOT = Path(__file__).parents[2]
 _SERVED = "as served"
 
 
@@ -66,12 +61,9 @@ class Run:
             Block("sampling and contexts", 60, self.more_speed),
             Block("attention", 60, self.attention),
             Block("products", 45, self.products),
-            Block("without overlap", 45, self.without_overlap),
             Block("exactness without graphs", 60, self.exactness_without_graphs),
             Block("transformers", 60, self.peer),
             Block("processes", 120, self.processes),
-            Block("large passes", 60, self.large_passes),
-            Block("products, small workspaces", 40, self.products_elsewhere),
             Block("transformers, compiled", 60, self.compiled_peer),
         ]
 
@@ -85,8 +77,6 @@ class Run:
         findings.add(
             "bandwidth",
             read_gb_per_second=bench.read_bandwidth / 1e9,
-            copy_gb_per_second=copy_bandwidth(bench.device) / 1e9,
-            data_sheet_gb_per_second=(data_sheet_bandwidth(bench.device) or 0.0) / 1e9,
         )
         findings.add("bfloat16 product", tera_operations_per_second=product_rate(bench.device) / 1e12)
 
@@ -97,19 +87,6 @@ class Run:
         speculation(self.bench, engines, _SERVED, speeds, (0.8, 0.75, 0.7), (2, 3, 4, 5), rounds)
         # Once more, so that what changes from one moment to the next is seen.
         plain(self.bench, engines, f"{_SERVED}, again", self.batches, rounds)
-
-    def without_overlap(self) -> None:
-        if not self.bench.is_gpu:
-            self.bench.findings.add("left out", reason="kernels overlap on GPUs alone")
-            return
-        engines = self.bench.engines("without overlap", _without_overlap)
-        speeds = plain(self.bench, engines, "without overlap", self.batches, 40)
-        speculation(self.bench, engines, "without overlap", speeds, (0.8,), (4,), 40)
-
-    def large_passes(self) -> None:
-        """Prefill in passes of many tokens."""
-        engines = self.bench.engines("large passes", max_tokens=256 if self.small else 2048)
-        long_contexts(self.bench, engines, "large passes", (100,) if self.small else (2048, 8192), (1,))
 
     def more_speed(self) -> None:
         engines = self.bench.engines(_SERVED)
@@ -139,22 +116,6 @@ class Run:
             measure_products(bench.device, bench.findings, "cuBLAS", F.linear, bench.read_bandwidth)
             if bench.is_gpu:
                 measure_products(bench.device, bench.findings, "own", product, bench.read_bandwidth)
-                with without_split_sums():
-                    measure_products(
-                        bench.device, bench.findings, "cuBLASLt, no split sums", F.linear, bench.read_bandwidth
-                    )
-
-    def products_elsewhere(self) -> None:
-        """In a process whose environment gives cuBLAS small workspaces."""
-        if not self.bench.is_gpu:
-            self.bench.findings.add("left out", reason="cuBLAS is for GPUs")
-            return
-        self.bench.drop()
-        environment = os.environ | {"CUBLAS_WORKSPACE_CONFIG": ":16:8", "CUBLASLT_WORKSPACE_SIZE": "1"}
-        command = [sys.executable, "-m", "bench.gpu.products", str(self.folder), str(self.bench.read_bandwidth)]
-        ended = subprocess.run(command, cwd=_ROOT, env=environment, capture_output=True, text=True, check=False)
-        if ended.returncode:
-            raise RuntimeError(ended.stderr[-1000:])
 
     def trace(self) -> None:
         engines = self.bench.engines(_SERVED)
@@ -190,13 +151,6 @@ class Run:
     def processes(self) -> None:
         self.bench.drop()
         killed_and_moved(self.bench)
-
-
-def _without_overlap(model: PreTrainedModel) -> None:
-    from engine.cuda.fused_decoder import fuse_decoder
-    from engine.cuda.triton_product import TritonLinear
-
-    fuse_decoder(model, TritonLinear, overlap=False)
 
 
 def main(arguments: Sequence[str]) -> int:

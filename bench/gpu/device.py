@@ -1,4 +1,4 @@
-"""The device: what it is, how fast it reads, copies and multiplies, and how long it takes for something."""
+"""The device: what it is, how fast it reads and multiplies, and how long work on it takes."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-# Bytes a second by the data sheet, of what a device's name begins with.
-_DATA_SHEET = {"NVIDIA H100 80GB HBM3": 3.35e12, "NVIDIA H200": 4.8e12, "NVIDIA A100": 2.0e12}
 _PROBE_BYTES = {"cpu": 64 << 20, "cuda": 4 << 30}
 _PRODUCT_SIZE = {"cpu": 256, "cuda": 8192}
 _DEVICE = re.compile(r"cpu|cuda(:(?P<number>\d+))?")
@@ -30,24 +28,10 @@ def check_device(device: str) -> None:
         raise ValueError(f"device is {device!r}, but torch can use {gpus} GPUs here")
 
 
-def data_sheet_bandwidth(device: torch.device) -> float | None:
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
-    return next((bandwidth for start, bandwidth in _DATA_SHEET.items() if name.startswith(start)), None)
-
-
 def read_bandwidth(device: torch.device) -> float:
     """Bytes a second of a sum over a large tensor, which hardly writes."""
     numbers = torch.ones(_PROBE_BYTES[device.type] // 4, dtype=torch.float32, device=device)
     return numbers.nbytes / seconds_of(numbers.sum, device)
-
-
-def copy_bandwidth(device: torch.device) -> float:
-    """Bytes read and written a second by a copy within the device's memory."""
-    source = torch.ones(_PROBE_BYTES[device.type], dtype=torch.uint8, device=device)
-    copy = torch.empty_like(source)
-    return 2 * source.nbytes / seconds_of(lambda: copy.copy_(source), device)
 
 
 def product_rate(device: torch.device) -> float:

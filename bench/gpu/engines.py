@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from transformers import PreTrainedModel
 
 from bench.gpu.device import memory_gib, read_bandwidth
 from bench.gpu.findings import Findings
@@ -20,7 +18,6 @@ from engine.target import TargetEngine
 
 MAX_TOKENS = 192
 """Of a pass: a batch of 32 with drafts of 5."""
-Change = Callable[[PreTrainedModel], object]
 _PAGE_SIZE = 16
 # Tokens of KV: a batch of 8 with contexts of 8,192 tokens and what they are continued by.
 _KV_TOKENS = {"cpu": 8192, "cuda": 72 << 10}
@@ -38,7 +35,7 @@ class Engines:
 
 @dataclass(slots=True)
 class Bench:
-    """What the blocks share. One set of engines is in memory at a time."""
+    """What the blocks share. One pair of engines is in memory at a time."""
 
     device: torch.device
     dtype: torch.dtype
@@ -60,23 +57,19 @@ class Bench:
             self._bandwidth = read_bandwidth(self.device)
         return self._bandwidth
 
-    def settings(
-        self, kv_tokens: int | None = None, cuda_graphs: bool = True, max_tokens: int = MAX_TOKENS
-    ) -> EngineSettings:
+    def settings(self, kv_tokens: int | None = None, cuda_graphs: bool = True) -> EngineSettings:
         return EngineSettings(
             "synthetic",
             str(self.dtype).removeprefix("torch."),
             device=str(self.device),
             page_size=_PAGE_SIZE,
             kv_pages=(kv_tokens or _KV_TOKENS[self.device.type]) // _PAGE_SIZE,
-            max_num_batched_tokens=max_tokens,
+            max_num_batched_tokens=MAX_TOKENS,
             cuda_graphs=cuda_graphs,
         )
 
-    def engines(
-        self, name: str, change: Change | None = None, cuda_graphs: bool = True, max_tokens: int = MAX_TOKENS
-    ) -> Engines:
-        """Those of this name; made anew, of a new pair, where others were there. `change` replaces layers first."""
+    def engines(self, name: str, cuda_graphs: bool = True) -> Engines:
+        """The engines of this name; built with a new pair, and all others dropped, if they are not in memory."""
         if self._name == name and self._engines is not None:
             return self._engines
         bandwidth = self.read_bandwidth
@@ -91,15 +84,12 @@ class Bench:
             weight_gb=weight_bytes / 1e9,
             read_ms=weight_bytes / bandwidth * 1000,
         )
-        if change is not None:
-            change(pair.target)
-            change(pair.draft)
-        target, draft = self._load(name, pair, self.settings(None, cuda_graphs, max_tokens))
+        target, draft = self._load(name, pair, self.settings(None, cuda_graphs))
         self._name, self._engines = name, Engines(target, draft, pair, weight_bytes)
         return self._engines
 
     def drop(self) -> None:
-        """Gives the memory of the engines back."""
+        """Frees the memory of the engines."""
         self._name, self._engines = "", None
         gc.collect()
         if self.is_gpu:

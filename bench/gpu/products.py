@@ -1,21 +1,15 @@
-"""Matrix products of the target's shapes: are a row's bits those of the row alone, and how long do they take?
-
-python -m bench.gpu.products FOLDER BYTES_PER_SECOND     cuBLAS once more, for what a process reads at its start
-"""
+"""Matrix products of the target's shapes: whether a row has the bits that it has alone, and the time they take."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F  # noqa: N812  (the name everybody knows)
 from torch import Tensor
 
-from bench.gpu.device import default_device, graphed_seconds
+from bench.gpu.device import graphed_seconds
 from bench.gpu.findings import Findings
 
 ROW_COUNTS = (1, 2, 3, 4, 5, 6, 7, 8, 16, 40, 64, 160, 512)
@@ -72,32 +66,3 @@ def measure_products(device: torch.device, findings: Findings, name: str, produc
 def working_set(weight: Tensor) -> list[Tensor]:
     """Copies, in turn for calls one after the other, that no cache holds."""
     return [weight, *(weight.clone() for _ in range(min(CALLS, _WORKING_SET // weight.nbytes) - 1))]
-
-
-@contextmanager
-def without_split_sums() -> Iterator[None]:
-    """cuBLAS as batch-invariant modes of other servers use it: cuBLASLt, no split of the inner dimension in 16 bits."""
-    flags = torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
-    library = torch.backends.cuda.preferred_blas_library()
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = (False, False)
-    torch.backends.cuda.preferred_blas_library("cublaslt")
-    try:
-        yield
-    finally:
-        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = flags
-        torch.backends.cuda.preferred_blas_library(library)
-
-
-def main(arguments: list[str]) -> int:
-    """For an environment with small workspaces. Arguments: the folder of the findings, and how fast memory is read."""
-    findings = Findings(Path(arguments[0]) / "findings.jsonl", print)
-    findings.block = "products, small workspaces"
-    device = torch.device(default_device())
-    bandwidth = float(arguments[1])
-    with without_split_sums(), torch.inference_mode():
-        measure_products(device, findings, "cuBLASLt, no split sums, small workspaces", F.linear, bandwidth)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

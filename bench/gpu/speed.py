@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 
 from bench.gpu.decoding import GREEDY, Rounds, Stream, decode, free, prefill, prompts
-from bench.gpu.device import data_sheet_bandwidth, wait_for
+from bench.gpu.device import wait_for
 from bench.gpu.engines import MAX_TOKENS, Bench, Engines
 from scheduler.sampling import SamplingParameters
 
@@ -43,7 +43,6 @@ def plain(bench: Bench, engines: Engines, name: str, batches: Sequence[int], rou
         speeds[batch] = found.tokens_per_second
         times = found.milliseconds()
         reading = engines.weight_bytes / bench.read_bandwidth * 1000
-        sheet = data_sheet_bandwidth(bench.device)
         bench.findings.add(
             f"plain, {name}",
             batch=batch,
@@ -52,7 +51,6 @@ def plain(bench: Bench, engines: Engines, name: str, batches: Sequence[int], rou
             device_ms=times["target_device_ms"],
             host_ms=times["round_ms"] - times["target_device_ms"],
             read_share=reading / times["round_ms"],
-            data_sheet_share=None if sheet is None else engines.weight_bytes / sheet * 1000 / times["round_ms"],
         )
     return speeds
 

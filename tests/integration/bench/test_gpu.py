@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from bench.gpu import tables
 from engine.models.source import CACHE_VARIABLE, cache_folder
 
 pytestmark = pytest.mark.slow
@@ -23,7 +22,7 @@ ABSENT = (
     *("platformdirs", "llguidance", "google.protobuf", "grpc", "pydantic", "ray", "fastapi", "starlette", "uvicorn"),
     *("prometheus_client", "matplotlib", "scipy", "accelerate", "gguf"),
 )
-KILLS = 10
+KILLS = 2
 
 
 def started(out: Path, *arguments: str) -> subprocess.Popen[str]:
@@ -85,9 +84,6 @@ def test_figures_agree_with_each_other(found: list[dict[str, Any]]) -> None:
         # Each round commits what was accepted and one token more.
         assert line["tokens_per_round"] == pytest.approx(1 + line["accepted"] * line["draft_length"], rel=1e-4)
     assert 0.3 < sum(line["accepted"] for line in lines) / len(lines) < 0.95
-    table = tables.tables(found)
-    assert table.count("**plain, as served**") == 1
-    assert "| agreement | draft_length | batch |" in table
 
 
 @pytest.mark.parametrize("kill", range(KILLS))

@@ -11,7 +11,6 @@ import torch
 
 from bench.gpu.findings import Block, Findings, run_block
 from bench.gpu.pair import SHAPES, Pair
-from bench.gpu.tables import tables
 from bench.gpu.trace import STEPS, summary
 
 
@@ -65,28 +64,6 @@ def test_shares_and_gaps_of_a_trace() -> None:
     assert found["largest"] == [
         {"name": "product", "share": 0.9, "calls": 2 / STEPS},
         {"name": "norm", "share": 0.1, "calls": 2 / STEPS},
-    ]
-
-
-def test_a_table_for_each_kind_of_finding() -> None:
-    lines = [
-        {"block": "a", "what": "speed", "batch": 1, "ms": 2.34567, "at": 1.0},
-        {"block": "a", "what": "speed", "batch": 8, "at": 2.0},
-        {"block": "a", "what": "kernels", "names": ["a|b"], "at": 3.0},
-    ]
-    assert tables(lines).splitlines() == [
-        "**speed**",
-        "",
-        "| batch | ms |",
-        "| --- | --- |",
-        "| 1 | 2.346 |",
-        "| 8 |  |",
-        "",
-        "**kernels**",
-        "",
-        "| names |",
-        "| --- |",
-        "| a\\|b |",
     ]
 
 
