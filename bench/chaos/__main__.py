@@ -18,11 +18,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench.chaos.application import DRAFT, TARGET, Application, running_application, watching
+from bench.chaos.application import DRAFT, TARGET, Application, ApplicationError, running_application, watching
 from bench.chaos.faults import Faults
 from bench.chaos.pauses import Window, pauses
 from bench.chaos.streams import ConstantLoad, cases, faults_of, plain_answers, streaming
 from bench.record import write_result
+from deploy.errors import RunError
 
 _IDLE_SECONDS = 30.0
 
@@ -79,7 +80,11 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--undisturbed-seconds", type=float, default=20.0)
     parser.add_argument("--output", type=Path, default=Path("chaos.json"))
     arguments = parser.parse_args(argv)
-    result = asyncio.run(measure(running_application(), arguments))
+    try:
+        result = asyncio.run(measure(running_application(), arguments))
+    except (RunError, ApplicationError) as error:
+        print(f"bench.chaos: {error}", file=sys.stderr)
+        return 1
     write_result(arguments.output, shlex.join(["python", "-m", "bench.chaos", *argv]), result)
     print(table(result))
     return 1 if result["wrong"] else 0
