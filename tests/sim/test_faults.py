@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from scheduler.transitions.table import TRANSITIONS
-from tests.sim.cell.plan import FAULTS, HANGING, SPORADIC
+from tests.sim.cell.plan import FAULTS, HANGING, SPORADIC, TRUNCATED
 from tests.sim.cell.schedule import ScheduleResult, run_schedule
 from tests.sim.cell.shrinking import fewest, shrink
 from tests.sim.cell.virtual_time import StandstillError, VirtualLoop, VirtualThread
@@ -47,7 +47,7 @@ WHAT_FAULTS_DO: dict[str, tuple[tuple[str, ...], int]] = {
 
 
 @pytest.mark.sampled(5)
-@pytest.mark.parametrize("kind", [*FAULTS, HANGING, SPORADIC])
+@pytest.mark.parametrize("kind", [*FAULTS, HANGING, SPORADIC, TRUNCATED])
 def test_one_kind_of_fault_breaks_no_rule(kind: str) -> None:
     """And it does what it is for."""
     results = [run_schedule(seed, kinds=(kind,)) for seed in range(4)]

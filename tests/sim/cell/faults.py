@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 from engine.steps import RowOutcome
 from tests.sim.cell.paged_model import AnyRow
-from tests.sim.cell.plan import CELL_CRASH, DRAFT_CHANGES, POISONS, Fault
+from tests.sim.cell.plan import CELL_CRASH, DRAFT_CHANGES, POISONS, TRUNCATED, Fault
 from tests.sim.cell.poisons import Poisons
-from tests.sim.cell.rpc.wire import REPEATED, TRUNCATED, UNKNOWN_FIELDS
 from tests.sim.cell.worker import SimulatedWorker
 
 if TYPE_CHECKING:
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 
 CUTTING = {"partition", "reset", "delay", "scheduler freezes"}
 """Faults after which somebody may not hear what was said."""
-HARMLESS_TO_LINKS = {"gateway crash", "lost kv", "row trouble", "worker slow", UNKNOWN_FIELDS}
+HARMLESS_TO_LINKS = {"gateway crash", "lost kv", "row trouble", "worker slow"}
 DISTURBING = CUTTING | {CELL_CRASH, "scheduler crash", "two schedulers", TRUNCATED}
 UNHEARD = CUTTING | {
     CELL_CRASH,
@@ -28,7 +27,6 @@ UNHEARD = CUTTING | {
     "worker drains",
     "kv damaged",
     "duplicate and reorder",
-    REPEATED,
     TRUNCATED,
 }
 """Faults after which a scheduler that was fenced off may have lost the worker that says so."""
@@ -74,6 +72,8 @@ class Faults:
                         self.poisons.add(one.request.prompt, fault)
             case "gateway crash":
                 self._world.crash_gateway(int(fault.pick * len(self._world.gateways)))
+            case kind if kind == TRUNCATED:
+                self._world.network.truncate(fault.seconds, 0.05 * fault.strength)
             case "partition" | "reset" | "delay" | "duplicate and reorder":
                 self._disturb(fault)
             case _ if worker is not None:

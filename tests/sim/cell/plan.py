@@ -39,6 +39,7 @@ FAULTS = (
 
 CELL_CRASH = "cell crash"
 """A scheduler and all its workers at once, where there are several cells."""
+TRUNCATED = "truncated messages"
 DRAFT_CHANGES = "draft changes"
 """The share of a draft's proposals that the target accepts becomes the strength of the fault."""
 HANGING, SPORADIC = "hanging poison", "sporadic poison"
@@ -84,17 +85,6 @@ class Fault:
 
 
 @dataclass(frozen=True, slots=True)
-class WirePlan:
-    """What becomes of messages on the way, each with this chance; at most `most_truncated` of them end too early."""
-
-    unknown_fields: float
-    repeated: float
-    """Of steps only: the protocol allows no other repeat."""
-    truncated: float
-    most_truncated: int
-
-
-@dataclass(frozen=True, slots=True)
 class Plan:
     seed: int
     config: SchedulerConfig
@@ -112,8 +102,6 @@ class Plan:
     cells: int = 1
     longest: int = LONGEST
     """Tokens that a sequence may have."""
-    wire: WirePlan | None = None
-    """None: messages arrive as they were sent."""
 
     @property
     def pages_are_ample(self) -> bool:
@@ -191,7 +179,7 @@ def make_plan(
     plan = _with_grammars(plan, random.Random(f"structured output of {seed}"))
     plan = _with_scores(plan, random.Random(f"log probabilities of {seed}"))
     if kinds == FAULTS:
-        plan = _with_odd_messages(plan, random.Random(f"messages of {seed}"))
+        plan = _with_truncated_messages(plan, random.Random(f"messages of {seed}"))
         plan = _with_poisons(plan, random.Random(f"prompts that kill in {seed}"))
     plan = _with_small_limits(plan, random.Random(f"limits of {seed}"))
     plan = _with_cells(plan, random.Random(f"cells of {seed}"), kinds == FAULTS, cells)
@@ -263,17 +251,12 @@ def _with_scores(plan: Plan, rng: random.Random) -> Plan:
     return replace(plan, requests=requests)
 
 
-def _with_odd_messages(plan: Plan, rng: random.Random) -> Plan:
-    """In one of ten schedules, messages are changed on the way."""
+def _with_truncated_messages(plan: Plan, rng: random.Random) -> Plan:
+    """In one of ten schedules."""
     if rng.random() >= 0.1:
         return plan
-    wire = WirePlan(
-        unknown_fields=rng.choice((0.05, 0.5)),
-        repeated=rng.choice((0.0, 0.0, 0.002, 0.02)),
-        truncated=rng.choice((0.0, 0.001, 0.005, 0.02)),
-        most_truncated=rng.randint(1, 6),
-    )
-    return replace(plan, wire=wire)
+    fault = Fault(rng.random() * plan.horizon, TRUNCATED, rng.choice((0.2, 1.0, 2.5)), *_two(rng))
+    return replace(plan, faults=tuple(sorted((*plan.faults, fault), key=lambda fault: fault.time)))
 
 
 def _with_poisons(plan: Plan, rng: random.Random) -> Plan:

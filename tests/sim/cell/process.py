@@ -7,7 +7,7 @@ import contextvars
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any
 
-from tests.sim.cell.rpc.calls import Channel, StreamCall
+from tests.sim.cell.rpc.calls import Call, Channel
 from tests.sim.cell.virtual_time import OWNER
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ class Process:
         self.alive = True
         self.broken_until = float("-inf")
         """Until when the other end may not have noticed that a connection of this process was cut while both lived."""
-        self.calls: dict[StreamCall, None] = {}
+        self.calls: dict[Call, None] = {}
         self._tasks: list[asyncio.Task[Any]] = []
         self._context = contextvars.copy_context()
         self._context.run(OWNER.set, self)

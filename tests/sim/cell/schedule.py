@@ -34,7 +34,7 @@ class ScheduleError(AssertionError):
         plan = self.plan
         lines = [
             f"seed {plan.seed} with {len(plan.requests)} sequences: {self.failure}",
-            *(f"  {part}" for part in (plan.config, plan.wire, *plan.faults) if part is not None),
+            *(f"  {part}" for part in (plan.config, *plan.faults)),
             "last events:",
             *(f"  {time:9.5f}  {'  '.join(map(str, event))}" for time, *event in self.events[-events:]),
         ]

@@ -51,8 +51,6 @@ def shrink(
         parts = fewest(getattr(plan, name), lambda some: failure_of(replace(plan, **{name: tuple(some)})) is not None)
         return replace(plan, **{name: tuple(parts)})
 
-    if failure_of(replace(plan, wire=None)) is not None:
-        plan = replace(plan, wire=None)
     # Faults twice: what could not go for the sake of a request may go without that request.
     for name in ("requests", "faults", "requests", "faults", "workers"):
         plan = without(name)

@@ -14,7 +14,6 @@ from tests.sim.cell.gateway import ClientCall, SimulatedGateway
 from tests.sim.cell.plan import HANGING, POISONS, SPORADIC, Plan, WorkerPlan
 from tests.sim.cell.process import Process
 from tests.sim.cell.rpc.network import Network
-from tests.sim.cell.rpc.wire import Wire
 from tests.sim.cell.scheduler import SimulatedScheduler
 from tests.sim.cell.schedulers import CellSchedulers
 from tests.sim.cell.virtual_time import VirtualLoop
@@ -40,9 +39,7 @@ class World:
         self.rng = rng
         self.detailed = detailed
         self.faults = Faults(self)
-        # From a generator of its own: what is not touched on the way takes the course that it would take without.
-        wire = Wire(plan.wire, random.Random(f"bytes of {plan.seed}"), self.faults.struck, self.note)
-        self.network = Network(loop, rng, plan.latency, wire)
+        self.network = Network(loop, rng, plan.latency)
         self.auditor: Auditor | None = None
         if AUDIT_EVERY and plan.cells == 1 and plan.seed % AUDIT_EVERY == 0:
             self.auditor = self.network.tap = Auditor(loop.time, self.fail)

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
+
+from google.protobuf.message import DecodeError, Message
 
 from protos import worker_pb2
 from tests.sim.cell.process import Process
 from tests.sim.cell.rpc.calls import UNNOTICED
-from tests.sim.cell.rpc.tap import NoTap, Tap
-from tests.sim.cell.rpc.wire import Wire
 from tests.sim.cell.virtual_time import VirtualLoop
+
+_MOST_TRUNCATED = 6
+"""Messages of a schedule."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,23 +34,38 @@ class Meddling:
     chance: float
 
 
+class Tap:
+    """Hears each message twice: where a process hands it over to gRPC, and where another one takes it from there.
+
+    Between the two it may be late, come twice, or get lost. `by_client` says which end of the call it is.
+    """
+
+    def wrote(self, call: Any, by_client: bool, message: Any) -> None: ...
+
+    def read(self, call: Any, by_client: bool, message: Any) -> None: ...
+
+    def served(self, call: Any) -> None:
+        """The server's handler has ended."""
+
+
 class Network:
     """Who listens where, and how long messages take. `latency` is the longest of an undisturbed one, in seconds."""
 
-    def __init__(self, loop: VirtualLoop, rng: random.Random, latency: float, wire: Wire) -> None:
+    def __init__(self, loop: VirtualLoop, rng: random.Random, latency: float) -> None:
         self.loop = loop
         self.rng = rng
-        self.wire = wire
         self.listeners: dict[str, Listener] = {}
         self.processes: list[Process] = []
         self.handler_errors: list[str] = []
         self.meddled = 0
-        self.tap: Tap = NoTap()
+        self.tap: Tap = Tap()
         self._latency = latency
         self._blocked: dict[frozenset[str], float] = {}
         self._slow: dict[frozenset[str], tuple[float, float]] = {}
         self._meddling: dict[str, Meddling] = {}
         self._damaging: Meddling | None = None
+        self._truncating: Meddling | None = None
+        self._truncated = 0
 
     def listen(self, address: str, listener: Listener) -> None:
         self.listeners[address] = listener
@@ -69,9 +88,12 @@ class Network:
         """Of pages of KV on their way between workers."""
         self._damaging = Meddling(self.loop.now + seconds, chance)
 
+    def truncate(self, seconds: float, chance: float) -> None:
+        """Any message."""
+        self._truncating = Meddling(self.loop.now + seconds, chance)
+
     def heal(self) -> None:
-        self.wire.heal()
-        self._damaging = None
+        self._damaging = self._truncating = None
         self._blocked.clear()
         self._slow.clear()
         self._meddling.clear()
@@ -97,6 +119,16 @@ class Network:
             at = max(at, self._blocked.get(pair, 0.0))
         return at
 
+    def carry(self, message: Message, serialize: Callable[[Any], bytes]) -> bytes:
+        """What arrives of a message that is sent now: most often all of it."""
+        raw, truncating = serialize(message), self._truncating
+        if truncating is None or self.loop.now > truncating.until or self._truncated >= _MOST_TRUNCATED:
+            return raw
+        if self.rng.random() > truncating.chance:
+            return raw
+        self._truncated += 1
+        return _unreadable(type(message), raw, self.rng.random())
+
     def damage(self, part: worker_pb2.KvPart) -> worker_pb2.KvPart:
         """What arrives of a part of KV that is being moved: most often the part itself."""
         damaging = self._damaging
@@ -118,3 +150,17 @@ class Network:
             return ""
         self.meddled += 1
         return self.rng.choice(("twice", "late"))
+
+
+def _unreadable(kind: type[Message], raw: bytes, place: float) -> bytes:
+    """Ends within a field. At a field's border it would be another, shorter message, which HTTP/2 never delivers.
+
+    A message without fields stays as it is.
+    """
+    start = int(place * len(raw))
+    for end in chain(range(start, 0, -1), range(start + 1, len(raw))):
+        try:
+            kind().ParseFromString(raw[:end])
+        except DecodeError:
+            return raw[:end]
+    return raw
