@@ -6,86 +6,52 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any, TextIO
 
 import httpx
 
-from deploy.cluster.served_state import StateFolder
 from deploy.errors import RunError, UsageError
 
 KEY_VARIABLE = "SPOOL_API_KEY"
 
-_FALLBACK_URL = "http://127.0.0.1:8000"
+FALLBACK_URL = "http://127.0.0.1:8000"
 _HELP = "/new starts over, /quit or Ctrl-D ends; Ctrl-C stops an answer."
 _PROMPT = "> "
 
 
-@dataclass(frozen=True, slots=True)
-class ChatOptions:
-    """The server and the parameters of requests. `url` None: that of the application `app_name` on this machine."""
+def chat(
+    url: str,
+    model: str | None,
+    api_key: str | None,
+    system: str | None,
+    parameters: dict[str, Any],
+    source: TextIO = sys.stdin,
+    sink: TextIO = sys.stdout,
+) -> int:
+    """Until the end of input; `parameters` are those of each request.
 
-    app_name: str
-    url: str | None
-    model: str | None
-    api_key: str | None
-    system: str | None
-    temperature: float | None
-    max_tokens: int | None
-    seed: int | None
-    priority: int | None = None
-
-    def parameters(self) -> dict[str, Any]:
-        """Fields of the request that were chosen."""
-        names = ("temperature", "max_tokens", "seed", "priority")
-        chosen = {name: getattr(self, name) for name in names}
-        return {name: value for name, value in chosen.items() if value is not None}
-
-
-@dataclass
-class Conversation:
-    """What was said so far."""
-
-    system: str | None
-    messages: list[dict[str, str]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.restart()
-
-    def restart(self) -> None:
-        self.messages = [{"role": "system", "content": self.system}] if self.system else []
-
-    def ask(self, question: str) -> None:
-        self.messages.append({"role": "user", "content": question})
-
-    def answered(self, answer: str) -> None:
-        """An empty answer takes the question back: a conversation cannot go on from it."""
-        if answer:
-            self.messages.append({"role": "assistant", "content": answer})
-        else:
-            self.messages.pop()
-
-
-def chat(options: ChatOptions, source: TextIO = sys.stdin, sink: TextIO = sys.stdout) -> int:
-    """Until the end of input. Raises RunError when there is no server, or it refuses."""
-    url = options.url or _served_url(options.app_name)
-    key = options.api_key or os.environ.get(KEY_VARIABLE)
+    Raises UsageError for an address that is none, RunError when there is no server, or it refuses.
+    """
+    key = api_key or os.environ.get(KEY_VARIABLE)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    conversation = Conversation(options.system)
+    opening = [{"role": "system", "content": system}] if system else []
+    messages = list(opening)
     try:
         with httpx.Client(base_url=url, headers=headers, timeout=httpx.Timeout(10.0, read=None)) as client:
-            model = options.model or _first_model(client)
+            model = model or _first_model(client)
             if source.isatty():
                 print(f"{model} at {url}. {_HELP}", file=sink)
             for question in _questions(source, sink):
                 if question == "/new":
-                    conversation.restart()
+                    messages = list(opening)
                     continue
-                conversation.ask(question)
-                body = {"model": model, "messages": conversation.messages, "stream": True, **options.parameters()}
-                conversation.answered(_answer(client, body, sink))
+                asked = [*messages, {"role": "user", "content": question}]
+                answer = _answer(client, {"model": model, "messages": asked, "stream": True, **parameters}, sink)
+                # A conversation cannot go on from an empty answer.
+                if answer:
+                    messages = [*asked, {"role": "assistant", "content": answer}]
     except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
-        raise UsageError(f"--url is {url!r}, must be as in {_FALLBACK_URL}: {error}") from error
+        raise UsageError(f"--url is {url!r}, must be as in {FALLBACK_URL}: {error}") from error
     except httpx.HTTPError as error:
         raise RunError(f"{url} does not answer: {error or type(error).__name__}") from error
     return 0
@@ -167,8 +133,3 @@ def _reason(response: httpx.Response) -> str:
     if response.status_code == httpx.codes.UNAUTHORIZED:
         return f"{message} (--api-key or ${KEY_VARIABLE} gives a key)"
     return f"{message} (HTTP {response.status_code})"
-
-
-def _served_url(app_name: str) -> str:
-    served = StateFolder().read(app_name)
-    return served.http_url if served is not None else _FALLBACK_URL

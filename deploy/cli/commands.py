@@ -60,15 +60,17 @@ def verify_command(settings: VerifySettings) -> int:
 
 
 def fetch_command(
-    name: Annotated[str, typer.Argument(help="`demo`, or the hub id of a model.")],
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="NAME...", help="`demo`, folders, or hub ids of models.")
+    ] = None,
     json_output: Annotated[
         bool, typer.Option("--json", help="Print one JSON object as the last line of standard output.")
     ] = False,
 ) -> int:
-    """Downloads and prepares a model, so that later commands start at once."""
+    """Downloads and prepares models, so that later commands start at once."""
     from deploy.models import fetch_models
 
-    folders = fetch_models(name)
+    folders = {name: fetch_models(name) for name in names or []}
     if json_output:
         print(json.dumps({"command": "models fetch", "folders": folders}), flush=True)
     return 0
@@ -130,9 +132,14 @@ def chat_command(
     ] = None,
 ) -> int:
     """Talks to a running server in the terminal."""
-    from deploy.cli.chat import ChatOptions, chat
+    from deploy.cli.chat import FALLBACK_URL, chat
+    from deploy.cluster.served_state import StateFolder
 
-    return chat(ChatOptions(app, url, model, api_key, system, temperature, max_tokens, seed, priority))
+    served = StateFolder().read(app)
+    address = url or (served.http_url if served is not None else FALLBACK_URL)
+    options = {"temperature": temperature, "max_tokens": max_tokens, "seed": seed, "priority": priority}
+    chosen = {name: value for name, value in options.items() if value is not None}
+    return chat(address, model, api_key, system, chosen)
 
 
 def logs_command(

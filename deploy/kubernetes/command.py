@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from deploy.errors import RunError, UsageError
+from deploy.errors import UsageError
 
 k8s_app = typer.Typer(help="Kubernetes: manifests from a configuration, and what their pods run.")
 
@@ -37,32 +36,6 @@ def render_command(
     return 1 if different else 0
 
 
-@k8s_app.command("fetch")
-def fetch_command(
-    names: Annotated[
-        list[str] | None, typer.Argument(metavar="MODEL...", help="As in models.target.", show_default=False)
-    ] = None,
-    stall_seconds: Annotated[
-        float, typer.Option(min=1, help="Give up after this many seconds without progress.")
-    ] = 300.0,
-) -> int:
-    """Makes models ready before Ray starts, saying how far it is. Exit code 1 where one cannot be had or is stuck."""
-    from huggingface_hub.constants import HF_HOME
-
-    from deploy.kubernetes.fetching import Watch, fetch_watched
-    from deploy.models import fetch_models
-    from engine.models.source import cache_folder
-
-    watch = Watch([Path(HF_HOME), cache_folder()], stall_seconds)
-    try:
-        fetch_watched(names or [], fetch_models, watch, _tell)
-    except RunError as error:
-        _tell(str(error))
-        # A download that hangs in a thread would hold up the end of the process.
-        os._exit(1)
-    return 0
-
-
 @k8s_app.command("drain")
 def drain_command(
     seconds: Annotated[float, typer.Option(min=1, help="Time until the node is lost.")],
@@ -79,9 +52,5 @@ def drain_command(
     found = canonicalize_bootstrap_address(address)
     if found is None:
         raise UsageError("--address is unset, and no Ray runs here")
-    drain_node(found, node, seconds, _tell)
+    drain_node(found, node, seconds, lambda line: print(line, file=sys.stderr, flush=True))
     return 0
-
-
-def _tell(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

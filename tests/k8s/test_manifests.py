@@ -256,5 +256,5 @@ def test_weights_can_come_from_elsewhere(name: str, component: str, tmp_path: Pa
             assert models["persistentVolumeClaim"] == {"claimName": "spool-models", "readOnly": True}
         else:
             assert copies == ["tokenizer" if group == "gateway" else "copy"]
-            # Before `spool k8s fetch` looks whether they are there.
+            # Before `spool models fetch` looks whether they are there.
             assert spec["initContainers"][0]["name"] == copies[0]

@@ -14,6 +14,7 @@ from deploy.config.loading import load_configuration
 from deploy.kubernetes.pods import pods_of
 from tests.k8s.manifests import CELLS, K8S, built, cluster, only, overlay, validate, worker_group
 from tests.support.command_line import spool
+from tests.support.tiny_models import save_tiny_pair
 
 RIGHT = (K8S / "overlays" / "cpu-demo" / "spool.yaml").read_text(encoding="utf-8")
 
@@ -174,3 +175,12 @@ def test_a_folder_without_configuration_is_refused(tmp_path: Path) -> None:
     ended = spool("k8s", "render", tmp_path)
     assert (ended.code, ended.out) == (2, "")
     assert f"{tmp_path}/spool.yaml is not there" in ended.err
+
+
+def test_pods_find_models_that_are_there(tmp_path: Path) -> None:
+    """The init container of a group without weights is given no model."""
+    environment = {"SPOOL_CACHE": str(tmp_path / "cache"), "HF_HOME": str(tmp_path / "hub")}
+    for models in ([], save_tiny_pair("llama", tmp_path)):
+        ended = spool("models", "fetch", "--", *models, environment=environment)
+        assert (ended.code, all(str(model) in ended.err for model in models)) == (0, True), ended.err
+    assert spool("models", "fetch", "--", tmp_path / "nothing", environment=environment).code == 2
