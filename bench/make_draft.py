@@ -34,7 +34,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 
 from deploy.errors import UsageError
-from deploy.offline.prompts import read_prompts
+from deploy.offline.prompts import load_prompts
 from engine.models.demo_convert import TRAINED_LAYERS, assemble_draft
 from engine.models.draft_vocabulary import FIELD_NAME, FILE_NAME
 from services.text.tokenizer import ModelTokenizer
@@ -181,7 +181,7 @@ def _batch(texts: Sequence[Text], tokens: int, generator: torch.Generator) -> li
 
 def read_texts(prompts: Path, answers: Path, tokenizer: ModelTokenizer) -> list[Text]:
     """Raises `UsageError` for bad prompts, ValueError for answers that `spool generate` did not write for them."""
-    asked = list(read_prompts(prompts))
+    asked = load_prompts(prompts, None)
     texts = []
     for number, line in enumerate(answers.read_text(encoding="utf-8").splitlines(), 1):
         try:

@@ -8,10 +8,8 @@ from collections.abc import Iterator
 from enum import Enum
 from pathlib import Path
 
-from pydantic import SecretStr
-
 from deploy.config.placement import GatewayAutoscaling, Placement
-from deploy.config.section import Section, described
+from deploy.config.section import Secret, Section, described
 from scheduler.key_class import MAX_WEIGHT, MIN_WEIGHT, KeyClass
 from services.gateway.answers.formats import ToolFormat
 from services.gateway.settings import Limits, SamplingDefaults
@@ -131,7 +129,7 @@ class AuthSettings(Section):
     keys: tuple[KeySettings, ...] = described(
         (), "API keys with a name, a list. Requests with any other key share one class of weight 1 without limits."
     )
-    api_keys: tuple[SecretStr, ...] = described((), "API keys without a name.")
+    api_keys: tuple[Secret, ...] = described((), "API keys without a name.")
     api_keys_env: str | None = described(
         None, "Environment variable of the gateway with more such keys, separated by commas.", min_length=1
     )
@@ -157,7 +155,7 @@ class AuthSettings(Section):
 class InternalSettings(Section):
     """Between gateways, scheduler and workers: either a shared token or mutual TLS."""
 
-    token: SecretStr | None = described(
+    token: Secret | None = described(
         None, "Token by which replicas know each other. Unset, and no TLS: each deployment makes a new one."
     )
     token_env: str | None = described(None, "Environment variable of all replicas with the token.", min_length=1)

@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, SerializationInfo, field_serializer, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PlainSerializer, SecretStr, SerializationInfo, model_validator
+
+
+def _serialized(secret: SecretStr, info: SerializationInfo) -> str:
+    reveal = info.context is not None and info.context.get("reveal")
+    return secret.get_secret_value() if reveal else str(secret)
+
+
+Secret = Annotated[SecretStr, PlainSerializer(_serialized)]
+"""Hidden in whatever is printed, but not in `SpoolConfig.plain`."""
 
 
 class Section(BaseModel):
@@ -24,19 +33,9 @@ class Section(BaseModel):
             raise ValueError("\n".join(problems))
         return self
 
-    @field_serializer("*", mode="wrap")
-    def _secrets(self, value: Any, handler: Any, info: SerializationInfo) -> Any:
-        """Secrets stay hidden in whatever is printed, and are shown in what goes to other processes (see `dump`)."""
-        if info.context is not None and info.context.get("reveal"):
-            if isinstance(value, SecretStr):
-                return value.get_secret_value()
-            if isinstance(value, tuple) and value and isinstance(value[0], SecretStr):
-                return [item.get_secret_value() for item in value]
-        return handler(value)
-
-    def dump(self, *, reveal: bool = False) -> dict[str, Any]:
-        """Plain data, as a file would hold it; with `reveal` secrets and all."""
-        return self.model_dump(mode="json", context={"reveal": reveal})
+    def dump(self) -> dict[str, Any]:
+        """Plain data, as a file would hold it, secrets hidden."""
+        return self.model_dump(mode="json")
 
 
 def described(default: Any, description: str, **limits: Any) -> Any:

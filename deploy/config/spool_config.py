@@ -23,9 +23,6 @@ from scheduler.messages import Role
 # What KV gets on a CPU without a setting: memory there is everybody's, and filling it with zeros takes a while.
 _CPU_KV_BYTES = {Role.TARGET: 1 << 30, Role.DRAFT: 1 << 29}
 
-# Fields that are mappings themselves, and not sections.
-_MAPPINGS = ("resources", "node_labels", "environment")
-
 # The path of a socket has 107 characters at most, and Ray's names below its folder take the rest.
 LONGEST_RAY_FOLDER = 40
 
@@ -315,17 +312,4 @@ class SpoolConfig(Section):
 
     def plain(self) -> dict[str, Any]:
         """Plain data from which another process makes the same configuration, secrets and all."""
-        return _changes(self.dump(reveal=True), SpoolConfig().dump())
-
-
-def _changes(data: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
-    """What differs from the defaults; sections that do not are left out."""
-    changes = {}
-    for name, value in data.items():
-        default = defaults.get(name)
-        if isinstance(value, dict) and isinstance(default, dict) and name not in _MAPPINGS:
-            value = _changes(value, default)
-            default = {}
-        if value != default:
-            changes[name] = value
-    return changes
+        return self.model_dump(mode="json", context={"reveal": True}, exclude_defaults=True)

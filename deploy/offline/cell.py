@@ -16,7 +16,6 @@ from scheduler.messages import Role
 from services.launch.launcher import ProcessStartError, RunningWorker, WorkerLaunch, WorkerLauncher
 from services.observability.observer import ServiceObserver
 from services.rpc.channel_security import ChannelSecurity, random_token
-from services.scheduler.epochs import EpochAuthority, MemoryRegister
 from services.scheduler.service import SchedulerService
 from services.scheduler.workers.pairing import PairingError
 from services.scheduler.workers.worker_link import LinkOptions, WorkerEndpoint, WorkerUnreachableError
@@ -32,13 +31,17 @@ _SMALL_KV_POSITIONS = 65536
 
 
 class Cell:
-    """Running workers, used by one scheduler service after the other. All cells that share a worker share `epochs`."""
+    """Running workers, used by one scheduler service after the other."""
 
-    def __init__(self, workers: Sequence[RunningWorker], security: ChannelSecurity, epochs: EpochAuthority) -> None:
-        self._workers = {worker.worker_id: worker for worker in workers}
-        self._security = security
-        self._epochs = epochs
+    def __init__(self) -> None:
+        # Loopback is open to every user of the machine.
+        self.security = ChannelSecurity(token=random_token())
+        self._workers: dict[str, RunningWorker] = {}
+        self._scheduler_epoch = 0
         self._last_death = ""
+
+    def add(self, workers: Iterable[RunningWorker]) -> None:
+        self._workers |= {worker.worker_id: worker for worker in workers}
 
     @asynccontextmanager
     async def service(
@@ -53,9 +56,14 @@ class Cell:
         links = LinkOptions(
             connect_timeout=_CONNECT_SECONDS, step_timeout=_STEP_SECONDS, silence_timeout=_SILENCE_SECONDS
         )
-        epoch = await self._epochs.claim()
+        # Workers obey the scheduler with the highest epoch.
+        self._scheduler_epoch += 1
         async with SchedulerService(
-            config, scheduler_epoch=epoch, link_options=links, security=self._security, observers=observers
+            config,
+            scheduler_epoch=self._scheduler_epoch,
+            link_options=links,
+            security=self.security,
+            observers=observers,
         ) as service:
             try:
                 await service.workers.add(endpoints)
@@ -82,19 +90,18 @@ async def running_cell(settings: RunSettings, lengths: Sequence[int], reporter: 
 
     `lengths` are the positions of the longest sequences that can be under way at once.
     """
-    launches = worker_launches(settings, lengths)
-    # Loopback is open to every user of the machine.
-    security = ChannelSecurity(token=random_token())
-    epochs = EpochAuthority(MemoryRegister())
-    cell = Cell((), security, epochs)
+    cell = Cell()
 
     def on_exit(worker_id: str, reason: str) -> None:
         reporter.stage(worker_id, reason, None)
         cell.mark_lost(worker_id, reason)
 
+    launcher = WorkerLauncher(
+        worker_launches(settings, lengths), on_loading=reporter.stage, on_exit=on_exit, security=cell.security
+    )
     try:
-        async with WorkerLauncher(launches, on_loading=reporter.stage, on_exit=on_exit, security=security) as launcher:
-            cell = Cell(launcher.workers, security, epochs)
+        async with launcher:
+            cell.add(launcher.workers)
             yield cell
     except ProcessStartError as error:
         raise RunError(str(error)) from error

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from deploy.errors import RunError, UsageError
 from deploy.offline.cell import Cell
@@ -13,7 +13,7 @@ from deploy.offline.prompts import Prompt
 from deploy.options import SamplingSettings
 from deploy.progress import Reporter
 from scheduler.config import SchedulerConfig
-from scheduler.messages import EmitTokens, FinishReason
+from scheduler.messages import FinishReason
 from scheduler.sampling import SamplingParameters
 from services.backend.sequence_stream import AdmissionRefusedError, SequenceFailedError
 from services.scheduler.service import SchedulerService, ServiceClosedError
@@ -69,8 +69,7 @@ def longest_lengths(jobs: Sequence[Job], config: SchedulerConfig) -> list[int]:
 class DecodingPlan:
     """How one pass over the jobs is run; `title` is for the progress display.
 
-    `warm_up` is decoded first, by the same scheduler, and counts nowhere. `trace` records the steps; `on_delta` hears
-    of each delivery of tokens, with the job's index.
+    `warm_up` is decoded first, by the same scheduler, and counts nowhere. `trace` records the steps.
     """
 
     title: str
@@ -80,7 +79,6 @@ class DecodingPlan:
     logits_digests: bool = False
     warm_up: Sequence[Job] = ()
     trace: StepTrace | None = None
-    on_delta: Callable[[int, EmitTokens], None] | None = None
 
 
 async def decode(
@@ -108,17 +106,14 @@ async def decode(
 
         try:
             if plan.warm_up:
-                quiet = replace(plan, on_delta=None)
                 async with _every(_SECONDS_BETWEEN_REPORTS, cell.check_alive), asyncio.TaskGroup() as group:
-                    await _submit_all(service, quiet, plan.warm_up, group, lambda *_: None)
+                    await _submit_all(service, plan, plan.warm_up, group, lambda *_: None)
                 service.reset_statistics()
                 if plan.trace is not None:
                     plan.trace.clear()
             async with _every(_SECONDS_BETWEEN_REPORTS, cell.check_alive, report), asyncio.TaskGroup() as group:
                 await _submit_all(service, plan, jobs, group, count)
-        except* RunError as errors:
-            raise _first(errors) from None
-        except* UsageError as errors:
+        except* (RunError, UsageError) as errors:
             raise _first(errors) from None
         report()
         return service.statistics()
@@ -136,7 +131,7 @@ async def _submit_all(
 
     async def run(index: int, job: Job) -> None:
         try:
-            on_done(index, await _run_job(service, plan, index, job))
+            on_done(index, await _run_job(service, plan, job))
         finally:
             places.release()
 
@@ -145,7 +140,7 @@ async def _submit_all(
         group.create_task(run(index, job))
 
 
-async def _run_job(service: SchedulerService, plan: DecodingPlan, index: int, job: Job) -> Completion:
+async def _run_job(service: SchedulerService, plan: DecodingPlan, job: Job) -> Completion:
     completion = Completion()
     try:
         stream = service.submit(
@@ -157,8 +152,6 @@ async def _run_job(service: SchedulerService, plan: DecodingPlan, index: int, jo
         )
         async with stream:
             async for delta in stream:
-                if plan.on_delta is not None:
-                    plan.on_delta(index, delta)
                 completion.tokens += delta.tokens
                 completion.logits_digests += delta.logits_digests
     except AdmissionRefusedError as error:

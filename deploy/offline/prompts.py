@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Self
 
+from pydantic import BaseModel, Field, ValidationError, model_validator
+
+from deploy.config.problems import problems_of
 from deploy.errors import UsageError
 from services.text.chat_template import ChatTemplateError
 from services.text.tokenizer import ModelTokenizer
@@ -21,7 +25,30 @@ _DEMO_QUESTIONS = (
     "What is 12 plus 30? Explain step by step.",
     "Give me a simple recipe for pancakes.",
 )
-_KINDS = ("prompt", "messages", "turns")
+_Text = Annotated[str, Field(min_length=1)]
+
+
+class _Message(BaseModel, extra="allow"):
+    role: str
+    content: _Text
+
+
+class _Line(BaseModel):
+    """One line of a file of prompts: `prompt` is raw text, `messages` a chat; of `turns` only the first is used."""
+
+    prompt: _Text | None = None
+    messages: Annotated[list[_Message], Field(min_length=1)] | None = None
+    turns: Annotated[list[_Text], Field(min_length=1)] | None = None
+    id: Any = None
+    question_id: Any = None
+    category: Any = None
+
+    @model_validator(mode="after")
+    def _check_kind(self) -> Self:
+        present = [kind for kind in ("prompt", "messages", "turns") if getattr(self, kind) is not None]
+        if len(present) != 1:
+            raise ValueError(f"line has {' and '.join(present) or 'none'} of prompt, messages, turns; must have one")
+        return self
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,24 +89,19 @@ class Prompt:
 
 
 def load_prompts(path: Path | None, limit: int | None) -> list[Prompt]:
-    """The first `limit` prompts of a file, or of the built-in ones. Raises `UsageError` with file and line."""
-    prompts = []
-    for prompt in demo_prompts() if path is None else read_prompts(path):
-        prompts.append(prompt)
-        if len(prompts) == limit:
-            break
+    """The first `limit` prompts of a JSON lines file, or of the built-in ones. Raises `UsageError`."""
+    prompts = list(itertools.islice(_demo_prompts() if path is None else _read_prompts(path), limit))
     if not prompts:
         raise UsageError(f"{path} holds no prompts")
     return prompts
 
 
-def demo_prompts() -> Iterator[Prompt]:
+def _demo_prompts() -> Iterator[Prompt]:
     for index, question in enumerate(_DEMO_QUESTIONS):
         yield Prompt(index, f"built-in prompt {index + 1}", None, ({"role": "user", "content": question},))
 
 
-def read_prompts(path: Path) -> Iterator[Prompt]:
-    """The prompts of a JSON lines file; empty lines do not count."""
+def _read_prompts(path: Path) -> Iterator[Prompt]:
     index = 0
     try:
         with path.open(encoding="utf-8") as lines:
@@ -95,39 +117,13 @@ def read_prompts(path: Path) -> Iterator[Prompt]:
 
 def _parse(line: str, index: int, place: str) -> Prompt:
     try:
-        content = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise UsageError(f"{place}: not JSON: {error.msg} at column {error.colno}") from error
-    if not isinstance(content, dict):
-        raise UsageError(f"{place}: a JSON {type(content).__name__}, must be an object")
-    present = [kind for kind in _KINDS if kind in content]
-    if len(present) != 1:
-        raise UsageError(f"{place}: has {' and '.join(present) or 'none'} of prompt, messages, turns; must have one")
-    identity = content.get("id", content.get("question_id"))
-    category = str(content["category"]) if "category" in content else None
-    kind = present[0]
-    if kind == "prompt":
-        return Prompt(index, place, _text(content["prompt"], "prompt", place), (), identity, category)
-    if kind == "turns":
-        turns = content["turns"]
-        if not isinstance(turns, list) or not turns:
-            raise UsageError(f"{place}: turns must be a list of at least one text")
-        question = {"role": "user", "content": _text(turns[0], "turns[0]", place)}
-        return Prompt(index, place, None, (question,), identity, category)
-    return Prompt(index, place, None, _messages(content["messages"], place), identity, category)
-
-
-def _messages(messages: Any, place: str) -> tuple[dict[str, Any], ...]:
-    if not isinstance(messages, list) or not messages:
-        raise UsageError(f"{place}: messages must be a list of at least one message")
-    for number, message in enumerate(messages):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
-            raise UsageError(f"{place}: messages[{number}] must be an object with role and content")
-        _text(message["content"], f"messages[{number}].content", place)
-    return tuple(messages)
-
-
-def _text(value: Any, name: str, place: str) -> str:
-    if not isinstance(value, str) or not value:
-        raise UsageError(f"{place}: {name} must be a text that is not empty")
-    return value
+        found = _Line.model_validate_json(line)
+    except ValidationError as error:
+        path, message = next(problems_of(error, ()))
+        raise UsageError(f"{place}: {'.'.join(path)} {message}".replace(":  ", ": ")) from error
+    identity = found.id if found.id is not None else found.question_id
+    category = None if found.category is None else str(found.category)
+    messages = tuple(message.model_dump() for message in found.messages or ())
+    if found.turns is not None:
+        messages = ({"role": "user", "content": found.turns[0]},)
+    return Prompt(index, place, found.prompt, messages, identity, category)
