@@ -1,38 +1,34 @@
-"""The engine by itself: paged passes against transformers, rows that fail singly, exact shapes."""
+"""The engines by themselves: models of folders and in memory, rows that fail singly, the search for exact shapes."""
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, MistralConfig
+from transformers import AutoModelForCausalLM, MistralConfig, PreTrainedModel
 
-from engine.attention.backends import AttentionForm
-from engine.drafting.model_draft import DraftEngine
-from engine.errors import ExactModeUnavailableError, UnsupportedModelError
+from engine.attention.paged_step import ATTENTION_NAME
+from engine.errors import UnsupportedModelError
 from engine.exactness import calibration as exactness
 from engine.exactness.calibration_cache import read_calibration
 from engine.kv.pages import PageTable
-from engine.models.loaded_model import LoadedModel
-from engine.models.loading import load_draft_engine, load_target_engine
-from engine.models.vocabulary import Vocabulary
-from engine.passes.layout import BatchedSequence
+from engine.models.loading import draft_engine_of, load_draft_engine, load_target_engine, target_engine_of
 from engine.settings import EngineSettings
 from engine.steps import ProposeRow, RowOutcome, VerifyRow
 from engine.target import TargetEngine
 from scheduler.sampling import SamplingParameters
-from tests.support.tiny_models import CONFIGS, TORCH_SHAPE, VOCABULARY, save_tiny_pair
+from tests.support.tiny_models import TORCH_SHAPE, VOCABULARY, save_tiny_pair
 
 GREEDY = SamplingParameters()
+PROMPT = [5, 40, 77, 12, 3]
 
 
 def silent(*_: object) -> None:
     pass
 
 
-def load(folder: Path, **changes: object) -> TargetEngine:
+def settings(model: object = "tiny", **changes: object) -> EngineSettings:
     fields = {
         "dtype": "float32",
         "threads": 1,
@@ -41,67 +37,38 @@ def load(folder: Path, **changes: object) -> TargetEngine:
         "exact": False,
         "max_num_batched_tokens": 96,
     } | changes
-    return load_target_engine(EngineSettings(str(folder), **fields), silent)  # type: ignore[arg-type]
+    return EngineSettings(str(model), **fields)  # type: ignore[arg-type]
+
+
+def load(folder: Path, **changes: object) -> TargetEngine:
+    return load_target_engine(settings(folder, **changes), silent)
+
+
+def in_memory(folder: Path, attention: str = ATTENTION_NAME) -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=attention)
 
 
 def verify(table: PageTable, tokens: list[int], drafts: list[int], history: list[int]) -> VerifyRow:
-    return VerifyRow(table, tokens, drafts, True, history, len(history), GREEDY)
+    return VerifyRow(table, tokens, drafts, True, history, len(history), GREEDY, logits_digests=True)
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    folder = tmp_path_factory.mktemp("models")
-    return {family: save_tiny_pair(family, folder, **TORCH_SHAPE)[0] for family in CONFIGS}
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return save_tiny_pair("llama", tmp_path_factory.mktemp("models"), **TORCH_SHAPE)
 
 
-@pytest.mark.parametrize("family", sorted(CONFIGS))
-def test_paged_logits_are_those_of_transformers(family: str, folders: dict[str, Path]) -> None:
-    """Sequences fed in random pieces, batched in random company, against one plain forward pass each."""
-    rng = random.Random(5)
-    engine = load(folders[family])
-    reference = AutoModelForCausalLM.from_pretrained(folders[family], dtype=torch.float32)
-    sequences = [[rng.randrange(VOCABULARY) for _ in range(length)] for length in (1, 7, 30, 61, 90)]
-    tables = [PageTable() for _ in sequences]
-    collected: list[list[torch.Tensor]] = [[] for _ in sequences]
-    while unfinished := [i for i, tokens in enumerate(sequences) if tables[i].length < len(tokens)]:
-        batch = []
-        for index in rng.sample(unfinished, rng.randint(1, len(unfinished))):
-            fed = sequences[index][tables[index].length :][: rng.choice((1, 3, 17))]
-            engine.pool.append(tables[index], len(fed))
-            batch.append((index, BatchedSequence(tables[index], fed, len(fed))))
-        logits = engine._runner.run([sequence for _, sequence in batch]).logits
-        for index, sequence in batch:
-            collected[index].append(logits[: sequence.logits])
-            logits = logits[sequence.logits :]
-    for tokens, parts in zip(sequences, collected, strict=True):
-        with torch.no_grad():
-            expected = reference(input_ids=torch.tensor([tokens])).logits[0]
-        torch.testing.assert_close(torch.cat(parts), expected, rtol=1e-4, atol=1e-4)
+@pytest.fixture(scope="module")
+def folder(folders: tuple[Path, Path]) -> Path:
+    return folders[0]
 
 
-def test_rejected_tokens_leave_no_trace(folders: dict[str, Path]) -> None:
-    engine = load(folders["llama"])
-    prompt = [3, 1, 4, 1, 5, 9, 2, 6, 5]
-    table = PageTable()
-    (first,) = engine.step([verify(table, prompt, [], prompt)]).rows
-    history = prompt + first.tokens
-    assert table.length == len(prompt)
-    wrong = [(first.tokens[0] + 1) % VOCABULARY] * 12
-    engine.step([verify(table, first.tokens, wrong, history)])
-    assert table.length <= len(history) + 1
-    engine.pool.truncate(table, len(prompt))
-    (again,) = engine.step([verify(table, first.tokens, [], history)]).rows
-    fresh = PageTable()
-    (recomputed,) = engine.step([verify(fresh, history, [], history)]).rows
-    assert again.tokens == recomputed.tokens
-    engine.pool.check_conservation([table, fresh])
+# --- rows of a step ---------------------------------------------------------------------------------------------------
 
 
-def test_a_row_without_pages_fails_alone(folders: dict[str, Path]) -> None:
-    engine = load(folders["llama"], kv_pages=6)
-    long, short = [1] * 60, [2, 3]
+def test_a_row_without_pages_fails_alone(folder: Path) -> None:
+    engine = load(folder, kv_pages=6)
     tables = [PageTable(), PageTable()]
-    rows = [verify(table, prompt, [], prompt) for table, prompt in zip(tables, (long, short), strict=True)]
+    rows = [verify(table, prompt, [], prompt) for table, prompt in zip(tables, ([1] * 60, [2, 3]), strict=True)]
     failed, fine = engine.step(rows).rows
     assert failed.out_of_pages
     assert tables[0].length == 0
@@ -109,19 +76,20 @@ def test_a_row_without_pages_fails_alone(folders: dict[str, Path]) -> None:
     engine.pool.check_conservation(tables)
 
 
-def test_a_row_that_is_not_finite_fails_alone_and_spoils_no_page(folders: dict[str, Path]) -> None:
-    engine = load(folders["llama"], kv_pages=8)
-    poison, prompt = 7, [1, 2, 3, 4, 5]
-    expected = engine.step([verify(PageTable(), prompt, [], prompt)]).rows[0].tokens
-    engine.pool = type(engine.pool)(8, 8)
+def test_a_row_that_is_not_finite_fails_alone_and_spoils_no_page(folder: Path) -> None:
+    model = in_memory(folder)
+    engine = target_engine_of(model, settings(kv_pages=8), silent)
+    poison, good = 7, PageTable()
+    (expected,) = engine.step([verify(good, PROMPT, [], PROMPT)]).rows
+    engine.pool.free(good)
     with torch.no_grad():
-        engine._runner.model.get_input_embeddings().weight[poison] = torch.nan
-    bad, good = PageTable(), PageTable()
-    rows = [verify(bad, [poison] * 20, [], [poison] * 20), verify(good, prompt, [], prompt)]
+        model.get_input_embeddings().weight[poison] = torch.nan
+    bad = PageTable()
+    rows = [verify(bad, [poison] * 20, [], [poison] * 20), verify(good, PROMPT, [], PROMPT)]
     failed, fine = engine.step(rows).rows
     assert failed.error == "the target's logits are not finite"
     assert bad.length == 0
-    assert fine.tokens == expected
+    assert fine.tokens == expected.tokens
     engine.pool.free(good)
     # Every page has had the chance to be reused: nothing of the poison is left on any.
     whole = [1, 2, 3, 4, 5, 6] * 10
@@ -129,8 +97,8 @@ def test_a_row_that_is_not_finite_fails_alone_and_spoils_no_page(folders: dict[s
     assert outcome.error is None
 
 
-def test_a_model_that_raises_leaves_tables_as_they_were(folders: dict[str, Path]) -> None:
-    engine = load(folders["llama"])
+def test_a_model_that_raises_leaves_tables_as_they_were(folder: Path) -> None:
+    engine = load(folder)
     table = PageTable()
     engine.step([verify(table, [1, 2, 3], [], [1, 2, 3])])
     with pytest.raises(IndexError):
@@ -139,133 +107,29 @@ def test_a_model_that_raises_leaves_tables_as_they_were(folders: dict[str, Path]
     engine.pool.check_conservation([table])
 
 
-def test_a_step_larger_than_a_pass_is_cut(folders: dict[str, Path]) -> None:
-    engine = load(folders["llama"], max_num_batched_tokens=16, kv_pages=64)
+def test_a_step_larger_than_a_pass_is_cut(folder: Path) -> None:
+    engine = load(folder, max_num_batched_tokens=16)
     prompts = [[index] * 9 for index in range(6)]
-    tables = [PageTable() for _ in prompts]
-    together = engine.step([verify(t, p, [], p) for t, p in zip(tables, prompts, strict=True)]).rows
-    exclusive = [engine.step([verify(PageTable(), p, [], p)]).rows[0] for p in prompts]
-    assert [row.tokens for row in together] == [row.tokens for row in exclusive]
+    together = engine.step([verify(PageTable(), prompt, [], prompt) for prompt in prompts]).rows
+    alone = [engine.step([verify(PageTable(), prompt, [], prompt)]).rows[0] for prompt in prompts]
+    assert [row.tokens for row in together] == [row.tokens for row in alone]
 
 
-def test_draft_proposes_less_when_pages_run_out(folders: dict[str, Path]) -> None:
-    engine: DraftEngine = load_draft_engine(
-        EngineSettings(str(folders["llama"]), "float32", threads=1, page_size=4, kv_pages=2), silent
-    )
-    table = PageTable()
-    (row,) = engine.step([ProposeRow(table, [1, 2, 3, 4, 5], 7, [1, 2, 3, 4, 5], 5, GREEDY)]).rows
-    assert row.error is None
-    assert len(row.tokens) == 4
-    assert table.length == 8
-
-
-def test_chunks_without_choice_choose_nothing(folders: dict[str, Path]) -> None:
-    engine = load(folders["llama"])
+def test_chunks_without_choice_choose_nothing(folder: Path) -> None:
     table = PageTable()
     row = VerifyRow(table, [1, 2, 3], [], False, [1, 2, 3], 5, GREEDY)
-    assert engine.step([row]).rows == [RowOutcome([])]
+    assert load(folder).step([row]).rows == [RowOutcome([])]
     assert table.length == 3
 
 
-# --- exact mode -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_calibration_is_stored_and_read_again(
-    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("SPOOL_CACHE", str(tmp_path))
-    first = load(folders["llama"], exact=True)
-    (file,) = (tmp_path / "calibrations").iterdir()
-    stored = read_calibration(file)
-    assert stored is not None
-    assert stored.shapes.row_counts == first.description.exact_row_counts
-    monkeypatch.setattr("engine.models.loading.calibrate", lambda *_: pytest.fail("calibrated again"))
-    assert load(folders["llama"], exact=True).description == first.description
-    with pytest.raises(pytest.fail.Exception):
-        load(folders["llama"], exact=True, dtype="bfloat16")
-
-
-def test_a_broken_calibration_file_is_not_believed(tmp_path: Path) -> None:
-    file = tmp_path / "calibration.json"
-    file.write_text('{"shapes": {}}')
-    assert read_calibration(file) is None
-
-
-class _BatchDependentLinear(torch.nn.Linear):
-    """A device whose results depend on how many rows a call has, in the last bits."""
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return super().forward(rows) * (1 + rows.shape[-2] * 1e-6)
-
-
-def test_row_counts_with_other_bits_are_told_apart() -> None:
-    model = torch.nn.Sequential(_BatchDependentLinear(16, 16))
-    classes = exactness.row_count_classes(model, (2, 4, 8))  # type: ignore[arg-type]
-    assert sorted(classes) == [(2,), (4,), (8,)]
-
-
-def test_exact_mode_refuses_a_device_on_which_nothing_agrees(folders: dict[str, Path]) -> None:
-    """Logits whose bits depend on their place in the pass fail the end-to-end check in every form of attention."""
-    engine = load(folders["llama"])
-    norm = engine._runner.model.model.norm
-    norm.register_forward_hook(lambda _, __, out: out * (1 + torch.arange(out.shape[1])[None, :, None] * 1e-5))
-
-    model = engine._runner.model
-    loaded = LoadedModel(model, Vocabulary(b"", VOCABULARY), None, None)
-    settings = EngineSettings(str(folders["llama"]), page_size=8, max_num_batched_tokens=24)
-    first, *_ = loaded.forms(settings.page_size)
-    one_shape = AttentionForm((512,), 8, 8)
-    with pytest.raises(ExactModeUnavailableError, match="differs from plain decoding at position"):
-        exactness.calibrate(model, loaded.runner, settings, [first, one_shape])
-
-
-def test_kv_length_of_a_call_depends_on_the_position_alone() -> None:
-    form = AttentionForm((16, 32, 64), 4)
-    assert [form.kv_length(n) for n in (1, 16, 17, 32, 33, 64, 65, 128, 129)] == [16, 16, 32, 32, 64, 64, 128, 128, 192]
-
-
-# --- models that do not fit -------------------------------------------------------------------------------------------
-
-
-def test_sliding_windows_are_refused(tmp_path: Path) -> None:
-    config = MistralConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=48,
-        intermediate_size=80,
-        num_hidden_layers=1,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        sliding_window=4,
-    )
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedModelError, match="sliding"):
-        load(tmp_path)
-
-
-def test_a_model_without_tokenizer_counts_every_embedding(folders: dict[str, Path]) -> None:
-    description = load(folders["llama"]).description
-    assert description.vocabulary_size == VOCABULARY
-    assert description.tokenizer_digest == b""
-
-
-def test_sequences_end_where_the_settings_say(folders: dict[str, Path]) -> None:
-    longest = load(folders["llama"], kv_pages=4096).description.max_sequence_length
-    assert load(folders["llama"], max_model_len=40).description.max_sequence_length == 40
-    with pytest.raises(UnsupportedModelError, match=f"max_model_len is {longest + 1}, must be at most {longest} for"):
-        load(folders["llama"], max_model_len=longest + 1)
-
-
-def test_log_probabilities_are_of_the_targets_own_distribution(folders: dict[str, Path]) -> None:
-    engine = load(folders["llama"])
-    prompt = [5, 4, 3]
-    row = verify(PageTable(), prompt, [], prompt)
+def test_log_probabilities_are_of_the_targets_own_distribution(folder: Path) -> None:
+    row = verify(PageTable(), PROMPT, [], PROMPT)
     row.top_logprobs = 4
     row.sampling = SamplingParameters(temperature=0.7, seed=3, top_k=5)
-    (outcome,) = engine.step([row]).rows
-    reference = AutoModelForCausalLM.from_pretrained(folders["llama"], dtype=torch.float32)
+    (outcome,) = load(folder).step([row]).rows
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     with torch.no_grad():
-        expected = torch.log_softmax(reference(input_ids=torch.tensor([prompt])).logits[0, -1], dim=-1)
+        expected = torch.log_softmax(reference(input_ids=torch.tensor([PROMPT])).logits[0, -1], dim=-1)
     (logprobs,) = outcome.logprobs
     assert logprobs.token_id == outcome.tokens[0]
     assert logprobs.logprob == pytest.approx(expected[logprobs.token_id].item(), abs=1e-4)
@@ -273,13 +137,91 @@ def test_log_probabilities_are_of_the_targets_own_distribution(folders: dict[str
     assert [value for _, value in logprobs.top] == pytest.approx(expected.topk(4).values.tolist(), abs=1e-4)
 
 
-def test_loading_says_what_exact_mode_chose_and_costs(folders: dict[str, Path]) -> None:
-    said: list[str] = []
-    settings = EngineSettings(
-        str(folders["llama"]), "float32", threads=1, page_size=8, kv_pages=8, max_num_batched_tokens=24
-    )
-    load_target_engine(settings, lambda stage, _: said.append(stage))
-    (summary,) = [stage for stage in said if stage.startswith("exact mode:")]
-    assert "row counts from" in summary
-    assert "logit rows bit-equal" in summary
-    assert "ms for 1 row" in summary
+# --- models in memory -------------------------------------------------------------------------------------------------
+
+
+def decoded(engine: TargetEngine) -> list[tuple[int, int]]:
+    """Tokens and digests of their logits."""
+    table, fed, history, found = PageTable(), PROMPT, list(PROMPT), []
+    for _ in range(8):
+        (row,) = engine.step([verify(table, fed, [1, 2], history)]).rows
+        found += zip(row.tokens, row.logits_digests, strict=True)
+        fed, history = row.tokens[-1:], [*history, *row.tokens]
+    return found
+
+
+def test_models_in_memory_compute_what_those_of_their_folders_do(folders: tuple[Path, Path]) -> None:
+    target, draft = folders
+    # Device and dtype are the model's own.
+    of_memory = target_engine_of(in_memory(target), settings(dtype="bfloat16", device="cuda"), silent)
+    description = of_memory.description
+    assert (description.model_id, description.vocabulary_size) == ("tiny", VOCABULARY)
+    assert (description.dtype, description.device, description.attention) == ("float32", "cpu", "matrix products")
+    assert decoded(of_memory) == decoded(load(target))
+    row = (PROMPT, 5, PROMPT, len(PROMPT), GREEDY)
+    proposals = [
+        engine.step([ProposeRow(PageTable(), *row)]).rows[0].tokens
+        for engine in (
+            draft_engine_of(in_memory(draft), settings(), silent),
+            load_draft_engine(settings(draft), silent),
+        )
+    ]
+    assert proposals[0] == proposals[1]
+    assert len(proposals[0]) == 5
+
+
+def test_models_in_memory_that_do_not_fit_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=f"attn_implementation is 'eager', must be '{ATTENTION_NAME}'"):
+        target_engine_of(in_memory(folder, "eager"), settings(), silent)
+    model = in_memory(folder)
+    with pytest.raises(ValueError, match="tensor_parallel_size is 2, must be 1"):
+        target_engine_of(model, settings(tensor_parallel_size=2), silent)
+    monkeypatch.setattr(type(model), "device", torch.device("cuda"))
+    for engine_of in (target_engine_of, draft_engine_of):
+        with pytest.raises(ValueError, match="kv_pages and kv_memory_bytes are None, one must be set"):
+            engine_of(model, settings(kv_pages=None), silent)
+
+
+def test_sliding_windows_are_refused(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 1, "num_attention_heads": 6}
+    config = MistralConfig(vocab_size=VOCABULARY, num_key_value_heads=2, sliding_window=4, **sizes)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match="sliding"):
+        load(tmp_path)
+
+
+def test_sequences_end_where_the_settings_say(folder: Path) -> None:
+    longest = load(folder, kv_pages=4096).description.max_sequence_length
+    assert load(folder, max_model_len=40).description.max_sequence_length == 40
+    with pytest.raises(UnsupportedModelError, match=f"max_model_len is {longest + 1}, must be at most {longest} for"):
+        load(folder, max_model_len=longest + 1)
+
+
+# --- exact mode -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_calibration_is_stored_and_read_again(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("SPOOL_CACHE", str(tmp_path))
+    first = load(folder, exact=True)
+    (file,) = (tmp_path / "calibrations").iterdir()
+    stored = read_calibration(file)
+    assert stored is not None
+    assert stored.shapes.row_counts == first.description.exact_row_counts
+    monkeypatch.setattr("engine.models.loading.calibrate", lambda *_: pytest.fail("calibrated again"))
+    assert load(folder, exact=True).description == first.description
+    with pytest.raises(pytest.fail.Exception):
+        load(folder, exact=True, dtype="bfloat16")
+
+
+class BatchDependentLinear(torch.nn.Linear):
+    """A device whose results depend on how many rows a call has, in the last bits."""
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return super().forward(rows) * (1 + rows.shape[-2] * 1e-6)
+
+
+def test_row_counts_with_other_bits_are_told_apart() -> None:
+    model = torch.nn.Sequential(BatchDependentLinear(16, 16))
+    classes = exactness.row_count_classes(model, (2, 4, 8))  # type: ignore[arg-type]
+    assert sorted(classes) == [(2,), (4,), (8,)]

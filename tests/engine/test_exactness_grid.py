@@ -1,17 +1,14 @@
-"""Exact mode on every instruction set of this machine: bits of all logits, whatever the policy, batch and draft."""
+"""Exact mode: the bits of all logits whatever the policy, batch and draft, on every instruction set of this machine."""
 
 from __future__ import annotations
 
-import itertools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
+from engine.cpu.isa import AUTO
 from engine.models.loading import load_draft_engine, load_target_engine
 from engine.settings import EngineSettings
 from scheduler.config import Policy, SchedulerConfig
@@ -20,25 +17,21 @@ from scheduler.sampling import SamplingParameters
 from services.worker.executor import DraftStepExecutor, TargetStepExecutor
 from tests.support.cpu_kernels import ISAS, compiled_kernels
 from tests.support.in_process import Output, run_in_process
-from tests.support.tiny_models import VOCABULARY, save_tiny_pair
+from tests.support.tiny_models import TORCH_SHAPE, VOCABULARY, save_tiny_pair
 
 SOME = [(policy, 3, 4) for policy in Policy]
-HEAD_DIMS = (32, 64, 128)
-
-
-def third_of_the_grid(number: int) -> list[tuple[Policy, int, int]]:
-    """Policies, batch sizes and draft lengths: every two of these together. Number 0, 1 and 2 are the whole grid."""
-    grid = itertools.product(enumerate(Policy), enumerate((1, 3, 8)), enumerate((1, 4, 7)))
-    return [(policy, size, length) for (i, policy), (j, size), (k, length) in grid if (i + j + k) % 3 == number]
-
-
-DTYPES = ("bfloat16", "float16", "float32")
+# Each two of a policy, a batch size and a draft length together.
+GRID = [
+    (policy, (1, 3, 8)[(row + column) % 3], (1, 4, 7)[column])
+    for row, policy in enumerate(Policy)
+    for column in range(3)
+]
 
 
 class Workers:
     """A target and a draft in this process, on one instruction set."""
 
-    def __init__(self, isa: str, target: str, draft: str, dtype: str, max_tokens: int = 64) -> None:
+    def __init__(self, isa: str, target: str, draft: str, dtype: str, max_tokens: int = 48) -> None:
         """`max_tokens` of a step."""
         settings = [
             EngineSettings(
@@ -81,39 +74,41 @@ class Workers:
                 assert output.logits_digests == expected.logits_digests
 
 
-def pairs() -> Iterator[Any]:
-    """The whole grid in bfloat16, a third with each head dimension; what tells dtypes apart is how kernels load and
-    store. Of smaller instruction sets one pair is enough for every day."""
-    pairs = [
-        *(("llama", dim, "bfloat16") for dim in HEAD_DIMS),
-        *(("llama", 32, dtype) for dtype in DTYPES[1:]),
-        *(("qwen3_moe", 32, dtype) for dtype in DTYPES),
-    ]
-    for isa in ISAS:
-        for pair in pairs:
-            daily = pair == pairs[1] if isa != ISAS[0] else pair[0] == "llama" or pair == pairs[5]
-            yield pytest.param(isa, *pair, marks=[] if daily else pytest.mark.long)
+# Instruction set, family, sizes other than usual, dtype, and what is compared. The dtypes differ in how kernels load
+# and store; with the sizes of TORCH_SHAPE, attention is matrix products in one form.
+PAIRS = [
+    (AUTO, "llama", TORCH_SHAPE, "bfloat16", SOME),
+    *(
+        pytest.param(*pair, marks=pytest.mark.slow)
+        for pair in (
+            *((isa, "llama", {"head_dim": 64}, "bfloat16", GRID if isa == ISAS[0] else SOME) for isa in ISAS),
+            (AUTO, "llama", {}, "float16", SOME),
+            (AUTO, "llama", {"head_dim": 128}, "float32", SOME),
+            (AUTO, "qwen3_moe", {}, "bfloat16", SOME),
+            (AUTO, "glm4", {}, "bfloat16", SOME),
+        )
+    ),
+]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("isa", "family", "head_dim", "dtype"), list(pairs()))
-def test_tiny_pairs(isa: str, family: str, head_dim: int, dtype: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("isa", "family", "shape", "dtype", "grid"), PAIRS)
+def test_tiny_pairs(
+    isa: str,
+    family: str,
+    shape: dict[str, int],
+    dtype: str,
+    grid: Sequence[tuple[Policy, int, int]],
+    tmp_path: Path,
+) -> None:
     compiled_kernels()
-    folders = save_tiny_pair(family, tmp_path, head_dim=head_dim)
-    for folder in folders:
-        AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).save_pretrained(folder)
+    folders = save_tiny_pair(family, tmp_path, **shape)
     rng = random.Random(3)
     prompts = [[rng.randrange(VOCABULARY) for _ in range(length)] for length in (1, 40, 17, 90, 16)]
-    grid = third_of_the_grid(HEAD_DIMS.index(head_dim)) if (family, dtype) == ("llama", "bfloat16") else SOME
     Workers(isa, *map(str, folders), dtype).check(prompts, 10, grid)
 
 
-# Without the portable kernels, which take minutes for a model of this size and are those of the tiny pairs.
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "isa", [pytest.param(isa, marks=pytest.mark.long if isa != ISAS[0] else []) for isa in ISAS if isa != "portable"]
-)
-def test_the_demo_pair(isa: str) -> None:
+def test_the_demo_pair() -> None:
     rng = random.Random(3)
     prompts = [[rng.randrange(1000, 20000) for _ in range(length)] for length in (2, 9)]
-    Workers(isa, "demo", "demo", "auto", max_tokens=16).check(prompts, 4, [(Policy.AUTO, 2, 4)])
+    Workers(AUTO, "demo", "demo", "auto", max_tokens=16).check(prompts, 4, [(Policy.AUTO, 2, 4)])

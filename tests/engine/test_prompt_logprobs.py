@@ -16,7 +16,7 @@ from scheduler.config import SchedulerConfig
 from scheduler.messages import SequenceRequest
 from services.worker.executor import TargetStepExecutor
 from tests.support.in_process import Output, run_in_process
-from tests.support.tiny_models import CONFIGS, TORCH_SHAPE, VOCABULARY, save_tiny_pair
+from tests.support.tiny_models import TORCH_SHAPE, VOCABULARY, save_tiny_pair
 
 TOP = 3
 SYSTEM = random.Random(3).choices(range(VOCABULARY), k=45)
@@ -41,7 +41,7 @@ def run(worker: TargetStepExecutor, requests: list[SequenceRequest], chunk: int 
     return outputs
 
 
-@pytest.mark.parametrize("family", sorted(CONFIGS))
+@pytest.mark.parametrize("family", ["llama", pytest.param("glm4", marks=pytest.mark.slow)])
 def test_those_of_transformers(family: str, tmp_path: Path) -> None:
     """Prompts in chunks and in company, their beginning in the prefix cache, with a beginning of one token among
     them."""
@@ -78,17 +78,15 @@ def exact(tmp_path_factory: pytest.TempPathFactory) -> EngineSettings:
 def test_the_same_bits_alone_and_in_company(exact: EngineSettings) -> None:
     """bfloat16: whole prompts one by one without the cache, against chunks, company, a warm cache and few pages."""
     rng = random.Random(4)
-    prompts = [[*SYSTEM, *rng.choices(range(VOCABULARY), k=count)] for count in (1, 3, 17, 40, 41, 77)]
+    prompts = [[*SYSTEM, *rng.choices(range(VOCABULARY), k=count)] for count in (1, 17, 41, 77)]
     requests = scored(prompts)
     alone = executor(replace(exact, prefix_cache=False))
     expected = {one.sequence_id: run(alone, [one], chunk=96)[one.sequence_id] for one in requests}
-    for pages in (60, 14):
-        worker = executor(replace(exact, kv_pages=pages))
-        for chunk in (16, 23):
-            outputs = run(worker, requests, chunk)
-            for number, output in outputs.items():
-                assert output.prompt_logprobs == expected[number].prompt_logprobs
-                assert output.tokens == expected[number].tokens
+    for pages, chunk in ((60, 16), (14, 23)):
+        outputs = run(executor(replace(exact, kv_pages=pages)), requests, chunk)
+        for number, output in outputs.items():
+            assert output.prompt_logprobs == expected[number].prompt_logprobs
+            assert output.tokens == expected[number].tokens
 
 
 def test_a_prompt_that_is_scored_is_computed_and_others_still_share_it(exact: EngineSettings) -> None:
@@ -101,16 +99,3 @@ def test_a_prompt_that_is_scored_is_computed_and_others_still_share_it(exact: En
     assert len(both.prompt_logprobs) == len(SYSTEM) - 1
     assert run(worker, [plain])[0].cached == 32
     assert first.tokens == again.tokens == both.tokens
-
-
-def test_logits_that_are_no_numbers_fail_the_row_alone(exact: EngineSettings) -> None:
-    engine = load_target_engine(exact, silent)
-    poison = 7
-    with torch.no_grad():
-        engine._runner.model.get_input_embeddings().weight[poison] = torch.nan
-    worker = TargetStepExecutor(engine)
-    requests = scored([[1, 2, poison, 3, 4], [1, 2, 3, 4, 5]])
-    outputs = run_in_process(SchedulerConfig(draft_length=0), {"target": worker}, requests)
-    assert "not finite" in (outputs[0].error or "")
-    assert outputs[1].error is None
-    assert len(outputs[1].prompt_logprobs) == 4

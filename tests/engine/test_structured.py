@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import numpy as np
 import pytest
 import torch
@@ -42,24 +41,9 @@ PERSON = {
     "required": ["name", "age"],
     "additionalProperties": False,
 }
-TREE = {
-    "$defs": {
-        "tree": {
-            "type": "object",
-            "properties": {"leaf": {"type": "boolean"}, "next": {"$ref": "#/$defs/tree"}},
-            "required": ["leaf"],
-            "additionalProperties": False,
-        }
-    },
-    "$ref": "#/$defs/tree",
-}
-LIST = {"type": "array", "items": {"anyOf": [{"type": "integer"}, {"type": "null"}]}, "maxItems": 3}
 
 STRUCTURES: list[tuple[str, str] | None] = [
     ("json_schema", json.dumps(PERSON)),
-    ("json_schema", json.dumps(TREE)),
-    ("json_schema", json.dumps(LIST)),
-    ("json_schema", '{"type": "object"}'),
     ("regex", "(ab?c){2,4}[0-9]{1,3}"),
     ("choice", '["yes", "yesterday", "no"]'),
     ("grammar", 'start: word (" " word)*\nword: /[a-f]{2,3}/'),
@@ -78,7 +62,6 @@ class Case:
     draft: DraftStepExecutor
     requests: list[SequenceRequest]
     expected: list[list[int]]
-    settings: EngineSettings
     end: int
 
 
@@ -164,7 +147,6 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
         ),
         requests,
         expected,
-        settings,
         end,
     )
 
@@ -174,9 +156,16 @@ def tokens_of(outputs: dict[int, Output], requests: Sequence[SequenceRequest]) -
     return [outputs[request.sequence_id].tokens for request in requests]
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize(("batch_size", "draft_length"), [(1, 3), (4, 1), (8, 0), (8, 6)])
-@pytest.mark.parametrize("policy", list(Policy))
+@pytest.mark.parametrize(
+    ("policy", "batch_size", "draft_length"),
+    [
+        (Policy.RAGGED, 1, 3),
+        pytest.param(Policy.EXSPEC, 4, 1, marks=pytest.mark.slow),
+        pytest.param(Policy.AUTO, 8, 0, marks=pytest.mark.slow),
+        pytest.param(Policy.EQSPEC, 8, 6, marks=pytest.mark.slow),
+        (Policy.RAGGED, 8, 6),
+    ],
+)
 def test_output_is_that_of_a_plain_decoder(case: Case, policy: Policy, batch_size: int, draft_length: int) -> None:
     config = SchedulerConfig(
         batch_size=batch_size, max_running=20, policy=policy, draft_length=draft_length, prefill_chunk=16
@@ -224,25 +213,10 @@ def test_a_complete_output_ends_before_its_least_length(case: Case) -> None:
 
 
 def test_a_grammar_that_fails_hurts_nobody_else(case: Case) -> None:
-    """The gateway lets none in; a worker of another release might."""
+    """The gateway lets none in; a gateway of another release might."""
     broken = SamplingParameters(grammar=Grammar("start: gone", frozenset([case.end])))
     requests = [replace(case.requests[0], sampling=broken), *case.requests[1:6]]
     config = SchedulerConfig(batch_size=8, max_running=20, policy=Policy.RAGGED, draft_length=3, prefill_chunk=16)
     outputs = run_in_process(config, {"target": case.target, "draft": case.draft}, requests)
     assert 'the grammar failed: at 1(8): unknown name: "gone"' in (outputs[0].error or "")
     assert [outputs[index].tokens for index in range(1, 6)] == case.expected[1:6]
-
-
-def test_complete_outputs_fit_and_end(case: Case) -> None:
-    fits = 0
-    for request, tokens in zip(case.requests, case.expected, strict=True):
-        asked = STRUCTURES[request.sequence_id // 4 % len(STRUCTURES)]
-        if asked is None or tokens[-1] != case.end:
-            continue
-        text = case.tokenizer.decode(tokens[:-1])
-        if asked[0] == "json_schema":
-            jsonschema.validate(json.loads(text), json.loads(asked[1]))
-        elif asked[0] == "choice":
-            assert text in json.loads(asked[1])
-        fits += 1
-    assert fits > 10

@@ -12,6 +12,7 @@ import pytest
 
 from engine.models import loading
 from engine.models.loading import load_target_engine, run_rank
+from engine.parallel.ranks import Ranks
 from engine.settings import EngineSettings
 from engine.target import TargetEngine
 
@@ -31,14 +32,20 @@ def _broken(reason: str) -> None:
 def target_of_ranks(settings: EngineSettings) -> Iterator[TargetEngine]:
     """A target engine whose other ranks run until the block ends."""
     # transformers replaces functions of torch while a model loads, so that two cannot do so at the same time.
-    one_at_a_time, read_part = threading.Lock(), loading.read_part
+    one_at_a_time, read_part, join_ranks = threading.Lock(), loading.read_part, loading.join_ranks
+    joined: dict[int, Ranks] = {}
 
     def read_alone(*arguments: object) -> object:
         with one_at_a_time:
             return read_part(*arguments)  # type: ignore[arg-type]
 
+    def join(folder: Path, rank: int, *arguments: object) -> Ranks:
+        joined[rank] = join_ranks(folder, rank, *arguments)  # type: ignore[arg-type]
+        return joined[rank]
+
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(loading, "read_part", read_alone)
+        patch.setattr(loading, "join_ranks", join)
 
         def follow(rank: int) -> None:
             with pytest.raises(ValueError, match=str(_NO_ORDER)):
@@ -51,10 +58,8 @@ def target_of_ranks(settings: EngineSettings) -> Iterator[TargetEngine]:
                 other.start()
             return Path(folder), _broken
 
-        engine = load_target_engine(settings, lambda *_: None, start)
+        engine, first = load_target_engine(settings, lambda *_: None, start), joined[0]
         yield engine
-        lead = engine._runner.lead
-        assert lead is not None
-        lead.ranks.tell([_NO_ORDER])
+        first.send([_NO_ORDER])
         for other in others:
             other.join()
