@@ -62,17 +62,7 @@ class Comparison:
         return self.equal_logits / self.compared_logits if self.compared_logits else 1.0
 
     def to_json(self) -> dict[str, Any]:
-        divergence = self.first_divergence
-        return {
-            "exact_match": self.exact_match,
-            "logits_bit_equal": self.logits_bit_equal,
-            "sequences": self.sequences,
-            "equal_sequences": self.equal_sequences,
-            "compared_logits": self.compared_logits,
-            "equal_logits": self.equal_logits,
-            "first_unequal_logits": self.first_unequal_logits,
-            "first_divergence": asdict(divergence) if divergence is not None else None,
-        }
+        return {"exact_match": self.exact_match, "logits_bit_equal": self.logits_bit_equal} | asdict(self)
 
 
 def compare(
@@ -116,22 +106,20 @@ def _divergence(
     tokenizer: ModelTokenizer,
     margin: float | None,
 ) -> Divergence:
-    before = [*job.tokens, *expected[:place]][-_CONTEXT_TOKENS:]
-    right, other = (tokens[place] if place < len(tokens) else None for tokens in (expected, found))
+    def text(tokens: Sequence[int]) -> str:
+        return tokenizer.decode(tokens, skip_special_tokens=False)
+
+    right, other = (list(tokens[place : place + 1]) for tokens in (expected, found))
     return Divergence(
         index=job.prompt.index,
         position=place,
-        context=tokenizer.decode(before, skip_special_tokens=False),
-        expected_token=right,
-        expected_text=_text(right, tokenizer),
-        found_token=other,
-        found_text=_text(other, tokenizer),
+        context=text([*job.tokens, *expected[:place]][-_CONTEXT_TOKENS:]),
+        expected_token=right[0] if right else None,
+        expected_text=text(right),
+        found_token=other[0] if other else None,
+        found_text=text(other),
         logits_margin=margin,
     )
-
-
-def _text(token: int | None, tokenizer: ModelTokenizer) -> str:
-    return "" if token is None else tokenizer.decode([token], skip_special_tokens=False)
 
 
 def _named(token: int | None, text: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.console import Console
@@ -24,40 +24,12 @@ from services.scheduler.telemetry.statistics import StatisticsSnapshot
 
 
 @dataclass(frozen=True, slots=True)
-class PolicyOutcome:
-    """How one policy fared against the reference."""
+class Outcome:
+    """One way of decoding against the reference, which has no comparison. transformers has no statistics."""
 
-    policy: Policy
-    comparison: Comparison
-    statistics: StatisticsSnapshot
-
-    def to_json(self) -> dict[str, Any]:
-        return self.comparison.to_json() | {"statistics": self.statistics.to_json()}
-
-
-@dataclass(frozen=True, slots=True)
-class Verification:
-    """All outcomes. `generate` compares transformers' own generation with the reference."""
-
-    reference: StatisticsSnapshot
-    policies: list[PolicyOutcome]
-    generate: Comparison | None
-
-    @property
-    def exact(self) -> bool:
-        return all(outcome.comparison.exact_match == 1 for outcome in self.policies)
-
-    def to_json(self) -> dict[str, Any]:
-        comparisons = [outcome.comparison for outcome in self.policies]
-        return {
-            "exact_match": min(comparison.exact_match for comparison in comparisons),
-            "logits_bit_equal": min(comparison.logits_bit_equal for comparison in comparisons),
-            "sequences": comparisons[0].sequences,
-            "tokens": self.reference.tokens,
-            "policies": {outcome.policy.value: outcome.to_json() for outcome in self.policies},
-            "reference": self.reference.to_json(),
-            "generate": self.generate.to_json() if self.generate is not None else None,
-        }
+    name: str
+    comparison: Comparison | None
+    statistics: StatisticsSnapshot | None
 
 
 def verify(settings: VerifySettings) -> int:
@@ -67,15 +39,39 @@ def verify(settings: VerifySettings) -> int:
     with reporting(console) as reporter:
         models = prepare_models(settings.models, settings.drafting, reporter, settings.engine.max_model_len)
         jobs = make_jobs(prompts, models.tokenizer, settings.sampling, models.max_positions)
-        verification = run_until_interrupted(_run(settings, models, jobs, reporter))
-    _print(verification, console)
+        reference, policies, generate = run_until_interrupted(_run(settings, models, jobs, reporter))
+    outcomes = [reference, *policies, *([generate] if generate is not None else [])]
+    console.print(_table(outcomes))
+    for outcome in outcomes:
+        _print_differences(outcome, console)
+    comparisons = [outcome.comparison for outcome in policies if outcome.comparison is not None]
+    exact_match = min(comparison.exact_match for comparison in comparisons)
     if settings.json_output:
-        setting = {"command": "verify", "temperature": settings.sampling.temperature, "exact": settings.models.exact}
-        print(json.dumps(setting | verification.to_json()), flush=True)
-    return 0 if verification.exact else 1
+        summary = {
+            "command": "verify",
+            "temperature": settings.sampling.temperature,
+            "exact": settings.models.exact,
+            "exact_match": exact_match,
+            "logits_bit_equal": min(comparison.logits_bit_equal for comparison in comparisons),
+            "sequences": len(jobs),
+            "tokens": reference.statistics.tokens if reference.statistics is not None else 0,
+            "policies": {outcome.name: _plain(outcome) for outcome in policies},
+            "reference": _plain(reference)["statistics"],
+            "generate": generate.comparison.to_json() if generate is not None and generate.comparison else None,
+        }
+        print(json.dumps(summary), flush=True)
+    return 0 if exact_match == 1 else 1
 
 
-async def _run(settings: VerifySettings, models: ReadyModels, jobs: Sequence[Job], reporter: Reporter) -> Verification:
+def _plain(outcome: Outcome) -> dict[str, Any]:
+    found = outcome.comparison.to_json() if outcome.comparison is not None else {}
+    return found | {"statistics": outcome.statistics.to_json() if outcome.statistics is not None else None}
+
+
+async def _run(
+    settings: VerifySettings, models: ReadyModels, jobs: Sequence[Job], reporter: Reporter
+) -> tuple[Outcome, list[Outcome], Outcome | None]:
+    """The reference, each policy, and transformers' own generation where that was asked for."""
     plain = DecodingPlan(
         title="reference",
         config=SchedulerConfig(batch_size=1, max_running=1, policy=Policy.RAGGED, draft_length=0),
@@ -87,61 +83,55 @@ async def _run(settings: VerifySettings, models: ReadyModels, jobs: Sequence[Job
     configs = [settings.scheduling.config(policy, settings.drafting) for policy in policies]
     outcomes = []
     async with running_cell(settings, longest_lengths(jobs, configs[0]), reporter) as cell:
-        expected, reference = await _decode(cell, plain, jobs, reporter)
+        expected, statistics = await _decode(cell, plain, jobs, reporter)
+        reference = Outcome("reference", None, statistics)
         for policy, config in zip(policies, configs, strict=True):
-            plan = DecodingPlan(policy.value, config, plain.stop_token_ids, settings.drafting, logits_digests=True)
+            plan = replace(plain, title=policy.value, config=config, drafting=settings.drafting)
             found, statistics = await _decode(cell, plan, jobs, reporter)
-            outcomes.append(PolicyOutcome(policy, compare(jobs, expected, found, models.tokenizer), statistics))
-    generate = None
-    if settings.reference is not None:
-        generated, margins = await generate_with_transformers(settings, models, jobs, reporter)
-        generate = compare(jobs, generated, expected, models.tokenizer, margins)
-    return Verification(reference, outcomes, generate)
+            outcomes.append(Outcome(policy.value, compare(jobs, expected, found, models.tokenizer), statistics))
+    if settings.reference is None:
+        return reference, outcomes, None
+    generated, margins = await generate_with_transformers(settings, models, jobs, reporter)
+    generate = compare(jobs, generated, expected, models.tokenizer, margins)
+    return reference, outcomes, Outcome("model.generate", generate, None)
 
 
 async def _decode(
     cell: Cell, plan: DecodingPlan, jobs: Sequence[Job], reporter: Reporter
 ) -> tuple[list[Completion], StatisticsSnapshot]:
     completions = [Completion() for _ in jobs]
-
-    def keep(index: int, completion: Completion) -> None:
-        completions[index] = completion
-
-    return completions, await decode(cell, plan, jobs, reporter, keep)
+    statistics = await decode(cell, plan, jobs, reporter, completions.__setitem__)
+    return completions, statistics
 
 
-def _print(verification: Verification, console: Console) -> None:
-    console.print(_table(verification))
-    named = [(outcome.policy.value, outcome.comparison) for outcome in verification.policies]
-    if verification.generate is not None:
-        named.append(("reference, against model.generate,", verification.generate))
-    for name, comparison in named:
-        if comparison.first_unequal_logits is not None:
-            prompt, position = comparison.first_unequal_logits
-            console.print(f"{name}: logits first differ at prompt {prompt}, output token {position}", highlight=False)
-        if comparison.first_divergence is not None:
-            text = f"{name} first differs at {comparison.first_divergence}"
-            console.print(text, highlight=False, markup=False, soft_wrap=True)
+def _print_differences(outcome: Outcome, console: Console) -> None:
+    comparison = outcome.comparison
+    if comparison is None:
+        return
+    if comparison.first_unequal_logits is not None:
+        prompt, position = comparison.first_unequal_logits
+        text = f"{outcome.name}: logits first differ at prompt {prompt}, output token {position}"
+        console.print(text, highlight=False)
+    if comparison.first_divergence is not None:
+        text = f"{outcome.name} first differs at {comparison.first_divergence}"
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
-def _table(verification: Verification) -> Table:
+def _table(outcomes: Sequence[Outcome]) -> Table:
     """One row for each way of decoding."""
     table = Table(title="against plain decoding, one sequence at a time", title_justify="left")
     table.add_column("", style="bold", no_wrap=True)
     for heading in ("same text", "same logits", "tokens/s", "a round", "equal length"):
         table.add_column(heading, justify="right")
-    table.add_row("reference", "", "", f"{verification.reference.tokens_per_second:.1f}", "", "")
-    for outcome in verification.policies:
+    for outcome in outcomes:
         comparison, statistics = outcome.comparison, outcome.statistics
-        table.add_row(
-            outcome.policy.value,
-            f"{comparison.equal_sequences} of {comparison.sequences}",
-            f"{comparison.equal_logits} of {comparison.compared_logits}",
-            f"{statistics.tokens_per_second:.1f}",
-            f"{statistics.committed_per_round:.2f}",
-            f"{statistics.equal_length_share:.0%}",
-        )
-    generate = verification.generate
-    if generate is not None:
-        table.add_row("model.generate", f"{generate.equal_sequences} of {generate.sequences}", "", "", "", "")
+        cells = ["", ""]
+        if comparison is not None:
+            logits = f"{comparison.equal_logits} of {comparison.compared_logits}" if statistics is not None else ""
+            cells = [f"{comparison.equal_sequences} of {comparison.sequences}", logits]
+        if statistics is not None:
+            cells.append(f"{statistics.tokens_per_second:.1f}")
+        if statistics is not None and comparison is not None:
+            cells += [f"{statistics.committed_per_round:.2f}", f"{statistics.equal_length_share:.0%}"]
+        table.add_row(outcome.name, *cells)
     return table
