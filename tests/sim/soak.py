@@ -14,8 +14,7 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator
-from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from multiprocessing import get_context
 
@@ -23,7 +22,7 @@ from tests.sim.cell.schedule import ScheduleError, run_schedule
 from tests.sim.cell.shrinking import shrink
 
 _SEEDS_PER_PART = 20
-_REPORT_EVERY_SECONDS = 10.0
+_PARTS_PER_REPORT = 10
 
 
 @dataclass
@@ -68,66 +67,39 @@ def run_seeds(seeds: range, sequences: int, draft_ahead: int | None = None) -> T
     return tally
 
 
-def _parts(first: int, count: int) -> Iterator[range]:
-    for start in range(first, first + count, _SEEDS_PER_PART):
-        yield range(start, min(start + _SEEDS_PER_PART, first + count))
-
-
-def soak(first: int, count: int, sequences: int, jobs: int, most_failures: int, draft_ahead: int | None) -> Tally:
-    """Runs the seeds on `jobs` processes; begins no more once `most_failures` have failed."""
-    total = Tally()
-    parts = _parts(first, count)
-    began = reported = time.monotonic()
+def soak(parts: list[range], sequences: int, jobs: int, draft_ahead: int | None) -> Tally:
+    """Runs the seeds on `jobs` processes."""
+    total, began = Tally(), time.monotonic()
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=gc.freeze) as pool:
-        running = set()
-        while True:
-            while len(running) < 2 * jobs and len(total.failures) < most_failures:
-                part = next(parts, None)
-                if part is None:
-                    break
-                running.add(pool.submit(run_seeds, part, sequences, draft_ahead))
-            if not running:
-                return total
-            done, running = wait(running, return_when=FIRST_COMPLETED)
-            for future in done:
-                tally = future.result()
-                total.add(tally)
-                for failure in tally.failures:
-                    print(failure, flush=True)
-            now = time.monotonic()
-            if now - reported > _REPORT_EVERY_SECONDS:
-                reported = now
-                rate = total.schedules / (now - began)
-                print(f"{total.schedules:,} of {count:,} schedules, {rate:.1f}/s", flush=True)
-
-
-def _at_least_one(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"is {value}, must be at least 1")
-    return value
+        futures = [pool.submit(run_seeds, part, sequences, draft_ahead) for part in parts]
+        for count, future in enumerate(as_completed(futures), 1):
+            tally = future.result()
+            total.add(tally)
+            for failure in tally.failures:
+                print(failure, flush=True)
+            if count % _PARTS_PER_REPORT == 0:
+                rate = total.schedules / (time.monotonic() - began)
+                print(f"{total.schedules:,} schedules, {rate:.1f}/s, {len(total.failures)} failed", flush=True)
+    return total
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=_at_least_one, default=1000, help="number of schedules (default 1000)")
+    parser.add_argument("--seeds", type=int, default=1000, help="number of schedules (default 1000)")
     parser.add_argument("--first", type=int, default=0, help="first seed (default 0)")
-    parser.add_argument("--sequences", type=_at_least_one, default=200, help="sequences of a schedule (default 200)")
-    parser.add_argument(
-        "--jobs", type=_at_least_one, default=os.cpu_count() or 1, help="processes (default: one a core)"
-    )
-    parser.add_argument("--most-failures", type=_at_least_one, default=100, help="stop after so many (default 100)")
+    parser.add_argument("--sequences", type=int, default=200, help="sequences of a schedule (default 200)")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: one a core)")
     parser.add_argument("--shrink", type=int, metavar="SEED", help="shorten the schedule of a seed that fails")
-    parser.add_argument(
-        "--draft-ahead", type=_at_least_one, metavar="N", help="every cell drafts, ahead too, for up to N outcomes"
-    )
+    parser.add_argument("--draft-ahead", type=int, metavar="N", help="every cell drafts, ahead too, for N outcomes")
     given = parser.parse_args()
     if given.shrink is not None:
         report = shrink(given.shrink, given.sequences, draft_ahead=given.draft_ahead)
         print(report or f"seed {given.shrink} breaks no rule")
         return 1 if report else 0
     began = time.monotonic()
-    total = soak(given.first, given.seeds, given.sequences, given.jobs, given.most_failures, given.draft_ahead)
+    seeds = range(given.first, given.first + given.seeds)
+    parts = [seeds[start : start + _SEEDS_PER_PART] for start in range(0, len(seeds), _SEEDS_PER_PART)]
+    total = soak(parts, given.sequences, given.jobs, given.draft_ahead)
     seconds = time.monotonic() - began
     for what, counts in (("ends", total.outcomes), ("faults", total.faults), ("changes of state", total.changes)):
         print(f"{what}: {', '.join(f'{name} {count:,}' for name, count in counts.most_common())}")

@@ -90,7 +90,8 @@ def true_output(
         total += last
     output: list[int] = []
     while len(output) < most:
-        token = _target_token(total, _ALL if grammar is None else allowed(grammar, output))
+        choices = _ALL if grammar is None else allowed(grammar.definition, grammar.end_token_ids, output)
+        token = _target_token(total, choices)
         output.append(token)
         if token in stop_token_ids:
             break

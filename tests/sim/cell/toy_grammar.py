@@ -2,7 +2,7 @@
 
 A definition is a JSON list of states, each a pair: whether the output may end there, and the tokens that may come. The
 product's own GrammarState follows outputs with an `AutomatonMatcher` in the place of the library's matcher. The oracle
-asks `allowed`, which walks from the first state each time and keeps nothing.
+knows the output and asks `allowed`, which walks from the first state each time and keeps nothing.
 """
 
 from __future__ import annotations
@@ -34,20 +34,27 @@ def draw_grammar(rng: random.Random) -> Grammar:
     return Grammar(json.dumps(states), frozenset([END]))
 
 
-def allowed(grammar: Grammar, output: Iterable[int]) -> list[int]:
+@lru_cache(maxsize=1024)
+def _states(definition: str) -> list[State]:
+    states: list[State] = json.loads(definition)
+    return states
+
+
+def allowed(definition: str, end_token_ids: frozenset[int], output: Iterable[int]) -> list[int]:
     """What may come after the output. Raises ValueError where the output itself does not fit."""
-    states = _states(grammar.definition)
+    states = _states(definition)
     place = 0
     for token in output:
         if token not in states[place][1]:
-            raise ValueError(f"{token} may not come in state {place} of {grammar.definition}")
-        place = _next(place, token, states)
-    return _choices(states[place], grammar.end_token_ids)
+            raise ValueError(f"{token} may not come in state {place} of {definition}")
+        place = (3 * place + token + 1) % len(states)
+    may_end, tokens = states[place]
+    return sorted({*tokens, *end_token_ids}) if may_end else tokens
 
 
 def fits(grammar: Grammar, output: Sequence[int]) -> bool:
     try:
-        return not output or output[-1] in allowed(grammar, output[:-1])
+        return not output or output[-1] in allowed(grammar.definition, grammar.end_token_ids, output[:-1])
     except ValueError:
         return False
 
@@ -55,46 +62,27 @@ def fits(grammar: Grammar, output: Sequence[int]) -> bool:
 class AutomatonMatcher:
     """What GrammarState needs of a matcher, and the choices that it leaves."""
 
-    def __init__(self, definition: str) -> None:
-        self._states = _states(definition)
-        self._places = [0]
+    def __init__(self, definition: str, tokens: Iterable[int] = ()) -> None:
+        self._definition = definition
+        self._tokens = list(tokens)
 
-    def try_consume_tokens(self, tokens: Iterable[int]) -> int:
+    def try_consume_tokens(self, tokens: Sequence[int]) -> int:
         """Takes the tokens up to the first that may not come. Returns how many it took."""
-        before = len(self._places)
-        for token in tokens:
-            place = self._places[-1]
-            if token not in self._states[place][1]:
-                break
-            self._places.append(_next(place, token, self._states))
-        return len(self._places) - before
+        for count, token in enumerate(tokens):
+            if token not in allowed(self._definition, frozenset(), self._tokens):
+                return count
+            self._tokens.append(token)
+        return len(tokens)
 
     def rollback(self, count: int) -> bool:
-        del self._places[len(self._places) - count :]
+        del self._tokens[len(self._tokens) - count :]
         return True
 
     def is_error(self) -> bool:
         return False
 
     def copy(self) -> AutomatonMatcher:
-        copy = AutomatonMatcher.__new__(AutomatonMatcher)
-        copy._states, copy._places = self._states, self._places[:]
-        return copy
+        return AutomatonMatcher(self._definition, self._tokens)
 
     def choices(self, end_token_ids: frozenset[int]) -> list[int]:
-        return _choices(self._states[self._places[-1]], end_token_ids)
-
-
-def _next(place: int, token: int, states: list[State]) -> int:
-    return (3 * place + token + 1) % len(states)
-
-
-def _choices(state: State, end_token_ids: frozenset[int]) -> list[int]:
-    may_end, tokens = state
-    return sorted({*tokens, *end_token_ids}) if may_end else tokens
-
-
-@lru_cache(maxsize=1024)
-def _states(definition: str) -> list[State]:
-    states: list[State] = json.loads(definition)
-    return states
+        return allowed(self._definition, end_token_ids, self._tokens)
