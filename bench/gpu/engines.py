@@ -96,16 +96,16 @@ class Bench:
             torch.cuda.empty_cache()
 
     def _load(self, name: str, pair: Pair, settings: EngineSettings) -> tuple[TargetEngine, DraftEngine]:
-        said: list[str] = []
+        messages: list[str] = []
         started = time.perf_counter()
-        target = target_engine_of(pair.target, settings, lambda word, _: said.append(word))
-        self._describe(f"target of {name}", target, time.perf_counter() - started, said)
-        started, said = time.perf_counter(), []
-        draft = draft_engine_of(pair.draft, settings, lambda word, _: said.append(word))
-        self._describe(f"draft of {name}", draft, time.perf_counter() - started, said)
+        target = target_engine_of(pair.target, settings, lambda word, _: messages.append(word))
+        self._describe(f"target of {name}", target, time.perf_counter() - started, messages)
+        started, messages = time.perf_counter(), []
+        draft = draft_engine_of(pair.draft, settings, lambda word, _: messages.append(word))
+        self._describe(f"draft of {name}", draft, time.perf_counter() - started, messages)
         return target, draft
 
-    def _describe(self, what: str, engine: TargetEngine | DraftEngine, seconds: float, said: list[str]) -> None:
+    def _describe(self, what: str, engine: TargetEngine | DraftEngine, seconds: float, messages: list[str]) -> None:
         described = engine.description
         self.findings.add(
             what,
@@ -113,6 +113,6 @@ class Bench:
             graphed_row_counts=described.graphed_row_counts,
             attention=described.attention,
             exact_row_counts=described.exact_row_counts,
-            said=said,
+            messages=messages,
             **memory_gib(self.device),
         )

@@ -1,4 +1,4 @@
-"""What was found so far, on disk line by line, and blocks of measurements with a deadline each."""
+"""Findings, written to disk line by line, and blocks of measurements with a time limit each."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from typing import Any
 
 
 class OutOfTimeError(BaseException):
-    """The block's time is over. No `Exception`, so that a measurement that expects failures lets it through."""
+    """The time limit of the block is over. Not an `Exception`, so that code that handles failures lets it through."""
 
 
 class Findings:
     """One JSON object a line, each on the disk before the next measurement begins."""
 
-    def __init__(self, path: Path, tell: Callable[[str], None]) -> None:
+    def __init__(self, path: Path, show: Callable[[str], None]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a", encoding="utf-8")
-        self._tell = tell
+        self._show = show
         self._started = time.monotonic()
         self.block = ""
 
@@ -37,12 +37,12 @@ class Findings:
         self._file.flush()
         os.fsync(self._file.fileno())
         shown = ", ".join(f"{name} {_shown(value)}" for name, value in found.items() if name not in ("block", "what"))
-        self._tell(f"{self.block} | {what}: {shown}")
+        self._show(f"{self.block} | {what}: {shown}")
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """`seconds`: what the block may take at most. `run` finds things out; whatever it raises becomes a finding."""
+    """`seconds`: the time limit of the block. Whatever `run` raises becomes a finding."""
 
     name: str
     seconds: float
