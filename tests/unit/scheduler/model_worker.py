@@ -64,17 +64,11 @@ class Held:
 
 
 class ModelWorker:
-    """Executes steps as protos/worker.proto demands. `guess` is the draft's acceptance; targets ignore it.
+    """Executes steps as protos/worker.proto demands. `guess` is the draft's acceptance; targets ignore it."""
 
-    A short-sighted worker is like prompt lookup: it keeps tokens but no pages, and proposes as many as it likes. One
-    that `shares` has the KV of some more committed tokens than it was asked to feed, as from other sequences.
-    """
-
-    def __init__(self, spec: WorkerSpec, guess: float = 0.7, short_sighted: bool = False, shares: bool = False) -> None:
+    def __init__(self, spec: WorkerSpec, guess: float = 0.7) -> None:
         self.spec = spec
         self.guess = guess
-        self.short_sighted = short_sighted
-        self.shares = shares
         self.held: dict[int, Held] = {}
         self.pool = PagePool(spec.total_pages, spec.page_size)
 
@@ -114,15 +108,13 @@ class ModelWorker:
         if row.opening is None and not computes and tuple(held.tokens.tokens[row.kv_len : end]) == row.tokens:
             return self._result(row, RowStatus.OK)
         held.tokens.truncate(row.kv_len)
-        if not self.short_sighted:
-            self.pool.truncate(held.table, row.kv_len)
+        self.pool.truncate(held.table, row.kv_len)
         return self._verify(row, held) if self.spec.role is Role.TARGET else self._propose(row, held)
 
     def _append(self, held: Held, tokens: tuple[int, ...]) -> bool:
-        if not self.short_sighted:
-            if not self.pool.can_append(held.table, len(tokens)):
-                return False
-            self.pool.append(held.table, len(tokens))
+        if not self.pool.can_append(held.table, len(tokens)):
+            return False
+        self.pool.append(held.table, len(tokens))
         held.tokens.extend(tokens)
         return True
 
@@ -132,7 +124,7 @@ class ModelWorker:
         if not self._append(held, row.tokens + row.draft_tokens):
             return self._result(row, RowStatus.OUT_OF_PAGES)
         if not row.sample:
-            return self._result(row, RowStatus.OK, reused=self._take_over(held))
+            return self._result(row, RowStatus.OK)
         fed, accepted = row.kv_len + len(row.tokens), 0
         while accepted < len(row.draft_tokens):
             if row.draft_tokens[accepted] != target_token(held.tokens.digest(fed + accepted)):
@@ -152,13 +144,10 @@ class ModelWorker:
         if not self._append(held, row.tokens):
             return self._result(row, RowStatus.OUT_OF_PAGES)
         if not row.draft_length:
-            return self._result(row, RowStatus.OK, reused=self._take_over(held))
+            return self._result(row, RowStatus.OK)
         proposal: list[int] = []
         sure: list[int] = []
-        count = row.draft_length
-        if self.short_sighted:
-            count = min(count, _mixed(held.tokens.digest(len(held.tokens)), 3) % (count + 1))
-        for _ in range(count):
+        for _ in range(row.draft_length):
             # The last proposed token is never fed.
             if proposal and not self._append(held, (proposal[-1],)):
                 held.tokens.truncate(row.kv_len)
@@ -178,7 +167,7 @@ class ModelWorker:
         result = self._result(row, RowStatus.OK)
         fed, every = row.kv_len + len(row.tokens), held.tokens.tokens
         outcomes = []
-        for accepted in range(0 if self.short_sighted else len(row.draft_tokens) + 1):
+        for accepted in range(len(row.draft_tokens) + 1):
             digest = held.tokens.digest(fed + accepted)
             token = draft_token(digest, 0.8)
             follows = DigestedTokens([*every[: fed + accepted], token])
@@ -190,15 +179,6 @@ class ModelWorker:
         result.outcomes = tuple(outcomes[: row.outcomes])
         return result
 
-    def _take_over(self, held: Held) -> int:
-        """Any number of the committed tokens that follow, but for the last one."""
-        length = len(held.tokens)
-        more = held.committed[length : len(held.committed) - 1][: _mixed(held.tokens.digest(length), 5) % 30]
-        if not self.shares or tuple(held.tokens.tokens) != held.committed[:length]:
-            return 0
-        assert self._append(held, more), "committed tokens without pages"
-        return len(more)
-
     def _result(
         self,
         row: Row,
@@ -206,7 +186,6 @@ class ModelWorker:
         tokens: tuple[int, ...] = (),
         accepted: int = 0,
         error: str = "",
-        reused: int = 0,
         confidences: bytes = b"",
     ) -> RowResult:
         held = self.held[row.sequence_id].tokens
@@ -221,6 +200,5 @@ class ModelWorker:
             accepted=accepted,
             logits_digests=digests,
             error=error,
-            reused=reused,
             confidences=confidences,
         )

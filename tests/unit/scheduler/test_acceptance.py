@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import product
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from scheduler.batching.trimming import most_promising
-from scheduler.config import Policy, SchedulerConfig
-from scheduler.key_class import NOBODY
-from scheduler.messages import EmitTokens, Role, Row, RowResult, SendStep, SequenceRequest, WorkerSpec
+from scheduler.config import Policy
+from scheduler.messages import EmitTokens, Role, Row, RowResult, SendStep
 from scheduler.speculation.acceptance import MAX_CONFIDENCE, ModelAcceptance, OwnAcceptance
-from scheduler.speculation.controller import Controller
-from scheduler.state.fleet import Fleet
-from scheduler.state.key_accounts import KeyAccount
-from scheduler.state.workers import Sequence
-from scheduler.statistics import Counters
 from tests.unit.scheduler.driver import Driver, expected, of_type, outputs
 
 falling = st.lists(st.floats(0, 1), max_size=4).map(lambda chances: sorted(chances, reverse=True))
@@ -34,14 +28,6 @@ def test_no_other_choice_promises_more(chances: list[list[float]], room: int) ->
     every = product(*(range(len(found) + 1) for found in chances))
     assert sum(lengths) <= room
     assert promise(lengths) == pytest.approx(max(promise(other) for other in every if sum(other) <= room))
-
-
-@given(st.binary(max_size=8))
-def test_chances_are_chances_and_fall(confidences: bytes) -> None:
-    chances = ModelAcceptance(4).survival(confidences, len(confidences))
-    assert len(chances) == len(confidences)
-    assert all(0 < chance < 1 for chance in chances)
-    assert all(one >= other for one, other in pairwise(chances))
 
 
 def test_what_a_confidence_is_worth_is_learned() -> None:
@@ -65,14 +51,6 @@ def test_chances_are_learnt_for_each_place() -> None:
         taken = 0 if not first else 1 if not second else 2
         model.observe(taken, min(taken + 1, 3), b"", taken, 50)
     assert model.chances == pytest.approx([2 / 3, 1 / 2, 0.0], abs=0.04)
-
-
-def test_a_place_that_was_never_reached_is_taken_for_like_the_one_before() -> None:
-    model = ModelAcceptance(3)
-    for _ in range(2_000):
-        model.observe(0, 1, b"", 0, 50)
-    assert model.chances[0] < 0.02
-    assert model.chances[2] < 0.5
 
 
 def test_a_sequence_is_taken_for_like_the_others_until_it_shows_otherwise() -> None:
@@ -121,12 +99,6 @@ def test_where_room_is_short_the_least_promising_tokens_are_left_out_and_no_row(
     assert max(sum(len(row.tokens) + len(row.draft_tokens) for row in step.rows) for step in steps) == 10
 
 
-def test_with_room_all_are_verified() -> None:
-    driver = proposing(packed=100)
-    (step,) = (step for step in driver.steps["target"] if step.group is not None)
-    assert [len(row.draft_tokens) for row in step.rows] == [3] * 4
-
-
 def test_by_cost_what_is_not_worth_its_row_is_left_out_but_looked_at_now_and_then() -> None:
     driver = Driver(policy=Policy.AUTO, batch_size=4, draft_length=4, wait_bound_steps=4.0)
     driver.join("target")
@@ -163,24 +135,3 @@ def test_by_cost_what_is_not_worth_its_row_is_left_out_but_looked_at_now_and_the
     # Half of the tokens are right, so that of proposals verified whole less than a third would be.
     assert accepted / drafted > 0.7
     assert any(emitted.drafted > emitted.accepted for emitted in late)
-
-
-def test_tokens_that_were_not_verified_count_as_what_they_promised() -> None:
-    """Else drafts that are often cut short would seem to be bad ones, and be cut the more."""
-    config = SchedulerConfig(policy=Policy.AUTO)
-    fleet = Fleet(config)
-    controller = Controller(config, fleet, Counters())
-    for name, role in (("target", Role.TARGET), ("draft", Role.DRAFT)):
-        fleet.add(WorkerSpec(name, role, 16, 1000, 1000, 4096))
-    sequence = Sequence(SequenceRequest(1, (1, 2), 100), 0, KeyAccount(NOBODY))
-    sequence.target, sequence.draft = fleet.targets["target"], fleet.drafts["draft"]
-    sequence.requested_draft_length = 4
-    for turn in range(3000):
-        # Cut after the first of four, which is taken; every tenth is verified whole, and two more are.
-        sequence.confidences = bytes([250, 200, 200, 200])
-        whole = turn % 10 == 0
-        controller.observe(sequence, verified=4 if whole else 1, accepted=3 if whole else 1)
-    # Of three tries after the first one two hold.
-    chances = controller.draft(sequence.draft).acceptance.chances
-    assert chances[0] > 0.9
-    assert chances[1] == pytest.approx(2 / 3, abs=0.15)

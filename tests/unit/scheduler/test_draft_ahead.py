@@ -18,7 +18,6 @@ from scheduler.messages import (
     SendStep,
     SequenceRequest,
     SequenceSubmitted,
-    StepCompleted,
 )
 from scheduler.sampling import Grammar, SamplingParameters
 from scheduler.state.digests import DigestedTokens
@@ -128,16 +127,6 @@ def test_an_idle_draft_prepares_for_what_is_verified() -> None:
     check_to_the_end(driver)
 
 
-def test_one_step_prepares_for_all_sequences_that_are_verified() -> None:
-    driver = drafting_for_two(batch_size=2)
-    verify(driver)
-    assert len(driver.only_step("target").rows) == 2
-    rows = driver.only_step("draft").rows
-    assert [row.sequence_id for row in rows] == [1, 2]
-    assert all(row.outcomes for row in rows)
-    check_to_the_end(driver, 1, 2)
-
-
 @pytest.mark.parametrize("why", ["off", "one step at a time", "grammar", "plain", "request"])
 def test_nothing_is_prepared(why: str) -> None:
     config = {"off": {"draft_ahead": 0}, "one step at a time": {"steps_in_flight": 1}, "plain": {"draft_length": 0}}
@@ -153,17 +142,6 @@ def test_nothing_is_prepared(why: str) -> None:
     assert not prepared_rows(driver)
     assert counted(driver)[1] == 0
     check_to_the_end(driver)
-
-
-def test_nothing_is_prepared_while_the_target_has_another_batch() -> None:
-    driver = drafting_for_two(batch_size=1)
-    while any(driver.steps.values()):
-        for worker_id in ("draft", "target"):
-            if driver.steps[worker_id]:
-                sent = draft(driver) if worker_id == "draft" else driver.answer("target")
-                both = driver.core.snapshot().running == 2
-                assert not (both and any(row.outcomes for step in of_type(sent, SendStep) for row in step.rows))
-    check_to_the_end(driver, 1, 2)
 
 
 @pytest.mark.parametrize(("spare", "length"), [(0, None), (1, 1), (2, 2), (9, 4)])
@@ -227,25 +205,6 @@ def test_where_the_verdict_is_sooner_the_draft_row_follows_at_once() -> None:
     draft(driver)
     assert len(driver.only_step("target").rows[0].draft_tokens) == 4
     assert counted(driver) == (1, 0)
-    check_to_the_end(driver)
-
-
-def test_a_proposal_that_overtakes_the_answer_to_what_was_prepared_is_asked_for_again() -> None:
-    driver = drafting()
-    preparing(driver)
-    driver.answer("target")
-    worker, (first, second) = driver.workers["draft"], driver.steps["draft"]
-    events = [
-        StepCompleted("draft", step.step_id, tuple(map(worker.run_row, step.rows)), seconds(step))
-        for step in (first, second)
-    ]
-    driver.steps["draft"].clear()
-    driver.handle(events[1])
-    assert not driver.steps["target"]
-    (again,) = driver.only_step("draft").rows
-    assert (again.draft_length, again.outcomes, again.tokens) == (4, 0, second.rows[0].tokens)
-    assert not driver.handle(events[0])
-    assert driver.core.snapshot().drafting == 1
     check_to_the_end(driver)
 
 

@@ -36,15 +36,6 @@ def test_cancelling_frees_every_worker_at_once(answers: int) -> None:
     assert pages == {"target": 1000, "draft": 1000}
 
 
-def test_a_cancelled_sequence_that_waits_leaves_the_queue() -> None:
-    driver = Driver(max_running=1)
-    driver.join("target")
-    driver.submit(1)
-    driver.submit(2)
-    assert driver.cancel(2) == [FinishSequence(2, FinishReason.CANCELLED)]
-    assert driver.core.snapshot().waiting == 0
-
-
 def test_stale_and_unknown_answers_do_nothing() -> None:
     driver = pair()
     driver.submit(1, max_tokens=20)
@@ -67,15 +58,6 @@ def test_releases_ride_on_the_next_step() -> None:
     driver.settle()
     (release,) = [step for step in of_type(driver.log, SendStep) if 1 in step.released]
     assert release.rows, "another sequence was running: no step of its own is needed"
-
-
-def test_time_that_goes_backwards_is_taken_as_standing_still() -> None:
-    driver = pair()
-    driver.now = 100.0
-    driver.submit(1)
-    driver.now = 50.0
-    driver.settle()
-    assert outputs(driver, 1) == expected(driver, 1)
 
 
 def test_same_events_same_commands() -> None:

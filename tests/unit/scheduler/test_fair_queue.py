@@ -230,25 +230,6 @@ def test_idleness_saves_nothing_up() -> None:
     assert abs(gained["busy"] - gained["late"]) <= 2 * 4 * 10
 
 
-def test_a_key_at_its_limit_of_running_sequences_lets_others_pass_and_saves_nothing_up() -> None:
-    cell = Saturated(KeyClass("held", max_running=1), KeyClass("free"), slots=6)
-    most = 0
-    for _ in range(400):
-        for name in ("held", "free"):
-            while cell.live.accounts.of(name).waiting < 10:
-                cell.submit(name, 4, 6)
-        cell.turn()
-        most = max(most, cell.live.accounts.of("held").running)
-    tokens = cell.tokens()
-    assert most == 1
-    # One slot of six; the others never stood empty.
-    assert 4 * tokens["held"] < tokens["free"] < 6 * tokens["held"]
-    # A third key is not shut out until it has caught up with the counter of the one that was held.
-    cell.submit("newcomer", 4, 6)
-    served = {account.key.name: account.served for account in cell.live.accounts}
-    assert served[""] >= served["held"]
-
-
 def test_within_a_key_priority_then_age_and_one_that_returns_gets_its_place_back() -> None:
     cell = Saturated(KeyClass("a"), slots=1)
     later, sooner, older = (cell.submit("a", 2, 3, priority=priority) for priority in (5, -5, 0))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-from collections import defaultdict
 from dataclasses import replace
 
 from scheduler.config import SchedulerConfig
@@ -62,7 +60,8 @@ def test_the_draft_with_the_fewest_sequences_that_has_room() -> None:
 
 def homes(driver: Driver) -> dict[str, list[int]]:
     """The sequences of each target."""
-    return {name: list(target.sequences) for name, target in driver.core._fleet.targets.items()}
+    placed = driver.core.sequences(1000)
+    return {name: [one.sequence_id for one in placed if one.target_id == name] for name in driver.workers}
 
 
 def serving(*targets: str, pages: int = 1000, **config: object) -> Driver:
@@ -88,48 +87,12 @@ def test_a_prompt_goes_where_its_beginning_was() -> None:
     assert homes(driver) == {"t": [4], "u": [3]}
 
 
-def test_the_longer_common_beginning_counts() -> None:
-    driver = serving("t", "u")
-    ask(driver, 1, *range(100, 120), *range(20))
-    ask(driver, 2, *range(100, 140))
-    driver.settle()
-    ask(driver, 3, *range(100, 140), 7)
-    assert homes(driver) == {"t": [], "u": [3]}
-
-
-def test_an_idle_target_comes_before_any_beginning() -> None:
-    driver = serving("t", "u")
-    ask(driver, 1, *range(100, 140), 1)
-    ask(driver, 2, *range(100, 140), 2)
-    assert homes(driver) == {"t": [1], "u": [2]}
-
-
 def test_nobody_gets_more_than_a_quarter_beyond_the_average() -> None:
     driver = serving("t", "u", "v", "w", max_running=200)
     for sequence_id in range(1, 101):
         ask(driver, sequence_id, *range(100, 140), sequence_id)
         counts = [len(home) for home in homes(driver).values()]
         assert max(counts) <= max(1.25 * sequence_id / 4, min(counts) + 1)
-
-
-def test_groups_with_a_system_prompt_each_stay_together() -> None:
-    """Sixteen system prompts in any order, four targets whose pages hold eight each. By count alone half would find
-    theirs, and at best all but each group's first."""
-    rng = random.Random(1)
-    driver = serving("t", "u", "v", "w", pages=144, max_running=32)
-    caches: dict[str, list[int]] = defaultdict(list)
-    found = 0
-    for sequence_id in range(1, 801):
-        group = rng.randrange(16)
-        ask(driver, sequence_id, *range(1000 * group, 1000 * group + 64), sequence_id)
-        (name,) = [name for name, home in homes(driver).items() if sequence_id in home]
-        found += group in caches[name]
-        caches[name] = [group, *(one for one in caches[name] if one != group)][:8]
-        counts = [len(home) for home in homes(driver).values()]
-        while sum(counts) > 20:
-            driver.answer(rng.choice([name for name, home in homes(driver).items() if home]))
-            counts = [len(home) for home in homes(driver).values()]
-    assert found >= 0.8 * (800 - 16)
 
 
 def test_beginnings_that_came_long_ago_are_forgotten() -> None:

@@ -6,7 +6,6 @@ from scheduler.key_class import NOBODY
 from scheduler.messages import FinishReason, Role, SequenceRequest, WorkerSpec
 from scheduler.state.key_accounts import KeyAccount
 from scheduler.state.kv_ledger import KvEntry, PageLedger
-from scheduler.state.waiting_queue import WaitingQueue
 from scheduler.state.workers import Sequence, TargetWorker
 
 
@@ -57,14 +56,6 @@ def test_a_reservation_that_does_not_fit_changes_nothing() -> None:
     assert worker.reserve(2, 4)
 
 
-def test_lost_pages_are_noticed() -> None:
-    worker = PageLedger(total_pages=3, page_size=4)
-    worker.reserve(1, 8)
-    worker.free_pages += 1
-    with pytest.raises(RuntimeError, match="2 pages reserved and 2 free of 3"):
-        worker.check_integrity()
-
-
 def test_a_newcomer_leaves_pages_for_the_others_to_grow_into() -> None:
     worker = TargetWorker(WorkerSpec("w", Role.TARGET, 4, 10, 1000, 64), 8, 2, batch_size=4)
     assert worker.has_room(40)
@@ -101,18 +92,3 @@ EVERYBODY = KeyAccount(NOBODY)
 
 def waiting(sequence_id: int, order: int, length: int = 1) -> Sequence:
     return Sequence(SequenceRequest(sequence_id, (1,) * length, 5), order, EVERYBODY)
-
-
-def test_the_queue_goes_by_arrival_also_for_those_that_return() -> None:
-    queue = WaitingQueue()
-    members = [waiting(sequence_id=100 - order, order=order, length=order + 1) for order in range(5)]
-    for member in (members[3], members[4], members[0], members[2], members[1]):
-        queue.push(member)
-    assert queue.tokens == 1 + 2 + 3 + 4 + 5
-    queue.remove(members[2])
-    taken = []
-    while (oldest := queue.first()) is not None:
-        taken.append(oldest.order)
-        queue.remove(oldest)
-    assert taken == [0, 1, 3, 4]
-    assert (len(queue), queue.tokens) == (0, 0)

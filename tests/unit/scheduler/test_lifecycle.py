@@ -5,12 +5,8 @@ from __future__ import annotations
 import ast
 from pathlib import Path
 
-import pytest
-
-from scheduler.messages import FinishReason, SequenceCancelled
 from scheduler.state.sequence_record import SequenceState
-from scheduler.transitions.table import TRANSITIONS, Cause, IllegalTransitionError
-from tests.unit.scheduler.driver import pair
+from scheduler.transitions.table import TRANSITIONS, Cause
 
 ROOT = Path(__file__).parents[3]
 LAYERS = ("state", "speculation", "transitions", "batching")
@@ -19,27 +15,6 @@ LAYERS = ("state", "speculation", "transitions", "batching")
 def test_the_table_has_every_state_and_every_cause() -> None:
     assert TRANSITIONS.keys() == set(SequenceState)
     assert {cause for causes in TRANSITIONS.values() for cause in causes} == set(Cause)
-
-
-def test_a_change_that_the_table_does_not_have_raises_and_changes_nothing() -> None:
-    driver = pair()
-    driver.submit(1, prompt_length=9)
-    sequence = driver.core._live.sequences[1]
-    assert sequence.state is SequenceState.PREFILLING
-    with pytest.raises(IllegalTransitionError, match="sequence 1 is prefilling, which 'verify sent' cannot change"):
-        driver.core._lifecycle.start_verifying(sequence)
-    assert sequence.state is SequenceState.PREFILLING
-    driver.core.check_integrity()
-
-
-def test_a_sequence_that_has_ended_changes_no_more() -> None:
-    driver = pair()
-    driver.submit(1, prompt_length=9)
-    sequence = driver.core._live.sequences[1]
-    driver.core.handle([SequenceCancelled(1)], 0.0)
-    assert sequence.state is SequenceState.CANCELLED
-    with pytest.raises(IllegalTransitionError, match="is cancelled"):
-        driver.core._lifecycle.finish(sequence, FinishReason.STOP)
 
 
 def test_only_the_lifecycle_changes_states() -> None:

@@ -39,21 +39,6 @@ def test_the_youngest_makes_room_and_comes_back_with_its_tokens() -> None:
     assert not driver.workers["target"].held
 
 
-def test_a_draft_short_of_pages_costs_drafts_not_progress() -> None:
-    driver = Driver()
-    driver.join("target", pages=1000)
-    driver.join("draft", Role.DRAFT, pages=8, page_size=4)
-    for sequence_id in range(4):
-        driver.submit(sequence_id, prompt_length=8, max_tokens=20)
-    driver.settle()
-    for sequence_id in range(4):
-        assert outputs(driver, sequence_id) == expected(driver, sequence_id)
-    assert driver.core.snapshot().preemptions == 0
-    drafted = {emitted.drafted > 0 for emitted in of_type(driver.log, EmitTokens)}
-    assert drafted == {True, False}
-    assert not driver.workers["draft"].held
-
-
 def test_the_youngest_gives_up_its_draft_for_an_older_one() -> None:
     driver = Driver()
     driver.join("target", pages=1000)
@@ -67,20 +52,6 @@ def test_the_youngest_gives_up_its_draft_for_an_older_one() -> None:
     assert not all(e.drafted for e in rounds[2][1:-1])
 
 
-def test_a_draft_that_catches_up_slowly_holds_nobody_up() -> None:
-    driver = Driver(prefill_chunk=8)
-    driver.join("target")
-    driver.submit(1, prompt_length=60, max_tokens=60)
-    for _ in range(9):
-        driver.answer("target")
-    driver.join("draft", Role.DRAFT)
-    before = len(outputs(driver, 1))
-    for _ in range(5):
-        driver.answer("target")
-    assert len(outputs(driver, 1)) == before + 5
-    assert len(driver.steps["draft"]) == 1
-
-
 def test_a_sequence_longer_than_the_drafts_model_goes_on_without_it() -> None:
     driver = Driver()
     driver.join("target")
@@ -91,24 +62,6 @@ def test_a_sequence_longer_than_the_drafts_model_goes_on_without_it() -> None:
     rows = [row for step in of_type(driver.log, SendStep) if step.worker_id == "draft" for row in step.rows]
     assert max(row.kv_len + len(row.tokens) + row.draft_length for row in rows) == 20
     assert not driver.workers["draft"].held
-
-
-def test_a_draft_that_joins_late_is_used() -> None:
-    driver = Driver(prefill_chunk=8)
-    driver.join("target")
-    driver.submit(1, prompt_length=60, max_tokens=60)
-    for _ in range(12):
-        driver.answer("target")
-    driver.join("draft", Role.DRAFT)
-    driver.settle("target", "draft")
-    assert outputs(driver, 1) == expected(driver, 1)
-    emitted = of_type(driver.log, EmitTokens)
-    assert emitted[0].drafted == 0
-    assert max(round_.drafted for round_ in emitted) == 4
-    # While the draft caught up in chunks, the sequence went on without it.
-    first_chunk = next(i for i, c in enumerate(driver.log) if isinstance(c, SendStep) and c.worker_id == "draft")
-    first_drafted = next(i for i, c in enumerate(driver.log) if isinstance(c, EmitTokens) and c.drafted)
-    assert any(isinstance(c, EmitTokens) for c in driver.log[first_chunk:first_drafted])
 
 
 def test_a_lost_target_costs_recomputation_and_nothing_else() -> None:
@@ -132,50 +85,3 @@ def test_a_lost_target_costs_recomputation_and_nothing_else() -> None:
     driver.settle()
     for sequence_id in range(3):
         assert outputs(driver, sequence_id) == expected(driver, sequence_id)
-
-
-def test_a_target_that_restarts_under_its_name_starts_empty() -> None:
-    driver = pair()
-    driver.submit(1, max_tokens=20)
-    driver.answer("target")
-    driver.answer("draft")
-    driver.answer("draft")
-    assert driver.core.snapshot().verifying == 1
-    driver.join("target")
-    rows = driver.only_step("target").rows
-    assert [(row.kv_len, row.opening is not None) for row in rows] == [(0, True)]
-    driver.settle()
-    assert outputs(driver, 1) == expected(driver, 1)
-
-
-def test_a_lost_draft_hands_its_sequences_to_another() -> None:
-    driver = Driver()
-    driver.join("target")
-    driver.join("one", Role.DRAFT)
-    driver.submit(1, max_tokens=30)
-    driver.answer("target")
-    driver.answer("one")
-    assert driver.core.snapshot().drafting == 1
-    driver.join("two", Role.DRAFT)
-    commands = driver.lose("one")
-    (step,) = of_type(commands, SendStep)
-    assert step.worker_id == "two"
-    assert step.rows[0].kv_len == 0
-    assert step.rows[0].draft_length == 4
-    del driver.steps["one"]
-    driver.settle()
-    assert outputs(driver, 1) == expected(driver, 1)
-
-
-def test_the_last_draft_lost_means_plain_decoding() -> None:
-    driver = pair()
-    driver.submit(1, max_tokens=10)
-    driver.answer("target")
-    driver.answer("draft")
-    assert driver.core.snapshot().drafting == 1
-    commands = driver.lose("draft")
-    (step,) = of_type(commands, SendStep)
-    assert step.worker_id == "target"
-    del driver.steps["draft"]
-    driver.settle()
-    assert outputs(driver, 1) == expected(driver, 1)

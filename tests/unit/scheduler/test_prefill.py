@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scheduler.messages import Row, RowResult, RowStatus, SendStep, StepCompleted
+from scheduler.messages import SendStep, StepCompleted
 from tests.unit.scheduler.driver import Driver, expected, of_type, outputs
 
 
@@ -66,34 +66,6 @@ def test_a_chunk_behind_another_is_no_reason_for_a_step() -> None:
     rows = [[row.sequence_id for row in step.rows] for step in of_type(driver.log, SendStep)]
     assert [10, 0] not in rows
     assert [one for one in rows if 10 in one][2:] == [[0, 10]] * 2
-
-
-def test_chunks_behind_one_that_failed_are_sent_again() -> None:
-    driver = busy()
-    driver.submit(10, prompt_length=35, max_tokens=3)
-
-    def lost(row: Row) -> RowResult | None:
-        if row.sequence_id != 10:
-            return None
-        driver.workers["target"].forget(10)
-        return RowResult(10, RowStatus.UNKNOWN_SEQUENCE, 0, 0)
-
-    while not all(any(row.sequence_id == 10 for row in step.rows) for step in driver.outstanding("target")):
-        driver.answer("target")
-    driver.answer("target", instead=lost)
-    driver.settle()
-    assert outputs(driver, 10) == expected(driver, 10)
-
-
-def test_a_sequence_cancelled_with_two_chunks_in_flight_leaves_nothing() -> None:
-    driver = busy()
-    driver.submit(10, prompt_length=35, max_tokens=3)
-    while not all(any(row.sequence_id == 10 for row in step.rows) for step in driver.outstanding("target")):
-        driver.answer("target")
-    driver.cancel(10)
-    driver.settle()
-    assert not driver.workers["target"].held
-    assert not outputs(driver, 10)
 
 
 def test_an_answer_that_overtakes_the_one_before_it_does_no_harm() -> None:

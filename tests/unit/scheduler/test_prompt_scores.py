@@ -70,20 +70,6 @@ def test_nothing_is_asked_for_unless_wanted_or_where_it_was_delivered_before() -
     assert finish(driver_of(prompt_logprobs=0, committed_output=(49,))) == ([], ())
 
 
-def test_what_was_scored_before_kv_was_lost_is_not_asked_for_again() -> None:
-    """Nor is more of the worker's cache used than up to the first token that is not scored yet."""
-    driver = driver_of(prompt_logprobs=0)
-    driver.answer("target", fed)
-    driver.answer("target", lambda row: UNKNOWN)
-    again = only_row(driver)
-    assert (again.kv_len, places(again)) == (0, [])
-    driver.answer("target", lambda row: fed(row, kv_len=24))
-    row = only_row(driver)
-    assert (row.kv_len, places(row)[0]) == (8, 9)
-    asked, scores = finish(driver)
-    assert (asked, scores) == (list(range(9, 30)), EVERY)
-
-
 def test_a_sequence_on_another_target_is_scored_from_where_it_was() -> None:
     driver = driver_of(prompt_logprobs=0)
     driver.answer("target", fed)

@@ -6,7 +6,7 @@ import pytest
 
 from engine.kv.pages import PageTable
 from scheduler.config import KvMovement
-from scheduler.messages import EmitTokens, FinishSequence, MoveKv, Role, SendStep, SequenceRequest, WorkerDrained
+from scheduler.messages import EmitTokens, FinishSequence, MoveKv, SendStep, SequenceRequest, WorkerDrained
 from scheduler.state.digests import DigestedTokens
 from tests.unit.scheduler.driver import Driver, of_type
 from tests.unit.scheduler.model_worker import plain_decoding
@@ -164,66 +164,3 @@ def test_failed_move_is_made_up_for_by_computing_anew(late: bool) -> None:
     assert row.opening is not None
     assert driver.core.snapshot().moves.failed == 1
     check_outputs(driver, 1)
-
-
-def test_source_that_is_lost_while_kv_moves() -> None:
-    driver = cell()
-    move = start_move(driver)
-    driver.lose("old")
-    (row,) = driver.only_step("new").rows  # in the queue, and at once into the window again
-    assert row.kv_len == 0
-    assert row.opening is not None
-    driver.moved(move, moved=False)
-    check_outputs(driver, 1)
-
-
-def test_destination_that_is_lost_while_kv_moves() -> None:
-    driver = cell()
-    move = start_move(driver)
-    driver.lose("new")
-    (row,) = driver.only_step("old").rows
-    assert row.kv_len == len(move.tokens)
-    driver.moved(move, moved=False)
-    driver.join("new")
-    (again,) = of_type(driver.answer("old"), MoveKv)
-    driver.moved(again)
-    check_outputs(driver, 1)
-
-
-def test_sequence_that_is_cancelled_while_its_kv_moves_leaves_nothing_behind() -> None:
-    driver = cell()
-    move = start_move(driver)
-    driver.cancel(1)
-    free = {worker.worker_id: worker.free_pages for worker in driver.core.snapshot().workers}
-    assert free["old"] == 1000
-    assert free["new"] < 1000, "room is kept for what is on its way"
-    driver.settle("old", "new")
-    commands = driver.moved(move)
-    (step,) = of_type(commands, SendStep)
-    assert (step.worker_id, step.released) == ("new", (1,))
-    driver.settle()
-    for worker in driver.workers.values():
-        assert not worker.held
-    assert all(worker.free_pages == 1000 for worker in driver.core.snapshot().workers)
-
-
-def test_drafts_proposals_go_on_after_a_move() -> None:
-    driver = Driver(kv_movement=KvMovement.ALWAYS, steps_in_flight=1, draft_length=3)
-    driver.join("old")
-    driver.join("draft", Role.DRAFT)
-    driver.submit(1)
-    for _ in range(4):
-        for worker_id in ("old", "draft"):
-            if driver.outstanding(worker_id):
-                driver.answer(worker_id)
-    driver.join("new")
-    driver.drain("old")
-    while not of_type(driver.log, MoveKv):
-        for worker_id in ("draft", "old"):
-            if driver.outstanding(worker_id):
-                driver.answer(worker_id)
-    (move,) = of_type(driver.log, MoveKv)
-    driver.moved(move)
-    check_outputs(driver, 1)
-    after = [command for command in driver.log[driver.log.index(move) :] if isinstance(command, EmitTokens)]
-    assert any(command.accepted for command in after)

@@ -27,19 +27,6 @@ def test_the_last_prefill_chunk_yields_the_first_token() -> None:
     assert outputs(driver, 1) == expected(driver, 1)
 
 
-def test_draft_and_target_catch_up_side_by_side() -> None:
-    driver = pair(prefill_chunk=4)
-    driver.submit(1, prompt_length=8)
-    assert [len(driver.only_step(w).rows[0].tokens) for w in ("draft", "target")] == [4, 4]
-    driver.answer("draft")
-    driver.answer("draft")
-    assert not driver.steps["draft"]  # it has the whole prompt and waits for the target
-    driver.answer("target")
-    driver.answer("target")
-    (row,) = driver.only_step("draft").rows
-    assert (row.kv_len, len(row.tokens), row.draft_length) == (8, 1, 4)
-
-
 def test_after_full_acceptance_the_draft_lacks_two_tokens_else_one() -> None:
     driver = pair(draft_length=4)
     driver.submit(1, prompt_length=8, max_tokens=40)
@@ -87,32 +74,6 @@ def test_plain_decoding_is_a_round_without_drafts(how: str) -> None:
     assert not any(step.worker_id == "draft" for step in of_type(driver.log, SendStep))
 
 
-def test_an_empty_proposal_is_a_legal_round() -> None:
-    driver = pair()
-    driver.workers["draft"].short_sighted = True
-    for sequence_id in range(4):
-        driver.submit(sequence_id, max_tokens=15)
-    driver.settle()
-    for sequence_id in range(4):
-        assert outputs(driver, sequence_id) == expected(driver, sequence_id)
-    shares = {emitted.drafted for emitted in of_type(driver.log, EmitTokens)}
-    assert {0, 4} <= shares
-
-
-def test_two_missing_tokens_are_no_catching_up() -> None:
-    """Else a small chunk would keep most of a large pool from being drafted for after full acceptance."""
-    driver = pair(prefill_chunk=4)
-    for sequence_id in range(6):
-        driver.submit(sequence_id, prompt_length=3, max_tokens=30)
-    driver.settle()
-    rows = [row for step in of_type(driver.log, SendStep) if step.worker_id == "draft" for row in step.rows]
-    assert sum(len(row.tokens) == 2 for row in rows) > 6
-    steps = [step for step in of_type(driver.log, SendStep) if step.worker_id == "draft"]
-    assert max(sum(len(row.tokens) == 2 for row in step.rows) for step in steps) >= 3
-    plain = [e for e in of_type(driver.log, EmitTokens) if not e.drafted]
-    assert len(plain) <= 2 * 6  # the prefill of each, and perhaps one round at the end
-
-
 def test_output_stops_at_a_stop_token_inside_an_accepted_run() -> None:
     fresh = Driver()
     fresh.join("target")
@@ -128,14 +89,3 @@ def test_output_stops_at_a_stop_token_inside_an_accepted_run() -> None:
     last = of_type(driver.log, EmitTokens)[-1]
     assert (last.drafted, last.accepted, len(last.tokens), len(last.logits_digests)) == (4, 3, 3, 3)
     assert of_type(driver.log, FinishSequence) == [FinishSequence(1, FinishReason.STOP)]
-
-
-def test_a_stop_token_at_the_very_limit_is_a_stop() -> None:
-    fresh = Driver()
-    fresh.join("target")
-    fresh.submit(1, max_tokens=1)
-    fresh.settle()
-    (token,) = outputs(fresh, 1)
-    fresh.submit(1, max_tokens=1, stop_token_ids=frozenset({token}))
-    fresh.settle()
-    assert FinishSequence(1, FinishReason.STOP) in fresh.log

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from scheduler.messages import EmitTokens, FailSequence, FinishSequence, Row, RowResult, RowStatus, SendStep
-from scheduler.state.digests import EMPTY_DIGEST
 from scheduler.transitions.results import MAX_DRAFT_FAILURES, MAX_TARGET_FAILURES
 from tests.unit.scheduler.driver import Answer, Driver, of_type, pair
 from tests.unit.scheduler.model_worker import plain_decoding
@@ -96,37 +93,6 @@ def test_after_a_mismatch_only_what_is_missing_is_sent(kept: int) -> None:
     check_outputs(driver, 1)
 
 
-def test_after_a_mismatch_of_other_tokens_everything_is_sent_again() -> None:
-    driver = pair()
-    driver.submit(1, prompt_length=9)
-    until_verifying(driver)
-    driver.answer("target", instead=lambda row: RowResult(1, RowStatus.KV_MISMATCH, 5, 12345))
-    assert next_row(driver, "target").kv_len == 0
-    check_outputs(driver, 1)
-
-
-def test_a_worker_that_has_more_than_the_committed_tokens_feeds_the_last_one_again() -> None:
-    driver = pair()
-    driver.submit(1, prompt_length=9)
-    row = until_verifying(driver)
-    digest = driver.core._live.sequences[1].tokens.digest(row.kv_len + 1)
-    driver.answer("target", instead=lambda row: RowResult(1, RowStatus.KV_MISMATCH, row.kv_len + 1, digest))
-    again = next_row(driver, "target")
-    assert (again.kv_len, len(again.tokens), again.draft_tokens) == (row.kv_len, 1, ())
-    check_outputs(driver, 1)
-
-
-def test_a_proposal_that_was_never_verified_is_not_credited_to_the_draft() -> None:
-    driver = pair()
-    driver.submit(1, prompt_length=9)
-    length = until_verifying(driver).kv_len + 1
-    driver.answer("target", instead=lambda row: RowResult(1, RowStatus.KV_MISMATCH, 0, 0))
-    driver.answer("target")  # the row that catches up commits one token
-    row = next_row(driver, "draft")
-    assert (row.kv_len, len(row.tokens)) == (length, 1)
-    check_outputs(driver, 1)
-
-
 def test_endless_mismatches_end_in_an_error_for_that_sequence_alone() -> None:
     driver = pair()
     driver.submit(1, prompt_length=9)
@@ -145,16 +111,6 @@ def test_endless_mismatches_end_in_an_error_for_that_sequence_alone() -> None:
     check_outputs(driver, 2)
 
 
-def test_now_and_then_a_mismatch_is_no_reason_to_fail() -> None:
-    driver = pair(draft_length=0)
-    driver.submit(1, prompt_length=9, max_tokens=40)
-    driver.answer("target")
-    for _ in range(3 * MAX_TARGET_FAILURES):
-        driver.answer("target", instead=status(RowStatus.KV_MISMATCH))
-        driver.answer("target")
-    check_outputs(driver, 1)
-
-
 def test_a_target_that_says_ok_without_progress_is_not_asked_for_ever() -> None:
     driver = pair(prefill_chunk=4)
     driver.submit(1, prompt_length=9)
@@ -162,23 +118,6 @@ def test_a_target_that_says_ok_without_progress_is_not_asked_for_ever() -> None:
         if driver.steps["target"]:
             driver.answer("target", instead=lambda row: RowResult(1, RowStatus.OK, 0, 1))
     assert [failed.sequence_id for failed in of_type(driver.log, FailSequence)] == [1]
-
-
-def test_tokens_count_also_when_the_target_lost_kv_after_choosing_them() -> None:
-    driver = pair()
-    driver.submit(1, prompt_length=9)
-    until_verifying(driver)
-
-    def lossy(row: Row) -> RowResult:
-        result = driver.workers["target"].run_row(row)
-        driver.workers["target"].forget(1)
-        return replace(result, kv_len=0, prefix_digest=EMPTY_DIGEST)
-
-    commands = driver.answer("target", instead=lossy)
-    assert of_type(commands, EmitTokens)
-    row = next_row(driver, "target")
-    assert (row.kv_len, row.draft_tokens, row.sample) == (0, (), True)
-    check_outputs(driver, 1)
 
 
 @pytest.mark.parametrize("kind", [RowStatus.INVALID, RowStatus.FAILED])
@@ -190,18 +129,6 @@ def test_a_row_that_the_target_cannot_run_fails_its_sequence_with_the_reason(kin
     commands = driver.answer("target", instead=for_row(1, status(kind, "no such kernel")))
     (failed,) = of_type(commands, FailSequence)
     assert (failed.sequence_id, failed.error) == (1, f"target worker target answered {kind.value}: no such kernel")
-    check_outputs(driver, 2)
-
-
-def test_an_answer_that_lacks_a_row_fails_that_row() -> None:
-    driver = pair()
-    driver.submit(1)
-    driver.submit(2)
-    other = RowResult(77, RowStatus.OK, 3, 0)
-    driver.answer("target", instead=for_row(1, lambda row: other))
-    (failed,) = of_type(driver.log, FailSequence)
-    assert failed.sequence_id == 1
-    assert "lacks this row" in failed.error
     check_outputs(driver, 2)
 
 
@@ -233,33 +160,7 @@ def test_a_target_out_of_pages_sends_the_youngest_away() -> None:
     check_outputs(driver, 1, 2)
 
 
-def test_a_lone_sequence_that_never_gets_pages_fails_in_the_end() -> None:
-    driver = pair()
-    driver.submit(1, prompt_length=9)
-    for _ in range(50):
-        if driver.steps["target"]:
-            driver.answer("target", instead=status(RowStatus.OUT_OF_PAGES, "0 pages are free"))
-    (failed,) = of_type(driver.log, FailSequence)
-    assert "out_of_pages: 0 pages are free" in failed.error
-
-
 # --- on a draft ---
-
-
-def test_a_draft_that_forgot_is_told_again() -> None:
-    driver = pair()
-    driver.submit(1, prompt_length=9)
-    until_verifying(driver)
-    driver.answer("target")
-
-    def forgotten(row: Row) -> RowResult:
-        driver.workers["draft"].forget(1)
-        return status(RowStatus.UNKNOWN_SEQUENCE)(row)
-
-    driver.answer("draft", instead=forgotten)
-    row = next_row(driver, "draft")
-    assert (row.kv_len, row.opening is not None, row.draft_length) == (0, True, 4)
-    check_outputs(driver, 1)
 
 
 @pytest.mark.parametrize("kind", [RowStatus.INVALID, RowStatus.FAILED])
@@ -290,28 +191,6 @@ def test_a_draft_that_keeps_failing_is_done_without(kind: RowStatus) -> None:
     rows = [row for step in of_type(driver.log, SendStep) if step.worker_id == "draft" for row in step.rows]
     assert len(rows) == MAX_DRAFT_FAILURES
     assert not of_type(driver.log, FailSequence)
-    check_outputs(driver, 1)
-
-
-def test_a_draft_that_kept_less_than_it_proposed_is_fed_the_rest() -> None:
-    """Prompt lookup keeps no KV of its proposal, and says so."""
-    driver = pair()
-    driver.submit(1, prompt_length=9)
-    while not any(row.draft_length for step in driver.steps["draft"] for row in step.rows):
-        driver.answer("target" if driver.steps["target"] else "draft")
-    held = driver.workers["draft"].held
-
-    def forgetful(row: Row) -> RowResult:
-        result = driver.workers["draft"].run_row(row)
-        fed = row.kv_len + len(row.tokens)
-        held[1].tokens.truncate(fed)
-        return RowResult(1, RowStatus.OK, fed, held[1].tokens.digest(fed), result.tokens)
-
-    driver.answer("draft", instead=forgetful)
-    driver.answer("target")
-    row = next_row(driver, "draft")
-    assert (row.kv_len, len(row.tokens)) == (10, 5)
-    driver.workers["draft"].short_sighted = True
     check_outputs(driver, 1)
 
 

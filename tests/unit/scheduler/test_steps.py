@@ -13,8 +13,6 @@ from scheduler.messages import (
     RowResult,
     RowStatus,
     SendStep,
-    SequenceRequest,
-    SequenceSubmitted,
 )
 from tests.unit.scheduler.driver import Driver, expected, of_type, outputs, pair
 
@@ -38,13 +36,6 @@ def test_prefill_rides_in_the_step_of_a_verify_group_and_shares_its_chunk() -> N
         (2, 5, True),
         (3, 3, False),
     ]
-
-
-def test_a_burst_of_prompts_goes_out_in_one_step() -> None:
-    driver = pair(batch_size=8)
-    driver.handle(*(SequenceSubmitted(SequenceRequest(number, (1, 2, 3), 5)) for number in range(32)))
-    (step,) = driver.steps["target"]
-    assert [row.sequence_id for row in step.rows] == list(range(32))
 
 
 def test_a_second_step_waits_for_what_may_still_join_it() -> None:
@@ -148,27 +139,6 @@ def test_a_waiting_sequence_goes_when_its_bound_is_reached() -> None:
     assert step.group.forced_by_bound
     assert step.group.seconds_waited == pytest.approx(0.15)
     assert driver.core.next_deadline() is None
-
-
-def test_a_complete_cohort_does_not_wait() -> None:
-    driver = eqspec_waiting()
-    driver.answer("draft")
-    step = driver.only_step("target")
-    assert sorted(row.sequence_id for row in step.rows) == [1, 2]
-    assert not step.group.forced_by_bound
-
-
-def test_the_bound_counts_from_a_sequences_turn() -> None:
-    """Eight are drafted at once, two go at a time: the others can only wait for their turn."""
-    driver = Driver(batch_size=2, draft_length=0, initial_step_seconds=0.1, max_running=20, steps_in_flight=1)
-    driver.join("target")
-    for sequence_id in range(8):
-        driver.submit(sequence_id, prompt_length=1)
-    driver.answer("target", seconds=0.1)
-    driver.now = 7.0
-    driver.answer("target", seconds=0.1)
-    waiting = driver.core._fleet.targets["target"].drafted.first(8)
-    assert [sequence.due - 7.0 for sequence in waiting] == pytest.approx([0.2, 0.2, 0.3, 0.3, 0.4, 0.4], rel=0.02)
 
 
 def test_eqspec_keeps_a_batch_of_sequences_per_target() -> None:
