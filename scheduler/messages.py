@@ -225,8 +225,8 @@ class Row:
     """One sequence's part in a step; fields as in protos/worker.proto, Row.
 
     `opening` is set when the worker does not know the sequence yet. `committed` then holds the committed tokens for
-    which pages are reserved, those to feed included: the worker may have KV of them from other sequences. `told`: the
-    worker has been given all `tokens` as `committed` ones, and needs not be sent them again.
+    which pages are reserved, those to feed included: the worker may have KV of them from other sequences. `known`: the
+    worker got all `tokens` as `committed` ones before, and they are not sent again.
     """
 
     sequence_id: int
@@ -240,7 +240,7 @@ class Row:
     committed: tuple[int, ...] = ()
     scoring: PromptScoring | None = None
     outcomes: int = 0
-    told: bool = False
+    known: bool = False
 
 
 @dataclass(slots=True)

@@ -15,8 +15,8 @@ class KvEntry:
     valid: int = 0
     ahead: int = 0
     opened: bool = False
-    told: int = 0
-    """How many committed tokens the worker was given with the parameters."""
+    known: int = 0
+    """How many committed tokens came with the parameters."""
 
     def settle_proposal(self, accepted: int) -> None:
         """The proposal was verified: its first `accepted` tokens are committed, the others are dropped.

@@ -224,7 +224,7 @@ class WorkerState(ABC, Generic[Member, Work]):
             entry.opened = True
             opening = sequence.request
             committed = tuple(tokens.tokens[: self.pages.reserved(sequence_id) * self.spec.page_size])
-            entry.told = len(committed)
+            entry.known = len(committed)
         return Row(
             sequence_id,
             start,
@@ -235,7 +235,7 @@ class WorkerState(ABC, Generic[Member, Work]):
             sample,
             opening,
             committed,
-            told=end <= entry.told,
+            known=end <= entry.known,
         )
 
     def send(

@@ -1,4 +1,4 @@
-"""Errors that clients are told about, whichever API they use."""
+"""Errors for clients of both APIs."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ _REFUSALS = {
 
 
 def request_error(error: Exception) -> RequestError | None:
-    """The error that a client is told for an error of the layers below; None for an internal fault."""
+    """The error for a client that an error of the layers below becomes; None for an internal fault."""
     match error:
         case RequestError():
             return error

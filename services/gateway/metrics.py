@@ -21,7 +21,7 @@ class GatewayMetrics:
     """Defines the metrics of one gateway and counts them.
 
     `requests` here are sequences, one for each choice of each prompt, as elsewhere. With `vllm_model_name`, metrics
-    that vLLM has too are told of under vLLM's names as well, for a model of this name.
+    that vLLM has too are exported under vLLM's names as well, for a model of this name.
     """
 
     def __init__(self, vllm_model_name: str | None = None) -> None:

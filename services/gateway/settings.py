@@ -48,7 +48,7 @@ class SamplingDefaults(_Frozen):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Keeps the likeliest tokens that together have this probability; 1 keeps all."""
     top_k: Annotated[int, Field(ge=0)] = 0
-    """Keeps so many likeliest tokens; 0 keeps all."""
+    """Keeps this many likeliest tokens; 0 keeps all."""
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Keeps tokens at least this likely, as a fraction of the likeliest one's probability; 0 keeps all."""
     repetition_penalty: Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)] = 1.0
@@ -93,7 +93,7 @@ class Limits(_Frozen):
     logit_bias: Annotated[int, Field(ge=0)] = 1024
     """Entries of logit_bias."""
     top_logprobs: Annotated[int, Field(ge=0)] = 20
-    """Likeliest tokens reported beside each token."""
+    """Likeliest tokens reported for each token."""
     bad_words: Annotated[int, Field(ge=0)] = 64
     """Bad words."""
     messages: Annotated[int, Field(ge=1)] = 4096
@@ -133,7 +133,7 @@ class GatewaySettings(_Frozen):
     tool_format: ToolFormat | None = None
     """How the model writes calls of functions; None: as its chat template tells."""
     retry_after_seconds: Annotated[int, Field(ge=1)] = 1
-    """What clients are told to wait when the queue is full or no target is there."""
+    """Time for which clients are asked to wait when the queue is full or no target is there."""
     ping_seconds: Seconds = 15.0
     """Each stream sends a comment once in this time, so that proxies do not close a silent one."""
     http: ListenSettings = ListenSettings(port=8000)

@@ -71,4 +71,4 @@ class ServiceObserver:
         """So many target workers are in use now that are not about to leave."""
 
     def core_ran(self, seconds: float) -> None:
-        """The scheduler core computed for so long, just now."""
+        """The scheduler core has just computed for `seconds`."""

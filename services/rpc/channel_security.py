@@ -25,7 +25,7 @@ _FILES = ("ca_file", "certificate_file", "key_file")
 
 
 class InsecureListenError(ValueError):
-    """A server without security was told to listen where strangers can reach it."""
+    """A server without security is to listen where strangers can reach it."""
 
 
 def random_token() -> str:
@@ -72,7 +72,7 @@ class ChannelSecurity:
         return ((TOKEN_METADATA_KEY, f"Bearer {self.token}"),) if self.token else ()
 
     def open_channel(self, address: str, silence_seconds: float | None = None) -> grpc.aio.Channel:
-        """A channel to a server. With `silence_seconds` the channel breaks once the server is silent for so long.
+        """A channel to a server. With `silence_seconds` the channel breaks once the server is silent for that long.
 
         Raises OSError if a file cannot be read.
         """

@@ -19,7 +19,7 @@ class TaskEndedError(RuntimeError):
 
 
 class SupervisedTask:
-    """Runs a coroutine until it returns or its owner stops it. Any other end is kept as `error` and told to `on_end`.
+    """Runs a coroutine until it returns or its owner stops it. Any other end is kept as `error` and passed to `on_end`.
 
     Without `on_end` it is logged, and `check` says it to whoever asks for the health of the owner.
     """

@@ -45,7 +45,7 @@ _DRAIN_MARGIN_SECONDS = 0.5
 
 @dataclass(frozen=True, slots=True)
 class SchedulerServerOptions:
-    """With `vllm_model_name`, metrics that vLLM has too are told of under vLLM's names as well, for a model of this
+    """With `vllm_model_name`, metrics that vLLM has too are exported under vLLM's names as well, for a model of this
     name."""
 
     sessions: SessionOptions = field(default_factory=SessionOptions)

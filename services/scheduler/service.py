@@ -60,7 +60,7 @@ logger = logging.getLogger(__name__)
 # Even a core that keeps setting its deadline in the past leaves the event loop this time for other work.
 _MIN_WAIT_SECONDS = 0.0005
 
-# A move of KV that takes longer fails, and the KV is computed anew.
+# A move of KV that takes longer fails, and the KV is computed again.
 _MOVE_TIMEOUT_SECONDS = 10.0
 
 
@@ -139,7 +139,7 @@ class SchedulerService:
         """Stops using a worker; an unknown one is no error.
 
         The sequences of a target have `drain_seconds` to move to other targets one by one, with their KV where moving
-        the KV is faster than computing it. The KV of those left after that is computed anew elsewhere. A draft's KV is
+        the KV is faster than computing it. The KV of those left after that is computed again elsewhere. A draft's KV is
         not moved: its sequences decode on while another draft catches up.
         """
         link = self.workers.find(worker_id)
@@ -229,7 +229,7 @@ class SchedulerService:
         return self._statistics.snapshot(time.monotonic())
 
     def reset_statistics(self) -> None:
-        """Starts counting anew, for measurements after a warm-up."""
+        """Starts to count again, for measurements after a warm-up."""
         self._statistics.reset(time.monotonic())
 
     @contextmanager

@@ -25,7 +25,7 @@ from services.scheduler.service import SchedulerService, SchedulerStoppedError, 
 
 logger = logging.getLogger(__name__)
 
-# For RetryAdvice: how many ends of sequences are remembered, and the limits of the time that a client is told to wait.
+# For RetryAdvice: how many ends of sequences are remembered, and the limits of the time that clients are asked to wait.
 _REMEMBERED_ENDS = 64
 _MIN_RETRY_SECONDS = 1.0
 _MAX_RETRY_SECONDS = 30.0
@@ -151,7 +151,7 @@ class GatewaySession:
             sequence.stop(BackendUnavailableError(message))
 
     def changed(self, sequence: _SessionSequence) -> None:
-        """Something happened to the sequence that the gateway is to be told."""
+        """Something happened to the sequence that the gateway must learn."""
         self._news[sequence] = None
         self._update()
 

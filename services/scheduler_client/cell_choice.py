@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-# A shorter beginning is computed anew faster than it is looked for, and a longer one tells cells apart no better.
+# A shorter beginning is computed faster than it is looked for; a longer one distinguishes cells no better.
 PAGE_TOKENS = 64
 LEADING_PAGES = 64
 

@@ -105,7 +105,7 @@ class EventPipe:
 
 
 def run_worker(arguments: WorkerArguments, load: Callable[[WorkerArguments, Progress], StepExecutor[Any]]) -> int:
-    """Loads an executor, serves it until told to stop, and returns the exit code of the process.
+    """Loads an executor, serves it until the process is to stop, and returns the exit code of the process.
 
     If `load` or the start of the server fails, the launcher gets the reason as one line.
     """

@@ -285,7 +285,7 @@ class WorkerSequences:
         """How many positions the row leaves of its sequence: `kv_len`, and those of the row's own tokens that have KV.
 
         A token whose logits are wanted is fed in any case. A target that has KV of all the row's tokens keeps what lies
-        behind them as well; a draft has a proposal there. A row that opens its sequence wants all computed anew.
+        behind them as well; a draft has a proposal there. A row that opens its sequence wants all of it computed.
         """
         if held.table.length == row.kv_len or row.HasField("parameters"):
             return row.kv_len
@@ -342,19 +342,18 @@ def open_sequence(sequence_id: int, parameters: worker_pb2.SequenceParameters) -
 
 def _fill_in(row: worker_pb2.Row, sequence: WorkerSequence | None) -> None:
     """Puts the tokens into the row that came with its sequence's parameters. Raises ValueError if they did not."""
-    if row.told and sequence is not None:
-        tokens = sequence.committed[row.kv_len : row.kv_len + row.told]
-        if row.tokens or len(tokens) < row.told:
-            raise ValueError(
-                f"told is {row.told}, {len(tokens)} tokens came before, and {len(row.tokens)} with the row"
-            )
+    if row.known_tokens and sequence is not None:
+        tokens = sequence.committed[row.kv_len : row.kv_len + row.known_tokens]
+        if row.tokens or len(tokens) < row.known_tokens:
+            limit = f"at most {len(tokens)}, without tokens in the row"
+            raise ValueError(f"known_tokens is {row.known_tokens}, must be {limit}")
         row.tokens.extend(tokens)
-        row.told = 0
+        row.known_tokens = 0
 
 
 def _check_row(row: worker_pb2.Row, role: Role, engine: EngineDescription) -> None:
     """Checks what can be said of a row without its sequence. Raises ValueError naming field, value and limit."""
-    if not row.tokens and not row.told:
+    if not row.tokens and not row.known_tokens:
         raise ValueError("tokens is empty, must hold at least one token to feed")
     if role is Role.DRAFT:
         if row.sample or row.HasField("scoring") or (row.draft_tokens and not row.outcomes):

@@ -15,7 +15,7 @@ from collections.abc import AsyncGenerator, AsyncIterator
 from protos import worker_pb2
 from services.worker.queue import StepQueue
 
-# At most so many steps of one stream are read ahead of its oldest reply; further steps stay with the sender.
+# Limit of the steps of one stream that are read ahead of its oldest reply; further steps stay with the sender.
 _QUEUED_STEPS = 32
 
 

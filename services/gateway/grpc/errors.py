@@ -37,17 +37,17 @@ async def answer(
     except (grpc.aio.AbortError, grpc.aio.UsageError):
         raise
     except Exception as error:
-        told = request_error(error)
-        if told is None:
+        known = request_error(error)
+        if known is None:
             logger.exception("a call failed")
-            told = UNEXPECTED
-        metrics.failed(told.kind)
-        trailing = [("spool-error-code", told.code), ("spool-error-param", told.param)]
-        seconds = told.retry_after(retry_after_seconds)
+            known = UNEXPECTED
+        metrics.failed(known.kind)
+        trailing = [("spool-error-code", known.code), ("spool-error-param", known.param)]
+        seconds = known.retry_after(retry_after_seconds)
         if seconds is not None:
             trailing.append(("retry-after", str(seconds)))
         metadata = tuple((name, _header(value)) for name, value in trailing if value)
-        await context.abort(_CODES.get(told.kind, grpc.StatusCode.INTERNAL), told.message, metadata)
+        await context.abort(_CODES.get(known.kind, grpc.StatusCode.INTERNAL), known.message, metadata)
 
 
 def _header(text: str) -> str:

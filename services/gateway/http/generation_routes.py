@@ -120,10 +120,10 @@ async def _events(
         if usage is not UsageEvents.NONE:
             yield event(builder.usage_chunk())
     except Exception as error:
-        told = request_error(error)
-        if told is None:
+        known = request_error(error)
+        if known is None:
             logger.exception("a stream failed")
-            told = UNEXPECTED
-        engine.metrics.failed(told.kind)
-        yield error_body(told)
+            known = UNEXPECTED
+        engine.metrics.failed(known.kind)
+        yield error_body(known)
     yield _DONE

@@ -1,4 +1,4 @@
-"""Routes beside generation: models, tokenizing, metrics and health."""
+"""Routes other than generation: models, tokenizing, metrics and health."""
 
 from __future__ import annotations
 

@@ -348,7 +348,7 @@ class WorkerLink:
             async for _ in self._stub.Steps(iter([opening]), timeout=limit, metadata=self._metadata):
                 return
         except grpc.aio.AioRpcError as error:
-            logger.info("worker %s was not told that it is dismissed: %s", self.endpoint.worker_id, rpc_reason(error))
+            logger.info("worker %s did not hear that it is dismissed: %s", self.endpoint.worker_id, rpc_reason(error))
 
     async def close(self) -> None:
         await self._channel.close(None)

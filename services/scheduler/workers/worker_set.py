@@ -121,9 +121,9 @@ class WorkerSet:
             link = self._start(endpoint)
             link.tried = self.clock()
         now = self.clock()
-        anew = link.registered is not None and link.registered.worker_epoch != epoch
+        restarted = link.registered is not None and link.registered.worker_epoch != epoch
         link.heard, link.registered = now, description
-        if link.error is not None and (anew or now - link.tried >= options.retry_seconds):
+        if link.error is not None and (restarted or now - link.tried >= options.retry_seconds):
             link.tried = now
             link.retry_now()
         try:
@@ -144,8 +144,8 @@ class WorkerSet:
     async def remove(self, worker_id: str, *, dismiss: bool = True, died: bool = False) -> None:
         """Stops using a worker, which drops its sequences; they go on elsewhere. An unknown worker is no error.
 
-        `dismiss=False` is for a worker that need not be told. `died`: the process that the link speaks to is gone, and
-        one of its sequences may be the reason.
+        `dismiss=False` does not tell the worker. `died`: the process that the link speaks to is gone, and one of its
+        sequences may be the reason.
         """
         link = self.links.pop(worker_id, None)
         if link is None or link.task is None:
@@ -157,7 +157,7 @@ class WorkerSet:
             self._left[worker_id] = link
         # Before anything is awaited: whoever cancels this call must not leave the core with a worker that is gone.
         if was_up:
-            self.went_down(link, "it was started anew" if died else "it was removed", blameless=not died)
+            self.went_down(link, "it was restarted" if died else "it was removed", blameless=not died)
         try:
             await link.task.stop()
             if isinstance(link.task.error, SchedulerFencedError):

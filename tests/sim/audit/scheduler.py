@@ -40,7 +40,7 @@ class SchedulerAudit:
         self._last: dict[str, _Stream] = {}
         """The stream that was opened last, by the address of its worker."""
         self._sequences: dict[int, CommittedTokens] = {}
-        self._told: dict[tuple[int, int, int], list[int]] = {}
+        self._known: dict[tuple[int, int, int], list[int]] = {}
         """Tokens that came with parameters, by worker, connection and sequence."""
         self._fenced_at: float | None = None
         self._gone: set[int] = set()
@@ -79,13 +79,15 @@ class SchedulerAudit:
         filled = worker_pb2.StepRequest()
         filled.CopyFrom(request)
         for row in filled.rows:
-            told = self._told.setdefault((request.worker_epoch, request.scheduler_epoch, row.sequence_id), [])
+            known = self._known.setdefault((request.worker_epoch, request.scheduler_epoch, row.sequence_id), [])
             if row.HasField("parameters"):
-                told[:] = row.parameters.committed_tokens
-            if row.told:
-                row.tokens.extend(told[row.kv_len : row.kv_len + row.told])
-                if len(row.tokens) != row.told:
-                    self._problem(f"row of sequence {row.sequence_id} has {row.told} tokens that were not told")
+                known[:] = row.parameters.committed_tokens
+            if row.known_tokens:
+                row.tokens.extend(known[row.kv_len : row.kv_len + row.known_tokens])
+                if len(row.tokens) != row.known_tokens:
+                    self._problem(
+                        f"row of sequence {row.sequence_id} counts on {row.known_tokens} tokens that were not sent"
+                    )
         return filled
 
     def _open(self, call: Any, request: worker_pb2.StepRequest) -> _Stream:

@@ -16,8 +16,6 @@ from services.worker.server import WorkerServer
 from tests.sim.cell.paged_model import PagedModel
 from tests.sim.cell.plan import WorkerPlan
 from tests.sim.cell.process import Process
-from tests.sim.cell.rpc.handlers import Handlers
-from tests.sim.cell.rpc.network import Listener
 from tests.sim.cell.toy_grammar import fits
 from tests.sim.cell.virtual_time import VirtualThread
 
@@ -165,9 +163,8 @@ class SimulatedWorker:
 
     def _start(self) -> None:
         self.server = WorkerServer(self.executor, thread=self.thread, security=self.process)  # type: ignore[arg-type]
-        handlers = Handlers()
-        worker_pb2_grpc.add_WorkerServicer_to_server(self.server, handlers)
-        self.world.network.listen(self.address, Listener(self.process, handlers.methods))
+        add = worker_pb2_grpc.add_WorkerServicer_to_server
+        self.world.network.listen(self.address, self.process, add, self.server)
         self.registration = WorkerRegistration(
             self.plan.worker_id,
             self.address,
@@ -191,7 +188,7 @@ class SimulatedWorker:
             return [max(_TRANSFER_SECONDS * self.slowness, stalled)]
         packed = passes = outcomes = reading = 0
         for row in request.rows:
-            packed += len(row.tokens) + row.told + len(row.draft_tokens)
+            packed += len(row.tokens) + row.known_tokens + len(row.draft_tokens)
             passes = max(passes, row.draft_length)
             outcomes += row.outcomes
             reading += row.kv_len

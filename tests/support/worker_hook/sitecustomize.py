@@ -23,7 +23,7 @@ _execute = StepExecutor.execute
 def _changed(self: StepExecutor[Any], request: worker_pb2.StepRequest, *arguments: Any) -> worker_pb2.StepReply:
     began = time.monotonic()
     for row in request.rows:
-        tokens = tuple(row.tokens)
+        tokens = (*row.parameters.committed_tokens, *row.tokens)
         if any(tokens[place : place + _LENGTH] in _PARTS for place in range(len(tokens))):
             os.kill(os.getpid(), signal.SIGKILL)
     reply = _execute(self, request, *arguments)
