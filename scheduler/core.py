@@ -49,6 +49,7 @@ from scheduler.statistics import (
 from scheduler.transitions.admission_limits import AdmissionLimits
 from scheduler.transitions.blame import blame, blame_on_draft, in_flight
 from scheduler.transitions.lifecycle import Lifecycle
+from scheduler.transitions.parts import CoreParts
 from scheduler.transitions.relocation import Relocation
 from scheduler.transitions.results import Rounds
 
@@ -68,23 +69,22 @@ class SchedulerCore:
         self._fleet = Fleet(config)
         self._counters = Counters()
         policy = make_policy(config.policy)
-        self._controller = controller = Controller(config, self._fleet, self._counters)
-        moves = KvMoves(config.kv_movement)
+        self._controller = Controller(config, self._fleet, self._counters)
         self._commands: list[Command] = []
-        emit = self._commands.append
-        self._lifecycle = Lifecycle(
+        parts = CoreParts(
             config,
             self._live,
             self._fleet,
-            controller,
-            moves,
+            self._controller,
+            KvMoves(config.kv_movement),
             self._counters,
-            emit,
+            emit=self._commands.append,
             max_per_target=config.batch_size if policy.lockstep else None,
         )
-        self._relocation = Relocation(self._fleet, self._lifecycle, controller, moves, self._counters, emit)
-        self._steps = StepPlanner(config, self._fleet, self._lifecycle, controller, policy, self._counters, emit)
-        self._rounds = Rounds(self._lifecycle, controller, self._counters, emit)
+        self._lifecycle = Lifecycle(parts)
+        self._relocation = Relocation(parts, self._lifecycle)
+        self._steps = StepPlanner(parts, self._lifecycle, policy)
+        self._rounds = Rounds(parts, self._lifecycle)
         self._now = float("-inf")
 
     def apply(self, event: Event, now: float) -> list[Command]:

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from scheduler.batching.draft_steps import DraftPlanner
 from scheduler.batching.verify_grouping import GroupingPolicy
 from scheduler.batching.verify_steps import TargetPlanner
-from scheduler.config import SchedulerConfig
-from scheduler.messages import Command, SendStep
-from scheduler.speculation.controller import Controller
-from scheduler.state.fleet import Fleet
+from scheduler.messages import SendStep
 from scheduler.state.workers import TargetWorker
-from scheduler.statistics import Counters
 from scheduler.transitions.lifecycle import Lifecycle
+from scheduler.transitions.parts import CoreParts
 
 
 class StepPlanner:
@@ -26,22 +21,13 @@ class StepPlanner:
     proposals of draft steps that run, so a draft step that could start must have started by then.
     """
 
-    def __init__(
-        self,
-        config: SchedulerConfig,
-        fleet: Fleet,
-        lifecycle: Lifecycle,
-        controller: Controller,
-        policy: GroupingPolicy,
-        counters: Counters,
-        emit: Callable[[Command], None],
-    ) -> None:
-        self._fleet = fleet
+    def __init__(self, parts: CoreParts, lifecycle: Lifecycle, policy: GroupingPolicy) -> None:
+        self._fleet = parts.fleet
+        self._counters = parts.counters
+        self._emit = parts.emit
         self._lifecycle = lifecycle
-        self._drafts = DraftPlanner(config, lifecycle, controller)
-        self._targets = TargetPlanner(config, lifecycle, controller, policy)
-        self._counters = counters
-        self._emit = emit
+        self._drafts = DraftPlanner(parts.config, lifecycle, parts.controller)
+        self._targets = TargetPlanner(parts.config, lifecycle, parts.controller, policy)
         self._last_step_id = 0
 
     def send_all(self, now: float) -> None:

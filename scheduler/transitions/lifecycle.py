@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from scheduler.config import SchedulerConfig
-from scheduler.messages import Command, FailSequence, FinishReason, FinishSequence, Outcome
-from scheduler.speculation.controller import Controller
-from scheduler.state.fleet import Fleet
-from scheduler.state.live_set import LiveSet
-from scheduler.state.pending_kv_moves import KvMoves
+from scheduler.messages import FailSequence, FinishReason, FinishSequence, Outcome
 from scheduler.state.sequence_record import SequenceState
 from scheduler.state.workers import KvMove, Sequence, TargetWorker
-from scheduler.statistics import Counters
+from scheduler.transitions.parts import CoreParts
 from scheduler.transitions.table import TRANSITIONS, Cause, IllegalTransitionError
 
 # Looked up for every row: names are faster than attributes of the enumeration.
@@ -28,30 +21,10 @@ MAX_MOVES_PER_TARGET = 4
 
 
 class Lifecycle:
-    """Moves sequences, and emits the commands that follow: ends, failures and moves of KV.
+    """Moves sequences, and emits the commands that follow: ends, failures and moves of KV."""
 
-    At most `max_per_target` sequences are placed on one target; None sets no limit.
-    """
-
-    def __init__(
-        self,
-        config: SchedulerConfig,
-        live: LiveSet,
-        fleet: Fleet,
-        controller: Controller,
-        moves: KvMoves,
-        counters: Counters,
-        emit: Callable[[Command], None],
-        max_per_target: int | None,
-    ) -> None:
-        self._config = config
-        self._live = live
-        self._fleet = fleet
-        self._controller = controller
-        self._moves = moves
-        self._counters = counters
-        self._emit = emit
-        self._max_per_target = max_per_target
+    def __init__(self, parts: CoreParts) -> None:
+        self._parts = parts
 
     # --- states -------------------------------------------------------------------------------------------------------
 
@@ -87,7 +60,7 @@ class Lifecycle:
             self.leave_draft(sequence)
         planned = self.longest_draft(sequence)
         if planned and sequence.request.draft_length is None:
-            planned = self._controller.for_round(sequence, planned)
+            planned = self._parts.controller.for_round(sequence, planned)
         if planned and sequence.draft is None:
             self._find_draft(sequence)
             planned = min(planned, self.longest_draft(sequence))
@@ -101,7 +74,7 @@ class Lifecycle:
         if not planned:
             self.skip_draft(sequence, now)
             return
-        if prepared is not None and not self._controller.own(sequence).probing:
+        if prepared is not None and not self._parts.controller.own(sequence).probing:
             tokens = prepared.draft_tokens[: self.longest_draft(sequence)]
             confidences = prepared.confidences[: len(tokens)]
             self.become_drafted(sequence, tokens, len(tokens), now, confidences, Cause.PREPARED)
@@ -139,14 +112,14 @@ class Lifecycle:
         if len(confidences) != len(draft_tokens):
             confidences = b""
         if confidences:
-            draft_tokens = draft_tokens[: self._controller.worth_verifying(sequence, confidences)]
+            draft_tokens = draft_tokens[: self._parts.controller.worth_verifying(sequence, confidences)]
         sequence.draft_tokens = draft_tokens
         sequence.confidences = confidences
         sequence.requested_draft_length = requested
         sequence.drafted_at = now
         if sequence.target is not None:
-            step_seconds = self._controller.target(sequence.target).typical
-            sequence.due = sequence.target.due(now, self._config.wait_bound_steps, step_seconds)
+            step_seconds = self._parts.controller.target(sequence.target).typical
+            sequence.due = sequence.target.due(now, self._parts.config.wait_bound_steps, step_seconds)
         self._change(sequence, cause)
 
     def catch_up(self, sequence: Sequence) -> None:
@@ -161,7 +134,7 @@ class Lifecycle:
         """The target begins to draft or ceases to: newcomers that will not draft need no draft KV."""
         for sequence in target.prefilling.values():
             if sequence.wants_draft_kv and sequence.request.draft_length is None:
-                sequence.wants_draft_kv = self._controller.newcomer_drafts(target, sequence)
+                sequence.wants_draft_kv = self._parts.controller.newcomer_drafts(target, sequence)
                 if sequence.draft is not None:
                     sequence.draft.update_lagging(sequence)
 
@@ -170,7 +143,7 @@ class Lifecycle:
         if sequence.drafting_refused or sequence.suspected:
             return 0
         requested, target, draft = sequence.request.draft_length, sequence.target, sequence.draft
-        length = self._config.draft_length if requested is None else requested
+        length = self._parts.config.draft_length if requested is None else requested
         if length >= (rest := sequence.end - sequence.length):
             length = rest - 1
         if target is not None and length > target.longest_draft:
@@ -183,26 +156,28 @@ class Lifecycle:
 
     def submit(self, sequence: Sequence) -> None:
         """A new sequence waits."""
-        self._live.sequences[sequence.sequence_id] = sequence
-        self._live.waiting.push(sequence)
+        self._parts.live.sequences[sequence.sequence_id] = sequence
+        self._parts.live.waiting.push(sequence)
 
     def admit(self) -> bool:
         """Lets waiting sequences run, in the order of the waiting queue. Returns whether any was let in."""
-        live, admitted = self._live, False
+        live, admitted = self._parts.live, False
         while self._slot_is_free() and (sequence := live.waiting.first()) is not None:
             if not self.fits_somewhere(sequence):
                 self.fail(sequence, self.too_long(sequence))
                 continue
             longest = self.longest_draft(sequence)
             positions = sequence.length + longest + 1
-            target = self._fleet.pick_target(sequence.tokens, positions, self._max_per_target)
+            target = self._parts.fleet.pick_target(sequence.tokens, positions, self._parts.max_per_target)
             if target is None:
                 break
             live.start(sequence)
             target.place(sequence, positions)
             sequence.target = target
             requested = sequence.request.draft_length is not None
-            sequence.wants_draft_kv = longest > 0 and (requested or self._controller.newcomer_drafts(target, sequence))
+            sequence.wants_draft_kv = longest > 0 and (
+                requested or self._parts.controller.newcomer_drafts(target, sequence)
+            )
             if sequence.wants_draft_kv:
                 self._find_draft(sequence)
             self._change(sequence, ADMITTED)
@@ -210,26 +185,26 @@ class Lifecycle:
         return admitted
 
     def _slot_is_free(self) -> bool:
-        most = self._max_per_target
-        if len(self._live.running) >= self._fleet.max_running:
+        most = self._parts.max_per_target
+        if len(self._parts.live.running) >= self._parts.fleet.max_running:
             return False
-        targets = self._fleet.targets.values()
+        targets = self._parts.fleet.targets.values()
         return most is None or any(not target.draining and len(target.sequences) < most for target in targets)
 
     def fits_somewhere(self, sequence: Sequence) -> bool:
         request = sequence.request
-        return len(request.prompt) + request.max_tokens <= self._fleet.largest_capacity
+        return len(request.prompt) + request.max_tokens <= self._parts.fleet.largest_capacity
 
     def too_long(self, sequence: Sequence) -> str:
         request = sequence.request
         prompt, most = len(request.prompt), request.max_tokens
-        limit = self._fleet.largest_capacity
+        limit = self._parts.fleet.largest_capacity
         return f"prompt of {prompt} and max_tokens of {most} need {prompt + most} positions, the limit is {limit}"
 
     def _find_draft(self, sequence: Sequence) -> None:
         """Places the sequence on a draft worker, if one has room."""
         positions = sequence.length + self.longest_draft(sequence)
-        draft = self._fleet.pick_draft(sequence.tokens, positions)
+        draft = self._parts.fleet.pick_draft(sequence.tokens, positions)
         if draft is not None:
             draft.place(sequence, positions)
             draft.reindex(sequence, WAITING, sequence.state)
@@ -252,18 +227,18 @@ class Lifecycle:
         if source is None or not source.draining:
             return False
         positions = sequence.length + self.longest_draft(sequence) + 1
-        destination = self._fleet.pick_target(sequence.tokens, positions, self._max_per_target)
+        destination = self._parts.fleet.pick_target(sequence.tokens, positions, self._parts.max_per_target)
         if destination is None:
             return False
         valid = source.kv[sequence.sequence_id].valid
-        moving, computing = self._controller.relocation_seconds(source, destination, valid)
-        with_kv = self._moves.worth_it(valid, moving, computing)
-        if with_kv and self._moves.leaving(source) >= MAX_MOVES_PER_TARGET:
+        moving, computing = self._parts.controller.relocation_seconds(source, destination, valid)
+        with_kv = self._parts.moves.worth_it(valid, moving, computing)
+        if with_kv and self._parts.moves.leaving(source) >= MAX_MOVES_PER_TARGET:
             return False
         if with_kv:
             self._move_kv(sequence, source, destination, positions)
         else:
-            self._counters.rehomed += 1
+            self._parts.counters.rehomed += 1
             destination.place(sequence, positions)
             self._change_target(sequence, source, destination)
             self.catch_up(sequence)
@@ -275,7 +250,7 @@ class Lifecycle:
         destination.place(sequence, positions)
         # Whatever becomes of the move, the destination may hold something to release from now on.
         destination.kv[sequence.sequence_id].opened = True
-        self._emit(self._moves.begin(sequence, source, destination))
+        self._parts.emit(self._parts.moves.begin(sequence, source, destination))
         self._change(sequence, Cause.KV_LEAVES)
 
     def arrive(self, move: KvMove, now: float) -> None:
@@ -306,19 +281,19 @@ class Lifecycle:
 
     def stay(self, sequence: Sequence, now: float) -> None:
         """The destination of a MOVING sequence is gone."""
-        self._moves.abandon(sequence)
+        self._parts.moves.abandon(sequence)
         self.begin_round(sequence, now)
 
     def preempt(self, sequence: Sequence) -> None:
         """Takes the pages of a running sequence for others."""
-        self._counters.preemptions += 1
+        self._parts.counters.preemptions += 1
         self.return_to_queue(sequence)
 
     def return_to_queue(self, sequence: Sequence) -> None:
         """Takes a sequence off its workers. It keeps its tokens, and gets its old place in the queue back."""
         self._change(sequence, Cause.RETURNED)
         self._leave_workers(sequence)
-        self._live.waiting.push(sequence)
+        self._parts.live.waiting.push(sequence)
 
     def _leave_workers(self, sequence: Sequence) -> None:
         """What no longer runs is placed nowhere."""
@@ -326,30 +301,30 @@ class Lifecycle:
         move = sequence.kv_move
         if move is not None:
             move.destination.evict(sequence)
-            self._moves.abandon(sequence)
+            self._parts.moves.abandon(sequence)
         if sequence.target is not None:
             sequence.target.evict(sequence)
             sequence.target = None
         sequence.draft_tokens = ()
         sequence.outcomes = ()
-        self._live.stop(sequence)
+        self._parts.live.stop(sequence)
 
     # --- ends ---------------------------------------------------------------------------------------------------------
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
         self._end(sequence, Cause.CANCEL if reason is FinishReason.CANCELLED else Cause.ENDED)
-        self._emit(FinishSequence(sequence.sequence_id, reason))
+        self._parts.emit(FinishSequence(sequence.sequence_id, reason))
 
     def fail(self, sequence: Sequence, error: str) -> None:
         self._end(sequence, Cause.ERROR)
-        self._emit(FailSequence(sequence.sequence_id, error))
+        self._parts.emit(FailSequence(sequence.sequence_id, error))
 
     def _end(self, sequence: Sequence, cause: Cause) -> None:
-        self._controller.forget(sequence)
+        self._parts.controller.forget(sequence)
         waits = sequence.state is WAITING
         self._change(sequence, cause)
         if waits:
-            self._live.waiting.remove(sequence)
+            self._parts.live.waiting.remove(sequence)
         else:
             self._leave_workers(sequence)
-        del self._live.sequences[sequence.sequence_id]
+        del self._parts.live.sequences[sequence.sequence_id]

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from scheduler.messages import Command, KvMoved, WorkerDrained
-from scheduler.speculation.controller import Controller
-from scheduler.state.fleet import Fleet
-from scheduler.state.pending_kv_moves import KvMoves
+from scheduler.messages import KvMoved, WorkerDrained
 from scheduler.state.workers import KvMove, TargetWorker
-from scheduler.statistics import Counters
 from scheduler.transitions.lifecycle import PREFILLING, Lifecycle
+from scheduler.transitions.parts import CoreParts
 
 
 class Relocation:
@@ -20,29 +15,17 @@ class Relocation:
     while no other target has room, they go on where they are.
     """
 
-    def __init__(
-        self,
-        fleet: Fleet,
-        lifecycle: Lifecycle,
-        controller: Controller,
-        moves: KvMoves,
-        counters: Counters,
-        emit: Callable[[Command], None],
-    ) -> None:
-        self._fleet = fleet
+    def __init__(self, parts: CoreParts, lifecycle: Lifecycle) -> None:
+        self._parts = parts
         self._lifecycle = lifecycle
-        self._controller = controller
-        self._moves = moves
-        self._counters = counters
-        self._emit = emit
         self._draining: dict[str, TargetWorker] = {}
 
     def drain(self, worker_id: str) -> None:
-        target = self._fleet.targets.get(worker_id)
+        target = self._parts.fleet.targets.get(worker_id)
         if target is None:
-            self._emit(WorkerDrained(worker_id))
+            self._parts.emit(WorkerDrained(worker_id))
             return
-        self._fleet.drain(target)
+        self._parts.fleet.drain(target)
         self._draining[worker_id] = target
         for sequence in list(target.sequences.values()):
             untouched = not target.kv[sequence.sequence_id].valid and sequence.sequence_id not in target.in_flight
@@ -58,14 +41,14 @@ class Relocation:
                 self._lifecycle.stay(sequence, now)
 
     def moved(self, event: KvMoved, now: float) -> None:
-        move = self._moves.take_answered(event.move_id)
+        move = self._parts.moves.take_answered(event.move_id)
         if move is None:
             return
         if event.moved:
-            self._controller.kv_moved(move.positions, event.seconds)
-            self._counters.count_move(move.positions, event.size, event.seconds)
+            self._parts.controller.kv_moved(move.positions, event.seconds)
+            self._parts.counters.count_move(move.positions, event.size, event.seconds)
         else:
-            self._counters.failed_moves += 1
+            self._parts.counters.failed_moves += 1
         if move.abandoned:
             self._discard(move)
         elif event.moved:
@@ -82,7 +65,7 @@ class Relocation:
     def report_drained(self) -> None:
         """Reports, once each, draining targets that hold nothing any more or are gone."""
         for worker_id, target in list(self._draining.items()):
-            gone = self._fleet.targets.get(worker_id) is not target
+            gone = self._parts.fleet.targets.get(worker_id) is not target
             if gone or not (target.sequences or target.outstanding or target.releases):
                 del self._draining[worker_id]
-                self._emit(WorkerDrained(worker_id))
+                self._parts.emit(WorkerDrained(worker_id))

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
-from scheduler.messages import Command, EmitTokens, Row, RowResult, RowStatus
-from scheduler.speculation.controller import Controller
+from scheduler.messages import EmitTokens, Row, RowResult, RowStatus
 from scheduler.state.kv_ledger import KvEntry
 from scheduler.state.worker_base import DraftWork, InFlightRow, OutstandingStep, TargetWork
 from scheduler.state.workers import STEADY_KV_LAG, DraftWorker, Sequence, TargetWorker, Worker
-from scheduler.statistics import Counters
 from scheduler.transitions.blame import clear, suspect
 from scheduler.transitions.lifecycle import DRAFTING, READY, VERIFYING, Lifecycle
+from scheduler.transitions.parts import CoreParts
 
 Results = Mapping[int, RowResult]
 
@@ -24,13 +23,11 @@ MAX_DRAFT_FAILURES = 3
 class Rounds:
     """Applies one answered step at a time."""
 
-    def __init__(
-        self, lifecycle: Lifecycle, controller: Controller, counters: Counters, emit: Callable[[Command], None]
-    ) -> None:
+    def __init__(self, parts: CoreParts, lifecycle: Lifecycle) -> None:
         self._lifecycle = lifecycle
-        self._controller = controller
-        self._counters = counters
-        self._emit = emit
+        self._controller = parts.controller
+        self._counters = parts.counters
+        self._emit = parts.emit
 
     def draft_step(self, draft: DraftWorker, step_id: int, results: Results, seconds: float, now: float) -> None:
         step = draft.take_answered(step_id)
