@@ -5,18 +5,21 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
+import random
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from scheduler.transitions.table import TRANSITIONS
-from tests.sim.cell.plan import FAULTS, HANGING, SPORADIC, TRUNCATED
-from tests.sim.cell.schedule import ScheduleResult, run_schedule
+from services.scheduler_client.remote_stream import RemoteStream
+from tests.sim.cell.plan import CELL_CRASH, FAULTS, HANGING, SPORADIC, TRUNCATED, Fault, make_plan
+from tests.sim.cell.schedule import ScheduleError, ScheduleResult, run_plan, run_schedule
 from tests.sim.cell.shrinking import fewest, shrink
-from tests.sim.cell.virtual_time import StandstillError, VirtualLoop, VirtualThread
+from tests.sim.cell.virtual_time import StandstillError, VirtualLoop
 from tests.sim.test_planted_bugs import releases_are_forgotten
 
 ROOT = Path(__file__).parents[2]
@@ -96,6 +99,45 @@ def test_mixed_faults_break_no_rule_and_take_sequences_through_most_changes_of_s
     assert len(seen) > 0.6 * len(every)
 
 
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("cells", [2, 3])
+@pytest.mark.parametrize("first", range(0, 20, 5))
+def test_several_cells_under_faults_break_no_rule(cells: int, first: int) -> None:
+    """Every output is that of plain decoding, nothing is lost, and nothing is left over in any cell."""
+    outcomes = Counter[str]()
+    for seed in range(first, first + 2):
+        outcomes += run_schedule(seed, cells=cells).outcomes
+    assert outcomes["length"] + outcomes["stop"] > 0.5 * outcomes.total()
+
+
+def test_some_schedules_have_several_cells_and_some_lose_whole_ones() -> None:
+    plans = [make_plan(random.Random(seed), seed, 20, FAULTS) for seed in range(200)]
+    assert Counter(plan.cells for plan in plans).keys() == {1, 2, 3}
+    assert sum(fault.kind == CELL_CRASH for plan in plans for fault in plan.faults) > 5
+
+
+def run_with_a_poison(seed: int) -> ScheduleResult:
+    """Three cells of one target each, and one request that kills each target that computes it."""
+    rng = random.Random(seed)
+    plan = make_plan(rng, seed, 60, (), cells=3)
+    workers = tuple(worker for worker in plan.workers if worker.worker_id.endswith("target0"))
+    return run_plan(replace(plan, workers=workers, faults=(Fault(0.0, "poison", 1.0, 0.5, 0.5),)), rng)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_poison_takes_two_targets_in_whatever_cells(seed: int) -> None:
+    result = run_with_a_poison(seed)
+    died = [event[2] for event in result.events if event[1] == "worker dies"]
+    assert len(set(died)) == len(died) == 2
+    assert result.outcomes["failed"] == 1
+
+
+def test_mark_that_stays_in_its_cell_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RemoteStream, "suspect", lambda self, suspicion: None)
+    with pytest.raises(ScheduleError, match=r"has killed 3 target workers, 2 may go"):
+        run_with_a_poison(1)
+
+
 def test_a_seed_takes_the_same_course_in_every_process() -> None:
     here = digest(run_schedule(3))
     program = "from tests.sim.test_faults import *; print(digest(run_schedule(3)))"
@@ -162,23 +204,4 @@ def test_virtual_time_jumps_and_timers_keep_their_order() -> None:
     again()
     with pytest.raises(StandstillError, match="time does not go on"):
         loop.run_until_complete(wait_for_nobody())
-    loop.close()
-
-
-def test_a_call_on_a_thread_may_end_early_once_another_one_waits() -> None:
-    loop = VirtualLoop()
-    thread = VirtualThread(loop, lambda *ends: ends)
-
-    async def run(after: float, ends: tuple[float, ...]) -> float:
-        await asyncio.sleep(after)
-        await thread.submit(lambda *_: None, *ends)
-        return loop.time()
-
-    async def ends_of(*calls: tuple[float, tuple[float, ...]]) -> list[float]:
-        began = loop.time()
-        return [end - began for end in await asyncio.gather(*(run(*call) for call in calls))]
-
-    assert loop.run_until_complete(ends_of((0, (1, 2, 3)))) == [3]
-    assert loop.run_until_complete(ends_of((0, (1, 2, 3)), (1.5, (4,)), (1.75, (1,)))) == [2, 6, 7]
-    assert loop.run_until_complete(ends_of((0, (5,)), (1, (1, 2, 3)), (2, (1,)))) == [5, 6, 7]
     loop.close()

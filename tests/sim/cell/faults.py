@@ -13,7 +13,7 @@ from tests.sim.cell.poisons import Poisons
 from tests.sim.cell.worker import SimulatedWorker
 
 if TYPE_CHECKING:
-    from tests.sim.cell.schedulers import CellSchedulers
+    from tests.sim.cell.scheduler import CellSchedulers
     from tests.sim.cell.world import World
 
 CUTTING = {"partition", "reset", "delay", "scheduler freezes"}

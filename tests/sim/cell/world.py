@@ -14,8 +14,7 @@ from tests.sim.cell.gateway import ClientCall, SimulatedGateway
 from tests.sim.cell.plan import HANGING, POISONS, SPORADIC, Plan, WorkerPlan
 from tests.sim.cell.process import Process
 from tests.sim.cell.rpc.network import Network
-from tests.sim.cell.scheduler import SimulatedScheduler
-from tests.sim.cell.schedulers import CellSchedulers
+from tests.sim.cell.scheduler import CellSchedulers, SimulatedScheduler
 from tests.sim.cell.virtual_time import VirtualLoop
 from tests.sim.cell.worker import SimulatedWorker
 

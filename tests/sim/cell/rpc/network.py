@@ -3,27 +3,48 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain
+from types import SimpleNamespace
 from typing import Any
 
+import grpc
 from google.protobuf.message import DecodeError, Message
 
 from protos import worker_pb2
+from services.rpc.call_guards import MessageGuard
 from tests.sim.cell.process import Process
 from tests.sim.cell.rpc.calls import UNNOTICED
-from tests.sim.cell.virtual_time import VirtualLoop
+from tests.sim.cell.virtual_time import VirtualLoop, result_of
 
 _MOST_TRUNCATED = 6
 """Messages of a schedule."""
 
 
-@dataclass(frozen=True, slots=True)
 class Listener:
-    process: Process
-    methods: Mapping[str, Any]
-    """Handlers by full method name (tests/sim/cell/rpc/handlers.py)."""
+    """What the generated code needs of a grpc.aio server. `methods` holds the handlers by full method name, behind the
+    services' own guard."""
+
+    def __init__(self, process: Process) -> None:
+        self.process = process
+        self.methods: dict[str, Any] = {}
+
+    def add_generic_rpc_handlers(self, handlers: Iterable[grpc.GenericRpcHandler]) -> None:
+        return
+
+    def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
+        for name, handler in handlers.items():
+            method = f"/{service}/{name}"
+            self.methods[method] = result_of(_guarded(method, handler))
+
+
+async def _guarded(method: str, handler: Any) -> Any:
+    async def unguarded(_details: grpc.HandlerCallDetails) -> Any:
+        return handler
+
+    details: Any = SimpleNamespace(method=method, invocation_metadata=())
+    return await MessageGuard().intercept_service(unguarded, details)
 
 
 @dataclass(slots=True)
@@ -67,8 +88,10 @@ class Network:
         self._truncating: Meddling | None = None
         self._truncated = 0
 
-    def listen(self, address: str, listener: Listener) -> None:
-        self.listeners[address] = listener
+    def listen(self, address: str, process: Process, add: Callable[[Any, Any], None], servicer: Any) -> None:
+        """`add` is the generated function that adds the servicer to a server."""
+        self.listeners[address] = listener = Listener(process)
+        add(servicer, listener)
 
     # Faults.
 
