@@ -19,6 +19,8 @@ from tests.support.cpu_kernels import ISAS, compiled_kernels
 from tests.support.in_process import Output, run_in_process
 from tests.support.tiny_models import TORCH_SHAPE, VOCABULARY, save_tiny_pair
 
+pytestmark = pytest.mark.slow
+
 SOME = [(policy, 3, 4) for policy in Policy]
 # Each two of a policy, a batch size and a draft length together.
 GRID = [
@@ -77,17 +79,12 @@ class Workers:
 # Instruction set, family, sizes other than usual, dtype, and what is compared. The dtypes differ in how kernels load
 # and store; with the sizes of TORCH_SHAPE, attention is matrix products in one form.
 PAIRS = [
+    *((isa, "llama", {"head_dim": 64}, "bfloat16", GRID if isa == ISAS[0] else SOME) for isa in ISAS),
+    (AUTO, "llama", {}, "float16", SOME),
+    (AUTO, "llama", {"head_dim": 128}, "float32", SOME),
     (AUTO, "llama", TORCH_SHAPE, "bfloat16", SOME),
-    *(
-        pytest.param(*pair, marks=pytest.mark.slow)
-        for pair in (
-            *((isa, "llama", {"head_dim": 64}, "bfloat16", GRID if isa == ISAS[0] else SOME) for isa in ISAS),
-            (AUTO, "llama", {}, "float16", SOME),
-            (AUTO, "llama", {"head_dim": 128}, "float32", SOME),
-            (AUTO, "qwen3_moe", {}, "bfloat16", SOME),
-            (AUTO, "glm4", {}, "bfloat16", SOME),
-        )
-    ),
+    (AUTO, "qwen3_moe", {}, "bfloat16", SOME),
+    (AUTO, "glm4", {}, "bfloat16", SOME),
 ]
 
 
@@ -107,7 +104,6 @@ def test_tiny_pairs(
     Workers(isa, *map(str, folders), dtype).check(prompts, 10, grid)
 
 
-@pytest.mark.slow
 def test_the_demo_pair() -> None:
     rng = random.Random(3)
     prompts = [[rng.randrange(1000, 20000) for _ in range(length)] for length in (2, 9)]
