@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 import shutil
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jsonschema
-import kubernetes_validate
 import pytest
 import yaml
 
@@ -32,7 +29,6 @@ from tests.k8s.manifests import (
     worker_group,
 )
 
-INVALID = (jsonschema.ValidationError, kubernetes_validate.ValidationError)
 # Made by hand before anything else, as k8s/README.md says; the values say which keys are used.
 SECRETS = {
     "spool-keys": {"internal-token", "api-keys", "metrics-key", "hub-token"},
@@ -47,52 +43,12 @@ def manifests(request: pytest.FixtureRequest) -> list[Manifest]:
     return built(overlay(request.param))
 
 
-def fields(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Paths of all fields of objects."""
-    if isinstance(value, dict):
-        for name, below in value.items():
-            yield (*path, name)
-            yield from fields(below, (*path, name))
-    elif isinstance(value, list):
-        for number, below in enumerate(value):
-            yield from fields(below, (*path, number))
-
-
-def misspelt(manifest: Manifest, path: tuple[Any, ...]) -> Manifest:
-    changed = copy.deepcopy(manifest)
-    place: Any = changed
-    for step in path[:-1]:
-        place = place[step]
-    place[f"{path[-1]}x"] = place.pop(path[-1])
-    return changed
-
-
 def test_every_object_is_valid(manifests: list[Manifest]) -> None:
     for manifest in manifests:
         validate(manifest)
     assert {"RayService", "Service", "NetworkPolicy", "ConfigMap", "ServiceAccount"} <= {
         one["kind"] for one in manifests
     }
-
-
-# Names below these are the user's own, so that every spelling is right.
-FREE = {
-    "labels", "matchLabels", "annotations", "selector", "data", "limits", "requests", "resources", "rayStartParams",
-    "metadata",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", ["RayService", "Service", "NetworkPolicy", "PodDisruptionBudget", "StatefulSet"])
-def test_a_misspelt_field_is_refused_wherever_it_stands(kind: str) -> None:
-    manifest = next(one for one in built(overlay("gpu-autoscale")) if one["kind"] == kind)
-    paths = [path for path in fields(manifest) if path[0] == "spec" and FREE.isdisjoint(path[:-1])]
-    if kind == "RayService":
-        # The schema is large: one field of each name and depth will do.
-        paths = list({(path[-1], len(path)): path for path in paths}.values())
-    assert len(paths) >= 3
-    for path in paths:
-        with pytest.raises(INVALID):
-            validate(misspelt(manifest, path))
 
 
 def test_nothing_names_what_is_not_there(manifests: list[Manifest]) -> None:
@@ -211,12 +167,6 @@ def test_pods_are_not_root_and_have_no_other_rights(manifests: list[Manifest]) -
                 "allowPrivilegeEscalation": False,
                 "capabilities": {"drop": ["ALL"]},
             }
-
-
-def test_the_configuration_in_the_cluster_is_the_overlays(manifests: list[Manifest]) -> None:
-    name = next(name for name in CELLS if built(overlay(name)) == manifests)
-    stored = only(manifests, "ConfigMap", "spool-configuration")["data"]
-    assert stored == {"spool.yaml": (overlay(name) / "spool.yaml").read_text()}
 
 
 def test_the_autoscaler_gets_bounds_and_its_own_account() -> None:
