@@ -22,14 +22,11 @@ from deploy.config.spool_config import SpoolConfig
 _HEAD = """\
 # Configuration
 
-One file, `spool.yaml`, configures everything. This page is what `spool config explain --markdown` prints. Sections may
-be left out, and so may every field that has a default. `spool config show --defaults` prints a file with all of them,
-`spool config check FILE` says what is wrong with one, and `--set scheduling.batch_size=16` overrides a field on the
-command line of a command that reads it. The most used fields are options of `spool serve` too, under the same names.
-"""
-_TABLE = """
-| field | type | default | |
-| --- | --- | --- | --- |
+After this page you know every field of `spool.yaml`, the one file that configures everything, with its type, default
+and meaning. `spool config explain --markdown` prints this page. Sections may be left out, and so may every field that
+has a default. `spool config show --defaults` prints a file with all of them, and `spool config check FILE` says what is
+wrong with one. `--set scheduling.batch_size=16` overrides a field on the command line. The most used fields are options
+of `spool serve`, too, under the same names.
 """
 _EXAMPLE_WIDTH = 110
 _NAMES: dict[object, str] = {
@@ -88,8 +85,8 @@ def documents(
 
 
 def reference() -> str:
-    """docs/configuration.md: a table for each section, of the fields that belong to no section below it."""
-    heads, rows = [], dict[tuple[str, ...], list[str]]()
+    """docs/configuration.md: a list for each section, of the fields that belong to no section below it."""
+    heads, fields = [], dict[tuple[str, ...], str]()
     for document in documents():
         if document.is_section:
             note = {"null": " May be null, for none.", "[]": " Each entry of the list has these fields."}
@@ -97,11 +94,16 @@ def reference() -> str:
             heads.append((document.path, f"\n## {document.name}\n\n{document.description}{more}\n"))
         else:
             default = document.default if document.default == "required" else f"`{document.default}`"
-            cells = (f"`{document.path[-1]}`", document.type, default, document.description)
-            row = " | ".join(cell.replace("|", "\\|") for cell in cells)
-            rows.setdefault(document.path[:-1], []).append(f"| {row} |\n")
-    tables = [head + "".join([_TABLE, *rows[path]] if path in rows else []) for path, head in heads]
-    return "".join([_HEAD, *tables])
+            line = f"- `{document.path[-1]}` ({document.type}; {default}): {document.description}\n"
+            fields[document.path[:-1]] = fields.get(document.path[:-1], "") + line
+    parts, described = [_HEAD], dict[str, str]()
+    for path, head in heads:
+        listed = fields.get(path, "")
+        earlier = described.setdefault(listed, ".".join(path))
+        if listed and earlier != ".".join(path):
+            listed = f"The same fields as `{earlier}`.\n"
+        parts += [head, f"\n{listed}" if listed else ""]
+    return "".join(parts)
 
 
 def example_file() -> str:
