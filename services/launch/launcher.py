@@ -26,14 +26,13 @@ class WorkerLaunch:
     """How to start one worker.
 
     `settings` go to the worker's engine as JSON (see engine/settings.py). `threads` bounds the compute threads of the
-    process (0: the libraries decide), `cpus` the CPUs that it runs on (empty: any). `module` is the Python module to
-    run, which must report the same events as services.worker.process. Raises ValueError naming field, value and limit.
+    process (0: the libraries decide). `module` is the Python module to run, which must report the same events as
+    services.worker.process. Raises ValueError naming field, value and limit.
     """
 
     role: Role
     settings: Mapping[str, Any]
     threads: int = 0
-    cpus: tuple[int, ...] = ()
     name: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
     module: str = "services.worker.process"
@@ -41,13 +40,11 @@ class WorkerLaunch:
     def __post_init__(self) -> None:
         if not 0 <= self.threads <= 1024:
             raise ValueError(f"threads is {self.threads}, must be between 0 and 1024")
-        if any(cpu < 0 for cpu in self.cpus):
-            raise ValueError(f"cpus is {self.cpus}, must be numbers of CPUs")
 
     def command(self, security: ChannelSecurity, port: int) -> Command:
         settings = dict(self.settings) | ({"threads": self.threads} if self.threads else {})
         arguments = ["--role", self.role.value, "--settings", json.dumps(settings), "--watch-stdin"]
-        arguments += ["--port", str(port), "--cpus", ",".join(map(str, self.cpus))]
+        arguments += ["--port", str(port)]
         computing = compute_environment(self.threads, self.settings.get("cpu_isa", AUTO))
         variables = {**computing, SECURITY_VARIABLE: security.to_json(), **self.environment}
         return Command(self.module, arguments, variables)

@@ -52,7 +52,6 @@ class WorkerArguments:
     settings: dict[str, Any]
     host: str = "127.0.0.1"
     port: int = 0
-    cpus: tuple[int, ...] = ()
     watch_stdin: bool = False
     grace_seconds: float = 5.0
 
@@ -63,7 +62,6 @@ def parse_arguments(argv: Sequence[str] | None = None) -> WorkerArguments:
     parser.add_argument("--settings", default="{}", help="settings of the engine, a JSON object")
     parser.add_argument("--host", default="127.0.0.1", help="interface to listen on")
     parser.add_argument("--port", type=int, default=0, help="port to listen on; 0 takes a free one")
-    parser.add_argument("--cpus", default="", help="CPUs to stay on, separated by commas")
     parser.add_argument("--watch-stdin", action="store_true", help="stop when standard input ends")
     parser.add_argument("--grace-seconds", type=float, default=5.0, help="time for a running step at a stop")
     parser.add_argument("--log-level", default="INFO")
@@ -77,12 +75,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> WorkerArguments:
         parser.error(f"--settings is not JSON: {error}")
     if not isinstance(settings, dict):
         parser.error(f"--settings is a JSON {type(settings).__name__}, must be an object")
-    try:
-        cpus = tuple(int(cpu) for cpu in parsed.cpus.split(",") if cpu.strip())
-    except ValueError:
-        parser.error(f"--cpus is {parsed.cpus!r}, must be numbers separated by commas")
     return WorkerArguments(
-        Role(parsed.role), settings, parsed.host, parsed.port, cpus, parsed.watch_stdin, parsed.grace_seconds
+        Role(parsed.role), settings, parsed.host, parsed.port, parsed.watch_stdin, parsed.grace_seconds
     )
 
 
@@ -113,8 +107,6 @@ def run_worker(arguments: WorkerArguments, load: Callable[[WorkerArguments, Prog
     try:
         # Removed from the environment, so that processes started by libraries do not inherit it.
         security = ChannelSecurity.from_json(os.environ.pop(SECURITY_VARIABLE, "{}"))
-        if arguments.cpus:
-            os.sched_setaffinity(0, arguments.cpus)
         if arguments.watch_stdin:
             stop_when_stdin_ends()
         thread = step_thread()
