@@ -48,7 +48,7 @@ class GatewaySettings(Placement):
         600.0, "Timeout of requests that set none; null: limits.timeout_seconds.", gt=0
     )
     retry_after_seconds: int = described(
-        1, "Seconds that clients are told to wait when the queue is full.", ge=1, le=86400
+        1, "Seconds after which clients may retry when the queue is full.", ge=1, le=86400
     )
     sampling: SamplingDefaults | None = described(
         None,

@@ -68,7 +68,7 @@ class SchedulingSection(SchedulingSettings, Section):
     )
     draft_ahead: int = described(
         0,
-        "While a target verifies a proposal, an idle draft model prepares the next one for up to so many of the "
+        "While a target verifies a proposal, an idle draft model prepares the next one for this many of the "
         "likeliest outcomes. 0: off.",
         ge=0,
         le=256,
@@ -76,10 +76,10 @@ class SchedulingSection(SchedulingSettings, Section):
     kv_movement: KvMovement = described(
         KvMovement.AUTO,
         "Whether the KV of sequences that leave a draining target goes to the next target: `auto` where "
-        "moving is expected to be sooner than computing it anew, `always` or `never`.",
+        "moving is expected to be faster than recomputing it, `always` or `never`.",
     )
     max_queued_sequences: int = described(
-        1024, "Sequences that may wait beside those that run; more are refused.", ge=1
+        1024, "Sequences that may wait in addition to those that run; more are refused.", ge=1
     )
     max_queued_tokens: int | None = described(
         None, "Tokens that may wait there, prompts and answers together. Unset: no bound.", ge=1
