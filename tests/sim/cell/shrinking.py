@@ -6,7 +6,7 @@ import random
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from scheduler.messages import Role
 from tests.sim.cell.plan import FAULTS, Plan, make_plan
@@ -48,17 +48,20 @@ def shrink(
         return None
 
     def without(name: str) -> Plan:
-        parts = fewest(getattr(plan, name), lambda some: failure_of(replace(plan, **{name: tuple(some)})) is not None)
-        return replace(plan, **{name: tuple(parts)})
+        def with_only(parts: Sequence[Any]) -> Plan:
+            changes: dict[str, Any] = {name: tuple(parts)}
+            return replace(plan, **changes)
+
+        return with_only(fewest(getattr(plan, name), lambda parts: failure_of(with_only(parts)) is not None))
 
     # Faults twice: what could not go for the sake of a request may go without that request.
     for name in ("requests", "faults", "requests", "faults", "workers"):
         plan = without(name)
-    error = failure_of(plan, detailed=True)
-    if error is None:
+    found = failure_of(plan, detailed=True)
+    if found is None:
         raise RuntimeError(f"seed {seed}: a schedule that failed does not fail again")
     parts = [*plan.workers, *plan.requests]
-    return "\n".join([*(f"  {part}" for part in parts), error.report(len(error.events))])
+    return "\n".join([*(f"  {part}" for part in parts), found.report(len(found.events))])
 
 
 def _kind_of(failure: str) -> str:

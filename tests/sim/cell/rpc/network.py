@@ -79,7 +79,7 @@ class Network:
         self.processes: list[Process] = []
         self.handler_errors: list[str] = []
         self.meddled = 0
-        self.tap: Tap = Tap()
+        self.tap: Any = Tap()
         self._latency = latency
         self._blocked: dict[frozenset[str], float] = {}
         self._slow: dict[frozenset[str], tuple[float, float]] = {}
