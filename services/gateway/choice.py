@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Literal
 
 from scheduler.messages import EmitTokens, FinishReason, TokenLogprobs
 from services.backend.sequence_stream import SequenceFailedError, SequenceStream
 from services.gateway.metrics import SequenceMeter
+from services.gateway.options import GenerationOptions
 from services.gateway.stop_strings import StopStringCutter
 from services.text.incremental_decoder import IncrementalDecoder
 
@@ -50,19 +51,13 @@ class Choice:
         stream: SequenceStream,
         decoder: IncrementalDecoder,
         meter: SequenceMeter,
-        *,
-        stop: Sequence[str] = (),
-        include_stop: bool = False,
-        min_tokens: int = 0,
-        stop_token_ids: frozenset[int] = frozenset(),
-        asked_token_ids: frozenset[int] = frozenset(),
+        options: GenerationOptions,
+        stop_token_ids: frozenset[int],
         echo: str = "",
-        scored: bool = False,
         only_prompt: bool = False,
     ) -> None:
-        """`asked_token_ids` are those of `stop_token_ids` that the client named; `echo` is put before the output. In
-        the text of the first `min_tokens` tokens no stop string is looked for. `scored`: log probabilities of the
-        prompt come with the first tokens. `only_prompt`: no token is delivered."""
+        """`stop_token_ids` are those of the options and the model's own; `echo` is put before the output.
+        `only_prompt`: no token is delivered."""
         self.index = index
         self.completion_tokens = 0
         self.drafted = 0
@@ -72,11 +67,12 @@ class Choice:
         self._stream = stream
         self._decoder = decoder
         self._meter = meter
-        self._cutter = StopStringCutter(stop, include_stop)
-        self._min_tokens = min_tokens
+        self._cutter = StopStringCutter(options.stop, options.include_stop_str_in_output)
+        self._min_tokens = options.min_tokens
         self._stop_token_ids = stop_token_ids
-        self._asked_token_ids = asked_token_ids
-        # What is said of the prompt is one piece with its text.
+        self._asked_token_ids = frozenset(options.stop_token_ids)
+        # Log probabilities of the prompt come with the first tokens, in one piece with the prompt's text.
+        scored = options.prompt_logprobs is not None
         self._echo = "" if scored else echo
         self._only_prompt = only_prompt
         self._characters = len(echo)

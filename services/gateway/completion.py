@@ -58,6 +58,18 @@ class Usage:
     seed: int
 
 
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """What all choices of a request have in common. Times are of `time.perf_counter`."""
+
+    options: GenerationOptions
+    sampling: SamplingParameters
+    stop_token_ids: frozenset[int]
+    arrived: float
+    deadline: float
+    traceparent: str
+
+
 class Completion:
     """A request under way: `n` choices of each of `prompts`, the choices of the first prompt first.
 
@@ -220,68 +232,56 @@ class CompletionEngine:
         if options.min_tokens:
             ends = self._stop_token_ids(options)
             sampling = replace(sampling, min_tokens=options.min_tokens, end_token_ids=ends)
-        deadline = arrived + self._timeout(options)
+        asked = _Asked(
+            options,
+            sampling,
+            self._stop_token_ids(options),
+            arrived,
+            arrived + self._timeout(options),
+            traceparent_of(span),
+        )
         completion = Completion(name, prepared, options.n, sampling.seed, form, span)
         try:
             for one, max_tokens in zip(prepared, budgets, strict=True):
-                await self._add_choices(completion, one, max_tokens, options, sampling, arrived, deadline, span)
+                await self._add_choices(completion, one, max_tokens, asked)
         except BaseException:
             completion.cancel()
             raise
         return completion
 
     async def _add_choices(
-        self,
-        completion: Completion,
-        prompt: PreparedPrompt,
-        max_tokens: int,
-        options: GenerationOptions,
-        sampling: SamplingParameters,
-        arrived: float,
-        deadline: float,
-        span: Span,
+        self, completion: Completion, prompt: PreparedPrompt, max_tokens: int, asked: _Asked
     ) -> None:
-        stops = self._stop_token_ids(options)
+        options = asked.options
         for number in range(options.n):
             decoder = await self._decoder(prompt, completion.form, options)
-            seconds_left = deadline - time.perf_counter()
+            seconds_left = asked.deadline - time.perf_counter()
             if seconds_left <= 0:
                 raise DeadlineExceededError("the request was not admitted before its deadline")
             request = GenerationRequest(
                 prompt=prompt.tokens,
                 # Log probabilities of the prompt come with a token of output.
                 max_tokens=max(max_tokens, 1),
-                stop_token_ids=stops,
-                sampling=with_seed_of(sampling, number),
+                stop_token_ids=asked.stop_token_ids,
+                sampling=with_seed_of(asked.sampling, number),
                 draft_length=options.draft_length,
                 top_logprobs=options.top_logprobs,
                 deadline_seconds=seconds_left,
                 request_id=current_request_id(),
-                traceparent=traceparent_of(span),
+                traceparent=asked.traceparent,
                 key=current_key(),
                 priority=options.priority,
                 prompt_logprobs=options.prompt_logprobs,
             )
-            meter = self.metrics.sequence(arrived, len(prompt.tokens))
+            meter = self.metrics.sequence(asked.arrived, len(prompt.tokens))
             try:
                 stream = await self.backend.submit(request)
             except asyncio.CancelledError:
                 meter.aborted()
                 raise
-            choice = Choice(
-                len(completion.choices),
-                stream,
-                decoder,
-                meter,
-                stop=options.stop,
-                include_stop=options.include_stop_str_in_output,
-                min_tokens=options.min_tokens,
-                stop_token_ids=stops,
-                asked_token_ids=frozenset(options.stop_token_ids),
-                echo=prompt.text or "",
-                scored=options.prompt_logprobs is not None,
-                only_prompt=max_tokens == 0,
-            )
+            index, echo = len(completion.choices), prompt.text or ""
+            only_prompt = max_tokens == 0
+            choice = Choice(index, stream, decoder, meter, options, asked.stop_token_ids, echo, only_prompt)
             completion.choices.append(choice)
         self.metrics.prompt(len(prompt.tokens))
 

@@ -191,11 +191,12 @@ class CompletionBuilder:
         for entry in entries:
             top = entry.top[: self._logprobs]
             shape.tokens.append(self._strings.of(entry.token_id).text)
-            shape.token_logprobs.append(max(entry.logprob, MIN_LOGPROB))
+            own = max(entry.logprob, MIN_LOGPROB)
+            shape.token_logprobs.append(own)
             # Several tokens may have one text: the likeliest stands for them, but for the sampled one, which is there
             # whether it is among the likeliest or not.
             likeliest: dict[str, float] = {}
             for token, logprob in top:
                 likeliest.setdefault(self._strings.of(token).text, max(logprob, MIN_LOGPROB))
-            likeliest[shape.tokens[-1]] = shape.token_logprobs[-1]
+            likeliest[shape.tokens[-1]] = own
             shape.top_logprobs.append(likeliest)

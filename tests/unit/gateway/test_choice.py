@@ -13,6 +13,7 @@ from scheduler.messages import EmitTokens, FinishReason, TokenLogprobs
 from services.backend.sequence_stream import SequenceFailedError
 from services.gateway.choice import Choice, Piece
 from services.gateway.metrics import GatewayMetrics
+from services.gateway.options import GenerationOptions
 from services.text.incremental_decoder import IncrementalDecoder
 from tests.unit.gateway.test_stop_strings import cut
 from tests.unit.services.test_tokenizer import byte_level
@@ -57,7 +58,8 @@ def read(
 ) -> tuple[Choice, list[Piece], Stream]:
     stream, meter = Stream(rounds, reason), GatewayMetrics().sequence(0.0, 1)
     decoder = IncrementalDecoder(TOKENIZER)
-    choice = Choice(0, stream, decoder, meter, stop=stop, stop_token_ids=asked | {END}, asked_token_ids=asked)
+    options = GenerationOptions(stop=tuple(stop), stop_token_ids=tuple(asked))
+    choice = Choice(0, stream, decoder, meter, options, asked | {END})
 
     async def run() -> list[Piece]:
         return [piece async for piece in choice.pieces()]
