@@ -86,7 +86,7 @@ class ModelSettings(_Frozen):
 
     @property
     def lookup_match(self) -> int | None:
-        """What the draft's engine is told."""
+        """The setting of the draft's engine; None: no lookup."""
         if self.draft_lookup is None:
             return _DEMO_LOOKUP if self.draft_name == DEMO else None
         return self.draft_lookup or None

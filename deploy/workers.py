@@ -70,8 +70,9 @@ def _memory_of(engine: EngineSettings | None, role: Role) -> ModelMemory:
 
 
 def worker_devices(device: str, ranks: Sequence[int]) -> list[str]:
-    """The first device of each worker, of which `ranks` says how many each has, one after the other: `auto` is the GPUs
-    where there are any, `cuda` all GPUs in turn.
+    """The first device of each worker; worker i gets `ranks[i]` consecutive devices.
+
+    `auto` means the GPUs if the machine has any, `cuda` all GPUs.
 
     Raises `UsageError` for a name that is no device or a GPU that is not there, and for workers of several ranks with
     fewer GPUs than ranks.

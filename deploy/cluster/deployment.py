@@ -80,7 +80,7 @@ def report(state: ApplicationState, reporter: Reporter) -> None:
 
 
 def watch(app_name: str, tell: Callable[[str], None], stop: threading.Event) -> None:
-    """Tells whenever the number of replicas that are up changes, until told to stop or the application is gone."""
+    """Reports changes of the number of replicas that are up, until `stop` is set or the application is gone."""
     known: dict[str, tuple[int, int]] = {}
     while not stop.is_set():
         try:

@@ -1,7 +1,7 @@
 """The process that a Ray started by Spool lives in: `python -m deploy.cluster.ray_process '{...}'`.
 
 It reports on standard output in JSON lines, as worker processes do (`ready` with `address`, or `failed` with `error`),
-and stops Ray, with all that runs on it, when it is told to by SIGTERM or SIGINT, or when standard input ends before the
+and stops Ray, with all that runs on it, at SIGTERM or SIGINT, or when standard input ends before the
 line `detach` has come: then whoever started it is gone. Ray's own processes end with it even if it is killed.
 """
 

@@ -1,4 +1,4 @@
-"""Before a pod ends: Ray is told that its node goes, and Serve's replicas on it get the time to hand over."""
+"""Before a pod ends: Ray drains its node, so Serve's replicas there have the time to hand over."""
 
 from __future__ import annotations
 

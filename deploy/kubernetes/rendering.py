@@ -116,7 +116,7 @@ def _gateway_ports(config: SpoolConfig) -> list[dict[str, Any]]:
 
 
 def _ports(config: SpoolConfig) -> Iterator[tuple[str, Any]]:
-    """Of the Service in front of the gateways; gRPC without TLS is HTTP/2 in clear, which proxies must be told."""
+    """Of the Service in front of the gateways; proxies must know that gRPC without TLS is HTTP/2 in clear."""
     encrypted = config.auth.tls is not None
     ports: list[dict[str, Any]] = [{"name": "http", "port": config.gateway.port, "targetPort": "http"}]
     if config.gateway.grpc_port is not None:

@@ -1,4 +1,4 @@
-"""What a process of a cell is told by its parent, and how it runs."""
+"""The task that a parent gives to a process of a cell, and the run of that process."""
 
 from __future__ import annotations
 

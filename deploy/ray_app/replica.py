@@ -33,7 +33,7 @@ class Plan:
 
 
 class SchedulerAddress:
-    """Asks Serve for the address of the current scheduler. Each call asks anew: a successor has another address."""
+    """Asks Serve for the address of the current scheduler. Each call asks again: a successor has another address."""
 
     def __init__(self, scheduler: DeploymentHandle) -> None:
         self._scheduler = scheduler

@@ -53,7 +53,7 @@ class Scheduler:
         return self._address
 
     async def status(self) -> dict[str, Any]:
-        """What it knows of itself and its workers, and why there are so many, as plain data."""
+        """The status of scheduler and workers, and the last autoscaling decision, as plain data."""
         return plain_message(self._server.status()) | {"autoscaling": self._autoscaler.status()}
 
     def reconfigure(self, rules: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""What Serve itself is told: where its proxies listen, and the file for `serve deploy`."""
+"""Options of Serve itself: where its proxies listen, how many replicas there are, and the file for `serve deploy`."""
 
 from __future__ import annotations
 
