@@ -48,9 +48,7 @@ class ScheduleResult:
     faults: Counter[str]
     events: tuple[tuple[Any, ...], ...]
     """Each with its time; equal for two runs of the same seed."""
-    virtual_seconds: float
     tokens: int
-    fenced_replies: int
     structured: int
     """Sequences with a grammar that finished."""
     reused: int
@@ -114,7 +112,6 @@ def run_plan(plan: Plan, rng: random.Random, detailed: bool = False) -> Schedule
         except StandstillError as error:
             world.fail(str(error))
         finally:
-            virtual_seconds = loop.now
             loop.run_until_complete(world.end())
             loop.close()
     if world.failure is not None:
@@ -124,9 +121,7 @@ def run_plan(plan: Plan, rng: random.Random, detailed: bool = False) -> Schedule
         Counter(_kind(call.outcome or "") for call in world.calls),
         world.faults.struck,
         tuple(world.events),
-        virtual_seconds,
         sum(len(call.tokens) for call in world.calls),
-        world.fenced_replies,
         sum(call.outcome in ("stop", "length") for call in world.calls if call.plan.request.sampling.grammar),
         world.reused,
         world.ahead_rows,

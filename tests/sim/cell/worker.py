@@ -62,7 +62,6 @@ class StepWatch:
         if fenced:
             if reply.status not in (worker_pb2.STEP_STATUS_FENCED, worker_pb2.STEP_STATUS_WRONG_EPOCH):
                 world.fail(f"{worker_id} answered a fenced scheduler with status {reply.status}")
-            world.fenced_replies += 1
             self._expect_close(request.scheduler_epoch)
             return
         if reply.status == worker_pb2.STEP_STATUS_INVALID and not (world.network.meddled or self.draining()):

@@ -43,7 +43,6 @@ class World:
         if AUDIT_EVERY and plan.cells == 1 and plan.seed % AUDIT_EVERY == 0:
             self.auditor = self.network.tap = Auditor(loop.time, self.fail)
         self.calls: list[ClientCall] = []
-        self.fenced_replies = 0
         self.reused = 0
         self.ahead_rows = 0
         self.changes: Counter[str] = Counter()
