@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from pathlib import Path
 
 import pytest
@@ -332,3 +333,13 @@ def test_config_commands(file: Path, capsys: pytest.CaptureFixture[str]) -> None
     file.write_text(shown)
     again = load_configuration(file)
     assert (again.models.target, again.engine.kv_memory, again.gateway.port) == ("x", 2 << 30, 8000)
+
+
+def test_a_draft_and_a_target_alone_on_a_machine_each_compute_on_all_its_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _process: {0, 1, 2, 3})
+    pair = load_configuration(None).on_one_machine()
+    assert [pair.threads(role) for role in pair.roles] == [4, 4]
+    three = load_configuration(None, ["groups.target.replicas=3"]).on_one_machine()
+    assert [three.threads(role) for role in three.roles] == [1, 1]
+    given = load_configuration(None, ["groups.target.threads=1"]).on_one_machine()
+    assert given.threads(Role.TARGET) == 1
