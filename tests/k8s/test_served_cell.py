@@ -15,13 +15,14 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from bench.chaos.streams import cases
 from spool_client.v1 import generation_pb2, generation_pb2_grpc
 from tests.k8s.manifests import overlay
 from tests.k8s.monitored import alert_expressions, labels_in, names_in, panel_expressions, relabelled
 from tests.support.command_line import spool
 from tests.support.ports import free_ports
 from tests.support.ray_cluster import RayCluster
-from tests.support.serving import ENGINE, PlainDecoder, requests, stream_all
+from tests.support.serving import ENGINE, PlainDecoder, stream_all
 from tests.support.waiting import LONG, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray]
@@ -107,7 +108,7 @@ def healthy(cell: Cell) -> bool:
 
 
 def test_both_apis_answer_who_shows_a_key(cell: Cell) -> None:
-    asked = requests(4, max_tokens=40)
+    asked = cases(4, max_tokens=40)
     texts = cell.plain(asked)
     assert asyncio.run(stream_all(cell.url, MODEL, asked)) == texts
     with grpc.insecure_channel(f"127.0.0.1:{cell.grpc_port}") as channel:
@@ -135,7 +136,7 @@ def test_a_named_key_has_limits_and_metrics_of_its_own(cell: Cell) -> None:
     assert refused.status_code == 429
     assert refused.json()["error"]["message"].startswith(f"tokens_per_minute of key team is {TOKENS_PER_MINUTE}")
     assert int(refused.headers["retry-after"]) > 60
-    asked = requests(2, max_tokens=20)
+    asked = cases(2, max_tokens=20)
     assert asyncio.run(stream_all(cell.url, MODEL, asked)) == cell.plain(asked)
 
     def output_tokens() -> dict[str, float]:
@@ -154,7 +155,7 @@ def test_a_named_key_has_limits_and_metrics_of_its_own(cell: Cell) -> None:
 
 def test_a_pod_that_ends_hands_over_first(cell: Cell) -> None:
     """The preStop hook of a target's pod while its replica has streams: none of them notices."""
-    asked = requests(4, max_tokens=100)
+    asked = cases(4, max_tokens=100)
     texts = cell.plain(asked)
     (before,) = cell.nodes_of("TargetWorker")
 

@@ -5,16 +5,11 @@ from __future__ import annotations
 # Qwen2.5's, in the form that Hermes 2 Pro began. As with Hermes, results have the names of their functions.
 HERMES = """\
 {%- if tools %}
-    {{- '<|im_start|>system\\n' }}
-    {{- messages[0]['content'] if messages[0]['role'] == 'system' else 'You are a helpful assistant.' }}
-    {{- "\\n\\n# Tools\\n\\nYou may call one or more functions.\\n\\n<tools>" }}
+    {{- "<|im_start|>system\\n# Tools\\n\\n<tools>" }}
     {%- for tool in tools %}
-        {{- "\\n" }}
-        {{- tool | tojson }}
+        {{- "\\n" + tool | tojson }}
     {%- endfor %}
-    {{- "\\n</tools>\\n\\nReturn <tool_call>\\n" }}
-    {{- "{\\"name\\": <function-name>, \\"arguments\\": <args-json-object>}\\n</tool_call>" }}
-    {{- "<|im_end|>\\n" }}
+    {{- "\\n</tools>\\n\\nReturn <tool_call>\\n{\\"name\\": ..., \\"arguments\\": ...}\\n</tool_call><|im_end|>\\n" }}
 {%- endif %}
 {%- for message in messages %}
     {%- if (message.role == "user") or (message.role == "assistant" and not message.tool_calls) %}
@@ -28,11 +23,8 @@ HERMES = """\
             {%- if tool_call.function is defined %}
                 {%- set tool_call = tool_call.function %}
             {%- endif %}
-            {{- '\\n<tool_call>\\n{"name": "' }}
-            {{- tool_call.name }}
-            {{- '", "arguments": ' }}
-            {{- tool_call.arguments | tojson }}
-            {{- '}\\n</tool_call>' }}
+            {{- '\\n<tool_call>\\n{"name": "' + tool_call.name + '", "arguments": ' }}
+            {{- tool_call.arguments | tojson + '}\\n</tool_call>' }}
         {%- endfor %}
         {{- '<|im_end|>\\n' }}
     {%- elif message.role == "tool" %}
@@ -62,14 +54,11 @@ LLAMA3 = """\
     {%- set tools = none %}
 {%- endif %}
 {{- "<|start_header_id|>system<|end_header_id|>\\n\\n" }}
-{%- if builtin_tools is defined %}
-    {{- "<|python_tag|>" }}
-{%- endif %}
+{{- "<|python_tag|>" if builtin_tools is defined }}
 {%- if tools is not none %}
     {{- 'Respond in the format {"name": function name, "parameters": dictionary of argument name and its value}.' }}
     {%- for t in tools %}
-        {{- t | tojson(indent=4) }}
-        {{- "\\n\\n" }}
+        {{- t | tojson(indent=4) + "\\n\\n" }}
     {%- endfor %}
 {%- endif %}
 {{- "<|eot_id|>" }}
@@ -82,16 +71,10 @@ LLAMA3 = """\
             {{- raise_exception("This model only supports single tool-calls at once!") }}
         {%- endif %}
         {%- set tool_call = message.tool_calls[0].function %}
-        {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
-        {{- '{"name": "' + tool_call.name + '", ' }}
-        {{- '"parameters": ' }}
-        {{- tool_call.arguments | tojson }}
-        {{- "}" }}
-        {{- "<|eot_id|>" }}
+        {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n{"name": "' + tool_call.name }}
+        {{- '", "parameters": ' + tool_call.arguments | tojson + "}<|eot_id|>" }}
     {%- elif message.role == "tool" or message.role == "ipython" %}
-        {{- "<|start_header_id|>ipython<|end_header_id|>\\n\\n" }}
-        {{- message.content | tojson }}
-        {{- "<|eot_id|>" }}
+        {{- "<|start_header_id|>ipython<|end_header_id|>\\n\\n" + message.content | tojson + "<|eot_id|>" }}
     {%- endif %}
 {%- endfor %}
 {%- if add_generation_prompt %}
@@ -108,9 +91,8 @@ MISTRAL = """\
             {%- for tool in tools %}
                 {%- set tool = tool.function %}
                 {{- '{"type": "function", "function": ' + tool | tojson + "}" }}
-                {{- ", " if not loop.last else "]" }}
+                {{- ", " if not loop.last else "][/AVAILABLE_TOOLS]" }}
             {%- endfor %}
-            {{- "[/AVAILABLE_TOOLS]" }}
         {%- endif %}
         {{- "[INST] " + message["content"] + "[/INST]" }}
     {%- elif message.tool_calls is defined and message.tool_calls is not none %}
@@ -127,8 +109,8 @@ MISTRAL = """\
     {%- elif message["role"] == "assistant" %}
         {{- " " + message["content"] + eos_token }}
     {%- elif message["role"] == "tool" %}
-        {{- '[TOOL_RESULTS] {"content": ' + message.content|string + ', "call_id": "' + message.tool_call_id + '"}' }}
-        {{- "[/TOOL_RESULTS]" }}
+        {{- '[TOOL_RESULTS] {"content": ' + message.content|string + ', "call_id": "' + message.tool_call_id }}
+        {{- '"}[/TOOL_RESULTS]' }}
     {%- endif %}
 {%- endfor %}
 """

@@ -1,11 +1,10 @@
-"""What the tests of the Ray application serve, and what must come out of it."""
+"""Applications on Ray for tests, and the right answers of their models."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,93 +28,62 @@ from tests.support.ports import free_ports
 from tests.support.ray_cluster import RayCluster
 
 ENGINE = {"page_size": 16, "kv_pages": 512, "max_num_batched_tokens": 96}
-PACED: dict[str, Any] = {
-    "threads": 1,
-    "environment": slow_steps(0.02),
-}
+PACED: dict[str, Any] = {"threads": 1, "environment": slow_steps(0.02)}
 """Workers that leave the processors to others between steps, so that replicas start soon while streams go on."""
 
 
-@dataclass(frozen=True)
-class Ask:
-    """One request. With a `regex`, the answer fits it, and ends with one of the `stop_token_ids`."""
-
-    prompt: str
-    seed: int
-    max_tokens: int
-    temperature: float
-    regex: str = ""
-    stop_token_ids: frozenset[int] = frozenset()
-
-    def sampling(self) -> SamplingParameters:
-        grammar = Grammar(definition("regex", self.regex), self.stop_token_ids) if self.regex else None
-        return SamplingParameters(temperature=self.temperature, seed=self.seed, grammar=grammar)
-
-
-def requests(count: int, max_tokens: int) -> list[Ask]:
-    """Prompts of several lengths, greedy and sampled."""
-    return [
-        Ask(f"{number}) Once upon " * (1 + number % 4), number, max_tokens, 0.8 * (number % 2))
-        for number in range(count)
-    ]
-
-
 class PlainDecoder:
-    """One sequence at a time, one token at a time, by the engine alone; what was asked before is not computed again."""
+    """One sequence at a time, one token at a time, by the engine alone; answers are kept for the next call."""
 
     def __init__(self, folder: Path, dtype: str = "float32", engine: Mapping[str, int] = ENGINE) -> None:
         self._tokenizer = ModelTokenizer(folder)
         settings = EngineSettings(str(folder), dtype=dtype, threads=1, **engine)
         self._executor = TargetStepExecutor(load_target_engine(settings, lambda *_: None))
-        self._answers: dict[Ask, str] = {}
+        self._answers: dict[Case, str] = {}
 
-    def __call__(self, asked: Sequence[Ask]) -> list[str]:
+    def __call__(self, asked: Sequence[Case]) -> list[str]:
         config = SchedulerConfig(batch_size=1, max_running=1, policy=Policy.RAGGED, draft_length=0)
-        sequences = [
-            SequenceRequest(
-                sequence_id=number,
-                prompt=tuple(self._tokenizer.encode(ask.prompt)),
-                max_tokens=ask.max_tokens,
-                stop_token_ids=self._tokenizer.stop_token_ids | ask.stop_token_ids,
-                sampling=ask.sampling(),
-            )
-            for number, ask in enumerate(asked)
-            if ask not in self._answers
-        ]
+        sequences = [self._request(number, case) for number, case in enumerate(asked) if case not in self._answers]
         outputs = run_in_process(config, {"target-0": self._executor}, sequences)
         for number, output in outputs.items():
             self._answers[asked[number]] = self._tokenizer.decode(output.tokens)
-        return [self._answers[ask] for ask in asked]
+        return [self._answers[case] for case in asked]
+
+    def _request(self, number: int, case: Case) -> SequenceRequest:
+        prompt = self._tokenizer.encode(case.prompt) if isinstance(case.prompt, str) else case.prompt
+        ends = frozenset(case.stop_token_ids)
+        grammar = Grammar(definition("regex", case.regex), ends) if case.regex else None
+        return SequenceRequest(
+            sequence_id=number,
+            prompt=tuple(prompt),
+            max_tokens=case.max_tokens,
+            stop_token_ids=self._tokenizer.stop_token_ids | ends,
+            sampling=SamplingParameters(temperature=case.temperature, seed=case.seed, grammar=grammar),
+        )
 
 
 def oracle(plain: PlainDecoder, asked: Sequence[Case]) -> dict[Case, Answer]:
-    """What must be answered, by the engine alone; a token is a character."""
-    texts = plain(
-        [
-            Ask(one.prompt, one.seed, one.max_tokens, one.temperature, one.regex, frozenset(one.stop_token_ids))
-            for one in asked
-        ]
-    )
-    return {case: Answer(text, case.max_tokens) for case, text in zip(asked, texts, strict=True)}
+    """The right answers; a token is a character."""
+    return {case: Answer(text, case.max_tokens) for case, text in zip(asked, plain(asked), strict=True)}
 
 
 async def stream_all(
-    url: str, model: str, asked: Sequence[Ask], on_start: Callable[[], None] | None = None
+    url: str, model: str, asked: Sequence[Case], on_start: Callable[[], None] | None = None
 ) -> list[str]:
     """All at once, as the openai package does it; `on_start` is called when every answer has begun."""
     begun = asyncio.Event()
     waiting = len(asked)
     async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=400) as client:
 
-        async def one(ask: Ask) -> str:
+        async def one(case: Case) -> str:
             nonlocal waiting
             parts: list[str] = []
             stream = await client.completions.create(
                 model=model,
-                prompt=ask.prompt,
-                max_tokens=ask.max_tokens,
-                seed=ask.seed,
-                temperature=ask.temperature,
+                prompt=case.prompt,
+                max_tokens=case.max_tokens,
+                seed=case.seed,
+                temperature=case.temperature,
                 stream=True,
             )
             async for chunk in stream:
@@ -126,7 +94,7 @@ async def stream_all(
                 parts += [choice.text for choice in chunk.choices]
             return "".join(parts)
 
-        answers = [asyncio.create_task(one(ask)) for ask in asked]
+        answers = [asyncio.create_task(one(case)) for case in asked]
         if on_start is not None:
             await begun.wait()
             await asyncio.to_thread(on_start)

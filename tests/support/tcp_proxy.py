@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 
 class TcpProxy:
-    """Hands on whatever comes to `address` to the one behind it, and back."""
+    """Forwards connections to the server at `behind`, both ways."""
 
     def __init__(self, behind: str) -> None:
         self._behind = behind
@@ -20,24 +20,38 @@ class TcpProxy:
         self.connections = 0
 
     def cut(self) -> int:
-        """Resets every connection; new ones are taken. Returns how many there were."""
+        """Resets every connection; new ones are accepted. Returns how many connections there were."""
         cut = len(self._open) // 2
         for writer in self._open:
             writer.transport.abort()
         return cut
 
     def lead_to(self, behind: str) -> None:
-        """Where new connections go."""
+        """New connections go to the server at `behind`."""
         self._behind = behind
 
     def hold(self) -> None:
-        """Nothing passes any more, and nothing is closed."""
+        """Stops the flow on all connections without closing them."""
         self._flowing.clear()
 
     def release(self) -> None:
         self._flowing.set()
 
-    async def _take(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    @asynccontextmanager
+    async def listening(self) -> AsyncIterator[None]:
+        server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        host, port = server.sockets[0].getsockname()[:2]
+        self.address = f"{host}:{port}"
+        try:
+            yield
+        finally:
+            server.close()
+            self.cut()
+            for pump in list(self._pumps):
+                pump.cancel()
+            await asyncio.gather(*self._pumps, return_exceptions=True)
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         host, _, port = self._behind.rpartition(":")
         try:
             other_reader, other_writer = await asyncio.open_connection(host, int(port))
@@ -67,14 +81,5 @@ class TcpProxy:
 @asynccontextmanager
 async def tcp_proxy(behind: str) -> AsyncIterator[TcpProxy]:
     proxy = TcpProxy(behind)
-    server = await asyncio.start_server(proxy._take, "127.0.0.1", 0)
-    host, port = server.sockets[0].getsockname()[:2]
-    proxy.address = f"{host}:{port}"
-    try:
+    async with proxy.listening():
         yield proxy
-    finally:
-        server.close()
-        proxy.cut()
-        for pump in list(proxy._pumps):
-            pump.cancel()
-        await asyncio.gather(*proxy._pumps, return_exceptions=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,6 +15,7 @@ import pytest
 from protos import scheduler_pb2
 from scheduler.config import SchedulerConfig
 from services.gateway.settings import GatewaySettings
+from services.text.tokenizer import ModelTokenizer
 from tests.integration.gateway.expected import (
     BAD_SCHEMAS,
     CHAT,
@@ -26,7 +28,7 @@ from tests.integration.gateway.expected import (
     Recorder,
     message_of,
 )
-from tests.support.gateway import MODEL, Gateways, Served, stand_in_gateways
+from tests.support.gateway import MODEL, Gateways, Served, save_tokenizer, stand_in_gateways
 from tests.support.stand_in_worker import ROW_FAILS, VOCABULARY
 
 Bad = list[tuple[dict[str, Any], str | None, str]]
@@ -233,6 +235,14 @@ def test_structures_need_a_tokenizer(gateways: Gateways) -> None:
     with gateways.serve(backend=NoTokenizer(gateways)) as served, httpx.Client(base_url=served.url) as http:
         body = {"prompt": "a", "response_format": {"type": "json_object"}}
         refuse(http, "completions", body, "response_format", "response_format needs a model with a tokenizer")
+
+
+def test_chats_need_a_template(gateways: Gateways, tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<0>"}', encoding="utf-8")
+    tokenizer = ModelTokenizer(tmp_path)
+    with gateways.serve(tokenizer=tokenizer) as served, httpx.Client(base_url=served.url) as http:
+        refuse(http, "chat/completions", {"messages": CHAT}, "messages", "no chat template")
 
 
 def test_harmless_fields_of_other_servers_are_accepted(http: httpx.Client) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import random
 from collections.abc import Callable, Iterator
@@ -16,10 +17,12 @@ import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from bench.chaos.application import Application
+from bench.chaos.streams import Case, Protocol, cases, streaming
 from spool_client.v1 import generation_pb2, generation_pb2_grpc
 from tests.support.command_line import spool
 from tests.support.ray_cluster import RayCluster
-from tests.support.serving import ENGINE, Ask, PlainDecoder, requests, served_on, stream_all
+from tests.support.serving import ENGINE, PlainDecoder, served_on, stream_all
 from tests.support.waiting import LONG, wait_until
 
 MODEL = "tiny"
@@ -34,8 +37,11 @@ class Served:
 
     cluster: RayCluster
     plain: PlainDecoder
-    url: str
-    grpc_port: int
+    application: Application
+
+    @property
+    def url(self) -> str:
+        return self.application.url
 
     def replicas(self, deployment: str) -> list[dict[str, Any]]:
         """The live actors of a deployment."""
@@ -48,18 +54,13 @@ class Served:
         workers = status["workers"] if status is not None else []
         return [one for one in workers if one["role"] == f"ROLE_{role}" and one["state"] == "WORKER_STATE_IN_USE"]
 
-    def stream(self, asked: list[Ask], on_start: Callable[[], None] | None = None) -> list[str]:
+    def stream(self, asked: list[Case], on_start: Callable[[], None] | None = None) -> list[str]:
         return asyncio.run(stream_all(self.url, MODEL, asked, on_start))
 
 
 @pytest.fixture(scope="module")
-def plain(tiny_pair: tuple[Path, Path]) -> PlainDecoder:
-    return PlainDecoder(tiny_pair[0])
-
-
-@pytest.fixture(scope="module")
 def served(
-    ray_cluster: RayCluster, tiny_pair: tuple[Path, Path], plain: PlainDecoder, tmp_path_factory: pytest.TempPathFactory
+    ray_cluster: RayCluster, tiny_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
     target, draft = tiny_pair
     configuration = {
@@ -88,8 +89,7 @@ def served(
     ):
         again = spool("serve", "--config", folder / "spool.yaml", environment=application.environment)
         assert (again.code, "is served already" in again.err) == (2, True)
-        grpc_port = int(application.grpc_address.rpartition(":")[2])
-        yield Served(cluster, plain, application.url, grpc_port)
+        yield Served(cluster, PlainDecoder(target), application)
         ended = spool("down", environment=application.environment)
         assert ended.code == 0, ended.err
         wait_until(
@@ -97,15 +97,13 @@ def served(
         )
 
 
-def test_drafts_and_targets_sit_on_the_nodes_made_for_them(served: Served) -> None:
+def test_workers_sit_on_the_nodes_made_for_them_and_only_they_load_torch(served: Served) -> None:
     drafts, targets = served.replicas("DraftWorker"), served.replicas("TargetWorker")
     assert [one["resources"] for one in drafts] == [["small_gpu"]] * 2
     assert [one["resources"] for one in targets] == [["large_gpu"]] * 2
     assert len({one["node"] for one in drafts}) == 1
     assert len({one["node"] for one in targets}) == 2
 
-
-def test_gateways_and_scheduler_have_not_loaded_torch(served: Served) -> None:
     def loaded(deployment: str) -> list[bool]:
         processes = [one["process_id"] for one in served.replicas(deployment)]
         return ["libtorch" in Path(f"/proc/{process}/maps").read_text() for process in processes]
@@ -116,7 +114,7 @@ def test_gateways_and_scheduler_have_not_loaded_torch(served: Served) -> None:
 
 
 def test_answers_are_plain_decoding_over_both_targets(served: Served) -> None:
-    asked = requests(8, max_tokens=200)
+    asked = cases(8, max_tokens=200)
     busy: set[str] = set()
 
     def look() -> None:
@@ -144,7 +142,7 @@ def test_rays_own_metrics_have_every_figure_once(served: Served) -> None:
             if sample.name == f"ray_{name}"
         ]
 
-    asked = requests(4, max_tokens=50)
+    asked = cases(4, max_tokens=50)
     served.stream(asked)
     # No client has gone away so far, so what was generated was delivered.
     generated = served.cluster.scheduler()["throughput"]["tokens"]
@@ -181,54 +179,36 @@ def test_logs_and_traces_of_gateway_and_scheduler_name_the_request(served: Serve
 
 
 def test_two_gateways_on_one_node_share_the_grpc_port(served: Served) -> None:
-    asked = requests(1, max_tokens=8)
-    channels = [
-        # Channels with the same options would share one connection.
-        grpc.insecure_channel(f"127.0.0.1:{served.grpc_port}", [("grpc.use_local_subchannel_pool", 1)])
-        for _ in range(24)
-    ]
-    request = generation_pb2.GenerateRequest(model=MODEL, text=asked[0].prompt, max_tokens=8, temperature=0)
-    texts = {
-        generation_pb2_grpc.GenerationServiceStub(channel).Generate(request).choices[0].text for channel in channels
-    }
-    assert texts == set(served.plain(asked))
+    address = served.application.grpc_address
+    # Channels with the same options would share one connection.
+    channels = [grpc.insecure_channel(address, [("grpc.use_local_subchannel_pool", 1)]) for _ in range(24)]
+    [asked] = cases(1, max_tokens=8)
+    request = generation_pb2.GenerateRequest(model=MODEL, text=str(asked.prompt), max_tokens=8, temperature=0)
+    stubs = [generation_pb2_grpc.GenerationServiceStub(channel) for channel in channels]
+    texts = {stub.Generate(request).choices[0].text for stub in stubs}
+    assert texts == set(served.plain([asked]))
+    port = int(address.rpartition(":")[2])
     for gateway in served.replicas("Gateway"):
         connections = psutil.Process(gateway["process_id"]).net_connections("tcp")
-        taken = [one for one in connections if one.status == "ESTABLISHED" and one.laddr.port == served.grpc_port]
+        taken = [one for one in connections if one.status == "ESTABLISHED" and one.laddr.port == port]
         assert taken, "the kernel gave one of the gateways no connection"
     for channel in channels:
         channel.close()
 
 
 def test_clients_that_go_away_leave_nothing(served: Served) -> None:
-    asked = requests(60, max_tokens=300)
+    asked = cases(60, max_tokens=300)
     rng = random.Random(1)
-    delays = [rng.uniform(0, 1.5) for _ in asked]
-
-    async def over_http(client: httpx.AsyncClient, ask: Ask) -> None:
-        body = {"model": MODEL, "prompt": ask.prompt, "max_tokens": ask.max_tokens, "seed": ask.seed, "stream": True}
-        async with client.stream("POST", "/v1/completions", json=body) as response:
-            async for _ in response.aiter_lines():
-                pass
-
-    async def over_grpc(stub: generation_pb2_grpc.GenerationServiceStub, ask: Ask) -> None:
-        request = generation_pb2.GenerateRequest(model=MODEL, text=ask.prompt, max_tokens=ask.max_tokens, seed=ask.seed)
-        async for _ in stub.GenerateStream(request):
-            pass
 
     async def run() -> int:
-        async with (
-            httpx.AsyncClient(base_url=served.url, timeout=LONG) as client,
-            grpc.aio.insecure_channel(f"127.0.0.1:{served.grpc_port}") as channel,
-        ):
-            stub = generation_pb2_grpc.GenerationServiceStub(channel)
-            calls = [
-                asyncio.create_task(over_grpc(stub, ask) if number % 2 else over_http(client, ask))
-                for number, ask in enumerate(asked)
-            ]
+        async with streaming(served.application) as client:
             loop = asyncio.get_running_loop()
-            for call, delay in zip(calls, delays, strict=True):
-                loop.call_later(delay, call.cancel)
+            calls = [
+                asyncio.create_task(client.ask(case, protocol))
+                for case, protocol in zip(asked, itertools.cycle(Protocol), strict=False)
+            ]
+            for call in calls:
+                loop.call_later(rng.uniform(0, 1.5), call.cancel)
             outcomes = await asyncio.gather(*calls, return_exceptions=True)
             return sum(isinstance(outcome, asyncio.CancelledError) for outcome in outcomes)
 

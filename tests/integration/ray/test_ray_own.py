@@ -19,21 +19,22 @@ import httpx
 import psutil
 import pytest
 
+from bench.chaos.streams import cases
 from tests.support.command_line import spool, started
 from tests.support.ports import free_ports
 from tests.support.ray_cluster import PRIORITY, end, processes_of
-from tests.support.serving import ENGINE, PlainDecoder, requests, stream_all
+from tests.support.serving import ENGINE, PlainDecoder, stream_all
 from tests.support.waiting import LONG, wait_until
 
 ROOT = Path(__file__).parents[3]
 MODEL = "tiny"
 
-pytestmark = pytest.mark.ray
+pytestmark = [pytest.mark.slow, pytest.mark.ray]
 
 
 @dataclass(frozen=True)
 class OwnRay:
-    """Where `spool serve` keeps its own things in a test, and what it is told."""
+    """Environment and options of `spool serve`, and where it listens."""
 
     environment: dict[str, str]
     options: tuple[str, ...]
@@ -60,10 +61,9 @@ def own_ray(tmp_path: Path) -> Iterator[OwnRay]:
             end(own.left())
 
 
-@pytest.mark.slow
 def test_serve_until_interrupted(own_ray: OwnRay, tiny_pair: tuple[Path, Path]) -> None:
     target, _ = tiny_pair
-    asked = requests(2, max_tokens=20)
+    asked = cases(2, max_tokens=20)
     models = ("--set", f"models={{target: {target}, draft: ngram, dtype: float32, served_model_name: {MODEL}}}")
     command = ("serve", *own_ray.options, *models, "--set", f"engine={json.dumps(ENGINE)}")
     with started(*command, environment=own_ray.environment) as process:
@@ -76,9 +76,6 @@ def test_serve_until_interrupted(own_ray: OwnRay, tiny_pair: tuple[Path, Path]) 
         assert f"HTTP  {own_ray.url}/v1" in told, told
         assert asyncio.run(stream_all(own_ray.url, MODEL, asked)) == PlainDecoder(target)(asked)
         assert httpx.get(f"{own_ray.url}/-/routes", timeout=LONG).status_code == 404
-        assert spool("serve", *own_ray.options, environment=own_ray.environment).err == (
-            "spool: spool is served already (`spool down` stops it; ray.app_name names another)\n"
-        )
         logs = spool("logs", "targetworker", "--tail", "5", environment=own_ray.environment)
         assert (logs.code, "INFO deploy.ray_app.worker: " in logs.out) == (0, True), logs.err + logs.out
         process.send_signal(signal.SIGINT)
@@ -103,9 +100,6 @@ def documented_programs(own: OwnRay) -> dict[str, list[str]]:
 
 def test_the_demo_detached(own_ray: OwnRay) -> None:
     environment = own_ray.environment
-    fetched = spool("models", "fetch", "demo", environment=environment)
-    if fetched.code != 0:
-        pytest.skip(f"the demo model is not to be had: {fetched.err}")
     ended = spool("serve", "--detach", *own_ray.options, environment=environment)
     assert ended.code == 0, ended.err
     assert "curl http" in ended.err

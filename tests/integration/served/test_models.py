@@ -6,20 +6,15 @@ import itertools
 import json
 import math
 import re
-import string
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, Literal
 
 import jsonschema
 import openai
 import pytest
-import tokenizers
 from pydantic import BaseModel, ConfigDict, Field
-from tokenizers import Regex, decoders, pre_tokenizers
-from tokenizers.models import WordLevel
 
 from engine.models.fetching import fetch_model
 from engine.models.loading import load_draft_engine, load_target_engine
@@ -29,8 +24,9 @@ from scheduler.messages import Role
 from services.text.tokenizer import ModelTokenizer
 from services.worker.executor import DraftStepExecutor, TargetStepExecutor
 from tests.support.cells import running_cell
+from tests.support.command_line import save_tokenizer
 from tests.support.gateway import Gateways
-from tests.support.tiny_models import VOCABULARY, save_tiny_pair
+from tests.support.tiny_models import save_tiny_pair
 from tests.unit.gateway.test_stop_strings import cut
 
 pytestmark = pytest.mark.slow
@@ -62,21 +58,7 @@ SAMPLED: dict[str, Any] = {
     "max_tokens": 60,
     "temperature": 0.8,
     "seed": 11,
-    # No end token.
-    "logit_bias": {str(VOCABULARY - 1): -100},
 }
-
-
-def save_tokenizer(folder: Path) -> None:
-    """A tokenizer whose tokens are the characters of a keyboard."""
-    letters = [letter for letter in string.printable if letter not in "\r\x0b\x0c"][: VOCABULARY - 1]
-    words = {letter: index for index, letter in enumerate([*letters, "<end>"])}
-    tokenizer = tokenizers.Tokenizer(WordLevel(words, unk_token=" "))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("[\\s\\S]"), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    tokenizer.add_special_tokens(["<end>"])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<end>"}), encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
@@ -138,12 +120,6 @@ def test_stop_strings_inside_accepted_runs(tiny: openai.OpenAI) -> None:
         assert (done.choices[0].text, done.usage.completion_tokens) == (expected, len(expected + stop))
         total += accepted(done)
     assert total > 20
-
-
-def test_chat_needs_a_template(tiny: openai.OpenAI) -> None:
-    [model] = tiny.models.list().data
-    with pytest.raises(openai.BadRequestError, match="no chat template"):
-        tiny.chat.completions.create(model=model.id, messages=[{"role": "user", "content": "hi"}])
 
 
 # --- structured output of the demo models -----------------------------------------------------------------------------

@@ -15,10 +15,11 @@ import psutil
 import pytest
 import yaml
 
+from bench.chaos.streams import cases
 from spool_client import Client, GenerateRequest
 from tests.support.command_line import SPOOL, spool, started
 from tests.support.ports import free_ports
-from tests.support.serving import ENGINE, PACED, PlainDecoder, requests, stream_all
+from tests.support.serving import ENGINE, PACED, PlainDecoder, stream_all
 from tests.support.waiting import LONG, wait_until
 
 pytestmark = pytest.mark.slow
@@ -92,7 +93,7 @@ def plain(tiny_pair: tuple[Path, Path]) -> PlainDecoder:
 
 
 def test_it_answers_as_the_engine_alone(served: NoRay, plain: PlainDecoder) -> None:
-    asked = requests(4, max_tokens=16)
+    asked = cases(4, max_tokens=16)
     assert asyncio.run(stream_all(served.url, MODEL, asked)) == plain(asked)
     with Client(served.address) as client:
         answer = client.generate(GenerateRequest(text=asked[0].prompt, max_tokens=16, temperature=0))
@@ -101,7 +102,7 @@ def test_it_answers_as_the_engine_alone(served: NoRay, plain: PlainDecoder) -> N
 
 @pytest.mark.parametrize("name", ["target-0", "scheduler"])
 def test_what_dies_is_started_again_and_streams_go_on(served: NoRay, plain: PlainDecoder, name: str) -> None:
-    asked = requests(3, max_tokens=60)
+    asked = cases(3, max_tokens=60)
     before = served.process_id(name)
     answers = asyncio.run(stream_all(served.url, MODEL, asked, on_start=lambda: served.kill(name)))
     assert answers == plain(asked)
@@ -113,7 +114,7 @@ def test_what_dies_is_started_again_and_streams_go_on(served: NoRay, plain: Plai
 def test_a_gateway_is_started_again(served: NoRay, plain: PlainDecoder) -> None:
     served.kill("gateway-0")
     served.told.wait_for("gateway-0: up", times=2)
-    asked = requests(2, max_tokens=8)
+    asked = cases(2, max_tokens=8)
     assert asyncio.run(stream_all(served.url, MODEL, asked)) == plain(asked)
 
 
