@@ -49,7 +49,7 @@ WHAT_FAULTS_DO: dict[str, tuple[tuple[str, ...], int]] = {
 """Events that there are at least so many of in four schedules."""
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("kind", [*FAULTS, HANGING, SPORADIC, TRUNCATED])
 def test_one_kind_of_fault_breaks_no_rule(kind: str) -> None:
     """And it does what it is for."""
