@@ -16,6 +16,7 @@ from scheduler.messages import Role
 from services.launch.launcher import ProcessStartError, RunningWorker, WorkerLaunch, WorkerLauncher
 from services.observability.observer import ServiceObserver
 from services.rpc.channel_security import ChannelSecurity, random_token
+from services.scheduler.epochs import EpochAuthority, MemoryRegister
 from services.scheduler.service import SchedulerService
 from services.scheduler.workers.pairing import PairingError
 from services.scheduler.workers.worker_link import LinkOptions, WorkerEndpoint, WorkerUnreachableError
@@ -37,7 +38,7 @@ class Cell:
         # Loopback is open to every user of the machine.
         self.security = ChannelSecurity(token=random_token())
         self._workers: dict[str, RunningWorker] = {}
-        self._scheduler_epoch = 0
+        self._epochs = EpochAuthority(MemoryRegister())
         self._last_death = ""
 
     def add(self, workers: Iterable[RunningWorker]) -> None:
@@ -56,11 +57,10 @@ class Cell:
         links = LinkOptions(
             connect_timeout=_CONNECT_SECONDS, step_timeout=_STEP_SECONDS, silence_timeout=_SILENCE_SECONDS
         )
-        # Workers obey the scheduler with the highest epoch.
-        self._scheduler_epoch += 1
+        epoch = await self._epochs.claim()
         async with SchedulerService(
             config,
-            scheduler_epoch=self._scheduler_epoch,
+            scheduler_epoch=epoch,
             link_options=links,
             security=self.security,
             observers=observers,
