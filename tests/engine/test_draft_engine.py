@@ -177,7 +177,7 @@ def test_rounds_with_lookup_keep_the_models_kv_right(folder: Path, sampling: Sam
             engine.pool.truncate(table, len(history) + min(accepted, 3))
             known.truncate(table.length)
             history += [*outcome.tokens[:accepted], rng.choice(history[:9])]
-    assert looked_up > 8
+    assert looked_up > 4
     assert drafted > 8
     engine.pool.check_conservation(tables)
 
