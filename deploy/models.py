@@ -9,11 +9,12 @@ from pathlib import Path
 from deploy.errors import RunError, UsageError
 from deploy.options import DEMO, NGRAM, NO_DRAFT, ModelSettings
 from deploy.progress import Reporter, error_console, reporting
+from engine.errors import TokenizerError
 from engine.models.demo import DemoBuildError
 from engine.models.fetching import fetch_model
 from engine.models.source import ModelNotFoundError, resolve_model
 from scheduler.messages import Role
-from services.text.tokenizer import ModelTokenizer, TokenizerError
+from services.text.tokenizer import ModelTokenizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,10 @@ class UnsupportedModelError(EngineError):
     """The model needs something that the paged engine does not do (sliding windows, soft caps, attention sinks ...)."""
 
 
+class TokenizerError(EngineError, ValueError):
+    """The folder holds no usable tokenizer; the message names the file."""
+
+
 class UnsupportedProcessorError(EngineError):
     """The settings ask for an instruction set that this processor does not have."""
 

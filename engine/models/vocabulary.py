@@ -1,13 +1,20 @@
-"""What makes two tokenizers the same for speculation: their token-to-id tables."""
+"""A model folder's tokenizer, and what makes two tokenizers the same for speculation: their token-to-id tables."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
+
+from engine.errors import TokenizerError
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 def vocabulary_digest(table: Mapping[str, int]) -> bytes:
@@ -34,10 +41,76 @@ class Vocabulary:
     size: int
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """Empty where the file is missing. Raises TokenizerError."""
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise TokenizerError(f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise TokenizerError(f"{path} holds a JSON {type(content).__name__}, must be an object")
+    return content
+
+
+def tokenizer_settings(folder: Path) -> dict[str, Any]:
+    """What tokenizer_config.json says, and where it has no `added_tokens_decoder` the two older files, as in
+    transformers. Raises TokenizerError."""
+    settings = read_json(folder / "tokenizer_config.json")
+    if "added_tokens_decoder" not in settings:
+        settings.update(read_json(folder / "special_tokens_map.json"))
+        added = read_json(folder / "added_tokens.json")
+        special = {token.content for token in _special_tokens(settings)}
+        settings["added_tokens_decoder"] = {
+            number: {"content": text, "special": text in special, "normalized": text not in special}
+            for text, number in added.items()
+        }
+    return settings
+
+
+def named_tokens(settings: Mapping[str, Any]) -> dict[str, str | None]:
+    """The special tokens that have a name (`bos_token`, ...); None for those that the model says it has not."""
+    extra = settings.get("extra_special_tokens")
+    named = {name: value for name, value in settings.items() if name.endswith("_token")}
+    named |= extra if isinstance(extra, dict) else {}
+    found = {name: value.get("content") if isinstance(value, dict) else value for name, value in named.items()}
+    return {name: value for name, value in found.items() if value is None or isinstance(value, str)}
+
+
 def read_tokenizer(folder: Path) -> Tokenizer | None:
-    """None where the folder has none."""
+    """None where the folder has none. With the tokens that only the settings name, as in transformers; raises
+    TokenizerError."""
     path = folder / "tokenizer.json"
-    return Tokenizer.from_file(str(path)) if path.is_file() else None
+    if not path.is_file():
+        return None
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing more special
+        raise TokenizerError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
+    settings = tokenizer_settings(folder)
+    known = {token.content for token in tokenizer.get_added_tokens_decoder().values()}
+    numbered = sorted(settings["added_tokens_decoder"].items(), key=lambda entry: int(entry[0]))
+    added = [token for token in (_added_token(entry) for _, entry in numbered) if token.content not in known]
+    known |= {token.content for token in added}
+    added += [token for token in _special_tokens(settings) if token.content not in known]
+    tokenizer.add_tokens(added)
+    return tokenizer
+
+
+def _special_tokens(settings: Mapping[str, Any]) -> list[AddedToken]:
+    extra = settings.get("extra_special_tokens", settings.get("additional_special_tokens")) or ()
+    entries = [settings.get(name) for name in _NAMED] + list(extra.values() if isinstance(extra, dict) else extra)
+    return [_added_token(entry) for entry in entries if entry]
+
+
+def _added_token(entry: object) -> AddedToken:
+    if isinstance(entry, str):
+        return AddedToken(entry, special=True)
+    if not isinstance(entry, Mapping) or not isinstance(entry.get("content"), str):
+        raise TokenizerError(f"a special token of the tokenizer is {entry!r}, must be a text or an object with content")
+    flags = {name: bool(entry[name]) for name in ("single_word", "lstrip", "rstrip", "normalized") if name in entry}
+    return AddedToken(entry["content"], special=entry.get("special", True), **flags)
 
 
 def read_vocabulary(folder: Path, embedding_rows: int) -> Vocabulary:

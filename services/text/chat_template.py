@@ -38,14 +38,20 @@ class ChatTemplate:
     Templates come with models and are not trusted: they run in jinja2's immutable sandbox. Raises ChatTemplateError.
     """
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+    def __init__(self, source: str, special_tokens: Mapping[str, str | None]) -> None:
+        """None for a special token that the model is known not to have: its text is empty."""
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
+            trim_blocks=True,
+            lstrip_blocks=True,
+            undefined=_UnknownToken,
+            extensions=[_GenerationTag, jinja2.ext.loopcontrols],
         )
         environment.filters["tojson"] = _to_json
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = _strftime_now
-        self._special_tokens = dict(special_tokens)
+        self._special_tokens = {
+            name: jinja2.Undefined(name=name) if text is None else text for name, text in special_tokens.items()
+        }
         try:
             self._template = environment.from_string(source)
             names = environment.parse(source).find_all(jinja2.nodes.Name)
@@ -92,6 +98,15 @@ class ChatTemplate:
         except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
             # A template fails in many ways on messages of a form that its author did not foresee.
             raise ChatTemplateError(f"the model's chat template fails on the messages: {_line(error)}") from error
+
+
+class _UnknownToken(jinja2.Undefined):
+    """A special token of which the model's files say nothing may be asked for, but not written."""
+
+    def __str__(self) -> str:
+        if self._undefined_name in ("bos_token", "eos_token", "pad_token", "unk_token"):
+            raise jinja2.UndefinedError(f"no file of the model says what {self._undefined_name} is")
+        return super().__str__()
 
 
 class _GenerationTag(jinja2.ext.Extension):

@@ -9,7 +9,16 @@ from typing import Any
 
 import tokenizers
 
-from engine.models.vocabulary import vocabulary_digest, vocabulary_size
+from engine.errors import TokenizerError
+from engine.models.vocabulary import (
+    TOKENIZER_FILES,
+    named_tokens,
+    read_json,
+    read_tokenizer,
+    tokenizer_settings,
+    vocabulary_digest,
+    vocabulary_size,
+)
 from services.text.chat_template import ChatTemplate, ChatTemplateError
 from services.text.incremental_decoder import IncrementalDecoder
 
@@ -17,11 +26,7 @@ from services.text.incremental_decoder import IncrementalDecoder
 _DEFAULT_TEMPLATE, _TOOL_TEMPLATE = "default", "tool_use"
 
 # The files that are fetched of a model on the hub: no weights.
-_HUB_FILES = ("tokenizer.json", "tokenizer_config.json", "config.json", "generation_config.json", "*.jinja")
-
-
-class TokenizerError(ValueError):
-    """The folder holds no usable tokenizer; the message names the file."""
+_HUB_FILES = (*TOKENIZER_FILES, "config.json", "generation_config.json", "*.jinja")
 
 
 class ModelTokenizer:
@@ -33,26 +38,23 @@ class ModelTokenizer:
     def __init__(self, folder: Path, chat_template: str | None = None) -> None:
         """`chat_template` takes the place of the folder's own."""
         self.folder = folder
-        path = folder / "tokenizer.json"
-        if not path.is_file():
+        tokenizer = read_tokenizer(folder)
+        if tokenizer is None:
             raise TokenizerError(f"{folder} holds no tokenizer.json")
-        try:
-            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises nothing more special
-            raise TokenizerError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
+        self._tokenizer = tokenizer
         # Some files set these for training; prompts are neither truncated nor padded.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._config = _read_json(folder / "tokenizer_config.json")
+        settings = tokenizer_settings(folder)
         table = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocabulary_size = vocabulary_size(table)
         self.vocabulary_digest = vocabulary_digest(table)
-        self.special_tokens = _special_tokens(self._config)
+        self.special_tokens = named_tokens(settings)
         added = self._tokenizer.get_added_tokens_decoder().values()
         self.special_texts = frozenset(token.content for token in added if token.special)
         """The texts of the tokens that decoding skips."""
         self.stop_token_ids = self._stop_token_ids(folder)
-        own = _chat_template_sources(folder, self._config)
+        own = _chat_template_sources(folder, settings)
         self._chat_sources = own if chat_template is None else {_DEFAULT_TEMPLATE: chat_template}
         self._chat_templates: dict[str, ChatTemplate] = {}
         self._showing: dict[frozenset[str], tokenizers.Tokenizer] = {}
@@ -129,7 +131,7 @@ class ModelTokenizer:
         """The end tokens named by the generation settings, or else by the model's, and by the tokenizer's settings."""
         stops: set[int] = set()
         for name in ("generation_config.json", "config.json"):
-            found = _read_json(folder / name).get("eos_token_id")
+            found = read_json(folder / name).get("eos_token_id")
             if found is not None:
                 stops.update(found if isinstance(found, list) else [found])
                 break
@@ -161,15 +163,6 @@ def load_tokenizer(model: str) -> ModelTokenizer:
         raise TokenizerError(f"{model}: no such folder, and the hub did not give it: {reason}") from error
 
 
-def _special_tokens(config: Mapping[str, Any]) -> dict[str, str]:
-    tokens = {}
-    for name, value in config.items():
-        content = value.get("content") if isinstance(value, dict) else value
-        if name.endswith("_token") and isinstance(content, str):
-            tokens[name] = content
-    return tokens
-
-
 def _chat_template_sources(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """By name; none where there is no default one."""
     sources: dict[str, str] = {}
@@ -186,15 +179,3 @@ def _chat_template_sources(folder: Path, config: Mapping[str, Any]) -> dict[str,
         if file.is_file():
             sources[name] = file.read_text(encoding="utf-8")
     return sources if _DEFAULT_TEMPLATE in sources else {}
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise TokenizerError(f"{path} is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise TokenizerError(f"{path} holds a JSON {type(content).__name__}, must be an object")
-    return content

@@ -11,12 +11,14 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from engine.errors import TokenizerError
 from engine.models.vocabulary import vocabulary_digest
 from services.text.chat_template import ChatTemplate, ChatTemplateError
 from services.text.incremental_decoder import IncrementalDecoder
-from services.text.tokenizer import ModelTokenizer, TokenizerError, load_tokenizer
+from services.text.tokenizer import ModelTokenizer, load_tokenizer
 from tests.support.decoder_oracle import OracleDecoder
 
 TEMPLATE = """\
@@ -132,6 +134,59 @@ def test_template_file_comes_before_the_settings(folder: Path) -> None:
     assert ModelTokenizer(folder).render_chat([{}, {}]) == "<start>2"
 
 
+SPOKEN = "{{ bos_token }}{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+SPECIAL = {"content": "<end>", "lstrip": False, "rstrip": False, "single_word": False, "normalized": False}
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"special_tokens_map.json": {"bos_token": "<start>", "eos_token": SPECIAL}},
+        {"special_tokens_map.json": {"bos_token": "<s>", "eos_token": "th", "additional_special_tokens": ["<x>"]}},
+        {
+            "special_tokens_map.json": {"bos_token": "<s>", "eos_token": "</s>"},
+            "added_tokens.json": {"</s>": 260, "<s>": 259, "<more>": 261},
+        },
+        {
+            "tokenizer_config.json": {"bos_token": "<start>", "eos_token": "a", "extra_special_tokens": ["<x>", "<y>"]},
+            "special_tokens_map.json": {"eos_token": "<end>"},
+        },
+        {
+            "tokenizer_config.json": {
+                "bos_token": "<start>",
+                "eos_token": "<end>",
+                "added_tokens_decoder": {"259": SPECIAL | {"content": "<more>", "special": False}},
+            },
+            "special_tokens_map.json": {"bos_token": "<end>", "eos_token": "<start>"},
+            "added_tokens.json": {"<x>": 259},
+        },
+        {"tokenizer_config.json": {"bos_token": None, "eos_token": "<end>"}},
+    ],
+)
+def test_the_tokens_of_all_files_are_those_of_transformers(folder: Path, files: dict[str, dict[str, Any]]) -> None:
+    write(folder, "tokenizer_config.json", {})
+    for name, content in files.items():
+        write(folder, name, content)
+    theirs, ours = PreTrainedTokenizerFast.from_pretrained(folder), ModelTokenizer(folder)
+    theirs.chat_template = SPOKEN
+    write(folder, "chat_template.jinja", SPOKEN)
+    messages = [{"role": "user", "content": "the <x></s><s><start><more><y>"}]
+    ids = theirs.apply_chat_template(messages, return_dict=False)
+    assert ModelTokenizer(folder).encode_chat(messages) == ids
+    assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+    assert ours.vocabulary_digest == vocabulary_digest(theirs.get_vocab())
+    assert ours.stop_token_ids == {theirs.eos_token_id}
+
+
+def test_a_special_token_that_no_file_names_is_not_left_out_of_a_prompt(folder: Path) -> None:
+    write(folder, "tokenizer_config.json", {"eos_token": "<end>"})
+    write(folder, "chat_template.jinja", SPOKEN)
+    with pytest.raises(ChatTemplateError, match="no file of the model says what bos_token is"):
+        ModelTokenizer(folder).render_chat([{"role": "user", "content": "a"}])
+    write(folder, "chat_template.jinja", "{% if bos_token is defined %}{{ bos_token }}{% endif %}" + SPOKEN[15:])
+    assert ModelTokenizer(folder).render_chat([{"role": "user", "content": "a"}]) == "a<end>"
+
+
 def test_named_templates_and_none(folder: Path) -> None:
     named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
     write(folder, "tokenizer_config.json", {"chat_template": named})
@@ -166,6 +221,9 @@ def test_what_is_wrong_with_a_folder_is_told(folder: Path, tmp_path_factory: pyt
         load_tokenizer(str(folder))
     write(folder, "tokenizer_config.json", "[]")
     with pytest.raises(TokenizerError, match="holds a JSON list"):
+        load_tokenizer(str(folder))
+    write(folder, "tokenizer_config.json", {"eos_token": ["<end>"]})
+    with pytest.raises(TokenizerError, match="must be a text or an object with content"):
         load_tokenizer(str(folder))
     write(folder, "tokenizer.json", "{}")
     with pytest.raises(TokenizerError, match="cannot be read"):
