@@ -30,18 +30,14 @@ def overlay(name: str) -> Path:
 
 
 @cache
-def _built(folder: Path) -> str:
+def built(folder: Path) -> list[Manifest]:
+    """All objects of an overlay."""
     kubectl = shutil.which("kubectl")
     if kubectl is None:
         pytest.skip("there is no kubectl here to run kustomize")
     ended = subprocess.run([kubectl, "kustomize", str(folder)], capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
-    return ended.stdout
-
-
-def built(folder: Path) -> list[Manifest]:
-    """All objects of an overlay."""
-    return list(yaml.safe_load_all(_built(folder)))
+    return list(yaml.load_all(ended.stdout, Loader=yaml.CSafeLoader))
 
 
 def only(manifests: list[Manifest], kind: str, name: str | None = None) -> Manifest:
@@ -83,18 +79,18 @@ def validate(manifest: Manifest) -> None:
     """Raises jsonschema.ValidationError for what the schema of its kind does not allow, unknown fields above all."""
     assert set(manifest["metadata"]) <= {"name", "namespace", "labels", "annotations"}
     if manifest["apiVersion"] == "ray.io/v1":
-        jsonschema.Draft202012Validator(_ray_service_schema()).validate(manifest)
+        _ray_service_schema().validate(manifest)
     else:
         kubernetes_validate.validate(manifest, KUBERNETES, strict=True)
 
 
 @cache
-def _ray_service_schema() -> dict[str, Any]:
+def _ray_service_schema() -> jsonschema.Draft202012Validator:
     text = (Path(__file__).parent / "schemas" / "rayservice_v1.json").read_text(encoding="utf-8")
     schema: dict[str, Any] = json.loads(text)
     _close(schema)
     schema["required"] = ["apiVersion", "kind", "metadata", "spec"]
-    return schema
+    return jsonschema.Draft202012Validator(schema)
 
 
 def _close(schema: Any) -> None:

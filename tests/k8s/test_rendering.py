@@ -13,7 +13,7 @@ from deploy.cli.main import run
 from deploy.config.loading import load_configuration
 from deploy.kubernetes.pods import pods_of
 from tests.k8s.manifests import CELLS, K8S, built, cluster, only, overlay, validate, worker_group
-from tests.support.command_line import spool
+from tests.support.command_line import spool_here as spool
 from tests.support.tiny_models import save_tiny_pair
 
 RIGHT = (K8S / "overlays" / "cpu-demo" / "spool.yaml").read_text(encoding="utf-8")

@@ -7,14 +7,18 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from io import StringIO
 from pathlib import Path
 from subprocess import Popen
 from typing import Any
+from unittest.mock import patch
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+
+from deploy.cli.main import run
 
 SPOOL = Path(sys.executable).with_name("spool")
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}assistant:"
@@ -54,6 +58,14 @@ def spool(
         check=False,
     )
     return Ended(outcome.returncode, outcome.stdout, outcome.stderr)
+
+
+def spool_here(*arguments: object, cwd: Path | str = ".", environment: Mapping[str, str] | None = None) -> Ended:
+    """The same in this process, which is quicker, for what starts no others."""
+    out, err = StringIO(), StringIO()
+    with chdir(cwd), patch.dict(os.environ, environment or {}), redirect_stdout(out), redirect_stderr(err):
+        code = run([str(argument) for argument in arguments])
+    return Ended(code, out.getvalue(), err.getvalue())
 
 
 @contextmanager

@@ -59,10 +59,11 @@ def test_generate_knows_the_words_of_serve_and_of_the_file() -> None:
 
 def test_fields_of_engines_models_and_scheduling_are_options_of_both() -> None:
     """Of scheduling, those that runs without a server have."""
+    shared = parameters("generate").keys() & parameters("serve").keys()
     for path in NAMES:
         section, _, name = path.partition(".")
         if section in ("engine", "models") and name != "served_model_name":
-            assert name in parameters("generate").keys() & parameters("serve").keys(), path
+            assert name in shared, path
 
 
 @pytest.fixture
