@@ -91,15 +91,13 @@ def serve_command(
     Options override the configuration file, which sets everything else. Without a model, the demo is served.
     """
     configuration = load_configuration(chosen_file(config), overrides or [], given)
-    if no_ray:
-        from deploy.cli.serve_processes import serve_without_ray
+    from deploy.cli.serve import serve, serve_without_ray
 
-        if detach:
-            raise UsageError("--detach is given, must be left out with --no-ray: a service manager can do that")
-        return serve_without_ray(configuration)
-    from deploy.cli.serve import serve
-
-    return serve(configuration, detach)
+    if not no_ray:
+        return serve(configuration, detach)
+    if detach:
+        raise UsageError("--detach is given, must be left out with --no-ray: a service manager can do that")
+    return serve_without_ray(configuration)
 
 
 def status_command(

@@ -1,47 +1,79 @@
-"""`spool serve` on Ray: from a configuration to a running application."""
+"""`spool serve`: from a configuration to a running application, on Ray or as processes of this machine."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
+from pathlib import Path
 
+from filelock import Timeout
 from rich.console import Console
 
-from deploy.cli.announcement import CTRL_C_STOPS, DOWN_STOPS, announce, served_already
-from deploy.cluster.addresses import check_ports, grpc_address, http_url
-from deploy.cluster.client import (
-    application_state,
-    connected,
-    ray_log_folder,
-    serve_is_running,
-    stop_application,
-)
+from deploy.assembly.secrets import SecretError, channel_security
+from deploy.cluster.addresses import check_ports, curl_line, grpc_address, http_url
+from deploy.cluster.client import application_state, connected, ray_log_folder, serve_is_running, stop_application
 from deploy.cluster.deployment import deploy, watch
-from deploy.cluster.local_ray import LocalRay, start_ray
+from deploy.cluster.local_ray import start_ray
 from deploy.cluster.served_state import Served, StateFolder
 from deploy.config.spool_config import SpoolConfig
-from deploy.errors import UsageError
+from deploy.errors import RunError, UsageError
+from deploy.event_loop import run_until_interrupted
 from deploy.models import prepare_models
+from deploy.processes.supervisor import cell_workers, running_cell
 from deploy.progress import error_console, reporting
+from services.launch.launcher import ProcessStartError, WorkerLaunch
+from services.rpc.channel_security import ChannelSecurity, random_token
 
 # A closed terminal, and what service managers send.
 _LIKE_INTERRUPT = (signal.SIGTERM, signal.SIGHUP)
 
+_DOWN_STOPS = "`spool down` stops it."
+_CTRL_C_STOPS = "Ctrl-C stops it."
+
 
 def serve(config: SpoolConfig, detach: bool) -> int:
-    """Exit code 0 once it was stopped, or with `detach` once it serves. Raises UsageError and RunError."""
+    """Serves on Ray. Exit code 0 once it was stopped, or with `detach` once it serves.
+
+    Raises UsageError and RunError.
+    """
     with _handling(_LIKE_INTERRUPT, _interrupt):
         if config.ray.address is None:
-            return _on_own_ray(config, detach)
-        return _on_ray_of_others(config, config.ray.address, detach)
+            _on_own_ray(config, detach)
+        else:
+            _on_ray_of_others(config, config.ray.address, detach)
+    return 0
 
 
-def _on_own_ray(config: SpoolConfig, detach: bool) -> int:
+def serve_without_ray(config: SpoolConfig) -> int:
+    """Exit code 0 once it was stopped. Raises UsageError and RunError."""
+    _check_without_ray(config)
+    config, security = config.on_one_machine(), _security(config)
+    state, console, app_name = StateFolder(), error_console(), config.ray.app_name
+    try:
+        with state.lock(app_name):
+            check_ports(config)
+            with reporting(console) as reporter:
+                prepare_models(config.models, config.models.drafts, reporter, config.engine.max_model_len)
+                workers = cell_workers(config)
+            processes = _serve_processes(config, workers, security, state, console)
+            with contextlib.suppress(KeyboardInterrupt):
+                run_until_interrupted(processes, (signal.SIGINT, *_LIKE_INTERRUPT))
+    except Timeout:
+        raise _served_already(app_name) from None
+    except ProcessStartError as error:
+        raise RunError(f"{error} (logs: {state.run_folder(app_name)})") from error
+    return 0
+
+
+def _on_own_ray(config: SpoolConfig, detach: bool) -> None:
     state, console, app_name = StateFolder(), error_console(), config.ray.app_name
     if state.is_alive(app_name):
-        raise UsageError(served_already(app_name))
+        raise _served_already(app_name)
     check_ports(config)
     with reporting(console) as reporter:
         prepare_models(config.models, config.models.drafts, reporter, config.engine.max_model_len)
@@ -50,70 +82,143 @@ def _on_own_ray(config: SpoolConfig, detach: bool) -> int:
         reporter.stage("ray", "started", 1.0)
     try:
         with connected(ray.address, config.ray.namespace, state), _handling(_LIKE_INTERRUPT, _interrupt):
-            _deploy(config.on_one_machine(), console)
-            served = _served(config, ray.address, ray, started_serve=True)
-            state.write(served)
+            served = _served(config, ray.address, ray.process_id, started_serve=True)
+            _deploy(config.on_one_machine(), served, state, console)
             if detach:
                 ray.detach()
-                announce(config, served, console, DOWN_STOPS)
+                _announce(config, served, console, _DOWN_STOPS)
             else:
                 _stay(config, served, console)
     finally:
         if ray.attached:
             ray.stop()
             state.forget(app_name)
-    return 0
 
 
-def _on_ray_of_others(config: SpoolConfig, address: str, detach: bool) -> int:
+def _on_ray_of_others(config: SpoolConfig, address: str, detach: bool) -> None:
     state, console, app_name = StateFolder(), error_console(), config.ray.app_name
     stays = False
     with connected(address, config.ray.namespace, None), _handling(_LIKE_INTERRUPT, _interrupt):
         started_serve = not serve_is_running()
         if not started_serve and application_state(app_name).known:
-            raise UsageError(served_already(app_name))
+            raise _served_already(app_name)
         try:
-            _deploy(config, console)
             served = _served(config, address, None, started_serve)
-            state.write(served)
+            _deploy(config, served, state, console)
             stays = detach
             if detach:
-                announce(config, served, console, DOWN_STOPS)
+                _announce(config, served, console, _DOWN_STOPS)
             else:
                 _stay(config, served, console)
         finally:
             if not stays:
                 stop_application(app_name, started_serve)
                 state.forget(app_name)
-    return 0
 
 
-def _deploy(config: SpoolConfig, console: Console) -> None:
+def _deploy(config: SpoolConfig, served: Served, state: StateFolder, console: Console) -> None:
     with reporting(console) as reporter:
         deploy(config, reporter)
+    state.write(served)
 
 
 def _stay(config: SpoolConfig, served: Served, console: Console) -> None:
     """Until Ctrl-C, or until somebody else stops the application."""
     stop = threading.Event()
-    # An exception in the midst of Ray's own code would be its to handle.
+    # An exception inside Ray's own code would be handled by Ray.
     with _handling((signal.SIGINT, *_LIKE_INTERRUPT), stop.set):
-        announce(config, served, console, CTRL_C_STOPS)
+        _announce(config, served, console, _CTRL_C_STOPS)
         watch(served.app_name, lambda line: console.print(line, highlight=False, markup=False), stop)
     console.print("stopping" if stop.is_set() else f"{served.app_name} was stopped", highlight=False)
 
 
-def _served(config: SpoolConfig, address: str, ray: LocalRay | None, started_serve: bool) -> Served:
+async def _serve_processes(
+    config: SpoolConfig, workers: list[WorkerLaunch], security: ChannelSecurity, state: StateFolder, console: Console
+) -> None:
+    """Until it is cancelled."""
+    app_name = config.ray.app_name
+    folder = _emptied(state.run_folder(app_name))
+    async with AsyncExitStack() as running:
+        with reporting(console) as reporter:
+            cell = running_cell(config, workers, security, folder, reporter.stage)
+            group, scheduler_address = await running.enter_async_context(cell)
+        served = _served(config, None, os.getpid(), started_serve=False, scheduler_address=scheduler_address)
+        state.write_security(app_name, security.to_json())
+        state.write(served)
+        running.callback(state.forget, app_name)
+        _announce(config, served, console, _CTRL_C_STOPS)
+        try:
+            await group.watch()
+        finally:
+            console.print("stopping", highlight=False)
+
+
+def _check_without_ray(config: SpoolConfig) -> None:
+    if config.ray.address is not None:
+        raise UsageError(f"ray.address is {config.ray.address!r}, must be unset with --no-ray")
+    if config.groups.cells > 1:
+        raise UsageError(f"groups.cells is {config.groups.cells}, must be 1 with --no-ray: one machine is one cell")
+    scaling = [f"groups.{role.value}" for role in config.roles if config.group(role).autoscaling is not None]
+    scaling += ["gateway"] if config.gateway.autoscaling is not None else []
+    if scaling:
+        raise UsageError(
+            f"{scaling[0]}.autoscaling is set, must be unset with --no-ray: the numbers of processes are fixed"
+        )
+
+
+def _security(config: SpoolConfig) -> ChannelSecurity:
+    """The secrets are read here and passed to the processes. Loopback is open to every user of the machine."""
+    if not config.internal.chosen:
+        return ChannelSecurity(token=random_token())
+    try:
+        return channel_security(config.internal)
+    except SecretError as error:
+        raise UsageError(str(error)) from error
+
+
+def _served(
+    config: SpoolConfig,
+    ray_address: str | None,
+    process_id: int | None,
+    started_serve: bool,
+    scheduler_address: str | None = None,
+) -> Served:
+    app_name = config.ray.app_name
     return Served(
-        app_name=config.ray.app_name,
-        ray_address=address,
-        process_id=None if ray is None else ray.process_id,
+        app_name=app_name,
+        ray_address=ray_address,
+        process_id=process_id,
         http_url=http_url(config),
         grpc_address=grpc_address(config),
         model=config.served_name,
         started_serve=started_serve,
-        log_folder=ray_log_folder(),
+        scheduler_address=scheduler_address,
+        log_folder=str(StateFolder().run_folder(app_name)) if ray_address is None else ray_log_folder(),
     )
+
+
+def _announce(config: SpoolConfig, served: Served, console: Console, end: str) -> None:
+    drafted = f", drafted by {config.models.draft_name}" if config.models.drafts else ""
+    lines = [f"{config.models.target} is served{drafted}", f"  HTTP  {served.http_url}/v1"]
+    if served.grpc_address is not None:
+        lines.append(f"  gRPC  {served.grpc_address}")
+    lines += [f"  try   {curl_line(config, served.http_url)}", "  chat  spool chat", end]
+    for line in lines:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def _served_already(app_name: str) -> UsageError:
+    return UsageError(f"{app_name} is served already (`spool down` stops it; ray.app_name names another)")
+
+
+def _emptied(folder: Path) -> Path:
+    """The folder, without the files of an earlier run."""
+    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        folder.mkdir(mode=0o700)
+    except OSError as error:
+        raise RunError(f"{folder} cannot be made: {error.strerror}") from error
+    return folder
 
 
 def _interrupt() -> None:
@@ -122,7 +227,7 @@ def _interrupt() -> None:
 
 @contextmanager
 def _handling(numbers: Sequence[signal.Signals], handle: Callable[[], None]) -> Iterator[None]:
-    """Calls `handle` at these signals. Once Ray is joined it has taken them for itself, until this is used again."""
+    """Calls `handle` at these signals. Joining Ray replaces the handlers, so this is used again after that."""
     before = [signal.signal(number, lambda *_: handle()) for number in numbers]
     try:
         yield

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from deploy.config.spool_config import SpoolConfig
@@ -33,50 +33,34 @@ def cell_workers(config: SpoolConfig) -> list[WorkerLaunch]:
     return [replace(launch, name=name) for launch, name in zip(launches, names, strict=True)]
 
 
-@dataclass(frozen=True, slots=True)
-class CellProcesses:
-    """Makes the processes of one cell; `folder` takes their logs, one file each."""
-
-    config: SpoolConfig
-    security: ChannelSecurity
-    folder: Path
-    progress: Progress
-
-    def scheduler(self) -> ChildProcess:
-        return self._child("scheduler", self._task("scheduler", ""), {})
-
-    def gateway(self, number: int, scheduler: str) -> ChildProcess:
-        return self._child("gateway", self._task(f"gateway-{number}", scheduler), {})
-
-    def worker(self, worker: WorkerLaunch, scheduler: str) -> ChildProcess:
-        task = replace(self._task(worker.name, scheduler), role=worker.role.value, engine=dict(worker.settings))
-        variables = compute_environment(worker.threads, self.config.engine.cpu_isa)
-        return self._child("worker", task, variables | self.config.group(worker.role).environment)
-
-    def _task(self, name: str, scheduler: str) -> Task:
-        return Task(name, str(self.folder), self.config.plain(), scheduler)
-
-    def _child(self, kind: str, task: Task, variables: Mapping[str, str]) -> ChildProcess:
-        def command(port: int) -> Command:
-            own = {TASK_VARIABLE: replace(task, port=port).to_json(), SECURITY_VARIABLE: self.security.to_json()}
-            return Command("deploy.processes", [kind, task.name], {**variables, **own})
-
-        return ChildProcess(task.name, command, self.folder / f"{task.name}.log", self.progress)
-
-
 @asynccontextmanager
 async def running_cell(
-    processes: CellProcesses, workers: Sequence[WorkerLaunch]
+    config: SpoolConfig, workers: Sequence[WorkerLaunch], security: ChannelSecurity, folder: Path, progress: Progress
 ) -> AsyncIterator[tuple[ChildGroup, str]]:
     """Yields the group of all processes, which are up then, and the scheduler's address.
 
-    Raises ProcessStartError for a process that does not start; then none is left running. All processes end with this
-    one, however it ends.
+    `folder` takes their logs, one file each. Raises ProcessStartError for a process that does not start; then none is
+    left running. All processes end with this one, however it ends.
     """
-    group = ChildGroup(lambda name, reason: processes.progress(name, reason, None), _RESTART_SECONDS)
+
+    def child(kind: str, task: Task, variables: Mapping[str, str]) -> ChildProcess:
+        def command(port: int) -> Command:
+            own = {TASK_VARIABLE: replace(task, port=port).to_json(), SECURITY_VARIABLE: security.to_json()}
+            return Command("deploy.processes", [kind, task.name], {**variables, **own})
+
+        return ChildProcess(task.name, command, folder / f"{task.name}.log", progress)
+
+    def worker(launch: WorkerLaunch) -> ChildProcess:
+        task = replace(others, name=launch.name, role=launch.role.value, engine=dict(launch.settings))
+        variables = compute_environment(launch.threads, config.engine.cpu_isa)
+        return child("worker", task, variables | config.group(launch.role).environment)
+
+    group = ChildGroup(lambda name, reason: progress(name, reason, None), _RESTART_SECONDS)
     async with group:
-        scheduler = processes.scheduler()
+        first = Task("scheduler", str(folder), config.plain())
+        scheduler = child("scheduler", first, {})
         await group.start(scheduler)
-        gateways = [processes.gateway(number, scheduler.address) for number in range(processes.config.gateway.replicas)]
-        await group.start(*gateways, *(processes.worker(worker, scheduler.address) for worker in workers))
+        others = replace(first, scheduler=scheduler.address)
+        gateways = [replace(others, name=f"gateway-{number}") for number in range(config.gateway.replicas)]
+        await group.start(*(child("gateway", task, {}) for task in gateways), *map(worker, workers))
         yield group, scheduler.address
