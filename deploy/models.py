@@ -12,6 +12,7 @@ from deploy.progress import Reporter, error_console, reporting
 from engine.errors import TokenizerError
 from engine.models.demo import DemoBuildError
 from engine.models.fetching import fetch_model
+from engine.models.positions import longest_sequence
 from engine.models.source import ModelNotFoundError, resolve_model
 from scheduler.messages import Role
 from services.text.tokenizer import ModelTokenizer
@@ -85,11 +86,12 @@ def _max_positions(folder: Path) -> int:
     path = folder / "config.json"
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-        positions = config.get("text_config", config)["max_position_embeddings"]
+        config = config.get("text_config", config)
+        positions = config["max_position_embeddings"]
     except (OSError, ValueError, AttributeError) as error:
         raise UsageError(f"{path} cannot be read: {error}") from error
     except KeyError as error:
         raise UsageError(f"{path} has no max_position_embeddings") from error
     if not isinstance(positions, int) or positions < 1:
         raise UsageError(f"{path}: max_position_embeddings is {positions!r}, must be a positive number")
-    return positions
+    return longest_sequence(positions, config.get("rope_parameters") or config.get("rope_scaling"))

@@ -23,6 +23,7 @@ from engine.cpu.linear import KernelLinear, PrepackedLinear
 from engine.errors import ExactModeUnavailableError
 from engine.exactness.attention_probe import AttentionProbe
 from engine.kv.pages import PagePool, PageTable
+from engine.models.positions import longest_sequence
 from engine.passes.layout import BatchedSequence
 from engine.passes.runner import ModelRunner
 from engine.settings import EngineSettings
@@ -203,7 +204,8 @@ def _attention_difference(
 
 def _positions(model: PreTrainedModel) -> int:
     """How many positions the model's sequences can have; many, where its configuration does not say."""
-    return int(getattr(model.config, "max_position_embeddings", 2048))
+    positions = int(getattr(model.config, "max_position_embeddings", 2048))
+    return longest_sequence(positions, getattr(model.config, "rope_parameters", None))
 
 
 class _EndToEndProbe:

@@ -33,6 +33,7 @@ from engine.models.dtype import AUTO, COMPUTED, best_dtype, dtype_name
 from engine.models.fetching import fetch_model
 from engine.models.loaded_model import KvShape, LoadedModel, attention_name
 from engine.models.memory_plan import model_memory, plan_memory
+from engine.models.positions import longest_sequence
 from engine.models.source import Progress, resolve_model
 from engine.models.vocabulary import Vocabulary, read_tokenizer, read_vocabulary
 from engine.models.weights import check_loaded, safetensors_files, stored_tensors
@@ -305,7 +306,7 @@ def _compute_digest(loaded: LoadedModel, settings: EngineSettings) -> bytes:
 
 
 def _check_length(loaded: LoadedModel, settings: EngineSettings) -> None:
-    longest = int(loaded.model.config.max_position_embeddings)
+    longest = _positions(loaded.model.config)
     if settings.max_model_len is not None and settings.max_model_len > longest:
         raise UnsupportedModelError(
             f"max_model_len is {settings.max_model_len}, must be at most {longest} for {settings.model}"
@@ -353,8 +354,12 @@ def _assemble(
 
 
 def _max_sequence_length(loaded: LoadedModel, settings: EngineSettings, pages: int) -> int:
-    longest = int(loaded.model.config.max_position_embeddings)
+    longest = _positions(loaded.model.config)
     return min(longest, settings.max_model_len or longest, pages * settings.page_size)
+
+
+def _positions(config: PreTrainedConfig) -> int:
+    return longest_sequence(int(config.max_position_embeddings), getattr(config, "rope_parameters", None))
 
 
 def _warm_up(loaded: LoadedModel, description: EngineDescription, runner: ModelRunner, pool: PagePool) -> None:
