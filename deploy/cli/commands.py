@@ -8,18 +8,20 @@ that `--help` is quick.
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from deploy.cli.command_options import takes_settings
-from deploy.cli.config import config_app
+from deploy.cli.config import Overrides, chosen_file, config_app
 from deploy.cli.field_options import takes_fields
-from deploy.cli.shared_options import App, ConfigFile, Overrides, chosen_file
 from deploy.config.loading import GivenValue, load_configuration
 from deploy.errors import UsageError
 from deploy.options import GenerateSettings, VerifySettings
 from scheduler.messages import MAX_PRIORITY, MIN_PRIORITY
+
+App = Annotated[str, typer.Option("--app", help="Name of the application (ray.app_name).")]
 
 
 def add_commands(app: typer.Typer) -> None:
@@ -79,7 +81,10 @@ def fetch_command(
 @takes_fields
 def serve_command(
     given: list[GivenValue],
-    config: ConfigFile = None,
+    config: Annotated[
+        Path | None,
+        typer.Option("--config", "-c", help="Configuration file.", show_default="./spool.yaml, if there is one"),
+    ] = None,
     overrides: Overrides = None,
     detach: Annotated[bool, typer.Option("--detach", "-d", help="Leave it running and return.")] = False,
     no_ray: Annotated[

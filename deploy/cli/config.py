@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from deploy.cli.shared_options import Overrides, chosen_file
 from deploy.errors import UsageError
 
 config_app = typer.Typer(help="The configuration file: show, check, explain it, render it for Ray.")
 
-_NARROWEST = 120
+_DEFAULT_FILE = Path("spool.yaml")
 
+Overrides = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="FIELD=VALUE", help="Override a field, as in scheduling.batch_size=16; repeatable."),
+]
 _File = Annotated[
     Path | None,
     typer.Argument(metavar="FILE", help="Configuration file.", show_default="./spool.yaml, if there is one"),
 ]
+
+
+def chosen_file(file: Path | None) -> Path | None:
+    """`file` itself, or else `spool.yaml` in the working directory if there is one."""
+    if file is not None:
+        return file
+    return _DEFAULT_FILE if _DEFAULT_FILE.is_file() else None
 
 
 @config_app.command("show")
@@ -70,10 +79,6 @@ def explain(
     markdown: Annotated[bool, typer.Option("--markdown", help="Print the page docs/configuration.md.")] = False,
 ) -> None:
     """Says what fields mean: type, default and description."""
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
     from deploy.config.reference import documents, reference
 
     if markdown:
@@ -82,15 +87,9 @@ def explain(
     found = [one for one in documents() if field is None or one.name == field or one.name.startswith(f"{field}.")]
     if not found:
         raise UsageError(f"{field} is no field of Spool (`spool config explain` lists them)")
-    table = Table("field", "type", "default", "description", box=None, pad_edge=False, expand=True)
-    table.columns[0].no_wrap = True
-    for column, ratio in zip(table.columns[1:], (2, 1, 4), strict=True):
-        column.ratio, column.overflow = ratio, "fold"
-    for document in found:
-        style = "bold" if document.is_section else None
-        cells = (document.name, document.type, document.default, document.description)
-        table.add_row(*map(escape, cells), style=style)
-    Console(width=None if sys.stdout.isatty() else _NARROWEST).print(table)
+    for one in found:
+        value = "" if one.is_section else f" ({one.type}; {one.default})"
+        print(f"{one.name}{value}: {one.description}")
 
 
 @config_app.command("render")

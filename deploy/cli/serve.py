@@ -9,6 +9,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 from filelock import Timeout
@@ -142,8 +143,12 @@ async def _serve_processes(
         with reporting(console) as reporter:
             cell = running_cell(config, workers, security, folder, reporter.stage)
             group, scheduler_address = await running.enter_async_context(cell)
-        served = _served(config, None, os.getpid(), started_serve=False, scheduler_address=scheduler_address)
-        state.write_security(app_name, security.to_json())
+        served = replace(
+            _served(config, None, os.getpid(), started_serve=False),
+            scheduler_address=scheduler_address,
+            scheduler_security=security.to_json(),
+            log_folder=str(folder),
+        )
         state.write(served)
         running.callback(state.forget, app_name)
         _announce(config, served, console, _CTRL_C_STOPS)
@@ -176,24 +181,16 @@ def _security(config: SpoolConfig) -> ChannelSecurity:
         raise UsageError(str(error)) from error
 
 
-def _served(
-    config: SpoolConfig,
-    ray_address: str | None,
-    process_id: int | None,
-    started_serve: bool,
-    scheduler_address: str | None = None,
-) -> Served:
-    app_name = config.ray.app_name
+def _served(config: SpoolConfig, ray_address: str | None, process_id: int | None, started_serve: bool) -> Served:
     return Served(
-        app_name=app_name,
+        app_name=config.ray.app_name,
         ray_address=ray_address,
         process_id=process_id,
         http_url=http_url(config),
         grpc_address=grpc_address(config),
         model=config.served_name,
         started_serve=started_serve,
-        scheduler_address=scheduler_address,
-        log_folder=str(StateFolder().run_folder(app_name)) if ray_address is None else ray_log_folder(),
+        log_folder=None if ray_address is None else ray_log_folder(),
     )
 
 

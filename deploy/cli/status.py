@@ -17,7 +17,7 @@ from deploy.cluster.client import ApplicationState, application_state, connected
 from deploy.cluster.local_ray import stop_ray
 from deploy.cluster.served_state import Served, StateFolder
 from deploy.errors import RunError
-from deploy.progress import error_console
+from deploy.progress import error_console, two_columns
 from protos import scheduler_pb2, scheduler_pb2_grpc
 from services.rpc.channel_security import ChannelSecurity
 
@@ -53,7 +53,7 @@ def status(app_name: str, json_output: bool) -> int:
 def _state_of(served: Served, state: StateFolder) -> tuple[ApplicationState, list[dict[str, Any] | None]]:
     """What Serve knows, and what the scheduler of each cell says. Without Ray there is one, and no deployments."""
     if served.ray_address is None:
-        security = ChannelSecurity.from_json(state.read_security(served.app_name))
+        security = ChannelSecurity.from_json(served.scheduler_security or "{}")
         return ApplicationState("RUNNING"), [asyncio.run(_scheduler_status(served.scheduler_address or "", security))]
     with connected(served.ray_address, _NAMESPACE, own(served, state)):
         application = application_state(served.app_name)
@@ -128,32 +128,30 @@ def _workers(scheduler: Mapping[str, Any]) -> Table:
 
 def _figures(scheduler: Mapping[str, Any]) -> Table:
     live_set, groups, throughput = scheduler["live_set"], scheduler["groups"], scheduler["throughput"]
-    table = Table(title="scheduler", show_header=False, title_justify="left")
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column()
-    table.add_row("state", _short(scheduler["state"], "SCHEDULER_STATE_"))
-    table.add_row("gateways", str(scheduler["sessions"]))
-    table.add_row("sequences", f"{live_set['live']}, {live_set['waiting']} of them waiting")
-    table.add_row("running", f"{live_set['running']} of at most {live_set['max_running']}")
-    groups_text = f"{groups['groups']}, {groups['mean_size']:.1f} of {groups['batch_size']} rows on average"
-    table.add_row("groups", f"{groups_text}, {groups['equal_length_share']:.0%} of equal length")
-    table.add_row("tokens", f"{throughput['tokens']}, {throughput['tokens_per_second']:.1f} a second")
+    rows = [
+        ("state", _short(scheduler["state"], "SCHEDULER_STATE_")),
+        ("gateways", str(scheduler["sessions"])),
+        ("sequences", f"{live_set['live']}, {live_set['waiting']} of them waiting"),
+        ("running", f"{live_set['running']} of at most {live_set['max_running']}"),
+        ("groups", f"{groups['groups']}, {groups['mean_size']:.1f} of {groups['batch_size']} rows on average"),
+        ("equal length", f"{groups['equal_length_share']:.0%} of the groups"),
+        ("tokens", f"{throughput['tokens']}, {throughput['tokens_per_second']:.1f} a second"),
+    ]
     for figures in scheduler["prefix_cache"]:
         share = figures["hits"] / figures["queries"] if figures["queries"] else 0.0
-        role = _short(figures["role"], "ROLE_")
-        table.add_row(f"{role} prefixes", f"{figures['hits']} of {figures['queries']} positions shared, {share:.1%}")
+        found = f"{figures['hits']} of {figures['queries']} positions shared, {share:.1%}"
+        rows.append((f"{_short(figures['role'], 'ROLE_')} prefixes", found))
     moves = scheduler["kv_moves"]
     if moves["moves"] or moves["failed"] or moves["rehomed"]:
         size = f"{moves['bytes'] / 2**20:.1f} MiB in {moves['seconds']:.2f} s"
-        without = f"{moves['failed'] + moves['rehomed']} went without"
-        table.add_row("KV moved", f"of {moves['moves']} sequences, {size}; {without}")
-    table.add_row("accepted", f"{throughput['acceptance_rate']:.1%} of the drafted tokens")
-    table.add_row("sequences", f"{throughput['finished']} finished, {throughput['failed']} failed")
-    for choice in scheduler["drafting"]:
-        table.add_row("drafting", choice["explanation"])
+        without = moves["failed"] + moves["rehomed"]
+        rows.append(("KV moved", f"of {moves['moves']} sequences, {size}; {without} went without"))
+    rows.append(("accepted", f"{throughput['acceptance_rate']:.1%} of the drafted tokens"))
+    rows.append(("sequences", f"{throughput['finished']} finished, {throughput['failed']} failed"))
+    rows += [("drafting", choice["explanation"]) for choice in scheduler["drafting"]]
     if scheduler["autoscaling"] is not None:
-        table.add_row("autoscaling", scheduler["autoscaling"]["explanation"])
-    return table
+        rows.append(("autoscaling", scheduler["autoscaling"]["explanation"]))
+    return two_columns("scheduler", rows)
 
 
 def _short(name: str, prefix: str) -> str:

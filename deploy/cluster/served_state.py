@@ -22,9 +22,11 @@ _APP_NAME = re.compile(r"[\w.-]{1,64}")
 @dataclass(frozen=True, slots=True)
 class Served:
     """One application. `process_id` is that of the Ray started for it, None where it runs on another's; there
-    `started_serve` says whether Ray Serve was started for it. Without Ray, `ray_address` is None, `process_id` that of
-    the process that keeps the others, and the scheduler is at `scheduler_address`. `log_folder` is where processes on
-    this machine leave their logs.
+    `started_serve` says whether Ray Serve was started for it. `log_folder` is where processes on this machine leave
+    their logs.
+
+    Without Ray, `ray_address` is None, `process_id` that of the parent of all processes, and the scheduler is at
+    `scheduler_address`; `scheduler_security` says how to call it, as JSON with the token.
     """
 
     app_name: str
@@ -35,6 +37,7 @@ class Served:
     model: str
     started_serve: bool
     scheduler_address: str | None = None
+    scheduler_security: str | None = None
     log_folder: str | None = None
 
 
@@ -53,16 +56,11 @@ class StateFolder:
         """None where nothing of the name was served, or the file is from another version."""
         try:
             return Served(**json.loads(self._file(app_name).read_text(encoding="utf-8")))
-        except FileNotFoundError:
-            return None
-        except (ValueError, TypeError):
+        except (FileNotFoundError, ValueError, TypeError):
             return None
 
     def write(self, served: Served) -> None:
-        file = self._file(served.app_name)
-        scratch = file.with_suffix(".new")
-        scratch.write_text(json.dumps(asdict(served), indent=2), encoding="utf-8")
-        scratch.replace(file)
+        self._write_private(self._file(served.app_name), json.dumps(asdict(served), indent=2))
 
     def forget(self, app_name: str) -> None:
         self._file(app_name).unlink(missing_ok=True)
@@ -86,22 +84,12 @@ class StateFolder:
         """Logs and files of the processes that serve the application without Ray."""
         return self._file(app_name).with_suffix(".run")
 
-    def write_security(self, app_name: str, security: str) -> None:
-        """How to call those processes, as JSON with the token; only the user can read it."""
-        self._write_private(self._security_file(app_name), security)
-
-    def read_security(self, app_name: str) -> str:
-        return self._security_file(app_name).read_text(encoding="utf-8")
-
     def ray_token_file(self) -> Path:
         """The token of all Rays started here; without one, Ray would leave one in the user's home."""
         file = self.path / "ray_token"
         if not file.is_file():
             self._write_private(file, secrets.token_hex(32))
         return file
-
-    def _security_file(self, app_name: str) -> Path:
-        return self.run_folder(app_name) / "security.json"
 
     def _write_private(self, file: Path, content: str) -> None:
         scratch = file.with_name(f".{file.name}.{os.getpid()}")

@@ -15,7 +15,7 @@ _CONTEXT_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class Divergence:
-    """The first place where a sequence differs. A token is None where its side had ended already.
+    """The first place where a sequence differs, with what was expected and found there in words.
 
     `position` counts output tokens from 0. `logits_margin` is by how much the reference's logit led the next one,
     where that is known: differences at small margins are rounding.
@@ -24,18 +24,14 @@ class Divergence:
     index: int
     position: int
     context: str
-    expected_token: int | None
-    expected_text: str
-    found_token: int | None
-    found_text: str
+    expected: str
+    found: str
     logits_margin: float | None = None
 
     def __str__(self) -> str:
-        expected = _named(self.expected_token, self.expected_text)
-        found = _named(self.found_token, self.found_text)
         margin = "" if self.logits_margin is None else f"; the reference's logit led by {self.logits_margin:.4g}"
         place = f"prompt {self.index}, output token {self.position}, after {self.context!r}"
-        return f"{place}: expected {expected}, found {found}{margin}"
+        return f"{place}: expected {self.expected}, found {self.found}{margin}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,18 +105,8 @@ def _divergence(
     def text(tokens: Sequence[int]) -> str:
         return tokenizer.decode(tokens, skip_special_tokens=False)
 
-    right, other = (list(tokens[place : place + 1]) for tokens in (expected, found))
-    return Divergence(
-        index=job.prompt.index,
-        position=place,
-        context=text([*job.tokens, *expected[:place]][-_CONTEXT_TOKENS:]),
-        expected_token=right[0] if right else None,
-        expected_text=text(right),
-        found_token=other[0] if other else None,
-        found_text=text(other),
-        logits_margin=margin,
-    )
+    def named(tokens: Sequence[int]) -> str:
+        return f"{text(tokens[place : place + 1])!r} (token {tokens[place]})" if place < len(tokens) else "the end"
 
-
-def _named(token: int | None, text: str) -> str:
-    return "the end" if token is None else f"{text!r} (token {token})"
+    context = text([*job.tokens, *expected[:place]][-_CONTEXT_TOKENS:])
+    return Divergence(job.prompt.index, place, context, named(expected), named(found), margin)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from functools import partial
 from textwrap import indent
 from typing import Any
 
@@ -16,9 +16,9 @@ from deploy.models import ReadyModels, prepare_models
 from deploy.offline.cell import running_cell
 from deploy.offline.decoding import Completion, DecodingPlan, Job, decode, longest_lengths, make_jobs
 from deploy.offline.prompts import load_prompts
-from deploy.offline.results import InOrder, ResultFile, result_line, settings_digest
+from deploy.offline.results import InOrder, Write, append, keep_finished, result_line, settings_digest
 from deploy.options import GenerateSettings
-from deploy.progress import Reporter, error_console, reporting
+from deploy.progress import Reporter, error_console, reporting, two_columns
 from services.scheduler.telemetry.statistics import StatisticsSnapshot
 
 
@@ -30,13 +30,8 @@ def generate(settings: GenerateSettings) -> int:
         models = prepare_models(settings.models, settings.drafting, reporter, settings.engine.max_model_len)
         jobs = make_jobs(prompts, models.tokenizer, settings.sampling, models.max_positions)
         digest = settings_digest(settings, models.tokenizer.vocabulary_digest)
-        finished = 0
-        write = _writer_to_stdout(settings, jobs, reporter)
-        if settings.output is not None:
-            file = ResultFile(settings.output)
-            finished = file.keep_finished(jobs, digest)
-            write = file.write
-        statistics = _run(settings, models, jobs[finished:], digest, reporter, write)
+        finished = keep_finished(settings.output, jobs, digest) if settings.output is not None else 0
+        statistics = _run(settings, models, jobs[finished:], digest, reporter)
     if finished:
         console.print(f"{finished} of {len(jobs)} answers were there already", highlight=False)
     if statistics.tokens:
@@ -50,43 +45,38 @@ def generate(settings: GenerateSettings) -> int:
 
 
 def _run(
-    settings: GenerateSettings,
-    models: ReadyModels,
-    jobs: list[Job],
-    digest: str,
-    reporter: Reporter,
-    write: Callable[[dict[str, Any]], None],
+    settings: GenerateSettings, models: ReadyModels, jobs: list[Job], digest: str, reporter: Reporter
 ) -> StatisticsSnapshot:
     if not jobs:
         return StatisticsSnapshot()
-    lines = InOrder(write)
+    plan = DecodingPlan(
+        title="generating",
+        config=settings.scheduling.config(settings.policy, settings.drafting),
+        stop_token_ids=models.tokenizer.stop_token_ids,
+        drafting=settings.drafting,
+    )
+    lines = InOrder(_writer(settings, jobs, reporter))
 
     def on_done(index: int, completion: Completion) -> None:
         lines.add(index, result_line(jobs[index], completion, models.tokenizer, digest))
 
     async def run() -> StatisticsSnapshot:
-        plan = DecodingPlan(
-            title="generating",
-            config=settings.scheduling.config(settings.policy, settings.drafting),
-            stop_token_ids=models.tokenizer.stop_token_ids,
-            drafting=settings.drafting,
-        )
         async with running_cell(settings, longest_lengths(jobs, plan.config), reporter) as cell:
             return await decode(cell, plan, jobs, reporter, on_done)
 
     return run_until_interrupted(run())
 
 
-def _writer_to_stdout(
-    settings: GenerateSettings, jobs: list[Job], reporter: Reporter
-) -> Callable[[dict[str, Any]], None]:
-    """Readable text for the built-in prompts and on a terminal, JSON lines else."""
+def _writer(settings: GenerateSettings, jobs: list[Job], reporter: Reporter) -> Write:
+    """To the file; else readable text for the built-in prompts and on a terminal, JSON lines elsewhere."""
+    if settings.output is not None:
+        return partial(append, settings.output)
     if settings.inputs.prompts is not None and not sys.stdout.isatty():
         return lambda line: print(json.dumps(line, ensure_ascii=False), flush=True)
-    by_index = {job.prompt.index: job.prompt for job in jobs}
+    shown = {job.prompt.index: job.prompt.shown for job in jobs}
 
     def show(line: dict[str, Any]) -> None:
-        reporter.show(Text(by_index[line["index"]].shown, style="bold"))
+        reporter.show(Text(shown[line["index"]], style="bold"))
         reporter.show(Text(indent(line["text"], "  ") + "\n"))
 
     return show
@@ -94,23 +84,24 @@ def _writer_to_stdout(
 
 def statistics_table(statistics: StatisticsSnapshot) -> Table:
     """Where tokens and time went."""
-    table = Table(title="run", show_header=False, title_justify="left", min_width=48)
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column()
-    table.add_row("tokens", f"{statistics.tokens} in {statistics.seconds:.1f} s")
-    table.add_row("throughput", f"{statistics.tokens_per_second:.1f} tokens/s")
+    rows = {
+        "tokens": f"{statistics.tokens} in {statistics.seconds:.1f} s",
+        "throughput": f"{statistics.tokens_per_second:.1f} tokens/s",
+    }
     if statistics.drafted:
-        table.add_row("committed per round", f"{statistics.committed_per_round:.2f} tokens")
-        table.add_row("accepted", f"{statistics.acceptance_rate:.1%} of {statistics.drafted} drafted tokens")
-        table.add_row("accepted lengths", _histogram(statistics.accepted_lengths))
-    table.add_row("verify batches", f"{statistics.groups}, {statistics.mean_group_size:.1f} rows on average")
-    table.add_row("rows in a batch", _histogram(statistics.group_sizes))
-    table.add_row("of equal length", f"{statistics.equal_length_share:.1%} of those with two rows or more")
-    table.add_row("target time at work", f"{statistics.target_busy_share:.1%}")
-    table.add_row("lost to waiting", f"{statistics.waiting_share:.1%}")
-    table.add_row("lost to realignment", f"{statistics.realignment_share:.1%}")
-    table.add_row("lost to scheduling", f"{statistics.scheduling_share:.1%}")
-    return table
+        rows["committed per round"] = f"{statistics.committed_per_round:.2f} tokens"
+        rows["accepted"] = f"{statistics.acceptance_rate:.1%} of {statistics.drafted} drafted tokens"
+        rows["accepted lengths"] = _histogram(statistics.accepted_lengths)
+    rows |= {
+        "verify batches": f"{statistics.groups}, {statistics.mean_group_size:.1f} rows on average",
+        "rows in a batch": _histogram(statistics.group_sizes),
+        "of equal length": f"{statistics.equal_length_share:.1%} of those with two rows or more",
+        "target time at work": f"{statistics.target_busy_share:.1%}",
+        "lost to waiting": f"{statistics.waiting_share:.1%}",
+        "lost to realignment": f"{statistics.realignment_share:.1%}",
+        "lost to scheduling": f"{statistics.scheduling_share:.1%}",
+    }
+    return two_columns("run", rows.items())
 
 
 def _histogram(counts: dict[int, int]) -> str:

@@ -25,11 +25,14 @@ from services.scheduler.telemetry.statistics import StatisticsSnapshot
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """One way of decoding against the reference, which has no comparison. transformers has no statistics."""
+    """One way of decoding against plain decoding. transformers has no statistics."""
 
     name: str
-    comparison: Comparison | None
+    comparison: Comparison
     statistics: StatisticsSnapshot | None
+
+    def to_json(self) -> dict[str, Any]:
+        return self.comparison.to_json() | {"statistics": self.statistics.to_json() if self.statistics else None}
 
 
 def verify(settings: VerifySettings) -> int:
@@ -39,39 +42,38 @@ def verify(settings: VerifySettings) -> int:
     with reporting(console) as reporter:
         models = prepare_models(settings.models, settings.drafting, reporter, settings.engine.max_model_len)
         jobs = make_jobs(prompts, models.tokenizer, settings.sampling, models.max_positions)
-        reference, policies, generate = run_until_interrupted(_run(settings, models, jobs, reporter))
-    outcomes = [reference, *policies, *([generate] if generate is not None else [])]
-    console.print(_table(outcomes))
+        expected, plain, policies = run_until_interrupted(_run(settings, models, jobs, reporter))
+        outcomes = list(policies)
+        generate: Comparison | None = None
+        if settings.reference is not None:
+            generated, margins = generate_with_transformers(settings, models, jobs, reporter)
+            generate = compare(jobs, generated, expected, models.tokenizer, margins)
+            outcomes.append(Outcome("model.generate", generate, None))
+    console.print(_table(plain, outcomes))
     for outcome in outcomes:
-        _print_differences(outcome, console)
-    comparisons = [outcome.comparison for outcome in policies if outcome.comparison is not None]
-    exact_match = min(comparison.exact_match for comparison in comparisons)
+        _print_differences(outcome.name, outcome.comparison, console)
+    exact_match = min(outcome.comparison.exact_match for outcome in policies)
     if settings.json_output:
         summary = {
             "command": "verify",
             "temperature": settings.sampling.temperature,
             "exact": settings.models.exact,
             "exact_match": exact_match,
-            "logits_bit_equal": min(comparison.logits_bit_equal for comparison in comparisons),
+            "logits_bit_equal": min(outcome.comparison.logits_bit_equal for outcome in policies),
             "sequences": len(jobs),
-            "tokens": reference.statistics.tokens if reference.statistics is not None else 0,
-            "policies": {outcome.name: _plain(outcome) for outcome in policies},
-            "reference": _plain(reference)["statistics"],
-            "generate": generate.comparison.to_json() if generate is not None and generate.comparison else None,
+            "tokens": plain.tokens,
+            "policies": {outcome.name: outcome.to_json() for outcome in policies},
+            "reference": plain.to_json(),
+            "generate": generate.to_json() if generate is not None else None,
         }
         print(json.dumps(summary), flush=True)
     return 0 if exact_match == 1 else 1
 
 
-def _plain(outcome: Outcome) -> dict[str, Any]:
-    found = outcome.comparison.to_json() if outcome.comparison is not None else {}
-    return found | {"statistics": outcome.statistics.to_json() if outcome.statistics is not None else None}
-
-
 async def _run(
     settings: VerifySettings, models: ReadyModels, jobs: Sequence[Job], reporter: Reporter
-) -> tuple[Outcome, list[Outcome], Outcome | None]:
-    """The reference, each policy, and transformers' own generation where that was asked for."""
+) -> tuple[list[Completion], StatisticsSnapshot, list[Outcome]]:
+    """What plain decoding gave, its statistics, and the outcome of each policy."""
     plain = DecodingPlan(
         title="reference",
         config=SchedulerConfig(batch_size=1, max_running=1, policy=Policy.RAGGED, draft_length=0),
@@ -79,21 +81,15 @@ async def _run(
         drafting=False,
         logits_digests=True,
     )
-    policies = list(dict.fromkeys(settings.policy))
-    configs = [settings.scheduling.config(policy, settings.drafting) for policy in policies]
+    configs = {policy: settings.scheduling.config(policy, settings.drafting) for policy in settings.policy}
     outcomes = []
-    async with running_cell(settings, longest_lengths(jobs, configs[0]), reporter) as cell:
-        expected, statistics = await _decode(cell, plain, jobs, reporter)
-        reference = Outcome("reference", None, statistics)
-        for policy, config in zip(policies, configs, strict=True):
+    async with running_cell(settings, longest_lengths(jobs, configs[settings.policy[0]]), reporter) as cell:
+        expected, plain_statistics = await _decode(cell, plain, jobs, reporter)
+        for policy, config in configs.items():
             plan = replace(plain, title=policy.value, config=config, drafting=settings.drafting)
             found, statistics = await _decode(cell, plan, jobs, reporter)
             outcomes.append(Outcome(policy.value, compare(jobs, expected, found, models.tokenizer), statistics))
-    if settings.reference is None:
-        return reference, outcomes, None
-    generated, margins = await generate_with_transformers(settings, models, jobs, reporter)
-    generate = compare(jobs, generated, expected, models.tokenizer, margins)
-    return reference, outcomes, Outcome("model.generate", generate, None)
+    return expected, plain_statistics, outcomes
 
 
 async def _decode(
@@ -104,34 +100,34 @@ async def _decode(
     return completions, statistics
 
 
-def _print_differences(outcome: Outcome, console: Console) -> None:
-    comparison = outcome.comparison
-    if comparison is None:
-        return
+def _print_differences(name: str, comparison: Comparison, console: Console) -> None:
     if comparison.first_unequal_logits is not None:
         prompt, position = comparison.first_unequal_logits
-        text = f"{outcome.name}: logits first differ at prompt {prompt}, output token {position}"
-        console.print(text, highlight=False)
+        console.print(f"{name}: logits first differ at prompt {prompt}, output token {position}", highlight=False)
     if comparison.first_divergence is not None:
-        text = f"{outcome.name} first differs at {comparison.first_divergence}"
+        text = f"{name} first differs at {comparison.first_divergence}"
         console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
-def _table(outcomes: Sequence[Outcome]) -> Table:
+def _table(plain: StatisticsSnapshot, outcomes: Sequence[Outcome]) -> Table:
     """One row for each way of decoding."""
     table = Table(title="against plain decoding, one sequence at a time", title_justify="left")
     table.add_column("", style="bold", no_wrap=True)
     for heading in ("same text", "same logits", "tokens/s", "a round", "equal length"):
         table.add_column(heading, justify="right")
+    table.add_row("reference", "", "", f"{plain.tokens_per_second:.1f}")
     for outcome in outcomes:
         comparison, statistics = outcome.comparison, outcome.statistics
-        cells = ["", ""]
-        if comparison is not None:
-            logits = f"{comparison.equal_logits} of {comparison.compared_logits}" if statistics is not None else ""
-            cells = [f"{comparison.equal_sequences} of {comparison.sequences}", logits]
-        if statistics is not None:
-            cells.append(f"{statistics.tokens_per_second:.1f}")
-        if statistics is not None and comparison is not None:
-            cells += [f"{statistics.committed_per_round:.2f}", f"{statistics.equal_length_share:.0%}"]
-        table.add_row(outcome.name, *cells)
+        same = f"{comparison.equal_sequences} of {comparison.sequences}"
+        if statistics is None:
+            table.add_row(outcome.name, same)
+            continue
+        table.add_row(
+            outcome.name,
+            same,
+            f"{comparison.equal_logits} of {comparison.compared_logits}",
+            f"{statistics.tokens_per_second:.1f}",
+            f"{statistics.committed_per_round:.2f}",
+            f"{statistics.equal_length_share:.0%}",
+        )
     return table

@@ -323,7 +323,7 @@ def test_config_commands(file: Path, capsys: pytest.CaptureFixture[str]) -> None
     )
     explained = printed("explain")
     for document in documents():
-        assert f"\n{document.name} " in f"\n{explained}"
+        assert f"\n{document.name}" in f"\n{explained}"
     one_section = printed("explain", "engine")
     assert "engine.page_size " in one_section
     assert "models.target " not in one_section
