@@ -70,6 +70,7 @@ class Choice:
         self._cutter = StopStringCutter(options.stop, options.include_stop_str_in_output)
         self._min_tokens = options.min_tokens
         self._stop_token_ids = stop_token_ids
+        self._skips_special = options.skip_special_tokens
         self._asked_token_ids = frozenset(options.stop_token_ids)
         # Log probabilities of the prompt come with the first tokens, in one piece with the prompt's text.
         scored = options.prompt_logprobs is not None
@@ -87,6 +88,10 @@ class Choice:
         if self.finish_reason is None:
             self._stream.cancel()
             self._meter.aborted()
+
+    def shows(self, token: int, special: bool) -> bool:
+        """Whether the token's text is a part of the choice's; `special`: whether it is a special token."""
+        return token not in self._stop_token_ids and not (special and self._skips_special)
 
     async def pieces(self) -> AsyncGenerator[Piece, None]:
         """Ends the sequence when a stop string is complete. Raises the errors of the stream."""

@@ -20,6 +20,7 @@ class TokenString:
 
     text: str
     data: bytes
+    special: bool = False
 
 
 class TokenStrings:
@@ -35,6 +36,8 @@ class TokenStrings:
         entry = self._tokenizer.token_text(token)
         if entry is None:
             return TokenString(text, text.encode())
+        if entry in self._tokenizer.special_texts:
+            return TokenString(text, text.encode(), special=True)
         data = self._bytes(entry) if _REPLACEMENT in text and _REPLACEMENT not in entry else None
         if data is not None:
             try:

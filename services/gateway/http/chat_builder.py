@@ -81,7 +81,7 @@ class ChatBuilder:
             ChatChoice(
                 index=index,
                 message=self._message(index, deltas[index]),
-                logprobs=self._logprobs_of(self._readers[index].take_logprobs()),
+                logprobs=self._logprobs_of(index, self._readers[index].take_logprobs()),
                 finish_reason=self._readers[index].finish_reason(piece),
                 stop_reason=piece.stop_reason,
             )
@@ -122,7 +122,7 @@ class ChatBuilder:
         ]
         if choices:
             logprobs = reader.take_logprobs()
-            choices[0].logprobs = self._logprobs_of(logprobs) if logprobs else None
+            choices[0].logprobs = self._logprobs_of(piece.index, logprobs) if logprobs else None
             choices[-1].finish_reason = reader.finish_reason(piece)
             if piece.finish_reason is not None:
                 choices[-1].stop_reason = piece.stop_reason
@@ -185,16 +185,18 @@ class ChatBuilder:
     def _call_id(self, choice: int, call: int) -> str:
         return self._completion.form.call_id(self._completion.request_id, choice, call)
 
-    def _logprobs_of(self, entries: Sequence[TokenLogprobs]) -> ChatLogprobs | None:
+    def _logprobs_of(self, choice: int, entries: Sequence[TokenLogprobs]) -> ChatLogprobs | None:
         if not self._logprobs:
             return None
         content = []
         for entry in entries:
-            top = [self._top(token, logprob) for token, logprob in entry.top]
-            own = self._top(entry.token_id, entry.logprob)
+            top = [self._top(choice, token, logprob) for token, logprob in entry.top]
+            own = self._top(choice, entry.token_id, entry.logprob)
             content.append(TokenLogprob(token=own.token, logprob=own.logprob, bytes=own.bytes, top_logprobs=top))
         return ChatLogprobs(content=content, refusal=None)
 
-    def _top(self, token: int, logprob: float) -> TopLogprob:
+    def _top(self, choice: int, token: int, logprob: float) -> TopLogprob:
         string = self._strings.of(token)
-        return TopLogprob(token=string.text, logprob=max(logprob, MIN_LOGPROB), bytes=list(string.data))
+        shown = self._completion.choices[choice].shows(token, string.special)
+        data = list(string.data) if shown else None
+        return TopLogprob(token=string.text, logprob=max(logprob, MIN_LOGPROB), bytes=data)

@@ -56,11 +56,12 @@ PromptLogprobs = list[dict[int, PromptLogprob] | None]
 
 
 class TopLogprob(BaseModel):
-    """`token` is text; for a part of a character, its bytes written as \\xe2\\x80."""
+    """`token` is text; for a part of a character, its bytes written as \\xe2\\x80. `bytes` is null for a token
+    whose text is not in the answer."""
 
     token: str
     logprob: float
-    bytes: list[int]
+    bytes: list[int] | None
 
 
 class TokenLogprob(TopLogprob):

@@ -74,9 +74,8 @@ def test_chats(gateways: Gateways, client: openai.OpenAI) -> None:
     logprobs = client.chat.completions.create(**arguments, top_logprobs=2).choices[0].logprobs
     assert logprobs is not None
     assert logprobs.content is not None
-    assert b"".join(bytes(entry.bytes or []) for entry in logprobs.content).decode(errors="replace") == (
-        gateways.tokenizer.decode(tokens, skip_special_tokens=False)
-    )
+    joined_bytes = b"".join(bytes(entry.bytes or []) for entry in logprobs.content)
+    assert joined_bytes.decode(errors="replace") == gateways.tokenizer.decode(tokens)
     assert [len(entry.top_logprobs) for entry in logprobs.content] == [2] * 20
     assert all(entry.top_logprobs[0].token == entry.token for entry in logprobs.content)
     chunks = list(client.chat.completions.create(**arguments, stream=True))
