@@ -17,15 +17,17 @@ from llguidance import LLMatcher, grammar_from
 
 from engine.models.vocabulary import read_tokenizer
 from engine.sampling.grammars import GrammarError, GrammarTokens, check_grammar
-from services.gateway.structure import JSON_WHITE_SPACE
+from services.gateway.schema_check import check_schemas
+from services.gateway.structure import JSON_OPTIONS
 
 _MEMORY_BYTES = 4 << 30
 
 
 def definition(kind: str, text: str) -> str:
     """The grammar of a structure. Raises ValueError."""
+    check_schemas(kind, text)
     if kind == "json_schema":
-        return LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": JSON_WHITE_SPACE})
+        return LLMatcher.grammar_from_json_schema(text, overrides=JSON_OPTIONS)
     if kind == "lark":
         return LLMatcher.grammar_from_lark(text)
     if kind == "choice":

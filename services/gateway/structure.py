@@ -18,10 +18,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from scheduler.sampling import MAX_GRAMMAR_BYTES
 from services.gateway.errors import ErrorKind, RequestError, invalid
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
 
 CPU_SECONDS = 0.5
 """For compiling one grammar. Workers compile what the gateway lets in, in a step that others share."""
@@ -36,6 +39,18 @@ _REMEMBERED = 256
 
 JSON_WHITE_SPACE = r"[ \t\r\n]{0,32}"
 """Between two tokens of JSON. Without a bound a small model may go on with white space until its tokens run out."""
+
+JSON_OPTIONS: JsonCompileOptions = {
+    "whitespace_pattern": JSON_WHITE_SPACE,
+    "item_separator": ",",
+    "key_separator": ":",
+    "coerce_one_of": False,
+    "lenient": False,
+    # Without "u": an escaped letter would give a property's name a second form, which the property's schema misses.
+    "json_allowed_escapes": 'nrbtf\\"',
+    "json_allow_general_unicode_escapes": False,
+}
+"""Of the library (`x-guidance`); a schema's own are not used."""
 
 ANY_JSON_OBJECT = '{"type": "object"}'
 

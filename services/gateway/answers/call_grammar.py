@@ -10,7 +10,7 @@ from dataclasses import replace
 from services.gateway.answers.formats import CallFormat
 from services.gateway.answers.reasoning import THINK, THINK_END, Reasoning
 from services.gateway.answers.tools import Tool, ToolUse
-from services.gateway.structure import JSON_WHITE_SPACE
+from services.gateway.structure import JSON_OPTIONS
 
 TokenId = Callable[[str], int | None]
 """The id of a token by its text; None where the vocabulary has none."""
@@ -67,7 +67,7 @@ def _tool_rules(tools: Sequence[Tool], form: CallFormat) -> list[str]:
     rules = [f"any_call: {' | '.join(f'call_{number}' for number in range(len(tools)))}"]
     for number, tool in enumerate(tools):
         begin = f'{{"name": {json.dumps(tool.name)}, "{form.arguments_key}": '
-        schema = tool.schema() | {"x-guidance": {"whitespace_pattern": JSON_WHITE_SPACE}}
+        schema = tool.schema() | {"x-guidance": JSON_OPTIONS}
         rules.append(f'call_{number}: {json.dumps(begin)} arguments_{number} "}}"')
         rules.append(f"arguments_{number}: %json {json.dumps(schema)}")
     return rules

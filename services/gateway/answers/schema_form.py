@@ -2,40 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 _TYPES = ("array", "boolean", "integer", "null", "number", "object", "string")
 _OF_NAMES = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _OF_SCHEMAS = ("allOf", "anyOf", "oneOf", "prefixItems")
-_SCHEMA = ("additionalProperties", "items", "contains", "not", "if", "then", "else", "propertyNames")
+_SCHEMA = ("additionalProperties", "additionalItems", "items", "contains", "not", "if", "then", "else", "propertyNames")
 
 
 def schema_fault(schema: Any) -> str | None:
     """What is wrong with the schema, in one line; None if nothing is."""
+    for place, part in subschemas(schema):
+        if isinstance(part, bool):
+            continue
+        if not isinstance(part, Mapping):
+            return f"{place or 'it'} is {_shown(part)}, must be an object"
+        fault = _own_fault(f"{place}." if place else "", part)
+        if fault is not None:
+            return fault
+    return None
+
+
+def subschemas(schema: Any) -> Iterator[tuple[str, Any]]:
+    """The schema and all within it, each with its place and before those within itself."""
     waiting: list[tuple[str, Any]] = [("", schema)]
     while waiting:
         place, schema = waiting.pop()
-        if isinstance(schema, bool):
-            continue
+        yield place, schema
         if not isinstance(schema, Mapping):
-            return f"{place or 'it'} is {_shown(schema)}, must be an object"
+            continue
         here = f"{place}." if place else ""
-        fault = _own_fault(here, schema)
-        if fault is not None:
-            return fault
         for name in _OF_NAMES:
-            waiting += [(f"{here}{name}.{key}", part) for key, part in schema.get(name, {}).items()]
-        for name in _OF_SCHEMAS:
-            waiting += [(f"{here}{name}.{number}", part) for number, part in enumerate(schema.get(name, []))]
+            if isinstance(schema.get(name), Mapping):
+                waiting += [(f"{here}{name}.{key}", part) for key, part in schema[name].items()]
+        # An older form of `items` is a list.
+        for name in (*_OF_SCHEMAS, "items"):
+            if isinstance(schema.get(name), list):
+                waiting += [(f"{here}{name}.{number}", part) for number, part in enumerate(schema[name])]
         for name in _SCHEMA:
-            # An older form of `items` is a list.
-            parts = schema[name] if name == "items" and isinstance(schema.get(name), list) else None
-            if parts is not None:
-                waiting += [(f"{here}items.{number}", part) for number, part in enumerate(parts)]
-            elif name in schema:
+            if name in schema and not (name == "items" and isinstance(schema[name], list)):
                 waiting.append((f"{here}{name}", schema[name]))
-    return None
 
 
 def _own_fault(here: str, schema: Mapping[str, Any]) -> str | None:

@@ -202,6 +202,7 @@ BAD_STRUCTURES: Bad = [
     ({"json": 1}, "structured_outputs.json", "is 1, must be an object"),
     ({"json": {"minimum": 2, "maximum": 1, "type": "integer"}}, "structured_outputs", "Unsatisfiable schema"),
     ({"json": {"description": "x" * 1_000_000}}, "structured_outputs", "has 1000019 bytes, must have at most 65536"),
+    ({"json": {"const": 1234567890123456789}}, "structured_outputs", "1234567890123456789 has too many digits"),
     ({"json": ENDLESS_SCHEMA}, "structured_outputs", "cannot be used: it takes more than 0.5 s of CPU time"),
     ({"regex": "(a"}, "structured_outputs", "cannot be used: .*unclosed group"),
     ({"regex": "(" * 30_000}, "structured_outputs", "cannot be used: .*invalid regex"),
