@@ -173,17 +173,8 @@ class EngineOptions(_Frozen):
 
     def for_worker(self, **own: Any) -> EngineSettings:
         """Settings of a worker's engine: these, and its `own`, which may replace some of these."""
-        common: dict[str, Any] = {
-            "cpu_isa": self.cpu_isa,
-            "page_size": self.page_size,
-            "kv_pages": self.kv_pages,
-            "kv_memory_bytes": None if self.kv_memory is None else int(self.kv_memory),
-            "max_num_batched_tokens": self.max_num_batched_tokens,
-            "max_model_len": self.max_model_len,
-            "prefix_cache": self.prefix_cache,
-            "cuda_graphs": self.cuda_graphs,
-            "gpu_memory_utilization": self.gpu_memory_utilization,
-        }
+        common = self.model_dump(exclude={"kv_memory", "tensor_parallel_size"})
+        common["kv_memory_bytes"] = None if self.kv_memory is None else int(self.kv_memory)
         return EngineSettings(**common | own)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -106,11 +107,8 @@ class SchedulingSection(SchedulingSettings, Section):
         self, drafting: bool, keys: tuple[KeyClass, ...] = (), draft_model: bool = True
     ) -> SchedulerConfig:
         """For the scheduler core. Without a draft model, nothing can be prepared: prompt lookup takes no time."""
-        return SchedulerConfig(
-            batch_size=self.batch_size,
-            max_running=self.config(self.policy, drafting).max_running,
-            policy=self.policy,
-            draft_length=self.draft_length if drafting else 0,
+        return replace(
+            self.config(self.policy, drafting),
             prefill_chunk=self.prefill_chunk,
             wait_bound_steps=self.wait_bound_steps,
             draft_batch_size=self.draft_batch_size,

@@ -68,8 +68,7 @@ class WorkerLauncher(ChildGroup):
     `restart_seconds`, a worker that dies later is started again after that time, on the same address. `on_exit` is
     called with the id of every worker that dies, and the reason.
 
-    `security` says who may call the workers. `log_folder` gets one log file per worker; without it the log files lie in
-    a folder that is removed at the end.
+    `security` says who may call the workers. Their log files lie in a folder that is removed at the end.
     """
 
     def __init__(
@@ -78,17 +77,12 @@ class WorkerLauncher(ChildGroup):
         *,
         on_loading: Progress = lambda worker_id, message, fraction: None,
         on_exit: Callable[[str, str], None] = lambda worker_id, reason: None,
-        log_folder: Path | None = None,
         start_timeout_seconds: float = 900.0,
         restart_seconds: float | None = None,
         security: ChannelSecurity | None = None,
     ) -> None:
         super().__init__(on_exit, restart_seconds, start_timeout_seconds)
-        self._own_folder: tempfile.TemporaryDirectory[str] | None = None
-        if log_folder is None:
-            self._own_folder = tempfile.TemporaryDirectory(prefix="spool-workers-", ignore_cleanup_errors=True)
-            log_folder = Path(self._own_folder.name)
-        log_folder.mkdir(parents=True, exist_ok=True)
+        self._logs = tempfile.TemporaryDirectory(prefix="spool-workers-", ignore_cleanup_errors=True)
         self._workers: dict[str, tuple[Role, ChildProcess]] = {}
         numbers: Counter[Role] = Counter()
         for launch in launches:
@@ -97,7 +91,7 @@ class WorkerLauncher(ChildGroup):
             if worker_id in self._workers:
                 raise ValueError(f"launches hold the name {worker_id} twice")
             command = partial(launch.command, security or ChannelSecurity())
-            child = ChildProcess(worker_id, command, log_folder / f"{worker_id}.log", on_loading)
+            child = ChildProcess(worker_id, command, Path(self._logs.name) / f"{worker_id}.log", on_loading)
             self._workers[worker_id] = launch.role, child
 
     @property
@@ -123,5 +117,4 @@ class WorkerLauncher(ChildGroup):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         await super().__aexit__(kind, error, trace)
-        if self._own_folder is not None:
-            self._own_folder.cleanup()
+        self._logs.cleanup()
