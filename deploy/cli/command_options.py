@@ -1,4 +1,4 @@
-"""Command-line options made from a tree of pydantic settings: each option is declared and checked in one place."""
+"""Command-line options made from settings, or from fields of the configuration: each is declared in one place."""
 
 from __future__ import annotations
 
@@ -6,15 +6,41 @@ import copy
 import functools
 import inspect
 from collections.abc import Callable, Iterator
+from enum import Enum
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
+import typer
 from pydantic import BaseModel, ValidationError
 from typer.models import ArgumentInfo, ParameterInfo
 
+from deploy.config.loading import GivenValue
 from deploy.config.problems import limit_of
+from deploy.config.spool_config import EngineSection, ServedModels, SpoolConfig
 from deploy.errors import UsageError
 
 Settings = TypeVar("Settings", bound=BaseModel)
+
+_KEYS = "auth.api_keys"
+_KEYS_HELP = (
+    "API key that clients must send; repeat for several. Other users of the machine can read command lines: "
+    "auth.api_keys_env and auth.api_keys_file keep keys from them."
+)
+
+# Headings in the help that differ from the section's name.
+_PANELS = {"groups": "Workers", "gateway": "Server", "auth": "Server"}
+
+FIELDS: dict[str, tuple[str, ...]] = {
+    **{name: (f"models.{name}",) for name in ServedModels.model_fields},
+    **{name: (f"gateway.{name}",) for name in ("host", "port", "grpc_port", "tool_format")},
+    "api_key": (_KEYS,),
+    **{name: (f"engine.{name}",) for name in EngineSection.model_fields},
+    "target_replicas": ("groups.target.replicas",),
+    "draft_replicas": ("groups.draft.replicas",),
+    "threads": ("groups.target.threads", "groups.draft.threads"),
+    **{name: (f"scheduling.{name}",) for name in ("policy", "batch_size", "max_running", "draft_length")},
+}
+"""Options of `spool serve` and the fields that each sets. An option has the name of its field; one of `groups` begins
+with the group, unless it sets both, and one that is repeated to make a list is in the singular."""
 
 
 def takes_settings(model: type[Settings]) -> Callable[[Callable[[Settings], int]], Callable[..., int]]:
@@ -89,3 +115,50 @@ def _tree(model: type[BaseModel], values: dict[str, Any]) -> dict[str, Any]:
     return {
         name: values[name] if option is not None else _tree(kind, values) for name, kind, option in option_fields(model)
     }
+
+
+def takes_fields(run: Callable[..., int]) -> Callable[..., int]:
+    """Gives a command the options in FIELDS; those on the command line reach `run` as its argument `given`."""
+    parameters = [_field_parameter(name, paths[0]) for name, paths in FIELDS.items()]
+    own = [
+        parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+        for name, parameter in inspect.signature(run, eval_str=True).parameters.items()
+        if name != "given"
+    ]
+
+    @functools.wraps(run)
+    def command(**values: Any) -> int:
+        options = {name: values.pop(name) for name in FIELDS}
+        given = [
+            GivenValue(
+                tuple(path.split(".")),
+                value.value if isinstance(value, Enum) else value,
+                "MODEL" if name == "target" else f"--{name.replace('_', '-')}",
+            )
+            for name, value in options.items()
+            if value is not None and value != []
+            for path in FIELDS[name]
+        ]
+        return run(given=given, **values)
+
+    command.__signature__ = inspect.Signature([*parameters, *own], return_annotation=int)  # type: ignore[attr-defined]
+    command.__annotations__ = {parameter.name: parameter.annotation for parameter in (*parameters, *own)}
+    return command
+
+
+def _field_parameter(name: str, path: str) -> inspect.Parameter:
+    *sections, field = path.split(".")
+    section = functools.reduce(getattr, sections, SpoolConfig())
+    kind, declared = next((kind, option) for each, kind, option in option_fields(type(section)) if each == field)
+    default = getattr(section, field)
+    option: Any = copy.copy(declared or typer.Option(help=type(section).model_fields[field].description))
+    if path == _KEYS:
+        kind, default, option.help = list[str], None, _KEYS_HELP
+    if not isinstance(option.show_default, str):
+        shown = default.value if isinstance(default, Enum) else default
+        option.show_default = False if default is None else str(shown).lower()
+    if not isinstance(option, ArgumentInfo):
+        option.rich_help_panel = _PANELS.get(sections[0], sections[0].capitalize())
+    return inspect.Parameter(
+        name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind | None, option]
+    )

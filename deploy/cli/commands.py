@@ -13,9 +13,8 @@ from typing import Annotated
 
 import typer
 
-from deploy.cli.command_options import takes_settings
+from deploy.cli.command_options import takes_fields, takes_settings
 from deploy.cli.config import Overrides, chosen_file, config_app
-from deploy.cli.field_options import takes_fields
 from deploy.config.loading import GivenValue, load_configuration
 from deploy.errors import UsageError
 from deploy.options import GenerateSettings, VerifySettings

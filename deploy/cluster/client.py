@@ -95,18 +95,18 @@ def ray_log_folder() -> str:
     return folder
 
 
-def serve_is_running() -> bool:
-    """Whether Ray Serve runs on the Ray joined."""
+def serve_client() -> Any:
+    """Of Ray Serve on the Ray joined; None where it does not run."""
     from ray.serve.context import _get_global_client
 
-    return _get_global_client(raise_if_no_controller_running=False) is not None
+    return _get_global_client(raise_if_no_controller_running=False)
 
 
 def stop_application(app_name: str, started_serve: bool) -> None:
     """Takes the application down, and Serve with it where that was started for it and nobody else uses it."""
     from ray import serve
 
-    if not serve_is_running():
+    if serve_client() is None:
         return
     serve.delete(app_name)
     if started_serve and not serve.status().applications:

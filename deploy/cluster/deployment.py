@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from deploy.cluster.client import ApplicationState, application_state, first_line, reason_of_failure
+from deploy.cluster.client import ApplicationState, application_state, first_line, reason_of_failure, serve_client
 from deploy.config.spool_config import SpoolConfig
 from deploy.errors import RunError, UsageError
 from deploy.progress import Reporter
@@ -49,14 +49,11 @@ def _deploy_application(config: SpoolConfig) -> None:
 
 def _deploy_file(config: SpoolConfig) -> None:
     """As `serve deploy` does: Serve takes a policy for a whole application in no other way."""
-    from ray.serve.context import _get_global_client
     from ray.serve.schema import ServeDeploySchema
 
     from deploy.ray_app.application import settled
 
-    client = _get_global_client()
-    if client is None:
-        raise RunError("Serve did not start")
+    client = serve_client()
     content = serve_content(settled(config))
     # Serve takes down what was deployed from a file before and is not in this one.
     others = client.get_serve_details()["applications"]
@@ -99,13 +96,8 @@ def watch(app_name: str, tell: Callable[[str], None], stop: threading.Event) -> 
 
 def _check_serve(config: SpoolConfig) -> None:
     """A Serve that ran before keeps its own HTTP options, whatever is asked for."""
-    from ray.serve.context import _get_global_client
-
-    client = _get_global_client()
-    if client is None:
-        raise RunError("Serve did not start")
     for name, wanted in http_options(config).items():
-        found = getattr(client.http_config, name)
+        found = getattr(serve_client().http_config, name)
         if found != wanted:
             raise UsageError(
                 f"Serve runs on this Ray already with {name} {found!r}, and the configuration asks for {wanted!r}: "

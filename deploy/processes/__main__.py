@@ -6,8 +6,7 @@ import asyncio
 import sys
 from contextlib import AsyncExitStack
 
-from deploy.processes.epochs import FileEpochs
-from deploy.processes.task import Surroundings, Up, run_process
+from deploy.processes.task import FileEpochs, Surroundings, Up, run_process
 from scheduler.messages import Role
 from services.launch.process_tuning import keep_loaded_objects
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from deploy.cluster.log_files import LogFile, log_files
+from deploy.cli.logs import LogFile, log_files
 
 
 def write(path: Path, *lines: str) -> Path:

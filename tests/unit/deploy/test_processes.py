@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from deploy.config.loading import load_configuration
-from deploy.processes.epochs import FileEpochs
 from deploy.processes.supervisor import cell_workers
+from deploy.processes.task import FileEpochs
 from services.scheduler.epochs import EpochAuthority, SupersededError
 
 

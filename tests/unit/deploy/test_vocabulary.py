@@ -9,7 +9,7 @@ import pytest
 import typer
 
 from deploy.cli import main
-from deploy.cli.field_options import FIELDS
+from deploy.cli.command_options import FIELDS
 from deploy.config.reference import documents
 from deploy.config.spool_config import SpoolConfig
 from scheduler.config import Policy
