@@ -32,7 +32,8 @@ logger = logging.getLogger(__name__)
 class ClientOptions:
     """Times in seconds. Sequences fail when no scheduler was reached for `give_up`.
 
-    `connect_timeout` bounds three things: finding a scheduler's address, opening a session, and a call for the status.
+    `connect_timeout` bounds three things: finding a scheduler's address, opening a session, and a call for the status
+    (1.5 s where it is longer).
     During a session, `resolve` is called every `watch_interval` to learn whether another scheduler has taken over.
     `model` waits up to `first_model_timeout` for the first model, and returns a model for `model_age` before it looks
     again. A sequence fails after `max_fruitless_submissions` sessions that broke before its next token, since the

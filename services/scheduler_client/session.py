@@ -22,6 +22,9 @@ _FIRST_INTERVAL_SECONDS = 1.0
 
 _VIEW_TIMEOUT_SECONDS = 10.0
 
+# Probes ask for it, and give up after a few seconds themselves.
+_STATUS_SECONDS = 1.5
+
 
 class SessionBrokenError(BackendUnavailableError):
     """The session has ended; the message says why."""
@@ -65,10 +68,11 @@ class ClientSession:
             self._more.set()
 
     async def status(self, timeout_seconds: float) -> scheduler_pb2.StatusReply:
-        """Raises BackendUnavailableError, also where the scheduler is closed."""
+        """Raises BackendUnavailableError, also where the scheduler is closed. Waits for `_STATUS_SECONDS` at most."""
+        limit = min(timeout_seconds, _STATUS_SECONDS)
         try:
             status: scheduler_pb2.StatusReply = readable(
-                await self._stub.Status(scheduler_pb2.StatusRequest(), timeout=timeout_seconds, metadata=self._metadata)
+                await self._stub.Status(scheduler_pb2.StatusRequest(), timeout=limit, metadata=self._metadata)
             )
         except grpc.aio.AioRpcError as error:
             raise SessionBrokenError(f"the scheduler does not answer: {rpc_reason(error)}") from error
