@@ -9,7 +9,7 @@ from pathlib import Path
 
 import httpx
 
-from scheduler.messages import FinishReason, RefusalCause, Role
+from scheduler.messages import Role
 from services.gateway.metrics import GatewayMetrics
 from services.scheduler_client.cell_link import ClientOptions
 from services.scheduler_client.remote import SchedulerClient
