@@ -14,6 +14,7 @@ from tokenizers import AddedToken, Tokenizer
 from engine.errors import TokenizerError
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+_OTHER_FORMS = ("vocab.json", "vocab.txt", "merges.txt", "*.model", "*.tiktoken", "tekken.json")
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -78,11 +79,19 @@ def named_tokens(settings: Mapping[str, Any]) -> dict[str, str | None]:
     return {name: value for name, value in found.items() if value is None or isinstance(value, str)}
 
 
+def no_tokenizer(folder: Path) -> str:
+    name = repr(str(folder))
+    program = f"from transformers import AutoTokenizer as A; A.from_pretrained({name}).save_pretrained({name})"
+    return f"{folder} holds no tokenizer.json; where transformers reads its tokenizer, this makes one: {program}"
+
+
 def read_tokenizer(folder: Path) -> Tokenizer | None:
-    """None where the folder has none. With the tokens that only the settings name, as in transformers; raises
-    TokenizerError."""
+    """None where the folder has none in any form. With the tokens that only the settings name, as in transformers;
+    raises TokenizerError, also for a tokenizer in another form than tokenizer.json."""
     path = folder / "tokenizer.json"
     if not path.is_file():
+        if any(found for form in _OTHER_FORMS for found in folder.glob(form)):
+            raise TokenizerError(no_tokenizer(folder))
         return None
     try:
         tokenizer = Tokenizer.from_file(str(path))

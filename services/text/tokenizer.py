@@ -13,6 +13,7 @@ from engine.errors import TokenizerError
 from engine.models.vocabulary import (
     TOKENIZER_FILES,
     named_tokens,
+    no_tokenizer,
     read_json,
     read_tokenizer,
     tokenizer_settings,
@@ -40,7 +41,7 @@ class ModelTokenizer:
         self.folder = folder
         tokenizer = read_tokenizer(folder)
         if tokenizer is None:
-            raise TokenizerError(f"{folder} holds no tokenizer.json")
+            raise TokenizerError(no_tokenizer(folder))
         self._tokenizer = tokenizer
         # Some files set these for training; prompts are neither truncated nor padded.
         self._tokenizer.no_truncation()
