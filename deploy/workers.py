@@ -46,8 +46,9 @@ def plan_workers(
             launches.append(WorkerLaunch(role, {"model": NGRAM}, threads=1))
             continue
         if place != "cpu":
-            peers = [roles[other] for other, shared in devices.items() if shared == place and other != number]
-            engine = replace(engine, gpu_peers=tuple(_memory_of(engine_of(peer, place), peer) for peer in peers))
+            others = [roles[other] for other, shared in devices.items() if shared == place and other != number]
+            peers = [(other, peer) for other in others if (peer := engine_of(other, place)) is not None]
+            engine = replace(engine, gpu_peers=tuple(worker_memory(peer, other) for other, peer in peers))
         launches.append(WorkerLaunch(role, asdict(engine), threads=engine.threads or 0))
     return launches
 
@@ -61,12 +62,6 @@ def worker_memory(engine: EngineSettings, role: Role) -> ModelMemory:
         )
     except GpuMemoryError as error:
         raise UsageError(str(error)) from error
-
-
-def _memory_of(engine: EngineSettings | None, role: Role) -> ModelMemory:
-    if engine is None:
-        raise ValueError(f"a {role.value} worker without a model is on a GPU")
-    return worker_memory(engine, role)
 
 
 def worker_devices(device: str, ranks: Sequence[int]) -> list[str]:

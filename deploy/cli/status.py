@@ -55,7 +55,8 @@ def _state_of(served: Served, state: StateFolder) -> tuple[ApplicationState, lis
     if served.ray_address is None:
         security = ChannelSecurity.from_json(served.scheduler_security or "{}")
         return ApplicationState("RUNNING"), [asyncio.run(_scheduler_status(served.scheduler_address or "", security))]
-    with connected(served.ray_address, _NAMESPACE, own(served, state)):
+    # The folder holds the token of a Ray of Spool's own.
+    with connected(served.ray_address, _NAMESPACE, state if served.process_id is not None else None):
         application = application_state(served.app_name)
         return application, scheduler_statuses(served.app_name, application)
 
@@ -95,11 +96,6 @@ def find_served(app_name: str, state: StateFolder) -> Served:
     if served is None or not is_there(served, state):
         raise RunError(f"{app_name} is not served here (`spool serve` starts it)")
     return served
-
-
-def own(served: Served, state: StateFolder) -> StateFolder | None:
-    """The folder with Ray's token, where Ray is Spool's own."""
-    return state if served.process_id is not None else None
 
 
 def is_there(served: Served, state: StateFolder) -> bool:

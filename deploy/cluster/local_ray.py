@@ -81,11 +81,12 @@ def start_ray(app_name: str, settings: RaySettings, state: StateFolder) -> Local
         num_cpus=settings.num_cpus,
         num_gpus=settings.num_gpus,
     )
+    # Files of a Ray that has ended: the lock of the application is free. A session may also be a link to another.
     for session in folder.glob("session_*"):
-        # What a Ray left that is gone: its lock is free, or we would not be here.
-        shutil.rmtree(
-            session, ignore_errors=True
-        ) if session.is_dir() and not session.is_symlink() else session.unlink()
+        if session.is_symlink():
+            session.unlink()
+        else:
+            shutil.rmtree(session, ignore_errors=True)
     log_file = state.ray_log(app_name)
     with log_file.open("wb") as log:
         process = subprocess.Popen(

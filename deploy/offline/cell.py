@@ -37,12 +37,9 @@ class Cell:
     def __init__(self) -> None:
         # Loopback is open to every user of the machine.
         self.security = ChannelSecurity(token=random_token())
-        self._workers: dict[str, RunningWorker] = {}
+        self.workers: dict[str, RunningWorker] = {}
         self._epochs = EpochAuthority(MemoryRegister())
         self._last_death = ""
-
-    def add(self, workers: Iterable[RunningWorker]) -> None:
-        self._workers |= {worker.worker_id: worker for worker in workers}
 
     @asynccontextmanager
     async def service(
@@ -51,7 +48,7 @@ class Cell:
         """A scheduler without sequences over all workers, or only over the targets."""
         endpoints = [
             WorkerEndpoint(worker.worker_id, worker.role, worker.address)
-            for worker in self._workers.values()
+            for worker in self.workers.values()
             if drafting or worker.role is Role.TARGET
         ]
         links = LinkOptions(
@@ -75,12 +72,12 @@ class Cell:
 
     def mark_lost(self, worker_id: str, reason: str) -> None:
         """The worker's process has ended."""
-        self._workers.pop(worker_id, None)
+        self.workers.pop(worker_id, None)
         self._last_death = f"{worker_id} {reason}"
 
     def check_alive(self) -> None:
         """Raises `RunError` if no target is left. Draft workers may die: their sequences decode without."""
-        if not any(worker.role is Role.TARGET for worker in self._workers.values()):
+        if not any(worker.role is Role.TARGET for worker in self.workers.values()):
             raise RunError(f"{self._last_death}; no target worker is left")
 
 
@@ -101,7 +98,7 @@ async def running_cell(settings: RunSettings, lengths: Sequence[int], reporter: 
     )
     try:
         async with launcher:
-            cell.add(launcher.workers)
+            cell.workers |= {worker.worker_id: worker for worker in launcher.workers}
             yield cell
     except ProcessStartError as error:
         raise RunError(str(error)) from error
