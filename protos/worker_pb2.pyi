@@ -155,18 +155,20 @@ class PromptScoring(_message.Message):
     def __init__(self, first: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., top: _Optional[int] = ...) -> None: ...
 
 class SequenceParameters(_message.Message):
-    __slots__ = ("prompt_length", "sampling", "logits_digests", "top_logprobs", "committed_tokens")
+    __slots__ = ("prompt_length", "sampling", "logits_digests", "top_logprobs", "committed_tokens", "cache_scope")
     PROMPT_LENGTH_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     LOGITS_DIGESTS_FIELD_NUMBER: _ClassVar[int]
     TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SCOPE_FIELD_NUMBER: _ClassVar[int]
     prompt_length: int
     sampling: SamplingParameters
     logits_digests: bool
     top_logprobs: int
     committed_tokens: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, prompt_length: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParameters, _Mapping]] = ..., logits_digests: _Optional[bool] = ..., top_logprobs: _Optional[int] = ..., committed_tokens: _Optional[_Iterable[int]] = ...) -> None: ...
+    cache_scope: bytes
+    def __init__(self, prompt_length: _Optional[int] = ..., sampling: _Optional[_Union[SamplingParameters, _Mapping]] = ..., logits_digests: _Optional[bool] = ..., top_logprobs: _Optional[int] = ..., committed_tokens: _Optional[_Iterable[int]] = ..., cache_scope: _Optional[bytes] = ...) -> None: ...
 
 class SamplingParameters(_message.Message):
     __slots__ = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias", "seed", "min_tokens", "end_token_ids", "grammar", "bad_words")

@@ -99,6 +99,8 @@ class SequenceRequest:
 
     `key` is the name of the API key that asks ("": none, or one without a name). `priority` orders the key's requests
     among each other, and all sequences where KV pages run short: as in vLLM, a lower value is handled earlier.
+
+    Only sequences of the same `cache_scope` take over each other's KV.
     """
 
     sequence_id: int
@@ -115,6 +117,7 @@ class SequenceRequest:
     priority: int = 0
     prompt_logprobs: int | None = None
     suspicion: Suspicion = Suspicion()
+    cache_scope: bytes = b""
 
 
 @dataclass(slots=True)

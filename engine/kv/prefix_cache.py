@@ -12,7 +12,7 @@ _KEY_BYTES = 32
 
 
 def page_key(before: PageKey, tokens: Sequence[int]) -> PageKey:
-    """The key of the page that holds `tokens` and follows the page with the key `before` (empty for the first).
+    """The key of the page that holds `tokens` and follows the page with the key `before` (of the first: the scope).
 
     Prompts come from strangers, and a key that two prompts have in common would give one the other's KV: hence a
     cryptographic digest of all the tokens, and not that of scheduler/state/digests.py.
@@ -23,8 +23,9 @@ def page_key(before: PageKey, tokens: Sequence[int]) -> PageKey:
 class PrefixCache:
     """Finds and registers pages of a pool by tokens.
 
-    Its callers keep, for each sequence, the `keys` of its first pages, so that nothing is computed twice: a list,
-    empty at first, to be cut to `length // page_size` where the sequence is truncated.
+    Its callers keep, for each sequence, its cache scope (empty or 32 bytes; pages are shared within one alone) and the
+    `keys` of its first pages, so that nothing is computed twice: one list, of the scope at first, to be cut to
+    `length // page_size + 1` entries where the sequence is truncated.
     """
 
     def __init__(self, pool: PagePool) -> None:
@@ -39,16 +40,16 @@ class PrefixCache:
             return 0
         self._complete(keys, tokens, table.length // size)
         shared = self._pool.share(table, self._following(keys, tokens, most))
-        del keys[len(table.pages) :]
+        del keys[len(table.pages) + 1 :]
         return shared * size
 
     def register(self, table: PageTable, keys: list[PageKey], tokens: Sequence[int], length: int) -> None:
         """Lets others find the pages that the first `length` tokens fill. `tokens` are those whose KV the table holds;
         those before `length` are never to be replaced by others."""
-        first, full = len(keys), length // self._pool.page_size
+        first, full = len(keys) - 1, length // self._pool.page_size
         if first < full:
             self._complete(keys, tokens, full)
-            for page, key in zip(table.pages[first:full], keys[first:full], strict=True):
+            for page, key in zip(table.pages[first:full], keys[first + 1 :], strict=True):
                 self._pool.remember(page, key)
 
     def forget(self, table: PageTable) -> None:
@@ -63,7 +64,7 @@ class PrefixCache:
     def _following(self, keys: list[PageKey], tokens: Sequence[int], pages: int) -> Iterator[PageKey]:
         """Appends keys until there are `pages` of them, one at a time."""
         size = self._pool.page_size
-        while len(keys) < pages:
-            start = len(keys) * size
-            keys.append(page_key(keys[-1] if keys else b"", tokens[start : start + size]))
+        while len(keys) <= pages:
+            start = (len(keys) - 1) * size
+            keys.append(page_key(keys[-1], tokens[start : start + size]))
             yield keys[-1]

@@ -62,23 +62,25 @@ class Fleet:
         self.accepting = sum(not target.draining for target in self.targets.values())
         self.largest_capacity = max((target.capacity for target in self.targets.values()), default=0)
 
-    def pick_target(self, tokens: DigestedTokens, positions: int, max_sequences: int | None) -> TargetWorker | None:
+    def pick_target(
+        self, scope: bytes, tokens: DigestedTokens, positions: int, max_sequences: int | None
+    ) -> TargetWorker | None:
         """The target for a sequence of these tokens, with fewer than `max_sequences` and room for `positions` more."""
         most = math.inf if max_sequences is None else max_sequences
         free = [one for one in self.targets.values() if not one.draining and len(one.sequences) < most]
-        return _closest([one for one in free if one.has_room(positions)], tokens)
+        return _closest([one for one in free if one.has_room(positions)], scope, tokens)
 
     @property
     def max_running(self) -> int:
         """How many sequences may run: so many for each target that takes any."""
         return self._config.max_running * self.accepting
 
-    def pick_draft(self, tokens: DigestedTokens, positions: int) -> DraftWorker | None:
+    def pick_draft(self, scope: bytes, tokens: DigestedTokens, positions: int) -> DraftWorker | None:
         """The draft worker for a sequence of these tokens, with room for `positions` more."""
-        return _closest([draft for draft in self.drafts.values() if draft.has_room(positions)], tokens)
+        return _closest([draft for draft in self.drafts.values() if draft.has_room(positions)], scope, tokens)
 
 
-def _closest(workers: list[SomeWorker], tokens: DigestedTokens) -> SomeWorker | None:
+def _closest(workers: list[SomeWorker], scope: bytes, tokens: DigestedTokens) -> SomeWorker | None:
     """The worker that has had the longest beginning of these tokens, of those that would then have at most
     `_MOST_LOAD` times as many sequences as they have on average, or as few as any; among equals the one with the fewest
     sequences (consistent hashing with bounded loads, arXiv 1608.01350, with a memory in place of the hash).
@@ -89,5 +91,5 @@ def _closest(workers: list[SomeWorker], tokens: DigestedTokens) -> SomeWorker | 
     most = max(min(counts), int(_MOST_LOAD * (1 + sum(counts)) / len(workers)) - 1)
     return max(
         (worker for worker, count in zip(workers, counts, strict=True) if count <= most),
-        key=lambda worker: (worker.prefixes.longest(tokens), -len(worker.sequences)),
+        key=lambda worker: (worker.prefixes.longest(scope, tokens), -len(worker.sequences)),
     )

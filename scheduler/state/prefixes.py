@@ -9,7 +9,7 @@ from scheduler.state.digests import DigestedTokens
 
 
 class KnownPrefixes:
-    """Of each sequence, its first 1, 2, 4 and so on pages of `page_size` tokens, by digest.
+    """Of each sequence, its first 1, 2, 4 and so on pages of `page_size` tokens, by cache scope and digest.
 
     Those that came last are kept, as many as have `total_pages` pages together, for the worker has KV of no more.
     """
@@ -17,26 +17,26 @@ class KnownPrefixes:
     def __init__(self, page_size: int, total_pages: int) -> None:
         self._page_size = page_size
         self._free = total_pages
-        self._pages: OrderedDict[int, int] = OrderedDict()
-        """By digest, the pages beyond those of the next shorter beginning."""
+        self._pages: OrderedDict[tuple[bytes, int], int] = OrderedDict()
+        """The pages beyond those of the next shorter beginning."""
 
-    def add(self, tokens: DigestedTokens) -> None:
+    def add(self, scope: bytes, tokens: DigestedTokens) -> None:
         # The shortest last: it is the beginning of most others.
         for pages in reversed(list(self._counts(tokens))):
-            digest = tokens.digest(pages * self._page_size)
-            if digest not in self._pages:
-                self._pages[digest] = max(1, pages // 2)
-                self._free -= self._pages[digest]
-            self._pages.move_to_end(digest)
+            key = scope, tokens.digest(pages * self._page_size)
+            if key not in self._pages:
+                self._pages[key] = max(1, pages // 2)
+                self._free -= self._pages[key]
+            self._pages.move_to_end(key)
         while self._free < 0:
             _, pages = self._pages.popitem(last=False)
             self._free += pages
 
-    def longest(self, tokens: DigestedTokens) -> int:
+    def longest(self, scope: bytes, tokens: DigestedTokens) -> int:
         """Tokens of the longest beginning that is known; the whole common one may be up to twice as long."""
         # A plain loop: for each newcomer, this is asked of every worker.
         found, positions, length = 0, self._page_size, len(tokens)
-        while positions <= length and tokens.digest(positions) in self._pages:
+        while positions <= length and (scope, tokens.digest(positions)) in self._pages:
             found, positions = positions, 2 * positions
         return found
 

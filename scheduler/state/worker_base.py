@@ -154,7 +154,7 @@ class WorkerState(ABC, Generic[Member, Work]):
             raise RuntimeError(f"no pages for sequence {sequence.sequence_id} on worker {self.worker_id}")
         self.sequences[sequence.sequence_id] = sequence
         self.kv[sequence.sequence_id] = KvEntry()
-        self.prefixes.add(sequence.tokens)
+        self.prefixes.add(sequence.request.cache_scope, sequence.tokens)
 
     def evict(self, sequence: Member) -> None:
         """Removes the sequence. What the worker holds of it is released with the next step."""

@@ -168,7 +168,7 @@ class Lifecycle:
                 continue
             longest = self.longest_draft(sequence)
             positions = sequence.length + longest + 1
-            target = self._parts.fleet.pick_target(sequence.tokens, positions, self._parts.max_per_target)
+            target = self._pick_target(sequence, positions)
             if target is None:
                 break
             live.start(sequence)
@@ -183,6 +183,10 @@ class Lifecycle:
             self._change(sequence, ADMITTED)
             admitted = True
         return admitted
+
+    def _pick_target(self, sequence: Sequence, positions: int) -> TargetWorker | None:
+        scope, most = sequence.request.cache_scope, self._parts.max_per_target
+        return self._parts.fleet.pick_target(scope, sequence.tokens, positions, most)
 
     def _slot_is_free(self) -> bool:
         most = self._parts.max_per_target
@@ -204,7 +208,7 @@ class Lifecycle:
     def _find_draft(self, sequence: Sequence) -> None:
         """Places the sequence on a draft worker, if one has room."""
         positions = sequence.length + self.longest_draft(sequence)
-        draft = self._parts.fleet.pick_draft(sequence.tokens, positions)
+        draft = self._parts.fleet.pick_draft(sequence.request.cache_scope, sequence.tokens, positions)
         if draft is not None:
             draft.place(sequence, positions)
             draft.reindex(sequence, WAITING, sequence.state)
@@ -227,7 +231,7 @@ class Lifecycle:
         if source is None or not source.draining:
             return False
         positions = sequence.length + self.longest_draft(sequence) + 1
-        destination = self._parts.fleet.pick_target(sequence.tokens, positions, self._parts.max_per_target)
+        destination = self._pick_target(sequence, positions)
         if destination is None:
             return False
         valid = source.kv[sequence.sequence_id].valid

@@ -17,7 +17,8 @@ class GenerationRequest:
     speculation off. `top_logprobs` None: no log probabilities; 0: those of the chosen tokens alone; n: those of the n
     most likely tokens as well. `deadline_seconds` counts from the submission; None: no deadline. `request_id` is for
     logs alone, and `traceparent` for traces. `key` is the name of the API key that asks, "" for none; `priority` orders
-    its requests, lower values first. `prompt_logprobs` is like `top_logprobs`, of the prompt's tokens.
+    its requests, lower values first. `prompt_logprobs` is like `top_logprobs`, of the prompt's tokens. Only requests of
+    the same `cache_scope`, empty or 32 bytes, take over each other's KV.
 
     Raises `ValueError` naming field, value and limit. Limits that depend on the model are the scheduler's to check.
     """
@@ -34,6 +35,7 @@ class GenerationRequest:
     key: str = ""
     priority: int = 0
     prompt_logprobs: int | None = None
+    cache_scope: bytes = b""
 
     def __post_init__(self) -> None:
         if not self.prompt:

@@ -1,4 +1,4 @@
-"""API keys: who may call, and under which name."""
+"""API keys: who may call, under which name, and whose KV a request may take over."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pydantic import SecretStr
 
 from services.gateway.errors import ErrorKind, RequestError
 from services.gateway.settings import NamedKey
+from services.observability.request_ids import current_key_digest
 
 _SCHEME = b"bearer "
 _BASIC = b"basic "
@@ -25,13 +26,13 @@ class ApiKeys:
         self._digests = [(_digest(key.get_secret_value().encode()), "") for key in keys]
         self._digests += [(bytes.fromhex(key.digest), key.name) for key in named]
 
-    def check(self, authorization: bytes | None) -> str:
-        """The name of the key that is shown; "" for one without a name, and where no key is set.
+    def check(self, authorization: bytes | None) -> tuple[str, bytes]:
+        """The name ("" for one without a name) and the digest of the key that is shown; both empty where none is set.
 
         `authorization` is the value of the header or the metadata. Raises RequestError unless a known key is shown.
         """
         if not self._digests:
-            return ""
+            return "", b""
         if authorization is None:
             raise _refusal("no API key was given: send `authorization: Bearer <key>`", "missing_api_key")
         if authorization[: len(_SCHEME)].lower() != _SCHEME:
@@ -40,10 +41,17 @@ class ApiKeys:
         found = None
         for digest, name in self._digests:
             # All are compared, wherever the right one stands.
-            found = name if hmac.compare_digest(digest, shown) else found
+            found = (name, digest) if hmac.compare_digest(digest, shown) else found
         if found is None:
             raise _refusal("the API key is not known here", "invalid_api_key")
         return found
+
+
+def cache_scope(salt: str, shared: bool) -> bytes:
+    """Only requests of the same scope take over each other's KV: those with this `salt` ("": none) and, unless KV is
+    `shared` between keys, with the current request's key. Without key and salt it is empty, else 32 bytes."""
+    key = b"" if shared else current_key_digest()
+    return hashlib.blake2b(salt.encode(), key=key, digest_size=32).digest() if key or salt else b""
 
 
 def bearer_of_basic(authorization: bytes | None) -> bytes | None:

@@ -65,7 +65,8 @@ class GenerationOptions:
 
     Choice i of a prompt is sampled with `seed` + i. Neither a stop token nor a stop string ends the output among the
     first `min_tokens` tokens. `draft_length` 0 turns speculation off. Of one key's requests, those with the lower
-    `priority` are handled earlier. `structure` says what each choice must look like. With `as_message`, the
+    `priority` are handled earlier; only those with the same `cache_salt` ("": none) take over each other's KV.
+    `structure` says what each choice must look like. With `as_message`, the
     answer is split into reasoning, content and calls of `tools`. `sampling` holds what the client gave of the fields of
     scheduler.sampling.SamplingParameters that are named SAMPLING_FIELDS. None of the `bad_words` is in the output.
     `top_logprobs` and `prompt_logprobs` have the meaning of services.backend.interface.GenerationRequest.
@@ -89,6 +90,7 @@ class GenerationOptions:
     prompt_logprobs: int | None = None
     draft_length: int | None = None
     priority: int = 0
+    cache_salt: str = ""
     structure: Structure | None = None
     as_message: bool = False
     tools: ToolUse | None = None

@@ -24,6 +24,7 @@ TRACEPARENT = "traceparent"
 _current: ContextVar[str] = ContextVar("request_id", default="")
 _traceparent: ContextVar[str] = ContextVar("traceparent", default="")
 _key: ContextVar[str] = ContextVar("key", default="")
+_key_digest: ContextVar[bytes] = ContextVar("key_digest", default=b"")
 
 
 def current_request_id() -> str:
@@ -41,9 +42,15 @@ def current_key() -> str:
     return _key.get()
 
 
-def note_key(name: str) -> None:
+def current_key_digest() -> bytes:
+    """Of the API key that the request showed; empty if there was none."""
+    return _key_digest.get()
+
+
+def note_key(name: str, digest: bytes) -> None:
     """Marks this task, and the tasks that this task starts, as working for a request that showed this key."""
     _key.set(name)
+    _key_digest.set(digest)
 
 
 def begin_request(given: str, traceparent: str = "") -> str:

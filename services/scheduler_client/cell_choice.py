@@ -40,16 +40,16 @@ class CellChoice:
     def __init__(self) -> None:
         self._given: OrderedDict[bytes, frozenset[int]] = OrderedDict()
 
-    def choose(self, prompt: Sequence[int], cells: Sequence[CellState]) -> int:
+    def choose(self, scope: bytes, prompt: Sequence[int], cells: Sequence[CellState]) -> int:
         """The number of one of the `cells`, at least one, which is taken to compute the prompt from now on.
 
         Of the cells that have targets and are not above their part of all sequences, it is the one with the longest
-        beginning of the prompt. Where none has any, the prompt's first page names two of them, the same ones at every
-        gateway, and the one with less work gets it.
+        beginning of the prompt in its cache scope. Where none has any, scope and first page name two of them, the same
+        ones at every gateway, and the one with less work gets it.
         """
-        pages = list(_pages(prompt))
+        pages = list(_pages(scope, prompt))
         fair = _within_bound([cell for cell in cells if cell.targets] or cells)
-        first = pages[0] if pages else _digest(b"", prompt)
+        first = pages[0] if pages else _digest(scope, prompt)
         fair.sort(key=lambda cell: _weight(first, cell.number), reverse=True)
         known = self._known_pages(pages)
         longest = max(known.get(cell.number, 0) for cell in fair)
@@ -94,9 +94,9 @@ def _within_bound(cells: Sequence[CellState]) -> list[CellState]:
     ]
 
 
-def _pages(prompt: Sequence[int]) -> Iterator[bytes]:
+def _pages(scope: bytes, prompt: Sequence[int]) -> Iterator[bytes]:
     """A digest for each of the leading whole pages, which tells of all tokens up to the page's end."""
-    digest = b""
+    digest = scope
     for page in range(min(len(prompt) // PAGE_TOKENS, LEADING_PAGES)):
         digest = _digest(digest, prompt[page * PAGE_TOKENS : (page + 1) * PAGE_TOKENS])
         yield digest

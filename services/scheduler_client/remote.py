@@ -265,7 +265,7 @@ class SchedulerClient:
         links = {link.number: link for link in self._links if link.connected and link.number not in stream.refused_by}
         if links:
             cells = [link.state for link in links.values()]
-            links[self._choice.choose(stream.request.prompt, cells)].submit(stream)
+            links[self._choice.choose(stream.request.cache_scope, stream.request.prompt, cells)].submit(stream)
         else:
             self._unplaced[stream] = None
 

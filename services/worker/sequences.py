@@ -31,7 +31,8 @@ class WorkerSequence:
 
     `committed` holds the tokens that were committed when the sequence was opened. Until rows have fed all of them, or
     other ones, it is `ahead`; the first `agreed` of them have been compared with those that rows fed.
-    `page_keys` are the keys of its first pages (engine/kv/prefix_cache.py); None once its KV must not be shared.
+    `page_keys` are its cache scope and the keys of its first pages (engine/kv/prefix_cache.py); None once its KV must
+    not be shared.
     """
 
     sequence_id: int
@@ -46,7 +47,7 @@ class WorkerSequence:
     committed: Sequence[int] = ()
     ahead: bool = True
     agreed: int = 0
-    page_keys: list[PageKey] | None = field(default_factory=list)
+    page_keys: list[PageKey] | None = None
     untouched: bool = False
     """Whether the sequence was adopted from another worker and no row has come for it yet."""
 
@@ -301,8 +302,8 @@ class WorkerSequences:
     def _truncate(self, sequence: WorkerSequence, length: int) -> None:
         self._pool.truncate(sequence.table, length)
         sequence.truncate_tokens(length)
-        if sequence.page_keys:
-            del sequence.page_keys[length // self._pool.page_size :]
+        if sequence.page_keys is not None:
+            del sequence.page_keys[length // self._pool.page_size + 1 :]
 
     def _take_over(self, sequence: WorkerSequence, end: int, computes: bool, scored: int | None) -> None:
         """Takes over known pages of the tokens up to `end`, or of all committed tokens where the row only computes KV.
@@ -337,6 +338,7 @@ def open_sequence(sequence_id: int, parameters: worker_pb2.SequenceParameters) -
         parameters.logits_digests,
         parameters.top_logprobs if parameters.HasField("top_logprobs") else None,
         committed=tuple(parameters.committed_tokens),
+        page_keys=[parameters.cache_scope],
     )
 
 

@@ -30,7 +30,7 @@ class KeyGuard(CallerGuard):
 
     def refusal(self, authorization: bytes | None) -> Refusal | None:
         try:
-            note_key(self._keys.check(authorization))
+            note_key(*self._keys.check(authorization))
         except RequestError as error:
             self._metrics.failed(error.kind)
             return _refusal(error)

@@ -26,6 +26,7 @@ from spool_client.v1 import generation_pb2 as pb
 _OPTIONS = {
     *("max_tokens", "min_tokens", "n", "stop", "stop_token_ids", "bad_words", "include_stop_str_in_output", "echo"),
     *("ignore_eos", "skip_special_tokens", "seed", "top_logprobs", "prompt_logprobs", "draft_length", "priority"),
+    "cache_salt",
 }
 _FINISH_REASONS: dict[EndReason | None, pb.FinishReason] = {
     None: pb.FINISH_REASON_UNSPECIFIED,

@@ -87,7 +87,7 @@ class KeyGate:
         shown = headers[0] if len(headers) == 1 else None
         browsed = scope["method"] == "GET" and _BROWSED.fullmatch(_path_of_route(scope)) is not None
         try:
-            note_key(self._keys.check(bearer_of_basic(shown) if browsed else shown))
+            note_key(*self._keys.check(bearer_of_basic(shown) if browsed else shown))
         except RequestError as error:
             self._metrics.failed(error.kind)
             response = error_response(error, self._settings.retry_after_seconds)

@@ -181,6 +181,7 @@ Prompts = Annotated[
     ),
 ]
 PlainText = Annotated[str, AfterValidator(check_text)]
+CacheSalt = Annotated[str, Field(min_length=1), AfterValidator(check_text)]
 WholeNumber = Annotated[int, BeforeValidator(_whole, json_schema_input_type=int)]
 CountOfTokens = Annotated[int, Field(ge=0), BeforeValidator(_whole, json_schema_input_type=Annotated[int, Field(ge=0)])]
 JsonSchemaObject = Annotated[str, BeforeValidator(_json_text, json_schema_input_type=dict[str, Any])]

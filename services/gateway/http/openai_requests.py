@@ -16,6 +16,7 @@ from pydantic import Field, model_validator
 from services.gateway.answers.tools import ToolUse
 from services.gateway.http.openai_fields import (
     Body,
+    CacheSalt,
     CountOfTokens,
     LogitBias,
     OptionalTexts,
@@ -183,6 +184,8 @@ class _Generation(Body):
     """Log probabilities of the prompt's tokens, and of this many likeliest tokens beside each; not with `stream`."""
     priority: WholeNumber | None = None
     """Of requests with the same API key, those with the lower number are handled earlier; 0 unless given."""
+    cache_salt: CacheSalt | None = None
+    """Only requests with the same API key and the same text here reuse each other's KV of a common prompt prefix."""
     response_format: ResponseFormat | None = None
     """Text unless given."""
     structured_outputs: StructuredOutputs | None = None
@@ -224,7 +227,7 @@ class _Generation(Body):
             structure=self._structure(),
             draft_length=None if self.spool is None else self.spool.effective_draft_length(),
             names={"draft_length": "spool.draft_length", **names},
-            **{name: values[name] for name in ("min_tokens", "n", "priority", "seed") if name in values},
+            **{name: values[name] for name in ("cache_salt", "min_tokens", "n", "priority", "seed") if name in values},
             **more,
         )
 

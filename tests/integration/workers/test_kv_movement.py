@@ -157,12 +157,19 @@ async def refusal(worker: Served, request: worker_pb2.ImportKvRequest) -> tuple[
 def test_imported_sequence_goes_on_as_if_it_had_always_been_there() -> None:
     async def run() -> None:
         async with two() as (source, destination):
-            reply = await destination.stub.ImportKv(import_from(source.address), timeout=LONG)
+            scoped = worker_pb2.SequenceParameters(prompt_length=len(TOKENS), cache_scope=b"s" * 32)
+            reply = await destination.stub.ImportKv(import_from(source.address, parameters=scoped), timeout=LONG)
             assert reply.bytes == 3 * 4 * 8
             assert reply.seconds > 0
             bonus = continuation(TOKENS, 2)
             (row,) = (await destination.step(feed(len(TOKENS), bonus[:1]))).rows
             assert (row.status, list(row.tokens)) == (worker_pb2.ROW_STATUS_OK, bonus[1:])
+            # Its pages are for others of its scope.
+            for number, (parameters, reused) in enumerate(((PARAMETERS, 0), (scoped, 8)), 6):
+                another = opening()
+                another.sequence_id = number
+                another.parameters.CopyFrom(parameters)
+                assert [one.reused for one in (await destination.step(another)).rows] == [reused]
             destination.executor.check_integrity()
             # The source keeps what it has until it is told to release it.
             assert source.executor.sequences == 1

@@ -201,7 +201,7 @@ def _drafting_ahead(plan: Plan, outcomes: int) -> Plan:
 
 
 def _with_keys(plan: Plan, rng: random.Random) -> Plan:
-    """In one of four schedules, requests come with API keys and priorities."""
+    """In one of four schedules, requests come with API keys and priorities, and each key has a cache of its own."""
     if rng.random() >= 0.25:
         return plan
     keys = tuple(
@@ -217,7 +217,15 @@ def _with_keys(plan: Plan, rng: random.Random) -> Plan:
     # One key may flood the others.
     names = ["", *(key.name for key in keys), *[keys[0].name] * rng.choice((0, 0, 20))]
     requests = tuple(
-        replace(one, request=replace(one.request, key=rng.choice(names), priority=rng.choice((0, 0, -3, 2, 2**31 - 1))))
+        replace(
+            one,
+            request=replace(
+                one.request,
+                key=(name := rng.choice(names)),
+                priority=rng.choice((0, 0, -3, 2, 2**31 - 1)),
+                cache_scope=name.encode().ljust(32),
+            ),
+        )
         for one in plan.requests
     )
     return replace(plan, config=replace(plan.config, keys=keys), requests=requests)

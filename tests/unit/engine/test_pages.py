@@ -15,18 +15,20 @@ from engine.kv.pages import OutOfPagesError, PageKey, PagePool, PageTable
 from engine.kv.prefix_cache import PrefixCache, page_key
 
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=9)
+SCOPES = (b"", b"s" * 32)
 
 
 @dataclass
 class Held:
     tokens: list[int] = field(default_factory=list)
     table: PageTable = field(default_factory=PageTable)
-    keys: list[PageKey] = field(default_factory=list)
+    keys: list[PageKey] = field(default_factory=lambda: [SCOPES[0]])
 
 
 class SharedPages(RuleBasedStateMachine):
-    """Sequences over two tokens, so that they begin alike often. The model: the token last written to each place of
-    each page, which page is known for which tokens, and in which order the free ones were dropped."""
+    """Sequences of two scopes over two tokens, so that they begin alike often. The model: the token last written to
+    each place of each page, which page is known for which tokens of which scope, and in which order the
+    free ones were dropped."""
 
     @initialize(total=st.integers(1, 8), page_size=st.integers(1, 3))
     def start(self, total: int, page_size: int) -> None:
@@ -34,7 +36,7 @@ class SharedPages(RuleBasedStateMachine):
         self.cache = PrefixCache(self.pool)
         self.size = page_size
         self.memory = [[-1] * page_size for _ in range(total)]
-        self.known: dict[tuple[int, ...], int] = {}
+        self.known: dict[tuple[bytes, tuple[int, ...]], int] = {}
         self.dropped = list(range(total - 1, -1, -1))
         self.held: list[Held] = []
 
@@ -72,7 +74,7 @@ class SharedPages(RuleBasedStateMachine):
     def cut(self, held: Held, length: int) -> None:
         pages = held.table.pages[-(-length // self.size) :]
         self.pool.truncate(held.table, length)
-        del held.tokens[length:], held.keys[length // self.size :]
+        del held.tokens[length:], held.keys[length // self.size + 1 :]
         if length % self.size:
             self.lose_name(held.table.pages[-1])
         self.dropped += [page for page in reversed(pages) if not self.holders(page)]
@@ -80,14 +82,14 @@ class SharedPages(RuleBasedStateMachine):
     def a_sequence(self, which: int) -> Held:
         return self.held[which % len(self.held)]
 
-    @rule(tokens=TOKENS, leave=st.integers(0, 2), settles=st.booleans())
-    def open(self, tokens: list[int], leave: int, settles: bool) -> None:
+    @rule(tokens=TOKENS, leave=st.integers(0, 2), settles=st.booleans(), scope=st.sampled_from(SCOPES))
+    def open(self, tokens: list[int], leave: int, settles: bool, scope: bytes) -> None:
         """Takes over what is known, then feeds the rest."""
-        held = Held()
+        held = Held(keys=[scope])
         limit = max(0, len(tokens) - leave)
         expected: list[int] = []
         while (len(expected) + 1) * self.size <= limit:
-            page = self.known.get(tuple(tokens[: (len(expected) + 1) * self.size]))
+            page = self.known.get((scope, tuple(tokens[: (len(expected) + 1) * self.size])))
             if page is None:
                 break
             expected.append(page)
@@ -111,12 +113,12 @@ class SharedPages(RuleBasedStateMachine):
         self.register(held, min(held.table.length, committed))
 
     def register(self, held: Held, length: int) -> None:
-        first = len(held.keys)
+        scope, first = held.keys[0], len(held.keys) - 1
         self.cache.register(held.table, held.keys, held.tokens, length)
         for place in range(first, length // self.size):
             tokens, page = tuple(held.tokens[: (place + 1) * self.size]), held.table.pages[place]
             if page not in self.known.values():
-                self.known.setdefault(tokens, page)
+                self.known.setdefault((scope, tokens), page)
 
     @precondition(lambda self: self.held)
     @rule(which=st.integers(0, 9), length=st.integers(0, 9))
@@ -151,7 +153,7 @@ class SharedPages(RuleBasedStateMachine):
             self.dropped.remove(own)
             self.lose_name(own)
             self.memory[own] = list(self.memory[held.table.pages[whole]])
-        self.held.append(Held(held.tokens[: table.length], table, held.keys[:whole]))
+        self.held.append(Held(held.tokens[: table.length], table, held.keys[: whole + 1]))
 
     @precondition(lambda self: self.held)
     @rule(which=st.integers(0, 9))
@@ -176,15 +178,15 @@ class SharedPages(RuleBasedStateMachine):
 
     @invariant()
     def what_is_known_is_there(self) -> None:
-        for tokens, page in self.known.items():
+        for (scope, tokens), page in self.known.items():
             assert tuple(self.memory[page]) == tokens[-self.size :]
-            found = Held()
+            found = Held(keys=[scope])
             shared = self.cache.share(found.table, found.keys, tokens, len(tokens))
             # A page whose front is gone waits for it to be computed again.
             assert found.table.pages == [
-                self.known[tokens[: (place + 1) * self.size]] for place in range(shared // self.size)
+                self.known[scope, tokens[: (place + 1) * self.size]] for place in range(shared // self.size)
             ]
-            whole = all(tokens[:end] in self.known for end in range(self.size, len(tokens), self.size))
+            whole = all((scope, tokens[:end]) in self.known for end in range(self.size, len(tokens), self.size))
             assert (shared == len(tokens)) == whole
             was_free = [page for page in reversed(found.table.pages) if page in self.dropped]
             self.pool.free(found.table)
@@ -208,6 +210,16 @@ def test_keys_name_all_tokens_and_where_they_end() -> None:
     assert page_key(b"", (1, 2)) == one
 
 
+def test_pages_are_known_in_their_own_scope_alone() -> None:
+    pool = PagePool(4, 2)
+    cache = PrefixCache(pool)
+    held = Held([1, 2, 3, 4], keys=[SCOPES[1]])
+    pool.append(held.table, 4)
+    cache.register(held.table, held.keys, held.tokens, 4)
+    for scope, shared in ((b"", 0), (bytes(32), 0), (held.keys[1], 0), (SCOPES[1], 4)):
+        assert cache.share(PageTable(), [scope], held.tokens, 4) == shared, scope
+
+
 def test_table_that_ends_within_a_page_takes_nothing_over() -> None:
     pool = PagePool(4, 2)
     cache = PrefixCache(pool)
@@ -218,7 +230,7 @@ def test_table_that_ends_within_a_page_takes_nothing_over() -> None:
     pool.append(other.table, 1)
     assert cache.share(other.table, other.keys, held.tokens, 4) == 0
     with pytest.raises(ValueError, match="multiple of the page size 2"):
-        pool.share(other.table, held.keys)
+        pool.share(other.table, held.keys[1:])
 
 
 def test_conservation_check_sees_a_leak() -> None:

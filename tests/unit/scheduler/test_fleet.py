@@ -28,31 +28,31 @@ def test_the_target_with_the_fewest_sequences_that_has_room() -> None:
     first, second = found.targets.values()
     assert found.largest_capacity == first.capacity > 0
     assert fleet().largest_capacity == 0
-    assert found.pick_target(TOKENS, 40, None) is first
-    assert found.pick_target(TOKENS, 41, None) is None
+    assert found.pick_target(b"", TOKENS, 40, None) is first
+    assert found.pick_target(b"", TOKENS, 41, None) is None
     first.sequences[1] = first.sequences[2] = second.sequences[3] = None  # type: ignore[assignment]
     # Each now keeps a page back, for its own sequences to grow into.
-    assert found.pick_target(TOKENS, 37, None) is None
-    assert found.pick_target(TOKENS, 36, None) is second
-    assert found.pick_target(TOKENS, 36, 2) is second
-    assert found.pick_target(TOKENS, 36, 1) is None
+    assert found.pick_target(b"", TOKENS, 37, None) is None
+    assert found.pick_target(b"", TOKENS, 36, None) is second
+    assert found.pick_target(b"", TOKENS, 36, 2) is second
+    assert found.pick_target(b"", TOKENS, 36, 1) is None
     found.drain(second)
-    assert found.pick_target(TOKENS, 36, None) is first
-    assert found.pick_target(TOKENS, 36, 2) is None
-    assert found.pick_target(TOKENS, 36, 3) is first
+    assert found.pick_target(b"", TOKENS, 36, None) is first
+    assert found.pick_target(b"", TOKENS, 36, 2) is None
+    assert found.pick_target(b"", TOKENS, 36, 3) is first
     assert first.pages.reserve(1, 1)
-    assert found.pick_target(TOKENS, 36, None) is None
-    assert found.pick_target(TOKENS, 32, None) is first
+    assert found.pick_target(b"", TOKENS, 36, None) is None
+    assert found.pick_target(b"", TOKENS, 32, None) is first
 
 
 def test_the_draft_with_the_fewest_sequences_that_has_room() -> None:
     found = fleet(("d", DRAFT), ("e", DRAFT))
     first, second = found.drafts.values()
-    assert found.pick_draft(TOKENS, 1) is first
+    assert found.pick_draft(b"", TOKENS, 1) is first
     first.sequences[1] = None  # type: ignore[assignment]
-    assert found.pick_draft(TOKENS, 1) is second
+    assert found.pick_draft(b"", TOKENS, 1) is second
     assert second.pages.reserve(9, 40)
-    assert found.pick_draft(TOKENS, 1) is first
+    assert found.pick_draft(b"", TOKENS, 1) is first
 
 
 # --- where a common beginning is ---
@@ -71,8 +71,8 @@ def serving(*targets: str, pages: int = 1000, **config: object) -> Driver:
     return driver
 
 
-def ask(driver: Driver, sequence_id: int, *prompt: int) -> None:
-    driver.handle(SequenceSubmitted(SequenceRequest(sequence_id, prompt, 5)))
+def ask(driver: Driver, sequence_id: int, *prompt: int, scope: bytes = b"") -> None:
+    driver.handle(SequenceSubmitted(SequenceRequest(sequence_id, prompt, 5, cache_scope=scope)))
 
 
 def test_a_prompt_goes_where_its_beginning_was() -> None:
@@ -87,6 +87,16 @@ def test_a_prompt_goes_where_its_beginning_was() -> None:
     assert homes(driver) == {"t": [4], "u": [3]}
 
 
+def test_where_a_prompt_of_another_scope_was_says_nothing() -> None:
+    driver = serving("t", "u")
+    ask(driver, 1, *range(100, 140))
+    driver.settle()
+    ask(driver, 2, 7, 8, 9)
+    for sequence_id, scope in ((3, b"a"), (4, b"")):
+        ask(driver, sequence_id, *range(100, 140), scope=scope)
+    assert homes(driver) == {"t": [2, 4], "u": [3]}
+
+
 def test_nobody_gets_more_than_a_quarter_beyond_the_average() -> None:
     driver = serving("t", "u", "v", "w", max_running=200)
     for sequence_id in range(1, 101):
@@ -98,14 +108,14 @@ def test_nobody_gets_more_than_a_quarter_beyond_the_average() -> None:
 def test_beginnings_that_came_long_ago_are_forgotten() -> None:
     known = KnownPrefixes(page_size=4, total_pages=6)
     old, new = DigestedTokens(range(18)), DigestedTokens(range(50, 68))
-    known.add(old)
-    assert [known.longest(old), known.longest(new), known.longest(DigestedTokens(range(9)))] == [16, 0, 8]
+    known.add(b"", old)
+    assert [known.longest(b"", one) for one in (old, new, DigestedTokens(range(9)))] == [16, 0, 8]
     # Four pages each; the longest are forgotten first.
-    known.add(new)
-    assert [known.longest(old), known.longest(new)] == [8, 16]
-    known.add(DigestedTokens(range(80, 89)))
-    assert [known.longest(old), known.longest(new)] == [0, 16]
-    assert known.longest(DigestedTokens([1, 2, 3])) == 0
+    known.add(b"", new)
+    assert [known.longest(b"", old), known.longest(b"", new)] == [8, 16]
+    known.add(b"", DigestedTokens(range(80, 89)))
+    assert [known.longest(b"", old), known.longest(b"", new)] == [0, 16]
+    assert known.longest(b"", DigestedTokens([1, 2, 3])) == 0
 
 
 def test_who_waits_for_a_first_target_that_is_too_small_is_told() -> None:

@@ -28,13 +28,24 @@ def prompt_of(pages: int, name: int) -> tuple[int, ...]:
 def test_a_prompt_goes_where_the_longest_beginning_of_it_is() -> None:
     choice = CellChoice()
     shared, tenant = prompt_of(2, 1), prompt_of(2, 2)
-    first = choice.choose(shared, idle(4))
+    first = choice.choose(b"", shared, idle(4))
     elsewhere = [cell for cell in idle(4) if cell.number != first]
-    second = choice.choose(shared + tenant, elsewhere)
+    second = choice.choose(b"", shared + tenant, elsewhere)
     # Both know the first two pages, one knows what follows.
-    assert choice.choose(shared + tenant + (7,) * 500, idle(4)) == second
+    assert choice.choose(b"", shared + tenant + (7,) * 500, idle(4)) == second
     busy = [CellState(cell.number, 2, 40 if cell.number == first else 38) for cell in idle(4)]
-    assert choice.choose(shared + prompt_of(1, 3), busy) == second, "of two that have as much, the one with less work"
+    assert choice.choose(b"", shared + prompt_of(1, 3), busy) == second, (
+        "of two that have as much, the one with less work"
+    )
+
+
+def test_prompts_of_other_scopes_do_not_draw_a_prompt() -> None:
+    """Where a cell is taken that had the prompt in this scope, whatever is known of it in others."""
+    choice, prompt = CellChoice(), prompt_of(3, 1)
+    scopes = [b"", *(bytes([number]) * 32 for number in range(30))]
+    homes = [choice.choose(scope, prompt, idle(4)) for scope in scopes]
+    assert set(homes) == {1, 2, 3, 4}
+    assert [choice.choose(scope, prompt, idle(4)) for scope in scopes] == homes
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 16])
@@ -46,7 +57,7 @@ def test_no_cell_gets_more_than_its_part(count: int, prompts: int) -> None:
     targets = {number: rng.randrange(1, 5) for number in range(1, count + 1)}
     sequences = dict.fromkeys(targets, 0)
     for _ in range(2000):
-        chosen = choice.choose(prompt_of(2, rng.randrange(prompts)), cells_of(sequences, targets))
+        chosen = choice.choose(b"", prompt_of(2, rng.randrange(prompts)), cells_of(sequences, targets))
         part = (sum(sequences.values()) + 1) * targets[chosen] / sum(targets.values())
         assert sequences[chosen] + 1 <= math.ceil(BOUND * part)
         sequences[chosen] += 1
@@ -66,7 +77,7 @@ def test_shared_system_prompts_are_computed_in_few_cells() -> None:
         system = rng.randrange(8)
         counts = Counter(live)
         chosen = choice.choose(
-            prompt_of(4, system) + prompt_of(1, 100 + number), cells_of({cell: counts[cell] for cell in has})
+            b"", prompt_of(4, system) + prompt_of(1, 100 + number), cells_of({cell: counts[cell] for cell in has})
         )
         hits += system in has[chosen]
         has[chosen].add(system)
@@ -79,19 +90,21 @@ def test_shared_system_prompts_are_computed_in_few_cells() -> None:
 def test_a_cell_without_targets_gets_nothing_while_another_has_some() -> None:
     choice = CellChoice()
     prompt = prompt_of(2, 1)
-    first = choice.choose(prompt, idle(2))
+    first = choice.choose(b"", prompt, idle(2))
     other = 3 - first
-    assert choice.choose(prompt, cells_of({first: 0, other: 50}, {first: 0, other: 1})) == other
-    assert choice.choose(prompt, cells_of({first: 0, other: 0}, {first: 0, other: 0})) in (first, other)
+    assert choice.choose(b"", prompt, cells_of({first: 0, other: 50}, {first: 0, other: 1})) == other
+    assert choice.choose(b"", prompt, cells_of({first: 0, other: 0}, {first: 0, other: 0})) in (first, other)
 
 
 def test_what_a_lost_cell_had_is_forgotten() -> None:
     choice = CellChoice()
     prompts = [prompt_of(2, name) for name in range(30)]
-    before = [choice.choose(prompt, idle(2)) for prompt in prompts]
+    before = [choice.choose(b"", prompt, idle(2)) for prompt in prompts]
     assert set(before) == {1, 2}
     choice.forget(1)
-    others = [choice.choose(prompt, [CellState(1, 2, 0), CellState(2, 2, 0), CellState(3, 2, 0)]) for prompt in prompts]
+    others = [
+        choice.choose(b"", prompt, [CellState(1, 2, 0), CellState(2, 2, 0), CellState(3, 2, 0)]) for prompt in prompts
+    ]
     kept = [now == 2 for now, first in zip(others, before, strict=True) if first == 2]
     moved = [now for now, first in zip(others, before, strict=True) if first == 1]
     assert all(kept)

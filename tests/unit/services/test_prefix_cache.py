@@ -67,11 +67,11 @@ def test_last_token_is_always_fed() -> None:
 def test_chunk_that_is_known_needs_no_work_and_leads_on_to_all_that_is() -> None:
     cell = target()
     cell.step(opening(1, SYSTEM, sample=True))
-    steps = cell.executor._engine.steps  # type: ignore[attr-defined]
+    steps = cell.executor.engine.steps
     step = cell.step(opening(2, SYSTEM, 6))
     assert (packed(step), held(step.rows[0])) == (0, (OK, 16, 16))
     assert step.rows[0].prefix_digest == DigestedTokens(SYSTEM).digest(16)
-    assert cell.executor._engine.steps == steps  # type: ignore[attr-defined]
+    assert cell.executor.engine.steps == steps
     (reply,) = cell.step(row(2, SYSTEM, 16, sample=True)).rows
     assert (list(reply.tokens), reply.reused) == (continuation(SYSTEM, 1), 0)
 

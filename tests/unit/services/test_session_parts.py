@@ -126,7 +126,10 @@ def test_deltas_cross_the_wire() -> None:
 
 def test_requests_cross_the_wire() -> None:
     sampling = SamplingParameters(temperature=0.7, top_k=5, logit_bias={3: 1.5}, seed=2**64 - 1)
-    request = GenerationRequest((1, 2), 9, frozenset({4, 2}), sampling, 0, 0, 5.0, key="a", priority=MIN_PRIORITY)
+    scope = b"\xff" * 32
+    request = GenerationRequest(
+        (1, 2), 9, frozenset({4, 2}), sampling, 0, 0, 5.0, key="a", priority=MIN_PRIORITY, cache_scope=scope
+    )
     submission = to_wire(
         scheduler_pb2.SequenceSubmission,
         request,
@@ -141,10 +144,10 @@ def test_requests_cross_the_wire() -> None:
     assert (back.draft_length, back.top_logprobs) == (0, 0)
     assert (back.committed_output, back.admitted_before) == ((7, 8), True)
     assert back.suspicion == Suspicion(2, 1)
-    assert (back.key, back.priority) == ("a", MIN_PRIORITY)
+    assert (back.key, back.priority, back.cache_scope) == ("a", MIN_PRIORITY, scope)
     bare = request_from_wire(1, scheduler_pb2.SequenceSubmission(prompt=[1], max_tokens=1))
     assert (bare.draft_length, bare.top_logprobs, bare.sampling) == (None, None, SamplingParameters())
-    assert (bare.key, bare.priority) == ("", 0)
+    assert (bare.key, bare.priority, bare.cache_scope) == ("", 0, b"")
     wrong = scheduler_pb2.SequenceSubmission(prompt=[1], max_tokens=1)
     wrong.sampling.temperature = -1
     with pytest.raises(ValueError, match="temperature is -1"):
