@@ -277,13 +277,14 @@ class CompletionEngine:
             try:
                 stream = await self.backend.submit(request)
             except asyncio.CancelledError:
+                meter.admitted()
                 meter.aborted()
                 raise
+            meter.admitted()
             index, echo = len(completion.choices), prompt.text or ""
             only_prompt = max_tokens == 0
             choice = Choice(index, stream, decoder, meter, options, asked.stop_token_ids, echo, only_prompt)
             completion.choices.append(choice)
-        self.metrics.prompt(len(prompt.tokens))
 
     async def _decoder(
         self, prompt: PreparedPrompt, form: AnswerForm, options: GenerationOptions

@@ -36,7 +36,11 @@ class GatewayMetrics:
         self._failure = of.counter(
             "request_failure_total", "Requests that were refused or failed, by kind of error.", "kind"
         )
-        self._prompt = of.counter("prompt_tokens_total", "Prompt tokens taken in.")
+        self.prompt = of.counter(
+            "prompt_tokens_total",
+            "Prompt tokens of sequences that were admitted: a prompt of a request with n = 3 counts three times, as in "
+            "request_prompt_tokens.",
+        )
         self.generated = of.counter("generation_tokens_total", "Output tokens delivered.")
         self.drafted = of.counter(
             "delivered_draft_tokens_total", "Tokens proposed for delivered output, as responses say in their usage."
@@ -89,9 +93,6 @@ class GatewayMetrics:
         """In Prometheus' text form."""
         return exposition(self.families())
 
-    def prompt(self, tokens: int) -> None:
-        self._prompt.inc(tokens)
-
     def sequence(self, arrived: float, prompt_tokens: int) -> SequenceMeter:
         """`arrived` is of `time.perf_counter`."""
         return SequenceMeter(self, arrived, prompt_tokens)
@@ -122,6 +123,9 @@ class SequenceMeter:
         self._last = arrived
         self._later_tokens = 0
         self._ended = False
+
+    def admitted(self) -> None:
+        self._metrics.prompt.inc(self._prompt_tokens)
 
     def round(self, tokens: int, drafted: int, accepted: int) -> None:
         now = time.perf_counter()

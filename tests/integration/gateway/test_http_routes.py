@@ -73,7 +73,9 @@ def test_metrics(gateways: Gateways) -> None:
     assert response.headers["content-type"].startswith("text/plain")
     samples = dict(line.rsplit(" ", 1) for line in response.text.splitlines() if not line.startswith("#"))
     expected = {
-        "prompt_tokens_total": done["usage"]["prompt_tokens"],
+        # Both count sequences; a response's usage counts each prompt once.
+        "prompt_tokens_total": 2 * done["usage"]["prompt_tokens"],
+        "request_prompt_tokens_sum": 2 * done["usage"]["prompt_tokens"],
         "generation_tokens_total": 40,
         'request_success_total{finished_reason="length"}': 2,
         'request_failure_total{kind="invalid"}': 1,

@@ -46,7 +46,6 @@ class Tally:
     """What clients asked for and got."""
 
     requests: int = 0
-    prompt_tokens: int = 0
     tokens: int = 0
     drafted: int = 0
     accepted: int = 0
@@ -57,7 +56,6 @@ class Tally:
     stop_tokens: dict[tuple[int, ...], int] = field(default_factory=dict)
 
     def ended(self, usage: tuple[int, int, int, int], ends: list[str]) -> None:
-        self.prompt_tokens += usage[0]
         self.tokens += usage[1]
         self.drafted += usage[2]
         self.accepted += usage[3]
@@ -277,7 +275,6 @@ async def those_that_fail(clients: Clients) -> None:
         await clients.refused("failed", clients.over_http(failing, stream=False), 500)
         await clients.refused("failed", clients.over_grpc(failing, stream=False), grpc.StatusCode.INTERNAL)
     clients.tally.ends["error"] += 6
-    clients.tally.prompt_tokens += 6 * 2
 
 
 async def those_that_wait_and_those_refused(clients: Clients, cell: Cell, watched: WatchedEngine) -> None:
@@ -301,7 +298,6 @@ async def those_that_wait_and_those_refused(clients: Clients, cell: Cell, watche
     watched.gate.open()
     clients.tally.requests += len(waiting)
     clients.tally.ends["abort"] += len(waiting)
-    clients.tally.prompt_tokens += len(waiting) * len(ask.prompt)
 
 
 async def those_that_leave(clients: Clients, cell: Cell, watched: WatchedEngine, tokenizer: ModelTokenizer) -> None:
@@ -326,7 +322,6 @@ async def those_that_leave(clients: Clients, cell: Cell, watched: WatchedEngine,
         clients.tally.requests += 1
         clients.tally.began += 1
         clients.tally.ends["abort"] += 1
-        clients.tally.prompt_tokens += len(prompt)
         clients.tally.tokens += len(seen)
 
 
@@ -351,7 +346,6 @@ def test_requests_of_every_kind_were_asked(outcome: Outcome) -> None:
 
 def test_tokens_and_ends_are_those_that_clients_saw(outcome: Outcome) -> None:
     tally, metrics = outcome.tally, outcome.metrics
-    assert figure(metrics, "prompt_tokens_total") == tally.prompt_tokens
     assert figure(metrics, "generation_tokens_total") == tally.tokens
     assert told(metrics, "request_success_total") == tally.ends
     assert told(metrics, "request_failure_total") == tally.failures
@@ -362,7 +356,8 @@ def test_tokens_and_ends_are_those_that_clients_saw(outcome: Outcome) -> None:
         assert figure(metrics, f"{name}_count") == tally.ends.total()
     assert figure(metrics, "request_generation_tokens_sum") == tally.tokens
     # All prompts have four tokens, but those of the requests that fail, which have two.
-    assert figure(metrics, "request_prompt_tokens_sum") == 4 * tally.ends.total() - 2 * tally.ends["error"]
+    for name in ("prompt_tokens_total", "request_prompt_tokens_sum"):
+        assert figure(metrics, name) == 4 * tally.ends.total() - 2 * tally.ends["error"]
 
 
 def test_speculation_is_what_clients_were_told_and_what_the_target_did(outcome: Outcome) -> None:

@@ -32,7 +32,7 @@ def value(text: bytes, name: str, **labels: str) -> float:
 
 def test_exactly_the_defined_metrics_are_exported() -> None:
     metrics = GatewayMetrics()
-    metrics.prompt(3)
+    metrics.sequence(arrived=0.0, prompt_tokens=3).admitted()
     metrics.failed(ErrorKind.INVALID)
     metrics.session_broke()
     metrics.resubmitted(2)
