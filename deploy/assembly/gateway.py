@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ from services.rpc.channel_security import ChannelSecurity
 from services.scheduler_client.cell_link import Resolve
 from services.scheduler_client.remote import SchedulerClient
 from services.text.tokenizer import ModelTokenizer, load_tokenizer
+
+logger = logging.getLogger(__name__)
 
 # From the model card of SmolLM2-135M-Instruct; its folder does not say so.
 _DEMO_SAMPLING = SamplingDefaults(temperature=0.2, top_p=0.9)
@@ -63,6 +66,12 @@ async def start_gateway(
     """
     tokenizer, sampling = await asyncio.to_thread(_model_files, config)
     settings = gateway_settings(config, sampling)
+    if tokenizer.reads_clock and settings.template_time is None:
+        logger.warning(
+            "the chat template of %s reads the clock: the same request has another prompt on another day, unless "
+            "gateway.template_time is set",
+            tokenizer.folder,
+        )
     metrics = GatewayMetrics(config.vllm_model_name)
     backend = SchedulerClient(cells, gateway_id=gateway_id, security=security, listener=metrics)
     tracing = request_tracing(config.tracing, running)
@@ -86,9 +95,13 @@ def gateway_settings(config: SpoolConfig, sampling: SamplingDefaults) -> Gateway
         model_names=(config.served_name,),
         api_keys=tuple(_api_keys(config)),  # type: ignore[arg-type]  # pydantic hides them
         named_keys=tuple(NamedKey(name=key.name, digest=key.digest) for key in config.auth.keys),
+        share_prefix_cache=config.auth.share_prefix_cache,
         sampling=sampling,
         limits=gateway.limits,
         tool_format=gateway.tool_format,
+        control_tokens_in_messages=gateway.control_tokens_in_messages,
+        template_time=gateway.template_time,
+        template_zone=gateway.template_zone,
         default_timeout_seconds=gateway.default_timeout_seconds,
         retry_after_seconds=gateway.retry_after_seconds,
         http=ListenSettings(port=gateway.port, **listen),

@@ -5,8 +5,10 @@ from __future__ import annotations
 import ipaddress
 import re
 from collections.abc import Iterator
+from datetime import datetime
 from enum import Enum
 from pathlib import Path
+from zoneinfo import ZoneInfo
 
 from deploy.config.placement import GatewayAutoscaling, Placement
 from deploy.config.section import Secret, Section, described
@@ -57,6 +59,19 @@ class GatewaySettings(Placement):
     tool_format: ToolFormat | None = described(
         None, "Form in which the model writes calls of functions. Unset: the one that its chat template tells."
     )
+    control_tokens_in_messages: bool = described(
+        False,
+        "The text of a special token in a chat's message, such as <|im_end|>, becomes that token: whoever writes a "
+        "part of a message can then forge others.",
+    )
+    template_time: datetime | None = described(
+        None,
+        "Date and time that a chat template sees, such as 2026-01-31T12:00:00; unset: the clock's, with which the same "
+        "request has another prompt tomorrow.",
+    )
+    template_zone: str | None = described(
+        None, "Time zone in which a chat template sees the clock, such as Europe/Zurich; unset: the machine's."
+    )
     limits: Limits = described(Limits(), "Upper limits of one request.")
 
     def problems(self) -> Iterator[str]:
@@ -64,6 +79,8 @@ class GatewaySettings(Placement):
             yield f"grpc_port is {self.grpc_port}, must differ from port"
         if not self.listens_on_loopback and not _is_address(self.host):
             yield f"host is {self.host!r}, must be localhost or an IP address"
+        if self.template_zone is not None and not _is_zone(self.template_zone):
+            yield f"template_zone is {self.template_zone!r}, must be a time zone, such as Europe/Zurich"
         scaling = self.autoscaling
         if scaling is not None and not scaling.min_replicas <= self.replicas <= scaling.max_replicas:
             limit = f"must be between autoscaling's {scaling.min_replicas} and {scaling.max_replicas}"
@@ -134,6 +151,11 @@ class AuthSettings(Section):
         None, "Environment variable of the gateway with more such keys, separated by commas.", min_length=1
     )
     api_keys_file: Path | None = described(None, "File on the gateway's node with more such keys, one a line.")
+    share_prefix_cache: bool = described(
+        False,
+        "Requests with different API keys reuse each other's KV of a common prompt prefix. Each key can then find out "
+        "how prompts of the others begin.",
+    )
     tls: ServerTlsFiles | None = described(None, "Certificate for HTTP and gRPC; unset: no encryption.")
 
     def problems(self) -> Iterator[str]:
@@ -188,5 +210,13 @@ def _is_address(host: str) -> bool:
     try:
         ipaddress.ip_address(host)
     except ValueError:
+        return False
+    return True
+
+
+def _is_zone(name: str) -> bool:
+    try:
+        ZoneInfo(name)
+    except (KeyError, ValueError, OSError):
         return False
     return True

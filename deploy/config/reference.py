@@ -7,6 +7,7 @@ import textwrap
 import types
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any, Union, get_args, get_origin
@@ -35,6 +36,7 @@ _NAMES: dict[object, str] = {
     float: "number",
     bool: "true or false",
     Path: "path",
+    datetime: "date and time",
     ByteSize: "size, such as 2GiB",
     SecretStr: "text, secret",
 }

@@ -20,6 +20,7 @@ from scheduler.sampling import Grammar, SamplingParameters
 from services.backend.interface import BackendUnavailableError, DeadlineExceededError, GenerationRequest
 from services.gateway.answers.planning import answer_form, call_structure
 from services.gateway.answers.reader import AnswerForm
+from services.gateway.api_keys import cache_scope
 from services.gateway.choice import Choice, Piece
 from services.gateway.errors import ErrorKind, RequestError, invalid
 from services.gateway.metrics import GatewayMetrics
@@ -188,7 +189,7 @@ class CompletionEngine:
         Raises RequestError or ChatTemplateError.
         """
         if isinstance(prompt, ChatPrompt):
-            return await asyncio.to_thread(encode_chat, prompt, self.tokenizer, self.settings.limits)
+            return (await asyncio.to_thread(encode_chat, prompt, self.tokenizer, self.settings))[0]
         return await asyncio.to_thread(self.tokenizer.encode, prompt.text, add_special_tokens)
 
     async def detokenize(self, name: str, tokens: Sequence[int], info: ServedModel) -> str:
@@ -220,7 +221,7 @@ class CompletionEngine:
                 f"must be at most {limits.sequences}"
             )
             raise RequestError(ErrorKind.INVALID, message, param="n")
-        prepared = await prepare_prompts(prompts, self.tokenizer, info, limits, options.echo)
+        prepared = await prepare_prompts(prompts, self.tokenizer, info, self.settings, options.echo)
         form = answer_form(options, prepared[0].opens_reasoning, self.tokenizer, self.settings.tool_format)
         structure = options.structure or call_structure(options.tools, form, self.tokenizer)
         if structure is not None:
@@ -271,6 +272,7 @@ class CompletionEngine:
                 traceparent=asked.traceparent,
                 key=current_key(),
                 priority=options.priority,
+                cache_scope=cache_scope(options.cache_salt, self.settings.share_prefix_cache),
                 prompt_logprobs=options.prompt_logprobs,
             )
             meter = self.metrics.sequence(asked.arrived, len(prompt.tokens))

@@ -10,7 +10,7 @@ from protos.scheduler_pb2 import ServedModel
 from services.gateway.answers.reasoning import THINK
 from services.gateway.errors import invalid
 from services.gateway.options import ChatPrompt, Prompt, TextPrompt, TokenPrompt, check_token_ids, shown
-from services.gateway.settings import Limits
+from services.gateway.settings import GatewaySettings
 from services.text.tokenizer import ModelTokenizer
 
 
@@ -26,7 +26,7 @@ class PreparedPrompt:
 
 
 async def prepare_prompts(
-    prompts: Sequence[Prompt], tokenizer: ModelTokenizer, model: ServedModel, limits: Limits, echo: bool
+    prompts: Sequence[Prompt], tokenizer: ModelTokenizer, model: ServedModel, settings: GatewaySettings, echo: bool
 ) -> list[PreparedPrompt]:
     """Raises RequestError, or ChatTemplateError for messages that the model's template does not accept."""
     if not prompts:
@@ -37,7 +37,7 @@ async def prepare_prompts(
         if isinstance(prompt, TokenPrompt):
             check_token_ids(name, prompt.tokens, model.vocabulary_size)
         # A long text takes long to encode, and other streams must go on meanwhile.
-        one = await asyncio.to_thread(_prepare, prompt, tokenizer, limits, echo)
+        one = await asyncio.to_thread(_prepare, prompt, tokenizer, settings, echo)
         if not one.tokens:
             raise invalid(f"{name} is empty, must have at least 1 token", name.split("[")[0])
         if len(one.tokens) >= model.max_sequence_length:
@@ -55,23 +55,19 @@ def too_long(name: str, prompt_tokens: int, max_tokens: int, limit: int) -> Exce
     )
 
 
-def render_chat(prompt: ChatPrompt, tokenizer: ModelTokenizer, limits: Limits) -> str:
-    """Raises RequestError or ChatTemplateError."""
-    if not 1 <= len(prompt.messages) <= limits.messages:
-        raise invalid(
-            f"messages has {len(prompt.messages)} entries, must have between 1 and {limits.messages}", "messages"
-        )
+def encode_chat(prompt: ChatPrompt, tokenizer: ModelTokenizer, settings: GatewaySettings) -> tuple[list[int], str]:
+    """The tokens and the text. Raises RequestError or ChatTemplateError."""
+    most = settings.limits.messages
+    if not 1 <= len(prompt.messages) <= most:
+        raise invalid(f"messages has {len(prompt.messages)} entries, must have between 1 and {most}", "messages")
     options = dict(prompt.template_options)
     if prompt.tools:
         if not tokenizer.chat_template(with_tools=True).takes_tools:
             raise invalid("tools is given, which the model's chat template has no place for", "tools")
         options["tools"] = [tool.for_template() for tool in prompt.tools]
-    return tokenizer.render_chat(prompt.messages, **options)
-
-
-def encode_chat(prompt: ChatPrompt, tokenizer: ModelTokenizer, limits: Limits) -> list[int]:
-    """Raises RequestError or ChatTemplateError."""
-    return tokenizer.encode(render_chat(prompt, tokenizer, limits), add_special_tokens=False)
+    options["strftime_now"] = settings.strftime_now
+    options["control_tokens"] = settings.control_tokens_in_messages
+    return tokenizer.prepare_chat(prompt.messages, **options)
 
 
 def bad_word_tokens(words: Sequence[str], tokenizer: ModelTokenizer) -> tuple[tuple[int, ...], ...]:
@@ -89,7 +85,7 @@ def bad_word_tokens(words: Sequence[str], tokenizer: ModelTokenizer) -> tuple[tu
     return tuple(found)
 
 
-def _prepare(prompt: Prompt, tokenizer: ModelTokenizer, limits: Limits, echo: bool) -> PreparedPrompt:
+def _prepare(prompt: Prompt, tokenizer: ModelTokenizer, settings: GatewaySettings, echo: bool) -> PreparedPrompt:
     match prompt:
         case TextPrompt():
             if not echo:
@@ -106,6 +102,5 @@ def _prepare(prompt: Prompt, tokenizer: ModelTokenizer, limits: Limits, echo: bo
                 end += len(decoder.push((token,)))
             return PreparedPrompt(prompt.tokens, text, offsets=tuple(offsets))
         case ChatPrompt():
-            text = render_chat(prompt, tokenizer, limits)
-            tokens = tuple(tokenizer.encode(text, add_special_tokens=False))
-            return PreparedPrompt(tokens, None, text.rstrip().endswith(THINK))
+            tokens, text = encode_chat(prompt, tokenizer, settings)
+            return PreparedPrompt(tuple(tokens), None, text.rstrip().endswith(THINK))

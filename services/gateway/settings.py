@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Self
+from zoneinfo import ZoneInfo
 
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
 
@@ -122,6 +124,8 @@ class GatewaySettings(_Frozen):
     """Keys without a name."""
     named_keys: tuple[NamedKey, ...] = ()
     """Keys with a name. A client must show one of either; without any, everybody may call."""
+    share_prefix_cache: bool = False
+    """Whether requests with different keys take over each other's KV."""
     sampling: SamplingDefaults = SamplingDefaults()
     """What holds for requests that do not say."""
     limits: Limits = Limits()
@@ -132,6 +136,12 @@ class GatewaySettings(_Frozen):
     """Time for a request that names none; None: `limits.timeout_seconds`."""
     tool_format: ToolFormat | None = None
     """How the model writes calls of functions; None: as its chat template tells."""
+    control_tokens_in_messages: bool = False
+    """Whether the text of a special token in a chat's message or tool becomes that token."""
+    template_time: datetime | None = None
+    """The time that a chat template sees; None: the clock's."""
+    template_zone: str | None = None
+    """The zone that a chat template sees the clock in; None: the machine's."""
     retry_after_seconds: Annotated[int, Field(ge=1)] = 1
     """Time for which clients are asked to wait when the queue is full or no target is there."""
     ping_seconds: Seconds = 15.0
@@ -146,6 +156,11 @@ class GatewaySettings(_Frozen):
     @property
     def keys_required(self) -> bool:
         return bool(self.api_keys or self.named_keys)
+
+    def strftime_now(self, form: str) -> str:
+        """For chat templates."""
+        zone = None if self.template_zone is None else ZoneInfo(self.template_zone)
+        return (self.template_time or datetime.now(zone)).strftime(form)
 
     @model_validator(mode="after")
     def _check(self) -> Self:

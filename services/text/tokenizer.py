@@ -22,6 +22,7 @@ from engine.models.vocabulary import (
 )
 from services.text.chat_template import ChatTemplate, ChatTemplateError
 from services.text.incremental_decoder import IncrementalDecoder
+from services.text.plain_specials import PlainSpecials
 
 # Of several named templates, the others are for special uses.
 _DEFAULT_TEMPLATE, _TOOL_TEMPLATE = "default", "tool_use"
@@ -59,10 +60,16 @@ class ModelTokenizer:
         self._chat_sources = own if chat_template is None else {_DEFAULT_TEMPLATE: chat_template}
         self._chat_templates: dict[str, ChatTemplate] = {}
         self._showing: dict[frozenset[str], tokenizers.Tokenizer] = {}
+        self._plain = PlainSpecials(self._tokenizer, self.special_texts)
 
     @property
     def has_chat_template(self) -> bool:
         return bool(self._chat_sources)
+
+    @property
+    def reads_clock(self) -> bool:
+        """Whether a chat template asks for the date, so that the prompt of a conversation is another one tomorrow."""
+        return any("strftime_now" in source for source in self._chat_sources.values())
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """`add_special_tokens` adds the tokens that the model expects around a text, such as one for its beginning."""
@@ -107,8 +114,28 @@ class ModelTokenizer:
         return self.chat_template(bool(options.get("tools"))).render(messages, **options)
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
-        """The prompt of a conversation: the template writes the special tokens itself."""
-        return self.encode(self.render_chat(messages, **options), add_special_tokens=False)
+        """The prompt of a conversation; options as in `prepare_chat`."""
+        return self.prepare_chat(messages, **options)[0]
+
+    def prepare_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, control_tokens: bool = False, **options: Any
+    ) -> tuple[list[int], str]:
+        """The prompt of a conversation, and its text: the template writes the special tokens itself.
+
+        Unless `control_tokens`, the text of a special token in a message or a tool is text and not that token.
+        """
+        given, tools = list(messages), options.get("tools")
+        if not control_tokens:
+            given = [
+                {name: text if name == "role" else self._plain.marked(text) for name, text in one.items()}
+                for one in given
+            ]
+            tools = self._plain.marked(tools)
+        if given == list(messages) and tools == options.get("tools"):
+            text = self.render_chat(messages, **options)
+            return self.encode(text, add_special_tokens=False), text
+        text = self.render_chat(given, **{**options, "tools": tools})
+        return self._plain.encode(text), self._plain.unmarked(text)
 
     def token_id(self, token: str) -> int | None:
         found: int | None = self._tokenizer.token_to_id(token)

@@ -146,6 +146,10 @@ internal:
         ),
         ("ray:\n  address: here", "2: ray.address is 'here', must be `auto` or host:port"),
         ("gateway:\n  grpc_port: 8000", "2: gateway.grpc_port is 8000, must differ from port"),
+        (
+            "gateway:\n  template_zone: Mars/Base",
+            "2: gateway.template_zone is 'Mars/Base', must be a time zone, such as ",
+        ),
         ("models:\n  device: cuda:1", "2: models.device is 'cuda:1', must be auto, cpu or cuda"),
         ("models:\n  draft_lookup: 33", "2: models.draft_lookup is 33, must be less than or equal to 32"),
         ("models:\n  draft: none\n  draft_lookup: 3", "3: models.draft_lookup is 3, must be unset where draft is none"),
@@ -298,10 +302,21 @@ def test_keys_with_a_name_go_to_the_gateway_and_to_the_scheduler() -> None:
     settings = gateway_settings(config, SamplingDefaults())
     assert settings.tool_format is ToolFormat.MISTRAL
     keys = ApiKeys(settings.api_keys, settings.named_keys)
-    assert [keys.check(b"Bearer " + key) for key in (b"one", b"two", b"three")] == ["a", "b", ""]
+    assert [keys.check(b"Bearer " + key)[0] for key in (b"one", b"two", b"three")] == ["a", "b", ""]
+    assert not settings.share_prefix_cache
+    sharing = configuration_from({"auth": {"keys": plain, "share_prefix_cache": True}})
+    assert gateway_settings(sharing, SamplingDefaults()).share_prefix_cache
     assert configuration_from({"auth": {"keys": plain}}).auth.required
     # Replicas make the same configuration from plain data.
     assert configuration_from(config.plain()) == config
+
+
+def test_what_templates_see_goes_to_the_gateway(file: Path) -> None:
+    file.write_text("gateway:\n  template_time: 2024-02-29T23:59:00\n  control_tokens_in_messages: true")
+    config = configuration_from(load_configuration(file, ["gateway.template_zone=Asia/Kathmandu"]).plain())
+    settings = gateway_settings(config, SamplingDefaults())
+    assert settings.strftime_now("%d.%m.%y %H:%M") == "29.02.24 23:59"
+    assert (settings.template_zone, settings.control_tokens_in_messages) == ("Asia/Kathmandu", True)
 
 
 def test_groups_there_are() -> None:

@@ -1,0 +1,78 @@
+"""Keeps the texts of special tokens that messages contain from becoming those tokens."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+import tokenizers
+
+# Digits pass through all filters of templates unchanged; nobody can guess these.
+_MARK, _NAME = (f"{secrets.randbelow(10**24):024}" for _ in range(2))
+
+
+class PlainSpecials:
+    """Texts are marked before a template is rendered, so that its own special tokens can be told from theirs."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer, special_texts: frozenset[str]) -> None:
+        self._tokenizer = tokenizer
+        self._texts = sorted((text for text in special_texts if len(text) > 1), key=len, reverse=True)
+        self._special = re.compile("|".join(map(re.escape, self._texts)) or r"(?!)")
+        # Two texts side by side, or one beside the template's, could make up a special token as well.
+        cuts = [(text[:cut], text[cut:]) for text in self._texts for cut in range(1, len(text))]
+        self._heads = tuple({head for head, _ in cuts})
+        self._tails = tuple({tail for _, tail in cuts})
+
+    def marked(self, value: Any) -> Any:
+        """The value with a mark within each special token's text, and at ends that could be a part of one."""
+        if isinstance(value, str):
+            return type(value)(self._marked_text(value))
+        if isinstance(value, Mapping):
+            return {self.marked(key): self.marked(inner) for key, inner in value.items()}
+        return [self.marked(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+    def unmarked(self, text: str) -> str:
+        return text.replace(_MARK, "")
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a rendered text with marks."""
+        plain = self.unmarked(text)
+        if len(self._special.findall(text)) == len(self._special.findall(plain)):
+            return list(self._tokenizer.encode(plain, add_special_tokens=False).ids)
+        renamed = self.unmarked(self._special.sub(lambda found: _other_name(found[0]), text))
+        return list(self._renaming.encode(renamed, add_special_tokens=False).ids)
+
+    def _marked_text(self, text: str) -> str:
+        while self._special.search(text):
+            text = self._special.sub(lambda found: f"{found[0][0]}{_MARK}{found[0][1:]}", text)
+        bare = text.strip()
+        if bare.startswith(self._tails):
+            text = text.replace(bare, _MARK + bare)
+        if bare.endswith(self._heads):
+            text = text.replace(bare, bare + _MARK)
+        return text
+
+    @cached_property
+    def _renaming(self) -> tokenizers.Tokenizer:
+        """The tokenizer with other names of the special tokens, which no text contains; takes a second to make."""
+        description = json.loads(self._tokenizer.to_str())
+        for token in description["added_tokens"]:
+            if token["content"] in self._texts:
+                token["content"] = _other_name(token["content"])
+        names = {text: _other_name(text) for text in self._texts}
+        model = description["model"]
+        if isinstance(model["vocab"], dict):
+            model["vocab"] = {names.get(text, text): number for text, number in model["vocab"].items()}
+        else:
+            model["vocab"] = [[names.get(text, text), score] for text, score in model["vocab"]]
+        if model.get("unk_token") in names:
+            model["unk_token"] = names[model["unk_token"]]
+        return tokenizers.Tokenizer.from_str(json.dumps(description))
+
+
+def _other_name(special: str) -> str:
+    return f"\ue000{_NAME}{special.encode().hex()}\ue001"
