@@ -12,8 +12,7 @@ from deploy.progress import Reporter, error_console, reporting
 from engine.errors import TokenizerError
 from engine.models.demo import DemoBuildError
 from engine.models.fetching import fetch_model
-from engine.models.positions import longest_sequence
-from engine.models.source import ModelNotFoundError, resolve_model
+from engine.models.source import ModelNotFoundError, longest_sequence, resolve_model
 from scheduler.messages import Role
 from services.text.tokenizer import ModelTokenizer
 

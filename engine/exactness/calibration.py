@@ -23,7 +23,7 @@ from engine.cpu.linear import KernelLinear, PrepackedLinear
 from engine.errors import ExactModeUnavailableError
 from engine.exactness.attention_probe import AttentionProbe
 from engine.kv.pages import PagePool, PageTable
-from engine.models.positions import longest_sequence
+from engine.models.source import longest_sequence
 from engine.passes.layout import BatchedSequence
 from engine.passes.runner import ModelRunner
 from engine.settings import EngineSettings

@@ -33,8 +33,7 @@ from engine.models.dtype import AUTO, COMPUTED, best_dtype, dtype_name
 from engine.models.fetching import fetch_model
 from engine.models.loaded_model import KvShape, LoadedModel, attention_name
 from engine.models.memory_plan import model_memory, plan_memory
-from engine.models.positions import longest_sequence
-from engine.models.source import Progress, resolve_model
+from engine.models.source import Progress, longest_sequence, resolve_model
 from engine.models.vocabulary import Vocabulary, read_tokenizer, read_vocabulary
 from engine.models.weights import check_loaded, safetensors_files, stored_tensors
 from engine.parallel.follow import follow

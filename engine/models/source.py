@@ -1,4 +1,7 @@
-"""From the name of a model to its folder. No torch here: names are resolved wherever settings are read."""
+"""From the name of a model to its folder, and the length that its configuration allows.
+
+No torch here: names are resolved wherever settings are read.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from importlib import resources
@@ -179,3 +182,11 @@ def download_model(name: str, progress: Progress) -> Path:
 
 def _first_line(error: Exception) -> str:
     return str(error).strip().split("\n", 1)[0].removeprefix("Got: ") or type(error).__name__
+
+
+def longest_sequence(positions: int, rope: object) -> int:
+    """`positions` is the configuration's `max_position_embeddings`, and `rope` its `rope_parameters` (`rope_scaling` in
+    older ones). YaRN scales the original length; many configurations leave `max_position_embeddings` as it was."""
+    if not isinstance(rope, Mapping) or "yarn" not in (rope.get("rope_type"), rope.get("type")):
+        return positions
+    return max(positions, int((rope.get("factor") or 1) * (rope.get("original_max_position_embeddings") or positions)))
