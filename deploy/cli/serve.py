@@ -53,8 +53,9 @@ def serve(config: SpoolConfig, detach: bool) -> int:
 def serve_without_ray(config: SpoolConfig) -> int:
     """Exit code 0 once it was stopped. Raises UsageError and RunError."""
     _check_without_ray(config)
-    config, security = config.on_one_machine(), _security(config)
-    state, console, app_name = StateFolder(), error_console(), config.ray.app_name
+    state, console = StateFolder(), error_console()
+    config, security = _named(config.on_one_machine(), state), _security(config)
+    app_name = config.ray.app_name
     try:
         with state.lock(app_name):
             check_ports(config)
@@ -87,9 +88,7 @@ def _on_own_ray(config: SpoolConfig, detach: bool) -> None:
             _deploy(config.on_one_machine(), served, state, console)
             if detach:
                 ray.detach()
-                _announce(config, served, console, _DOWN_STOPS)
-            else:
-                _stay(config, served, console)
+            _finish(config, served, console, detach)
     finally:
         if ray.attached:
             ray.stop()
@@ -107,10 +106,7 @@ def _on_ray_of_others(config: SpoolConfig, address: str, detach: bool) -> None:
             served = _served(config, address, None, started_serve)
             _deploy(config, served, state, console)
             stays = detach
-            if detach:
-                _announce(config, served, console, _DOWN_STOPS)
-            else:
-                _stay(config, served, console)
+            _finish(config, served, console, detach)
         finally:
             if not stays:
                 stop_application(app_name, started_serve)
@@ -123,8 +119,11 @@ def _deploy(config: SpoolConfig, served: Served, state: StateFolder, console: Co
     state.write(served)
 
 
-def _stay(config: SpoolConfig, served: Served, console: Console) -> None:
-    """Until Ctrl-C, or until somebody else stops the application."""
+def _finish(config: SpoolConfig, served: Served, console: Console, detach: bool) -> None:
+    """Without `detach`, returns at Ctrl-C, or when somebody else stops the application."""
+    if detach:
+        _announce(config, served, console, _DOWN_STOPS)
+        return
     stop = threading.Event()
     # An exception inside Ray's own code would be handled by Ray.
     with _handling((signal.SIGINT, *_LIKE_INTERRUPT), stop.set):
@@ -156,6 +155,16 @@ async def _serve_processes(
             await group.watch()
         finally:
             console.print("stopping", highlight=False)
+
+
+def _named(config: SpoolConfig, state: StateFolder) -> SpoolConfig:
+    """Servers without Ray differ by their ports: one beside another has its port in its name, unless it has a name."""
+    name, url = config.ray.app_name, http_url(config)
+    other = state.read(name)
+    if "app_name" in config.ray.model_fields_set or other is None or other.http_url == url or not state.is_alive(name):
+        return config
+    beside = config.ray.model_copy(update={"app_name": f"{name}-{config.gateway.port}"})
+    return config.model_copy(update={"ray": beside})
 
 
 def _check_without_ray(config: SpoolConfig) -> None:
@@ -196,10 +205,11 @@ def _served(config: SpoolConfig, ray_address: str | None, process_id: int | None
 
 def _announce(config: SpoolConfig, served: Served, console: Console, end: str) -> None:
     drafted = f", drafted by {config.models.draft_name}" if config.models.drafts else ""
+    app = "" if served.app_name == "spool" else f" --app {served.app_name}"
     lines = [f"{config.models.target} is served{drafted}", f"  HTTP  {served.http_url}/v1"]
     if served.grpc_address is not None:
         lines.append(f"  gRPC  {served.grpc_address}")
-    lines += [f"  try   {curl_line(config, served.http_url)}", "  chat  spool chat", end]
+    lines += [f"  try   {curl_line(config, served.http_url)}", f"  chat  spool chat{app}", end]
     for line in lines:
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 

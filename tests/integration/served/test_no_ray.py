@@ -43,7 +43,7 @@ class Told:
 
     def wait_for(self, line: str, times: int = 1) -> None:
         def heard() -> bool:
-            assert self._process.poll() is None, self.lines
+            assert self._process.poll() is None, "\n".join(self.lines)
             return self.lines.count(line) >= times
 
         wait_until(heard, f"{line} in {self.lines}", 2 * LONG)
@@ -127,8 +127,25 @@ def test_commands_find_it(served: NoRay) -> None:
     assert (logs.code, "INFO services.worker.registration: worker draft-0 is in use" in logs.out) == (0, True), logs.err
     nobody = spool("logs", "nobody", environment=served.environment)
     assert nobody.err.endswith(f"there are: {', '.join(sorted(PROCESSES))}\n")
-    again = spool("serve", "--no-ray", environment=served.environment, cwd=served.folder)
+    port = served.url.rpartition(":")[2]
+    again = spool("serve", "--no-ray", "--port", port, environment=served.environment, cwd=served.folder)
     assert (again.code, "spool is served already" in again.err) == (2, True), again.err
+
+
+def test_another_port_is_another_server(served: NoRay, tiny_pair: tuple[Path, Path]) -> None:
+    port, grpc_port = free_ports(2)
+    command = ["serve", tiny_pair[0], "--draft", "none", "--dtype", "float32", "--no-ray", "--threads", 1]
+    command += ["--port", port, "--grpc-port", grpc_port]
+    with started(*command, cwd=served.folder, environment=served.environment) as process:
+        told = Told(process)
+        told.wait_for("Ctrl-C stops it.")
+        assert f"  chat  spool chat --app spool-{port}" in told.lines
+        for name, url in (("spool", served.url), (f"spool-{port}", f"http://127.0.0.1:{port}")):
+            shown = spool("status", "--app", name, "--json", environment=served.environment)
+            assert (shown.code, shown.summary["addresses"]["http"]) == (0, url), shown.err
+        stopped = spool("down", "--app", f"spool-{port}", environment=served.environment)
+        assert (stopped.code, process.wait(LONG)) == (0, 0), stopped.err
+    assert spool("status", environment=served.environment).code == 0
 
 
 def test_down_leaves_no_process(served: NoRay) -> None:
