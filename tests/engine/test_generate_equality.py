@@ -292,6 +292,7 @@ def test_a_faulty_kernel_is_seen(
     assert outputs_by_kernels(kernel_pair, running(Policy.RAGGED)) != kernel_pair.expected
 
 
+@pytest.mark.slow
 def test_yarn_serves_the_scaled_length(tmp_path: Path) -> None:
     """Most published configurations leave `max_position_embeddings` at the length before scaling."""
     tiny_model("llama", max_position_embeddings=64).save_pretrained(tmp_path)

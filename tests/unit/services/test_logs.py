@@ -45,7 +45,7 @@ def test_json_is_one_object_on_one_line() -> None:
 
 def test_lines_name_the_key_of_the_request() -> None:
     async def of_request(key: str) -> tuple[str, str]:
-        note_key(key)
+        note_key(key, b"")
         return JsonFormatter().format(record("it")), TextFormatter().format(record("it", figures={"seconds": 1}))
 
     async def run() -> list[tuple[str, str]]:
