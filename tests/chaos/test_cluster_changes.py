@@ -169,7 +169,8 @@ def test_targets_come_and_go_with_the_load(cell: Cell) -> None:
         assert len(load.records) >= streams
         return faults_of(load.records, expected)
 
-    wait_until(lambda: targets(1), "one target")
+    # Serve replaces all replicas when a policy is added: the scheduler of before knows of no autoscaling.
+    wait_until(lambda: targets(1) and seen[-1]["autoscaling"] is not None, "one target that is autoscaled", 2 * LONG)
     failed = seen[-1]["kv_moves"]["failed"], seen[-1]["throughput"]["failed"], seen[-1]["throughput"]["refused"]
     assert asyncio.run(load(MANY, lambda: targets(2))) == []
     before = seen[-1]
