@@ -140,7 +140,3 @@ class Snapshot:
     drafting_now: tuple[DraftingSnapshot, ...] = ()
     outcomes_sought: int = 0
     outcomes_found: int = 0
-
-    @property
-    def plain_rounds(self) -> int:
-        return self.draft_lengths.get(0, 0)

@@ -142,7 +142,7 @@ gauge queue_limit queue_limit
 counter sequences_total outcomes outcome
     Sequences that ended: stop, length, cancelled or failed.
 counter num_preemptions_total core.preemptions
-    Running sequences sent back to wait so that others get their KV pages or their slot.
+    Running sequences sent back to wait so that others get their KV pages.
 gauge gateway_sessions sessions
     Gateways that have a session.
 gauge scheduler_uptime_seconds uptime_seconds

@@ -41,14 +41,6 @@ def drafting(pages: int = 1000, **config: object) -> Driver:
     return driver
 
 
-def drafting_for_two(**config: object) -> Driver:
-    """Two sequences that come together with 8 tokens each."""
-    driver = pair(**{"draft_ahead": 4, "draft_length": 4, **config})
-    requests = [SequenceRequest(number, tuple(range(number, number + 8)), 40) for number in (1, 2)]
-    driver.handle(*map(SequenceSubmitted, requests))
-    return driver
-
-
 def draft(driver: Driver, instead: Answer | None = None) -> list[Command]:
     return driver.answer("draft", instead, seconds(driver.steps["draft"][0]))
 
