@@ -16,8 +16,6 @@ from scheduler.messages import (
     RowResult,
     RowStatus,
     SendStep,
-    SequenceRequest,
-    SequenceSubmitted,
 )
 from scheduler.sampling import Grammar, SamplingParameters
 from scheduler.state.digests import DigestedTokens
