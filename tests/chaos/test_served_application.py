@@ -113,7 +113,6 @@ def test_processes_that_die_or_stop_change_no_text(
     assert status["throughput"]["acceptance_rate"] > 0
 
 
-@pytest.mark.long
 def test_prompts_that_kill_take_two_targets_each_and_no_other_stream(
     application: Application, expected: dict[Case, Answer]
 ) -> None:
@@ -132,7 +131,6 @@ def test_prompts_that_kill_take_two_targets_each_and_no_other_stream(
     asyncio.run(run())
 
 
-@pytest.mark.long
 def test_overload_is_refused_and_leaves_nothing(application: Application, expected: dict[Case, Answer]) -> None:
     """Over each protocol, more requests at once than may run and wait."""
 
