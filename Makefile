@@ -1,5 +1,5 @@
 # make serve   sets up what serving needs, then serves the demo model until Ctrl-C
-# make test    sets up everything, then runs the tests of the five-minute loop
+# make test    sets up everything, then runs the quick tests
 # make test-all  runs `make test`, then all other tests but the long ones, which `make test-long` runs
 # make lint    style and types
 # make sim     runs SEEDS schedules of faults in virtual time, on JOBS processes
