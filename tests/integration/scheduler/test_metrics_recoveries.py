@@ -83,7 +83,8 @@ def test_sequences_of_a_lost_worker_are_counted_once(role: Role) -> None:
             sequences = at_home(cell.service, lost)
             assert sequences >= 2
             removal = asyncio.create_task(cell.service.remove_worker(lost))
-            await until(lambda: lost not in cell.service.workers.up)
+            # Not until it is down: it registers again, and may be up at once.
+            await until(lambda: told(cell.server, "workers_lost_total") == {role.value: 1})
             for gate in gates:
                 gate.open()
             await removal
