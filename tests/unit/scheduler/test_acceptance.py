@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from scheduler.batching.trimming import most_promising
 from scheduler.config import Policy
 from scheduler.messages import EmitTokens, Role, Row, RowResult, SendStep
-from scheduler.speculation.acceptance import MAX_CONFIDENCE, ModelAcceptance, OwnAcceptance
 from tests.unit.scheduler.driver import Driver, expected, of_type, outputs
 
 falling = st.lists(st.floats(0, 1), max_size=4).map(lambda chances: sorted(chances, reverse=True))
@@ -28,38 +27,6 @@ def test_no_other_choice_promises_more(chances: list[list[float]], room: int) ->
     every = product(*(range(len(found) + 1) for found in chances))
     assert sum(lengths) <= room
     assert promise(lengths) == pytest.approx(max(promise(other) for other in every if sum(other) <= room))
-
-
-def test_what_a_confidence_is_worth_is_learned() -> None:
-    model = ModelAcceptance(4)
-    before = model.chance(200)
-    for turn in range(2000):
-        # A modest draft and a boaster: three of four, and one of four.
-        model.observe(0, 0, bytes([10]), int(turn % 4 != 0), 1)
-        model.observe(0, 0, bytes([MAX_CONFIDENCE, MAX_CONFIDENCE]), 0 if turn % 4 else 2, 1)
-    assert model.chance(10) == pytest.approx(0.75, abs=0.05)
-    assert model.chance(MAX_CONFIDENCE) == pytest.approx(0.4, abs=0.05)
-    assert model.survival(bytes([10, 10]), 2)[1] == pytest.approx(0.75**2, abs=0.08)
-    assert model.chance(200) == before
-
-
-def test_chances_are_learnt_for_each_place() -> None:
-    """Two of three first tokens are accepted, every second one after them, and no third."""
-    model = ModelAcceptance(3)
-    for turn in range(6_000):
-        first, second = turn % 3 != 0, turn % 2 == 0
-        taken = 0 if not first else 1 if not second else 2
-        model.observe(taken, min(taken + 1, 3), b"", taken, 50)
-    assert model.chances == pytest.approx([2 / 3, 1 / 2, 0.0], abs=0.04)
-
-
-def test_a_sequence_is_taken_for_like_the_others_until_it_shows_otherwise() -> None:
-    own, chances = OwnAcceptance(), [0.8, 0.8]
-    assert own.survival(chances, 0.0) == pytest.approx([0.8, 0.64])
-    for tokens, most in ((4, 0.45), (30, 0.2)):
-        for _ in range(tokens):
-            own.observe(0, 1)
-        assert own.survival(chances, 0.0)[0] < most
 
 
 PROMPT_LENGTH = 3

@@ -2,7 +2,7 @@
 
 import pytest
 
-from scheduler.config import Policy, SchedulerConfig
+from scheduler.config import SchedulerConfig
 from scheduler.messages import Role, WorkerSpec
 
 
@@ -30,22 +30,8 @@ def test_values_out_of_range_are_named(field: str, value: object) -> None:
         SchedulerConfig(**{field: value})  # type: ignore[arg-type]
 
 
-def test_limits_are_included() -> None:
-    config = SchedulerConfig(
-        batch_size=1, max_running=1, draft_length=0, prefill_chunk=1, max_queued_tokens=None, wait_bound_steps=0
-    )
-    assert config.policy is Policy.AUTO
-
-
 @pytest.mark.parametrize("field", ["page_size", "total_pages", "max_sequence_length", "max_num_batched_tokens"])
 def test_a_worker_without_room_is_refused(field: str) -> None:
     values = {"page_size": 1, "total_pages": 1, "max_sequence_length": 1, "max_num_batched_tokens": 1, field: 0}
     with pytest.raises(ValueError, match=f"{field} of worker w is 0"):
         WorkerSpec("w", Role.TARGET, **values)
-
-
-def test_draft_steps_are_bounded_by_default() -> None:
-    assert SchedulerConfig(max_running=10_000, batch_size=8).proposals_per_step == 64
-    assert SchedulerConfig(max_running=10_000, batch_size=64).proposals_per_step == 256
-    assert SchedulerConfig(max_running=10_000, draft_batch_size=5000).proposals_per_step == 5000
-    assert SchedulerConfig(max_running=17, draft_batch_size=3).proposals_per_step == 3

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from scheduler.config import Policy, SchedulerConfig
+from scheduler.config import SchedulerConfig
 from scheduler.key_class import NOBODY
 from scheduler.messages import Role, SequenceRequest, WorkerSpec
 from scheduler.speculation.controller import Controller
@@ -95,42 +95,6 @@ class Cell:
         return [max(set(found), key=found.count) for found in zip(*last, strict=True)]
 
 
-def committed(acceptance: float, length: int) -> float:
-    return sum(acceptance**place for place in range(length + 1))
-
-
-@pytest.mark.parametrize("sequences", [1, 4, 16])
-@pytest.mark.parametrize("acceptance", [0.1, 0.5, 0.7, 0.9])
-@pytest.mark.parametrize("law", LAWS)
-def test_the_length_is_as_good_as_the_best_of_all(law: str, acceptance: float, sequences: int) -> None:
-    """All sequences fit one step, so that drafting and verification take turns."""
-    costs = LAWS[law]
-    cell = Cell(costs)
-    for _ in range(sequences):
-        cell.submit()
-
-    def rate(length: float) -> float:
-        whole = int(length)
-        verify = costs.verify(sequences * (1 + whole))
-        return sequences * committed(acceptance, whole) / (verify + costs.draft(whole, whole * sequences))
-
-    chosen = cell.settle({0: acceptance})
-    best = max(map(rate, range(LONGEST + 1)))
-    # One length that holds for all; estimates of acceptance are off by a few percent, and so is what follows.
-    assert rate(round(sum(chosen) / len(chosen))) > 0.93 * best
-
-
-def test_overlapped_with_verification_a_draft_costs_only_what_it_holds_up() -> None:
-    """Four steps' worth of sequences: the draft works while the target does, and may draft more."""
-    costs = Law(base=0.010, row=0.0002, of_pass=0.004, of_token=0.0)
-    together, apart = Cell(costs, batch_size=16), Cell(costs, batch_size=4)
-    for _ in range(16):
-        together.submit()
-        apart.submit()
-    acceptance = {0: 0.6}
-    assert sum(apart.settle(acceptance)) > sum(together.settle(acceptance))
-
-
 def test_each_draft_model_has_its_own_acceptance_and_each_sequence_its_own_length() -> None:
     cell = Cell(LAWS["rows cost"], drafts=2)
     for number in range(8):
@@ -168,17 +132,6 @@ def test_what_is_not_done_is_looked_at_now_and_then(acceptance: float) -> None:
     assert 0.003 < spent / whole < 0.015
 
 
-def test_a_worker_that_comes_anew_is_learnt_anew() -> None:
-    cell = Cell(LAWS["rows cost"])
-    cell.submit()
-    cell.settle({0: 0.9})
-    draft = cell.drafts[0]
-    assert cell.controller.draft(draft).cost.known
-    cell.controller.lose(draft.worker_id)
-    assert not cell.controller.draft(draft).cost.known
-    assert cell.controller.target(cell.target).choices == {}
-
-
 @pytest.mark.parametrize(("verification", "length"), [(0.0019, None), (0.0041, 1), (0.0101, 4), (0.1, LONGEST)])
 def test_proposals_are_prepared_as_long_as_a_verification_leaves_time_for(
     verification: float, length: int | None
@@ -190,13 +143,3 @@ def test_proposals_are_prepared_as_long_as_a_verification_leaves_time_for(
     cell.settle({0: 0.9})
     preparation = cell.controller.preparation(cell.drafts[0], {cell.target}, 1)
     assert (None if preparation is None else preparation.length) == length
-
-
-def test_other_policies_draft_as_much_as_they_may() -> None:
-    config = SchedulerConfig(policy=Policy.RAGGED, draft_length=LONGEST)
-    fleet = Fleet(config)
-    controller = Controller(config, fleet, Counters())
-    fleet.add(WorkerSpec("target", Role.TARGET, 16, 1000, 1000, 4096))
-    sequence = Sequence(SequenceRequest(1, (1, 2), 100), 0, KeyAccount(NOBODY))
-    sequence.target = fleet.targets["target"]
-    assert [controller.for_round(sequence, longest) for longest in (0, 3, 6)] == [0, 3, 6]

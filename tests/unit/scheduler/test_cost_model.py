@@ -19,14 +19,6 @@ def seconds(tokens: float, prefill: float = 0.0) -> float:
     return BASE + TOKEN * tokens + PREFILL * prefill
 
 
-def test_as_many_different_steps_as_there_are_features_give_the_law() -> None:
-    cost = LinearCost(GUESS, 9.0)
-    for tokens, prefill in ((8, 0), (40, 0), (8, 64)):
-        cost.observe(seconds(tokens, prefill), 1, tokens, prefill)
-    for tokens, prefill in ((1, 0), (100, 0), (20, 300)):
-        assert cost.predict(1, tokens, prefill) == pytest.approx(seconds(tokens, prefill), rel=0.02)
-
-
 def test_what_a_token_costs_is_not_forgotten_while_all_steps_have_one_size() -> None:
     """Plain forgetting would leave nothing but noise of what tells base and token apart."""
     cost, rng = LinearCost(GUESS), random.Random(1)
@@ -68,14 +60,6 @@ def test_no_coefficient_is_ever_negative_or_undefined(steps: list[tuple[float, i
     for measured, tokens, prefill in steps:
         cost.observe(measured, 1, tokens, prefill)
     assert all(math.isfinite(coefficient) and coefficient >= 0 for coefficient in cost.coefficients)
-
-
-def test_steps_that_fail_at_once_are_soon_forgotten() -> None:
-    cost, rng = LinearCost(GUESS, 0.05), random.Random(2)
-    for step in range(100):
-        tokens = rng.randrange(1, 40)
-        cost.observe(1e-6 if 60 <= step < 63 else seconds(tokens) * rng.uniform(0.95, 1.05), 1, tokens)
-    assert cost.predict(1, 20) == pytest.approx(seconds(20), rel=0.2)
 
 
 @pytest.mark.parametrize("nonsense", [math.nan, math.inf, 0.0, -1.0])

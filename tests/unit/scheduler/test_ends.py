@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from scheduler.config import Policy
 from scheduler.messages import (
     FinishReason,
     FinishSequence,
@@ -58,15 +57,3 @@ def test_releases_ride_on_the_next_step() -> None:
     driver.settle()
     (release,) = [step for step in of_type(driver.log, SendStep) if 1 in step.released]
     assert release.rows, "another sequence was running: no step of its own is needed"
-
-
-def test_same_events_same_commands() -> None:
-    def run() -> list[object]:
-        driver = pair(policy=Policy.AUTO, batch_size=3, max_running=6)
-        driver.workers["draft"].guess = 0.6
-        for sequence_id in range(12):
-            driver.submit(sequence_id, prompt_length=1 + sequence_id * 5, max_tokens=15)
-        driver.settle()
-        return list(driver.log)
-
-    assert run() == run()

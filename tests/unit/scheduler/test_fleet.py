@@ -4,56 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from scheduler.config import SchedulerConfig
-from scheduler.messages import FailSequence, RefuseSequence, Role, SequenceRequest, SequenceSubmitted, WorkerSpec
+from scheduler.messages import RefuseSequence, SequenceRequest, SequenceSubmitted
 from scheduler.state.digests import DigestedTokens
-from scheduler.state.fleet import Fleet
 from scheduler.state.prefixes import KnownPrefixes
-from tests.unit.scheduler.driver import Driver, of_type
-
-
-def fleet(*workers: tuple[str, Role]) -> Fleet:
-    found = Fleet(SchedulerConfig())
-    for name, role in workers:
-        found.add(WorkerSpec(name, role, 4, 10, 100, 64))
-    return found
-
-
-TARGET, DRAFT = Role.TARGET, Role.DRAFT
-TOKENS = DigestedTokens(range(4))
-
-
-def test_the_target_with_the_fewest_sequences_that_has_room() -> None:
-    found = fleet(("t", TARGET), ("u", TARGET))
-    first, second = found.targets.values()
-    assert found.largest_capacity == first.capacity > 0
-    assert fleet().largest_capacity == 0
-    assert found.pick_target(b"", TOKENS, 40, None) is first
-    assert found.pick_target(b"", TOKENS, 41, None) is None
-    first.sequences[1] = first.sequences[2] = second.sequences[3] = None  # type: ignore[assignment]
-    # Each now keeps a page back, for its own sequences to grow into.
-    assert found.pick_target(b"", TOKENS, 37, None) is None
-    assert found.pick_target(b"", TOKENS, 36, None) is second
-    assert found.pick_target(b"", TOKENS, 36, 2) is second
-    assert found.pick_target(b"", TOKENS, 36, 1) is None
-    found.drain(second)
-    assert found.pick_target(b"", TOKENS, 36, None) is first
-    assert found.pick_target(b"", TOKENS, 36, 2) is None
-    assert found.pick_target(b"", TOKENS, 36, 3) is first
-    assert first.pages.reserve(1, 1)
-    assert found.pick_target(b"", TOKENS, 36, None) is None
-    assert found.pick_target(b"", TOKENS, 32, None) is first
-
-
-def test_the_draft_with_the_fewest_sequences_that_has_room() -> None:
-    found = fleet(("d", DRAFT), ("e", DRAFT))
-    first, second = found.drafts.values()
-    assert found.pick_draft(b"", TOKENS, 1) is first
-    first.sequences[1] = None  # type: ignore[assignment]
-    assert found.pick_draft(b"", TOKENS, 1) is second
-    assert second.pages.reserve(9, 40)
-    assert found.pick_draft(b"", TOKENS, 1) is first
-
+from tests.unit.scheduler.driver import Driver
 
 # --- where a common beginning is ---
 
@@ -116,13 +70,6 @@ def test_beginnings_that_came_long_ago_are_forgotten() -> None:
     known.add(b"", DigestedTokens(range(80, 89)))
     assert [known.longest(b"", old), known.longest(b"", new)] == [0, 16]
     assert known.longest(b"", DigestedTokens([1, 2, 3])) == 0
-
-
-def test_who_waits_for_a_first_target_that_is_too_small_is_told() -> None:
-    driver = Driver(draft_length=0)
-    driver.submit(1, prompt_length=60)
-    driver.submit(2, prompt_length=3)
-    assert [end.sequence_id for end in of_type(driver.join("small", max_length=50), FailSequence)] == [1]
 
 
 def test_those_who_come_before_the_next_plan_need_not_queue() -> None:

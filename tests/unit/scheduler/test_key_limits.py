@@ -7,7 +7,6 @@ import pytest
 from scheduler.config import SchedulerConfig
 from scheduler.key_class import KeyClass
 from scheduler.messages import MAX_PRIORITY, MIN_PRIORITY, RefusalCause, RefuseSequence
-from scheduler.state.token_bucket import TokenBucket
 from tests.unit.scheduler.driver import Driver, of_type
 
 
@@ -83,16 +82,6 @@ def test_tokens_of_a_minute_are_those_that_were_served() -> None:
     assert refused(driver, 8, key="a", prompt_length=1) is None
 
 
-def test_a_bucket_holds_a_minute_and_no_more() -> None:
-    bucket = TokenBucket(600)
-    assert bucket.level(1000.0) == 600
-    bucket.debit(700, 1000.0)
-    assert bucket.level(1000.0) == -100
-    assert bucket.seconds_until_token(1000.0) == pytest.approx(10.1)
-    assert bucket.level(1020.0) == pytest.approx(100)
-    assert bucket.level(5000.0) == 600
-
-
 def test_what_was_served_is_told_by_key() -> None:
     driver = driver_of(KeyClass("a"), KeyClass("b"), KeyClass("idle"))
     driver.submit(1, prompt_length=5, max_tokens=7, key="a")
@@ -111,21 +100,6 @@ def test_priorities_have_limits(priority: int) -> None:
     assert refusal.message == f"priority is {priority}, must be between {MIN_PRIORITY} and {MAX_PRIORITY}"
     assert refused(driver, 2, priority=MIN_PRIORITY) is None
     assert refused(driver, 3, priority=MAX_PRIORITY) is None
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"weight": 0.0}, "weight of key 'a' is 0.0, must be between 0.001 and 1000"),
-        ({"weight": float("nan")}, "weight of key 'a' is nan, must be between"),
-        ({"max_running": 0}, "max_running of key 'a' is 0, must be None or at least 1"),
-        ({"max_waiting": -1}, "max_waiting of key 'a' is -1"),
-        ({"tokens_per_minute": 0}, "tokens_per_minute of key 'a' is 0"),
-    ],
-)
-def test_classes_that_make_no_sense_are_named(fields: dict[str, float], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        KeyClass("a", **fields)  # type: ignore[arg-type]
 
 
 def test_names_of_classes_are_there_and_differ() -> None:

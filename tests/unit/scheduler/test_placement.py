@@ -12,17 +12,6 @@ from scheduler.messages import (
 from tests.unit.scheduler.driver import Driver, expected, of_type, outputs, pair
 
 
-def test_running_sequences_are_bounded_and_sequences_spread_over_targets() -> None:
-    driver = Driver(max_running=3)
-    driver.join("a")
-    driver.join("b")
-    for sequence_id in range(20):
-        driver.submit(sequence_id)
-    snapshot = driver.core.snapshot()
-    assert (snapshot.running, snapshot.waiting, snapshot.live) == (6, 14, 20)
-    assert [worker.sequences for worker in snapshot.workers] == [3, 3]
-
-
 def test_the_youngest_makes_room_and_comes_back_with_its_tokens() -> None:
     driver = Driver(draft_length=0)
     driver.join("target", pages=12, page_size=4)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import chain, repeat
+from typing import Any
+
 import pytest
 
 from scheduler.batching.verify_grouping import GroupingView, make_policy
@@ -39,62 +43,62 @@ def view(
     return GroupingView(index, counts, verifying, batch_size, now, may_wait, drafting)
 
 
-def chosen(policy: Policy, grouping: GroupingView) -> list[int] | None:
-    choice = make_policy(policy).pick(grouping)
-    return None if choice is None else [sequence.sequence_id for sequence in choice.sequences]
+MIXED = (10, 20, 30, 20, 10, 20)
+"""Lengths of sequences 1, 2, ..."""
 
 
-MIXED = [(1, 10), (2, 20), (3, 30), (4, 20), (5, 10), (6, 20)]
+def mixed(count: int = 6) -> list[Sequence]:
+    return [drafted(sequence_id, length) for sequence_id, length in enumerate(MIXED[:count], 1)]
 
 
-def mixed() -> list[Sequence]:
-    return [drafted(sequence_id, length) for sequence_id, length in MIXED]
+def of_lengths(*lengths: int, drafts: Iterable[int] = ()) -> list[Sequence]:
+    known = chain(drafts, repeat(4))
+    return [drafted(number, length, next(known)) for number, length in enumerate(lengths, 1)]
 
 
-@pytest.mark.parametrize("policy", list(Policy))
-def test_nothing_drafted_nothing_chosen(policy: Policy) -> None:
-    assert chosen(policy, view([])) is None
+RAGGED, EQSPEC, EXSPEC, AUTO = Policy.RAGGED, Policy.EQSPEC, Policy.EXSPEC, Policy.AUTO
 
 
-def test_ragged_takes_the_oldest_rows_and_never_waits() -> None:
-    assert chosen(Policy.RAGGED, view(mixed(), coming=(10, 20), verifying=3)) == [1, 2, 3, 4]
-
-
-def test_eqspec_waits_for_its_whole_cohort() -> None:
-    assert chosen(Policy.EQSPEC, view(mixed()[:3], coming=(15,))) is None
-    assert chosen(Policy.EQSPEC, view(mixed()[:3], verifying=1)) is None
-    assert chosen(Policy.EQSPEC, view(mixed()[:3])) == [1, 2, 3]
-
-
-def test_exspec_takes_the_largest_equal_group() -> None:
-    assert chosen(Policy.EXSPEC, view(mixed())) == [2, 4, 6]
-
-
-def test_exspec_breaks_ties_by_the_oldest_member() -> None:
-    sequences = [drafted(1, 30), drafted(2, 20), drafted(3, 10), drafted(4, 10), drafted(5, 20)]
-    assert chosen(Policy.EXSPEC, view(sequences)) == [2, 5]
-
-
-def test_exspec_prefers_an_older_full_group_to_a_younger_larger_one() -> None:
-    sequences = [drafted(i, 10) for i in range(2)] + [drafted(i, 20) for i in range(2, 6)]
-    assert chosen(Policy.EXSPEC, view(sequences, batch_size=2)) == [0, 1]
-
-
-def test_rows_with_other_draft_lengths_are_not_equal() -> None:
-    sequences = [drafted(1, 10, drafts=4), drafted(2, 10, drafts=3), drafted(3, 20, drafts=2), drafted(4, 20, drafts=2)]
-    assert chosen(Policy.EXSPEC, view(sequences)) == [3, 4]
-
-
-def test_exspec_falls_back_to_the_oldest_rows_without_equals() -> None:
-    sequences = [drafted(i, 10 + i) for i in range(6)]
-    assert chosen(Policy.EXSPEC, view(sequences, coming=(10,))) == [0, 1, 2, 3]
-
-
-def test_exspec_waits_only_for_members_of_the_same_length() -> None:
-    assert chosen(Policy.EXSPEC, view(mixed(), coming=(20,))) is None
-    assert chosen(Policy.EXSPEC, view(mixed(), coming=(10, 21))) == [2, 4, 6]
-    assert chosen(Policy.EXSPEC, view(mixed(), coming=(20,), batch_size=3)) == [2, 4, 6]
-    assert chosen(Policy.EXSPEC, view(mixed(), coming=(20,), may_wait=False)) == [2, 4, 6]
+@pytest.mark.parametrize(
+    ("policy", "sequences", "more", "expected"),
+    [
+        *((policy, [], {}, None) for policy in Policy),
+        # The oldest, without a wait.
+        (RAGGED, mixed(), {"coming": (10, 20), "verifying": 3}, [1, 2, 3, 4]),
+        # The whole cohort.
+        (EQSPEC, mixed(3), {"coming": (15,)}, None),
+        (EQSPEC, mixed(3), {"verifying": 1}, None),
+        (EQSPEC, mixed(3), {}, [1, 2, 3]),
+        # The largest group of one length; of equal ones that with the oldest, and an older full one before any.
+        (EXSPEC, mixed(), {}, [2, 4, 6]),
+        (EXSPEC, of_lengths(30, 20, 10, 10, 20), {}, [2, 5]),
+        (EXSPEC, of_lengths(10, 10, 20, 20, 20, 20), {"batch_size": 2}, [1, 2]),
+        # Rows with other draft lengths are not equal; without equals, the oldest.
+        (EXSPEC, of_lengths(10, 10, 20, 20, drafts=(4, 3, 2, 2)), {}, [3, 4]),
+        (EXSPEC, of_lengths(*range(10, 16)), {"coming": (10,)}, [1, 2, 3, 4]),
+        # It waits for members of the same length only.
+        (EXSPEC, mixed(), {"coming": (20,)}, None),
+        (EXSPEC, mixed(), {"coming": (10, 21)}, [2, 4, 6]),
+        (EXSPEC, mixed(), {"coming": (20,), "batch_size": 3}, [2, 4, 6]),
+        (EXSPEC, mixed(), {"coming": (20,), "may_wait": False}, [2, 4, 6]),
+        # Those stay together that fit one step; of more than a step, the oldest go.
+        (AUTO, mixed(2), {}, [1, 2]),
+        (AUTO, mixed(2), {"verifying": 2}, None),
+        (AUTO, mixed(2), {"coming": (7, 8)}, None),
+        (AUTO, mixed(2), {"verifying": 2, "may_wait": False}, [1, 2]),
+        (AUTO, mixed(), {}, [1, 2, 3, 4]),
+        (AUTO, mixed(2), {"verifying": 3}, [1, 2]),
+        (AUTO, mixed(2), {"coming": (7, 8, 9)}, [1, 2]),
+        # Where sequences do not draft, one that is being drafted for is only to show what that yields.
+        (AUTO, mixed(3), {"coming": (7,), "drafting": False}, [1, 2, 3]),
+        (AUTO, mixed(3), {"verifying": 1, "drafting": False}, None),
+    ],
+)
+def test_which_rows_are_taken(
+    policy: Policy, sequences: list[Sequence], more: dict[str, Any], expected: list[int] | None
+) -> None:
+    choice = make_policy(policy).pick(view(sequences, **more))
+    assert (None if choice is None else [sequence.sequence_id for sequence in choice.sequences]) == expected
 
 
 @pytest.mark.parametrize("policy", [Policy.EQSPEC, Policy.EXSPEC, Policy.AUTO])
@@ -108,23 +112,3 @@ def test_an_overdue_row_goes_at_once_with_the_oldest(policy: Policy) -> None:
     assert at is not None
     assert at.forced
     assert [sequence.sequence_id for sequence in at.sequences] == [1, 2, 3, 4]
-
-
-def test_auto_keeps_those_together_that_fit_one_step() -> None:
-    two = mixed()[:2]
-    assert chosen(Policy.AUTO, view(two)) == [1, 2]
-    assert chosen(Policy.AUTO, view(two, verifying=2)) is None
-    assert chosen(Policy.AUTO, view(two, coming=(7, 8))) is None
-    assert chosen(Policy.AUTO, view(two, verifying=2, may_wait=False)) == [1, 2]
-
-
-def test_auto_waits_for_no_probe() -> None:
-    """Where sequences do not draft, one that is being drafted for is looked at only to see what that yields."""
-    assert chosen(Policy.AUTO, view(mixed()[:3], coming=(7,), drafting=False)) == [1, 2, 3]
-    assert chosen(Policy.AUTO, view(mixed()[:3], verifying=1, drafting=False)) is None
-
-
-def test_auto_takes_the_oldest_where_more_than_a_step_are_there() -> None:
-    assert chosen(Policy.AUTO, view(mixed())) == [1, 2, 3, 4]
-    assert chosen(Policy.AUTO, view(mixed()[:2], verifying=3)) == [1, 2]
-    assert chosen(Policy.AUTO, view(mixed()[:2], coming=(7, 8, 9))) == [1, 2]

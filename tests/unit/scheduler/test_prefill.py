@@ -53,21 +53,6 @@ def test_chunks_of_a_prompt_ride_in_consecutive_steps_beside_others() -> None:
     assert outputs(driver, 10) == expected(driver, 10)
 
 
-def test_a_chunk_behind_another_is_no_reason_for_a_step() -> None:
-    """Sequences that are verified beside the first would miss that step."""
-    driver = Driver(batch_size=4, draft_length=0, prefill_chunk=10, steps_in_flight=2)
-    driver.join("target")
-    driver.submit(0, max_tokens=50)
-    driver.answer("target")
-    driver.submit(10, prompt_length=35, max_tokens=1)
-    while not outputs(driver, 10):
-        assert len(driver.outstanding("target")) <= 2
-        driver.answer("target")
-    rows = [[row.sequence_id for row in step.rows] for step in of_type(driver.log, SendStep)]
-    assert [10, 0] not in rows
-    assert [one for one in rows if 10 in one][2:] == [[0, 10]] * 2
-
-
 def test_an_answer_that_overtakes_the_one_before_it_does_no_harm() -> None:
     driver = busy()
     driver.submit(10, prompt_length=35, max_tokens=3)

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
-
 from scheduler.messages import (
     EmitTokens,
     FinishReason,
     FinishSequence,
-    Role,
-    SendStep,
 )
 from tests.unit.scheduler.driver import Driver, expected, of_type, outputs, pair
 
@@ -46,32 +42,6 @@ def test_after_full_acceptance_the_draft_lacks_two_tokens_else_one() -> None:
     driver.workers["draft"].guess = 1.0
     driver.settle()
     assert outputs(driver, 1) == expected(driver, 1)
-
-
-def test_drafts_never_reach_past_max_tokens() -> None:
-    driver = pair(draft_length=4)
-    driver.submit(1, prompt_length=8, max_tokens=5)
-    lengths = []
-    while any(driver.steps.values()):
-        for worker_id in ("draft", "target"):
-            for step in list(driver.steps[worker_id]):
-                lengths += [row.draft_length for row in step.rows if worker_id == "draft" and row.draft_length]
-                driver.answer(worker_id)
-    assert lengths == [3]
-    assert outputs(driver, 1) == expected(driver, 1)
-
-
-@pytest.mark.parametrize("how", ["config", "request", "no draft worker"])
-def test_plain_decoding_is_a_round_without_drafts(how: str) -> None:
-    driver = Driver(draft_length=0 if how == "config" else 4)
-    driver.join("target")
-    if how != "no draft worker":
-        driver.join("draft", Role.DRAFT)
-    driver.submit(1, max_tokens=6, draft_length=0 if how == "request" else None)
-    driver.settle()
-    assert outputs(driver, 1) == expected(driver, 1)
-    assert all(emitted.drafted == 0 for emitted in of_type(driver.log, EmitTokens))
-    assert not any(step.worker_id == "draft" for step in of_type(driver.log, SendStep))
 
 
 def test_output_stops_at_a_stop_token_inside_an_accepted_run() -> None:

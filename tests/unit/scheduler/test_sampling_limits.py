@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from scheduler.sampling import Grammar, SamplingParameters
+from scheduler.sampling import SamplingParameters
 
 LAST_TOKEN = 2_147_483_647
 
@@ -48,27 +48,3 @@ def test_tokens() -> None:
     for bias in (-100.001, 100.001, float("nan")):
         with pytest.raises(ValueError, match=r"^logit_bias\[3\] is "):
             SamplingParameters(logit_bias={3: bias})
-
-
-def test_grammars() -> None:
-    ends = frozenset({0, LAST_TOKEN})
-    for length in (1, 65_536):
-        assert Grammar("x" * length, ends).end_token_ids == ends
-    for length in (0, 65_537):
-        with pytest.raises(ValueError, match=f"^grammar has {length} characters, must have between 1 and 65536"):
-            Grammar("x" * length, ends)
-    for tokens in (frozenset(), frozenset({-1}), frozenset({4, LAST_TOKEN + 1})):
-        with pytest.raises(ValueError, match=r"^end_token_ids of the grammar is "):
-            Grammar("x", tokens)
-
-
-def test_what_follows_from_the_parameters() -> None:
-    assert SamplingParameters().greedy
-    assert not SamplingParameters(temperature=0.001).greedy
-    assert not SamplingParameters().uses_history
-    for changed in ({"repetition_penalty": 2}, {"presence_penalty": -1}, {"frequency_penalty": 1}):
-        assert SamplingParameters(**changed).uses_history  # type: ignore[arg-type]
-    assert SamplingParameters(bad_words=((1,),)).uses_history is True
-    limited = SamplingParameters(min_tokens=3, end_token_ids=frozenset({7}))
-    assert [limited.may_end(output) for output in (0, 2, 3, 4)] == [False, False, True, True]
-    assert SamplingParameters(min_tokens=3).may_end(0)
