@@ -95,6 +95,7 @@ def gateway_settings(config: SpoolConfig, sampling: SamplingDefaults) -> Gateway
         model_names=(config.served_name,),
         api_keys=tuple(_api_keys(config)),  # type: ignore[arg-type]  # pydantic hides them
         named_keys=tuple(NamedKey(name=key.name, digest=key.digest) for key in config.auth.keys),
+        allowed_origins=gateway.allowed_origins,
         share_prefix_cache=config.auth.share_prefix_cache,
         sampling=sampling,
         limits=gateway.limits,

@@ -18,6 +18,7 @@ from services.gateway.settings import Limits, SamplingDefaults
 
 _SHORTEST_TOKEN = 16
 _KEY = re.compile(r"[!-~]+")
+_ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/?#\sA-Z]+")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
@@ -46,6 +47,9 @@ class GatewaySettings(Placement):
         30.0, "Time that a departing replica has to finish its requests, in seconds.", ge=1, le=86400
     )
     allow_unauthenticated: bool = described(False, "Allow listening beyond loopback without any API key.")
+    allowed_origins: tuple[str, ...] = described(
+        (), "Origins of web pages that may call the HTTP API from a browser, such as https://example.com; * for all."
+    )
     default_timeout_seconds: float | None = described(
         600.0, "Timeout of requests that set none; null: limits.timeout_seconds.", gt=0
     )
@@ -79,6 +83,10 @@ class GatewaySettings(Placement):
             yield f"grpc_port is {self.grpc_port}, must differ from port"
         if not self.listens_on_loopback and not _is_address(self.host):
             yield f"host is {self.host!r}, must be localhost or an IP address"
+        for number, origin in enumerate(self.allowed_origins):
+            if not _ORIGIN.fullmatch(origin):
+                limit = "must be * or scheme, host and port alone, in lower case, such as https://example.com"
+                yield f"allowed_origins.{number} is {origin!r}, {limit}"
         if self.template_zone is not None and not _is_zone(self.template_zone):
             yield f"template_zone is {self.template_zone!r}, must be a time zone, such as Europe/Zurich"
         scaling = self.autoscaling

@@ -124,6 +124,8 @@ class GatewaySettings(_Frozen):
     """Keys without a name."""
     named_keys: tuple[NamedKey, ...] = ()
     """Keys with a name. A client must show one of either; without any, everybody may call."""
+    allowed_origins: tuple[str, ...] = ()
+    """Origins of pages that a browser lets call this server; "*": all."""
     share_prefix_cache: bool = False
     """Whether requests with different keys take over each other's KV."""
     sampling: SamplingDefaults = SamplingDefaults()

@@ -7,17 +7,20 @@ from importlib.metadata import version
 from fastapi import FastAPI, Security
 from fastapi.security import HTTPBearer
 from opentelemetry.trace import Tracer
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp
 
 from services.gateway.api_keys import ApiKeys
 from services.gateway.completion import CompletionEngine
 from services.gateway.dashboard.routes import dashboard_router
-from services.gateway.http.generation_routes import generation_router
+from services.gateway.http.generation_routes import SEED_HEADER, generation_router
 from services.gateway.http.middleware import BodyReader, KeyGate, RequestIds
 from services.gateway.http.openai_errors import install_error_handlers
 from services.gateway.http.service_routes import DISTRIBUTION, open_router, service_router
 from services.gateway.metrics import GatewayMetrics
 from services.gateway.settings import GatewaySettings
 from services.gateway.token_strings import TokenStrings
+from services.observability.request_ids import REQUEST_ID
 from services.scheduler_client.remote import SchedulerClient
 from services.text.tokenizer import ModelTokenizer
 
@@ -28,7 +31,7 @@ def create_app(
     settings: GatewaySettings,
     metrics: GatewayMetrics | None = None,
     tracing: Tracer | None = None,
-) -> FastAPI:
+) -> ASGIApp:
     """`metrics` is that of the gateway's gRPC server, if the gateway has one."""
     metrics = metrics or GatewayMetrics()
     engine = CompletionEngine(backend, tokenizer, settings, metrics, tracing)
@@ -51,5 +54,15 @@ def create_app(
     app.add_middleware(
         KeyGate, keys=ApiKeys(settings.api_keys, settings.named_keys), settings=settings, metrics=metrics
     )
-    app.add_middleware(RequestIds)
-    return app
+    # The framework answers unexpected errors outside the middleware that it adds.
+    outer: ASGIApp = app
+    if settings.allowed_origins:
+        # Before KeyGate: a browser asks without the key whether it may send it.
+        outer = CORSMiddleware(
+            app,
+            allow_origins=settings.allowed_origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+            expose_headers=(REQUEST_ID, SEED_HEADER, "retry-after"),
+        )
+    return RequestIds(outer)

@@ -9,8 +9,10 @@ import openai
 import pytest
 from pydantic import SecretStr
 
+from services.backend.interface import GenerationRequest
 from services.gateway.settings import GatewaySettings
-from tests.integration.gateway.expected import CHAT, TIMEOUT, completion, message_of
+from services.scheduler_client.remote_stream import RemoteStream
+from tests.integration.gateway.expected import CHAT, TIMEOUT, Recorder, completion, message_of
 from tests.support.gateway import MODEL, Gateways
 from tests.support.stand_in_worker import MAX_LENGTH, VOCABULARY
 
@@ -119,3 +121,55 @@ def test_every_route_but_health_and_ping_takes_a_key(gateways: Gateways) -> None
             pytest.raises(openai.AuthenticationError, match="not known here"),
         ):
             client.models.list()
+
+
+class Broken(Recorder):
+    """A backend with a mistake in its code."""
+
+    async def submit(self, request: GenerationRequest) -> RemoteStream:
+        raise KeyError("a mistake")
+
+
+PAGE = "https://page.example"
+ASKED = ("authorization", "content-type", "x-stainless-lang")
+
+
+@pytest.mark.parametrize(
+    ("allowed", "shown"), [((PAGE,), PAGE), (("*",), "*"), (("http://page.example",), None), ((), None)]
+)
+def test_browsers_may_call_from_the_allowed_origins(
+    gateways: Gateways, allowed: tuple[str, ...], shown: str | None
+) -> None:
+    settings = GatewaySettings(api_keys=(SecretStr("key"),), allowed_origins=allowed)
+    with (
+        gateways.serve(settings, Broken(gateways)) as broken,
+        gateways.serve(settings) as served,
+        httpx.Client(base_url=served.url, timeout=TIMEOUT, headers={"origin": PAGE}) as http,
+    ):
+        for path, method in (("/v1/chat/completions", "POST"), ("/v1/models", "GET"), ("/nowhere", "POST")):
+            asked = {"access-control-request-method": method, "access-control-request-headers": ", ".join(ASKED)}
+            preflight = http.options(path, headers=asked)
+            assert (preflight.status_code == 200, preflight.headers.get("access-control-allow-origin")) == (
+                shown is not None,
+                shown,
+            )
+            if shown is not None:
+                assert method in preflight.headers["access-control-allow-methods"]
+                assert {*preflight.headers["access-control-allow-headers"].lower().split(", ")} == {*ASKED}
+        key, body = {"authorization": "Bearer key"}, {"prompt": "a", "max_tokens": 2}
+        answers = {
+            200: http.post("/v1/completions", json=body, headers=key),
+            400: http.post("/v1/completions", json={"prompt": ""}, headers=key),
+            401: http.post("/v1/completions", json=body),
+            404: http.post("/nowhere", headers=key),
+            413: http.post("/v1/completions", content=b" " * (settings.limits.body_bytes + 1), headers=key),
+            500: http.post(f"{broken.url}/v1/completions", json=body, headers=key),
+        }
+        stream = http.post("/v1/completions", json={**body, "stream": True}, headers=key)
+        assert stream.text.endswith("data: [DONE]\n\n")
+        for status, response in [*answers.items(), (200, stream)]:
+            assert response.status_code == status
+            assert response.headers.get("access-control-allow-origin") == shown
+            assert response.headers["x-request-id"]
+            exposed = response.headers.get("access-control-expose-headers", "")
+            assert shown is None or {"x-request-id", "x-spool-seed", "retry-after"} <= {*exposed.split(", ")}

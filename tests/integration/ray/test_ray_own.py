@@ -65,6 +65,8 @@ def test_serve_until_interrupted(own_ray: OwnRay, tiny_pair: tuple[Path, Path]) 
     target, _ = tiny_pair
     asked = cases(2, max_tokens=20)
     models = ("--set", f"models={{target: {target}, draft: ngram, dtype: float32, served_model_name: {MODEL}}}")
+    page = "https://page.example"
+    models += ("--set", f"gateway.allowed_origins=['{page}']")
     command = ("serve", *own_ray.options, *models, "--set", f"engine={json.dumps(ENGINE)}")
     with started(*command, environment=own_ray.environment) as process:
         assert process.stderr is not None
@@ -76,6 +78,9 @@ def test_serve_until_interrupted(own_ray: OwnRay, tiny_pair: tuple[Path, Path]) 
         assert f"HTTP  {own_ray.url}/v1" in told, told
         assert asyncio.run(stream_all(own_ray.url, MODEL, asked)) == PlainDecoder(target)(asked)
         assert httpx.get(f"{own_ray.url}/-/routes", timeout=LONG).status_code == 404
+        asked_by_browser = {"origin": page, "access-control-request-method": "POST"}
+        preflight = httpx.options(f"{own_ray.url}/v1/completions", headers=asked_by_browser, timeout=LONG)
+        assert (preflight.status_code, preflight.headers["access-control-allow-origin"]) == (200, page)
         logs = spool("logs", "targetworker", "--tail", "5", environment=own_ray.environment)
         assert (logs.code, "INFO deploy.ray_app.worker: " in logs.out) == (0, True), logs.err + logs.out
         process.send_signal(signal.SIGINT)

@@ -150,6 +150,10 @@ internal:
             "gateway:\n  template_zone: Mars/Base",
             "2: gateway.template_zone is 'Mars/Base', must be a time zone, such as ",
         ),
+        (
+            "gateway:\n  allowed_origins: [https://a.example, https://a.example/]",
+            "2: gateway.allowed_origins.1 is 'https://a.example/', must be * or scheme, host and port alone",
+        ),
         ("models:\n  device: cuda:1", "2: models.device is 'cuda:1', must be auto, cpu or cuda"),
         ("models:\n  draft_lookup: 33", "2: models.draft_lookup is 33, must be less than or equal to 32"),
         ("models:\n  draft: none\n  draft_lookup: 3", "3: models.draft_lookup is 3, must be unset where draft is none"),
