@@ -166,8 +166,7 @@ class Lifecycle:
             if not self.fits_somewhere(sequence):
                 self.fail(sequence, self.too_long(sequence))
                 continue
-            longest = self.longest_draft(sequence)
-            positions = sequence.length + longest + 1
+            positions = self._next_positions(sequence)
             target = self._pick_target(sequence, positions)
             if target is None:
                 break
@@ -175,7 +174,7 @@ class Lifecycle:
             target.place(sequence, positions)
             sequence.target = target
             requested = sequence.request.draft_length is not None
-            sequence.wants_draft_kv = longest > 0 and (
+            sequence.wants_draft_kv = self.longest_draft(sequence) > 0 and (
                 requested or self._parts.controller.newcomer_drafts(target, sequence)
             )
             if sequence.wants_draft_kv:
@@ -188,6 +187,11 @@ class Lifecycle:
         scope, most = sequence.request.cache_scope, self._parts.max_per_target
         return self._parts.fleet.pick_target(scope, sequence.tokens, positions, most)
 
+    def _next_positions(self, sequence: Sequence) -> int:
+        """Positions with which a target takes the sequence in: those of its next two rows. The last token that it may
+        get has none."""
+        return min(sequence.length + self.longest_draft(sequence) + 1, sequence.end - 1)
+
     def _slot_is_free(self) -> bool:
         most = self._parts.max_per_target
         if len(self._parts.live.running) >= self._parts.fleet.max_running:
@@ -196,14 +200,13 @@ class Lifecycle:
         return most is None or any(not target.draining and len(target.sequences) < most for target in targets)
 
     def fits_somewhere(self, sequence: Sequence) -> bool:
-        request = sequence.request
-        return len(request.prompt) + request.max_tokens <= self._parts.fleet.largest_capacity
+        return sequence.end - 1 <= self._parts.fleet.largest_capacity
 
     def too_long(self, sequence: Sequence) -> str:
         request = sequence.request
         prompt, most = len(request.prompt), request.max_tokens
-        limit = self._parts.fleet.largest_capacity
-        return f"prompt of {prompt} and max_tokens of {most} need {prompt + most} positions, the limit is {limit}"
+        need, limit = sequence.end - 1, self._parts.fleet.largest_capacity
+        return f"prompt of {prompt} and max_tokens of {most} need {need} positions, the limit is {limit}"
 
     def _find_draft(self, sequence: Sequence) -> None:
         """Places the sequence on a draft worker, if one has room."""
@@ -230,7 +233,7 @@ class Lifecycle:
         source = sequence.target
         if source is None or not source.draining:
             return False
-        positions = sequence.length + self.longest_draft(sequence) + 1
+        positions = self._next_positions(sequence)
         destination = self._pick_target(sequence, positions)
         if destination is None:
             return False

@@ -34,7 +34,7 @@ from services.gateway.options import (
     sampling_parameters,
     with_seed_of,
 )
-from services.gateway.prompts import PreparedPrompt, bad_word_tokens, encode_chat, prepare_prompts, too_long
+from services.gateway.prompts import PreparedPrompt, bad_word_tokens, encode_chat, prepare_prompts
 from services.gateway.settings import GatewaySettings
 from services.gateway.structure import GrammarChecks, Structure
 from services.observability.request_ids import current_key, current_request_id, current_traceparent
@@ -221,7 +221,7 @@ class CompletionEngine:
                 f"must be at most {limits.sequences}"
             )
             raise RequestError(ErrorKind.INVALID, message, param="n")
-        prepared = await prepare_prompts(prompts, self.tokenizer, info, self.settings, options.echo)
+        prepared = await prepare_prompts(prompts, self.tokenizer, info, self.settings, options)
         form = answer_form(options, prepared[0].opens_reasoning, self.tokenizer, self.settings.tool_format)
         structure = options.structure or call_structure(options.tools, form, self.tokenizer)
         if structure is not None:
@@ -316,13 +316,10 @@ class CompletionEngine:
         self, prompt: Prompt, prepared: PreparedPrompt, options: GenerationOptions, info: ServedModel
     ) -> int:
         """A chat may use all the length that is left; a text continuation is short unless the client asks for more."""
+        if options.max_tokens is not None:
+            return options.max_tokens
         room = info.max_sequence_length - len(prepared.tokens)
         limit = self.settings.limits.output_tokens or room
-        if options.max_tokens is not None:
-            if options.max_tokens > room:
-                name = "messages" if isinstance(prompt, ChatPrompt) else "prompt"
-                raise too_long(name, len(prepared.tokens), options.max_tokens, info.max_sequence_length)
-            return options.max_tokens
         if not isinstance(prompt, ChatPrompt):
             limit = min(limit, max(self.settings.default_completion_tokens, options.min_tokens))
         return min(limit, room)

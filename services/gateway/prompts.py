@@ -9,7 +9,15 @@ from dataclasses import dataclass
 from protos.scheduler_pb2 import ServedModel
 from services.gateway.answers.reasoning import THINK
 from services.gateway.errors import invalid
-from services.gateway.options import ChatPrompt, Prompt, TextPrompt, TokenPrompt, check_token_ids, shown
+from services.gateway.options import (
+    ChatPrompt,
+    GenerationOptions,
+    Prompt,
+    TextPrompt,
+    TokenPrompt,
+    check_token_ids,
+    shown,
+)
 from services.gateway.settings import GatewaySettings
 from services.text.tokenizer import ModelTokenizer
 
@@ -26,9 +34,14 @@ class PreparedPrompt:
 
 
 async def prepare_prompts(
-    prompts: Sequence[Prompt], tokenizer: ModelTokenizer, model: ServedModel, settings: GatewaySettings, echo: bool
+    prompts: Sequence[Prompt],
+    tokenizer: ModelTokenizer,
+    model: ServedModel,
+    settings: GatewaySettings,
+    options: GenerationOptions,
 ) -> list[PreparedPrompt]:
     """Raises RequestError, or ChatTemplateError for messages that the model's template does not accept."""
+    max_tokens, limit = 1 if options.max_tokens is None else options.max_tokens, model.max_sequence_length
     if not prompts:
         raise invalid("prompt is empty, must hold at least 1 prompt", "prompt")
     prepared = []
@@ -37,22 +50,15 @@ async def prepare_prompts(
         if isinstance(prompt, TokenPrompt):
             check_token_ids(name, prompt.tokens, model.vocabulary_size)
         # A long text takes long to encode, and other streams must go on meanwhile.
-        one = await asyncio.to_thread(_prepare, prompt, tokenizer, settings, echo)
+        one = await asyncio.to_thread(_prepare, prompt, tokenizer, settings, options.echo)
         if not one.tokens:
             raise invalid(f"{name} is empty, must have at least 1 token", name.split("[")[0])
-        if len(one.tokens) >= model.max_sequence_length:
-            raise too_long(name, len(one.tokens), 1, model.max_sequence_length)
+        if (total := len(one.tokens) + max_tokens) > limit:
+            text = f"{len(one.tokens)} tokens, which with max_tokens of {max_tokens} makes {total}"
+            message = f"{name} has {text}; the model's limit is {limit}"
+            raise invalid(message, name.split("[")[0], "context_length_exceeded")
         prepared.append(one)
     return prepared
-
-
-def too_long(name: str, prompt_tokens: int, max_tokens: int, limit: int) -> Exception:
-    return invalid(
-        f"{name} has {prompt_tokens} tokens, which with max_tokens of {max_tokens} makes {prompt_tokens + max_tokens}; "
-        f"the model's limit is {limit}",
-        name.split("[")[0],
-        "context_length_exceeded",
-    )
 
 
 def encode_chat(prompt: ChatPrompt, tokenizer: ModelTokenizer, settings: GatewaySettings) -> tuple[list[int], str]:

@@ -26,6 +26,7 @@ from tests.integration.gateway.expected import (
     encoded,
     expected_text,
     expected_tokens,
+    message_of,
     stop_cases,
     streamed,
 )
@@ -79,6 +80,27 @@ def test_length_of_continuations(http: httpx.Client, fields: dict[str, Any], cou
     else:
         done = completion(http, **fields)
     assert done["usage"]["completion_tokens"] == count
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "fields"),
+    [(0, {"echo": True, "logprobs": 0}), (1, {}), (7, {"n": 2}), (7, {"best_of": 2}), (1, {"echo": True, "n": 2})],
+)
+def test_prompt_and_max_tokens_may_fill_the_whole_context(
+    gateways: Gateways, http: httpx.Client, max_tokens: int, fields: dict[str, Any]
+) -> None:
+    prompt = [64 + place % 26 for place in range(MAX_LENGTH - max_tokens)]
+    asked = {"prompt": prompt, "max_tokens": max_tokens, "ignore_eos": True, **fields}
+    echoed = gateways.tokenizer.decode(prompt) if "echo" in fields else ""
+    text = echoed + (expected_text(gateways, prompt, max_tokens) if max_tokens else "")
+    assert [choice["text"] for choice in completion(http, **asked)["choices"]] == [text] * fields.get("n", 1)
+    if "best_of" not in fields:
+        *events, _ = streamed(http, **asked)
+        first = [choice["text"] for event in events for choice in event["choices"] if not choice["index"]]
+        assert "".join(first) == text
+    refused = http.post("/v1/completions", json=asked | {"prompt": [*prompt, 1]})
+    assert refused.status_code == 400
+    assert f"max_tokens of {max_tokens} makes {MAX_LENGTH + 1}" in message_of(refused)
 
 
 def test_several_prompts_and_choices(gateways: Gateways, client: openai.OpenAI) -> None:

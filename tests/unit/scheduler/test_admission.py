@@ -36,16 +36,18 @@ def test_faulty_requests_are_refused() -> None:
 def test_what_can_never_fit_is_refused_with_both_numbers() -> None:
     driver = Driver()
     driver.join("small", pages=5, page_size=4, max_length=1000)
-    refused = refusal(driver.submit(1, prompt_length=11, max_tokens=10))
+    refused = refusal(driver.submit(1, prompt_length=12, max_tokens=10))
     assert refused.cause is RefusalCause.TOO_LONG
     assert "21 positions" in refused.message
     assert "limit is 20" in refused.message
-    driver.submit(2, prompt_length=10, max_tokens=10)
+    # No KV is computed of the last token.
+    driver.submit(2, prompt_length=11, max_tokens=10)
+    driver.submit(3, prompt_length=20, max_tokens=1)
     driver.settle()
-    assert len(outputs(driver, 2)) == 10
+    assert [len(outputs(driver, sequence_id)) for sequence_id in (2, 3)] == [10, 1]
     driver.join("short", pages=1000, max_length=30)
-    assert refusal(driver.submit(3, prompt_length=21, max_tokens=10)).cause is RefusalCause.TOO_LONG
-    assert not of_type(driver.submit(4, prompt_length=20, max_tokens=10), RefuseSequence)
+    assert refusal(driver.submit(4, prompt_length=22, max_tokens=10)).cause is RefusalCause.TOO_LONG
+    assert not of_type(driver.submit(5, prompt_length=21, max_tokens=10), RefuseSequence)
 
 
 def test_without_targets_sequences_queue_and_are_checked_when_one_joins() -> None:
@@ -55,7 +57,7 @@ def test_without_targets_sequences_queue_and_are_checked_when_one_joins() -> Non
     commands = driver.join("target", max_length=50)
     (failed,) = of_type(commands, FailSequence)
     assert failed.sequence_id == 1
-    assert "120 positions" in failed.error
+    assert "119 positions" in failed.error
     assert [row.sequence_id for row in driver.only_step("target").rows] == [2]
 
 
