@@ -36,20 +36,19 @@ def http_options(config: SpoolConfig) -> dict[str, Any]:
 
 
 def replica_options(settings: WorkerGroup | GatewaySettings) -> dict[str, Any]:
-    """How many replicas a deployment has."""
-    autoscaling = settings.autoscaling
-    if autoscaling is None:
-        return {"num_replicas": settings.replicas}
+    """How many replicas a deployment has. A fixed number is a range of one: which deployments have a range is part of
+    an application's version for Serve, which replaces every replica when that changes."""
+    scaling = settings.autoscaling
     options: dict[str, Any] = {
-        "min_replicas": autoscaling.min_replicas,
+        "min_replicas": settings.replicas if scaling is None else scaling.min_replicas,
         "initial_replicas": settings.replicas,
-        "max_replicas": autoscaling.max_replicas,
+        "max_replicas": settings.replicas if scaling is None else scaling.max_replicas,
     }
-    if isinstance(autoscaling, GatewayAutoscaling):
-        options["target_ongoing_requests"] = autoscaling.target_ongoing_requests
-        options["upscale_delay_s"] = autoscaling.upscale_delay_seconds
-        options["downscale_delay_s"] = autoscaling.downscale_delay_seconds
-    else:
+    if isinstance(scaling, GatewayAutoscaling):
+        options["target_ongoing_requests"] = scaling.target_ongoing_requests
+        options["upscale_delay_s"] = scaling.upscale_delay_seconds
+        options["downscale_delay_s"] = scaling.downscale_delay_seconds
+    elif scaling is not None:
         # The policy has waited already when it asks for another number.
         options |= {"upscale_delay_s": 0.0, "downscale_delay_s": 0.0}
     return {"autoscaling_config": options}
@@ -64,27 +63,26 @@ def serve_file(config: SpoolConfig) -> str:
 def serve_content(config: SpoolConfig) -> dict[str, Any]:
     """What stands in that file.
 
-    Numbers of replicas, and the rules that they follow, are not among the arguments: Serve changes
-    the former in place, and replaces every replica when one of the latter changes.
+    Numbers of replicas, and the rules that they follow, are not among the arguments: Serve changes the former in place,
+    and replaces every replica when one of the latter changes. The policy is one of the latter, so it is there even if
+    every number is fixed.
     """
     settings: dict[str, WorkerGroup | GatewaySettings] = {GATEWAY: config.gateway}
     cells = config.groups.cell_numbers
     settings |= {workers_name(role, cell): config.group(role) for cell in cells for role in config.roles}
+    rules = autoscaling_rules(config)
     deployments: list[dict[str, Any]] = [{"name": name, **replica_options(one)} for name, one in settings.items()]
+    deployments += [
+        {"name": scheduler_name(cell), "autoscaling_config": dict(_REPORTING), "user_config": rules} for cell in cells
+    ]
     application: dict[str, Any] = {
         "name": config.ray.app_name,
         "route_prefix": "/",
         "import_path": IMPORT_PATH,
         "args": {"settings": config.without_replicas().plain()},
+        "autoscaling_policy": {"policy_function": POLICY_PATH},
         "deployments": deployments,
     }
-    if config.scales_workers:
-        rules = autoscaling_rules(config)
-        deployments += [
-            {"name": scheduler_name(cell), "autoscaling_config": dict(_REPORTING), "user_config": rules}
-            for cell in cells
-        ]
-        application["autoscaling_policy"] = {"policy_function": POLICY_PATH}
     return {
         "proxy_location": proxy_location(config),
         "http_options": http_options(config),

@@ -147,6 +147,7 @@ def test_targets_come_and_go_with_the_load(cell: Cell) -> None:
     pace = {"max_replicas": 2, "upscale_delay_seconds": 1, "downscale_delay_seconds": 4}
     groups = cell.configuration["groups"]
     autoscaled = {**groups["target"], "replicas": 1, "autoscaling": {**pace, "sequences_per_replica": 8}}
+    workers = {worker["worker_id"] for role in ("DRAFT", "TARGET") for worker in cell.workers(role)}
     cell.deploy(groups={**groups, "target": autoscaled})
     seen: list[dict[str, Any]] = []
 
@@ -169,8 +170,9 @@ def test_targets_come_and_go_with_the_load(cell: Cell) -> None:
         assert len(load.records) >= streams
         return faults_of(load.records, expected)
 
-    # Serve replaces all replicas when a policy is added: the scheduler of before knows of no autoscaling.
     wait_until(lambda: targets(1) and seen[-1]["autoscaling"] is not None, "one target that is autoscaled", 2 * LONG)
+    # None was replaced for that.
+    assert {worker["worker_id"] for worker in seen[-1]["workers"]} <= workers
     failed = seen[-1]["kv_moves"]["failed"], seen[-1]["throughput"]["failed"], seen[-1]["throughput"]["refused"]
     assert asyncio.run(load(MANY, lambda: targets(2))) == []
     before = seen[-1]

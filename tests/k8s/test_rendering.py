@@ -54,7 +54,7 @@ def test_check_finds_what_differs(tmp_path: Path) -> None:
     folder = tmp_path / "mine"
     shutil.copytree(overlay("cpu-demo"), folder)
     manifest = folder / "rendered" / "rayservice.yaml"
-    manifest.write_text(manifest.read_text().replace("num_replicas: 1", "num_replicas: 2"))
+    manifest.write_text(manifest.read_text().replace("min_replicas: 1", "min_replicas: 2"))
     (folder / "rendered" / "left.yaml").write_text("{}")
     (folder / "rendered" / "service.yaml").unlink()
     ended = spool("k8s", "render", "--check", overlay("gpu"), folder)
@@ -94,7 +94,8 @@ def test_numbers_of_replicas_change_nothing_that_would_make_another_cluster(tmp_
     assert different == {"/spec/serveConfigV2"} | scaled
     (before,) = yaml.safe_load(one["/spec/serveConfigV2"])["applications"]
     (after,) = yaml.safe_load(three["/spec/serveConfigV2"])["applications"]
-    assert [deployment["num_replicas"] for deployment in after.pop("deployments")] == [3, 3, 3]
+    scales = [deployment["autoscaling_config"] for deployment in after.pop("deployments")]
+    assert [(one["min_replicas"], one["max_replicas"]) for one in scales] == [(3, 3)] * 3 + [(1, 1)]
     del before["deployments"]
     assert before == after
 

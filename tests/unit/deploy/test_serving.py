@@ -111,7 +111,7 @@ def test_the_file_for_serve_makes_the_same_configuration() -> None:
     [changed] = yaml.safe_load(serve_file(load_configuration(None, scaled)))["applications"]
     assert changed["args"] == application["args"]
     replicas = {one["name"]: one for one in changed["deployments"]}
-    assert replicas["TargetWorker"]["num_replicas"] == 3
+    assert replicas["TargetWorker"]["autoscaling_config"]["min_replicas"] == 3
     assert replicas["Gateway"]["autoscaling_config"]["max_replicas"] == 5
 
 
