@@ -20,11 +20,11 @@ EndReason = Literal["stop", "length"]
 class Piece:
     """Text of a choice that has become certain, and the tokens that are delivered with this text.
 
-    A token is delivered with the first text that is certain after it. `offsets` say where in the choice's text each
-    token begins; `logprobs` is empty unless the client asked for log probabilities. Where the client asked for those of
-    the prompt, the first piece has them, of every token of the prompt but the first. The last piece of a choice has
-    `finish_reason` "stop" or "length"; its `stop_reason` is the stop string, the id of the stop token, or None for the
-    model's own end.
+    A token is delivered with the first text that is certain after it. `offsets` say how many whole characters of the
+    choice's text come before each token; `logprobs` is empty unless the client asked for log probabilities. Where the
+    client asked for those of the prompt, the first piece has them, of every token of the prompt but the first. The last
+    piece of a choice has `finish_reason` "stop" or "length"; its `stop_reason` is the stop string, the id of the stop
+    token, or None for the model's own end.
     """
 
     index: int
@@ -137,7 +137,7 @@ class Choice:
         for place, token in enumerate(emission.tokens):
             taken += 1
             self._tokens.append(token)
-            self._offsets.append(self._characters)
+            self._offsets.append(self._characters + self._decoder.held_characters)
             if emission.logprobs:
                 self._logprobs.append(emission.logprobs[place])
             if token in self._stop_token_ids:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import codecs
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -12,6 +14,7 @@ _REPLACEMENT = "\ufffd"
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _WORD_MARK = "▁"
 _CACHED_TOKENS = 65536
+_CHARACTER_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +33,19 @@ class TokenStrings:
         self._tokenizer = tokenizer
         self._alphabet = _byte_alphabet()
         self.of = lru_cache(_CACHED_TOKENS)(self._look_up)
+
+    def begun_character(self, tokens: Sequence[int], skip_special_tokens: bool) -> int:
+        """How many of the last tokens have the first bytes of a character that they do not end."""
+        data, count = b"", 0
+        while count < len(tokens) and len(data) < _CHARACTER_BYTES:
+            count += 1
+            string = self.of(tokens[-count])
+            data = (b"" if string.special and skip_special_tokens else string.data) + data
+            decoder = codecs.getincrementaldecoder("utf-8")("replace")
+            decoder.decode(data)
+            if decoder.getstate()[0]:
+                return count
+        return 0
 
     def _look_up(self, token: int) -> TokenString:
         text = self._tokenizer.decode([token], skip_special_tokens=False)

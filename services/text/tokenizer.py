@@ -92,13 +92,17 @@ class ModelTokenizer:
         return text
 
     def decoder(
-        self, context: Sequence[int] = (), skip_special_tokens: bool = True, shown: frozenset[str] = frozenset()
+        self,
+        context: Sequence[int] = (),
+        skip_special_tokens: bool = True,
+        shown: frozenset[str] = frozenset(),
+        begun: int = 0,
     ) -> IncrementalDecoder:
-        """A decoder of tokens that come one after the other; `context` holds the tokens before the first one. The
+        """A decoder of tokens that come one after the other; `context` and `begun` as in IncrementalDecoder. The
         special tokens among `shown` are never skipped. They need a tokenizer of their own, which takes up to a second
         when it is first asked for."""
         hidden = shown & self.special_texts if skip_special_tokens else frozenset()
-        return IncrementalDecoder(self._tokenizer_showing(hidden), context, skip_special_tokens)
+        return IncrementalDecoder(self._tokenizer_showing(hidden), context, skip_special_tokens, begun)
 
     def chat_template(self, with_tools: bool = False) -> ChatTemplate:
         """Some models have a template of its own for chats with tools. Raises ChatTemplateError."""

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.gateway.token_strings import TokenStrings
+from services.text.incremental_decoder import whole_text
 from services.text.tokenizer import ModelTokenizer
 from tests.unit.services.test_tokenizer import byte_fallback, byte_level
 
@@ -42,3 +43,31 @@ def test_marks_for_spaces_and_bytes(tmp_path: Path) -> None:
     tokenizer, strings = strings_of(byte_fallback(), tmp_path)
     shown = [strings.of(token).text for token in tokenizer.encode("a bé")]
     assert shown == [" a", " b", "\\xc3", "\\xa9"]
+
+
+# "\u20ac" and "\U0001f600" in tokens that end one character and begin the next.
+MERGES = (("t", "ð"), ("ð", "Ł"), ("Ģ", "â"), ("Ĥ", "¬"))
+
+
+@pytest.fixture(scope="module", params=[byte_level(*MERGES), byte_fallback()], ids=["byte-level", "byte-fallback"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> ModelTokenizer:
+    return strings_of(request.param, tmp_path_factory.mktemp("model"))[0]
+
+
+@given(text=st.text(alphabet="ab té€漢😀\ufffd", max_size=20), data=st.data())
+def test_a_character_that_the_prompt_begins_belongs_to_the_output(
+    model: ModelTokenizer, text: str, data: st.DataObject
+) -> None:
+    tokens, starts = model.encode_with_offsets(text)
+    cut = data.draw(st.integers(0, len(tokens)))
+    begun = TokenStrings(model).begun_character(tokens[:cut], True)
+    before = whole_text(model.decode, tokens[:cut], begun)
+    decoder = model.decoder(tokens[:cut], begun=begun)
+    output, offsets = "", []
+    for token in tokens[cut:]:
+        offsets.append(len(before + output) + decoder.held_characters)
+        output += decoder.push([token])
+    assert before + output + decoder.finish() == model.decode(tokens)
+    assert before.count("\ufffd") == text[: len(before)].count("\ufffd")
+    if model.decode(tokens) == text and "\ufffd" not in text:
+        assert offsets == starts[cut:]

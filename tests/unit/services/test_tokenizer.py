@@ -37,11 +37,12 @@ TEMPLATE = """\
 {% endif %}"""
 
 
-def byte_level() -> tokenizers.Tokenizer:
-    """Every byte a token, one merge, two special tokens."""
+def byte_level(*merges: tuple[str, str]) -> tokenizers.Tokenizer:
+    """Every byte a token, one merge or more, two special tokens."""
+    merges = (("t", "h"), *merges)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {token: index for index, token in enumerate([*alphabet, "th"])}
-    tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary, [("t", "h")]))
+    vocabulary = {token: index for index, token in enumerate([*alphabet, *map("".join, merges)])}
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocabulary, list(merges)))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<start>", "<end>"])
