@@ -123,9 +123,19 @@ def _added_token(entry: object) -> AddedToken:
 
 
 def read_vocabulary(folder: Path, embedding_rows: int) -> Vocabulary:
-    """The vocabulary of the model in `folder`, whose embedding has `embedding_rows` rows, padding included."""
+    """The vocabulary of the model in `folder`, whose embedding has `embedding_rows` rows, padding included.
+
+    Raises TokenizerError for a tokenizer of another model, as far as can be told. Added tokens may lie beyond the
+    embedding: some published models name a padding token that they have no row for.
+    """
     tokenizer = read_tokenizer(folder)
     if tokenizer is None:
         return Vocabulary(b"", embedding_rows)
+    own = vocabulary_size(tokenizer.get_vocab(with_added_tokens=False))
+    if own > embedding_rows:
+        raise TokenizerError(
+            f"{folder.name}/tokenizer.json has {own} tokens, must have at most {embedding_rows}, the rows of the "
+            "model's embedding: it is of another model"
+        )
     table = tokenizer.get_vocab(with_added_tokens=True)
     return Vocabulary(vocabulary_digest(table), min(vocabulary_size(table), embedding_rows))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import pre_tokenizers
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer
 
 from engine.errors import EngineError, UnsupportedModelError
@@ -68,21 +69,45 @@ def _not_a_number(weights: torch.Tensor) -> torch.Tensor:
     return weights
 
 
+def _write(name: str, text: str) -> Damage:
+    return lambda folder: (folder / name).write_text(text)
+
+
+def _point_elsewhere(folder: Path) -> None:
+    content = {"weight_map": _index(folder) | {MATRIX: "model-00009.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(content))
+
+
+def _of_another_model(folder: Path) -> None:
+    """A tokenizer with more tokens than the model has rows."""
+    Tokenizer(models.WordLevel({str(number): number for number in range(200)}, "0")).save(f"{folder}/tokenizer.json")
+
+
 LAYER = "model.layers.1"
 MATRIX = f"{LAYER}.self_attn.q_proj.weight"
-CLASSES = [
-    "model.embed_tokens.weight",
-    f"{LAYER}.input_layernorm.weight",
-    MATRIX,
-    f"{LAYER}.self_attn.o_proj.weight",
-    f"{LAYER}.mlp.down_proj.weight",
-    "model.norm.weight",
-    "lm_head.weight",
-]
+SHAPES = {
+    "model.embed_tokens.weight": [96, 64],
+    f"{LAYER}.input_layernorm.weight": [64],
+    f"{LAYER}.post_attention_layernorm.weight": [64],
+    MATRIX: [128, 64],
+    f"{LAYER}.self_attn.k_proj.weight": [64, 64],
+    f"{LAYER}.self_attn.v_proj.weight": [64, 64],
+    f"{LAYER}.self_attn.o_proj.weight": [64, 128],
+    f"{LAYER}.mlp.gate_proj.weight": [96, 64],
+    f"{LAYER}.mlp.down_proj.weight": [64, 96],
+    "model.norm.weight": [64],
+    "lm_head.weight": [96, 64],
+}
 DAMAGES: dict[str, tuple[Damage, str]] = {
-    **{f"without {name}": (remove(name), f"holds no {name}") for name in CLASSES},
+    **{f"without {name}": (remove(name), f"holds no {name}") for name in SHAPES},
+    **{
+        f"fewer rows in {name}": (
+            replace(name, lambda weights: weights[:-1].clone()),
+            rf"{name} has the shape \[{rows - 1}\D.*, must have {re.escape(str([rows, *columns]))}",
+        )
+        for name, (rows, *columns) in SHAPES.items()
+    },
     "renamed": (rename_all, "holds no lm_head.weight, .* and [0-9]+ more; it holds wrapped"),
-    "fewer rows": (replace(MATRIX, lambda weights: weights[:-1].clone()), rf"{MATRIX} has the shape \[127, 64\], must"),
     "fewer columns": (replace(MATRIX, lambda weights: weights[:, 1:].clone()), rf"{MATRIX} has the shape \[128, 63\]"),
     "one dimension": (replace(MATRIX, torch.flatten), rf"{MATRIX} has the shape \[8192\], must have \[128, 64\]"),
     "integers": (replace(MATRIX, lambda weights: weights.to(torch.int32)), f"{MATRIX} is of dtype I32"),
@@ -98,12 +123,15 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
         r"index.json names model-00002\S*, which is not in the folder",
     ),
     "no index": (lambda folder: (folder / "model.safetensors.index.json").unlink(), "holds neither model.safetensors"),
-    "broken index": (lambda folder: (folder / "model.safetensors.index.json").write_text("["), "index.json cannot be"),
-    "broken config": (lambda folder: (folder / "config.json").write_text("{"), "config.* not a valid JSON file"),
+    "broken index": (_write("model.safetensors.index.json", "["), "index.json cannot be"),
+    "index of another file": (_point_elsewhere, "index.json names model-00009.safetensors, which is not in the folder"),
+    "broken config": (_write("config.json", "{"), "config.* not a valid JSON file"),
     "no type": (configure(model_type=None, architectures=None), "should have a `model_type`"),
     "wrong field": (configure(hidden_size="wide"), "'hidden_size' expected int"),
     "no vocab_size": (configure(vocab_size=None), r"weight has the shape \[96, 64\], must have \[32000, 64"),
     "more layers": (configure(num_hidden_layers=3), r"holds no model\.layers\.2"),
+    "tokenizer of another model": (_of_another_model, r"tokenizer\.json has 200 tokens, must have at most 96"),
+    "broken tokenizer": (_write("tokenizer.json", '{"model": '), r"tokenizer\.json cannot be read"),
 }
 
 
@@ -143,7 +171,7 @@ def test_a_damaged_folder_is_refused(damage: str, load: Callable[[Path], None], 
     folder = Path(shutil.copytree(whole, tmp_path / "damaged"))
     make, message = DAMAGES[damage]
     make(folder)
-    with pytest.raises(UnsupportedModelError, match=f"(?i){message}") as refused:
+    with pytest.raises(EngineError, match=f"(?i){message}") as refused:
         load(folder)
     assert "\n" not in str(refused.value)
 
@@ -159,8 +187,9 @@ def test_pickled_weights_that_are_cut_are_refused(tmp_path: Path) -> None:
         load_target(tmp_path)
 
 
-def test_a_tokenizer_in_another_form_is_refused_with_what_converts_it(whole: Path, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(whole, tmp_path / "slow"))
+def test_a_tokenizer_in_another_form_is_refused_with_what_converts_it(tmp_path: Path) -> None:
+    folder = tmp_path / "slow"
+    tiny_model("llama", vocab_size=257).save_pretrained(folder)
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {"<|endoftext|>": 0} | {letter: number for number, letter in enumerate(letters, 1)}
     (folder / "vocab.json").write_text(json.dumps(vocabulary))
@@ -177,11 +206,12 @@ def test_a_tokenizer_in_another_form_is_refused_with_what_converts_it(whole: Pat
     assert ModelTokenizer(folder).encode(text) == AutoTokenizer.from_pretrained(folder).encode(text)
 
 
-def test_the_command_line_names_the_tensor_that_is_missing(whole: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_command_line_names_the_tensor_that_is_missing(ranks: int, whole: Path, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(whole, tmp_path / "damaged"))
-    remove(MATRIX)(folder)
+    remove("lm_head.weight")(folder)
     save_tokenizer(folder)
     prompts = write_lines(tmp_path / "prompts.jsonl", {"prompt": "hello"})
-    ended = spool("generate", folder, "--prompts", prompts)
+    ended = spool("generate", folder, "--prompts", prompts, "--tensor-parallel-size", ranks)
     assert ended.code == 1
-    assert f"damaged holds no {MATRIX}" in ended.err
+    assert "damaged holds no lm_head.weight" in ended.err
