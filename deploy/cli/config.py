@@ -9,7 +9,7 @@ import typer
 
 from deploy.errors import UsageError
 
-config_app = typer.Typer(help="The configuration file: show, check, explain it, render it for Ray.")
+config_app = typer.Typer(help="The configuration file: show, explain it, render it for Ray.")
 
 _DEFAULT_FILE = Path("spool.yaml")
 
@@ -49,25 +49,6 @@ def show(
     else:
         text = yaml.safe_dump(load_configuration(chosen_file(file), overrides or []).dump(), sort_keys=False)
     print(text, end="")
-
-
-@config_app.command("check")
-def check(file: _File = None, overrides: Overrides = None) -> int:
-    """Lists what is wrong with a file, with line and field. Exit code 2 if something is."""
-    from deploy.config.loading import load_configuration
-    from deploy.config.problems import ConfigurationError
-
-    found = chosen_file(file)
-    if found is None:
-        raise UsageError("no file is given, and there is no spool.yaml here")
-    try:
-        load_configuration(found, overrides or [])
-    except ConfigurationError as error:
-        for problem in error.problems:
-            print(problem)
-        return 2
-    print(f"{found}: right")
-    return 0
 
 
 @config_app.command("explain")

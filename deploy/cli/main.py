@@ -13,6 +13,7 @@ from typer.exceptions import TyperException
 
 from bench.command import bench_app
 from deploy.cli.commands import add_commands
+from deploy.config.problems import ConfigurationError
 from deploy.errors import RunError, UsageError
 from deploy.kubernetes.command import k8s_app
 
@@ -40,12 +41,14 @@ def spool(
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Runs one command line and returns its exit code. Errors go to standard error as one line."""
+    """Runs one command line and returns its exit code. Each error goes to standard error as one line."""
     command = typer.main.get_command(app)
     try:
         outcome = command.main(list(arguments) or ["--help"], prog_name="spool", standalone_mode=False)
     except TyperException as error:
         return _complain(error.format_message(), _USAGE)
+    except ConfigurationError as error:
+        return max(_complain(str(problem), _USAGE) for problem in error.problems)
     except UsageError as error:
         return _complain(str(error), _USAGE)
     except RunError as error:

@@ -29,11 +29,10 @@ class Problem:
 
 
 class ConfigurationError(UsageError):
-    """A configuration that cannot be used. Its text is the first problem and the number of the others."""
+    """A configuration that cannot be used: all that is wrong with it."""
 
     def __init__(self, problems: list[Problem]) -> None:
-        more = f" (and {len(problems) - 1} more, which `spool config check` lists)" if len(problems) > 1 else ""
-        super().__init__(f"{problems[0]}{more}")
+        super().__init__("; ".join(map(str, problems)))
         self.problems = problems
 
 

@@ -25,9 +25,9 @@ _HEAD = """\
 
 After this page you know every field of `spool.yaml`, the one file that configures everything, with its type, default
 and meaning. `spool config explain --markdown` prints this page. Sections may be left out, and so may every field that
-has a default. `spool config show --defaults` prints a file with all of them, and `spool config check FILE` says what is
-wrong with one. `--set scheduling.batch_size=16` overrides a field on the command line. The most used fields are options
-of `spool serve`, too, under the same names.
+has a default. `spool config show --defaults` prints a file with all of them, and `spool config show FILE` the values
+that hold, or what is wrong with the file. `--set scheduling.batch_size=16` overrides a field on the command line. The
+most used fields are options of `spool serve`, too, under the same names.
 """
 _EXAMPLE_WIDTH = 110
 _NAMES: dict[object, str] = {
