@@ -7,8 +7,6 @@ from typing import Annotated
 
 import typer
 
-from deploy.errors import UsageError
-
 config_app = typer.Typer(help="The configuration file: show, explain it, render it for Ray.")
 
 _DEFAULT_FILE = Path("spool.yaml")
@@ -31,46 +29,21 @@ def chosen_file(file: Path | None) -> Path | None:
 
 
 @config_app.command("show")
-def show(
-    file: _File = None,
-    overrides: Overrides = None,
-    defaults: Annotated[
-        bool, typer.Option("--defaults", help="Print a file with every field at its default, and its description.")
-    ] = False,
-) -> None:
+def show(file: _File = None, overrides: Overrides = None) -> None:
     """Prints every field with the value that holds, secrets hidden."""
     import yaml
 
     from deploy.config.loading import load_configuration
-    from deploy.config.reference import example_file
 
-    if defaults:
-        text = example_file()
-    else:
-        text = yaml.safe_dump(load_configuration(chosen_file(file), overrides or []).dump(), sort_keys=False)
-    print(text, end="")
+    print(yaml.safe_dump(load_configuration(chosen_file(file), overrides or []).dump(), sort_keys=False), end="")
 
 
 @config_app.command("explain")
-def explain(
-    field: Annotated[
-        str | None,
-        typer.Argument(metavar="FIELD", help="A field or section, such as engine.", show_default="all"),
-    ] = None,
-    markdown: Annotated[bool, typer.Option("--markdown", help="Print the page docs/configuration.md.")] = False,
-) -> None:
-    """Says what fields mean: type, default and description."""
-    from deploy.config.reference import documents, reference
+def explain() -> None:
+    """Prints docs/configuration.md: type, default and description of every field."""
+    from deploy.config.reference import reference
 
-    if markdown:
-        print(reference(), end="")
-        return
-    found = [one for one in documents() if field is None or one.name == field or one.name.startswith(f"{field}.")]
-    if not found:
-        raise UsageError(f"{field} is no field of Spool (`spool config explain` lists them)")
-    for one in found:
-        value = "" if one.is_section else f" ({one.type}; {one.default})"
-        print(f"{one.name}{value}: {one.description}")
+    print(reference(), end="")
 
 
 @config_app.command("render")

@@ -1,9 +1,8 @@
-"""The fields of the configuration one by one: docs/configuration.md, and a file with every field at its default."""
+"""The fields of the configuration one by one: docs/configuration.md."""
 
 from __future__ import annotations
 
 import json
-import textwrap
 import types
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -24,12 +23,11 @@ _HEAD = """\
 # Configuration
 
 After this page you know every field of `spool.yaml`, the one file that configures everything, with its type, default
-and meaning. `spool config explain --markdown` prints this page. Sections may be left out, and so may every field that
-has a default. `spool config show --defaults` prints a file with all of them, and `spool config show FILE` the values
-that hold, or what is wrong with the file. `--set scheduling.batch_size=16` overrides a field on the command line. The
-most used fields are options of `spool serve`, too, under the same names.
+and meaning. `spool config explain` prints this page. Sections may be left out, and so may every field that has a
+default. `spool config show FILE` prints the values that hold, or what is wrong with the file.
+`--set scheduling.batch_size=16` overrides a field on the command line. The most used fields are options of
+`spool serve`, too, under the same names.
 """
-_EXAMPLE_WIDTH = 110
 _NAMES: dict[object, str] = {
     str: "text",
     int: "whole number",
@@ -106,25 +104,6 @@ def reference() -> str:
             listed = f"The same fields as `{earlier}`.\n"
         parts += [head, f"\n{listed}" if listed else ""]
     return "".join(parts)
-
-
-def example_file() -> str:
-    """A `spool.yaml` with every field at its default. Sections that are not there by default are commented out."""
-    lines = ["# Configuration of Spool: every field with its default. What is left out keeps its default."]
-    left_out: list[tuple[str, ...]] = []
-    for document in documents():
-        if document.is_section and document.default == "null":
-            left_out.append(document.path)
-        is_comment = any(document.path[: len(path)] == path for path in left_out)
-        margin = "  " * (len(document.path) - 1) + ("# " if is_comment else "")
-        about = document.description if document.is_section else f"{document.description} [{document.type}]"
-        value = "" if document.is_section and document.default == "null" else f" {document.default}".rstrip()
-        lines += [""] if len(document.path) == 1 else []
-        lines += [f"{margin}# {line}" for line in textwrap.wrap(about, _EXAMPLE_WIDTH - len(margin))]
-        lines.append(f"{margin}{document.path[-1]}:{value.replace('required', '...')}")
-        if document.is_section and document.default == "[]":
-            left_out.append(document.path)
-    return "\n".join(lines) + "\n"
 
 
 def _description(field: FieldInfo) -> str:

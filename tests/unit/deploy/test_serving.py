@@ -202,7 +202,6 @@ engine.errors.UnsupportedModelError: mamba has layers of type mamba, only full_a
         ("chat --url http://127.0.0.1:1", 1, "http://127.0.0.1:1 does not answer"),
         ("config", 2, "Missing command"),
         ("config show nowhere.yaml", 2, "nowhere.yaml: cannot be read: No such file or directory"),
-        ("config explain engine.page_siz", 2, "engine.page_siz is no field of Spool"),
         ("down extra", 2, "Got unexpected extra argument"),
     ],
 )
