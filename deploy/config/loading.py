@@ -31,8 +31,7 @@ def load_configuration(
 
     Raises ConfigurationError with everything that is wrong.
     """
-    source = YamlFile(file) if file is not None else None
-    data = source.data if source is not None else {}
+    data = _read(file) if file is not None else {}
     given = [*(parse_override(override) for override in overrides), *given]
     for option in given:
         _put(data, option.path, option.value)
@@ -42,15 +41,13 @@ def load_configuration(
             shorter = min(len(path), len(option.path))
             if path[:shorter] == option.path[:shorter]:
                 return option.origin
-        return f"{file}:{source.line(path)}" if source is not None else ""
+        return "" if file is None else str(file)
 
     try:
         return SpoolConfig.model_validate(data)
     except ValidationError as error:
-        found = list(problems_of(error, [document.name for document in documents()]))
-    if source is not None:
-        found.sort(key=lambda problem: source.line(problem[0]))
-    raise ConfigurationError([Problem(origin(path), ".".join(path), message) for path, message in found])
+        found = problems_of(error, [document.name for document in documents()])
+        raise ConfigurationError([Problem(origin(path), ".".join(path), text) for path, text in found]) from None
 
 
 def configuration_from(data: Mapping[str, Any]) -> SpoolConfig:
@@ -81,49 +78,27 @@ def _put(data: dict[str, Any], path: Sequence[str], value: Any) -> None:
     data[path[-1]] = value
 
 
-class YamlFile:
+class _Loader(yaml.SafeLoader):
+    """Refuses a field that is given twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names = [key.value for key, _ in node.value]
+        for number, name in enumerate(names):
+            if name in names[:number] and name != "<<":
+                where = node.value[number][0].start_mark
+                raise yaml.constructor.ConstructorError(None, None, f"{name} is there twice", where)
+        return super().construct_mapping(node, deep)
+
+
+def _read(file: Path) -> dict[str, Any]:
     """Raises ConfigurationError for a file that cannot be read, is not YAML, holds no mapping or a field twice."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._lines: dict[tuple[str, ...], int] = {}
-        self._problems: list[Problem] = []
-        self._seen: set[int] = set()
-        try:
-            content = path.read_bytes()
-            node = yaml.compose(content, yaml.SafeLoader)
-            self.data: dict[str, Any] = yaml.safe_load(content) or {}
-        except OSError as error:
-            raise ConfigurationError([Problem(str(path), "", f"cannot be read: {error.strerror}")]) from error
-        except (yaml.YAMLError, RecursionError) as error:
-            message = " ".join(str(error).split()).replace(' in "<byte string>",', ",")
-            raise ConfigurationError([Problem(str(path), "", f"not YAML: {message}")]) from error
-        if not isinstance(self.data, dict):
-            raise ConfigurationError([Problem(str(path), "", "holds no `section:` lines, must begin with one")])
-        if node is not None:
-            self._walk(node, ())
-        if self._problems:
-            raise ConfigurationError(self._problems)
-
-    def line(self, path: tuple[str, ...]) -> int:
-        """The line of the value at `path`, or of the section that it is missing from."""
-        while path and path not in self._lines:
-            path = path[:-1]
-        return self._lines.get(path, 1)
-
-    def _walk(self, node: yaml.Node, path: tuple[str, ...]) -> None:
-        if id(node) in self._seen:  # an alias, which may stand inside its own anchor
-            return
-        self._seen.add(id(node))
-        if isinstance(node, yaml.MappingNode):
-            for key, value in node.value:
-                below, line = (*path, str(key.value)), key.start_mark.line + 1
-                if below in self._lines and key.value != "<<":
-                    message = f"is there twice, first in line {self._lines[below]}"
-                    self._problems.append(Problem(f"{self._path}:{line}", ".".join(below), message))
-                self._lines[below] = line
-                self._walk(value, below)
-        elif isinstance(node, yaml.SequenceNode):
-            for index, item in enumerate(node.value):
-                self._lines[(*path, str(index))] = item.start_mark.line + 1
-                self._walk(item, (*path, str(index)))
+    try:
+        data = yaml.load(file.read_bytes(), _Loader) or {}
+    except OSError as error:
+        raise ConfigurationError([Problem(str(file), "", f"cannot be read: {error.strerror}")]) from error
+    except (yaml.YAMLError, RecursionError) as error:
+        message = " ".join(str(error).split()).replace(' in "<byte string>",', ",")
+        raise ConfigurationError([Problem(str(file), "", f"not YAML: {message}")]) from error
+    if not isinstance(data, dict):
+        raise ConfigurationError([Problem(str(file), "", "holds no `section:` lines, must begin with one")])
+    return data

@@ -27,11 +27,11 @@ DIGEST = "0123456789abcdef" * 4
 
 
 def problems(path: Path, content: str | bytes, *overrides: str) -> list[str]:
-    """What is wrong with a file, each as `line: field message`."""
+    """What is wrong with a file, each as `field message`."""
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
     with pytest.raises(ConfigurationError) as raised:
         load_configuration(path, overrides)
-    return [str(problem).replace(f"{path}:", "") for problem in raised.value.problems]
+    return [str(problem).removeprefix(f"{path}: ") for problem in raised.value.problems]
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def test_every_field_has_a_description() -> None:
     assert [document.name for document in documents() if not document.description] == []
 
 
-def test_every_problem_is_reported_with_its_line(file: Path) -> None:
+def test_every_problem_is_reported(file: Path) -> None:
     content = """\
 models:
   target: demo
@@ -62,16 +62,18 @@ gateway:
 internal:
   token: short
 """
-    assert problems(file, content) == [
-        "3: models.targt is no field of Spool; did you mean models.target?",
-        "4: models.exact is 3, must be a valid boolean, unable to interpret input",
-        "6: scheduling.batch_size is 0, must be at least 1",
-        "7: scheduling.policy is 'fast', must be 'eqspec', 'exspec', 'ragged' or 'auto'",
-        "10: groups.target.replicas is 0, must be greater than or equal to 1",
-        "11: groups.target.autoscaling.max_replicas is 2, must be at least min_replicas, which is 3",
-        "14: gateway.port is 90000, must be less than or equal to 65535",
-        "16: internal.token has 5 characters, must have at least 16",
-    ]
+    assert sorted(problems(file, content)) == sorted(
+        [
+            "models.targt is no field of Spool; did you mean models.target?",
+            "models.exact is 3, must be a valid boolean, unable to interpret input",
+            "scheduling.batch_size is 0, must be at least 1",
+            "scheduling.policy is 'fast', must be 'eqspec', 'exspec', 'ragged' or 'auto'",
+            "groups.target.replicas is 0, must be greater than or equal to 1",
+            "groups.target.autoscaling.max_replicas is 2, must be at least min_replicas, which is 3",
+            "gateway.port is 90000, must be less than or equal to 65535",
+            "internal.token has 5 characters, must have at least 16",
+        ]
+    )
 
 
 @pytest.mark.parametrize(
@@ -82,70 +84,70 @@ internal:
             "not YAML: while parsing a flow node expected the node content, but found '<stream end>', line 1",
         ),
         ("- models", "holds no `section:` lines, must begin with one"),
-        ("models:\n  target: a\n  target: b", "3: models.target is there twice, first in line 2"),
-        ("models: &a\n  target: *a", "2: models.target is a section, must be a valid string"),
+        ("models:\n  target: a\n  target: b", "not YAML: target is there twice, line 3, column 3"),
+        ("models: &a\n  target: *a", "models.target is a section, must be a valid string"),
         (
             "models: !!python/object:os.system {}",
             "not YAML: could not determine a constructor for the tag",
         ),
         ("? [a]\n: 1", "not YAML: while constructing a mapping, line 1, column 1: ? [a] ^ found unhashable key"),
         (b"models: \xff", "not YAML: unacceptable character #x00ff"),
-        ("models: 3", "1: models is 3, must be a valid dictionary"),
-        ("models:", "1: models is null, must be a valid dictionary"),
-        ("engine:\n  kv_memory: lots", "2: engine.kv_memory is 'lots', could not parse value and unit"),
-        ("engine:\n  page_size: 0", "2: engine.page_size is 0, must be greater than or equal to 1"),
-        ("scheduling:\n  max_running: 4", "2: scheduling.max_running is 4, must be at least batch_size, which is 8"),
-        ("scheduling:\n  wait_bound_steps: .nan", "2: scheduling.wait_bound_steps is nan"),
-        ("auth:\n  tls: {certificate: a}", "2: auth.tls.key is missing"),
-        ("auth:\n  api_keys: [1]", "2: auth.api_keys.0 is 1, must be a valid string"),
-        ("auth:\n  keys:\n  - {name: a, digest: abc}", "3: auth.keys.0.digest is no SHA-256 in hexadecimal"),
+        ("models: 3", "models is 3, must be a valid dictionary"),
+        ("models:", "models is null, must be a valid dictionary"),
+        ("engine:\n  kv_memory: lots", "engine.kv_memory is 'lots', could not parse value and unit"),
+        ("engine:\n  page_size: 0", "engine.page_size is 0, must be greater than or equal to 1"),
+        ("scheduling:\n  max_running: 4", "scheduling.max_running is 4, must be at least batch_size, which is 8"),
+        ("scheduling:\n  wait_bound_steps: .nan", "scheduling.wait_bound_steps is nan"),
+        ("auth:\n  tls: {certificate: a}", "auth.tls.key is missing"),
+        ("auth:\n  api_keys: [1]", "auth.api_keys.0 is 1, must be a valid string"),
+        ("auth:\n  keys:\n  - {name: a, digest: abc}", "auth.keys.0.digest is no SHA-256 in hexadecimal"),
         (
             f"auth:\n  keys:\n  - {{name: a b, digest: '{DIGEST}'}}",
-            "3: auth.keys.0.name is 'a b', String should match pattern",
+            "auth.keys.0.name is 'a b', String should match pattern",
         ),
-        (f"auth:\n  keys:\n  - {{digest: '{DIGEST}'}}", "3: auth.keys.0.name is missing"),
+        (f"auth:\n  keys:\n  - {{digest: '{DIGEST}'}}", "auth.keys.0.name is missing"),
         (
             f"auth:\n  keys:\n  - {{name: a, digest: '{DIGEST}', weight: 0}}",
-            "3: auth.keys.0.weight is 0, must be greater than or equal to",
+            "auth.keys.0.weight is 0, must be greater than or equal to",
         ),
         (
             f"auth:\n  keys:\n  - name: a\n    digest: '{DIGEST}'\n    max_waiting: 0",
-            "5: auth.keys.0.max_waiting is 0, must be greater than",
+            "auth.keys.0.max_waiting is 0, must be greater than",
         ),
         (
             f"auth:\n  keys:\n  - {{name: a, digest: '{DIGEST}', max_runing: 3}}",
-            "3: auth.keys.0.max_runing is no field of Spool; did you mean auth.keys.max_running?",
+            "auth.keys.0.max_runing is no field of Spool; did you mean auth.keys.max_running?",
         ),
         (
             f"auth:\n  keys:\n  - {{name: a, digest: '{DIGEST}'}}\n  - {{name: b, digest: '{DIGEST}'}}",
-            "4: auth.keys.1.digest is that of keys.0, must differ",
+            "auth.keys.1.digest is that of keys.0, must differ",
         ),
-        ("auth:\n  keys: {a: b}", "2: auth.keys is a section, must be a valid tuple"),
+        ("auth:\n  keys: {a: b}", "auth.keys is a section, must be a valid tuple"),
         (
             "groups:\n  draft:\n    resources:\n      gpu: 0",
-            "4: groups.draft.resources.gpu is 0, must be greater than 0",
+            "groups.draft.resources.gpu is 0, must be greater than 0",
         ),
-        ("ray:\n  address: here", "2: ray.address is 'here', must be `auto` or host:port"),
-        ("gateway:\n  grpc_port: 8000", "2: gateway.grpc_port is 8000, must differ from port"),
+        ("ray:\n  address: here", "ray.address is 'here', must be `auto` or host:port"),
+        ("gateway:\n  grpc_port: 8000", "gateway.grpc_port is 8000, must differ from port"),
         (
             "gateway:\n  template_zone: Mars/Base",
-            "2: gateway.template_zone is 'Mars/Base', must be a time zone, such as ",
+            "gateway.template_zone is 'Mars/Base', must be a time zone, such as ",
         ),
         (
             "gateway:\n  allowed_origins: [https://a.example, https://a.example/]",
-            "2: gateway.allowed_origins.1 is 'https://a.example/', must be * or scheme, host and port alone",
+            "gateway.allowed_origins.1 is 'https://a.example/', must be * or scheme, host and port alone",
         ),
-        ("models:\n  device: cuda:1", "2: models.device is 'cuda:1', must be auto, cpu or cuda"),
-        ("models:\n  draft_lookup: 33", "2: models.draft_lookup is 33, must be less than or equal to 32"),
-        ("models:\n  draft: none\n  draft_lookup: 3", "3: models.draft_lookup is 3, must be unset where draft is none"),
-        ("models:\n  target: ngram", "2: models.target is 'ngram', must be a model"),
-        ("internal:\n  token_env: A\n  token_file: b", "3: internal.token_file is given together with token_env"),
+        ("models:\n  device: cuda:1", "models.device is 'cuda:1', must be auto, cpu or cuda"),
+        ("models:\n  draft_lookup: 33", "models.draft_lookup is 33, must be less than or equal to 32"),
+        ("models:\n  draft: none\n  draft_lookup: 3", "models.draft_lookup is 3, must be unset where draft is none"),
+        ("models:\n  target: ngram", "models.target is 'ngram', must be a model"),
+        ("internal:\n  token_env: A\n  token_file: b", "internal.token_file is given together with token_env"),
     ],
 )
 def test_single_problems(file: Path, content: str | bytes, expected: str) -> None:
     found = problems(file, content)
     assert len(found) == 1
-    assert found[0].replace(f"{file}: ", "").strip().startswith(expected)
+    assert found[0].startswith(expected)
 
 
 def test_a_file_that_is_not_there() -> None:
@@ -156,7 +158,7 @@ def test_a_file_that_is_not_there() -> None:
 def test_listening_beyond_loopback_needs_keys_or_a_word(file: Path) -> None:
     beyond = "gateway:\n  host: 0.0.0.0\n"
     [found] = problems(file, beyond)
-    assert found.startswith("2: gateway.host is '0.0.0.0', must be loopback")
+    assert found.startswith("gateway.host is '0.0.0.0', must be loopback")
     assert "allow_unauthenticated" in found
     for more in (
         "  allow_unauthenticated: true",
@@ -318,7 +320,7 @@ def test_config_commands(file: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert cli.run(["config", "show", str(file), "--set", "models.exact=maybe"]) == 2
     assert capsys.readouterr().err.splitlines() == [
         "spool: --set models.exact=maybe: models.exact is 'maybe', must be a valid boolean, unable to interpret input",
-        f"spool: {file}:1: engine.page_size is 0, must be greater than or equal to 1",
+        f"spool: {file}: engine.page_size is 0, must be greater than or equal to 1",
     ]
     file.write_text("models: {target: x}\nauth: {api_keys: [a-secret-key]}\n")
     shown = printed("show", str(file), "--set", "engine.kv_memory=2GiB")
