@@ -90,7 +90,7 @@ class SchedulerServer(scheduler_pb2_grpc.SchedulerServicer):
         self._options = options or SchedulerServerOptions()
         self._advice = RetryAdvice()
         self._health = health_aio.HealthServicer()
-        self._sessions: set[GatewaySession] = set()
+        self._sessions: list[GatewaySession] = []
         service.observers.append(_TargetsWatch(self))
         self._server: grpc.aio.Server | None = None
         self._chores: list[SupervisedTask] = []
@@ -161,7 +161,7 @@ class SchedulerServer(scheduler_pb2_grpc.SchedulerServicer):
         # send its status.
         await context.send_initial_metadata(())
         session = GatewaySession(self._service, self._options.sessions, self._advice)
-        self._sessions.add(session)
+        self._sessions.append(session)
         try:
             await session.run(request_iterator, context.write)
         except SessionEndedError as error:
@@ -169,7 +169,7 @@ class SchedulerServer(scheduler_pb2_grpc.SchedulerServicer):
         except DecodeError as error:
             await refuse_malformed(context, error)
         finally:
-            self._sessions.discard(session)
+            self._sessions.remove(session)
 
     async def Register(  # noqa: N802
         self, request: scheduler_pb2.RegisterRequest, context: grpc.aio.ServicerContext

@@ -1,7 +1,6 @@
 """Many schedules of faults, one for each seed: `python -m tests.sim.soak --seeds 1000`.
 
 A seed that breaks a rule is printed with its last events, and `--first SEED --seeds 1` takes the same course again.
-`--shrink SEED` looks for the shortest schedule that fails as this seed does, and prints all that happens in it.
 `--draft-ahead 4` makes cells in which drafts prepare for outcomes.
 """
 
@@ -19,7 +18,6 @@ from dataclasses import dataclass, field
 from multiprocessing import get_context
 
 from tests.sim.cell.schedule import ScheduleError, run_schedule
-from tests.sim.cell.shrinking import shrink
 
 _SEEDS_PER_PART = 20
 _PARTS_PER_REPORT = 10
@@ -33,7 +31,6 @@ class Tally:
     tokens: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
     faults: Counter[str] = field(default_factory=Counter)
-    changes: Counter[str] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
 
     def add(self, other: Tally) -> None:
@@ -41,7 +38,6 @@ class Tally:
         self.tokens += other.tokens
         self.outcomes += other.outcomes
         self.faults += other.faults
-        self.changes += other.changes
         self.failures += other.failures
 
 
@@ -63,7 +59,6 @@ def run_seeds(seeds: range, sequences: int, draft_ahead: int | None = None) -> T
         tally.tokens += result.tokens
         tally.outcomes += result.outcomes
         tally.faults += result.faults
-        tally.changes += result.changes
     return tally
 
 
@@ -89,19 +84,14 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="first seed (default 0)")
     parser.add_argument("--sequences", type=int, default=200, help="sequences of a schedule (default 200)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: one a core)")
-    parser.add_argument("--shrink", type=int, metavar="SEED", help="shorten the schedule of a seed that fails")
     parser.add_argument("--draft-ahead", type=int, metavar="N", help="every cell drafts, ahead too, for N outcomes")
     given = parser.parse_args()
-    if given.shrink is not None:
-        report = shrink(given.shrink, given.sequences, draft_ahead=given.draft_ahead)
-        print(report or f"seed {given.shrink} breaks no rule")
-        return 1 if report else 0
     began = time.monotonic()
     seeds = range(given.first, given.first + given.seeds)
     parts = [seeds[start : start + _SEEDS_PER_PART] for start in range(0, len(seeds), _SEEDS_PER_PART)]
     total = soak(parts, given.sequences, given.jobs, given.draft_ahead)
     seconds = time.monotonic() - began
-    for what, counts in (("ends", total.outcomes), ("faults", total.faults), ("changes of state", total.changes)):
+    for what, counts in (("ends", total.outcomes), ("faults", total.faults)):
         print(f"{what}: {', '.join(f'{name} {count:,}' for name, count in counts.most_common())}")
     print(
         f"{total.schedules:,} schedules in {seconds:.0f} s ({total.schedules / seconds:.1f}/s), "

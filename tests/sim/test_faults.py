@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import os
 import random
@@ -14,16 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from scheduler.transitions.table import TRANSITIONS
 from services.scheduler_client.remote_stream import RemoteStream
-from tests.sim.cell.plan import CELL_CRASH, FAULTS, HANGING, SPORADIC, TRUNCATED, Fault, make_plan
+from tests.sim.cell.plan import FAULTS, POISON, TRUNCATED, Fault, make_plan
 from tests.sim.cell.schedule import ScheduleError, ScheduleResult, run_plan, run_schedule
-from tests.sim.cell.shrinking import fewest, shrink
-from tests.sim.cell.virtual_time import StandstillError, VirtualLoop
-from tests.sim.test_planted_bugs import releases_are_forgotten
 
 ROOT = Path(__file__).parents[2]
-PREPARED = "verifying: prepared"
 
 
 def digest(result: ScheduleResult) -> str:
@@ -43,14 +37,13 @@ WHAT_FAULTS_DO: dict[str, tuple[tuple[str, ...], int]] = {
     "worker drains": (("worker dies",), 4),
     "gateway crash": (("gateway dies",), 4),
     "lost kv": (("kv lost",), 25),
-    HANGING: (("worker hangs",), 1),
-    SPORADIC: (("worker dies",), 2),
+    POISON: (("worker dies",), 2),
 }
 """Events that there are at least so many of in four schedules."""
 
 
 @pytest.mark.sampled(7)
-@pytest.mark.parametrize("kind", [*FAULTS, HANGING, SPORADIC, TRUNCATED])
+@pytest.mark.parametrize("kind", [*FAULTS, TRUNCATED])
 def test_one_kind_of_fault_breaks_no_rule(kind: str) -> None:
     """And it does what it is for."""
     results = [run_schedule(seed, kinds=(kind,)) for seed in range(4)]
@@ -78,11 +71,10 @@ def test_drafts_that_prepare_break_no_rule() -> None:
     """Under faults of all kinds, in cells that have drafts."""
     results = [run_schedule(seed, 100, draft_ahead=4) for seed in range(6)]
     assert sum(result.ahead_rows for result in results) > 20
-    assert sum(result.changes[PREPARED] for result in results) > 1
 
 
 @pytest.mark.slow
-def test_mixed_faults_break_no_rule_and_take_sequences_through_most_changes_of_state() -> None:
+def test_mixed_faults_break_no_rule() -> None:
     results = [run_schedule(seed) for seed in range(90, 125)]
     outcomes = sum((result.outcomes for result in results), Counter[str]())
     assert sum(result.structured for result in results) > 500
@@ -93,10 +85,6 @@ def test_mixed_faults_break_no_rule_and_take_sequences_through_most_changes_of_s
     assert {"cancelled", "deadline", "refused queue_full", "refused too_long", "failed", "gateway died"} <= set(
         outcomes
     )
-    every = {f"{state.value}: {cause.value}" for state, causes in TRANSITIONS.items() for cause in causes}
-    seen = {change for result in results for change in result.changes}
-    assert seen <= every
-    assert len(seen) > 0.6 * len(every)
 
 
 @pytest.mark.sampled(4)
@@ -110,18 +98,12 @@ def test_several_cells_under_faults_break_no_rule(cells: int, first: int) -> Non
     assert outcomes["length"] + outcomes["stop"] > 0.5 * outcomes.total()
 
 
-def test_some_schedules_have_several_cells_and_some_lose_whole_ones() -> None:
-    plans = [make_plan(random.Random(seed), seed, 20, FAULTS) for seed in range(200)]
-    assert Counter(plan.cells for plan in plans).keys() == {1, 2, 3}
-    assert sum(fault.kind == CELL_CRASH for plan in plans for fault in plan.faults) > 5
-
-
 def run_with_a_poison(seed: int) -> ScheduleResult:
     """Three cells of one target each, and one request that kills each target that computes it."""
     rng = random.Random(seed)
     plan = make_plan(rng, seed, 60, (), cells=3)
     workers = tuple(worker for worker in plan.workers if worker.worker_id.endswith("target0"))
-    return run_plan(replace(plan, workers=workers, faults=(Fault(0.0, "poison", 1.0, 0.5, 0.5),)), rng)
+    return run_plan(replace(plan, workers=workers, faults=(Fault(0.0, POISON, 1.0, 0.5, 0.5),)), rng)
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -152,56 +134,3 @@ def test_a_seed_takes_the_same_course_in_every_process() -> None:
     )
     assert there.stdout.strip() == here
     assert digest(run_schedule(1)) != here
-
-
-def test_soak_says_how_it_went() -> None:
-    arguments = ["--seeds", "2", "--first", "7", "--jobs", "1", "--sequences", "20", "--draft-ahead", "3"]
-    command = [sys.executable, "-m", "tests.sim.soak", *arguments]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert run.returncode == 0, run.stderr
-    assert "2 schedules in" in run.stdout
-    assert ", 0 failures" in run.stdout
-
-
-def test_a_schedule_that_fails_becomes_a_short_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert shrink(3, 5, kinds=()) is None
-    releases_are_forgotten(monkeypatch)
-    report = shrink(3, 20, kinds=())
-    assert report is not None
-    assert report.count("RequestPlan(") == 1
-    assert "seed 3 with 1 sequences" in report
-    assert "BROKEN" in report.splitlines()[-1]
-
-
-def test_only_what_fails_together_is_left() -> None:
-    assert list(fewest(range(200), lambda parts: {3, 17, 90} <= set(parts))) == [3, 17, 90]
-    assert list(fewest(range(200), lambda _: True)) == []
-
-
-def test_virtual_time_jumps_and_timers_keep_their_order() -> None:
-    loop = VirtualLoop()
-    order: list[str] = []
-
-    async def sleeper(name: str, seconds: float) -> None:
-        await asyncio.sleep(seconds)
-        order.append(f"{name} at {loop.time():g}")
-
-    async def run() -> None:
-        await asyncio.gather(sleeper("a", 3600), sleeper("b", 1), sleeper("c", 3600))
-
-    loop.run_until_complete(run())
-    assert order == ["b at 1", "a at 3600", "c at 3600"]
-
-    async def wait_for_nobody() -> None:
-        await loop.create_future()
-
-    with pytest.raises(StandstillError, match="nothing is left"):
-        loop.run_until_complete(wait_for_nobody())
-
-    def again() -> None:
-        loop.call_soon(again)
-
-    again()
-    with pytest.raises(StandstillError, match="time does not go on"):
-        loop.run_until_complete(wait_for_nobody())
-    loop.close()

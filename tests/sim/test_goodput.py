@@ -59,7 +59,7 @@ def run(
         "draft", Role.DRAFT, 4096, 8, 4096, acceptance, costs.draft_base, costs.draft_row, 0, costs.draft_kv
     )
     arrivals = tuple(RequestPlan(number, 0, 0.01, request, None, False) for number, request in enumerate(wanted))
-    plan = Plan(1, config, (target, draft), 1, arrivals, len(arrivals), changes, 0.0005, 0.0, False, longest=4096)
+    plan = Plan(1, config, (target, draft), 1, arrivals, changes, 0.0005, 0.0, False, longest=4096)
     return run_plan(plan, random.Random(1))
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from engine.steps import RowOutcome
 from tests.sim.cell.paged_model import AnyRow
-from tests.sim.cell.plan import CELL_CRASH, DRAFT_CHANGES, POISONS, TRUNCATED, Fault
+from tests.sim.cell.plan import CELL_CRASH, DRAFT_CHANGES, POISON, TRUNCATED, Fault
 from tests.sim.cell.poisons import Poisons
 from tests.sim.cell.worker import SimulatedWorker
 
@@ -20,16 +20,6 @@ CUTTING = {"partition", "reset", "delay", "scheduler freezes"}
 """Faults after which somebody may not hear what was said."""
 HARMLESS_TO_LINKS = {"gateway crash", "lost kv", "row trouble", "worker slow"}
 DISTURBING = CUTTING | {CELL_CRASH, "scheduler crash", "two schedulers", TRUNCATED}
-UNHEARD = CUTTING | {
-    CELL_CRASH,
-    "worker crash",
-    "worker leaves",
-    "worker drains",
-    "kv damaged",
-    "duplicate and reorder",
-    TRUNCATED,
-}
-"""Faults after which a scheduler that was fenced off may have lost the worker that says so."""
 
 _MOST_LOST = 2
 """Times that the KV of one sequence is lost on one worker; the core gives up on it at six in a row."""
@@ -65,11 +55,9 @@ class Faults:
             case "two schedulers" if scheduler is not None and scheduler.process.alive:
                 cell.old_name = (scheduler.address, self._world.loop.now + fault.seconds)
                 cell.add_scheduler(scheduler, fault.seconds + fault.strength)
-            case kind if kind in POISONS:
-                number = int(fault.pick * self._world.plan.drawn)
-                for one in self._world.plan.requests:
-                    if one.number == number:
-                        self.poisons.add(one.request.prompt, fault)
+            case kind if kind == POISON:
+                requests = self._world.plan.requests
+                self.poisons.prompts[requests[int(fault.pick * len(requests))].request.prompt] = fault
             case "gateway crash":
                 self._world.crash_gateway(int(fault.pick * len(self._world.gateways)))
             case kind if kind == TRUNCATED:
@@ -130,14 +118,12 @@ class Faults:
                 self._world.network.meddle(other.name, fault.seconds, 0.1 * fault.strength)
 
     def _lose_kv(self, worker: SimulatedWorker, most: int) -> None:
-        held = list(worker.executor._sequences._sequences)
-        for sequence_id in self._world.rng.sample(held, min(most, len(held))):
+        for sequence_id in self._world.rng.sample(list(worker.held), min(most, len(worker.held))):
             key = (worker.plan.worker_id, sequence_id)
             if self._lost[key] < _MOST_LOST:
                 self._lost[key] += 1
                 self._world.note("kv lost", *key)
-                worker.watch.forgotten.add(sequence_id)
-                worker.executor._sequences.drop(sequence_id)
+                worker.losing.add(sequence_id)
 
     def _trouble(self, worker: SimulatedWorker, until: float, chance: float) -> None:
         rng = self._world.rng

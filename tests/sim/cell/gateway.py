@@ -21,9 +21,6 @@ if TYPE_CHECKING:
 # Shorter than in service, so that what they wait for happens within a schedule.
 CLIENT_OPTIONS = ClientOptions(connect_timeout=1.0, longest_backoff=0.5, watch_interval=0.5)
 
-_MOST_SECONDS_AFTER_END = 0.1
-"""Until a sequence that its client has left is off the scheduler: a message, since nothing has to be waited for."""
-
 _SLACK = 1e-3
 
 
@@ -115,18 +112,9 @@ class ClientCall:
         if self.outcome is not None:
             self._fail(f"ended twice: {self.outcome}, {outcome}")
         self.outcome = outcome
-        if outcome in ("cancelled", "deadline") and self._stream is not None:
-            self.world.loop.call_later(_MOST_SECONDS_AFTER_END, self._check_gone, self._stream.request_id)
         self.world.note("end", self.plan.number, outcome, len(self.tokens))
         self._check(outcome)
-        self.world.ended(self)
-
-    def _check_gone(self, request_id: int) -> None:
-        """The scheduler has let go of a sequence that its client has left, unless it could not hear of that."""
-        if self.world.undisturbed and self.gateway.process.alive:
-            for session in self.world.sessions:
-                if session.gateway_id == self.gateway.process.name and request_id in session._live:
-                    self._fail(f"was left {_MOST_SECONDS_AFTER_END} s ago and goes on")
+        self.world.count_end()
 
     def _check(self, outcome: str) -> None:
         request, world = self.plan.request, self.world

@@ -167,7 +167,8 @@ class NumbersStore:
 
 
 class PagedModel:
-    """Engine of a target or, with an `acceptance`, of a draft. `spent` is told that the step's time has passed."""
+    """Engine of a target or, with an `acceptance`, of a draft. `computed` is told of the rows when the step's time
+    has passed."""
 
     def __init__(
         self,
@@ -176,7 +177,7 @@ class PagedModel:
         max_sequence_length: int,
         max_num_batched_tokens: int,
         acceptance: float,
-        spent: Callable[[], None],
+        computed: Callable[[Sequence[AnyRow]], None],
     ) -> None:
         self.pool = PagePool(pages, page_size)
         self.trouble: Trouble | None = None
@@ -194,7 +195,7 @@ class PagedModel:
         self._page_size = page_size
         self._memory = [0] * (pages * page_size)
         self.acceptance = acceptance
-        self._spent = spent
+        self._computed = computed
         self.kv_store = NumbersStore(self._memory, page_size)
 
     def step(self, rows: Sequence[VerifyRow | ProposeRow], computing: Computing = no_callback) -> StepOutcome:
@@ -205,17 +206,9 @@ class PagedModel:
     ) -> StepOutcome:
         return self._answer(rows, computing, lambda row: self._prepare(row, awaited()))
 
-    def check(self, table: PageTable, tokens: Sequence[int]) -> None:
-        """Raises RuntimeError where the KV on the pages is not that of the tokens."""
-        size, last = self._page_size, 0
-        for place, token in enumerate(tokens):
-            last = _kv(last, token)
-            if self._memory[table.pages[place // size] * size + place % size] != last:
-                raise RuntimeError(f"the KV at position {place} of {list(tokens)} is that of other tokens")
-
     def _answer(self, rows: Sequence[AnyRow], computing: Computing, run: Callable[[Any], RowOutcome]) -> StepOutcome:
         computing()
-        self._spent()
+        self._computed(rows)
         wrong = self.trouble(rows) if self.trouble is not None else {}
         outcomes = []
         for place, row in enumerate(rows):

@@ -42,9 +42,8 @@ CELL_CRASH = "cell crash"
 TRUNCATED = "truncated messages"
 DRAFT_CHANGES = "draft changes"
 """The share of a draft's proposals that the target accepts becomes the strength of the fault."""
-HANGING, SPORADIC = "hanging poison", "sporadic poison"
-POISONS = ("poison", HANGING, SPORADIC)
-"""A request that kills every worker that computes it, or makes it hang, or kills it one time in three."""
+POISON = "poison"
+"""A request that kills every worker that computes it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +90,6 @@ class Plan:
     workers: tuple[WorkerPlan, ...]
     gateways: int
     requests: tuple[RequestPlan, ...]
-    drawn: int
-    """How many requests there were before any was left out."""
     faults: tuple[Fault, ...]
     latency: float
     horizon: float
@@ -102,10 +99,6 @@ class Plan:
     cells: int = 1
     longest: int = LONGEST
     """Tokens that a sequence may have."""
-
-    @property
-    def pages_are_ample(self) -> bool:
-        return all(worker.pages * worker.page_size >= 100 * self.longest for worker in self.workers)
 
 
 def make_plan(
@@ -147,7 +140,6 @@ def make_plan(
                     rng.choice((0.3, 0.7, 0.9)),
                     0.01 if target else 0.003,
                     0.0001,
-                    # Every other cell has its workers on shared cores.
                 )
             )
     gateways = rng.choice((1, 2, 3))
@@ -168,7 +160,6 @@ def make_plan(
         tuple(workers),
         gateways,
         requests,
-        sequences,
         tuple(faults),
         latency=rng.choice((0.0005, 0.002, 0.01)),
         horizon=horizon,
@@ -268,11 +259,11 @@ def _with_truncated_messages(plan: Plan, rng: random.Random) -> Plan:
 
 
 def _with_poisons(plan: Plan, rng: random.Random) -> Plan:
-    """In one of eight schedules there are poisons of all kinds, in some of these beside a rolling restart."""
+    """In one of eight schedules there are poisons, in some of these beside a rolling restart."""
     if rng.random() >= 0.125:
         return plan
     faults = [
-        Fault(0.5 * plan.horizon * rng.random(), rng.choice(POISONS), rng.choice((0.02, 0.2, 1.0)), *_two(rng))
+        Fault(0.5 * plan.horizon * rng.random(), POISON, rng.choice((0.02, 0.2, 1.0)), *_two(rng))
         for _ in range(rng.randint(1, 3))
     ]
     if rng.random() < 0.3:

@@ -33,7 +33,13 @@ class Process:
 
     # As `security` for the services.
 
+    token = ""
     metadata: tuple[tuple[str, str], ...] = ()
+
+    def listen(self, server: Any, host: str, port: int) -> str:
+        server.process, address = self, f"{self.name}:1"
+        self.network.listeners[address] = server
+        return address
 
     def open_channel(self, address: str, silence_seconds: float | None = None) -> Channel:
         if not self.alive:

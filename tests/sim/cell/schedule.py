@@ -7,14 +7,18 @@ import logging
 import random
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
+
+import grpc.aio
 
 import services.scheduler.server
 import services.scheduler.workers.worker_set
 from tests.sim.cell.plan import FAULTS, Plan, make_plan
+from tests.sim.cell.rpc.network import Listener
 from tests.sim.cell.virtual_time import StandstillError, VirtualLoop
 from tests.sim.cell.world import World
 
@@ -22,23 +26,16 @@ _TAIL = 60
 
 
 class ScheduleError(AssertionError):
-    """A schedule that broke a rule: `failure` says which. The message has the seed and the last events."""
+    """A schedule that broke a rule. The message has the rule, the seed and the last events."""
 
     def __init__(self, plan: Plan, failure: str, events: tuple[tuple[Any, ...], ...]) -> None:
-        self.plan = plan
-        self.failure = failure
-        self.events = events
-        super().__init__(self.report(_TAIL))
-
-    def report(self, events: int) -> str:
-        plan = self.plan
         lines = [
-            f"seed {plan.seed} with {len(plan.requests)} sequences: {self.failure}",
+            f"seed {plan.seed} with {len(plan.requests)} sequences: {failure}",
             *(f"  {part}" for part in (plan.config, *plan.faults)),
             "last events:",
-            *(f"  {time:9.5f}  {'  '.join(map(str, event))}" for time, *event in self.events[-events:]),
+            *(f"  {time:9.5f}  {'  '.join(map(str, event))}" for time, *event in events[-_TAIL:]),
         ]
-        return "\n".join(lines)
+        super().__init__("\n".join(lines))
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,30 +52,24 @@ class ScheduleResult:
     """Positions whose KV sequences took over from others."""
     ahead_rows: int
     """With which drafts prepared for outcomes of verifications."""
-    changes: Counter[str]
-    """Of sequences' states: the state before, and the cause."""
 
 
 @contextmanager
 def _quiet(loop: VirtualLoop) -> Iterator[None]:
-    """The services' clocks are the loop's, their logs are off, and nothing is collected at times of its own."""
+    """The services' clocks are the loop's, their servers listen on the simulated network, their logs are off, and
+    nothing is collected at times of its own."""
     modules: list[Any] = [services.scheduler.workers.worker_set, services.scheduler.server]
     clock = SimpleNamespace(monotonic=loop.time)
-    real = [module.time for module in modules]
-    disabled = logging.root.manager.disable
-    collecting = gc.isenabled()
-    gc.disable()
-    logging.disable(logging.CRITICAL)
-    for module in modules:
-        module.time = clock
-    try:
+    with ExitStack() as stack:
+        stack.callback(logging.disable, logging.root.manager.disable)
+        logging.disable(logging.CRITICAL)
+        if gc.isenabled():
+            stack.callback(gc.enable)
+            gc.disable()
+        stack.enter_context(mock.patch.object(grpc.aio, "server", Listener))
+        for module in modules:
+            stack.enter_context(mock.patch.object(module, "time", clock))
         yield
-    finally:
-        for module, time in zip(modules, real, strict=True):
-            module.time = time
-        logging.disable(disabled)
-        if collecting:
-            gc.enable()
 
 
 def run_schedule(
@@ -93,14 +84,11 @@ def run_schedule(
     return run_plan(make_plan(rng, seed, sequences, kinds, draft_ahead, cells), rng)
 
 
-def run_plan(plan: Plan, rng: random.Random, detailed: bool = False) -> ScheduleResult:
-    """`rng` as `make_plan` has left it. `detailed`: what the core hears and says is among the events.
-
-    Raises ScheduleError.
-    """
+def run_plan(plan: Plan, rng: random.Random) -> ScheduleResult:
+    """`rng` as `make_plan` has left it. Raises ScheduleError."""
     loop = VirtualLoop()
     with _quiet(loop):
-        world = World(loop, plan, rng, detailed)
+        world = World(loop, plan, rng)
 
         def loop_error(_loop: object, context: dict[str, Any]) -> None:
             if "owner" in context and (context["owner"] is None or context["owner"].alive):
@@ -125,7 +113,6 @@ def run_plan(plan: Plan, rng: random.Random, detailed: bool = False) -> Schedule
         sum(call.outcome in ("stop", "length") for call in world.calls if call.plan.request.sampling.grammar),
         world.reused,
         world.ahead_rows,
-        world.changes,
     )
 
 

@@ -52,13 +52,6 @@ def allowed(definition: str, end_token_ids: frozenset[int], output: Iterable[int
     return sorted({*tokens, *end_token_ids}) if may_end else tokens
 
 
-def fits(grammar: Grammar, output: Sequence[int]) -> bool:
-    try:
-        return not output or output[-1] in allowed(grammar.definition, grammar.end_token_ids, output[:-1])
-    except ValueError:
-        return False
-
-
 class AutomatonMatcher:
     """What GrammarState needs of a matcher, and the choices that it leaves."""
 

@@ -27,10 +27,6 @@ class StandstillError(RuntimeError):
     """Everybody waits, and no timer is left that could wake anybody; or so much happens that time does not go on."""
 
 
-class NeverEndsError(BaseException):
-    """A call on a thread that never ends: it has neither a result nor an error, and nothing comes after it."""
-
-
 _MOST_ROUNDS = 100_000
 """Of callbacks that call for callbacks, all at one time."""
 
@@ -213,8 +209,6 @@ class VirtualThread:
         self._began = began
         try:
             result = call(*args)
-        except NeverEndsError:
-            return
         except Exception as error:
             if not future.cancelled():
                 future.set_exception(error)

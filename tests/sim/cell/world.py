@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections import Counter
 from typing import Any
 
-from services.scheduler.session import GatewaySession
 from tests.sim.audit.auditor import Auditor
 from tests.sim.cell.faults import DISTURBING, HARMLESS_TO_LINKS, Faults
 from tests.sim.cell.gateway import ClientCall, SimulatedGateway
-from tests.sim.cell.plan import HANGING, POISONS, SPORADIC, Plan, WorkerPlan
+from tests.sim.cell.plan import POISON, Plan, WorkerPlan
 from tests.sim.cell.process import Process
 from tests.sim.cell.rpc.network import Network
 from tests.sim.cell.scheduler import CellSchedulers, SimulatedScheduler
@@ -19,8 +17,7 @@ from tests.sim.cell.virtual_time import VirtualLoop
 from tests.sim.cell.worker import SimulatedWorker
 
 MOST_SECONDS = 30.0
-"""Virtual seconds within which everything must have ended once nothing goes wrong any more, and three times as many
-where requests go on to hang workers or to kill some."""
+"""Virtual seconds within which everything must have ended once nothing goes wrong any more."""
 MOST_IDLE_SECONDS = 8.0
 """After that, within which everything that was held must be free: leases run out, lost connections are noticed."""
 
@@ -30,13 +27,10 @@ follows a sequence by its number, which is another one in each cell."""
 
 
 class World:
-    """`detailed`: what cores hear and say is among the events."""
-
-    def __init__(self, loop: VirtualLoop, plan: Plan, rng: random.Random, detailed: bool = False) -> None:
+    def __init__(self, loop: VirtualLoop, plan: Plan, rng: random.Random) -> None:
         self.loop = loop
         self.plan = plan
         self.rng = rng
-        self.detailed = detailed
         self.faults = Faults(self)
         self.network = Network(loop, rng, plan.latency)
         self.auditor: Auditor | None = None
@@ -45,7 +39,6 @@ class World:
         self.calls: list[ClientCall] = []
         self.reused = 0
         self.ahead_rows = 0
-        self.changes: Counter[str] = Counter()
         self.events: list[tuple[Any, ...]] = []
         self.failure: str | None = None
         self._failed = loop.create_future()
@@ -85,20 +78,13 @@ class World:
         """Whether the same, and not only to others, can have happened to the worker of this prompt, while it was alone
         there."""
         return prompt in self.faults.poisons.prompts or bool(
-            self.faults.struck.keys() - HARMLESS_TO_LINKS - {*POISONS, "reset", "worker leaves"}
+            self.faults.struck.keys() - HARMLESS_TO_LINKS - {POISON, "reset", "worker leaves"}
         )
-
-    @property
-    def sessions(self) -> list[GatewaySession]:
-        return [session for scheduler in self.current for session in scheduler.sessions]
 
     @property
     def current(self) -> list[SimulatedScheduler]:
         """The scheduler of each cell that has one, dead or alive."""
         return [cell.current for cell in self.cells if cell.current is not None]
-
-    def ended(self, call: ClientCall) -> None:
-        self._count_end()
 
     # The course of things.
 
@@ -114,10 +100,9 @@ class World:
         for fault in plan.faults:
             loop.call_at(fault.time, self.faults.strike, fault)
         loop.call_at(plan.horizon, self.faults.mend)
-        goes_on = any(fault.kind in (HANGING, SPORADIC) for fault in plan.faults)
         await asyncio.wait(
             [self._failed, self._all_ended],
-            timeout=plan.horizon + MOST_SECONDS * (3 if goes_on else 1),
+            timeout=plan.horizon + MOST_SECONDS,
             return_when=asyncio.FIRST_COMPLETED,
         )
         if self.failure is None and not self._all_ended.done():
@@ -154,8 +139,6 @@ class World:
 
     async def end(self) -> None:
         """Every task comes to its end, so that none outlives the loop."""
-        for cell in self.cells:
-            cell.kill_all()
         processes = self.network.processes
         for process in processes:
             process.kill()
@@ -170,9 +153,10 @@ class World:
         if gateway.process.alive:
             gateway.begin(request)
         else:
-            self._count_end()
+            self.count_end()
 
-    def _count_end(self) -> None:
+    def count_end(self) -> None:
+        """Of a request."""
         self._unended -= 1
         if not self._unended:
             self._all_ended.set_result(None)

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
 import grpc
+import grpc.aio
 from google.protobuf.message import DecodeError, Message
 
 from protos import worker_pb2
-from services.rpc.call_guards import MessageGuard
 from tests.sim.cell.process import Process
 from tests.sim.cell.rpc.calls import UNNOTICED
 from tests.sim.cell.virtual_time import VirtualLoop, result_of
@@ -23,12 +23,17 @@ _MOST_TRUNCATED = 6
 
 
 class Listener:
-    """What the generated code needs of a grpc.aio server. `methods` holds the handlers by full method name, behind the
-    services' own guard."""
+    """In the place of a grpc.aio server. `methods` holds the handlers by full method name, behind the services' own
+    guards."""
 
-    def __init__(self, process: Process) -> None:
-        self.process = process
+    process: Process
+
+    def __init__(self, options: object, interceptors: Sequence[grpc.aio.ServerInterceptor]) -> None:
         self.methods: dict[str, Any] = {}
+        self._interceptors = interceptors
+
+    async def start(self) -> None:
+        return
 
     def add_generic_rpc_handlers(self, handlers: Iterable[grpc.GenericRpcHandler]) -> None:
         return
@@ -36,15 +41,17 @@ class Listener:
     def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
         for name, handler in handlers.items():
             method = f"/{service}/{name}"
-            self.methods[method] = result_of(_guarded(method, handler))
+            for interceptor in reversed(self._interceptors):
+                handler = result_of(_guarded(interceptor, method, handler))
+            self.methods[method] = handler
 
 
-async def _guarded(method: str, handler: Any) -> Any:
+async def _guarded(interceptor: grpc.aio.ServerInterceptor, method: str, handler: Any) -> Any:
     async def unguarded(_details: grpc.HandlerCallDetails) -> Any:
         return handler
 
     details: Any = SimpleNamespace(method=method, invocation_metadata=())
-    return await MessageGuard().intercept_service(unguarded, details)
+    return await interceptor.intercept_service(unguarded, details)
 
 
 @dataclass(slots=True)
@@ -87,11 +94,6 @@ class Network:
         self._damaging: Meddling | None = None
         self._truncating: Meddling | None = None
         self._truncated = 0
-
-    def listen(self, address: str, process: Process, add: Callable[[Any, Any], None], servicer: Any) -> None:
-        """`add` is the generated function that adds the servicer to a server."""
-        self.listeners[address] = listener = Listener(process)
-        add(servicer, listener)
 
     # Faults.
 
