@@ -8,7 +8,7 @@ from pathlib import Path
 
 from deploy.errors import RunError, UsageError
 from deploy.options import DEMO, NGRAM, NO_DRAFT, ModelSettings
-from deploy.progress import Reporter, error_console, reporting
+from deploy.progress import Reporter, error_console
 from engine.errors import TokenizerError
 from engine.models.demo import DemoBuildError
 from engine.models.fetching import fetch_model
@@ -74,8 +74,8 @@ def fetch_models(name: str) -> dict[str, str]:
     """Makes a model ready and returns its folder by role; the demo is a pair. Raises `UsageError` and `RunError`."""
     console = error_console()
     roles = (Role.TARGET, Role.DRAFT) if name == DEMO else (Role.TARGET,)
-    with reporting(console) as reporter:
-        folders = {role: fetch(name, role, reporter) for role in roles}
+    reporter = Reporter(console)
+    folders = {role: fetch(name, role, reporter) for role in roles}
     for role, folder in folders.items():
         console.print(f"{name} {role.value}: {folder}", highlight=False, markup=False, soft_wrap=True)
     return {role.value: str(folder) for role, folder in folders.items()}

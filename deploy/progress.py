@@ -1,17 +1,13 @@
-"""What a command is doing, on standard error: lines, and on a terminal a moving line below them."""
+"""What a command is doing, in lines on standard error."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 
 from rich.console import Console, RenderableType
-from rich.live import Live
-from rich.spinner import Spinner
 from rich.table import Table
-from rich.text import Text
 
 from services.scheduler.telemetry.statistics import StatisticsSnapshot
 
@@ -19,31 +15,28 @@ _SECONDS_BETWEEN_LINES = 10.0
 
 
 class Reporter:
-    """Prints a line for each new stage, and for a run one every few seconds and at its end."""
+    """Prints a line for each new stage, and another every few seconds where one tells how far it is."""
 
-    def __init__(self, console: Console, moving: Spinner) -> None:
+    def __init__(self, console: Console) -> None:
         self._console = console
-        self._moving = moving
-        self._last_stage: dict[str, str] = {}
-        self._next_line = 0.0
+        self._last: dict[str, tuple[str, float]] = {}
 
     def stage(self, who: str, message: str, fraction: float | None) -> None:
         """Something that happens before the run, such as a download. `fraction` is the part that is done, if known."""
-        text = f"{who}: {message}"
-        self._moving.update(text=Text(text if fraction is None else f"{text} ({fraction:.0%})"))
-        if self._last_stage.get(who) != message:
-            self._last_stage[who] = message
-            self._print(text)
+        last, due = self._last.get(who, ("", 0.0))
+        now = time.monotonic()
+        if message != last or (fraction is not None and now >= due):
+            self._last[who] = message, now + _SECONDS_BETWEEN_LINES
+            self._print(f"{who}: {message}" + (f" ({fraction:.0%})" if fraction and fraction < 1 else ""))
 
     def run(self, title: str, done: int, total: int, statistics: StatisticsSnapshot | None) -> None:
         """The run called `title` has finished `done` of `total` sequences."""
-        shown = f", {describe(statistics)}" if statistics is not None else ""
-        text = f"{title}: {done}/{total} sequences{shown}"
-        self._moving.update(text=Text(text))
+        _, due = self._last.get(title, ("", 0.0))
         now = time.monotonic()
-        if now >= self._next_line or done == total:
-            self._next_line = now + _SECONDS_BETWEEN_LINES
-            self._print(text)
+        if now >= due or done == total:
+            self._last[title] = "", now + _SECONDS_BETWEEN_LINES
+            shown = f", {describe(statistics)}" if statistics is not None else ""
+            self._print(f"{title}: {done}/{total} sequences{shown}")
 
     def show(self, content: RenderableType) -> None:
         """Prints a result on standard output."""
@@ -80,15 +73,3 @@ def two_columns(title: str, rows: Iterable[tuple[str, str]]) -> Table:
 
 def error_console() -> Console:
     return Console(file=sys.stderr)
-
-
-@contextmanager
-def reporting(console: Console) -> Iterator[Reporter]:
-    """Reports to `console`. The moving line goes at the end of the block, after which the reporter still prints."""
-    moving = Spinner("dots")
-    if not console.is_terminal:
-        yield Reporter(console, moving)
-        return
-    # Results on standard output may go to a file.
-    with Live(moving, console=console, transient=True, redirect_stdout=False):
-        yield Reporter(console, moving)

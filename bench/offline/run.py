@@ -25,7 +25,7 @@ from deploy.models import ReadyModels, fetch, prepare_models
 from deploy.offline.cell import Cell, running_cell
 from deploy.offline.decoding import Completion, DecodingPlan, Job, decode, longest_lengths, make_jobs
 from deploy.offline.prompts import Prompt, load_prompts
-from deploy.progress import Reporter, error_console, reporting
+from deploy.progress import Reporter, error_console
 from deploy.workers import worker_devices
 from scheduler.config import Policy, SchedulerConfig
 from scheduler.messages import Role
@@ -40,13 +40,13 @@ def bench_offline(settings: BenchOfflineSettings) -> int:
     """Exit code 0. Raises `UsageError` and `RunError`; the file has whatever was measured before."""
     prompts = bench_prompts(settings)
     console = error_console()
-    with reporting(console) as reporter:
-        # Every draft is fetched and compared with the target before anything starts.
-        for point in {point.draft: point for point in settings.points}.values():
-            models = prepare_models(settings.run_settings(point).models, point.draft is not None, reporter)
-        jobs = make_jobs(prompts, models.tokenizer, settings.sampling, models.max_positions)
-        run = _Run(settings, models, jobs, reporter, console)
-        run_until_interrupted(run.run())
+    reporter = Reporter(console)
+    # Every draft is fetched and compared with the target before anything starts.
+    for point in {point.draft: point for point in settings.points}.values():
+        models = prepare_models(settings.run_settings(point).models, point.draft is not None, reporter)
+    jobs = make_jobs(prompts, models.tokenizer, settings.sampling, models.max_positions)
+    run = _Run(settings, models, jobs, reporter, console)
+    run_until_interrupted(run.run())
     result = run.result()
     # Tables are not cut to the width of a terminal where there is none.
     wide = console if console.is_terminal else Console(file=sys.stderr, width=_WIDTH)

@@ -26,7 +26,7 @@ from deploy.errors import RunError, UsageError
 from deploy.event_loop import run_until_interrupted
 from deploy.models import prepare_models
 from deploy.processes.supervisor import cell_workers, running_cell
-from deploy.progress import error_console, reporting
+from deploy.progress import Reporter, error_console
 from services.launch.launcher import ProcessStartError, WorkerLaunch
 from services.rpc.channel_security import ChannelSecurity, random_token
 
@@ -59,9 +59,8 @@ def serve_without_ray(config: SpoolConfig) -> int:
     try:
         with state.lock(app_name):
             check_ports(config)
-            with reporting(console) as reporter:
-                prepare_models(config.models, config.models.drafts, reporter, config.engine.max_model_len)
-                workers = cell_workers(config)
+            prepare_models(config.models, config.models.drafts, Reporter(console), config.engine.max_model_len)
+            workers = cell_workers(config)
             processes = _serve_processes(config, workers, security, state, console)
             with contextlib.suppress(KeyboardInterrupt):
                 run_until_interrupted(processes, (signal.SIGINT, *_LIKE_INTERRUPT))
@@ -77,11 +76,11 @@ def _on_own_ray(config: SpoolConfig, detach: bool) -> None:
     if state.is_alive(app_name):
         raise _served_already(app_name)
     check_ports(config)
-    with reporting(console) as reporter:
-        prepare_models(config.models, config.models.drafts, reporter, config.engine.max_model_len)
-        reporter.stage("ray", "starting", None)
-        ray = start_ray(app_name, config.ray, state)
-        reporter.stage("ray", "started", 1.0)
+    reporter = Reporter(console)
+    prepare_models(config.models, config.models.drafts, reporter, config.engine.max_model_len)
+    reporter.stage("ray", "starting", None)
+    ray = start_ray(app_name, config.ray, state)
+    reporter.stage("ray", "started", None)
     try:
         with connected(ray.address, config.ray.namespace, state), _handling(_LIKE_INTERRUPT, _interrupt):
             served = _served(config, ray.address, ray.process_id, started_serve=True)
@@ -114,8 +113,7 @@ def _on_ray_of_others(config: SpoolConfig, address: str, detach: bool) -> None:
 
 
 def _deploy(config: SpoolConfig, served: Served, state: StateFolder, console: Console) -> None:
-    with reporting(console) as reporter:
-        deploy(config, reporter)
+    deploy(config, Reporter(console))
     state.write(served)
 
 
@@ -139,9 +137,8 @@ async def _serve_processes(
     app_name = config.ray.app_name
     folder = _emptied(state.run_folder(app_name))
     async with AsyncExitStack() as running:
-        with reporting(console) as reporter:
-            cell = running_cell(config, workers, security, folder, reporter.stage)
-            group, scheduler_address = await running.enter_async_context(cell)
+        cell = running_cell(config, workers, security, folder, Reporter(console).stage)
+        group, scheduler_address = await running.enter_async_context(cell)
         served = replace(
             _served(config, None, os.getpid(), started_serve=False),
             scheduler_address=scheduler_address,

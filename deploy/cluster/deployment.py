@@ -70,7 +70,7 @@ def report(state: ApplicationState, reporter: Reporter) -> None:
     for name, deployment in state.deployments.items():
         total = max(deployment.total, 1)
         if deployment.running == total:
-            reporter.stage(name, "up", 1.0)
+            reporter.stage(name, "up", None)
         else:
             what = reason_of_failure(deployment.message) if deployment.message else "starting"
             reporter.stage(name, f"{deployment.running} of {total} up, {what}", None)

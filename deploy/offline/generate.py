@@ -18,7 +18,7 @@ from deploy.offline.decoding import Completion, DecodingPlan, Job, decode, longe
 from deploy.offline.prompts import load_prompts
 from deploy.offline.results import InOrder, Write, append, keep_finished, result_line, settings_digest
 from deploy.options import GenerateSettings
-from deploy.progress import Reporter, error_console, reporting, two_columns
+from deploy.progress import Reporter, error_console, two_columns
 from services.scheduler.telemetry.statistics import StatisticsSnapshot
 
 
@@ -26,12 +26,12 @@ def generate(settings: GenerateSettings) -> int:
     """Exit code 0. Raises `UsageError` and `RunError`."""
     prompts = load_prompts(settings.inputs.prompts, settings.inputs.limit)
     console = error_console()
-    with reporting(console) as reporter:
-        models = prepare_models(settings.models, settings.drafting, reporter, settings.engine.max_model_len)
-        jobs = make_jobs(prompts, models.tokenizer, settings.sampling, models.max_positions)
-        digest = settings_digest(settings, models.tokenizer.vocabulary_digest)
-        finished = keep_finished(settings.output, jobs, digest) if settings.output is not None else 0
-        statistics = _run(settings, models, jobs[finished:], digest, reporter)
+    reporter = Reporter(console)
+    models = prepare_models(settings.models, settings.drafting, reporter, settings.engine.max_model_len)
+    jobs = make_jobs(prompts, models.tokenizer, settings.sampling, models.max_positions)
+    digest = settings_digest(settings, models.tokenizer.vocabulary_digest)
+    finished = keep_finished(settings.output, jobs, digest) if settings.output is not None else 0
+    statistics = _run(settings, models, jobs[finished:], digest, reporter)
     if finished:
         console.print(f"{finished} of {len(jobs)} answers were there already", highlight=False)
     if statistics.tokens:

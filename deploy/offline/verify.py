@@ -18,7 +18,7 @@ from deploy.offline.decoding import Completion, DecodingPlan, Job, decode, longe
 from deploy.offline.prompts import load_prompts
 from deploy.offline.transformers_reference import generate_with_transformers
 from deploy.options import VerifySettings
-from deploy.progress import Reporter, error_console, reporting
+from deploy.progress import Reporter, error_console
 from scheduler.config import Policy, SchedulerConfig
 from services.scheduler.telemetry.statistics import StatisticsSnapshot
 
@@ -39,16 +39,16 @@ def verify(settings: VerifySettings) -> int:
     """Exit code 0 if every policy gave exactly the reference's tokens, else 1. Raises `UsageError` and `RunError`."""
     prompts = load_prompts(settings.inputs.prompts, settings.inputs.limit)
     console = error_console()
-    with reporting(console) as reporter:
-        models = prepare_models(settings.models, settings.drafting, reporter, settings.engine.max_model_len)
-        jobs = make_jobs(prompts, models.tokenizer, settings.sampling, models.max_positions)
-        expected, plain, policies = run_until_interrupted(_run(settings, models, jobs, reporter))
-        outcomes = list(policies)
-        generate: Comparison | None = None
-        if settings.reference is not None:
-            generated, margins = generate_with_transformers(settings, models, jobs, reporter)
-            generate = compare(jobs, generated, expected, models.tokenizer, margins)
-            outcomes.append(Outcome("model.generate", generate, None))
+    reporter = Reporter(console)
+    models = prepare_models(settings.models, settings.drafting, reporter, settings.engine.max_model_len)
+    jobs = make_jobs(prompts, models.tokenizer, settings.sampling, models.max_positions)
+    expected, plain, policies = run_until_interrupted(_run(settings, models, jobs, reporter))
+    outcomes = list(policies)
+    generate: Comparison | None = None
+    if settings.reference is not None:
+        generated, margins = generate_with_transformers(settings, models, jobs, reporter)
+        generate = compare(jobs, generated, expected, models.tokenizer, margins)
+        outcomes.append(Outcome("model.generate", generate, None))
     console.print(_table(plain, outcomes))
     for outcome in outcomes:
         _print_differences(outcome.name, outcome.comparison, console)

@@ -1,11 +1,8 @@
 """Parts of the command line that need no workers."""
 
-import io
 from pathlib import Path
-from typing import Any
 
 import pytest
-from rich.console import Console
 
 from deploy.cli import main
 from deploy.cli.command_options import settings_from
@@ -14,7 +11,7 @@ from deploy.offline.cell import worker_launches
 from deploy.offline.comparison import compare
 from deploy.offline.decoding import Completion, Job, longest_lengths, make_jobs
 from deploy.offline.prompts import Prompt, load_prompts
-from deploy.offline.results import InOrder, settings_digest
+from deploy.offline.results import settings_digest
 from deploy.options import (
     GenerateSettings,
     ModelSettings,
@@ -23,12 +20,10 @@ from deploy.options import (
     SchedulingSettings,
     VerifySettings,
 )
-from deploy.progress import reporting
 from deploy.workers import worker_devices
 from scheduler.config import Policy, SchedulerConfig
 from scheduler.messages import MAX_PRIORITY, Role
 from scheduler.sampling import SamplingParameters
-from services.scheduler.telemetry.statistics import StatisticsSnapshot
 from services.text.tokenizer import ModelTokenizer
 from tests.support.command_line import save_tokenizer, write_lines
 
@@ -83,14 +78,6 @@ def test_an_output_that_ends_early_differs(tokenizer: ModelTokenizer) -> None:
 # --- results ----------------------------------------------------------------------------------------------------------
 
 
-def test_lines_come_out_in_order() -> None:
-    written: list[dict[str, Any]] = []
-    lines = InOrder(written.append)
-    for number in (2, 0, 3, 1):
-        lines.add(number, {"index": number})
-    assert [line["index"] for line in written] == [0, 1, 2, 3]
-
-
 def test_settings_digest_follows_what_changes_text() -> None:
     plain = GenerateSettings()
     same = [
@@ -111,16 +98,6 @@ def test_settings_digest_follows_what_changes_text() -> None:
 
 
 # --- settings and jobs ------------------------------------------------------------------------------------------------
-
-
-def test_defaults() -> None:
-    settings = RunSettings()
-    assert (settings.models.draft_name, settings.drafting) == ("demo", True)
-    assert ModelSettings(target="some/model").draft_name == "ngram"
-    assert not RunSettings(models=ModelSettings(draft="none")).drafting
-    assert not RunSettings(scheduling=SchedulingSettings(draft_length=0)).drafting
-    assert settings.scheduling.config(Policy.AUTO, drafting=True).max_running == 48
-    assert SchedulingSettings(batch_size=32).config(Policy.AUTO, drafting=True).max_running == 128
 
 
 def test_threads_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,28 +161,6 @@ def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # --- progress ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("terminal", [True, False])
-def test_progress_is_shown(terminal: bool) -> None:
-    stream = io.StringIO()
-    with reporting(Console(file=stream, force_terminal=terminal, width=150)) as reporter:
-        reporter.stage("demo", "downloading", 0.5)
-        reporter.stage("demo", "downloading", 0.6)
-        reporter.stage("target-0", "loading", None)
-        statistics = StatisticsSnapshot(
-            tokens_per_second=123.4,
-            drafted=10,
-            acceptance_rate=0.25,
-            committed_per_round=2,
-            groups=3,
-            mean_group_size=4,
-        )
-        reporter.run("generating", 2, 2, statistics)
-    shown = stream.getvalue()
-    assert "123 tokens/s, accepted 25%, 2.00 a round, group 4.0" in shown
-    if not terminal:
-        assert shown.splitlines()[:2] == ["demo: downloading", "target-0: loading"]
 
 
 def test_runs_that_compare_compute_everything_anew() -> None:
