@@ -112,20 +112,6 @@ def always(sequence_id: int) -> Deadly:
     return lambda row: row.sequence_id == sequence_id
 
 
-@pytest.mark.parametrize("policy", list(Policy))
-@pytest.mark.parametrize("targets", [1, 3])
-@pytest.mark.parametrize("poison", [0, 5])
-def test_a_poison_takes_two_targets_and_fails(policy: Policy, targets: int, poison: int) -> None:
-    cell = Cell(policy, targets)
-    cell.submit()
-    cell.run(always(poison))
-    assert len(cell.lost) == 2
-    cell.check_answers(poison)
-    [failure] = of_type(cell.driver.log, FailSequence)
-    assert cell.lost[1] in failure.error
-    assert failure.error.endswith("it died")
-
-
 def test_those_beside_it_share_steps_again() -> None:
     cell = Cell(Policy.RAGGED, 1)
     cell.submit()
@@ -166,16 +152,6 @@ def test_a_mark_goes_with_a_sequence_to_another_scheduler() -> None:
     other.join("target")
     [again] = of_type(other.lose("target"), SuspectSequence)
     assert again == SuspectSequence(1, Suspicion(4, 8))
-
-
-@pytest.mark.parametrize("policy", list(Policy))
-def test_a_poison_of_drafts_goes_on_without(policy: Policy) -> None:
-    cell = Cell(policy, 1, drafts=2, on_draft=True)
-    for sequence_id in range(SEQUENCES):
-        cell.driver.submit(sequence_id, prompt_length=2 + sequence_id % 5, max_tokens=15, draft_length=3)
-    cell.run(always(7))
-    assert len(cell.lost) == 2
-    cell.check_answers()
 
 
 def test_a_row_that_kills_drafts_now_and_then_kills_ever_seldomer() -> None:

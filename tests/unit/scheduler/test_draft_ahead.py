@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
 from scheduler.messages import (
@@ -14,7 +12,6 @@ from scheduler.messages import (
     Role,
     Row,
     RowResult,
-    RowStatus,
     SendStep,
 )
 from scheduler.sampling import Grammar, SamplingParameters
@@ -196,83 +193,3 @@ def test_where_the_verdict_is_sooner_the_draft_row_follows_at_once() -> None:
     assert len(driver.only_step("target").rows[0].draft_tokens) == 4
     assert counted(driver) == (1, 0)
     check_to_the_end(driver)
-
-
-def test_of_what_was_prepared_no_more_is_verified_than_may_be_proposed() -> None:
-    driver = pair(draft_ahead=4, draft_length=4)
-    driver.submit(1, prompt_length=8, max_tokens=40, draft_length=2)
-    preparing(driver)
-    draft(driver, prepares(driver, length=4))
-    driver.answer("target")
-    assert len(driver.only_step("target").rows[0].draft_tokens) == 2
-    check_to_the_end(driver)
-
-
-# --- rows that fail ---
-
-
-def forgets(driver: Driver, row: Row) -> RowResult:
-    driver.workers["draft"].forget(row.sequence_id)
-    return RowResult(row.sequence_id, RowStatus.UNKNOWN_SEQUENCE, 0, 0)
-
-
-def fails_with(status: RowStatus) -> Callable[[Driver, Row], RowResult]:
-    return lambda _driver, row: RowResult(row.sequence_id, status, 0, 0, error="no")
-
-
-FAILURES = {
-    "unknown sequence": forgets,
-    "out of pages": fails_with(RowStatus.OUT_OF_PAGES),
-    "failed": fails_with(RowStatus.FAILED),
-    "invalid": fails_with(RowStatus.INVALID),
-}
-
-
-@pytest.mark.parametrize("failure", FAILURES)
-@pytest.mark.parametrize("verdict", ["later", "sooner"])
-def test_a_row_that_fails_to_prepare_leaves_the_round_as_it_is(failure: str, verdict: str) -> None:
-    driver = drafting()
-    preparing(driver)
-    if verdict == "sooner":
-        driver.answer("target")
-    sent = draft(driver, lambda row: FAILURES[failure](driver, row))
-    if verdict == "later":
-        assert driver.core.snapshot().verifying == 1
-        assert not any(row.draft_length for step in of_type(sent, SendStep) for row in step.rows)
-        driver.answer("target")
-    assert len(outputs(driver, 1)) == 6
-    assert counted(driver)[1] == 0
-    check_to_the_end(driver)
-
-
-# --- ends and losses ---
-
-
-@pytest.mark.parametrize("answered", [False, True])
-@pytest.mark.parametrize("another", [False, True])
-def test_the_draft_is_lost_while_it_prepares(answered: bool, another: bool) -> None:
-    driver = drafting()
-    preparing(driver)
-    if another:
-        driver.join("other", Role.DRAFT)
-    if answered:
-        draft(driver, prepares(driver))
-    driver.lose("draft")
-    del driver.steps["draft"], driver.workers["draft"]
-    assert driver.core.snapshot().verifying == 1
-    driver.answer("target")
-    assert len(outputs(driver, 1)) == 6
-    check_to_the_end(driver)
-
-
-@pytest.mark.parametrize("answered", [False, True])
-def test_a_sequence_is_cancelled_while_its_draft_prepares(answered: bool) -> None:
-    driver = drafting()
-    preparing(driver)
-    if answered:
-        draft(driver, prepares(driver))
-    driver.cancel(1)
-    assert driver.core.snapshot().live == 0
-    driver.settle()
-    assert not any(worker.held for worker in driver.workers.values())
-    assert counted(driver) == (0, 0)

@@ -7,9 +7,8 @@ from scheduler.messages import (
     FinishSequence,
     Role,
     SendStep,
-    StepCompleted,
 )
-from tests.unit.scheduler.driver import Driver, expected, of_type, outputs, pair
+from tests.unit.scheduler.driver import Driver, expected, of_type, outputs
 
 
 def test_the_youngest_makes_room_and_comes_back_with_its_tokens() -> None:
@@ -51,26 +50,3 @@ def test_a_sequence_longer_than_the_drafts_model_goes_on_without_it() -> None:
     rows = [row for step in of_type(driver.log, SendStep) if step.worker_id == "draft" for row in step.rows]
     assert max(row.kv_len + len(row.tokens) + row.draft_length for row in rows) == 20
     assert not driver.workers["draft"].held
-
-
-def test_a_lost_target_costs_recomputation_and_nothing_else() -> None:
-    driver = pair(prefill_chunk=8)
-    for sequence_id in range(3):
-        driver.submit(sequence_id, prompt_length=6, max_tokens=20)
-    for _ in range(6):
-        driver.answer("target")
-        driver.answer("draft")
-    before = {sequence_id: len(outputs(driver, sequence_id)) for sequence_id in range(3)}
-    assert min(before.values()) >= 1
-    lost = driver.steps["target"][0]
-    driver.lose("target")
-    assert driver.core.snapshot().waiting == 3
-    late = driver.workers["target"].run(lost)
-    assert driver.handle(StepCompleted("target", lost.step_id, late, 0.1)) == []
-    driver.join("other")
-    first = driver.steps["other"][0].rows[0]
-    assert (first.sequence_id, first.kv_len, first.opening is not None) == (0, 0, True)
-    del driver.steps["target"]
-    driver.settle()
-    for sequence_id in range(3):
-        assert outputs(driver, sequence_id) == expected(driver, sequence_id)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scheduler.messages import SendStep, StepCompleted
+from scheduler.messages import SendStep
 from tests.unit.scheduler.driver import Driver, expected, of_type, outputs
 
 
@@ -50,20 +50,4 @@ def test_chunks_of_a_prompt_ride_in_consecutive_steps_beside_others() -> None:
     while not outputs(driver, 10):
         driver.answer("target")
     assert steps_with(driver, 10)[before:][:5] == [True, True, True, True, False]
-    assert outputs(driver, 10) == expected(driver, 10)
-
-
-def test_an_answer_that_overtakes_the_one_before_it_does_no_harm() -> None:
-    driver = busy()
-    driver.submit(10, prompt_length=35, max_tokens=3)
-    while not all(any(row.sequence_id == 10 for row in step.rows) for step in driver.outstanding("target")):
-        driver.answer("target")
-    worker = driver.workers["target"]
-    steps = [driver.steps["target"].pop(0) for _ in range(2)]
-    answers = [
-        StepCompleted("target", step.step_id, tuple(worker.run_row(row) for row in step.rows), 0.05) for step in steps
-    ]
-    for answer in reversed(answers):
-        driver.handle(answer)
-    driver.settle()
     assert outputs(driver, 10) == expected(driver, 10)

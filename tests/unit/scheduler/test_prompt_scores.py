@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from scheduler.messages import EmitTokens, FailSequence, Row, RowResult, RowStatus, TokenLogprobs
-from scheduler.state.digests import EMPTY_DIGEST, DigestedTokens
+from scheduler.state.digests import DigestedTokens
 from tests.unit.scheduler.driver import Driver, of_type
 
 PROMPT = tuple((7 + place) % 50 for place in range(30))
 """What the driver submits as sequence 1."""
-UNKNOWN = RowResult(1, RowStatus.UNKNOWN_SEQUENCE, 0, EMPTY_DIGEST)
 
 
 def driver_of(**request: object) -> Driver:
@@ -68,14 +67,6 @@ def test_every_token_but_the_first_is_asked_for_once() -> None:
 def test_nothing_is_asked_for_unless_wanted_or_where_it_was_delivered_before() -> None:
     assert finish(driver_of()) == ([], ())
     assert finish(driver_of(prompt_logprobs=0, committed_output=(49,))) == ([], ())
-
-
-def test_a_sequence_on_another_target_is_scored_from_where_it_was() -> None:
-    driver = driver_of(prompt_logprobs=0)
-    driver.answer("target", fed)
-    driver.lose("target")
-    driver.join("target")
-    assert finish(driver) == (list(range(9, 30)), EVERY)
 
 
 def test_other_scores_than_those_asked_for_fail_the_sequence() -> None:

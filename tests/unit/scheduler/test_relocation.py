@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
-
-from engine.kv.pages import PageTable
 from scheduler.config import KvMovement
 from scheduler.messages import EmitTokens, FinishSequence, MoveKv, SendStep, SequenceRequest, WorkerDrained
-from scheduler.state.digests import DigestedTokens
 from tests.unit.scheduler.driver import Driver, of_type
 from tests.unit.scheduler.model_worker import plain_decoding
 
@@ -43,37 +39,6 @@ def check_outputs(driver: Driver, count: int) -> None:
     for worker in driver.core.snapshot().workers:
         assert not driver.workers[worker.worker_id].held
         driver.workers[worker.worker_id].pool.check_conservation([])
-
-
-def start_move(driver: Driver) -> MoveKv:
-    """Drains `old` and lets its running step end, which is when a sequence may leave."""
-    assert not of_type(driver.drain("old"), MoveKv)
-    (move,) = of_type(driver.answer("old"), MoveKv)
-    return move
-
-
-def test_sequence_leaves_with_its_kv_between_two_rounds() -> None:
-    driver = cell()
-    move = start_move(driver)
-    assert (move.source_id, move.destination_id) == ("old", "new")
-    held = driver.workers["old"].held[1].tokens
-    assert list(move.tokens) == held.tokens[: len(move.tokens)]
-    assert move.prefix_digest == held.digest(len(move.tokens))
-    assert not driver.outstanding("old")
-    assert not driver.outstanding("new")
-    commands = driver.moved(move)
-    (row,) = driver.only_step("new").rows
-    assert row.kv_len == len(move.tokens)
-    assert len(row.tokens) == 1
-    assert row.opening is None
-    (released,) = [step for step in of_type(commands, SendStep) if step.worker_id == "old"]
-    assert released.released == (1,)
-    assert not released.rows
-    assert of_type(driver.answer("old"), WorkerDrained) == [WorkerDrained("old")]
-    driver.lose("old")
-    check_outputs(driver, 1)
-    moves = driver.core.snapshot().moves
-    assert (moves.moves, moves.positions, moves.bytes, moves.seconds) == (1, len(move.tokens), 100, 0.01)
 
 
 def test_draining_target_gets_no_newcomers_and_decodes_on_until_there_is_room_elsewhere() -> None:
@@ -145,22 +110,3 @@ def test_the_measured_times_decide() -> None:
     assert len(of_type(driver.log, MoveKv)) == 2
     assert driver.core.snapshot().moves.rehomed == 2
     check_outputs(driver, 2)
-
-
-@pytest.mark.parametrize("late", [False, True])
-def test_failed_move_is_made_up_for_by_computing_anew(late: bool) -> None:
-    """`late`: the destination has the KV all the same, and nobody heard of it."""
-    driver = cell()
-    move = start_move(driver)
-    if late:
-        table = PageTable()
-        driver.workers["new"].pool.append(table, len(move.tokens))
-        assert driver.workers["new"].adopt(1, DigestedTokens(move.tokens), table)
-    driver.moved(move, moved=False)
-    step = driver.only_step("new")
-    (row,) = step.rows
-    assert step.released == (1,)
-    assert row.kv_len == 0
-    assert row.opening is not None
-    assert driver.core.snapshot().moves.failed == 1
-    check_outputs(driver, 1)

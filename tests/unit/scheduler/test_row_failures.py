@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from scheduler.messages import EmitTokens, FailSequence, FinishSequence, Row, RowResult, RowStatus, SendStep
-from scheduler.transitions.results import MAX_DRAFT_FAILURES, MAX_TARGET_FAILURES
+from scheduler.transitions.results import MAX_TARGET_FAILURES
 from tests.unit.scheduler.driver import Answer, Driver, of_type, pair
 from tests.unit.scheduler.model_worker import plain_decoding
 
@@ -54,43 +54,6 @@ def check_outputs(driver: Driver, *sequence_ids: int) -> None:
         assert [f.sequence_id for f in of_type(driver.log, FinishSequence)].count(sequence_id) == 1
     assert not driver.workers["target"].held
     assert not driver.workers["draft"].held
-
-
-# --- on the target ---
-
-
-def test_an_unknown_sequence_is_opened_again_from_its_first_token() -> None:
-    driver = pair(prefill_chunk=64)
-    driver.submit(1, prompt_length=9)
-    driver.submit(2, prompt_length=9)
-    until_verifying(driver)
-
-    def forgotten(row: Row) -> RowResult:
-        driver.workers["target"].forget(1)
-        return status(RowStatus.UNKNOWN_SEQUENCE)(row)
-
-    driver.answer("target", instead=for_row(1, forgotten))
-    row = next_row(driver, "target")
-    assert (row.kv_len, row.opening is not None, row.draft_tokens, row.sample) == (0, True, (), True)
-    check_outputs(driver, 1, 2)
-
-
-@pytest.mark.parametrize("kept", [0, 4, 9])
-def test_after_a_mismatch_only_what_is_missing_is_sent(kept: int) -> None:
-    driver = pair()
-    driver.submit(1, prompt_length=9)
-    committed = until_verifying(driver).kv_len + 1
-    held = driver.workers["target"].held[1]
-
-    def shorter(row: Row) -> RowResult:
-        held.tokens.truncate(kept)
-        driver.workers["target"].pool.truncate(held.table, kept)
-        return RowResult(1, RowStatus.KV_MISMATCH, kept, held.tokens.digest(kept))
-
-    driver.answer("target", instead=shorter)
-    row = next_row(driver, "target")
-    assert (row.kv_len, len(row.tokens), row.opening) == (kept, committed - kept, None)
-    check_outputs(driver, 1)
 
 
 def test_endless_mismatches_end_in_an_error_for_that_sequence_alone() -> None:
@@ -144,54 +107,6 @@ def test_an_answer_that_cannot_be_is_not_committed(tokens: tuple[int, ...], acce
     assert len(of_type(driver.log, EmitTokens)) == before
     (failed,) = of_type(driver.log, FailSequence)
     assert "do not match" in failed.error
-
-
-def test_a_target_out_of_pages_sends_the_youngest_away() -> None:
-    driver = pair(draft_length=0)
-    driver.submit(1, prompt_length=9)
-    driver.submit(2, prompt_length=9)
-    while driver.core.snapshot().verifying < 1:
-        driver.answer("target")
-    preempted = driver.core.snapshot().preemptions
-    while not any(row.sequence_id == 1 for row in driver.steps["target"][0].rows):
-        driver.answer("target")
-    driver.answer("target", instead=for_row(1, status(RowStatus.OUT_OF_PAGES)))
-    assert driver.core.snapshot().preemptions == preempted + 1
-    check_outputs(driver, 1, 2)
-
-
-# --- on a draft ---
-
-
-@pytest.mark.parametrize("kind", [RowStatus.INVALID, RowStatus.FAILED])
-def test_a_draft_that_cannot_run_a_row_is_done_without(kind: RowStatus) -> None:
-    driver = pair()
-    driver.submit(1, prompt_length=9)
-    driver.submit(2, prompt_length=9)
-    until_verifying(driver)
-    driver.answer("target")
-    while not any(row.sequence_id == 1 for step in driver.steps["draft"][:1] for row in step.rows):
-        driver.answer("draft" if driver.steps["draft"] else "target")
-    driver.answer("draft", instead=for_row(1, status(kind)))
-    logged = len(driver.log)
-    check_outputs(driver, 1, 2)
-    later = [row for step in of_type(driver.log[logged:], SendStep) if step.worker_id == "draft" for row in step.rows]
-    assert {row.sequence_id for row in later} == {2}
-
-
-@pytest.mark.parametrize("kind", [RowStatus.UNKNOWN_SEQUENCE, RowStatus.KV_MISMATCH, RowStatus.OUT_OF_PAGES])
-def test_a_draft_that_keeps_failing_is_done_without(kind: RowStatus) -> None:
-    driver = pair()
-    driver.submit(1, prompt_length=9, max_tokens=30)
-    for _ in range(300):
-        if driver.steps["draft"]:
-            driver.answer("draft", instead=status(kind))
-        elif driver.steps["target"]:
-            driver.answer("target")
-    rows = [row for step in of_type(driver.log, SendStep) if step.worker_id == "draft" for row in step.rows]
-    assert len(rows) == MAX_DRAFT_FAILURES
-    assert not of_type(driver.log, FailSequence)
-    check_outputs(driver, 1)
 
 
 def test_a_proposal_longer_than_asked_is_cut() -> None:

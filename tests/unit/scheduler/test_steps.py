@@ -6,7 +6,6 @@ import pytest
 
 from scheduler.config import Policy
 from scheduler.messages import (
-    EmitTokens,
     FinishSequence,
     Role,
     Row,
@@ -14,7 +13,7 @@ from scheduler.messages import (
     RowStatus,
     SendStep,
 )
-from tests.unit.scheduler.driver import Driver, expected, of_type, outputs, pair
+from tests.unit.scheduler.driver import Driver, of_type, pair
 
 
 def unknown(row: Row) -> RowResult:
@@ -96,16 +95,6 @@ def test_packed_rows_are_bounded_and_prefill_is_not_shut_out() -> None:
     assert of_type(driver.log, FinishSequence)[0].sequence_id == 99
 
 
-def test_a_row_with_drafts_fits_a_small_worker() -> None:
-    driver = Driver(draft_length=7)
-    driver.join("target", packed=8)
-    driver.join("draft", Role.DRAFT, packed=8)
-    driver.submit(1, max_tokens=40)
-    driver.settle()
-    assert outputs(driver, 1) == expected(driver, 1)
-    assert max(emitted.drafted for emitted in of_type(driver.log, EmitTokens)) == 3
-
-
 def eqspec_waiting() -> Driver:
     """A target idle with a drafted sequence, while another is being drafted."""
     driver = Driver(policy=Policy.EQSPEC, wait_bound_steps=1.5, initial_step_seconds=0.1)
@@ -148,3 +137,13 @@ def test_eqspec_keeps_a_batch_of_sequences_per_target() -> None:
     for sequence_id in range(20):
         driver.submit(sequence_id)
     assert driver.core.snapshot().running == 6
+
+
+def test_releases_ride_on_the_next_step() -> None:
+    driver = Driver(draft_length=0)
+    driver.join("target")
+    driver.submit(1, max_tokens=2)
+    driver.submit(2, max_tokens=30)
+    driver.settle()
+    (release,) = [step for step in of_type(driver.log, SendStep) if 1 in step.released]
+    assert release.rows, "another sequence was running: no step of its own is needed"
