@@ -16,7 +16,7 @@ from services.backend.interface import GenerationRequest
 from services.backend.sequence_stream import AdmissionRefusedError
 from services.scheduler_client.cell_choice import PAGE_TOKENS
 from services.scheduler_client.cell_link import ClientOptions
-from services.scheduler_client.remote import RecoveryListener, SchedulerClient, workers_in_use
+from services.scheduler_client.remote import RecoveryListener, SchedulerClient
 from tests.support.cells import (
     CLIENT,
     Cell,
@@ -168,27 +168,5 @@ def test_limits_of_a_key_hold_over_all_cells() -> None:
             assert refused.value.cause is RefusalCause.KEY_LIMIT
             for index, stream in enumerate(streams):
                 assert await read(stream) == continuation(prompt_of(index), 30)
-
-    asyncio.run(run())
-
-
-def test_figures_are_those_of_all_cells() -> None:
-    async def run() -> None:
-        async with two_cells(targets=2) as cells, gateway([cell.resolve for cell in cells]) as backend:
-            assert backend.cells == 2
-            assert (await backend.model()).model_id
-            streams = [await backend.submit(request_of(index, 100)) for index in range(10)]
-            statuses = await backend.statuses()
-            assert sum(status.live_set.live for status in statuses) == 10
-            assert len(workers_in_use(statuses)) == 6
-            for number in (1, 2):
-                views = backend.watch(0.1, 100, number)
-                view = await anext(views)
-                assert view.status.live_set.live == cells[number - 1].live_sequences
-                await views.aclose()
-            for stream in streams:
-                stream.cancel()
-            for cell in cells:
-                await cell.wait_empty()
 
     asyncio.run(run())

@@ -32,16 +32,6 @@ async def scrape(endpoint: MetricsEndpoint) -> str:
     return response.text
 
 
-def test_figures_are_read_on_the_event_loop() -> None:
-    async def run() -> None:
-        async with MetricsEndpoint(one_family, HOST, 0) as endpoint:
-            texts = await asyncio.gather(*(scrape(endpoint) for _ in range(5)))
-            assert all("\nspool_here 1.0\n" in text for text in texts)
-        assert endpoint.url is None
-
-    asyncio.run(run())
-
-
 def test_one_rendering_serves_all_who_scrape_within_half_a_second() -> None:
     readings: list[None] = []
     now = [100.0]

@@ -12,13 +12,12 @@ import pytest
 
 from protos import scheduler_pb2, scheduler_pb2_grpc
 from scheduler.config import SchedulerConfig
-from scheduler.messages import FinishReason, RefusalCause, Role
+from scheduler.messages import RefusalCause, Role
 from services.backend.interface import BackendUnavailableError, DeadlineExceededError, GenerationRequest
 from services.backend.sequence_stream import AdmissionRefusedError, SequenceFailedError
 from services.rpc.protocol_version import PROTOCOL_VERSION
 from services.scheduler.session import SessionOptions
 from services.scheduler_client.cell_link import ClientOptions
-from services.scheduler_client.remote import workers_in_use
 from tests.support.cells import (
     SESSIONS,
     Whereabouts,
@@ -60,43 +59,6 @@ async def events_of(call: AsyncIterator[scheduler_pb2.SessionReply]) -> AsyncIte
     async for reply in call:
         for event in reply.events:
             yield event
-
-
-def test_what_a_gateway_can_learn() -> None:
-    async def run() -> None:
-        async with running_cell(targets=2, **SLOW) as cell, client(cell.resolve) as backend:
-            stream = await backend.submit(request_of(1, ENDLESS))
-            begun = list((await anext(stream)).tokens)
-            model = await backend.model()
-            assert (model.model_id, model.vocabulary_size) == ("stand-in", VOCABULARY)
-            assert model.max_sequence_length == MAX_LENGTH
-            (status,) = await backend.statuses()
-            assert status.live_set.live == 1
-            assert {worker.worker_id for worker in workers_in_use([status])} == {"draft-0", "target-0", "target-1"}
-            assert any(worker.free_pages < worker.total_pages for worker in status.workers)
-            assert [status.scheduler_epoch] == backend.scheduler_epochs == [cell.service.workers.epoch]
-            assert status.uptime_seconds > 0
-            assert {worker.address for worker in status.workers} == {worker.address for worker in cell.workers}
-            stream.cancel()
-            stream.cancel()
-            tokens = begun + await read(stream)
-            assert tokens == continuation(prompt_of(1), len(tokens))
-            assert stream.finish_reason is FinishReason.CANCELLED
-
-    asyncio.run(run())
-
-
-def test_log_probabilities_stop_tokens_and_draft_lengths_cross_the_wire() -> None:
-    async def run() -> None:
-        whole = continuation(prompt_of(1), 20)
-        async with running_cell() as cell, client(cell.resolve) as backend:
-            stream = await backend.submit(request_of(1, 20, stop_token_ids=frozenset({whole[9], 5000}), draft_length=0))
-            deltas = [delta async for delta in stream]
-            assert [token for delta in deltas for token in delta.tokens] == whole[:10]
-            assert sum(delta.drafted for delta in deltas) == 0
-            assert stream.finish_reason is FinishReason.STOP
-
-    asyncio.run(run())
 
 
 def test_refusals_failures_and_deadlines_are_told_apart() -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Callable
 
 import grpc.aio
 import pytest
@@ -20,41 +19,12 @@ from protos import worker_pb2, worker_pb2_grpc
 from scheduler.messages import Outcome
 from scheduler.state.digests import DigestedTokens
 from services.rpc.worker_codec import result_from_wire
-from services.worker.executor import DraftStepExecutor, StepExecutor, TargetStepExecutor
+from services.worker.executor import DraftStepExecutor, TargetStepExecutor
 from services.worker.server import WorkerServer
 from tests.support.stand_in_worker import StandInEngine, guess, next_token
 from tests.support.tiny_models import TORCH_SHAPE, tiny_model
 from tests.support.waiting import LONG
-
-EPOCH = 77
-PROMPT = [5, 6, 7, 8, 9]
-PARAMETERS = worker_pb2.SequenceParameters(prompt_length=len(PROMPT))
-
-
-class Conversation:
-    """Speaks to an executor as a scheduler would."""
-
-    def __init__(self, executor: StepExecutor[Any]) -> None:
-        self.executor = executor
-        self.step_id = 0
-
-    def step(self, *rows: worker_pb2.Row) -> Sequence[worker_pb2.RowReply]:
-        self.step_id += 1
-        request = worker_pb2.StepRequest(worker_epoch=EPOCH, scheduler_epoch=1, step_id=self.step_id, rows=rows)
-        reply = self.executor.execute(request, self.executor.clock())
-        self.executor.check_integrity()
-        return reply.rows
-
-
-def row(sequence_id: int, known: Sequence[int], kv_len: int, **fields: object) -> worker_pb2.Row:
-    """A row that feeds what of `known` lies behind `kv_len`."""
-    digest = DigestedTokens(known).digest(kv_len)
-    return worker_pb2.Row(sequence_id=sequence_id, kv_len=kv_len, prefix_digest=digest, tokens=known[kv_len:], **fields)
-
-
-def opening(sequence_id: int, **fields: object) -> worker_pb2.Row:
-    return row(sequence_id, PROMPT, 0, parameters=PARAMETERS, **fields)
-
+from tests.unit.services.test_executor import EPOCH, PARAMETERS, PROMPT, Conversation, opening, row
 
 # --- by the rules of rows ---------------------------------------------------------------------------------------------
 
@@ -65,9 +35,9 @@ def draft() -> Conversation:
 
 
 def test_outcomes_come_with_their_proposals(draft: Conversation) -> None:
-    (reply,) = draft.step(opening(1, draft_length=3))
+    (reply,) = draft.step(opening(1, draft_length=3)).rows
     proposal = list(reply.tokens)
-    (reply,) = draft.step(row(1, PROMPT, 4, draft_tokens=proposal, draft_length=2, outcomes=3))
+    (reply,) = draft.step(row(1, PROMPT, 4, draft_tokens=proposal, draft_length=2, outcomes=3)).rows
     assert reply.status == worker_pb2.ROW_STATUS_OK
     assert list(reply.tokens) == []
     assert (reply.kv_len, reply.prefix_digest) == (8, DigestedTokens([*PROMPT, *proposal]).digest(8))
@@ -98,32 +68,34 @@ def test_outcomes_that_do_not_add_up_are_refused(lengths: list[int], tokens: lis
 
 def test_after_an_outcome_its_proposal_goes_on(draft: Conversation) -> None:
     """The proposal and the token of the target lie in the worker's KV as far as they came true."""
-    (reply,) = draft.step(opening(1, draft_length=3))
+    (reply,) = draft.step(opening(1, draft_length=3)).rows
     proposal = list(reply.tokens)
-    (reply,) = draft.step(row(1, PROMPT, 4, draft_tokens=proposal, draft_length=2, outcomes=3))
+    (reply,) = draft.step(row(1, PROMPT, 4, draft_tokens=proposal, draft_length=2, outcomes=3)).rows
     outcome = result_from_wire(reply).outcomes[-1]
     known = [*PROMPT, *proposal[: outcome.accepted], outcome.token]
     fed = [*known, *outcome.draft_tokens]
-    (reply,) = draft.step(row(1, known, len(known) - 1, draft_tokens=outcome.draft_tokens, draft_length=1, outcomes=1))
+    (reply,) = draft.step(
+        row(1, known, len(known) - 1, draft_tokens=outcome.draft_tokens, draft_length=1, outcomes=1)
+    ).rows
     assert (reply.kv_len, reply.prefix_digest) == (len(fed), DigestedTokens(fed).digest(len(fed)))
-    (reply,) = draft.step(row(1, [*known, 500], len(known), draft_length=1))
+    (reply,) = draft.step(row(1, [*known, 500], len(known), draft_length=1)).rows
     assert list(reply.tokens) == [guess([*known, 500])]
 
 
 def test_a_target_prepares_for_nothing() -> None:
     target = Conversation(TargetStepExecutor(StandInEngine(), EPOCH))
-    (reply,) = target.step(opening(1, draft_tokens=[3], sample=True, outcomes=1))
+    (reply,) = target.step(opening(1, draft_tokens=[3], sample=True, outcomes=1)).rows
     assert reply.status == worker_pb2.ROW_STATUS_INVALID
     assert reply.error == "outcomes is 1, must be 0 on a target worker"
 
 
 def test_rows_of_a_step_all_have_outcomes_or_none(draft: Conversation) -> None:
     plain, ahead = opening(1, draft_length=2), opening(2, draft_length=2, outcomes=4)
-    first, second, third = draft.step(plain, ahead, opening(3))
+    first, second, third = draft.step(plain, ahead, opening(3)).rows
     assert first.status == third.status == worker_pb2.ROW_STATUS_OK
     assert second.status == worker_pb2.ROW_STATUS_INVALID
     assert second.error == "outcomes is 4, and 0 in the first row: all rows have it or none"
-    first, second = draft.step(ahead, row(1, PROMPT, 4, draft_length=2))
+    first, second = draft.step(ahead, row(1, PROMPT, 4, draft_length=2)).rows
     assert first.status == worker_pb2.ROW_STATUS_OK
     assert second.error == "outcomes is 0, and 4 in the first row: all rows have it or none"
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-import zlib
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -22,11 +20,9 @@ from scheduler.config import KvMovement, Policy, SchedulerConfig
 from scheduler.messages import Role
 from scheduler.sampling import Grammar, SamplingParameters
 from scheduler.state.digests import EMPTY_DIGEST, DigestedTokens
-from services.rpc.channel_security import ChannelSecurity
 from services.scheduler.service import SchedulerService
 from services.scheduler.workers.worker_link import WorkerEndpoint
 from services.worker.executor import StepExecutor, TargetStepExecutor
-from services.worker.kv_fetch import import_kv
 from services.worker.server import WorkerServer, step_thread
 from tests.support.cells import LINKS, Worker, client, prompt_of, read, read_some, request_of, running_cell
 from tests.support.stand_in_worker import StandInEngine, continuation
@@ -203,65 +199,6 @@ def test_import_that_cannot_be_is_refused(fields: dict[str, object], code: grpc.
     asyncio.run(run())
 
 
-def page(index: int, data: bytes = bytes(32), checksum: int | None = None) -> worker_pb2.KvPart:
-    known = zlib.crc32(data) if checksum is None else checksum
-    return worker_pb2.KvPart(page=worker_pb2.KvPage(index=index, data=data, checksum=known))
-
-
-def test_import_that_is_given_up_while_pages_are_set_aside_gives_them_back() -> None:
-    async def run() -> None:
-        executor, thread = stand_in(), ThreadPoolExecutor(max_workers=1)
-        executor.execute(worker_pb2.StepRequest(worker_epoch=EPOCH, scheduler_epoch=SCHEDULER_EPOCH), 0.0)
-        set_aside, goes_on = threading.Event(), threading.Event()
-
-        def slowly(call: Callable[..., object], *arguments: object) -> object:
-            result = call(*arguments)
-            set_aside.set()
-            goes_on.wait(LONG)
-            return result
-
-        def on_thread(call: Callable[..., object], *arguments: object) -> asyncio.Future[object]:
-            return asyncio.get_running_loop().run_in_executor(thread, slowly, call, *arguments)
-
-        task = asyncio.create_task(
-            import_kv(import_from("127.0.0.1:1"), executor.kv_transfer, on_thread, ChannelSecurity(), LONG)
-        )
-        await asyncio.to_thread(set_aside.wait, LONG)
-        total = executor.describe().total_pages
-        assert executor.free_pages == total - 3
-        task.cancel()
-        await asyncio.wait([task])
-        goes_on.set()
-        await until(lambda: executor.free_pages == total)
-        thread.shutdown()
-
-    asyncio.run(run())
-
-
-def export() -> worker_pb2.ExportKvRequest:
-    return worker_pb2.ExportKvRequest(
-        worker_epoch=EPOCH,
-        scheduler_epoch=SCHEDULER_EPOCH,
-        sequence_id=5,
-        kv_len=len(TOKENS),
-        prefix_digest=DigestedTokens(TOKENS).digest(len(TOKENS)),
-    )
-
-
-def test_draining_worker_takes_nothing_and_gives_what_it_has() -> None:
-    async def run() -> None:
-        async with two() as (source, destination):
-            source.executor.draining = True
-            reply = await destination.stub.ImportKv(import_from(source.address), timeout=LONG)
-            assert reply.bytes
-            destination.executor.draining = True
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await destination.stub.ImportKv(import_from(source.address, sequence_id=6), timeout=LONG)
-            assert "draining" in (caught.value.details() or "")
-
-    asyncio.run(run())
-
-
 # --- real engines -----------------------------------------------------------------------------------------------------
 
 
@@ -322,28 +259,6 @@ async def decode(
             async for delta in stream:
                 outputs[index].extend(zip(delta.tokens, delta.logits_digests, strict=True))
         return outputs, service
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_real_kv_moves_bit_by_bit(target_folder: Path, dtype: str) -> None:
-    (first, _), (second, _) = load(target_folder, dtype=dtype), load(target_folder, dtype=dtype)
-
-    async def pages_of(worker: Served) -> list[bytes]:
-        return [part.page.data async for part in worker.stub.ExportKv(export()) if part.HasField("page")]
-
-    async def run() -> None:
-        async with served(first) as source, served(second) as destination:
-            row = opening()
-            (reply,) = (await source.step(row)).rows
-            assert reply.status == worker_pb2.ROW_STATUS_OK
-            moved = await destination.stub.ImportKv(import_from(source.address), timeout=LONG)
-            held = await pages_of(source)
-            assert await pages_of(destination) == held
-            assert moved.bytes == sum(map(len, held))
-            assert any(any(page) for page in held)
-            assert len(held) == 2
-
-    asyncio.run(run())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -15,7 +15,6 @@ from typing import Any
 import grpc
 import psutil
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from protos import worker_pb2, worker_pb2_grpc
 from scheduler.messages import Role
@@ -127,19 +126,6 @@ def test_steps_run_in_order_and_the_server_stays_live() -> None:
 
             # A stream of its own, as after a broken connection, repeats a step.
             assert await exchange(stub, [requests[2]]) == [replies[2]]
-
-    asyncio.run(run())
-
-
-def test_health() -> None:
-    async def run() -> None:
-        async with (
-            WorkerLauncher([stand_in(Role.TARGET)]) as launcher,
-            grpc.aio.insecure_channel(launcher.workers[0].address) as channel,
-        ):
-            health = health_pb2_grpc.HealthStub(channel)
-            request = health_pb2.HealthCheckRequest(service="spool.v1.Worker")
-            assert (await health.Check(request, timeout=LONG)).status == health_pb2.HealthCheckResponse.SERVING
 
     asyncio.run(run())
 

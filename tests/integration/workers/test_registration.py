@@ -83,33 +83,6 @@ def test_worker_that_is_gone_is_forgotten_and_another_takes_its_name() -> None:
     asyncio.run(run())
 
 
-def test_worker_is_forgotten_at_the_second_sweep_in_a_row_that_finds_it_silent() -> None:
-    async def run() -> None:
-        now = 0.0
-        async with SchedulerService(SchedulerConfig(), scheduler_epoch=1, link_options=LINKS) as service:
-            workers = service.workers
-            workers.clock = lambda: now
-            # It finds no scheduler: it registers here when the test says so.
-            async with running_worker("target-0", Role.TARGET, Whereabouts()) as worker:
-                endpoint = WorkerEndpoint("target-0", Role.TARGET, worker.address)
-                description = worker.server.describe()
-                assert (await workers.register(endpoint, description, REGISTRY)).state is WorkerState.IN_USE
-            await until(lambda: not service.workers.up)
-            for silent in (False, True):
-                now += 2 * REGISTRY.forget_seconds
-                await workers.sweep(REGISTRY)
-                assert [link.endpoint for link in workers.known()] == [endpoint]
-                if not silent:
-                    # One word in between, and its silence begins anew.
-                    await workers.register(endpoint, description, REGISTRY)
-                    await workers.sweep(REGISTRY)
-            await workers.sweep(REGISTRY)
-            assert workers.known() == []
-            assert service.workers.links == {}
-
-    asyncio.run(run())
-
-
 def test_late_registration_of_an_earlier_start_costs_the_living_one_nothing() -> None:
     async def run() -> None:
         async with SchedulerService(SchedulerConfig(), scheduler_epoch=1, link_options=LINKS) as service:

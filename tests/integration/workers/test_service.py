@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -23,7 +21,7 @@ from services.launch.launcher import RunningWorker, WorkerLaunch, WorkerLauncher
 from services.scheduler.service import SchedulerService, ServiceClosedError
 from services.scheduler.workers.pairing import PairingError
 from services.scheduler.workers.worker_link import LinkOptions, WorkerEndpoint, WorkerUnreachableError
-from tests.integration.workers.test_processes import DESCRIBE, ROOT, stand_in
+from tests.integration.workers.test_processes import DESCRIBE, stand_in
 from tests.support.stand_in_worker import VOCABULARY, continuation
 from tests.support.waiting import LONG, until
 
@@ -137,19 +135,6 @@ def test_deltas_carry_rounds_and_digests() -> None:
     asyncio.run(run())
 
 
-def test_stop_token_and_resubmission() -> None:
-    async def run() -> None:
-        whole = continuation([30, 31], 20)
-        async with cell() as (service, _):
-            stream = service.submit([30, 31], 20, stop_token_ids=frozenset({whole[9]}))
-            tokens = await stream.collect()
-            assert tokens == whole[:10]
-            assert stream.finish_reason is FinishReason.STOP
-            assert await service.submit([30, 31], 20, committed_output=whole[:7]).collect() == whole[7:]
-
-    asyncio.run(run())
-
-
 def test_hung_worker_is_lost_and_comes_back_only_when_it_answers() -> None:
     async def run() -> None:
         links = LinkOptions(connect_timeout=3, step_timeout=2, first_backoff=0.02, longest_backoff=0.1)
@@ -197,12 +182,3 @@ def test_worker_of_the_wrong_role_and_worker_that_is_not_there() -> None:
                 await service.workers.add([WorkerEndpoint("b", Role.TARGET, "127.0.0.1:1")])
 
     asyncio.run(run())
-
-
-def test_the_service_needs_no_torch() -> None:
-    code = (
-        "import sys, services.scheduler.service, services.launch.launcher, services.text.tokenizer; "
-        "sys.exit(', '.join({'torch', 'transformers'} & sys.modules.keys()) or 0)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr

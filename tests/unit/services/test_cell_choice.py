@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections import Counter
 
 import pytest
 
@@ -64,36 +63,6 @@ def test_no_cell_gets_more_than_its_part(count: int, prompts: int) -> None:
         while sum(sequences.values()) > 100:
             ended = rng.choice([number for number, live in sequences.items() if live])
             sequences[ended] -= 1
-
-
-def test_shared_system_prompts_are_computed_in_few_cells() -> None:
-    """64 at a time, 8 system prompts, 4 cells: at least 80 % find theirs, where 98 % could with one cell."""
-    rng = random.Random(0)
-    choice = CellChoice()
-    has: dict[int, set[int]] = {number: set() for number in range(1, 5)}
-    live: list[int] = []
-    hits = 0
-    for number in range(400):
-        system = rng.randrange(8)
-        counts = Counter(live)
-        chosen = choice.choose(
-            b"", prompt_of(4, system) + prompt_of(1, 100 + number), cells_of({cell: counts[cell] for cell in has})
-        )
-        hits += system in has[chosen]
-        has[chosen].add(system)
-        live.append(chosen)
-        if len(live) == 64:
-            live.pop(rng.randrange(64))
-    assert hits >= 0.8 * (400 - 8)
-
-
-def test_a_cell_without_targets_gets_nothing_while_another_has_some() -> None:
-    choice = CellChoice()
-    prompt = prompt_of(2, 1)
-    first = choice.choose(b"", prompt, idle(2))
-    other = 3 - first
-    assert choice.choose(b"", prompt, cells_of({first: 0, other: 50}, {first: 0, other: 1})) == other
-    assert choice.choose(b"", prompt, cells_of({first: 0, other: 0}, {first: 0, other: 0})) in (first, other)
 
 
 def test_what_a_lost_cell_had_is_forgotten() -> None:

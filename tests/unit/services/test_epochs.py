@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 
-import pytest
-
 from services.scheduler.epochs import EpochAuthority, MemoryRegister, SupersededError
 
 
@@ -28,29 +26,6 @@ def test_schedulers_that_start_at_once_have_different_epochs() -> None:
         # Each has room for its connections below the next.
         ordered = sorted(epochs)
         assert min(later - earlier for earlier, later in itertools.pairwise(ordered)) >= 1 << 32
-
-    asyncio.run(run())
-
-
-def test_a_later_scheduler_counts() -> None:
-    async def run() -> None:
-        authority = EpochAuthority(MemoryRegister())
-        first, second = await authority.claim(), await authority.claim()
-        with pytest.raises(SupersededError, match="a scheduler with number 2 has taken over, this one's is 1"):
-            await authority.renew(first, above=second + 7)
-
-    asyncio.run(run())
-
-
-def test_an_epoch_that_nobody_was_given_loses() -> None:
-    async def run() -> None:
-        register = MemoryRegister()
-        authority = EpochAuthority(register)
-        epoch = await authority.claim()
-        of_a_clock = 1_795_000_000_000_000_000
-        renewed = await authority.renew(epoch, above=of_a_clock)
-        assert renewed > of_a_clock
-        assert await authority.claim() > renewed
 
     asyncio.run(run())
 

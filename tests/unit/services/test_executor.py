@@ -9,7 +9,7 @@ import pytest
 from engine.steps import Computing, RowOutcome, StepOutcome, VerifyRow, no_callback
 from protos import worker_pb2
 from scheduler.state.digests import EMPTY_DIGEST, DigestedTokens
-from services.worker.executor import DraftStepExecutor, StepExecutor, TargetStepExecutor
+from services.worker.executor import StepExecutor, TargetStepExecutor
 from tests.support.stand_in_worker import (
     MAX_LENGTH,
     ROW_FAILS,
@@ -17,7 +17,6 @@ from tests.support.stand_in_worker import (
     VOCABULARY,
     StandInEngine,
     continuation,
-    guess,
 )
 
 EPOCH = 77
@@ -64,86 +63,10 @@ def target(engine: StandInEngine) -> Conversation:
     return Conversation(TargetStepExecutor(engine, EPOCH))
 
 
-@pytest.fixture
-def draft(engine: StandInEngine) -> Conversation:
-    return Conversation(DraftStepExecutor(engine, EPOCH))
-
-
-def test_describes_all_of_the_engine(engine: StandInEngine) -> None:
-    found = TargetStepExecutor(engine, EPOCH).describe()
-    assert (found.role, found.worker_epoch) == (worker_pb2.ROLE_TARGET, EPOCH)
-    assert found.free_pages == found.total_pages == engine.description.total_pages
-    for name in ("model_id", "tokenizer_digest", "dtype", "device", "page_size", "max_num_batched_tokens", "threads"):
-        assert getattr(found, name) == getattr(engine.description, name), name
-    assert tuple(found.exact_row_counts) == engine.description.exact_row_counts
-    assert found.process_id > 0
-
-
-def test_verifies_accepts_and_rolls_back(target: Conversation) -> None:
-    output = continuation(PROMPT, 8)
-    (reply,) = target.step(opening(1, sample=True)).rows
-    assert list(reply.tokens) == output[:1]
-    assert (reply.kv_len, reply.prefix_digest) == (5, DigestedTokens(PROMPT).digest(5))
-
-    known = [*PROMPT, output[0]]
-    (reply,) = target.step(row(1, known, 5, draft_tokens=[output[1], output[2], 1, 2], sample=True)).rows
-    assert list(reply.tokens) == output[1:4]
-    assert reply.accepted == 2
-    assert (reply.kv_len, reply.prefix_digest) == (8, DigestedTokens([*PROMPT, *output]).digest(8))
-
-
-def test_prefill_in_chunks_chooses_nothing_before_the_last(target: Conversation) -> None:
-    (reply,) = target.step(row(1, PROMPT[:3], 0, parameters=PARAMETERS)).rows
-    assert (list(reply.tokens), reply.kv_len) == ([], 3)
-    (reply,) = target.step(row(1, PROMPT, 3, sample=True)).rows
-    assert list(reply.tokens) == continuation(PROMPT, 1)
-
-
-def test_draft_proposes_and_holds_all_but_the_last(draft: Conversation) -> None:
-    (reply,) = draft.step(opening(1, draft_length=3)).rows
-    proposal = list(reply.tokens)
-    expected = list(PROMPT)
-    for _ in range(3):
-        expected.append(guess(expected))
-    assert proposal == expected[5:]
-    assert list(reply.confidences) == [min(token % 5 * 64, 255) for token in proposal]
-    assert reply.kv_len == 7
-    known = [*PROMPT, proposal[0], 500]
-    (reply,) = draft.step(row(1, known, 6, draft_length=1)).rows
-    assert list(reply.tokens) == [guess(known)]
-    (reply,) = draft.step(row(1, [*known, 501], 7)).rows
-    assert (list(reply.tokens), reply.confidences, reply.kv_len) == ([], b"", 8)
-
-
 def test_logits_digests_come_when_asked_for(target: Conversation) -> None:
     parameters = worker_pb2.SequenceParameters(prompt_length=5, logits_digests=True)
     (reply,) = target.step(row(1, PROMPT, 0, parameters=parameters, sample=True)).rows
     assert list(reply.logits_digests) == [reply.tokens[0] + 5]
-
-
-def test_repeated_step_gets_the_cached_reply(target: Conversation, engine: StandInEngine) -> None:
-    first = target.step(opening(1, sample=True))
-    again = target.step(opening(1, sample=True), step_id=1)
-    assert again == first
-    assert engine.steps == 1
-
-
-def test_wrong_worker_epoch_is_refused(target: Conversation, engine: StandInEngine) -> None:
-    reply = target.step(opening(1), worker_epoch=78)
-    assert reply.status == worker_pb2.STEP_STATUS_WRONG_EPOCH
-    assert reply.error == "worker_epoch is 78, this worker's is 77"
-    assert engine.steps == 0
-
-
-def test_higher_scheduler_epoch_takes_over(target: Conversation, engine: StandInEngine) -> None:
-    target.step(opening(1), opening(2))
-    assert engine.pool.free_pages < engine.pool.total_pages
-    (reply,) = target.step(row(1, PROMPT, 0), scheduler_epoch=2, step_id=1).rows
-    assert reply.status == worker_pb2.ROW_STATUS_UNKNOWN_SEQUENCE
-    assert engine.pool.free_pages == engine.pool.total_pages
-    fenced = target.step(opening(1), scheduler_epoch=1)
-    assert fenced.status == worker_pb2.STEP_STATUS_FENCED
-    assert "one with 2 has taken over" in fenced.error
 
 
 def test_mismatch_says_what_the_worker_has(target: Conversation) -> None:
@@ -243,44 +166,3 @@ def test_engine_that_breaks_its_word_loses_the_sequence() -> None:
     assert "KV for 5 positions, must be 7" in lied.error
     assert other.status == worker_pb2.ROW_STATUS_OK
     assert target.executor.sequences == 1
-
-
-def test_draining_worker_refuses_steps_with_new_sequences_whole(target: Conversation) -> None:
-    known = row(1, [*PROMPT, 3], 5, sample=True)
-    target.step(opening(1))
-    target.executor.draining = True
-    refused = target.step(known, opening(2))
-    assert refused.status == worker_pb2.STEP_STATUS_INVALID
-    assert "draining" in refused.error
-    assert target.executor.sequences == 1
-    (reply,) = target.step(known).rows
-    assert reply.status == worker_pb2.ROW_STATUS_OK
-
-
-def test_timings_tell_queueing_idleness_and_work() -> None:
-    now = [100.0]
-
-    class TimedEngine(StandInEngine):
-        def step(self, rows: Sequence[VerifyRow], computing: Computing = no_callback) -> StepOutcome:
-            now[0] += 2.0
-            return super().step(rows, computing)
-
-    executor = TargetStepExecutor(TimedEngine(), EPOCH, clock=lambda: now[0])
-    first = executor.execute(
-        worker_pb2.StepRequest(worker_epoch=EPOCH, step_id=1, rows=[opening(1)]), arrived=now[0] - 0.5
-    ).timings
-    assert (first.queued, first.idle, first.total) == (0.5, 0.0, 2.0)
-    now[0] += 3.0
-    second = executor.execute(worker_pb2.StepRequest(worker_epoch=EPOCH, step_id=2), arrived=now[0]).timings
-    assert (second.queued, second.idle, second.total) == (0.0, 3.0, 0.0)
-
-
-def test_the_engine_says_when_it_computes_and_nobody_else(engine: StandInEngine) -> None:
-    executor = TargetStepExecutor(engine, EPOCH)
-    said: list[int] = []
-    request = worker_pb2.StepRequest(worker_epoch=EPOCH, step_id=1, rows=[opening(1)])
-    executor.execute(request, 0.0, lambda: said.append(engine.steps))
-    assert said == [0]
-    executor.execute(request, 0.0, lambda: said.append(engine.steps))
-    executor.execute(worker_pb2.StepRequest(worker_epoch=EPOCH + 1, step_id=2), 0.0, lambda: said.append(engine.steps))
-    assert said == [0]

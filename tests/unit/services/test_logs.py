@@ -11,8 +11,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from services.observability.logs import PACKAGES, JsonFormatter, LogFormat, TextFormatter, install_logs
-from services.observability.request_ids import begin_request, current_request_id, given_in, note_key
+from services.observability.logs import JsonFormatter, LogFormat, TextFormatter, install_logs
+from services.observability.request_ids import begin_request, note_key
 from tests.support.logs import restored_loggers
 
 
@@ -58,11 +58,6 @@ def test_lines_name_the_key_of_the_request() -> None:
     assert nameless_text.endswith("it seconds=1")
 
 
-def test_text() -> None:
-    line = TextFormatter().format(record("it %s", "happened", figures={"seconds": 0.5}, request_id="mine"))
-    assert line == "2023-11-14T22:13:20.250Z WARNING services.test: [mine] it happened seconds=0.5"
-
-
 @pytest.mark.parametrize("form", LogFormat)
 def test_tracebacks_and_loggers_of_others(form: LogFormat) -> None:
     stream = io.StringIO()
@@ -80,39 +75,9 @@ def test_tracebacks_and_loggers_of_others(form: LogFormat) -> None:
         assert "ValueError: wrong" in json.loads(written)["exception"]
 
 
-def test_installed_twice_lines_come_once() -> None:
-    stream = io.StringIO()
-    for _ in range(2):
-        install_logs(LogFormat.TEXT, logging.INFO, stream)
-    for package in PACKAGES:
-        logging.getLogger(f"{package}.test").info("told")
-    assert stream.getvalue().count("told") == len(PACKAGES)
-
-
-def test_ids_stay_with_their_tasks() -> None:
-    async def work(given: str) -> tuple[str, str, str]:
-        chosen = begin_request(given)
-        await asyncio.sleep(0)
-        return chosen, current_request_id(), await asyncio.create_task(later())
-
-    async def later() -> str:
-        return current_request_id()
-
-    async def run() -> list[tuple[str, str, str]]:
-        return await asyncio.gather(*(work(f"mine-{number}") for number in range(5)))
-
-    assert asyncio.run(run()) == [(f"mine-{number}",) * 3 for number in range(5)]
-    assert current_request_id() == ""
-
-
 @pytest.mark.parametrize("given", ["", "with space", "x" * 129, "line\nbreak", "ünicode"])
 def test_ids_of_no_usable_form_are_replaced(given: str) -> None:
     async def run() -> str:
         return begin_request(given)
 
     assert re.fullmatch("[0-9a-f]{32}", asyncio.run(run()))
-
-
-def test_ids_in_metadata() -> None:
-    assert given_in((("a", "b"), ("x-request-id", "mine"))) == "mine"
-    assert given_in((("x-request-id", b"mine"),)) == given_in(None) == ""

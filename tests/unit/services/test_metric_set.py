@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
-from hypothesis import given
-from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from services.gateway.metrics import GatewayMetrics
@@ -58,36 +54,3 @@ def test_an_alias_repeats_type_and_samples_without_labels_that_vllm_lacks() -> N
         "+Inf": 1,
     }
     assert all(named.items() <= one.labels.items() for one in wait.samples)
-
-
-def test_several_labels_have_a_sample_for_each_combination() -> None:
-    metrics = MetricSet[SimpleNamespace]("counter refused_total refusals key,limit")
-    assert [metric.labels for metric in metrics.metrics] == [("key", "limit")]
-    reading = SimpleNamespace(refusals={("a", "x"): 2.0, ("", "y"): 3.0})
-    (family,) = text_string_to_metric_families(metrics.exposition(reading).decode())
-    told = {(sample.labels["key"], sample.labels["limit"]): sample.value for sample in family.samples}
-    assert told == {("a", "x"): 2.0, ("", "y"): 3.0}
-
-
-@given(st.lists(st.integers(0, 40)))
-def test_exact_counts_become_cumulative_buckets(values: list[int]) -> None:
-    bounds = (0, 1, 5, 20)
-    metrics = MetricSet[SimpleNamespace]("histogram rows counts few\n    Rows.", {"few": bounds})
-    reading = SimpleNamespace(counts=Counter(values))
-    (family,) = text_string_to_metric_families(metrics.exposition(reading).decode())
-    told = {(sample.name, sample.labels.get("le")): sample.value for sample in family.samples}
-    limits = [-1, *bounds, 1000]
-    within = [sum(low < value <= high for value in values) for low, high in pairwise(limits)]
-    edges = ("0.0", "1.0", "5.0", "20.0", "+Inf")
-    assert [told["spool_rows_bucket", edge] for edge in edges] == [sum(within[: end + 1]) for end in range(len(edges))]
-    assert told["spool_rows_sum", None] == sum(values)
-    assert told["spool_rows_count", None] == len(values)
-
-
-def test_labels_given_from_the_start_are_told_with_0() -> None:
-    metrics = MetricSet[complex]("gauge room real\n    Room.")
-    refusals = metrics.counter("refusals_total", "Refusals.", "cause", ("full", "invalid"))
-    refusals.labels("full").inc(2)
-    (read, counted) = text_string_to_metric_families(metrics.exposition(1.5).decode())
-    assert {sample.labels["cause"]: sample.value for sample in counted.samples} == {"full": 2, "invalid": 0}
-    assert [sample.value for sample in read.samples] == [1.5]

@@ -12,10 +12,8 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 from deploy.config.loading import load_configuration
 from deploy.config.problems import ConfigurationError
-from scheduler.messages import SequenceRequest
-from services.observability.observer import SequenceEnd
-from services.observability.otel import CONSOLE, OtelSequences, tracer_provider
-from services.observability.tracing import begin_request_span, end_span, traceparent_of
+from services.observability.otel import CONSOLE, tracer_provider
+from services.observability.tracing import begin_request_span, end_span
 from tests.support.waiting import LONG
 
 
@@ -64,27 +62,6 @@ def test_the_console(capfd: pytest.CaptureFixture[str]) -> None:
     assert '"name": "request"' in told.err
     assert "it failed" in told.err
     assert told.out == ""
-
-
-def test_who_is_not_sampled_costs_the_scheduler_nothing(capfd: pytest.CaptureFixture[str]) -> None:
-    provider = tracer_provider(CONSOLE, "spool", 0.0)
-    span = begin_request_span(provider.get_tracer("spool"), "", "mine")
-    sequences = OtelSequences(provider)
-    sequences.sequence_entered(SequenceRequest(1, (1,), 5), traceparent_of(span), 0.0)
-    sequences.sequence_ended(1, SequenceEnd("stop"), 1.0)
-    end_span(span, {})
-    provider.shutdown()
-    assert capfd.readouterr().err == ""
-
-
-def test_a_clients_decision_to_sample_is_kept_to() -> None:
-    provider = tracer_provider(CONSOLE, "spool", 0.0)
-    parents = (f"00-{'1' * 32}-{'2' * 16}-01", "")
-    tracer = provider.get_tracer("spool")
-    decided, drawn = (traceparent_of(begin_request_span(tracer, parent, "mine")) for parent in parents)
-    provider.shutdown()
-    assert decided.startswith(f"00-{'1' * 32}-")
-    assert [int(traceparent.rpartition("-")[2], 16) & 1 for traceparent in (decided, drawn)] == [1, 0]
 
 
 @pytest.mark.parametrize("endpoint", ["collector:4318", "ftp://collector", "http://", "stdout"])

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from protos import worker_pb2
-from services.scheduler.workers.pairing import PairingError, check_pairing, check_role
+from services.scheduler.workers.pairing import PairingError, check_pairing
 
 
 def target(**fields: Any) -> worker_pb2.WorkerDescription:
@@ -64,11 +64,3 @@ def test_targets_that_differ(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(PairingError) as caught:
         check_pairing("new", target(**fields), [("t", target())])
     assert str(caught.value) == f"target workers new and t differ: {message}"
-
-
-def test_role() -> None:
-    check_role("t", worker_pb2.ROLE_TARGET, target())
-    with pytest.raises(PairingError, match="worker d is draft, must be target"):
-        check_role("d", worker_pb2.ROLE_TARGET, draft())
-    with pytest.raises(PairingError, match="worker d is of role 0, must be target"):
-        check_role("d", worker_pb2.ROLE_TARGET, worker_pb2.WorkerDescription())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import pytest
 
@@ -89,46 +88,6 @@ def test_chunks_take_over_what_was_computed_since_the_opening() -> None:
     assert list(step.rows[0].tokens) == continuation(SYSTEM, 1)
 
 
-def test_sequence_opened_anew_is_computed_anew() -> None:
-    cell = target(prefix_cache=False)
-    cell.step(opening(1, SYSTEM, 12))
-    step = cell.step(opening(1, SYSTEM, 12))
-    assert (packed(step), held(step.rows[0])) == (12, (OK, 12, 0))
-
-
-def test_a_draft_keeps_of_its_proposal_what_became_committed() -> None:
-    cell = Conversation(DraftStepExecutor(StandInEngine(), EPOCH))
-    (reply,) = cell.step(opening(1, SYSTEM, draft_length=4)).rows
-    known = [*SYSTEM, *reply.tokens[:2]]
-    assert reply.kv_len == 17 + 3
-    step = cell.step(row(1, known, 17))
-    assert (packed(step), held(step.rows[0])) == (0, (OK, 19, 0))
-
-
-class CountedTokens(list[int]):
-    """Counts the tokens that were read in slices."""
-
-    read = 0
-
-    def __getitem__(self, place: Any) -> Any:
-        found = super().__getitem__(place)
-        self.read += len(found) if isinstance(place, slice) else 1
-        return found
-
-
-def test_a_long_prompt_is_read_no_more_often_in_many_chunks() -> None:
-    cell = target(pages=200)
-    prompt = [20 + token % 17 for token in range(600)]
-    cell.step(opening(1, prompt, 2))
-    sequence = cell.executor._sequences._sequences[1]
-    sequence.committed = committed = CountedTokens(prompt)
-    for start in range(2, 598, 2):
-        (reply,) = cell.step(row(1, prompt[: start + 2], start)).rows
-        assert reply.status == OK
-    # A second time for the keys of its pages.
-    assert 590 <= committed.read <= 2 * 600
-
-
 def test_shared_page_is_not_written_to() -> None:
     """The first one goes back into a page that the second has taken over, with the same token and with another."""
     cell = target()
@@ -194,14 +153,6 @@ def test_engine_that_breaks_its_word_leaves_nothing_to_find() -> None:
     cell.step(opening(1, SYSTEM, sample=True))
     assert cell.step(row(1, [*SYSTEM, 1], 17, sample=True)).rows[0].status == worker_pb2.ROW_STATUS_FAILED
     assert cell.step(opening(2, SYSTEM, sample=True)).rows[0].reused == 0
-
-
-def test_without_the_cache_everything_is_computed() -> None:
-    cell = target(prefix_cache=False)
-    for number in (1, 2):
-        step = cell.step(opening(number, SYSTEM, sample=True))
-        assert (packed(step), held(step.rows[0])) == (17, (OK, 17, 0))
-        assert list(step.rows[0].tokens) == continuation(SYSTEM, 1)
 
 
 def test_committed_tokens_that_are_not_the_rows_own_are_not_followed() -> None:

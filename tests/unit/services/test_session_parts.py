@@ -12,7 +12,7 @@ from scheduler.config import SchedulerConfig
 from scheduler.messages import MIN_PRIORITY, EmitTokens, FinishReason, RefusalCause, Suspicion, TokenLogprobs
 from scheduler.sampling import SamplingParameters
 from services.backend.interface import BackendUnavailableError, DeadlineExceededError, GenerationRequest
-from services.backend.sequence_stream import AdmissionRefusedError, SequenceFailedError, merged
+from services.backend.sequence_stream import AdmissionRefusedError, SequenceFailedError
 from services.backend.session_codec import (
     read_end,
     read_output,
@@ -29,14 +29,6 @@ from services.scheduler_client.remote_stream import RemoteStream
 
 def logprobs(token: int) -> TokenLogprobs:
     return TokenLogprobs(token, -0.5, ((token, -0.5), (token + 1, -1.25)))
-
-
-def test_output_is_merged_in_order() -> None:
-    first = EmitTokens(1, (1, 2), 4, 1, logprobs=(logprobs(1), logprobs(2)), prompt_logprobs=(logprobs(9),), cached=3)
-    second = EmitTokens(1, (3,), 2, 0, logprobs=(logprobs(3),))
-    assert merged([second]) == second
-    whole = merged([first, second])
-    assert whole == EmitTokens(1, (1, 2, 3), 6, 1, (), tuple(map(logprobs, (1, 2, 3))), (logprobs(9),), 3)
 
 
 def test_replies_are_bounded_and_no_sequence_is_passed_over() -> None:

@@ -20,7 +20,6 @@ from engine.models.vocabulary import vocabulary_digest
 from services.text.chat_template import ChatTemplate, ChatTemplateError
 from services.text.incremental_decoder import IncrementalDecoder
 from services.text.tokenizer import ModelTokenizer, load_tokenizer
-from tests.support.decoder_oracle import OracleDecoder
 
 TEMPLATE = """\
 {% for message in messages %}
@@ -101,14 +100,6 @@ def test_encodes_and_decodes(tokenizer: ModelTokenizer) -> None:
     assert (tokenizer.token_id("<end>"), tokenizer.token_text(258)) == (258, "<end>")
 
 
-def test_digest_is_of_the_table_alone(tokenizer: ModelTokenizer) -> None:
-    table = byte_level().get_vocab(with_added_tokens=True)
-    assert tokenizer.vocabulary_digest == vocabulary_digest(dict(reversed(table.items())))
-    assert len(tokenizer.vocabulary_digest) == 32
-    assert vocabulary_digest(table | {"x": 400}) != tokenizer.vocabulary_digest
-    assert vocabulary_digest({"a 1 b": 2}) != vocabulary_digest({"a": 1, "b": 2})
-
-
 def test_chat_is_rendered_as_hugging_face_does(tokenizer: ModelTokenizer) -> None:
     messages = [
         {"role": "user", "content": " <b>hi</b> "},
@@ -137,11 +128,6 @@ def test_templates_run_in_a_sandbox(attack: str) -> None:
     template = ChatTemplate(attack, {})
     with pytest.raises(ChatTemplateError):
         template.render([{}])
-
-
-def test_template_file_comes_before_the_settings(folder: Path) -> None:
-    write(folder, "chat_template.jinja", "{{ bos_token }}{{ messages | length }}")
-    assert ModelTokenizer(folder).render_chat([{}, {}]) == "<start>2"
 
 
 SPOKEN = "{{ bos_token }}{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
@@ -298,9 +284,8 @@ def test_pieces_make_up_the_text(tokenizer: tokenizers.Tokenizer, text: str, sta
     context, tokens = tokenizer.encode(start).ids, tokenizer.encode(start + text).ids
     if tokens[: len(context)] != context:
         context = []
-    decoder, oracle = IncrementalDecoder(tokenizer, context), OracleDecoder(tokenizer, context)
+    decoder = IncrementalDecoder(tokenizer, context)
     pieces = [decoder.push([token]) for token in tokens[len(context) :]]
-    assert pieces == [oracle.push([token]) for token in tokens[len(context) :]]
     assert not any("\ufffd" in piece for piece in pieces)
     whole = tokenizer.decode(context) + "".join(pieces) + decoder.finish()
     assert whole == tokenizer.decode(tokens)
