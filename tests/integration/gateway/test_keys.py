@@ -8,6 +8,7 @@ import hashlib
 import io
 import json
 import logging
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,7 @@ SETTINGS = GatewaySettings(
     ),
 )
 CONFIG = SchedulerConfig(policy=Policy.RAGGED, max_running=4, keys=KEYS)
+SALT = "salt-of-a-tenant"
 TOKENS = {"max_tokens": 5, "ignore_eos": True}
 
 
@@ -56,6 +58,8 @@ class Outcome:
     ended: list[str] = field(default_factory=list)
     samples: dict[tuple[str, str, str], float] = field(default_factory=dict)
     """By name, key and limit."""
+    shown: list[str] = field(default_factory=list)
+    """What another key sees while sequences of the first run and wait."""
     lines: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -100,8 +104,14 @@ async def drive(folder: Path) -> Outcome:
 
         # max_waiting: one runs, one waits, and another key's sequence comes in.
         watched.gate.close()
-        held = [asyncio.create_task(over_http(f"held-{number}", "queued")) for number in range(2)]
+        salted = {"cache_salt": SALT}
+        held = [asyncio.create_task(over_http(f"held-{number}", "queued", **salted)) for number in range(2)]
         await until(lambda: cell.live_sequences == 2)
+        other = {"authorization": f"Bearer {SECRETS['']}"}
+        for path in ("/metrics", "/load", "/dashboard"):
+            outcome.shown.append((await http.get(path, headers=other)).text)
+        async with http.stream("GET", "/dashboard/views", headers=other) as views:
+            outcome.shown.append(await anext(line async for line in views.aiter_lines() if '"sequences":[[' in line))
         await over_http("too-many", "queued")
         await over_grpc("too-many", "queued")
         held.append(asyncio.create_task(over_http("beside", "")))
@@ -196,3 +206,10 @@ def test_log_lines_of_a_request_name_its_key(outcome: Outcome) -> None:
     assert access["status"] == 429
     text = json.dumps(outcome.lines)
     assert not any(secret in text for secret in SECRETS.values())
+
+
+def test_what_other_keys_see_names_neither_key_nor_request(outcome: Outcome) -> None:
+    text = "\n".join(outcome.shown)
+    assert "spool_" in text
+    for private in (*SECRETS.values(), "held-0", SALT, r"\bqueued\b"):
+        assert not re.search(private, text), private
