@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable
 
 from rich.console import Console, RenderableType
-from rich.table import Table
 
 from services.scheduler.telemetry.statistics import StatisticsSnapshot
 
@@ -59,16 +57,6 @@ def describe(statistics: StatisticsSnapshot) -> str:
         parts.append(f"group {statistics.mean_group_size:.1f}")
         parts.append(f"equal {statistics.equal_length_share:.0%}")
     return ", ".join(parts)
-
-
-def two_columns(title: str, rows: Iterable[tuple[str, str]]) -> Table:
-    """A table of names and values."""
-    table = Table(title=title, show_header=False, title_justify="left")
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column()
-    for name, value in rows:
-        table.add_row(name, value)
-    return table
 
 
 def error_console() -> Console:

@@ -17,7 +17,7 @@ from deploy.cluster.client import ApplicationState, application_state, connected
 from deploy.cluster.local_ray import stop_ray
 from deploy.cluster.served_state import Served, StateFolder
 from deploy.errors import RunError
-from deploy.progress import error_console, two_columns
+from deploy.progress import error_console
 from protos import scheduler_pb2, scheduler_pb2_grpc
 from services.rpc.channel_security import ChannelSecurity
 
@@ -147,7 +147,10 @@ def _figures(scheduler: Mapping[str, Any]) -> Table:
     rows += [("drafting", choice["explanation"]) for choice in scheduler["drafting"]]
     if scheduler["autoscaling"] is not None:
         rows.append(("autoscaling", scheduler["autoscaling"]["explanation"]))
-    return two_columns("scheduler", rows)
+    table = Table(title="scheduler", show_header=False, title_justify="left")
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 def _short(name: str, prefix: str) -> str:

@@ -8,7 +8,6 @@ from functools import partial
 from textwrap import indent
 from typing import Any
 
-from rich.table import Table
 from rich.text import Text
 
 from deploy.event_loop import run_until_interrupted
@@ -18,7 +17,7 @@ from deploy.offline.decoding import Completion, DecodingPlan, Job, decode, longe
 from deploy.offline.prompts import load_prompts
 from deploy.offline.results import InOrder, Write, append, keep_finished, result_line, settings_digest
 from deploy.options import GenerateSettings
-from deploy.progress import Reporter, error_console, two_columns
+from deploy.progress import Reporter, error_console
 from services.scheduler.telemetry.statistics import StatisticsSnapshot
 
 
@@ -34,8 +33,6 @@ def generate(settings: GenerateSettings) -> int:
     statistics = _run(settings, models, jobs[finished:], digest, reporter)
     if finished:
         console.print(f"{finished} of {len(jobs)} answers were there already", highlight=False)
-    if statistics.tokens:
-        console.print(statistics_table(statistics))
     if settings.output is not None:
         console.print(f"answers are in {settings.output}", highlight=False, markup=False)
     if settings.json_output:
@@ -80,31 +77,3 @@ def _writer(settings: GenerateSettings, jobs: list[Job], reporter: Reporter) -> 
         reporter.show(Text(indent(line["text"], "  ") + "\n"))
 
     return show
-
-
-def statistics_table(statistics: StatisticsSnapshot) -> Table:
-    """Where tokens and time went."""
-    rows = {
-        "tokens": f"{statistics.tokens} in {statistics.seconds:.1f} s",
-        "throughput": f"{statistics.tokens_per_second:.1f} tokens/s",
-    }
-    if statistics.drafted:
-        rows["committed per round"] = f"{statistics.committed_per_round:.2f} tokens"
-        rows["accepted"] = f"{statistics.acceptance_rate:.1%} of {statistics.drafted} drafted tokens"
-        rows["accepted lengths"] = _histogram(statistics.accepted_lengths)
-    rows |= {
-        "verify batches": f"{statistics.groups}, {statistics.mean_group_size:.1f} rows on average",
-        "rows in a batch": _histogram(statistics.group_sizes),
-        "of equal length": f"{statistics.equal_length_share:.1%} of those with two rows or more",
-        "target time at work": f"{statistics.target_busy_share:.1%}",
-        "lost to waiting": f"{statistics.waiting_share:.1%}",
-        "lost to realignment": f"{statistics.realignment_share:.1%}",
-        "lost to scheduling": f"{statistics.scheduling_share:.1%}",
-    }
-    return two_columns("run", rows.items())
-
-
-def _histogram(counts: dict[int, int]) -> str:
-    """The share of each number: `0: 52%, 1: 31%`; small ones at the end are left out."""
-    total = sum(counts.values())
-    return ", ".join(f"{number}: {count / total:.0%}" for number, count in counts.items() if count / total >= 0.005)
