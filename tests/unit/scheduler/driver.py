@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from engine.kv.pages import PageTable
 from scheduler.config import Policy, SchedulerConfig
 from scheduler.core import SchedulerCore
 from scheduler.messages import (
@@ -82,15 +81,12 @@ class Driver:
         return self.handle(WorkerDraining(worker_id))
 
     def moved(self, move: MoveKv, moved: bool = True, seconds: float = 0.01) -> list[Command]:
-        """The KV has arrived, or not: it does not where the destination is gone, or has yet to free the pages."""
+        """The KV has arrived, or not: it does not where the destination is gone or has opened the sequence itself."""
         _, worker = self.moves.pop(move.move_id)
-        table = PageTable()
-        moved = moved and self.workers.get(move.destination_id) is worker
-        if moved and (moved := worker.pool.can_append(table, len(move.tokens))):
-            worker.pool.append(table, len(move.tokens))
-            moved = worker.adopt(move.opening.sequence_id, DigestedTokens(move.tokens), table)
-            if not moved:
-                worker.pool.free(table)
+        sequence_id = move.opening.sequence_id
+        moved = moved and self.workers.get(move.destination_id) is worker and sequence_id not in worker.held
+        if moved:
+            worker.held[sequence_id] = DigestedTokens(move.tokens)
         return self.handle(KvMoved(move.move_id, moved, seconds, 100))
 
     def answer_moves(self) -> list[Command]:

@@ -71,7 +71,7 @@ def prepares(driver: Driver, right: bool = True, length: int = 3) -> Answer:
 
     def answer(row: Row) -> RowResult:
         result = driver.workers["draft"].run_row(row)
-        held = list(driver.workers["draft"].held[row.sequence_id].tokens.tokens)
+        held = list(driver.workers["draft"].held[row.sequence_id].tokens)
         follows = DigestedTokens(held)
         for _ in range(length + 1):
             follows.extend([target_token(follows.digest(len(follows)))])
