@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
 
 from deploy.event_loop import run_until_interrupted
 from deploy.models import ReadyModels, prepare_models
@@ -18,7 +17,7 @@ from deploy.offline.decoding import Completion, DecodingPlan, Job, decode, longe
 from deploy.offline.prompts import load_prompts
 from deploy.offline.transformers_reference import generate_with_transformers
 from deploy.options import VerifySettings
-from deploy.progress import Reporter, error_console
+from deploy.progress import Reporter, describe, error_console
 from scheduler.config import Policy, SchedulerConfig
 from services.scheduler.telemetry.statistics import StatisticsSnapshot
 
@@ -49,9 +48,8 @@ def verify(settings: VerifySettings) -> int:
         generated, margins = generate_with_transformers(settings, models, jobs, reporter)
         generate = compare(jobs, generated, expected, models.tokenizer, margins)
         outcomes.append(Outcome("model.generate", generate, None))
-    console.print(_table(plain, outcomes))
     for outcome in outcomes:
-        _print_differences(outcome.name, outcome.comparison, console)
+        _print(outcome, console)
     exact_match = min(outcome.comparison.exact_match for outcome in policies)
     if settings.json_output:
         summary = {
@@ -100,34 +98,17 @@ async def _decode(
     return completions, statistics
 
 
-def _print_differences(name: str, comparison: Comparison, console: Console) -> None:
+def _print(outcome: Outcome, console: Console) -> None:
+    name, comparison = outcome.name, outcome.comparison
+    lines = [f"{name}: {comparison.equal_sequences} of {comparison.sequences} texts are those of plain decoding"]
+    if outcome.statistics is not None:
+        lines[0] += (
+            f", {comparison.equal_logits} of {comparison.compared_logits} logits, {describe(outcome.statistics)}"
+        )
     if comparison.first_unequal_logits is not None:
         prompt, position = comparison.first_unequal_logits
-        console.print(f"{name}: logits first differ at prompt {prompt}, output token {position}", highlight=False)
+        lines.append(f"{name}: logits first differ at prompt {prompt}, output token {position}")
     if comparison.first_divergence is not None:
-        text = f"{name} first differs at {comparison.first_divergence}"
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
-
-
-def _table(plain: StatisticsSnapshot, outcomes: Sequence[Outcome]) -> Table:
-    """One row for each way of decoding."""
-    table = Table(title="against plain decoding, one sequence at a time", title_justify="left")
-    table.add_column("", style="bold", no_wrap=True)
-    for heading in ("same text", "same logits", "tokens/s", "a round", "equal length"):
-        table.add_column(heading, justify="right")
-    table.add_row("reference", "", "", f"{plain.tokens_per_second:.1f}")
-    for outcome in outcomes:
-        comparison, statistics = outcome.comparison, outcome.statistics
-        same = f"{comparison.equal_sequences} of {comparison.sequences}"
-        if statistics is None:
-            table.add_row(outcome.name, same)
-            continue
-        table.add_row(
-            outcome.name,
-            same,
-            f"{comparison.equal_logits} of {comparison.compared_logits}",
-            f"{statistics.tokens_per_second:.1f}",
-            f"{statistics.committed_per_round:.2f}",
-            f"{statistics.equal_length_share:.0%}",
-        )
-    return table
+        lines.append(f"{name} first differs at {comparison.first_divergence}")
+    for line in lines:
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
