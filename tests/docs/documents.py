@@ -70,13 +70,6 @@ def links(document: Path) -> list[str]:
     return _LINK.findall(prose(document))
 
 
-def named_files(document: Path) -> Iterator[str]:
-    """Paths in running text that look like files of the project."""
-    for shown in _INLINE.findall(prose(document)):
-        if re.fullmatch(r"(?:bench|deploy|docs|engine|k8s|protos|scheduler|services|tests)/[\w./-]+", shown):
-            yield shown
-
-
 def anchors(document: Path) -> set[str]:
     """As GitHub makes them of headings."""
     headings = _HEADING.findall(prose(document))

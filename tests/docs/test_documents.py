@@ -8,7 +8,6 @@ import importlib
 import io
 import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any, NoReturn
@@ -18,7 +17,7 @@ import typer.main
 
 from deploy.config.loading import load_configuration
 from deploy.config.reference import reference
-from tests.docs.documents import COMMANDS, DOCUMENTS, ROOT, Command, anchors, blocks_like, links, name_of, named_files
+from tests.docs.documents import COMMANDS, DOCUMENTS, ROOT, Command, anchors, blocks_like, links, name_of
 
 documents = pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
 
@@ -31,24 +30,6 @@ def test_links_lead_somewhere(document: Path) -> None:
             target = (document.parent / place).resolve() if place else document
             assert target.exists(), link
             assert not anchor or anchor in anchors(target), link
-
-
-@documents
-def test_named_files_exist(document: Path) -> None:
-    assert [name for name in named_files(document) if not (ROOT / name).exists()] == []
-
-
-def test_every_document_is_reached_from_the_readme() -> None:
-    reached: set[Path] = set()
-    todo = [ROOT / "README.md"]
-    while todo:
-        document = todo.pop()
-        if document in DOCUMENTS and document not in reached:
-            reached.add(document)
-            places = [link.partition("#")[0] for link in links(document)]
-            todo += [(document.parent / place).resolve() for place in places if place]
-            todo += [ROOT / name for name in named_files(document)]
-    assert [name_of(document) for document in DOCUMENTS if document not in reached] == []
 
 
 def of(*programs: str) -> Any:
@@ -112,23 +93,6 @@ def read(words: tuple[str, ...], folder: Path) -> None:
 @of("spool", "python")
 def test_programs_know_these_words(command: Command, only_read: Path) -> None:
     read(command.words, only_read)
-
-
-def test_unknown_words_would_be_seen(only_read: Path) -> None:
-    for words in ("spool serve --nothing", "spool nothing", "python -m bench.gpu --nothing", "spool status 1 2 3"):
-        with pytest.raises(AssertionError):
-            read(tuple(words.split()), only_read)
-
-
-@of("make")
-def test_targets_exist(command: Command) -> None:
-    done = subprocess.run(["make", "-n", *command.words[1:]], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-
-
-@of("kubectl")
-def test_kubectl_finds_what_it_is_given(command: Command) -> None:
-    assert [word for word in command.words if word.startswith("k8s/") and not (ROOT / word).exists()] == []
 
 
 @pytest.mark.parametrize("content", blocks_like(r"(# spool\.yaml|models:|groups:|auth:)"))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import subprocess
 import sys
 from pathlib import Path
@@ -22,7 +21,6 @@ ABSENT = (
     *("platformdirs", "llguidance", "google.protobuf", "grpc", "pydantic", "ray", "fastapi", "starlette", "uvicorn"),
     *("prometheus_client", "matplotlib", "scipy", "accelerate", "gguf"),
 )
-KILLS = 2
 
 
 def started(out: Path, *arguments: str) -> subprocess.Popen[str]:
@@ -73,34 +71,3 @@ def test_speculation_writes_what_plain_decoding_writes(found: list[dict[str, Any
         assert line["expected_texts"] == line["compared_with_expected"]
     for line in (*named(found, "killed and resumed"), *named(found, "KV moved")):
         assert line["equal_tokens"] == line["equal_logits"] == line["tokens"] > 0
-
-
-def test_figures_agree_with_each_other(found: list[dict[str, Any]]) -> None:
-    plain = {line["batch"]: line["tokens_per_second"] for line in found if line["what"] == "plain, as served"}
-    lines = [line for line in found if line["what"] == "speculation, as served"]
-    assert {line["batch"] for line in lines} == plain.keys()
-    for line in lines:
-        assert line["ratio"] == pytest.approx(line["tokens_per_second"] / plain[line["batch"]], rel=1e-4)
-        # Each round commits what was accepted and one token more.
-        assert line["tokens_per_round"] == pytest.approx(1 + line["accepted"] * line["draft_length"], rel=1e-4)
-    assert 0.3 < sum(line["accepted"] for line in lines) / len(lines) < 0.95
-
-
-@pytest.mark.parametrize("kill", range(KILLS))
-def test_whatever_was_told_is_kept(tmp_path: Path, kill: int) -> None:
-    """Killed at a random moment after a random finding."""
-    rng = random.Random(kill)
-    process = started(tmp_path, "--only", "device", "--only", "speed")
-    assert process.stdout is not None
-    told = []
-    wanted = rng.randrange(1, 10)
-    while len(told) < wanted and (line := process.stdout.readline()):
-        told.append(line)
-    process.kill()
-    told += process.stdout.readlines()
-    process.wait()
-    heads = [f"{line['block']} | {line['what']}: " for line in kept(tmp_path)]
-    assert len(told) >= wanted
-    assert all(line.startswith(head) for line, head in zip(told, heads, strict=False))
-    # At most the finding that was not told yet is there as well.
-    assert len(told) <= len(heads) <= len(told) + 1

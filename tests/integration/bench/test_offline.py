@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 
 from bench.offline.grid import GridPoint, System
-from bench.offline.peers import PeerError, PeerModels, Peers
+from bench.offline.peers import PeerModels, Peers
 from tests.support.command_line import save_tokenizer, spool, write_lines
 from tests.support.tiny_models import save_tiny_pair
 
@@ -81,10 +81,3 @@ def test_transformers_gives_in_batches_what_it_gives_for_one_prompt(folder: Path
     assert seconds > 0
     peers.stop()
     assert set(psutil.Process().children()) == before
-
-
-def test_a_peer_that_cannot_start_gives_the_reason(folder: Path) -> None:
-    with pytest.raises(PeerError, match=r"transformers ended with exit code 1: .*no-such-folder"):
-        Peers(peer_models(folder / "no-such-folder", []), "auto", None).measure(GridPoint(System.TRANSFORMERS, 1))
-    with pytest.raises(PeerError, match="the Python of vllm cannot be started"):
-        Peers(peer_models(folder, []), "auto", Path("/no/such/python")).measure(GridPoint(System.VLLM, 1))
