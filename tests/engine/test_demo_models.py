@@ -2,7 +2,6 @@
 
 import json
 import multiprocessing
-import shutil
 from pathlib import Path
 
 import pytest
@@ -11,9 +10,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engine.models import demo
 from engine.models.demo import DemoBuildError, build_demo_models
-from engine.models.demo_convert import assemble_draft
-from engine.models.draft_vocabulary import FILE_NAME, read_draft_vocabulary
-from engine.models.source import demo_assets
 from scheduler.messages import Role
 from tests.support import demo_builds
 from tests.support.waiting import LONG
@@ -51,23 +47,6 @@ def test_the_draft_is_the_target_cut_short(folders: dict[Role, Path]) -> None:
     assert all(torch.equal(draft[name], target[name]) for name in shared)
     trained = [name for name in draft if "layers.6." in name or "layers.7." in name or name == "model.norm.weight"]
     assert not any(torch.equal(draft[name], target[name]) for name in trained)
-
-
-def test_a_draft_takes_its_vocabulary_along(folders: dict[Role, Path], tmp_path: Path) -> None:
-    """With the shipped layers and a made-up vocabulary: plain transformers computes the whole head all the same."""
-    assets = tmp_path / "assets"
-    shutil.copytree(Path(str(demo_assets())), assets)
-    token_ids = list(range(5, 4000, 7))
-    (assets / FILE_NAME).write_text(json.dumps({"token_ids": token_ids}))
-    assemble_draft(folders[Role.TARGET], tmp_path / "draft", assets)
-    shipped = AutoModelForCausalLM.from_pretrained(folders[Role.DRAFT])
-    assembled = AutoModelForCausalLM.from_pretrained(tmp_path / "draft")
-    expected = shipped.state_dict()
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in assembled.state_dict().items())
-    assert assembled(torch.tensor([[1, 2, 3]])).logits.shape[-1] == shipped.config.vocab_size
-    found = read_draft_vocabulary(tmp_path / "draft", shipped.config.vocab_size)
-    assert found is not None
-    assert found.tolist() == token_ids
 
 
 def test_tokenizers_agree_and_keep_text(folders: dict[Role, Path]) -> None:

@@ -252,17 +252,6 @@ def row_with_pages(engine: DraftEngine, sampling: SamplingParameters) -> AheadRo
     return row
 
 
-def test_a_row_without_pages_fails_alone(folder: Path) -> None:
-    engine = load(folder, kv_pages=6)
-    rows = [row_with_pages(engine, SAMPLINGS["greedy"]) for _ in range(3)]
-    for row in rows:
-        engine.pool.free(row.table)
-    outcomes = engine.prepare(rows).rows
-    assert [outcome.out_of_pages for outcome in outcomes] == [False, False, True]
-    assert [row.table.length for row in rows] == [12, 12, 0]
-    close(engine, rows)
-
-
 @pytest.mark.parametrize("passes", range(6))
 def test_it_ends_once_another_step_waits(engines: dict[str, DraftEngine], passes: int) -> None:
     """After the first of `passes` more passes have been begun; the row's own KV is there in any case."""
@@ -274,23 +263,6 @@ def test_it_ends_once_another_step_waits(engines: dict[str, DraftEngine], passes
         [len(begun) - 1] * 5 * len(rows) if passes > 1 else []
     )
     assert [row.table.length for row in rows] == [len(row.history) + len(row.assumed) for row in rows]
-    close(engine, rows)
-
-
-@pytest.mark.parametrize("failing", range(4))
-def test_an_error_frees_all_forks(engines: dict[str, DraftEngine], failing: int) -> None:
-    engine, begun = engines["float32"], list[int]()
-    rows = rows_of(engine, SAMPLINGS["greedy"])
-    starts = [row.table.length for row in rows]
-
-    def fails() -> None:
-        begun.append(1)
-        if len(begun) > failing:
-            raise MemoryError
-
-    with pytest.raises(MemoryError):
-        engine.prepare(rows, fails)
-    assert [row.table.length for row in rows] == starts
     close(engine, rows)
 
 

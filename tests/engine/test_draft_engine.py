@@ -1,11 +1,11 @@
-"""The draft engine: heads over some tokens only, prompt lookup beside the model, and tokens that are read once."""
+"""The draft engine: heads over some tokens only, prompt lookup beside the model, and chained tokens."""
 
 from __future__ import annotations
 
 import json
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -20,13 +20,11 @@ from engine.kv.pages import PageTable
 from engine.models import loading
 from engine.models.draft_vocabulary import FILE_NAME
 from engine.models.loading import draft_engine_of, load_draft_engine
-from engine.sampling.logits_scan import LogitsScan
 from engine.sampling.sampler import SamplingContext, sample_tokens
 from engine.settings import EngineSettings
 from engine.steps import ProposeRow, RowOutcome
-from scheduler.sampling import Grammar, SamplingParameters
+from scheduler.sampling import SamplingParameters
 from tests.support.tiny_models import TORCH_SHAPE, VOCABULARY, tiny_model
-from tests.support.triton_kernel import interpreted
 
 GREEDY = SamplingParameters()
 SOME_TOKENS = list(range(0, VOCABULARY, 3))
@@ -182,17 +180,7 @@ def test_rounds_with_lookup_keep_the_models_kv_right(folder: Path, sampling: Sam
     engine.pool.check_conservation(tables)
 
 
-@pytest.mark.parametrize(("changes", "length"), [({"kv_pages": 2}, 8), ({"max_num_batched_tokens": 8}, 10)])
-def test_lookup_without_room_for_it_is_left_to_the_model(folder: Path, changes: dict[str, object], length: int) -> None:
-    """Pages, or rows of a pass."""
-    table, history = PageTable(), [1, 2, 1, 2, 1, 2]
-    (outcome,) = load(folder, lookup_match=2, **changes).step([row(table, history, 5)]).rows
-    expected = load(folder).step([row(PageTable(), history, 5)]).rows[0].tokens
-    assert outcome.tokens == expected[: length - 5]
-    assert table.length == length
-
-
-# --- tokens that are read once ----------------------------------------------------------------------------------------
+# --- tokens that are chained from pass to pass ------------------------------------------------------------------------
 
 
 class Draft:
@@ -202,13 +190,12 @@ class Draft:
         self,
         source: Path | PreTrainedModel,
         monkeypatch: pytest.MonkeyPatch,
-        scan: LogitsScan | None = None,
         *,
         chained: bool,
         **changes: object,
     ) -> None:
-        def engine_of(description: object, runner: object, pool: object, own: LogitsScan, *rest: object) -> DraftEngine:
-            return DraftEngine(description, runner, pool, scan or own, *rest[:-1], chained)  # type: ignore[arg-type]
+        def engine_of(*given: object) -> DraftEngine:
+            return DraftEngine(*given[:-1], chained)  # type: ignore[arg-type]
 
         with monkeypatch.context() as patch:
             patch.setattr(loading, "DraftEngine", engine_of)
@@ -237,8 +224,8 @@ class Draft:
 
 
 def pair(folder: Path, monkeypatch: pytest.MonkeyPatch, **changes: object) -> tuple[Draft, Draft]:
-    plain = Draft(folder, monkeypatch, None, chained=False, **changes)
-    return plain, Draft(folder, monkeypatch, None, chained=True, **changes)
+    plain = Draft(folder, monkeypatch, chained=False, **changes)
+    return plain, Draft(folder, monkeypatch, chained=True, **changes)
 
 
 def assert_equal(plain: Draft, chained: Draft, expected: list[RowOutcome], found: list[RowOutcome]) -> None:
@@ -248,21 +235,6 @@ def assert_equal(plain: Draft, chained: Draft, expected: list[RowOutcome], found
         assert (other.error, other.out_of_pages) == (one.error, one.out_of_pages)
     assert [table.length for table in chained.tables] == [table.length for table in plain.tables]
     assert chained.engine.pool.free_pages == plain.engine.pool.free_pages
-
-
-def reads_of(monkeypatch: pytest.MonkeyPatch, call: Callable[[], list[RowOutcome]]) -> tuple[list[RowOutcome], int]:
-    """How often the host reads from the device: tokens, and their probabilities."""
-    reads = 0
-    read = torch.Tensor.tolist
-
-    def tolist(tensor: torch.Tensor) -> object:
-        nonlocal reads
-        reads += 1
-        return read(tensor)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.Tensor, "tolist", tolist)
-        return call(), reads
 
 
 @pytest.mark.parametrize(
@@ -323,49 +295,3 @@ def test_logits_that_are_not_finite_are_an_error_of_their_row(folder: Path, monk
     (again,) = chained.engine.step([row(PageTable(), [9] * 9, 3)]).rows
     assert again.tokens == plain.engine.step([row(PageTable(), [9] * 9, 3)]).rows[0].tokens
     assert again.error is None
-
-
-@pytest.mark.parametrize(
-    ("sampling", "reads"),
-    [
-        (SamplingParameters(seed=3, repetition_penalty=1.0), 1),
-        (SamplingParameters(temperature=0.8, seed=3), 8),
-        (SamplingParameters(repetition_penalty=1.5), 8),
-        (SamplingParameters(min_tokens=2, end_token_ids=frozenset({1})), 8),
-        (SamplingParameters(grammar=Grammar("no", frozenset({1}))), 8),
-    ],
-)
-def test_tokens_are_read_once_where_all_rows_are_greedy(
-    sampling: SamplingParameters, reads: int, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plain, chained = pair(folder, monkeypatch)
-    samplings, histories = [GREEDY, sampling], [[1, 2, 3], [4, 5]]
-    expected = plain.step(histories, [4, 4], samplings)
-    found, counted = reads_of(monkeypatch, lambda: chained.step(histories, [4, 4], samplings))
-    assert counted == reads
-    assert_equal(plain, chained, expected, found)
-
-
-@pytest.mark.parametrize("head", ["folder", "restricted"])
-def test_drawn_tokens_are_read_once_where_the_scan_draws(
-    head: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By Triton's kernels, interpreted, beside a greedy row and with proposals of different lengths."""
-    scan = interpreted("engine.cuda.triton_sampling").TritonScan()
-    folder = request.getfixturevalue(head)
-    plain = Draft(folder, monkeypatch, chained=False)
-    chained = Draft(folder, monkeypatch, scan, chained=True, max_num_batched_tokens=8)
-    samplings = [SamplingParameters(temperature=0.8, seed=3), GREEDY, SamplingParameters(temperature=2.0, seed=2**63)]
-    histories = [[1, 2, 3], [4, 5], [6, 7, 8, 9]]
-    expected = plain.step(histories, [4, 2, 5], samplings)
-    found, reads = reads_of(monkeypatch, lambda: chained.step(histories, [4, 2, 5], samplings))
-    assert reads == 1
-    assert_equal(plain, chained, expected, found)
-
-
-def test_rows_that_only_feed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, chained = pair(folder, monkeypatch, lookup_match=1)
-    assert chained.step([], []) == []
-    histories = [[1, 1, 1], [4, 5]]
-    assert_equal(plain, chained, plain.step(histories, [0, 0]), chained.step(histories, [0, 0]))
-    assert [table.length for table in chained.tables] == [3, 2]

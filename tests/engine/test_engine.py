@@ -10,12 +10,11 @@ from transformers import AutoModelForCausalLM, MistralConfig, PreTrainedModel
 
 from engine.attention.paged_step import ATTENTION_NAME
 from engine.errors import UnsupportedModelError
-from engine.exactness import calibration as exactness
 from engine.exactness.calibration_cache import read_calibration
 from engine.kv.pages import PageTable
 from engine.models.loading import draft_engine_of, load_draft_engine, load_target_engine, target_engine_of
 from engine.settings import EngineSettings
-from engine.steps import ProposeRow, RowOutcome, VerifyRow
+from engine.steps import ProposeRow, VerifyRow
 from engine.target import TargetEngine
 from scheduler.sampling import SamplingParameters
 from tests.support.tiny_models import TORCH_SHAPE, VOCABULARY, save_tiny_pair
@@ -115,13 +114,6 @@ def test_a_step_larger_than_a_pass_is_cut(folder: Path) -> None:
     assert [row.tokens for row in together] == [row.tokens for row in alone]
 
 
-def test_chunks_without_choice_choose_nothing(folder: Path) -> None:
-    table = PageTable()
-    row = VerifyRow(table, [1, 2, 3], [], False, [1, 2, 3], 5, GREEDY)
-    assert load(folder).step([row]).rows == [RowOutcome([])]
-    assert table.length == 3
-
-
 def test_log_probabilities_are_of_the_targets_own_distribution(folder: Path) -> None:
     row = verify(PageTable(), PROMPT, [], PROMPT)
     row.top_logprobs = 4
@@ -170,18 +162,6 @@ def test_models_in_memory_compute_what_those_of_their_folders_do(folders: tuple[
     assert len(proposals[0]) == 5
 
 
-def test_models_in_memory_that_do_not_fit_are_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match=f"attn_implementation is 'eager', must be '{ATTENTION_NAME}'"):
-        target_engine_of(in_memory(folder, "eager"), settings(), silent)
-    model = in_memory(folder)
-    with pytest.raises(ValueError, match="tensor_parallel_size is 2, must be 1"):
-        target_engine_of(model, settings(tensor_parallel_size=2), silent)
-    monkeypatch.setattr(type(model), "device", torch.device("cuda"))
-    for engine_of in (target_engine_of, draft_engine_of):
-        with pytest.raises(ValueError, match="kv_pages and kv_memory_bytes are None, one must be set"):
-            engine_of(model, settings(kv_pages=None), silent)
-
-
 def test_sliding_windows_are_refused(tmp_path: Path) -> None:
     sizes = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 1, "num_attention_heads": 6}
     config = MistralConfig(vocab_size=VOCABULARY, num_key_value_heads=2, sliding_window=4, **sizes)
@@ -212,16 +192,3 @@ def test_calibration_is_stored_and_read_again(folder: Path, monkeypatch: pytest.
     assert load(folder, exact=True).description == first.description
     with pytest.raises(pytest.fail.Exception):
         load(folder, exact=True, dtype="bfloat16")
-
-
-class BatchDependentLinear(torch.nn.Linear):
-    """A device whose results depend on how many rows a call has, in the last bits."""
-
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return super().forward(rows) * (1 + rows.shape[-2] * 1e-6)
-
-
-def test_row_counts_with_other_bits_are_told_apart() -> None:
-    model = torch.nn.Sequential(BatchDependentLinear(16, 16))
-    classes = exactness.row_count_classes(model, (2, 4, 8))  # type: ignore[arg-type]
-    assert sorted(classes) == [(2,), (4,), (8,)]

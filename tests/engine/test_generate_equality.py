@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +11,6 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.cpu import build
 from engine.drafting.ngram_engine import NgramEngine
 from engine.models.loading import load_draft_engine, load_target_engine
 from engine.settings import EngineSettings
@@ -259,37 +257,6 @@ def outputs_by_kernels(pair: KernelPair, config: SchedulerConfig) -> list[list[i
 def test_output_by_kernels_is_that_of_generate(kernel_pair: KernelPair) -> None:
     assert sum(map(len, kernel_pair.expected)) > 40
     assert outputs_by_kernels(kernel_pair, running(Policy.RAGGED)) == kernel_pair.expected
-
-
-# File, what stands there, and what a mistake would make of that.
-FAULTS = {
-    "attention sees a position too many": (
-        "attention.h",
-        "for (ptrdiff_t i = seen; i < whole; i++) scores[i] = -INFINITY;",
-        "for (ptrdiff_t i = seen + 1; i < whole; i++) scores[i] = -INFINITY;",
-    ),
-    "argmax gives the place before": (
-        "logits.c",
-        "places[row] = first_place(of, size, values[row]);",
-        "places[row] = (first_place(of, size, values[row]) + size - 1) % size;",
-    ),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kernel_pair", ["llama"], indirect=True)
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_faulty_kernel_is_seen(
-    kernel_pair: KernelPair, fault: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    file, right, wrong = FAULTS[fault]
-    shutil.copytree(build.SOURCES, tmp_path / "csrc")
-    source = (tmp_path / "csrc" / file).read_text()
-    assert source.count(right) == 1
-    (tmp_path / "csrc" / file).write_text(source.replace(right, wrong))
-    monkeypatch.setattr(build, "SOURCES", tmp_path / "csrc")
-    monkeypatch.setenv("SPOOL_CACHE", str(tmp_path / "cache"))
-    assert outputs_by_kernels(kernel_pair, running(Policy.RAGGED)) != kernel_pair.expected
 
 
 @pytest.mark.slow

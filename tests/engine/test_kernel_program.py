@@ -59,36 +59,6 @@ def test_sanitizers_find_nothing(isa: InstructionSet, element: str, tmp_path: Pa
     assert done.stdout.startswith("agree: ")
 
 
-FAULTS = {
-    "reads past the last row": (
-        "linear.c",
-        "ptrdiff_t whole = size / LANES * LANES;",
-        "ptrdiff_t whole = (size + LANES - 1) / LANES * LANES;",
-        "AddressSanitizer",
-    ),
-    "sums up in an order that depends on the number of rows": (
-        "linear.c",
-        "sums[row][part] = bias ? load(bias + part * LANES) : splat(0.0f);",
-        "sums[row][part] = splat(count > 1 ? 0.01f : 0.0f);",
-        "linear: ",
-    ),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_is_seen(fault: str, tmp_path: Path) -> None:
-    file, right, wrong, words = FAULTS[fault]
-    sources = tmp_path / "csrc"
-    shutil.copytree(SOURCES, sources)
-    text = (sources / file).read_text(encoding="utf-8")
-    assert text.count(right) == 1
-    (sources / file).write_text(text.replace(right, wrong), encoding="utf-8")
-    done = run([built("gcc", SANITIZED, "F32", tmp_path, sources)])
-    assert done.returncode != 0
-    assert words in done.stdout + done.stderr
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("element", ELEMENTS)
 @pytest.mark.parametrize("options", ARM.values(), ids=ARM)

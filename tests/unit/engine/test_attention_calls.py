@@ -33,22 +33,6 @@ def spans(*places: tuple[int, int]) -> list[Span]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("places", "calls"),
-    [
-        # One for each length that a position asks for.
-        ([(20, 2), (50, 2), (100, 2), (10, 1)], 3),
-        # Rows on both sides of a length.
-        ([(30, 4)], 2),
-        # Many rows of one sequence have a call of their own.
-        ([(20, 2), (0, 30)], 2),
-    ],
-)
-def test_short_rows_of_one_length_share_a_call(kv: PagedKv, places: list[tuple[int, int]], calls: int) -> None:
-    batch = spans(*places)
-    assert len(backend(kv).plan(batch, batch[-1].first_row + batch[-1].rows).calls) == calls
-
-
 def test_the_output_is_the_attention_of_each_sequence(kv: PagedKv) -> None:
     batch = spans((20, 2), (30, 4), (100, 2), (5, 20))
     rows = sum(span.rows for span in batch)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import copy
 import importlib
-import weakref
 from collections.abc import Sequence
 from types import ModuleType
 
 import pytest
 import torch
-from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     Glm4Config,
@@ -126,38 +124,6 @@ def test_logits_are_as_close_to_float32_as_those_of_transformers(
     error, eager_error = ((logits.double() - exact).square().mean().sqrt() for logits in (torch.cat(found), eager))
     assert error < 1.5 * eager_error
     assert error < 0.01 * exact.std()
-
-
-ROPES: dict[str, dict[str, object]] = {
-    "dynamic": {"factor": 2.0},
-    "yarn": {"factor": 4.0, "original_max_position_embeddings": 16},
-}
-
-
-@pytest.mark.parametrize("kind", ROPES)
-def test_rotations_are_those_of_the_model(fused_decoder: ModuleType, kind: str) -> None:
-    rope = {"rope_type": kind, "rope_theta": 10_000.0, **ROPES[kind]}
-    model = tiny_model(LlamaConfig, rope_parameters=rope, max_position_embeddings=32)
-    tokens = tokens_of(0, 20)
-    with torch.inference_mode():
-        expected = model(torch.tensor([tokens])).logits[0]
-    assert fused_decoder.fuse_decoder(model)
-    assert torch.allclose(Sequences(model).feed((0, tokens)), expected, rtol=1e-4, atol=1e-4)
-
-
-def test_layers_are_replaced_one_after_the_other(fused_decoder: ModuleType) -> None:
-    """So that there are never two copies of all weights."""
-    model = tiny_model(LlamaConfig, num_hidden_layers=4)
-    old = [weakref.ref(layer.mlp.up_proj.weight) for layer in model.model.layers]
-    gone = []
-
-    def make_linear(linear: nn.Linear) -> nn.Module:
-        gone.append(sum(weight() is None for weight in old))
-        return linear
-
-    assert fused_decoder.fuse_decoder(model, make_linear)
-    assert gone == [layer for layer in range(4) for _ in range(4)]
-    assert all(weight() is None for weight in old)
 
 
 OTHERS: dict[str, tuple[type[PreTrainedConfig], dict[str, object]]] = {

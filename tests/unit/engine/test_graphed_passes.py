@@ -13,14 +13,12 @@ from engine.attention.paged_step import ATTENTION_NAME
 from engine.cuda.setup import GpuPasses
 from engine.description import EngineDescription
 from engine.drafting.model_draft import DraftEngine
-from engine.exactness.calibration import candidate_row_counts
 from engine.kv.pages import PagePool, PageTable
 from engine.models.loaded_model import LoadedModel
 from engine.models.loading import capture_graphs
 from engine.models.vocabulary import Vocabulary
 from engine.passes import graphed
 from engine.passes.eager import forward
-from engine.passes.graph_sizes import graphed_row_counts
 from engine.passes.graphed import Capture, Compute
 from engine.passes.layout import BatchedSequence
 from engine.passes.runner import ModelRunner
@@ -163,13 +161,6 @@ def test_a_draft_feeds_graphs_with_what_they_chose(kernel: ModuleType, model: Pr
     assert [outcome.tokens for outcome in outcomes] == [outcome.tokens for outcome in expected]
     for one, other in zip(expected, outcomes, strict=True):
         assert other.confidences == pytest.approx(one.confidences, abs=1e-5)
-
-
-def test_row_counts_with_a_graph_are_few_and_of_those_in_use() -> None:
-    assert graphed_row_counts(candidate_row_counts(2048)) == (1, 2, 4, 8, 16, 24, 32, 40, 48, 64, 96, 128, 160, 192)
-    assert graphed_row_counts(candidate_row_counts(6)) == (1, 2, 4, 6)
-    assert graphed_row_counts(range(8, 2048, 8), longest=50) == (8, 16, 24, 32, 40, 48)
-    assert graphed_row_counts((256, 512)) == ()
 
 
 def test_a_model_that_cannot_be_captured_goes_without(

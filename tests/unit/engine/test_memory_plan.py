@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -14,8 +12,6 @@ from engine.errors import GpuMemoryError
 from engine.models.loaded_model import KvShape
 from engine.models.memory_plan import MIN_KV_TOKENS, ModelMemory, model_memory, plan_memory
 from engine.parallel.shards import part_of
-from engine.settings import EngineSettings
-from scheduler.messages import Role
 from tests.support.tiny_models import save_tiny_pair, tiny_model
 
 GB = 10**9
@@ -92,11 +88,3 @@ def test_a_folder_that_does_not_say_is_refused(content: str, tmp_path: Path) -> 
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(GpuMemoryError, match="does not say how much memory its model takes"):
         model_memory("draft", tmp_path, "auto", 100)
-
-
-def test_workers_hear_of_those_beside_them() -> None:
-    """Through JSON, as settings reach a worker's process."""
-    said = json.loads(json.dumps({"model": "m", "gpu_peers": [asdict(DRAFT)]}))
-    assert EngineSettings.from_plain(said).gpu_peers == (DRAFT,)
-    assert EngineSettings.from_plain({"model": "m"}).gpu_peers == ()
-    assert Role.DRAFT.value == DRAFT.name

@@ -1,18 +1,15 @@
 """Names of models, without network and without torch."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
 
-from engine.models import source as model_source
 from engine.models.fetching import fetch_model
 from engine.models.source import (
     DEMO_MARKER,
     ModelNotFoundError,
     SourceKind,
-    demo_assets,
     demo_folder,
     demo_is_built,
     demo_marker,
@@ -58,25 +55,6 @@ def test_damaged_and_outdated_demo_folders_do_not_count(cache: Path) -> None:
     assert not demo_is_built(Role.DRAFT)
 
 
-def test_a_draft_of_other_assets_does_not_count(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assets = tmp_path / "assets"
-    shutil.copytree(Path(str(demo_assets())), assets)
-    monkeypatch.setattr(model_source, "demo_assets", lambda: assets)
-    build(Role.TARGET)
-    build(Role.DRAFT)
-    (assets / "README.md").write_text("other words")
-    assert demo_is_built(Role.DRAFT)
-    for name in ("trained_layers.safetensors", "draft_vocabulary.json"):
-        content = (assets / name).read_bytes()
-        (assets / name).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-        assert not demo_is_built(Role.DRAFT)
-        (assets / name).write_bytes(content)
-        assert demo_is_built(Role.DRAFT)
-    (assets / "another.safetensors").write_bytes(b"")
-    assert not demo_is_built(Role.DRAFT)
-    assert demo_is_built(Role.TARGET)
-
-
 def test_a_folder_with_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text("{}")
@@ -106,16 +84,3 @@ def test_names_that_are_no_model(name: str, message: str, tmp_path: Path, monkey
     (tmp_path / "light" / "config.json").write_text("{}")
     with pytest.raises(ModelNotFoundError, match=message):
         resolve_model(name, Role.TARGET)
-
-
-def test_a_model_the_hub_does_not_give(monkeypatch: pytest.MonkeyPatch) -> None:
-    import huggingface_hub
-
-    def offline(*_: object, **__: object) -> str:
-        raise huggingface_hub.errors.LocalEntryNotFoundError("no connection\nmore lines")
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
-    source = resolve_model("someone/something", Role.TARGET)
-    assert (source.kind, source.ready) == (SourceKind.HUB, False)
-    with pytest.raises(ModelNotFoundError, match=r"not to be had from the hub: no connection$"):
-        fetch_model(source, lambda stage, fraction: None)

@@ -60,17 +60,6 @@ def test_bits_of_splitmix64() -> None:
     assert [bits >> 1 for bits in ours] == [bits >> 33 for bits in published]
 
 
-def test_noise_does_not_depend_on_the_batch() -> None:
-    keys = torch.tensor([row_key(seed, position) for seed in range(3) for position in (0, 7, 500)])
-    ids = torch.arange(1000)
-    whole = gumbel(keys[:, None], ids)
-    shuffled = torch.randperm(1000)
-    assert torch.equal(gumbel(keys[:, None], ids[shuffled]), whole[:, shuffled])
-    for row in (0, 4, 8):
-        for columns in (slice(17, 18), slice(3, 10), slice(990, 1000)):
-            assert torch.equal(gumbel(keys[row], ids[columns]), whole[row, columns])
-
-
 def test_noise_is_gumbel() -> None:
     # The margin by which engine.sampling discards tokens rests on this ratio.
     assert SMALLEST_GUMBEL < oracle_gumbel(2**32 - 1) < oracle_gumbel(0) < LARGEST_GUMBEL

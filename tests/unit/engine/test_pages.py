@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from engine.kv.paged_kv import PagedKv
 from engine.kv.pages import OutOfPagesError, PageKey, PagePool, PageTable
-from engine.kv.prefix_cache import PrefixCache, page_key
+from engine.kv.prefix_cache import PrefixCache
 
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=9)
 SCOPES = (b"", b"s" * 32)
@@ -204,12 +204,6 @@ TestSharedPages = SharedPages.TestCase
 TestSharedPages.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
 
 
-def test_keys_name_all_tokens_and_where_they_end() -> None:
-    one, other = page_key(b"", [1, 2]), page_key(b"", [2, 1])
-    assert len({one, other, page_key(one, [1, 2]), page_key(other, [1, 2]), page_key(b"", [1, 2 << 16])}) == 5
-    assert page_key(b"", (1, 2)) == one
-
-
 def test_pages_are_known_in_their_own_scope_alone() -> None:
     pool = PagePool(4, 2)
     cache = PrefixCache(pool)
@@ -218,42 +212,6 @@ def test_pages_are_known_in_their_own_scope_alone() -> None:
     cache.register(held.table, held.keys, held.tokens, 4)
     for scope, shared in ((b"", 0), (bytes(32), 0), (held.keys[1], 0), (SCOPES[1], 4)):
         assert cache.share(PageTable(), [scope], held.tokens, 4) == shared, scope
-
-
-def test_table_that_ends_within_a_page_takes_nothing_over() -> None:
-    pool = PagePool(4, 2)
-    cache = PrefixCache(pool)
-    held = Held([1, 2, 3, 4])
-    pool.append(held.table, 4)
-    cache.register(held.table, held.keys, held.tokens, 4)
-    other = Held([1])
-    pool.append(other.table, 1)
-    assert cache.share(other.table, other.keys, held.tokens, 4) == 0
-    with pytest.raises(ValueError, match="multiple of the page size 2"):
-        pool.share(other.table, held.keys[1:])
-
-
-def test_conservation_check_sees_a_leak() -> None:
-    pool = PagePool(4, 2)
-    table = PageTable()
-    pool.append(table, 3)
-    with pytest.raises(RuntimeError, match="accounting"):
-        pool.check_conservation([])
-
-
-@pytest.mark.parametrize(("total", "size"), [(0, 4), (4, 0)])
-def test_empty_pools_are_refused(total: int, size: int) -> None:
-    with pytest.raises(ValueError, match="at least 1"):
-        PagePool(total, size)
-
-
-@pytest.mark.parametrize("length", [-1, 6])
-def test_more_than_there_is_cannot_be_forked(length: int) -> None:
-    pool, table = PagePool(4, 2), PageTable()
-    pool.append(table, 5)
-    with pytest.raises(ValueError, match=f"length is {length}, must be between 0 and the table's 5"):
-        pool.fork(table, length)
-    pool.check_conservation([table])
 
 
 @pytest.mark.parametrize("copies", [[], [(0, 3)], [(1, 4), (1, 2), (0, 3)]])

@@ -9,7 +9,6 @@ import pytest
 from engine.drafting.ngram_engine import NgramEngine, continuation
 from engine.drafting.prompt_lookup import TokenPlaces
 from engine.kv.pages import PageTable
-from engine.settings import EngineSettings
 from engine.steps import ProposeRow
 from scheduler.sampling import SamplingParameters
 
@@ -79,9 +78,3 @@ def test_proposal_is_state_but_for_its_last_token() -> None:
     row = ProposeRow(table, history, 3, history, 5, SamplingParameters())
     assert engine.step([row]).rows[0].tokens == [3, 1, 2]
     assert table.length == len(history) + 2
-
-
-@pytest.mark.parametrize("lookup_match", [0, -1, 33])
-def test_setting_is_checked(lookup_match: int) -> None:
-    with pytest.raises(ValueError, match=f"lookup_match is {lookup_match}, must be between 1 and 32"):
-        EngineSettings("model", lookup_match=lookup_match)

@@ -51,14 +51,6 @@ def test_greedy_is_the_first_argmax(vocabulary_size: int, dtype: torch.dtype) ->
     assert sample_tokens(logits, [context(logit_bias={0: 0.0})] * 64) == expected
 
 
-def test_shapes_are_checked() -> None:
-    with pytest.raises(ValueError, match="must be \\[2, vocabulary\\]"):
-        sample_tokens(torch.zeros(3, 5), [context()] * 2)
-    with pytest.raises(ValueError, match=r"token_ids have shape \(3,\), must be \[4\]"):
-        sample_tokens(torch.zeros(1, 4), [context()], token_ids=torch.arange(3))
-    assert sample_tokens(torch.zeros(0, 5), []) == []
-
-
 # --- rows that are not finite -----------------------------------------------------------------------------------------
 
 KINDS = [

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -111,23 +109,8 @@ def test_what_lies_on_other_pages_does_not_leak_in(kernel: ModuleType) -> None:
         pool.copy_(content)
 
 
-def test_there_is_room_for_any_pass(kernel: ModuleType) -> None:
-    backend = kernel.TritonBackend(8, 8, 16, CPU)
-    longest = Span(0, 160, 16 * 4000 - 160, range(4000))
-    for batch in ([longest], [Span(row, 1, 399, range(25 * row, 25 * row + 25)) for row in range(160)]):
-        assert len(backend.numbers(batch)) <= backend.max_numbers(160, 4000)
-
-
 HEADS, KV_HEADS, HEAD_DIM = 3, 1, 8
 COMPANIES = [[(20, 1), (62, 5), (0, 8), (130, 1), (0, 1)], [*BORDERS[::-1], (700, 1), (5, 2)]]
-# The highest score of all rows of a tile instead of each row's own, and smaller tiles for a call of one item.
-FAULTS = {
-    "rows of a tile share a maximum": ("tl.max(scores, 1))", "tl.max(scores))"),
-    "tiles depend on the number of items": (
-        "            **self._values,",
-        "            **(self._values | {'tile_positions': 64 if self._programs > 1 else 16}),",
-    ),
-}
 
 
 def rows_with_other_bits(kernel: ModuleType, places: list[tuple[int, int]]) -> list[int]:
@@ -152,12 +135,6 @@ def test_bits_of_a_row_do_not_depend_on_its_company(kernel: ModuleType, places: 
     assert rows_with_other_bits(kernel, places) == []
 
 
-@pytest.mark.usefixtures("_fixed_order")
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_kernel_whose_rows_depend_on_their_company_is_seen(kernel: ModuleType, fault: str, tmp_path: Path) -> None:
-    assert rows_with_other_bits(changed(kernel, *FAULTS[fault], tmp_path), COMPANIES[0])
-
-
 def outputs_by_kept_splits(kernel: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """The same pass with room for the sums of all splits, of some, and of none."""
     kv, query = filled(KV_HEADS, HEAD_DIM, torch.float32), random_query(6, HEADS, HEAD_DIM)
@@ -172,26 +149,8 @@ def outputs_by_kept_splits(kernel: ModuleType, monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.usefixtures("_fixed_order")
 def test_bits_of_a_row_do_not_depend_on_whether_its_block_is_split(
-    kernel: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    kernel: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     split, some, whole = outputs_by_kept_splits(kernel, monkeypatch)
     assert torch.equal(split, some)
     assert torch.equal(split, whole)
-    right = "if first % split_positions == 0:"
-    faulty = changed(kernel, right, "if (first % split_positions == 0) & (first_kept >= 0):", tmp_path)
-    split, _, whole = outputs_by_kept_splits(faulty, monkeypatch)
-    assert not torch.equal(split, whole)
-
-
-def changed(kernel: ModuleType, right: str, wrong: str, tmp_path: Path) -> ModuleType:
-    """The kernel with something else in the place of what is right."""
-    source = Path(str(kernel.__file__)).read_text(encoding="utf-8")
-    assert source.count(right) == 1
-    file = tmp_path / "faulty_attention.py"
-    file.write_text(source.replace(right, wrong), encoding="utf-8")
-    spec = importlib.util.spec_from_file_location("faulty_attention", file)
-    assert spec is not None
-    assert spec.loader is not None
-    faulty = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(faulty)
-    return faulty

@@ -59,39 +59,8 @@ def test_products_are_those_of_torch_and_a_row_has_its_bits_in_any_call(
         assert torch.equal(kernel.product(inputs[-rows:], weight, bias), whole[-rows:])
 
 
-@pytest.mark.parametrize(
-    ("size", "rows", "count"), [(ONE_PART, 5, 1), (UNEVEN, 5, 2), (FOUR_PARTS, 5, 4), (FOUR_PARTS, 193, 1)]
-)
-def test_parts_add_up_to_the_product(kernel: ModuleType, size: tuple[int, int], rows: int, count: int) -> None:
-    inputs, weight, bias = operands(rows, size)
-    sums, rest_of_bias = kernel.product_parts(inputs, weight, bias)
-    assert len(sums) == count
-    total = sums[0]
-    for part in sums[1:]:
-        total = total + part
-    if rest_of_bias is not None:
-        total = total + rest_of_bias.float()
-    assert torch.equal(total.half(), kernel.product(inputs, weight, bias))
-
-
-def test_a_layer_takes_rows_in_any_arrangement(kernel: ModuleType) -> None:
-    linear = nn.Linear(96, 40, dtype=torch.float16)
-    layer = kernel.TritonLinear(linear)
-    rows = torch.randn(96, 3, 2, generator=torch.Generator().manual_seed(1)).half().permute(1, 2, 0)
-    expected = nn.functional.linear(rows.float(), linear.weight.float(), linear.bias.float())
-    assert (layer.in_features, layer.out_features) == (96, 40)
-    assert torch.allclose(layer(rows).float(), expected, rtol=2e-3, atol=2e-3)
-    assert layer(rows[:0]).shape == (0, 2, 40)
-
-
 def test_other_rows_of_a_call_do_not_leak_in(kernel: ModuleType) -> None:
     inputs, weight, bias = operands(40, UNEVEN)
     before = kernel.product(inputs, weight, bias)
     inputs[7:] = float("nan")
     assert torch.equal(kernel.product(inputs, weight, bias)[:7], before[:7])
-
-
-def test_blocks_and_parts_of_the_inner_dimension_do_not_depend_on_rows(kernel: ModuleType) -> None:
-    for size in [(6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (151936, 4096), (1024, 2048), (40, 64)]:
-        shapes = [kernel.product_shape(*size, rows) for rows in (1, 32, 64, 65, 192, 193, 5000)]
-        assert len({(shape.block_in, shape.splits) for shape in shapes}) == 1

@@ -124,16 +124,6 @@ class Heads:
 
 
 @dtypes
-def test_rotations_of_positions(kernels: ModuleType, dtype: torch.dtype) -> None:
-    positions, frequencies = torch.tensor([0, 1, 17, 40_000]), 10_000.0 ** -torch.linspace(0, 1, 40)
-    angles = (positions[:, None] * frequencies).double().repeat(1, 2)
-    for found, expected in zip(
-        kernels.rotations(positions, frequencies, 1.25, dtype), (angles.cos(), angles.sin()), strict=True
-    ):
-        assert_rounds(found, expected * 1.25, floor=0.1)
-
-
-@dtypes
 @pytest.mark.parametrize("normalized", [False, True])
 @pytest.mark.parametrize(("query_heads", "kv_heads", "head_dim"), [(7, 1, 96), (4, 2, 128), (9, 3, 16)])
 def test_rotation_and_where_keys_and_values_go(
