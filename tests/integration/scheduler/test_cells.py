@@ -11,7 +11,7 @@ import pytest
 
 from scheduler.config import Policy, SchedulerConfig
 from scheduler.key_class import KeyClass
-from scheduler.messages import FinishReason, RefusalCause, Role
+from scheduler.messages import RefusalCause
 from services.backend.interface import GenerationRequest
 from services.backend.sequence_stream import AdmissionRefusedError
 from services.scheduler_client.cell_choice import PAGE_TOKENS
@@ -21,14 +21,11 @@ from tests.support.cells import (
     CLIENT,
     Cell,
     Whereabouts,
-    all_in_use,
     prompt_of,
     read,
     read_some,
     request_of,
     running_cell,
-    running_worker,
-    scheduler_process,
 )
 from tests.support.stand_in_worker import continuation
 from tests.support.waiting import LONG, until
@@ -73,41 +70,6 @@ async def two_cells(
             await stack.enter_async_context(running_cell(targets=targets, config=config, step_seconds=step_seconds))
             for _ in range(2)
         ]
-
-
-def test_a_whole_cell_killed_costs_no_token() -> None:
-    async def run() -> None:
-        resolve = [Whereabouts(), Whereabouts()]
-        heard = Heard()
-        async with AsyncExitStack() as stack:
-            doomed = AsyncExitStack()
-            schedulers = [await stack.enter_async_context(scheduler_process()) for _ in resolve]
-            for place, scheduler, exits in zip(resolve, schedulers, (doomed, stack), strict=True):
-                place.address = scheduler.address
-                workers = [
-                    await exits.enter_async_context(running_worker(name, role, place, step_seconds=STEP))
-                    for name, role in (("draft-0", Role.DRAFT), ("target-0", Role.TARGET), ("target-1", Role.TARGET))
-                ]
-                await all_in_use(workers)
-            backend = await stack.enter_async_context(gateway(resolve, heard))
-            streams = [await backend.submit(request_of(index, 150)) for index in range(64)]
-            begun = [await read_some(stream, 10) for stream in streams]
-            parts = [status.live_set.live for status in await backend.statuses()]
-            assert sum(parts) == 64
-            assert max(parts) <= 1.25 * 32
-
-            await schedulers[0].kill()
-            await doomed.aclose()
-            async with asyncio.timeout(2 * LONG):
-                for index, stream in enumerate(streams):
-                    assert begun[index] + await read(stream) == continuation(prompt_of(index), 150)
-                    assert stream.finish_reason is FinishReason.LENGTH
-            assert heard.open == 1
-            assert 0 < sum(heard.moved) <= parts[0]
-            (status,) = await backend.statuses()
-            assert status.throughput.finished == 64 - (parts[0] - sum(heard.moved))
-
-    asyncio.run(run())
 
 
 def test_sequences_leave_a_cell_that_has_lost_its_targets() -> None:

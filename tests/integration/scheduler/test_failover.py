@@ -10,10 +10,9 @@ import grpc.aio
 import pytest
 
 from protos import scheduler_pb2, scheduler_pb2_grpc
-from scheduler.messages import FinishReason, Role
+from scheduler.messages import Role
 from services.backend.interface import BackendUnavailableError, DeadlineExceededError
 from services.backend.sequence_stream import SequenceFailedError
-from services.rpc.channel_security import ChannelSecurity, random_token
 from services.scheduler.epochs import EpochAuthority
 from services.scheduler_client.cell_link import ClientOptions
 from tests.support.cells import (
@@ -34,44 +33,6 @@ from tests.support.stand_in_worker import continuation
 from tests.support.waiting import LONG, until
 
 pytestmark = pytest.mark.slow
-
-
-def test_scheduler_killed_and_another_elsewhere_costs_no_token() -> None:
-    async def run() -> None:
-        resolve, security = Whereabouts(), ChannelSecurity(token=random_token())
-        async with AsyncExitStack() as stack:
-            first = await stack.enter_async_context(scheduler_process(security))
-            second = await stack.enter_async_context(scheduler_process(security))
-            resolve.address = first.address
-            workers = [
-                await stack.enter_async_context(running_worker(name, role, resolve, security, step_seconds=0.005))
-                for name, role in (("draft-0", Role.DRAFT), ("target-0", Role.TARGET), ("target-1", Role.TARGET))
-            ]
-            await all_in_use(workers)
-            one = await stack.enter_async_context(client(resolve, security, name="a"))
-            other = await stack.enter_async_context(client(resolve, security, name="b"))
-            streams = [await (one, other)[index % 2].submit(request_of(index, 150)) for index in range(40)]
-            begun = [await read_some(stream, 10) for stream in streams[:30]]
-            (epoch,) = one.scheduler_epochs
-
-            await first.kill()
-            late = asyncio.create_task(one.submit(request_of(77, 20)))
-            resolve.address = second.address
-            async with asyncio.timeout(2 * LONG):
-                for index, stream in enumerate(streams):
-                    tokens = (begun[index] if index < len(begun) else []) + await read(stream)
-                    assert tokens == continuation(prompt_of(index), 150)
-                    assert stream.finish_reason is FinishReason.LENGTH
-                assert await read(await late) == continuation(prompt_of(77), 20)
-            assert one.scheduler_epochs[0] > epoch
-            await all_in_use(workers)
-            (status,) = await one.statuses()
-            assert {worker.worker_id for worker in status.workers} == {"draft-0", "target-0", "target-1"}
-            assert status.throughput.tokens < 41 * 150
-            for worker in workers:
-                await asyncio.wait_for(worker.server.wait_empty(), LONG)
-
-    asyncio.run(run())
 
 
 def test_scheduler_that_hangs_is_replaced_and_turned_away_when_it_wakes() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import itertools
 import json
@@ -15,88 +14,25 @@ from contextlib import ExitStack
 from typing import Any
 from urllib.parse import urlsplit
 
-import grpc
 import httpx
 import pytest
 from pydantic import SecretStr
 from selenium import webdriver
 from selenium.webdriver.common.by import By
 
-from protos import cell_view_pb2, cell_view_pb2_grpc
 from services.backend.interface import BackendUnavailableError
 from services.gateway.settings import GatewaySettings
 from services.scheduler.service import SchedulerService
 from services.scheduler.telemetry.step_trace import StepTrace
-from tests.support.cells import client, request_of, running_cell
 from tests.support.gateway import Gateways, Served, stand_in_gateways
-from tests.support.waiting import LONG, setting, until, wait_until
+from tests.support.waiting import LONG, setting, wait_until
 
 KEY = "key-of-a-person"
 UNKNOWN = "\N{EN DASH}"
-STATES = cell_view_pb2.SequenceState
 
 
 def recorded(service: SchedulerService) -> bool:
     return any(isinstance(observer, StepTrace) for observer in service.observers)
-
-
-# --- what a scheduler shows -------------------------------------------------------------------------------------------
-
-
-def test_views_show_every_sequence_and_the_steps_since_the_last_one() -> None:
-    async def run() -> None:
-        async with running_cell(targets=2, step_seconds=0.002) as cell, client(cell.resolve) as backend:
-            streams = [await backend.submit(request_of(index, 400)) for index in range(6)]
-            lengths: dict[int, list[int]] = {}
-            workers = set()
-            ended = 0.0
-            async for view in backend.watch(0.1, 100):
-                for sequence in view.sequences:
-                    assert sequence.state != STATES.SEQUENCE_STATE_UNSPECIFIED
-                    lengths.setdefault(sequence.sequence_id, []).append(sequence.length)
-                for step in view.steps:
-                    assert step.rows >= 1
-                    assert max(ended, step.started) <= step.ended <= view.now
-                    ended = step.ended
-                    workers.add(step.worker_id)
-                assert view.status.live_set.live == len(view.sequences)
-                if len(workers) == 3 and all(len(set(seen)) > 2 for seen in lengths.values()):
-                    break
-            assert len(lengths) == 6
-            assert all(seen == sorted(seen) for seen in lengths.values())
-            limited = await anext(backend.watch(1, 2))
-            assert (len(limited.sequences), limited.unlisted_sequences) == (2, limited.status.live_set.live - 2)
-            for stream in streams:
-                stream.cancel()
-            # All watchers have gone, so no steps are recorded any more.
-            await until(lambda: not recorded(cell.service))
-
-    asyncio.run(run())
-
-
-def test_views_that_cannot_be_and_views_of_a_scheduler_that_ends() -> None:
-    async def run() -> None:
-        async with running_cell() as cell, client(cell.resolve) as backend:
-            async with grpc.aio.insecure_channel(cell.resolve.address) as channel:
-                for fields, message in (
-                    ({"period_seconds": 0.01}, "period_seconds is 0.01, must be between 0.1 and 60"),
-                    ({"period_seconds": float("nan")}, "period_seconds is nan, must be between 0.1 and 60"),
-                    ({"period_seconds": 1, "max_sequences": 10_001}, "max_sequences is 10001, must be at most 10000"),
-                ):
-                    request = cell_view_pb2.WatchRequest(**fields)  # type: ignore[arg-type]
-                    with pytest.raises(grpc.aio.AioRpcError) as error:
-                        await cell_view_pb2_grpc.CellViewerStub(channel).Watch(request).read()
-                    assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-                    assert error.value.details() == message
-            await until(lambda: backend.connected)
-            views = backend.watch(0.1, 10)
-            await anext(views)
-            await cell.service.close("enough")
-            with pytest.raises(BackendUnavailableError):
-                async for _ in views:
-                    pass
-
-    asyncio.run(run())
 
 
 # --- who may see it ---------------------------------------------------------------------------------------------------

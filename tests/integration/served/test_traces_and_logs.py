@@ -7,8 +7,6 @@ import asyncio
 import io
 import json
 import logging
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -216,12 +214,3 @@ def test_no_line_of_a_request_is_without_its_id(observed: Observed) -> None:
     nameless = [line for line in observed.lines if not line.get("request_id")]
     assert not [line for line in nameless if line["logger"] in requests or "sequence" in line["message"]]
     assert {line["request_id"] for line in observed.lines if "request_id" in line} == observed.returned.keys()
-
-
-def test_opentelemetrys_sdk_is_not_loaded_where_tracing_is_off() -> None:
-    modules = "services.gateway.http.app, services.gateway.grpc.server, services.scheduler.server"
-    program = (
-        f"import sys, {modules}; print({{'services.observability.otel', 'opentelemetry.sdk'}} & sys.modules.keys())"
-    )
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "set()"

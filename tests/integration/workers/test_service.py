@@ -10,10 +10,8 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-import grpc.aio
 import pytest
 
-from protos import worker_pb2_grpc
 from scheduler.config import Policy, SchedulerConfig
 from scheduler.messages import FinishReason, Role
 from services.backend.sequence_stream import SequenceFailedError, SequenceStream
@@ -21,7 +19,7 @@ from services.launch.launcher import RunningWorker, WorkerLaunch, WorkerLauncher
 from services.scheduler.service import SchedulerService, ServiceClosedError
 from services.scheduler.workers.pairing import PairingError
 from services.scheduler.workers.worker_link import LinkOptions, WorkerEndpoint, WorkerUnreachableError
-from tests.integration.workers.test_processes import DESCRIBE, stand_in
+from tests.integration.workers.test_processes import stand_in
 from tests.support.stand_in_worker import VOCABULARY, continuation
 from tests.support.waiting import LONG, until
 
@@ -54,53 +52,10 @@ async def cell(
         yield service, launcher
 
 
-def prompts(count: int) -> list[list[int]]:
-    return [[20 + index, *range(21, 25 + index % 7)] for index in range(count)]
-
-
 async def check(stream: SequenceStream, prompt: Sequence[int], count: int, begun: Sequence[int] = ()) -> None:
     """`begun` are the tokens that the test has read already."""
     assert [*begun, *await asyncio.wait_for(stream.collect(), LONG)] == continuation(prompt, count)
     assert stream.finish_reason is FinishReason.LENGTH
-
-
-@pytest.mark.parametrize("policy", list(Policy))
-def test_output_is_the_targets_own(policy: Policy) -> None:
-    async def run() -> None:
-        async with cell(config=SchedulerConfig(policy=policy), step_seconds=0.001) as (service, launcher):
-            streams = [(service.submit(prompt, 40), prompt) for prompt in prompts(24)]
-            for stream, prompt in streams:
-                await check(stream, prompt, 40)
-            service.core.check_integrity()
-            statistics = service.statistics()
-            assert statistics.tokens == 24 * 40
-            assert statistics.finished == 24
-            assert statistics.unfinished == 0
-            # How much `auto` drafts depends on what steps happen to take.
-            if policy is not Policy.AUTO:
-                assert 0.3 < statistics.acceptance_rate < 0.7
-                assert 1.2 < statistics.committed_per_round < 5
-            assert statistics.mean_group_size > 1
-            shares = (
-                statistics.target_busy_share,
-                statistics.waiting_share,
-                statistics.realignment_share,
-                statistics.scheduling_share,
-            )
-            assert sum(shares) == pytest.approx(1)
-            assert min(shares) >= 0
-            assert not statistics.row_errors
-            # Releases ride on a step of their own once all is done.
-            target = launcher.workers[1]
-            async with grpc.aio.insecure_channel(target.address) as channel:
-                stub = worker_pb2_grpc.WorkerStub(channel)
-                async with asyncio.timeout(LONG):
-                    description = await stub.Describe(DESCRIBE)
-                    while description.free_pages != description.total_pages:
-                        await asyncio.sleep(0.02)
-                        description = await stub.Describe(DESCRIBE)
-
-    asyncio.run(run())
 
 
 def test_prompt_lookup_drafts_without_a_model() -> None:

@@ -249,19 +249,6 @@ def context(name: str, current: int, reported: dict[str, list[tuple[float, float
     )
 
 
-@pytest.mark.parametrize(("current", "expected"), [(1, 2), (2, 2), (3, 3), (5, 4)])
-def test_serve_is_told_to_stay_within_what_the_scheduler_wants(current: int, expected: int) -> None:
-    reported = {"target_at_least": [(1.0, 5.0), (2.0, 2.0)], "target_at_most": [(2.0, 4.0)]}
-    contexts = {
-        "s": context("Scheduler", 1, reported),
-        "t": context("TargetWorker", current),
-        "d": context("DraftWorker", 2),
-        "g": context("Gateway", 2),
-    }
-    wanted, _ = FollowScheduler()(contexts)
-    assert wanted == {"t": expected, "g": pytest.approx(3.5)}
-
-
 def test_each_cell_follows_its_own_scheduler() -> None:
     def reported(replicas: float) -> dict[str, list[tuple[float, float]]]:
         return {"target_at_least": [(1.0, replicas)], "target_at_most": [(1.0, replicas)]}
@@ -274,8 +261,3 @@ def test_each_cell_follows_its_own_scheduler() -> None:
         "t3": context("TargetWorker-3", 1),
     }
     assert FollowScheduler()(contexts)[0] == {"t": 3.0, "t2": 2.0}
-
-
-def test_without_a_scheduler_nothing_changes() -> None:
-    assert FollowScheduler()({"t": context("TargetWorker", 2), "s": context("Scheduler", 1)})[0] == {}
-    assert FollowScheduler()({})[0] == {}

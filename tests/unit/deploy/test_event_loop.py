@@ -12,10 +12,6 @@ from deploy.event_loop import run_until_interrupted
 from tests.support.waiting import LONG
 
 
-def test_a_result_is_returned() -> None:
-    assert run_until_interrupted(asyncio.sleep(0, "done")) == "done"
-
-
 def test_an_interrupt_lets_the_command_clean_up_first() -> None:
     ended = []
 
@@ -31,11 +27,3 @@ def test_an_interrupt_lets_the_command_clean_up_first() -> None:
         run_until_interrupted(work())
     assert ended == [True]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-
-
-def test_another_cancellation_is_no_interrupt() -> None:
-    async def work() -> None:
-        raise asyncio.CancelledError
-
-    with pytest.raises(asyncio.CancelledError):
-        run_until_interrupted(work())

@@ -44,28 +44,6 @@ def test_every_option_of_serve_is_a_field_of_its_name() -> None:
             assert file_name(option, path) == option
 
 
-def test_generate_knows_the_words_of_serve_and_of_the_file() -> None:
-    serve, generate = parameters("serve"), parameters("generate")
-    in_file = {path.rpartition(".")[2] for path in NAMES}
-    for name in generate.keys() - OF_RUNS:
-        assert name in serve or name in in_file, name
-    shared = generate.keys() & serve.keys() - {"help"}
-    assert {"target", "draft", "dtype", "max_model_len", "kv_memory", "batch_size", "policy", "threads"} <= shared
-    for name in shared:
-        one, other = generate[name], serve[name]
-        assert (one.opts, one.secondary_opts, one.metavar) == (other.opts, other.secondary_opts, other.metavar)
-        assert one.type_descriptor.annotation == other.type_descriptor.annotation, name
-
-
-def test_fields_of_engines_models_and_scheduling_are_options_of_both() -> None:
-    """Of scheduling, those that runs without a server have."""
-    shared = parameters("generate").keys() & parameters("serve").keys()
-    for path in NAMES:
-        section, _, name = path.partition(".")
-        if section in ("engine", "models") and name != "served_model_name":
-            assert name in shared, path
-
-
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[SpoolConfig]:
     """What `spool serve` would serve, from a folder with a file."""

@@ -20,7 +20,6 @@ from scheduler.messages import (
     SequenceRequest,
     StepCompleted,
     SuspectSequence,
-    Suspicion,
     WorkerLost,
 )
 from tests.unit.scheduler.driver import Driver, of_type, outputs
@@ -131,27 +130,6 @@ def test_a_worker_that_leaves_blames_nobody(blameless: bool) -> None:
     del cell.driver.steps[target], cell.driver.workers[target]
     cell.driver.handle(WorkerLost(target, "it was removed", blameless))
     assert bool(of_type(cell.driver.log, SuspectSequence)) is not blameless
-
-
-def test_a_mark_goes_with_a_sequence_to_another_scheduler() -> None:
-    cell = Cell(Policy.RAGGED, 1)
-    cell.submit(4)
-    target = cell.target
-    computed = [row.sequence_id for step in cell.driver.outstanding(target) for row in step.rows]
-    said = of_type(cell.driver.lose(target), SuspectSequence)
-    assert [one.sequence_id for one in said] == computed != []
-    assert {one.suspicion for one in said} == {Suspicion(1, 1)}
-    other = Driver(policy=Policy.RAGGED)
-    other.join("target")
-    other.submit(0, suspicion=said[0].suspicion)
-    other.submit(1, suspicion=Suspicion(3, 0))
-    assert [row.sequence_id for step in other.outstanding("target") for row in step.rows] == [0]
-    [failed] = of_type(other.lose("target"), FailSequence)
-    assert failed.sequence_id == 0
-    # What was cleared before has to come further the next time.
-    other.join("target")
-    [again] = of_type(other.lose("target"), SuspectSequence)
-    assert again == SuspectSequence(1, Suspicion(4, 8))
 
 
 def test_a_row_that_kills_drafts_now_and_then_kills_ever_seldomer() -> None:

@@ -107,31 +107,6 @@ def test_each_draft_model_has_its_own_acceptance_and_each_sequence_its_own_lengt
     assert poor < 0.25
 
 
-def test_a_newcomer_starts_with_what_is_known_of_the_draft_model() -> None:
-    cell = Cell(LAWS["rows cost"])
-    for _ in range(4):
-        cell.submit()
-    cell.settle({0: 0.05})
-    assert cell.controller.for_round(cell.submit(), LONGEST) == 0
-
-
-@pytest.mark.parametrize("acceptance", [0.05, 0.9])
-def test_what_is_not_done_is_looked_at_now_and_then(acceptance: float) -> None:
-    """Plain rounds have probes, and drafted rounds plain steps, for about a hundredth of the time."""
-    law = LAWS["rows nearly free"] if acceptance > 0.5 else LAWS["rows cost"]
-    cell = Cell(law)
-    cell.submit()
-    cell.settle({0: acceptance})
-    rounds = [cell.round({0: acceptance})[0] for _ in range(2_000)]
-    spent, whole = 0.0, 0.0
-    for length in rounds:
-        seconds = law.verify(1 + length) + (law.draft(length, length) if length else 0.0)
-        whole += seconds
-        if (length == 0) is (acceptance > 0.5):
-            spent += seconds if length == 0 else seconds - law.verify(1)
-    assert 0.003 < spent / whole < 0.015
-
-
 @pytest.mark.parametrize(("verification", "length"), [(0.0019, None), (0.0041, 1), (0.0101, 4), (0.1, LONGEST)])
 def test_proposals_are_prepared_as_long_as_a_verification_leaves_time_for(
     verification: float, length: int | None
