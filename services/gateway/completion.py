@@ -18,7 +18,7 @@ from protos import worker_pb2
 from protos.scheduler_pb2 import ServedModel
 from scheduler.sampling import Grammar, SamplingParameters
 from services.backend.interface import BackendUnavailableError, DeadlineExceededError, GenerationRequest
-from services.gateway.answers.planning import answer_form, call_structure
+from services.gateway.answers.planning import answer_form, answer_structure
 from services.gateway.answers.reader import AnswerForm
 from services.gateway.api_keys import cache_scope
 from services.gateway.choice import Choice, Piece
@@ -222,8 +222,8 @@ class CompletionEngine:
             )
             raise RequestError(ErrorKind.INVALID, message, param="n")
         prepared = await prepare_prompts(prompts, self.tokenizer, info, self.settings, options)
-        form = answer_form(options, prepared[0].opens_reasoning, self.tokenizer, self.settings.tool_format)
-        structure = options.structure or call_structure(options.tools, form, self.tokenizer)
+        form = answer_form(options, prepared[0].reasoning, self.tokenizer, self.settings.tool_format)
+        structure = answer_structure(options, form, self.tokenizer)
         if structure is not None:
             sampling = replace(sampling, grammar=await self._grammar(structure, options, info))
         budgets = [self._max_tokens(prompt, one, options, info) for prompt, one in zip(prompts, prepared, strict=True)]
@@ -291,11 +291,11 @@ class CompletionEngine:
     async def _decoder(
         self, prompt: PreparedPrompt, form: AnswerForm, options: GenerationOptions
     ) -> IncrementalDecoder:
+        arguments = (prompt.tokens, options.skip_special_tokens, form.markers, prompt.begun)
         if not form.markers:
-            return self.tokenizer.decoder(prompt.tokens, options.skip_special_tokens)
+            return self.tokenizer.decoder(*arguments)
         # The first one takes a while.
-        show = self.tokenizer.decoder
-        return await asyncio.to_thread(show, prompt.tokens, options.skip_special_tokens, form.markers)
+        return await asyncio.to_thread(self.tokenizer.decoder, *arguments)
 
     async def _grammar(self, structure: Structure, options: GenerationOptions, info: ServedModel) -> Grammar:
         """Raises RequestError."""

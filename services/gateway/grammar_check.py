@@ -1,8 +1,9 @@
 """Checks grammars in a process of its own: `python -m services.gateway.grammar_check FOLDER CPU_SECONDS`.
 
-Each line of standard input is a JSON list of the kind and the text of a structure (services/gateway/structure.py); each
-line of standard output is a JSON object with the grammar's `definition`, or with an `error`. A grammar that takes more
-CPU time ends the process by SIGPROF, one that takes more memory by SIGABRT. The process ends with its standard input.
+Each line of standard input is a JSON list of the kind, the text and the frame of a structure
+(services/gateway/structure.py); each line of standard output is a JSON object with the grammar's `definition`, or with
+an `error`. A grammar that takes more CPU time ends the process by SIGPROF, one that takes more memory by SIGABRT. The
+process ends with its standard input.
 """
 
 from __future__ import annotations
@@ -23,9 +24,14 @@ from services.gateway.structure import JSON_OPTIONS
 _MEMORY_BYTES = 4 << 30
 
 
-def definition(kind: str, text: str) -> str:
+def definition(kind: str, text: str, frame: str = "") -> str:
     """The grammar of a structure. Raises ValueError."""
     check_schemas(kind, text)
+    if frame:
+        check_schemas("lark", frame)
+        content = definition(kind, text)
+        grammar = json.loads(content)["grammars"][0] if content.startswith("{") else {"lark_grammar": content}
+        return json.dumps({"grammars": [{"lark_grammar": frame}, {**grammar, "name": "content"}]})
     if kind == "json_schema":
         return LLMatcher.grammar_from_json_schema(text, overrides=JSON_OPTIONS)
     if kind == "lark":
@@ -56,7 +62,11 @@ def main() -> None:
         try:
             tokens = tokens or GrammarTokens(tokenizer)
             signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
-            found = definition(*json.loads(line))
+            kind, text, frame = json.loads(line)
+            if frame:
+                # Whatever may come before the structure, only its own tokens are followed here.
+                check_grammar(tokens, definition(kind, text))
+            found = definition(kind, text, frame)
             check_grammar(tokens, found)
             answer = {"definition": found}
         except (GrammarError, ValueError) as error:

@@ -126,9 +126,6 @@ def check_options(options: GenerationOptions, limits: Limits, vocabulary_size: i
     _check_count("stop_token_ids", options.stop_token_ids, limits.stop_token_ids, "token ids")
     check_token_ids("stop_token_ids", options.stop_token_ids, vocabulary_size)
     if options.tools is not None:
-        if options.structure is not None and options.tools.offered:
-            param = options.structure.param
-            raise invalid(f"{param} is given with tools, must be unset unless tool_choice is 'none'", param)
         check_tools(options.tools, limits.tools)
     logit_bias = options.sampling.get("logit_bias", {})
     _check_count("logit_bias", logit_bias, limits.logit_bias, "entries")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from protos.scheduler_pb2 import ServedModel
-from services.gateway.answers.reasoning import THINK
+from services.gateway.answers.reasoning import Reasoning, reasoning_after
 from services.gateway.errors import invalid
 from services.gateway.options import (
     ChatPrompt,
@@ -19,18 +19,23 @@ from services.gateway.options import (
     shown,
 )
 from services.gateway.settings import GatewaySettings
+from services.gateway.token_strings import TokenStrings
+from services.text.chat_template import ChatTemplateError
+from services.text.incremental_decoder import whole_text
 from services.text.tokenizer import ModelTokenizer
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedPrompt:
     """`text` is the prompt to echo, None unless the client asked for an echo; `offsets` say where in it the tokens
-    begin. `opens_reasoning`: the prompt ends with the tag that opens the model's reasoning."""
+    begin. `reasoning`: how the answer of a model that reasons begins. The last `begun` tokens
+    have the first bytes of a character, with which the output begins: `text` ends before it."""
 
     tokens: tuple[int, ...]
     text: str | None
-    opens_reasoning: bool = False
+    reasoning: Reasoning = Reasoning.POSSIBLE
     offsets: tuple[int, ...] = ()
+    begun: int = 0
 
 
 async def prepare_prompts(
@@ -50,7 +55,7 @@ async def prepare_prompts(
         if isinstance(prompt, TokenPrompt):
             check_token_ids(name, prompt.tokens, model.vocabulary_size)
         # A long text takes long to encode, and other streams must go on meanwhile.
-        one = await asyncio.to_thread(_prepare, prompt, tokenizer, settings, options.echo)
+        one = await asyncio.to_thread(_prepare, prompt, tokenizer, settings, options)
         if not one.tokens:
             raise invalid(f"{name} is empty, must have at least 1 token", name.split("[")[0])
         if (total := len(one.tokens) + max_tokens) > limit:
@@ -73,7 +78,14 @@ def encode_chat(prompt: ChatPrompt, tokenizer: ModelTokenizer, settings: Gateway
         options["tools"] = [tool.for_template() for tool in prompt.tools]
     options["strftime_now"] = settings.strftime_now
     options["control_tokens"] = settings.control_tokens_in_messages
-    return tokenizer.prepare_chat(prompt.messages, **options)
+    try:
+        return tokenizer.prepare_chat(prompt.messages, **options)
+    except ChatTemplateError as error:
+        counts = [len(message.get("tool_calls") or ()) for message in prompt.messages]
+        if max(counts) < 2 or tokenizer.chat_template(bool(prompt.tools)).takes_several_calls:
+            raise
+        field = f"messages.{next(place for place, count in enumerate(counts) if count > 1)}.tool_calls"
+        raise invalid(f"{field} has {max(counts)} calls, must have one: {error}", field) from error
 
 
 def bad_word_tokens(words: Sequence[str], tokenizer: ModelTokenizer) -> tuple[tuple[int, ...], ...]:
@@ -91,22 +103,26 @@ def bad_word_tokens(words: Sequence[str], tokenizer: ModelTokenizer) -> tuple[tu
     return tuple(found)
 
 
-def _prepare(prompt: Prompt, tokenizer: ModelTokenizer, settings: GatewaySettings, echo: bool) -> PreparedPrompt:
+def _prepare(
+    prompt: Prompt, tokenizer: ModelTokenizer, settings: GatewaySettings, options: GenerationOptions
+) -> PreparedPrompt:
     match prompt:
         case TextPrompt():
-            if not echo:
+            if not options.echo:
                 return PreparedPrompt(tuple(tokenizer.encode(prompt.text)), None)
             encoded, starts = tokenizer.encode_with_offsets(prompt.text)
             return PreparedPrompt(tuple(encoded), prompt.text, offsets=tuple(starts))
         case TokenPrompt():
-            if not echo:
-                return PreparedPrompt(prompt.tokens, None)
-            text = tokenizer.decode(prompt.tokens)
-            decoder, offsets, end = tokenizer.decoder(), [], 0
+            skips = options.skip_special_tokens
+            begun = TokenStrings(tokenizer).begun_character(prompt.tokens, skips)
+            if not options.echo:
+                return PreparedPrompt(prompt.tokens, None, begun=begun)
+            text = whole_text(lambda tokens: tokenizer.decode(tokens, skips), prompt.tokens, begun)
+            decoder, offsets, end = tokenizer.decoder(skip_special_tokens=skips), [], 0
             for token in prompt.tokens:
-                offsets.append(min(end, len(text)))
+                offsets.append(min(end + decoder.held_characters, len(text)))
                 end += len(decoder.push((token,)))
-            return PreparedPrompt(prompt.tokens, text, offsets=tuple(offsets))
+            return PreparedPrompt(prompt.tokens, text, offsets=tuple(offsets), begun=begun)
         case ChatPrompt():
             tokens, text = encode_chat(prompt, tokenizer, settings)
-            return PreparedPrompt(tuple(tokens), None, text.rstrip().endswith(THINK))
+            return PreparedPrompt(tuple(tokens), None, reasoning_after(text))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from llguidance import LLMatcher, LLTokenizer
 
-from services.gateway.answers.schema_form import subschemas
+from services.gateway.answers.schema_form import referenced, subschemas
 from services.gateway.structure import JSON_OPTIONS
 
 if TYPE_CHECKING:
@@ -63,26 +63,9 @@ def _reached(schema: Any) -> dict[int, tuple[str, Any]]:
             if id(part) in parts:
                 continue
             parts[id(part)] = (".".join(filter(None, (root, place))), part)
-            if isinstance(part, Mapping) and (target := _target(schema, part)) is not None:
+            if isinstance(part, Mapping) and (target := referenced(schema, part)) is not None:
                 waiting.append((str(part["$ref"]), target))
     return parts
-
-
-def _target(schema: Any, part: Mapping[str, Any]) -> Any:
-    """What `$ref` names within the schema; None where it names nothing that is there."""
-    reference = part.get("$ref")
-    if not isinstance(reference, str) or not re.match(r"#(/|$)", reference):
-        return None
-    found = schema
-    for step in reference.split("/")[1:]:
-        step = step.replace("~1", "/").replace("~0", "~")
-        if isinstance(found, Mapping) and step in found:
-            found = found[step]
-        elif isinstance(found, list) and step.isdecimal() and int(step) < len(found):
-            found = found[int(step)]
-        else:
-            return None
-    return found
 
 
 def _check_numbers(nodes: Sequence[tuple[str, Mapping[str, Any]]]) -> None:
@@ -231,7 +214,7 @@ def _check_ends(schema: Any, parts: Mapping[int, tuple[str, Any]]) -> None:
 
 def _needs(schema: Any, part: Mapping[str, Any]) -> Iterator[Sequence[Any]]:
     """Of each of these, one must have a text for the part to have one."""
-    if (target := _target(schema, part)) is not None:
+    if (target := referenced(schema, part)) is not None:
         yield [target]
     for name in ("allOf", "anyOf", "oneOf"):
         if isinstance(options := part.get(name), list):

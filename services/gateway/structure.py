@@ -59,12 +59,18 @@ ANY_JSON_OBJECT = '{"type": "object"}'
 class Structure:
     """`text` is a JSON schema, a regular expression, a JSON list of texts, a grammar in Lark's form or in GBNF, or one
     that is in Lark's form for certain. `param` is the request's field that asks for it. `parts` are structures within
-    it: an error that is one's own names its field."""
+    it: an error that is one's own names its field. `frame` is a grammar in Lark's form around the structure, which it
+    calls `@content`."""
 
     kind: Literal["json_schema", "regex", "choice", "grammar", "lark"]
     text: str
     param: str
     parts: tuple[Structure, ...] = ()
+    frame: str = ""
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        return self.kind, self.text, self.frame
 
 
 class GrammarChecks:
@@ -74,7 +80,7 @@ class GrammarChecks:
         self._folder = folder
         self._threads = ThreadPoolExecutor(_PROCESSES, thread_name_prefix="grammar-checks")
         self._idle: SimpleQueue[subprocess.Popen[bytes]] = SimpleQueue()
-        self._known: OrderedDict[tuple[str, str], str] = OrderedDict()
+        self._known: OrderedDict[tuple[str, str, str], str] = OrderedDict()
         weakref.finalize(self, _end, self._idle)
 
     async def definition(self, structure: Structure) -> str:
@@ -83,7 +89,7 @@ class GrammarChecks:
         if size > MAX_GRAMMAR_BYTES:
             message = f"{structure.param} has {size} bytes, must have at most {MAX_GRAMMAR_BYTES}"
             raise invalid(message, structure.param)
-        key = (structure.kind, structure.text)
+        key = structure.key
         if key not in self._known:
             loop = asyncio.get_running_loop()
             try:
@@ -140,7 +146,7 @@ class GrammarChecks:
         if process.stdin is None or process.stdout is None:
             raise RuntimeError("the process was started without pipes")
         try:
-            process.stdin.write(json.dumps([structure.kind, structure.text]).encode() + b"\n")
+            process.stdin.write(json.dumps(structure.key).encode() + b"\n")
             process.stdin.flush()
         except BrokenPipeError:
             return None

@@ -7,8 +7,10 @@ takes a gateway a second at its start; this module takes 0.05 s. A test compares
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
+from functools import cached_property
 from typing import Any, NoReturn
 
 import jinja2
@@ -85,10 +87,28 @@ class ChatTemplate:
         try:
             return self._write(messages, options)
         except ChatTemplateError:
-            parsed = [_with_parsed_arguments(message) for message in messages]
-            if parsed == list(messages):
-                raise
-            return self._write(parsed, options)
+            # Some templates go through arguments, which must be an object then; others want the text.
+            for change in (_as_object, _as_text):
+                changed = [_with_arguments(message, change) for message in messages]
+                with suppress(ChatTemplateError):
+                    if changed != list(messages):
+                        return self._write(changed, options)
+            raise
+
+    @cached_property
+    def takes_several_calls(self) -> bool:
+        """Whether the template writes two calls in one message where it writes one."""
+        return self._writes_calls(2) or not self._writes_calls(1)
+
+    def _writes_calls(self, count: int) -> bool:
+        function = {"name": "f", "arguments": {}}
+        calls = [{"id": f"call{number:05}", "type": "function", "function": function} for number in range(count)]
+        answer = {"role": "assistant", "content": "", "tool_calls": calls}
+        try:
+            self.render([{"role": "user", "content": "a"}, answer], add_generation_prompt=False)
+        except ChatTemplateError:
+            return False
+        return True
 
     def _write(self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
         try:
@@ -120,17 +140,20 @@ class _GenerationTag(jinja2.ext.Extension):
         return jinja2.nodes.Scope(body).set_lineno(line)
 
 
-def _with_parsed_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    calls = message.get("tool_calls") or ()
-    if not any(isinstance(call["function"]["arguments"], UnparsedArguments) for call in calls):
-        return message
-    return {**message, "tool_calls": [_with_parsed(call) for call in calls]}
+def _with_arguments(message: Mapping[str, Any], change: Callable[[Any], Any]) -> Mapping[str, Any]:
+    calls = [
+        {**call, "function": {**call["function"], "arguments": change(call["function"]["arguments"])}}
+        for call in message.get("tool_calls") or ()
+    ]
+    return {**message, "tool_calls": calls} if calls else message
 
 
-def _with_parsed(call: Mapping[str, Any]) -> Mapping[str, Any]:
-    function = call["function"]
-    unparsed = isinstance(function["arguments"], UnparsedArguments)
-    return {**call, "function": {**function, "arguments": {}}} if unparsed else call
+def _as_object(arguments: Any) -> Any:
+    return {} if isinstance(arguments, UnparsedArguments) else arguments
+
+
+def _as_text(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
 def _raise_exception(message: str) -> NoReturn:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+# ruff: noqa: RUF001  (the bars in the markers of some models)
+
 # Qwen2.5's, in the form that Hermes 2 Pro began. As with Hermes, results have the names of their functions.
 HERMES = """\
 {%- if tools %}
@@ -114,3 +116,68 @@ MISTRAL = """\
     {%- endif %}
 {%- endfor %}
 """
+
+_CHATML = """\
+{%- if tools %}
+    {{- '<|im_start|>system\\n<tools>' }}
+    {%- for tool in tools %}{{- '\\n' + tool | tojson }}{%- endfor %}
+    {{- '\\n</tools><|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' + message.content }}
+    {%- for call in message.tool_calls or [] %}
+CALL
+    {%- endfor %}
+    {{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
+
+# As Qwen3-Coder's writes calls.
+QWEN3_CODER = _CHATML.replace(
+    "CALL",
+    """\
+        {{- '\\n<tool_call>\\n<function=' + call.function.name + '>\\n' }}
+        {%- for name, value in call.function.arguments | items %}
+            {%- set structured = value is mapping or value is sequence and value is not string %}
+            {%- set text = value | tojson if structured else value | string %}
+            {{- '<parameter=' + name + '>\\n' + text + '\\n</parameter>\\n' }}
+        {%- endfor %}
+        {{- '</function>\\n</tool_call>' }}""",
+)
+
+# As GLM-4.5's and GLM-4.7's do.
+GLM45 = _CHATML.replace(
+    "CALL",
+    """\
+        {{- '\\n<tool_call>' + call.function.name + '\\n' }}
+        {%- for name, value in call.function.arguments.items() %}
+            {{- '<arg_key>' + name + '</arg_key>\\n<arg_value>' }}
+            {{- value if value is string else value | tojson }}
+            {{- '</arg_value>\\n' }}
+        {%- endfor %}
+        {{- '</tool_call>' }}""",
+)
+GLM47 = (
+    GLM45.replace("</arg_key>\\n", "</arg_key>")
+    .replace("name + '\\n'", "name")
+    .replace("</arg_value>\\n", "</arg_value>")
+)
+
+# As DeepSeek V3's, R1's and V3.1's do: they add arguments to texts.
+DEEPSEEK_V3 = _CHATML.replace(
+    "CALL",
+    """\
+        {{- '<｜tool▁calls▁begin｜>' if loop.first else '\\n' }}
+        {{- '<｜tool▁call▁begin｜>' + call.type + '<｜tool▁sep｜>' + call.function.name + '\\n```json\\n' }}
+        {{- call.function.arguments + '\\n```<｜tool▁call▁end｜>' }}
+        {{- '<｜tool▁calls▁end｜>' if loop.last }}""",
+)
+DEEPSEEK_V31 = _CHATML.replace(
+    "CALL",
+    """\
+        {{- '<｜tool▁calls▁begin｜>' if loop.first }}
+        {{- '<｜tool▁call▁begin｜>' + call.function.name + '<｜tool▁sep｜>' + call.function.arguments }}
+        {{- '<｜tool▁call▁end｜>' }}
+        {{- '<｜tool▁calls▁end｜>' if loop.last }}""",
+)

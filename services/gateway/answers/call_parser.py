@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from enum import Enum, auto
 
 from services.gateway.answers.call_scanner import CallScanner
 from services.gateway.answers.deltas import AnswerDelta, ArgumentsDelta, CallDelta, ContentDelta
 from services.gateway.answers.formats import CallFormat
 from services.gateway.answers.markers import SPACE, held_length
+from services.gateway.answers.tag_scanner import TagScanner
+from services.gateway.answers.tools import Tool
 
 _BETWEEN_CALLS = f"{SPACE},;[]"
 
@@ -27,11 +29,15 @@ class ToolCallParser:
     become a call is held back, and so is white space, which is dropped next to a call.
     """
 
-    def __init__(self, form: CallFormat, names: Container[str], hidden: Container[str] = ()) -> None:
-        """`names` are the names of the functions. Markers in `hidden` are dropped where text stays text."""
+    def __init__(
+        self, form: CallFormat, tools: Iterable[Tool], hidden: Container[str] = (), either: bool = False
+    ) -> None:
+        """`tools` are the functions. Markers in `hidden` are dropped where text stays text. `either`: an answer that
+        begins with text has no calls."""
         self._form = form
-        self._names = names
-        self._hidden = hidden
+        self._tools = {tool.name: tool for tool in tools}
+        self._hidden = [marker for marker in form.markers if marker in hidden]
+        self._either = either
         self._calls = 0
         self._state = _State.TEXT
         self._buffer = ""
@@ -79,6 +85,12 @@ class ToolCallParser:
                 return self._step_call()
 
     def _step_text(self) -> bool:
+        if self._either and not self._calls:
+            begin = self._buffer.lstrip(SPACE)
+            if self._spoken or not self._form.begin.startswith(begin[: len(self._form.begin)]):
+                self._say(self._buffer)
+                self._buffer = ""
+                return False
         if self._form.bare and not self._spoken:
             begin = self._buffer.lstrip(SPACE)
             if begin.startswith("{"):
@@ -91,7 +103,7 @@ class ToolCallParser:
         if place >= 0:
             self._say(self._buffer[:place])
             self._buffer = self._buffer[place + len(self._form.begin) :]
-            self._block, self._block_calls = [self._shown(self._form.begin)], 0
+            self._block, self._block_calls = [self._form.begin], 0
             self._state = _State.BLOCK
             return True
         free = len(self._buffer) - held_length(self._buffer, self._form.begin)
@@ -101,21 +113,19 @@ class ToolCallParser:
 
     def _step_block(self) -> bool:
         """Between calls: after the marker that begins them, or after a call."""
-        rest = self._buffer.lstrip(_BETWEEN_CALLS)
+        rest = self._buffer.lstrip(SPACE if self._form.tags else _BETWEEN_CALLS)
         self._block.append(self._buffer[: len(self._buffer) - len(rest)])
         self._buffer = rest
-        if not rest:
-            return False
-        if rest.startswith("{"):
-            self._begin_call()
-            return True
         end = self._form.end
-        if end and len(rest) < len(end) and end.startswith(rest):
+        if not rest or (end.startswith(rest) and rest != end):
             return False
         if end and rest.startswith(end):
             self._buffer = rest[len(end) :]
             if not self._block_calls:
-                self._block.append(self._shown(end))
+                self._block.append(end)
+        elif self._form.tags or rest.startswith("{"):
+            self._begin_call()
+            return True
         self._say_block()
         return True
 
@@ -140,9 +150,11 @@ class ToolCallParser:
         self._give_arguments()
         return False
 
-    def _new_scanner(self) -> CallScanner:
+    def _new_scanner(self) -> CallScanner | TagScanner:
+        if self._form.tags is not None:
+            return TagScanner(self._form.tags, self._tools)
         # Where calls need no marker, an object that only has a name may well be an answer.
-        return CallScanner(self._names, arguments_needed=self._form.bare)
+        return CallScanner(self._tools, arguments_needed=self._form.bare)
 
     def _begin_call(self) -> None:
         self._scanner = self._new_scanner()
@@ -163,17 +175,17 @@ class ToolCallParser:
 
     def _end_call(self) -> None:
         self._give_arguments()
-        self._state = _State.BLOCK
+        tags = self._form.tags
+        self._state = _State.TEXT if tags is not None and tags.end == self._form.end else _State.BLOCK
 
     def _say_block(self) -> None:
         """The rest of a block is no call. Separators after a call are dropped."""
         text = "".join(self._block)
+        for marker in self._hidden:
+            text = text.replace(marker, "")
         self._say(text.lstrip(_BETWEEN_CALLS) if self._block_calls else text)
         self._block = []
         self._state = _State.TEXT
-
-    def _shown(self, marker: str) -> str:
-        return "" if marker in self._hidden else marker
 
     def _say(self, text: str) -> None:
         whole = self._space + text

@@ -12,6 +12,28 @@ from services.gateway.answers.markers import SPACE
 _ARGUMENTS = ("arguments", "parameters")
 
 
+class Nesting:
+    """Follows the text of a JSON value: how many objects and lists are open, and whether a string is."""
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.in_text = False
+        self._escaped = False
+
+    def push(self, character: str) -> None:
+        if self.in_text:
+            if self._escaped or character == "\\":
+                self._escaped = not self._escaped
+            elif character == '"':
+                self.in_text = False
+        elif character == '"':
+            self.in_text = True
+        elif character in "{[":
+            self.depth += 1
+        elif character in "}]":
+            self.depth -= 1
+
+
 class _At(Enum):
     """What comes next in the object, or what is being read."""
 
@@ -47,8 +69,7 @@ class CallScanner:
         self._in_arguments = False
         self._key = ""
         self._value: list[str] = []
-        self._depth = 0
-        self._in_text = False
+        self._nesting = Nesting()
         self._escaped = False
 
     def take_arguments(self) -> str:
@@ -91,7 +112,8 @@ class CallScanner:
                 self._begin_value(_At.TEXT, character)
             case _At.VALUE, ("{" | "["):
                 self._begin_value(_At.NESTED, character)
-                self._depth = 1
+                self._nesting = Nesting()
+                self._nesting.push(character)
                 self._in_arguments = character == "{" and self._for_arguments
                 if self._in_arguments:
                     self._give_arguments(character)
@@ -135,21 +157,11 @@ class CallScanner:
     def _in_nested(self, character: str) -> bool:
         if self._in_arguments:
             self._arguments.append(character)
-        if self._in_text:
-            if self._escaped or character == "\\":
-                self._escaped = not self._escaped
-            elif character == '"':
-                self._in_text = False
-        elif character == '"':
-            self._in_text = True
-        elif character in "{[":
-            self._depth += 1
-        elif character in "}]":
-            self._depth -= 1
-            if self._depth == 0:
-                self._at = _At.COMMA
-                # Neither a name nor arguments are lists.
-                return self._in_arguments or (self._key != "name" and not self._for_arguments)
+        self._nesting.push(character)
+        if self._nesting.depth == 0:
+            self._at = _At.COMMA
+            # Neither a name nor arguments are lists.
+            return self._in_arguments or (self._key != "name" and not self._for_arguments)
         return True
 
     def _take_value(self) -> bool:

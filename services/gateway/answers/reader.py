@@ -9,6 +9,7 @@ from services.gateway.answers.call_parser import ToolCallParser
 from services.gateway.answers.deltas import AnswerDelta, ArgumentsDelta, CallDelta, ContentDelta, joined
 from services.gateway.answers.formats import CallFormat
 from services.gateway.answers.reasoning import THINK, THINK_END, Reasoning, ReasoningSplitter
+from services.gateway.answers.tools import Tool
 
 _ID_LETTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 
@@ -17,21 +18,22 @@ _ID_LETTERS = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 class AnswerForm:
     """How the model writes its answers to one request. Without `calls` and reasoning, everything is content.
 
-    `names` are the functions that an answer may call; unless `several`, it has at most one call. Markers in `hidden`
-    are dropped where they do not begin a call.
+    `tools` are the functions that an answer may call; unless `several`, it has at most one call. `either`: it is calls
+    or content, not both. Markers in `hidden` are dropped where they do not begin a call.
     """
 
     calls: CallFormat | None = None
-    names: frozenset[str] = frozenset()
+    tools: tuple[Tool, ...] = ()
     several: bool = True
     reasoning: Reasoning = Reasoning.NONE
     hidden: frozenset[str] = frozenset()
+    either: bool = False
 
     @property
     def markers(self) -> frozenset[str]:
         """The markers that decoded text must show, even if they are special tokens."""
-        found = {self.calls.begin, self.calls.end} - {""} if self.calls is not None else set()
-        return frozenset(found if self.reasoning is Reasoning.NONE else found | {THINK, THINK_END})
+        found = frozenset[str]() if self.calls is None else self.calls.markers
+        return found if self.reasoning is Reasoning.NONE else found | {THINK, THINK_END}
 
     def call_id(self, request_id: str, choice: int, call: int) -> str:
         """Depends on its arguments alone, so a resumed stream repeats it."""
@@ -49,7 +51,9 @@ class AnswerReader:
         """Whether a call has begun."""
         self._several = form.several
         self._reasoning = ReasoningSplitter(form.reasoning)
-        self._calls = None if form.calls is None else ToolCallParser(form.calls, form.names, form.hidden)
+        self._calls = None
+        if form.calls is not None:
+            self._calls = ToolCallParser(form.calls, form.tools, form.hidden, form.either)
 
     def push(self, piece: str, last: bool) -> list[AnswerDelta]:
         """What has become certain; with the `last` piece, all that is left."""

@@ -18,6 +18,14 @@ class Reasoning(Enum):
     OPEN = auto()
 
 
+def reasoning_after(prompt: str) -> Reasoning:
+    """For a model that reasons. Some templates write a whole empty reasoning where the request turns it off."""
+    prompt = prompt.rstrip()
+    if prompt.endswith(THINK_END):
+        return Reasoning.NONE
+    return Reasoning.OPEN if prompt.endswith(THINK) else Reasoning.POSSIBLE
+
+
 class _State(Enum):
     BEGIN = auto()
     REASONING = auto()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 _TYPES = ("array", "boolean", "integer", "null", "number", "object", "string")
+_TYPES_OF_VALUES = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
 _OF_NAMES = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _OF_SCHEMAS = ("allOf", "anyOf", "oneOf", "prefixItems")
 _SCHEMA = ("additionalProperties", "additionalItems", "items", "contains", "not", "if", "then", "else", "propertyNames")
@@ -43,6 +45,53 @@ def subschemas(schema: Any) -> Iterator[tuple[str, Any]]:
         for name in _SCHEMA:
             if name in schema and not (name == "items" and isinstance(schema[name], list)):
                 waiting.append((f"{here}{name}", schema[name]))
+
+
+def referenced(schema: Any, part: Mapping[str, Any]) -> Any:
+    """What `$ref` names within the schema; None where it names nothing that is there."""
+    reference = part.get("$ref")
+    if not isinstance(reference, str) or not re.match(r"#(/|$)", reference):
+        return None
+    found = schema
+    for step in reference.split("/")[1:]:
+        step = step.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, Mapping) and step in found:
+            found = found[step]
+        elif isinstance(found, list) and step.isdecimal() and int(step) < len(found):
+            found = found[int(step)]
+        else:
+            return None
+    return found
+
+
+def value_types(schema: Any, part: Any) -> frozenset[str]:
+    """Types among which those of all values are that fit `part` of the schema; a "number" may be an "integer" too."""
+    found: set[str] = set()
+    waiting, seen = [part], set[int]()
+    while waiting:
+        part = waiting.pop()
+        if id(part) in seen:
+            continue
+        seen.add(id(part))
+        if not isinstance(part, Mapping):
+            found.update(_TYPES)
+        elif (target := referenced(schema, part)) is not None:
+            waiting.append(target)
+        elif "const" in part:
+            found.add(type_of(part["const"]))
+        elif "enum" in part:
+            found.update(map(type_of, part["enum"]))
+        elif "type" in part:
+            found.update([part["type"]] if isinstance(part["type"], str) else part["type"])
+        elif options := [option for name in ("anyOf", "oneOf", "allOf") for option in part.get(name, ())]:
+            waiting += options
+        else:
+            found.update(_TYPES)
+    return frozenset(found | {"integer"} if "number" in found else found or _TYPES)
+
+
+def type_of(value: Any) -> str:
+    return _TYPES_OF_VALUES.get(type(value), "null")
 
 
 def _own_fault(here: str, schema: Mapping[str, Any]) -> str | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from scheduler.sampling import MAX_GRAMMAR_BYTES
-from services.gateway.answers.schema_form import schema_fault
+from services.gateway.answers.schema_form import schema_fault, value_types
 from services.gateway.errors import invalid
 
 _NOTHING: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -32,6 +32,12 @@ class Tool:
     def schema(self) -> dict[str, Any]:
         """The schema of the arguments, which are an object even if `parameters` does not say so."""
         return _NOTHING if self.parameters is None else {**self.parameters, "type": "object"}
+
+    def argument_types(self, name: str) -> frozenset[str]:
+        """The JSON types that an argument may have."""
+        schema = self.schema()
+        further = schema.get("additionalProperties", True)
+        return value_types(schema, schema.get("properties", {}).get(name, further))
 
 
 @dataclass(frozen=True, slots=True)

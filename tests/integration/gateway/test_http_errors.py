@@ -155,7 +155,6 @@ BAD_CHATS: Bad = [
     ({"tools": [TOOL], "tool_choice": chosen("g")}, "tool_choice", "names 'g', must be one of .*: f"),
     ({"tool_choice": "required"}, "tool_choice", "tool_choice asks for a call, which needs tools"),
     ({"tool_choice": chosen("f"), "tools": []}, "tool_choice", "needs tools"),
-    ({"tools": [TOOL], "response_format": {"type": "json_object"}}, "response_format", "with tools, must be unset"),
     (
         {"messages": [*CHAT, {"role": "user", "content": "a", "tool_calls": [called("{}")]}]},
         "messages.2.tool_calls",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,11 @@ from services.backend.interface import GenerationRequest
 from services.gateway.settings import GatewaySettings
 from services.text.tokenizer import ModelTokenizer
 from tests.integration.gateway.expected import TIMEOUT, Recorder, message_of
-from tests.support.chat_templates import HERMES, LLAMA3, MISTRAL, THINKING
+from tests.support.chat_templates import DEEPSEEK_V31, GLM45, HERMES, LLAMA3, MISTRAL, QWEN3_CODER, THINKING
 from tests.support.gateway import Gateways
 from tests.unit.services.test_tokenizer import byte_level
+
+# ruff: noqa: RUF001  (the bars in the markers of some models)
 
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOLS: list[Any] = [
@@ -109,15 +111,20 @@ Open = Callable[..., AbstractContextManager[Talk]]
 @pytest.fixture(scope="module")
 def talk(gateways: Gateways, tmp_path_factory: pytest.TempPathFactory) -> Open:
     @contextmanager
-    def opened(template: str, settings: GatewaySettings | None = None) -> Iterator[Talk]:
+    def opened(
+        template: str,
+        settings: GatewaySettings | None = None,
+        speaker: type[Speaker] = Speaker,
+        markers: Sequence[str | tokenizers.AddedToken] = MARKERS,
+    ) -> Iterator[Talk]:
         folder: Path = tmp_path_factory.mktemp("speaker")
         model: tokenizers.Tokenizer = byte_level()
-        model.add_special_tokens(list(MARKERS))
+        model.add_special_tokens(list(markers))
         model.save(str(folder / "tokenizer.json"))
         config = {"eos_token": "<end>", "chat_template": template}
         (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
         tokenizer = ModelTokenizer(folder)
-        backend = Speaker(gateways, tokenizer)
+        backend = speaker(gateways, tokenizer)
         with (
             gateways.serve(settings, backend, tokenizer=tokenizer) as served,
             openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client,
@@ -169,12 +176,26 @@ def without_ids(message: dict[str, Any]) -> dict[str, Any]:
 
 FAMILIES = [
     (HERMES, f"Let me see.\n{CALL}\n{STOP}"),
-    (LLAMA3, '<|python_tag|>{"name": "weather", "parameters": {"city": "Zürich"}}; {"name": "stop", "parameters": {}}'),
     (MISTRAL, '[TOOL_CALLS][{"name": "weather", "arguments": {"city": "Zürich"}}, {"name": "stop", "arguments": {}}]'),
+    (
+        QWEN3_CODER,
+        "<tool_call>\n<function=weather>\n<parameter=city>\nZürich\n</parameter>\n</function>\n</tool_call>\n"
+        "<tool_call>\n<function=stop>\n</function>\n</tool_call>",
+    ),
+    (
+        GLM45,
+        "<tool_call>weather\n<arg_key>city</arg_key>\n<arg_value>Zürich</arg_value>\n</tool_call>\n"
+        "<tool_call>stop\n</tool_call>",
+    ),
+    (
+        DEEPSEEK_V31,
+        '<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{"city": "Zürich"}<｜tool▁call▁end｜>'
+        "<｜tool▁call▁begin｜>stop<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("template", "said"), FAMILIES, ids=["hermes", "llama3", "mistral"])
+@pytest.mark.parametrize(("template", "said"), FAMILIES, ids=["hermes", "mistral", "qwen3_coder", "glm45", "deepseek"])
 def test_calls_of_every_family(talk: Open, template: str, said: str) -> None:
     with talk(template) as model:
         done = model.whole(said, tools=TOOLS)
@@ -313,6 +334,29 @@ def test_what_cannot_be_required_names_the_function(talk: Open) -> None:
         assert message_of(response).startswith("tools.2.function.parameters cannot be used: ")
         assert response.json()["error"]["param"] == "tools.2.function.parameters"
         assert model.whole("a", tools=tools).choices[0].message.content == "a"
+
+
+def test_a_template_for_one_call_gets_one_call(talk: Open) -> None:
+    said = '<|python_tag|>{"name": "weather", "parameters": {"city": "Zürich"}}; {"name": "stop", "parameters": {}}'
+    with talk(LLAMA3) as model:
+        done = model.whole(said, tools=TOOLS)
+        [call] = as_joined(done)["tool_calls"]
+        assert call[1:] == ["weather", '{"city": "Zürich"}']
+        assert without_ids(joined(model.chunks(said, tools=TOOLS))) == without_ids(as_joined(done))
+        two = [{"id": name, "type": "function", "function": {"name": name, "arguments": "{}"}} for name in "ab"]
+        results = [{"role": "tool", "tool_call_id": name, "content": "sunny"} for name in "ab"]
+        history = [*ASK, {"role": "assistant", "content": None, "tool_calls": two}, *results]
+        body = {"model": "speaker", "messages": history, "tools": TOOLS}
+        response = httpx.post(f"{model.url}/v1/chat/completions", json=body, timeout=TIMEOUT)
+        assert (response.status_code, response.json()["error"]["param"]) == (400, "messages.1.tool_calls")
+        assert "has 2 calls, must have one: " in message_of(response)
+        assert "This model only supports single tool-calls at once!" in message_of(response)
+
+
+def test_formats_that_are_not_supported_are_named(talk: Open) -> None:
+    template = HERMES.replace("<tool_call>", "<|tool_calls_section_begin|>")
+    with talk(template) as model, pytest.raises(openai.BadRequestError, match="is that of Kimi K2, whose calls"):
+        model.whole(CALL, tools=TOOLS)
 
 
 def test_the_format_can_be_set(talk: Open) -> None:

@@ -22,15 +22,32 @@ from services.gateway.answers.formats import FORMATS, ToolFormat, detect_format
 from services.gateway.answers.reader import AnswerForm, AnswerReader
 from services.gateway.answers.reasoning import Reasoning
 from services.gateway.answers.schema_form import schema_fault
+from services.gateway.answers.tools import Tool
 from services.text.chat_template import ChatTemplate
+from tests.support import chat_templates
 from tests.support.chat_templates import HERMES, LLAMA3, MISTRAL, THINKING
 
-NAMES = frozenset({"f", "get_weather"})
+# ruff: noqa: RUF001  (the bars in the markers of some models)
+
+PROPERTIES: dict[str, Any] = {
+    "city": {"type": "string"},
+    "where": {"$ref": "#/$defs/place"},
+    "days": {"type": "array"},
+    "count": {"type": ["integer", "null"]},
+    "unit": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+}
+DEFINITIONS = {"place": {"enum": ["here", "there"]}}
+NAMES = (Tool("f"), Tool("get_weather", None, {"properties": PROPERTIES, "$defs": DEFINITIONS}))
 FORMS = {
     "plain": AnswerForm(),
     "hermes": AnswerForm(FORMATS[ToolFormat.HERMES], NAMES),
     "llama3": AnswerForm(FORMATS[ToolFormat.LLAMA3], NAMES),
     "mistral": AnswerForm(FORMATS[ToolFormat.MISTRAL], NAMES, hidden=frozenset({"[TOOL_CALLS]"})),
+    "qwen3_coder": AnswerForm(FORMATS[ToolFormat.QWEN3_CODER], NAMES),
+    "glm45": AnswerForm(FORMATS[ToolFormat.GLM45], NAMES),
+    "deepseek": AnswerForm(FORMATS[ToolFormat.DEEPSEEK_V3], NAMES),
+    "deepseek_v31": AnswerForm(FORMATS[ToolFormat.DEEPSEEK_V31], NAMES, hidden=frozenset({"<｜tool▁calls▁begin｜>"})),
+    "either": AnswerForm(FORMATS[ToolFormat.HERMES], NAMES, either=True),
     "single": AnswerForm(FORMATS[ToolFormat.HERMES], NAMES, several=False),
     "thinking": AnswerForm(FORMATS[ToolFormat.HERMES], NAMES, reasoning=Reasoning.POSSIBLE),
     "in thought": AnswerForm(reasoning=Reasoning.OPEN),
@@ -104,6 +121,59 @@ CASES: list[tuple[str, str, list[AnswerDelta]]] = [
         [*call(0, "f", '{"x": 1}'), *call(1, "f", "{}")],
     ),
     ("mistral", "[TOOL_CALLS]none", [say("none")]),
+    (
+        "qwen3_coder",
+        'Look:\n<tool_call>\n<function=get_weather>\n<parameter=city>\n\n"a"\n</parameter>\n<parameter=where>\n12'
+        "\n</parameter><parameter=count>3</parameter><parameter=days>\n[1,\n{}]\n</parameter>\n</function>\n</tool_call>\n"
+        "<tool_call><function=f></function></tool_call> Done.",
+        [
+            say("Look:"),
+            *call(0, "get_weather", '{"city": "\\n\\"a\\"", "where": "12", "count": 3, "days": [1,\n{}]}'),
+            *call(1, "f", "{}"),
+            say("Done."),
+        ],
+    ),
+    # A value that is not of its type stays what it is, a text that cannot be JSON becomes one.
+    (
+        "glm45",
+        "<tool_call>get_weather\n<arg_key>count</arg_key>\n<arg_value>None</arg_value>\n<arg_key>days</arg_key><arg_value>"
+        "{'a'}</arg_value><arg_key>unit</arg_key><arg_value> 12 </arg_value><arg_key>more</arg_key><arg_value>NaN"
+        "</arg_value></tool_call>, well",
+        [
+            *call(0, "get_weather", """{"count": null, "days": "{'a'}", "unit": " 12 ", "more": "NaN"}"""),
+            say(", well"),
+        ],
+    ),
+    (
+        "deepseek",
+        'Hm.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{"a": "```"}\n```'
+        "<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+        [say("Hm."), *call(0, "f", '{"a": "```"}'), *call(1, "get_weather", "{}")],
+    ),
+    stays("qwen3_coder", "<tool_call>\n<function=g>\n</function>\n</tool_call>"),
+    stays("qwen3_coder", '<tool_call>\n{"name": "f"}\n</tool_call>'),
+    stays("glm45", "<tool_call>f(1)</tool_call> <arg_key>"),
+    stays("glm45", "<tool_call></tool_call>"),
+    stays("deepseek", "<｜tool▁calls▁begin｜>f<｜tool▁calls▁end｜>"),
+    (
+        "deepseek_v31",
+        "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>g<｜tool▁sep｜>",
+        [say("<｜tool▁call▁begin｜>g<｜tool▁sep｜>")],
+    ),
+    # Cut off, or broken off.
+    ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=a", call(0, "f", "{")),
+    (
+        "glm45",
+        "<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Zü</arg",
+        call(0, "get_weather", '{"city": "Zü'),
+    ),
+    ("glm45", "<tool_call>f\n<arg_key>a</arg_key> b", [*call(0, "f", "{}"), say("b")]),
+    ("either", 'Yes <tool_call>{"name": "f"}', [say('Yes <tool_call>{"name": "f"}')]),
+    (
+        "either",
+        '\n<tool_call>{"name": "f"}</tool_call><tool_call>{"name": "f"}',
+        [*call(0, "f", "{}"), *call(1, "f", "{}")],
+    ),
     ("thinking", "<think>\nHm, </th\n</think>\n\nYes.\n", [think("Hm, </th"), say("Yes.\n")]),
     ("thinking", "\n<think> </think>\n\nYes", [say("Yes")]),
     ("thinking", " <thinking> no", [say(" <thinking> no")]),
@@ -127,6 +197,15 @@ def test_answers_are_divided_whatever_the_pieces(form: str, text: str, expected:
 
 FRAGMENTS = [
     *("<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "<think>", "</think>"),
+    *(
+        "<tool_call>\n<function=f>\n",
+        "<parameter=a>\n",
+        "\n</parameter>\n",
+        "</function>",
+        "<tool_call>f",
+        "</arg_value>",
+    ),
+    *("<arg_key>", "city</arg_key>\n<arg_value>", "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>", "f<｜tool▁sep｜>{"),
     *'[]{},:"\\\n a<',
     *('{"name": "f"', '"arguments": {', '"parameters"', '{"name": "f", "arguments": {"a": '),
 ]
@@ -140,7 +219,11 @@ def test_any_text_in_any_pieces(form: str, pieces: list[str]) -> None:
     text = "".join(pieces)
     deltas = read(FORMS[form], *pieces)
     assert deltas == read(FORMS[form], *text)
-    if form in ("hermes", "llama3") and not any(isinstance(delta, CallDelta) for delta in deltas):
+    if (
+        FORMS[form].calls
+        and form not in ("mistral", "deepseek_v31", "thinking", "single")
+        and not any(isinstance(delta, CallDelta) for delta in deltas)
+    ):
         assert joined([say(text)]) == deltas
 
 
@@ -153,11 +236,17 @@ def test_only_text_that_may_become_a_call_is_held_back() -> None:
     assert [delta for deltas in seen[certain + 1 :] for delta in deltas] == [ArgumentsDelta(0, c) for c in '"a": 1}']
 
 
-ARGUMENTS: list[dict[str, Any]] = [{}, {"city": "Zürich", "days": [1, 2], "more": {"a": '"}]</tool_call>'}}]
+ARGUMENTS: list[dict[str, Any]] = [
+    {},
+    {"city": 'Zürich "a"\n\\<b>\n', "where": "12", "days": [1, 2], "count": None, "more": {"a": '"}]</tool_call>'}},
+    {"city": "", "days": [{"</parameter>": "</arg_value>"}], "count": 5},
+]
+CHATML = ("<|im_start|>assistant\n", "<|im_end|>")
 TEMPLATES = {
-    ToolFormat.HERMES: (HERMES, "<|im_start|>assistant\n", "<|im_end|>"),
+    ToolFormat.HERMES: (HERMES, *CHATML),
     ToolFormat.LLAMA3: (LLAMA3, "<|start_header_id|>assistant<|end_header_id|>\n\n", "<|eot_id|>"),
     ToolFormat.MISTRAL: (MISTRAL, "", "</s>"),
+    **{form: (getattr(chat_templates, form.name), *CHATML) for form in ToolFormat if FORMATS[form].tags is not None},
 }
 
 
@@ -169,28 +258,31 @@ def test_calls_that_the_familys_template_writes_are_read_back(family: ToolFormat
     form = AnswerForm(FORMATS[family], NAMES)
     template = ChatTemplate(source, {"eos_token": "</s>"})
     assert template.takes_tools
-    several = FORMATS[family].several
-    calls = [
-        {
-            "id": form.call_id("request", 0, index),
-            "type": "function",
-            "function": {"name": "get_weather", "arguments": arguments},
-        }
-        for index, arguments in enumerate(ARGUMENTS if several else ARGUMENTS[1:])
-    ]
-    message = {"role": "assistant", "content": "", "tool_calls": calls}
-    text = template.render([message], add_generation_prompt=False)
-    written = text[text.index(begin) + len(begin) :].removesuffix("\n").removesuffix(end)
-    deltas = read(form, written)
-    assert [delta.name for delta in deltas if isinstance(delta, CallDelta)] == ["get_weather"] * len(calls)
-    read_back = [json.loads(delta.text) for delta in deltas if isinstance(delta, ArgumentsDelta)]
-    assert read_back == [one["function"]["arguments"] for one in calls]
+    assert template.takes_several_calls is (family is not ToolFormat.LLAMA3)
+    for several in [ARGUMENTS] if template.takes_several_calls else [[arguments] for arguments in ARGUMENTS]:
+        calls = [
+            {
+                "id": form.call_id("request", 0, index),
+                "type": "function",
+                "function": {"name": "get_weather", "arguments": arguments},
+            }
+            for index, arguments in enumerate(several)
+        ]
+        message = {"role": "assistant", "content": "", "tool_calls": calls}
+        text = template.render([message], add_generation_prompt=False)
+        written = text[text.index(begin) + len(begin) :].removesuffix("\n").removesuffix(end)
+        deltas = read(form, written)
+        assert [delta.name for delta in deltas if isinstance(delta, CallDelta)] == ["get_weather"] * len(calls)
+        assert [json.loads(delta.text) for delta in deltas if isinstance(delta, ArgumentsDelta)] == several
+        assert not any(isinstance(delta, ContentDelta) for delta in deltas)
+        for cut in range(len(written) + 1):
+            assert read(form, written[:cut], written[cut:]) == deltas
 
 
 def test_templates_without_a_known_format() -> None:
     assert detect_format(THINKING) is ToolFormat.HERMES
     assert detect_format("{{ messages }}") is None
-    assert detect_format("<tool_call>{name}\n<arg_key>") is None
+    assert detect_format("<|tool_calls_section_begin|> <tool_call>") == "Kimi K2"
     assert not ChatTemplate("{{ messages }} tools {% set tools = 1 %}", {}).takes_tools
 
 
