@@ -1,4 +1,4 @@
-"""The Ray Serve application: `serve run deploy.ray_app.application:build config=spool.yaml`."""
+"""The Ray Serve application."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from ray import serve
 from ray.serve import Application
 
 from deploy.config.ingress import GatewaySettings
-from deploy.config.loading import configuration_from, load_configuration
+from deploy.config.loading import configuration_from
 from deploy.config.placement import WorkerGroup
 from deploy.config.spool_config import SpoolConfig
-from deploy.errors import UsageError
 from deploy.ray_app import GATEWAY, scheduler_name, workers_name
 from deploy.ray_app.gateway import Gateway
 from deploy.ray_app.gpus import gpus_per_replica
@@ -45,21 +44,8 @@ _QUIET = {"logging_config": {"enable_access_log": False}}
 
 
 def build(args: dict[str, Any]) -> Application:
-    """The application that a configuration describes.
-
-    `config` is the path of a file, `settings` its content as plain data; every other argument is an override as in
-    `scheduling.batch_size=16`. Raises `UsageError` for what is no configuration.
-    """
-    arguments = dict(args)
-    file, settings = arguments.pop("config", None), arguments.pop("settings", None)
-    if file is not None and settings is not None:
-        raise UsageError("config and settings are given, must be one of them")
-    overrides = [f"{name}={value}" for name, value in arguments.items()]
-    if settings is None:
-        return application(load_configuration(None if file is None else Path(file), overrides))
-    if overrides:
-        raise UsageError(f"{overrides[0]}: overrides go with config, not with settings")
-    return application(configuration_from(settings))
+    """The application of a configuration, whose content is the argument `settings` (`spool config render`)."""
+    return application(configuration_from(args["settings"]))
 
 
 def application(config: SpoolConfig) -> Application:
