@@ -82,7 +82,7 @@ def _on_own_ray(config: SpoolConfig, detach: bool) -> None:
     ray = start_ray(app_name, config.ray, state)
     reporter.stage("ray", "started", None)
     try:
-        with connected(ray.address, config.ray.namespace, state), _handling(_LIKE_INTERRUPT, _interrupt):
+        with connected(ray.address, state), _handling(_LIKE_INTERRUPT, _interrupt):
             served = _served(config, ray.address, ray.process_id, started_serve=True)
             _deploy(config.on_one_machine(), served, state, console)
             if detach:
@@ -97,7 +97,7 @@ def _on_own_ray(config: SpoolConfig, detach: bool) -> None:
 def _on_ray_of_others(config: SpoolConfig, address: str, detach: bool) -> None:
     state, console, app_name = StateFolder(), error_console(), config.ray.app_name
     stays = False
-    with connected(address, config.ray.namespace, None), _handling(_LIKE_INTERRUPT, _interrupt):
+    with connected(address, None), _handling(_LIKE_INTERRUPT, _interrupt):
         started_serve = serve_client() is None
         if not started_serve and application_state(app_name).known:
             raise _served_already(app_name)

@@ -21,7 +21,6 @@ from deploy.progress import error_console
 from protos import scheduler_pb2, scheduler_pb2_grpc
 from services.rpc.channel_security import ChannelSecurity
 
-_NAMESPACE = "spool"
 _CALL_SECONDS = 10.0
 
 
@@ -56,7 +55,7 @@ def _state_of(served: Served, state: StateFolder) -> tuple[ApplicationState, lis
         security = ChannelSecurity.from_json(served.scheduler_security or "{}")
         return ApplicationState("RUNNING"), [asyncio.run(_scheduler_status(served.scheduler_address or "", security))]
     # The folder holds the token of a Ray of Spool's own.
-    with connected(served.ray_address, _NAMESPACE, state if served.process_id is not None else None):
+    with connected(served.ray_address, state if served.process_id is not None else None):
         application = application_state(served.app_name)
         return application, scheduler_statuses(served.app_name, application)
 
@@ -83,7 +82,7 @@ def down(app_name: str) -> int:
     if served.process_id is not None:
         stop_ray(app_name, served.process_id, state)
     else:
-        with connected(served.ray_address or "auto", _NAMESPACE, None):
+        with connected(served.ray_address or "auto", None):
             stop_application(app_name, served.started_serve)
     state.forget(app_name)
     console.print(f"{app_name} is stopped", highlight=False)

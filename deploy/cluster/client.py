@@ -53,7 +53,7 @@ class ApplicationState:
 
 
 @contextmanager
-def connected(address: str, namespace: str, own: StateFolder | None) -> Iterator[None]:
+def connected(address: str, own: StateFolder | None) -> Iterator[None]:
     """Joins Ray for the length of the block; `own` where it is Spool's. Raises RunError."""
     if own is not None:
         os.environ.update(own_ray_environment(own))
@@ -66,7 +66,7 @@ def connected(address: str, namespace: str, own: StateFolder | None) -> Iterator
         logging.getLogger(name).setLevel(logging.ERROR)
     try:
         ray.init(
-            address=address, namespace=namespace, log_to_driver=False, configure_logging=False, logging_level="ERROR"
+            address=address, namespace="spool", log_to_driver=False, configure_logging=False, logging_level="ERROR"
         )
     except Exception as error:  # Ray's errors have no common ancestor
         raise RunError(f"Ray at {address} cannot be joined: {first_line(error)}") from error

@@ -76,7 +76,6 @@ def start_ray(app_name: str, settings: RaySettings, state: StateFolder) -> Local
     options = RayOptions(
         folder=str(folder),
         lock=str(state.lock(app_name).lock_file),
-        namespace=settings.namespace,
         dashboard=settings.dashboard,
         num_cpus=settings.num_cpus,
         num_gpus=settings.num_gpus,

@@ -32,7 +32,6 @@ class RayOptions:
 
     folder: str
     lock: str
-    namespace: str
     dashboard: bool
     num_cpus: int | None
     num_gpus: int | None
@@ -66,7 +65,6 @@ def _run(options: RayOptions, events: EventPipe, stop: threading.Event) -> None:
     Path(options.folder).mkdir(parents=True, exist_ok=True, mode=0o700)
     context = ray.init(
         address="local",
-        namespace=options.namespace,
         num_cpus=options.num_cpus,
         num_gpus=options.num_gpus,
         object_store_memory=_OBJECT_STORE_BYTES,

@@ -126,7 +126,6 @@ class RaySettings(Section):
     address: str | None = described(
         None, "Ray cluster to join: `auto` or host:port. Unset: `spool serve` starts a local one.", min_length=1
     )
-    namespace: str = described("spool", "Ray namespace of this process's connection.", min_length=1)
     app_name: str = described("spool", "Name of the Serve application.", pattern=r"^[\w.-]{1,64}$")
     num_cpus: int | None = described(
         None, "CPUs that a Ray started here offers. Unset: those of the machine, at least 4.", ge=1, le=4096

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from deploy.cluster.client import connected
 from deploy.errors import RunError, UsageError
 
-_NAMESPACE = "spool-draining"
 _REPLICA = "SERVE_REPLICA::"
 _LOOK_SECONDS = 0.5
 
@@ -21,7 +20,7 @@ def drain_node(address: str, node: str | None, seconds: float, tell: Callable[[s
     the end of the time.
     """
     end = time.monotonic() + seconds
-    with connected(address, _NAMESPACE, own=None):
+    with connected(address, own=None):
         import ray
 
         node = node or ray.get_runtime_context().get_node_id()
