@@ -17,11 +17,12 @@ from filelock import Timeout
 
 from deploy.cluster.ray_process import DETACH, RayOptions
 from deploy.cluster.served_state import StateFolder
-from deploy.config.spool_config import LONGEST_RAY_FOLDER, RaySettings
+from deploy.config.spool_config import RaySettings
 from deploy.errors import RunError, UsageError
 from deploy.ray_app.proxy_middleware import IMPORT_PATH
 
 _STOP_SECONDS = 120.0
+_LONGEST_FOLDER = 40
 
 
 def own_ray_environment(state: StateFolder) -> dict[str, str]:
@@ -72,7 +73,7 @@ class LocalRay:
 
 def start_ray(app_name: str, settings: RaySettings, state: StateFolder) -> LocalRay:
     """Raises RunError with Ray's own reason."""
-    folder = _folder(app_name, settings)
+    folder = _folder(app_name)
     options = RayOptions(
         folder=str(folder),
         lock=str(state.lock(app_name).lock_file),
@@ -135,19 +136,15 @@ def _wait_for_end(app_name: str, state: StateFolder, seconds: float) -> bool:
         return False
 
 
-def _folder(app_name: str, settings: RaySettings) -> Path:
-    if settings.folder is not None:
-        folder = settings.folder.expanduser().absolute()
-    else:
-        folder = Path(tempfile.gettempdir()) / f"spool-{os.getuid()}" / app_name
-        if len(str(folder)) > LONGEST_RAY_FOLDER:
-            folder = folder.with_name(hashlib.sha256(app_name.encode()).hexdigest()[:8])
-        if len(str(folder)) > LONGEST_RAY_FOLDER:
-            raise UsageError(f"{folder} is too long for Ray's sockets: ray.folder names another folder")
+def _folder(app_name: str) -> Path:
+    """The path of a socket has 107 characters at most, and Ray's names below its folder take the rest."""
+    folder = Path(tempfile.gettempdir()) / f"spool-{os.getuid()}" / hashlib.sha256(app_name.encode()).hexdigest()[:8]
+    if len(str(folder)) > _LONGEST_FOLDER:
+        raise UsageError(f"{folder} is too long for Ray's sockets: $TMPDIR names another folder")
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
-        raise RunError(f"{folder} cannot be made: {error.strerror} (ray.folder names another)") from error
+        raise RunError(f"{folder} cannot be made: {error.strerror} ($TMPDIR names another)") from error
     if folder.stat().st_uid != os.getuid():
-        raise RunError(f"{folder} belongs to somebody else (ray.folder names another)")
+        raise RunError(f"{folder} belongs to somebody else ($TMPDIR names another)")
     return folder

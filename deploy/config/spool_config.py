@@ -6,7 +6,6 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from pydantic import ByteSize, ValidationInfo, field_validator
@@ -23,9 +22,6 @@ from scheduler.messages import Role
 
 # What KV gets on a CPU without a setting: memory there is everybody's, and filling it with zeros takes a while.
 _CPU_KV_BYTES = {Role.TARGET: 1 << 30, Role.DRAFT: 1 << 29}
-
-# The path of a socket has 107 characters at most, and Ray's names below its folder take the rest.
-LONGEST_RAY_FOLDER = 40
 
 _DEVICES = ("auto", "cpu", "cuda")
 
@@ -134,17 +130,11 @@ class RaySettings(Section):
         None, "GPUs that a Ray started here offers. Unset: those of the machine.", ge=0, le=64
     )
     dashboard: bool = described(False, "Start Ray's dashboard, on loopback, with a Ray started here.")
-    folder: Path | None = described(
-        None, "Folder for the files of a Ray started here. Unset: one of the user's own in the temporary folder."
-    )
 
     def problems(self) -> Iterator[str]:
         address = self.address
         if address is not None and address != "auto" and not re.fullmatch(r"[\w.\[\]:-]+:\d{1,5}", address):
             yield f"address is {address!r}, must be `auto` or host:port"
-        if self.folder is not None and len(str(self.folder.expanduser().absolute())) > LONGEST_RAY_FOLDER:
-            limit = f"must have at most {LONGEST_RAY_FOLDER} characters: Ray puts sockets below it"
-            yield f"folder is {self.folder}, {limit}"
 
 
 class SpoolConfig(Section):
