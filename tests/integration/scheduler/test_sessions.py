@@ -16,7 +16,6 @@ from scheduler.messages import RefusalCause, Role
 from services.backend.interface import BackendUnavailableError, DeadlineExceededError, GenerationRequest
 from services.backend.sequence_stream import AdmissionRefusedError, SequenceFailedError
 from services.rpc.protocol_version import PROTOCOL_VERSION
-from services.scheduler.session import SessionOptions
 from services.scheduler_client.cell_link import ClientOptions
 from tests.support.cells import (
     SESSIONS,
@@ -25,7 +24,6 @@ from tests.support.cells import (
     client,
     prompt_of,
     read,
-    read_some,
     request_of,
     running_cell,
     running_scheduler,
@@ -88,88 +86,6 @@ def test_refusals_failures_and_deadlines_are_told_apart() -> None:
             running.cancel()
             await check(backend, 4, 5)
             assert cell.live_sequences == 0
-
-    asyncio.run(run())
-
-
-def test_deadline_is_the_schedulers_business_too() -> None:
-    async def run() -> None:
-        async with (
-            running_cell(**SLOW) as cell,
-            grpc.aio.insecure_channel(cell.resolve.address) as channel,
-        ):
-            call = scheduler_pb2_grpc.SchedulerStub(channel).Session()
-            loop = asyncio.get_running_loop()
-            began = loop.time()
-            await call.write(opening(submission(7, ENDLESS, timeout_seconds=2), submission(8, 5, timeout_seconds=-1)))
-            ends = {}
-            tokens: list[int] = []
-            async for event in events_of(call):
-                if event.WhichOneof("end"):
-                    ends[event.request_id] = event
-                if event.request_id == 7:
-                    tokens.extend(event.tokens)
-                if len(ends) == 2:
-                    break
-            assert ends[7].failed.cause == scheduler_pb2.FAILURE_CAUSE_DEADLINE_EXCEEDED
-            assert loop.time() - began >= 2
-            assert tokens == continuation(prompt_of(7), len(tokens))
-            assert tokens
-            assert ends[8].refused.cause == scheduler_pb2.REFUSAL_CAUSE_INVALID
-            assert cell.live_sequences == 0
-            call.cancel()
-
-    asyncio.run(run())
-
-
-def test_broken_session_frees_everything_of_its_gateway_and_nothing_else() -> None:
-    async def run() -> None:
-        async with (
-            running_cell(targets=2, **SLOW) as cell,
-            client(cell.resolve) as bystander,
-            grpc.aio.insecure_channel(cell.resolve.address) as channel,
-        ):
-            other = await bystander.submit(request_of(0, ENDLESS))
-            call = scheduler_pb2_grpc.SchedulerStub(channel).Session()
-            await call.write(opening(*(submission(number, ENDLESS) for number in range(1, 41))))
-            begun: set[int] = set()
-            async for event in events_of(call):
-                begun |= {event.request_id} if event.tokens else set()
-                if len(begun) == 40:
-                    break
-            assert cell.live_sequences == 41
-            assert cell.pages_in_use > 40
-            call.cancel()
-            await until(lambda: cell.server.status().sessions == 1)
-            assert cell.live_sequences == 1
-            begun = await read_some(other, 500)
-            assert begun == continuation(prompt_of(0), len(begun))
-            other.cancel()
-            await cell.wait_empty()
-
-    asyncio.run(run())
-
-
-def test_gateway_that_says_nothing_loses_its_sequences() -> None:
-    async def run() -> None:
-        sessions = SessionOptions(lease_seconds=3)
-        async with (
-            running_cell(sessions=sessions, **SLOW) as cell,
-            client(cell.resolve) as lively,
-            grpc.aio.insecure_channel(cell.resolve.address) as channel,
-        ):
-            quiet_but_alive = await lively.submit(request_of(1, ENDLESS))
-            call = scheduler_pb2_grpc.SchedulerStub(channel).Session()
-            await call.write(opening(submission(2, ENDLESS)))
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                async for _ in call:
-                    pass
-            assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-            assert "for 3 s" in (caught.value.details() or "")
-            assert cell.live_sequences == 1
-            begun = await read_some(quiet_but_alive, 200)
-            assert begun == continuation(prompt_of(1), len(begun))
-            assert lively.connected
 
     asyncio.run(run())
 

@@ -9,16 +9,10 @@ import grpc.aio
 import pytest
 
 from protos import scheduler_pb2, scheduler_pb2_grpc, worker_pb2
-from scheduler.config import SchedulerConfig
 from scheduler.messages import Role
-from services.scheduler.service import SchedulerService
-from services.scheduler.workers.worker_link import WorkerEndpoint, WorkerState
 from services.scheduler.workers.worker_set import RegistryOptions
 from tests.support.cells import (
-    LINKS,
-    REGISTRY,
     Cell,
-    Whereabouts,
     all_in_use,
     check,
     client,
@@ -79,55 +73,6 @@ def test_worker_that_is_gone_is_forgotten_and_another_takes_its_name() -> None:
                 await check(backend, 1, 10)
                 cell.service.core.check_integrity()
             await until(lambda: not cell.server.status().workers and not cell.service.workers.links)
-
-    asyncio.run(run())
-
-
-def test_late_registration_of_an_earlier_start_costs_the_living_one_nothing() -> None:
-    async def run() -> None:
-        async with SchedulerService(SchedulerConfig(), scheduler_epoch=1, link_options=LINKS) as service:
-            workers = service.workers
-            async with running_worker("target-0", Role.TARGET, Whereabouts(), step_seconds=0.01) as worker:
-                endpoint = WorkerEndpoint("target-0", Role.TARGET, worker.address)
-                description = worker.server.describe()
-                late = worker.server.describe()
-                late.worker_epoch -= 1
-                assert (await workers.register(endpoint, description, REGISTRY)).state is WorkerState.IN_USE
-                link = service.workers.find("target-0")
-                stream = service.submit(prompt_of(1), 50)
-                first = await anext(stream)
-                assert (await workers.register(endpoint, late, REGISTRY)).state is WorkerState.UNREACHABLE
-                rest = [token async for delta in stream for token in delta.tokens]
-                assert [*first.tokens, *rest] == continuation(prompt_of(1), 50)
-                assert service.workers.find("target-0") is link
-                assert (await workers.register(endpoint, description, REGISTRY)).state is WorkerState.IN_USE
-                # The living one is heard when it leaves, whoever registered last, and nobody else is.
-                await workers.register(endpoint, late, REGISTRY)
-                assert not workers.leaves("target-0", late.worker_epoch)
-                assert service.workers.find("target-0") is link
-                assert workers.leaves("target-0", description.worker_epoch)
-                await service.remove_worker("target-0")
-                assert service.workers.links == {}
-
-    asyncio.run(run())
-
-
-def test_a_late_farewell_of_an_earlier_start_does_not_keep_the_new_one_out() -> None:
-    async def run() -> None:
-        async with SchedulerService(SchedulerConfig(), scheduler_epoch=1, link_options=LINKS) as service:
-            workers = service.workers
-            async with running_worker("target-0", Role.TARGET, Whereabouts()) as worker:
-                endpoint = WorkerEndpoint("target-0", Role.TARGET, worker.address)
-                earlier, later = worker.server.describe(), worker.server.describe()
-                later.worker_epoch += 1
-                assert (await workers.register(endpoint, earlier, REGISTRY)).state is WorkerState.IN_USE
-                await workers.register(endpoint, later, REGISTRY)
-                assert workers.leaves("target-0", earlier.worker_epoch)
-                await service.remove_worker("target-0")
-                assert (await workers.register(endpoint, earlier, REGISTRY)).state is WorkerState.LEAVING
-                # It is tried; the process at this address is the earlier one, which answers.
-                assert (await workers.register(endpoint, later, REGISTRY)).state is WorkerState.UNREACHABLE
-                assert service.workers.find("target-0") is not None
 
     asyncio.run(run())
 

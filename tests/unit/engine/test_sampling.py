@@ -2,8 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -182,24 +180,6 @@ def test_filters_break_ties_by_id() -> None:
     assert kept(deficit, SamplingParameters(temperature=1, top_p=1e-9)) == [{0}]
 
 
-@pytest.mark.parametrize("settings", [{}, {"temperature": 1.0}, {"temperature": 0.7, "top_p": 0.9, "top_k": 50}])
-@pytest.mark.parametrize("token_ids", [None, torch.arange(0, 600, 2)])
-def test_no_end_token_among_the_first_tokens(settings: dict[str, Any], token_ids: Tensor | None) -> None:
-    """As if the end tokens had -inf before `min_tokens`, and as without the parameter from then on."""
-    columns = 300
-    ends = frozenset(range(0, 600, 4))
-    logits = torch.randn(40, columns, generator=torch.Generator().manual_seed(11)) * 2
-    banned = logits.clone()
-    ids = torch.arange(columns) if token_ids is None else token_ids
-    banned[:, ids % 4 == 0] = -math.inf
-    for output_tokens, expected_logits in ((0, banned), (4, banned), (5, logits), (9, logits)):
-        plain = [SamplingContext(SamplingParameters(**settings, seed=n), 8 + output_tokens, (), 8) for n in range(40)]
-        rows = [replace(row, sampling=replace(row.sampling, min_tokens=5, end_token_ids=ends)) for row in plain]
-        found = sample_tokens(logits, rows, token_ids=token_ids)
-        assert found == sample_tokens(expected_logits, plain, token_ids=token_ids)
-        assert (ends & set(found) == set()) is (output_tokens < 5)
-
-
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.mark.parametrize("settings", KINDS)
 @pytest.mark.parametrize("spread", [0.0, 2.0])
@@ -214,47 +194,3 @@ def test_a_gpu_chooses_what_a_cpu_chooses(settings: dict[str, float], spread: fl
     assert sample_tokens(logits[:, some].cuda(), rows, token_ids=some.cuda()) == expected
     keys, ids = torch.tensor([[row_key(1, 2)], [row_key(3, 4)]]), torch.arange(100_000)
     assert torch.equal(gumbel(keys.cuda(), ids.cuda()).cpu(), gumbel(keys, ids))
-
-
-# --- columns for some tokens only -------------------------------------------------------------------------------------
-
-SOME_TOKENS_KINDS: list[dict[str, object]] = [
-    *KINDS,
-    {"frequency_penalty": 0.7, "presence_penalty": -0.4},
-    {"logit_bias": {0: 3.0, 40: -2.0, 41: 5.0, 4999: 4.0, 10**9: 9.0}},
-    {"temperature": 0.9, "repetition_penalty": 1.2, "frequency_penalty": 0.3, "logit_bias": {41: 6.0, 44: 6.0}},
-    {"temperature": 0.9, "top_k": 2000, "top_p": 0.95, "min_p": 0.001},
-    {"temperature": 1e-300},
-]
-
-
-@pytest.mark.parametrize("count", [1, 128, 3000])
-@pytest.mark.parametrize("grid", [False, True])
-def test_choice_among_some_tokens_is_that_with_minus_infinity_elsewhere(count: int, grid: bool) -> None:
-    """The same rows with a column for each of 5000 tokens; history and bias name tokens on both sides."""
-    generator = torch.Generator().manual_seed(count)
-    token_ids = torch.randperm(5000, generator=generator)[:count].sort().values
-    rows_per_kind = 6
-    rows = [
-        SamplingContext(
-            SamplingParameters(**settings, seed=10 * kind + i),  # type: ignore[arg-type]
-            position=100 + i,
-            history=[*range(0, 300, 3), *token_ids[:50].tolist(), 40, 41, 41],
-            prompt_length=60,
-        )
-        for i in range(rows_per_kind)
-        for kind, settings in enumerate(SOME_TOKENS_KINDS)
-    ]
-    logits = torch.randn(len(rows), count, generator=generator) * 2
-    # On a coarse grid ties are the rule.
-    logits = (logits.round() if grid else logits).bfloat16()
-    logits[3] = math.nan
-    logits[7] = -math.inf
-    everywhere = torch.full((len(rows), 5000), -math.inf, dtype=torch.bfloat16)
-    everywhere[:, token_ids] = logits
-    expected = sample_tokens(everywhere, rows)
-    assert sample_tokens(logits, rows, token_ids=token_ids) == expected
-    assert [index for index, token in enumerate(expected) if token is None] == [3, 7]
-    for kind in range(len(SOME_TOKENS_KINDS)):
-        exclusive = slice(kind, None, len(SOME_TOKENS_KINDS))
-        assert sample_tokens(logits[exclusive], rows[exclusive], token_ids=token_ids) == expected[exclusive]

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from scheduler.messages import EmitTokens, FailSequence, FinishSequence, Row, RowResult, RowStatus, SendStep
+from scheduler.messages import (
+    EmitTokens,
+    FailSequence,
+    FinishSequence,
+    Row,
+    RowResult,
+    RowStatus,
+    SendStep,
+    TokenLogprobs,
+)
 from scheduler.transitions.results import MAX_TARGET_FAILURES
 from tests.unit.scheduler.driver import Answer, Driver, of_type, pair
 from tests.unit.scheduler.model_worker import plain_decoding
@@ -122,3 +131,17 @@ def test_a_proposal_longer_than_asked_is_cut() -> None:
     driver.answer("draft", instead=eager)
     assert len(next_row(driver, "target").draft_tokens) == 2
     check_outputs(driver, 1)
+
+
+@pytest.mark.parametrize("wrong", [range(0), range(2, 10), range(1, 8)])
+def test_other_scores_of_the_prompt_than_those_asked_for_fail_the_sequence(wrong: range) -> None:
+    """Of places 1 to 8: none, others and too few."""
+    driver = Driver(prefill_chunk=8, draft_length=0)
+    driver.join("target")
+    driver.submit(1, prompt_length=30, prompt_logprobs=0)
+    (row,) = driver.only_step("target").rows
+    result = driver.workers["target"].run_row(row)
+    result.prompt_logprobs = tuple(TokenLogprobs((7 + place) % 50, -1.0) for place in wrong)
+    driver.answer("target", lambda _: result)
+    (failure,) = of_type(driver.log, FailSequence)
+    assert "8 log probabilities of prompt tokens were asked for, others came" in failure.error
