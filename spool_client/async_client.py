@@ -51,7 +51,7 @@ class AsyncClient:
             else grpc.aio.secure_channel(address, credentials, settings)
         )
         self._stub = GenerationServiceStub(self._channel)
-        self._metadata = metadata_for(api_key)
+        self._metadata = metadata_for(api_key, settings)
         self._retry = retry or RetryPolicy()
 
     async def close(self) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
+from typing import Any
 
 from spool_client.v1.generation_pb2 import GenerateRequest
 
@@ -23,8 +25,11 @@ CHANNEL_OPTIONS: tuple[tuple[str, int], ...] = (
 )
 
 
-def metadata_for(api_key: str | None) -> tuple[tuple[str, str], ...]:
-    return () if api_key is None else (("authorization", f"Bearer {api_key}"),)
+def metadata_for(api_key: str | None, settings: Sequence[tuple[str, Any]]) -> tuple[tuple[str, str], ...]:
+    """With the largest message that a channel of these settings takes; -1 stands for any."""
+    limit = dict(settings)["grpc.max_receive_message_length"]
+    size = ("spool-max-message-bytes", str(limit if limit >= 0 else 2**31))
+    return (size,) if api_key is None else (size, ("authorization", f"Bearer {api_key}"))
 
 
 def repeatable(request: GenerateRequest) -> GenerateRequest:

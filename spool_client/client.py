@@ -55,7 +55,7 @@ class Client:
             else grpc.secure_channel(address, credentials, settings)
         )
         self._stub = GenerationServiceStub(self._channel)
-        self._metadata = metadata_for(api_key)
+        self._metadata = metadata_for(api_key, settings)
         self._retry = retry or RetryPolicy()
 
     def close(self) -> None:

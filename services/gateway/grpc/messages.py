@@ -112,21 +112,19 @@ class ChoiceMessages:
         self._strings = strings
 
     def of(self, piece: Piece) -> pb.GeneratedChoice:
-        choice = pb.GeneratedChoice(index=piece.index)
-        self.extend(choice, piece)
-        return choice
-
-    def extend(self, choice: pb.GeneratedChoice, piece: Piece) -> None:
-        """Adds `piece` to a message that holds the choice's earlier pieces."""
-        choice.text += piece.text
-        choice.token_ids.extend(piece.tokens)
-        choice.logprobs.extend(self._logprobs(piece.logprobs))
-        choice.prompt_logprobs.extend(self._logprobs(piece.prompt_logprobs))
-        choice.finish_reason = _FINISH_REASONS[piece.finish_reason]
+        choice = pb.GeneratedChoice(
+            index=piece.index,
+            text=piece.text,
+            token_ids=piece.tokens,
+            logprobs=self._logprobs(piece.logprobs),
+            prompt_logprobs=self._logprobs(piece.prompt_logprobs),
+            finish_reason=_FINISH_REASONS[piece.finish_reason],
+        )
         if isinstance(piece.stop_reason, str):
             choice.stop_string = piece.stop_reason
         elif piece.stop_reason is not None:
             choice.stop_token_id = piece.stop_reason
+        return choice
 
     def _logprobs(self, entries: Sequence[TokenLogprobs]) -> list[pb.OutputTokenLogprobs]:
         return [

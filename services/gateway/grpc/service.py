@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
@@ -11,6 +12,7 @@ from typing import TypeVar
 import grpc.aio
 
 from services.gateway.completion import Completion, CompletionEngine
+from services.gateway.errors import ErrorKind, RequestError
 from services.gateway.grpc.call_start import begin_call
 from services.gateway.grpc.errors import answer
 from services.gateway.grpc.messages import (
@@ -21,11 +23,19 @@ from services.gateway.grpc.messages import (
     usage_message,
 )
 from services.gateway.token_strings import TokenStrings
+from services.observability.request_ids import given_in
+from services.rpc.channel_options import MAX_MESSAGE_BYTES
 from spool_client.v1 import generation_pb2 as pb
 from spool_client.v1 import generation_pb2_grpc
 
 # Some clients say "no deadline" by a deadline in the far future.
 _LONGEST_SECONDS = 10 * 365 * 86400.0
+
+_LIMIT_METADATA = "spool-max-message-bytes"
+# Of gRPC's clients in all languages.
+_DEFAULT_LIMIT = 4 * 1024 * 1024
+# Of a token with its text, and of a log probability.
+_TOKEN_BYTES, _LOGPROB_BYTES = 10, 28
 
 logger = logging.getLogger(__name__)
 
@@ -75,11 +85,19 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             logger.info("gRPC %s", method, extra={"figures": figures})
 
     async def _generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> pb.GenerateResponse:
+        limit = _message_limit(context)
         with await self._start(request, context) as completion:
+            _check_size(_expected_bytes(request, completion), limit)
             choices = [pb.GeneratedChoice(index=choice.index) for choice in completion.choices]
+            size = 0
             async with aclosing(completion.pieces()) as pieces:
                 async for piece in pieces:
-                    self._choices.extend(choices[piece.index], piece)
+                    part, whole = self._choices.of(piece), choices[piece.index]
+                    size += part.ByteSize()
+                    _check_size(size, limit)
+                    text = whole.text + part.text
+                    whole.MergeFrom(part)
+                    whole.text = text
             return pb.GenerateResponse(
                 id=completion.request_id,
                 model=completion.model,
@@ -88,11 +106,14 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             )
 
     async def _generate_stream(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext) -> None:
+        limit = _message_limit(context)
         with await self._start(request, context) as completion:
             id_, model = completion.request_id, completion.model
             async with aclosing(completion.pieces()) as pieces:
                 async for piece in pieces:
-                    await context.write(pb.GenerateStreamResponse(id=id_, model=model, choice=self._choices.of(piece)))
+                    part = self._choices.of(piece)
+                    _check_size(part.ByteSize(), limit)
+                    await context.write(pb.GenerateStreamResponse(id=id_, model=model, choice=part))
             usage = usage_message(completion.usage())
             await context.write(pb.GenerateStreamResponse(id=id_, model=model, usage=usage))
 
@@ -121,6 +142,32 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         timeout = None if left is None or left > _LONGEST_SECONDS else max(left, 0.001)
         options = options_from_message(request, timeout)
         return await self._engine.start(request.model, [prompt_from_message(request)], options)
+
+
+def _message_limit(context: grpc.aio.ServicerContext) -> int:
+    given = given_in(context.invocation_metadata(), _LIMIT_METADATA)
+    return min(int(given) if re.fullmatch("[0-9]{1,18}", given) else _DEFAULT_LIMIT, MAX_MESSAGE_BYTES)
+
+
+def _expected_bytes(request: pb.GenerateRequest, completion: Completion) -> int:
+    """About as many as the answer has if every choice has all its tokens; a chat without max_tokens may end early."""
+    output = request.max_tokens * (_TOKEN_BYTES + _LOGPROB_BYTES * _logprobs(request, "top_logprobs"))
+    prompt = len(completion.prompts[0].tokens) * _LOGPROB_BYTES * _logprobs(request, "prompt_logprobs")
+    return len(completion.choices) * (output + prompt)
+
+
+def _logprobs(request: pb.GenerateRequest, field: str) -> int:
+    return 1 + getattr(request, field) if request.HasField(field) else 0
+
+
+def _check_size(size: int, limit: int) -> None:
+    if size > limit:
+        message = (
+            f"the answer may have {size} bytes, the client takes {limit} in one message: use GenerateStream, fewer "
+            f"tokens, choices or log probabilities, or raise grpc.max_receive_message_length and send its value as "
+            f"metadata, {_LIMIT_METADATA}"
+        )
+        raise RequestError(ErrorKind.TOO_LARGE, message, code="answer_too_large")
 
 
 def _number(code: grpc.StatusCode | int | None) -> int:

@@ -37,7 +37,7 @@ from tests.integration.gateway.expected import (
 )
 from tests.support.certificates import issue_by
 from tests.support.gateway import MODEL, Gateways, Served
-from tests.support.stand_in_worker import MAX_LENGTH, ROW_FAILS, VOCABULARY
+from tests.support.stand_in_worker import MAX_LENGTH, ROW_FAILS, VOCABULARY, continuation
 from tests.support.waiting import LONG
 
 NEVER_ENDING = {"max_tokens": 1900, "ignore_eos": True, "draft_length": 0}
@@ -132,6 +132,42 @@ def test_defaults_are_those_of_http(gateways: Gateways) -> None:
     for ours, theirs in zip((text, conversation), over_http, strict=True):
         same = {"request_id": "", "deadline_seconds": None}
         assert replace(ours, **same) == replace(theirs, **same)  # type: ignore[arg-type]
+
+
+LIMIT = "grpc.max_receive_message_length"
+LARGE = {"n": 8, "top_logprobs": 20, "ignore_eos": True, "seed": 1}
+
+
+def test_answers_beyond_a_clients_limit_arrive_or_are_refused_by_name(gateways: Gateways, served: Served) -> None:
+    request = pb.GenerateRequest(text=PROMPT, max_tokens=20, **LARGE)
+    # A chat without max_tokens may end early.
+    chat = pb.GenerateRequest(chat=pb.Chat(messages=[pb.ChatMessage(role="user", content="hi")]), **LARGE)
+    scored = pb.GenerateRequest(text=PROMPT * 20, max_tokens=1, prompt_logprobs=20)
+    with Client(served.address, options=[(LIMIT, 50_000)]) as client:
+        for one in (request, chat, scored):
+            error = refusal(lambda: client.generate(one, timeout=LONG))  # noqa: B023
+            assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert trailing(error)["spool-error-code"] == "answer_too_large"
+            assert "the client takes 50000 in one message: use GenerateStream" in (error.details() or "")
+        tokens = [token for part in client.stream(request) for token in part.choice.token_ids if not part.choice.index]
+    with Client(served.address, options=[(LIMIT, -1)]) as client:
+        done = client.generate(request, timeout=LONG)
+    assert done.ByteSize() > 50_000
+    assert [list(choice.token_ids) for choice in done.choices] == [tokens] * 8
+
+
+@pytest.mark.slow
+def test_an_answer_beyond_grpcs_own_limit(
+    gateways: Gateways, served: Served, stub: generation_pb2_grpc.GenerationServiceStub
+) -> None:
+    request = pb.GenerateRequest(text=PROMPT, max_tokens=1150, **LARGE)
+    error = refusal(lambda: stub.Generate(request, timeout=LONG))
+    assert "the client takes 4194304 in one message" in (error.details() or "")
+    with Client(served.address) as client:
+        done = client.generate(request, timeout=4 * LONG)
+    assert done.ByteSize() > 4 * 1024 * 1024
+    text = gateways.tokenizer.decode(continuation(gateways.tokenizer.encode(PROMPT), 1150))
+    assert [choice.text for choice in done.choices] == [text] * 8
 
 
 def test_tokens_and_models(gateways: Gateways, stub: generation_pb2_grpc.GenerationServiceStub) -> None:
