@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from deploy.autoscaling.control import GroupControl, GroupDecision
@@ -29,15 +28,6 @@ def autoscaling_rules(config: SpoolConfig) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True, slots=True)
-class Explained:
-    """The last decision: a sentence for people, the numbers behind it, and the wanted replicas of each scaled group."""
-
-    sentence: str
-    figures: Mapping[str, float]
-    wanted: Mapping[Role, int]
-
-
 class Autoscaler:
     """Decides each time that it observes the scheduler. It has no clock of its own."""
 
@@ -47,8 +37,8 @@ class Autoscaler:
         self._draft: WorkerAutoscaling | None = None
         self._controls = {role: GroupControl() for role in Role}
         self._busy: deque[tuple[float, float]] = deque()
-        self.explained: Explained | None = None
-        """None before the first decision."""
+        self.decision: ReplicaFigures | None = None
+        """The last one, for the scheduler's status and metrics."""
 
     def set_rules(self, rules: Mapping[str, Any]) -> None:
         """Takes what `autoscaling_rules` returns."""
@@ -63,7 +53,6 @@ class Autoscaler:
         parts: list[str] = []
         reported: dict[str, float] = {}
         wanted: dict[Role, int] = {}
-        figures: dict[str, float] = {"targets_in_use": len(targets), "drafts_in_use": len(drafts)}
 
         highest_draft = max(1, len(targets))
         if self._target is not None:
@@ -72,8 +61,6 @@ class Autoscaler:
             decision = self._controls[Role.TARGET].decide(load, len(targets), self._target, now)
             highest_draft = wanted[Role.TARGET] = decision.wanted
             reported |= _bounds(Role.TARGET, decision)
-            figures |= {"sequences": core.live, "waiting": core.waiting, "sequences_per_target": capacity}
-            figures |= {"targets_needed": load, "targets_wanted": decision.wanted}
             waiting = f" ({core.waiting} waiting)" if core.waiting else ""
             found = f"{_count(core.live, 'sequence')}{waiting}, {capacity:.0f} fill a target, load {load:.2f}"
             parts.append(f"{_count(decision.wanted, 'target')}: {found}{_pending(decision, self._target)}")
@@ -85,25 +72,12 @@ class Autoscaler:
             decision = self._controls[Role.DRAFT].decide(load, len(drafts), self._draft, now, highest_draft)
             wanted[Role.DRAFT] = decision.wanted
             reported |= _bounds(Role.DRAFT, decision)
-            figures |= {"draft_busy_share": busy, "drafts_needed": load, "drafts_wanted": decision.wanted}
             found = f"busy {busy:.0%} of the time, load {load:.2f}"
             parts.append(f"{_count(decision.wanted, 'draft')}: {found}{_pending(decision, self._draft)}")
 
         if wanted:
-            self.explained = Explained("; ".join(parts), figures, wanted)
+            self.decision = ReplicaFigures("; ".join(parts), wanted)
         return reported
-
-    def replica_figures(self) -> ReplicaFigures | None:
-        """The last decision for the scheduler's status and metrics."""
-        if self.explained is None:
-            return None
-        return ReplicaFigures(self.explained.sentence, self.explained.wanted)
-
-    def status(self) -> Mapping[str, Any] | None:
-        """The last decision as plain data, for `spool status`."""
-        if self.explained is None:
-            return None
-        return {"explanation": self.explained.sentence, "figures": dict(self.explained.figures)}
 
     def _capacity(self, targets: list[WorkerSnapshot], rules: TargetAutoscaling) -> float:
         """Sequences that fill one target: the configured number, or fewer where the KV of those there needs more."""

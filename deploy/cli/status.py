@@ -68,7 +68,7 @@ async def _scheduler_status(address: str, security: ChannelSecurity) -> dict[str
             reply = await call(scheduler_pb2.StatusRequest(), timeout=_CALL_SECONDS, metadata=security.metadata)
         except grpc.aio.AioRpcError:
             return None
-    return plain_message(reply) | {"autoscaling": None}
+    return plain_message(reply)
 
 
 def down(app_name: str) -> int:
@@ -144,8 +144,8 @@ def _figures(scheduler: Mapping[str, Any]) -> Table:
     rows.append(("accepted", f"{throughput['acceptance_rate']:.1%} of the drafted tokens"))
     rows.append(("sequences", f"{throughput['finished']} finished, {throughput['failed']} failed"))
     rows += [("drafting", choice["explanation"]) for choice in scheduler["drafting"]]
-    if scheduler["autoscaling"] is not None:
-        rows.append(("autoscaling", scheduler["autoscaling"]["explanation"]))
+    if scheduler["replicas"] is not None:
+        rows.append(("autoscaling", scheduler["replicas"]["explanation"]))
     table = Table(title="scheduler", show_header=False, title_justify="left")
     for row in rows:
         table.add_row(*row)

@@ -64,7 +64,7 @@ class Scheduler:
             internal_host(config.internal),
             security=security,
             options=SchedulerServerOptions(vllm_model_name=config.vllm_model_name),
-            replicas=self._autoscaler.replica_figures,
+            replicas=lambda: self._autoscaler.decision,
         )
         self._address = await self._server.start()
         await self._running.enter_async_context(RayMirror(self._server.metric_families))
@@ -78,8 +78,8 @@ class Scheduler:
         return self._address
 
     async def status(self) -> dict[str, Any]:
-        """The status of scheduler and workers, and the last autoscaling decision, as plain data."""
-        return plain_message(self._server.status()) | {"autoscaling": self._autoscaler.status()}
+        """The status of scheduler and workers as plain data."""
+        return plain_message(self._server.status())
 
     def reconfigure(self, rules: Mapping[str, Any]) -> None:
         """Serve calls this with the rules of autoscaling, at the start and whenever they change."""

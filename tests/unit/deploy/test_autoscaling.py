@@ -167,16 +167,13 @@ def test_a_target_counts_as_full_when_its_pages_are() -> None:
     autoscaler = Autoscaler(SchedulerConfig(max_running=48))
     core = SchedulerCore(SchedulerConfig()).snapshot()
     assert autoscaler.observe(core, 0.0) == {}
-    assert autoscaler.status() is None
+    assert autoscaler.decision is None
     autoscaler.set_rules({"target": {"max_replicas": 4, "upscale_delay_seconds": 0}})
     worker = WorkerSnapshot("target-0", Role.TARGET, 6, 20, 100, 1, 0.0, 0.0)
     told = autoscaler.observe(replace(core, live=9, running=6, waiting=3, workers=(worker,)), 1.0)
     assert told == {"target_at_least": 2.0, "target_at_most": 4.0}
-    status = autoscaler.status()
-    assert status is not None
     # Six sequences use 80 pages, so 100 pages hold 7.5 of them.
-    assert status["figures"]["sequences_per_target"] == 7.5
-    assert status["explanation"] == "2 targets: 9 sequences (3 waiting), 8 fill a target, load 1.20"
+    assert autoscaler.decision.explanation == "2 targets: 9 sequences (3 waiting), 8 fill a target, load 1.20"
 
 
 # --- configuration and Serve ------------------------------------------------------------------------------------------
