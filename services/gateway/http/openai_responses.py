@@ -56,8 +56,8 @@ PromptLogprobs = list[dict[int, PromptLogprob] | None]
 
 
 class TopLogprob(BaseModel):
-    """`token` is text; for a part of a character, its bytes written as \\xe2\\x80. `bytes` is null for a token
-    whose text is not in the answer."""
+    """`token` is text; for a part of a character, its bytes written as \\xe2\\x80. `bytes` are those that the
+    token has in the content, null for a token of reasoning, calls, stop strings or the end."""
 
     token: str
     logprob: float

@@ -14,9 +14,13 @@ from services.gateway.token_strings import TokenStrings
 from spool_client.v1 import generation_pb2 as pb
 from spool_client.v1 import generation_pb2_grpc
 from tests.integration.gateway.expected import CHAT, PROMPT, completion, encoded, expected_tokens, streamed
+from tests.integration.gateway.test_http_tools import CALL, THOUGHT, TOOLS, Open, talk
+from tests.support.chat_templates import HERMES, THINKING
 from tests.support.gateway import MODEL, Gateways, Served
 from tests.support.stand_in_worker import prompt_logprobs
 from tests.support.waiting import LONG
+
+__all__ = ["talk"]
 
 LONG_PROMPT = "the cat sat on the mat and the dog on the log, " * 8
 """Of more tokens than a prefill chunk."""
@@ -146,3 +150,75 @@ def test_prompt_logprobs_over_grpc(gateways: Gateways, served: Served) -> None:
     for choice in [*whole, *first]:
         assert [(one.chosen.token_id, one.chosen.logprob) for one in choice.prompt_logprobs] == expected
         assert [len(one.top) for one in choice.prompt_logprobs] == [2] * len(expected)
+
+
+@pytest.mark.parametrize("first", ["\u00e9", "\u20ac", "\U0001f600"])
+def test_a_character_that_the_prompt_begins_belongs_to_the_output(
+    gateways: Gateways, http: httpx.Client, served: Served, first: str
+) -> None:
+    """Prompts that end within a character, of which the output's first token makes one."""
+    begun = encoded(gateways, first)[:-1]
+    prompts = [[*encoded(gateways, f"a{number}"), *begun] for number in range(400)]
+    outputs = [expected_tokens(gateways, prompt, 6) for prompt in prompts]
+    whole = [gateways.tokenizer.decode([*prompt, *output]) for prompt, output in zip(prompts, outputs, strict=True)]
+    found = [number for number, text in enumerate(whole) if not text.removeprefix(f"a{number}").startswith("\ufffd")]
+    assert found
+    for number in [*found[:2], 0]:
+        prompt, output, text = prompts[number], outputs[number], whole[number]
+        prefix = f"a{number}"
+        for echo, expected in ((True, text), (False, text.removeprefix(prefix))):
+            for logprobs in (None, 0):
+                asked = {"prompt": prompt, "max_tokens": 6, "echo": echo, "logprobs": logprobs}
+                [choice] = completion(http, **asked)["choices"]
+                assert choice["text"] == expected
+                *events, _ = streamed(http, **asked)
+                assert "".join(event["choices"][0]["text"] for event in events) == expected
+                if logprobs is not None:
+                    begin = len(choice["logprobs"]["tokens"]) - len(output)
+                    assert choice["logprobs"]["text_offset"][begin] == len(prefix) * echo
+                    assert joined(events) == choice["logprobs"]
+            with grpc.insecure_channel(served.address) as channel:
+                stub = generation_pb2_grpc.GenerationServiceStub(channel)
+                request = pb.GenerateRequest(tokens=pb.TokenIds(token_ids=prompt), max_tokens=6, echo=echo)
+                assert stub.Generate(request, timeout=LONG).choices[0].text == expected
+                parts = list(stub.GenerateStream(request, timeout=LONG))
+                assert "".join(part.choice.text for part in parts) == expected
+
+
+@pytest.mark.parametrize(
+    ("template", "said", "request_"),
+    [
+        (HERMES, f"Well\n{CALL}", {"tools": TOOLS}),
+        (HERMES, "<tool_call> é <tool_ca", {"tools": TOOLS}),
+        (HERMES, "It is the é😀 end", {"stop": ["h"]}),
+        (HERMES, "It is é the 😀, end", {"stop": ["😀"]}),
+        (HERMES, "It is é the 😀, end", {"stop": ["😀,"]}),
+        (THINKING, THOUGHT, {"tools": TOOLS}),
+        (THINKING, "<think>\né\n</think>\n\nSo the é", {}),
+    ],
+)
+def test_bytes_of_a_chats_tokens_make_up_its_content(
+    talk: Open, template: str, said: str, request_: dict[str, Any]
+) -> None:
+    """Not those of reasoning, calls and stop strings, wherever the answer ends."""
+    with talk(template) as model:
+        length = len(model.backend.tokenizer.encode(said))
+        for max_tokens in {*range(1, length, 5), length, length + 1}:
+            asked = {**request_, "max_tokens": max_tokens, "logprobs": True}
+            [choice] = model.whole(said, **asked).choices
+            assert choice.logprobs is not None
+            found = [bytes(entry.bytes or []) for entry in choice.logprobs.content or []]
+            assert b"".join(found).decode(errors="replace") == (choice.message.content or "")
+            for step in (1, 3):
+                chunks = model.chunks(said, step=step, **asked)
+                parts = [part for chunk in chunks for part in chunk.choices]
+                entries = [entry for part in parts if part.logprobs for entry in part.logprobs.content or []]
+                assert [bytes(entry.bytes or []) for entry in entries] == found
+                # No event has more bytes than the content that a client has by then.
+                content = told = b""
+                for part in parts:
+                    content += (part.delta.content or "").encode()
+                    told += b"".join(
+                        bytes(entry.bytes or []) for entry in (part.logprobs and part.logprobs.content) or []
+                    )
+                    assert "\ufffd" in content.decode() or content.startswith(told)
