@@ -18,22 +18,12 @@ def render_command(
     folders: Annotated[
         list[Path], typer.Argument(metavar="FOLDER...", help="Overlays, each with a spool.yaml.", show_default=False)
     ],
-    check: Annotated[
-        bool, typer.Option("--check", help="Write nothing; exit code 1 where a file is not what it should be.")
-    ] = False,
-) -> int:
+) -> None:
     """Writes what follows from each FOLDER/spool.yaml to FOLDER/rendered, for its kustomization.yaml to take in."""
-    from deploy.kubernetes.rendering import FOLDER, differences, write
+    from deploy.kubernetes.rendering import write
 
-    if not check:
-        for folder in folders:
-            write(folder)
-            print(f"{folder / FOLDER}: written")
-        return 0
-    different = [name for folder in folders for name in differences(folder)]
-    for name in different:
-        print(f"{name}: differs from what its spool.yaml gives (`spool k8s render` writes it)")
-    return 1 if different else 0
+    for folder in folders:
+        print(f"{write(folder)}: written")
 
 
 @k8s_app.command("drain")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,25 +44,16 @@ def rendered_files(folder: Path) -> dict[str, str]:
     return files
 
 
-def write(folder: Path) -> None:
-    """Makes `folder`/rendered hold the rendered files and no others. Raises UsageError."""
+def write(folder: Path) -> Path:
+    """Makes `folder`/rendered, which is returned, hold the rendered files and no others. Raises UsageError."""
     files = rendered_files(folder)
     to = folder / FOLDER
     to.mkdir(exist_ok=True)
-    for stale in set(_present(folder)) - set(files):
-        (to / stale).unlink()
+    for stale in set(to.iterdir()) - {to / name for name in files}:
+        stale.unlink()
     for name, text in files.items():
         (to / name).write_text(text, encoding="utf-8")
-
-
-def differences(folder: Path) -> list[str]:
-    """Files of `folder`/rendered that are not what `write` would make of them. Raises UsageError."""
-    wanted, found = rendered_files(folder), _present(folder)
-    return [str(folder / FOLDER / name) for name in sorted({*wanted, *found}) if wanted.get(name) != found.get(name)]
-
-
-def _present(folder: Path) -> Mapping[str, str]:
-    return {file.name: file.read_text(encoding="utf-8") for file in (folder / FOLDER).glob("*") if file.is_file()}
+    return to
 
 
 def _fields(config: SpoolConfig, pods: Sequence[Pods]) -> Iterator[tuple[str, Any]]:
