@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 from services.gateway.answers.formats import MARKER, CallFormat, CallTags
@@ -41,9 +42,9 @@ def calls_grammar(
     if use.parallel and use.name is None:
         calls = f"call ({_written(form.between, token_id)} call)*"
     # Calls without a marker could not be told from content.
-    marker = form.begin if or_content and not form.before_each else form.before_all
-    before, after = (_written(text, token_id) for text in (marker, form.after_all))
-    before_each, after_each = (_written(text, token_id) for text in (form.before_each, form.after_each))
+    begin = form.begin if or_content and not form.before_all + form.before_each else form.before_all
+    texts = (begin, form.after_all, form.before_each, form.after_each)
+    before, after, before_each, after_each = (_written(text, token_id) for text in texts)
     thought, thought_rules = _thought(reasoning, token_id)
     rules = [
         f"start: {thought} ({before} {calls} {after}{' | @content' if or_content else ''})",
@@ -122,11 +123,8 @@ def _pair_rules(arguments: str, schema: Mapping[str, Any], tags: CallTags, token
     ValueError."""
     properties, further = schema.get("properties", {}), schema.get("additionalProperties", True)
     required = schema.get("required", ())
-    for fault in [
-        *(_OF_WHOLE_OBJECTS & schema.keys()),
-        *(f"required {name!r}" for name in required if name not in properties),
-    ]:
-        raise ValueError(f"it has {fault}")
+    for name in [*(_OF_WHOLE_OBJECTS & schema.keys()), *(set(required) - properties.keys())]:
+        raise ValueError(f"it has {name if name in schema else f'required {name!r}'}")
     pairs, rules = [], list[str]()
     for number, (name, value) in enumerate(properties.items()):
         if not _KEY.fullmatch(name):
@@ -146,7 +144,7 @@ def _pair_rules(arguments: str, schema: Mapping[str, Any], tags: CallTags, token
 def _value_rules(rule: str, schema: Mapping[str, Any], value: Any, tags: CallTags, token_id: TokenId) -> list[str]:
     """Of the value of an argument and the tag behind it. Raises ValueError."""
     if value not in (True, {}) and value_types(schema, value) != {"string"}:
-        if isinstance(value, Mapping):
+        if "$ref" in json.dumps(value):
             value = {**value, **{name: schema[name] for name in ("$defs", "definitions") if name in schema}}
         return [f"{rule}: {_json(value)} {_written(tags.value_end, token_id)}"]
     end, terminal = tags.value_end.strip(), rule.upper()
@@ -180,14 +178,13 @@ def _conditions(schema: Mapping[str, Any], value: Any) -> Iterator[str]:
 def _whole_pattern(pattern: str) -> str:
     """The pattern of all texts in which a JSON schema would find this one. Raises ValueError where an anchor is for a
     part of the pattern."""
-    found = re.fullmatch(r"(\^?)(.*?)((?<!\\)\$?)", pattern, re.DOTALL)
+    found = re.fullmatch(r"(\^?)(.*?)((?<!\\)\$?)", str(pattern), re.DOTALL)
     begin, inner, end = found.groups() if found else ("", "^", "")
-    bare = re.sub(r"\\.|\[\^?\]?[^]]*\]", "", inner)
-    outer = bare
-    while (shorter := re.sub(r"\([^()]*\)", "", outer)) != outer:
-        outer = shorter
-    if re.search(r"[$^]", bare) or ("|" in outer and (begin or end)):
-        raise ValueError(f"it has the pattern {pattern!r}")
+    bare = re.sub(r"\\.|\[\^?\]?[^]]*\]?", "", inner)
+    depths = accumulate((character == "(") - (character == ")") for character in bare)
+    alternatives = any(character == "|" and not depth for character, depth in zip(bare, depths, strict=True))
+    if re.search(r"[$^]", bare) or (alternatives and (begin or end)):
+        raise ValueError(f"it has the pattern {pattern[:60]!r}")
     inner = re.sub(r"\\.|/", lambda part: r"\/" if part[0] == "/" else part[0], inner).replace("\n", r"\n")
     return f"{'' if begin else '(?s:.*)'}(?:{inner}){'' if end else '(?s:.*)'}"
 
@@ -221,7 +218,8 @@ def _marker(text: str, token_id: TokenId) -> str:
 
 
 def _json(schema: Any) -> str:
-    if isinstance(schema, Mapping):
+    # Options matter for texts and white space only.
+    if isinstance(schema, Mapping) and schema.get("type") not in ("integer", "number", "boolean"):
         schema = {**schema, "x-guidance": JSON_OPTIONS}
     return f"%json {json.dumps(schema)}"
 

@@ -70,7 +70,6 @@ class CallScanner:
         self._key = ""
         self._value: list[str] = []
         self._nesting = Nesting()
-        self._escaped = False
 
     def take_arguments(self) -> str:
         """The text of the arguments that came since this method was called last, exactly as it stands in the object."""
@@ -112,8 +111,6 @@ class CallScanner:
                 self._begin_value(_At.TEXT, character)
             case _At.VALUE, ("{" | "["):
                 self._begin_value(_At.NESTED, character)
-                self._nesting = Nesting()
-                self._nesting.push(character)
                 self._in_arguments = character == "{" and self._for_arguments
                 if self._in_arguments:
                     self._give_arguments(character)
@@ -134,6 +131,8 @@ class CallScanner:
     def _begin_value(self, at: _At, character: str) -> None:
         self._at = at
         self._value = [character]
+        self._nesting = Nesting()
+        self._nesting.push(character)
 
     def _give_arguments(self, text: str) -> None:
         self._has_arguments = True
@@ -141,10 +140,8 @@ class CallScanner:
 
     def _in_string(self, character: str) -> bool:
         self._value.append(character)
-        if self._escaped or character == "\\":
-            self._escaped = not self._escaped
-            return True
-        if character != '"':
+        self._nesting.push(character)
+        if self._nesting.in_text:
             return True
         if self._at is _At.KEY_TEXT:
             self._at = _At.COLON
