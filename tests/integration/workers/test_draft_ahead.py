@@ -12,7 +12,7 @@ import pytest
 from engine.drafting.model_draft import DraftEngine
 from engine.models.loading import load_draft_engine
 from engine.passes.layout import BatchedSequence
-from engine.passes.runner import PassResult
+from engine.passes.runner import ModelRunner, PassResult
 from engine.settings import EngineSettings
 from engine.steps import Computing
 from protos import worker_pb2, worker_pb2_grpc
@@ -20,6 +20,7 @@ from scheduler.messages import Outcome
 from scheduler.state.digests import DigestedTokens
 from services.rpc.worker_codec import result_from_wire
 from services.worker.executor import DraftStepExecutor, TargetStepExecutor
+from services.worker.queue import StepQueue
 from services.worker.server import WorkerServer
 from tests.support.stand_in_worker import StandInEngine, guess, next_token
 from tests.support.tiny_models import TORCH_SHAPE, tiny_model
@@ -116,17 +117,17 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> DraftEngine:
 class Watched:
     """Holds passes up: `before[n]` is called before pass n of the engine, counted from 1."""
 
-    def __init__(self, engine: DraftEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.before: dict[int, Callable[[], object]] = {}
         self.passes = 0
-        run = engine._runner.run
+        run = ModelRunner.run
 
-        def held_up(sequences: list[BatchedSequence], computing: Computing) -> PassResult:
+        def held_up(runner: ModelRunner, sequences: list[BatchedSequence], computing: Computing) -> PassResult:
             self.passes += 1
             self.before.get(self.passes, lambda: None)()
-            return run(sequences, computing)
+            return run(runner, sequences, computing)
 
-        monkeypatch.setattr(engine._runner, "run", held_up)
+        monkeypatch.setattr(ModelRunner, "run", held_up)
 
 
 def outcomes_of(reply: worker_pb2.StepReply) -> list[tuple[Outcome, ...]]:
@@ -150,23 +151,23 @@ def test_another_step_ends_one_that_prepares(engine: DraftEngine, monkeypatch: p
         executor = DraftStepExecutor(engine, EPOCH)
         server = WorkerServer(executor)
         third_pass, arrived = threading.Event(), threading.Event()
-        watched = Watched(engine, monkeypatch)
+        watched = Watched(monkeypatch)
 
         def wait_for_the_other() -> None:
             third_pass.set()
             assert arrived.wait(LONG)
 
         added: list[int] = []
-        add = server._steps.add
+        add = StepQueue.add
 
-        def watched_add(request: worker_pb2.StepRequest) -> asyncio.Future[worker_pb2.StepReply]:
-            reply = add(request)
+        def watched_add(queue: StepQueue, request: worker_pb2.StepRequest) -> asyncio.Future[worker_pb2.StepReply]:
+            reply = add(queue, request)
             added.append(request.step_id)
             if request.step_id == 3:
                 arrived.set()
             return reply
 
-        monkeypatch.setattr(server._steps, "add", watched_add)
+        monkeypatch.setattr(StepQueue, "add", watched_add)
         address = await server.start()
         requests: asyncio.Queue[worker_pb2.StepRequest | None] = asyncio.Queue()
 
@@ -202,7 +203,7 @@ def test_another_step_ends_one_that_prepares(engine: DraftEngine, monkeypatch: p
         assert [len(one.tokens) for one in after.rows] == [2]
         assert watched.passes == 3 + 2
         executor.check_integrity()
-        executor._sequences.drop_all()
+        executor.execute(worker_pb2.StepRequest(worker_epoch=EPOCH, scheduler_epoch=2), 0.0)  # frees all of the first's
         assert engine.pool.free_pages == engine.pool.total_pages
 
     asyncio.run(run())
