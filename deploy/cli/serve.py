@@ -17,7 +17,14 @@ from rich.console import Console
 
 from deploy.assembly.secrets import SecretError, channel_security
 from deploy.cluster.addresses import check_ports, curl_line, grpc_address, http_url
-from deploy.cluster.client import application_state, connected, ray_log_folder, serve_client, stop_application
+from deploy.cluster.client import (
+    NOT_STARTED,
+    application_state,
+    connected,
+    ray_log_folder,
+    serve_client,
+    stop_application,
+)
 from deploy.cluster.deployment import deploy, watch
 from deploy.cluster.local_ray import start_ray
 from deploy.cluster.served_state import Served, StateFolder
@@ -99,7 +106,7 @@ def _on_ray_of_others(config: SpoolConfig, address: str, detach: bool) -> None:
     stays = False
     with connected(address, None), _handling(_LIKE_INTERRUPT, _interrupt):
         started_serve = serve_client() is None
-        if not started_serve and application_state(app_name).known:
+        if not started_serve and application_state(app_name)["status"] != NOT_STARTED:
             raise _served_already(app_name)
         try:
             served = _served(config, address, None, started_serve)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 import grpc
@@ -13,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from deploy.assembly.plain_message import plain_message
-from deploy.cluster.client import ApplicationState, application_state, connected, scheduler_statuses, stop_application
+from deploy.cluster.client import application_state, connected, scheduler_statuses, stop_application
 from deploy.cluster.local_ray import stop_ray
 from deploy.cluster.served_state import Served, StateFolder
 from deploy.errors import RunError
@@ -32,12 +31,13 @@ def status(app_name: str, json_output: bool) -> int:
     if json_output:
         addresses = {"http": served.http_url, "grpc": served.grpc_address, "ray": served.ray_address}
         summary = {"application": app_name, "model": served.model, "addresses": addresses}
-        print(json.dumps(summary | asdict(application) | {"cells": cells}), flush=True)
+        print(json.dumps(summary | application | {"cells": cells}), flush=True)
         return 0
     console = Console()
-    console.print(f"{app_name}: {application.status}, {served.model} at {served.http_url}", highlight=False)
-    if application.deployments:
-        console.print(_deployments(application))
+    console.print(f"{app_name}: {application['status']}, {served.model} at {served.http_url}", highlight=False)
+    for name, deployment in application["deployments"].items():
+        replicas = ", ".join(f"{count} {state.lower()}" for state, count in deployment["replicas"].items())
+        console.print(f"{name}: {deployment['status'].lower()}, replicas: {replicas or 'none'}", highlight=False)
     for number, cell in enumerate(cells, 1):
         if len(cells) > 1:
             console.rule(f"cell {number}", align="left")
@@ -49,11 +49,12 @@ def status(app_name: str, json_output: bool) -> int:
     return 0
 
 
-def _state_of(served: Served, state: StateFolder) -> tuple[ApplicationState, list[dict[str, Any] | None]]:
+def _state_of(served: Served, state: StateFolder) -> tuple[dict[str, Any], list[dict[str, Any] | None]]:
     """What Serve knows, and what the scheduler of each cell says. Without Ray there is one, and no deployments."""
     if served.ray_address is None:
         security = ChannelSecurity.from_json(served.scheduler_security or "{}")
-        return ApplicationState("RUNNING"), [asyncio.run(_scheduler_status(served.scheduler_address or "", security))]
+        application = {"status": "RUNNING", "message": "", "deployments": {}}
+        return application, [asyncio.run(_scheduler_status(served.scheduler_address or "", security))]
     # The folder holds the token of a Ray of Spool's own.
     with connected(served.ray_address, state if served.process_id is not None else None):
         application = application_state(served.app_name)
@@ -100,14 +101,6 @@ def find_served(app_name: str, state: StateFolder) -> Served:
 def is_there(served: Served, state: StateFolder) -> bool:
     """Whether it is still served, as far as can be known without Ray's help."""
     return served.process_id is None or state.is_alive(served.app_name)
-
-
-def _deployments(application: ApplicationState) -> Table:
-    table = Table("deployment", "status", "replicas", title="replicas", title_justify="left")
-    for name, deployment in application.deployments.items():
-        replicas = ", ".join(f"{count} {state.lower()}" for state, count in deployment.replicas.items())
-        table.add_row(name, deployment.status, replicas or "none")
-    return table
 
 
 def _workers(scheduler: Mapping[str, Any]) -> Table:

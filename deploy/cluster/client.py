@@ -8,48 +8,14 @@ import os
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 from deploy.cluster.local_ray import own_ray_environment
 from deploy.cluster.served_state import StateFolder
 from deploy.errors import RunError
 
-NOT_STARTED = "NOT_STARTED"
-
 _CALL_SECONDS = 10.0
 _CONNECT_SECONDS = 5.0
-
-
-@dataclass(frozen=True, slots=True)
-class DeploymentState:
-    """Replicas of one deployment by state, and what Serve has to say."""
-
-    status: str
-    replicas: Mapping[str, int]
-    message: str
-
-    @property
-    def running(self) -> int:
-        return self.replicas.get("RUNNING", 0)
-
-    @property
-    def total(self) -> int:
-        return sum(self.replicas.values())
-
-
-@dataclass(frozen=True, slots=True)
-class ApplicationState:
-    """The application as Serve sees it; `status` is NOT_STARTED where Serve does not know it."""
-
-    status: str = NOT_STARTED
-    message: str = ""
-    deployments: Mapping[str, DeploymentState] = field(default_factory=dict)
-
-    @property
-    def known(self) -> bool:
-        """Whether Serve knows the application."""
-        return self.status != NOT_STARTED
 
 
 @contextmanager
@@ -113,25 +79,26 @@ def stop_application(app_name: str, started_serve: bool) -> None:
         serve.shutdown()
 
 
-def application_state(app_name: str) -> ApplicationState:
-    """Asks Serve, in a connected process."""
+def application_state(app_name: str) -> dict[str, Any]:
+    """What Serve says of the application, as plain data: `status` (NOT_STARTED where Serve does not know it),
+    `message`, and by name `deployments`, each with `status`, `message` and the numbers of `replicas` by state."""
     from ray import serve
 
     application = serve.status().applications.get(app_name)
     if application is None:
-        return ApplicationState()
+        return {"status": "NOT_STARTED", "message": "", "deployments": {}}
     deployments = {
-        name: DeploymentState(
-            status=deployment.status.value,
-            replicas={str(getattr(state, "value", state)): count for state, count in deployment.replica_states.items()},
-            message=deployment.message,
-        )
-        for name, deployment in application.deployments.items()
+        name: {
+            "status": one.status.value,
+            "replicas": {str(getattr(state, "value", state)): count for state, count in one.replica_states.items()},
+            "message": one.message,
+        }
+        for name, one in application.deployments.items()
     }
-    return ApplicationState(application.status.value, application.message, deployments)
+    return {"status": application.status.value, "message": application.message, "deployments": deployments}
 
 
-def scheduler_statuses(app_name: str, application: ApplicationState) -> list[dict[str, Any] | None]:
+def scheduler_statuses(app_name: str, application: Mapping[str, Any]) -> list[dict[str, Any] | None]:
     """What each cell's scheduler says of itself and its workers; None while there is none to ask.
 
     An application that Serve has not built yet counts as one cell.
@@ -139,7 +106,7 @@ def scheduler_statuses(app_name: str, application: ApplicationState) -> list[dic
     from deploy.ray_app import scheduler_name
 
     names = (scheduler_name(cell) for cell in itertools.count(1))
-    found = list(itertools.takewhile(application.deployments.__contains__, names))
+    found = list(itertools.takewhile(application["deployments"].__contains__, names))
     return [_scheduler_status(app_name, name) for name in found] or [None]
 
 

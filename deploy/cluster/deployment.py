@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from deploy.cluster.client import ApplicationState, application_state, first_line, reason_of_failure, serve_client
+from deploy.cluster.client import application_state, first_line, reason_of_failure, serve_client
 from deploy.config.spool_config import SpoolConfig
 from deploy.errors import RunError, UsageError
 from deploy.progress import Reporter
@@ -30,12 +31,12 @@ def deploy(config: SpoolConfig, reporter: Reporter) -> None:
     except Exception as error:  # Ray's errors have no common ancestor
         raise RunError(f"{app_name} cannot be deployed: {first_line(error)}") from error
     pause = threading.Event()
-    while (state := application_state(app_name)).status != "RUNNING":
-        report(state, reporter)
-        if state.status == "DEPLOY_FAILED":
+    while (state := application_state(app_name))["status"] != "RUNNING":
+        _report(state, reporter)
+        if state["status"] == "DEPLOY_FAILED":
             raise RunError(_failure(state))
         pause.wait(_POLL_SECONDS)
-    report(state, reporter)
+    _report(state, reporter)
 
 
 def _deploy_application(config: SpoolConfig) -> None:
@@ -65,15 +66,18 @@ def _deploy_file(config: SpoolConfig) -> None:
     client.deploy_apps(ServeDeploySchema.model_validate(content))
 
 
-def report(state: ApplicationState, reporter: Reporter) -> None:
+def _report(state: Mapping[str, Any], reporter: Reporter) -> None:
     """How far each deployment is."""
-    for name, deployment in state.deployments.items():
-        total = max(deployment.total, 1)
-        if deployment.running == total:
-            reporter.stage(name, "up", None)
-        else:
-            what = reason_of_failure(deployment.message) if deployment.message else "starting"
-            reporter.stage(name, f"{deployment.running} of {total} up, {what}", None)
+    for name, deployment in state["deployments"].items():
+        running, total = _running(deployment)
+        what = reason_of_failure(deployment["message"]) if deployment["message"] else "starting"
+        reporter.stage(name, "up" if running == total > 0 else f"{running} of {max(total, 1)} up, {what}", None)
+
+
+def _running(deployment: Mapping[str, Any]) -> tuple[int, int]:
+    """Replicas that are up, and all."""
+    replicas = deployment["replicas"]
+    return replicas.get("RUNNING", 0), sum(replicas.values())
 
 
 def watch(app_name: str, tell: Callable[[str], None], stop: threading.Event) -> None:
@@ -84,10 +88,10 @@ def watch(app_name: str, tell: Callable[[str], None], stop: threading.Event) -> 
             state = application_state(app_name)
         except Exception as error:  # Ray's errors have no common ancestor
             raise RunError(f"Ray does not answer any more: {first_line(error)}") from error
-        if not state.known or state.status == "DELETING":
+        if state["status"] in ("NOT_STARTED", "DELETING"):
             return
-        for name, deployment in state.deployments.items():
-            now = (deployment.running, deployment.total)
+        for name, deployment in state["deployments"].items():
+            now = _running(deployment)
             if known.get(name, now) != now:
                 tell(f"{name}: {now[0]} of {now[1]} replicas up")
             known[name] = now
@@ -105,8 +109,8 @@ def _check_serve(config: SpoolConfig) -> None:
             )
 
 
-def _failure(state: ApplicationState) -> str:
-    for name, deployment in state.deployments.items():
-        if deployment.status in ("DEPLOY_FAILED", "UNHEALTHY"):
-            return f"{name} does not start: {reason_of_failure(deployment.message)}"
-    return f"the application does not start: {reason_of_failure(state.message)}"
+def _failure(state: Mapping[str, Any]) -> str:
+    for name, deployment in state["deployments"].items():
+        if deployment["status"] in ("DEPLOY_FAILED", "UNHEALTHY"):
+            return f"{name} does not start: {reason_of_failure(deployment['message'])}"
+    return f"the application does not start: {reason_of_failure(state['message'])}"
