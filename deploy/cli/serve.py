@@ -17,14 +17,7 @@ from rich.console import Console
 
 from deploy.assembly.secrets import SecretError, channel_security
 from deploy.cluster.addresses import check_ports, curl_line, grpc_address, http_url
-from deploy.cluster.client import (
-    NOT_STARTED,
-    application_state,
-    connected,
-    ray_log_folder,
-    serve_client,
-    stop_application,
-)
+from deploy.cluster.client import application_state, connected, ray_log_folder, serve_client, stop_application
 from deploy.cluster.deployment import deploy, watch
 from deploy.cluster.local_ray import start_ray
 from deploy.cluster.served_state import Served, StateFolder
