@@ -122,18 +122,8 @@ def _figures(scheduler: Mapping[str, Any]) -> Table:
         ("sequences", f"{live_set['live']}, {live_set['waiting']} of them waiting"),
         ("running", f"{live_set['running']} of at most {live_set['max_running']}"),
         ("groups", f"{groups['groups']}, {groups['mean_size']:.1f} of {groups['batch_size']} rows on average"),
-        ("equal length", f"{groups['equal_length_share']:.0%} of the groups"),
         ("tokens", f"{throughput['tokens']}, {throughput['tokens_per_second']:.1f} a second"),
     ]
-    for figures in scheduler["prefix_cache"]:
-        share = figures["hits"] / figures["queries"] if figures["queries"] else 0.0
-        found = f"{figures['hits']} of {figures['queries']} positions shared, {share:.1%}"
-        rows.append((f"{_short(figures['role'], 'ROLE_')} prefixes", found))
-    moves = scheduler["kv_moves"]
-    if moves["moves"] or moves["failed"] or moves["rehomed"]:
-        size = f"{moves['bytes'] / 2**20:.1f} MiB in {moves['seconds']:.2f} s"
-        without = moves["failed"] + moves["rehomed"]
-        rows.append(("KV moved", f"of {moves['moves']} sequences, {size}; {without} went without"))
     rows.append(("accepted", f"{throughput['acceptance_rate']:.1%} of the drafted tokens"))
     rows.append(("sequences", f"{throughput['finished']} finished, {throughput['failed']} failed"))
     rows += [("drafting", choice["explanation"]) for choice in scheduler["drafting"]]
