@@ -99,7 +99,7 @@ def _on_ray_of_others(config: SpoolConfig, address: str, detach: bool) -> None:
     stays = False
     with connected(address, None), _handling(_LIKE_INTERRUPT, _interrupt):
         started_serve = serve_client() is None
-        if not started_serve and application_state(app_name)["status"] != NOT_STARTED:
+        if not started_serve and application_state(app_name)["status"] != "NOT_STARTED":
             raise _served_already(app_name)
         try:
             served = _served(config, address, None, started_serve)
