@@ -33,36 +33,17 @@ class GatewaySettings(Placement):
     host: str = described("127.0.0.1", "Address to listen on; any address but loopback requires auth.", min_length=1)
     port: int = described(8000, "Port of the OpenAI HTTP API.", ge=1, le=65535)
     grpc_port: int | None = described(8001, "Port of the gRPC API; null: no gRPC.", ge=1, le=65535)
-    http_on: ProxyLocation = described(
-        ProxyLocation.EVERY_NODE, "Nodes that listen for HTTP: all nodes with replicas, or only the head."
-    )
+    http_on: ProxyLocation = described(ProxyLocation.EVERY_NODE, "Nodes that listen: all with replicas, or the head.")
     replicas: int = described(1, "Gateway replicas; with autoscaling, the number at the start.", ge=1, le=4096)
-    autoscaling: GatewayAutoscaling | None = described(
-        None, "Lets the number of replicas follow the open requests, within bounds. Unset: the number is fixed."
-    )
-    max_ongoing_requests: int = described(
-        8192, "Open HTTP requests of one replica; further ones wait and are not refused.", ge=1, le=1_000_000
-    )
-    drain_seconds: float = described(
-        30.0, "Time that a departing replica has to finish its requests, in seconds.", ge=1, le=86400
-    )
+    autoscaling: GatewayAutoscaling | None = described(None, "Bounds within which replicas follow the open requests.")
+    max_ongoing_requests: int = described(8192, "Open HTTP requests of a replica; others wait.", ge=1, le=1_000_000)
+    drain_seconds: float = described(30.0, "Time in which a departing replica ends its requests.", ge=1, le=86400)
     allow_unauthenticated: bool = described(False, "Allow listening beyond loopback without any API key.")
-    allowed_origins: tuple[str, ...] = described(
-        (), "Origins of web pages that may call the HTTP API from a browser, such as https://example.com; * for all."
-    )
-    default_timeout_seconds: float | None = described(
-        600.0, "Timeout of requests that set none; null: limits.timeout_seconds.", gt=0
-    )
-    retry_after_seconds: int = described(
-        1, "Seconds after which clients may retry when the queue is full.", ge=1, le=86400
-    )
-    sampling: SamplingDefaults | None = described(
-        None,
-        "Sampling defaults for requests. Unset: the recommendation of the model's author, else OpenAI's defaults.",
-    )
-    tool_format: ToolFormat | None = described(
-        None, "Form in which the model writes calls of functions. Unset: the one that its chat template tells."
-    )
+    allowed_origins: tuple[str, ...] = described((), "Origins of web pages that may call the API; * for all.")
+    default_timeout_seconds: float | None = described(600.0, "Timeout of requests; null: limits.timeout_seconds.", gt=0)
+    retry_after_seconds: int = described(1, "When clients may retry if the queue is full, in seconds.", ge=1, le=86400)
+    sampling: SamplingDefaults | None = described(None, "Sampling defaults. Unset: the model's, else OpenAI's.")
+    tool_format: ToolFormat | None = described(None, "How the model writes calls. Unset: as its chat template tells.")
     control_tokens_in_messages: bool = described(
         False,
         "The text of a special token in a chat's message, such as <|im_end|>, becomes that token: whoever writes a "
@@ -73,9 +54,7 @@ class GatewaySettings(Placement):
         "Date and time that a chat template sees, such as 2026-01-31T12:00:00; unset: the clock's, with which the same "
         "request has another prompt tomorrow.",
     )
-    template_zone: str | None = described(
-        None, "Time zone in which a chat template sees the clock, such as Europe/Zurich; unset: the machine's."
-    )
+    template_zone: str | None = described(None, "Time zone of a chat template's clock, as Europe/Zurich; unset: local.")
     limits: Limits = described(Limits(), "Upper limits of one request.")
 
     def problems(self) -> Iterator[str]:
@@ -110,9 +89,7 @@ class MutualTlsFiles(ServerTlsFiles):
     """Our own certificate and key, and the authority that peers' certificates must come from."""
 
     ca: Path = described(..., "Certificate of the authority that signs the certificates of all replicas.")
-    server_name: str | None = described(
-        None, "Name in all certificates, if they do not contain the nodes' addresses.", min_length=1
-    )
+    server_name: str | None = described(None, "Name in all certificates that lack the nodes' addresses.", min_length=1)
 
 
 class KeySettings(Section):
@@ -120,23 +97,10 @@ class KeySettings(Section):
 
     name: str = described(..., "Name of the key in metrics and logs.", pattern=r"^[\w.-]{1,64}$")
     digest: str = described(..., "SHA-256 of the key, 64 hexadecimal digits; the key itself stands nowhere.")
-    weight: float = described(
-        1.0,
-        "Keys that compete are served tokens in proportion to their weights.",
-        ge=MIN_WEIGHT,
-        le=MAX_WEIGHT,
-    )
-    max_running: int | None = described(
-        None, "Sequences of the key that may run at a time; its others wait. Unset: no limit of its own.", ge=1
-    )
-    max_waiting: int | None = described(
-        None, "Sequences of the key that may wait; more are refused. Unset: scheduling.max_queued_sequences.", ge=1
-    )
-    tokens_per_minute: int | None = described(
-        None,
-        "Tokens of prompts and output together, after which requests are refused for a while. Unset: no limit.",
-        ge=1,
-    )
+    weight: float = described(1.0, "Competing keys get tokens in proportion to weights.", ge=MIN_WEIGHT, le=MAX_WEIGHT)
+    max_running: int | None = described(None, "Sequences of the key that may run at a time. Unset: no own limit.", ge=1)
+    max_waiting: int | None = described(None, "Sequences that may wait. Unset: scheduling.max_queued_sequences.", ge=1)
+    tokens_per_minute: int | None = described(None, "Tokens of prompts and output; beyond, requests are refused.", ge=1)
 
     def problems(self) -> Iterator[str]:
         if not _DIGEST.fullmatch(self.digest):
@@ -151,9 +115,7 @@ class KeySettings(Section):
 class AuthSettings(Section):
     """API keys of clients, and the certificate that they see."""
 
-    keys: tuple[KeySettings, ...] = described(
-        (), "API keys with a name, a list. Requests with any other key share one class of weight 1 without limits."
-    )
+    keys: tuple[KeySettings, ...] = described((), "API keys with a name. All others share one class of weight 1.")
     api_keys: tuple[Secret, ...] = described((), "API keys without a name.")
     api_keys_env: str | None = described(
         None, "Environment variable of the gateway with more such keys, separated by commas.", min_length=1
@@ -185,9 +147,7 @@ class AuthSettings(Section):
 class InternalSettings(Section):
     """Between gateways, scheduler and workers: either a shared token or mutual TLS."""
 
-    token: Secret | None = described(
-        None, "Token by which replicas know each other. Unset, and no TLS: each deployment makes a new one."
-    )
+    token: Secret | None = described(None, "Token of the replicas. Unset, and no TLS: each deployment makes one.")
     token_env: str | None = described(None, "Environment variable of all replicas with the token.", min_length=1)
     token_file: Path | None = described(None, "File with the token, on every node.")
     tls: MutualTlsFiles | None = described(None, "Files for mutual TLS, on every node.")

@@ -37,10 +37,7 @@ class MetricsSettings(Section):
         "127.0.0.1:8002",
         "host:port of the scheduler's own /metrics, on the scheduler's node; no key is asked for. null: none.",
     )
-    vllm_names: bool = described(
-        True,
-        "Repeats metrics that vLLM has too under vLLM's names (`vllm:num_requests_running` ...), for its dashboards.",
-    )
+    vllm_names: bool = described(True, "Repeats vLLM's metrics under vLLM's names, for its dashboards.")
 
     def problems(self) -> Iterator[str]:
         if self.scheduler_address is not None and self.listen() is None:
@@ -63,9 +60,7 @@ class TracingSettings(Section):
         "error. Unset: no traces.",
         min_length=1,
     )
-    sample_ratio: float = described(
-        1.0, "Share of requests that are traced, among those whose client does not decide.", ge=0, le=1
-    )
+    sample_ratio: float = described(1.0, "Share of traced requests, of those whose client leaves it open.", ge=0, le=1)
     service_name: str = described("spool", "Service name in the spans.", min_length=1)
 
     def problems(self) -> Iterator[str]:

@@ -18,12 +18,8 @@ class Autoscaling(Section):
 
     min_replicas: int = described(1, "Minimum number of replicas.", ge=1, le=4096)
     max_replicas: int = described(4, "Maximum number of replicas.", ge=1, le=4096)
-    upscale_delay_seconds: float = described(
-        10.0, "How long the load must stay high before replicas are added, in seconds.", ge=0
-    )
-    downscale_delay_seconds: float = described(
-        300.0, "Cool-down: how long the load must stay low before replicas are removed, in seconds.", ge=0
-    )
+    upscale_delay_seconds: float = described(10.0, "How long load must stay high before replicas are added.", ge=0)
+    downscale_delay_seconds: float = described(300.0, "How long load must stay low before replicas are removed.", ge=0)
 
     def problems(self) -> Iterator[str]:
         if self.max_replicas < self.min_replicas:
@@ -34,12 +30,8 @@ class Autoscaling(Section):
 class WorkerAutoscaling(Autoscaling):
     """Bounds and pace of a number of workers, which follows the load that the scheduler measures."""
 
-    utilisation: float = described(
-        0.85, "Target utilisation: share of the replicas' capacity above which replicas are added.", gt=0, le=1
-    )
-    hysteresis: float = described(
-        0.2, "How far below `utilisation` the load of fewer replicas must stay before replicas are removed.", ge=0, lt=1
-    )
+    utilisation: float = described(0.85, "Share of the replicas' capacity above which replicas are added.", gt=0, le=1)
+    hysteresis: float = described(0.2, "How far below `utilisation` load must be to remove replicas.", ge=0, lt=1)
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
@@ -51,9 +43,7 @@ class WorkerAutoscaling(Autoscaling):
 class TargetAutoscaling(WorkerAutoscaling):
     """The same for targets, whose load is the number of sequences that run or wait."""
 
-    sequences_per_replica: int | None = described(
-        None, "Sequences that use a target fully; fewer where their KV fills it. Unset: scheduling.max_running.", ge=1
-    )
+    sequences_per_replica: int | None = described(None, "Sequences that fill it. Unset: scheduling.max_running.", ge=1)
 
 
 class GatewayAutoscaling(Autoscaling):
@@ -65,15 +55,9 @@ class GatewayAutoscaling(Autoscaling):
 class Placement(Section):
     """What a replica needs from its node."""
 
-    num_cpus: float = described(
-        0.1, "CPUs that a replica reserves; the default is small, so that everything fits on a laptop.", ge=0, le=4096
-    )
-    resources: dict[str, PositiveFloat] = described(
-        {}, "Custom Ray resources that a replica reserves, such as `large_gpu: 1`."
-    )
-    node_labels: dict[str, str] = described(
-        {}, "Labels that the node must have, such as `ray.io/accelerator-type: H200`."
-    )
+    num_cpus: float = described(0.1, "CPUs that a replica reserves; by default few, to fit on a laptop.", ge=0, le=4096)
+    resources: dict[str, PositiveFloat] = described({}, "Ray resources that a replica reserves, as `large_gpu: 1`.")
+    node_labels: dict[str, str] = described({}, "Labels of the node, such as `ray.io/accelerator-type: H200`.")
 
     def actor_options(self) -> dict[str, Any]:
         """Options of the replica's Ray actor."""
@@ -89,10 +73,7 @@ class WorkerGroup(Placement):
     """The replicas that hold one model, drafting or verifying; each holds what it reserves for as long as it serves."""
 
     replicas: int = described(1, "Replicas of the group; with autoscaling, the number at the start.", ge=1, le=4096)
-    autoscaling: WorkerAutoscaling | None = described(
-        None,
-        "Lets the number of replicas follow the share of time in which they compute. Unset: the number is fixed.",
-    )
+    autoscaling: WorkerAutoscaling | None = described(None, "Bounds within which replicas follow their busy time.")
     num_gpus: float | None = described(
         None,
         "GPUs that a replica reserves: 1, a share of one, or 0; for targets of several GPUs, "
@@ -101,19 +82,11 @@ class WorkerGroup(Placement):
         ge=0,
         le=MOST_RANKS,
     )
-    accelerator_type: str | None = described(
-        None, "Type of GPU that the node must have, as Ray names it, such as `H200`.", min_length=1
-    )
-    threads: int | None = described(
-        None, "Threads that a replica computes with. Unset: num_cpus if that is 1 or more, else an even share.", ge=1
-    )
+    accelerator_type: str | None = described(None, "Type of GPU of the node, as Ray names it: `H200`.", min_length=1)
+    threads: int | None = described(None, "Threads of a replica. Unset: num_cpus if 1 or more, else a share.", ge=1)
     kv_pages: int | None = described(None, "Pages of KV of a replica in this group; overrides engine.kv_pages.", ge=1)
-    kv_memory: ByteSize | None = described(
-        None, "Memory for KV of a replica in this group; overrides engine.kv_memory.", ge=1
-    )
-    drain_seconds: float = described(
-        60.0, "Time that a departing replica has to hand over its sequences, in seconds.", ge=1, le=86400
-    )
+    kv_memory: ByteSize | None = described(None, "Memory for KV of each replica; overrides engine.kv_memory.", ge=1)
+    drain_seconds: float = described(60.0, "Time in which a departing replica hands over sequences.", ge=1, le=86400)
     environment: dict[str, str] = described({}, "Environment variables of the replicas.")
 
     def problems(self) -> Iterator[str]:
@@ -132,10 +105,7 @@ class WorkerGroup(Placement):
 class TargetGroup(WorkerGroup):
     """The group of target replicas."""
 
-    autoscaling: TargetAutoscaling | None = described(
-        None,
-        "Lets the number of replicas follow the sequences that run or wait. Unset: the number is fixed.",
-    )
+    autoscaling: TargetAutoscaling | None = described(None, "Bounds within which replicas follow the sequences.")
 
 
 class Groups(Section):

@@ -30,9 +30,7 @@ class ServedModels(ModelSettings, Section):
     """The models, their dtype, and their name in the APIs."""
 
     device: str = described("auto", "`cpu`, `cuda`, or `auto`: GPUs for the groups that get some, else the CPU.")
-    served_model_name: str | None = described(
-        None, "Name of the model in the APIs. Unset: models.target.", min_length=1
-    )
+    served_model_name: str | None = described(None, "Name in the APIs. Unset: models.target.", min_length=1)
 
     def problems(self) -> Iterator[str]:
         for name in ("target", "draft"):
@@ -57,12 +55,8 @@ class SchedulingSection(SchedulingSettings, Section):
 
     policy: Policy = described(Policy.AUTO, "How verify batches are formed.")
     prefill_chunk: int = described(96, "Tokens of a long prompt that one step takes in.", ge=1)
-    wait_bound_steps: float = described(
-        1.5, "How long a sequence may wait for others of its length, in verify steps.", ge=0, le=1000
-    )
-    draft_batch_size: int | None = described(
-        None, "Maximum number of sequences in one draft step. Unset: four batches, at least 64.", ge=1
-    )
+    wait_bound_steps: float = described(1.5, "Verify steps that a sequence may wait for others.", ge=0, le=1000)
+    draft_batch_size: int | None = described(None, "Sequences in one draft step. Unset: four batches, or 64.", ge=1)
     draft_ahead: int = described(
         0,
         "While a target verifies a proposal, an idle draft model prepares the next one for this many of the "
@@ -75,15 +69,9 @@ class SchedulingSection(SchedulingSettings, Section):
         "Whether the KV of sequences that leave a draining target goes to the next target: `auto` where "
         "moving is expected to be faster than recomputing it, `always` or `never`.",
     )
-    max_queued_sequences: int = described(
-        1024, "Sequences that may wait in addition to those that run; more are refused.", ge=1
-    )
-    max_queued_tokens: int | None = described(
-        None, "Tokens that may wait there, prompts and answers together. Unset: no bound.", ge=1
-    )
-    step_timeout_seconds: float = described(
-        120.0, "Time after which a worker that has not answered a step counts as lost, in seconds.", gt=0
-    )
+    max_queued_sequences: int = described(1024, "Sequences that may wait; more are refused.", ge=1)
+    max_queued_tokens: int | None = described(None, "Tokens that may wait, prompts and answers. Unset: no bound.", ge=1)
+    step_timeout_seconds: float = described(120.0, "Time after which a worker without an answer is lost.", gt=0)
     silence_timeout_seconds: float = described(
         1.0,
         "Time without the answer to a ping after which a worker counts as lost, whatever it computes: its process was "
@@ -119,16 +107,12 @@ class SchedulingSection(SchedulingSettings, Section):
 class RaySettings(Section):
     """The Ray cluster."""
 
-    address: str | None = described(
-        None, "Ray cluster to join: `auto` or host:port. Unset: `spool serve` starts a local one.", min_length=1
-    )
+    address: str | None = described(None, "Ray to join: `auto` or host:port. Unset: one is started.", min_length=1)
     app_name: str = described("spool", "Name of the Serve application.", pattern=r"^[\w.-]{1,64}$")
     num_cpus: int | None = described(
-        None, "CPUs that a Ray started here offers. Unset: those of the machine, at least 4.", ge=1, le=4096
+        None, "CPUs of a Ray started here. Unset: the machine's, at least 4.", ge=1, le=4096
     )
-    num_gpus: int | None = described(
-        None, "GPUs that a Ray started here offers. Unset: those of the machine.", ge=0, le=64
-    )
+    num_gpus: int | None = described(None, "GPUs of a Ray started here. Unset: those of the machine.", ge=0, le=64)
     dashboard: bool = described(False, "Start Ray's dashboard, on loopback, with a Ray started here.")
 
     def problems(self) -> Iterator[str]:
