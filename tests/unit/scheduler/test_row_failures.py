@@ -14,7 +14,7 @@ from scheduler.messages import (
     SendStep,
     TokenLogprobs,
 )
-from scheduler.transitions.results import MAX_TARGET_FAILURES
+from scheduler.transitions.results import MAX_DRAFT_FAILURES, MAX_TARGET_FAILURES
 from tests.unit.scheduler.driver import Answer, Driver, of_type, pair
 from tests.unit.scheduler.model_worker import plain_decoding
 
@@ -145,3 +145,32 @@ def test_other_scores_of_the_prompt_than_those_asked_for_fail_the_sequence(wrong
     driver.answer("target", lambda _: result)
     (failure,) = of_type(driver.log, FailSequence)
     assert "8 log probabilities of prompt tokens were asked for, others came" in failure.error
+
+
+def test_a_target_out_of_pages_sends_the_youngest_away() -> None:
+    driver = pair(draft_length=0)
+    driver.submit(1, prompt_length=9)
+    driver.submit(2, prompt_length=9)
+    while driver.core.snapshot().verifying < 1:
+        driver.answer("target")
+    preempted = driver.core.snapshot().preemptions
+    while not any(row.sequence_id == 1 for row in driver.steps["target"][0].rows):
+        driver.answer("target")
+    driver.answer("target", instead=for_row(1, status(RowStatus.OUT_OF_PAGES)))
+    assert driver.core.snapshot().preemptions == preempted + 1
+    check_outputs(driver, 1, 2)
+
+
+@pytest.mark.parametrize("kind", [RowStatus.UNKNOWN_SEQUENCE, RowStatus.KV_MISMATCH, RowStatus.OUT_OF_PAGES])
+def test_a_draft_that_keeps_failing_is_done_without(kind: RowStatus) -> None:
+    driver = pair()
+    driver.submit(1, prompt_length=9, max_tokens=30)
+    for _ in range(300):
+        if driver.steps["draft"]:
+            driver.answer("draft", instead=status(kind))
+        elif driver.steps["target"]:
+            driver.answer("target")
+    rows = [row for step in of_type(driver.log, SendStep) if step.worker_id == "draft" for row in step.rows]
+    assert len(rows) == MAX_DRAFT_FAILURES
+    assert not of_type(driver.log, FailSequence)
+    check_outputs(driver, 1)
