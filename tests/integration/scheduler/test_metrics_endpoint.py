@@ -32,36 +32,6 @@ async def scrape(endpoint: MetricsEndpoint) -> str:
     return response.text
 
 
-def test_one_rendering_serves_all_who_scrape_within_half_a_second() -> None:
-    readings: list[None] = []
-    now = [100.0]
-
-    def counted() -> Iterator[Family]:
-        readings.append(None)
-        family = GaugeMetricFamily("spool_readings", "How often it was read.")
-        family.add_metric([], float(len(readings)))
-        yield family
-
-    async def run() -> None:
-        async with MetricsEndpoint(counted, HOST, 0, clock=lambda: now[0]) as endpoint:
-            texts = await asyncio.gather(*(scrape(endpoint) for _ in range(40)))
-            assert len(readings) == 1
-            assert all("\nspool_readings 1.0\n" in text for text in texts)
-            now[0] += 0.49
-            assert "\nspool_readings 1.0\n" in await scrape(endpoint)
-            now[0] += 0.02
-            assert "\nspool_readings 2.0\n" in await scrape(endpoint)
-            # Who asks for another form gets that one, and not what was kept for others.
-            async with httpx.AsyncClient(timeout=LONG) as http:
-                plain = await http.get(endpoint.url or "", headers={"accept-encoding": "identity"})
-                assert "content-encoding" not in plain.headers
-                wrong = await http.post(endpoint.url or "")
-            assert plain.text.startswith("# HELP spool_readings")
-            assert wrong.status_code == 405
-
-    asyncio.run(run())
-
-
 def test_a_port_in_use_is_taken_when_it_is_free() -> None:
     async def run() -> None:
         other = socket.create_server((HOST, 0))
