@@ -14,6 +14,7 @@ from typing import Any, Literal
 import jsonschema
 import openai
 import pytest
+import tokenizers
 from pydantic import BaseModel, ConfigDict, Field
 
 from engine.models.fetching import fetch_model
@@ -23,7 +24,9 @@ from engine.settings import EngineSettings
 from scheduler.messages import Role
 from services.text.tokenizer import ModelTokenizer
 from services.worker.executor import DraftStepExecutor, TargetStepExecutor
+from tests.integration.gateway.test_http_tools import as_joined, joined, without_ids
 from tests.support.cells import running_cell
+from tests.support.chat_templates import THINKING
 from tests.support.command_line import save_tokenizer
 from tests.support.gateway import Gateways
 from tests.support.tiny_models import save_tiny_pair
@@ -300,3 +303,59 @@ def test_without_tools_the_template_is_the_models_own() -> None:
             assert ours.render_chat(messages, add_generation_prompt=begin) == text
     prompt = ours.render_chat([system, *QUESTION], tools=TOOLS)
     assert prompt.count("Be brief.") == prompt.count("SmolLM") + 1 == 1
+
+
+# --- reasoning --------------------------------------------------------------------------------------------------------
+
+MARKERS = ("<think>", "</think>", "<tool_call>", "</tool_call>", "<|im_start|>", "<|im_end|>")
+
+
+@pytest.fixture(scope="module")
+def thinker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
+    shape = {"vocab_size": 96 + len(MARKERS), "max_position_embeddings": 1024}
+    target, draft = save_tiny_pair("llama", tmp_path_factory.mktemp("thinker"), **shape)
+    for folder in (target, draft):
+        save_tokenizer(folder)
+        model = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        # As Qwen3 has them.
+        model.add_tokens(
+            [tokenizers.AddedToken(text, special=text.startswith("<|"), normalized=False) for text in MARKERS]
+        )
+        model.save(str(folder / "tokenizer.json"))
+        (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
+    with served(str(target), str(draft), ModelTokenizer(target, THINKING), "float32") as client:
+        yield client
+
+
+@pytest.mark.parametrize("tool_choice", [None, "auto", "required"])
+@pytest.mark.parametrize("reasoning", ["begin_thinking", "enable_thinking"])
+def test_reasoning_is_free_and_the_answer_is_not(
+    thinker: openai.OpenAI, reasoning: str, tool_choice: str | None
+) -> None:
+    schema = closed(yes=SHORT, count=DIGIT)
+    tools = [{**tool, "function": {**tool["function"], "strict": True}} for tool in TOOLS]
+    asked: dict[str, Any] = {
+        "model": thinker.models.list().data[0].id,
+        "messages": [{"role": "user", "content": "Hm?"}],
+        "response_format": {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}},
+        # The end of the reasoning and the marker of calls: a model with random weights hardly writes them.
+        "logit_bias": {"97": 8, "98": 4},
+        "max_tokens": 400,
+        **({} if tool_choice is None else {"tools": tools, "tool_choice": tool_choice, "parallel_tool_calls": False}),
+    }
+    extra = {"chat_template_kwargs": {reasoning: reasoning == "begin_thinking"}}
+    thoughts = 0
+    for seed in range(2):
+        plain = {**extra, "spool": {"draft_length": 0}}
+        answer = as_joined(thinker.chat.completions.create(**asked, seed=seed, extra_body=plain))
+        drafted = {**extra, "spool": {"draft_length": 4}}
+        chunks = list(thinker.chat.completions.create(**asked, seed=seed, extra_body=drafted, stream=True))
+        assert without_ids(joined(chunks)) == without_ids(answer)
+        assert (answer["finish_reason"] == "tool_calls") is (answer["content"] == "")
+        assert tool_choice != "required" or answer["tool_calls"]
+        for _, name, arguments in answer["tool_calls"]:
+            jsonschema.validate(json.loads(arguments), TOOL_SCHEMAS[name])
+        if answer["content"]:
+            jsonschema.validate(json.loads(answer["content"]), schema)
+        thoughts += bool(answer["reasoning_content"])
+    assert (thoughts > 0) is (reasoning == "begin_thinking")
