@@ -10,6 +10,7 @@ from typing import Annotated, Any, Self
 import typer
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, field_validator, model_validator
 
+from deploy.config.section import described
 from engine.cpu.isa import AUTO, CPU_ISAS, ISA_VARIABLE
 from engine.settings import LONGEST_LOOKUP_MATCH, MOST_RANKS, EngineSettings
 from scheduler.config import Policy, SchedulerConfig
@@ -36,10 +37,6 @@ class _Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-def _option(help_text: str, *names: str, **more: Any) -> Any:
-    return typer.Option(*names, help=help_text, **more)
-
-
 # What was best with the demo pair (docs/performance.md).
 _DEMO_LOOKUP = 2
 
@@ -50,29 +47,22 @@ class ModelSettings(_Frozen):
     target: Annotated[
         str, typer.Argument(metavar="MODEL", help="The model, called target: `demo`, a folder or a hub id.")
     ] = DEMO
-    draft: Annotated[
-        str | None,
-        _option(
-            "Draft model: `demo`, a folder, a hub id, `ngram` (prompt lookup) or `none`.",
-            show_default="demo for the demo target, else ngram",
-        ),
-    ] = None
-    draft_lookup: Annotated[
-        int | None,
-        Field(ge=0, le=LONGEST_LOOKUP_MATCH),
-        _option(
-            "Prompt lookup in addition to the draft model: if at least this many of the last tokens occurred earlier "
-            "in the sequence, the tokens that followed there are proposed. 0: off.",
-            show_default=f"{_DEMO_LOOKUP} with the demo draft, else 0",
-        ),
-    ] = None
-    dtype: Annotated[
-        Dtype, _option("dtype of weights and KV; `auto`: the checkpoint's own where the device computes it well.")
-    ] = Dtype.AUTO
-    device: Annotated[str, _option("`auto`, `cpu`, `cuda` or `cuda:N`; workers are spread over GPUs.")] = "auto"
-    exact: Annotated[
-        bool, _option("Logits are bit-equal whatever the batch, by calibrated shapes.", "--exact/--no-exact")
-    ] = True
+    draft: str | None = described(
+        None,
+        "Draft model: `demo`, a folder, a hub id, `ngram` (prompt lookup) or `none`. Unset: demo for the demo target, "
+        "else ngram.",
+    )
+    draft_lookup: int | None = described(
+        None,
+        "Prompt lookup in addition to the draft model: if at least this many of the last tokens occurred earlier in "
+        f"the sequence, the tokens that followed there are proposed. 0: off. Unset: {_DEMO_LOOKUP} with the demo "
+        "draft, else 0.",
+        ge=0,
+        le=LONGEST_LOOKUP_MATCH,
+    )
+    dtype: Dtype = described(Dtype.AUTO, "dtype of weights and KV; `auto`: the checkpoint's if the device suits it.")
+    device: str = described("auto", "`auto`, `cpu`, `cuda` or `cuda:N`; workers are spread over GPUs.")
+    exact: bool = described(True, "Logits are bit-equal whatever the batch, by calibrated shapes.")
 
     @model_validator(mode="after")
     def _check_lookup(self) -> Self:
@@ -99,66 +89,43 @@ class ModelSettings(_Frozen):
 class WorkerSettings(_Frozen):
     """How many workers, and their share of the machine."""
 
-    draft_replicas: Annotated[int, Field(ge=1, le=256), _option("Draft workers.")] = 1
-    target_replicas: Annotated[int, Field(ge=1, le=256), _option("Target workers.")] = 1
-    threads: Annotated[
-        int | None, Field(ge=1, le=1024), _option("Threads of each worker.", show_default="an even share of the cores")
-    ] = None
+    draft_replicas: int = described(1, "Draft workers.", ge=1, le=256)
+    target_replicas: int = described(1, "Target workers.", ge=1, le=256)
+    threads: int | None = described(None, "Threads of each worker. Unset: a share of the cores.", ge=1, le=1024)
 
 
 class EngineOptions(_Frozen):
     """How engines use memory and form their passes."""
 
-    max_model_len: Annotated[
-        int | None,
-        Field(ge=1),
-        _option("Maximum number of tokens of a sequence, prompt and output together.", show_default="the model's own"),
-    ] = None
-    tensor_parallel_size: Annotated[
-        int,
-        Field(ge=1, le=MOST_RANKS),
-        _option("GPUs of one machine, or processes on its CPU, that compute one copy of the target together."),
-    ] = 1
-    cpu_isa: Annotated[
-        str,
-        _option(
-            f"Limit of a CPU's instruction set: {', '.join(CPU_ISAS)}. `auto`: that of `{ISA_VARIABLE}`, else the "
-            "fastest."
-        ),
-    ] = AUTO
-    page_size: Annotated[int, Field(ge=1, le=1024), _option("Tokens of one KV page.")] = 16
-    kv_pages: Annotated[
-        int | None, Field(ge=1), _option("Pages of KV of each worker.", show_default="as kv_memory says")
-    ] = None
+    max_model_len: int | None = described(
+        None, "Maximum number of tokens of a sequence, prompt and output together. Unset: the model's own.", ge=1
+    )
+    tensor_parallel_size: int = described(
+        1,
+        "GPUs of one machine, or processes on its CPU, that compute one copy of the target together.",
+        ge=1,
+        le=MOST_RANKS,
+    )
+    cpu_isa: str = described(
+        AUTO,
+        f"Limit of a CPU's instruction set: {', '.join(CPU_ISAS)}. `auto`: that of `{ISA_VARIABLE}`, else the fastest.",
+    )
+    page_size: int = described(16, "Tokens of one KV page.", ge=1, le=1024)
+    kv_pages: int | None = described(None, "Pages of KV of each worker. Unset: as kv_memory says.", ge=1)
     kv_memory: Annotated[
         ByteSize | None,
         Field(ge=1),
-        _option(
-            "Memory for KV of each worker, such as `2GiB`.",
+        typer.Option(
+            help="Memory for KV of each worker, such as `2GiB`.",
             parser=str,
             metavar="SIZE",
             show_default="what gpu_memory_utilization leaves, 1 GiB on a CPU",
         ),
     ] = None
-    gpu_memory_utilization: Annotated[
-        float,
-        Field(gt=0, le=1),
-        _option("Share of a GPU's memory that its workers may take together: weights, workspaces and KV."),
-    ] = 0.9
-    max_num_batched_tokens: Annotated[
-        int, Field(ge=8, le=65536), _option("Maximum number of tokens in one forward pass.")
-    ] = 192
-    prefix_cache: Annotated[
-        bool,
-        _option(
-            "Compute the KV of a common prompt prefix once, and keep it for later requests.",
-            "--prefix-cache/--no-prefix-cache",
-        ),
-    ] = True
-    cuda_graphs: Annotated[
-        bool,
-        _option("On a GPU, compute passes of few tokens as CUDA graphs.", "--cuda-graphs/--no-cuda-graphs"),
-    ] = True
+    gpu_memory_utilization: float = described(0.9, "Share of a GPU's memory that its workers may take.", gt=0, le=1)
+    max_num_batched_tokens: int = described(192, "Maximum number of tokens in one forward pass.", ge=8, le=65536)
+    prefix_cache: bool = described(True, "Compute the KV of a common prompt prefix once, for later requests too.")
+    cuda_graphs: bool = described(True, "On a GPU, compute passes of few tokens as CUDA graphs.")
 
     @field_validator("cpu_isa")
     @classmethod
@@ -181,11 +148,11 @@ class EngineOptions(_Frozen):
 class SchedulingSettings(_Frozen):
     """How sequences are grouped."""
 
-    batch_size: Annotated[int, _option("Rows of one verify batch.")] = 8
-    max_running: Annotated[
-        int | None, _option("Sequences worked on at a time, for each target.", show_default="48, at least four batches")
-    ] = None
-    draft_length: Annotated[int, Field(le=64), _option("Tokens proposed per round; 0 decodes plainly.")] = 4
+    batch_size: int = described(8, "Rows of one verify batch.")
+    max_running: int | None = described(
+        None, "Sequences worked on at a time, for each target. Unset: 48, at least four batches."
+    )
+    draft_length: int = described(4, "Tokens proposed per round; 0 decodes plainly.", le=64)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -208,12 +175,12 @@ class SchedulingSettings(_Frozen):
 class SamplingSettings(_Frozen):
     """How tokens are sampled."""
 
-    max_tokens: Annotated[int, Field(ge=1), _option("Maximum number of tokens generated per prompt.")] = 128
-    temperature: Annotated[float, _option("0 is greedy.")] = 0.0
-    top_k: Annotated[int, _option("Sample from the k most likely tokens; 0 keeps all.")] = 0
-    top_p: Annotated[float, _option("Keep the most likely tokens that make up this probability.")] = 1.0
-    min_p: Annotated[float, _option("Keep tokens at least this likely, relative to the likeliest.")] = 0.0
-    seed: Annotated[int, _option("Seed of the first prompt; prompt i uses seed + i.")] = 0
+    max_tokens: int = described(128, "Maximum number of tokens generated per prompt.", ge=1)
+    temperature: float = described(0.0, "0 is greedy.")
+    top_k: int = described(0, "Sample from the k most likely tokens; 0 keeps all.")
+    top_p: float = described(1.0, "Keep the most likely tokens that make up this probability.")
+    min_p: float = described(0.0, "Keep tokens at least this likely, relative to the likeliest.")
+    seed: int = described(0, "Seed of the first prompt; prompt i uses seed + i.")
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -234,14 +201,10 @@ class SamplingSettings(_Frozen):
 class InputSettings(_Frozen):
     """What is generated from."""
 
-    prompts: Annotated[
-        Path | None,
-        _option(
-            "JSON lines with `prompt` (raw text), `messages` (chat) or `turns` (the first turn is used).",
-            show_default="a few built-in ones",
-        ),
-    ] = None
-    limit: Annotated[int | None, Field(ge=1), _option("Use only the first N prompts.", show_default="all")] = None
+    prompts: Path | None = described(
+        None, "JSON lines with `prompt` (text), `messages` (chat) or `turns` (the first is used). Unset: built-in ones."
+    )
+    limit: int | None = described(None, "Use only the first N prompts.", ge=1)
 
 
 class RunSettings(_Frozen):
@@ -253,9 +216,9 @@ class RunSettings(_Frozen):
     scheduling: SchedulingSettings = SchedulingSettings()
     sampling: SamplingSettings = SamplingSettings()
     inputs: InputSettings = InputSettings()
-    json_output: Annotated[bool, _option("Print one JSON object as the last line of standard output.", "--json")] = (
-        False
-    )
+    json_output: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object as the last line of standard output.")
+    ] = False
 
     @property
     def drafting(self) -> bool:
@@ -296,12 +259,9 @@ class RunSettings(_Frozen):
 class GenerateSettings(RunSettings):
     """`spool generate`."""
 
-    policy: Annotated[Policy, _option("How verify batches are formed.")] = Policy.AUTO
+    policy: Policy = described(Policy.AUTO, "How verify batches are formed.")
     output: Annotated[
-        Path | None,
-        _option(
-            "JSON lines file; answers that it has already are kept.", "--output", "-o", show_default="the terminal"
-        ),
+        Path | None, typer.Option("--output", "-o", help="JSON lines file; answers that it has already are kept.")
     ] = None
 
     @property
@@ -312,12 +272,8 @@ class GenerateSettings(RunSettings):
 class VerifySettings(RunSettings):
     """`spool verify`."""
 
-    policy: Annotated[
-        list[Policy], Field(min_length=1), _option("How verify batches are formed; repeat for several.")
-    ] = Field(default_factory=lambda: [Policy.AUTO])
-    reference: Annotated[
-        Reference | None, _option("`generate` also compares with transformers' own model.generate.")
-    ] = None
+    policy: list[Policy] = described([Policy.AUTO], "How verify batches are formed; repeat for several.", min_length=1)
+    reference: Reference | None = described(None, "`generate` also compares with transformers' own model.generate.")
 
     @model_validator(mode="after")
     def _check_reference(self) -> Self:

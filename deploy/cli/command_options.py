@@ -46,9 +46,9 @@ with the group, unless it sets both, and one that is repeated to make a list is 
 def takes_settings(model: type[Settings]) -> Callable[[Callable[[Settings], int]], Callable[..., int]]:
     """Turns a function of settings into one of keyword options, as typer wants it.
 
-    Fields annotated with a `typer.Option` or `typer.Argument` become that; fields that are models contribute their own
-    fields. Options have the names of their fields, which must be unique in the whole tree. Values that the settings
-    reject raise `UsageError`.
+    Fields annotated with a `typer.Option` or `typer.Argument` become that, others an option with their description;
+    fields that are models contribute their own fields. Options have the names of their fields, which must be unique in
+    the whole tree. Values that the settings reject raise `UsageError`.
     """
     parameters = list(_parameters(model))
 
@@ -84,16 +84,13 @@ def _one_line(error: ValidationError) -> str:
 
 
 def option_fields(model: type[BaseModel]) -> Iterator[tuple[str, Any, ParameterInfo | None]]:
-    """Name, type and option of each field."""
+    """Name, type and option of each field; fields that are models have no option."""
     hints = get_type_hints(model, include_extras=True)
-    for name in model.model_fields:
-        hint = hints[name]
-        if get_origin(hint) is Annotated:
-            kind, *extras = get_args(hint)
-            option = next((extra for extra in extras if isinstance(extra, ParameterInfo)), None)
-            yield name, kind, option
-        else:
-            yield name, hint, None
+    for name, field in model.model_fields.items():
+        kind, *extras = get_args(hints[name]) if get_origin(hints[name]) is Annotated else (hints[name],)
+        option = next((extra for extra in extras if isinstance(extra, ParameterInfo)), None)
+        nested = isinstance(kind, type) and issubclass(kind, BaseModel)
+        yield name, kind, None if nested else option or typer.Option(help=field.description)
 
 
 def _parameters(model: type[BaseModel], panel: str | None = None) -> Iterator[inspect.Parameter]:
@@ -151,7 +148,7 @@ def _field_parameter(name: str, path: str) -> inspect.Parameter:
     section = functools.reduce(getattr, sections, SpoolConfig())
     kind, declared = next((kind, option) for each, kind, option in option_fields(type(section)) if each == field)
     default = getattr(section, field)
-    option: Any = copy.copy(declared or typer.Option(help=type(section).model_fields[field].description))
+    option: Any = copy.copy(declared)
     if path == _KEYS:
         kind, default, option.help = list[str], None, _KEYS_HELP
     if not isinstance(option.show_default, str):
