@@ -120,18 +120,7 @@ class Groups(Section):
     )
     draft: WorkerGroup = described(WorkerGroup(), "The replicas that propose tokens.")
     target: TargetGroup = described(TargetGroup(), "The replicas that verify them.")
-    share_gpus: bool = described(
-        False, "Allow shares of GPUs so small that a draft and a target replica can end up on one GPU."
-    )
 
     @property
     def cell_numbers(self) -> range:
         return range(1, self.cells + 1)
-
-    def problems(self) -> Iterator[str]:
-        draft, target = self.draft.num_gpus or 0, self.target.num_gpus or 0
-        if not self.share_gpus and draft > 0 and target > 0 and draft + target <= 1:
-            yield (
-                f"draft.num_gpus is {draft:g}, must be above {1 - target:g}: with target.num_gpus {target:g} a draft "
-                "and a target would fit on one GPU (share_gpus: true allows that)"
-            )

@@ -192,7 +192,7 @@ class SpoolConfig(Section):
     def pair_shares_a_gpu(self) -> bool:
         """Whether a draft and a target are on one GPU, and nothing else of this configuration."""
         gpus = [self.group(role).num_gpus or 0.0 for role in self.roles]
-        return self.groups.share_gpus and self.is_one_pair and min(gpus) > 0 and sum(gpus) <= 1
+        return self.is_one_pair and min(gpus) > 0 and sum(gpus) <= 1
 
     @property
     def roles(self) -> tuple[Role, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -75,12 +74,7 @@ def settled(config: SpoolConfig) -> SpoolConfig:
         if gpus[role] > 0 or group.accelerator_type is None:
             known["num_gpus"] = gpus[role]
         groups[role.value] = group.model_copy(update=known)
-    known_groups = config.groups.model_copy(update={**groups, "share_gpus": config.groups.share_gpus or _shared(gpus)})
-    return _with_folders_found(config.model_copy(update={"groups": known_groups}))
-
-
-def _shared(gpus: Mapping[Role, float]) -> bool:
-    return any(0 < count < 1 for count in gpus.values())
+    return _with_folders_found(config.model_copy(update={"groups": config.groups.model_copy(update=groups)}))
 
 
 def _with_folders_found(config: SpoolConfig) -> SpoolConfig:

@@ -175,7 +175,6 @@ def test_listening_beyond_loopback_needs_keys_or_a_word(file: Path) -> None:
 @pytest.mark.parametrize(
     ("groups", "field"),
     [
-        ("{draft: {num_gpus: 0.5}, target: {num_gpus: 0.5}}", "groups.draft.num_gpus"),
         ("{draft: {num_gpus: 0.5}, target: {num_gpus: 1}}", "groups.draft.num_gpus"),
         ("{target: {num_gpus: 0, accelerator_type: H200}}", "groups.target.accelerator_type"),
         ("{target: {num_gpus: 2}}", "groups.target.num_gpus"),
@@ -187,7 +186,7 @@ def test_gpus_are_not_shared_by_accident(file: Path, groups: str, field: str) ->
 
 
 def test_gpus_are_shared_when_asked() -> None:
-    share = "{share_gpus: true, draft: {num_gpus: 0.3, kv_memory: 2GiB}, target: {num_gpus: 0.7, kv_pages: 9}}"
+    share = "{draft: {num_gpus: 0.3, kv_memory: 2GiB}, target: {num_gpus: 0.7, kv_pages: 9}}"
     config = load_configuration(None, [f"groups={share}"])
     assert config.groups.draft.kv_memory == ByteSize(2 << 30)
 
