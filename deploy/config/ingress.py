@@ -10,7 +10,7 @@ from enum import Enum
 from pathlib import Path
 from zoneinfo import ZoneInfo
 
-from deploy.config.placement import GatewayAutoscaling, Placement
+from deploy.config.placement import GatewayAutoscaling, Scaled
 from deploy.config.section import Secret, Section, described
 from scheduler.key_class import MAX_WEIGHT, MIN_WEIGHT, KeyClass
 from services.gateway.answers.formats import ToolFormat
@@ -27,14 +27,13 @@ class ProxyLocation(Enum):
     HEAD_NODE = "head_node"
 
 
-class GatewaySettings(Placement):
+class GatewaySettings(Scaled):
     """The HTTP and gRPC ingress."""
 
     host: str = described("127.0.0.1", "Address to listen on; any address but loopback requires auth.", min_length=1)
     port: int = described(8000, "Port of the OpenAI HTTP API.", ge=1, le=65535)
     grpc_port: int | None = described(8001, "Port of the gRPC API; null: no gRPC.", ge=1, le=65535)
     http_on: ProxyLocation = described(ProxyLocation.EVERY_NODE, "Nodes that listen: all with replicas, or the head.")
-    replicas: int = described(1, "Gateway replicas; with autoscaling, the number at the start.", ge=1, le=4096)
     autoscaling: GatewayAutoscaling | None = described(None, "Bounds within which replicas follow the open requests.")
     max_ongoing_requests: int = described(8192, "Open HTTP requests of a replica; others wait.", ge=1, le=1_000_000)
     drain_seconds: float = described(30.0, "Time in which a departing replica ends its requests.", ge=1, le=86400)
@@ -58,6 +57,7 @@ class GatewaySettings(Placement):
     limits: Limits = described(Limits(), "Upper limits of one request.")
 
     def problems(self) -> Iterator[str]:
+        yield from super().problems()
         if self.grpc_port == self.port:
             yield f"grpc_port is {self.grpc_port}, must differ from port"
         if not self.listens_on_loopback and not _is_address(self.host):
@@ -68,10 +68,6 @@ class GatewaySettings(Placement):
                 yield f"allowed_origins.{number} is {origin!r}, {limit}"
         if self.template_zone is not None and not _is_zone(self.template_zone):
             yield f"template_zone is {self.template_zone!r}, must be a time zone, such as Europe/Zurich"
-        scaling = self.autoscaling
-        if scaling is not None and not scaling.min_replicas <= self.replicas <= scaling.max_replicas:
-            limit = f"must be between autoscaling's {scaling.min_replicas} and {scaling.max_replicas}"
-            yield f"replicas is {self.replicas}, {limit}"
 
     @property
     def listens_on_loopback(self) -> bool:

@@ -69,10 +69,28 @@ class Placement(Section):
         return options
 
 
-class WorkerGroup(Placement):
+class Scaled(Placement):
+    """Replicas of one kind: a fixed number, or one within bounds."""
+
+    replicas: int = described(1, "Number of replicas; with autoscaling, at the start.", ge=1, le=4096)
+    autoscaling: Autoscaling | None = None
+
+    def problems(self) -> Iterator[str]:
+        if not self.fewest <= self.replicas <= self.most:
+            yield f"replicas is {self.replicas}, must be between autoscaling's {self.fewest} and {self.most}"
+
+    @property
+    def fewest(self) -> int:
+        return self.replicas if self.autoscaling is None else self.autoscaling.min_replicas
+
+    @property
+    def most(self) -> int:
+        return self.replicas if self.autoscaling is None else self.autoscaling.max_replicas
+
+
+class WorkerGroup(Scaled):
     """The replicas that hold one model, drafting or verifying; each holds what it reserves for as long as it serves."""
 
-    replicas: int = described(1, "Replicas of the group; with autoscaling, the number at the start.", ge=1, le=4096)
     autoscaling: WorkerAutoscaling | None = described(None, "Bounds within which replicas follow their busy time.")
     num_gpus: float | None = described(
         None,
@@ -90,16 +108,9 @@ class WorkerGroup(Placement):
     environment: dict[str, str] = described({}, "Environment variables of the replicas.")
 
     def problems(self) -> Iterator[str]:
-        scaling = self.autoscaling
-        if scaling is not None and not scaling.min_replicas <= self.replicas <= scaling.max_replicas:
-            limit = f"must be between autoscaling's {scaling.min_replicas} and {scaling.max_replicas}"
-            yield f"replicas is {self.replicas}, {limit}"
+        yield from super().problems()
         if self.accelerator_type is not None and self.num_gpus == 0:
             yield (f"accelerator_type is {self.accelerator_type!r}, must be unset where num_gpus is 0")
-
-    @property
-    def highest_replicas(self) -> int:
-        return self.autoscaling.max_replicas if self.autoscaling is not None else self.replicas
 
 
 class TargetGroup(WorkerGroup):

@@ -185,7 +185,7 @@ class SpoolConfig(Section):
     @property
     def is_one_pair(self) -> bool:
         """Whether there is one replica with a target model, one with a draft model, and never more."""
-        one_each = all(self.group(role).highest_replicas == 1 for role in self.roles)
+        one_each = all(self.group(role).most == 1 for role in self.roles)
         return self.models.drafts_with_model and self.groups.cells == 1 and one_each
 
     @property

@@ -56,14 +56,12 @@ def pods_of(config: SpoolConfig) -> tuple[Pods, ...]:
 
 def _gateways(config: SpoolConfig) -> Pods:
     gateway, scheduler = config.gateway, config.scheduler
-    scaling = gateway.autoscaling
-    fewest = scaling.min_replicas if scaling is not None else gateway.replicas
-    schedulers = math.ceil(config.groups.cells / fewest)
+    schedulers = math.ceil(config.groups.cells / gateway.fewest)
     return Pods(
         group=GATEWAY_GROUP,
         replicas=gateway.replicas,
-        fewest=fewest,
-        most=scaling.max_replicas if scaling is not None else gateway.replicas,
+        fewest=gateway.fewest,
+        most=gateway.most,
         cpus=math.ceil(gateway.num_cpus + schedulers * scheduler.num_cpus),
         gpus=0,
         resources=_whole(gateway) | _whole(scheduler),
@@ -75,13 +73,11 @@ def _gateways(config: SpoolConfig) -> Pods:
 def _workers(config: SpoolConfig, role: Role) -> Pods:
     group = config.group(role)
     cells = config.groups.cells if role in config.roles else 0
-    scaling = group.autoscaling
-    fewest = scaling.min_replicas if scaling is not None else group.replicas
     return Pods(
         group=role.value,
         replicas=cells * group.replicas,
-        fewest=cells * fewest,
-        most=cells * group.highest_replicas,
+        fewest=cells * group.fewest,
+        most=cells * group.most,
         cpus=max(1, math.ceil(group.num_cpus)),
         gpus=math.ceil(group.num_gpus or 0),
         resources=_whole(group),

@@ -35,7 +35,7 @@ def gpus_per_replica(config: SpoolConfig) -> Mapping[Role, float]:
         else:
             if left is None:
                 left = _gpus_of_ray() - sum(_asked_for(config, other) for other in config.roles)
-            wanted, replicas = float(config.engine.ranks(role)), config.groups.cells * group.highest_replicas
+            wanted, replicas = float(config.engine.ranks(role)), config.groups.cells * group.most
             gpus[role] = wanted if wanted * replicas <= left else 0.0
             left -= gpus[role] * replicas
     if left is not None and 0.0 in gpus.values() and any(gpus.values()):
@@ -52,7 +52,7 @@ def _pair_on_one_gpu(config: SpoolConfig) -> bool:
 
 def _asked_for(config: SpoolConfig, role: Role) -> float:
     group = config.group(role)
-    replicas = config.groups.cells * group.highest_replicas
+    replicas = config.groups.cells * group.most
     return (group.num_gpus or 0.0) * replicas if config.has_model(role) else 0.0
 
 

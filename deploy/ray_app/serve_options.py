@@ -7,8 +7,8 @@ from typing import Any
 import yaml
 
 from deploy.autoscaling.reporter import autoscaling_rules
-from deploy.config.ingress import GatewaySettings, ProxyLocation
-from deploy.config.placement import GatewayAutoscaling, WorkerGroup
+from deploy.config.ingress import ProxyLocation
+from deploy.config.placement import GatewayAutoscaling, Scaled
 from deploy.config.spool_config import SpoolConfig
 from deploy.ray_app import GATEWAY, scheduler_name, workers_name
 
@@ -35,14 +35,14 @@ def http_options(config: SpoolConfig) -> dict[str, Any]:
     return options
 
 
-def replica_options(settings: WorkerGroup | GatewaySettings) -> dict[str, Any]:
+def replica_options(settings: Scaled) -> dict[str, Any]:
     """How many replicas a deployment has. A fixed number is a range of one: which deployments have a range is part of
     an application's version for Serve, which replaces every replica when that changes."""
     scaling = settings.autoscaling
     options: dict[str, Any] = {
-        "min_replicas": settings.replicas if scaling is None else scaling.min_replicas,
+        "min_replicas": settings.fewest,
         "initial_replicas": settings.replicas,
-        "max_replicas": settings.replicas if scaling is None else scaling.max_replicas,
+        "max_replicas": settings.most,
     }
     if isinstance(scaling, GatewayAutoscaling):
         options["target_ongoing_requests"] = scaling.target_ongoing_requests
@@ -67,7 +67,7 @@ def serve_content(config: SpoolConfig) -> dict[str, Any]:
     and replaces every replica when one of the latter changes. The policy is one of the latter, so it is there even if
     every number is fixed.
     """
-    settings: dict[str, WorkerGroup | GatewaySettings] = {GATEWAY: config.gateway}
+    settings: dict[str, Scaled] = {GATEWAY: config.gateway}
     cells = config.groups.cell_numbers
     settings |= {workers_name(role, cell): config.group(role) for cell in cells for role in config.roles}
     rules = autoscaling_rules(config)
