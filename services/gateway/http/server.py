@@ -10,16 +10,21 @@ from types import TracebackType
 from typing import Self
 
 import uvicorn
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from services.gateway.errors import ErrorKind, RequestError
+from services.gateway.http.openai_errors import error_body, error_response
 from services.gateway.settings import ListenSettings
+
+_STOPPING = RequestError(ErrorKind.UNAVAILABLE, "the server stops, before the answer is complete", code="unavailable")
+_RETRY_SECONDS = 1
 
 
 class HttpServer:
     """Serves an application for as long as the `async with` block lasts; raises OSError for an address in use.
 
-    At the end of the block, responses under way have `drain_seconds` to end. With `share_port` several servers of one
-    user can listen on one address; the kernel spreads connections over them.
+    At the end of the block, responses under way have `drain_seconds` to end; then they end with an error. With
+    `share_port` several servers of one user can listen on one address; the kernel spreads connections over them.
     """
 
     def __init__(
@@ -28,8 +33,10 @@ class HttpServer:
         self._listen = listen
         self._share_port = share_port
         tls = listen.tls
+        self._app = app
         config = uvicorn.Config(
-            app,
+            self._answer,
+            interface="asgi3",
             log_config=None,
             access_log=False,
             server_header=False,
@@ -71,6 +78,25 @@ class HttpServer:
         self._server.should_exit = True
         if self._run is not None:
             await self._run
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        began = False
+
+        async def send_noting(message: Message) -> None:
+            nonlocal began
+            began = began or message["type"] == "http.response.start"
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_noting)
+        except asyncio.CancelledError:
+            if not self._server.should_exit:
+                raise
+            if not began:
+                await error_response(_STOPPING, _RETRY_SECONDS)(scope, receive, send)
+            elif scope["path"].startswith("/v1/"):
+                events = f"data: {error_body(_STOPPING)}\n\ndata: [DONE]\n\n"
+                await send({"type": "http.response.body", "body": events.encode()})
 
 
 class _Server(uvicorn.Server):
