@@ -70,15 +70,12 @@ def fetch(name: str, role: Role, reporter: Reporter) -> Path:
         raise RunError(str(error)) from error
 
 
-def fetch_models(name: str) -> dict[str, str]:
-    """Makes a model ready and returns its folder by role; the demo is a pair. Raises `UsageError` and `RunError`."""
+def fetch_models(name: str) -> None:
+    """Makes a model ready and names its folder; the demo is a pair. Raises `UsageError` and `RunError`."""
     console = error_console()
-    roles = (Role.TARGET, Role.DRAFT) if name == DEMO else (Role.TARGET,)
-    reporter = Reporter(console)
-    folders = {role: fetch(name, role, reporter) for role in roles}
-    for role, folder in folders.items():
+    for role in (Role.TARGET, Role.DRAFT) if name == DEMO else (Role.TARGET,):
+        folder = fetch(name, role, Reporter(console))
         console.print(f"{name} {role.value}: {folder}", highlight=False, markup=False, soft_wrap=True)
-    return {role.value: str(folder) for role, folder in folders.items()}
 
 
 def _max_positions(folder: Path) -> int:

@@ -7,7 +7,6 @@ that `--help` is quick.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -64,16 +63,12 @@ def fetch_command(
     names: Annotated[
         list[str] | None, typer.Argument(metavar="NAME...", help="`demo`, folders, or hub ids of models.")
     ] = None,
-    json_output: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object as the last line of standard output.")
-    ] = False,
 ) -> int:
     """Downloads and prepares models, so that later commands start at once."""
     from deploy.models import fetch_models
 
-    folders = {name: fetch_models(name) for name in names or []}
-    if json_output:
-        print(json.dumps({"command": "models fetch", "folders": folders}), flush=True)
+    for name in names or []:
+        fetch_models(name)
     return 0
 
 
@@ -123,15 +118,7 @@ def chat_command(
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.", show_default="the server's")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Maximum number of tokens in an answer.")] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same answers.")] = None,
-    priority: Annotated[
-        int | None,
-        typer.Option(
-            help="Of requests with one API key, those with the lower number go first.",
-            min=MIN_PRIORITY,
-            max=MAX_PRIORITY,
-            show_default="0",
-        ),
-    ] = None,
+    priority: Annotated[int | None, typer.Option(help="Lower goes first.", min=MIN_PRIORITY, max=MAX_PRIORITY)] = None,
 ) -> int:
     """Talks to a running server in the terminal."""
     from deploy.cli.chat import FALLBACK_URL, chat
