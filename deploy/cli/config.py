@@ -35,7 +35,8 @@ def show(file: _File = None, overrides: Overrides = None) -> None:
 
     from deploy.config.loading import load_configuration
 
-    print(yaml.safe_dump(load_configuration(chosen_file(file), overrides or []).dump(), sort_keys=False), end="")
+    config = load_configuration(chosen_file(file), overrides or [])
+    print(yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False), end="")
 
 
 @config_app.command("explain")

@@ -69,17 +69,9 @@ def documents(
         listed = get_args(kind)[0] if get_origin(kind) is tuple else kind
         section = listed if isinstance(listed, type) and issubclass(listed, BaseModel) else None
         default = getattr(defaults, name) if defaults is not None else field.get_default(call_default_factory=True)
-        yield FieldDocument(
-            path=(*path, name),
-            type=_type(kind, field.metadata)
-            if section is None
-            else "section"
-            if listed is kind
-            else "list of sections",
-            default="" if isinstance(default, BaseModel) else _shown(default),
-            description=_description(field),
-            is_section=section is not None,
-        )
+        kind_name = "section" if section is not None else _type(kind, field.metadata)
+        text = "" if isinstance(default, BaseModel) else _shown(default)
+        yield FieldDocument((*path, name), kind_name, text, _description(field), section is not None)
         if section is not None:
             yield from documents(section, default if isinstance(default, BaseModel) else None, (*path, name))
 

@@ -33,10 +33,6 @@ class Section(BaseModel):
             raise ValueError("\n".join(problems))
         return self
 
-    def dump(self) -> dict[str, Any]:
-        """Plain data, as a file would hold it, secrets hidden."""
-        return self.model_dump(mode="json")
-
 
 def described(default: Any, description: str, **limits: Any) -> Any:
     """A field with its default and the one sentence that documents it."""

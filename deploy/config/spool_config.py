@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from pydantic import ByteSize, ValidationInfo, field_validator
+from pydantic import ByteSize
 
 from deploy.config.ingress import AuthSettings, GatewaySettings, InternalSettings
 from deploy.config.observation import LoggingSettings, MetricsSettings, TracingSettings
@@ -78,14 +78,6 @@ class SchedulingSection(SchedulingSettings, Section):
         "stopped, or it is out of reach.",
         gt=0,
     )
-
-    @field_validator("batch_size", "max_running", "draft_length")
-    @classmethod
-    def _check_number(cls, value: int | None, info: ValidationInfo) -> int | None:
-        if value is not None and info.field_name is not None:
-            one: dict[str, Any] = {info.field_name: value}
-            SchedulerConfig(**one)
-        return value
 
     def scheduler_config(
         self, drafting: bool, keys: tuple[KeyClass, ...] = (), draft_model: bool = True

@@ -50,7 +50,7 @@ models:
   targt: x
   exact: 3
 scheduling:
-  batch_size: 0
+  prefill_chunk: 0
   policy: fast
 groups:
   target:
@@ -66,7 +66,7 @@ internal:
         [
             "models.targt is no field of Spool; did you mean models.target?",
             "models.exact is 3, must be a valid boolean, unable to interpret input",
-            "scheduling.batch_size is 0, must be at least 1",
+            "scheduling.prefill_chunk is 0, must be greater than or equal to 1",
             "scheduling.policy is 'fast', must be 'eqspec', 'exspec', 'ragged' or 'auto'",
             "groups.target.replicas is 0, must be greater than or equal to 1",
             "groups.target.autoscaling.max_replicas is 2, must be at least min_replicas, which is 3",
@@ -244,8 +244,8 @@ def test_the_tree_is_frozen() -> None:
 
 def test_secrets_do_not_show_but_travel() -> None:
     config = load_configuration(None, ["auth.api_keys=[open-sesame]", "internal.token=a-token-of-some-length"])
-    assert "sesame" not in f"{config!r} {config.dump()} {config.model_dump_json()}"
-    assert "of-some" not in f"{config!r} {config.dump()} {config.model_dump_json()}"
+    assert "sesame" not in f"{config!r} {config.model_dump()} {config.model_dump_json()}"
+    assert "of-some" not in f"{config!r} {config.model_dump()} {config.model_dump_json()}"
     assert configuration_from(config.plain()) == config
     assert yaml.safe_load(yaml.safe_dump(config.plain())) == config.plain()
 
