@@ -77,10 +77,8 @@ def value_types(schema: Any, part: Any) -> frozenset[str]:
             found.update(_TYPES)
         elif (target := referenced(schema, part)) is not None:
             waiting.append(target)
-        elif "const" in part:
-            found.add(type_of(part["const"]))
-        elif "enum" in part:
-            found.update(map(type_of, part["enum"]))
+        elif "const" in part or "enum" in part:
+            found.update(map(type_of, [part["const"]] if "const" in part else part["enum"]))
         elif "type" in part:
             found.update([part["type"]] if isinstance(part["type"], str) else part["type"])
         elif options := [option for name in ("anyOf", "oneOf", "allOf") for option in part.get(name, ())]:
