@@ -8,7 +8,7 @@ from pathlib import Path
 
 from deploy.errors import RunError, UsageError
 from deploy.options import DEMO, NGRAM, NO_DRAFT, ModelSettings
-from deploy.progress import Reporter, error_console
+from deploy.progress import Reporter, say
 from engine.errors import TokenizerError
 from engine.models.demo import DemoBuildError
 from engine.models.fetching import fetch_model
@@ -72,10 +72,9 @@ def fetch(name: str, role: Role, reporter: Reporter) -> Path:
 
 def fetch_models(name: str) -> None:
     """Makes a model ready and names its folder; the demo is a pair. Raises `UsageError` and `RunError`."""
-    console = error_console()
     for role in (Role.TARGET, Role.DRAFT) if name == DEMO else (Role.TARGET,):
-        folder = fetch(name, role, Reporter(console))
-        console.print(f"{name} {role.value}: {folder}", highlight=False, markup=False, soft_wrap=True)
+        folder = fetch(name, role, Reporter())
+        say(f"{name} {role.value}: {folder}")
 
 
 def _max_positions(folder: Path) -> int:

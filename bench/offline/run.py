@@ -25,7 +25,7 @@ from deploy.models import ReadyModels, fetch, prepare_models
 from deploy.offline.cell import Cell, running_cell
 from deploy.offline.decoding import Completion, DecodingPlan, Job, decode, longest_lengths, make_jobs
 from deploy.offline.prompts import Prompt, load_prompts
-from deploy.progress import Reporter, error_console
+from deploy.progress import Reporter
 from deploy.workers import worker_devices
 from scheduler.config import Policy, SchedulerConfig
 from scheduler.messages import Role
@@ -39,8 +39,7 @@ _WIDTH = 180
 def bench_offline(settings: BenchOfflineSettings) -> int:
     """Exit code 0. Raises `UsageError` and `RunError`; the file has whatever was measured before."""
     prompts = bench_prompts(settings)
-    console = error_console()
-    reporter = Reporter(console)
+    console, reporter = Console(file=sys.stderr), Reporter()
     # Every draft is fetched and compared with the target before anything starts.
     for point in {point.draft: point for point in settings.points}.values():
         models = prepare_models(settings.run_settings(point).models, point.draft is not None, reporter)

@@ -13,7 +13,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from filelock import Timeout
-from rich.console import Console
 
 from deploy.assembly.secrets import SecretError, channel_security
 from deploy.cluster.addresses import check_ports, curl_line, grpc_address, http_url
@@ -26,7 +25,7 @@ from deploy.errors import RunError, UsageError
 from deploy.event_loop import run_until_interrupted
 from deploy.models import prepare_models
 from deploy.processes.supervisor import cell_workers, running_cell
-from deploy.progress import Reporter, error_console
+from deploy.progress import Reporter, say
 from services.launch.launcher import ProcessStartError, WorkerLaunch
 from services.rpc.channel_security import ChannelSecurity, random_token
 
@@ -53,15 +52,15 @@ def serve(config: SpoolConfig, detach: bool) -> int:
 def serve_without_ray(config: SpoolConfig) -> int:
     """Exit code 0 once it was stopped. Raises UsageError and RunError."""
     _check_without_ray(config)
-    state, console = StateFolder(), error_console()
+    state = StateFolder()
     config, security = _named(config.on_one_machine(), state), _security(config)
     app_name = config.ray.app_name
     try:
         with state.lock(app_name):
             check_ports(config)
-            prepare_models(config.models, config.models.drafts, Reporter(console), config.engine.max_model_len)
+            prepare_models(config.models, config.models.drafts, Reporter(), config.engine.max_model_len)
             workers = cell_workers(config)
-            processes = _serve_processes(config, workers, security, state, console)
+            processes = _serve_processes(config, workers, security, state)
             with contextlib.suppress(KeyboardInterrupt):
                 run_until_interrupted(processes, (signal.SIGINT, *_LIKE_INTERRUPT))
     except Timeout:
@@ -72,11 +71,11 @@ def serve_without_ray(config: SpoolConfig) -> int:
 
 
 def _on_own_ray(config: SpoolConfig, detach: bool) -> None:
-    state, console, app_name = StateFolder(), error_console(), config.ray.app_name
+    state, app_name = StateFolder(), config.ray.app_name
     if state.is_alive(app_name):
         raise _served_already(app_name)
     check_ports(config)
-    reporter = Reporter(console)
+    reporter = Reporter()
     prepare_models(config.models, config.models.drafts, reporter, config.engine.max_model_len)
     reporter.stage("ray", "starting", None)
     ray = start_ray(app_name, config.ray, state)
@@ -84,10 +83,10 @@ def _on_own_ray(config: SpoolConfig, detach: bool) -> None:
     try:
         with connected(ray.address, state), _handling(_LIKE_INTERRUPT, _interrupt):
             served = _served(config, ray.address, ray.process_id, started_serve=True)
-            _deploy(config.on_one_machine(), served, state, console)
+            _deploy(config.on_one_machine(), served, state)
             if detach:
                 ray.detach()
-            _finish(config, served, console, detach)
+            _finish(config, served, detach)
     finally:
         if ray.attached:
             ray.stop()
@@ -95,7 +94,7 @@ def _on_own_ray(config: SpoolConfig, detach: bool) -> None:
 
 
 def _on_ray_of_others(config: SpoolConfig, address: str, detach: bool) -> None:
-    state, console, app_name = StateFolder(), error_console(), config.ray.app_name
+    state, app_name = StateFolder(), config.ray.app_name
     stays = False
     with connected(address, None), _handling(_LIKE_INTERRUPT, _interrupt):
         started_serve = serve_client() is None
@@ -103,41 +102,41 @@ def _on_ray_of_others(config: SpoolConfig, address: str, detach: bool) -> None:
             raise _served_already(app_name)
         try:
             served = _served(config, address, None, started_serve)
-            _deploy(config, served, state, console)
+            _deploy(config, served, state)
             stays = detach
-            _finish(config, served, console, detach)
+            _finish(config, served, detach)
         finally:
             if not stays:
                 stop_application(app_name, started_serve)
                 state.forget(app_name)
 
 
-def _deploy(config: SpoolConfig, served: Served, state: StateFolder, console: Console) -> None:
-    deploy(config, Reporter(console))
+def _deploy(config: SpoolConfig, served: Served, state: StateFolder) -> None:
+    deploy(config, Reporter())
     state.write(served)
 
 
-def _finish(config: SpoolConfig, served: Served, console: Console, detach: bool) -> None:
+def _finish(config: SpoolConfig, served: Served, detach: bool) -> None:
     """Without `detach`, returns at Ctrl-C, or when somebody else stops the application."""
     if detach:
-        _announce(config, served, console, _DOWN_STOPS)
+        _announce(config, served, _DOWN_STOPS)
         return
     stop = threading.Event()
     # An exception inside Ray's own code would be handled by Ray.
     with _handling((signal.SIGINT, *_LIKE_INTERRUPT), stop.set):
-        _announce(config, served, console, _CTRL_C_STOPS)
-        watch(served.app_name, lambda line: console.print(line, highlight=False, markup=False), stop)
-    console.print("stopping" if stop.is_set() else f"{served.app_name} was stopped", highlight=False)
+        _announce(config, served, _CTRL_C_STOPS)
+        watch(served.app_name, say, stop)
+    say("stopping" if stop.is_set() else f"{served.app_name} was stopped")
 
 
 async def _serve_processes(
-    config: SpoolConfig, workers: list[WorkerLaunch], security: ChannelSecurity, state: StateFolder, console: Console
+    config: SpoolConfig, workers: list[WorkerLaunch], security: ChannelSecurity, state: StateFolder
 ) -> None:
     """Until it is cancelled."""
     app_name = config.ray.app_name
     folder = _emptied(state.run_folder(app_name))
     async with AsyncExitStack() as running:
-        cell = running_cell(config, workers, security, folder, Reporter(console).stage)
+        cell = running_cell(config, workers, security, folder, Reporter().stage)
         group, scheduler_address = await running.enter_async_context(cell)
         served = replace(
             _served(config, None, os.getpid(), started_serve=False),
@@ -147,11 +146,11 @@ async def _serve_processes(
         )
         state.write(served)
         running.callback(state.forget, app_name)
-        _announce(config, served, console, _CTRL_C_STOPS)
+        _announce(config, served, _CTRL_C_STOPS)
         try:
             await group.watch()
         finally:
-            console.print("stopping", highlight=False)
+            say("stopping")
 
 
 def _named(config: SpoolConfig, state: StateFolder) -> SpoolConfig:
@@ -200,15 +199,14 @@ def _served(config: SpoolConfig, ray_address: str | None, process_id: int | None
     )
 
 
-def _announce(config: SpoolConfig, served: Served, console: Console, end: str) -> None:
+def _announce(config: SpoolConfig, served: Served, end: str) -> None:
     drafted = f", drafted by {config.models.draft_name}" if config.models.drafts else ""
     app = "" if served.app_name == "spool" else f" --app {served.app_name}"
     lines = [f"{config.models.target} is served{drafted}", f"  HTTP  {served.http_url}/v1"]
     if served.grpc_address is not None:
         lines.append(f"  gRPC  {served.grpc_address}")
     lines += [f"  try   {curl_line(config, served.http_url)}", f"  chat  spool chat{app}", end]
-    for line in lines:
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    say("\n".join(lines))
 
 
 def _served_already(app_name: str) -> UsageError:

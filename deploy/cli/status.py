@@ -16,7 +16,7 @@ from deploy.cluster.client import application_state, connected, scheduler_status
 from deploy.cluster.local_ray import stop_ray
 from deploy.cluster.served_state import Served, StateFolder
 from deploy.errors import RunError
-from deploy.progress import error_console
+from deploy.progress import say
 from protos import scheduler_pb2, scheduler_pb2_grpc
 from services.rpc.channel_security import ChannelSecurity
 
@@ -74,11 +74,11 @@ async def _scheduler_status(address: str, security: ChannelSecurity) -> dict[str
 
 def down(app_name: str) -> int:
     """Stops what `spool serve` started, and nothing else; where there is nothing, that is no error."""
-    state, console = StateFolder(), error_console()
+    state = StateFolder()
     served = state.read(app_name)
     if served is None or not is_there(served, state):
         state.forget(app_name)
-        console.print(f"{app_name} is not served, there is nothing to stop", highlight=False)
+        say(f"{app_name} is not served, there is nothing to stop")
         return 0
     if served.process_id is not None:
         stop_ray(app_name, served.process_id, state)
@@ -86,7 +86,7 @@ def down(app_name: str) -> int:
         with connected(served.ray_address or "auto", None):
             stop_application(app_name, served.started_serve)
     state.forget(app_name)
-    console.print(f"{app_name} is stopped", highlight=False)
+    say(f"{app_name} is stopped")
     return 0
 
 

@@ -6,9 +6,6 @@ import json
 import sys
 from functools import partial
 from textwrap import indent
-from typing import Any
-
-from rich.text import Text
 
 from deploy.event_loop import run_until_interrupted
 from deploy.models import ReadyModels, prepare_models
@@ -17,24 +14,23 @@ from deploy.offline.decoding import Completion, DecodingPlan, Job, decode, longe
 from deploy.offline.prompts import load_prompts
 from deploy.offline.results import InOrder, Write, append, keep_finished, result_line, settings_digest
 from deploy.options import GenerateSettings
-from deploy.progress import Reporter, error_console
+from deploy.progress import Reporter, say
 from services.scheduler.telemetry.statistics import StatisticsSnapshot
 
 
 def generate(settings: GenerateSettings) -> int:
     """Exit code 0. Raises `UsageError` and `RunError`."""
     prompts = load_prompts(settings.inputs.prompts, settings.inputs.limit)
-    console = error_console()
-    reporter = Reporter(console)
+    reporter = Reporter()
     models = prepare_models(settings.models, settings.drafting, reporter, settings.engine.max_model_len)
     jobs = make_jobs(prompts, models.tokenizer, settings.sampling, models.max_positions)
     digest = settings_digest(settings, models.tokenizer.vocabulary_digest)
     finished = keep_finished(settings.output, jobs, digest) if settings.output is not None else 0
     statistics = _run(settings, models, jobs[finished:], digest, reporter)
     if finished:
-        console.print(f"{finished} of {len(jobs)} answers were there already", highlight=False)
+        say(f"{finished} of {len(jobs)} answers were there already")
     if settings.output is not None:
-        console.print(f"answers are in {settings.output}", highlight=False, markup=False)
+        say(f"answers are in {settings.output}")
     if settings.json_output:
         summary = {"command": "generate", "sequences": len(jobs), "kept": finished} | statistics.to_json()
         print(json.dumps(summary), flush=True)
@@ -52,7 +48,7 @@ def _run(
         stop_token_ids=models.tokenizer.stop_token_ids,
         drafting=settings.drafting,
     )
-    lines = InOrder(_writer(settings, jobs, reporter))
+    lines = InOrder(_writer(settings, jobs))
 
     def on_done(index: int, completion: Completion) -> None:
         lines.add(index, result_line(jobs[index], completion, models.tokenizer, digest))
@@ -64,16 +60,11 @@ def _run(
     return run_until_interrupted(run())
 
 
-def _writer(settings: GenerateSettings, jobs: list[Job], reporter: Reporter) -> Write:
+def _writer(settings: GenerateSettings, jobs: list[Job]) -> Write:
     """To the file; else readable text for the built-in prompts and on a terminal, JSON lines elsewhere."""
     if settings.output is not None:
         return partial(append, settings.output)
     if settings.inputs.prompts is not None and not sys.stdout.isatty():
         return lambda line: print(json.dumps(line, ensure_ascii=False), flush=True)
     shown = {job.prompt.index: job.prompt.shown for job in jobs}
-
-    def show(line: dict[str, Any]) -> None:
-        reporter.show(Text(shown[line["index"]], style="bold"))
-        reporter.show(Text(indent(line["text"], "  ") + "\n"))
-
-    return show
+    return lambda line: print(f"{shown[line['index']]}\n{indent(line['text'], '  ')}\n", flush=True)

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rich.console import Console
-
 from deploy.event_loop import run_until_interrupted
 from deploy.models import ReadyModels, prepare_models
 from deploy.offline.cell import Cell, running_cell
@@ -17,7 +15,7 @@ from deploy.offline.decoding import Completion, DecodingPlan, Job, decode, longe
 from deploy.offline.prompts import load_prompts
 from deploy.offline.transformers_reference import generate_with_transformers
 from deploy.options import VerifySettings
-from deploy.progress import Reporter, describe, error_console
+from deploy.progress import Reporter, describe, say
 from scheduler.config import Policy, SchedulerConfig
 from services.scheduler.telemetry.statistics import StatisticsSnapshot
 
@@ -37,8 +35,7 @@ class Outcome:
 def verify(settings: VerifySettings) -> int:
     """Exit code 0 if every policy gave exactly the reference's tokens, else 1. Raises `UsageError` and `RunError`."""
     prompts = load_prompts(settings.inputs.prompts, settings.inputs.limit)
-    console = error_console()
-    reporter = Reporter(console)
+    reporter = Reporter()
     models = prepare_models(settings.models, settings.drafting, reporter, settings.engine.max_model_len)
     jobs = make_jobs(prompts, models.tokenizer, settings.sampling, models.max_positions)
     expected, plain, policies = run_until_interrupted(_run(settings, models, jobs, reporter))
@@ -49,7 +46,7 @@ def verify(settings: VerifySettings) -> int:
         generate = compare(jobs, generated, expected, models.tokenizer, margins)
         outcomes.append(Outcome("model.generate", generate, None))
     for outcome in outcomes:
-        _print(outcome, console)
+        _print(outcome)
     exact_match = min(outcome.comparison.exact_match for outcome in policies)
     if settings.json_output:
         summary = {
@@ -98,7 +95,7 @@ async def _decode(
     return completions, statistics
 
 
-def _print(outcome: Outcome, console: Console) -> None:
+def _print(outcome: Outcome) -> None:
     name, comparison = outcome.name, outcome.comparison
     lines = [f"{name}: {comparison.equal_sequences} of {comparison.sequences} texts are those of plain decoding"]
     if outcome.statistics is not None:
@@ -110,5 +107,4 @@ def _print(outcome: Outcome, console: Console) -> None:
         lines.append(f"{name}: logits first differ at prompt {prompt}, output token {position}")
     if comparison.first_divergence is not None:
         lines.append(f"{name} first differs at {comparison.first_divergence}")
-    for line in lines:
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    say("\n".join(lines))
