@@ -158,8 +158,7 @@ def begun(form: CallFormat, name: str) -> str:
 
 
 @pytest.mark.parametrize("family", [family for family in ToolFormat if FORMATS[family].marked])
-@every_tokenizer
-@pytest.mark.parametrize("parallel", [True, False])
+@pytest.mark.parametrize(("model", "parallel"), [(PLAIN, True), (MARKED, False), (UNSPECIAL, True)])
 def test_free_answers_with_strict_calls(family: ToolFormat, model: tokenizers.Tokenizer, parallel: bool) -> None:
     form = FORMATS[family]
     strict = tuple(replace(tool, strict=True) for tool in TOOLS)
@@ -212,7 +211,6 @@ PATTERNS = [
     "a|b",
     "^[|$]/$",
     r"^\$",
-   
     r"^a\/b",
     "^$",
     r"^[^\]]{2}$",
