@@ -74,17 +74,25 @@ _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "allowed_token_ids": (),
     "documents": ([],),
     "early_stopping": (False,),
+    "ec_transfer_params": (),
+    "guided_decoding_backend": (),
+    "guided_whitespace_pattern": (),
+    "kv_transfer_params": (),
     "length_penalty": (1,),
     "logits_processors": ([],),
+    "repetition_detection": (),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "spaces_between_special_tokens": (True,),
+    "structural_tag": (),
     "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
+    "vllm_xargs": ({},),
 }
 _UNSUPPORTED_COMPLETION: Mapping[str, tuple[Any, ...]] = {
     **_UNSUPPORTED,
     "add_special_tokens": (True,),
+    "prompt_embeds": (),
     "suffix": ("",),
 }
 _UNSUPPORTED_CHAT: Mapping[str, tuple[Any, ...]] = {
@@ -95,11 +103,15 @@ _UNSUPPORTED_CHAT: Mapping[str, tuple[Any, ...]] = {
     "echo": (False,),
     "functions": ([],),
     "function_call": ("none", "auto"),
+    "media_io_kwargs": ({},),
+    "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
+    "moderation": (),
     "audio": (),
     "prediction": (),
     "web_search_options": (),
     "reasoning_effort": ("none",),
+    "thinking_token_budget": (),
     "verbosity": ("medium",),
 }
 # Fields that have another name here.
@@ -109,6 +121,7 @@ _RENAMED = {
     "guided_grammar": "structured_outputs.grammar",
     "guided_json": "structured_outputs.json",
     "guided_regex": "structured_outputs.regex",
+    "request_id": "the header x-request-id",
 }
 # Known fields that change no output: who asks, and how the provider should bill, cache and keep records.
 _WITHOUT_EFFECT = {
@@ -118,6 +131,7 @@ _WITHOUT_EFFECT = {
     "service_tier",
     "safety_identifier",
     "prompt_cache_key",
+    "prompt_cache_options",
     "prompt_cache_retention",
 }
 

@@ -1,0 +1,158 @@
+"""Every field that OpenAI's and vLLM's clients send has an effect, is ignored as documented, or is refused by name."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Literal, get_type_hints
+
+import httpx
+import pytest
+from openai.types import completion_create_params
+from openai.types.chat import completion_create_params as chat_create_params
+
+from services.backend.interface import GenerationRequest
+from tests.integration.gateway.expected import TIMEOUT, message_of
+from tests.integration.gateway.test_http_tools import ASK, TOOLS, Open, Talk, talk
+from tests.support.chat_templates import HERMES
+
+__all__ = ["talk"]
+
+Outcome = Literal["has effect", "has none here", "ignored", "refused"]
+Fields = dict[str, tuple[Any, Outcome] | tuple[Any, Outcome, dict[str, Any]]]
+"""A value, what comes of it, and the fields that it needs. Some values have no effect on a short answer."""
+
+SAID = "Well, well."
+BOTH: Fields = {
+    "frequency_penalty": (0.5, "has effect"),
+    "logit_bias": ({"5": 10}, "has effect"),
+    "max_tokens": (3, "has effect"),
+    "model": ("speaker", "has none here"),
+    "n": (2, "has effect"),
+    "presence_penalty": (0.5, "has effect"),
+    "seed": (7, "has effect"),
+    "stop": ("l", "has effect"),
+    "stream": (True, "has effect"),
+    "stream_options": ({"include_usage": True}, "has effect", {"stream": True}),
+    "temperature": (0.5, "has effect"),
+    "top_p": (0.5, "has effect"),
+    "user": ("me", "ignored"),
+}
+VLLM: Fields = {
+    "allowed_token_ids": ([1], "refused"),
+    "bad_words": (["b"], "has effect"),
+    "cache_salt": ("a", "has effect"),
+    "ec_transfer_params": ({"a": 1}, "refused"),
+    "guided_choice": (["a"], "refused"),
+    "guided_decoding_backend": ("outlines", "refused"),
+    "guided_grammar": ("start: A", "refused"),
+    "guided_json": ({}, "refused"),
+    "guided_regex": ("a", "refused"),
+    "guided_whitespace_pattern": (" ", "refused"),
+    "ignore_eos": (True, "has effect"),
+    "include_stop_str_in_output": (True, "has effect", {"stop": "l"}),
+    "kv_transfer_params": ({"a": 1}, "refused"),
+    "length_penalty": (0.5, "refused"),
+    "logits_processors": (["a"], "refused"),
+    "min_p": (0.1, "has effect"),
+    "min_tokens": (1, "has effect"),
+    "priority": (3, "has effect"),
+    "prompt_logprobs": (1, "has effect"),
+    "repetition_detection": ({"max_pattern_size": 3}, "refused"),
+    "repetition_penalty": (1.1, "has effect"),
+    "request_id": ("a", "refused"),
+    "response_format": ({"type": "json_object"}, "has effect"),
+    "return_token_ids": (True, "refused"),
+    "return_tokens_as_token_ids": (True, "refused"),
+    "skip_special_tokens": (False, "has none here"),
+    "spaces_between_special_tokens": (False, "refused"),
+    "stop_token_ids": ([5], "has effect"),
+    "structural_tag": ("{}", "refused"),
+    "structured_outputs": ({"regex": "a+"}, "has effect"),
+    "top_k": (5, "has effect"),
+    "truncate_prompt_tokens": (5, "refused"),
+    "use_beam_search": (True, "refused"),
+    "vllm_xargs": ({"a": 1}, "refused"),
+}
+COMPLETION: Fields = {
+    **BOTH,
+    **VLLM,
+    "add_special_tokens": (False, "refused"),
+    "best_of": (2, "has effect"),
+    "echo": (True, "has effect"),
+    "logprobs": (1, "has effect"),
+    "prompt_embeds": ("AAAA", "refused"),
+    "suffix": ("a", "refused"),
+}
+CHAT: Fields = {
+    **BOTH,
+    **VLLM,
+    "add_generation_prompt": (False, "has effect"),
+    "add_special_tokens": (True, "refused"),
+    "audio": ({"voice": "alloy", "format": "wav"}, "refused"),
+    "best_of": (2, "refused"),
+    "chat_template": ("{{ 1 }}", "refused"),
+    "chat_template_kwargs": ({"enable_thinking": False}, "has none here"),
+    "continue_final_message": (True, "has effect"),
+    "documents": ([{"text": "a"}], "refused"),
+    "echo": (True, "refused"),
+    "function_call": ({"name": "stop"}, "refused"),
+    "functions": ([{"name": "stop"}], "refused"),
+    "include_reasoning": (False, "has none here"),
+    "logprobs": (True, "has effect"),
+    "max_completion_tokens": (3, "has effect"),
+    "media_io_kwargs": ({"image": {}}, "refused"),
+    "metadata": ({"a": "b"}, "ignored"),
+    "mm_processor_kwargs": ({"a": 1}, "refused"),
+    "modalities": (["text", "audio"], "refused"),
+    "moderation": ({"model": "omni-moderation-latest"}, "refused"),
+    "parallel_tool_calls": (False, "has none here", {"tools": TOOLS}),
+    "prediction": ({"type": "content", "content": "a"}, "refused"),
+    "prompt_cache_key": ("a", "ignored"),
+    "prompt_cache_options": ({"mode": "explicit"}, "ignored"),
+    "prompt_cache_retention": ("24h", "ignored"),
+    "reasoning_effort": ("high", "refused"),
+    "safety_identifier": ("a", "ignored"),
+    "service_tier": ("flex", "ignored"),
+    "store": (True, "ignored"),
+    "thinking_token_budget": (5, "refused"),
+    "tool_choice": ("required", "has effect", {"tools": TOOLS}),
+    "tools": (TOOLS, "has effect"),
+    "top_logprobs": (1, "has effect", {"logprobs": True}),
+    "verbosity": ("low", "refused"),
+    "web_search_options": ({}, "refused"),
+}
+ROUTES: dict[str, tuple[dict[str, Any], Fields, Any]] = {
+    "completions": ({"prompt": "a"}, COMPLETION, completion_create_params),
+    "chat/completions": ({"messages": ASK}, CHAT, chat_create_params),
+}
+
+
+def asked(
+    model: Talk, http: httpx.Client, route: str, body: dict[str, Any]
+) -> tuple[httpx.Response, list[GenerationRequest], Any]:
+    """The response, and what does not differ from request to request: of sequences, and of the response."""
+    model.backend.says, model.backend.requests = [SAID] * 4, []
+    response = http.post(f"/v1/{route}", json={"seed": 1, **body})
+    sequences = [replace(one, request_id="", traceparent="", deadline_seconds=None) for one in model.backend.requests]
+    if "json" not in response.headers["content-type"]:
+        return response, sequences, response.text.count("data: ")
+    return response, sequences, {key: value for key, value in response.json().items() if key not in ("id", "created")}
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_every_field_of_the_clients(talk: Open, route: str) -> None:
+    base, fields, hints = ROUTES[route]
+    known = get_type_hints(hints.CompletionCreateParamsStreaming).keys() - base.keys()
+    assert known <= fields.keys()
+    with talk(HERMES) as model, httpx.Client(base_url=model.url, timeout=TIMEOUT) as http:
+        for name, (value, outcome, *needs) in fields.items():
+            plain = {**base, **(needs[0] if needs else {})}
+            response, *found = asked(model, http, route, {**plain, name: value})
+            if outcome == "refused":
+                assert (response.status_code, response.json()["error"]["param"]) == (400, name), response.text
+                assert f"{name} is not supported by this server" in message_of(response)
+                continue
+            assert response.status_code == 200, (name, response.text)
+            _, *before = asked(model, http, route, plain)
+            if outcome != "has none here":
+                assert (found != before) == (outcome == "has effect"), name
