@@ -15,9 +15,14 @@ from engine.cpu.attention import KernelBackend
 from engine.cpu.kernels import CpuKernels
 from engine.kv.paged_kv import LayerKv
 from tests.support.cpu_kernels import ISAS, compiled_kernels
-from tests.support.rounding import assert_rounds, exact_norm
 
 PAGES = 64
+ROUNDING = {
+    torch.bfloat16: (0.1, 1.02 * 2.0**-8),
+    torch.float16: (0.1, 1.02 * 2.0**-11),
+    torch.float32: (0.8, 5e-6),
+}
+"""By how much of itself a sum may differ from that in float64, if it is no smaller than this."""
 # Smaller instruction sets run with all dtypes in tests/engine/test_kernel_program.py.
 PARAMETERS = [
     (ISAS[0], torch.bfloat16),
@@ -51,17 +56,6 @@ def rounded(kernels: CpuKernels, *shape: int, seed: int = 1) -> torch.Tensor:
 
 
 @pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("rows", [1, 7, 40])
-def test_norms(kernels: CpuKernels, rows: int) -> None:
-    x, added, weight = rounded(kernels, rows, 96), rounded(kernels, rows, 96, seed=2), rounded(kernels, 96, seed=3)
-    assert_rounds(kernels.norm(x, weight, 1e-5), exact_norm(x, weight, 1e-5))
-    residual = x.clone()
-    normed = kernels.add_norm(residual, added, weight, 1e-5)
-    assert torch.equal(residual, x + added)
-    assert_rounds(normed, exact_norm(residual, weight, 1e-5))
-
-
-@pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize(("inputs", "outputs"), [(64, 32), (576, 100), (2, 4097)])
 def test_a_linear_layer(kernels: CpuKernels, inputs: int, outputs: int, biased: bool) -> None:
@@ -72,56 +66,11 @@ def test_a_linear_layer(kernels: CpuKernels, inputs: int, outputs: int, biased: 
     rows = rounded(kernels, 70, inputs, seed=3)
     exact = rows.double() @ weight.double().T + (0 if bias is None else bias.double())
     exclusive = torch.cat([kernels.linear(rows[i : i + 1], panels, bias_panels, outputs) for i in range(len(rows))])
-    in_float32 = kernels.dtype == torch.float32
-    assert_rounds(exclusive, exact, floor=0.8 if in_float32 else 0.1, slack=5.0 if in_float32 else 1.02)
+    # Rounded to the dtype, but for what float32 did on the way.
+    floor, share = ROUNDING[kernels.dtype]
+    assert ((exclusive.double() - exact).abs() <= exact.abs().clamp(min=floor) * share + 1e-6).all()
     for count in (*range(2, 20), *range(20, len(rows) + 1, 16), len(rows)):
         assert torch.equal(kernels.linear(rows[:count], panels, bias_panels, outputs), exclusive[:count])
-
-
-@pytest.mark.usefixtures("threads")
-def test_silu_of_small_large_and_infinite_numbers(kernels: CpuKernels) -> None:
-    gate = torch.cat((rounded(kernels, 9, 64) * 4, torch.linspace(-200, 200, 64).to(kernels.dtype)[None]))
-    up = rounded(kernels, 10, 64, seed=2)
-    exact = torch.nn.functional.silu(gate.double()) * up.double()
-    assert_rounds(kernels.silu_mul(torch.cat((gate, up), dim=1)), exact)
-    edges = torch.tensor([[torch.inf, -torch.inf, torch.nan, 0.0] * 4])
-    product = kernels.silu_mul(torch.cat((edges, torch.ones(1, 16)), dim=1).to(kernels.dtype))
-    assert product[0, 0] == torch.inf
-    assert product[0, 1:3].isnan().all()  # -inf times 0 is none, and that is what torch gives
-    assert product[0, 3] == 0
-
-
-@pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("normalized", [False, True])
-def test_rotation_and_where_keys_and_values_go(kernels: CpuKernels, normalized: bool) -> None:
-    rows, query_heads, kv_heads, head_dim, page_size = 20, 6, 2, 64, 16
-    qkv = rounded(kernels, rows, (query_heads + 2 * kv_heads) * head_dim)
-    angles = torch.rand(rows, 1, head_dim // 2, generator=torch.Generator().manual_seed(4)) * 6
-    cos, sin = angles.cos().repeat(1, 1, 2), angles.sin()
-    slots = torch.randperm(PAGES * page_size, generator=torch.Generator().manual_seed(5))[:rows]
-    layer = LayerKv(PAGES, kv_heads, page_size, head_dim, kernels.dtype, torch.device("cpu"))
-    norms = (rounded(kernels, head_dim, seed=6), rounded(kernels, head_dim, seed=7), 1e-6) if normalized else None
-    queries = kernels.rotate_write(qkv, (cos, torch.cat((-sin, sin), -1)), slots, layer.pool, query_heads, norms)
-
-    heads = qkv.view(rows, -1, head_dim).double()
-    rotated = heads[:, : query_heads + kv_heads]
-    slack = 1.02
-    if norms is not None:
-        # Rounded once more between norm and rotation.
-        slack = 3.0
-        parts = rotated.split((query_heads, kv_heads), dim=1)
-        rotated = torch.cat([exact_norm(part, weight, 1e-6) for part, weight in zip(parts, norms, strict=False)], 1)
-    first, second = rotated.chunk(2, -1)
-    exact = torch.cat(
-        (first * cos[..., :32] - second * sin.double(), second * cos[..., 32:] + first * sin.double()), -1
-    )
-    written = layer.pool.transpose(2, 3).reshape(2, PAGES * page_size, kv_heads, head_dim)
-    assert_rounds(queries, exact[:, :query_heads], floor=4, slack=slack)
-    assert_rounds(written[0, slots], exact[:, query_heads:], floor=4, slack=slack)
-    assert torch.equal(written[1, slots], qkv.view(rows, -1, head_dim)[:, -kv_heads:])
-    untouched = torch.ones(PAGES * page_size, dtype=torch.bool)
-    untouched[slots] = False
-    assert not written[:, untouched].any()
 
 
 class Pages:

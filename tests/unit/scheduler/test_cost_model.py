@@ -19,18 +19,6 @@ def seconds(tokens: float, prefill: float = 0.0) -> float:
     return BASE + TOKEN * tokens + PREFILL * prefill
 
 
-def test_what_a_token_costs_is_not_forgotten_while_all_steps_have_one_size() -> None:
-    """Plain forgetting would leave nothing but noise of what tells base and token apart."""
-    cost, rng = LinearCost(GUESS), random.Random(1)
-    for _ in range(40):
-        tokens = rng.choice((1, 4, 16, 40))
-        cost.observe(seconds(tokens) * rng.uniform(0.95, 1.05), 1, tokens)
-    for _ in range(2_000):
-        cost.observe(seconds(5) * rng.uniform(0.95, 1.05), 1, 5)
-    assert cost.predict(1, 40) == pytest.approx(seconds(40), rel=0.1)
-    assert cost.predict(1, 1) == pytest.approx(seconds(1), rel=0.05)
-
-
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("first", [True, False])
 def test_steps_that_stall_count_for_next_to_nothing(first: bool, seed: int) -> None:
