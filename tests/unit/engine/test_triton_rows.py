@@ -1,4 +1,4 @@
-"""The kernels between a decoder's linear layers, in Triton's interpreter: a row has its bits in any company and in parts."""
+"""The kernels between a decoder's linear layers, in Triton's interpreter: a row has its bits in any company."""
 
 from __future__ import annotations
 
