@@ -55,8 +55,7 @@ def answer_structure(options: GenerationOptions, form: AnswerForm, tokenizer: Mo
         for tool in use.callable_tools:
             if tool.strict or use.constrained:
                 field = f"tools.{use.tools.index(tool)}.function.parameters"
-                fault = held_fault(tool, form.calls)
-                if fault is not None and (use.constrained or asked or form.calls.marked):
+                if (fault := held_fault(tool, form.calls)) is not None:
                     raise invalid(f"{field} cannot be used: {fault}", field)
                 parts.append(Structure("json_schema", json.dumps(tool.schema()), field))
         use = replace(use, parallel=form.several)

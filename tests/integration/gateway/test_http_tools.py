@@ -334,6 +334,13 @@ def test_what_cannot_be_required_names_the_function(talk: Open) -> None:
         assert message_of(response).startswith("tools.2.function.parameters cannot be used: ")
         assert response.json()["error"]["param"] == "tools.2.function.parameters"
         assert model.whole("a", tools=tools).choices[0].message.content == "a"
+    # Where each argument stands for itself, nothing can hold for several.
+    tools = [{"type": "function", "function": {"name": "odd", "parameters": {"anyOf": [PARAMETERS]}, "strict": True}}]
+    with (
+        talk(QWEN3_CODER) as model,
+        pytest.raises(openai.BadRequestError, match=r"tools\.0.* cannot be used: it has anyOf"),
+    ):
+        model.whole("a", tools=tools)
 
 
 def test_a_template_for_one_call_gets_one_call(talk: Open) -> None:
