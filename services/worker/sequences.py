@@ -376,7 +376,7 @@ def _check_row(row: worker_pb2.Row, role: Role, engine: EngineDescription) -> No
         if row.HasField("scoring"):
             _check_scoring(row, engine)
     most = engine.max_sequence_length
-    length = row.kv_len + len(row.tokens) + behind
+    length = row.kv_len + len(row.tokens) + row.known_tokens + behind
     if length > most:
         raise ValueError(f"the row would reach {length} tokens, must be at most {most}")
     if row.tokens:
@@ -392,7 +392,7 @@ def _check_row(row: worker_pb2.Row, role: Role, engine: EngineDescription) -> No
 def _check_scoring(row: worker_pb2.Row, engine: EngineDescription) -> None:
     """The scored tokens must follow fed ones; what follows the last fed one of a row that samples is sampled."""
     first, count = row.scoring.first, len(row.scoring.tokens)
-    last = row.kv_len + len(row.tokens) - row.sample
+    last = row.kv_len + len(row.tokens) + row.known_tokens - row.sample
     if not count or not row.kv_len < first <= first + count - 1 <= last:
         raise ValueError(
             f"scoring names {count} tokens from position {first} on, must name at least one, all of them between "

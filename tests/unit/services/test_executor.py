@@ -80,6 +80,13 @@ def test_mismatch_says_what_the_worker_has(target: Conversation) -> None:
     assert list(mended.tokens) == continuation(longer, 1)
 
 
+def test_a_row_of_a_forgotten_sequence_is_of_an_unknown_one_whatever_it_asks(target: Conversation) -> None:
+    """One that feeds tokens which came with the opening, and is sent before its scheduler hears that they are gone."""
+    forgotten = worker_pb2.Row(sequence_id=1, kv_len=13, known_tokens=2, sample=True, scoring=scoring(14, 24))
+    (reply,) = target.step(forgotten).rows
+    assert reply.status == worker_pb2.ROW_STATUS_UNKNOWN_SEQUENCE
+
+
 def scoring(first: int, *tokens: int) -> worker_pb2.PromptScoring:
     return worker_pb2.PromptScoring(first=first, tokens=tokens)
 
