@@ -82,6 +82,7 @@ COMPLETION: Fields = {
     "logprobs": (1, "has effect"),
     "prompt_embeds": ("AAAA", "refused"),
     "suffix": ("a", "refused"),
+    "top_k": (-1, "has none here"),
 }
 CHAT: Fields = {
     **BOTH,

@@ -195,6 +195,8 @@ def test_messages_of_others_need_content(talk: Open) -> None:
 def test_fields_that_mean_off_are_accepted(talk: Open) -> None:
     fields: dict[str, Any] = {
         **dict.fromkeys(("ignore_eos", "skip_special_tokens", "guided_json", "reasoning_effort", "cache_salt", "stop")),
+        **dict.fromkeys(("logit_bias", "stream_options")),
+        **{"tools": [], "tool_choice": "none", "response_format": {"type": "text"}},
         **{"top_k": 20.0, "max_tokens": 4.0, "seed": 1.0, "spool": {"draft_length": 2.0}},
         **{"best_of": 1, "use_beam_search": False, "length_penalty": 1.0, "echo": False, "verbosity": "medium"},
     }
