@@ -72,6 +72,8 @@ class WatchedCore(SchedulerCore):
         for command in commands:
             if isinstance(command, EmitTokens):
                 self._lengths[command.sequence_id] += len(command.tokens)
+        if isinstance(event, SequenceSubmitted):  # others that wait may be let in before it
+            self._check_turns(event.request.sequence_id)
         self._calls += 1
         if self._calls % _CHECK_EVERY == 0:
             with self._failing_on("comparing its records"):
@@ -90,8 +92,7 @@ class WatchedCore(SchedulerCore):
                 self._check_step(command, now)
         bounds = [self.wait_bound(name) for name, spec in self._workers.items() if spec.role is Role.TARGET]
         self._bound = max(self._bound, *bounds, 0.0)
-        if self._world.plan.config.keys:
-            self._check_turns()
+        self._check_turns()
         return commands
 
     def _fail(self, text: str) -> None:
@@ -122,14 +123,16 @@ class WatchedCore(SchedulerCore):
             if is_broken:
                 self._fail(f"sends {step.worker_id} step {step.step_id}, which {rule}")
 
-    def _check_turns(self) -> None:
+    def _check_turns(self, newcomer: int | None = None) -> None:
         """Of sequences of one key, whoever has begun comes first by priority and age among those that have not."""
         waiting: dict[str, tuple[int, int]] = {}
         begun = []
-        for one in self.sequences(len(self._requests)):
+        for one in self.sequences(len(self._requests)) if self._world.plan.config.keys else ():
             if one.sequence_id not in self._begun:
                 request = self._requests[one.sequence_id]
                 rank = (request.priority, one.sequence_id)
+                if one.sequence_id == newcomer:
+                    continue
                 if one.state is SequenceState.WAITING:
                     waiting[request.key] = min(rank, waiting.get(request.key, rank))
                 else:
