@@ -94,6 +94,9 @@ class _ChoiceReader:
         complete = self._ended or self._reader.called
         if start < self._begin or end > last or (end == last and complete and "\ufffd" not in text):
             data = whole[self._begun :]
+            if start >= self._begin and not string.data.startswith(data):
+                # The marks stand for bytes of tokens before, which make no character.
+                data = text.lstrip("\ufffd").encode()
         self._begun = max(0, self._begun + len(data) - len(whole))
         return [*data] or None
 

@@ -14,11 +14,12 @@ from services.gateway.token_strings import TokenStrings
 from spool_client.v1 import generation_pb2 as pb
 from spool_client.v1 import generation_pb2_grpc
 from tests.integration.gateway.expected import CHAT, PROMPT, completion, encoded, expected_tokens, streamed
-from tests.integration.gateway.test_http_tools import CALL, THOUGHT, TOOLS, Open, talk
+from tests.integration.gateway.test_http_tools import ASK, CALL, THOUGHT, TOOLS, Open, talk
 from tests.support.chat_templates import HERMES, THINKING
 from tests.support.gateway import MODEL, Gateways, Served
 from tests.support.stand_in_worker import prompt_logprobs
 from tests.support.waiting import LONG
+from tests.unit.services.test_tokenizer import byte_level
 
 __all__ = ["talk"]
 
@@ -222,3 +223,16 @@ def test_bytes_of_a_chats_tokens_make_up_its_content(
                         bytes(entry.bytes or []) for entry in (part.logprobs and part.logprobs.content) or []
                     )
                     assert "\ufffd" in content.decode() or content.startswith(told)
+
+
+def test_a_stop_string_after_a_byte_of_no_character(talk: Open) -> None:
+    with talk(HERMES) as model:
+        # Vocabularies of bytes write F6, which begins no character, as "ö".
+        broken = byte_level().token_to_id("ö")
+        model.backend.says = [[*model.backend.tokenizer.encode("It"), broken, *model.backend.tokenizer.encode("/ end")]]
+        answer = model.client.chat.completions.create(model="speaker", messages=ASK, stop="/", logprobs=True)
+        [choice] = answer.choices
+        assert choice.message.content == "It\ufffd"
+        assert choice.logprobs is not None
+        entries = choice.logprobs.content or []
+        assert [bytes(entry.bytes or []) for entry in entries] == [b"I", b"t", b"\xf6", b""]

@@ -62,7 +62,7 @@ class Speaker(Recorder):
 
     def __init__(self, gateways: Gateways, tokenizer: ModelTokenizer) -> None:
         super().__init__(gateways)
-        self.says: list[str] = []
+        self.says: list[str | list[int]] = []
         self.step = 3
         self.tokenizer = tokenizer
 
@@ -77,7 +77,9 @@ class Speaker(Recorder):
     async def submit(self, request: GenerationRequest) -> SpokenStream:  # type: ignore[override]
         self.requests.append(request)
         [end] = self.tokenizer.stop_token_ids
-        return SpokenStream(self.tokenizer.encode(self.says.pop(0)), end, request, self.step)
+        said = self.says.pop(0)
+        tokens = self.tokenizer.encode(said) if isinstance(said, str) else said
+        return SpokenStream(tokens, end, request, self.step)
 
     @property
     def prompt(self) -> str:
