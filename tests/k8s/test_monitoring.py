@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-
 import promql_parser
 import pytest
 
 from tests.k8s.manifests import Manifest, built, labels_of_pods, only, overlay, pod_specs, validate
-from tests.k8s.monitored import alert_expressions, dashboard, names_in, panel_expressions, relabelled
+from tests.k8s.monitored import alert_expressions, names_in, panel_expressions, relabelled
 
 SECRET_KEYS = {"internal-token", "api-keys", "metrics-key", "hub-token"}
 
@@ -58,11 +56,3 @@ def test_expressions_are_promql() -> None:
         assert names_in(expression), title
     with pytest.raises(ValueError, match="unclosed left parenthesis"):
         promql_parser.parse("rate(spool_generation_tokens_total[5m]")
-
-
-def test_the_dashboard_is_the_one_in_the_config_map(manifests: list[Manifest]) -> None:
-    stored = only(manifests, "ConfigMap")
-    assert json.loads(stored["data"]["dashboard.json"]) == dashboard()
-    assert stored["metadata"]["labels"]["grafana_dashboard"] == "1"
-    ids = [panel["id"] for panel in dashboard()["panels"]]
-    assert len(ids) == len(set(ids))
