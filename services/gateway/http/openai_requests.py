@@ -353,8 +353,8 @@ class ChatBody(_TemplateSettings, _Generation):
 
     @model_validator(mode="after")
     def _check(self) -> ChatBody:
-        if self.top_logprobs is not None and not self.logprobs:
-            raise wrong("top_logprobs is given, which needs logprobs to be true", "top_logprobs")
+        if self.top_logprobs and not self.logprobs:
+            raise wrong(f"top_logprobs is {self.top_logprobs}, which needs logprobs to be true", "top_logprobs")
         both = self.max_tokens is not None and self.max_completion_tokens is not None
         if both and self.max_tokens != self.max_completion_tokens:
             raise wrong(

@@ -198,7 +198,14 @@ def test_fields_that_mean_off_are_accepted(talk: Open) -> None:
         **dict.fromkeys(("logit_bias", "stream_options")),
         **{"tools": [], "tool_choice": "none", "response_format": {"type": "text"}},
         **{"top_k": 20.0, "max_tokens": 4.0, "seed": 1.0, "spool": {"draft_length": 2.0}},
-        **{"best_of": 1, "use_beam_search": False, "length_penalty": 1.0, "echo": False, "verbosity": "medium"},
+        **{
+            "best_of": 1,
+            "use_beam_search": False,
+            "length_penalty": 1.0,
+            "echo": False,
+            "verbosity": "medium",
+            "top_logprobs": 0,
+        },
     }
     with talk(HERMES) as model:
         response = post(model, "Well.", **fields, extra=None)
