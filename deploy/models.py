@@ -73,7 +73,8 @@ def fetch(name: str, role: Role, reporter: Reporter) -> Path:
 def fetch_models(name: str) -> None:
     """Makes a model ready and names its folder; the demo is a pair. Raises `UsageError` and `RunError`."""
     for role in (Role.TARGET, Role.DRAFT) if name == DEMO else (Role.TARGET,):
-        folder = fetch(name, role, Reporter())
+        with Reporter() as reporter:
+            folder = fetch(name, role, reporter)
         say(f"{name} {role.value}: {folder}")
 
 

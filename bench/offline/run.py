@@ -39,14 +39,15 @@ _WIDTH = 180
 def bench_offline(settings: BenchOfflineSettings) -> int:
     """Exit code 0. Raises `UsageError` and `RunError`; the file has whatever was measured before."""
     prompts = bench_prompts(settings)
-    console, reporter = Console(file=sys.stderr), Reporter()
-    # Every draft is fetched and compared with the target before anything starts.
-    for point in {point.draft: point for point in settings.points}.values():
-        models = prepare_models(settings.run_settings(point).models, point.draft is not None, reporter)
-    jobs = make_jobs(prompts, models.tokenizer, settings.sampling, models.max_positions)
-    run = _Run(settings, models, jobs, reporter, console)
-    run_until_interrupted(run.run())
-    result = run.result()
+    console = Console(file=sys.stderr)
+    with Reporter() as reporter:
+        # Every draft is fetched and compared with the target before anything starts.
+        for point in {point.draft: point for point in settings.points}.values():
+            models = prepare_models(settings.run_settings(point).models, point.draft is not None, reporter)
+        jobs = make_jobs(prompts, models.tokenizer, settings.sampling, models.max_positions)
+        run = _Run(settings, models, jobs, reporter, console)
+        run_until_interrupted(run.run())
+        result = run.result()
     # Tables are not cut to the width of a terminal where there is none.
     wide = console if console.is_terminal else Console(file=sys.stderr, width=_WIDTH)
     wide.print(cells_table(result["cells"]))

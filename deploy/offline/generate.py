@@ -21,12 +21,12 @@ from services.scheduler.telemetry.statistics import StatisticsSnapshot
 def generate(settings: GenerateSettings) -> int:
     """Exit code 0. Raises `UsageError` and `RunError`."""
     prompts = load_prompts(settings.inputs.prompts, settings.inputs.limit)
-    reporter = Reporter()
-    models = prepare_models(settings.models, settings.drafting, reporter, settings.engine.max_model_len)
-    jobs = make_jobs(prompts, models.tokenizer, settings.sampling, models.max_positions)
-    digest = settings_digest(settings, models.tokenizer.vocabulary_digest)
-    finished = keep_finished(settings.output, jobs, digest) if settings.output is not None else 0
-    statistics = _run(settings, models, jobs[finished:], digest, reporter)
+    with Reporter() as reporter:
+        models = prepare_models(settings.models, settings.drafting, reporter, settings.engine.max_model_len)
+        jobs = make_jobs(prompts, models.tokenizer, settings.sampling, models.max_positions)
+        digest = settings_digest(settings, models.tokenizer.vocabulary_digest)
+        finished = keep_finished(settings.output, jobs, digest) if settings.output is not None else 0
+        statistics = _run(settings, models, jobs[finished:], digest, reporter)
     if finished:
         say(f"{finished} of {len(jobs)} answers were there already")
     if settings.output is not None:

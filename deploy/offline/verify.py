@@ -35,16 +35,16 @@ class Outcome:
 def verify(settings: VerifySettings) -> int:
     """Exit code 0 if every policy gave exactly the reference's tokens, else 1. Raises `UsageError` and `RunError`."""
     prompts = load_prompts(settings.inputs.prompts, settings.inputs.limit)
-    reporter = Reporter()
-    models = prepare_models(settings.models, settings.drafting, reporter, settings.engine.max_model_len)
-    jobs = make_jobs(prompts, models.tokenizer, settings.sampling, models.max_positions)
-    expected, plain, policies = run_until_interrupted(_run(settings, models, jobs, reporter))
-    outcomes = list(policies)
-    generate: Comparison | None = None
-    if settings.reference is not None:
-        generated, margins = generate_with_transformers(settings, models, jobs, reporter)
-        generate = compare(jobs, generated, expected, models.tokenizer, margins)
-        outcomes.append(Outcome("model.generate", generate, None))
+    with Reporter() as reporter:
+        models = prepare_models(settings.models, settings.drafting, reporter, settings.engine.max_model_len)
+        jobs = make_jobs(prompts, models.tokenizer, settings.sampling, models.max_positions)
+        expected, plain, policies = run_until_interrupted(_run(settings, models, jobs, reporter))
+        outcomes = list(policies)
+        generate: Comparison | None = None
+        if settings.reference is not None:
+            generated, margins = generate_with_transformers(settings, models, jobs, reporter)
+            generate = compare(jobs, generated, expected, models.tokenizer, margins)
+            outcomes.append(Outcome("model.generate", generate, None))
     for outcome in outcomes:
         _print(outcome)
     exact_match = min(outcome.comparison.exact_match for outcome in policies)
