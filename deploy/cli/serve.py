@@ -213,7 +213,8 @@ def _announce(config: SpoolConfig, served: Served, end: str) -> None:
 
 
 def _served_already(app_name: str) -> UsageError:
-    return UsageError(f"{app_name} is served already (`spool down` stops it; ray.app_name names another)")
+    more = "another needs a gateway.port and, on Ray, a ray.app_name of its own"
+    return UsageError(f"{app_name} is served already (`spool down` stops it; {more})")
 
 
 def _emptied(folder: Path) -> Path:
