@@ -9,12 +9,16 @@ import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from decimal import Decimal
 from typing import Any, Literal
 
+import httpx
 import jsonschema
 import openai
 import pytest
 import tokenizers
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
 from pydantic import BaseModel, ConfigDict, Field
 
 from engine.models.fetching import fetch_model
@@ -30,6 +34,7 @@ from tests.support.chat_templates import THINKING
 from tests.support.command_line import save_tokenizer
 from tests.support.gateway import Gateways
 from tests.support.tiny_models import save_tiny_pair
+from tests.unit.gateway.test_schemas import CHECKS, schemas, written
 from tests.unit.gateway.test_stop_strings import cut
 
 pytestmark = pytest.mark.slow
@@ -359,3 +364,36 @@ def test_reasoning_is_free_and_the_answer_is_not(
             jsonschema.validate(json.loads(answer["content"]), schema)
         thoughts += bool(answer["reasoning_content"])
     assert (thoughts > 0) is (reasoning == "begin_thinking")
+
+
+@pytest.mark.long
+@settings(max_examples=25, deadline=None, phases=[Phase.generate], suppress_health_check=CHECKS)
+@given(st.lists(schemas, min_size=40, max_size=40))
+def test_a_thousand_schemas_are_refused_or_kept_with_drafts_and_without(
+    thinker: openai.OpenAI, several: list[Any]
+) -> None:
+    [model] = thinker.models.list().data
+
+    def answers(schema: str) -> tuple[Any, Any]:
+        """With drafts and without. The numbers of the schema keep their digits on the way."""
+        # The likelier the end is, the shorter are the texts.
+        asked = f'{json.dumps(SAMPLED | {"model": model.id, "max_tokens": 40, "logit_bias": {"101": 8}})[:-1]}, '
+        asked += f'"structured_outputs": {{"json": {schema}}}, "spool": {{"draft_length": '
+        both = (
+            http.post("completions", content=f"{asked}{length}}}}}", headers={"Content-Type": "application/json"})
+            for length in (4, 0)
+        )
+        drafted, plain = ((one.status_code, one.json().get("choices")) for one in both)
+        return drafted, plain
+
+    texts = list(map(written, several))
+    with httpx.Client(base_url=str(thinker.base_url), timeout=60) as http, ThreadPoolExecutor(8) as pool:
+        for schema, (drafted, plain) in zip(texts, pool.map(answers, texts), strict=True):
+            assert drafted == plain, schema
+            status, choices = drafted
+            assert status in (200, 400), schema
+            if status == 200:
+                assert not re.search(r"\s{41}", choices[0]["text"]), schema
+                if choices[0]["finish_reason"] == "stop":
+                    judge = jsonschema.Draft202012Validator(json.loads(schema, parse_float=Decimal))
+                    judge.validate(json.loads(choices[0]["text"], parse_float=Decimal))
