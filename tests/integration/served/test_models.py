@@ -377,7 +377,7 @@ def test_a_thousand_schemas_are_refused_or_kept_with_drafts_and_without(
     def answers(schema: str) -> tuple[Any, Any]:
         """With drafts and without. The numbers of the schema keep their digits on the way."""
         # The likelier the end is, the shorter are the texts.
-        asked = f'{json.dumps(SAMPLED | {"model": model.id, "max_tokens": 40, "logit_bias": {"101": 8}})[:-1]}, '
+        asked = f"{json.dumps(SAMPLED | {'model': model.id, 'max_tokens': 40, 'logit_bias': {'101': 8}})[:-1]}, "
         asked += f'"structured_outputs": {{"json": {schema}}}, "spool": {{"draft_length": '
         both = (
             http.post("completions", content=f"{asked}{length}}}}}", headers={"Content-Type": "application/json"})
