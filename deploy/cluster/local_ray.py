@@ -73,6 +73,16 @@ class LocalRay:
 
 def start_ray(app_name: str, settings: RaySettings, state: StateFolder) -> LocalRay:
     """Raises RunError with Ray's own reason."""
+    try:
+        return _start_ray(app_name, settings, state)
+    except RunError as error:
+        # Ray gives its processes 30 s to start, which on a busy machine may be too little.
+        if "timed out during startup" not in str(error):
+            raise
+        return _start_ray(app_name, settings, state)
+
+
+def _start_ray(app_name: str, settings: RaySettings, state: StateFolder) -> LocalRay:
     folder = _folder(app_name)
     options = RayOptions(
         folder=str(folder),

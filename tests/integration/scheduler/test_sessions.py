@@ -64,7 +64,7 @@ def test_refusals_failures_and_deadlines_are_told_apart() -> None:
         config = SchedulerConfig(max_running=1, max_queued_sequences=1)
         async with running_cell(config=config, **SLOW) as cell, client(cell.resolve) as backend:
             with pytest.raises(AdmissionRefusedError, match=f"the limit is {MAX_LENGTH}") as refusal:
-                await backend.submit(GenerationRequest((1,), MAX_LENGTH))
+                await backend.submit(GenerationRequest((1, 2), MAX_LENGTH))
             assert refusal.value.cause is RefusalCause.TOO_LONG
             with pytest.raises(AdmissionRefusedError, match=f"token id {VOCABULARY}") as refusal:
                 await backend.submit(GenerationRequest((VOCABULARY,), 5))
