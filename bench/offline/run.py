@@ -47,7 +47,7 @@ def bench_offline(settings: BenchOfflineSettings) -> int:
         jobs = make_jobs(prompts, models.tokenizer, settings.sampling, models.max_positions)
         run = _Run(settings, models, jobs, reporter, console)
         run_until_interrupted(run.run())
-        result = run.result()
+    result = run.result()
     # Tables are not cut to the width of a terminal where there is none.
     wide = console if console.is_terminal else Console(file=sys.stderr, width=_WIDTH)
     wide.print(cells_table(result["cells"]))

@@ -6,7 +6,7 @@ import codecs
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 
 from services.text.tokenizer import ModelTokenizer
 
@@ -75,6 +75,7 @@ class TokenStrings:
         return None
 
 
+@cache
 def _byte_alphabet() -> dict[str, int]:
     """How byte-level vocabularies write bytes: printable bytes as themselves, the others as letters from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]

@@ -1,4 +1,6 @@
-"""Whether a value has the form of a JSON schema. Where outputs are constrained, grammars check schemas fully."""
+"""The form of JSON schemas: whether a value is one, its parts, what they refer to, and the types of their values.
+
+Where outputs are constrained, grammars check schemas fully."""
 
 from __future__ import annotations
 

@@ -34,9 +34,12 @@ from services.gateway.token_strings import TokenStrings
 class _ChoiceReader:
     """The deltas and log probabilities of one choice that no event has carried yet."""
 
-    def __init__(self, completion: Completion, choice: int, strings: TokenStrings, include_reasoning: bool) -> None:
+    def __init__(
+        self, completion: Completion, choice: int, strings: TokenStrings, include_reasoning: bool, logprobs: bool
+    ) -> None:
         self._choice = completion.choices[choice]
         self._strings = strings
+        self._logprobs = logprobs
         self._reader = AnswerReader(completion.form)
         self._include_reasoning = include_reasoning
         self._tokens: deque[tuple[TokenLogprobs, int, int]] = deque()
@@ -52,19 +55,24 @@ class _ChoiceReader:
         self._ended = False
 
     def read(self, piece: Piece) -> list[AnswerDelta]:
+        self._ended = piece.finish_reason is not None
+        called = self._reader.called
+        deltas = self._reader.push(piece.text, self._ended)
+        if self._logprobs:
+            self._locate_content(piece, deltas, called)
+        return [delta for delta in deltas if self._include_reasoning or not isinstance(delta, ReasoningDelta)]
+
+    def _locate_content(self, piece: Piece, deltas: Sequence[AnswerDelta], called: bool) -> None:
+        """`called`: whether a call had begun before this piece."""
         self._tokens.extend(zip(piece.logprobs, piece.offsets, (*piece.offsets[1:], piece.end), strict=False))
         self._read += len(piece.text)
-        self._ended = piece.finish_reason is not None
         if self._begin is None:
             parts = self._splitter.push(piece.text) + (self._splitter.finish() if self._ended else [])
             self._begin = next((self._read - len(one.text) for one in parts if isinstance(one, ContentDelta)), None)
-        called = self._reader.called
-        deltas = self._reader.push(piece.text, self._ended)
         for delta in deltas:
             called = called or isinstance(delta, CallDelta)
             if isinstance(delta, ContentDelta) and not called:
                 self._content += delta.text
-        return [delta for delta in deltas if self._include_reasoning or not isinstance(delta, ReasoningDelta)]
 
     def take_logprobs(self) -> list[tuple[TokenLogprobs, list[int] | None]]:
         """Those of which it is certain what of their tokens is content, each with its bytes in the content."""
@@ -122,7 +130,8 @@ class ChatBuilder:
         self._prompt_logprobs = prompt_logprobs
         self._id = f"chatcmpl-{completion.request_id}"
         self._readers = [
-            _ChoiceReader(completion, choice.index, strings, include_reasoning) for choice in completion.choices
+            _ChoiceReader(completion, choice.index, strings, include_reasoning, logprobs)
+            for choice in completion.choices
         ]
 
     async def whole(self) -> ChatCompletion:
