@@ -12,14 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, models
 
 from engine.errors import EngineError, UnsupportedModelError
 from engine.models.loading import load_draft_engine, load_target_engine
 from engine.parallel.ranks import join_ranks
 from engine.settings import EngineSettings
-from services.text.tokenizer import ModelTokenizer
 from tests.support.command_line import save_tokenizer, spool, write_lines
 from tests.support.tiny_models import tiny_model
 
@@ -185,25 +183,6 @@ def test_pickled_weights_that_are_cut_are_refused(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-2000])
     with pytest.raises(UnsupportedModelError, match=f"cannot load {tmp_path.name}"):
         load_target(tmp_path)
-
-
-def test_a_tokenizer_in_another_form_is_refused_with_what_converts_it(tmp_path: Path) -> None:
-    folder = tmp_path / "slow"
-    tiny_model("llama", vocab_size=257).save_pretrained(folder)
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = {"<|endoftext|>": 0} | {letter: number for number, letter in enumerate(letters, 1)}
-    (folder / "vocab.json").write_text(json.dumps(vocabulary))
-    (folder / "merges.txt").write_text("#version: 0.2\n")
-    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer"}))
-    program = ""
-    for load in (load_target, load_draft, ModelTokenizer):
-        with pytest.raises(EngineError, match=r"slow holds no tokenizer\.json; where .* this makes one: ") as refused:
-            load(folder)
-        program = str(refused.value).partition("this makes one: ")[2]
-    exec(program)
-    load_target(folder)
-    text = "Once upon <|endoftext|>é"
-    assert ModelTokenizer(folder).encode(text) == AutoTokenizer.from_pretrained(folder).encode(text)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +17,9 @@ from scheduler.config import Policy, SchedulerConfig
 from scheduler.messages import FinishReason, SequenceRequest
 from scheduler.sampling import SamplingParameters
 from services.worker.executor import DraftStepExecutor, TargetStepExecutor
-from tests.support.command_line import save_tokenizer, spool, write_lines
 from tests.support.cpu_kernels import compiled_kernels
 from tests.support.in_process import run_in_process
-from tests.support.tiny_models import CONFIGS, TORCH_SHAPE, VOCABULARY, save_tiny_pair, tiny_model
+from tests.support.tiny_models import CONFIGS, TORCH_SHAPE, VOCABULARY, save_tiny_pair
 
 PREFILL_CHUNK = 16
 PROMPT_LENGTHS = (1, 2, 3, 7, 15, 16, 17, 30, 45, 70, 5, 16)
@@ -257,19 +255,3 @@ def outputs_by_kernels(pair: KernelPair, config: SchedulerConfig) -> list[list[i
 def test_output_by_kernels_is_that_of_generate(kernel_pair: KernelPair) -> None:
     assert sum(map(len, kernel_pair.expected)) > 40
     assert outputs_by_kernels(kernel_pair, running(Policy.RAGGED)) == kernel_pair.expected
-
-
-@pytest.mark.slow
-def test_yarn_serves_the_scaled_length(tmp_path: Path) -> None:
-    """Most published configurations leave `max_position_embeddings` at the length before scaling."""
-    tiny_model("llama", max_position_embeddings=64).save_pretrained(tmp_path)
-    save_tokenizer(tmp_path)
-    prompts = write_lines(tmp_path / "prompts.jsonl", {"prompt": "many words " * 18})
-    options = ("--prompts", prompts, "--max-tokens", 8, "--draft", "ngram", "--reference", "generate")
-    config = json.loads((tmp_path / "config.json").read_text())
-    del config["rope_parameters"]
-    for name, kind in (("rope_parameters", "rope_type"), ("rope_scaling", "type")):
-        scaled = config | {name: {kind: "yarn", "factor": 4.0, "rope_theta": 10000.0}}
-        (tmp_path / "config.json").write_text(json.dumps(scaled))
-        assert "must be at most 256" in spool("verify", tmp_path, "--max-model-len", 257, *options).err
-    assert spool("verify", tmp_path, "--max-model-len", 256, *options).code == 0

@@ -41,10 +41,12 @@ pytestmark = pytest.mark.slow
 
 
 @contextmanager
-def served(target: str, draft: str, tokenizer: ModelTokenizer, dtype: str) -> Iterator[openai.OpenAI]:
+def served(
+    target: str, draft: str, tokenizer: ModelTokenizer, dtype: str, max_model_len: int | None = None
+) -> Iterator[openai.OpenAI]:
+    common = {"threads": 1, "kv_pages": 400, "exact": False, "max_num_batched_tokens": 64}
     target_settings, draft_settings = (
-        EngineSettings(model, dtype, threads=1, kv_pages=400, exact=False, max_num_batched_tokens=64)
-        for model in (target, draft)
+        EngineSettings(model, dtype, max_model_len=max_model_len, **common) for model in (target, draft)
     )
     executors = [
         DraftStepExecutor(load_draft_engine(draft_settings, lambda *_: None)),
