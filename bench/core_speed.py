@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass
 from rich.console import Console
 from rich.table import Table
 
+from bench.pace import Pace
 from scheduler.config import Policy, SchedulerConfig
 from scheduler.core import SchedulerCore
 from scheduler.messages import (
@@ -42,14 +43,15 @@ from scheduler.messages import (
 )
 from services.launch.process_tuning import keep_loaded_objects
 
+_PACE = Pace(target_step=0.01, target_row=0.00005, draft_pass=0.0005, draft_row=0.00001)
 _LATENCY_SECONDS = 0.001
-_LONGEST_OUTPUT = 300
 _PROMPT_LENGTHS = (16, 40, 90, 200)
 
 
 @dataclass(frozen=True)
 class Load:
-    """What the core is given. `acceptance` is the chance of every draft token, given those before it."""
+    """What the core is given. `acceptance` is the chance of every draft token, given those before it. Without `drafts`
+    every round is plain. The window is full once the core has decided `warm_up` rounds of each of its sequences."""
 
     pool: int = 10_000
     window: int = 512
@@ -59,6 +61,8 @@ class Load:
     targets: int = 1
     drafts: int = 1
     acceptance: float = 0.7
+    longest_output: int = 300
+    warm_up: int = 4
     rows: int = 200_000
 
     def config(self) -> SchedulerConfig:
@@ -76,7 +80,8 @@ class CoreSpeed:
     """What was measured, after a warm-up that filled the window. Times are processor seconds of `handle` calls.
 
     `target_rows` and `draft_rows` are the row decisions made; `rounds` are those that committed tokens. `commands` has
-    the number of commands of each kind. `pool`, `window` and `waiting` are those at the end.
+    the number of commands of each kind. `pool`, `window` and `waiting` are those at the end. The workers took
+    `virtual_seconds`.
     """
 
     rows: int
@@ -90,6 +95,7 @@ class CoreSpeed:
     pool: int
     window: int
     waiting: int
+    virtual_seconds: float
     rows_per_second: float
     events_per_second: float
     handle_seconds_p50: float
@@ -98,22 +104,20 @@ class CoreSpeed:
 
 
 class CountingWorker:
-    """Answers rows without looking at their tokens; the time of a step is linear in its tokens."""
+    """Answers rows without looking at their tokens."""
 
-    def __init__(self, spec: WorkerSpec, acceptance: float) -> None:
+    def __init__(self, spec: WorkerSpec, acceptance: float, pace: Pace) -> None:
         self.spec = spec
         self._acceptance = int(acceptance * 1024)
+        self._pace = pace
         self.steps: deque[SendStep] = deque()
 
     def seconds(self, step: SendStep) -> float:
-        packed = sum(len(row.tokens) + len(row.draft_tokens) for row in step.rows)
-        if self.spec.role is Role.TARGET:
-            return 0.01 + 0.00005 * packed if step.rows else 0.0
-        passes = max((row.draft_length for row in step.rows), default=0)
-        return max(1, passes) * 0.0005 + 0.00001 * packed if step.rows else 0.0
+        rows = [(row.end - row.kv_len + len(row.draft_tokens), row.draft_length) for row in step.rows]
+        return self._pace.seconds(self.spec.role, rows)
 
     def answer(self, row: Row) -> RowResult:
-        fed = row.kv_len + len(row.tokens)
+        fed = row.end
         if self.spec.role is Role.DRAFT:
             ahead = max(row.draft_length - 1, 0)
             return RowResult(row.sequence_id, RowStatus.OK, fed + ahead, 0, (7,) * row.draft_length)
@@ -130,9 +134,11 @@ class CountingWorker:
 class _Run:
     """The core, its workers and the virtual clock."""
 
-    def __init__(self, load: Load) -> None:
+    def __init__(self, load: Load, pace: Pace, latency: float) -> None:
         self.core = SchedulerCore(load.config())
         self._load = load
+        self._pace = pace
+        self._latency = latency
         self._workers: dict[str, CountingWorker] = {}
         self._now = 0.0
         self._due: list[tuple[float, int, CountingWorker, StepCompleted]] = []
@@ -140,13 +146,12 @@ class _Run:
         self._clear()
         for role, count in ((Role.TARGET, load.targets), (Role.DRAFT, load.drafts)):
             for index in range(count):
-                self._join(WorkerSpec(f"{role.value}-{index}", role, 16, 2_000_000, 4096, 4096))
+                self._join(WorkerSpec(f"{role.value}-{index}", role, 16, 2_000_000, 16384, 4096))
         for _ in range(load.pool):
             self._submit()
 
     def warm_up(self) -> None:
-        """Until four times as many rounds were decided as the window holds sequences."""
-        while self.commands["EmitTokens"] < 4 * self._load.window:
+        while self.commands["EmitTokens"] < self._load.warm_up * self._load.window:
             self._next()
         self._clear()
 
@@ -169,6 +174,7 @@ class _Run:
             pool=after.live,
             window=after.running,
             waiting=after.waiting,
+            virtual_seconds=self._now - self._began,
             rows_per_second=rows / seconds,
             events_per_second=len(ordered) / seconds,
             handle_seconds_p50=ordered[len(ordered) // 2],
@@ -177,20 +183,21 @@ class _Run:
         )
 
     def _clear(self) -> None:
+        self._began = self._now
         self._seconds = array("d")
         self.rows: Counter[str] = Counter()
         self.commands: Counter[str] = Counter()
         self._emitted_tokens = 0
 
     def _join(self, spec: WorkerSpec) -> None:
-        self._workers[spec.worker_id] = CountingWorker(spec, self._load.acceptance)
+        self._workers[spec.worker_id] = CountingWorker(spec, self._load.acceptance, self._pace)
         self._handle(WorkerJoined(spec))
 
     def _submit(self) -> None:
         self._submitted += 1
         number = _mixed(self._submitted, 0)
         prompt = (1,) * _PROMPT_LENGTHS[number % len(_PROMPT_LENGTHS)]
-        max_tokens = 1 + number // 8 % _LONGEST_OUTPUT
+        max_tokens = 1 + number // 8 % self._load.longest_output
         self._handle(SequenceSubmitted(SequenceRequest(self._submitted, prompt, max_tokens)))
 
     def _next(self) -> None:
@@ -232,7 +239,7 @@ class _Run:
         step = worker.steps[0]
         seconds = worker.seconds(step)
         answer = StepCompleted(step.worker_id, step.step_id, tuple(map(worker.answer, step.rows)), seconds)
-        heapq.heappush(self._due, (self._now + seconds + _LATENCY_SECONDS, step.step_id, worker, answer))
+        heapq.heappush(self._due, (self._now + seconds + self._latency, step.step_id, worker, answer))
 
 
 def _mixed(number: int, salt: int) -> int:
@@ -241,9 +248,10 @@ def _mixed(number: int, salt: int) -> int:
     return (value ^ (value >> 31)) * 0x94D049BB133111EB % 2**64 >> 24
 
 
-def measure(load: Load) -> CoreSpeed:
-    """Runs the load; the same load makes the same decisions. Raises RuntimeError where the core fails a sequence."""
-    run = _Run(load)
+def measure(load: Load, pace: Pace = _PACE, latency: float = _LATENCY_SECONDS) -> CoreSpeed:
+    """Runs the load; the same load makes the same decisions. `latency` are the seconds between the end of a step and
+    its answer. Raises RuntimeError where the core fails a sequence."""
+    run = _Run(load, pace, latency)
     run.warm_up()
     return run.measure()
 

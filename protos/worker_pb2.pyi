@@ -105,7 +105,7 @@ class StepRequest(_message.Message):
     def __init__(self, worker_epoch: _Optional[int] = ..., step_id: _Optional[int] = ..., scheduler_epoch: _Optional[int] = ..., released_sequence_ids: _Optional[_Iterable[int]] = ..., rows: _Optional[_Iterable[_Union[Row, _Mapping]]] = ...) -> None: ...
 
 class Row(_message.Message):
-    __slots__ = ("sequence_id", "kv_len", "prefix_digest", "tokens", "draft_tokens", "draft_length", "sample", "parameters", "scoring", "outcomes", "known_tokens")
+    __slots__ = ("sequence_id", "kv_len", "prefix_digest", "tokens", "draft_tokens", "draft_length", "sample", "parameters", "scoring", "outcomes", "known_tokens", "follows")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     KV_LEN_FIELD_NUMBER: _ClassVar[int]
     PREFIX_DIGEST_FIELD_NUMBER: _ClassVar[int]
@@ -117,6 +117,7 @@ class Row(_message.Message):
     SCORING_FIELD_NUMBER: _ClassVar[int]
     OUTCOMES_FIELD_NUMBER: _ClassVar[int]
     KNOWN_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    FOLLOWS_FIELD_NUMBER: _ClassVar[int]
     sequence_id: int
     kv_len: int
     prefix_digest: int
@@ -128,7 +129,8 @@ class Row(_message.Message):
     scoring: PromptScoring
     outcomes: int
     known_tokens: int
-    def __init__(self, sequence_id: _Optional[int] = ..., kv_len: _Optional[int] = ..., prefix_digest: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., draft_tokens: _Optional[_Iterable[int]] = ..., draft_length: _Optional[int] = ..., sample: _Optional[bool] = ..., parameters: _Optional[_Union[SequenceParameters, _Mapping]] = ..., scoring: _Optional[_Union[PromptScoring, _Mapping]] = ..., outcomes: _Optional[int] = ..., known_tokens: _Optional[int] = ...) -> None: ...
+    follows: bool
+    def __init__(self, sequence_id: _Optional[int] = ..., kv_len: _Optional[int] = ..., prefix_digest: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., draft_tokens: _Optional[_Iterable[int]] = ..., draft_length: _Optional[int] = ..., sample: _Optional[bool] = ..., parameters: _Optional[_Union[SequenceParameters, _Mapping]] = ..., scoring: _Optional[_Union[PromptScoring, _Mapping]] = ..., outcomes: _Optional[int] = ..., known_tokens: _Optional[int] = ..., follows: _Optional[bool] = ...) -> None: ...
 
 class Outcomes(_message.Message):
     __slots__ = ("accepted", "tokens", "lengths", "draft_tokens", "confidences")

@@ -229,7 +229,8 @@ class Row:
 
     `opening` is set when the worker does not know the sequence yet. `committed` then holds the committed tokens for
     which pages are reserved, those to feed included: the worker may have KV of them from other sequences. `known`: the
-    worker got all `tokens` as `committed` ones before, and they are not sent again.
+    worker got all `tokens` as `committed` ones before, and they are not sent again. A row that `follows` feeds the
+    token that the row before it samples, which nobody knows yet, and has no `tokens`.
     """
 
     sequence_id: int
@@ -244,6 +245,12 @@ class Row:
     scoring: PromptScoring | None = None
     outcomes: int = 0
     known: bool = False
+    follows: bool = False
+
+    @property
+    def end(self) -> int:
+        """Up to which position the row feeds tokens that are committed once it runs."""
+        return self.kv_len + len(self.tokens) + self.follows
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ from itertools import islice
 from scheduler.batching.trimming import most_promising
 from scheduler.batching.verify_grouping import GroupingPolicy, GroupingView
 from scheduler.config import SchedulerConfig
-from scheduler.messages import GroupFormed, SendStep
+from scheduler.messages import GroupFormed, Row, SendStep
 from scheduler.speculation.controller import Controller
 from scheduler.state.worker_base import InFlightRow, TargetWork
 from scheduler.state.workers import Sequence, TargetWorker
@@ -47,7 +47,7 @@ class TargetPlanner:
             step = None if target.busy else self._plan_alone(target, suspect, step_id, now)
             if step is not None or target.busy:
                 return step
-        step = self._plan_group(target, step_id, now) if target.drafted or target.prefilling else None
+        step = self._plan_group(target, step_id, now) if target.sequences else None
         if step is not None:
             target.lone_step_was_last = False
         elif suspect is not None and target.lone_step_was_last and not target.busy:
@@ -65,7 +65,7 @@ class TargetPlanner:
             self._add_group(target, [suspect], [0], rows, work)
         if not rows:
             return None
-        group = None if work.prefill_tokens else self._describe(rows, False, now)
+        group = None if work.prefill_tokens else self._describe(list(rows.values()), False, now)
         target.lone_step, target.lone_step_was_last = step_id, True
         return target.send(step_id, rows, work, now, group)
 
@@ -76,7 +76,11 @@ class TargetPlanner:
         if may_grow and len(target.drafted) < batch_size:
             return None
         can_prefill = target.can_prefill()
-        choice = self._policy.pick(self._view(target, now, may_wait=not can_prefill))
+        followers = self._followers(target)
+        view = self._view(target, now, may_wait=not can_prefill)
+        if followers:
+            view.verifying = 0  # whoever does not follow ends
+        choice = self._policy.pick(view)
         # With prefill pending, some of the room is kept for it, so that verify groups cannot shut it out.
         room = target.spec.max_num_batched_tokens
         kept = min(target.chunk, room // 2) if target.prefilling else 0
@@ -86,13 +90,27 @@ class TargetPlanner:
         rows: dict[int, InFlightRow[Sequence]] = {}
         work = TargetWork()
         self._add_group(target, chosen, drafted, rows, work)
-        group = self._describe(rows, choice is not None and choice.forced, now)
-        if can_prefill or (chosen and target.prefilling):
+        group, all_fit = list(rows.values()), len(rows) == len(chosen)
+        if can_prefill or ((chosen or followers) and target.prefilling):
             # Each but those in flight takes at least one token of the chunk.
             most = (1 + self._config.steps_in_flight) * target.chunk
             next_ones = list(islice(target.prefilling.values(), most))
-            self._add_prefill(target, next_ones, rows, work, min(target.chunk, left + kept))
-        return target.send(step_id, rows, work, now, group) if rows else None
+            all_fit &= self._add_prefill(target, next_ones, rows, work, min(target.chunk, left + kept))
+        # As long as one finds no pages, the others must come to rest, so that their pages can be taken.
+        if all_fit and (chosen or not target.drafted):
+            most = min(batch_size - len(chosen), room - work.verify_tokens - work.prefill_tokens)
+            group += self._add_followers(target, followers[:most], rows, work)
+        shape = self._describe(group, choice is not None and choice.forced, now)
+        return target.send(step_id, rows, work, now, shape) if rows else None
+
+    def _followers(self, target: TargetWorker) -> list[Sequence]:
+        """The sequences of the step sent last whose next row can be sent now, in which the worker feeds what that step
+        samples. All that go on must, else they would be in two steps from then on where one would do."""
+        if target.draining:
+            return []
+        followers = [one for one in target.can_follow() if one.length + 1 < one.end]
+        plain = all(not one.suspected and self._lifecycle.stays_plain(one) for one in followers)
+        return followers if plain else []
 
     def _view(self, target: TargetWorker, now: float, may_wait: bool) -> GroupingView:
         return GroupingView(
@@ -138,17 +156,40 @@ class TargetPlanner:
                 target, sequence, length + drafted, rows
             ):
                 row = target.make_row(sequence, length, sequence.draft_tokens[:drafted], sample=True)
-                rows[sequence.sequence_id] = InFlightRow(sequence, row)
+                before = target.in_flight.get(sequence.sequence_id)
+                rows[sequence.sequence_id] = InFlightRow(sequence, row, before=before)
                 work.verify_tokens += 1 + drafted
                 work.kv_tokens += row.kv_len
                 self._lifecycle.start_verifying(sequence)
 
-    def _describe(self, rows: dict[int, InFlightRow[Sequence]], forced: bool, now: float) -> GroupFormed | None:
-        if not rows:
+    def _add_followers(
+        self,
+        target: TargetWorker,
+        followers: list[Sequence],
+        rows: dict[int, InFlightRow[Sequence]],
+        work: TargetWork,
+    ) -> list[InFlightRow[Sequence]]:
+        """Returns the rows added. A sequence without a page for its next token waits for the answer instead: then
+        others can make room."""
+        added = []
+        for sequence in followers:
+            length = sequence.length
+            if target.pages.reserve(sequence.sequence_id, length + 1):
+                row = Row(sequence.sequence_id, length, sequence.tokens.digest(length), (), sample=True, follows=True)
+                before = target.in_flight[sequence.sequence_id]
+                rows[sequence.sequence_id] = flight = InFlightRow(sequence, row, before=before)
+                added.append(flight)
+                work.verify_tokens += 1
+                work.kv_tokens += length
+        return added
+
+    def _describe(self, group: list[InFlightRow[Sequence]], forced: bool, now: float) -> GroupFormed | None:
+        if not group:
             return None
-        shapes = {(flight.sequence.length, len(flight.row.draft_tokens)) for flight in rows.values()}
-        oldest = next(iter(rows.values())).sequence
-        return GroupFormed(len(rows), len(shapes) == 1, forced, now - oldest.drafted_at)
+        shapes = {(flight.row.end, len(flight.row.draft_tokens)) for flight in group}
+        oldest = group[0]
+        waited = 0.0 if oldest.row.follows else now - oldest.sequence.drafted_at
+        return GroupFormed(len(group), len(shapes) == 1, forced, waited)
 
     def _add_prefill(
         self,
@@ -157,7 +198,9 @@ class TargetPlanner:
         rows: dict[int, InFlightRow[Sequence]],
         work: TargetWork,
         budget: int,
-    ) -> None:
+    ) -> bool:
+        """Returns whether pages were found for all."""
+        all_fit = True
         for sequence in sequences:
             if budget <= 0:
                 break
@@ -174,6 +217,9 @@ class TargetPlanner:
                 work.kv_tokens += row.kv_len
                 row.scoring = sequence.scoring(row.kv_len, end)
                 rows[sequence.sequence_id] = InFlightRow(sequence, row, before=before)
+            else:
+                all_fit &= before is not None
+        return all_fit
 
     def _make_room(
         self, target: TargetWorker, sequence: Sequence, positions: int, rows: dict[int, InFlightRow[Sequence]]

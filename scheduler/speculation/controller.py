@@ -234,6 +234,16 @@ class Controller:
             self._counters.probes += 1
         return min(length, longest)
 
+    def stays_plain(self, sequence: Sequence) -> bool:
+        """Whether `for_round` will say 0 after the round under way, whatever comes of that."""
+        target = sequence.target
+        if target is None or not self._fleet.drafts:
+            return True
+        if not self._auto or sequence.request.draft_length is not None:
+            return False
+        figures = self.target(target)
+        return not (figures.probe_due or figures.plain_step or self._length(figures, sequence))
+
     def prepares(self, draft: DraftWorker, target: TargetWorker) -> bool:
         """Whether an idle draft worker prepares proposals while this target verifies."""
         if not self._auto:

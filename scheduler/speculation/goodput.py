@@ -68,7 +68,8 @@ class Cycle:
         """Of a cycle in which the draft takes so many passes, and drafts so many tokens of a sequence on average."""
         verify = self.parts * self.base + self.count * (self.row * (1 + drafted) + self.kv)
         propose = passes * self.of_pass + self.of_token * drafted * self.load
-        wires = self.wire + self.draft_wire if passes else self.wire
+        # A plain step is sent before the answer to the one before it has come.
+        wires = self.wire + self.draft_wire if passes else 0.0
         if self.serial:
             return verify + propose + wires
         # The draft works while the target does: the slower of both decides, or the round trip of one step's sequences.

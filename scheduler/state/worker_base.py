@@ -31,11 +31,6 @@ class InFlightRow(Generic[Member]):
     abandoned: bool = False
     before: InFlightRow[Member] | None = None
 
-    @property
-    def end(self) -> int:
-        """Up to which position the row feeds committed tokens."""
-        return self.row.kv_len + len(self.row.tokens)
-
 
 @dataclass(slots=True)
 class TargetWork:
@@ -175,13 +170,15 @@ class WorkerState(ABC, Generic[Member, Work]):
 
     def row_answered(self, flight: InFlightRow[Member]) -> None:
         """The row is no longer in flight. The row is abandoned if its answer came before the answer to the sequence's
-        previous row: what the previous row fed is not known yet."""
+        previous row: what the previous row fed is not known yet. So are rows that follow an abandoned one."""
         flight.abandoned |= flight.before is not None
         sequence_id = flight.row.sequence_id
         later = self.in_flight[sequence_id]
         if later is not flight:
+            later.abandoned |= flight.abandoned and later.row.follows
             while later.before is not None and later.before is not flight:
                 later = later.before
+                later.abandoned |= flight.abandoned and later.row.follows
             later.before = flight.before
         elif flight.before is not None:
             self.in_flight[sequence_id] = flight.before
@@ -216,7 +213,7 @@ class WorkerState(ABC, Generic[Member, Work]):
         """
         sequence_id, tokens = sequence.sequence_id, sequence.tokens
         entry = self.kv[sequence_id]
-        valid = entry.valid if after is None else max(entry.valid, after.end)
+        valid = entry.valid if after is None else max(entry.valid, after.row.end)
         start = valid if valid < end else end - 1
         opening: SequenceRequest | None = None
         committed: tuple[int, ...] = ()

@@ -199,6 +199,21 @@ class TargetWorker(WorkerState[Sequence, TargetWork]):
         """Whether any sequence to prefill has no row in flight."""
         return any(sequence_id not in self.in_flight for sequence_id in self.prefilling)
 
+    def following(self, sequence: Sequence) -> bool:
+        """Whether the sequence's next row is under way: it follows the one whose answer has just been committed."""
+        flight = self.in_flight.get(sequence.sequence_id)
+        return flight is not None and not flight.abandoned and flight.row.kv_len == sequence.length - 1
+
+    def can_follow(self) -> list[Sequence]:
+        """The sequences with a row in the step that was sent last, which feeds all committed tokens and samples one."""
+        last = next(reversed(self.outstanding.values()), None)
+        return [
+            flight.sequence
+            for flight in (last.rows if last is not None else ())
+            if flight.row.sample and not (flight.row.draft_tokens or flight.abandoned)
+            if flight.row.end == flight.sequence.length
+        ]
+
     def prefill_from(self, sequence: Sequence) -> int | None:
         """The position from which the next chunk of a PREFILLING sequence feeds; None where the sequence must wait for
         an answer.
@@ -211,7 +226,7 @@ class TargetWorker(WorkerState[Sequence, TargetWork]):
             return valid
         if flight.abandoned or flight.row.sample or sequence.suspected:
             return None
-        return max(valid, flight.end)
+        return max(valid, flight.row.end)
 
     def check_integrity(self) -> None:
         super().check_integrity()

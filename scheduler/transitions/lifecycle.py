@@ -87,6 +87,19 @@ class Lifecycle:
         else:
             self.skip_draft(sequence, now)
 
+    def go_on(self, sequence: Sequence) -> None:
+        """The next round is a plain one, and its row is with the target already."""
+        sequence.planned_draft_length = sequence.requested_draft_length = 0
+        sequence.wants_draft_kv = False
+        if sequence.draft is not None:
+            sequence.draft.update_lagging(sequence)
+        self._change(sequence, Cause.FOLLOWED)
+
+    def stays_plain(self, sequence: Sequence) -> bool:
+        """Whether the next round drafts nothing, as far as that is known before the present one ends."""
+        longest = self.longest_draft(sequence)
+        return not longest or self._parts.controller.stays_plain(sequence)
+
     def start_drafting(self, sequence: Sequence) -> None:
         """The step in which the draft proposes is on its way."""
         self._change(sequence, DRAFT_SENT)

@@ -62,7 +62,7 @@ class Rounds:
             if flight.abandoned:
                 continue
             result = results.get(flight.row.sequence_id) or _missing(flight.row)
-            if result.status is not RowStatus.OK or result.kv_len < flight.end:
+            if result.status is not RowStatus.OK or result.kv_len < flight.row.end:
                 target.abandon_rows(flight.row.sequence_id)
             self._target_row(target, flight, result, together, now)
 
@@ -73,7 +73,7 @@ class Rounds:
     ) -> None:
         sequence, row = flight.sequence, flight.row
         entry = draft.kv[sequence.sequence_id]
-        fed = row.kv_len + len(row.tokens)
+        fed = row.end
         proposed = sequence.state is DRAFTING
         match result.status:
             case RowStatus.OK if row.outcomes:
@@ -140,9 +140,8 @@ class Rounds:
         match result.status:
             case RowStatus.OK if row.sample:
                 self._commit(target, entry, sequence, row, result, now)
-            case RowStatus.OK if result.kv_len >= row.kv_len + len(row.tokens):
-                fed = row.kv_len + len(row.tokens)
-                entry.valid = max(fed, _usable_length(sequence, result))
+            case RowStatus.OK if result.kv_len >= row.end:
+                entry.valid = max(row.end, _usable_length(sequence, result))
                 _serve_prompt(sequence, row, result, entry.valid)
             case RowStatus.OK | RowStatus.KV_MISMATCH:
                 entry.valid = _usable_length(sequence, result)
@@ -171,7 +170,7 @@ class Rounds:
             error = f"{accepted} of {drafted} draft tokens accepted and {len(tokens)} tokens returned do not match"
             self._lifecycle.fail(sequence, f"target worker {target.worker_id}: {error}")
             return
-        fed = row.kv_len + len(row.tokens) + accepted
+        fed = row.end + accepted
         entry.valid = fed if result.kv_len >= fed else max(0, result.kv_len)
         sequence.target_failures = 0
         sequence.draft_tokens = ()
@@ -204,6 +203,8 @@ class Rounds:
                 self._controller.looked_for(sequence.draft, prepared is not None)
         if entry.valid < sequence.length - 1:
             self._lifecycle.catch_up(sequence)
+        elif target.following(sequence):
+            self._lifecycle.go_on(sequence)
         else:
             self._lifecycle.begin_round(sequence, now, prepared)
 
@@ -230,18 +231,18 @@ def _take_outcomes(entry: KvEntry, flight: InFlightRow[Sequence], result: RowRes
     """The draft has prepared for outcomes of a verification, which may be over by now."""
     sequence, row = flight.sequence, flight.row
     sequence.draft_failures = 0
-    computed = result.kv_len - flight.end
+    computed = result.kv_len - flight.row.end
     if _is_verified(flight):
-        entry.valid = min(flight.end, max(0, result.kv_len))
+        entry.valid = min(flight.row.end, max(0, result.kv_len))
         entry.ahead = max(0, min(computed, len(row.draft_tokens)))
         sequence.outcomes = result.outcomes
     else:
-        entry.valid = min(max(entry.valid, flight.end), max(0, result.kv_len))
+        entry.valid = min(max(entry.valid, flight.row.end), max(0, result.kv_len))
 
 
 def _is_verified(flight: InFlightRow[Sequence]) -> bool:
     """Whether a target still verifies what the draft prepared for."""
-    return flight.sequence.state is VERIFYING and flight.sequence.length == flight.end
+    return flight.sequence.state is VERIFYING and flight.sequence.length == flight.row.end
 
 
 def _serve_prompt(sequence: Sequence, row: Row, result: RowResult, computed: int) -> None:

@@ -51,6 +51,7 @@ def row_to_wire(row: Row) -> worker_pb2.Row:
         parameters=opening_to_wire(row.opening, row.committed) if row.opening is not None else None,
         scoring=None if row.scoring is None else to_wire(worker_pb2.PromptScoring, row.scoring),
         outcomes=row.outcomes,
+        follows=row.follows,
     )
 
 

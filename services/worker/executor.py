@@ -285,7 +285,8 @@ class StepExecutor(ABC, Generic[SomeEngine]):
             self._sequences.stop_sharing(sequence)
         try:
             if status is RowStatus.OK:
-                self._sequences.settle(sequence, self._computed(prepared, outcome))
+                sampled = outcome.tokens[-1] if outcome.tokens else None
+                self._sequences.settle(sequence, self._computed(prepared, outcome), sampled)
             else:
                 self._sequences.revert(sequence, prepared.start)
         except RuntimeError as broken:

@@ -48,6 +48,8 @@ class WorkerSequence:
     ahead: bool = True
     agreed: int = 0
     page_keys: list[PageKey] | None = None
+    sampled: int | None = None
+    """What the last row has sampled, behind all of `tokens`; None where it has sampled nothing."""
     untouched: bool = False
     """Whether the sequence was adopted from another worker and no row has come for it yet."""
 
@@ -136,6 +138,7 @@ class WorkerSequences:
         kept = self._kept(held, row)
         # A shared page is never written to: the tokens that the row needs of it are computed again, on a new page.
         start = self._pool.writable_length(held.table, kept)
+        held.sampled = None
         fed = [*held.history[start : row.kv_len], *row.tokens[max(0, start - row.kv_len) :]]
         self._truncate(held, start)
         held.tokens.extend(fed)
@@ -150,11 +153,13 @@ class WorkerSequences:
             raise RowRejectedError(RowStatus.KV_MISMATCH, f"{len(tokens)} tokens must be fed, at most {most} can", held)
         return PreparedRow(held, start, tokens, max(0, start - kept), draft_tokens)
 
-    def settle(self, sequence: WorkerSequence, computed: Sequence[int]) -> None:
-        """After the engine ran: `computed` are the tokens after the row's own that have valid KV now.
+    def settle(self, sequence: WorkerSequence, computed: Sequence[int], sampled: int | None) -> None:
+        """After the engine ran: `computed` are the tokens after the row's own that have valid KV now; a target has
+        `sampled` the one behind them.
 
         Raises RuntimeError where the page table says otherwise; the sequence is forgotten then.
         """
+        sequence.sampled = sampled
         # Tokens that a draft computes beyond its row are a proposal, and not committed.
         committed = len(sequence.tokens) + (len(computed) if self._role is Role.TARGET else 0)
         sequence.tokens.extend(computed)
@@ -279,6 +284,8 @@ class WorkerSequences:
             held.prompt_length, held.sampling = opened.prompt_length, opened.sampling
             held.logits_digests, held.top_logprobs = opened.logits_digests, opened.top_logprobs
             held.committed, held.ahead, held.agreed = opened.committed, True, 0
+        if row.follows:
+            _follow(row, held)
         held.untouched = False
         return held
 
@@ -353,10 +360,23 @@ def _fill_in(row: worker_pb2.Row, sequence: WorkerSequence | None) -> None:
         row.known_tokens = 0
 
 
+def _follow(row: worker_pb2.Row, held: WorkerSequence) -> None:
+    """Puts the token into the row that its sequence's last row has sampled. Raises RowRejectedError without one, and
+    where that token ends the sequence's grammar."""
+    grammar, length = held.sampling.grammar, held.table.length
+    ended = grammar is not None and held.sampled in grammar.end_token_ids
+    if held.sampled is None or row.kv_len != length or ended:
+        error = f"kv_len is {row.kv_len}, the row that it follows has {'ended the grammar' if ended else f'{length}'}"
+        raise RowRejectedError(RowStatus.KV_MISMATCH, error, held)
+    row.tokens.append(held.sampled)
+
+
 def _check_row(row: worker_pb2.Row, role: Role, engine: EngineDescription) -> None:
     """Checks what can be said of a row without its sequence. Raises ValueError naming field, value and limit."""
-    if not row.tokens and not row.known_tokens:
+    if not (row.tokens or row.known_tokens or row.follows):
         raise ValueError("tokens is empty, must hold at least one token to feed")
+    if row.follows and (row.tokens or row.known_tokens or row.HasField("parameters") or role is Role.DRAFT):
+        raise ValueError("follows is set, must not be on a draft worker, nor in a row with tokens or parameters")
     if role is Role.DRAFT:
         if row.sample or row.HasField("scoring") or (row.draft_tokens and not row.outcomes):
             raise ValueError(
@@ -376,7 +396,7 @@ def _check_row(row: worker_pb2.Row, role: Role, engine: EngineDescription) -> No
         if row.HasField("scoring"):
             _check_scoring(row, engine)
     most = engine.max_sequence_length
-    length = row.kv_len + len(row.tokens) + row.known_tokens + behind
+    length = row.kv_len + len(row.tokens) + row.known_tokens + row.follows + behind
     if length > most:
         raise ValueError(f"the row would reach {length} tokens, must be at most {most}")
     if row.tokens:

@@ -30,10 +30,12 @@ def digest_of(tokens: Iterable[int]) -> int:
 class _Held:
     """The digest of each prefix of the tokens that the worker has KV of, and what was committed when it came."""
 
-    __slots__ = ("committed", "digests")
+    __slots__ = ("committed", "digests", "sampled")
 
     def __init__(self) -> None:
         self.digests = [EMPTY_DIGEST]
+        self.sampled: list[int] = []
+        """The token that the last row has sampled, for a row that follows."""
         self.committed: list[int] = []
 
 
@@ -91,12 +93,20 @@ class KvBook:
             if answer.status == worker_pb2.ROW_STATUS_OK:
                 return "was computed, although it was never opened"
             return None
+        followed, held.sampled = held.sampled, []
+        if row.follows and answer.status == worker_pb2.ROW_STATUS_OK:
+            if row.kv_len != len(held.digests) - 1 or not followed:
+                return "was computed after a row that does not end there, or has sampled nothing"
+            held.sampled = list(answer.tokens)
+            return _computed(held, row, followed, answer)
         if answer.status == worker_pb2.ROW_STATUS_OK:
-            return _computed(held, row, answer)
+            held.sampled = list(answer.tokens[-1:]) if row.sample else []
+            return _computed(held, row, list(row.tokens), answer)
         return _refused(held, row, answer)
 
 
-def _computed(held: _Held, row: worker_pb2.Row, answer: worker_pb2.RowReply) -> str | None:
+def _computed(held: _Held, row: worker_pb2.Row, own: list[int], answer: worker_pb2.RowReply) -> str | None:
+    """`own` are the row's tokens, or the one that it follows."""
     digests, kv_len, opens = held.digests, row.kv_len, row.HasField("parameters")
     if kv_len >= len(digests) or digests[kv_len] != row.prefix_digest:
         return f"was computed on {kv_len} positions of KV, the worker has {len(digests) - 1}, or other ones"
@@ -104,9 +114,9 @@ def _computed(held: _Held, row: worker_pb2.Row, answer: worker_pb2.RowReply) -> 
     problem = _wrong_tokens(row, tokens, drafted, answer.accepted) or _wrong_outcomes(row, answer)
     if problem is not None:
         return problem
-    behind = digests[kv_len + len(row.tokens) :]
+    behind = digests[kv_len + len(own) :]
     del digests[kv_len + 1 :]
-    fed = [*row.tokens, *(tokens[:-1] if row.draft_length else tokens[: answer.accepted])]
+    fed = [*own, *(tokens[:-1] if row.draft_length else tokens[: answer.accepted])]
     digests += digests_after(digests[-1], fed)
     if row.outcomes:
         digests += digests_after(digests[-1], drafted)

@@ -111,9 +111,12 @@ class SchedulerAudit:
             sequence.prompt_length = parameters.prompt_length
             self._say(sequence, name, 0, [digest_of(()), *digests_after(digest_of(()), parameters.committed_tokens)])
         unsure = row.sequence_id in stream.unsure
+        if row.follows:
+            self._check_follows(name, sequence, row, before)
+            return
         if before is not None and not unsure:
-            digest = digests_after(before.prefix_digest, before.tokens)[-1]
-            end = before.kv_len + len(before.tokens)
+            digest = _digest_of(sequence, before)
+            end = before.kv_len + len(before.tokens) + before.follows
             known = row.kv_len > end and stream.book.digest(row.sequence_id, row.kv_len) == row.prefix_digest
             chunk = not (before.sample or before.draft_length)
             if before.outcomes:
@@ -139,6 +142,21 @@ class SchedulerAudit:
                 self._problem(f"{name} has draft_tokens {drafted}, proposed were {proposals}")
             if not row.sample:
                 self._problem(f"{name} has draft_tokens, and is not to sample")
+        if not self.sessions.wants(sequence):
+            self._problem(f"{name}: nobody waits for the sequence any more")
+
+    def _check_follows(
+        self, name: str, sequence: CommittedTokens, row: worker_pb2.Row, before: worker_pb2.Row | None
+    ) -> None:
+        """The row before it is in flight, and samples one token."""
+        if before is None or not before.sample or before.draft_tokens:
+            self._problem(f"{name} follows none that samples one token")
+        elif row.kv_len != before.kv_len + len(before.tokens) + before.follows:
+            self._problem(f"{name} follows one that ends elsewhere than at {row.kv_len}")
+        elif sequence.digests.get(row.kv_len) != row.prefix_digest:
+            self._problem(f"{name} follows one that feeds other tokens")
+        if row.tokens or row.draft_tokens or row.HasField("parameters") or not row.sample:
+            self._problem(f"{name} follows another, and has more than that")
         if not self.sessions.wants(sequence):
             self._problem(f"{name}: nobody waits for the sequence any more")
 
@@ -177,7 +195,7 @@ class SchedulerAudit:
             return
         for row, answer in zip(request.rows, reply.rows, strict=True):
             sequence = self._sequences[row.sequence_id]
-            end, digest = row.kv_len + len(row.tokens), digests_after(row.prefix_digest, row.tokens)[-1]
+            end, digest = row.kv_len + len(row.tokens) + row.follows, _digest_of(sequence, row)
             if not row.outcomes and sequence.verified == (digest, list(row.draft_tokens)):
                 sequence.verified_until = self._clock()
             if answer.status != worker_pb2.ROW_STATUS_OK:
@@ -185,7 +203,7 @@ class SchedulerAudit:
             for accepted, token, proposal in outcomes_of(answer):
                 after = digests_after(digest, [*row.draft_tokens[:accepted], token])[-1]
                 sequence.proposals.setdefault(after, []).append(proposal)
-            if not answer.tokens:
+            if not answer.tokens or digest is None:
                 continue
             if row.draft_length:
                 sequence.proposals.setdefault(digest, []).append(list(answer.tokens))
@@ -232,6 +250,13 @@ class SchedulerAudit:
         if took > MOST_SECONDS_OF_A_MOVE + _SLACK:
             self._problem(f"move of sequence {request.sequence_id} took {took:.3f} s")
         stream.book.take_in(request)
+
+
+def _digest_of(sequence: CommittedTokens, row: worker_pb2.Row) -> int | None:
+    """Of the tokens up to the last one that the row feeds; None where the answer before is not known."""
+    if row.follows:
+        return sequence.digests.get(row.kv_len + 1)
+    return digests_after(row.prefix_digest, row.tokens)[-1]
 
 
 def _goes_on(before: worker_pb2.Row, row: worker_pb2.Row) -> bool:

@@ -93,7 +93,12 @@ class SimulatedWorker:
         world, worker_id = self.world, self.plan.worker_id
         for sequence_id in request.released_sequence_ids:
             self.held.pop(sequence_id, None)
-        bad = [row for row in reply.rows if row.status != worker_pb2.ROW_STATUS_OK]
+        bad = [
+            answer
+            for row, answer in zip(request.rows, reply.rows, strict=False)
+            # Nothing may follow a row that has ended its sequence, whose end the scheduler has not known yet.
+            if answer.status != worker_pb2.ROW_STATUS_OK and not row.follows
+        ]
         for row in reply.rows:
             if row.status == worker_pb2.ROW_STATUS_OK:
                 self.held[row.sequence_id] = None
@@ -122,7 +127,7 @@ class SimulatedWorker:
             return [max(_TRANSFER_SECONDS * self.slowness, stalled)]
         packed = passes = outcomes = reading = 0
         for row in request.rows:
-            packed += len(row.tokens) + row.known_tokens + len(row.draft_tokens)
+            packed += len(row.tokens) + row.known_tokens + row.follows + len(row.draft_tokens)
             passes = max(passes, row.draft_length)
             outcomes += row.outcomes
             reading += row.kv_len

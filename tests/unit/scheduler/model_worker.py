@@ -56,6 +56,8 @@ class ModelWorker:
         self.spec = spec
         self.guess = guess
         self.held: dict[int, DigestedTokens] = {}
+        self.sampled: dict[int, int] = {}
+        """The token that each sequence's last row has sampled, for the row that follows it."""
 
     def forget(self, sequence_id: int) -> None:
         self.held.pop(sequence_id, None)
@@ -71,8 +73,9 @@ class ModelWorker:
         if row.kv_len > len(held) or held.digest(row.kv_len) != row.prefix_digest:
             status = RowStatus.KV_MISMATCH
         else:
+            assert not row.follows or row.kv_len == len(held), "follows another row than the last"
             held.truncate(row.kv_len)
-            held.extend(row.tokens)
+            held.extend((self.sampled[row.sequence_id],) if row.follows else row.tokens)
             if row.outcomes:
                 held.extend(row.draft_tokens)
             elif self.spec.role is Role.DRAFT:
@@ -84,6 +87,7 @@ class ModelWorker:
                     held.extend(row.draft_tokens[accepted : accepted + 1])
                     accepted += 1
                 tokens = [*row.draft_tokens[:accepted], target_token(held.digest(len(held)))]
+                self.sampled[row.sequence_id] = tokens[-1]
         digests = tuple(token * 7 for token in tokens) if self.spec.role is Role.TARGET else ()
         return RowResult(
             row.sequence_id, status, len(held), held.digest(len(held)), tuple(tokens), accepted, logits_digests=digests

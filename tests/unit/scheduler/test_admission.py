@@ -58,7 +58,7 @@ def test_without_targets_sequences_queue_and_are_checked_when_one_joins() -> Non
     (failed,) = of_type(commands, FailSequence)
     assert failed.sequence_id == 1
     assert "119 positions" in failed.error
-    assert [row.sequence_id for row in driver.only_step("target").rows] == [2]
+    assert [row.sequence_id for row in driver.outstanding("target")[0].rows] == [2]
 
 
 def test_a_sequence_that_only_a_lost_target_could_hold_fails_instead_of_blocking_the_queue() -> None:

@@ -1,0 +1,1 @@
+"""What the control plane costs beside a GPU's steps: `python -m bench.control_plane`."""

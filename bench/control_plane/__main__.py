@@ -1,0 +1,189 @@
+"""How much of a GPU's speed is left once the scheduler, gRPC and the workers' own Python have had their part.
+
+    python -m bench.control_plane --batch 1 8 64 256
+    python -m bench.control_plane --batch 1 8 64 --drafting --json
+
+Real processes and real gRPC: a scheduler, one target, one draft with `--drafting`, and this process as the gateway.
+Only the passes of the models are missing: a worker waits instead, as long as an 8B target and a small draft would take
+on an H100 (bench/pace.py). The ideal is the same scheduler core with the same workers in virtual time, where nothing
+but the passes takes any.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import sys
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+from typing import Any
+
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from bench.control_plane.scheduler import run_scheduler
+from bench.control_plane.worker import MAX_LENGTH
+from bench.core_speed import Load, measure
+from bench.pace import Pace
+from scheduler.config import Policy
+from scheduler.messages import Role
+from services.backend.interface import GenerationRequest
+from services.launch.launcher import WorkerLaunch, WorkerLauncher
+from services.rpc.channel_security import ChannelSecurity, random_token
+from services.scheduler.workers.worker_link import WorkerEndpoint
+from services.scheduler_client.remote import SchedulerClient
+from services.scheduler_client.remote_stream import RemoteStream
+
+_PROMPT = (7,) * 32
+_IDEAL_ROUNDS = 400
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """Tokens per second of all streams together, and their share of the ideal. Of the scheduler's process: the share of
+    a core, and the median seconds from a target's answer to the next step, of the `turns` in which the target had no
+    step meanwhile. `core_microseconds` are those of the core alone for each row decision, measured in virtual time."""
+
+    batch: int
+    drafting: bool
+    tokens_per_second: float
+    ideal: float
+    share: float
+    scheduler_cpu: float
+    turns: int
+    turn_seconds: float | None
+    core_microseconds: float
+
+
+def load_of(batch: int, drafting: bool, agreement: float, policy: Policy) -> Load:
+    return Load(
+        pool=batch,
+        window=batch,
+        batch_size=batch,
+        policy=policy.value,
+        drafts=int(drafting),
+        acceptance=agreement,
+        longest_output=MAX_LENGTH // 2,
+        warm_up=_IDEAL_ROUNDS,
+        rows=2 * _IDEAL_ROUNDS * batch,
+    )
+
+
+@asynccontextmanager
+async def running(load: Load, pace: Pace) -> AsyncIterator[tuple[SchedulerClient, Any]]:
+    """The gateway's client, and the connection to the scheduler's process."""
+    security = ChannelSecurity(token=random_token())
+    settings = {"pace": asdict(pace), "agreement": load.acceptance, "batch": load.batch_size}
+    roles = [Role.TARGET] * load.targets + [Role.DRAFT] * load.drafts
+    launches = [WorkerLaunch(role, settings, module="bench.control_plane.worker") for role in roles]
+    context = get_context("spawn")
+    ours, theirs = context.Pipe()
+    async with WorkerLauncher(launches, security=security) as launcher:
+        endpoints = [WorkerEndpoint(one.worker_id, one.role, one.address) for one in launcher.workers]
+        process = context.Process(target=run_scheduler, args=(theirs, load.config(), endpoints, security), daemon=True)
+        process.start()
+        theirs.close()
+        try:
+            address: str = await asyncio.to_thread(ours.recv)
+
+            async def resolve() -> str:
+                return address
+
+            async with SchedulerClient([resolve], security=security) as client:
+                yield client, ours
+        finally:
+            ours.close()
+            process.terminate()
+            process.join()
+
+
+async def served(load: Load, pace: Pace, seconds: float, progress: Progress) -> tuple[float, Any, Any, float]:
+    """Tokens a second, the figures of the scheduler's process before and after, and the seconds between."""
+    title = f"batch {load.batch_size}{' with drafts' if load.drafts else ''}"
+    task = progress.add_task(title, total=2 * seconds)
+    counts = [0] * load.batch_size
+
+    async def read(index: int, stream: RemoteStream) -> None:
+        async for emission in stream:
+            counts[index] += len(emission.tokens)
+
+    async with running(load, pace) as (client, scheduler):
+        request = GenerationRequest(_PROMPT, MAX_LENGTH - 64)
+        streams = await asyncio.gather(*(client.submit(request) for _ in counts))
+        readers = [asyncio.create_task(read(index, stream)) for index, stream in enumerate(streams)]
+        marks = []
+        for _ in range(2):  # the first half warms up
+            for _ in range(10):
+                await asyncio.sleep(seconds / 10)
+                progress.advance(task, seconds / 10)
+            scheduler.send(True)
+            marks.append((await asyncio.to_thread(scheduler.recv), sum(counts), time.perf_counter()))
+        for reader in readers:
+            if reader.done():
+                raise RuntimeError("a stream ended during the measurement: take a shorter one")
+            reader.cancel()
+    (before, tokens, began), (after, more, ended) = marks
+    return (more - tokens) / (ended - began), before, after, ended - began
+
+
+def compare(load: Load, pace: Pace, seconds: float, progress: Progress) -> Figures:
+    core = measure(load, pace, latency=0.0)
+    ideal = core.emitted_tokens / core.virtual_seconds
+    rate, (_, cpu_before), ((turns, turn), cpu_after), elapsed = asyncio.run(served(load, pace, seconds, progress))
+    return Figures(
+        batch=load.batch_size,
+        drafting=bool(load.drafts),
+        tokens_per_second=rate,
+        ideal=ideal,
+        share=rate / ideal,
+        scheduler_cpu=(cpu_after - cpu_before) / elapsed,
+        turns=turns,
+        turn_seconds=turn,
+        core_microseconds=1e6 / core.rows_per_second,
+    )
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8, 64, 256], help="streams at a time")
+    parser.add_argument("--drafting", action="store_true", help="with a draft worker")
+    parser.add_argument("--agreement", type=float, default=0.7, help="chance of a draft token to be accepted")
+    parser.add_argument("--policy", type=Policy, choices=list(Policy), default=Policy.AUTO)
+    parser.add_argument("--seconds", type=float, default=5.0, help="of each measurement, after as long a warm-up")
+    parser.add_argument("--json", action="store_true", help="print the figures as JSON, on one line")
+    return parser.parse_args(arguments)
+
+
+def main() -> int:
+    asked, pace = parse(sys.argv[1:]), Pace()
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        found = [
+            compare(load_of(batch, asked.drafting, asked.agreement, asked.policy), pace, asked.seconds, progress)
+            for batch in asked.batch
+        ]
+    if asked.json:
+        print(json.dumps({"pace": asdict(pace), "agreement": asked.agreement, "rows": [asdict(one) for one in found]}))
+        return 0
+    table = Table("batch", "tokens/s", "ideal", "share", "scheduler's core", "answer to step", "core, a row decision")
+    for one in found:
+        turn = "never waited" if one.turn_seconds is None else f"{1e6 * one.turn_seconds:.0f} us, {one.turns} times"
+        table.add_row(
+            str(one.batch),
+            f"{one.tokens_per_second:.0f}",
+            f"{one.ideal:.0f}",
+            f"{one.share:.3f}",
+            f"{one.scheduler_cpu:.0%}",
+            turn,
+            f"{one.core_microseconds:.1f} us",
+        )
+    Console().print(table)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,71 @@
+"""The scheduler of `python -m bench.control_plane`, in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from array import array
+from multiprocessing.connection import Connection
+from statistics import median
+
+from scheduler.config import SchedulerConfig
+from scheduler.messages import Role, RowResult, SendStep
+from services.launch.process_tuning import keep_loaded_objects
+from services.observability.observer import ServiceObserver, StepTimings
+from services.rpc.channel_security import ChannelSecurity
+from services.scheduler.server import SchedulerServer
+from services.scheduler.service import SchedulerService
+from services.scheduler.workers.worker_link import WorkerEndpoint
+
+
+class TurnAround(ServiceObserver):
+    """Seconds from a target's answer to its next step, where the target had no other one meanwhile."""
+
+    def __init__(self) -> None:
+        self._answered = 0.0
+        self._in_flight = 0
+        self._seconds = array("d")
+
+    def step_sent(self, role: Role, step: SendStep, now: float) -> None:
+        if role is Role.TARGET:
+            if not self._in_flight and self._answered:
+                self._seconds.append(now - self._answered)
+            self._in_flight += 1
+
+    def step_replied(
+        self, role: Role, step: SendStep, results: tuple[RowResult, ...], timings: StepTimings, now: float
+    ) -> None:
+        if role is Role.TARGET:
+            self._in_flight -= 1
+            self._answered = now
+
+    def take(self) -> tuple[int, float | None]:
+        """How many there were since it was called last, and their median."""
+        seconds, self._seconds = self._seconds, array("d")
+        return len(seconds), median(seconds) if seconds else None
+
+
+def run_scheduler(
+    connection: Connection, config: SchedulerConfig, endpoints: list[WorkerEndpoint], security: ChannelSecurity
+) -> None:
+    """Sends its address, and the figures that it has taken each time that something comes. None ends it."""
+    asyncio.run(_serve(connection, config, endpoints, security))
+
+
+async def _serve(
+    connection: Connection, config: SchedulerConfig, endpoints: list[WorkerEndpoint], security: ChannelSecurity
+) -> None:
+    loop, turn_around = asyncio.get_running_loop(), TurnAround()
+    asked: asyncio.Queue[object] = asyncio.Queue()
+    async with SchedulerService(
+        config, scheduler_epoch=time.time_ns(), security=security, observers=[turn_around]
+    ) as service:
+        server = SchedulerServer(service, security=security)
+        address = await server.start()
+        await service.workers.add(endpoints)
+        keep_loaded_objects()
+        loop.add_reader(connection.fileno(), lambda: asked.put_nowait(connection.recv()))
+        connection.send(address)
+        while await asked.get() is not None:
+            connection.send((turn_around.take(), time.process_time()))
+        await server.stop()

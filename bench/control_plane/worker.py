@@ -1,0 +1,107 @@
+"""A worker that takes a GPU's time and computes nothing: run by `python -m bench.control_plane`."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from random import Random
+from typing import Any
+
+from bench.pace import Pace
+from engine.description import EngineDescription
+from engine.kv.pages import PagePool
+from engine.steps import (
+    AheadRow,
+    Awaited,
+    Computing,
+    EngineTimings,
+    ProposeRow,
+    RowOutcome,
+    StepOutcome,
+    VerifyRow,
+    no_callback,
+)
+from scheduler.messages import Role
+from services.worker.executor import DraftStepExecutor, StepExecutor, TargetStepExecutor
+from services.worker.process import Progress, WorkerArguments, parse_arguments, run_worker
+
+MAX_LENGTH = 16384
+_PAGE_SIZE = 16
+_PAGES = 1 << 18
+_TOKEN = 7
+# Sleeping ends late by about so much; the rest is waited for actively.
+_OVERSLEPT_SECONDS = 0.0002
+
+
+class PacedEngine:
+    """Every token is the same one. Each draft token is accepted with the chance `agreement`, given those before it."""
+
+    def __init__(self, pace: Pace, agreement: float, batch: int) -> None:
+        self._pace = pace
+        self._agreement = agreement
+        self._random = Random(1)
+        self.pool = PagePool(_PAGES, _PAGE_SIZE)
+        self.description = EngineDescription(
+            model_id="paced",
+            tokenizer_digest=b"paced",
+            vocabulary_size=_TOKEN + 1,
+            dtype="none",
+            device="none",
+            page_size=_PAGE_SIZE,
+            total_pages=_PAGES,
+            max_sequence_length=MAX_LENGTH,
+            max_num_batched_tokens=max(2048, 8 * batch),
+        )
+
+
+class PacedTarget(PacedEngine):
+    def step(self, rows: Sequence[VerifyRow], computing: Computing = no_callback) -> StepOutcome:
+        computing()
+        began = time.perf_counter()
+        seconds = self._pace.seconds(Role.TARGET, ((len(row.tokens) + len(row.draft_tokens), 0) for row in rows))
+        outcomes = [self._outcome(row) for row in rows]
+        _wait_until(began + seconds)
+        return StepOutcome(outcomes, EngineTimings(forward=time.perf_counter() - began))
+
+    def _outcome(self, row: VerifyRow) -> RowOutcome:
+        accepted = 0
+        while accepted < len(row.draft_tokens) and self._random.random() < self._agreement:
+            accepted += 1
+        self.pool.append(row.table, len(row.tokens) + accepted)
+        return RowOutcome([_TOKEN] * (accepted + 1), accepted) if row.sample else RowOutcome([])
+
+
+class PacedDraft(PacedEngine):
+    def step(self, rows: Sequence[ProposeRow], computing: Computing = no_callback) -> StepOutcome:
+        computing()
+        began = time.perf_counter()
+        seconds = self._pace.seconds(Role.DRAFT, ((len(row.tokens), row.draft_length) for row in rows))
+        for row in rows:
+            self.pool.append(row.table, len(row.tokens) + max(0, row.draft_length - 1))
+        _wait_until(began + seconds)
+        outcomes = [RowOutcome([_TOKEN] * row.draft_length) for row in rows]
+        return StepOutcome(outcomes, EngineTimings(forward=time.perf_counter() - began))
+
+    def prepare(self, rows: Sequence[AheadRow], computing: Computing, awaited: Awaited) -> StepOutcome:
+        raise NotImplementedError("the benchmark asks for no drafting ahead")
+
+
+def _wait_until(end: float) -> None:
+    left = end - time.perf_counter() - _OVERSLEPT_SECONDS
+    if left > 0:
+        time.sleep(left)
+    while time.perf_counter() < end:
+        time.sleep(0)
+
+
+def load(arguments: WorkerArguments, progress: Progress) -> StepExecutor[Any]:
+    pace = Pace(**arguments.settings["pace"])
+    given = pace, arguments.settings["agreement"], arguments.settings["batch"]
+    if arguments.role is Role.TARGET:
+        return TargetStepExecutor(PacedTarget(*given))
+    return DraftStepExecutor(PacedDraft(*given))
+
+
+if __name__ == "__main__":
+    sys.exit(run_worker(parse_arguments(), load))
