@@ -37,7 +37,7 @@ from tests.integration.gateway.expected import (
 )
 from tests.support.certificates import issue_by
 from tests.support.gateway import MODEL, Gateways, Served
-from tests.support.stand_in_worker import MAX_LENGTH, ROW_FAILS, VOCABULARY, continuation
+from tests.support.stand_in_worker import MAX_LENGTH, ROW_FAILS, VOCABULARY
 from tests.support.waiting import LONG
 
 NEVER_ENDING = {"max_tokens": 1900, "ignore_eos": True, "draft_length": 0}
@@ -154,20 +154,6 @@ def test_answers_beyond_a_clients_limit_arrive_or_are_refused_by_name(gateways: 
         done = client.generate(request, timeout=LONG)
     assert done.ByteSize() > 50_000
     assert [list(choice.token_ids) for choice in done.choices] == [tokens] * 8
-
-
-@pytest.mark.slow
-def test_an_answer_beyond_grpcs_own_limit(
-    gateways: Gateways, served: Served, stub: generation_pb2_grpc.GenerationServiceStub
-) -> None:
-    request = pb.GenerateRequest(text=PROMPT, max_tokens=1150, **LARGE)
-    error = refusal(lambda: stub.Generate(request, timeout=LONG))
-    assert "the client takes 4194304 in one message" in (error.details() or "")
-    with Client(served.address) as client:
-        done = client.generate(request, timeout=4 * LONG)
-    assert done.ByteSize() > 4 * 1024 * 1024
-    text = gateways.tokenizer.decode(continuation(gateways.tokenizer.encode(PROMPT), 1150))
-    assert [choice.text for choice in done.choices] == [text] * 8
 
 
 def test_tokens_and_models(gateways: Gateways, stub: generation_pb2_grpc.GenerationServiceStub) -> None:

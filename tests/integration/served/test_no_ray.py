@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
+import json
 import os
 import signal
 import threading
@@ -11,12 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from subprocess import PIPE, Popen
 
+import grpc
 import psutil
 import pytest
 import yaml
 
-from bench.chaos.streams import cases
+from bench.chaos.streams import Case, cases
 from spool_client import Client, GenerateRequest
+from spool_client.v1 import generation_pb2_grpc
 from tests.support.command_line import SPOOL, spool, started
 from tests.support.ports import free_ports
 from tests.support.serving import ENGINE, PACED, PlainDecoder, stream_all
@@ -100,6 +104,21 @@ def test_it_answers_as_the_engine_alone(served: NoRay, plain: PlainDecoder) -> N
     assert [choice.text for choice in answer.choices] == plain(asked[:1])
 
 
+def test_answers_beyond_grpcs_own_limit(served: NoRay, plain: PlainDecoder) -> None:
+    case = Case("many words " * 44, 0, 0.0, 1)
+    request = GenerateRequest(text=case.prompt, max_tokens=1, temperature=0, n=32, prompt_logprobs=20)
+    with grpc.insecure_channel(served.address) as channel:
+        stub = generation_pb2_grpc.GenerationServiceStub(channel)
+        with pytest.raises(grpc.RpcError, match="the client takes 4194304 in one message: use GenerateStream"):
+            stub.Generate(request, timeout=LONG)
+        streamed = [part.choice for part in stub.GenerateStream(request, timeout=LONG)]
+    with Client(served.address) as client:
+        whole = client.generate(request)
+    assert whole.ByteSize() > 4 * 1024 * 1024
+    assert [choice.text for choice in whole.choices] == plain([case]) * 32
+    assert "".join(choice.text for choice in streamed) == plain([case])[0] * 32
+
+
 @pytest.mark.parametrize("name", ["target-0", "scheduler"])
 def test_what_dies_is_started_again_and_streams_go_on(served: NoRay, plain: PlainDecoder, name: str) -> None:
     asked = cases(3, max_tokens=60)
@@ -148,7 +167,17 @@ def test_another_port_is_another_server(served: NoRay, tiny_pair: tuple[Path, Pa
     assert spool("status", environment=served.environment).code == 0
 
 
-def test_down_leaves_no_process(served: NoRay) -> None:
+def test_down_leaves_no_process_and_cuts_no_connection(served: NoRay) -> None:
+    idle, whole, stream = [http.client.HTTPConnection(served.url.removeprefix("http://")) for _ in range(3)]
+    idle.request("GET", "/ping")
+    assert idle.getresponse().read()
+    # More than ends before the server does.
+    asked = {"prompt": "a", "max_tokens": 400, "n": 32, "ignore_eos": True, "spool": {"speculation": False}}
+    for connection, streamed in ((whole, False), (stream, True)):
+        body = json.dumps(asked | {"stream": streamed})
+        connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+    events = stream.getresponse()
+    assert events.readline().startswith(b"data: {")
     children = {served.process_id(name) for name in PROCESSES}
     following = Popen([SPOOL, "logs", "--follow"], env={**os.environ, **served.environment}, stdout=PIPE, text=True)
     assert following.stdout is not None
@@ -163,6 +192,13 @@ def test_down_leaves_no_process(served: NoRay) -> None:
     assert followed & (set(PROCESSES) - {"draft-0"})
     assert following.returncode == 0
     assert spool("status", environment=served.environment).code == 1
+    assert idle.sock.recv(1) == b""
+    refused = whole.getresponse()
+    assert (refused.status, refused.headers["connection"]) == (503, "close")
+    assert json.load(refused)["error"]["message"] == "the server stops, before the answer is complete"
+    *_, error, end = events.read().decode().strip().split("\n\n")
+    assert json.loads(error.removeprefix("data: "))["error"]["code"] == "unavailable"
+    assert end == "data: [DONE]"
 
 
 def test_processes_end_with_whoever_keeps_them(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
