@@ -91,21 +91,23 @@ class WorkerDescription(_message.Message):
     def __init__(self, role: _Optional[_Union[Role, str]] = ..., model_id: _Optional[str] = ..., tokenizer_digest: _Optional[bytes] = ..., vocabulary_size: _Optional[int] = ..., dtype: _Optional[str] = ..., device: _Optional[str] = ..., worker_epoch: _Optional[int] = ..., page_size: _Optional[int] = ..., total_pages: _Optional[int] = ..., free_pages: _Optional[int] = ..., max_sequence_length: _Optional[int] = ..., max_num_batched_tokens: _Optional[int] = ..., exact_row_counts: _Optional[_Iterable[int]] = ..., process_id: _Optional[int] = ..., threads: _Optional[int] = ..., kv_bytes_per_token: _Optional[int] = ..., protocol_version: _Optional[int] = ...) -> None: ...
 
 class StepRequest(_message.Message):
-    __slots__ = ("worker_epoch", "step_id", "scheduler_epoch", "released_sequence_ids", "rows")
+    __slots__ = ("worker_epoch", "step_id", "scheduler_epoch", "released_sequence_ids", "rows", "following")
     WORKER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     SCHEDULER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     RELEASED_SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
     ROWS_FIELD_NUMBER: _ClassVar[int]
+    FOLLOWING_FIELD_NUMBER: _ClassVar[int]
     worker_epoch: int
     step_id: int
     scheduler_epoch: int
     released_sequence_ids: _containers.RepeatedScalarFieldContainer[int]
     rows: _containers.RepeatedCompositeFieldContainer[Row]
-    def __init__(self, worker_epoch: _Optional[int] = ..., step_id: _Optional[int] = ..., scheduler_epoch: _Optional[int] = ..., released_sequence_ids: _Optional[_Iterable[int]] = ..., rows: _Optional[_Iterable[_Union[Row, _Mapping]]] = ...) -> None: ...
+    following: FollowingRows
+    def __init__(self, worker_epoch: _Optional[int] = ..., step_id: _Optional[int] = ..., scheduler_epoch: _Optional[int] = ..., released_sequence_ids: _Optional[_Iterable[int]] = ..., rows: _Optional[_Iterable[_Union[Row, _Mapping]]] = ..., following: _Optional[_Union[FollowingRows, _Mapping]] = ...) -> None: ...
 
 class Row(_message.Message):
-    __slots__ = ("sequence_id", "kv_len", "prefix_digest", "tokens", "draft_tokens", "draft_length", "sample", "parameters", "scoring", "outcomes", "known_tokens", "follows")
+    __slots__ = ("sequence_id", "kv_len", "prefix_digest", "tokens", "draft_tokens", "draft_length", "sample", "parameters", "scoring", "outcomes", "known_tokens")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     KV_LEN_FIELD_NUMBER: _ClassVar[int]
     PREFIX_DIGEST_FIELD_NUMBER: _ClassVar[int]
@@ -117,7 +119,6 @@ class Row(_message.Message):
     SCORING_FIELD_NUMBER: _ClassVar[int]
     OUTCOMES_FIELD_NUMBER: _ClassVar[int]
     KNOWN_TOKENS_FIELD_NUMBER: _ClassVar[int]
-    FOLLOWS_FIELD_NUMBER: _ClassVar[int]
     sequence_id: int
     kv_len: int
     prefix_digest: int
@@ -129,8 +130,17 @@ class Row(_message.Message):
     scoring: PromptScoring
     outcomes: int
     known_tokens: int
-    follows: bool
-    def __init__(self, sequence_id: _Optional[int] = ..., kv_len: _Optional[int] = ..., prefix_digest: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., draft_tokens: _Optional[_Iterable[int]] = ..., draft_length: _Optional[int] = ..., sample: _Optional[bool] = ..., parameters: _Optional[_Union[SequenceParameters, _Mapping]] = ..., scoring: _Optional[_Union[PromptScoring, _Mapping]] = ..., outcomes: _Optional[int] = ..., known_tokens: _Optional[int] = ..., follows: _Optional[bool] = ...) -> None: ...
+    def __init__(self, sequence_id: _Optional[int] = ..., kv_len: _Optional[int] = ..., prefix_digest: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., draft_tokens: _Optional[_Iterable[int]] = ..., draft_length: _Optional[int] = ..., sample: _Optional[bool] = ..., parameters: _Optional[_Union[SequenceParameters, _Mapping]] = ..., scoring: _Optional[_Union[PromptScoring, _Mapping]] = ..., outcomes: _Optional[int] = ..., known_tokens: _Optional[int] = ...) -> None: ...
+
+class FollowingRows(_message.Message):
+    __slots__ = ("sequence_ids", "kv_lens", "prefix_digests")
+    SEQUENCE_IDS_FIELD_NUMBER: _ClassVar[int]
+    KV_LENS_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_DIGESTS_FIELD_NUMBER: _ClassVar[int]
+    sequence_ids: _containers.RepeatedScalarFieldContainer[int]
+    kv_lens: _containers.RepeatedScalarFieldContainer[int]
+    prefix_digests: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, sequence_ids: _Optional[_Iterable[int]] = ..., kv_lens: _Optional[_Iterable[int]] = ..., prefix_digests: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Outcomes(_message.Message):
     __slots__ = ("accepted", "tokens", "lengths", "draft_tokens", "confidences")
@@ -266,7 +276,7 @@ class TokenLogprobs(_message.Message):
     def __init__(self, token_id: _Optional[int] = ..., logprob: _Optional[float] = ..., top_token_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class StepReply(_message.Message):
-    __slots__ = ("worker_epoch", "step_id", "status", "rows", "timings", "free_pages", "error")
+    __slots__ = ("worker_epoch", "step_id", "status", "rows", "timings", "free_pages", "error", "followed")
     WORKER_EPOCH_FIELD_NUMBER: _ClassVar[int]
     STEP_ID_FIELD_NUMBER: _ClassVar[int]
     STATUS_FIELD_NUMBER: _ClassVar[int]
@@ -274,6 +284,7 @@ class StepReply(_message.Message):
     TIMINGS_FIELD_NUMBER: _ClassVar[int]
     FREE_PAGES_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
+    FOLLOWED_FIELD_NUMBER: _ClassVar[int]
     worker_epoch: int
     step_id: int
     status: StepStatus
@@ -281,7 +292,8 @@ class StepReply(_message.Message):
     timings: StepTimings
     free_pages: int
     error: str
-    def __init__(self, worker_epoch: _Optional[int] = ..., step_id: _Optional[int] = ..., status: _Optional[_Union[StepStatus, str]] = ..., rows: _Optional[_Iterable[_Union[RowReply, _Mapping]]] = ..., timings: _Optional[_Union[StepTimings, _Mapping]] = ..., free_pages: _Optional[int] = ..., error: _Optional[str] = ...) -> None: ...
+    followed: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, worker_epoch: _Optional[int] = ..., step_id: _Optional[int] = ..., status: _Optional[_Union[StepStatus, str]] = ..., rows: _Optional[_Iterable[_Union[RowReply, _Mapping]]] = ..., timings: _Optional[_Union[StepTimings, _Mapping]] = ..., free_pages: _Optional[int] = ..., error: _Optional[str] = ..., followed: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class StepTimings(_message.Message):
     __slots__ = ("queued", "idle", "prepare", "realign", "forward", "sample", "total", "packed_rows", "padding_rows")

@@ -51,18 +51,44 @@ def row_to_wire(row: Row) -> worker_pb2.Row:
         parameters=opening_to_wire(row.opening, row.committed) if row.opening is not None else None,
         scoring=None if row.scoring is None else to_wire(worker_pb2.PromptScoring, row.scoring),
         outcomes=row.outcomes,
-        follows=row.follows,
     )
 
 
 def step_to_wire(step: SendStep, worker_epoch: int, scheduler_epoch: int) -> worker_pb2.StepRequest:
+    following = [row for row in step.rows if row.follows]
     return worker_pb2.StepRequest(
         worker_epoch=worker_epoch,
         step_id=step.step_id,
         scheduler_epoch=scheduler_epoch,
         released_sequence_ids=step.released,
-        rows=[row_to_wire(row) for row in step.rows],
+        rows=[row_to_wire(row) for row in step.rows if not row.follows],
+        following=worker_pb2.FollowingRows(
+            sequence_ids=[row.sequence_id for row in following],
+            kv_lens=[row.kv_len for row in following],
+            prefix_digests=[row.prefix_digest for row in following],
+        )
+        if following
+        else None,
     )
+
+
+def results_from_wire(step: SendStep, reply: worker_pb2.StepReply) -> tuple[RowResult, ...]:
+    """One result for each row of the step, in their order. Raises ValueError where the reply does not answer it."""
+    replies = iter(reply.rows)
+    results = [result_from_wire(answer) for _, answer in zip((r for r in step.rows if not r.follows), replies)]
+    following = step.rows[len(results) :]
+    if len(reply.followed) != len(following):
+        raise ValueError(f"followed holds {len(reply.followed)} tokens, must hold {len(following)}")
+    for row, token in zip(following, reply.followed, strict=True):
+        if token >= 0:
+            results.append(RowResult(row.sequence_id, RowStatus.OK, row.end, 0, (token,)))
+        elif (answer := next(replies, None)) is not None:
+            results.append(result_from_wire(answer))
+    sent, answered = [row.sequence_id for row in step.rows], [result.sequence_id for result in results]
+    left = [answer.sequence_id for answer in replies]
+    if sent != answered or left:
+        raise ValueError(f"rows are of sequences {answered + left}, must be of {sent}")
+    return tuple(results)
 
 
 def logprobs_to_wire(logprobs: TokenLogprobs) -> worker_pb2.TokenLogprobs:

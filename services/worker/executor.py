@@ -50,7 +50,8 @@ _CACHED_REPLIES = 16
 
 _DRAINING = "the worker is draining and takes no new sequences"
 
-Running = Sequence[tuple[PreparedRow, worker_pb2.Row]]
+Running = Sequence[tuple[PreparedRow, worker_pb2.Row | None]]
+"""Rows of a step that can run. Those without a message of their own follow another row."""
 
 
 class Engine(Protocol):
@@ -201,6 +202,8 @@ class StepExecutor(ABC, Generic[SomeEngine]):
         idle = 0.0 if self._ended is None else started - self._ended
         self._sequences.release(request.released_sequence_ids)
         replies, running = self._prepare(request.rows)
+        running += self._prepare_following(request.following, len(request.rows), replies)
+        followed = [-1] * len(request.following.sequence_ids)
         checked = self._clock()
         timings = EngineTimings()
         if running:
@@ -217,14 +220,21 @@ class StepExecutor(ABC, Generic[SomeEngine]):
                     replies[index] = _failure(prepared.sequence.sequence_id, one_line(error))
             else:
                 timings = outcome.timings
-                for (index, prepared, _), row_outcome in zip(running, outcome.rows, strict=True):
-                    replies[index] = self._settle(prepared, row_outcome)
+                for (index, prepared, row), row_outcome in zip(running, outcome.rows, strict=True):
+                    failure = self._settle(prepared, row_outcome)
+                    if failure is not None:
+                        replies[index] = failure
+                    elif row is None and not (row_outcome.logits_digests or row_outcome.logprobs):
+                        followed[index - len(request.rows)] = row_outcome.tokens[0]
+                    else:
+                        replies[index] = _reply(prepared, row_outcome)
         ended = self._ended = self._clock()
         return worker_pb2.StepReply(
             worker_epoch=self.worker_epoch,
             step_id=request.step_id,
             status=worker_pb2.STEP_STATUS_OK,
-            rows=[replies[index] for index in range(len(request.rows))],
+            rows=[replies[index] for index in sorted(replies)],
+            followed=followed,
             timings=worker_pb2.StepTimings(
                 queued=max(started - arrived, 0.0),
                 idle=idle,
@@ -241,10 +251,10 @@ class StepExecutor(ABC, Generic[SomeEngine]):
 
     def _prepare(
         self, rows: Sequence[worker_pb2.Row]
-    ) -> tuple[dict[int, worker_pb2.RowReply], list[tuple[int, PreparedRow, worker_pb2.Row]]]:
+    ) -> tuple[dict[int, worker_pb2.RowReply], list[tuple[int, PreparedRow, worker_pb2.Row | None]]]:
         """Replies to rows that cannot or need not run, and the other rows as prepared; both by place in the step."""
         replies: dict[int, worker_pb2.RowReply] = {}
-        running: list[tuple[int, PreparedRow, worker_pb2.Row]] = []
+        running: list[tuple[int, PreparedRow, worker_pb2.Row | None]] = []
         seen: set[int] = set()
         for index, row in enumerate(rows):
             if row.sequence_id in seen:
@@ -260,39 +270,49 @@ class StepExecutor(ABC, Generic[SomeEngine]):
             try:
                 prepared = self._sequences.prepare(row)
             except RowRejectedError as rejected:
-                replies[index] = worker_pb2.RowReply(
-                    sequence_id=row.sequence_id,
-                    status=ROW_STATUSES.to_wire(rejected.status),
-                    kv_len=rejected.kv_len,
-                    prefix_digest=rejected.digest,
-                    error=rejected.error,
-                )
+                replies[index] = _rejection(row.sequence_id, rejected)
                 continue
             if prepared.tokens:
                 running.append((index, prepared, row))
             else:
-                replies[index] = self._settle(prepared, RowOutcome([]))
+                nothing = RowOutcome([])
+                replies[index] = self._settle(prepared, nothing) or _reply(prepared, nothing)
         return replies, running
 
-    def _settle(self, prepared: PreparedRow, outcome: RowOutcome) -> worker_pb2.RowReply:
+    def _prepare_following(
+        self, following: worker_pb2.FollowingRows, first: int, replies: dict[int, worker_pb2.RowReply]
+    ) -> list[tuple[int, PreparedRow, worker_pb2.Row | None]]:
+        """As `_prepare`; the first of them has the place `first`."""
+        running: list[tuple[int, PreparedRow, worker_pb2.Row | None]] = []
+        columns = zip(following.sequence_ids, following.kv_lens, following.prefix_digests, strict=True)
+        for index, (sequence_id, kv_len, prefix_digest) in enumerate(columns, first):
+            try:
+                running.append((index, self._sequences.follow(sequence_id, kv_len, prefix_digest), None))
+            except RowRejectedError as rejected:
+                replies[index] = _rejection(sequence_id, rejected)
+        return running
+
+    def _settle(self, prepared: PreparedRow, outcome: RowOutcome) -> worker_pb2.RowReply | None:
+        """Keeps of the sequence what has become valid. Returns the reply to a row that failed, else None."""
         sequence = prepared.sequence
-        status, error = RowStatus.OK, ""
         if outcome.out_of_pages:
             status, error = RowStatus.OUT_OF_PAGES, outcome.error or f"{self.free_pages} pages are free"
         elif outcome.error is not None:
             status, error = RowStatus.FAILED, outcome.error
             # Wrong KV from earlier rows may have failed this one; sequences that shared it would fail too.
             self._sequences.stop_sharing(sequence)
+        else:
+            status, error = RowStatus.OK, ""
         try:
             if status is RowStatus.OK:
                 sampled = outcome.tokens[-1] if outcome.tokens else None
                 self._sequences.settle(sequence, self._computed(prepared, outcome), sampled)
-            else:
-                self._sequences.revert(sequence, prepared.start)
+                return None
+            self._sequences.revert(sequence, prepared.start)
         except RuntimeError as broken:
             logger.error("sequence %d: %s", sequence.sequence_id, broken)
             return _failure(sequence.sequence_id, one_line(broken))
-        reply = worker_pb2.RowReply(
+        return worker_pb2.RowReply(
             sequence_id=sequence.sequence_id,
             status=ROW_STATUSES.to_wire(status),
             kv_len=sequence.table.length,
@@ -300,20 +320,6 @@ class StepExecutor(ABC, Generic[SomeEngine]):
             error=error,
             reused=prepared.reused,
         )
-        if status is RowStatus.OK:
-            reply.tokens.extend(outcome.tokens)
-            reply.accepted = outcome.accepted
-            if outcome.confidences:
-                reply.confidences = confidences_to_wire(outcome.confidences)
-            if outcome.logits_digests:
-                reply.logits_digests.extend(outcome.logits_digests)
-            if outcome.logprobs:
-                reply.logprobs.extend(logprobs_to_wire(logprobs) for logprobs in outcome.logprobs)
-            if outcome.prompt_logprobs:
-                reply.prompt_logprobs.extend(logprobs_to_wire(logprobs) for logprobs in outcome.prompt_logprobs)
-            if outcome.ahead:
-                reply.outcomes.CopyFrom(_outcomes_to_wire(outcome.ahead))
-        return reply
 
     def _refuse(
         self, request: worker_pb2.StepRequest, status: worker_pb2.StepStatus, error: str
@@ -345,28 +351,29 @@ class DraftStepExecutor(StepExecutor[DraftingEngine]):
     role = Role.DRAFT
 
     def _compute(self, rows: Running, computing: Computing) -> StepOutcome:
-        if rows[0][1].outcomes:
-            return self.engine.prepare([_ahead_row(*one) for one in rows], computing, self.awaited)
-        return self.engine.step([_propose_row(*one) for one in rows], computing)
+        asked = [(prepared, row) for prepared, row in rows if row is not None]
+        if asked[0][1].outcomes:
+            return self.engine.prepare([_ahead_row(*one) for one in asked], computing, self.awaited)
+        return self.engine.step([_propose_row(*one) for one in asked], computing)
 
     def _computed(self, prepared: PreparedRow, outcome: RowOutcome) -> Sequence[int]:
         return prepared.draft_tokens or outcome.tokens[:-1]
 
 
-def _verify_row(prepared: PreparedRow, row: worker_pb2.Row) -> VerifyRow:
+def _verify_row(prepared: PreparedRow, row: worker_pb2.Row | None) -> VerifyRow:
     sequence = prepared.sequence
     return VerifyRow(
         table=sequence.table,
         tokens=prepared.tokens,
         draft_tokens=prepared.draft_tokens,
-        sample=row.sample,
+        sample=row is None or row.sample,
         history=sequence.history,
         prompt_length=sequence.prompt_length,
         sampling=sequence.sampling,
         logits_digests=sequence.logits_digests,
         top_logprobs=sequence.top_logprobs,
         grammar_state=sequence.grammar_state,
-        scoring=from_wire(PromptScoring, row.scoring) if row.HasField("scoring") else None,
+        scoring=from_wire(PromptScoring, row.scoring) if row is not None and row.HasField("scoring") else None,
     )
 
 
@@ -405,6 +412,41 @@ def _outcomes_to_wire(proposals: Sequence[AheadProposal]) -> worker_pb2.Outcomes
         lengths=[len(proposal.tokens) for proposal in proposals],
         draft_tokens=[token for proposal in proposals for token in proposal.tokens],
         confidences=confidences_to_wire([one for proposal in proposals for one in proposal.confidences]),
+    )
+
+
+def _reply(prepared: PreparedRow, outcome: RowOutcome) -> worker_pb2.RowReply:
+    """To a row that was computed."""
+    sequence = prepared.sequence
+    reply = worker_pb2.RowReply(
+        sequence_id=sequence.sequence_id,
+        status=worker_pb2.ROW_STATUS_OK,
+        kv_len=sequence.table.length,
+        prefix_digest=sequence.digest,
+        tokens=outcome.tokens,
+        accepted=outcome.accepted,
+        reused=prepared.reused,
+    )
+    if outcome.confidences:
+        reply.confidences = confidences_to_wire(outcome.confidences)
+    if outcome.logits_digests:
+        reply.logits_digests.extend(outcome.logits_digests)
+    if outcome.logprobs:
+        reply.logprobs.extend(logprobs_to_wire(logprobs) for logprobs in outcome.logprobs)
+    if outcome.prompt_logprobs:
+        reply.prompt_logprobs.extend(logprobs_to_wire(logprobs) for logprobs in outcome.prompt_logprobs)
+    if outcome.ahead:
+        reply.outcomes.CopyFrom(_outcomes_to_wire(outcome.ahead))
+    return reply
+
+
+def _rejection(sequence_id: int, rejected: RowRejectedError) -> worker_pb2.RowReply:
+    return worker_pb2.RowReply(
+        sequence_id=sequence_id,
+        status=ROW_STATUSES.to_wire(rejected.status),
+        kv_len=rejected.kv_len,
+        prefix_digest=rejected.digest,
+        error=rejected.error,
     )
 
 

@@ -153,6 +153,25 @@ class WorkerSequences:
             raise RowRejectedError(RowStatus.KV_MISMATCH, f"{len(tokens)} tokens must be fed, at most {most} can", held)
         return PreparedRow(held, start, tokens, max(0, start - kept), draft_tokens)
 
+    def follow(self, sequence_id: int, kv_len: int, prefix_digest: int) -> PreparedRow:
+        """As `prepare`, for a row that feeds the token which the sequence's last row has sampled.
+
+        Raises RowRejectedError where that row has sampled none, or one that ends the sequence's grammar.
+        """
+        if self._role is Role.DRAFT:
+            raise RowRejectedError(RowStatus.INVALID, "following rows are for target workers, this is a draft worker")
+        held = self.held(sequence_id, kv_len, prefix_digest)
+        token, grammar = held.sampled, held.sampling.grammar
+        if token is None or (grammar is not None and token in grammar.end_token_ids):
+            raise RowRejectedError(RowStatus.KV_MISMATCH, "the row that it follows has sampled no token to go on", held)
+        if kv_len >= self._engine.max_sequence_length:
+            most = self._engine.max_sequence_length
+            raise RowRejectedError(RowStatus.INVALID, f"the row would reach {kv_len + 1} tokens, must be at most {most}")
+        held.sampled = None
+        tokens = (token,)
+        held.tokens.extend(tokens)
+        return PreparedRow(held, kv_len, tokens)
+
     def settle(self, sequence: WorkerSequence, computed: Sequence[int], sampled: int | None) -> None:
         """After the engine ran: `computed` are the tokens after the row's own that have valid KV now; a target has
         `sampled` the one behind them.
@@ -162,7 +181,8 @@ class WorkerSequences:
         sequence.sampled = sampled
         # Tokens that a draft computes beyond its row are a proposal, and not committed.
         committed = len(sequence.tokens) + (len(computed) if self._role is Role.TARGET else 0)
-        sequence.tokens.extend(computed)
+        if computed:
+            sequence.tokens.extend(computed)
         if len(sequence.tokens) != sequence.table.length:
             length = sequence.table.length
             self.stop_sharing(sequence)
@@ -284,8 +304,6 @@ class WorkerSequences:
             held.prompt_length, held.sampling = opened.prompt_length, opened.sampling
             held.logits_digests, held.top_logprobs = opened.logits_digests, opened.top_logprobs
             held.committed, held.ahead, held.agreed = opened.committed, True, 0
-        if row.follows:
-            _follow(row, held)
         held.untouched = False
         return held
 
@@ -330,8 +348,9 @@ class WorkerSequences:
 
     def _register(self, sequence: WorkerSequence, committed: int) -> None:
         """Offers the pages that the sequence has filled with its first `committed` tokens to other sequences."""
-        if self._prefixes is not None and sequence.page_keys is not None:
-            self._prefixes.register(sequence.table, sequence.page_keys, sequence.history, committed)
+        keys = sequence.page_keys
+        if self._prefixes is not None and keys is not None and len(keys) * self._pool.page_size <= committed:
+            self._prefixes.register(sequence.table, keys, sequence.history, committed)
 
 
 def open_sequence(sequence_id: int, parameters: worker_pb2.SequenceParameters) -> WorkerSequence:
@@ -360,23 +379,10 @@ def _fill_in(row: worker_pb2.Row, sequence: WorkerSequence | None) -> None:
         row.known_tokens = 0
 
 
-def _follow(row: worker_pb2.Row, held: WorkerSequence) -> None:
-    """Puts the token into the row that its sequence's last row has sampled. Raises RowRejectedError without one, and
-    where that token ends the sequence's grammar."""
-    grammar, length = held.sampling.grammar, held.table.length
-    ended = grammar is not None and held.sampled in grammar.end_token_ids
-    if held.sampled is None or row.kv_len != length or ended:
-        error = f"kv_len is {row.kv_len}, the row that it follows has {'ended the grammar' if ended else f'{length}'}"
-        raise RowRejectedError(RowStatus.KV_MISMATCH, error, held)
-    row.tokens.append(held.sampled)
-
-
 def _check_row(row: worker_pb2.Row, role: Role, engine: EngineDescription) -> None:
     """Checks what can be said of a row without its sequence. Raises ValueError naming field, value and limit."""
-    if not (row.tokens or row.known_tokens or row.follows):
+    if not row.tokens and not row.known_tokens:
         raise ValueError("tokens is empty, must hold at least one token to feed")
-    if row.follows and (row.tokens or row.known_tokens or row.HasField("parameters") or role is Role.DRAFT):
-        raise ValueError("follows is set, must not be on a draft worker, nor in a row with tokens or parameters")
     if role is Role.DRAFT:
         if row.sample or row.HasField("scoring") or (row.draft_tokens and not row.outcomes):
             raise ValueError(
@@ -396,7 +402,7 @@ def _check_row(row: worker_pb2.Row, role: Role, engine: EngineDescription) -> No
         if row.HasField("scoring"):
             _check_scoring(row, engine)
     most = engine.max_sequence_length
-    length = row.kv_len + len(row.tokens) + row.known_tokens + row.follows + behind
+    length = row.kv_len + len(row.tokens) + row.known_tokens + behind
     if length > most:
         raise ValueError(f"the row would reach {length} tokens, must be at most {most}")
     if row.tokens:

@@ -25,7 +25,7 @@ from scheduler.messages import (
     WorkerJoined,
     WorkerSpec,
 )
-from services.rpc.worker_codec import result_from_wire, step_to_wire
+from services.rpc.worker_codec import results_from_wire, step_to_wire
 from services.worker.executor import StepExecutor
 
 # Workers live on from run to run; every run is a new scheduler to them.
@@ -63,7 +63,7 @@ def run_in_process(
                     reply = executor.execute(step_to_wire(command, executor.worker_epoch, scheduler_epoch), now)
                     seconds = _STEP_SECONDS[executor.role]
                     free_at[command.worker_id] = end = max(now, free_at[command.worker_id]) + seconds
-                    results = tuple(result_from_wire(row) for row in reply.rows)
+                    results = results_from_wire(command, reply)
                     completed = StepCompleted(command.worker_id, command.step_id, results, seconds)
                     heapq.heappush(running, (end, command.step_id, completed))
                 case EmitTokens():

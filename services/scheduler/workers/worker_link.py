@@ -27,7 +27,7 @@ from services.rpc.supervision import SupervisedTask, is_cancelled
 from services.rpc.worker_codec import (
     ROLES,
     opening_to_wire,
-    result_from_wire,
+    results_from_wire,
     spec_from_wire,
     step_to_wire,
 )
@@ -440,7 +440,7 @@ class WorkerLink:
         if step is None:
             raise self._unreachable(f"it answered step {reply.step_id}, which was not sent")
         try:
-            results = _results(step, reply)
+            results = results_from_wire(step, reply)
         except ValueError as error:
             raise self._unreachable(f"reply to step {reply.step_id}: {error}") from error
         self._listener.step_replied(self.endpoint, step, results, from_wire(StepTimings, reply.timings))
@@ -457,11 +457,3 @@ class WorkerLink:
 
     def _lost_because(self, reason: str) -> str:
         return f"worker {self.endpoint.worker_id} at {self.endpoint.address} is lost: {reason}"
-
-
-def _results(step: SendStep, reply: worker_pb2.StepReply) -> tuple[RowResult, ...]:
-    """Raises ValueError where the reply does not answer the step."""
-    sent, answered = [row.sequence_id for row in step.rows], [row.sequence_id for row in reply.rows]
-    if sent != answered:
-        raise ValueError(f"rows are of sequences {answered}, must be of {sent}")
-    return tuple(result_from_wire(row) for row in reply.rows)

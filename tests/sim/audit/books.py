@@ -27,6 +27,32 @@ def digest_of(tokens: Iterable[int]) -> int:
     return digest
 
 
+def rows_of(request: worker_pb2.StepRequest) -> list[worker_pb2.Row]:
+    """All of them: those that follow feed no tokens of their own."""
+    following = request.following
+    columns = zip(following.sequence_ids, following.kv_lens, following.prefix_digests, strict=True)
+    return [
+        *request.rows,
+        *(worker_pb2.Row(sequence_id=one, kv_len=kv, prefix_digest=digest, sample=True) for one, kv, digest in columns),
+    ]
+
+
+def follows(row: worker_pb2.Row) -> bool:
+    return not row.tokens and not row.known_tokens
+
+
+def answers_of(request: worker_pb2.StepRequest, reply: worker_pb2.StepReply) -> list[worker_pb2.RowReply]:
+    """To all rows. A digest of 0 was not told."""
+    answers, others = list(reply.rows[: len(request.rows)]), list(reply.rows[len(request.rows) :])
+    for row, token in zip(rows_of(request)[len(request.rows) :], reply.followed, strict=False):
+        if token >= 0:
+            done = {"sequence_id": row.sequence_id, "status": worker_pb2.ROW_STATUS_OK, "kv_len": row.kv_len + 1}
+            answers.append(worker_pb2.RowReply(**done, tokens=[token]))
+        elif others:
+            answers.append(others.pop(0))
+    return answers + others
+
+
 class _Held:
     """The digest of each prefix of the tokens that the worker has KV of, and what was committed when it came."""
 
@@ -69,9 +95,10 @@ class KvBook:
         """Applies an answer that is OK as a whole. Returns what is wrong with it."""
         for sequence_id in request.released_sequence_ids:
             self._held.pop(sequence_id, None)
-        if len(request.rows) != len(reply.rows):
-            return f"answers {len(reply.rows)} of {len(request.rows)} rows"
-        for row, answer in zip(request.rows, reply.rows, strict=True):
+        rows, answers = rows_of(request), answers_of(request, reply)
+        if len(rows) != len(answers):
+            return f"answers {len(answers)} of {len(rows)} rows"
+        for row, answer in zip(rows, answers, strict=True):
             if row.sequence_id != answer.sequence_id:
                 return f"answers sequence {answer.sequence_id} in the place of {row.sequence_id}"
             problem = self._settle(row, answer)
@@ -94,10 +121,10 @@ class KvBook:
                 return "was computed, although it was never opened"
             return None
         followed, held.sampled = held.sampled, []
-        if row.follows and answer.status == worker_pb2.ROW_STATUS_OK:
+        if follows(row) and answer.status == worker_pb2.ROW_STATUS_OK:
             if row.kv_len != len(held.digests) - 1 or not followed:
                 return "was computed after a row that does not end there, or has sampled nothing"
-            held.sampled = list(answer.tokens)
+            held.sampled = list(answer.tokens[-1:])
             return _computed(held, row, followed, answer)
         if answer.status == worker_pb2.ROW_STATUS_OK:
             held.sampled = list(answer.tokens[-1:]) if row.sample else []
@@ -129,7 +156,7 @@ def _computed(held: _Held, row: worker_pb2.Row, own: list[int], answer: worker_p
         digests += digests_after(digests[-1], held.committed[len(digests) - 1 : answer.kv_len])
     if answer.kv_len != len(digests) - 1:
         return f"kv_len is {answer.kv_len} after {len(digests) - 1} tokens"
-    if answer.prefix_digest != digests[-1]:
+    if answer.prefix_digest not in (digests[-1], 0 if follows(row) else digests[-1]):
         return f"prefix_digest is not that of the {answer.kv_len} tokens that were fed and accepted"
     return None
 

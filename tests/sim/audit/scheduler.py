@@ -6,7 +6,16 @@ from collections.abc import Callable
 from typing import Any
 
 from protos import scheduler_pb2, worker_pb2
-from tests.sim.audit.books import CommittedTokens, KvBook, digest_of, digests_after, outcomes_of
+from tests.sim.audit.books import (
+    CommittedTokens,
+    KvBook,
+    answers_of,
+    digest_of,
+    digests_after,
+    follows,
+    outcomes_of,
+    rows_of,
+)
 from tests.sim.audit.sessions import SchedulerSessions
 
 MOST_SECONDS_OF_A_MOVE = 10.0
@@ -65,12 +74,12 @@ class SchedulerAudit:
         if request.step_id <= stream.last_step:
             self._problem(f"step {request.step_id} follows step {stream.last_step}")
         stream.last_step = request.step_id
-        if request.rows and stream.worker_epoch in self._gone:
+        if rows_of(request) and stream.worker_epoch in self._gone:
             self._problem(f"step {request.step_id} goes to {call.address}, which has been told that it may leave")
         if len({row.outcomes > 0 for row in request.rows}) > 1:
             self._problem(f"step {request.step_id} has rows with outcomes and without")
-        busy = {row.sequence_id: row for step in stream.unanswered.values() for row in step.rows}
-        for row in request.rows:
+        busy = {row.sequence_id: row for step in stream.unanswered.values() for row in rows_of(step)}
+        for row in rows_of(request):
             self._check_row(stream, row, busy.get(row.sequence_id))
         stream.unanswered[request.step_id] = request
 
@@ -111,12 +120,12 @@ class SchedulerAudit:
             sequence.prompt_length = parameters.prompt_length
             self._say(sequence, name, 0, [digest_of(()), *digests_after(digest_of(()), parameters.committed_tokens)])
         unsure = row.sequence_id in stream.unsure
-        if row.follows:
+        if follows(row):
             self._check_follows(name, sequence, row, before)
             return
         if before is not None and not unsure:
             digest = _digest_of(sequence, before)
-            end = before.kv_len + len(before.tokens) + before.follows
+            end = before.kv_len + len(before.tokens) + follows(before)
             known = row.kv_len > end and stream.book.digest(row.sequence_id, row.kv_len) == row.prefix_digest
             chunk = not (before.sample or before.draft_length)
             if before.outcomes:
@@ -151,7 +160,7 @@ class SchedulerAudit:
         """The row before it is in flight, and samples one token."""
         if before is None or not before.sample or before.draft_tokens:
             self._problem(f"{name} follows none that samples one token")
-        elif row.kv_len != before.kv_len + len(before.tokens) + before.follows:
+        elif row.kv_len != before.kv_len + len(before.tokens) + follows(before):
             self._problem(f"{name} follows one that ends elsewhere than at {row.kv_len}")
         elif sequence.digests.get(row.kv_len) != row.prefix_digest:
             self._problem(f"{name} follows one that feeds other tokens")
@@ -190,12 +199,13 @@ class SchedulerAudit:
         problem = stream.book.settle(request, reply)
         if problem is not None:
             # A reply that has overtaken another one, or the worker's fault, which is told where it writes the reply.
-            stream.unsure.update(row.sequence_id for row in request.rows)
-        if len(request.rows) != len(reply.rows):
+            stream.unsure.update(row.sequence_id for row in rows_of(request))
+        rows, answers = rows_of(request), answers_of(request, reply)
+        if len(rows) != len(answers):
             return
-        for row, answer in zip(request.rows, reply.rows, strict=True):
+        for row, answer in zip(rows, answers, strict=True):
             sequence = self._sequences[row.sequence_id]
-            end, digest = row.kv_len + len(row.tokens) + row.follows, _digest_of(sequence, row)
+            end, digest = row.kv_len + len(row.tokens) + follows(row), _digest_of(sequence, row)
             if not row.outcomes and sequence.verified == (digest, list(row.draft_tokens)):
                 sequence.verified_until = self._clock()
             if answer.status != worker_pb2.ROW_STATUS_OK:
@@ -254,7 +264,7 @@ class SchedulerAudit:
 
 def _digest_of(sequence: CommittedTokens, row: worker_pb2.Row) -> int | None:
     """Of the tokens up to the last one that the row feeds; None where the answer before is not known."""
-    if row.follows:
+    if follows(row):
         return sequence.digests.get(row.kv_len + 1)
     return digests_after(row.prefix_digest, row.tokens)[-1]
 

@@ -62,9 +62,10 @@ class SimulatedWorker:
                 self, request: worker_pb2.StepRequest, arrived: float, computing: Computing
             ) -> worker_pb2.StepReply:
                 worker.arrived = arrived
-                # What was lost is as if the worker had released it.
-                request.released_sequence_ids.extend(sorted(worker.losing))
-                worker.losing.clear()
+                # What was lost is as if the worker had released it, with the next step that does something.
+                if request.step_id:
+                    request.released_sequence_ids.extend(sorted(worker.losing))
+                    worker.losing.clear()
                 reply = super().execute(request, arrived, computing)
                 worker.heed(request, reply)
                 return reply
@@ -93,12 +94,9 @@ class SimulatedWorker:
         world, worker_id = self.world, self.plan.worker_id
         for sequence_id in request.released_sequence_ids:
             self.held.pop(sequence_id, None)
-        bad = [
-            answer
-            for row, answer in zip(request.rows, reply.rows, strict=False)
-            # Nothing may follow a row that has ended its sequence, whose end the scheduler has not known yet.
-            if answer.status != worker_pb2.ROW_STATUS_OK and not row.follows
-        ]
+        # Nothing may follow a row that has ended its sequence, whose end the scheduler has not known yet.
+        answered = reply.rows[: len(request.rows)]
+        bad = [answer for answer in answered if answer.status != worker_pb2.ROW_STATUS_OK]
         for row in reply.rows:
             if row.status == worker_pb2.ROW_STATUS_OK:
                 self.held[row.sequence_id] = None
@@ -108,8 +106,9 @@ class SimulatedWorker:
         world.ahead_rows += sum(row.outcomes > 0 for row in request.rows)
         if bad and not world.faults.struck.keys() & EXCUSES:
             world.fail(f"{worker_id}: row of {bad[0].sequence_id} failed unprovoked: {bad[0]}")
-        if len(request.rows) or len(request.released_sequence_ids) or reply.status != worker_pb2.STEP_STATUS_OK:
-            ids, statuses = tuple(row.sequence_id for row in request.rows), tuple(row.status for row in bad)
+        if len(request.rows) or len(reply.followed) or len(request.released_sequence_ids) or reply.status != worker_pb2.STEP_STATUS_OK:
+            ids = (*(row.sequence_id for row in request.rows), *request.following.sequence_ids)
+            statuses = tuple(row.status for row in bad)
             world.note("step", worker_id, request.scheduler_epoch, request.step_id, ids, reply.status, statuses)
         if request.step_id % _CHECK_EVERY == 0 and (problem := self._broken()):
             world.fail(problem)
@@ -127,10 +126,12 @@ class SimulatedWorker:
             return [max(_TRANSFER_SECONDS * self.slowness, stalled)]
         packed = passes = outcomes = reading = 0
         for row in request.rows:
-            packed += len(row.tokens) + row.known_tokens + row.follows + len(row.draft_tokens)
+            packed += len(row.tokens) + row.known_tokens + len(row.draft_tokens)
             passes = max(passes, row.draft_length)
             outcomes += row.outcomes
             reading += row.kv_len
+        packed += len(request.following.kv_lens)
+        reading += sum(request.following.kv_lens)
         if not packed:
             return [max(0.0, stalled)]
         base, of_row = self.plan.base_seconds + self.plan.kv_seconds * reading, self.plan.row_seconds

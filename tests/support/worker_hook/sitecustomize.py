@@ -27,7 +27,7 @@ def _changed(self: StepExecutor[Any], request: worker_pb2.StepRequest, *argument
         if any(tokens[place : place + _LENGTH] in _PARTS for place in range(len(tokens))):
             os.kill(os.getpid(), signal.SIGKILL)
     reply = _execute(self, request, *arguments)
-    if request.rows:
+    if request.rows or request.following.sequence_ids:
         time.sleep(max(0.0, began + _SECONDS - time.monotonic()))
     return reply
 

@@ -31,7 +31,7 @@ class Conversation:
         self.executor = executor
         self.step_id = 0
 
-    def step(self, *rows: worker_pb2.Row, released: Sequence[int] = (), **fields: int) -> worker_pb2.StepReply:
+    def step(self, *rows: worker_pb2.Row, released: Sequence[int] = (), **fields: object) -> worker_pb2.StepReply:
         self.step_id += 1
         request = worker_pb2.StepRequest(
             **{"worker_epoch": EPOCH, "scheduler_epoch": 1, "step_id": self.step_id} | fields,
@@ -87,38 +87,50 @@ def test_a_row_of_a_forgotten_sequence_is_of_an_unknown_one_whatever_it_asks(tar
     assert reply.status == worker_pb2.ROW_STATUS_UNKNOWN_SEQUENCE
 
 
-def test_a_row_that_follows_feeds_what_the_one_before_sampled(target: Conversation) -> None:
-    def following(kv_len: int) -> worker_pb2.Row:
-        digest = DigestedTokens([*PROMPT, *output]).digest(kv_len)
-        return worker_pb2.Row(sequence_id=1, kv_len=kv_len, prefix_digest=digest, sample=True, follows=True)
+def following(known: Sequence[int], sequence_id: int = 1) -> worker_pb2.FollowingRows:
+    """A row that feeds what the last one has sampled, behind `known`."""
+    digest = DigestedTokens(known).digest(len(known))
+    return worker_pb2.FollowingRows(sequence_ids=[sequence_id], kv_lens=[len(known)], prefix_digests=[digest])
 
-    output: list[int] = []
-    (reply,) = target.step(opening(1, sample=True)).rows
+
+def test_a_row_that_follows_feeds_what_the_one_before_sampled(target: Conversation) -> None:
+    known = [*PROMPT]
+    (sampled,) = target.step(opening(1, sample=True)).rows[0].tokens
     for _ in range(3):
-        output += reply.tokens
-        (reply,) = target.step(following(len(PROMPT) + len(output) - 1)).rows
-    assert [*output, *reply.tokens] == continuation(PROMPT, 4)
-    (elsewhere,) = target.step(following(len(PROMPT))).rows
-    assert (elsewhere.status, elsewhere.kv_len) == (worker_pb2.ROW_STATUS_KV_MISMATCH, len(PROMPT) + 3)
-    output += reply.tokens
-    target.step(row(1, [*PROMPT, *output], 8))  # it samples nothing
-    (nothing,) = target.step(following(9)).rows
-    assert nothing.status == worker_pb2.ROW_STATUS_KV_MISMATCH
+        reply = target.step(following=following(known))
+        known.append(sampled)
+        (sampled,) = reply.followed
+    assert [*known, sampled] == [*PROMPT, *continuation(PROMPT, 4)]
+    elsewhere = target.step(following=following(PROMPT))
+    assert (list(elsewhere.followed), elsewhere.rows[0].status) == ([-1], worker_pb2.ROW_STATUS_KV_MISMATCH)
+    assert elsewhere.rows[0].kv_len == len(known)
+    known.append(sampled)
+    target.step(row(1, known, 8))  # it samples nothing
+    assert target.step(following=following(known)).rows[0].status == worker_pb2.ROW_STATUS_KV_MISMATCH
     target.step(released=[1])
-    (unknown,) = target.step(following(9)).rows
-    assert unknown.status == worker_pb2.ROW_STATUS_UNKNOWN_SEQUENCE
+    assert target.step(following=following(known)).rows[0].status == worker_pb2.ROW_STATUS_UNKNOWN_SEQUENCE
+
+
+def test_what_more_there_is_to_tell_of_a_row_that_follows_comes_in_a_reply(target: Conversation) -> None:
+    asking = worker_pb2.SequenceParameters(prompt_length=5, logits_digests=True)
+    target.step(row(1, PROMPT, 0, parameters=asking, sample=True), row(2, PROMPT, 0, parameters=PARAMETERS, sample=True))
+    both = worker_pb2.FollowingRows()
+    for sequence_id in (1, 2):
+        both.MergeFrom(following(PROMPT, sequence_id))
+    reply = target.step(row(3, PROMPT, 0, parameters=PARAMETERS), following=both)
+    token = continuation(PROMPT, 2)[1]
+    assert list(reply.followed) == [-1, token]
+    third, first = reply.rows
+    assert (third.sequence_id, first.sequence_id, list(first.logits_digests)) == (3, 1, [token + 5])
 
 
 def test_nothing_follows_the_end_of_a_grammar(target: Conversation) -> None:
-    end = continuation(PROMPT, 1)
     parameters = worker_pb2.SequenceParameters(prompt_length=len(PROMPT))
     parameters.sampling.top_p = parameters.sampling.repetition_penalty = 1
     parameters.sampling.grammar.definition = "any"
-    parameters.sampling.grammar.end_token_ids.extend(end)
+    parameters.sampling.grammar.end_token_ids.extend(continuation(PROMPT, 1))
     target.step(row(1, PROMPT, 0, parameters=parameters, sample=True))
-    follows = worker_pb2.Row(sequence_id=1, kv_len=5, sample=True, follows=True)
-    follows.prefix_digest = DigestedTokens(PROMPT).digest(5)
-    (reply,) = target.step(follows).rows
+    (reply,) = target.step(following=following(PROMPT)).rows
     assert (reply.status, reply.kv_len) == (worker_pb2.ROW_STATUS_KV_MISMATCH, 5)
 
 
@@ -136,7 +148,6 @@ def scoring(first: int, *tokens: int) -> worker_pb2.PromptScoring:
         ({"tokens": [1], "draft_length": 2}, "draft_length is 2, must be 0 on a target worker"),
         ({"tokens": [1] * (MAX_LENGTH + 1)}, f"reach {MAX_LENGTH + 1} tokens, must be at most {MAX_LENGTH}"),
         ({"tokens": [1], "scoring": scoring(1)}, "scoring names 0 tokens from position 1 on, must name at least one"),
-        ({"tokens": [1], "follows": True}, "follows is set, must not be on a draft worker, nor in a row with tokens"),
         ({"tokens": [1, 2], "scoring": scoring(0, 1)}, "all of them between 1 and 2"),
         ({"tokens": [1, 2], "scoring": scoring(2, 7, 8)}, "scoring names 2 tokens from position 2 on"),
         ({"tokens": [1, 2], "scoring": scoring(2, 7), "sample": True}, "all of them between 1 and 1"),
