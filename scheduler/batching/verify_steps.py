@@ -109,8 +109,7 @@ class TargetPlanner:
         if target.draining:
             return []
         followers = [one for one in target.can_follow() if one.length + 1 < one.end]
-        plain = all(not one.suspected and self._lifecycle.stays_plain(one) for one in followers)
-        return followers if plain else []
+        return followers if self._lifecycle.stay_plain(followers) else []
 
     def _view(self, target: TargetWorker, now: float, may_wait: bool) -> GroupingView:
         return GroupingView(
@@ -186,10 +185,11 @@ class TargetPlanner:
     def _describe(self, group: list[InFlightRow[Sequence]], forced: bool, now: float) -> GroupFormed | None:
         if not group:
             return None
-        shapes = {(flight.row.end, len(flight.row.draft_tokens)) for flight in group}
-        oldest = group[0]
-        waited = 0.0 if oldest.row.follows else now - oldest.sequence.drafted_at
-        return GroupFormed(len(group), len(shapes) == 1, forced, waited)
+        first = group[0].row
+        end, drafted = first.end, len(first.draft_tokens)
+        equal = all(one.row.end == end and len(one.row.draft_tokens) == drafted for one in group)
+        waited = 0.0 if first.follows else now - group[0].sequence.drafted_at
+        return GroupFormed(len(group), equal, forced, waited)
 
     def _add_prefill(
         self,

@@ -153,7 +153,7 @@ class Controller:
         drafted = figures.drafting
         sequences = len(target.sequences)
         # Once in a cycle, or when the target has at least twice as many sequences as when it was decided last.
-        if self._auto and (figures.rounds >= sequences or sequences >= 2 * figures.decided_for):
+        if self._auto and (figures.rounds >= sequences or sequences >= 2 * figures.decided_for > 0):
             figures.rounds, figures.decided_for = 0, max(1, sequences)
             self._decide(target, figures)
         self._count_step(figures)
@@ -173,10 +173,11 @@ class Controller:
         target, draft, requested = sequence.target, sequence.draft, sequence.requested_draft_length
         if target is not None:
             self.target(target).rounds += 1
-        own = self.own(sequence)
         if not requested or draft is None:
-            own.observe(0.0, 0)
+            if (known := self._own.get(sequence.sequence_id)) is not None:
+                known.observe(0.0, 0)
             return
+        own = self.own(sequence)
         model, confidences = self.draft(draft).acceptance, sequence.confidences
         if own.probing and accepted and target is not None and own.chance(model.chances[0]) < 0.5:
             self.target(target).probe_due = True  # against expectation: worth another probe at once

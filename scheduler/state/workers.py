@@ -210,7 +210,7 @@ class TargetWorker(WorkerState[Sequence, TargetWork]):
         return [
             flight.sequence
             for flight in (last.rows if last is not None else ())
-            if flight.row.sample and not (flight.row.draft_tokens or flight.abandoned)
+            if flight.row.sample and not (flight.row.draft_tokens or flight.abandoned or flight.sequence.suspected)
             if flight.row.end == flight.sequence.length
         ]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from scheduler.messages import FailSequence, FinishReason, FinishSequence, Outcome
 from scheduler.state.sequence_record import SequenceState
 from scheduler.state.workers import KvMove, Sequence, TargetWorker
@@ -93,12 +95,14 @@ class Lifecycle:
         sequence.wants_draft_kv = False
         if sequence.draft is not None:
             sequence.draft.update_lagging(sequence)
-        self._change(sequence, Cause.FOLLOWED)
+        if sequence.state is not VERIFYING:
+            self._change(sequence, Cause.FOLLOWED)
 
-    def stays_plain(self, sequence: Sequence) -> bool:
-        """Whether the next round drafts nothing, as far as that is known before the present one ends."""
-        longest = self.longest_draft(sequence)
-        return not longest or self._parts.controller.stays_plain(sequence)
+    def stay_plain(self, sequences: Iterable[Sequence]) -> bool:
+        """Whether none of them drafts in its next round, as far as that is known before the present one ends."""
+        return not self._parts.fleet.drafts or not any(
+            self.longest_draft(one) and not self._parts.controller.stays_plain(one) for one in sequences
+        )
 
     def start_drafting(self, sequence: Sequence) -> None:
         """The step in which the draft proposes is on its way."""

@@ -170,7 +170,7 @@ class Rounds:
             error = f"{accepted} of {drafted} draft tokens accepted and {len(tokens)} tokens returned do not match"
             self._lifecycle.fail(sequence, f"target worker {target.worker_id}: {error}")
             return
-        fed = row.end + accepted
+        fed = sequence.length + accepted
         entry.valid = fed if result.kv_len >= fed else max(0, result.kv_len)
         sequence.target_failures = 0
         sequence.draft_tokens = ()
@@ -195,8 +195,9 @@ class Rounds:
         if reason is not None:
             self._lifecycle.finish(sequence, reason)
             return
-        clear(sequence)
-        prepared = sequence.prepared(accepted, tokens[-1])
+        if sequence.suspected:
+            clear(sequence)
+        prepared = sequence.prepared(accepted, tokens[-1]) if sequence.outcomes else None
         if sequence.draft is not None:
             sequence.draft.kv[sequence.sequence_id].settle_proposal(accepted)
             if drafted and sequence.prepared_for == before:
@@ -275,9 +276,10 @@ def _leave_out_reused(
     step: OutstandingStep[Sequence, TargetWork] | OutstandingStep[Sequence, DraftWork], results: Results
 ) -> None:
     """Prefix KV that a worker took over from other sequences took no time."""
-    reused = {result.sequence_id: result.reused for result in results.values() if result.reused > 0}
-    for flight in step.rows if reused else ():
-        step.work.leave_out(min(reused.get(flight.row.sequence_id, 0), len(flight.row.tokens)))
+    for result in results.values():
+        if result.reused > 0:
+            fed = [len(one.row.tokens) for one in step.rows if one.row.sequence_id == result.sequence_id]
+            step.work.leave_out(min(result.reused, *fed))
 
 
 def _leave_out_known(target: TargetWorker, step: OutstandingStep[Sequence, TargetWork]) -> None:

@@ -39,7 +39,7 @@ class Cause(Enum):
     VERIFY_SENT = "verify sent"
     """The step in which the target verifies was sent."""
     FOLLOWED = "followed"
-    """A plain round is over, and the next one's row was sent before."""
+    """The first token has come, and the row of the next round, a plain one, was sent before."""
     KV_LEAVES = "KV leaves"
     """The target drains, and the KV is sent to another one."""
     RETURNED = "returned"
@@ -58,17 +58,16 @@ _NEXT_ROUND = {
     Cause.KV_MISSING: PREFILLING,
     Cause.KV_LEAVES: MOVING,
 }
-_FOLLOWED = {Cause.FOLLOWED: VERIFYING}
 _OUT = {Cause.RETURNED: WAITING, Cause.CANCEL: CANCELLED}
 _RESULT = {Cause.ENDED: FINISHED, Cause.ERROR: FAILED}
 
 TRANSITIONS: Mapping[SequenceState, Mapping[Cause, SequenceState]] = {
     WAITING: {Cause.ADMITTED: PREFILLING, Cause.CANCEL: CANCELLED, Cause.ERROR: FAILED},
-    PREFILLING: {**_NEXT_ROUND, **_FOLLOWED, **_RESULT, **_OUT},
+    PREFILLING: {Cause.FOLLOWED: VERIFYING, **_NEXT_ROUND, **_RESULT, **_OUT},
     READY: {Cause.DRAFT_SENT: DRAFTING, **_NEXT_ROUND, **_OUT},
     DRAFTING: {Cause.PROPOSED: DRAFTED, **_NEXT_ROUND, **_OUT},
     DRAFTED: {Cause.VERIFY_SENT: VERIFYING, **_OUT},
-    VERIFYING: {Cause.PREPARED: DRAFTED, **_NEXT_ROUND, **_FOLLOWED, **_RESULT, **_OUT},
+    VERIFYING: {Cause.PREPARED: DRAFTED, **_NEXT_ROUND, **_RESULT, **_OUT},
     MOVING: {**_NEXT_ROUND, **_OUT},
     FINISHED: {},
     FAILED: {},

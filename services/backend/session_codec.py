@@ -26,11 +26,15 @@ def request_from_wire(sequence_id: int, submission: scheduler_pb2.SequenceSubmis
 
 def write_output(emission: EmitTokens, event: scheduler_pb2.SequenceEvent) -> None:
     event.tokens.extend(emission.tokens)
-    event.drafted = emission.drafted
-    event.accepted = emission.accepted
-    event.logprobs.extend(logprobs_to_wire(logprobs) for logprobs in emission.logprobs)
-    event.prompt_logprobs.extend(logprobs_to_wire(logprobs) for logprobs in emission.prompt_logprobs)
-    event.cached_prompt_tokens = emission.cached
+    if emission.drafted:
+        event.drafted = emission.drafted
+        event.accepted = emission.accepted
+    if emission.logprobs:
+        event.logprobs.extend(logprobs_to_wire(logprobs) for logprobs in emission.logprobs)
+    if emission.prompt_logprobs:
+        event.prompt_logprobs.extend(logprobs_to_wire(logprobs) for logprobs in emission.prompt_logprobs)
+    if emission.cached:
+        event.cached_prompt_tokens = emission.cached
 
 
 def read_output(event: scheduler_pb2.SequenceEvent) -> EmitTokens:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from scheduler.messages import EmitTokens, RefusalCause, Role, RowResult, SendStep, SequenceRequest
@@ -59,7 +60,8 @@ class ServiceObserver:
     ) -> None:
         """One result for each row of the step, in their order."""
 
-    def tokens_emitted(self, emission: EmitTokens) -> None: ...
+    def tokens_emitted(self, emissions: Sequence[EmitTokens]) -> None:
+        """One at least, of different sequences."""
 
     def sequence_ended(self, sequence_id: int, end: SequenceEnd, now: float) -> None:
         """Once for each sequence that entered."""

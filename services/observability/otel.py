@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from opentelemetry.context import Context
@@ -86,10 +87,13 @@ class OtelSequences(ServiceObserver):
                 live.recoveries += again
                 self._enter_phase(live, "recovery" if again else "prefill")
 
-    def tokens_emitted(self, emission: EmitTokens) -> None:
-        live = self._live.get(emission.sequence_id)
-        if live is None:
-            return
+    def tokens_emitted(self, emissions: Sequence[EmitTokens]) -> None:
+        for emission in emissions:
+            live = self._live.get(emission.sequence_id)
+            if live is not None:
+                self._count(live, emission)
+
+    def _count(self, live: _Sequence, emission: EmitTokens) -> None:
         live.tokens += len(emission.tokens)
         live.rounds += live.begun
         live.begun = True

@@ -74,9 +74,9 @@ def step_to_wire(step: SendStep, worker_epoch: int, scheduler_epoch: int) -> wor
 
 def results_from_wire(step: SendStep, reply: worker_pb2.StepReply) -> tuple[RowResult, ...]:
     """One result for each row of the step, in their order. Raises ValueError where the reply does not answer it."""
-    replies = iter(reply.rows)
-    results = [result_from_wire(answer) for _, answer in zip((r for r in step.rows if not r.follows), replies)]
-    following = step.rows[len(results) :]
+    first = next((place for place, row in enumerate(step.rows) if row.follows), len(step.rows))
+    results, following = [result_from_wire(answer) for answer in reply.rows[:first]], step.rows[first:]
+    replies = iter(reply.rows[first:])
     if len(reply.followed) != len(following):
         raise ValueError(f"followed holds {len(reply.followed)} tokens, must hold {len(following)}")
     for row, token in zip(following, reply.followed, strict=True):

@@ -343,6 +343,10 @@ class SchedulerService:
         seconds = time.perf_counter() - began
         for observer in self.observers:
             observer.core_ran(seconds)
+        emitted = [command for command in commands if type(command) is EmitTokens]
+        if emitted:
+            for observer in self.observers:
+                observer.tokens_emitted(emitted)
         for command in commands:
             self._carry_out(command)
         if self._core.targets != self._targets:
@@ -352,6 +356,8 @@ class SchedulerService:
 
     def _carry_out(self, command: Command) -> None:
         match command:
+            case EmitTokens():
+                self._sinks[command.sequence_id].push(command)
             case SendStep():
                 self._send(command)
             case MoveKv():
@@ -360,10 +366,6 @@ class SchedulerService:
                 task.add_done_callback(self._kv_moves.discard)
             case WorkerDrained():
                 self._end_drain(command.worker_id)
-            case EmitTokens():
-                for observer in self.observers:
-                    observer.tokens_emitted(command)
-                self._sinks[command.sequence_id].push(command)
             case SuspectSequence():
                 self._sinks[command.sequence_id].suspect(command.suspicion)
             case FinishSequence():

@@ -152,8 +152,11 @@ class GatewaySession:
 
     def changed(self, sequence: _SessionSequence) -> None:
         """Something happened to the sequence that the gateway must learn."""
-        self._news[sequence] = None
-        self._update()
+        news = self._news
+        if sequence not in news:
+            news[sequence] = None
+            if len(news) == 1 or len(news) >= self._options.max_pending_events:
+                self._update()
 
     def ended(self, sequence: _SessionSequence, outcome: FinishReason | Exception) -> None:
         """The sequence has ended, and `changed` follows unless the session ends with it."""

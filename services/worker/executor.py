@@ -294,30 +294,26 @@ class StepExecutor(ABC, Generic[SomeEngine]):
 
     def _settle(self, prepared: PreparedRow, outcome: RowOutcome) -> worker_pb2.RowReply | None:
         """Keeps of the sequence what has become valid. Returns the reply to a row that failed, else None."""
-        sequence = prepared.sequence
-        if outcome.out_of_pages:
-            status, error = RowStatus.OUT_OF_PAGES, outcome.error or f"{self.free_pages} pages are free"
-        elif outcome.error is not None:
-            status, error = RowStatus.FAILED, outcome.error
-            # Wrong KV from earlier rows may have failed this one; sequences that shared it would fail too.
-            self._sequences.stop_sharing(sequence)
-        else:
-            status, error = RowStatus.OK, ""
+        sequence, error = prepared.sequence, outcome.error
         try:
-            if status is RowStatus.OK:
+            if error is None and not outcome.out_of_pages:
                 sampled = outcome.tokens[-1] if outcome.tokens else None
                 self._sequences.settle(sequence, self._computed(prepared, outcome), sampled)
                 return None
+            if not outcome.out_of_pages:
+                # Wrong KV from earlier rows may have failed this one; sequences that shared it would fail too.
+                self._sequences.stop_sharing(sequence)
             self._sequences.revert(sequence, prepared.start)
         except RuntimeError as broken:
             logger.error("sequence %d: %s", sequence.sequence_id, broken)
             return _failure(sequence.sequence_id, one_line(broken))
+        full = worker_pb2.ROW_STATUS_OUT_OF_PAGES
         return worker_pb2.RowReply(
             sequence_id=sequence.sequence_id,
-            status=ROW_STATUSES.to_wire(status),
+            status=full if outcome.out_of_pages else worker_pb2.ROW_STATUS_FAILED,
             kv_len=sequence.table.length,
             prefix_digest=sequence.digest,
-            error=error,
+            error=error or f"{self.free_pages} pages are free",
             reused=prepared.reused,
         )
 

@@ -160,17 +160,21 @@ class WorkerSequences:
         """
         if self._role is Role.DRAFT:
             raise RowRejectedError(RowStatus.INVALID, "following rows are for target workers, this is a draft worker")
-        held = self.held(sequence_id, kv_len, prefix_digest)
+        held = self._sequences.get(sequence_id)
+        # Only in order not to make two more calls for every row: `held` would say the same.
+        if held is None or held.table.length != kv_len or held.tokens.digest(kv_len) != prefix_digest:
+            held = self.held(sequence_id, kv_len, prefix_digest)
         token, grammar = held.sampled, held.sampling.grammar
         if token is None or (grammar is not None and token in grammar.end_token_ids):
             raise RowRejectedError(RowStatus.KV_MISMATCH, "the row that it follows has sampled no token to go on", held)
         if kv_len >= self._engine.max_sequence_length:
             most = self._engine.max_sequence_length
-            raise RowRejectedError(RowStatus.INVALID, f"the row would reach {kv_len + 1} tokens, must be at most {most}")
+            error = f"the row would reach {kv_len + 1} tokens, must be at most {most}"
+            raise RowRejectedError(RowStatus.INVALID, error, held)
         held.sampled = None
-        tokens = (token,)
-        held.tokens.extend(tokens)
-        return PreparedRow(held, kv_len, tokens)
+        fed = (token,)
+        held.tokens.extend(fed)
+        return PreparedRow(held, kv_len, fed)
 
     def settle(self, sequence: WorkerSequence, computed: Sequence[int], sampled: int | None) -> None:
         """After the engine ran: `computed` are the tokens after the row's own that have valid KV now; a target has
@@ -179,15 +183,17 @@ class WorkerSequences:
         Raises RuntimeError where the page table says otherwise; the sequence is forgotten then.
         """
         sequence.sampled = sampled
-        # Tokens that a draft computes beyond its row are a proposal, and not committed.
-        committed = len(sequence.tokens) + (len(computed) if self._role is Role.TARGET else 0)
+        length = sequence.table.length
+        known = committed = len(sequence.history)
         if computed:
             sequence.tokens.extend(computed)
-        if len(sequence.tokens) != sequence.table.length:
-            length = sequence.table.length
+            known += len(computed)
+            # Tokens that a draft computes beyond its row are a proposal, and not committed.
+            committed = known if self._role is Role.TARGET else committed
+        if known != length:
             self.stop_sharing(sequence)
             self.drop(sequence.sequence_id)
-            raise RuntimeError(f"the engine left KV for {length} positions, must be {len(sequence.tokens)}")
+            raise RuntimeError(f"the engine left KV for {length} positions, must be {known}")
         self._register(sequence, committed)
 
     def revert(self, sequence: WorkerSequence, start: int) -> None:

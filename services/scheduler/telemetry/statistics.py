@@ -7,6 +7,7 @@ lengths, KV moves) is counted there: scheduler/statistics.py.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -183,18 +184,21 @@ class ServiceStatistics(ServiceObserver):
         if self._unfinished == 0:
             self._turned = now
 
-    def tokens_emitted(self, emission: EmitTokens) -> None:
-        self._deliveries += 1
-        self._tokens += len(emission.tokens)
-        if emission.sequence_id not in self._begun:
-            self._begun.add(emission.sequence_id)
-            return
-        self._rounds += 1
-        self._round_tokens += len(emission.tokens)
-        if emission.drafted:
-            self._drafted += emission.drafted
-            self._accepted += emission.accepted
-            self._accepted_lengths[emission.accepted] += 1
+    def tokens_emitted(self, emissions: Sequence[EmitTokens]) -> None:
+        begun, before = self._begun, len(self._begun)
+        for emission in emissions:
+            tokens = len(emission.tokens)
+            self._tokens += tokens
+            if emission.sequence_id not in begun:
+                begun.add(emission.sequence_id)
+                continue
+            self._round_tokens += tokens
+            if emission.drafted:
+                self._drafted += emission.drafted
+                self._accepted += emission.accepted
+                self._accepted_lengths[emission.accepted] += 1
+        self._deliveries += len(emissions)
+        self._rounds += len(emissions) - (len(begun) - before)
 
     def step_sent(self, role: Role, step: SendStep, now: float) -> None:
         worker = self._workers.setdefault((role, step.worker_id), _WorkerTime())

@@ -106,7 +106,12 @@ class SimulatedWorker:
         world.ahead_rows += sum(row.outcomes > 0 for row in request.rows)
         if bad and not world.faults.struck.keys() & EXCUSES:
             world.fail(f"{worker_id}: row of {bad[0].sequence_id} failed unprovoked: {bad[0]}")
-        if len(request.rows) or len(reply.followed) or len(request.released_sequence_ids) or reply.status != worker_pb2.STEP_STATUS_OK:
+        if (
+            len(request.rows)
+            or len(reply.followed)
+            or len(request.released_sequence_ids)
+            or reply.status != worker_pb2.STEP_STATUS_OK
+        ):
             ids = (*(row.sequence_id for row in request.rows), *request.following.sequence_ids)
             statuses = tuple(row.status for row in bad)
             world.note("step", worker_id, request.scheduler_epoch, request.step_id, ids, reply.status, statuses)

@@ -113,7 +113,9 @@ def test_a_row_that_follows_feeds_what_the_one_before_sampled(target: Conversati
 
 def test_what_more_there_is_to_tell_of_a_row_that_follows_comes_in_a_reply(target: Conversation) -> None:
     asking = worker_pb2.SequenceParameters(prompt_length=5, logits_digests=True)
-    target.step(row(1, PROMPT, 0, parameters=asking, sample=True), row(2, PROMPT, 0, parameters=PARAMETERS, sample=True))
+    target.step(
+        row(1, PROMPT, 0, parameters=asking, sample=True), row(2, PROMPT, 0, parameters=PARAMETERS, sample=True)
+    )
     both = worker_pb2.FollowingRows()
     for sequence_id in (1, 2):
         both.MergeFrom(following(PROMPT, sequence_id))
