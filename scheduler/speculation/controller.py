@@ -153,7 +153,7 @@ class Controller:
         drafted = figures.drafting
         sequences = len(target.sequences)
         # Once in a cycle, or when the target has at least twice as many sequences as when it was decided last.
-        if self._auto and (figures.rounds >= sequences or sequences >= 2 * figures.decided_for > 0):
+        if self._auto and figures.rounds and (figures.rounds >= sequences or sequences >= 2 * figures.decided_for):
             figures.rounds, figures.decided_for = 0, max(1, sequences)
             self._decide(target, figures)
         self._count_step(figures)

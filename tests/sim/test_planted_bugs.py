@@ -16,7 +16,7 @@ from scheduler.messages import EmitTokens, Outcome, SequenceRequest
 from scheduler.state.key_accounts import KeyAccount
 from scheduler.state.kv_ledger import KvEntry
 from scheduler.state.worker_base import WorkerState
-from scheduler.state.workers import Sequence
+from scheduler.state.workers import Sequence, TargetWorker
 from services.scheduler import session
 from services.scheduler.service import SchedulerService
 from services.scheduler.workers.worker_set import WorkerSet
@@ -141,6 +141,16 @@ def priority_is_ignored(patch: Patch) -> None:
     patch.setattr(Sequence, "__init__", without)
 
 
+def rows_follow_others_that_are_not_answered(patch: Patch) -> None:
+    """Two steps ahead, at a place that nobody knows yet."""
+
+    def can_follow(self: TargetWorker) -> list[Sequence]:
+        last = next(reversed(self.outstanding.values()), None)
+        return [one.sequence for one in (last.rows if last is not None else ()) if one.row.sample and not one.abandoned]
+
+    patch.setattr(TargetWorker, "can_follow", can_follow)
+
+
 def failure_of(seed: int, kinds: tuple[str, ...]) -> str | None:
     try:
         run_schedule(seed, kinds=kinds)
@@ -182,6 +192,7 @@ def only_the_auditor_judges(patch: Patch) -> None:
         (page_keeps_its_key_when_it_is_written_to, 0, (), "must get|has a key"),
         (grammar_is_lost_when_another_scheduler_goes_on, 15, ("scheduler crash",), "must get"),
         (lost_workers_blame_nobody, 12, ("poison",), "has killed .* workers"),
+        (rows_follow_others_that_are_not_answered, 0, (), "audit: .*follows"),
         (nobody_ends_a_wait, 0, (), "overdue"),
         (priority_is_ignored, 5, (), "comes first"),
     ],
