@@ -77,6 +77,8 @@ class TargetPlanner:
             return None
         can_prefill = target.can_prefill()
         followers = self._followers(target)
+        if not (target.drafted or target.prefilling or followers):
+            return None
         view = self._view(target, now, may_wait=not can_prefill)
         if followers:
             view.verifying = 0  # whoever does not follow ends
