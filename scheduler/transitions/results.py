@@ -279,7 +279,7 @@ def _leave_out_reused(
     for result in results.values():
         if result.reused > 0:
             fed = [len(one.row.tokens) for one in step.rows if one.row.sequence_id == result.sequence_id]
-            step.work.leave_out(min(result.reused, *fed))
+            step.work.leave_out(min([result.reused, *fed]))
 
 
 def _leave_out_known(target: TargetWorker, step: OutstandingStep[Sequence, TargetWork]) -> None:
