@@ -77,30 +77,16 @@ class Load:
 
 @dataclass(frozen=True)
 class CoreSpeed:
-    """What was measured, after a warm-up that filled the window. Times are processor seconds of `handle` calls.
+    """What was measured, after a warm-up that filled the window. `target_rows` and `draft_rows` are the row decisions
+    made; the workers took `virtual_seconds` for them. Other times are processor seconds of `handle` calls."""
 
-    `target_rows` and `draft_rows` are the row decisions made; `rounds` are those that committed tokens. `commands` has
-    the number of commands of each kind. `pool`, `window` and `waiting` are those at the end. The workers took
-    `virtual_seconds`.
-    """
-
-    rows: int
     target_rows: int
     draft_rows: int
-    events: int
-    rounds: int
     emitted_tokens: int
-    finished: int
-    commands: dict[str, int]
-    pool: int
-    window: int
-    waiting: int
     virtual_seconds: float
     rows_per_second: float
-    events_per_second: float
     handle_seconds_p50: float
     handle_seconds_p99: float
-    handle_seconds_max: float
 
 
 class CountingWorker:
@@ -151,43 +137,29 @@ class _Run:
             self._submit()
 
     def warm_up(self) -> None:
-        while self.commands["EmitTokens"] < self._load.warm_up * self._load.window:
+        while self._rounds < self._load.warm_up * self._load.window:
             self._next()
         self._clear()
 
     def measure(self) -> CoreSpeed:
         while self.rows["target"] + self.rows["draft"] < self._load.rows:
             self._next()
-        after = self.core.snapshot()
-        rows = self.rows.total()
-        seconds = sum(self._seconds)
         ordered = sorted(self._seconds)
         return CoreSpeed(
-            rows=rows,
             target_rows=self.rows["target"],
             draft_rows=self.rows["draft"],
-            events=len(ordered),
-            rounds=self.commands["EmitTokens"],
             emitted_tokens=self._emitted_tokens,
-            finished=self.commands["FinishSequence"],
-            commands=dict(sorted(self.commands.items())),
-            pool=after.live,
-            window=after.running,
-            waiting=after.waiting,
             virtual_seconds=self._now - self._began,
-            rows_per_second=rows / seconds,
-            events_per_second=len(ordered) / seconds,
+            rows_per_second=self.rows.total() / sum(ordered),
             handle_seconds_p50=ordered[len(ordered) // 2],
             handle_seconds_p99=ordered[len(ordered) * 99 // 100],
-            handle_seconds_max=ordered[-1],
         )
 
     def _clear(self) -> None:
         self._began = self._now
         self._seconds = array("d")
         self.rows: Counter[str] = Counter()
-        self.commands: Counter[str] = Counter()
-        self._emitted_tokens = 0
+        self._rounds = self._emitted_tokens = 0
 
     def _join(self, spec: WorkerSpec) -> None:
         self._workers[spec.worker_id] = CountingWorker(spec, self._load.acceptance, self._pace)
@@ -218,7 +190,6 @@ class _Run:
         self._seconds.append(time.thread_time() - began)
         ended = 0
         for command in commands:
-            self.commands[type(command).__name__] += 1
             match command:
                 case SendStep():
                     worker = self._workers[command.worker_id]
@@ -227,6 +198,7 @@ class _Run:
                     if len(worker.steps) == 1:
                         self._start(worker)
                 case EmitTokens():
+                    self._rounds += 1
                     self._emitted_tokens += len(command.tokens)
                 case FinishSequence():
                     ended += 1

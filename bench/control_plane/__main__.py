@@ -46,8 +46,8 @@ _IDEAL_ROUNDS = 400
 @dataclass(frozen=True, slots=True)
 class Figures:
     """Tokens per second of all streams together, and their share of the ideal. Of the scheduler's process: the share of
-    a core, and the median seconds from a target's answer to the next step, of the `turns` in which the target had no
-    step meanwhile. `core_microseconds` are those of the core alone for each row decision, measured in virtual time."""
+    a core, and the median seconds from an answer to the next step, of the `turns` in which no worker had one meanwhile.
+    `core_microseconds` are those of the core alone for each row decision, measured in virtual time."""
 
     batch: int
     drafting: bool

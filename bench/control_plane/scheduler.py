@@ -19,7 +19,7 @@ from services.scheduler.workers.worker_link import WorkerEndpoint
 
 
 class TurnAround(ServiceObserver):
-    """Seconds from a target's answer to its next step, where the target had no other one meanwhile."""
+    """Seconds from a worker's answer to the next step of any, where no worker had one meanwhile."""
 
     def __init__(self) -> None:
         self._answered = 0.0
@@ -27,17 +27,15 @@ class TurnAround(ServiceObserver):
         self._seconds = array("d")
 
     def step_sent(self, role: Role, step: SendStep, now: float) -> None:
-        if role is Role.TARGET:
-            if not self._in_flight and self._answered:
-                self._seconds.append(now - self._answered)
-            self._in_flight += 1
+        if not self._in_flight and self._answered:
+            self._seconds.append(now - self._answered)
+        self._in_flight += 1
 
     def step_replied(
         self, role: Role, step: SendStep, results: tuple[RowResult, ...], timings: StepTimings, now: float
     ) -> None:
-        if role is Role.TARGET:
-            self._in_flight -= 1
-            self._answered = now
+        self._in_flight -= 1
+        self._answered = now
 
     def take(self) -> tuple[int, float | None]:
         """How many there were since it was called last, and their median."""
