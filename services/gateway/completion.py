@@ -306,6 +306,9 @@ class CompletionEngine:
         ends = self.tokenizer.stop_token_ids or frozenset(options.stop_token_ids)
         if not ends:
             raise invalid(f"{structure.param} needs stop_token_ids, as the model has no end token", structure.param)
+        if options.structure is not None and options.structure.param != structure.param:
+            # Calls must come in its place; it is refused all the same if it is wrong.
+            await self._grammars.definition(options.structure)
         return Grammar(await self._grammars.definition(structure), ends)
 
     def _stop_token_ids(self, options: GenerationOptions) -> frozenset[int]:

@@ -34,6 +34,8 @@ class ToolCallParser:
     ) -> None:
         """`tools` are the functions. Markers in `hidden` are dropped where text stays text. `either`: an answer that
         begins with text has no calls."""
+        self.cut = False
+        """Whether the answer has ended within a call."""
         self._form = form
         self._tools = {tool.name: tool for tool in tools}
         self._hidden = [marker for marker in form.markers if marker in hidden]
@@ -59,6 +61,7 @@ class ToolCallParser:
 
     def finish(self) -> list[AnswerDelta]:
         """The text that was held back, at the end of the answer. A call that is certain stays one, even if cut off."""
+        self.cut = self._state is _State.CALL and self._scanner.name is not None
         if self._state is _State.TEXT:
             self._say(self._buffer)
         else:

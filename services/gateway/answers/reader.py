@@ -68,6 +68,11 @@ class AnswerReader:
         self.called = self.called or any(isinstance(delta, CallDelta) for delta in deltas)
         return joined(deltas)
 
+    @property
+    def cut(self) -> bool:
+        """Whether the answer has ended within a call."""
+        return self._calls is not None and self._calls.cut
+
     @staticmethod
     def _parsed(parser: ToolCallParser, deltas: list[AnswerDelta]) -> list[AnswerDelta]:
         parsed: list[AnswerDelta] = []

@@ -109,7 +109,9 @@ class _ChoiceReader:
         return [*data] or None
 
     def finish_reason(self, piece: Piece) -> ChatEndReason | None:
-        return "tool_calls" if piece.finish_reason == "stop" and self._reader.called else piece.finish_reason
+        # A call that a stop string has cut is not to be carried out.
+        complete = self._reader.called and not self._reader.cut
+        return "tool_calls" if piece.finish_reason == "stop" and complete else piece.finish_reason
 
 
 class ChatBuilder:

@@ -231,6 +231,11 @@ def test_limits_of_calls(talk: Open) -> None:
         assert done.choices[0].finish_reason == "length"
         [[_, name, arguments]] = as_joined(done)["tool_calls"]
         assert (name, arguments[:9]) == ("weather", '{"city": ')
+        done = model.whole(CALL, tools=TOOLS, stop="rich")
+        assert (done.choices[0].finish_reason, done.choices[0].stop_reason) == ("stop", "rich")
+        assert [call[2] for call in as_joined(done)["tool_calls"]] == ['{"city": "Zü']
+        done = model.whole(f"{CALL}\nDone.", tools=TOOLS, stop="Done")
+        assert done.choices[0].finish_reason == "tool_calls"
         done = model.whole(f"{CALL}\n{STOP}", tools=TOOLS, parallel_tool_calls=False)
         assert [call[1] for call in as_joined(done)["tool_calls"]] == ["weather"]
         for request in ({}, {"tools": TOOLS, "tool_choice": "none"}, {"tools": []}):
@@ -336,6 +341,9 @@ def test_what_cannot_be_required_names_the_function(talk: Open) -> None:
         assert message_of(response).startswith("tools.2.function.parameters cannot be used: ")
         assert response.json()["error"]["param"] == "tools.2.function.parameters"
         assert model.whole("a", tools=tools).choices[0].message.content == "a"
+        wrong = {"type": "json_schema", "json_schema": {"name": "odd", "schema": odd}}
+        with pytest.raises(openai.BadRequestError, match=r"response_format.* cannot be used"):
+            model.whole("a", tools=TOOLS, tool_choice="required", response_format=wrong)
     # Where each argument stands for itself, nothing can hold for several.
     tools = [{"type": "function", "function": {"name": "odd", "parameters": {"anyOf": [PARAMETERS]}, "strict": True}}]
     with (
