@@ -22,6 +22,7 @@ class RowStatus(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     ROW_STATUS_OUT_OF_PAGES: _ClassVar[RowStatus]
     ROW_STATUS_INVALID: _ClassVar[RowStatus]
     ROW_STATUS_FAILED: _ClassVar[RowStatus]
+    ROW_STATUS_VOID: _ClassVar[RowStatus]
 
 class StepStatus(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     __slots__ = ()
@@ -40,6 +41,7 @@ ROW_STATUS_KV_MISMATCH: RowStatus
 ROW_STATUS_OUT_OF_PAGES: RowStatus
 ROW_STATUS_INVALID: RowStatus
 ROW_STATUS_FAILED: RowStatus
+ROW_STATUS_VOID: RowStatus
 STEP_STATUS_UNSPECIFIED: StepStatus
 STEP_STATUS_OK: StepStatus
 STEP_STATUS_WRONG_EPOCH: StepStatus

@@ -28,6 +28,8 @@ class RowStatus(Enum):
     OUT_OF_PAGES = "out_of_pages"
     INVALID = "invalid"
     FAILED = "failed"
+    VOID = "void"
+    """A row that follows has nothing to follow: most often because the row before has failed or ended its sequence."""
 
 
 class FinishReason(Enum):

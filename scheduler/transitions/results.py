@@ -143,7 +143,7 @@ class Rounds:
             case RowStatus.OK if result.kv_len >= row.end:
                 entry.valid = max(row.end, _usable_length(sequence, result))
                 _serve_prompt(sequence, row, result, entry.valid)
-            case RowStatus.OK | RowStatus.KV_MISMATCH:
+            case RowStatus.OK | RowStatus.KV_MISMATCH | RowStatus.VOID:
                 entry.valid = _usable_length(sequence, result)
                 self._lost_kv(target, sequence, result)
             case RowStatus.UNKNOWN_SEQUENCE:

@@ -156,17 +156,16 @@ class WorkerSequences:
     def follow(self, sequence_id: int, kv_len: int, prefix_digest: int) -> PreparedRow:
         """As `prepare`, for a row that feeds the token which the sequence's last row has sampled.
 
-        Raises RowRejectedError where that row has sampled none, or one that ends the sequence's grammar.
+        Raises RowRejectedError where that row is not here, or has sampled none or one that ends the sequence's grammar.
         """
         if self._role is Role.DRAFT:
             raise RowRejectedError(RowStatus.INVALID, "following rows are for target workers, this is a draft worker")
         held = self._sequences.get(sequence_id)
-        # Only in order not to make two more calls for every row: `held` would say the same.
         if held is None or held.table.length != kv_len or held.tokens.digest(kv_len) != prefix_digest:
-            held = self.held(sequence_id, kv_len, prefix_digest)
+            raise RowRejectedError(RowStatus.VOID, "the row that it follows is not here", held)
         token, grammar = held.sampled, held.sampling.grammar
         if token is None or (grammar is not None and token in grammar.end_token_ids):
-            raise RowRejectedError(RowStatus.KV_MISMATCH, "the row that it follows has sampled no token to go on", held)
+            raise RowRejectedError(RowStatus.VOID, "the row that it follows has sampled no token to go on from", held)
         if kv_len >= self._engine.max_sequence_length:
             most = self._engine.max_sequence_length
             error = f"the row would reach {kv_len + 1} tokens, must be at most {most}"

@@ -28,7 +28,7 @@ _NO_TARGET = "no_target"
 _REFUSALS = (*(cause.value for cause in RefusalCause), _NO_TARGET)
 _KV_LOST = "kv_lost"
 _RECOVERIES = (*(f"{role.value}_lost" for role in (Role.TARGET, Role.DRAFT)), _KV_LOST)
-_ROW_ERRORS = tuple(status.value for status in RowStatus if status is not RowStatus.OK)
+_ROW_ERRORS = tuple(status.value for status in RowStatus if status not in (RowStatus.OK, RowStatus.VOID))
 
 _LOST_KV = (RowStatus.UNKNOWN_SEQUENCE, RowStatus.KV_MISMATCH)
 

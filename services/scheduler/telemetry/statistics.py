@@ -226,7 +226,7 @@ class ServiceStatistics(ServiceObserver):
         worker.packed_rows += timings.packed_rows
         worker.padding_rows += timings.padding_rows
         for row, result in zip(step.rows, results, strict=True):
-            if result.status is not RowStatus.OK:
+            if result.status is not RowStatus.OK and result.status is not RowStatus.VOID:
                 self._row_errors[result.status.value] += 1
             if row.committed:
                 self._prefix_queries[role] += len(row.committed)

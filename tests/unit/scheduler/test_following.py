@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from scheduler.messages import FinishReason, FinishSequence, Role, Row, RowResult, RowStatus, SendStep
+from scheduler.state.digests import EMPTY_DIGEST
 from tests.unit.scheduler.driver import Driver, expected, of_type, outputs
 
 
@@ -66,6 +67,24 @@ def test_after_a_row_that_failed_the_next_one_is_sent_again() -> None:
         return None
 
     driver.answer("target", instead=lost)
+    driver.settle()
+    assert [outputs(driver, one) for one in (1, 2)] == [expected(driver, one) for one in (1, 2)]
+
+
+def test_kv_that_is_lost_between_two_rows_is_computed_again() -> None:
+    """The row that follows is the first to find nothing; the next one learns that the sequence is unknown."""
+    driver = following(Driver(draft_length=0))
+    for _ in range(4):
+        driver.answer("target")
+
+    def void(row: Row) -> RowResult | None:
+        if row.sequence_id == 1 and row.follows:
+            driver.workers["target"].forget(1)
+            return RowResult(1, RowStatus.VOID, 0, EMPTY_DIGEST)
+        return None
+
+    driver.answer("target", instead=void)
+    driver.answer("target", instead=void)  # it was under way
     driver.settle()
     assert [outputs(driver, one) for one in (1, 2)] == [expected(driver, one) for one in (1, 2)]
 
