@@ -39,7 +39,17 @@ def nested(depth: int) -> dict[str, Any]:
     return schema
 
 
+TWO = {"type": "object", "properties": {"s": {"type": "integer"}, "t": {"type": "integer"}}, "required": ["s", "t"]}
+LARGE = 9007199254740993
 BAD_SCHEMAS: list[tuple[dict[str, Any], str]] = [
+    # In these, the library would write a comma and find no name for what follows, or another number.
+    (
+        {**TWO, "patternProperties": {"^s$": {"type": "integer"}}, "additionalProperties": False},
+        r"cannot be used: patternProperties has '\^s\$', which matches no name",
+    ),
+    ({"enum": [LARGE]}, f"the number {LARGE} has too many digits, it would become {LARGE - 1}"),
+    ({"type": "integer", "minimum": LARGE, "maximum": LARGE}, f"minimum is {LARGE}, must be between"),
+    ({"const": 123456789.12345679}, "the number 123456789.12345679 has too many digits"),
     ({"type": "number?"}, "cannot be used: Invalid type: number"),
     ({"$ref": "#"}, "cannot be used: no text fits$"),
     (CIRCULAR, "cannot be used: no text fits$"),

@@ -206,6 +206,12 @@ def test_fields_that_mean_off_are_accepted(talk: Open) -> None:
             "verbosity": "medium",
             "top_logprobs": 0,
         },
+        # Known to the server, which does nothing of the kind.
+        **{"reasoning_effort": "none", "function_call": "auto", "modalities": ["text"], "add_special_tokens": False},
+        **{key: [] for key in ("documents", "functions", "logits_processors")},
+        **{key: {} for key in ("media_io_kwargs", "mm_processor_kwargs", "vllm_xargs")},
+        **dict.fromkeys(("early_stopping", "return_token_ids", "return_tokens_as_token_ids"), False),
+        "spaces_between_special_tokens": True,
     }
     with talk(HERMES) as model:
         response = post(model, "Well.", **fields, extra=None)
