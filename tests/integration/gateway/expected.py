@@ -50,6 +50,10 @@ BAD_SCHEMAS: list[tuple[dict[str, Any], str]] = [
     ({"enum": [LARGE]}, f"the number {LARGE} has too many digits, it would become {LARGE - 1}"),
     ({"type": "integer", "minimum": LARGE, "maximum": LARGE}, f"minimum is {LARGE}, must be between"),
     ({"const": 123456789.12345679}, "the number 123456789.12345679 has too many digits"),
+    (
+        {"$defs": {"a": {"type": "array", "items": {"$ref": "#/$defs/a"}, "minItems": 1}}},
+        r"cannot be used: \$defs\.a: no text fits",
+    ),
     ({"type": "number?"}, "cannot be used: Invalid type: number"),
     ({"$ref": "#"}, "cannot be used: no text fits$"),
     (CIRCULAR, "cannot be used: no text fits$"),
