@@ -28,5 +28,5 @@ class Pace:
         packed = sum(tokens for tokens, _ in pairs)
         if role is Role.TARGET:
             return self.target_step + self.target_row * packed
-        passes = max(1, *(proposed for _, proposed in pairs), 1)
+        passes = max(1, *(proposed for _, proposed in pairs))
         return self.draft_pass * passes + self.draft_row * packed

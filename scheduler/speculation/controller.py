@@ -236,11 +236,9 @@ class Controller:
         return min(length, longest)
 
     def stays_plain(self, sequence: Sequence) -> bool:
-        """Whether `for_round` will say 0 after the round under way, whatever comes of that."""
+        """Whether `for_round`, with a draft worker, will say 0 after the round under way, whatever comes of that."""
         target = sequence.target
-        if target is None or not self._fleet.drafts:
-            return True
-        if not self._auto or sequence.request.draft_length is not None:
+        if target is None or not self._auto or sequence.request.draft_length is not None:
             return False
         figures = self.target(target)
         return not (figures.probe_due or figures.plain_step or self._length(figures, sequence))
