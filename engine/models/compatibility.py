@@ -15,6 +15,7 @@ from engine.kv.paged_kv import LayerKv
 from engine.kv.pages import PagePool, PageTable
 from engine.passes.layout import BatchedSequence
 from engine.passes.runner import ModelRunner
+from engine.quantization.checkpoints import check_quantization
 
 PROVED_FAMILIES = frozenset(
     [
@@ -98,10 +99,7 @@ def check_config(config: PreTrainedConfig) -> None:
             raise UnsupportedModelError(
                 f"{family} has rotary positions of type {kind}, which depend on the other sequences of a pass"
             )
-    quantization = getattr(config, "quantization_config", None)
-    if quantization is not None:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
-        raise UnsupportedModelError(f"{family} has weights quantised by {method}, which are not supported")
+    check_quantization(config)
 
 
 def check_passes(runner: ModelRunner, pool: PagePool) -> None:

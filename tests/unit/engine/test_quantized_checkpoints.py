@@ -1,0 +1,348 @@
+"""Quantised checkpoints, written here by the arithmetic of their formats, read as the numbers that they stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from transformers import LlamaConfig
+
+from engine.errors import UnsupportedModelError
+from engine.models.compatibility import check_config
+from engine.quantization.checkpoints import checkpoint_weights
+from engine.quantization.weights import QuantizedWeight
+
+LAYER = "model.layers.0.mlp.up_proj"
+WEIGHT = f"{LAYER}.weight"
+NORM = "model.norm.weight"
+
+
+@dataclass
+class Case:
+    """A checkpoint: tensors of one layer by the last part of their names, and the numbers that they stand for."""
+
+    quantization: dict[str, Any]
+    tensors: dict[str, torch.Tensor]
+    expected: np.ndarray
+    form: tuple[int, int] | None
+    """Bits and group of the weight as it is read; None for plain numbers."""
+
+
+def write(folder: Path, case: Case) -> LlamaConfig:
+    tensors = {f"{LAYER}.{name}": tensor.contiguous() for name, tensor in case.tensors.items()}
+    save_file({**tensors, NORM: torch.arange(3.0)}, folder / "model.safetensors")
+    return LlamaConfig(quantization_config=case.quantization)
+
+
+def words(numbers: np.ndarray, bits: int) -> torch.Tensor:
+    """int32 `[rows, words]` of numbers `[rows, count]`, the first in the lowest bits."""
+    count = 32 // bits
+    padded = np.zeros((len(numbers), -(-numbers.shape[1] // count) * count), np.uint32)
+    padded[:, : numbers.shape[1]] = numbers
+    packed = np.zeros((len(numbers), padded.shape[1] // count), np.uint32)
+    for place in range(count):
+        packed |= padded[:, place::count] << np.uint32(bits * place)
+    return torch.from_numpy(packed.view(np.int32))
+
+
+def numbers(seed: int, low: int, high: int, *shape: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(low, high, shape)
+
+
+def some_scales(out: int, groups: int) -> np.ndarray:
+    return np.random.default_rng(7).uniform(0.01, 0.1, (out, groups)).astype(np.float16)
+
+
+def spread(groups: np.ndarray, inputs: int) -> np.ndarray:
+    """What each input has of numbers of its group, float64."""
+    return groups.astype(np.float64)[:, np.arange(inputs) // (-(-inputs // groups.shape[1]))]
+
+
+def compressed(name: str, bits: int, **weights: Any) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": {"num_bits": bits, "type": "int", **weights}}
+    return {"quant_method": "compressed-tensors", "format": name, "config_groups": {"group_0": group}}
+
+
+def packed(bits: int, groups: int, inputs: int, out: int = 24, zeros: bool = False, order: bool = False) -> Case:
+    half = 2 ** (bits - 1)
+    codes, scales = numbers(0, -half, half, out, inputs), some_scales(out, groups)
+    zero = numbers(1, -half, half, out, groups) if zeros else np.zeros((out, groups), int)
+    expected = (codes - spread(zero, inputs)) * spread(scales, inputs)
+    tensors = {
+        "weight_packed": words(codes + half, bits),
+        "weight_scale": torch.from_numpy(scales),
+        "weight_shape": torch.tensor([out, inputs]),
+    }
+    if zeros:
+        tensors["weight_zero_point"] = words((zero + half).T, bits).T
+    size = inputs // groups
+    if order:
+        index = np.random.default_rng(3).permutation(inputs) % groups
+        tensors["weight_g_idx"] = torch.from_numpy(index.astype(np.int32))
+        expected = (codes - zero[:, index]) * scales.astype(np.float64)[:, index]
+    plain = order or inputs % 32 or size % 16
+    return Case(
+        compressed("pack-quantized", bits), tensors, expected, None if plain else (bits, 16 if size % 32 else 32)
+    )
+
+
+def whole_bytes(groups: int, zeros: bool = False, flat: bool = False) -> Case:
+    """int8, as W8A8 has them."""
+    codes, scales = numbers(0, -128, 128, 24, 96), some_scales(24, groups)
+    zero = numbers(1, -128, 128, 24, groups) if zeros else np.zeros((24, groups), int)
+    expected = (codes - spread(zero, 96)) * spread(scales, 96)
+    scale = torch.from_numpy(scales).bfloat16()
+    expected = expected / spread(scales, 96) * spread(scale.float().numpy(), 96)
+    tensors = {"weight": torch.from_numpy(codes.astype(np.int8)), "weight_scale": scale.flatten() if flat else scale}
+    if zeros:
+        tensors["weight_zero_point"] = torch.from_numpy(zero.astype(np.int8))
+    return Case(compressed("int-quantized", 8), tensors, expected, (8, 32))
+
+
+def awq(groups: int = 2, inputs: int = 128, **quantization: Any) -> Case:
+    codes, zero, scales = numbers(0, 0, 16, 24, inputs), numbers(1, 0, 16, 24, groups), some_scales(24, groups)
+
+    def interleaved(values: np.ndarray) -> torch.Tensor:
+        """Eight outputs to a word, at bits 0, 4, 8 ... the even ones before the odd ones."""
+        order = [0, 2, 4, 6, 1, 3, 5, 7]
+        return words(values.reshape(len(values), -1, 8)[:, :, order].reshape(values.shape), 4)
+
+    tensors = {
+        "qweight": interleaved(codes.T),
+        "qzeros": interleaved(zero.T),
+        "scales": torch.from_numpy(scales.T.copy()),
+    }
+    expected = (codes - spread(zero, inputs)) * spread(scales, inputs)
+    return Case({"quant_method": "awq", "bits": 4, **quantization}, tensors, expected, (4, 32))
+
+
+def gptq(bits: int, groups: int = 2, inputs: int = 128, order: str = "plain", version: str | None = None) -> Case:
+    codes, zero = numbers(0, 0, 2**bits, 24, inputs), numbers(1, 1, 2**bits, 24, groups)
+    scales, size = some_scales(24, groups), -(-inputs // groups)
+    index = np.arange(inputs) // size
+    if order == "mixed":
+        index = np.random.default_rng(3).permutation(index)
+    tensors = {
+        "qweight": words(codes, bits).T,
+        "qzeros": words(zero.T if version == "gptq_v2" else zero.T - 1, bits),
+        "scales": torch.from_numpy(scales.T.copy()),
+        "g_idx": torch.from_numpy(index.astype(np.int32)),
+    }
+    if order == "unsaid":
+        del tensors["g_idx"]
+    expected = (codes - zero[:, index]) * scales.astype(np.float64)[:, index]
+    quantization = {"quant_method": "gptq", "bits": bits, "desc_act": order == "mixed"}
+    if version is not None:
+        quantization["checkpoint_format"] = version
+    form = None if order == "mixed" or inputs % groups or inputs % 32 else (bits, 32)
+    return Case(quantization, tensors, expected, form)
+
+
+def borrowed() -> Case:
+    """Zero points that are 0: one less is taken off the whole word, so the next number lends to it."""
+    case = gptq(4)
+    zero = numbers(1, 0, 3, 24, 2)
+    word = words(zero.T, 4).numpy().view(np.uint32) - np.uint32(0x11111111)
+    codes, scales = numbers(0, 0, 16, 24, 128), some_scales(24, 2)
+    tensors = {**case.tensors, "qzeros": torch.from_numpy(word.view(np.int32))}
+    return Case(case.quantization, tensors, (codes - spread(zero, 128)) * spread(scales, 128), (4, 32))
+
+
+def float8(scale: np.ndarray, full: np.ndarray, name: str, quantization: dict[str, Any], shape: Any = None) -> Case:
+    weight = torch.randn(40, 72, generator=torch.Generator().manual_seed(2)).to(torch.float8_e4m3fn)
+    stored = torch.from_numpy(scale.astype(np.float32))
+    tensors = {"weight": weight, name: stored if shape is None else stored.reshape(shape)}
+    return Case(quantization, tensors, weight.double().numpy() * full.astype(np.float32), None)
+
+
+def blocks(name: str, quantization: dict[str, Any]) -> Case:
+    scale = np.random.default_rng(5).uniform(0.5, 2, (3, 5))
+    full = np.array([[scale[row // 16, column // 16] for column in range(72)] for row in range(40)])
+    return float8(scale, full, name, quantization)
+
+
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+BLOCKS = {"block_structure": [16, 16], "strategy": "block", "type": "float"}
+PER_OUTPUT = np.linspace(0.5, 2, 40)[:, None]
+
+CASES: dict[str, Callable[[], Case]] = {
+    "pack-quantized, 4 bits, groups of 128": lambda: packed(4, 2, 256),
+    "pack-quantized, 4 bits, groups of 64, zero points": lambda: packed(4, 3, 192, zeros=True),
+    "pack-quantized, 4 bits, groups of 16": lambda: packed(4, 4, 64),
+    "pack-quantized, 4 bits, groups of 48": lambda: packed(4, 2, 96, zeros=True),
+    "pack-quantized, 4 bits, groups of 8": lambda: packed(4, 8, 64),
+    "pack-quantized, 4 bits, per output": lambda: packed(4, 1, 96, zeros=True),
+    "pack-quantized, 4 bits, 27 outputs": lambda: packed(4, 2, 64, out=27, zeros=True),
+    "pack-quantized, 4 bits, 72 inputs": lambda: packed(4, 1, 72, zeros=True),
+    "pack-quantized, 4 bits, 45 inputs": lambda: packed(4, 3, 45),
+    "pack-quantized, 4 bits, inputs in another order": lambda: packed(4, 2, 128, zeros=True, order=True),
+    "pack-quantized, 8 bits, groups of 64": lambda: packed(8, 2, 128),
+    "pack-quantized, 8 bits, per output, zero points": lambda: packed(8, 1, 128, out=23, zeros=True),
+    "int-quantized, per output": lambda: whole_bytes(1),
+    "int-quantized, per output, a scale each": lambda: whole_bytes(1, flat=True),
+    "int-quantized, groups of 32, zero points": lambda: whole_bytes(3, zeros=True),
+    "awq": awq,
+    "awq, groups of 32, version GEMM": lambda: awq(4, version="GEMM", zero_point=True),
+    "awq, per output": lambda: awq(1),
+    "gptq, 4 bits": lambda: gptq(4),
+    "gptq, 4 bits, v1 by name": lambda: gptq(4, version="gptq"),
+    "gptq, 4 bits, v2": lambda: gptq(4, version="gptq_v2"),
+    "gptq, 8 bits": lambda: gptq(8, groups=4),
+    "gptq, 8 bits, per output, v2": lambda: gptq(8, groups=1, version="gptq_v2"),
+    "gptq, no order in the file": lambda: gptq(4, order="unsaid"),
+    "gptq, inputs in another order": lambda: gptq(4, order="mixed"),
+    "gptq, the last group shorter": lambda: gptq(4, groups=3, inputs=160),
+    "gptq, zero points of 0": borrowed,
+    "fp8, blocks": lambda: blocks("weight_scale_inv", {**FP8, "weight_block_size": [16, 16]}),
+    "fp8, one scale": lambda: float8(np.array(0.25), np.array(0.25), "weight_scale", FP8),
+    "float-quantized, per output": lambda: float8(
+        PER_OUTPUT, PER_OUTPUT, "weight_scale", compressed("float-quantized", 8, type="float")
+    ),
+    "float-quantized, blocks": lambda: blocks("weight_scale", compressed("float-quantized", 8, **BLOCKS)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_numbers_are_those_of_the_format(name: str, tmp_path: Path) -> None:
+    case = CASES[name]()
+    read = dict(checkpoint_weights(tmp_path, write(tmp_path, case)))
+    assert read.keys() == {WEIGHT, NORM}
+    weight = read[WEIGHT]
+    if case.form is None:
+        assert isinstance(weight, torch.Tensor)
+        found = weight
+    else:
+        assert isinstance(weight, QuantizedWeight)
+        assert (weight.bits, weight.group) == case.form
+        found = weight.expanded()
+    np.testing.assert_allclose(found.numpy(), case.expected, rtol=2e-6, atol=2e-6)
+    norm = read[NORM]
+    assert isinstance(norm, torch.Tensor)
+    assert norm.tolist() == [0, 1, 2]
+
+
+def test_parts_of_a_weight_may_be_in_different_files(tmp_path: Path) -> None:
+    case = packed(4, 2, 128)
+    config = write(tmp_path, case)
+    whole = dict(checkpoint_weights(tmp_path, config))
+    (tmp_path / "model.safetensors").unlink()
+    names = {f"{LAYER}.{name}": f"model-{number}.safetensors" for number, name in enumerate(case.tensors)}
+    for name, file in names.items():
+        save_file({name: case.tensors[name.removeprefix(f"{LAYER}.")]}, tmp_path / file)
+    (tmp_path / "model.safetensors.index.json").write_text(str({"weight_map": names}).replace("'", '"'))
+    [(name, weight)] = checkpoint_weights(tmp_path, config)
+    expected = whole[name]
+    assert isinstance(weight, QuantizedWeight)
+    assert isinstance(expected, QuantizedWeight)
+    assert torch.equal(weight.expanded(), expected.expanded())
+
+
+def without(name: str) -> Callable[[dict[str, torch.Tensor]], object]:
+    return lambda tensors: tensors.pop(name)
+
+
+def changed(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[dict[str, torch.Tensor]], object]:
+    return lambda tensors: tensors.update({name: change(tensors[name])})
+
+
+def cut(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor[:-1]
+
+
+DAMAGES = {
+    "no scale": (packed(4, 2, 128), without("weight_scale"), "holds no {}.weight_scale"),
+    "no shape": (packed(4, 2, 128), without("weight_shape"), "holds no {}.weight_shape"),
+    "a shape of other numbers": (
+        packed(4, 2, 128),
+        changed("weight_shape", lambda shape: shape + 64),
+        "{}.weight_packed has the shape",
+    ),
+    "scales of too few outputs": (packed(4, 2, 128), changed("weight_scale", cut), "{}.weight_scale has the shape"),
+    "groups that do not divide": (
+        packed(4, 2, 128),
+        changed("weight_scale", lambda scale: torch.cat([scale, scale[:, :1]], dim=1)),
+        "{}.weight_packed has 128 inputs",
+    ),
+    "an endless scale": (
+        packed(4, 2, 128),
+        changed("weight_scale", lambda scale: scale * torch.inf),
+        "{}.weight_scale holds a value that is not a finite number",
+    ),
+    "packed floats": (
+        packed(4, 2, 128),
+        changed("weight_packed", torch.Tensor.float),
+        "{}.weight_packed is of dtype F32, must be I32",
+    ),
+    "packed zero points of too few outputs": (
+        packed(4, 2, 128, zeros=True),
+        changed("weight_zero_point", cut),
+        "{}.weight_zero_point has the shape",
+    ),
+    "a group that is none": (
+        packed(4, 2, 128, order=True),
+        changed("weight_g_idx", lambda index: index + 1),
+        "{}.weight_g_idx holds a group",
+    ),
+    "int8 of three dimensions": (whole_bytes(1), changed("weight", lambda w: w[None]), "{}.weight has the shape"),
+    "zero points of other groups": (
+        whole_bytes(3, zeros=True),
+        changed("weight_zero_point", lambda zero: zero[:, :2]),
+        "{}.weight_zero_point has the shape",
+    ),
+    "int8 without a scale": (whole_bytes(1), without("weight_scale"), "holds no {}.weight_scale"),
+    "integers": (whole_bytes(1), changed("weight", torch.Tensor.int), "{}.weight is of dtype I32, must be"),
+    "awq without zero points": (awq(), without("qzeros"), "holds no {}.qzeros"),
+    "awq with other scales": (awq(), changed("scales", lambda scale: scale[:, :-1]), "{}.scales has the shape"),
+    "awq of int8": (awq(), changed("qweight", torch.Tensor.char), "{}.qweight is of dtype I8, must be I32"),
+    "gptq without scales": (gptq(4), without("scales"), "holds no {}.scales"),
+    "gptq with fewer zero points": (gptq(4), changed("qzeros", cut), "{}.qzeros has the shape"),
+    "gptq of too few inputs": (gptq(4), changed("qweight", cut), "{}.g_idx has the shape"),
+    "fp8 without a scale": (CASES["fp8, one scale"](), without("weight_scale"), "holds no {}.weight_scale"),
+    "fp8 with other blocks": (
+        CASES["fp8, blocks"](),
+        changed("weight_scale_inv", cut),
+        "{}.weight_scale_inv has the shape",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_checkpoint_is_refused_by_the_name_of_the_tensor(name: str, tmp_path: Path) -> None:
+    case, damage, message = DAMAGES[name]
+    tensors = dict(case.tensors)
+    damage(tensors)
+    config = write(tmp_path, Case(case.quantization, tensors, case.expected, case.form))
+    with pytest.raises(UnsupportedModelError) as refused:
+        list(checkpoint_weights(tmp_path, config))
+    assert message.format(LAYER) in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "message"),
+    [
+        ({"quant_method": "aqlm"}, "quantised by aqlm, which are not supported"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "in format gemv, must be gemm"),
+        ({"quant_method": "awq", "bits": 8}, "to 8 bits, must be 4"),
+        ({"quant_method": "gptq", "bits": 3}, "to 3 bits, must be 4 or 8"),
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "in format marlin, must be gptq or"),
+        (compressed("nvfp4-pack-quantized", 4), "in format nvfp4-pack-quantized, must be pack-quantized"),
+        (compressed("pack-quantized", 2), "to 2 bits, must be 4 or 8"),
+        ({**compressed("pack-quantized", 4), "sparsity_config": {"format": "sparse-24-bitmask"}}, "a sparsity_config"),
+        ({**compressed("pack-quantized", 4), "transform_config": {"config_groups": {"u": {}}}}, "a transform_config"),
+    ],
+)
+def test_other_formats_are_refused_by_the_configuration(quantization: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        check_config(LlamaConfig(quantization_config=quantization))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_configurations_of_these_formats_pass(name: str) -> None:
+    check_config(LlamaConfig(quantization_config=CASES[name]().quantization))
