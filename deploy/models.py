@@ -9,7 +9,7 @@ from pathlib import Path
 from deploy.errors import RunError, UsageError
 from deploy.options import DEMO, NGRAM, NO_DRAFT, ModelSettings
 from deploy.progress import Reporter, say
-from engine.errors import TokenizerError
+from engine.errors import TokenizerError, UnsupportedModelError
 from engine.models.demo import DemoBuildError
 from engine.models.fetching import fetch_model
 from engine.models.source import ModelNotFoundError, longest_sequence, resolve_model
@@ -64,7 +64,7 @@ def fetch(name: str, role: Role, reporter: Reporter) -> Path:
     try:
         source = resolve_model(name, role)
         return fetch_model(source, lambda message, fraction: reporter.stage(name, message, fraction))
-    except ModelNotFoundError as error:
+    except (ModelNotFoundError, UnsupportedModelError) as error:
         raise UsageError(f"{role.value} model {error}") from error
     except DemoBuildError as error:
         raise RunError(str(error)) from error

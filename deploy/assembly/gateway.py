@@ -122,10 +122,13 @@ def _api_keys(config: SpoolConfig) -> list[str]:
 
 
 def _model_files(config: SpoolConfig) -> tuple[ModelTokenizer, SamplingDefaults]:
-    """The tokenizer, and the sampling defaults. The demo has these files only together with its weights."""
+    """The tokenizer, and the sampling defaults. The demo and GGUF files have these only together with weights."""
     source = resolve_model(config.models.target, Role.TARGET)
     if source.kind is SourceKind.DEMO:
         tokenizer = ModelTokenizer(fetch_model(source, lambda message, fraction: None), demo_chat_template())
         return tokenizer, config.gateway.sampling or _DEMO_SAMPLING
-    tokenizer = load_tokenizer(str(source.folder or config.models.target))
+    if source.kind is SourceKind.GGUF:
+        tokenizer = ModelTokenizer(fetch_model(source, lambda message, fraction: None))
+    else:
+        tokenizer = load_tokenizer(str(source.folder or config.models.target))
     return tokenizer, config.gateway.sampling or model_sampling_defaults(tokenizer.folder)

@@ -61,7 +61,7 @@ def verify_command(settings: VerifySettings) -> int:
 
 def fetch_command(
     names: Annotated[
-        list[str] | None, typer.Argument(metavar="NAME...", help="`demo`, folders, or hub ids of models.")
+        list[str] | None, typer.Argument(metavar="NAME...", help="`demo`, folders, GGUF files, or hub ids of models.")
     ] = None,
 ) -> int:
     """Downloads and prepares models, so that later commands start at once."""

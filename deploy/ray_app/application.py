@@ -52,7 +52,7 @@ def application(config: SpoolConfig) -> Application:
     if not config.internal.chosen:
         internal = config.internal.model_copy(update={"token": SecretStr(random_token())})
         config = config.model_copy(update={"internal": internal})
-    config = _with_folders_found(config)
+    config = _with_paths_found(config)
     threads = {role: config.threads(role) for role in config.roles}
     plan = Plan(config, gpus_per_replica(config), threads)
     schedulers = {cell: _scheduler(plan, cell).bind(plan, cell) for cell in config.groups.cell_numbers}
@@ -74,16 +74,20 @@ def settled(config: SpoolConfig) -> SpoolConfig:
         if gpus[role] > 0 or group.accelerator_type is None:
             known["num_gpus"] = gpus[role]
         groups[role.value] = group.model_copy(update=known)
-    return _with_folders_found(config.model_copy(update={"groups": config.groups.model_copy(update=groups)}))
+    return _with_paths_found(config.model_copy(update={"groups": config.groups.model_copy(update=groups)}))
 
 
-def _with_folders_found(config: SpoolConfig) -> SpoolConfig:
-    """Replicas have other working directories than this process, from which folders of models are meant."""
+def _with_paths_found(config: SpoolConfig) -> SpoolConfig:
+    """Replicas have other working directories than this process, from which paths of models are meant."""
     named = {"target": config.models.target, "draft": config.models.draft}
-    found = {field: str(Path(name).resolve()) for field, name in named.items() if name and Path(name).is_dir()}
+    found = {field: str(Path(name).absolute()) for field, name in named.items() if name and _is_path(name)}
     if config.models.served_model_name is None:
         found["served_model_name"] = config.models.target
     return config.model_copy(update={"models": config.models.model_copy(update=found)})
+
+
+def _is_path(model: str) -> bool:
+    return Path(model).is_dir() or model.endswith(".gguf")
 
 
 def _scheduler(plan: Plan, cell: int) -> serve.Deployment:

@@ -1,4 +1,7 @@
-"""Brings a model to this machine: builds the demo, or downloads from the hub. Knows no torch."""
+"""Brings a model to this machine: builds the demo, makes a folder of a GGUF file, or downloads from the hub.
+
+Knows no torch.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ def fetch_model(source: ModelSource, progress: Progress) -> Path:
     """Makes the model of `source` loadable, building or downloading it where needed, and returns its folder.
 
     Raises `ModelNotFoundError` if the hub does not have it, `engine.models.demo.DemoBuildError` if the demo cannot be
-    built.
+    built, `UnsupportedModelError` for a GGUF file that cannot be served.
     """
     if source.ready and source.folder is not None:
         return source.folder
@@ -21,4 +24,8 @@ def fetch_model(source: ModelSource, progress: Progress) -> Path:
         build_demo_models(progress)
         if source.folder is not None:
             return source.folder
+    if source.kind is SourceKind.GGUF:
+        from engine.quantization.gguf_folder import gguf_folder
+
+        return gguf_folder(Path(source.name).expanduser(), progress)
     return download_model(source.name, progress)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import GpuMemoryError
+from engine.models.source import GGUF_WEIGHTS
 from engine.parallel.heads import heads_of_a_rank
 from engine.passes.graph_sizes import MOST_GRAPHS, MOST_ROWS
 
@@ -107,6 +108,10 @@ def model_memory(name: str, folder: Path, dtype: str, max_num_batched_tokens: in
 
 def _elements(folder: Path, own_size: int) -> int:
     """Numbers in all files of weights, each of `own_size` bytes."""
+    if (folder / GGUF_WEIGHTS).is_file():
+        from engine.quantization.gguf_file import GgufFile
+
+        return sum(prod(tensor.shape) for tensor in GgufFile(folder / GGUF_WEIGHTS).tensors.values())
     files = list(folder.glob("*.safetensors"))
     if files:
         return sum(prod(tensor["shape"]) for tensor in chain.from_iterable(map(_tensors, files)))

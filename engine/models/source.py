@@ -24,6 +24,8 @@ CACHE_VARIABLE = "SPOOL_CACHE"
 # Raised when the way of building the demo models changes, so that folders built in an older one are built again.
 DEMO_RECIPE = 1
 DEMO_MARKER = "spool_demo.json"
+GGUF_WEIGHTS = "model.gguf"
+"""In a model folder, a file of the GGUF format that holds the weights."""
 _ASSETS = (".safetensors", ".json")
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
@@ -35,18 +37,20 @@ Progress = Callable[[str, float | None], None]
 
 
 class ModelNotFoundError(ValueError):
-    """The name is neither a built-in model, nor a folder with a model, nor a model that the hub has."""
+    """The name is neither a built-in model, nor a folder or file with a model, nor a model that the hub has."""
 
 
 class SourceKind(Enum):
     DEMO = "demo"
     FOLDER = "folder"
+    GGUF = "gguf"
     HUB = "hub"
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """Where a model for `role` comes from. `folder` is where it is or will be; None for one to be found on the hub."""
+    """Where a model for `role` comes from. `folder` is where it is or will be; None for one to be found on the hub or
+    made of a GGUF file."""
 
     name: str
     kind: SourceKind
@@ -114,7 +118,7 @@ def demo_is_built(role: Role) -> bool:
 
 
 def resolve_model(name: str, role: Role) -> ModelSource:
-    """Finds out what `name` means: `demo`, a folder, or a hub id (looked up in the local hub cache only).
+    """Finds out what `name` means: `demo`, a folder, a GGUF file, or a hub id (looked up in the local hub cache only).
 
     Raises `ModelNotFoundError` for a name that cannot be any of them.
     """
@@ -125,17 +129,21 @@ def resolve_model(name: str, role: Role) -> ModelSource:
         if not (path / "config.json").is_file():
             raise ModelNotFoundError(f"{name}: the folder holds no config.json, so no model")
         if not _has_weights(path):
-            raise ModelNotFoundError(f"{name}: the folder holds no weights (*.safetensors)")
+            raise ModelNotFoundError(f"{name}: the folder holds no weights (*.safetensors, {GGUF_WEIGHTS})")
         return ModelSource(name, SourceKind.FOLDER, path.resolve(), role)
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise ModelNotFoundError(f"{name}: no such file")
+        return ModelSource(name, SourceKind.GGUF, None, role)
     if path.exists():
-        raise ModelNotFoundError(f"{name} is a file, must be a folder with a Hugging Face model")
+        raise ModelNotFoundError(f"{name} is a file, must be a folder with a Hugging Face model or a *.gguf file")
     if not _HUB_ID.fullmatch(name):
         raise ModelNotFoundError(f"{name}: no such folder, and not a hub id (organisation/model)")
     return ModelSource(name, SourceKind.HUB, _in_hub_cache(name), role)
 
 
 def _has_weights(folder: Path) -> bool:
-    return any(folder.glob("*.safetensors")) or any(folder.glob("*.bin"))
+    return any(folder.glob("*.safetensors")) or any(folder.glob("*.bin")) or (folder / GGUF_WEIGHTS).is_file()
 
 
 def _in_hub_cache(name: str) -> Path | None:

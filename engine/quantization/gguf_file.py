@@ -6,6 +6,7 @@ that size is made. Known to launchers, so torch is imported where a tensor is re
 
 from __future__ import annotations
 
+import hashlib
 import mmap
 import struct
 from dataclasses import dataclass
@@ -70,6 +71,16 @@ class GgufFile:
             return tensor_of_blocks(self._bytes, tensor.type, tensor.shape, tensor.offset)
         except ValueError as error:
             raise UnsupportedModelError(f"{self.path.name}: {name} {error}") from error
+
+    def floats(self, name: str) -> tuple[float, ...]:
+        """The numbers of a tensor of type F32, without torch."""
+        tensor = self.tensors[name]
+        if tensor.type != "F32":
+            raise self._error(f"the type of {name}", tensor.type, "F32")
+        return struct.unpack_from(f"<{tensor.size // 4}f", self._bytes, tensor.offset)
+
+    def header_digest(self) -> str:
+        return hashlib.sha256(self._bytes[: self._at]).hexdigest()
 
     def _read_header(self) -> None:
         magic = self._take(4, "the first bytes")

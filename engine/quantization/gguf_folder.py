@@ -1,0 +1,285 @@
+"""From a GGUF file to a model folder: configuration and tokenizer as files of Hugging Face's, the weights as they are.
+
+No torch here: models are made ready by launchers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
+from tokenizers.models import BPE
+
+from engine.errors import UnsupportedModelError, one_line
+from engine.models.source import GGUF_WEIGHTS, Progress, cache_folder
+from engine.quantization.gguf_file import GgufFile
+
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+
+# Raised when folders are made in another way, so that those of an older one are not used.
+_RECIPE = 1
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5
+# Tokens by name that end an answer, whatever the header calls them.
+_ENDS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>", "<|eom_id|>")
+_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+_WORDS_BY_PRE = {
+    "llama-bpe": _WORDS.replace("DIGITS", "{1,3}"),
+    "llama3": _WORDS.replace("DIGITS", "{1,3}"),
+    "qwen2": _WORDS.replace("DIGITS", ""),
+}
+_PRES = (*_WORDS_BY_PRE, "smollm", "gpt-2")
+# Of Llama 3's scaling of rotary positions, alike in all its versions.
+_LOW, _HIGH, _ORIGINAL_POSITIONS = 1.0, 4.0, 8192
+
+
+def gguf_folder(path: Path, progress: Progress) -> Path:
+    """The folder of the model in the file at `path`, made in the cache folder where it is not there yet.
+
+    It has a link to the file, so its name tells files apart by their places too. Raises UnsupportedModelError.
+    """
+    progress(f"reading {path.name}", None)
+    path = path.absolute()
+    file = GgufFile(path)
+    digest = hashlib.sha256(f"{_RECIPE} {path} {path.stat().st_size} {file.header_digest()}".encode()).hexdigest()
+    root = cache_folder() / "gguf"
+    folder = root / digest[:16]
+    if folder.is_dir():
+        return folder
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".making-", dir=root) as scratch:
+            made = Path(scratch) / "model"
+            made.mkdir()
+            write_model_files(file, made)
+            (made / GGUF_WEIGHTS).symlink_to(path)
+            try:
+                made.rename(folder)
+            except OSError:
+                # Another process was quicker.
+                if not folder.is_dir():
+                    raise
+    except OSError as error:
+        raise UnsupportedModelError(f"{path.name}: cannot write to {root}: {error.strerror}") from error
+    return folder
+
+
+def write_model_files(file: GgufFile, folder: Path) -> None:
+    """All files of the model but the weights. Raises UnsupportedModelError."""
+    config = model_config(file)
+    tokenizer = model_tokenizer(file)
+    ids = {name: config[f"{name}_token_id"] for name in ("bos", "eos", "pad")}
+    ids["unk"] = _token_id(file, "tokenizer.ggml.unknown_token_id")
+    named = {f"{name}_token": tokenizer.id_to_token(number) for name, number in ids.items() if number is not None}
+    ends = [ids["eos"], _token_id(file, "tokenizer.ggml.eot_token_id"), *map(tokenizer.token_to_id, _ENDS)]
+    generation = {f"{name}_token_id": ids[name] for name in ("bos", "pad") if ids[name] is not None}
+    generation["eos_token_id"] = list(dict.fromkeys(end for end in ends if end is not None))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": config["max_position_embeddings"],
+        **named,
+    }
+    contents = {"config.json": config, "generation_config.json": generation, "tokenizer_config.json": settings}
+    for name, content in contents.items():
+        (folder / name).write_text(json.dumps(content, indent=2), encoding="utf-8")
+    tokenizer.save(str(folder / "tokenizer.json"))
+    template = file.metadata.get("tokenizer.chat_template")
+    if isinstance(template, str):
+        (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
+
+
+def model_config(file: GgufFile) -> dict[str, Any]:
+    """What transformers' config.json says of the model. Raises UnsupportedModelError."""
+    kind = file.metadata.get("general.architecture")
+    if kind not in ARCHITECTURES:
+        raise _error(file, "general.architecture", kind, f"one of {', '.join(ARCHITECTURES)}")
+    hidden = _count(file, f"{kind}.embedding_length")
+    heads = _count(file, f"{kind}.attention.head_count")
+    head_dim = _count(file, f"{kind}.attention.key_length", hidden // heads)
+    for name in ("attention.value_length", "rope.dimension_count"):
+        if (found := _count(file, f"{kind}.{name}", head_dim)) != head_dim:
+            raise _error(file, f"{kind}.{name}", found, f"{head_dim}, the size of a head")
+    if "token_embd.weight" not in file.tensors:
+        raise UnsupportedModelError(f"{file.path.name} holds no token_embd.weight")
+    types = {tensor.type for tensor in file.tensors.values()} - {"F32"}
+    return {
+        "architectures": [ARCHITECTURES[kind]],
+        "model_type": kind,
+        "dtype": "float32" if not types else "float16" if types == {"F16"} else "bfloat16",
+        "hidden_size": hidden,
+        "intermediate_size": _count(file, f"{kind}.feed_forward_length"),
+        "num_hidden_layers": _count(file, f"{kind}.block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": _count(file, f"{kind}.attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "max_position_embeddings": _count(file, f"{kind}.context_length"),
+        "rms_norm_eps": _float(file, f"{kind}.attention.layer_norm_rms_epsilon"),
+        "rope_parameters": _rope(file, kind, head_dim),
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "vocab_size": file.tensors["token_embd.weight"].shape[0],
+        "bos_token_id": _token_id(file, "tokenizer.ggml.bos_token_id"),
+        "eos_token_id": _token_id(file, "tokenizer.ggml.eos_token_id"),
+        "pad_token_id": _token_id(file, "tokenizer.ggml.padding_token_id"),
+    }
+
+
+def _rope(file: GgufFile, kind: str, head_dim: int) -> dict[str, Any]:
+    theta = _float(file, f"{kind}.rope.freq_base", 10_000.0)
+    if "rope_freqs.weight" in file.tensors:
+        return {"rope_theta": theta, **_llama3_scaling(file, theta, head_dim)}
+    prefix = f"{kind}.rope.scaling."
+    stated = {key.removeprefix(prefix) for key in file.metadata if key.startswith(prefix)} - {"finetuned"}
+    scaling = file.metadata.get(f"{prefix}type", "linear" if "factor" in stated else "none")
+    if scaling == "none":
+        return {"rope_theta": theta, "rope_type": "default"}
+    if scaling not in ("linear", "yarn") or not stated <= {"type", "factor", "original_context_length"}:
+        raise _error(file, f"{prefix}*", f"{scaling} ({', '.join(sorted(stated))})", "none, linear, or yarn by factor")
+    found: dict[str, Any] = {"rope_theta": theta, "rope_type": scaling, "factor": _float(file, f"{prefix}factor")}
+    if scaling == "yarn":
+        found["original_max_position_embeddings"] = _count(file, f"{prefix}original_context_length")
+    return found
+
+
+def _llama3_scaling(file: GgufFile, theta: float, head_dim: int) -> dict[str, Any]:
+    """The file has what each frequency is divided by, transformers has what that is computed from."""
+    found = file.floats("rope_freqs.weight")
+    factor = float(max(found))
+    expected = []
+    for pair in range(head_dim // 2):
+        turns = _ORIGINAL_POSITIONS * theta ** (-2 * pair / head_dim) / (2 * math.pi)
+        share = min(max((turns - _LOW) / (_HIGH - _LOW), 0.0), 1.0)
+        expected.append(1 / ((1 - share) / factor + share))
+    if len(found) != len(expected) or not np.allclose(found, expected, rtol=1e-4):
+        raise UnsupportedModelError(
+            f"{file.path.name}: rope_freqs.weight holds other factors than Llama 3's scaling has"
+        )
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": _LOW,
+        "high_freq_factor": _HIGH,
+        "original_max_position_embeddings": _ORIGINAL_POSITIONS,
+    }
+
+
+def model_tokenizer(file: GgufFile) -> Tokenizer:
+    """With the ids that the file gives its tokens; those that only fill up the embedding are left out.
+
+    Raises UnsupportedModelError.
+    """
+    tokens = _list(file, "tokenizer.ggml.tokens", str)
+    types = _list(file, "tokenizer.ggml.token_type", int, [_NORMAL] * len(tokens))
+    if len(types) != len(tokens) or len(set(tokens)) != len(tokens):
+        raise _error(file, "tokenizer.ggml.tokens", f"{len(tokens)} tokens", "different ones, each with its type")
+    vocabulary = {token: number for number, token in enumerate(tokens) if types[number] != _UNUSED}
+    unknown = _token_id(file, "tokenizer.ggml.unknown_token_id")
+    model = file.metadata.get("tokenizer.ggml.model")
+    try:
+        if model == "gpt2":
+            tokenizer = _byte_level(file, vocabulary, None if unknown is None else tokens[unknown])
+        elif model == "llama":
+            tokenizer = _sentence_piece(file, vocabulary, types, None if unknown is None else tokens[unknown])
+        else:
+            raise _error(file, "tokenizer.ggml.model", model, "gpt2 or llama")
+        for number, token in enumerate(tokens):
+            if types[number] in (_UNKNOWN, _CONTROL, _USER_DEFINED):
+                special = types[number] != _USER_DEFINED
+                tokenizer.add_tokens([AddedToken(token, special=special, normalized=False)])
+    except UnsupportedModelError:
+        raise
+    except Exception as error:  # the library raises nothing more special
+        raise UnsupportedModelError(f"{file.path.name}: its tokenizer cannot be made: {one_line(error)}") from error
+    first = _token_id(file, "tokenizer.ggml.bos_token_id")
+    begins = model == "llama" or file.metadata.get("tokenizer.ggml.pre") in ("llama-bpe", "llama3")
+    if first is not None and file.metadata.get("tokenizer.ggml.add_bos_token", begins):
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{tokens[first]} $A", special_tokens=[(tokens[first], first)]
+        )
+    return tokenizer
+
+
+def _byte_level(file: GgufFile, vocabulary: dict[str, int], unknown: str | None) -> Tokenizer:
+    pre = file.metadata.get("tokenizer.ggml.pre")
+    if pre not in _PRES:
+        raise _error(file, "tokenizer.ggml.pre", pre, f"one of {', '.join(_PRES)}")
+    # A space is no letter of these tokens.
+    merges = [tuple(merge.split(" ", 1)) for merge in _list(file, "tokenizer.ggml.merges", str)]
+    words = _WORDS_BY_PRE.get(pre)
+    tokenizer = Tokenizer(BPE(vocabulary, merges, unk_token=unknown, ignore_merges=pre in ("llama-bpe", "llama3")))
+    bytes_of = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=words is None)
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    split = pre_tokenizers.Split(Regex(words), behavior="isolated") if words else digits
+    tokenizer.pre_tokenizer = bytes_of if pre == "gpt-2" else pre_tokenizers.Sequence([split, bytes_of])
+    if pre == "qwen2":
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _sentence_piece(file: GgufFile, vocabulary: dict[str, int], types: list[int], unknown: str | None) -> Tokenizer:
+    """Of Llama 2's kind: the piece of the best score is merged first, from whichever two pieces."""
+    scores = _list(file, "tokenizer.ggml.scores", float)
+    if len(scores) != len(types):
+        raise _error(file, "tokenizer.ggml.scores", f"{len(scores)} numbers", f"{len(types)}, one for each token")
+    pieces = {token: scores[number] for token, number in vocabulary.items() if types[number] == _NORMAL}
+    merges = [
+        (score, token[:cut], token[cut:])
+        for token, score in pieces.items()
+        for cut in range(1, len(token))
+        if token[:cut] in pieces and token[cut:] in pieces
+    ]
+    merges.sort(key=lambda merge: merge[0], reverse=True)
+    pairs = [(left, right) for _, left, right in merges]
+    tokenizer = Tokenizer(BPE(vocabulary, pairs, unk_token=unknown, fuse_unk=True, byte_fallback=True))
+    spaced = file.metadata.get("tokenizer.ggml.add_space_prefix", True)
+    steps: list[Any] = [normalizers.Prepend("▁")] if spaced else []
+    tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
+    steps = [decoders.Strip(" ", 1, 0)] if spaced else []
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *steps]
+    )
+    return tokenizer
+
+
+def _count(file: GgufFile, key: str, default: int | None = None) -> int:
+    value = file.metadata.get(key, default)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise _error(file, key, value, "a positive number")
+    return value
+
+
+def _float(file: GgufFile, key: str, default: float | None = None) -> float:
+    """The shortest number in decimals that float32, as files have it, does not tell from the one in the file."""
+    value = file.metadata.get(key, default)
+    if not isinstance(value, float) or not 0 < value < math.inf:
+        raise _error(file, key, value, "a positive number")
+    return float(str(np.float32(value)))
+
+
+def _token_id(file: GgufFile, key: str) -> int | None:
+    value = file.metadata.get(key)
+    tokens = file.metadata.get("tokenizer.ggml.tokens")
+    limit = len(tokens) if isinstance(tokens, list) else 0
+    if value is not None and (not isinstance(value, int) or not 0 <= value < limit):
+        raise _error(file, key, value, f"below {limit}, the number of tokens")
+    return value
+
+
+def _list(file: GgufFile, key: str, kind: type, default: list[Any] | None = None) -> list[Any]:
+    value = file.metadata.get(key, default)
+    if not isinstance(value, list) or not all(isinstance(entry, kind) for entry in value):
+        raise _error(file, key, type(value).__name__, f"a list of {kind.__name__}")
+    return value
+
+
+def _error(file: GgufFile, field: str, value: object, limit: str) -> UnsupportedModelError:
+    return UnsupportedModelError(f"{file.path.name}: {field} is {value!r:.60}, must be {limit}")
