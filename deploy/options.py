@@ -29,6 +29,13 @@ class Dtype(Enum):
     FLOAT32 = "float32"
 
 
+class Quantization(Enum):
+    AUTO = "auto"
+    NONE = "none"
+    INT8 = "int8"
+    INT4 = "int4"
+
+
 class Reference(Enum):
     GENERATE = "generate"
 
@@ -42,15 +49,16 @@ _DEMO_LOOKUP = 2
 
 
 class ModelSettings(_Frozen):
-    """The models and their dtype."""
+    """The models, their dtype and quantisation."""
 
     target: Annotated[
-        str, typer.Argument(metavar="MODEL", help="The model, called target: `demo`, a folder or a hub id.")
+        str,
+        typer.Argument(metavar="MODEL", help="The model, called target: `demo`, a folder, a GGUF file or a hub id."),
     ] = DEMO
     draft: str | None = described(
         None,
-        "Draft model: `demo`, a folder, a hub id, `ngram` (prompt lookup) or `none`. Unset: demo for the demo target, "
-        "else ngram.",
+        "Draft model: `demo`, a folder, a GGUF file, a hub id, `ngram` (prompt lookup) or `none`. Unset: demo for the "
+        "demo target, else ngram.",
     )
     draft_lookup: int | None = described(
         None,
@@ -61,6 +69,10 @@ class ModelSettings(_Frozen):
         le=LONGEST_LOOKUP_MATCH,
     )
     dtype: Dtype = described(Dtype.AUTO, "dtype of weights and KV; `auto`: the checkpoint's if the device suits it.")
+    quantization: Quantization = described(
+        Quantization.AUTO,
+        "Weights: as the checkpoint has them, expanded to dtype (`none`), or those of a plain one rounded.",
+    )
     device: str = described("auto", "`auto`, `cpu`, `cuda` or `cuda:N`; workers are spread over GPUs.")
     exact: bool = described(True, "Logits are bit-equal whatever the batch, by calibrated shapes.")
 
@@ -247,6 +259,7 @@ class RunSettings(_Frozen):
         return self.engine.for_worker(
             model=models.target if role is Role.TARGET else models.draft_name,
             dtype=models.dtype.value,
+            quantization=models.quantization.value,
             device=device,
             threads=self.threads_per_worker(),
             exact=models.exact,
@@ -281,5 +294,10 @@ class VerifySettings(RunSettings):
             raise ValueError(
                 f"temperature is {self.sampling.temperature}, must be 0 with --reference generate: "
                 "transformers draws other random numbers"
+            )
+        if self.reference is not None and self.models.quantization in (Quantization.INT8, Quantization.INT4):
+            raise ValueError(
+                f"quantization is {self.models.quantization.value}, must be auto or none with --reference "
+                "generate: transformers does not round weights"
             )
         return self

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 class EngineDescription:
     """Fields as in protos/worker.proto, WorkerDescription; the last two are for reports and stay in the process.
 
-    An empty `tokenizer_digest` fits any vocabulary. `attention` is what attends: "triton kernel", "CPU kernel" or
+    An empty `tokenizer_digest` fits any vocabulary. `quantization` is that of the weights as they are computed with,
+    such as "none", "int8" or "awq". `attention` is what attends: "triton kernel", "CPU kernel" or
     "matrix products". `graphed_row_counts`: of passes that are CUDA graphs.
     """
 
@@ -25,5 +26,6 @@ class EngineDescription:
     exact_row_counts: tuple[int, ...] = ()
     threads: int = 1
     kv_bytes_per_token: int = 0
+    quantization: str = "none"
     attention: str = ""
     graphed_row_counts: tuple[int, ...] = ()

@@ -10,6 +10,7 @@ from engine.cpu.isa import CPU_ISAS
 from engine.models.memory_plan import ModelMemory
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
+QUANTIZATIONS = ("auto", "none", "int8", "int4")
 LONGEST_LOOKUP_MATCH = 32
 MOST_RANKS = 64
 
@@ -19,8 +20,10 @@ class EngineSettings:
     """Settings of one engine. Raises `ValueError` naming field, value and limit.
 
     `model` is a folder with a Hugging Face model, or a hub id. `dtype` "auto" takes the checkpoint's own where the
-    device computes it well. `cpu_isa` limits a CPU's instruction set (engine/cpu/isa.py), with "auto" to that of
-    `SPOOL_CPU_ISA`, or not at all. `kv_pages` overrides the number of pages that `kv_memory_bytes` would give.
+    device computes it well. `quantization` "auto" keeps weights as the checkpoint has them, "none" expands quantised
+    ones to `dtype`, and "int8" and "int4" round those of a plain checkpoint.
+    `cpu_isa` limits a CPU's instruction set (engine/cpu/isa.py), with "auto" to that of `SPOOL_CPU_ISA`, or not at all.
+    `kv_pages` overrides the number of pages that `kv_memory_bytes` would give.
     Without either, KV gets a share of a CPU's free memory; of a GPU's memory, the share `gpu_memory_utilization` is
     divided among this worker and `gpu_peers`, the other workers there (engine/models/memory_plan.py).
     `max_num_batched_tokens` bounds the tokens of one forward pass, `max_model_len` those of a sequence (None: the
@@ -33,6 +36,7 @@ class EngineSettings:
 
     model: str
     dtype: str = "auto"
+    quantization: str = "auto"
     device: str = "cpu"
     cpu_isa: str = "auto"
     threads: int = 0
@@ -65,6 +69,8 @@ class EngineSettings:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype is {self.dtype!r}, must be one of {', '.join(DTYPES)}")
+        if self.quantization not in QUANTIZATIONS:
+            raise ValueError(f"quantization is {self.quantization!r}, must be one of {', '.join(QUANTIZATIONS)}")
         if self.cpu_isa not in CPU_ISAS:
             raise ValueError(f"cpu_isa is {self.cpu_isa!r}, must be one of {', '.join(CPU_ISAS)}")
         limits = (

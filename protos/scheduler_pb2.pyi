@@ -316,7 +316,7 @@ class WantedReplicas(_message.Message):
     def __init__(self, role: _Optional[_Union[_worker_pb2.Role, str]] = ..., replicas: _Optional[int] = ...) -> None: ...
 
 class WorkerStatus(_message.Message):
-    __slots__ = ("worker_id", "role", "address", "state", "reason", "model_id", "device", "dtype", "worker_epoch", "process_id", "sequences", "free_pages", "total_pages", "page_size", "steps_in_flight")
+    __slots__ = ("worker_id", "role", "address", "state", "reason", "model_id", "device", "dtype", "worker_epoch", "process_id", "sequences", "free_pages", "total_pages", "page_size", "steps_in_flight", "quantization")
     WORKER_ID_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
@@ -332,6 +332,7 @@ class WorkerStatus(_message.Message):
     TOTAL_PAGES_FIELD_NUMBER: _ClassVar[int]
     PAGE_SIZE_FIELD_NUMBER: _ClassVar[int]
     STEPS_IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+    QUANTIZATION_FIELD_NUMBER: _ClassVar[int]
     worker_id: str
     role: _worker_pb2.Role
     address: str
@@ -347,19 +348,22 @@ class WorkerStatus(_message.Message):
     total_pages: int
     page_size: int
     steps_in_flight: int
-    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[_Union[_worker_pb2.Role, str]] = ..., address: _Optional[str] = ..., state: _Optional[_Union[WorkerState, str]] = ..., reason: _Optional[str] = ..., model_id: _Optional[str] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., worker_epoch: _Optional[int] = ..., process_id: _Optional[int] = ..., sequences: _Optional[int] = ..., free_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., page_size: _Optional[int] = ..., steps_in_flight: _Optional[int] = ...) -> None: ...
+    quantization: str
+    def __init__(self, worker_id: _Optional[str] = ..., role: _Optional[_Union[_worker_pb2.Role, str]] = ..., address: _Optional[str] = ..., state: _Optional[_Union[WorkerState, str]] = ..., reason: _Optional[str] = ..., model_id: _Optional[str] = ..., device: _Optional[str] = ..., dtype: _Optional[str] = ..., worker_epoch: _Optional[int] = ..., process_id: _Optional[int] = ..., sequences: _Optional[int] = ..., free_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., page_size: _Optional[int] = ..., steps_in_flight: _Optional[int] = ..., quantization: _Optional[str] = ...) -> None: ...
 
 class ServedModel(_message.Message):
-    __slots__ = ("model_id", "vocabulary_size", "max_sequence_length", "tokenizer_digest")
+    __slots__ = ("model_id", "vocabulary_size", "max_sequence_length", "tokenizer_digest", "quantization")
     MODEL_ID_FIELD_NUMBER: _ClassVar[int]
     VOCABULARY_SIZE_FIELD_NUMBER: _ClassVar[int]
     MAX_SEQUENCE_LENGTH_FIELD_NUMBER: _ClassVar[int]
     TOKENIZER_DIGEST_FIELD_NUMBER: _ClassVar[int]
+    QUANTIZATION_FIELD_NUMBER: _ClassVar[int]
     model_id: str
     vocabulary_size: int
     max_sequence_length: int
     tokenizer_digest: bytes
-    def __init__(self, model_id: _Optional[str] = ..., vocabulary_size: _Optional[int] = ..., max_sequence_length: _Optional[int] = ..., tokenizer_digest: _Optional[bytes] = ...) -> None: ...
+    quantization: str
+    def __init__(self, model_id: _Optional[str] = ..., vocabulary_size: _Optional[int] = ..., max_sequence_length: _Optional[int] = ..., tokenizer_digest: _Optional[bytes] = ..., quantization: _Optional[str] = ...) -> None: ...
 
 class LiveSetFigures(_message.Message):
     __slots__ = ("live", "waiting", "running", "prefilling", "drafting", "drafted", "verifying", "max_running", "queue_limit", "moving")

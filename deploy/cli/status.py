@@ -104,13 +104,16 @@ def is_there(served: Served, state: StateFolder) -> bool:
 
 
 def _workers(scheduler: Mapping[str, Any]) -> Table:
-    table = Table("worker", "state", "device", "sequences", "pages in use", title="workers", title_justify="left")
+    table = Table(
+        "worker", "state", "device", "quantization", "sequences", "pages in use", title="workers", title_justify="left"
+    )
     for worker in scheduler["workers"]:
         state = _short(worker["state"], "WORKER_STATE_")
         used = worker["total_pages"] - worker["free_pages"]
         state = f"{state}: {worker['reason']}" if worker["reason"] else state
         pages = f"{used} of {worker['total_pages']}" if worker["total_pages"] else ""
-        table.add_row(worker["worker_id"], state, worker["device"], str(worker["sequences"]), pages)
+        what = (worker["device"], worker["quantization"], str(worker["sequences"]), pages)
+        table.add_row(worker["worker_id"], state, *what)
     return table
 
 

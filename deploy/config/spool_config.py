@@ -27,7 +27,7 @@ _DEVICES = ("auto", "cpu", "cuda")
 
 
 class ServedModels(ModelSettings, Section):
-    """The models, their dtype, and their name in the APIs."""
+    """The models, their dtype and quantisation, and their name in the APIs."""
 
     device: str = described("auto", "`cpu`, `cuda`, or `auto`: GPUs for the groups that get some, else the CPU.")
     served_model_name: str | None = described(None, "Name in the APIs. Unset: models.target.", min_length=1)
@@ -238,6 +238,7 @@ class SpoolConfig(Section):
         return self.engine.for_worker(
             model=self.model(role),
             dtype=self.models.dtype.value,
+            quantization=self.models.quantization.value,
             device=device,
             threads=threads,
             kv_pages=pages,

@@ -20,8 +20,9 @@ Write = Callable[[dict[str, Any]], None]
 def settings_digest(settings: RunSettings, vocabulary_digest: bytes) -> str:
     """Equal for settings that give equal text: model, numbers and sampling, but not how the work is organised."""
     models = settings.models
+    numbers = [models.dtype.value, models.quantization.value, models.exact]
     content = [
-        [models.target, vocabulary_digest.hex(), models.dtype.value, models.exact, settings.engine.max_model_len],
+        [models.target, vocabulary_digest.hex(), *numbers, settings.engine.max_model_len],
         settings.sampling.model_dump(mode="json"),
     ]
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]

@@ -134,6 +134,7 @@ class StandInEngine:
             tokenizer_digest=bytes.fromhex(tokenizer_digest),
             vocabulary_size=vocabulary_size,
             dtype="none",
+            quantization="int8",
             device="cpu",
             page_size=page_size,
             total_pages=pages,

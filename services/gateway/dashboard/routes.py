@@ -104,6 +104,7 @@ def view_shape(view: cell_view_pb2.CellView) -> dict[str, Any]:
     return {
         "now": view.now,
         "model": status.model.model_id,
+        "quantization": status.model.quantization,
         "sequences": [
             [each.sequence_id, each.length, each.prompt_length, each.state - 1, each.target_id]
             for each in view.sequences

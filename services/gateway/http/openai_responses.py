@@ -196,7 +196,8 @@ class CompletionShape(BaseModel):
 
 
 class ModelShape(BaseModel):
-    """`root` is the target model's folder or hub id, whatever name it is served under."""
+    """`root` is the target model's folder or hub id, whatever name it is served under; `quantization` that of its
+    weights as they are computed with."""
 
     id: str
     root: str
@@ -204,6 +205,7 @@ class ModelShape(BaseModel):
     created: int
     owned_by: str
     max_model_len: int
+    quantization: str
 
 
 class ModelList(BaseModel):

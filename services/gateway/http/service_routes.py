@@ -44,6 +44,7 @@ def service_router(engine: CompletionEngine, strings: TokenStrings) -> APIRouter
             created=started,
             owned_by="spool",
             max_model_len=info.max_sequence_length,
+            quantization=info.quantization,
         )
 
     @router.get("/v1/models")

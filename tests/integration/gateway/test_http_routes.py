@@ -20,7 +20,7 @@ from tests.support.stand_in_worker import MAX_LENGTH, VOCABULARY
 def test_models(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == [MODEL]
     model = client.models.retrieve(MODEL).to_dict()
-    assert (model["root"], model["max_model_len"]) == (MODEL, MAX_LENGTH)
+    assert (model["root"], model["max_model_len"], model["quantization"]) == (MODEL, MAX_LENGTH, "int8")
     with pytest.raises(openai.NotFoundError, match="model 'other' does not exist, this server has stand-in"):
         client.models.retrieve("other")
     with pytest.raises(openai.NotFoundError, match="gpt"):

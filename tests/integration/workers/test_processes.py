@@ -183,6 +183,7 @@ def test_threads_are_the_launchers_choice() -> None:
         ({}, "target-0: settings hold no model"),
         ({"model": "m", "colour": "red"}, "target-0: settings hold colour, must be among"),
         ({"model": "m", "dtype": "int3"}, "target-0: dtype is 'int3', must be one of"),
+        ({"model": "m", "quantization": "int3"}, "target-0: quantization is 'int3', must be one of"),
     ],
 )
 def test_wrong_settings_are_named(settings: dict[str, Any], message: str) -> None:

@@ -15,6 +15,7 @@ from deploy.offline.results import settings_digest
 from deploy.options import (
     GenerateSettings,
     ModelSettings,
+    Quantization,
     RunSettings,
     SamplingSettings,
     SchedulingSettings,
@@ -91,10 +92,11 @@ def test_settings_digest_follows_what_changes_text() -> None:
         GenerateSettings(sampling=SamplingSettings(max_tokens=5)),
         GenerateSettings(models=ModelSettings(target="another")),
         GenerateSettings(models=ModelSettings(exact=False)),
+        GenerateSettings(models=ModelSettings(quantization=Quantization.INT4)),
     ]
     digest = settings_digest(plain, b"v")
     assert {settings_digest(settings, b"v") for settings in same} == {digest}
-    assert len({digest, settings_digest(plain, b"w"), *(settings_digest(settings, b"v") for settings in other)}) == 6
+    assert len({digest, settings_digest(plain, b"w"), *(settings_digest(settings, b"v") for settings in other)}) == 7
 
 
 # --- settings and jobs ------------------------------------------------------------------------------------------------

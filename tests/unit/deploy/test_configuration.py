@@ -257,7 +257,7 @@ def test_what_the_scheduler_and_the_engines_get() -> None:
             "scheduling={batch_size: 2, max_running: 6, policy: ragged, draft_length: 3, max_queued_tokens: 99}",
             "groups.target={kv_pages: 7, threads: 3}",
             "engine={page_size: 8, kv_memory: 3MiB, prefix_cache: false}",
-            "models.draft_lookup=4",
+            "models={draft_lookup: 4, quantization: int4}",
         ],
     )
     expected = SchedulerConfig(
@@ -267,7 +267,9 @@ def test_what_the_scheduler_and_the_engines_get() -> None:
     assert config.scheduling.scheduler_config(drafting=False).draft_length == 0
     target = config.engine_settings(Role.TARGET, "cpu", config.threads(Role.TARGET))
     assert (target.kv_pages, target.kv_memory_bytes, target.threads, target.page_size) == (7, None, 3, 8)
-    assert (target.lookup_match, config.engine_settings(Role.DRAFT, "cpu", 1).lookup_match) == (None, 4)
+    draft = config.engine_settings(Role.DRAFT, "cpu", 1)
+    assert (target.lookup_match, draft.lookup_match) == (None, 4)
+    assert target.quantization == draft.quantization == "int4"
     assert config.engine_settings(Role.DRAFT, "cuda:0", 1).kv_memory_bytes == 3 << 20
     assert SpoolConfig().engine_settings(Role.DRAFT, "cuda:0", 1).kv_memory_bytes is None
     assert SpoolConfig().engine_settings(Role.DRAFT, "cpu", 1).kv_memory_bytes == 1 << 29

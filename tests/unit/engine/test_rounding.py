@@ -21,6 +21,7 @@ WEIGHTS = {
     "bfloat16": RANDOM.bfloat16(),
     "constant": constant(),
     "far from 0": 100 + RANDOM / 1000,
+    "small": RANDOM * 1e-4,
     "tiny": RANDOM * 1e-9,
     "huge": RANDOM * 1e30,
     "mixed": torch.cat([RANDOM, RANDOM * 1e-9, RANDOM * 1e9]),

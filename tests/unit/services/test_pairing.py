@@ -10,6 +10,7 @@ from services.scheduler.workers.pairing import PairingError, check_pairing
 
 def target(**fields: Any) -> worker_pb2.WorkerDescription:
     known = {"model_id": "m", "dtype": "bfloat16", "vocabulary_size": 100, "tokenizer_digest": b"\xaa" * 32}
+    known["quantization"] = "none"
     return worker_pb2.WorkerDescription(role=worker_pb2.ROLE_TARGET, **known | fields)
 
 
@@ -19,7 +20,7 @@ def draft(**fields: Any) -> worker_pb2.WorkerDescription:
 
 
 def test_what_fits() -> None:
-    check_pairing("d", draft(dtype="float32"), [("t", target())])
+    check_pairing("d", draft(dtype="float32", quantization="int4"), [("t", target())])
     check_pairing("t", target(), [("d", draft()), ("e", draft(tokenizer_digest=b"", vocabulary_size=0))])
     check_pairing("t", target(device="cuda:0"), [("u", target(device="cuda:1"))])
     check_pairing("d", draft(), [("e", draft(vocabulary_size=5))])
@@ -56,6 +57,7 @@ def test_draft_that_does_not_fit_whoever_comes_first(fields: dict[str, Any], mes
     [
         ({"model_id": "n"}, "model_id n and m"),
         ({"dtype": "float32", "vocabulary_size": 7}, "dtype float32 and bfloat16; vocabulary_size 7 and 100"),
+        ({"quantization": "int8"}, "quantization int8 and none"),
         ({"tokenizer_digest": b""}, "tokenizer digest none and aaaaaaaaaaaa"),
         ({"exact_row_counts": [4]}, "exact mode on and off"),
     ],

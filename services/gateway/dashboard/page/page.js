@@ -29,7 +29,7 @@ function watch() {
     const view = JSON.parse(data);
     at("connection").dataset.state = "live";
     show("connection", "live");
-    show("model", view.model);
+    show("model", ["", "none"].includes(view.quantization) ? view.model : `${view.model}, ${view.quantization}`);
     pool.take(view);
     lanes.take(view);
     accepted.take(view.figures);
