@@ -100,7 +100,7 @@ def write_model_files(file: GgufFile, folder: Path) -> None:
 def model_config(file: GgufFile) -> dict[str, Any]:
     """What transformers' config.json says of the model. Raises UnsupportedModelError."""
     kind = file.metadata.get("general.architecture")
-    if kind not in ARCHITECTURES:
+    if not isinstance(kind, str) or kind not in ARCHITECTURES:
         raise _error(file, "general.architecture", kind, f"one of {', '.join(ARCHITECTURES)}")
     hidden = _count(file, f"{kind}.embedding_length")
     heads = _count(file, f"{kind}.attention.head_count")
@@ -154,7 +154,7 @@ def _llama3_scaling(file: GgufFile, theta: float, head_dim: int) -> dict[str, An
     found = file.floats("rope_freqs.weight")
     factor = float(max(found))
     expected = []
-    for pair in range(head_dim // 2):
+    for pair in range(head_dim // 2 if len(found) == head_dim // 2 and factor > 0 else 0):
         turns = _ORIGINAL_POSITIONS * theta ** (-2 * pair / head_dim) / (2 * math.pi)
         share = min(max((turns - _LOW) / (_HIGH - _LOW), 0.0), 1.0)
         expected.append(1 / ((1 - share) / factor + share))
@@ -194,16 +194,16 @@ def model_tokenizer(file: GgufFile) -> Tokenizer:
             if types[number] in (_UNKNOWN, _CONTROL, _USER_DEFINED):
                 special = types[number] != _USER_DEFINED
                 tokenizer.add_tokens([AddedToken(token, special=special, normalized=False)])
+        first = _token_id(file, "tokenizer.ggml.bos_token_id")
+        begins = model == "llama" or file.metadata.get("tokenizer.ggml.pre") in ("llama-bpe", "llama3")
+        if first is not None and file.metadata.get("tokenizer.ggml.add_bos_token", begins):
+            tokenizer.post_processor = processors.TemplateProcessing(
+                single=f"{tokens[first]} $A", special_tokens=[(tokens[first], first)]
+            )
     except UnsupportedModelError:
         raise
     except Exception as error:  # the library raises nothing more special
         raise UnsupportedModelError(f"{file.path.name}: its tokenizer cannot be made: {one_line(error)}") from error
-    first = _token_id(file, "tokenizer.ggml.bos_token_id")
-    begins = model == "llama" or file.metadata.get("tokenizer.ggml.pre") in ("llama-bpe", "llama3")
-    if first is not None and file.metadata.get("tokenizer.ggml.add_bos_token", begins):
-        tokenizer.post_processor = processors.TemplateProcessing(
-            single=f"{tokens[first]} $A", special_tokens=[(tokens[first], first)]
-        )
     return tokenizer
 
 
@@ -260,9 +260,9 @@ def _count(file: GgufFile, key: str, default: int | None = None) -> int:
 def _float(file: GgufFile, key: str, default: float | None = None) -> float:
     """The shortest number in decimals that float32, as files have it, does not tell from the one in the file."""
     value = file.metadata.get(key, default)
-    if not isinstance(value, float) or not 0 < value < math.inf:
+    if not isinstance(value, float) or not 0 < (short := float(str(np.float32(value)))) < math.inf:
         raise _error(file, key, value, "a positive number")
-    return float(str(np.float32(value)))
+    return short
 
 
 def _token_id(file: GgufFile, key: str) -> int | None:

@@ -117,6 +117,7 @@ def test_help_is_quick() -> None:
         "services.gateway.grpc.server",
         "deploy.cli.main",
         "engine.models.source",
+        "engine.quantization.gguf_folder",
         "spool_client",
     ],
 )

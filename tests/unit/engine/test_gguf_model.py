@@ -1,0 +1,314 @@
+"""From GGUF files to what transformers has: parameters, configuration and tokenizer."""
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from engine.errors import UnsupportedModelError
+from engine.models.fetching import fetch_model
+from engine.models.memory_plan import model_memory
+from engine.models.source import ModelNotFoundError, resolve_model
+from engine.quantization.gguf_file import GgufFile
+from engine.quantization.gguf_folder import gguf_folder
+from engine.quantization.gguf_model import gguf_weights
+from engine.quantization.weights import QuantizedWeight
+from scheduler.messages import Role
+
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+MERGES = [("h", "i"), ("1", "2"), ("12", "3"), ("Ġ", "hi")]
+BYTES = sorted(ByteLevel.alphabet())
+TOKENS = [*BYTES, *("".join(pair) for pair in MERGES), *SPECIAL, "<tool>", "[PAD264]"]
+TYPES = [1] * (len(BYTES) + len(MERGES)) + [3] * len(SPECIAL) + [4, 5]
+SHAPE: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 288,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0},
+}
+SILENT: Callable[[str, float | None], None] = lambda message, fraction: None  # noqa: E731
+
+Change = Callable[[gguf.GGUFWriter], None]
+
+
+def interleaved(weight: np.ndarray, heads: int) -> np.ndarray:
+    """As llama.cpp's conversion has the rows of queries and keys."""
+    return (
+        weight.reshape(heads, 2, weight.shape[0] // heads // 2, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
+    )
+
+
+def write_model(
+    path: Path,
+    kind: str,
+    tied: bool = False,
+    quantized: bool = False,
+    pre: str = "smollm",
+    changes: Iterable[Change] = (),
+) -> dict[str, torch.Tensor]:
+    """The parameters of the model that the file then holds, by transformers' names."""
+    torch.manual_seed(3)
+    config = AutoConfig.for_model(kind, tie_word_embeddings=tied, **SHAPE)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[kind.upper()], SHAPE["num_hidden_layers"])
+    writer = gguf.GGUFWriter(path, kind)
+    writer.add_context_length(SHAPE["max_position_embeddings"])
+    writer.add_embedding_length(SHAPE["hidden_size"])
+    writer.add_feed_forward_length(SHAPE["intermediate_size"])
+    writer.add_block_count(SHAPE["num_hidden_layers"])
+    writer.add_head_count(SHAPE["num_attention_heads"])
+    writer.add_head_count_kv(SHAPE["num_key_value_heads"])
+    writer.add_layer_norm_rms_eps(SHAPE["rms_norm_eps"])
+    writer.add_rope_freq_base(SHAPE["rope_parameters"]["rope_theta"])
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(pre)
+    writer.add_token_list(TOKENS)
+    writer.add_token_types(TYPES)
+    writer.add_token_merges([" ".join(pair) for pair in MERGES])
+    writer.add_eos_token_id(TOKENS.index("<|im_end|>"))
+    writer.add_bos_token_id(TOKENS.index("<|im_start|>"))
+    writer.add_chat_template("{{ messages }}")
+    for change in changes:
+        change(writer)
+    parameters = {}
+    for name, parameter in model.named_parameters():
+        data = parameter.detach().numpy()
+        stem, suffix = name.rsplit(".", 1)
+        stored = data
+        if kind == "llama" and (heads := heads_of(name)):
+            stored = interleaved(data, heads)
+        raw = None
+        if quantized and data.ndim == 2:
+            raw = gguf.GGMLQuantizationType.Q8_0
+            data = gguf.quants.dequantize(gguf.quants.quantize(data, raw), raw)
+            stored = gguf.quants.quantize(stored, raw)
+        writer.add_tensor(f"{names.get_name(stem)}.{suffix}", stored, raw_dtype=raw)
+        parameters[name] = torch.from_numpy(data)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return parameters
+
+
+def heads_of(name: str) -> int:
+    if "q_proj" in name:
+        return int(SHAPE["num_attention_heads"])
+    return int(SHAPE["num_key_value_heads"]) if "k_proj" in name else 0
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("SPOOL_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+def test_weights_and_configuration_are_those_of_the_model(
+    kind: str, tied: bool, quantized: bool, tmp_path: Path
+) -> None:
+    path = tmp_path / "small.gguf"
+    parameters = write_model(path, kind, tied, quantized)
+    folder = gguf_folder(path, SILENT)
+    config = AutoConfig.from_pretrained(folder)
+    assert config.tie_word_embeddings == tied
+    assert {name: getattr(config, name) for name in SHAPE} == SHAPE
+    assert config.dtype == (torch.bfloat16 if quantized else torch.float32)
+    found = dict(gguf_weights(GgufFile(folder / "model.gguf"), config))
+    assert found.keys() == parameters.keys()
+    for name, expected in parameters.items():
+        weight = found[name]
+        assert isinstance(weight, QuantizedWeight) == (quantized and expected.dim() == 2)
+        assert torch.equal(weight.expanded() if isinstance(weight, QuantizedWeight) else weight, expected), name
+
+
+def test_transformers_reads_the_folder(tmp_path: Path) -> None:
+    write_model(tmp_path / "small.gguf", "llama")
+    folder = gguf_folder(tmp_path / "small.gguf", SILENT)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    text = "hi 123\t\u2581é<tool><|im_end|>"
+    assert tokenizer.decode(tokenizer(text).input_ids) == text
+    assert tokenizer.tokenize(text)[:5] == ["hi", "Ġ", "1", "2", "3"]
+    assert tokenizer.tokenize(text)[-2:] == ["<tool>", "<|im_end|>"]
+    assert (tokenizer.bos_token, tokenizer.eos_token) == ("<|im_start|>", "<|im_end|>")
+    assert "[PAD264]" not in tokenizer.get_vocab()
+    assert tokenizer.apply_chat_template([{"role": "user", "content": "x"}], tokenize=False).startswith("[{")
+    generation = json.loads((folder / "generation_config.json").read_text())
+    assert generation["eos_token_id"] == [TOKENS.index("<|im_end|>"), TOKENS.index("<|endoftext|>")]
+
+
+@pytest.mark.parametrize(
+    ("pre", "text", "pieces"),
+    [
+        ("smollm", "a 1234's", ["a", "Ġ", "1", "2", "3", "4", "'s"]),
+        ("gpt-2", "a 1234's", ["a", "Ġ1234", "'s"]),
+        ("qwen2", "a 1234's  b\n", ["a", "Ġ", "1", "2", "3", "4", "'s", "Ġ", "Ġb", "Ċ"]),
+        ("llama-bpe", "a 1234'S  b\n", ["a", "Ġ", "123", "4", "'S", "Ġ", "Ġb", "Ċ"]),
+    ],
+)
+def test_text_is_split_as_the_name_of_the_pre_tokenizer_says(
+    pre: str, text: str, pieces: list[str], tmp_path: Path
+) -> None:
+    write_model(tmp_path / "small.gguf", "llama", pre=pre)
+    folder = gguf_folder(tmp_path / "small.gguf", SILENT)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    assert [piece for piece, _ in tokenizer.pre_tokenizer.pre_tokenize_str(text)] == pieces
+    first = [TOKENS.index("<|im_start|>")] if pre == "llama-bpe" else []
+    assert tokenizer.encode("hi").ids == [*first, TOKENS.index("hi")]
+
+
+def test_qwen2_texts_have_the_tokens_that_transformers_gives_them(tmp_path: Path) -> None:
+    write_model(tmp_path / "small.gguf", "qwen2", pre="qwen2")
+    ours = AutoTokenizer.from_pretrained(gguf_folder(tmp_path / "small.gguf", SILENT))
+    theirs = AutoTokenizer.from_pretrained(tmp_path, gguf_file="small.gguf")
+    for text in ("hi hi 12345 don't\n\n  x", "e\u0301 日本 🙂", "<|im_start|>hi<|im_end|>"):
+        assert ours(text).input_ids == theirs(text).input_ids
+
+
+def sentence_pieces(writer: gguf.GGUFWriter) -> None:
+    for key in ("model", "tokens", "token_type", "bos_token_id", "eos_token_id"):
+        del writer.kv_data[0][f"tokenizer.ggml.{key}"]
+    letters, merged = [*"▁abc"], {"ab": -2.0, "▁ab": -3.0, "bc": -1.0}
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *letters, *merged])
+    writer.add_token_scores([0.0] * 259 + [-9.0] * 4 + list(merged.values()))
+    writer.add_token_types([2, 3, 3] + [6] * 256 + [1] * 7)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(0)
+
+
+def test_pieces_are_merged_by_their_scores(tmp_path: Path) -> None:
+    write_model(tmp_path / "small.gguf", "llama", changes=[sentence_pieces])
+    tokenizer = AutoTokenizer.from_pretrained(gguf_folder(tmp_path / "small.gguf", SILENT))
+    assert tokenizer.tokenize("ab abc") == ["▁ab", "▁", "a", "bc"]
+    assert tokenizer("é").input_ids == [1, tokenizer.convert_tokens_to_ids("▁"), 3 + 0xC3, 3 + 0xA9]
+    assert tokenizer.decode(tokenizer("ab é  c").input_ids, skip_special_tokens=True) == "ab é  c"
+
+
+def rope_factors(config: dict[str, Any], theta: float = 500_000.0) -> np.ndarray:
+    """What llama.cpp divides frequencies by, from those that transformers has."""
+    rope = AutoConfig.for_model("llama", **SHAPE | {"rope_parameters": config | {"rope_theta": theta}})
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](rope, torch.device("cpu"))
+    plain = theta ** (-torch.arange(0, SHAPE["head_dim"], 2) / SHAPE["head_dim"])
+    return (plain / scaled).numpy().astype(np.float32)
+
+
+LLAMA3: dict[str, Any] = {
+    "rope_type": "llama3",
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def test_scaled_rotary_positions_are_told_from_their_factors(tmp_path: Path) -> None:
+    factors = rope_factors(LLAMA3)
+    assert len(set(factors)) > 2
+    change: Change = lambda writer: writer.add_tensor("rope_freqs.weight", factors)  # noqa: E731
+    parameters = write_model(tmp_path / "small.gguf", "llama", changes=[change])
+    folder = gguf_folder(tmp_path / "small.gguf", SILENT)
+    config = AutoConfig.from_pretrained(folder)
+    assert config.rope_parameters == LLAMA3 | {"rope_theta": 500_000.0}
+    assert dict(gguf_weights(GgufFile(folder / "model.gguf"), config)).keys() == parameters.keys()
+
+
+def test_yarn_is_told(tmp_path: Path) -> None:
+    def yarn(writer: gguf.GGUFWriter) -> None:
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(4.0)
+        writer.add_rope_scaling_orig_ctx_len(32)
+
+    write_model(tmp_path / "small.gguf", "qwen2", changes=[yarn])
+    config = json.loads((gguf_folder(tmp_path / "small.gguf", SILENT) / "config.json").read_text())
+    assert config["rope_parameters"] == {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+        "rope_theta": 500_000.0,
+    }
+
+
+def stated(key: str, value: int | str | list[Any]) -> Change:
+    def change(writer: gguf.GGUFWriter) -> None:
+        writer.kv_data[0].pop(key, None)
+        adding = {str: writer.add_string, int: writer.add_uint32, list: writer.add_array}
+        adding[type(value)](key, value)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            stated("general.architecture", "gemma3"),
+            "general.architecture is 'gemma3', must be one of llama, qwen2, qwen3",
+        ),
+        (stated("llama.block_count", "two"), "llama.block_count is 'two'"),
+        (stated("llama.rope.dimension_count", 8), "llama.rope.dimension_count is 8, must be 16"),
+        (stated("llama.rope.scaling.type", "longrope"), "llama.rope.scaling.* is 'longrope"),
+        (stated("tokenizer.ggml.model", "bert"), "tokenizer.ggml.model is 'bert', must be gpt2 or llama"),
+        (stated("tokenizer.ggml.pre", "tekken"), "tokenizer.ggml.pre is 'tekken', must be one of"),
+        (stated("tokenizer.ggml.merges", ["no pair here"]), "its tokenizer cannot be made"),
+        (stated("tokenizer.ggml.tokens", ["a"] * 265), "tokenizer.ggml.tokens is"),
+        (stated("tokenizer.ggml.eos_token_id", 999), "tokenizer.ggml.eos_token_id is 999, must be below 265"),
+        (
+            lambda writer: writer.add_tensor("rope_freqs.weight", np.full(8, 3, np.float32)),
+            "rope_freqs.weight holds other",
+        ),
+    ],
+)
+def test_what_cannot_be_served_is_refused(change: Change, said: str, tmp_path: Path, cache: Path) -> None:
+    write_model(tmp_path / "small.gguf", "llama", changes=[change])
+    with pytest.raises(UnsupportedModelError) as caught:
+        gguf_folder(tmp_path / "small.gguf", SILENT)
+    assert str(caught.value).startswith("small.gguf: ")
+    assert said in str(caught.value)
+    assert list((cache / "gguf").iterdir()) == []
+
+
+def test_a_tensor_of_another_model_is_refused(tmp_path: Path) -> None:
+    extra: Change = lambda writer: writer.add_tensor("blk.0.ffn_gate_exps.weight", np.ones(4, np.float32))  # noqa: E731
+    write_model(tmp_path / "small.gguf", "llama", changes=[extra])
+    folder = gguf_folder(tmp_path / "small.gguf", SILENT)
+    config = AutoConfig.from_pretrained(folder)
+    with pytest.raises(UnsupportedModelError, match=r"blk\.0\.ffn_gate_exps\.weight"):
+        list(gguf_weights(GgufFile(folder / "model.gguf"), config))
+    with pytest.raises(UnsupportedModelError, match=r"type gemma, must be one of llama, mistral, qwen2, qwen3"):
+        next(gguf_weights(GgufFile(folder / "model.gguf"), AutoConfig.for_model("gemma")))
+
+
+def test_a_file_by_its_name_is_a_model(tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parameters = write_model(tmp_path / "small.gguf", "llama")
+    monkeypatch.chdir(tmp_path)
+    folder = fetch_model(resolve_model("small.gguf", Role.TARGET), SILENT)
+    assert folder.parent == cache / "gguf"
+    assert fetch_model(resolve_model("small.gguf", Role.DRAFT), SILENT) == folder
+    assert resolve_model(str(folder), Role.TARGET).folder == folder
+    (tmp_path / "other.gguf").write_bytes((tmp_path / "small.gguf").read_bytes())
+    assert fetch_model(resolve_model("other.gguf", Role.TARGET), SILENT) != folder
+    taken = model_memory("target", folder, "auto", 64).weights
+    assert taken == sum(4 * parameter.numel() for parameter in parameters.values())
+    with pytest.raises(ModelNotFoundError, match=r"gone\.gguf: no such file"):
+        resolve_model("gone.gguf", Role.TARGET)
