@@ -34,6 +34,9 @@ _VECTORS = 8
 
 _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
+# Last parts of the names of tensors with several quantised numbers in each of their int32 words.
+_PACKED = ("weight_packed", "qweight")
+
 
 @dataclass(frozen=True, slots=True)
 class ModelMemory:
@@ -75,10 +78,12 @@ def plan_memory(total: int, utilization: float, workers: Sequence[ModelMemory]) 
 def model_memory(name: str, folder: Path, dtype: str, max_num_batched_tokens: int, ranks: int = 1) -> ModelMemory:
     """Of the model in `folder`, from its configuration and the headers of its weights; of one of `ranks` that share it.
 
-    `dtype` "auto" is the checkpoint's own. Raises GpuMemoryError where the folder does not say.
+    `dtype` "auto" is the checkpoint's own. Quantised weights count as expanded. Raises GpuMemoryError where the
+    folder does not say.
     """
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        packed_bits = _packed_bits(config.get("quantization_config") or {})
         config = config.get("text_config", config)
         own_dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
         size = _DTYPE_BYTES[own_dtype if dtype == "auto" else dtype]
@@ -97,7 +102,7 @@ def model_memory(name: str, folder: Path, dtype: str, max_num_batched_tokens: in
         workspace += MOST_GRAPHS * _GRAPH_BYTES + graphed_rows * (row + config["vocab_size"] * size)
         return ModelMemory(
             name,
-            weights=size * (_elements(folder, _DTYPE_BYTES[own_dtype]) // ranks + more),
+            weights=size * (_elements(folder, _DTYPE_BYTES[own_dtype], packed_bits) // ranks + more),
             workspace=workspace,
             kv_bytes_per_token=2 * config["num_hidden_layers"] * own_kv_heads * head_dim * size,
         )
@@ -106,25 +111,34 @@ def model_memory(name: str, folder: Path, dtype: str, max_num_batched_tokens: in
         raise GpuMemoryError(f"{folder} does not say how much memory its model takes ({reason})") from error
 
 
-def _elements(folder: Path, own_size: int) -> int:
-    """Numbers in all files of weights, each of `own_size` bytes."""
+def _packed_bits(quantization: Mapping[str, Any]) -> int:
+    """Of a number that is packed with others; the fewest, where weights differ."""
+    groups = [group["weights"] for group in (quantization.get("config_groups") or {}).values() if group.get("weights")]
+    return min([group["num_bits"] for group in groups] or [quantization.get("bits") or quantization.get("w_bit") or 4])
+
+
+def _elements(folder: Path, own_size: int, packed_bits: int) -> int:
+    """Numbers in all files of weights, each of `own_size` bytes where they are not packed."""
     if (folder / GGUF_WEIGHTS).is_file():
         from engine.quantization.gguf_file import GgufFile
 
         return sum(prod(tensor.shape) for tensor in GgufFile(folder / GGUF_WEIGHTS).tensors.values())
     files = list(folder.glob("*.safetensors"))
     if files:
-        return sum(prod(tensor["shape"]) for tensor in chain.from_iterable(map(_tensors, files)))
+        return sum(
+            prod(tensor["shape"]) * (32 // packed_bits if name.endswith(_PACKED) else 1)
+            for name, tensor in chain.from_iterable(map(_tensors, files))
+        )
     # Pickled: next to the numbers these files hold little.
     return sum(file.stat().st_size for file in folder.glob("*.bin")) // own_size
 
 
-def _tensors(file: Path) -> list[Mapping[str, Any]]:
+def _tensors(file: Path) -> list[tuple[str, Mapping[str, Any]]]:
     """From the beginning of a file of safetensors: eight bytes that say how long its header is, then that, as JSON."""
     with file.open("rb") as content:
         length = int.from_bytes(content.read(8), "little")
         header = json.loads(content.read(length))
-    return [tensor for name, tensor in header.items() if name != "__metadata__"]
+    return [(name, tensor) for name, tensor in header.items() if name != "__metadata__"]
 
 
 def _gib(count: int) -> str:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from engine.errors import GpuMemoryError
@@ -69,6 +72,29 @@ def test_what_a_checkpoint_says_is_what_its_model_takes(tmp_path: Path) -> None:
     (folder / "model.safetensors").unlink()
     torch.save(model.float().state_dict(), folder / "pytorch_model.bin")
     assert in_safetensors <= model_memory("target", folder, "auto", 100).weights < 1.3 * in_safetensors
+
+
+@pytest.mark.parametrize(
+    ("bits", "quantization"),
+    [
+        (4, {"quant_method": "awq", "bits": 4}),
+        (8, {"quant_method": "gptq", "bits": 8}),
+        (8, {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": {"num_bits": 8}}}}),
+    ],
+)
+def test_packed_weights_are_planned_for_as_expanded(bits: int, quantization: dict[str, Any], tmp_path: Path) -> None:
+    folder, _ = save_tiny_pair("qwen3", tmp_path)
+    plain = model_memory("target", folder, "bfloat16", 100)
+    weights = load_file(folder / "model.safetensors")
+    suffix = "weight_packed" if "config_groups" in quantization else "qweight"
+    for name in [name for name in weights if name.endswith("proj.weight")]:
+        out, inputs = weights.pop(name).shape
+        packed = torch.zeros(out, inputs * bits // 32, dtype=torch.int32)
+        weights[f"{name.removesuffix('weight')}{suffix}"] = packed
+    save_file(weights, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
+    assert model_memory("target", folder, "bfloat16", 100) == plain
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 2, 2), (4, 2, 4), (9, 3, 2)])
