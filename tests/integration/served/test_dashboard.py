@@ -107,7 +107,7 @@ def test_events_are_views(person: httpx.Client, gateways: Gateways) -> None:
         lines = (line for line in response.iter_lines() if line.startswith("data: "))
         view = json.loads(next(lines).removeprefix("data: "))
         assert {worker["role"] for worker in view["workers"]} == {"draft", "target"}
-        assert view["model"] == "stand-in"
+        assert (view["model"], view["quantization"]) == ("stand-in", "int8")
         figures = view["figures"]
         assert (figures["running"], figures["waiting"], figures["kv_usage"]) == (0, 0, 0)
         # A round accepts a token at every position up to as many as it accepts.
