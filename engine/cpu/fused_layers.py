@@ -31,10 +31,11 @@ class FusedDecoderLayer(LlamaLayer):
 
     def weights(self) -> LayerWeights:
         """For whole layers by kernel. They point to what this layer keeps alive."""
-        linears = {"qkv": self._qkv, "out": self._out, "gate_up": self._gate_up, "down": self._down}
         weights = LayerWeights(
-            **{name: linear.panels.data_ptr() for name, linear in linears.items()},
-            **{f"{name}_bias": linear.bias_address for name, linear in linears.items()},
+            qkv=self._qkv.described,
+            out=self._out.described,
+            gate_up=self._gate_up.described,
+            down=self._down.described,
             attention_norm=self._attention_norm[0].data_ptr(),
             mlp_norm=self._mlp_norm[0].data_ptr(),
             hidden=self._qkv.in_features,

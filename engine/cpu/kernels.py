@@ -16,6 +16,7 @@ import torch
 from engine.cpu.build import CompilationError, compiled_library
 from engine.cpu.isa import AUTO, chosen_isa
 from engine.models.source import Progress
+from engine.quantization.weights import QuantizedWeight
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +28,7 @@ PANEL = 32
 
 # Inputs whose weights for one output lie side by side in a panel (WEIGHT_INPUTS of engine/cpu/csrc/element.h).
 _WEIGHT_INPUTS = {torch.bfloat16: 2, torch.float16: 1, torch.float32: 1}
+_GROUP = 32
 _CACHE_LINE = 64
 _NO_MEMORY = "no memory for the scores of attention"
 
@@ -57,12 +59,20 @@ class AttentionBlocks:
     longest: int
 
 
+class LinearWeights(ctypes.Structure):
+    """`Linear` of engine/cpu/csrc/kernels.h."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("weights", "bias")),
+        *((name, ctypes.c_ssize_t) for name in ("bits", "group", "wide")),
+    )
+
+
 class LayerWeights(ctypes.Structure):
     """`Layer` of engine/cpu/csrc/kernels.h."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("qkv", "out", "gate_up", "down")),
-        *((name, ctypes.c_void_p) for name in ("qkv_bias", "out_bias", "gate_up_bias", "down_bias")),
+        *((name, LinearWeights) for name in ("qkv", "out", "gate_up", "down")),
         *((name, ctypes.c_void_p) for name in ("attention_norm", "mlp_norm", "query_norm", "key_norm")),
         *((name, ctypes.c_ssize_t) for name in ("hidden", "inner", "query_heads", "kv_heads", "head_dim")),
         *((name, ctypes.c_float) for name in ("attention_epsilon", "mlp_epsilon", "head_epsilon", "scaling")),
@@ -85,19 +95,34 @@ class WeightMemory:
 
     _PIECE = 32 << 20
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
+    def __init__(self) -> None:
         self._free = torch.empty(0, dtype=torch.uint8)
 
-    def take(self, shape: Sequence[int]) -> torch.Tensor:
+    def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A tensor with any content, 64 bytes aligned."""
-        size = math.prod(shape) * self._dtype.itemsize
+        size = math.prod(shape) * dtype.itemsize
         room = -(-size // _CACHE_LINE) * _CACHE_LINE
         if room > len(self._free):
             piece = np.empty(max(room, self._PIECE) + _CACHE_LINE, np.uint8)
             self._free = torch.from_numpy(piece)[-piece.ctypes.data % _CACHE_LINE :]
         taken, self._free = self._free[:size], self._free[room:]
-        return taken.view(self._dtype).view(*shape)
+        return taken.view(dtype).view(*shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Panels:
+    """Weights of a linear layer `[out, in]` the way that kernels read them: a tensor of `out` in panels of 32, and, of
+    quantised ones, bits, group, and whether scales are float32 (0 and False for weights in the model's dtype)."""
+
+    weights: torch.Tensor
+    bits: int = 0
+    group: int = 0
+    wide: bool = False
+
+    def described(self, bias: torch.Tensor | None) -> LinearWeights:
+        """For a kernel. Keeps neither alive."""
+        bias_pointer = None if bias is None else bias.data_ptr()
+        return LinearWeights(self.weights.data_ptr(), bias_pointer, self.bits, self.group, self.wide)
 
 
 class CpuKernels:
@@ -109,7 +134,7 @@ class CpuKernels:
         self.isa = isa
         # Whether a process gets matrix tiles is the system's choice, and their sums have another order.
         self.identity = f"{identity}-tiles" if library.spool_has_tiles() else identity
-        self._weights = WeightMemory(dtype)
+        self._weights = WeightMemory()
         function = partial(_function, library, _shares_threads(library))
         pointer, size, number = ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_float
         self._norm = function("spool_norm", [pointer] * 3 + [size] * 2 + [number])
@@ -120,7 +145,8 @@ class CpuKernels:
         self._argmax = function("spool_argmax", [pointer] * 3 + [size] * 3)
         self._probabilities = function("spool_probabilities", [pointer] * 3 + [size] * 3)
         self._forbid = function("spool_forbid", [pointer] * 4 + [size] * 4)
-        self._linear = function("spool_linear", [pointer] * 5 + [size] * 3)
+        self._linear = function("spool_linear", [pointer] * 4 + [size] * 3)
+        self._expand_rows = function("spool_expand_rows", [pointer] * 3 + [size] * 2)
         self._layers = function("spool_layers", [pointer] * 3 + [size] + [pointer], ctypes.c_int)
         self._layer_scratch = function("spool_layer_scratch", [pointer], size)
 
@@ -132,29 +158,52 @@ class CpuKernels:
         """Whether `linear` takes a weight `[out, in]` like this one."""
         return self.takes(weight) and weight.shape[1] % _WEIGHT_INPUTS[self.dtype] == 0
 
-    def to_panels(self, weight: torch.Tensor) -> torch.Tensor:
-        """`[out, in]` to what `linear` reads, `[ceil(out / 32), in / n, 32, n]` with n neighbouring inputs, with zeros
-        past the last output."""
+    def to_panels(self, weight: torch.Tensor) -> Panels:
+        """A weight `[out, in]` to `[ceil(out / 32), in / n, 32, n]` with n neighbouring inputs, zeros past the last
+        output."""
         out, inputs = weight.shape
         side_by_side = _WEIGHT_INPUTS[self.dtype]
         padded = torch.nn.functional.pad(weight, (0, 0, 0, -out % PANEL))
         panels = padded.view(-1, PANEL, inputs // side_by_side, side_by_side).transpose(1, 2)
-        return self._weights.take(panels.shape).copy_(panels)
+        return Panels(self._weights.take(panels.shape, self.dtype).copy_(panels))
+
+    def to_quantized_panels(self, weight: QuantizedWeight) -> Panels:
+        """To what engine/cpu/csrc/quantized.c reads, uint8 `[ceil(out / 32), in / group, bytes of a group]`. Scales and
+        minimums become float16 where all of them stay what they are."""
+        numbers = torch.stack((weight.scales, weight.minimums))
+        # The kernels have groups of 16 with float32 scales and 8 bits only.
+        wide = weight.group != _GROUP or not torch.equal(numbers.half().float(), numbers)
+        out, inputs = weight.shape
+        panels = -(-out // PANEL)
+        size = PANEL * (weight.group * weight.bits // 8 + 2 * (4 if wide else 2))
+        packed = self._weights.take((panels, inputs // weight.group, size), torch.uint8)
+        for panel in range(panels):
+            # One panel at a time: codes take several times their room while they are sorted.
+            part = weight.rows(torch.arange(panel * PANEL, min(out, (panel + 1) * PANEL)))
+            packed[panel] = _panel_bytes(part, torch.float32 if wide else torch.float16)
+        return Panels(packed, weight.bits, weight.group, wide)
 
     @staticmethod
     def padded_bias(bias: torch.Tensor) -> torch.Tensor:
         """`[out]` to float32, of whole panels."""
         return torch.nn.functional.pad(bias.float(), (0, -len(bias) % PANEL))
 
-    def linear(self, rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: int) -> torch.Tensor:
+    def linear(self, rows: torch.Tensor, panels: Panels, bias: torch.Tensor | None, out: int) -> torch.Tensor:
         """`rows` `[rows, in]` times the panels of a weight, plus a padded bias, `[rows, out]`."""
         count, inputs = rows.shape
         outputs = rows.new_empty(count, out)
         scratch = torch.empty(count, inputs, dtype=torch.float32)
-        bias_pointer = None if bias is None else bias.data_ptr()
-        pointers = (outputs.data_ptr(), rows.data_ptr(), weight.data_ptr(), bias_pointer, scratch.data_ptr())
+        described = panels.described(bias)
+        pointers = (outputs.data_ptr(), rows.data_ptr(), ctypes.addressof(described), scratch.data_ptr())
         self._linear(*pointers, count, inputs, out)
         return outputs
+
+    def expanded_rows(self, panels: Panels, which: torch.Tensor, inputs: int) -> torch.Tensor:
+        """The weights `[which, in]` of some outputs (int64) of a quantised weight, in the model's dtype."""
+        rows = torch.empty(len(which), inputs, dtype=self.dtype)
+        described = panels.described(None)
+        self._expand_rows(rows.data_ptr(), which.data_ptr(), ctypes.addressof(described), len(which), inputs)
+        return rows
 
     def layer_scratch(self, weights: LayerWeights) -> int:
         """Bytes of scratch that `layers` needs for a row, where all layers are like this one."""
@@ -297,6 +346,20 @@ class CpuKernels:
         tokens = None if token_ids is None else token_ids.data_ptr()
         pointers = (scores.data_ptr(), rows.ctypes.data, allowed.ctypes.data, tokens)
         self._forbid(*pointers, len(rows), scores.stride(0), scores.shape[1], allowed.shape[1])
+
+
+def _panel_bytes(part: QuantizedWeight, scales: torch.dtype) -> torch.Tensor:
+    """Of the weight of one panel, or of less: uint8 `[in / group, bytes of a group]`."""
+    out, inputs = part.shape
+    groups = inputs // part.group
+    codes = part.unpacked().view(out, groups, part.group // 4, 4).permute(1, 2, 0, 3)
+    if part.bits == 4:
+        codes = codes[:, ::2] | codes[:, 1::2] << 4
+    missing = PANEL - out
+    codes = torch.nn.functional.pad(codes, (0, 0, 0, missing)).flatten(1)
+    numbers = torch.stack((part.scales, part.minimums)).to(scales).permute(2, 0, 1)
+    numbers = torch.nn.functional.pad(numbers, (0, missing)).flatten(1).contiguous()
+    return torch.cat((codes, numbers.view(torch.uint8)), dim=1)
 
 
 def _shares_threads(library: ctypes.CDLL) -> bool:

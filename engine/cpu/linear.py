@@ -9,8 +9,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from engine.cpu.kernels import CpuKernels
+from engine.cpu.kernels import CpuKernels, LinearWeights, Panels
 from engine.parallel.layers import SummedLinear
+from engine.quantization.layers import QuantizedEmbedding, QuantizedLinear
 
 # The row count that oneDNN lays weights out for; more or fewer rows work, too.
 _TYPICAL_ROWS = 16
@@ -19,24 +20,44 @@ _TYPICAL_ROWS = 16
 class KernelLinear(nn.Module):
     """Computes what `linear` does with Spool's kernel, which adds up each output in one order."""
 
-    def __init__(self, linear: nn.Linear, kernels: CpuKernels) -> None:
+    def __init__(self, linear: nn.Linear | QuantizedLinear, kernels: CpuKernels, panels: Panels | None = None) -> None:
+        """`panels`: of the linear's weight, where they are made already."""
         super().__init__()
         self.in_features = linear.in_features
         self.out_features = linear.out_features
         self.bias = linear.bias
         self._kernels = kernels
-        self.panels = kernels.to_panels(linear.weight.detach())
+        if panels is None and isinstance(linear, QuantizedLinear):
+            panels = kernels.to_quantized_panels(linear.quantized)
+        self._panels = panels or kernels.to_panels(linear.weight.detach())
         self._padded_bias = None if linear.bias is None else kernels.padded_bias(linear.bias.detach())
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """`[..., in_features]` to `[..., out_features]`."""
         flat = rows.reshape(-1, self.in_features).contiguous()
-        outputs = self._kernels.linear(flat, self.panels, self._padded_bias, self.out_features)
+        outputs = self._kernels.linear(flat, self._panels, self._padded_bias, self.out_features)
         return outputs.view(*rows.shape[:-1], self.out_features)
 
     @property
-    def bias_address(self) -> int | None:
-        return None if self._padded_bias is None else self._padded_bias.data_ptr()
+    def described(self) -> LinearWeights:
+        """For whole layers by kernel. Points to what this layer keeps alive."""
+        return self._panels.described(self._padded_bias)
+
+
+class KernelEmbedding(nn.Module):
+    """The embedding of a quantised weight, from the panels that the head may share."""
+
+    def __init__(self, embedding: QuantizedEmbedding, kernels: CpuKernels, panels: Panels) -> None:
+        super().__init__()
+        self.num_embeddings, self.embedding_dim = embedding.num_embeddings, embedding.embedding_dim
+        self.weight = embedding.weight
+        self._kernels = kernels
+        self._panels = panels
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Tokens `[...]` to `[..., embedding_dim]`."""
+        rows = self._kernels.expanded_rows(self._panels, tokens.reshape(-1).contiguous(), self.embedding_dim)
+        return rows.view(*tokens.shape, -1)
 
 
 class PrepackedLinear(nn.Module):
@@ -55,21 +76,30 @@ class PrepackedLinear(nn.Module):
         return torch.ops.mkldnn._linear_pointwise(rows, self._prepacked, self.bias, "none", [], "")
 
 
-def prepack_linear(linear: nn.Linear | SummedLinear, kernels: CpuKernels | None) -> nn.Module:
+def prepack_linear(linear: nn.Linear | QuantizedLinear | SummedLinear, kernels: CpuKernels | None) -> nn.Module:
     """By `kernels`, if they take this weight; otherwise by oneDNN, or `linear` itself where that cannot either. Of a
     layer that ranks share, this rank's part."""
     if isinstance(linear, SummedLinear):
         return SummedLinear(prepack_linear(linear.part, kernels), linear.ranks)
-    if kernels is not None and kernels.multiplies(linear.weight):
+    if kernels is not None and (isinstance(linear, QuantizedLinear) or kernels.multiplies(linear.weight)):
         return KernelLinear(linear, kernels)
     return PrepackedLinear(linear) if can_prepack(linear.weight) else linear
 
 
 def prepack_linears(model: nn.Module, kernels: CpuKernels | None) -> None:
-    """Replaces the linear layers of a model on a CPU where `kernels` or this build of torch take them."""
+    """Replaces the linear layers of a model on a CPU where `kernels` or this build of torch take them, and what is
+    quantised."""
+    panels: dict[int, Panels] = {}
     for module in list(model.modules()):
         for name, child in module.named_children():
-            if type(child) is nn.Linear and can_prepack(child.weight, kernels):
+            if kernels is not None and isinstance(child, QuantizedLinear | QuantizedEmbedding):
+                # A head may share its weight with the embedding.
+                address = child.codes.data_ptr()
+                if address not in panels:
+                    panels[address] = kernels.to_quantized_panels(child.quantized)
+                replacement = KernelLinear if isinstance(child, QuantizedLinear) else KernelEmbedding
+                setattr(module, name, replacement(child, kernels, panels[address]))
+            elif type(child) is nn.Linear and can_prepack(child.weight, kernels):
                 setattr(module, name, prepack_linear(child, kernels))
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from engine.errors import DraftVocabularyError, UnsupportedModelError
+from engine.quantization.layers import QuantizedLinear
 
 # Not safetensors: other servers take every such file in a model's folder for weights.
 FILE_NAME = "draft_vocabulary.json"
@@ -65,6 +66,10 @@ def restrict_head(model: PreTrainedModel, token_ids: Tensor) -> None:
     Raises `UnsupportedModelError` for a model whose head is no plain linear layer.
     """
     head = model.get_output_embeddings()
+    if isinstance(head, QuantizedLinear):
+        bias = None if head.bias is None else head.bias.detach()[token_ids]
+        model.set_output_embeddings(QuantizedLinear(head.quantized.rows(token_ids), bias))
+        return
     if type(head) is not nn.Linear:
         kind = type(head).__name__
         raise UnsupportedModelError(f"{model.config.model_type} has a head of type {kind}, {FILE_NAME} needs a Linear")

@@ -16,6 +16,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.activations import SiLUActivation
 
+from engine.quantization.layers import QuantizedLinear, joined_quantized
+
 logger = logging.getLogger(__name__)
 
 SILU = (nn.SiLU, SiLUActivation)
@@ -24,6 +26,10 @@ SILU = (nn.SiLU, SiLUActivation)
 
 FAMILIES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe"}
 """Families of the Llama kind: the name of the module in transformers.models, and how the names of its classes begin."""
+
+QUANTIZED_FAMILIES = ("llama", "qwen2", "qwen3")
+"""Of these, weights stay quantised as a checkpoint has them: all but biases and norms are of linear layers and of the
+embedding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +95,20 @@ class LlamaLayer(nn.Module):
             self._head_norms = (attention.q_norm.weight.detach(), *weight_and_epsilon(attention.k_norm))
 
 
-def joined(layers: Sequence[nn.Linear]) -> nn.Linear:
-    """One layer whose outputs are those of `layers`, one after the other. They have a bias all or none."""
+def joined(layers: Sequence[nn.Linear | QuantizedLinear]) -> nn.Linear | QuantizedLinear:
+    """One layer whose outputs are those of `layers`, one after the other. They have a bias all or none; where some are
+    quantised and some are not, the whole is expanded."""
+    quantized = [layer for layer in layers if isinstance(layer, QuantizedLinear)]
+    if len(quantized) == len(layers):
+        return joined_quantized(quantized)
+    dtype = next(layer.weight.dtype for layer in layers if isinstance(layer, nn.Linear))
     with torch.no_grad():
         bias = None if layers[0].bias is None else torch.cat([layer.bias for layer in layers])
-        return linear_of(torch.cat([layer.weight for layer in layers]), bias)
+        return linear_of(torch.cat([_plain_weight(layer, dtype) for layer in layers]), bias)
+
+
+def _plain_weight(layer: nn.Linear | QuantizedLinear, dtype: torch.dtype) -> torch.Tensor:
+    return layer.quantized.expanded().to(dtype) if isinstance(layer, QuantizedLinear) else layer.weight
 
 
 def linear_of(weight: torch.Tensor, bias: torch.Tensor | None = None) -> nn.Linear:

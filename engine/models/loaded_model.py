@@ -50,7 +50,7 @@ class LoadedModel:
     """`kernels`: None where the model is on no CPU, or the CPU kernels could not be made. `gpu`: None where the model
     is on no GPU, or its attention there could not be made. `planned_kv_bytes`: of the plan of a GPU's memory.
     `grammars`: None where the model's folder has no tokenizer. `lead`: of rank 0 of a worker of several, where `model`
-    is a part of the whole."""
+    is a part of the whole. `quantization`: of its weights, in a word."""
 
     model: PreTrainedModel
     vocabulary: Vocabulary
@@ -59,6 +59,7 @@ class LoadedModel:
     planned_kv_bytes: int | None = None
     grammars: Grammars | None = None
     lead: Lead | None = None
+    quantization: str = "none"
 
     @property
     def kernel_identity(self) -> str | None:

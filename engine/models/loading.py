@@ -30,6 +30,7 @@ from engine.kv.pages import PagePool, PageTable
 from engine.models.compatibility import PROBED_PAGES, check_config, check_passes
 from engine.models.draft_vocabulary import read_draft_vocabulary, restrict_head
 from engine.models.dtype import AUTO, COMPUTED, best_dtype, dtype_name
+from engine.models.families import FAMILIES, QUANTIZED_FAMILIES
 from engine.models.fetching import fetch_model
 from engine.models.loaded_model import KvShape, LoadedModel, attention_name
 from engine.models.memory_plan import model_memory, plan_memory
@@ -43,6 +44,7 @@ from engine.parallel.shards import check_divides, read_part
 from engine.passes.graph_sizes import graphed_row_counts
 from engine.passes.layout import BatchedSequence
 from engine.passes.runner import ModelRunner
+from engine.quantization.model import NOT_QUANTIZED, build_model, quantized_weights, round_weights, stored_quantization
 from engine.sampling.grammars import Grammars
 from engine.sampling.logits_scan import LogitsScan
 from engine.sampling.sampler import SamplingContext, sample_tokens
@@ -52,6 +54,9 @@ from scheduler.messages import Role
 from scheduler.sampling import SamplingParameters
 
 logger = logging.getLogger(__name__)
+
+ROUNDED_BITS = {"int8": 8, "int4": 4}
+"""By settings of `quantization`."""
 
 # Without a setting: the share of a CPU's free memory that KV may take, and a cap, for it is shared with everything else
 # that runs.
@@ -171,14 +176,14 @@ def _load_model(settings: EngineSettings, role: Role, progress: Progress, ranks:
     disable_progress_bar()
     device = torch.device(settings.device)
     planned_kv_bytes = _planned_kv_bytes(settings, role, folder, device)
-    model = _read_model(folder, settings.dtype, ranks)
-    kernels = _cpu_kernels(model.dtype, device, settings, progress)
-    if settings.dtype == AUTO:
-        dtype, reason = best_dtype(model.dtype, device, kernels is not None)
-        if dtype != model.dtype:
-            model = model.to(dtype)
-            kernels = _cpu_kernels(dtype, device, settings, progress)
-        _report(f"dtype {dtype_name(dtype)}: {reason}", progress)
+    config = _read_config(folder)
+    quantization = stored_quantization(folder, config)
+    if quantization == NOT_QUANTIZED:
+        model, kernels = _read_plain(folder, config, device, settings, ranks, progress)
+        quantization = _round(model, settings, kernels is not None, progress)
+    else:
+        model, kernels, kept = _read_quantized(folder, config, quantization, device, settings, ranks, progress)
+        quantization = quantization if kept else NOT_QUANTIZED
     if kernels is not None:
         _report(f"CPU kernels for {kernels.isa}", progress)
     model = model.to(device).eval()
@@ -186,7 +191,83 @@ def _load_model(settings: EngineSettings, role: Role, progress: Progress, ranks:
     vocabulary = read_vocabulary(folder, model.get_input_embeddings().num_embeddings)
     tokenizer = read_tokenizer(folder) if ranks is None or ranks.rank == 0 else None
     grammars = None if tokenizer is None else Grammars(tokenizer, beside_model=device.type != "cpu")
-    return LoadedModel(model, vocabulary, kernels, gpu, planned_kv_bytes, grammars)
+    return LoadedModel(model, vocabulary, kernels, gpu, planned_kv_bytes, grammars, quantization=quantization)
+
+
+def _read_plain(
+    folder: Path,
+    config: PreTrainedConfig,
+    device: torch.device,
+    settings: EngineSettings,
+    ranks: Ranks | None,
+    progress: Progress,
+) -> tuple[PreTrainedModel, CpuKernels | None]:
+    model = _read_model(folder, config, settings.dtype, ranks)
+    kernels = _cpu_kernels(model.dtype, device, settings, progress)
+    if settings.dtype == AUTO:
+        dtype, reason = best_dtype(model.dtype, device, kernels is not None)
+        if dtype != model.dtype:
+            model = model.to(dtype)
+            kernels = _cpu_kernels(dtype, device, settings, progress)
+        _report(f"dtype {dtype_name(dtype)}: {reason}", progress)
+    return model, kernels
+
+
+def _read_quantized(
+    folder: Path,
+    config: PreTrainedConfig,
+    quantization: str,
+    device: torch.device,
+    settings: EngineSettings,
+    ranks: Ranks | None,
+    progress: Progress,
+) -> tuple[PreTrainedModel, CpuKernels | None, bool]:
+    """The model, its kernels, and whether its weights are still quantised: where no kernel takes them, or the settings
+    say so, they are expanded."""
+    if settings.quantization in ROUNDED_BITS:
+        raise UnsupportedModelError(
+            f"quantization is {settings.quantization!r}, must be auto or none: "
+            f"{folder.name} is quantised already ({quantization})"
+        )
+    if ranks is not None:
+        raise UnsupportedModelError(
+            f"tensor_parallel_size is {ranks.size}, must be 1: {folder.name} is quantised ({quantization})"
+        )
+    dtype = torch.bfloat16 if settings.dtype == AUTO else getattr(torch, settings.dtype)
+    kernels = _cpu_kernels(dtype, device, settings, progress)
+    if settings.dtype == AUTO:
+        best, reason = best_dtype(dtype, device, kernels is not None)
+        if best != dtype:
+            dtype, kernels = best, _cpu_kernels(best, device, settings, progress)
+        _report(f"dtype {dtype_name(dtype)}: {reason}", progress)
+    keep = settings.quantization == AUTO and kernels is not None and config.model_type in QUANTIZED_FAMILIES
+    try:
+        model = build_model(folder, config, quantized_weights(folder, config), dtype, keep)
+    except (OSError, ValueError, LookupError, RuntimeError) as error:
+        if isinstance(error, UnsupportedModelError):
+            raise
+        raise _cannot_load(folder, error) from error
+    if keep:
+        _report(f"weights: {quantization}", progress)
+    else:
+        size = sum(weights.nbytes for weights in model.parameters()) >> 20
+        reason = "as quantization is 'none'" if settings.quantization != AUTO else "no kernel takes them here"
+        _report(f"weights: {quantization}, expanded to {dtype_name(dtype)}, {size} MiB: {reason}", progress)
+    return model, kernels, keep
+
+
+def _round(model: PreTrainedModel, settings: EngineSettings, has_kernels: bool, progress: Progress) -> str:
+    """Rounds the weights of a plain model where the settings say so; gives the name of its quantisation."""
+    bits = ROUNDED_BITS.get(settings.quantization)
+    if bits is None:
+        return NOT_QUANTIZED
+    if not has_kernels or model.config.model_type not in FAMILIES:
+        _report(f"weights stay as they are: no kernel takes {settings.quantization} here", progress)
+        return NOT_QUANTIZED
+    progress(f"rounding weights to {bits} bits", None)
+    round_weights(model, bits)
+    _report(f"weights: {settings.quantization}", progress)
+    return settings.quantization
 
 
 def _in_memory(model: PreTrainedModel, settings: EngineSettings, progress: Progress) -> LoadedModel:
@@ -238,6 +319,9 @@ def logits_scan(loaded: LoadedModel, token_ids: torch.Tensor | None = None) -> L
 
 
 def _check_passes(loaded: LoadedModel, settings: EngineSettings) -> None:
+    if loaded.quantization != NOT_QUANTIZED:
+        # Its family is a proved one, and a trial would expand all weights several times.
+        return
     pool = PagePool(PROBED_PAGES, settings.page_size)
     check_passes(loaded.runner(pool, loaded.unrestricted_form(settings.page_size), ()), pool)
 
@@ -252,8 +336,7 @@ def _read_config(folder: Path) -> PreTrainedConfig:
     return config
 
 
-def _read_model(folder: Path, dtype: str, ranks: Ranks | None) -> PreTrainedModel:
-    config = _read_config(folder)
+def _read_model(folder: Path, config: PreTrainedConfig, dtype: str, ranks: Ranks | None) -> PreTrainedModel:
     try:
         if ranks is not None:
             return read_part(folder, config, dtype, ranks)
@@ -339,6 +422,7 @@ def _assemble(
         tokenizer_digest=vocabulary.digest,
         vocabulary_size=vocabulary.size,
         dtype=dtype_name(model.dtype),
+        quantization=loaded.quantization,
         device=str(model.device),
         page_size=settings.page_size,
         total_pages=pages,

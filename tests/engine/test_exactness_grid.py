@@ -33,11 +33,20 @@ GRID = [
 class Workers:
     """A target and a draft in this process, on one instruction set."""
 
-    def __init__(self, isa: str, target: str, draft: str, dtype: str, max_tokens: int = 48) -> None:
+    def __init__(
+        self, isa: str, target: str, draft: str, dtype: str, max_tokens: int = 48, quantization: str = "auto"
+    ) -> None:
         """`max_tokens` of a step."""
         settings = [
             EngineSettings(
-                model, dtype, cpu_isa=isa, threads=1, page_size=16, kv_pages=200, max_num_batched_tokens=max_tokens
+                model,
+                dtype,
+                quantization,
+                cpu_isa=isa,
+                threads=1,
+                page_size=16,
+                kv_pages=200,
+                max_num_batched_tokens=max_tokens,
             )
             for model in (target, draft)
         ]
@@ -102,6 +111,23 @@ def test_tiny_pairs(
     rng = random.Random(3)
     prompts = [[rng.randrange(VOCABULARY) for _ in range(length)] for length in (1, 40, 17, 90, 16)]
     Workers(isa, *map(str, folders), dtype).check(prompts, 10, grid)
+
+
+@pytest.mark.parametrize(
+    ("isa", "family", "dtype", "quantization"),
+    [
+        *((isa, "llama", "bfloat16", quantization) for isa in ISAS for quantization in ("int4", "int8")),
+        (AUTO, "qwen3", "float32", "int4"),
+        (AUTO, "qwen3", "float16", "int8"),
+    ],
+)
+def test_quantized_pairs(isa: str, family: str, dtype: str, quantization: str, tmp_path: Path) -> None:
+    compiled_kernels()
+    folders = save_tiny_pair(family, tmp_path, head_dim=64)
+    rng = random.Random(3)
+    prompts = [[rng.randrange(VOCABULARY) for _ in range(length)] for length in (1, 40, 17, 90, 16)]
+    workers = Workers(isa, *map(str, folders), dtype, quantization=quantization)
+    workers.check(prompts, 10, SOME)
 
 
 def test_the_demo_pair() -> None:

@@ -7,6 +7,8 @@
 // Sums that stay in registers, in rows and vectors: of linear layers, and of values in attention.
 #define LINEAR_ROWS 12
 #define LINEAR_VECTORS(rows) 2
+#define QUANTIZED_ROWS 8
+#define QUANTIZED_VECTORS(rows, bits) 2
 #define VALUE_QUERIES 4
 #define VALUE_VECTORS(queries) 4
 
@@ -40,4 +42,25 @@ INLINE void store_bf16(uint16_t *to, f32v x) {
     __m256bh rounded = _mm512_cvtneps_pbh((__m512)x);
     memcpy(to, &rounded, sizeof rounded);
 }
+#endif
+
+// As in isa_avx2.h.
+#ifdef __AVX512VNNI__
+#define PRODUCT_BITS 8
+typedef i32v code_sums;
+
+INLINE code_sums add_code_products(code_sums sum, u8v codes, int32_t row) {
+    return (code_sums)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, _mm512_set1_epi32(row));
+}
+
+INLINE i32v whole_sums(code_sums sum) { return sum; }
+#else
+#define PRODUCT_BITS 4
+typedef int16_t code_sums __attribute__((vector_size(VECTOR_BYTES)));
+
+INLINE code_sums add_code_products(code_sums sum, u8v codes, int32_t row) {
+    return sum + (code_sums)_mm512_maddubs_epi16((__m512i)codes, _mm512_set1_epi32(row));
+}
+
+INLINE i32v whole_sums(code_sums sum) { return (i32v)_mm512_madd_epi16((__m512i)sum, _mm512_set1_epi16(1)); }
 #endif

@@ -6,6 +6,8 @@
 #define LANES 4
 #define LINEAR_ROWS 6
 #define LINEAR_VECTORS(rows) ((rows) > 2 ? 4 : 8)
+#define QUANTIZED_ROWS 4
+#define QUANTIZED_VECTORS(rows, bits) ((rows) * (bits) > 8 ? 4 : 8)
 #define VALUE_QUERIES 4
 #define VALUE_VECTORS(queries) 4
 
@@ -28,3 +30,19 @@ INLINE f32v add_pair_products(f32v sum, u32v pairs, u32v by) {
     return (f32v)vbfmlalbq_f32(vbfmlaltq_f32((float32x4_t)sum, x, y), x, y);
 }
 #endif
+
+// As in isa_avx2.h. Codes of 4 bits are the same signed and unsigned.
+#define PRODUCT_BITS 4
+typedef i32v code_sums;
+
+INLINE code_sums add_code_products(code_sums sum, u8v codes, int32_t row) {
+    int8x16_t x = (int8x16_t)codes, y = vreinterpretq_s8_s32(vdupq_n_s32(row));
+#ifdef __ARM_FEATURE_DOTPROD
+    return (code_sums)vdotq_s32((int32x4_t)sum, x, y);
+#else
+    int16x8_t low = vmull_s8(vget_low_s8(x), vget_low_s8(y)), high = vmull_high_s8(x, y);
+    return (code_sums)vaddq_s32((int32x4_t)sum, vpaddq_s32(vpaddlq_s16(low), vpaddlq_s16(high)));
+#endif
+}
+
+INLINE i32v whole_sums(code_sums sum) { return sum; }

@@ -4,6 +4,8 @@
 #define LANES 4
 #define LINEAR_ROWS 6
 #define LINEAR_VECTORS(rows) ((rows) > 2 ? 2 : 8)
+#define QUANTIZED_ROWS 4
+#define QUANTIZED_VECTORS(rows, bits) 2
 #define VALUE_QUERIES 4
 #define VALUE_VECTORS(queries) 2
 
@@ -55,3 +57,15 @@ INLINE f32v load_f16(const uint16_t *from) {
 INLINE void store_f16(uint16_t *to, f32v x) {
     for (int lane = 0; lane < LANES; lane++) to[lane] = float_to_f16(x[lane]);
 }
+
+// As in isa_avx2.h.
+#define PRODUCT_BITS 8
+typedef i32v code_sums;
+
+INLINE code_sums add_code_products(code_sums sum, u8v codes, int32_t row) {
+    for (int k = 0; k < 4; k++)
+        sum = sum + ((i32v)codes >> 8 * k & 255) * (int32_t)(int8_t)((uint32_t)row >> 8 * k);
+    return sum;
+}
+
+INLINE i32v whole_sums(code_sums sum) { return sum; }

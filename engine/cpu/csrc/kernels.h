@@ -18,10 +18,18 @@ typedef struct {
     int64_t first_row, rows, start, first_page;
 } Block;
 
-// Panels of weights, and sizes. Biases and the norms of heads may be missing.
+// Panels of weights of a linear layer, and its bias [panels * PANEL], which may be missing. `bits` 0: the weights are
+// elements (linear.c). Otherwise they are codes of 4 or 8 bits, and `group` inputs share a scale and a minimum, which are
+// float32 where `wide`, and float16 else (quantized.c).
 typedef struct {
-    const element *qkv, *out, *gate_up, *down;
-    const float *qkv_bias, *out_bias, *gate_up_bias, *down_bias;
+    const void *weights;
+    const float *bias;
+    ptrdiff_t bits, group, wide;
+} Linear;
+
+// Linear layers, norms and sizes. The norms of heads may be missing.
+typedef struct {
+    Linear qkv, out, gate_up, down;
     const element *attention_norm, *mlp_norm, *query_norm, *key_norm;
     ptrdiff_t hidden, inner, query_heads, kv_heads, head_dim;
     float attention_epsilon, mlp_epsilon, head_epsilon, scaling;
@@ -63,8 +71,13 @@ int spool_attend(element *to, const element *queries, element *pool, const int64
     ptrdiff_t block_count, ptrdiff_t max_rows, ptrdiff_t longest, float scaling, ptrdiff_t query_heads,
     ptrdiff_t kv_heads, ptrdiff_t head_dim, ptrdiff_t page_size, ptrdiff_t page_count);
 
-void spool_linear(element *to, const element *rows, const element *weights, const float *bias, float *scratch,
-    ptrdiff_t count, ptrdiff_t in, ptrdiff_t out);
+void spool_linear(element *to, const element *rows, const Linear *linear, float *scratch, ptrdiff_t count, ptrdiff_t in,
+    ptrdiff_t out);
+
+void quantized_linear(element *to, const element *rows, const Linear *linear, void *scratch, ptrdiff_t count,
+    ptrdiff_t in, ptrdiff_t out);
+
+void spool_expand_rows(element *to, const int64_t *which, const Linear *linear, ptrdiff_t count, ptrdiff_t in);
 
 int spool_has_tiles(void);
 

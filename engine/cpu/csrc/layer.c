@@ -26,7 +26,7 @@ static int add_layer(element *residual, element *pool, const Layer *layer, const
     element *gate_up = attended + rows * queries_size, *product = gate_up + rows * 2 * inner;
 
     spool_norm(normed, residual, layer->attention_norm, rows, hidden, layer->attention_epsilon);
-    spool_linear(qkv, normed, layer->qkv, layer->qkv_bias, widened, rows, hidden, qkv_size);
+    spool_linear(qkv, normed, &layer->qkv, widened, rows, hidden, qkv_size);
     spool_rotate_write(queries, pool, qkv, pass->cos, pass->sin, pass->slots, layer->query_norm, layer->key_norm,
         layer->head_epsilon, rows, layer->query_heads, layer->kv_heads, head_dim, pass->page_size, pass->page_count);
     // Rows of no block attend to nothing.
@@ -35,11 +35,11 @@ static int add_layer(element *residual, element *pool, const Layer *layer, const
             pass->longest, layer->scaling, layer->query_heads, layer->kv_heads, head_dim, pass->page_size,
             pass->page_count))
         return 1;
-    spool_linear(projected, attended, layer->out, layer->out_bias, widened, rows, queries_size, hidden);
+    spool_linear(projected, attended, &layer->out, widened, rows, queries_size, hidden);
     spool_add_norm(normed, residual, projected, layer->mlp_norm, rows, hidden, layer->mlp_epsilon);
-    spool_linear(gate_up, normed, layer->gate_up, layer->gate_up_bias, widened, rows, hidden, 2 * inner);
+    spool_linear(gate_up, normed, &layer->gate_up, widened, rows, hidden, 2 * inner);
     spool_silu_mul(product, gate_up, rows, inner);
-    spool_linear(projected, product, layer->down, layer->down_bias, widened, rows, inner, hidden);
+    spool_linear(projected, product, &layer->down, widened, rows, inner, hidden);
     spool_add(residual, projected, rows * hidden);
     return 0;
 }

@@ -95,11 +95,17 @@ static void widen(float *to, const element *from, ptrdiff_t size) {
 }
 #endif
 
-// rows [count, in] by weights [panels, in / WEIGHT_INPUTS, PANEL, WEIGHT_INPUTS], plus bias [panels * PANEL] if there is
-// one, to [count, out]. `scratch`: [count, in]. `in` is a multiple of WEIGHT_INPUTS.
-void spool_linear(element *to, const element *rows, const element *weights, const float *bias, float *scratch,
-    ptrdiff_t count, ptrdiff_t in, ptrdiff_t out) {
+// rows [count, in] by weights [panels, in / WEIGHT_INPUTS, PANEL, WEIGHT_INPUTS] or codes, plus the bias, to [count, out].
+// `scratch`: [count, in]. `in` is a multiple of WEIGHT_INPUTS.
+void spool_linear(element *to, const element *rows, const Linear *linear, float *scratch, ptrdiff_t count, ptrdiff_t in,
+    ptrdiff_t out) {
     assert(count > 0 && in > 0 && out > 0 && in % WEIGHT_INPUTS == 0);
+    if (linear->bits) {
+        quantized_linear(to, rows, linear, scratch, count, in, out);
+        return;
+    }
+    const element *weights = linear->weights;
+    const float *bias = linear->bias;
 #ifdef HAS_TILES
     if (spool_has_tiles() && in % TILE_INPUTS == 0) {
         tile_linear(to, rows, weights, bias, count, in, out);

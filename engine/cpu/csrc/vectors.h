@@ -29,6 +29,8 @@ typedef float f32v __attribute__((vector_size(VECTOR_BYTES)));
 typedef int32_t i32v __attribute__((vector_size(VECTOR_BYTES)));
 typedef uint32_t u32v __attribute__((vector_size(VECTOR_BYTES)));
 typedef uint16_t u16v __attribute__((vector_size(VECTOR_BYTES / 2)));
+typedef uint8_t u8v __attribute__((vector_size(VECTOR_BYTES)));
+typedef int8_t s8v __attribute__((vector_size(VECTOR_BYTES / 4)));
 
 #if defined __AVX512F__
 #include "isa_avx512.h"

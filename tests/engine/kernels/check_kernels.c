@@ -109,17 +109,95 @@ static void check_linear(ptrdiff_t count, ptrdiff_t in, ptrdiff_t out, int biase
     element *rows = random_elements(count * in), *weights = random_elements(out * in);
     element *panels = to_panels(weights, out, in), *to = NEW(element, count * out), *alone = NEW(element, out);
     float *bias = biased ? random_bias(out) : NULL, *scratch = NEW(float, count * in);
-    spool_linear(to, rows, panels, bias, scratch, count, in, out);
+    const Linear linear = {panels, bias, 0, 0, 0};
+    spool_linear(to, rows, &linear, scratch, count, in, out);
     for (ptrdiff_t row = 0; row < count; row++) {
         for (ptrdiff_t o = 0; o < out; o++) {
             double exact = biased ? bias[o] : 0;
             for (ptrdiff_t i = 0; i < in; i++) exact += number(rows[row * in + i]) * number(weights[o * in + i]);
             expect(to[row * out + o], exact, 1.1, "linear");
         }
-        spool_linear(alone, rows + row * in, panels, bias, scratch, 1, in, out);
+        spool_linear(alone, rows + row * in, &linear, scratch, 1, in, out);
         end_unless(!memcmp(alone, to + row * out, out * sizeof *alone), "linear: a row alone has other bits");
     }
     free(rows), free(weights), free(panels), free(to), free(alone), free(bias), free(scratch);
+}
+
+// Where the codes of an input of an output stand in the panels of a weight, and its scale (0) or minimum (1).
+static ptrdiff_t block_bytes(const Linear *form) {
+    return form->group * PANEL * form->bits / 8 + 2 * PANEL * (form->wide ? 4 : 2);
+}
+
+static ptrdiff_t block_at(const Linear *form, ptrdiff_t in, ptrdiff_t o, ptrdiff_t i) {
+    return (o / PANEL * (in / form->group) + i / form->group) * block_bytes(form);
+}
+
+static void put_code(char *panels, const Linear *form, ptrdiff_t in, ptrdiff_t o, ptrdiff_t i, int code) {
+    ptrdiff_t quad = i % form->group / 4, line = form->bits == 4 ? quad / 2 : quad;
+    panels[block_at(form, in, o, i) + (line * PANEL + o % PANEL) * 4 + i % 4] |= code << (form->bits == 4 ? quad % 2 * 4 : 0);
+}
+
+// A power of two or half more, as float16 has it.
+static void put_scale(char *panels, const Linear *form, ptrdiff_t in, ptrdiff_t o, ptrdiff_t i, int which, float value) {
+    char *at = panels + block_at(form, in, o, i) + form->group * PANEL * form->bits / 8;
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    uint16_t half = (bits >> 16 & 0x8000) | (((bits >> 23 & 255) - 112) << 10) | (bits >> 13 & 1023);
+    if (form->wide)
+        memcpy(at + (which * PANEL + o % PANEL) * 4, &value, 4);
+    else
+        memcpy(at + (which * PANEL + o % PANEL) * 2, &half, 2);
+}
+
+// Of a number of a row: its group's scale times its code.
+static double rounded(const element *row, ptrdiff_t group, ptrdiff_t i) {
+    double peak = 0;
+    for (ptrdiff_t k = i / group * group; k < (i / group + 1) * group; k++)
+        if (fabs(number(row[k])) > peak) peak = fabs(number(row[k]));
+    return peak ? nearbyintf((float)number(row[i]) * (127.0f / (float)peak)) * (peak / 127) : 0;
+}
+
+static void check_quantized(ptrdiff_t count, ptrdiff_t in, ptrdiff_t out, int bits, int group, int wide, int biased) {
+    float *bias = biased ? random_bias(out) : NULL, *scratch = NEW(float, count * in);
+    Linear form = {NULL, bias, bits, group, wide};
+    ptrdiff_t panels = (out + PANEL - 1) / PANEL;
+    char *weights = NEW(char, panels * (in / group) * block_bytes(&form));
+    double *numbers = NEW(double, out * in);
+    for (ptrdiff_t o = 0; o < out; o++) {
+        float scale = 0, minimum = 0;
+        for (ptrdiff_t i = 0; i < in; i++) {
+            if (i % group == 0) {
+                scale = (draw(2) + 2) * 0.25f / (1 << bits), minimum = -(draw(2) + 2) * 0.125f;
+                put_scale(weights, &form, in, o, i, 0, scale);
+                put_scale(weights, &form, in, o, i, 1, minimum);
+            }
+            int code = draw(1 << bits);
+            put_code(weights, &form, in, o, i, code);
+            numbers[o * in + i] = (double)scale * code + minimum;
+        }
+    }
+    form.weights = weights;
+    element *rows = random_elements(count * in), *to = NEW(element, count * out), *alone = NEW(element, out);
+    // A group of zeros, which has no scale.
+    memset(rows, 0, group * sizeof *rows);
+    spool_linear(to, rows, &form, scratch, count, in, out);
+    double *row_numbers = NEW(double, in);
+    for (ptrdiff_t row = 0; row < count; row++) {
+        for (ptrdiff_t i = 0; i < in; i++) row_numbers[i] = rounded(rows + row * in, group, i);
+        for (ptrdiff_t o = 0; o < out; o++) {
+            double exact = biased ? bias[o] : 0;
+            for (ptrdiff_t i = 0; i < in; i++) exact += row_numbers[i] * numbers[o * in + i];
+            expect(to[row * out + o], exact, 4, "quantized");
+        }
+        spool_linear(alone, rows + row * in, &form, scratch, 1, in, out);
+        end_unless(!memcmp(alone, to + row * out, out * sizeof *alone), "quantized: a row alone has other bits");
+    }
+    int64_t which[2] = {out - 1, out / 2};
+    element *expanded = NEW(element, 2 * in);
+    spool_expand_rows(expanded, which, &form, 2, in);
+    for (ptrdiff_t i = 0; i < 2 * in; i++) expect(expanded[i], numbers[which[i / in] * in + i % in], 1.1, "expanded");
+    free(rows), free(weights), free(numbers), free(row_numbers), free(to), free(alone), free(bias), free(scratch);
+    free(expanded);
 }
 
 // --- what happens between them ----------------------------------------------------------------------------------------
@@ -312,8 +390,8 @@ static void check_layers(const Shape *shape, ptrdiff_t hidden, ptrdiff_t inner, 
     ptrdiff_t queries = shape->query_heads * shape->head_dim, qkv = queries + 2 * shape->kv_heads * shape->head_dim;
     Layer layers[LAYERS];
     for (int i = 0; i < LAYERS; i++)
-        layers[i] = (Layer){random_panels(qkv, hidden), random_panels(hidden, queries), random_panels(2 * inner, hidden),
-            random_panels(hidden, inner), random_bias(qkv), NULL, NULL, NULL, random_elements(hidden),
+        layers[i] = (Layer){{random_panels(qkv, hidden), random_bias(qkv)}, {random_panels(hidden, queries)},
+            {random_panels(2 * inner, hidden)}, {random_panels(hidden, inner)}, random_elements(hidden),
             random_elements(hidden), random_elements(shape->head_dim), random_elements(shape->head_dim), hidden, inner,
             shape->query_heads, shape->kv_heads, shape->head_dim, 1e-5f, 1e-5f, 1e-6f, 0.125f};
     int64_t *pages = NEW(int64_t, shape->pages);
@@ -332,8 +410,8 @@ static void check_layers(const Shape *shape, ptrdiff_t hidden, ptrdiff_t inner, 
     }
     for (int i = 0; i < LAYERS; i++) {
         const Layer *layer = layers + i;
-        const void *parts[] = {layer->qkv, layer->out, layer->gate_up, layer->down, layer->qkv_bias,
-            layer->attention_norm, layer->mlp_norm, layer->query_norm, layer->key_norm};
+        const void *parts[] = {layer->qkv.weights, layer->out.weights, layer->gate_up.weights, layer->down.weights,
+            layer->qkv.bias, layer->attention_norm, layer->mlp_norm, layer->query_norm, layer->key_norm};
         for (size_t part = 0; part < sizeof parts / sizeof *parts; part++) free((void *)parts[part]);
     }
     free(pages), free(inputs), free(one_by_one), free(together);
@@ -346,6 +424,13 @@ int main(void) {
         check_linear(7, 96, 100, biased);
         check_linear(13, 34, 5, biased);
         check_linear(29, 2, 65, biased);
+    }
+    for (int count = 1; count < 20; count += 3) {
+        check_quantized(count, 64, 100, 4, 32, 0, 1);
+        check_quantized(count, 96, 33, 4, 32, 1, 0);
+        check_quantized(count, 96, 64, 8, 32, 0, 0);
+        check_quantized(count, 32, 5, 8, 32, 1, 1);
+        check_quantized(count, 64, 32, 8, 16, 1, 0);
     }
     check_rows(1, 16);
     check_rows(20, 96);

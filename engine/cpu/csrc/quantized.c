@@ -1,0 +1,237 @@
+// Linear layers whose weights are codes of 4 or 8 bits: a number is scale * code + minimum, and a group of inputs shares
+// scale and minimum. Rows are rounded to codes of 8 bits, by groups as well. So the product of two groups is
+//     scale * row_scale * sum(code * row_code) + minimum * row_scale * sum(row_code),
+// where the sums are of integers, exact in any order; groups are added in the order of inputs.
+//
+// A panel holds, group after group, the codes of PANEL outputs [inputs / 4, PANEL, 4], then their scales and minimums. With
+// 4 bits, a byte holds the codes of two such quads of inputs, the even one in its lower half.
+
+#include "kernels.h"
+
+#define QUAD 4
+#define PANEL_VECTORS (PANEL / LANES)
+// Bytes of weights from a load to the one that is asked for meanwhile.
+#define WEIGHTS_AHEAD 4096
+#define CACHE_LINE 64
+
+// A row's scale, scale * sum(codes), and codes.
+#define ROW_GROUP_BYTES(group) (2 * sizeof(float) + (group))
+
+INLINE float row_scale(const char *of) {
+    float x;
+    memcpy(&x, of, sizeof x);
+    return x;
+}
+
+INLINE int32_t row_quad(const char *of, int quad) {
+    int32_t x;
+    memcpy(&x, of + 2 * sizeof(float) + quad * QUAD, sizeof x);
+    return x;
+}
+
+INLINE f32v load_scales(const char *from, int wide) {
+    return wide ? load((const float *)from) : load_f16((const uint16_t *)from);
+}
+
+INLINE u8v load_bytes(const char *from) {
+    u8v x;
+    memcpy(&x, from, sizeof x);
+    return x;
+}
+
+// Rows [in] to their codes, by groups. Where a number is not finite, the scale of its group is NaN.
+INLINE void round_row(char *to, const element *row, int group, ptrdiff_t in) {
+    for (ptrdiff_t first = 0; first < in; first += group, to += ROW_GROUP_BYTES(group)) {
+        f32v highest = splat(0.0f), finite = splat(0.0f);
+        for (int i = 0; i < group; i += LANES) {
+            f32v x = load_element(row + first + i);
+            f32v size = blend(x < 0.0f, -x, x);
+            highest = blend(highest < size, size, highest);
+            finite = finite + x * 0.0f;
+        }
+        float peak = largest(highest), inverse = peak > 0.0f ? 127.0f / peak : 0.0f;
+        const f32v magic = splat(12582912.0f); // 1.5 * 2^23: adding it rounds to a whole number
+        i32v total = {};
+        for (int i = 0; i < group; i += LANES) {
+            f32v whole = load_element(row + first + i) * inverse + magic - magic;
+            i32v code = __builtin_convertvector(whole, i32v);
+            total = total + code;
+            s8v bytes = __builtin_convertvector(code, s8v);
+            memcpy(to + 2 * sizeof(float) + i, &bytes, sizeof bytes);
+        }
+        int32_t lanes[LANES], sum_of_codes = 0;
+        memcpy(lanes, &total, sizeof lanes);
+        for (int lane = 0; lane < LANES; lane++) sum_of_codes += lanes[lane];
+        float head[2];
+        head[0] = peak / 127.0f + sum(finite);
+        head[1] = head[0] * (float)sum_of_codes;
+        memcpy(to, head, sizeof head);
+    }
+}
+
+// Adds to sums [count, vectors] a group's products, of which `codes` are weights of the first output on, PANEL bytes a
+// row of four inputs. `high`: sums of the upper halves of codes of 8 bits, where the processor multiplies 4 at once.
+INLINE void add_group(int count, int vectors, int bits, int group, f32v sums[][PANEL_VECTORS], int first_vector,
+    const char *block, const char *const *rows, ptrdiff_t at, int wide) {
+    code_sums low[QUANTIZED_ROWS][PANEL_VECTORS], high[QUANTIZED_ROWS][PANEL_VECTORS];
+#pragma GCC unroll 12
+    for (int row = 0; row < count; row++)
+#pragma GCC unroll 8
+        for (int part = 0; part < vectors; part++) low[row][part] = high[row][part] = (code_sums){};
+    const int split = bits > PRODUCT_BITS;
+    const char *codes = block + first_vector * (int)sizeof(u8v);
+#pragma GCC unroll 1
+    for (int line = 0; line < group * bits / (8 * QUAD); line++)
+#pragma GCC unroll 8
+        for (int part = 0; part < vectors; part++) {
+            u8v packed = load_bytes(codes + line * PANEL * QUAD + part * (int)sizeof(u8v));
+            u8v lower = bits == 4 || split ? packed & 15 : packed, upper = packed >> 4;
+#pragma GCC unroll 12
+            for (int row = 0; row < count; row++) {
+                if (bits == 4) {
+                    low[row][part] = add_code_products(low[row][part], lower, row_quad(rows[row] + at, 2 * line));
+                    low[row][part] = add_code_products(low[row][part], upper, row_quad(rows[row] + at, 2 * line + 1));
+                } else {
+                    low[row][part] = add_code_products(low[row][part], lower, row_quad(rows[row] + at, line));
+                    if (split)
+                        high[row][part] = add_code_products(high[row][part], upper, row_quad(rows[row] + at, line));
+                }
+            }
+        }
+    const char *scales = block + group * PANEL * bits / 8;
+    const int size = wide ? sizeof(float) : sizeof(uint16_t);
+#pragma GCC unroll 8
+    for (int part = 0; part < vectors; part++) {
+        int place = (first_vector + part) * LANES;
+        f32v scale = load_scales(scales + place * size, wide), minimum = load_scales(scales + (PANEL + place) * size, wide);
+#pragma GCC unroll 12
+        for (int row = 0; row < count; row++) {
+            i32v total = whole_sums(low[row][part]);
+            if (split) total = total + (whole_sums(high[row][part]) << 4);
+            f32v *sum = &sums[row][first_vector + part];
+            f32v product = multiply_add(__builtin_convertvector(total, f32v), scale * row_scale(rows[row] + at), *sum);
+            *sum = multiply_add(minimum, splat(row_scale(rows[row] + at + sizeof(float))), product);
+        }
+    }
+}
+
+// `count` rows by a panel, to [count, out], of which `columns` are there.
+INLINE void multiply_panel(int count, int bits, int group, int wide, element *to, const char *rows, ptrdiff_t row_bytes,
+    const char *panel, const float *bias, ptrdiff_t in, ptrdiff_t out, ptrdiff_t columns) {
+    const int block_bytes = group * PANEL * bits / 8 + 2 * PANEL * (wide ? sizeof(float) : sizeof(uint16_t));
+    f32v sums[QUANTIZED_ROWS][PANEL_VECTORS];
+    const char *of[QUANTIZED_ROWS];
+#pragma GCC unroll 12
+    for (int row = 0; row < count; row++) {
+        of[row] = rows + row * row_bytes;
+        for (int part = 0; part < PANEL_VECTORS; part++)
+            sums[row][part] = bias ? load(bias + part * LANES) : splat(0.0f);
+    }
+    const int vectors = QUANTIZED_VECTORS(count, bits);
+    ptrdiff_t groups = in / group;
+    for (ptrdiff_t i = 0; i < groups; i++) {
+        const char *block = panel + i * block_bytes;
+        for (int line = 0; line < block_bytes; line += CACHE_LINE) __builtin_prefetch(block + WEIGHTS_AHEAD + line);
+#pragma GCC unroll 8
+        for (int first = 0; first < PANEL_VECTORS; first += vectors)
+            add_group(count, vectors, bits, group, sums, first, block, of, i * ROW_GROUP_BYTES(group), wide);
+    }
+    for (int row = 0; row < count; row++) store_outputs(to + row * out, sums[row], PANEL_VECTORS, columns);
+}
+
+#define HEIGHT(rows_)                                                                                                  \
+    case rows_:                                                                                                        \
+        multiply_panel(rows_, bits, group, wide, to, rows, row_bytes, panel, bias, in, out, columns);                  \
+        break;
+
+// The same for any number of rows.
+INLINE void multiply_rows(int bits, int group, int wide, element *to, const char *rows, ptrdiff_t count,
+    const char *panel, const float *bias, ptrdiff_t in, ptrdiff_t out, ptrdiff_t columns) {
+    ptrdiff_t row_bytes = in / group * ROW_GROUP_BYTES(group);
+    ptrdiff_t tiles = (count + QUANTIZED_ROWS - 1) / QUANTIZED_ROWS;
+    for (ptrdiff_t tile = 0; tile < tiles; tile++) {
+        ptrdiff_t height = (tile + 1) * count / tiles - tile * count / tiles;
+        switch (height) {
+            HEIGHT(1)
+            HEIGHT(2)
+            HEIGHT(3)
+            HEIGHT(4)
+#if QUANTIZED_ROWS > 4
+            HEIGHT(5) HEIGHT(6) HEIGHT(7) HEIGHT(8)
+#endif
+        }
+        to += height * out, rows += height * row_bytes;
+    }
+}
+
+// A function of its own for each form of weights: the compiler knows all sizes of its loops.
+#define FORM(name, bits, group, wide)                                                                                  \
+    __attribute__((noinline)) static void name(element *to, const char *rows, ptrdiff_t count, const char *panel,      \
+        const float *bias, ptrdiff_t in, ptrdiff_t out, ptrdiff_t columns) {                                           \
+        multiply_rows(bits, group, wide, to, rows, count, panel, bias, in, out, columns);                              \
+    }
+
+FORM(multiply_4, 4, 32, 0)
+FORM(multiply_4_wide, 4, 32, 1)
+FORM(multiply_8, 8, 32, 0)
+FORM(multiply_8_wide, 8, 32, 1)
+FORM(multiply_8_wide_16, 8, 16, 1)
+
+INLINE ptrdiff_t block_size(const Linear *linear) {
+    return linear->group * PANEL * linear->bits / 8 + 2 * PANEL * (linear->wide ? sizeof(float) : sizeof(uint16_t));
+}
+
+// As spool_linear, of codes. `in` is a multiple of 32.
+void quantized_linear(element *to, const element *rows, const Linear *linear, void *scratch, ptrdiff_t count,
+    ptrdiff_t in, ptrdiff_t out) {
+    assert(in % linear->group == 0 && (linear->group == 32 || (linear->group == 16 && linear->bits == 8 && linear->wide)));
+    char *codes = scratch;
+    ptrdiff_t row_bytes = in / linear->group * ROW_GROUP_BYTES(linear->group);
+    ptrdiff_t panels = (out + PANEL - 1) / PANEL, panel_bytes = in / linear->group * block_size(linear);
+#pragma omp parallel for schedule(static) if (count >= 8)
+    for (ptrdiff_t row = 0; row < count; row++)
+        if (linear->group == 32)
+            round_row(codes + row * row_bytes, rows + row * in, 32, in);
+        else
+            round_row(codes + row * row_bytes, rows + row * in, 16, in);
+#pragma omp parallel for schedule(static)
+    for (ptrdiff_t panel = 0; panel < panels; panel++) {
+        const char *weights = (const char *)linear->weights + panel * panel_bytes;
+        const float *bias = linear->bias ? linear->bias + panel * PANEL : NULL;
+        ptrdiff_t columns = out - panel * PANEL < PANEL ? out - panel * PANEL : PANEL;
+        element *outputs = to + panel * PANEL;
+        if (linear->group == 16)
+            multiply_8_wide_16(outputs, codes, count, weights, bias, in, out, columns);
+        else if (linear->bits == 4)
+            (linear->wide ? multiply_4_wide : multiply_4)(outputs, codes, count, weights, bias, in, out, columns);
+        else
+            (linear->wide ? multiply_8_wide : multiply_8)(outputs, codes, count, weights, bias, in, out, columns);
+    }
+}
+
+// The numbers of some outputs' weights [count, in], as elements: rows of an embedding.
+void spool_expand_rows(element *to, const int64_t *which, const Linear *linear, ptrdiff_t count, ptrdiff_t in) {
+    ptrdiff_t group = linear->group, block_bytes = block_size(linear), panel_bytes = in / group * block_bytes;
+    int wide = linear->wide, size = wide ? sizeof(float) : sizeof(uint16_t);
+    for (ptrdiff_t row = 0; row < count; row++) {
+        ptrdiff_t place = which[row] % PANEL;
+        const char *panel = (const char *)linear->weights + which[row] / PANEL * panel_bytes;
+        for (ptrdiff_t first = 0; first < in; first += group) {
+            const char *block = panel + first / group * block_bytes, *scales = block + group * PANEL * linear->bits / 8;
+            char both[2][sizeof(f32v)] = {};
+            memcpy(both[0], scales + place * size, size);
+            memcpy(both[1], scales + (PANEL + place) * size, size);
+            float scale[LANES], minimum[LANES];
+            store(scale, load_scales(both[0], wide));
+            store(minimum, load_scales(both[1], wide));
+            float numbers[32];
+            for (int i = 0; i < group; i++) {
+                int quad = i / QUAD, line = linear->bits == 4 ? quad / 2 : quad;
+                uint8_t code = block[(line * PANEL + place) * QUAD + i % QUAD];
+                if (linear->bits == 4) code = quad % 2 ? code >> 4 : code & 15;
+                numbers[i] = scale[0] * code + minimum[0];
+            }
+            for (int i = 0; i < group; i += LANES) store_element(to + row * in + first + i, load(numbers + i));
+        }
+    }
+}

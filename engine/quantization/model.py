@@ -1,0 +1,122 @@
+"""Models whose weights are quantised: as a checkpoint has them, or rounded when they are loaded."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
+
+from engine.attention.paged_step import ATTENTION_NAME
+from engine.errors import UnsupportedModelError
+from engine.models.weights import check_loaded
+from engine.quantization.checkpoints import checkpoint_weights, quantization_method
+from engine.quantization.gguf_file import GgufFile
+from engine.quantization.gguf_model import gguf_weights
+from engine.quantization.layers import QuantizedEmbedding, QuantizedLinear
+from engine.quantization.rounding import rounded
+from engine.quantization.weights import QuantizedWeight
+
+GGUF_NAME = "model.gguf"
+NOT_QUANTIZED = "none"
+HEAD_BITS = 8
+"""Of embeddings and heads, whatever the other layers are rounded to: a model notices errors there most."""
+
+
+def stored_quantization(folder: Path, config: PreTrainedConfig) -> str:
+    """How the weights in a model's folder are quantised, in a word: the commonest type of a GGUF file, or the method
+    that config.json names."""
+    if (folder / GGUF_NAME).exists():
+        types = Counter(tensor.type.lower() for tensor in GgufFile(folder / GGUF_NAME).tensors.values())
+        return types.most_common(1)[0][0]
+    return quantization_method(config) or NOT_QUANTIZED
+
+
+def quantized_weights(folder: Path, config: PreTrainedConfig) -> Iterator[tuple[str, torch.Tensor | QuantizedWeight]]:
+    """Of a folder with quantised weights, by their names in the model. Raises UnsupportedModelError."""
+    if (folder / GGUF_NAME).exists():
+        return gguf_weights(GgufFile(folder / GGUF_NAME), config)
+    return checkpoint_weights(folder, config)
+
+
+def build_model(
+    folder: Path,
+    config: PreTrainedConfig,
+    weights: Iterable[tuple[str, torch.Tensor | QuantizedWeight]],
+    dtype: torch.dtype,
+    keep: bool,
+) -> PreTrainedModel:
+    """Of weights by their names, of which quantised ones stay so where `keep`; otherwise all are expanded to `dtype`.
+
+    Raises UnsupportedModelError for weights that do not fit `config` or are not finite.
+    """
+    plain: dict[str, torch.Tensor] = {}
+    quantized: dict[str, QuantizedWeight] = {}
+    for name, weight in weights:
+        if isinstance(weight, torch.Tensor):
+            plain[name] = weight.to(dtype)
+        elif not (weight.scales.isfinite().all() and weight.minimums.isfinite().all()):
+            raise UnsupportedModelError(f"{folder.name}: {name} has a scale or a minimum that is not a finite number")
+        elif keep:
+            quantized[name] = weight
+            # Zeros without memory stand in for what is placed below.
+            plain[name] = torch.zeros(1, dtype=dtype).expand(weight.shape)
+        else:
+            plain[name] = weight.expanded().to(dtype)
+    config.quantization_config = None
+    model, report = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
+        None,
+        config=config,
+        state_dict=plain,
+        dtype=dtype,
+        attn_implementation=ATTENTION_NAME,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,
+    )
+    check_loaded(folder, model, report, {})
+    _place(model, quantized)
+    return model
+
+
+def round_weights(model: PreTrainedModel, bits: int) -> None:
+    """Rounds the weights of linear layers to codes of `bits` bits, in place; those of embedding and head to 8. A layer
+    whose inputs are no multiple of 32 stays as it is."""
+    head = model.get_output_embeddings()
+    ends = {id(model.get_input_embeddings()), id(head)}
+    found: dict[str, QuantizedWeight] = {}
+    by_storage: dict[int, QuantizedWeight] = {}
+    for name, module in model.named_modules():
+        if type(module) not in (nn.Linear, nn.Embedding) or module.weight.shape[1] % 32:
+            continue
+        if type(module) is nn.Embedding and id(module) not in ends:
+            continue
+        address = module.weight.data_ptr()
+        if address not in by_storage:
+            width = HEAD_BITS if id(module) in ends else bits
+            by_storage[address] = rounded(module.weight.detach(), width)
+        found[f"{name}.weight"] = by_storage[address]
+    _place(model, found)
+
+
+def _place(model: PreTrainedModel, weights: Mapping[str, QuantizedWeight]) -> None:
+    """Replaces the modules of these weights. A head that has its embedding's weight gets it as well."""
+    embedding = f"{_name_of(model, model.get_input_embeddings())}.weight"
+    tied = getattr(model.config, "tie_word_embeddings", False) and embedding in weights
+    head = f"{_name_of(model, model.get_output_embeddings())}.weight"
+    placed = {**weights, head: weights[embedding]} if tied and head not in weights else weights
+    for name, weight in placed.items():
+        path = name.removesuffix(".weight")
+        module = model.get_submodule(path)
+        parent = model.get_submodule(path.rpartition(".")[0])
+        if isinstance(module, nn.Embedding):
+            replacement: nn.Module = QuantizedEmbedding(weight, model.dtype)
+        else:
+            replacement = QuantizedLinear(weight, module.bias)
+        setattr(parent, path.rpartition(".")[2], replacement)
+
+
+def _name_of(model: nn.Module, wanted: nn.Module) -> str:
+    return next(name for name, module in model.named_modules() if module is wanted)

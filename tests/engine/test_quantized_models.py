@@ -1,0 +1,70 @@
+"""Quantised models compute what their expanded weights do, but for the rounding of rows to eight bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from engine.attention.paged_step import ATTENTION_NAME
+from engine.errors import UnsupportedModelError
+from engine.kv.pages import PagePool, PageTable
+from engine.models.loaded_model import LoadedModel
+from engine.models.loading import load_target_engine
+from engine.models.vocabulary import Vocabulary
+from engine.passes.layout import BatchedSequence
+from engine.quantization.model import round_weights
+from engine.quantization.rounding import rounded
+from engine.settings import EngineSettings
+from tests.support.cpu_kernels import compiled_kernels
+from tests.support.tiny_models import VOCABULARY, save_tiny_pair
+
+TOKENS = [(7 * place + 3) % VOCABULARY for place in range(40)]
+
+
+@torch.inference_mode()
+def logits(folder: Path, bits: int | None) -> torch.Tensor:
+    """Of all tokens, by the kernels, float32."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=ATTENTION_NAME)
+    if bits is not None:
+        round_weights(model, bits)
+    loaded = LoadedModel(model, Vocabulary(b"", VOCABULARY), compiled_kernels(torch.float32), None)
+    loaded.replace_layers(page_size=16)
+    pool, table = PagePool(8, 16), PageTable()
+    pool.append(table, len(TOKENS))
+    runner = loaded.runner(pool, None, (len(TOKENS),))
+    return runner.run([BatchedSequence(table, TOKENS, len(TOKENS))]).logits
+
+
+@torch.inference_mode()
+def expected(folder: Path, bits: int) -> torch.Tensor:
+    """Of transformers' own model, whose weights are those that the codes stand for."""
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 2:
+            ends = "embed_tokens" in name or "lm_head" in name
+            parameter.copy_(rounded(parameter, 8 if ends else bits).expanded())
+    return model(torch.tensor([TOKENS])).logits[0]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_rounded_model(family: str, bits: int, tmp_path: Path) -> None:
+    folder, _ = save_tiny_pair(family, tmp_path)
+    exact = expected(folder, bits)
+    error = (logits(folder, bits) - exact).abs()
+    # A row's codes are half a step off at most, a step being a 127th of its group's largest number.
+    assert error.mean() < 0.02 * exact.std()
+    # Without rounding the logits are others: what is compared is the rounded weights.
+    assert bits == 8 or (logits(folder, None) - exact).abs().mean() > 3 * error.mean()
+
+
+def test_rounding_asks_for_plain_weights(tmp_path: Path) -> None:
+    folder, _ = save_tiny_pair("llama", tmp_path)
+    config = folder / "config.json"
+    text = config.read_text(encoding="utf-8").rstrip().removesuffix("}")
+    config.write_text(text + ', "quantization_config": {"quant_method": "fp8"}}', encoding="utf-8")
+    with pytest.raises(UnsupportedModelError, match="quantization is 'int4', must be auto or none"):
+        load_target_engine(EngineSettings(str(folder), quantization="int4", kv_pages=40), lambda *_: None)
