@@ -30,13 +30,14 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (the name everybody knows)
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 
 from deploy.errors import UsageError
 from deploy.offline.prompts import load_prompts
 from engine.models.demo_convert import TRAINED_LAYERS, assemble_draft
 from engine.models.draft_vocabulary import FIELD_NAME, FILE_NAME
+from engine.models.reference import transformers_model
 from services.text.tokenizer import ModelTokenizer
 
 HELD_OUT = 10
@@ -207,7 +208,7 @@ def make_draft(
 ) -> dict[str, Any]:
     """Writes the draft of the target in `folder` to `output`; the answer holds the agreement before and after."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    target = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").to(device).eval().requires_grad_(False)
+    target = transformers_model(folder, "auto").to(device).eval().requires_grad_(False)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     held_out = texts[::HELD_OUT]
     learnt = [text for place, text in enumerate(texts) if place % HELD_OUT]

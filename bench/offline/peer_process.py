@@ -15,6 +15,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,7 +33,11 @@ def transformers_generate(models: dict[str, Any]) -> Generate:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     torch.set_num_threads(models["threads"])
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(models["target"], dtype=models["dtype"])
+    folder = Path(models["target"])
+    options = {"config": transformers.AutoConfig.from_pretrained(folder), "dtype": models["dtype"]}
+    if (folder / "model.gguf").is_file():
+        options["gguf_file"] = "model.gguf"
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
     model = model.to(models["device"]).eval()
     stops: list[int] = models["stop_token_ids"]
     padding = min(stops, default=0)

@@ -12,6 +12,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from engine.models.source import GGUF_WEIGHTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,15 +36,23 @@ class ReferenceOutput:
     margins: list[float]
 
 
+def transformers_model(folder: Path, dtype: Any) -> Any:
+    """The model in `folder` as transformers has it. Weights of a GGUF file are expanded."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    # The file says less of the model than config.json.
+    gguf: dict[str, Any] = {"gguf_file": GGUF_WEIGHTS} if (folder / GGUF_WEIGHTS).is_file() else {}
+    return AutoModelForCausalLM.from_pretrained(folder, config=AutoConfig.from_pretrained(folder), dtype=dtype, **gguf)
+
+
 def generate_reference(request: ReferenceRequest) -> Iterator[ReferenceOutput]:
     """The continuation of each prompt, in order; the token that ended one is part of it."""
     import torch
-    from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers import GenerationConfig
 
     if request.threads:
         torch.set_num_threads(request.threads)
-    model = AutoModelForCausalLM.from_pretrained(Path(request.folder), dtype=request.dtype)
-    model = model.to(request.device).eval()
+    model = transformers_model(Path(request.folder), request.dtype).to(request.device).eval()
     # The model's own settings may sample or penalise repetition.
     model.generation_config = GenerationConfig(
         do_sample=False,

@@ -22,7 +22,7 @@ DEMO = "demo"
 CACHE_VARIABLE = "SPOOL_CACHE"
 
 # Raised when the way of building the demo models changes, so that folders built in an older one are built again.
-DEMO_RECIPE = 1
+DEMO_RECIPE = 2
 DEMO_MARKER = "spool_demo.json"
 GGUF_WEIGHTS = "model.gguf"
 """In a model folder, a file of the GGUF format that holds the weights."""

