@@ -233,7 +233,8 @@ def _read_quantized(
         raise UnsupportedModelError(
             f"tensor_parallel_size is {ranks.size}, must be 1: {folder.name} is quantised ({quantization})"
         )
-    dtype = torch.bfloat16 if settings.dtype == AUTO else getattr(torch, settings.dtype)
+    own = config.dtype if config.dtype in COMPUTED else torch.bfloat16
+    dtype = own if settings.dtype == AUTO else getattr(torch, settings.dtype)
     kernels = _cpu_kernels(dtype, device, settings, progress)
     if settings.dtype == AUTO:
         best, reason = best_dtype(dtype, device, kernels is not None)

@@ -12,6 +12,7 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrain
 
 from engine.attention.paged_step import ATTENTION_NAME
 from engine.errors import UnsupportedModelError
+from engine.models.source import GGUF_WEIGHTS
 from engine.models.weights import check_loaded
 from engine.quantization.checkpoints import checkpoint_weights, quantization_method
 from engine.quantization.gguf_file import GgufFile
@@ -20,7 +21,7 @@ from engine.quantization.layers import QuantizedEmbedding, QuantizedLinear
 from engine.quantization.rounding import rounded
 from engine.quantization.weights import QuantizedWeight
 
-GGUF_NAME = "model.gguf"
+
 NOT_QUANTIZED = "none"
 HEAD_BITS = 8
 """Of embeddings and heads, whatever the other layers are rounded to: a model notices errors there most."""
@@ -29,16 +30,16 @@ HEAD_BITS = 8
 def stored_quantization(folder: Path, config: PreTrainedConfig) -> str:
     """How the weights in a model's folder are quantised, in a word: the commonest type of a GGUF file, or the method
     that config.json names."""
-    if (folder / GGUF_NAME).exists():
-        types = Counter(tensor.type.lower() for tensor in GgufFile(folder / GGUF_NAME).tensors.values())
+    if (folder / GGUF_WEIGHTS).exists():
+        types = Counter(tensor.type.lower() for tensor in GgufFile(folder / GGUF_WEIGHTS).tensors.values())
         return types.most_common(1)[0][0]
     return quantization_method(config) or NOT_QUANTIZED
 
 
 def quantized_weights(folder: Path, config: PreTrainedConfig) -> Iterator[tuple[str, torch.Tensor | QuantizedWeight]]:
     """Of a folder with quantised weights, by their names in the model. Raises UnsupportedModelError."""
-    if (folder / GGUF_NAME).exists():
-        return gguf_weights(GgufFile(folder / GGUF_NAME), config)
+    if (folder / GGUF_WEIGHTS).exists():
+        return gguf_weights(GgufFile(folder / GGUF_WEIGHTS), config)
     return checkpoint_weights(folder, config)
 
 
