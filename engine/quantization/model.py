@@ -21,7 +21,6 @@ from engine.quantization.layers import QuantizedEmbedding, QuantizedLinear
 from engine.quantization.rounding import rounded
 from engine.quantization.weights import QuantizedWeight
 
-
 NOT_QUANTIZED = "none"
 HEAD_BITS = 8
 """Of embeddings and heads, whatever the other layers are rounded to: a model notices errors there most."""
