@@ -44,7 +44,14 @@ from engine.parallel.shards import check_divides, read_part
 from engine.passes.graph_sizes import graphed_row_counts
 from engine.passes.layout import BatchedSequence
 from engine.passes.runner import ModelRunner
-from engine.quantization.model import NOT_QUANTIZED, build_model, quantized_weights, round_weights, stored_quantization
+from engine.quantization.model import (
+    NOT_QUANTIZED,
+    build_model,
+    is_quantized,
+    round_weights,
+    stored_quantization,
+    weights_path,
+)
 from engine.sampling.grammars import Grammars
 from engine.sampling.logits_scan import LogitsScan
 from engine.sampling.sampler import SamplingContext, sample_tokens
@@ -177,12 +184,13 @@ def _load_model(settings: EngineSettings, role: Role, progress: Progress, ranks:
     device = torch.device(settings.device)
     planned_kv_bytes = _planned_kv_bytes(settings, role, folder, device)
     config = _read_config(folder)
-    quantization = stored_quantization(folder, config)
+    source = weights_path(folder)
+    quantization = stored_quantization(source, config)
     if quantization == NOT_QUANTIZED:
         model, kernels = _read_plain(folder, config, device, settings, ranks, progress)
         quantization = _round(model, settings, kernels is not None, progress)
     else:
-        model, kernels, kept = _read_quantized(folder, config, quantization, device, settings, ranks, progress)
+        model, kernels, kept = _read_quantized(source, config, quantization, device, settings, ranks, progress)
         quantization = quantization if kept else NOT_QUANTIZED
     if kernels is not None:
         _report(f"CPU kernels for {kernels.isa}", progress)
@@ -214,7 +222,7 @@ def _read_plain(
 
 
 def _read_quantized(
-    folder: Path,
+    source: Path,
     config: PreTrainedConfig,
     quantization: str,
     device: torch.device,
@@ -227,11 +235,11 @@ def _read_quantized(
     if settings.quantization in ROUNDED_BITS:
         raise UnsupportedModelError(
             f"quantization is {settings.quantization!r}, must be auto or none: "
-            f"{folder.name} is quantised already ({quantization})"
+            f"{source.name} is quantised already ({quantization})"
         )
     if ranks is not None:
         raise UnsupportedModelError(
-            f"tensor_parallel_size is {ranks.size}, must be 1: {folder.name} is quantised ({quantization})"
+            f"tensor_parallel_size is {ranks.size}, must be 1: {source.name} is quantised ({quantization})"
         )
     own = config.dtype if config.dtype in COMPUTED else torch.bfloat16
     dtype = own if settings.dtype == AUTO else getattr(torch, settings.dtype)
@@ -243,18 +251,18 @@ def _read_quantized(
         _report(f"dtype {dtype_name(dtype)}: {reason}", progress)
     keep = settings.quantization == AUTO and kernels is not None and config.model_type in QUANTIZED_FAMILIES
     try:
-        model = build_model(folder, config, quantized_weights(folder, config), dtype, keep)
+        model = build_model(source, config, dtype, keep)
+    except UnsupportedModelError:
+        raise
     except (OSError, ValueError, LookupError, RuntimeError) as error:
-        if isinstance(error, UnsupportedModelError):
-            raise
-        raise _cannot_load(folder, error) from error
-    if keep:
+        raise _cannot_load(source, error) from error
+    if is_quantized(model):
         _report(f"weights: {quantization}", progress)
-    else:
-        size = sum(weights.nbytes for weights in model.parameters()) >> 20
-        reason = "as quantization is 'none'" if settings.quantization != AUTO else "no kernel takes them here"
-        _report(f"weights: {quantization}, expanded to {dtype_name(dtype)}, {size} MiB: {reason}", progress)
-    return model, kernels, keep
+        return model, kernels, True
+    size = sum(weights.nbytes for weights in model.parameters()) >> 20
+    reason = "quantization is 'none'" if settings.quantization != AUTO else "no kernel here multiplies what is stored"
+    _report(f"weights: {quantization}, expanded to {dtype_name(dtype)}, {size} MiB: {reason}", progress)
+    return model, kernels, False
 
 
 def _round(model: PreTrainedModel, settings: EngineSettings, has_kernels: bool, progress: Progress) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -26,40 +26,40 @@ HEAD_BITS = 8
 """Of embeddings and heads, whatever the other layers are rounded to: a model notices errors there most."""
 
 
-def stored_quantization(folder: Path, config: PreTrainedConfig) -> str:
-    """How the weights in a model's folder are quantised, in a word: the commonest type of a GGUF file, or the method
-    that config.json names."""
-    if (folder / GGUF_WEIGHTS).exists():
-        types = Counter(tensor.type.lower() for tensor in GgufFile(folder / GGUF_WEIGHTS).tensors.values())
+def weights_path(folder: Path) -> Path:
+    """The GGUF file of a model's folder, by the name that it has where it lies; `folder` itself where it has none."""
+    file = folder / GGUF_WEIGHTS
+    return file.resolve() if file.exists() else folder
+
+
+def stored_quantization(weights: Path, config: PreTrainedConfig) -> str:
+    """How weights are quantised, in a word: the commonest type of a GGUF file's, or the method that config.json
+    names."""
+    if weights.is_file():
+        types = Counter(tensor.type.lower() for tensor in GgufFile(weights).tensors.values())
         return types.most_common(1)[0][0]
     return quantization_method(config) or NOT_QUANTIZED
 
 
-def quantized_weights(folder: Path, config: PreTrainedConfig) -> Iterator[tuple[str, torch.Tensor | QuantizedWeight]]:
-    """Of a folder with quantised weights, by their names in the model. Raises UnsupportedModelError."""
-    if (folder / GGUF_WEIGHTS).exists():
-        return gguf_weights(GgufFile(folder / GGUF_WEIGHTS), config)
-    return checkpoint_weights(folder, config)
-
-
 def build_model(
-    folder: Path,
+    source: Path,
     config: PreTrainedConfig,
-    weights: Iterable[tuple[str, torch.Tensor | QuantizedWeight]],
     dtype: torch.dtype,
     keep: bool,
 ) -> PreTrainedModel:
-    """Of weights by their names, of which quantised ones stay so where `keep`; otherwise all are expanded to `dtype`.
+    """Of the GGUF file or the folder at `source`. Quantised weights stay so where `keep`; otherwise all are expanded to
+    `dtype`.
 
     Raises UnsupportedModelError for weights that do not fit `config` or are not finite.
     """
     plain: dict[str, torch.Tensor] = {}
     quantized: dict[str, QuantizedWeight] = {}
+    weights = gguf_weights(GgufFile(source), config) if source.is_file() else checkpoint_weights(source, config)
     for name, weight in weights:
         if isinstance(weight, torch.Tensor):
             plain[name] = weight.to(dtype)
         elif not (weight.scales.isfinite().all() and weight.minimums.isfinite().all()):
-            raise UnsupportedModelError(f"{folder.name}: {name} has a scale or a minimum that is not a finite number")
+            raise UnsupportedModelError(f"{source.name}: {name} has a scale or a minimum that is not a finite number")
         elif keep:
             quantized[name] = weight
             # Zeros without memory stand in for what is placed below.
@@ -76,9 +76,14 @@ def build_model(
         output_loading_info=True,
         ignore_mismatched_sizes=True,
     )
-    check_loaded(folder, model, report, {})
+    check_loaded(source, model, report, {})
     _place(model, quantized)
     return model
+
+
+def is_quantized(model: nn.Module) -> bool:
+    """Whether a layer of the model has quantised weights, before faster layers take their places."""
+    return any(isinstance(module, QuantizedLinear | QuantizedEmbedding) for module in model.modules())
 
 
 def round_weights(model: PreTrainedModel, bits: int) -> None:
