@@ -87,7 +87,7 @@ def test_a_checkpoint_of_compressed_tensors(tmp_path: Path) -> None:
     assert (logits(kept) - exact).abs().mean() < 0.05 * exact.std()
     expanded = build_model(folder, AutoConfig.from_pretrained(folder), torch.float32, keep=False)
     assert not is_quantized(expanded)
-    assert torch.equal(logits(expanded), exact)
+    assert torch.allclose(logits(expanded), exact, rtol=1e-4, atol=1e-4)
     for quantization, found in (("auto", "compressed-tensors"), ("none", "none")):
         settings = EngineSettings(str(folder), quantization=quantization, kv_pages=40)
         assert load_target_engine(settings, lambda *_: None).description.quantization == found
