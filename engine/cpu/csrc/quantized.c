@@ -140,28 +140,19 @@ INLINE void multiply_panel(int count, int bits, int group, int wide, element *to
 }
 
 #define HEIGHT(rows_)                                                                                                  \
-    case rows_:                                                                                                        \
-        multiply_panel(rows_, bits, group, wide, to, rows, row_bytes, panel, bias, in, out, columns);                  \
-        break;
+    for (; count >= rows_; count -= rows_, to += rows_ * out, rows += rows_ * row_bytes)                               \
+        multiply_panel(rows_, bits, group, wide, to, rows, row_bytes, panel, bias, in, out, columns);
 
-// The same for any number of rows.
+// The same for any number of rows. Few heights: each takes a second or so to compile for each form of weights.
 INLINE void multiply_rows(int bits, int group, int wide, element *to, const char *rows, ptrdiff_t count,
     const char *panel, const float *bias, ptrdiff_t in, ptrdiff_t out, ptrdiff_t columns) {
     ptrdiff_t row_bytes = in / group * ROW_GROUP_BYTES(group);
-    ptrdiff_t tiles = (count + QUANTIZED_ROWS - 1) / QUANTIZED_ROWS;
-    for (ptrdiff_t tile = 0; tile < tiles; tile++) {
-        ptrdiff_t height = (tile + 1) * count / tiles - tile * count / tiles;
-        switch (height) {
-            HEIGHT(1)
-            HEIGHT(2)
-            HEIGHT(3)
-            HEIGHT(4)
 #if QUANTIZED_ROWS > 4
-            HEIGHT(5) HEIGHT(6) HEIGHT(7) HEIGHT(8)
+    HEIGHT(8)
 #endif
-        }
-        to += height * out, rows += height * row_bytes;
-    }
+    HEIGHT(4)
+    HEIGHT(2)
+    HEIGHT(1)
 }
 
 // A function of its own for each form of weights: the compiler knows all sizes of its loops.
