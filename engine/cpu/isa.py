@@ -37,6 +37,9 @@ _AVX2 = frozenset({"avx2", "fma", "f16c", "bmi1", "bmi2", "movbe"})
 _AVX512 = _AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"}
 _AMX = _AVX512 | {"avx512_bf16", "amx_tile", "amx_bf16"}
 _AMX_OPTIONS = ("-march=x86-64-v4", "-mavx512bf16", "-mamx-tile", "-mamx-bf16")
+_VNNI = {"avx512_vnni": "-mavx512vnni"}
+# The last one holds.
+_ARM = {"asimddp": "-march=armv8.2-a+dotprod", "bf16": "-march=armv8.2-a+bf16+dotprod"}
 _X86 = "x86_64"
 
 
@@ -47,17 +50,19 @@ def _limits(aten: str, onednn: str, mkl: str) -> Mapping[str, str]:
 INSTRUCTION_SETS = {
     each.name: each
     for each in (
-        InstructionSet("amx", _X86, _AMX, _AMX_OPTIONS, {}, _limits("avx512", "ALL", "AVX512")),
+        InstructionSet("amx", _X86, _AMX, _AMX_OPTIONS, _VNNI, _limits("avx512", "ALL", "AVX512")),
         InstructionSet(
             "avx512",
             _X86,
             _AVX512,
             ("-march=x86-64-v4",),
-            {"avx512_bf16": "-mavx512bf16"},
+            {"avx512_bf16": "-mavx512bf16"} | _VNNI,
             _limits("avx512", "AVX512_CORE_BF16", "AVX512"),
         ),
-        InstructionSet("avx2", _X86, _AVX2, ("-march=x86-64-v3",), {}, _limits("avx2", "AVX2", "AVX2")),
-        InstructionSet("neon", "aarch64", frozenset(), (), {"bf16": "-march=armv8.2-a+bf16"}, {}),
+        InstructionSet(
+            "avx2", _X86, _AVX2, ("-march=x86-64-v3",), {"avx_vnni": "-mavxvnni"}, _limits("avx2", "AVX2", "AVX2")
+        ),
+        InstructionSet("neon", "aarch64", frozenset(), (), _ARM, {}),
         InstructionSet("portable", None, frozenset(), (), {}, _limits("default", "SSE41", "SSE4_2")),
     )
 }

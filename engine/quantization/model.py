@@ -11,7 +11,6 @@ from torch import nn
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from engine.attention.paged_step import ATTENTION_NAME
-from engine.errors import UnsupportedModelError
 from engine.models.source import GGUF_WEIGHTS
 from engine.models.weights import check_loaded
 from engine.quantization.checkpoints import checkpoint_weights, quantization_method
@@ -58,8 +57,6 @@ def build_model(
     for name, weight in weights:
         if isinstance(weight, torch.Tensor):
             plain[name] = weight.to(dtype)
-        elif not (weight.scales.isfinite().all() and weight.minimums.isfinite().all()):
-            raise UnsupportedModelError(f"{source.name}: {name} has a scale or a minimum that is not a finite number")
         elif keep:
             quantized[name] = weight
             # Zeros without memory stand in for what is placed below.

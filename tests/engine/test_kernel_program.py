@@ -20,7 +20,7 @@ SANITIZED = ("-g", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover
 # Bits must not depend on these.
 BITS = tuple(flag for flag in FLAGS if flag.startswith(("-std", "-ff", "-fno-math", "-fopenmp")))
 
-ARM = {"NEON": "-march=armv8-a", "NEON with bfloat16": "-march=armv8.2-a+bf16"}
+ARM = {"NEON": "-march=armv8-a", "NEON with bfloat16": "-march=armv8.2-a+bf16+dotprod"}
 CROSS_COMPILER, EMULATOR = "aarch64-linux-gnu-gcc", "qemu-aarch64"
 
 

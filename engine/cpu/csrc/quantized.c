@@ -69,8 +69,9 @@ INLINE void round_row(char *to, const element *row, int group, ptrdiff_t in) {
     }
 }
 
-// Adds to sums [count, vectors] a group's products, of which `codes` are weights of the first output on, PANEL bytes a
-// row of four inputs. `high`: sums of the upper halves of codes of 8 bits, where the processor multiplies 4 at once.
+// Adds a group's products to sums [count, PANEL_VECTORS], of `vectors` vectors of outputs from the first one on. `block`
+// holds the group's codes, scales and minimums; `at` is where the group begins in each of the rows. Where the processor
+// multiplies no more than 4 bits at once, `high` are the sums of the upper halves of codes of 8 bits.
 INLINE void add_group(int count, int vectors, int bits, int group, f32v sums[][PANEL_VECTORS], int first_vector,
     const char *block, const char *const *rows, ptrdiff_t at, int wide) {
     code_sums low[QUANTIZED_ROWS][PANEL_VECTORS], high[QUANTIZED_ROWS][PANEL_VECTORS];

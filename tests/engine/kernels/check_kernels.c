@@ -123,7 +123,7 @@ static void check_linear(ptrdiff_t count, ptrdiff_t in, ptrdiff_t out, int biase
     free(rows), free(weights), free(panels), free(to), free(alone), free(bias), free(scratch);
 }
 
-// Where the codes of an input of an output stand in the panels of a weight, and its scale (0) or minimum (1).
+// Of a panel's codes, scales and minimums of one group.
 static ptrdiff_t block_bytes(const Linear *form) {
     return form->group * PANEL * form->bits / 8 + 2 * PANEL * (form->wide ? 4 : 2);
 }
