@@ -8,6 +8,7 @@ from mmap import mmap
 import numpy as np
 import torch
 
+from engine.quantization.gguf_types import TYPES
 from engine.quantization.weights import QuantizedWeight, joined_weights
 
 _FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -21,7 +22,7 @@ _Codes = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 def tensor_of_blocks(
     content: mmap | bytes, kind: str, shape: tuple[int, ...], offset: int
 ) -> torch.Tensor | QuantizedWeight:
-    """Of the bytes of a file from `offset` on, of a type of `gguf_file.TYPES`.
+    """Of the bytes of a file from `offset` on, of a type of `TYPES`.
 
     Raises ValueError for scales that are not finite.
     """
@@ -29,7 +30,8 @@ def tensor_of_blocks(
         dtype = _FLOATS[kind]
         raw = np.frombuffer(content, np.uint8, int(np.prod(shape)) * dtype.itemsize, offset)
         return torch.from_numpy(raw.copy()).view(dtype).view(shape)
-    size, values, bits, group, codes_of = _BLOCKS[kind]
+    _, values, size = TYPES[kind]
+    bits, group, codes_of = _CODES[kind]
     out, inputs = shape
     raw = np.frombuffer(content, np.uint8, out * inputs // values * size, offset).reshape(out, -1, size)
     parts = []
@@ -110,15 +112,14 @@ def _shifted(packed: torch.Tensor, run: int, shifts: range | tuple[int, ...]) ->
     return (runs >> torch.tensor(shifts, dtype=torch.uint8).unsqueeze(-1)).flatten(1)
 
 
-_BLOCKS: dict[str, tuple[int, int, int, int, Callable[[torch.Tensor], _Codes]]] = {
-    "Q4_0": (18, 32, 4, 32, _q4_0),
-    "Q4_1": (20, 32, 4, 32, _q4_1),
-    "Q5_0": (22, 32, 8, 32, _q5_0),
-    "Q5_1": (24, 32, 8, 32, _q5_1),
-    "Q8_0": (34, 32, 8, 32, _q8_0),
-    "Q4_K": (144, 256, 4, 32, _q4_k),
-    "Q5_K": (176, 256, 8, 32, _q5_k),
-    "Q6_K": (210, 256, 8, 16, _q6_k),
+_CODES: dict[str, tuple[int, int, Callable[[torch.Tensor], _Codes]]] = {
+    "Q4_0": (4, 32, _q4_0),
+    "Q4_1": (4, 32, _q4_1),
+    "Q5_0": (8, 32, _q5_0),
+    "Q5_1": (8, 32, _q5_1),
+    "Q8_0": (8, 32, _q8_0),
+    "Q4_K": (4, 32, _q4_k),
+    "Q5_K": (8, 32, _q5_k),
+    "Q6_K": (8, 16, _q6_k),
 }
-"""By the type's name: bytes and numbers of a block, bits of a code, numbers of a group, and what takes blocks `[rows,
-blocks, bytes]` apart."""
+"""By the type's name: bits of a code, numbers of a group, and what takes blocks `[rows, blocks, bytes]` apart."""

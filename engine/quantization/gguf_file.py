@@ -14,9 +14,8 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
-
 from engine.errors import UnsupportedModelError
+from engine.quantization.gguf_types import NAMES, TYPES
 
 if TYPE_CHECKING:
     import torch
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
     from engine.quantization.weights import QuantizedWeight
 
 VERSIONS = (2, 3)
-TYPES = ("F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
-"""Of tensors that can be read."""
 
 _NUMBERS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
 _STRING, _ARRAY = 8, 9
@@ -125,10 +122,10 @@ class GgufFile:
             raise self._error(f"the number of dimensions of {name}", dimensions, f"1 to {_MAX_DIMENSIONS}")
         shape = self._numbers("Q", dimensions, f"the shape of {name}")[::-1]
         number = self._number("I", f"the type of {name}")
-        kind = _type_name(number)
+        kind = NAMES.get(number, str(number))
         if kind not in TYPES:
             raise self._error(f"the type of {name}", kind, f"one of {', '.join(TYPES)}")
-        block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(number)]
+        _, block, block_bytes = TYPES[kind]
         if 0 in shape or shape[-1] % block or (block > 1 and dimensions != 2):
             limit = f"without zeros and, of type {kind}, of rows of a multiple of {block}"
             raise self._error(f"the shape of {name}", list(shape), limit)
@@ -184,13 +181,6 @@ class GgufFile:
 
     def _error(self, field: str, value: object, limit: str) -> UnsupportedModelError:
         return UnsupportedModelError(f"{self.path.name}: {_shown(field)} is {_shown(value)}, must be {limit}")
-
-
-def _type_name(number: int) -> str:
-    try:
-        return GGMLQuantizationType(number).name
-    except ValueError:
-        return str(number)
 
 
 def _shown(value: object) -> str:
