@@ -126,22 +126,6 @@ def test_streams_go_on_while_rays_state_is_gone(cell: Cell) -> None:
     assert cell.cluster.scheduler()["throughput"]["failed"] == 0
 
 
-def test_streams_of_a_target_that_is_scaled_away_go_on_elsewhere(cell: Cell) -> None:
-    asked = cases(8, max_tokens=380)
-    before = {worker["worker_id"] for worker in cell.workers("TARGET")}
-    moved = cell.cluster.scheduler()["kv_moves"]["moves"]
-    groups = cell.configuration["groups"]
-    one_target = cell.rendered(groups={**groups, "target": {**groups["target"], "replicas": 1}})
-
-    assert cell.stream(asked, lambda: cell.cluster.deploy(one_target)) == cell.plain(asked)
-    wait_until(lambda: len(cell.workers("TARGET")) == 1, "one target")
-    status = cell.cluster.scheduler()
-    assert {worker["worker_id"] for worker in cell.workers("TARGET")} < before
-    assert status["kv_moves"]["moves"] > moved
-    assert status["kv_moves"]["failed"] == 0
-    assert status["throughput"]["failed"] == 0
-
-
 def test_targets_come_and_go_with_the_load(cell: Cell) -> None:
     """Autoscaling begins while the application runs: a target comes, hands over its sequences and goes."""
     pace = {"max_replicas": 2, "upscale_delay_seconds": 1, "downscale_delay_seconds": 4}
