@@ -23,7 +23,7 @@ from tests.support.serving import ENGINE, PACED, PlainDecoder, oracle, stream_al
 from tests.support.tiny_models import save_tiny_pair
 from tests.support.waiting import LONG, setting, wait_until
 
-pytestmark = [pytest.mark.slow, pytest.mark.ray]
+pytestmark = [pytest.mark.long, pytest.mark.ray]
 
 MODEL = "tiny"
 KV_PAGES = 256
@@ -169,7 +169,6 @@ def test_targets_come_and_go_with_the_load(cell: Cell) -> None:
     assert after["replicas"]["explanation"].startswith("1 target: ")
 
 
-@pytest.mark.long
 def test_another_draft_model_and_targets_of_two_ranks_change_no_answer(cell: Cell) -> None:
     """Every replica is replaced, the scheduler's too, while requests come all the time; half of them take seconds."""
     _, other = save_tiny_pair("llama", cell.folder / "other", disagreement=0.1)

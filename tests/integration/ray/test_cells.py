@@ -22,7 +22,7 @@ from tests.support.serving import ENGINE, PlainDecoder, served_on, stream_all
 from tests.support.waiting import LONG, wait_until
 
 MODEL = "tiny"
-pytestmark = [pytest.mark.slow, pytest.mark.ray]
+pytestmark = [pytest.mark.long, pytest.mark.ray]
 
 SYSTEM_TOKENS = 192
 """Of each of the system prompts, a token for each character: three pages of what gateways choose by."""
