@@ -46,13 +46,18 @@ class PagedStep(Cache):
             pool.index_copy_(0, self._rows, states.reshape(-1, states.shape[-1]))
 
     def rotation(self, position_embeddings: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines, and sines whose first half is negated, float32 `[rows, 1, head_dim]`: what a rotation by halves
-        multiplies a row and its halves swapped with. The same for every layer of the pass."""
+        """The `signed_rotation` of the pass, the same for every layer."""
         if self._rotation is None:
-            cos, sin = (values[0].unsqueeze(1).float() for values in position_embeddings)
-            first, second = sin.chunk(2, dim=-1)
-            self._rotation = (cos, torch.cat((-first, second), dim=-1))
+            self._rotation = signed_rotation(position_embeddings)
         return self._rotation
+
+
+def signed_rotation(position_embeddings: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of cosines and sines `[1, rows, head_dim]`: cosines, and sines whose first half is negated, float32
+    `[rows, 1, head_dim]`. A rotation by halves multiplies a row and its halves swapped with them."""
+    cos, sin = (values[0].unsqueeze(1).float() for values in position_embeddings)
+    first, second = sin.chunk(2, dim=-1)
+    return cos, torch.cat((-first, second), dim=-1)
 
 
 def _paged_attention(

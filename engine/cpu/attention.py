@@ -20,33 +20,32 @@ class KernelPlan:
     def __init__(self, kernels: CpuKernels, blocks: AttentionBlocks) -> None:
         self._kernels = kernels
         self._blocks = blocks
-        self._layer_pass: LayerPass | None = None
-        self._kept: tuple[torch.Tensor, ...] = ()
+
+    @property
+    def longest(self) -> int:
+        """Positions of the longest sequence."""
+        return self._blocks.longest
 
     def layer_pass(
-        self, step: PagedStep, position_embeddings: tuple[torch.Tensor, torch.Tensor], scratch: int
+        self, step: PagedStep, rotation: tuple[torch.Tensor, torch.Tensor], scratch: torch.Tensor
     ) -> LayerPass:
-        """What whole layers by kernel share in this plan's pass, made once. `scratch`: bytes for a row."""
-        if self._layer_pass is None:
-            cos, sin = step.rotation(position_embeddings)
-            room = torch.empty(len(cos) * scratch, dtype=torch.uint8)
-            self._kept = (cos, sin, room)
-            blocks = self._blocks
-            self._layer_pass = LayerPass(
-                cos=cos.data_ptr(),
-                sin=sin.data_ptr(),
-                slots=step.slots.data_ptr(),
-                pages=blocks.pages.ctypes.data,
-                blocks=blocks.edges.ctypes.data,
-                scratch=room.data_ptr(),
-                rows=len(cos),
-                block_count=len(blocks.edges),
-                max_rows=blocks.max_rows,
-                longest=blocks.longest,
-                page_size=step.kv.page_size,
-                page_count=step.kv.pages,
-            )
-        return self._layer_pass
+        """What whole layers by kernel share in a pass; keeps none of the tensors alive."""
+        cos, sin = rotation
+        blocks = self._blocks
+        return LayerPass(
+            cos=cos.data_ptr(),
+            sin=sin.data_ptr(),
+            slots=step.slots.data_ptr(),
+            pages=blocks.pages.ctypes.data,
+            blocks=blocks.edges.ctypes.data,
+            scratch=scratch.data_ptr(),
+            rows=len(cos),
+            block_count=len(blocks.edges),
+            max_rows=blocks.max_rows,
+            longest=blocks.longest,
+            page_size=step.kv.page_size,
+            page_count=step.kv.pages,
+        )
 
     def attend(self, layer: LayerKv, query: torch.Tensor, scaling: float) -> torch.Tensor:
         return self._kernels.attend(query.contiguous(), layer.pool, self._blocks, scaling)

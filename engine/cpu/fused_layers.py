@@ -9,9 +9,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from engine.attention.paged_step import PagedStep
+from engine.attention.paged_step import PagedStep, signed_rotation
 from engine.cpu.attention import KernelPlan
 from engine.cpu.kernels import LANES, CpuKernels, LayerWeights
 from engine.cpu.linear import KernelLinear, prepack_linear
@@ -73,6 +72,32 @@ class FusedDecoderLayer(LlamaLayer):
         return hidden_states
 
 
+class RotationTable:
+    """The rotation of each position, computed once: a pass over few rows is short beside what the model's own rotary
+    module takes."""
+
+    _POSITIONS = 1024
+
+    def __init__(self, rotary: nn.Module, like: torch.Tensor) -> None:
+        """`rotary` gives cosines and sines `[1, rows, head_dim]` in the dtype of `like`."""
+        self._rotary = rotary
+        self._like = like
+        self._cos, self._sin = self._computed(0)
+
+    def of(self, positions: torch.Tensor, longest: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The `signed_rotation` of positions (int64 `[rows]`) below `longest`."""
+        if longest > (count := len(self._cos)):
+            # Doubled, as all of it is copied. Always computed from pieces of one size.
+            more = range(count, 2 ** (longest - 1).bit_length(), self._POSITIONS)
+            cos, sin = zip((self._cos, self._sin), *map(self._computed, more), strict=True)
+            self._cos, self._sin = torch.cat(cos), torch.cat(sin)
+        return self._cos.index_select(0, positions), self._sin.index_select(0, positions)
+
+    def _computed(self, first: int) -> tuple[torch.Tensor, torch.Tensor]:
+        positions = torch.arange(first, first + self._POSITIONS)
+        return signed_rotation(self._rotary(self._like, positions.unsqueeze(0)))
+
+
 class KernelDecoder(nn.Module):
     """Embeddings, all layers in one call, and the last norm: passes over few rows are short."""
 
@@ -81,32 +106,27 @@ class KernelDecoder(nn.Module):
         super().__init__()
         self.embed_tokens = decoder.embed_tokens
         self.layers = decoder.layers
-        self.rotary_emb = decoder.rotary_emb
+        self._rotations = RotationTable(decoder.rotary_emb, decoder.norm.weight)
         self._norm = weight_and_epsilon(decoder.norm)
         self._kernels = kernels
         self._weights = (LayerWeights * len(self.layers))(*(layer.weights() for layer in self.layers))
         self._scratch = kernels.layer_scratch(self._weights[0])
 
-    def forward(
-        self, input_ids: torch.Tensor, position_ids: torch.Tensor, paged_step: PagedStep, **kwargs: object
-    ) -> BaseModelOutputWithPast:
-        """Tokens and their positions `[1, rows]`. Raises TypeError where the pass attends otherwise, MemoryError."""
-        hidden_states = self.embed_tokens(input_ids)
-        self.add_layers(hidden_states, self.rotary_emb(hidden_states, position_ids), paged_step)
-        normed = self._kernels.norm(hidden_states[0], *self._norm)
-        return BaseModelOutputWithPast(last_hidden_state=normed.unsqueeze(0))
+    def normed(self, tokens: torch.Tensor, positions: torch.Tensor, paged_step: PagedStep) -> torch.Tensor:
+        """What the head multiplies, `[rows, hidden]`, of tokens at their positions (int64 `[rows]`). Raises TypeError
+        where the pass attends otherwise than by kernel, MemoryError."""
+        hidden_states = self.embed_tokens(tokens)
+        self.add_layers(hidden_states, positions, paged_step)
+        return self._kernels.norm(hidden_states, *self._norm)
 
-    def add_layers(
-        self,
-        hidden_states: torch.Tensor,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor],
-        paged_step: PagedStep,
-    ) -> None:
-        """Adds to `hidden_states` `[1, rows, hidden]`, in place, what the layers add."""
+    def add_layers(self, hidden_states: torch.Tensor, positions: torch.Tensor, paged_step: PagedStep) -> None:
+        """Adds to `hidden_states` `[rows, hidden]`, in place, what the layers add."""
         plan = paged_step.plan
         if not isinstance(plan, KernelPlan):
             raise TypeError(f"the pass attends by {type(plan).__name__}, must be by kernel")
-        layer_pass = plan.layer_pass(paged_step, position_embeddings, self._scratch)
+        rotation = self._rotations.of(positions, plan.longest)
+        scratch = torch.empty(len(positions) * self._scratch, dtype=torch.uint8)
+        layer_pass = plan.layer_pass(paged_step, rotation, scratch)
         self._kernels.layers(hidden_states, paged_step.kv.addresses, self._weights, layer_pass)
 
 

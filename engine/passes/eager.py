@@ -22,6 +22,7 @@ class EagerPasses:
     ) -> None:
         """`padded` gives the row count that a number of rows of logits is computed on."""
         self._model = model
+        self._device = model.device
         self._kv = kv
         self._backend = backend
         self._padded = padded
@@ -32,7 +33,7 @@ class EagerPasses:
         logits_rows = [*batch.logits_rows, *[0] * (self._padded(max(wanted, 1)) - wanted)]
         numbers = [*batch.tokens, *batch.positions, *batch.slots, *logits_rows]
         sizes = [*[batch.padded_rows] * 3, len(logits_rows)]
-        tokens, positions, slots, head_rows = on_device(numbers, self._model.device).split(sizes)
+        tokens, positions, slots, head_rows = on_device(numbers, self._device).split(sizes)
         if batch.fed is not None:
             tokens[: len(batch.fed)].copy_(batch.fed)
         started = time.perf_counter()
@@ -52,8 +53,8 @@ def forward(
     decoder = model.base_model
     if isinstance(decoder, KernelDecoder):
         # What the model does around it takes a tenth as long as a small pass.
-        hidden = decoder(tokens.unsqueeze(0), positions.unsqueeze(0), step).last_hidden_state
-        logits: torch.Tensor = model.get_output_embeddings()(hidden[0, logits_rows])
+        rows = decoder.normed(tokens, positions, step).index_select(0, logits_rows)
+        logits: torch.Tensor = model.get_output_embeddings()(rows)
         return logits
     output = model(
         input_ids=tokens.unsqueeze(0),

@@ -53,7 +53,9 @@ class ModelRunner:
         self.lead = lead
         self.row_counts = tuple(row_counts)
         self._eager = EagerPasses(model, kv, backend, self.padded)
-        self._current_device = current(model.device)
+        # The model searches its layers for it each time.
+        self._device = model.device
+        self._current_device = current(self._device)
 
     def padded(self, rows: int) -> int:
         """The row count that a pass or LM head call with `rows` real rows runs on. Raises ValueError past the last."""
@@ -95,7 +97,7 @@ class ModelRunner:
             prepared = graphed or self._eager.prepare(batch)
             planned = time.perf_counter()
             computing()
-            clock = PassClock(self.model.device)
+            clock = PassClock(self._device)
             logits = prepared.compute()
             clock.computed()
         timings = EngineTimings(

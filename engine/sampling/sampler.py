@@ -7,6 +7,7 @@ guess what the target will sample (coupled sampling, arXiv 2408.07978).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -94,14 +95,15 @@ def sample_tokens(
             sampled, _ = scan.choose(logits, [draw_of(row.sampling, row.position) for row in rows], token_ids)
         if not left:
             return _known(sampled)
-    largest = torch.zeros(len(rows), dtype=torch.float32, device=logits.device)
     as_they_are = [i for i in left if rows[i].sampling.greedy and not rows[i].changes_scores]
+    if len(as_they_are) == len(rows):
+        columns, values = scan.argmax(logits)
+        chosen = zip(_ids(columns, token_ids).tolist(), values.tolist(), strict=True)
+        return [token if math.isfinite(value) else None for token, value in chosen]
+    largest = torch.zeros(len(rows), dtype=torch.float32, device=logits.device)
     changed = [i for i in left if rows[i].sampling.greedy and rows[i].changes_scores]
     drawn = [i for i in left if not rows[i].sampling.greedy]
-    if len(as_they_are) == len(rows):
-        columns, largest = scan.argmax(logits)
-        sampled = _ids(columns, token_ids)
-    elif as_they_are:
+    if as_they_are:
         index = _tensor(as_they_are, logits)
         columns, largest[index] = scan.argmax(logits[index])
         sampled[index] = _ids(columns, token_ids)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
-from engine.attention.paged_step import ATTENTION_NAME
+from engine.attention.paged_step import ATTENTION_NAME, PagedStep
 from engine.cpu.fused_layers import FusedDecoderLayer, KernelDecoder
 from engine.cpu.linear import KernelLinear
 from engine.kv.pages import PagePool, PageTable
@@ -91,10 +91,12 @@ def test_logits_are_as_close_to_float32_as_those_of_transformers(family: str, si
     else:
         assert kinds & REPLACEMENTS == {FusedDecoderLayer, KernelDecoder}
         decoder: Any = model.base_model
+        rotary = eager.base_model.rotary_emb
 
-        def layer_by_layer(hidden_states: torch.Tensor, *position_and_step: Any) -> None:
+        def layer_by_layer(hidden_states: torch.Tensor, positions: torch.Tensor, step: PagedStep) -> None:
+            rotations = rotary(hidden_states, positions.unsqueeze(0))
             for layer in decoder.layers:
-                layer(hidden_states, *position_and_step)
+                layer(hidden_states.unsqueeze(0), rotations, step)
 
         # Layers in one call of the library give the bits of layers one by one.
         decoder.add_layers = layer_by_layer
