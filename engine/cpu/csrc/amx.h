@@ -35,5 +35,5 @@ INLINE TileShapes tile_shapes(ptrdiff_t upper, ptrdiff_t lower) {
     return shapes;
 }
 
-void tile_linear(
-    bf16 *to, const bf16 *rows, const bf16 *weights, const float *bias, ptrdiff_t count, ptrdiff_t in, ptrdiff_t out);
+void tile_linear(const Team *team, bf16 *to, const bf16 *rows, const bf16 *weights, const float *bias, ptrdiff_t count,
+    ptrdiff_t in, ptrdiff_t out);

@@ -63,6 +63,12 @@ INLINE void score_queries(int runs, float *scores, ptrdiff_t stride, const facto
 
 #endif
 
+// Scores of a query, in whole runs.
+static ptrdiff_t stride_of(ptrdiff_t longest) {
+    ptrdiff_t together = RUNS * LANES;
+    return (longest + together - 1) / together * together;
+}
+
 // Bytes of scratch that a block of up to `count` queries needs.
 static size_t scratch_bytes(const Attention *call, ptrdiff_t count) {
     ptrdiff_t row_factors = factors_of(call);
@@ -95,31 +101,47 @@ static void attend_block(const Attention *call, const Block *block, ptrdiff_t kv
     }
 }
 
-// Causal attention of queries [rows, query_heads, head_dim] over pages; to the same shape. No block has more than
-// `max_rows` rows or sees more than `longest` positions. Gives 0, or 1 where memory ran out.
+// Bytes of scratch that each thread needs, where no block has more than `max_rows` rows or sees more than `longest`
+// positions.
+ptrdiff_t attend_scratch(
+    ptrdiff_t max_rows, ptrdiff_t longest, ptrdiff_t query_heads, ptrdiff_t kv_heads, ptrdiff_t head_dim) {
+    const Attention call = {.stride = stride_of(longest), .heads = {query_heads, kv_heads, head_dim, 0, 0}};
+    ptrdiff_t count = max_rows * group_of(&call);
+    size_t bytes = scratch_bytes(&call, count);
+#ifdef HAS_TILES
+    if (spool_has_tiles()) bytes = tile_scratch_bytes(&call, count);
+#endif
+    return (bytes + 63) / 64 * 64;
+}
+
+// Causal attention of queries [rows, query_heads, head_dim] over pages; to the same shape. `scratch`: that of the whole
+// team.
+void team_attend(const Team *team, element *to, const element *queries, element *pool, const int64_t *pages,
+    const Block *blocks, ptrdiff_t block_count, ptrdiff_t max_rows, ptrdiff_t longest, float scaling,
+    ptrdiff_t query_heads, ptrdiff_t kv_heads, ptrdiff_t head_dim, ptrdiff_t page_size, ptrdiff_t page_count,
+    char *scratch) {
+    assert(page_size % LANES == 0 && head_dim % (2 * LANES) == 0 && query_heads % kv_heads == 0);
+    const Attention call = {to, queries, pool, pages, scaling, stride_of(longest),
+        {query_heads, kv_heads, head_dim, page_size, page_count}};
+    ptrdiff_t tasks = block_count * kv_heads;
+    void (*attend)(const Attention *, const Block *, ptrdiff_t, void *) = attend_block;
+#ifdef HAS_TILES
+    if (spool_has_tiles()) attend = tile_attend_block;
+#endif
+    char *own = scratch + team->index * attend_scratch(max_rows, longest, query_heads, kv_heads, head_dim);
+    for (ptrdiff_t task; (task = take_task(team)) < tasks;)
+        attend(&call, blocks + task / kv_heads, task % kv_heads, own);
+    wait_for_team(team);
+}
+
+// The same with scratch of its own. Gives 0, or 1 where memory ran out.
 int spool_attend(element *to, const element *queries, element *pool, const int64_t *pages, const Block *blocks,
     ptrdiff_t block_count, ptrdiff_t max_rows, ptrdiff_t longest, float scaling, ptrdiff_t query_heads,
     ptrdiff_t kv_heads, ptrdiff_t head_dim, ptrdiff_t page_size, ptrdiff_t page_count) {
-    assert(page_size % LANES == 0 && head_dim % (2 * LANES) == 0 && query_heads % kv_heads == 0);
-    ptrdiff_t together = RUNS * LANES, stride = (longest + together - 1) / together * together;
-    const Attention call = {
-        to, queries, pool, pages, scaling, stride, {query_heads, kv_heads, head_dim, page_size, page_count}};
-    ptrdiff_t count = max_rows * group_of(&call), tasks = block_count * kv_heads;
-    size_t (*scratch_for)(const Attention *, ptrdiff_t) = scratch_bytes;
-    void (*attend)(const Attention *, const Block *, ptrdiff_t, void *) = attend_block;
-#ifdef HAS_TILES
-    if (spool_has_tiles()) scratch_for = tile_scratch_bytes, attend = tile_attend_block;
-#endif
-    size_t bytes = scratch_for(&call, count);
-    int failed = 0;
-#pragma omp parallel reduction(| : failed) if (tasks > 1)
-    {
-        void *scratch = aligned_alloc(64, (bytes + 63) / 64 * 64);
-        failed = !scratch;
-#pragma omp for schedule(dynamic, 1)
-        for (ptrdiff_t task = 0; task < tasks; task++)
-            if (scratch) attend(&call, blocks + task / kv_heads, task % kv_heads, scratch);
-        free(scratch);
-    }
-    return failed;
+    char *scratch = scratch_of_team(attend_scratch(max_rows, longest, query_heads, kv_heads, head_dim));
+    if (!scratch) return 1;
+    WITH_TEAM(block_count * kv_heads > 1, team_attend(team, to, queries, pool, pages, blocks, block_count, max_rows,
+        longest, scaling, query_heads, kv_heads, head_dim, page_size, page_count, scratch));
+    free(scratch);
+    return 0;
 }

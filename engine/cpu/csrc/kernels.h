@@ -3,6 +3,7 @@
 #pragma once
 
 #include "element.h"
+#include "team.h"
 
 // The processor's matrix tiles multiply pairs of bfloat16 numbers.
 #if defined __AMX_BF16__ && defined PAIRED
@@ -50,8 +51,6 @@ void spool_norm(
 void spool_add_norm(element *to, element *residual, const element *added, const element *weight, ptrdiff_t rows,
     ptrdiff_t hidden, float epsilon);
 
-void spool_add(element *residual, const element *added, ptrdiff_t size);
-
 void spool_silu_mul(element *to, const element *gate_up, ptrdiff_t rows, ptrdiff_t inner);
 
 void spool_rotate_write(element *queries, element *pool, const element *qkv, const float *cos, const float *sin,
@@ -74,9 +73,6 @@ int spool_attend(element *to, const element *queries, element *pool, const int64
 void spool_linear(element *to, const element *rows, const Linear *linear, float *scratch, ptrdiff_t count, ptrdiff_t in,
     ptrdiff_t out);
 
-void quantized_linear(element *to, const element *rows, const Linear *linear, void *scratch, ptrdiff_t count,
-    ptrdiff_t in, ptrdiff_t out);
-
 void spool_expand_rows(element *to, const int64_t *which, const Linear *linear, ptrdiff_t count, ptrdiff_t in);
 
 int spool_has_tiles(void);
@@ -85,6 +81,36 @@ ptrdiff_t spool_layer_scratch(const Layer *layer);
 
 int spool_layers(
     element *residual, element *const *pools, const Layer *layers, ptrdiff_t layer_count, const Pass *pass);
+
+// What threads compute together, each calling these with its own `team`.
+
+void team_norm(const Team *team, element *to, const element *from, const element *weight, ptrdiff_t rows,
+    ptrdiff_t hidden, float epsilon);
+
+void team_add_norm(const Team *team, element *to, element *residual, const element *added, const element *weight,
+    ptrdiff_t rows, ptrdiff_t hidden, float epsilon);
+
+void team_add(const Team *team, element *residual, const element *added, ptrdiff_t size);
+
+void team_silu_mul(const Team *team, element *to, const element *gate_up, ptrdiff_t rows, ptrdiff_t inner);
+
+void team_rotate_write(const Team *team, element *queries, element *pool, const element *qkv, const float *cos,
+    const float *sin, const int64_t *slots, const element *query_norm, const element *key_norm, float epsilon,
+    ptrdiff_t rows, ptrdiff_t query_heads, ptrdiff_t kv_heads, ptrdiff_t head_dim, ptrdiff_t page_size, ptrdiff_t pages);
+
+ptrdiff_t attend_scratch(
+    ptrdiff_t max_rows, ptrdiff_t longest, ptrdiff_t query_heads, ptrdiff_t kv_heads, ptrdiff_t head_dim);
+
+void team_attend(const Team *team, element *to, const element *queries, element *pool, const int64_t *pages,
+    const Block *blocks, ptrdiff_t block_count, ptrdiff_t max_rows, ptrdiff_t longest, float scaling,
+    ptrdiff_t query_heads, ptrdiff_t kv_heads, ptrdiff_t head_dim, ptrdiff_t page_size, ptrdiff_t page_count,
+    char *scratch);
+
+void team_linear(const Team *team, element *to, const element *rows, const Linear *linear, float *scratch,
+    ptrdiff_t count, ptrdiff_t in, ptrdiff_t out);
+
+void quantized_linear(const Team *team, element *to, const element *rows, const Linear *linear, void *scratch,
+    ptrdiff_t count, ptrdiff_t in, ptrdiff_t out);
 
 // A row's `vectors` vectors of outputs, of which `columns` are there.
 INLINE void store_outputs(element *to, const f32v *outputs, int vectors, ptrdiff_t columns) {

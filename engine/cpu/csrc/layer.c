@@ -14,9 +14,9 @@ ptrdiff_t spool_layer_scratch(const Layer *layer) {
     return largest_size(layer) * sizeof(float) + elements * sizeof(element);
 }
 
-// Adds to `residual` [rows, hidden] what the layer adds, and writes keys and values to `pool`. Gives 0, or 1 where
-// memory ran out.
-static int add_layer(element *residual, element *pool, const Layer *layer, const Pass *pass) {
+// Adds to `residual` [rows, hidden] what the layer adds, and writes keys and values to `pool`. `scratch`: for attention.
+static void add_layer(
+    const Team *team, element *residual, element *pool, const Layer *layer, const Pass *pass, char *scratch) {
     ptrdiff_t rows = pass->rows, hidden = layer->hidden, inner = layer->inner, head_dim = layer->head_dim;
     ptrdiff_t queries_size = layer->query_heads * head_dim, qkv_size = queries_size + 2 * layer->kv_heads * head_dim;
     float *widened = pass->scratch;
@@ -25,29 +25,31 @@ static int add_layer(element *residual, element *pool, const Layer *layer, const
     element *queries = qkv + rows * qkv_size, *attended = queries + rows * queries_size;
     element *gate_up = attended + rows * queries_size, *product = gate_up + rows * 2 * inner;
 
-    spool_norm(normed, residual, layer->attention_norm, rows, hidden, layer->attention_epsilon);
-    spool_linear(qkv, normed, &layer->qkv, widened, rows, hidden, qkv_size);
-    spool_rotate_write(queries, pool, qkv, pass->cos, pass->sin, pass->slots, layer->query_norm, layer->key_norm,
-        layer->head_epsilon, rows, layer->query_heads, layer->kv_heads, head_dim, pass->page_size, pass->page_count);
     // Rows of no block attend to nothing.
-    memset(attended, 0, rows * queries_size * sizeof *attended);
-    if (spool_attend(attended, queries, pool, pass->pages, pass->blocks, pass->block_count, pass->max_rows,
-            pass->longest, layer->scaling, layer->query_heads, layer->kv_heads, head_dim, pass->page_size,
-            pass->page_count))
-        return 1;
-    spool_linear(projected, attended, &layer->out, widened, rows, queries_size, hidden);
-    spool_add_norm(normed, residual, projected, layer->mlp_norm, rows, hidden, layer->mlp_epsilon);
-    spool_linear(gate_up, normed, &layer->gate_up, widened, rows, hidden, 2 * inner);
-    spool_silu_mul(product, gate_up, rows, inner);
-    spool_linear(projected, product, &layer->down, widened, rows, inner, hidden);
-    spool_add(residual, projected, rows * hidden);
-    return 0;
+    if (team->index == 0) memset(attended, 0, rows * queries_size * sizeof *attended);
+    team_norm(team, normed, residual, layer->attention_norm, rows, hidden, layer->attention_epsilon);
+    team_linear(team, qkv, normed, &layer->qkv, widened, rows, hidden, qkv_size);
+    team_rotate_write(team, queries, pool, qkv, pass->cos, pass->sin, pass->slots, layer->query_norm, layer->key_norm,
+        layer->head_epsilon, rows, layer->query_heads, layer->kv_heads, head_dim, pass->page_size, pass->page_count);
+    team_attend(team, attended, queries, pool, pass->pages, pass->blocks, pass->block_count, pass->max_rows,
+        pass->longest, layer->scaling, layer->query_heads, layer->kv_heads, head_dim, pass->page_size, pass->page_count,
+        scratch);
+    team_linear(team, projected, attended, &layer->out, widened, rows, queries_size, hidden);
+    team_add_norm(team, normed, residual, projected, layer->mlp_norm, rows, hidden, layer->mlp_epsilon);
+    team_linear(team, gate_up, normed, &layer->gate_up, widened, rows, hidden, 2 * inner);
+    team_silu_mul(team, product, gate_up, rows, inner);
+    team_linear(team, projected, product, &layer->down, widened, rows, inner, hidden);
+    team_add(team, residual, projected, rows * hidden);
 }
 
-// The same for layers of one size, one after the other, each with its pool.
+// The same for layers of one size, one after the other, each with its pool. Gives 0, or 1 where memory ran out.
 int spool_layers(
     element *residual, element *const *pools, const Layer *layers, ptrdiff_t layer_count, const Pass *pass) {
-    for (ptrdiff_t i = 0; i < layer_count; i++)
-        if (add_layer(residual, pools[i], layers + i, pass)) return 1;
+    char *scratch = scratch_of_team(
+        attend_scratch(pass->max_rows, pass->longest, layers->query_heads, layers->kv_heads, layers->head_dim));
+    if (!scratch) return 1;
+    WITH_TEAM(1, for (ptrdiff_t i = 0; i < layer_count; i++)
+        add_layer(team, residual, pools[i], layers + i, pass, scratch));
+    free(scratch);
     return 0;
 }

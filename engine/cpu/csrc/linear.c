@@ -80,35 +80,36 @@ INLINE void multiply(int count, element *to, const factor *rows, const element *
 #ifdef PAIRED
 #define FACTORS_OF(rows, factors, size) ((void)(factors), (const factor *)(rows))
 #else
-#define FACTORS_OF(rows, factors, size) (widen(factors, rows, size), (const factor *)(factors))
+#define FACTORS_OF(rows, factors, size) (widen(team, factors, rows, size), (const factor *)(factors))
 
-static void widen(float *to, const element *from, ptrdiff_t size) {
+static void widen(const Team *team, float *to, const element *from, ptrdiff_t size) {
     ptrdiff_t whole = size / LANES * LANES;
-#pragma omp parallel for schedule(static) if (size >= 1 << 15)
-    for (ptrdiff_t i = 0; i < whole; i += LANES) store(to + i, load_element(from + i));
-    if (whole == size) return;
-    element last[LANES] = {};
-    memcpy(last, from + whole, (size - whole) * sizeof *last);
-    float widened[LANES];
-    store(widened, load_element(last));
-    memcpy(to + whole, widened, (size - whole) * sizeof *to);
+    for (SHARED(i, team, size / LANES)) store(to + i * LANES, load_element(from + i * LANES));
+    if (whole < size && team->index == 0) {
+        element last[LANES] = {};
+        memcpy(last, from + whole, (size - whole) * sizeof *last);
+        float widened[LANES];
+        store(widened, load_element(last));
+        memcpy(to + whole, widened, (size - whole) * sizeof *to);
+    }
+    wait_for_team(team);
 }
 #endif
 
 // rows [count, in] by weights [panels, in / WEIGHT_INPUTS, PANEL, WEIGHT_INPUTS] or codes, plus the bias, to [count, out].
 // `scratch`: [count, in]. `in` is a multiple of WEIGHT_INPUTS.
-void spool_linear(element *to, const element *rows, const Linear *linear, float *scratch, ptrdiff_t count, ptrdiff_t in,
-    ptrdiff_t out) {
+void team_linear(const Team *team, element *to, const element *rows, const Linear *linear, float *scratch,
+    ptrdiff_t count, ptrdiff_t in, ptrdiff_t out) {
     assert(count > 0 && in > 0 && out > 0 && in % WEIGHT_INPUTS == 0);
     if (linear->bits) {
-        quantized_linear(to, rows, linear, scratch, count, in, out);
+        quantized_linear(team, to, rows, linear, scratch, count, in, out);
         return;
     }
     const element *weights = linear->weights;
     const float *bias = linear->bias;
 #ifdef HAS_TILES
     if (spool_has_tiles() && in % TILE_INPUTS == 0) {
-        tile_linear(to, rows, weights, bias, count, in, out);
+        tile_linear(team, to, rows, weights, bias, count, in, out);
         return;
     }
 #endif
@@ -117,8 +118,7 @@ void spool_linear(element *to, const element *rows, const Linear *linear, float 
     // Each reading of a panel asks for its share of the next one.
     ptrdiff_t readings = tiles * PANEL_VECTORS / LINEAR_VECTORS((count + tiles - 1) / tiles);
     ptrdiff_t group_bytes = WEIGHT_INPUTS * PANEL * sizeof *weights, ahead_bytes = (group_bytes + readings - 1) / readings;
-#pragma omp parallel for schedule(static)
-    for (ptrdiff_t panel = 0; panel < panels; panel++) {
+    for (SHARED(panel, team, panels)) {
         const element *panel_weights = weights + panel * in * PANEL;
         const float *panel_bias = bias ? bias + panel * PANEL : NULL;
         ptrdiff_t columns = out - panel * PANEL < PANEL ? out - panel * PANEL : PANEL;
@@ -147,4 +147,10 @@ void spool_linear(element *to, const element *rows, const Linear *linear, float 
             }
         }
     }
+    wait_for_team(team);
+}
+
+void spool_linear(element *to, const element *rows, const Linear *linear, float *scratch, ptrdiff_t count, ptrdiff_t in,
+    ptrdiff_t out) {
+    WITH_TEAM(1, team_linear(team, to, rows, linear, scratch, count, in, out));
 }

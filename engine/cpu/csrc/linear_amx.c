@@ -87,9 +87,9 @@ INLINE void multiply(int two, Finished *to, Finished *before, const Work *work) 
     }
 }
 
-// As spool_linear; `in` is a multiple of TILE_INPUTS.
-void tile_linear(
-    bf16 *to, const bf16 *rows, const bf16 *weights, const float *bias, ptrdiff_t count, ptrdiff_t in, ptrdiff_t out) {
+// As team_linear; `in` is a multiple of TILE_INPUTS.
+void tile_linear(const Team *team, bf16 *to, const bf16 *rows, const bf16 *weights, const float *bias, ptrdiff_t count,
+    ptrdiff_t in, ptrdiff_t out) {
     ptrdiff_t panels = (out + PANEL - 1) / PANEL, blocks = (count + 2 * TILE_ROWS - 1) / (2 * TILE_ROWS);
     // All blocks have one height, since shapes take time to change. So blocks may overlap: both compute the same.
     ptrdiff_t height = (count + blocks - 1) / blocks;
@@ -98,43 +98,40 @@ void tile_linear(
     // The blocks of one panel ask for the next panel, each for its share.
     ptrdiff_t lines = (PRODUCT_LINES + blocks - 1) / blocks, share = lines * products * CACHE_LINE;
     TileShapes shapes = tile_shapes(upper, lower);
-#pragma omp parallel
-    {
-        Finished finished[2], *now = finished, *before = finished + 1;
-        before->rows = before->written = 0;
-        _tile_loadconfig(&shapes);
-#pragma omp for schedule(static) nowait
-        for (ptrdiff_t panel = 0; panel < panels; panel++) {
-            ptrdiff_t first_column = panel * PANEL, left = out - first_column;
-            const bf16 *here = weights + panel * panel_size;
-            for (ptrdiff_t block = 0; block < blocks; block++) {
-                ptrdiff_t first = block * height < count - height ? block * height : count - height;
-                const Work work = {
-                    .rows = rows + first * in,
-                    .panel = here,
-                    .ahead = blocks > 1 ? (const char *)(here + panel_size) + block * share
-                                        : (const char *)here + WEIGHTS_AHEAD,
-                    .upper = upper,
-                    .in = in,
-                    .out = out,
-                    .lines = lines,
-                    .write = (height + products - 1) / products,
-                };
-                now->to = to + first * out + first_column;
-                now->bias = bias ? bias + first_column : NULL;
-                now->rows = height, now->written = 0;
-                now->columns = left < PANEL ? left : PANEL;
-                if (lower)
-                    multiply(1, now, before, &work);
-                else
-                    multiply(0, now, before, &work);
-                Finished *free = before;
-                before = now, now = free;
-            }
+    Finished finished[2], *now = finished, *before = finished + 1;
+    before->rows = before->written = 0;
+    _tile_loadconfig(&shapes);
+    for (SHARED(panel, team, panels)) {
+        ptrdiff_t first_column = panel * PANEL, left = out - first_column;
+        const bf16 *here = weights + panel * panel_size;
+        for (ptrdiff_t block = 0; block < blocks; block++) {
+            ptrdiff_t first = block * height < count - height ? block * height : count - height;
+            const Work work = {
+                .rows = rows + first * in,
+                .panel = here,
+                .ahead = blocks > 1 ? (const char *)(here + panel_size) + block * share
+                                    : (const char *)here + WEIGHTS_AHEAD,
+                .upper = upper,
+                .in = in,
+                .out = out,
+                .lines = lines,
+                .write = (height + products - 1) / products,
+            };
+            now->to = to + first * out + first_column;
+            now->bias = bias ? bias + first_column : NULL;
+            now->rows = height, now->written = 0;
+            now->columns = left < PANEL ? left : PANEL;
+            if (lower)
+                multiply(1, now, before, &work);
+            else
+                multiply(0, now, before, &work);
+            Finished *free = before;
+            before = now, now = free;
         }
-        write_outputs(before, height, out);
-        _tile_release();
     }
+    write_outputs(before, height, out);
+    _tile_release();
+    wait_for_team(team);
 }
 
 #else

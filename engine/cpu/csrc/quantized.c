@@ -39,12 +39,14 @@ INLINE u8v load_bytes(const char *from) {
     return x;
 }
 
-// Rows [in] to their codes, by groups. Where a number is not finite, the scale of its group is NaN.
-INLINE void round_row(char *to, const element *row, int group, ptrdiff_t in) {
-    for (ptrdiff_t first = 0; first < in; first += group, to += ROW_GROUP_BYTES(group)) {
+// Groups of rows to their codes, one after the other. Where a number is not finite, the scale of its group is NaN.
+INLINE void round_groups(const Team *team, char *codes, const element *rows, ptrdiff_t groups, int group) {
+    for (SHARED(place, team, groups)) {
+        const element *from = rows + place * group;
+        char *to = codes + place * ROW_GROUP_BYTES(group);
         f32v highest = splat(0.0f), finite = splat(0.0f);
         for (int i = 0; i < group; i += LANES) {
-            f32v x = load_element(row + first + i);
+            f32v x = load_element(from + i);
             f32v size = blend(x < 0.0f, -x, x);
             highest = blend(highest < size, size, highest);
             finite = finite + x * 0.0f;
@@ -53,7 +55,7 @@ INLINE void round_row(char *to, const element *row, int group, ptrdiff_t in) {
         const f32v magic = splat(12582912.0f); // 1.5 * 2^23: adding it rounds to a whole number
         i32v total = {};
         for (int i = 0; i < group; i += LANES) {
-            f32v whole = load_element(row + first + i) * inverse + magic - magic;
+            f32v whole = load_element(from + i) * inverse + magic - magic;
             i32v code = __builtin_convertvector(whole, i32v);
             total = total + code;
             s8v bytes = __builtin_convertvector(code, s8v);
@@ -173,21 +175,18 @@ INLINE ptrdiff_t block_size(const Linear *linear) {
     return linear->group * PANEL * linear->bits / 8 + 2 * PANEL * (linear->wide ? sizeof(float) : sizeof(uint16_t));
 }
 
-// As spool_linear, of codes. `in` is a multiple of 32.
-void quantized_linear(element *to, const element *rows, const Linear *linear, void *scratch, ptrdiff_t count,
-    ptrdiff_t in, ptrdiff_t out) {
+// As team_linear, of codes. `in` is a multiple of 32.
+void quantized_linear(const Team *team, element *to, const element *rows, const Linear *linear, void *scratch,
+    ptrdiff_t count, ptrdiff_t in, ptrdiff_t out) {
     assert(in % linear->group == 0 && (linear->group == 32 || (linear->group == 16 && linear->bits == 8 && linear->wide)));
     char *codes = scratch;
-    ptrdiff_t row_bytes = in / linear->group * ROW_GROUP_BYTES(linear->group);
     ptrdiff_t panels = (out + PANEL - 1) / PANEL, panel_bytes = in / linear->group * block_size(linear);
-#pragma omp parallel for schedule(static) if (count >= 8)
-    for (ptrdiff_t row = 0; row < count; row++)
-        if (linear->group == 32)
-            round_row(codes + row * row_bytes, rows + row * in, 32, in);
-        else
-            round_row(codes + row * row_bytes, rows + row * in, 16, in);
-#pragma omp parallel for schedule(static)
-    for (ptrdiff_t panel = 0; panel < panels; panel++) {
+    if (linear->group == 32)
+        round_groups(team, codes, rows, count * in / 32, 32);
+    else
+        round_groups(team, codes, rows, count * in / 16, 16);
+    wait_for_team(team);
+    for (SHARED(panel, team, panels)) {
         const char *weights = (const char *)linear->weights + panel * panel_bytes;
         const float *bias = linear->bias ? linear->bias + panel * PANEL : NULL;
         ptrdiff_t columns = out - panel * PANEL < PANEL ? out - panel * PANEL : PANEL;
@@ -199,6 +198,7 @@ void quantized_linear(element *to, const element *rows, const Linear *linear, vo
         else
             (linear->wide ? multiply_8_wide : multiply_8)(outputs, codes, count, weights, bias, in, out, columns);
     }
+    wait_for_team(team);
 }
 
 // The numbers of some outputs' weights [count, in], as elements: rows of an embedding.

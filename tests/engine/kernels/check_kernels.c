@@ -221,7 +221,7 @@ static void check_rows(ptrdiff_t rows, ptrdiff_t hidden) {
     memcpy(residual, x, size * sizeof *x);
     spool_add_norm(to, residual, added, weight, rows, hidden, 1e-5f);
     memcpy(sums, x, size * sizeof *x);
-    spool_add(sums, added, size);
+    WITH_TEAM(1, team_add(team, sums, added, size));
     end_unless(!memcmp(sums, residual, size * sizeof *sums), "add and add_norm give other sums");
     for (ptrdiff_t i = 0; i < size; i++) {
         expect(sums[i], number(x[i]) + number(added[i]), 1.1, "add");
