@@ -237,10 +237,6 @@ def _read_quantized(
             f"quantization is {settings.quantization!r}, must be auto or none: "
             f"{source.name} is quantised already ({quantization})"
         )
-    if ranks is not None:
-        raise UnsupportedModelError(
-            f"tensor_parallel_size is {ranks.size}, must be 1: {source.name} is quantised ({quantization})"
-        )
     own = config.dtype if config.dtype in COMPUTED else torch.bfloat16
     dtype = own if settings.dtype == AUTO else getattr(torch, settings.dtype)
     kernels = _cpu_kernels(dtype, device, settings, progress)
@@ -251,7 +247,7 @@ def _read_quantized(
         _report(f"dtype {dtype_name(dtype)}: {reason}", progress)
     keep = settings.quantization == AUTO and kernels is not None and config.model_type in QUANTIZED_FAMILIES
     try:
-        model = build_model(source, config, dtype, keep)
+        model = build_model(source, config, dtype, keep, ranks)
     except UnsupportedModelError:
         raise
     except (OSError, ValueError, LookupError, RuntimeError) as error:

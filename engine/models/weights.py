@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
+from engine.attention.paged_step import ATTENTION_NAME
 from engine.errors import UnsupportedModelError, one_line
 
 logger = logging.getLogger(__name__)
@@ -73,14 +74,25 @@ def stored_tensors(files: Iterable[Path]) -> dict[str, StoredTensor]:
     return stored
 
 
-def check_shapes(model: PreTrainedModel, stored: Mapping[str, StoredTensor]) -> None:
-    """Raises UnsupportedModelError for a stored tensor whose shape is not that of the model's parameter of its name.
-
-    `model` may be without storage (device "meta").
-    """
-    for name, parameter in model.named_parameters():
-        if name in stored and stored[name].shape != tuple(parameter.shape):
-            raise _wrong_shape(stored[name].file.name, name, stored[name].shape, parameter.shape)
+def model_of(
+    folder: Path,
+    config: PreTrainedConfig,
+    weights: dict[str, torch.Tensor],
+    dtype: torch.dtype | str,
+    stored: Mapping[str, StoredTensor],
+) -> PreTrainedModel:
+    """A model of weights by the names of its parameters, checked as `check_loaded` does."""
+    model, report = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
+        None,
+        config=config,
+        state_dict=weights,
+        dtype=dtype,
+        attn_implementation=ATTENTION_NAME,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,
+    )
+    check_loaded(folder, model, report, stored)
+    return model
 
 
 def check_loaded(
@@ -96,7 +108,7 @@ def check_loaded(
         holds = f"; it holds {_listed(unused)}, which config.json has no place for" if unused else ""
         raise UnsupportedModelError(f"{folder.name} holds no {_listed(report['missing_keys'])}{holds}")
     for name, found, expected in sorted(report["mismatched_keys"]):
-        raise _wrong_shape(stored[name].file.name if name in stored else folder.name, name, found, expected)
+        raise wrong_shape(stored[name].file.name if name in stored else folder.name, name, found, expected)
     for name, reason in report.get("conversion_errors", {}).items():
         raise UnsupportedModelError(f"{folder.name}: {name} cannot be read: {' '.join(str(reason).split())}")
     for name, weights in model.named_parameters():
@@ -110,7 +122,7 @@ def check_loaded(
         logger.warning("%s holds %d tensors that the model does not use: %s", folder.name, len(unused), _listed(unused))
 
 
-def _wrong_shape(file: str, name: str, found: Iterable[int], expected: Iterable[int]) -> UnsupportedModelError:
+def wrong_shape(file: str, name: str, found: Iterable[int], expected: Iterable[int]) -> UnsupportedModelError:
     return UnsupportedModelError(
         f"{file}: {name} has the shape {list(found)}, must have {list(expected)} by config.json"
     )

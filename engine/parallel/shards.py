@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
-from engine.attention.paged_step import ATTENTION_NAME
 from engine.errors import UnsupportedModelError
 from engine.models.families import FAMILIES
-from engine.models.weights import check_loaded, check_shapes, safetensors_files, stored_tensors
+from engine.models.weights import model_of, safetensors_files, stored_tensors, wrong_shape
 from engine.parallel.heads import heads_of_a_rank
 from engine.parallel.layers import connect_layers
 from engine.parallel.ranks import Ranks
+from engine.quantization.weights import INPUT_MULTIPLE, QuantizedWeight, Weight
 
 # Linear layers by their names.
 _KEYS_AND_VALUES = ("k_proj", "v_proj")
@@ -74,51 +74,74 @@ def read_part(folder: Path, config: PreTrainedConfig, dtype: str, ranks: Ranks) 
     files = safetensors_files(folder)
     if not files:
         raise UnsupportedModelError(f"{folder.name} holds no *.safetensors, which ranks read their parts from")
-    stored = stored_tensors(files)
-    family = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    with torch.device("meta"):
-        check_shapes(family(config), stored)
-    weights = {name: tensor for file in files for name, tensor in _read(file, config, ranks)}
-    model, report = family.from_pretrained(
-        None,
-        config=part_of(config, ranks.size),
-        state_dict=weights,
-        dtype=dtype,
-        attn_implementation=ATTENTION_NAME,
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,
-    )
-    check_loaded(folder, model, report, stored)
+    stored, whole = stored_tensors(files), whole_model(config)
+    weights: dict[str, torch.Tensor] = {}
+    for file in files:
+        weights.update(parts_of(_tensors(file), whole, ranks.rank, ranks.size, file.name))
+    model = model_of(folder, part_of(config, ranks.size), weights, dtype, stored)
     connect_layers(model, config.vocab_size, ranks)
     return model
 
 
-def _read(file: Path, config: PreTrainedConfig, ranks: Ranks) -> Iterator[tuple[str, torch.Tensor]]:
-    part = part_of(config, ranks.size)
+def whole_model(config: PreTrainedConfig) -> PreTrainedModel:
+    """Without storage, to compare shapes with."""
+    with torch.device("meta"):
+        return MODEL_FOR_CAUSAL_LM_MAPPING[type(config)](config)
+
+
+def parts_of(
+    weights: Iterable[tuple[str, Weight]], whole: PreTrainedModel, rank: int, size: int, file: str
+) -> Iterator[tuple[str, Weight]]:
+    """What a rank of `size` has of each weight; of those that all ranks have, the weight itself. A quantised weight
+    whose inputs would be cut within a block of 32 is expanded.
+
+    Raises UnsupportedModelError for a weight of `file` that has another shape than the whole model's.
+    """
+    config, shapes = whole.config, {name: parameter.shape for name, parameter in whole.named_parameters()}
+    part = part_of(config, size)
     queries, keys = part.num_attention_heads * part.head_dim, part.num_key_value_heads * part.head_dim
     sizes = {"q_proj": queries, "o_proj": queries, **dict.fromkeys(_KEYS_AND_VALUES, keys)}
     sizes |= dict.fromkeys(_VOCABULARY, part.vocab_size)
+    for name, weight in weights:
+        if tuple(weight.shape) != tuple(shapes.get(name, weight.shape)):
+            raise wrong_shape(file, name, weight.shape, shapes[name])
+        layer, _, kind = name.rpartition(".")
+        layer = layer.rpartition(".")[2]
+        if layer in _INPUTS and kind == "bias":
+            # Outputs are summed: the first rank alone adds the bias.
+            yield name, weight if rank == 0 else torch.zeros_like(weight)
+            continue
+        dimension = 1 if layer in _INPUTS else 0
+        own = weight.shape[dimension] // size if layer in _INNER else sizes.get(layer)
+        # Ranks whose queries share a KV head each have it.
+        shared = max(1, size // config.num_key_value_heads) if layer in _KEYS_AND_VALUES else 1
+        yield name, weight if own is None else _cut(weight, dimension, rank // shared * own, own)
+
+
+def _tensors(file: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Mapped, not read."""
     with safe_open(file, framework="pt") as content:
         for name in content.keys():  # noqa: SIM118  (no mapping)
-            layer, _, kind = name.rpartition(".")
-            layer = layer.rpartition(".")[2]
-            stored = content.get_slice(name)
-            if layer in _INPUTS and kind == "bias":
-                # Outputs are summed: the first rank alone adds the bias.
-                yield name, stored[:] if ranks.rank == 0 else torch.zeros_like(stored[:])
-                continue
-            dimension = 1 if layer in _INPUTS else 0
-            size = stored.get_shape()[dimension] // ranks.size if layer in _INNER else sizes.get(layer)
-            # Ranks whose queries share a KV head each have it.
-            shared = max(1, ranks.size // config.num_key_value_heads) if layer in _KEYS_AND_VALUES else 1
-            yield name, stored[:] if size is None else _cut(stored, dimension, ranks.rank // shared * size, size)
+            yield name, content.get_tensor(name)
 
 
-def _cut(stored: torch.Tensor, dimension: int, first: int, size: int) -> torch.Tensor:
+def _cut(weight: Weight, dimension: int, first: int, size: int) -> Weight:
     """`size` outputs (dimension 0) or inputs (1) from the first on, of which those past the last are zeros."""
-    last = stored.get_shape()[dimension]
-    begin, end = min(first, last), min(first + size, last)
-    part: torch.Tensor = stored[begin:end] if dimension == 0 else stored[:, begin:end]
+    if isinstance(weight, QuantizedWeight):
+        if dimension == 1 and size % INPUT_MULTIPLE:
+            return _cut(weight.expanded(), dimension, first, size)
+        codes, scales, minimums = (
+            _cut(
+                part,
+                dimension,
+                first * part.shape[dimension] // weight.shape[dimension],
+                size * part.shape[dimension] // weight.shape[dimension],
+            ).clone(memory_format=torch.contiguous_format)
+            for part in (weight.codes, weight.scales, weight.minimums)
+        )
+        return QuantizedWeight(weight.bits, weight.group, codes, scales, minimums)
+    begin, end = (min(edge, weight.shape[dimension]) for edge in (first, first + size))
+    part = weight.narrow(dimension, begin, end - begin)
     missing = list(part.shape)
     missing[dimension] = size - (end - begin)
     return torch.cat((part, part.new_zeros(missing)), dim=dimension) if missing[dimension] else part

@@ -8,11 +8,13 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from engine.attention.paged_step import ATTENTION_NAME
 from engine.models.source import GGUF_WEIGHTS
-from engine.models.weights import check_loaded
+from engine.models.weights import model_of
+from engine.parallel.layers import connect_layers
+from engine.parallel.ranks import Ranks
+from engine.parallel.shards import part_of, parts_of, whole_model
 from engine.quantization.checkpoints import checkpoint_weights, quantization_method
 from engine.quantization.gguf_file import GgufFile
 from engine.quantization.gguf_model import gguf_weights
@@ -45,15 +47,18 @@ def build_model(
     config: PreTrainedConfig,
     dtype: torch.dtype,
     keep: bool,
+    ranks: Ranks | None = None,
 ) -> PreTrainedModel:
     """Of the GGUF file or the folder at `source`. Quantised weights stay so where `keep`; otherwise all are expanded to
-    `dtype`.
+    `dtype`. With `ranks`, this rank's part, connected to the others.
 
     Raises UnsupportedModelError for weights that do not fit `config` or are not finite.
     """
     plain: dict[str, torch.Tensor] = {}
     quantized: dict[str, QuantizedWeight] = {}
     weights = gguf_weights(GgufFile(source), config) if source.is_file() else checkpoint_weights(source, config)
+    if ranks is not None:
+        weights = parts_of(weights, whole_model(config), ranks.rank, ranks.size, source.name)
     for name, weight in weights:
         if isinstance(weight, torch.Tensor):
             plain[name] = weight.to(dtype)
@@ -64,17 +69,10 @@ def build_model(
         else:
             plain[name] = weight.expanded().to(dtype)
     config.quantization_config = None
-    model, report = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)].from_pretrained(
-        None,
-        config=config,
-        state_dict=plain,
-        dtype=dtype,
-        attn_implementation=ATTENTION_NAME,
-        output_loading_info=True,
-        ignore_mismatched_sizes=True,
-    )
-    check_loaded(source, model, report, {})
+    model = model_of(source, config if ranks is None else part_of(config, ranks.size), plain, dtype, {})
     _place(model, quantized)
+    if ranks is not None:
+        connect_layers(model, config.vocab_size, ranks)
     return model
 
 
@@ -85,9 +83,8 @@ def is_quantized(model: nn.Module) -> bool:
 
 def round_weights(model: PreTrainedModel, bits: int) -> None:
     """Rounds the weights of linear layers to codes of `bits` bits, in place; those of embedding and head to 8. A layer
-    whose inputs are no multiple of 32 stays as it is."""
-    head = model.get_output_embeddings()
-    ends = {id(model.get_input_embeddings()), id(head)}
+    whose inputs are no multiple of 32 stays as it is. Of a model that ranks share, this rank's part."""
+    ends = {id(getattr(end, "part", end)) for end in (model.get_input_embeddings(), model.get_output_embeddings())}
     found: dict[str, QuantizedWeight] = {}
     by_storage: dict[int, QuantizedWeight] = {}
     for name, module in model.named_modules():

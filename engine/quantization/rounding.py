@@ -15,7 +15,8 @@ def rounded(weight: torch.Tensor, bits: int) -> QuantizedWeight:
     """A weight `[out, in]` of a multiple of 32 inputs, to the nearest of 256 or 16 values in each group of 32.
 
     8 bits are symmetric around 0, 4 bits lie between the least and the largest number of the group. Scales and
-    minimums are float16 numbers, unless that would move a value by more than a quarter of a step.
+    minimums are float16 numbers, unless that would move a value of the group by more than a quarter of a step: a
+    group's numbers depend on nothing else, so that parts of a weight are rounded as the whole is.
     """
     groups = weight.float().unflatten(1, (-1, _GROUP))
     if bits == 8:
@@ -28,8 +29,8 @@ def rounded(weight: torch.Tensor, bits: int) -> QuantizedWeight:
         scales = groups.amax(dim=-1) / steps - minimums / steps
     short_scales, short_minimums = scales.half().float(), minimums.half().float()
     moved = steps * (short_scales - scales).abs() + (short_minimums - minimums).abs()
-    if (moved <= scales / 4).all():
-        scales, minimums = short_scales, short_minimums
+    fits = moved <= scales / 4
+    scales, minimums = short_scales.where(fits, scales), short_minimums.where(fits, minimums)
     if bits == 8:
         minimums = -_MIDDLE * scales
     codes = (groups - minimums.unsqueeze(-1)).div_(scales.where(scales > 0, 1).unsqueeze(-1))

@@ -10,6 +10,8 @@ import torch
 
 GROUPS = (16, 32)
 """Inputs that may share a scale."""
+INPUT_MULTIPLE = 32
+"""The inputs of a weight are a multiple of these."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +34,10 @@ class QuantizedWeight:
             raise ValueError(f"bits is {self.bits} and group {self.group}, must be 4 or 8 and one of {GROUPS}")
         out, inputs = self.shape
         expected = (out, inputs // self.group)
-        if inputs % 32 or self.scales.shape != expected or self.minimums.shape != expected:
+        if inputs % INPUT_MULTIPLE or self.scales.shape != expected or self.minimums.shape != expected:
             raise ValueError(
                 f"a weight of {out} outputs and {inputs} inputs has scales {list(self.scales.shape)} and minimums "
-                f"{list(self.minimums.shape)}, must have {list(expected)} and a multiple of 32 inputs"
+                f"{list(self.minimums.shape)}, must have {list(expected)} and a multiple of {INPUT_MULTIPLE} inputs"
             )
 
     @classmethod
@@ -65,6 +67,9 @@ class QuantizedWeight:
     def rows(self, which: torch.Tensor) -> Self:
         """The weight of some outputs, in the order of `which` (int64)."""
         return type(self)(self.bits, self.group, self.codes[which], self.scales[which], self.minimums[which])
+
+
+Weight = torch.Tensor | QuantizedWeight
 
 
 def joined_weights(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from engine.attention.paged_step import ATTENTION_NAME
@@ -21,7 +19,7 @@ from engine.quantization.model import build_model, is_quantized, round_weights
 from engine.quantization.rounding import rounded
 from engine.settings import EngineSettings
 from tests.support.cpu_kernels import compiled_kernels
-from tests.support.tiny_models import VOCABULARY, save_tiny_pair
+from tests.support.tiny_models import VOCABULARY, quantize_to_int8, save_tiny_pair
 
 TOKENS = [(7 * place + 3) % VOCABULARY for place in range(40)]
 
@@ -68,19 +66,8 @@ def test_a_rounded_model(family: str, bits: int, tmp_path: Path) -> None:
 
 def test_a_checkpoint_of_compressed_tensors(tmp_path: Path) -> None:
     folder, _ = save_tiny_pair("llama", tmp_path)
-    file = folder / "model.safetensors"
-    stored, plain = load_file(file), plain_model(folder).eval()
-    for name in [name for name in stored if name.endswith("_proj.weight")]:
-        scales = stored[name].abs().amax(1, keepdim=True) / 127
-        stored[name] = (stored[name] / scales).round().to(torch.int8)
-        stored[f"{name}_scale"] = scales
-        plain.get_parameter(name).data = stored[name] * scales
-    save_file(stored, file, {"format": "pt"})
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    weights = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
-    groups = {"group_0": {"weights": weights, "targets": ["Linear"]}}
-    method = {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": groups}
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": method}), encoding="utf-8")
+    plain = plain_model(folder).eval()
+    plain.load_state_dict(quantize_to_int8(folder))
     exact = logits(plain)
     kept = build_model(folder, AutoConfig.from_pretrained(folder), torch.float32, keep=True)
     assert is_quantized(kept)

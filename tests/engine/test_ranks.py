@@ -16,6 +16,7 @@ from engine.errors import UnsupportedModelError
 from engine.kv.pages import PageTable
 from engine.models.loading import load_draft_engine
 from engine.parallel.shards import check_divides
+from engine.quantization.rounding import rounded
 from engine.settings import EngineSettings
 from engine.steps import VerifyRow
 from engine.target import TargetEngine
@@ -25,13 +26,19 @@ from scheduler.sampling import SamplingParameters
 from services.worker.executor import DraftStepExecutor, TargetStepExecutor
 from tests.support.in_process import Output, run_in_process
 from tests.support.ranks import target_of_ranks
-from tests.support.tiny_models import VOCABULARY, save_tiny_pair
+from tests.support.tiny_models import VOCABULARY, quantize_to_int8, save_tiny_pair
 
 PROMPTS = [random.Random(length).choices(range(VOCABULARY), k=length) for length in (1, 3, 17, 30, 16)]
 MAX_TOKENS = 12
+INT8 = "compressed-tensors"
+"""Of GANGS, a target whose checkpoint is quantised so."""
 GANGS = [
-    ("llama", "float32"),
-    *(pytest.param(gang, marks=pytest.mark.slow) for gang in (("qwen3", "bfloat16"), ("qwen3_moe", "bfloat16"))),
+    ("llama", "float32", "none"),
+    ("llama", "float32", INT8),
+    *(
+        pytest.param(gang, marks=pytest.mark.slow)
+        for gang in (("qwen3", "bfloat16", "none"), ("qwen3", "bfloat16", "int4"), ("qwen3_moe", "bfloat16", "none"))
+    ),
 ]
 
 
@@ -46,10 +53,16 @@ class Gang(NamedTuple):
 
 @pytest.fixture(scope="module", params=GANGS, ids="-".join)
 def gang(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gang]:
-    family, dtype = request.param
-    target, draft = save_tiny_pair(family, tmp_path_factory.mktemp("ranks"))
+    family, dtype, quantization = request.param
+    target, draft = save_tiny_pair(family, tmp_path_factory.mktemp("ranks"), intermediate_size=128)
     alone = EngineSettings(str(draft), dtype, threads=1, kv_pages=120, max_num_batched_tokens=48)
-    with target_of_ranks(replace(alone, model=str(target), tensor_parallel_size=2)) as engine:
+    shared = replace(alone, model=str(target), tensor_parallel_size=2)
+    if quantization == INT8:
+        quantize_to_int8(target)
+    else:
+        shared = replace(shared, quantization=quantization)
+    with target_of_ranks(shared) as engine:
+        assert engine.description.quantization == quantization
         drafts = DraftStepExecutor(load_draft_engine(alone, lambda *_: None), worker_epoch=1, prefix_cache=False)
         executor = TargetStepExecutor(engine, worker_epoch=1, prefix_cache=False)
         yield Gang(engine, executor, drafts, target)
@@ -79,7 +92,8 @@ def test_speculation_gives_the_bits_of_plain_decoding(gang: Gang, temperature: f
             assert output.tokens == plain[index].tokens
             assert output.logits_digests == plain[index].logits_digests
         assert sum(accepted for output in outputs.values() for _, accepted in output.rounds) > 0
-    if gang.engine.description.dtype == "float32" and temperature == 0:
+    described = gang.engine.description
+    if (described.dtype, described.quantization, temperature) == ("float32", "none", 0):
         model = AutoModelForCausalLM.from_pretrained(gang.folder, dtype=torch.float32)
         for index, prompt in enumerate(PROMPTS):
             ids = torch.tensor([prompt])
@@ -131,13 +145,16 @@ def test_a_row_that_is_not_finite_leaves_no_trace_on_any_rank(gang: Gang) -> Non
 
 
 # Ranks that share KV heads, and a rest of heads.
+@pytest.mark.parametrize("bits", [None, 4])
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 2, 4), (9, 3, 2)])
-def test_heads_biases_and_a_vocabulary_with_a_rest(heads: int, kv_heads: int, size: int, tmp_path: Path) -> None:
-    """Tied embeddings of 97 tokens: the logits of the whole model."""
+def test_heads_biases_and_a_vocabulary_with_a_rest(
+    heads: int, kv_heads: int, size: int, bits: int | None, tmp_path: Path
+) -> None:
+    """Tied embeddings of 97 tokens: the logits of the whole model, of rounded weights where `bits` says so."""
     config = Qwen2Config(
         vocab_size=97,
-        hidden_size=16 * heads,
-        intermediate_size=64,
+        hidden_size=32 * heads,
+        intermediate_size=128,
         num_hidden_layers=2,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
@@ -158,11 +175,15 @@ def test_heads_biases_and_a_vocabulary_with_a_rest(heads: int, kv_heads: int, si
         kv_pages=8,
         exact=False,
         max_num_batched_tokens=8,
+        quantization="none" if bits is None else f"int{bits}",
         tensor_parallel_size=size,
     )
     tokens = [96, 3, 50, 24, 25, 71, 0, 49]
     with target_of_ranks(settings) as engine, torch.no_grad():
         table = PageTable()
+        for name, parameter in model.named_parameters() if bits is not None else ():
+            if parameter.dim() == 2:
+                parameter.copy_(rounded(parameter, 8 if "embed" in name else bits).expanded())
         whole = model(input_ids=torch.tensor([tokens])).logits[0, -1]
         outcome = engine.step(
             [VerifyRow(table, tokens, [], True, tokens, 8, SamplingParameters(), top_logprobs=5)], lambda: None
@@ -170,7 +191,8 @@ def test_heads_biases_and_a_vocabulary_with_a_rest(heads: int, kv_heads: int, si
         best = outcome.rows[0].logprobs[0]
         assert [token for token, _ in best.top] == whole.topk(5).indices.tolist()
         wanted = whole.log_softmax(-1).topk(5).values
-        assert torch.allclose(torch.tensor([logprob for _, logprob in best.top]), wanted, atol=1e-4)
+        found = torch.tensor([logprob for _, logprob in best.top])
+        assert torch.allclose(found, wanted, atol=1e-4 if bits is None else 0.05 * whole.std())
 
 
 @pytest.mark.parametrize(

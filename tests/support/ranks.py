@@ -32,19 +32,23 @@ def _broken(reason: str) -> None:
 def target_of_ranks(settings: EngineSettings) -> Iterator[TargetEngine]:
     """A target engine whose other ranks run until the block ends."""
     # transformers replaces functions of torch while a model loads, so that two cannot do so at the same time.
-    one_at_a_time, read_part, join_ranks = threading.Lock(), loading.read_part, loading.join_ranks
+    one_at_a_time, join_ranks = threading.Lock(), loading.join_ranks
     joined: dict[int, Ranks] = {}
 
-    def read_alone(*arguments: object) -> object:
-        with one_at_a_time:
-            return read_part(*arguments)  # type: ignore[arg-type]
+    def alone(read: Callable[..., object]) -> Callable[..., object]:
+        def read_alone(*arguments: object) -> object:
+            with one_at_a_time:
+                return read(*arguments)
+
+        return read_alone
 
     def join(folder: Path, rank: int, *arguments: object) -> Ranks:
         joined[rank] = join_ranks(folder, rank, *arguments)  # type: ignore[arg-type]
         return joined[rank]
 
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loading, "read_part", read_alone)
+        patch.setattr(loading, "read_part", alone(loading.read_part))
+        patch.setattr(loading, "build_model", alone(loading.build_model))
         patch.setattr(loading, "join_ranks", join)
 
         def follow(rank: int) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     Glm4Config,
@@ -73,3 +75,22 @@ def save_tiny_pair(family: str, folder: Path, disagreement: float = 0.01, **shap
             parameter.add_(torch.randn_like(parameter), alpha=disagreement)
     target.save_pretrained(draft_folder)
     return target_folder, draft_folder
+
+
+def quantize_to_int8(folder: Path) -> dict[str, torch.Tensor]:
+    """Makes the linear layers of a saved model a checkpoint of compressed-tensors, with one scale for each output. The
+    numbers that the model then has, by its parameters' names."""
+    stored = load_file(folder / "model.safetensors")
+    numbers = dict(stored)
+    for name in [name for name in stored if name.endswith("_proj.weight")]:
+        scales = stored[name].abs().amax(1, keepdim=True) / 127
+        stored[name] = (stored[name] / scales).round().to(torch.int8)
+        stored[f"{name}_scale"] = scales
+        numbers[name] = stored[name] * scales
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    weights = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
+    groups = {"group_0": {"weights": weights, "targets": ["Linear"]}}
+    method = {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": groups}
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": method}), encoding="utf-8")
+    return numbers
