@@ -6,20 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
-import torch
-from transformers import AutoModelForCausalLM, GenerationConfig
 
-from bench.offline.grid import GridPoint, System
-from bench.offline.peers import PeerModels, Peers
 from tests.support.command_line import save_tokenizer, spool, write_lines
 from tests.support.tiny_models import save_tiny_pair
 
 pytestmark = pytest.mark.slow
-
-PROMPTS = [[number, 5, 7 * number, *range(20, 24 + number)] for number in range(5)]
-TOKENS = [4, 9, 6, 12, 3]
 
 
 @pytest.fixture(scope="module")
@@ -53,31 +45,3 @@ def test_measures_every_cell(folder: Path) -> None:
         assert cell["statistics"]["tokens"] == 6 * 8
         assert (cell["statistics"]["drafted"] > 0) is (system == "ragged")
     assert json.loads((folder / "trace.json").read_text())["traceEvents"]
-
-
-def peer_models(target: Path, stops: list[int]) -> PeerModels:
-    return PeerModels(str(target), {}, "float32", "cpu", 1, 3, stops, PROMPTS, TOKENS)
-
-
-def test_transformers_gives_in_batches_what_it_gives_for_one_prompt(folder: Path) -> None:
-    target = folder / "llama-target"
-    model: Any = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
-
-    def generated(number: int, stops: list[int]) -> list[int]:
-        model.generation_config = GenerationConfig(do_sample=False, eos_token_id=stops or None, pad_token_id=0)
-        ids = torch.tensor([PROMPTS[number]])
-        output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=TOKENS[number])
-        found: list[int] = output[0, ids.shape[1] :].tolist()
-        return found
-
-    # A stop token that some outputs reach.
-    stops = [generated(1, [])[2]]
-    expected = [generated(number, stops) for number in range(len(PROMPTS))]
-    assert len(expected[1]) == 3
-    before = set(psutil.Process().children())
-    peers = Peers(peer_models(target, stops), "auto", None)
-    tokens, seconds = peers.measure(GridPoint(System.TRANSFORMERS, 3))
-    assert tokens == expected
-    assert seconds > 0
-    peers.stop()
-    assert set(psutil.Process().children()) == before
