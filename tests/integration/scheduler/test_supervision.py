@@ -14,7 +14,18 @@ from scheduler.messages import SendStep
 from services.backend.interface import BackendUnavailableError
 from services.scheduler.workers import worker_link
 from services.scheduler_client.remote import SchedulerClient
-from tests.support.cells import Cell, all_in_use, check, client, prompt_of, read, read_some, request_of, running_cell
+from tests.support.cells import (
+    LINKS,
+    Cell,
+    all_in_use,
+    check,
+    client,
+    prompt_of,
+    read,
+    read_some,
+    request_of,
+    running_cell,
+)
 from tests.support.stand_in_worker import continuation
 from tests.support.waiting import until
 
@@ -132,3 +143,13 @@ def test_a_removal_that_is_cancelled_leaves_no_ghost() -> None:
         assert [worker.worker_id for worker in cell.service.core.snapshot().workers] == ["draft-0"]
 
     in_a_cell(test)
+
+
+def test_a_step_may_take_longer_than_a_worker_may_be_silent() -> None:
+    async def run() -> None:
+        seconds = 2.5 * LINKS.silence_timeout
+        async with running_cell(drafts=0, step_seconds=seconds) as cell, client(cell.resolve) as backend:
+            await check(backend, 1, 2)
+            assert cell.service.statistics().workers_lost == 0
+
+    asyncio.run(run())
