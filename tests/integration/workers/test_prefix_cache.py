@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -16,13 +15,9 @@ from scheduler.config import Policy, SchedulerConfig
 from scheduler.messages import Role, SequenceRequest
 from scheduler.sampling import SamplingParameters
 from scheduler.state.digests import DigestedTokens
-from services.backend.interface import GenerationRequest
-from services.rpc.worker_codec import ROLES
 from services.worker.executor import DraftStepExecutor, TargetStepExecutor
 from services.worker.process import WorkerArguments, load_executor
-from tests.support.cells import client, read, running_cell
 from tests.support.in_process import Output, run_in_process
-from tests.support.stand_in_worker import continuation
 from tests.support.tiny_models import VOCABULARY, save_tiny_pair
 
 pytestmark = pytest.mark.slow
@@ -177,47 +172,3 @@ def test_setting_turns_it_off(models: dict[str, EngineSettings]) -> None:
         ]
         assert [reply.rows[0].reused for reply in replies] == [0, reused]
         assert replies[0].rows[0].tokens == replies[1].rows[0].tokens
-
-
-def test_cell_computes_a_system_prompt_once() -> None:
-    """Stand-in workers with pages of four: one request, then forty with the same 46 tokens in front, then one again."""
-    system = tuple(range(100, 146))
-    prompts = [(*system, 200 + index, 300, 400 + index % 7) for index in range(40)]
-
-    async def run() -> None:
-        config = SchedulerConfig(policy=Policy.RAGGED, prefill_chunk=16)
-        async with running_cell(config=config) as cell, client(cell.resolve) as backend, asyncio.timeout(120):
-
-            async def check(prompt: tuple[int, ...], count: int) -> None:
-                stream = await backend.submit(GenerationRequest(prompt, count))
-                assert await read(stream) == continuation(prompt, count)
-
-            async def figures() -> dict[str, tuple[int, int]]:
-                statistics = cell.service.statistics()
-                counts = {
-                    role: (statistics.prefix_queries[role], statistics.prefix_hits[role])
-                    for role in ("target", "draft")
-                }
-                told = (await backend.statuses())[0].prefix_cache
-                assert {ROLES.from_wire(each.role).value: (each.queries, each.hits) for each in told} == counts
-                return counts
-
-            await check((*system, 5), 8)
-            target, draft = (await figures()).values()
-            assert target == (47, 0)
-            assert draft == (draft[0], 0)
-            # 46 tokens fill eleven pages, and what follows them is another in each prompt.
-            await asyncio.gather(*(check(prompt, 8) for prompt in prompts))
-            target, draft = (await figures()).values()
-            assert target == (47 + 40 * 49, 40 * 44)
-            assert draft[1] == 40 * 44
-            # The same prompt again: twelve pages of its 49 tokens are known.
-            await check(prompts[3], 8)
-            target, _ = (await figures()).values()
-            assert target == (47 + 41 * 49, 40 * 44 + 48)
-            await cell.wait_empty()
-            assert cell.pages_in_use == 0
-            for worker in cell.workers:
-                worker.executor.check_integrity()
-
-    asyncio.run(run())
