@@ -153,39 +153,6 @@ def test_prompt_logprobs_over_grpc(gateways: Gateways, served: Served) -> None:
         assert [len(one.top) for one in choice.prompt_logprobs] == [2] * len(expected)
 
 
-@pytest.mark.parametrize("first", ["\u00e9", "\u20ac", "\U0001f600"])
-def test_a_character_that_the_prompt_begins_belongs_to_the_output(
-    gateways: Gateways, http: httpx.Client, served: Served, first: str
-) -> None:
-    """Prompts that end within a character, of which the output's first token makes one."""
-    begun = encoded(gateways, first)[:-1]
-    prompts = [[*encoded(gateways, f"a{number}"), *begun] for number in range(400)]
-    outputs = [expected_tokens(gateways, prompt, 6) for prompt in prompts]
-    whole = [gateways.tokenizer.decode([*prompt, *output]) for prompt, output in zip(prompts, outputs, strict=True)]
-    found = [number for number, text in enumerate(whole) if not text.removeprefix(f"a{number}").startswith("\ufffd")]
-    assert found
-    for number in [*found[:2], 0]:
-        prompt, output, text = prompts[number], outputs[number], whole[number]
-        prefix = f"a{number}"
-        for echo, expected in ((True, text), (False, text.removeprefix(prefix))):
-            for logprobs in (None, 0):
-                asked = {"prompt": prompt, "max_tokens": 6, "echo": echo, "logprobs": logprobs}
-                [choice] = completion(http, **asked)["choices"]
-                assert choice["text"] == expected
-                *events, _ = streamed(http, **asked)
-                assert "".join(event["choices"][0]["text"] for event in events) == expected
-                if logprobs is not None:
-                    begin = len(choice["logprobs"]["tokens"]) - len(output)
-                    assert choice["logprobs"]["text_offset"][begin] == len(prefix) * echo
-                    assert joined(events) == choice["logprobs"]
-            with grpc.insecure_channel(served.address) as channel:
-                stub = generation_pb2_grpc.GenerationServiceStub(channel)
-                request = pb.GenerateRequest(tokens=pb.TokenIds(token_ids=prompt), max_tokens=6, echo=echo)
-                assert stub.Generate(request, timeout=LONG).choices[0].text == expected
-                parts = list(stub.GenerateStream(request, timeout=LONG))
-                assert "".join(part.choice.text for part in parts) == expected
-
-
 @pytest.mark.parametrize(
     ("template", "said", "request_"),
     [
