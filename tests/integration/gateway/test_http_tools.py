@@ -383,17 +383,3 @@ def test_the_format_can_be_set(talk: Open) -> None:
     settings = GatewaySettings.model_validate({"tool_format": "hermes"})
     with talk(template, settings) as model:
         assert model.whole(CALL, tools=TOOLS).choices[0].finish_reason == "tool_calls"
-
-
-@pytest.mark.parametrize(("options", "content"), [({}, "Hié. "), ({"skip_special_tokens": False}, "Hié. <start>")])
-def test_the_bytes_of_log_probabilities_make_up_the_content(talk: Open, options: dict[str, Any], content: str) -> None:
-    with talk("{{ messages[0].content }}") as model:
-        asked: dict[str, Any] = {"logprobs": True, "top_logprobs": 1, "extra_body": options}
-        whole = model.whole("Hié. <start>", **asked).choices[0]
-        assert whole.message.content == content
-        parts = [chunk.choices[0].logprobs for chunk in model.chunks("Hié. <start>", **asked)]
-        streamed = [entry for part in parts if part is not None for entry in part.content or []]
-        for entries in (whole.logprobs.content, streamed):  # type: ignore[union-attr]
-            assert b"".join(bytes(entry.bytes or []) for entry in entries or []).decode() == content
-            assert [entry.token for entry in entries or []][-2:] == ["<start>", "<end>"]
-            assert (entries or [])[-1].bytes is None
