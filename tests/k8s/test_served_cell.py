@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,8 +29,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.ray]
 MODEL = "tiny"
 # The key that `stream_all` shows.
 KEY = "none"
-NAMED_KEY = "of a team"
-TOKENS_PER_MINUTE = 10
 SECRETS = {"SPOOL_API_KEYS": f"another,{KEY}", "SPOOL_INTERNAL_TOKEN": "0123456789abcdef0123456789abcdef"}
 
 
@@ -66,8 +63,6 @@ def serve_config(folder: Path, models: dict[str, Any], http_port: int, grpc_port
     settings["engine"] = ENGINE
     # Drafts always; `auto` would weigh what steps happen to take.
     settings["scheduling"] = {"policy": "ragged", "batch_size": 4}
-    digest = hashlib.sha256(NAMED_KEY.encode()).hexdigest()
-    settings["auth"]["keys"] = [{"name": "team", "digest": digest, "tokens_per_minute": TOKENS_PER_MINUTE}]
     settings["gateway"] |= {"host": "127.0.0.1", "port": http_port, "grpc_port": grpc_port}
     file = folder / "serve.yaml"
     file.write_text(yaml.safe_dump(config))
@@ -122,35 +117,6 @@ def test_both_apis_answer_who_shows_a_key(cell: Cell) -> None:
         answer = stub.Generate(request, metadata=[("authorization", f"Bearer {KEY}")], timeout=LONG)
     assert answer.choices[0].text == texts[0]
     assert httpx.get(f"{cell.url}/v1/models", timeout=LONG).status_code == 401
-
-
-def test_a_named_key_has_limits_and_metrics_of_its_own(cell: Cell) -> None:
-    body = {"model": MODEL, "prompt": "Once upon", "max_tokens": 20}
-
-    def ask() -> httpx.Response:
-        headers = {"Authorization": f"Bearer {NAMED_KEY}"}
-        return httpx.post(f"{cell.url}/v1/completions", json=body, headers=headers, timeout=LONG)
-
-    assert ask().json()["usage"]["completion_tokens"] == 20
-    refused = ask()
-    assert refused.status_code == 429
-    assert refused.json()["error"]["message"].startswith(f"tokens_per_minute of key team is {TOKENS_PER_MINUTE}")
-    assert int(refused.headers["retry-after"]) > 60
-    asked = cases(2, max_tokens=20)
-    assert asyncio.run(stream_all(cell.url, MODEL, asked)) == cell.plain(asked)
-
-    def output_tokens() -> dict[str, float]:
-        texts = [httpx.get(endpoint, timeout=LONG).text for endpoint in set(cell.cluster.metrics())]
-        return {
-            sample.labels.get("key", ""): sample.value
-            for text in texts
-            for family in text_string_to_metric_families(text)
-            for sample in family.samples
-            if sample.name == "ray_spool_key_generation_tokens_total"
-        }
-
-    wait_until(lambda: output_tokens().get("team") == 20, "Ray has the key's figures", pause=1.0)
-    assert output_tokens()[""] >= 40
 
 
 def test_a_pod_that_ends_hands_over_first(cell: Cell) -> None:
