@@ -13,6 +13,7 @@ from engine.errors import UnsupportedModelError
 from engine.exactness.calibration_cache import read_calibration
 from engine.kv.pages import PageTable
 from engine.models.loading import draft_engine_of, load_draft_engine, load_target_engine, target_engine_of
+from engine.models.source import cache_folder
 from engine.settings import EngineSettings
 from engine.steps import ProposeRow, VerifyRow
 from engine.target import TargetEngine
@@ -182,6 +183,7 @@ def test_sequences_end_where_the_settings_say(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_calibration_is_stored_and_read_again(folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "cpu-kernels").symlink_to(cache_folder() / "cpu-kernels")
     monkeypatch.setenv("SPOOL_CACHE", str(tmp_path))
     first = load(folder, exact=True)
     (file,) = (tmp_path / "calibrations").iterdir()
