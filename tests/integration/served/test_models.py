@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 import re
@@ -223,7 +222,8 @@ def ask_for(client: openai.OpenAI, schema: dict[str, Any], temperature: float, d
 
 
 def test_many_schemas_give_the_same_valid_text_with_drafts_and_without(demo: openai.OpenAI) -> None:
-    cases = list(itertools.product(MANY, (0.0, 0.8)))
+    # Greedy and sampled in turn.
+    cases = [(schema, 0.8 * (number % 2)) for number, schema in enumerate(MANY)]
     with ThreadPoolExecutor(8) as pool:
         drafted, plain = (
             list(pool.map(lambda case, length=length: ask_for(demo, *case, length), cases)) for length in (4, 0)
