@@ -133,7 +133,7 @@ def test_conversations_of_clients_are_accepted(talk: Open) -> None:
         models = [stack.enter_context(talk(template)) for template in TEMPLATES]
         clients = [stack.enter_context(httpx.Client(base_url=model.url, timeout=TIMEOUT)) for model in models]
 
-        @settings(max_examples=500)
+        @settings(max_examples=100)
         @given(place=st.integers(0, len(TEMPLATES) - 1), tools=st.sampled_from([None, [], TOOLS]), data=st.data())
         def accepted(place: int, tools: list[Any] | None, data: st.DataObject) -> None:
             # Llama 3's template takes one call of each answer.
