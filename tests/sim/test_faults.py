@@ -75,11 +75,11 @@ def test_drafts_that_prepare_break_no_rule() -> None:
 
 @pytest.mark.slow
 def test_mixed_faults_break_no_rule() -> None:
-    results = [run_schedule(seed) for seed in range(90, 125)]
+    results = [run_schedule(seed) for seed in range(90, 106)]
     outcomes = sum((result.outcomes for result in results), Counter[str]())
-    assert sum(result.structured for result in results) > 500
+    assert sum(result.structured for result in results) > 230
     # Of 200 prompts of about 12 tokens, many begin alike.
-    assert sum(result.reused > 500 for result in results) > 10
+    assert sum(result.reused > 500 for result in results) > 4
     # Most sequences finish whatever happens; the other ends are there as well.
     assert outcomes["length"] + outcomes["stop"] > 0.75 * outcomes.total()
     assert {"cancelled", "deadline", "refused queue_full", "refused too_long", "failed", "gateway died"} <= set(
