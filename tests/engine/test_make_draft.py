@@ -48,6 +48,7 @@ def agreement(draft: Path, texts: list[Text]) -> float:
     return sum(right) / len(right)
 
 
+@pytest.mark.long
 def test_a_draft_learns_from_what_its_target_wrote(tmp_path: Path) -> None:
     target = save_tiny_chat_model(tmp_path / "target")
     write_answers(tmp_path, target)
