@@ -34,7 +34,7 @@ from tests.support.waiting import LONG, wait_until
 
 ROOT = Path(__file__).parents[3]
 MODEL = "tiny"
-TURNS = 40
+TURNS = 10
 CITY = {"city": {"type": "string", "maxLength": 6}}
 PARAMETERS = {"type": "object", "properties": CITY, "required": ["city"], "additionalProperties": False}
 TOOLS: list[Any] = [{"type": "function", "function": {"name": "sky", "parameters": PARAMETERS}}]
@@ -85,7 +85,7 @@ def accepted(usage: CompletionUsage) -> int:
 
 
 def converse(url: str, **spool: object) -> tuple[list[str], list[CompletionUsage]]:
-    """Forty turns, each a question, a call, its result and an answer: what the model says, and what each cost."""
+    """Ten turns, each a question, a call, its result and an answer: what the model says, and what each cost."""
     said: list[str] = []
     usages: list[CompletionUsage] = []
     messages: list[Any] = []
