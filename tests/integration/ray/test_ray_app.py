@@ -1,13 +1,15 @@
-"""The application on real Ray, on a cluster of logical nodes."""
+"""The application as it is shipped (dtype and policy `auto`, the CPU kernels) on real Ray with several logical nodes:
+where replicas sit and what they tell, and under constant load while its processes are killed and stopped."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import random
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +17,57 @@ import grpc
 import httpx
 import psutil
 import pytest
+import torch
 from prometheus_client.parser import text_string_to_metric_families
+from transformers import AutoModelForCausalLM
 
-from bench.chaos.application import Application
-from bench.chaos.streams import Case, Protocol, cases, streaming
+from bench.chaos.application import DRAFT, TARGET, Application, watching
+from bench.chaos.faults import Faults
+from bench.chaos.streams import Answer, Case, ConstantLoad, Protocol, StreamRecord, cases, faults_of, streaming
+from engine.cpu.isa import AUTO, chosen_isa
 from spool_client.v1 import generation_pb2, generation_pb2_grpc
-from tests.support.command_line import spool
+from tests.support.changed_workers import POISON, dying_of_poison
+from tests.support.command_line import save_tokenizer, spool
 from tests.support.ray_cluster import RayCluster
-from tests.support.serving import ENGINE, PlainDecoder, served_on, stream_all
+from tests.support.serving import PACED, PlainDecoder, oracle, served_on
+from tests.support.tiny_models import save_tiny_pair
 from tests.support.waiting import LONG, wait_until
 
-MODEL = "tiny"
 pytestmark = [pytest.mark.slow, pytest.mark.ray]
 
+MODEL = "tiny"
 NODES = [{"control": 1.0, "small_gpu": 2.0}, {"large_gpu": 1.0}, {"large_gpu": 1.0}]
+STREAMS = 16
+WORKERS = {"draft": 2, "target": 2}
+# While a new scheduler has no workers yet, every stream waits in the queue, and none may be refused for that.
+QUEUE = STREAMS + 8
+# Not a share of this machine's memory, which other tests use too.
+PAGES = {"kv_pages": 512}
+SECONDS = 300.0
+FORM = "([a-z]{2,4} [0-9]{1,3}[;,] ){60}"
+LINE_END = 95
+"""Of the tokens of `save_tokenizer`, which has none for the end of a text."""
+EPOCHS = 1 << 32
+"""Of one scheduler."""
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folders = save_tiny_pair("llama", tmp_path_factory.mktemp("models"))
+    for folder in folders:
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).save_pretrained(folder)
+        save_tokenizer(folder)
+    return folders
+
+
+@pytest.fixture(scope="module")
+def expected(pair: tuple[Path, Path]) -> dict[Case, Answer]:
+    """What every request must get. Half of them ask for drafts, whatever `auto` thinks of what these models cost. Some
+    are structured, by a grammar that is not complete before their end."""
+    structured = [Case("Fill this in: ", 100 + n, 0.8, 200, regex=FORM, stop_token_ids=(LINE_END,)) for n in range(4)]
+    answers = oracle(PlainDecoder(pair[0], "bfloat16", PAGES), [*cases(6, max_tokens=200), *structured])
+    assert all(re.match("[a-z]{2,4} [0-9]{1,3}[;,] ", answers[case].text) for case in structured)
+    return {replace(case, draft_length=(None, 4)[case.seed // 2 % 2]): answer for case, answer in answers.items()}
 
 
 @dataclass(frozen=True)
@@ -36,49 +75,39 @@ class Served:
     """An application with two replicas of each kind but the scheduler."""
 
     cluster: RayCluster
-    plain: PlainDecoder
     application: Application
-
-    @property
-    def url(self) -> str:
-        return self.application.url
 
     def replicas(self, deployment: str) -> list[dict[str, Any]]:
         """The live actors of a deployment."""
         actors = self.cluster.actors()
         return [one for one in actors if f"spool#{deployment}#" in one["name"] and one["state"] == "ALIVE"]
 
-    def workers(self, role: str) -> list[dict[str, Any]]:
-        """Workers in use, as the scheduler knows them; none while there is no scheduler."""
-        status = self.cluster.scheduler()
-        workers = status["workers"] if status is not None else []
-        return [one for one in workers if one["role"] == f"ROLE_{role}" and one["state"] == "WORKER_STATE_IN_USE"]
+    def stream(self, asked: Iterable[Case]) -> list[StreamRecord]:
+        """Over both protocols in turn."""
 
-    def stream(self, asked: list[Case], on_start: Callable[[], None] | None = None) -> list[str]:
-        return asyncio.run(stream_all(self.url, MODEL, asked, on_start))
+        async def run() -> list[StreamRecord]:
+            async with streaming(self.application) as client:
+                return await asyncio.gather(*map(client.ask, asked, cycle(Protocol)))
+
+        return asyncio.run(run())
 
 
 @pytest.fixture(scope="module")
 def served(
-    ray_cluster: RayCluster, tiny_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
+    ray_cluster: RayCluster, pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Served]:
-    target, draft = tiny_pair
+    target, draft = pair
+    two = {"replicas": 2, "threads": 1, "drain_seconds": 5}
     configuration = {
-        "models": {"target": str(target), "draft": str(draft), "served_model_name": MODEL, "dtype": "float32"},
-        "engine": ENGINE,
-        # Drafts always; `auto` would weigh what steps happen to take.
-        "scheduling": {"batch_size": 4, "max_running": 16, "policy": "ragged"},
+        "models": {"target": str(target), "draft": str(draft), "served_model_name": MODEL},
+        "engine": PAGES,
+        "scheduling": {"batch_size": 4, "max_running": STREAMS, "max_queued_sequences": QUEUE},
         "groups": {
-            "draft": {"replicas": 2, "resources": {"small_gpu": 1}, "threads": 1, "drain_seconds": 5},
-            "target": {"replicas": 2, "resources": {"large_gpu": 1}, "threads": 1, "drain_seconds": 5},
+            "draft": two | PACED | {"resources": {"small_gpu": 1}},
+            "target": two | {"resources": {"large_gpu": 1}, "environment": dying_of_poison()},
         },
         "scheduler": {"resources": {"control": 0.1}},
-        "gateway": {
-            "replicas": 2,
-            "resources": {"control": 0.1},
-            "http_on": "head_node",
-            "drain_seconds": 2,
-        },
+        "gateway": {"replicas": 2, "resources": {"control": 0.1}, "http_on": "head_node", "drain_seconds": 2},
         "logging": {"format": "json", "level": "debug"},
         "tracing": {"endpoint": "console"},
     }
@@ -89,12 +118,7 @@ def served(
     ):
         again = spool("serve", "--config", folder / "spool.yaml", environment=application.environment)
         assert (again.code, "is served already" in again.err) == (2, True)
-        yield Served(cluster, PlainDecoder(target), application)
-        ended = spool("down", environment=application.environment)
-        assert ended.code == 0, ended.err
-        wait_until(
-            lambda: not any("spool#" in one["name"] for one in cluster.actors() if one["state"] == "ALIVE"), "down"
-        )
+        yield Served(cluster, application)
 
 
 def test_workers_sit_on_the_nodes_made_for_them_and_only_they_load_torch(served: Served) -> None:
@@ -111,25 +135,12 @@ def test_workers_sit_on_the_nodes_made_for_them_and_only_they_load_torch(served:
     assert loaded("Gateway") == [False, False]
     assert loaded("Scheduler") == [False]
     assert loaded("TargetWorker") == [True, True]
+    for target in targets:
+        library = f"/cpu-kernels/{chosen_isa(AUTO).name}-bfloat16-"
+        assert library in Path(f"/proc/{target['process_id']}/maps").read_text()
 
 
-def test_answers_are_plain_decoding_over_both_targets(served: Served) -> None:
-    asked = cases(8, max_tokens=200)
-    busy: set[str] = set()
-
-    def look() -> None:
-        busy.update(one["worker_id"] for one in served.workers("TARGET") if one["sequences"])
-
-    assert served.stream(asked, on_start=look) == served.plain(asked)
-    assert len(busy) == 2
-    status = served.cluster.scheduler()
-    assert status["throughput"]["acceptance_rate"] > 0.2
-    assert status["live_set"]["live"] == 0
-    pages = [ENGINE["kv_pages"]] * 2
-    wait_until(lambda: [one["free_pages"] for one in served.workers("TARGET")] == pages, "all pages are free")
-
-
-def test_rays_own_metrics_have_every_figure_once(served: Served) -> None:
+def test_rays_own_metrics_have_every_figure_once(served: Served, expected: dict[Case, Answer]) -> None:
     """From the nodes' endpoints, as Prometheus reads them: the gateways' figures from both, the cell's from one."""
 
     def told(name: str) -> list[tuple[dict[str, str], float]]:
@@ -142,8 +153,7 @@ def test_rays_own_metrics_have_every_figure_once(served: Served) -> None:
             if sample.name == f"ray_{name}"
         ]
 
-    asked = cases(4, max_tokens=50)
-    served.stream(asked)
+    assert faults_of(served.stream(expected), expected) == []
     # No client has gone away so far, so what was generated was delivered.
     generated = served.cluster.scheduler()["throughput"]["tokens"]
     wait_until(
@@ -163,7 +173,7 @@ def test_logs_and_traces_of_gateway_and_scheduler_name_the_request(served: Serve
     trace = "1" * 32
     headers = {"x-request-id": "mine-1", "traceparent": f"00-{trace}-{'2' * 16}-01"}
     body = {"model": MODEL, "prompt": "a", "max_tokens": 3}
-    httpx.post(f"{served.url}/v1/completions", json=body, headers=headers, timeout=LONG)
+    httpx.post(f"{served.application.url}/v1/completions", json=body, headers=headers, timeout=LONG)
 
     def written() -> list[str]:
         files = served.cluster.folder.glob("**/logs/worker-*.err")
@@ -182,11 +192,9 @@ def test_two_gateways_on_one_node_share_the_grpc_port(served: Served) -> None:
     address = served.application.grpc_address
     # Channels with the same options would share one connection.
     channels = [grpc.insecure_channel(address, [("grpc.use_local_subchannel_pool", 1)]) for _ in range(24)]
-    [asked] = cases(1, max_tokens=8)
-    request = generation_pb2.GenerateRequest(model=MODEL, text=str(asked.prompt), max_tokens=8, temperature=0)
+    request = generation_pb2.GenerateRequest(model=MODEL, text="a", max_tokens=8, temperature=0)
     stubs = [generation_pb2_grpc.GenerationServiceStub(channel) for channel in channels]
-    texts = {stub.Generate(request).choices[0].text for stub in stubs}
-    assert texts == set(served.plain([asked]))
+    assert len({stub.Generate(request).choices[0].text for stub in stubs}) == 1
     port = int(address.rpartition(":")[2])
     for gateway in served.replicas("Gateway"):
         connections = psutil.Process(gateway["process_id"]).net_connections("tcp")
@@ -200,25 +208,83 @@ def test_clients_that_go_away_leave_nothing(served: Served) -> None:
     asked = cases(60, max_tokens=300)
     rng = random.Random(1)
 
-    async def run() -> int:
-        async with streaming(served.application) as client:
+    async def run() -> None:
+        async with streaming(served.application) as client, watching(served.application) as watcher:
             loop = asyncio.get_running_loop()
             calls = [
                 asyncio.create_task(client.ask(case, protocol))
-                for case, protocol in zip(asked, itertools.cycle(Protocol), strict=False)
+                for case, protocol in zip(asked, cycle(Protocol), strict=False)
             ]
             for call in calls:
                 loop.call_later(rng.uniform(0, 1.5), call.cancel)
             outcomes = await asyncio.gather(*calls, return_exceptions=True)
-            return sum(isinstance(outcome, asyncio.CancelledError) for outcome in outcomes)
+            assert sum(isinstance(one, asyncio.CancelledError) for one in outcomes) > len(asked) / 2
+            await watcher.until(lambda report: report.idle, "no sequence and no page", SECONDS)
 
     before = served.cluster.scheduler()["throughput"]["tokens"]
-    assert asyncio.run(run()) > len(asked) / 2
-
-    def nothing_left() -> bool:
-        pages = [one["total_pages"] - one["free_pages"] for one in served.workers("TARGET")]
-        return served.cluster.scheduler()["live_set"]["live"] == 0 and pages == [0, 0]
-
-    wait_until(nothing_left, "no sequence and no page")
+    asyncio.run(run())
+    after = served.cluster.scheduler()["throughput"]["tokens"]
     # Not because all has been computed.
-    assert served.cluster.scheduler()["throughput"]["tokens"] - before < len(asked) * 300 / 2
+    assert after - before < sum(case.max_tokens for case in asked) / 2
+
+
+def test_processes_that_die_or_stop_change_no_text(served: Served, expected: dict[Case, Answer]) -> None:
+    before = served.cluster.scheduler()["scheduler_epoch"]
+
+    async def run() -> None:
+        async with streaming(served.application) as client, watching(served.application) as watcher:
+            async with ConstantLoad(client, list(expected), STREAMS) as load:
+                faults = Faults(served.application, watcher, load, WORKERS, SECONDS)
+                killed = [await faults.kill_worker(DRAFT), await faults.kill_worker(TARGET)]
+                killed.append(await faults.kill_scheduler())
+                stopped = await faults.stop_target(None)
+            assert faults_of(load.records, expected) == []
+            structured = [one for one in load.records if one.case.regex and one.case.draft_length and one.arrivals]
+            for struck in killed:
+                assert any(one.arrivals[0] < struck.window.begin < one.arrivals[-1] for one in structured), struck
+            assert sum(record.answered for record in load.records) == len(load.records) >= STREAMS
+            assert len({one.process_id for one in [*killed, stopped]}) == 4
+            await watcher.until(lambda report: report.idle, "no sequence and no page", SECONDS)
+
+    asyncio.run(run())
+    status = served.cluster.scheduler()
+    # The next scheduler has the next number, and not a later time.
+    assert before < status["scheduler_epoch"] < before + 10 * EPOCHS
+    assert status["throughput"]["acceptance_rate"] > 0
+
+
+@pytest.mark.long
+def test_prompts_that_kill_take_two_targets_each_and_no_other_stream(
+    served: Served, expected: dict[Case, Answer]
+) -> None:
+    async def run() -> None:
+        async with streaming(served.application) as client, watching(served.application) as watcher:
+            before = served.application.workers_lost()
+            async with ConstantLoad(client, list(expected), STREAMS) as load:
+                poisoned = [Case((*POISON, 20 + number), number, 0.0, 16) for number in range(2)]
+                asked = zip(poisoned, Protocol, strict=True)
+                poisons = [await client.ask(case, protocol) for case, protocol in asked]
+            assert faults_of(load.records, expected) == []
+            assert all("a target worker was lost while it computed this sequence" in one.error for one in poisons)
+            assert 0 < served.application.workers_lost() - before <= 2 * len(poisons)
+            await watcher.until(lambda report: report.idle, "no sequence and no page", SECONDS)
+
+    asyncio.run(run())
+
+
+@pytest.mark.long
+def test_overload_is_refused_and_leaves_nothing(served: Served, expected: dict[Case, Answer]) -> None:
+    """Over each protocol, more requests at once than may run and wait."""
+
+    async def run() -> None:
+        async with streaming(served.application) as client, watching(served.application) as watcher:
+            asked = list(islice(cycle(expected), 2 * (STREAMS + QUEUE)))
+            # One after the other: requests over HTTP take longer to arrive, so that those over gRPC find room before.
+            for protocol in Protocol:
+                records = await asyncio.gather(*(client.ask(case, protocol) for case in asked))
+                assert faults_of(records, expected) == []
+                assert any(record.refused for record in records)
+                assert sum(record.answered for record in records) >= STREAMS
+            await watcher.until(lambda report: report.idle, "no sequence and no page", SECONDS)
+
+    asyncio.run(run())
