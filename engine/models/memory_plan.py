@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
-from math import prod
 from pathlib import Path
-from typing import Any
 
 from engine.errors import GpuMemoryError
-from engine.models.source import GGUF_WEIGHTS
 from engine.parallel.heads import heads_of_a_rank
 from engine.passes.graph_sizes import MOST_GRAPHS, MOST_ROWS
+from engine.quantization.sizes import NOT_QUANTIZED, QUANTIZED_FAMILIES, KeptWeight, kept_bytes, kept_weights
 
 # KV for fewer tokens is too little for a worker on a GPU.
 MIN_KV_TOKENS = 2048
@@ -34,19 +31,18 @@ _VECTORS = 8
 
 _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
-# Last parts of the names of tensors with several quantised numbers in each of their int32 words.
-_PACKED = ("weight_packed", "qweight")
-
 
 @dataclass(frozen=True, slots=True)
 class ModelMemory:
     """Bytes that a worker takes of its GPU: its model's `weights`, a `workspace` for passes of the largest size, for
-    CUDA graphs and for what CUDA itself keeps, and `kv_bytes_per_token` for each token of a sequence."""
+    CUDA graphs and for what CUDA itself keeps, and `kv_bytes_per_token` for each token of a sequence. `quantization`
+    says, in a word, as which codes the weights are kept."""
 
     name: str
     weights: int
     workspace: int
     kv_bytes_per_token: int
+    quantization: str = NOT_QUANTIZED
 
     @property
     def fixed(self) -> int:
@@ -75,18 +71,27 @@ def plan_memory(total: int, utilization: float, workers: Sequence[ModelMemory]) 
     return tuple(tokens * worker.kv_bytes_per_token for worker in workers)
 
 
-def model_memory(name: str, folder: Path, dtype: str, max_num_batched_tokens: int, ranks: int = 1) -> ModelMemory:
+def model_memory(
+    name: str,
+    folder: Path,
+    dtype: str,
+    max_num_batched_tokens: int,
+    ranks: int = 1,
+    quantization: str = "auto",
+    code_dtypes: Sequence[str] = ("bfloat16", "float16"),
+) -> ModelMemory:
     """Of the model in `folder`, from its configuration and the headers of its weights; of one of `ranks` that share it.
 
-    `dtype` "auto" is the checkpoint's own. Quantised weights count as expanded. Raises GpuMemoryError where the
-    folder does not say.
+    `dtype` "auto" is the checkpoint's own. `quantization` is the setting; codes are kept by models of `code_dtypes`,
+    which kernels multiply by them, and expanded by others. Raises GpuMemoryError where the folder does not say.
     """
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        packed_bits = _packed_bits(config.get("quantization_config") or {})
+        method = config.get("quantization_config") or {}
         config = config.get("text_config", config)
         own_dtype = config.get("dtype") or config.get("torch_dtype") or "float32"
-        size = _DTYPE_BYTES[own_dtype if dtype == "auto" else dtype]
+        dtype = own_dtype if dtype == "auto" else dtype
+        size = _DTYPE_BYTES[dtype]
         heads, hidden = config["num_attention_heads"], config["hidden_size"]
         kv_heads = config.get("num_key_value_heads") or heads
         head_dim = config.get("head_dim") or hidden // heads
@@ -100,45 +105,21 @@ def model_memory(name: str, folder: Path, dtype: str, max_num_batched_tokens: in
         # All graphs share the memory of the largest one, which passes without a graph do not use, and the logits.
         graphed_rows = min(MOST_ROWS, max_num_batched_tokens)
         workspace += MOST_GRAPHS * _GRAPH_BYTES + graphed_rows * (row + config["vocab_size"] * size)
+        weights, kept = kept_weights(folder, _DTYPE_BYTES[own_dtype], method, quantization)
+        keeps_codes = dtype in code_dtypes and quantization != NOT_QUANTIZED
+        if not keeps_codes or config.get("model_type") not in QUANTIZED_FAMILIES:
+            weights, kept = {name: KeptWeight(weight.numbers) for name, weight in weights.items()}, NOT_QUANTIZED
+        whole = kept_bytes(weights, size, own_heads * head_dim, config.get("intermediate_size", 0) // ranks)
         return ModelMemory(
             name,
-            weights=size * (_elements(folder, _DTYPE_BYTES[own_dtype], packed_bits) // ranks + more),
+            weights=whole // ranks + size * more,
             workspace=workspace,
             kv_bytes_per_token=2 * config["num_hidden_layers"] * own_kv_heads * head_dim * size,
+            quantization=kept,
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ZeroDivisionError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise GpuMemoryError(f"{folder} does not say how much memory its model takes ({reason})") from error
-
-
-def _packed_bits(quantization: Mapping[str, Any]) -> int:
-    """Of a number that is packed with others; the fewest, where weights differ."""
-    groups = [group["weights"] for group in (quantization.get("config_groups") or {}).values() if group.get("weights")]
-    return min([group["num_bits"] for group in groups] or [quantization.get("bits") or quantization.get("w_bit") or 4])
-
-
-def _elements(folder: Path, own_size: int, packed_bits: int) -> int:
-    """Numbers in all files of weights, each of `own_size` bytes where they are not packed."""
-    if (folder / GGUF_WEIGHTS).is_file():
-        from engine.quantization.gguf_file import GgufFile
-
-        return sum(prod(tensor.shape) for tensor in GgufFile(folder / GGUF_WEIGHTS).tensors.values())
-    files = list(folder.glob("*.safetensors"))
-    if files:
-        return sum(
-            prod(tensor["shape"]) * (32 // packed_bits if name.endswith(_PACKED) else 1)
-            for name, tensor in chain.from_iterable(map(_tensors, files))
-        )
-    # Pickled: next to the numbers these files hold little.
-    return sum(file.stat().st_size for file in folder.glob("*.bin")) // own_size
-
-
-def _tensors(file: Path) -> list[tuple[str, Mapping[str, Any]]]:
-    """From the beginning of a file of safetensors: eight bytes that say how long its header is, then that, as JSON."""
-    with file.open("rb") as content:
-        length = int.from_bytes(content.read(8), "little")
-        header = json.loads(content.read(length))
-    return [(name, tensor) for name, tensor in header.items() if name != "__metadata__"]
 
 
 def _gib(count: int) -> str:

@@ -30,13 +30,12 @@ def tensor_of_blocks(
         dtype = _FLOATS[kind]
         raw = np.frombuffer(content, np.uint8, int(np.prod(shape)) * dtype.itemsize, offset)
         return torch.from_numpy(raw.copy()).view(dtype).view(shape)
-    _, values, size = TYPES[kind]
-    bits, group, codes_of = _CODES[kind]
+    _, values, size, bits, group = TYPES[kind]
     out, inputs = shape
     raw = np.frombuffer(content, np.uint8, out * inputs // values * size, offset).reshape(out, -1, size)
     parts = []
     for first in range(0, out, _ROWS):
-        codes, scales, minimums = codes_of(torch.from_numpy(raw[first : first + _ROWS].copy()))
+        codes, scales, minimums = _CODES[kind](torch.from_numpy(raw[first : first + _ROWS].copy()))
         if not (torch.isfinite(scales).all() and torch.isfinite(minimums).all()):
             raise ValueError("has a scale that is not finite")
         parts.append(QuantizedWeight.of_codes(codes, scales, minimums, bits, group))
@@ -112,14 +111,14 @@ def _shifted(packed: torch.Tensor, run: int, shifts: range | tuple[int, ...]) ->
     return (runs >> torch.tensor(shifts, dtype=torch.uint8).unsqueeze(-1)).flatten(1)
 
 
-_CODES: dict[str, tuple[int, int, Callable[[torch.Tensor], _Codes]]] = {
-    "Q4_0": (4, 32, _q4_0),
-    "Q4_1": (4, 32, _q4_1),
-    "Q5_0": (8, 32, _q5_0),
-    "Q5_1": (8, 32, _q5_1),
-    "Q8_0": (8, 32, _q8_0),
-    "Q4_K": (4, 32, _q4_k),
-    "Q5_K": (8, 32, _q5_k),
-    "Q6_K": (8, 16, _q6_k),
+_CODES: dict[str, Callable[[torch.Tensor], _Codes]] = {
+    "Q4_0": _q4_0,
+    "Q4_1": _q4_1,
+    "Q5_0": _q5_0,
+    "Q5_1": _q5_1,
+    "Q8_0": _q8_0,
+    "Q4_K": _q4_k,
+    "Q5_K": _q5_k,
+    "Q6_K": _q6_k,
 }
-"""By the type's name: bits of a code, numbers of a group, and what takes blocks `[rows, blocks, bytes]` apart."""
+"""By the type's name: what takes blocks `[rows, blocks, bytes]` apart."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import mmap
 import struct
+from collections import Counter
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -76,6 +77,9 @@ class GgufFile:
             raise self._error(f"the type of {name}", tensor.type, "F32")
         return struct.unpack_from(f"<{tensor.size // 4}f", self._bytes, tensor.offset)
 
+    def commonest_type(self) -> str:
+        return Counter(tensor.type.lower() for tensor in self.tensors.values()).most_common(1)[0][0]
+
     def header_digest(self) -> str:
         return hashlib.sha256(self._bytes[: self._at]).hexdigest()
 
@@ -125,7 +129,7 @@ class GgufFile:
         kind = NAMES.get(number, str(number))
         if kind not in TYPES:
             raise self._error(f"the type of {name}", kind, f"one of {', '.join(TYPES)}")
-        _, block, block_bytes = TYPES[kind]
+        block, block_bytes = TYPES[kind].values, TYPES[kind].size
         if 0 in shape or shape[-1] % block or (block > 1 and dimensions != 2):
             limit = f"without zeros and, of type {kind}, of rows of a multiple of {block}"
             raise self._error(f"the shape of {name}", list(shape), limit)

@@ -6,25 +6,28 @@ from typing import NamedTuple
 
 
 class GgufType(NamedTuple):
-    """A block of `values` numbers takes `size` bytes."""
+    """A block of `values` numbers takes `size` bytes; codes are kept in `bits` bits (0: floats), with a scale for each
+    `group` of them."""
 
     number: int
     values: int
     size: int
+    bits: int = 0
+    group: int = 0
 
 
 TYPES = {
     "F32": GgufType(0, 1, 4),
     "F16": GgufType(1, 1, 2),
     "BF16": GgufType(30, 1, 2),
-    "Q4_0": GgufType(2, 32, 18),
-    "Q4_1": GgufType(3, 32, 20),
-    "Q5_0": GgufType(6, 32, 22),
-    "Q5_1": GgufType(7, 32, 24),
-    "Q8_0": GgufType(8, 32, 34),
-    "Q4_K": GgufType(12, 256, 144),
-    "Q5_K": GgufType(13, 256, 176),
-    "Q6_K": GgufType(14, 256, 210),
+    "Q4_0": GgufType(2, 32, 18, 4, 32),
+    "Q4_1": GgufType(3, 32, 20, 4, 32),
+    "Q5_0": GgufType(6, 32, 22, 8, 32),
+    "Q5_1": GgufType(7, 32, 24, 8, 32),
+    "Q8_0": GgufType(8, 32, 34, 8, 32),
+    "Q4_K": GgufType(12, 256, 144, 4, 32),
+    "Q5_K": GgufType(13, 256, 176, 8, 32),
+    "Q6_K": GgufType(14, 256, 210, 8, 16),
 }
 # Only named in errors.
 _NOT_READ = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -20,11 +19,8 @@ from engine.quantization.gguf_file import GgufFile
 from engine.quantization.gguf_model import gguf_weights
 from engine.quantization.layers import QuantizedEmbedding, QuantizedLinear
 from engine.quantization.rounding import rounded
+from engine.quantization.sizes import HEAD_BITS, NOT_QUANTIZED
 from engine.quantization.weights import QuantizedWeight
-
-NOT_QUANTIZED = "none"
-HEAD_BITS = 8
-"""Of embeddings and heads, whatever the other layers are rounded to: a model notices errors there most."""
 
 
 def weights_path(folder: Path) -> Path:
@@ -37,8 +33,7 @@ def stored_quantization(weights: Path, config: PreTrainedConfig) -> str:
     """How weights are quantised, in a word: the commonest type of a GGUF file's, or the method that config.json
     names."""
     if weights.is_file():
-        types = Counter(tensor.type.lower() for tensor in GgufFile(weights).tensors.values())
-        return types.most_common(1)[0][0]
+        return GgufFile(weights).commonest_type()
     return quantization_method(config) or NOT_QUANTIZED
 
 

@@ -1,8 +1,9 @@
 """From GGUF files to what transformers has: parameters, configuration and tokenizer."""
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import gguf
@@ -60,8 +61,10 @@ def write_model(
     quantized: bool = False,
     pre: str = "smollm",
     changes: Iterable[Change] = (),
+    types: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, torch.Tensor]:
-    """The parameters of the model that the file then holds, by transformers' names."""
+    """The parameters of the model that the file then holds, by transformers' names. `types` of layers other than Q8_0,
+    where it is `quantized`."""
     torch.manual_seed(3)
     config = AutoConfig.for_model(kind, tie_word_embeddings=tied, **SHAPE)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -96,7 +99,7 @@ def write_model(
             stored = interleaved(data, heads)
         raw = None
         if quantized and data.ndim == 2:
-            raw = gguf.GGMLQuantizationType.Q8_0
+            raw = gguf.GGMLQuantizationType[types.get(stem.rpartition(".")[2], "Q8_0")]
             data = gguf.quants.dequantize(gguf.quants.quantize(data, raw), raw)
             stored = gguf.quants.quantize(stored, raw)
         writer.add_tensor(f"{names.get_name(stem)}.{suffix}", stored, raw_dtype=raw)

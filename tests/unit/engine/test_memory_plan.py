@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from engine.errors import GpuMemoryError
+from engine.models.families import joined
 from engine.models.loaded_model import KvShape
 from engine.models.memory_plan import MIN_KV_TOKENS, ModelMemory, model_memory, plan_memory
 from engine.parallel.shards import part_of
+from engine.quantization.gguf_folder import gguf_folder
+from engine.quantization.model import build_model, round_weights, weights_path
 from tests.support.tiny_models import save_tiny_pair, tiny_model
+from tests.unit.engine.test_gguf_model import write_model
 
 GB = 10**9
 GPUS = (24, 141)
@@ -74,27 +79,85 @@ def test_what_a_checkpoint_says_is_what_its_model_takes(tmp_path: Path) -> None:
     assert in_safetensors <= model_memory("target", folder, "auto", 100).weights < 1.3 * in_safetensors
 
 
-@pytest.mark.parametrize(
-    ("bits", "quantization"),
-    [
-        (4, {"quant_method": "awq", "bits": 4}),
-        (8, {"quant_method": "gptq", "bits": 8}),
-        (8, {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": {"num_bits": 8}}}}),
-    ],
-)
-def test_packed_weights_are_planned_for_as_expanded(bits: int, quantization: dict[str, Any], tmp_path: Path) -> None:
-    folder, _ = save_tiny_pair("qwen3", tmp_path)
-    plain = model_memory("target", folder, "bfloat16", 100)
+def taken(model: PreTrainedModel) -> int:
+    """Bytes of all tensors, with those joined that engines join."""
+    for layer in model.base_model.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        attention.q_proj = joined([attention.q_proj, attention.k_proj, attention.v_proj])
+        mlp.gate_proj = joined([mlp.gate_proj, mlp.up_proj])
+        del attention.k_proj, attention.v_proj, mlp.up_proj
+    tensors = chain(model.parameters(), model.buffers())
+    return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
+
+
+def write_codes(folder: Path, method: str, group: int) -> dict[str, Any]:
+    """Puts random codes of 4 bits in the place of a saved model's linear layers; what config.json then says of them."""
     weights = load_file(folder / "model.safetensors")
-    suffix = "weight_packed" if "config_groups" in quantization else "qweight"
     for name in [name for name in weights if name.endswith("proj.weight")]:
         out, inputs = weights.pop(name).shape
-        packed = torch.zeros(out, inputs * bits // 32, dtype=torch.int32)
-        weights[f"{name.removesuffix('weight')}{suffix}"] = packed
-    save_file(weights, folder / "model.safetensors")
+        layer, groups = name.removesuffix(".weight"), inputs // group
+
+        def codes(*shape: int) -> torch.Tensor:
+            return torch.randint(-(2**31), 2**31, shape, dtype=torch.int32)
+
+        if method == "compressed-tensors":
+            weights[f"{layer}.weight_packed"] = codes(out, inputs // 8)
+            weights[f"{layer}.weight_shape"] = torch.tensor([out, inputs])
+            weights[f"{layer}.weight_scale"] = torch.rand(out, groups)
+            continue
+        weights[f"{layer}.qweight"] = codes(inputs, out // 8) if method == "awq" else codes(inputs // 8, out)
+        weights[f"{layer}.qzeros"] = codes(groups, out // 8)
+        weights[f"{layer}.scales"] = torch.rand(groups, out)
+        if method == "gptq":
+            weights[f"{layer}.g_idx"] = torch.arange(inputs, dtype=torch.int32) // group
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    if method != "compressed-tensors":
+        return {"quant_method": method, "bits": 4}
+    groups = {"group_0": {"weights": {"num_bits": 4}}}
+    return {"quant_method": method, "format": "pack-quantized", "config_groups": groups}
+
+
+@pytest.mark.parametrize("group", [16, 32])
+@pytest.mark.parametrize("method", ["awq", "gptq", "compressed-tensors"])
+def test_codes_of_a_checkpoint_take_what_its_model_does(method: str, group: int, tmp_path: Path) -> None:
+    folder, _ = save_tiny_pair("qwen3", tmp_path)
+    plain = model_memory("target", folder, "bfloat16", 100)
+    quantization = write_codes(folder, method, group)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantization}))
-    assert model_memory("target", folder, "bfloat16", 100) == plain
+    model = build_model(folder, AutoConfig.from_pretrained(folder), torch.bfloat16, keep=True)
+    found = model_memory("target", folder, "bfloat16", 100)
+    assert found.weights == pytest.approx(taken(model), rel=0.02)
+    assert found.quantization == method
+    assert model_memory("target", folder, "bfloat16", 100, quantization="none") == plain
+    assert model_memory("target", folder, "bfloat16", 100, code_dtypes=()) == plain
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_gguf_file_takes_what_its_model_does(tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several types, so that what is joined takes the bits of the widest."""
+    monkeypatch.setenv("SPOOL_CACHE", str(tmp_path / "cache"))
+    types = {"q_proj": "Q4_0", "k_proj": "Q5_1", "v_proj": "Q4_1", "gate_proj": "Q4_0", "up_proj": "Q4_1"}
+    write_model(tmp_path / "small.gguf", "llama", tied, quantized=True, types=types)
+    folder = gguf_folder(tmp_path / "small.gguf", lambda *_: None)
+    model = build_model(weights_path(folder), AutoConfig.from_pretrained(folder), torch.bfloat16, keep=True)
+    found = model_memory("target", folder, "auto", 100)
+    assert found.weights == pytest.approx(taken(model), rel=0.02)
+    assert found.quantization == "q8_0"
+    assert model_memory("target", folder, "float32", 100).quantization == "none"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_rounded_weights_take_what_their_model_does(bits: int, ranks: int, tmp_path: Path) -> None:
+    """Of two ranks, each has 48 inputs of an MLP's second layer, which stays as it is."""
+    model = tiny_model("llama", hidden_size=128)
+    model.save_pretrained(tmp_path)
+    part = AutoModelForCausalLM.from_config(part_of(model.config, ranks), dtype=torch.bfloat16)
+    round_weights(part, bits)
+    found = model_memory("target", tmp_path, "bfloat16", 100, ranks, f"int{bits}")
+    assert found.weights == pytest.approx(taken(part), rel=0.02)
+    assert found.quantization == f"int{bits}"
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 2, 2), (4, 2, 4), (9, 3, 2)])
