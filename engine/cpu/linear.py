@@ -83,7 +83,9 @@ def prepack_linear(linear: nn.Linear | QuantizedLinear | SummedLinear, kernels: 
         return SummedLinear(prepack_linear(linear.part, kernels), linear.ranks)
     if kernels is not None and (isinstance(linear, QuantizedLinear) or kernels.multiplies(linear.weight)):
         return KernelLinear(linear, kernels)
-    return PrepackedLinear(linear) if can_prepack(linear.weight) else linear
+    if isinstance(linear, QuantizedLinear) or not can_prepack(linear.weight):
+        return linear
+    return PrepackedLinear(linear)
 
 
 def prepack_linears(model: nn.Module, kernels: CpuKernels | None) -> None:

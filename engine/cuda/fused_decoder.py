@@ -21,8 +21,9 @@ from engine.cuda.triton_product import Parts, TritonLinear, overlaps
 from engine.cuda.triton_rows import add_norm, rotate_write, rotations, silu_mul
 from engine.models.families import SILU, FamilyClasses, LlamaLayer, families_of, weight_and_epsilon
 from engine.parallel.layers import SummedLinear
+from engine.quantization.layers import QuantizedLinear
 
-MakeLinear = Callable[[nn.Linear], nn.Module]
+MakeLinear = Callable[[nn.Linear | QuantizedLinear], nn.Module]
 """Makes what computes a linear layer, `[rows, in]` to `[rows, out]`, both contiguous."""
 
 # Rotary embeddings whose frequencies are the same for all passes.
@@ -115,7 +116,7 @@ def _fits(layer: nn.Module, family: FamilyClasses) -> bool:
     return sees_all and type(layer.mlp.act_fn) in SILU
 
 
-def _made(linear: nn.Linear | SummedLinear, make_linear: MakeLinear) -> nn.Module:
+def _made(linear: nn.Linear | QuantizedLinear | SummedLinear, make_linear: MakeLinear) -> nn.Module:
     """Of a layer that ranks share, this rank's part."""
     if isinstance(linear, SummedLinear):
         return SummedLinear(make_linear(linear.part), linear.ranks)

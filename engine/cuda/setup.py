@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -22,11 +22,14 @@ from engine.kv.paged_kv import PagedKv
 from engine.models.source import Progress
 from engine.passes.device import current
 from engine.passes.graphed import Capture, CudaCapture, GraphedPasses, NumberedBackend
+from engine.quantization.layers import QuantizedLinear
+from engine.quantization.rounding import rounded
 
 logger = logging.getLogger(__name__)
 
 # Types that the products are made for.
 _MULTIPLIED = (torch.bfloat16, torch.float16)
+_CODE_BITS = (4, 8)
 
 # Of the trial of products: outputs, inputs, and row counts, for which tiles of several sizes are used.
 _TRIAL_WEIGHT = (320, 1056)
@@ -42,13 +45,16 @@ _TRIAL_PAGES = 70
 _TOLERANCES = {torch.bfloat16: 0.02, torch.float16: 0.0025, torch.float32: 1e-4}
 
 
+MakeLinear = Callable[[nn.Linear | QuantizedLinear], nn.Module]
+
+
 class GpuPasses:
     def __init__(
         self,
         identity: str,
         backend: Callable[[int], NumberedBackend],
         capture: Capture | None,
-        make_linear: Callable[[nn.Linear], nn.Module] | None = None,
+        make_linear: MakeLinear | None = None,
     ) -> None:
         """`identity` names the kernels in use, their sources and their compiler; `backend` makes attention for a page
         size; without `capture` there are no graphs; `make_linear` makes what computes a linear layer, None leaves it as
@@ -76,7 +82,8 @@ class GpuPasses:
             return
         for module in list(model.modules()):
             for name, child in module.named_children():
-                if type(child) is nn.Linear and child.weight.dtype in _MULTIPLIED:
+                plain = type(child) is nn.Linear and child.weight.dtype in _MULTIPLIED
+                if plain or isinstance(child, QuantizedLinear):
                     setattr(module, name, self._make_linear(child))
 
 
@@ -117,34 +124,48 @@ def _sources() -> str:
     return digest.hexdigest()[:16]
 
 
-def _own_products(dtype: torch.dtype, device: torch.device) -> Callable[[nn.Linear], nn.Module] | None:
-    """Makes linear layers that give a row the same bits in any company; None, with a warning, if they do not here."""
+def multiplies_codes(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether rows of `dtype` are multiplied there by weights that are quantised; not on a CPU. If it was tried in
+    vain, a warning says why."""
+    return device.type == "cuda" and _own_products(dtype, device, _CODE_BITS) is not None
+
+
+def _own_products(dtype: torch.dtype, device: torch.device, code_bits: Sequence[int] = ()) -> MakeLinear | None:
+    """Makes linear layers that give a row the same bits in any company, also, with `code_bits`, of codes of so many;
+    None, with a warning, if they do not here."""
     if dtype not in _MULTIPLIED:
         return None
     try:
         from engine.cuda.triton_product import TritonLinear
 
         with current(device):
-            fault = _product_fault(TritonLinear, dtype, device)
+            faults = (_product_fault(TritonLinear, dtype, device, bits) for bits in code_bits or (None,))
+            fault = next(filter(None, faults), None)
     except Exception as error:
         fault = f"their Triton kernel cannot be made: {error}"
     if fault is not None:
-        logger.warning("products by torch's libraries, as %s", fault)
+        what = "quantised weights are expanded" if code_bits else "products by torch's libraries"
+        logger.warning("%s, as %s", what, fault)
         return None
     return TritonLinear
 
 
 @torch.inference_mode()
 def _product_fault(
-    make_linear: Callable[[nn.Linear], nn.Module], dtype: torch.dtype, device: torch.device
+    make_linear: MakeLinear, dtype: torch.dtype, device: torch.device, code_bits: int | None
 ) -> str | None:
-    """What is wrong with products of random numbers: values, or bits of a row in company."""
+    """What is wrong with products of random numbers, or of such codes: values, or bits of a row in company."""
     generator = torch.Generator().manual_seed(0)
     out_features, in_features = _TRIAL_WEIGHT
     linear = nn.Linear(in_features, out_features, dtype=dtype, device=device)
     linear.weight.copy_(torch.randn(linear.weight.shape, generator=generator) * in_features**-0.5)
     rows = torch.randn(max(_TRIAL_ROWS), in_features, generator=generator).to(device, dtype)
-    own = make_linear(linear)
+    if code_bits is None:
+        own = make_linear(linear)
+    else:
+        weight = rounded(linear.weight, code_bits)
+        own = make_linear(QuantizedLinear(weight, linear.bias))
+        linear.weight.copy_(weight.expanded())
     expected = F.linear(rows.double(), linear.weight.double(), linear.bias.double())
     reference = own(rows)
     difference = float((reference.double() - expected).abs().max() / expected.abs().max())

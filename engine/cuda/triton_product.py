@@ -20,6 +20,9 @@ import triton
 import triton.language as tl
 from torch import nn
 
+from engine.quantization.layers import QuantizedLinear
+from engine.quantization.weights import QuantizedWeight
+
 # Rows that one program computes. What is no power of 2 are two tiles of one program, which reads its weights once.
 _ROW_TILES = (16, 32, 64, 96, 128, 160, 192)
 # Registers of a thread that may hold sums, of 255.
@@ -102,6 +105,12 @@ def overlaps(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
+def loads_words(device: torch.device) -> bool:
+    """Whether codes are loaded as words of 32 bits there. Where instructions of the matrix units are those of warps,
+    Triton would give them what comes of smaller loads in another order of the inner dimension."""
+    return device.type != "cuda" or torch.cuda.get_device_capability(device)[0] not in (9, 10)
+
+
 def launch_options(overlap: bool) -> dict[str, bool]:
     return {"launch_pdl": True} if overlap else {}
 
@@ -137,6 +146,40 @@ def _block_of(rows_of_it, row, count, inner, in_features, even_in: tl.constexpr)
 
 
 @triton.jit
+def _dequantized(  # type: ignore[no-untyped-def]
+    codes,
+    scales,
+    minimums,
+    out,
+    step,
+    out_features,
+    groups,
+    bits: tl.constexpr,
+    group: tl.constexpr,
+    block_out: tl.constexpr,
+    block_in: tl.constexpr,
+    dtype: tl.constexpr,
+):
+    """`[block_out, block_in]` of a quantised weight: 0 where there is none."""
+    width: tl.constexpr = codes.dtype.element_ty.primitive_bitwidth // bits
+    of_group = step * (block_in // group) + tl.arange(0, block_in // group)
+    place = step * (block_in // width) + tl.arange(0, block_in // width)
+    first = out.to(tl.int64)[:, None] * groups
+    exists = (out < out_features)[:, None]
+    has_group = exists & (of_group < groups)[None, :]
+    has_codes = exists & (place < groups * (group // width))[None, :]
+    code = tl.load(codes + first * (group // width) + place[None, :], mask=has_codes, other=0)
+    scale = tl.load(scales + first + of_group[None, :], mask=has_group, other=0.0)
+    minimum = tl.load(minimums + first + of_group[None, :], mask=has_group, other=0.0)
+    if width == 2:
+        code = tl.interleave(code & 15, code >> 4)
+    elif width > 2:
+        code = (code[:, :, None] >> (tl.arange(0, width) * bits)[None, None, :]) & ((1 << bits) - 1)
+    numbers = code.to(tl.float32).reshape(block_out, block_in // group, group)
+    return (numbers * scale[:, :, None] + minimum[:, :, None]).reshape(block_out, block_in).to(dtype)
+
+
+@triton.jit
 def _finish(to, sums, bias, row, rows, out, out_features, has_bias: tl.constexpr):  # type: ignore[no-untyped-def]
     """Stores sums `[out, rows]` as `[rows, out]`."""
     is_real = (row < rows)[:, None] & (out < out_features)[None, :]
@@ -154,10 +197,15 @@ def _multiply(  # type: ignore[no-untyped-def]
     to,
     inputs,
     weights,
+    scales,
+    minimums,
     bias,
     rows,
     out_features,
     in_features,
+    groups,
+    bits: tl.constexpr,
+    group: tl.constexpr,
     block_out: tl.constexpr,
     block_in: tl.constexpr,
     main: tl.constexpr,
@@ -192,10 +240,26 @@ def _multiply(  # type: ignore[no-untyped-def]
             rest_sums = tl.zeros([block_out, rest], tl.float32)
         for step in range((part + later) * part_steps, tl.minimum((part + later + 1) * part_steps, steps)):
             inner = step * block_in + tl.arange(0, block_in)
-            exists = (inner < in_features)[None, :] if not even_in else (inner >= 0)[None, :]
-            if not even_out:
-                exists = exists & (out < out_features)[:, None]
-            weight = tl.load(weight_rows[:, None] + inner[None, :], mask=exists, other=0.0)
+            if bits < 16:
+                weight = _dequantized(
+                    weights,
+                    scales,
+                    minimums,
+                    out,
+                    step,
+                    out_features,
+                    groups,
+                    bits,
+                    group,
+                    block_out,
+                    block_in,
+                    inputs.dtype.element_ty,
+                )
+            else:
+                exists = (inner < in_features)[None, :] if not even_in else (inner >= 0)[None, :]
+                if not even_out:
+                    exists = exists & (out < out_features)[:, None]
+                weight = tl.load(weight_rows[:, None] + inner[None, :], mask=exists, other=0.0)
             sums = tl.dot(weight, _block_of(input_rows, row, rows, inner, in_features, even_in), sums)
             if rest:
                 rest_sums = tl.dot(weight, _block_of(rest_rows, rest_row, rows, inner, in_features, even_in), rest_sums)
@@ -217,7 +281,11 @@ def _add_up(to, sums, bias, count, out_features, parts: tl.constexpr, block: tl.
 
 
 def product_parts(
-    inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None, overlap: bool = False
+    inputs: torch.Tensor,
+    weight: torch.Tensor | QuantizedWeight,
+    bias: torch.Tensor | None = None,
+    overlap: bool = False,
+    words: bool = True,
 ) -> Parts:
     """As `product`, whose bits they add up to. With `overlap`, only where kernels can."""
     rows, in_features = inputs.shape
@@ -230,14 +298,21 @@ def product_parts(
         return Parts(to, bias if in_parts else None)
     tile = _row_tile(rows, shape)
     main = 1 << (tile.bit_length() - 1)
+    stored, bits, group = (weight, None, None), 16, in_features
+    if isinstance(weight, QuantizedWeight):
+        codes, bits, group = weight.codes, weight.bits, weight.group
+        stored = (codes.view(torch.int32) if words else codes, weight.scales, weight.minimums)
     _multiply[(triton.cdiv(rows, tile), triton.cdiv(out_features, shape.block_out), parts)](
         to,
         inputs.contiguous(),
-        weight,
+        *stored,
         bias,
         rows,
         out_features,
         in_features,
+        in_features // group,
+        bits=bits,
+        group=group,
         block_out=shape.block_out,
         block_in=shape.block_in,
         main=main,
@@ -250,14 +325,24 @@ def product_parts(
         overlap=overlap,
         num_warps=shape.warps,
         num_stages=_fitting_stages(tile, shape),
+        # Quantised weights are to have the bits that torch expands them to.
+        enable_fp_fusion=False,
         **launch_options(overlap),
     )
     return Parts(to, bias if in_parts else None)
 
 
-def product(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`inputs` `[rows, in]` times the transpose of `weight` `[out, in]`, both of one type of 16 bits, plus `bias`."""
-    sums, rest_of_bias = product_parts(inputs, weight, bias)
+def product(
+    inputs: torch.Tensor,
+    weight: torch.Tensor | QuantizedWeight,
+    bias: torch.Tensor | None = None,
+    words: bool = True,
+) -> torch.Tensor:
+    """`inputs` `[rows, in]` times the transpose of `weight` `[out, in]`, both of one type of 16 bits, plus `bias`.
+
+    A quantised weight gives the bits that its numbers give, rounded to that type. `words`: as `loads_words` says.
+    """
+    sums, rest_of_bias = product_parts(inputs, weight, bias, words=words)
     parts, rows, out_features = sums.shape
     if parts == 1 or rows == 0:
         return sums[0].to(inputs.dtype)
@@ -270,18 +355,19 @@ def product(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
 class TritonLinear(nn.Module):
     """Computes what `linear` does, from its weight as it lies there."""
 
-    def __init__(self, linear: nn.Linear) -> None:
+    def __init__(self, linear: nn.Linear | QuantizedLinear) -> None:
         super().__init__()
         self.in_features = linear.in_features
         self.out_features = linear.out_features
-        self.weight = linear.weight
+        self.weight = linear.quantized if isinstance(linear, QuantizedLinear) else linear.weight
         self.bias = linear.bias
+        self._words = isinstance(linear, QuantizedLinear) and loads_words(linear.codes.device)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         """`[..., in_features]` to `[..., out_features]`."""
-        outputs = product(rows.reshape(-1, self.in_features), self.weight, self.bias)
+        outputs = product(rows.reshape(-1, self.in_features), self.weight, self.bias, self._words)
         return outputs.view(*rows.shape[:-1], self.out_features)
 
     def partial(self, rows: torch.Tensor, overlap: bool = False) -> Parts:
         """What adds up to the outputs for `[rows, in_features]`. With `overlap`, only where kernels can."""
-        return product_parts(rows, self.weight, self.bias, overlap=overlap)
+        return product_parts(rows, self.weight, self.bias, overlap, self._words)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 
 def interpreted_attention() -> ModuleType:
@@ -23,12 +24,20 @@ def interpreted(module: str) -> ModuleType:
 
 
 def multiply_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Gives the interpreter's products one order of sums, as a GPU's matrix units have, and bfloat16.
+    """Gives the interpreter's products one order of sums, as a GPU's matrix units have, and bfloat16, to which numbers
+    are rounded as a GPU rounds.
 
     The interpreter itself multiplies with numpy, whose BLAS adds up some rows of a tile in another order than others on
-    some processors, and takes bfloat16 for the integers that it keeps it in.
+    some processors, takes bfloat16 for the integers that it keeps it in, and cuts numbers off.
     """
     interpreter = importlib.import_module("triton.runtime.interpreter")
+    cast = interpreter.InterpreterBuilder.cast_impl
+
+    def cast_impl(builder: object, source: Any, to: Any) -> Any:
+        if (source.dtype.scalar.name, to.scalar.name) != ("fp32", "bf16"):
+            return cast(builder, source, to)
+        rounded = torch.from_numpy(np.ascontiguousarray(source.data)).bfloat16()
+        return interpreter.TensorHandle(rounded.view(torch.uint16).numpy(), to.scalar)
 
     def numbers(tile: Any) -> Any:
         data = tile.data
@@ -41,3 +50,4 @@ def multiply_in_one_order(monkeypatch: pytest.MonkeyPatch) -> None:
         return interpreter.TensorHandle(sums, d.dtype.scalar)
 
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "cast_impl", cast_impl)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from engine.quantization.weights import QuantizedWeight
 from tests.support.triton_kernel import interpreted, multiply_in_one_order
 
 # Outputs and inner dimensions: in one part, two and four, of whole blocks and not.
@@ -57,6 +58,30 @@ def test_products_are_those_of_torch_and_a_row_has_its_bits_in_any_call(
         assert torch.equal(kernel.product(inputs[:rows], weight, bias), whole[:rows])
         # At another place of a tile.
         assert torch.equal(kernel.product(inputs[-rows:], weight, bias), whole[-rows:])
+
+
+@pytest.mark.parametrize(
+    ("bits", "group", "words", "dtype", "size"),
+    [
+        (4, 16, False, torch.bfloat16, (40, 544)),
+        (4, 32, True, torch.bfloat16, FOUR_PARTS),
+        (8, 16, True, torch.float16, (72, 96)),
+        (8, 32, False, torch.bfloat16, (136, 160)),
+    ],
+)
+def test_products_of_codes_have_the_bits_of_those_of_the_expanded_weight(
+    kernel: ModuleType, bits: int, group: int, words: bool, dtype: torch.dtype, size: tuple[int, int]
+) -> None:
+    inputs, _, bias = operands(512, size, dtype)
+    out_features, in_features = size
+    generator = torch.Generator().manual_seed(2)
+    codes = torch.randint(2**bits, size, generator=generator).to(torch.uint8)
+    # Not numbers of 16 bits, so that products and sums are rounded.
+    scales, minimums = torch.randn(2, out_features, in_features // group, generator=generator) * 2**-bits
+    weight = QuantizedWeight.of_codes(codes, scales, minimums, bits, group)
+    expected = kernel.product(inputs, weight.expanded().to(dtype), bias)
+    for rows in (1, 17, 65, 161, 512):
+        assert torch.equal(kernel.product(inputs[:rows], weight, bias, words), expected[:rows])
 
 
 def test_other_rows_of_a_call_do_not_leak_in(kernel: ModuleType) -> None:
