@@ -13,6 +13,7 @@ import torch
 
 from engine.attention.backends import Span
 from engine.kv.paged_kv import PagedKv
+from engine.quantization.weights import QuantizedWeight
 
 if TYPE_CHECKING:
     from tests.support.triton_builds import Build
@@ -24,7 +25,7 @@ BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # By compute capability, bytes of shared memory that one block can have (CUDA C++ Programming Guide).
 MEMORY = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
 # All products of a GPU are made of one instruction, so that rows have one order of sums.
-PRODUCTS = {80: r"m16n8k16", 90: r"m64n\d+k16", 100: r"kind::f16"}
+PRODUCTS = {80: r"m16n8k16", 89: r"m16n8k16", 90: r"m64n\d+k16", 100: r"kind::f16"}
 # Bytes of a thread: heads of 256 dimensions need a few more registers than there are between two splits.
 MAX_SPILLED_BY_ATTENTION = 64
 
@@ -45,12 +46,30 @@ def attention(
 
 
 def products(architecture: int, out_features: int, in_features: int, *all_rows: int) -> Iterator[Callable[[], object]]:
+    return products_of(torch.empty(out_features, in_features, dtype=BF16), architecture, in_features, all_rows)
+
+
+def code_products(
+    architecture: int, bits: int, group: int, words: bool, *all_rows: int
+) -> Iterator[Callable[[], object]]:
+    codes = torch.empty(4096, 4096 * bits // 8, dtype=torch.uint8)
+    scales = torch.empty(4096, 4096 // group)
+    weight = QuantizedWeight(bits, group, codes, scales, scales)
+    return products_of(weight, architecture, 4096, all_rows, words)
+
+
+def products_of(
+    weight: torch.Tensor | QuantizedWeight,
+    architecture: int,
+    in_features: int,
+    all_rows: tuple[int, ...],
+    words: bool = False,
+) -> Iterator[Callable[[], object]]:
     from engine.cuda.triton_product import product_parts
 
-    weight = torch.empty(out_features, in_features, dtype=BF16)
     for rows in all_rows:
         inputs = torch.empty(rows, in_features, dtype=BF16)
-        yield lambda inputs=inputs: product_parts(inputs, weight, None, overlapping(architecture))
+        yield lambda inputs=inputs: product_parts(inputs, weight, None, overlapping(architecture), words)
 
 
 def decoder_rows(
@@ -86,6 +105,7 @@ def sampling(
 MAKERS: dict[str, Callable[..., Iterator[Callable[[], object]]]] = {
     "attention": attention,
     "products": products,
+    "products of codes": code_products,
     "rows": decoder_rows,
     "sampling": sampling,
 }
@@ -100,6 +120,11 @@ CASES: list[tuple[str, tuple[object, ...]]] = [
     ("products", (90, 4096, 4096, 1, 64, 160, 2048)),
     ("products", (90, 24576, 4096, 1, 192)),
     ("products", (100, 4096, 4096, 1, 192)),
+    ("products of codes", (80, 4, 32, True, 1, 192, 2048)),
+    ("products of codes", (89, 8, 16, True, 1, 64)),
+    ("products of codes", (90, 4, 32, False, 1, 64, 192, 2048)),
+    ("products of codes", (90, 8, 16, False, 1, 192)),
+    ("products of codes", (100, 4, 16, False, 1, 192)),
     ("rows", (80, FP16, 64, 2048, 1)),
     ("rows", (90, BF16, 128, 5120, 4)),
     ("rows", (100, FP32, 96, 16384, 2)),
@@ -140,9 +165,12 @@ def test_kernels_compile(kind: str, arguments: tuple[int, ...], compiler: Proces
         assert "fma.rn.f64" not in build.ptx
         waits = [build.ptx.count(f"griddepcontrol.{what};") for what in ("launch_dependents", "wait")]
         assert waits == [kind != "sampling" and overlapping(architecture)] * 2, build.name
-        if kind == "products":
+        if kind.startswith("products"):
             assert build.products
             assert all(re.fullmatch(PRODUCTS[architecture], shape) for shape in build.products)
+            # Weights are expanded as torch does it, and instructions take the inner dimension in its order.
+            assert "fma.rn.f32" not in build.ptx
+            assert re.findall(r"kWidth = (?!2\b)", build.ttgir) == []
             # Nothing is read or written before it is the kernel's turn.
             before, *after = build.ptx.split("griddepcontrol.wait;")
             assert not after or not re.search(r"ld\.global|st\.global|cp\.async", before)

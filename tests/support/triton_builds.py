@@ -30,6 +30,7 @@ class Build:
     shapes of the matrix units' instructions."""
 
     name: str
+    ttgir: str
     ptx: str
     stack: int
     shared_memory: int
@@ -57,7 +58,13 @@ def builds(call: Callable[[], object], architecture: int) -> list[Build]:
     with mock.patch.object(JITFunction, "run", compile_only):
         call()
     return [
-        Build(kernel.metadata.name, kernel.asm["ptx"], _stack(kernel.asm["cubin"]), kernel.metadata.shared)
+        Build(
+            kernel.metadata.name,
+            kernel.asm["ttgir"],
+            kernel.asm["ptx"],
+            _stack(kernel.asm["cubin"]),
+            kernel.metadata.shared,
+        )
         for kernel in found
     ]
 
