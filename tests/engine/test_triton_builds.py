@@ -6,6 +6,7 @@ import multiprocessing
 import re
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING
 
 import pytest
@@ -69,7 +70,7 @@ def products_of(
 
     for rows in all_rows:
         inputs = torch.empty(rows, in_features, dtype=BF16)
-        yield lambda inputs=inputs: product_parts(inputs, weight, None, overlapping(architecture), words)
+        yield partial(product_parts, inputs, weight, None, overlapping(architecture), words)
 
 
 def decoder_rows(
