@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from deploy.errors import RunError, UsageError
 from deploy.options import DEMO, NGRAM, NO_DRAFT, ModelSettings
 from deploy.progress import Reporter, say
-from engine.errors import TokenizerError, UnsupportedModelError
+from deploy.workers import worker_memory
+from engine.errors import GpuMemoryError, TokenizerError, UnsupportedModelError
 from engine.models.demo import DemoBuildError
 from engine.models.fetching import fetch_model
+from engine.models.memory_plan import plan_memory
 from engine.models.source import ModelNotFoundError, longest_sequence, resolve_model
+from engine.settings import EngineSettings
 from scheduler.messages import Role
 from services.text.tokenizer import ModelTokenizer
 
@@ -70,12 +74,36 @@ def fetch(name: str, role: Role, reporter: Reporter) -> Path:
         raise RunError(str(error)) from error
 
 
-def fetch_models(name: str) -> None:
-    """Makes a model ready and names its folder; the demo is a pair. Raises `UsageError` and `RunError`."""
-    for role in (Role.TARGET, Role.DRAFT) if name == DEMO else (Role.TARGET,):
-        with Reporter() as reporter:
-            folder = fetch(name, role, reporter)
-        say(f"{name} {role.value}: {folder}")
+def fetch_models(names: Sequence[str], dtype: str, quantization: str, gpu_memory: float | None) -> None:
+    """Makes models ready, and says where they are and what they take of a CPU's memory, or of `gpu_memory` GiB of a GPU
+    that they share; the demo is a pair. Raises `UsageError` and `RunError`."""
+    workers = []
+    for name in names:
+        for role in (Role.TARGET, Role.DRAFT) if name == DEMO else (Role.TARGET,):
+            with Reporter() as reporter:
+                folder = fetch(name, role, reporter)
+            say(f"{name} {role.value}: {folder}")
+            try:
+                engine = EngineSettings(name, dtype, quantization, "cpu" if gpu_memory is None else "cuda")
+                memory = worker_memory(engine, role)
+            except UsageError as error:
+                if gpu_memory is not None:
+                    raise
+                say(str(error))
+                continue
+            say(
+                f"{name} {role.value}: quantization {memory.quantization}, up to {memory.weights / 2**20:,.0f} MiB of "
+                f"weights, {memory.kv_bytes_per_token / 2**10:,.1f} KiB of KV for each token, so "
+                f"{2**30 // memory.kv_bytes_per_token:,} tokens for each GiB"
+            )
+            workers.append(memory)
+    if gpu_memory is None or not workers:
+        return
+    try:
+        kv_bytes = plan_memory(int(gpu_memory * 2**30), engine.gpu_memory_utilization, workers)
+    except GpuMemoryError as error:
+        raise RunError(str(error)) from error
+    say(f"a GPU of {gpu_memory:g} GiB also has room for {kv_bytes[0] // workers[0].kv_bytes_per_token:,} tokens of KV")
 
 
 def _max_positions(folder: Path) -> int:

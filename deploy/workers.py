@@ -14,9 +14,9 @@ from deploy.errors import RunError, UsageError
 from deploy.options import NGRAM
 from engine.errors import GpuMemoryError
 from engine.models.fetching import fetch_model
-from engine.models.memory_plan import ModelMemory, model_memory
+from engine.models.memory_plan import GPU_CODE_DTYPES, ModelMemory, model_memory
 from engine.models.source import resolve_model
-from engine.settings import EngineSettings
+from engine.settings import DTYPES, EngineSettings
 from scheduler.messages import Role
 from services.launch.launcher import WorkerLaunch
 
@@ -54,11 +54,20 @@ def plan_workers(
 
 
 def worker_memory(engine: EngineSettings, role: Role) -> ModelMemory:
-    """What a worker takes of a GPU. Fetches its model where it is not there yet. Raises `UsageError`."""
+    """What a worker takes of a GPU, or of a CPU's memory. Fetches its model where it is not there yet.
+
+    Raises `UsageError`.
+    """
     folder = fetch_model(resolve_model(engine.model, role), lambda message, fraction: None)
     try:
         return model_memory(
-            role.value, folder, engine.dtype, engine.max_num_batched_tokens, engine.tensor_parallel_size
+            role.value,
+            folder,
+            engine.dtype,
+            engine.max_num_batched_tokens,
+            engine.tensor_parallel_size,
+            engine.quantization,
+            DTYPES if engine.device == "cpu" else GPU_CODE_DTYPES,
         )
     except GpuMemoryError as error:
         raise UsageError(str(error)) from error

@@ -29,6 +29,8 @@ _LOGITS_FLOATS = 2
 # Of a row of a pass: vectors as long as its hidden state and its layers' inner state that are there at the same time.
 _VECTORS = 8
 
+GPU_CODE_DTYPES = ("bfloat16", "float16")
+"""Of models that keep codes on a GPU: kernels multiply them there (engine/cuda/setup.py)."""
 _DTYPE_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
@@ -78,7 +80,7 @@ def model_memory(
     max_num_batched_tokens: int,
     ranks: int = 1,
     quantization: str = "auto",
-    code_dtypes: Sequence[str] = ("bfloat16", "float16"),
+    code_dtypes: Sequence[str] = GPU_CODE_DTYPES,
 ) -> ModelMemory:
     """Of the model in `folder`, from its configuration and the headers of its weights; of one of `ranks` that share it.
 

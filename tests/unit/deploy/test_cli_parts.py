@@ -1,5 +1,6 @@
 """Parts of the command line that need no workers."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -22,11 +23,13 @@ from deploy.options import (
     VerifySettings,
 )
 from deploy.workers import worker_devices
+from engine.models.memory_plan import model_memory
 from scheduler.config import Policy, SchedulerConfig
 from scheduler.messages import MAX_PRIORITY, Role
 from scheduler.sampling import SamplingParameters
 from services.text.tokenizer import ModelTokenizer
-from tests.support.command_line import save_tokenizer, write_lines
+from tests.support.command_line import save_tokenizer, spool_here, write_lines
+from tests.support.tiny_models import tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -173,3 +176,26 @@ def test_runs_that_compare_compute_everything_anew() -> None:
 def test_chat_refuses_priorities_that_cannot_be(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.run(["chat", "--priority", str(MAX_PRIORITY + 1)]) == 2
     assert f"'--priority': Input should be less than or equal to {MAX_PRIORITY}" in capsys.readouterr().err
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("quantization", "mebibytes"), [("none", 16), ("int4", 10)])
+def test_what_a_model_takes_is_said_before_it_is_started(quantization: str, mebibytes: int, tmp_path: Path) -> None:
+    """Nearly all are two tables of 65,536 x 64 numbers, of 2 bytes in bfloat16, of 1.25 in 8 bits with their scales; a
+    token has two vectors of 32 numbers for each of 2 heads in 2 layers."""
+    tiny_model("llama", vocab_size=2**16).save_pretrained(tmp_path)
+    options = ("models", "fetch", tmp_path, "--dtype", "bfloat16", "--quantization", quantization)
+    on_cpu, on_gpu = spool_here(*options).err, spool_here(*options, "--gpu-memory", 4)
+    said = f"quantization {quantization}, up to {mebibytes} MiB of weights, 0.5 KiB of KV for each token, so 2,097,152"
+    assert said in on_cpu
+    assert said in on_gpu.err
+    memory = model_memory("target", tmp_path, "bfloat16", 192, 1, quantization)
+    room = 4 * 2**30 * 0.9 - (mebibytes << 20) - memory.workspace
+    tokens = re.search(r"a GPU of 4 GiB also has room for ([\d,]+) tokens of KV", on_gpu.err)
+    assert tokens is not None
+    assert int(tokens[1].replace(",", "")) * 512 == pytest.approx(room, rel=1e-3)
+    small = spool_here(*options, "--gpu-memory", 1)
+    assert small.code == 1
+    assert "the GPU is too small: it has 1.0 GiB" in small.err
