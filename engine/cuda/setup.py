@@ -125,9 +125,9 @@ def _sources() -> str:
 
 
 def multiplies_codes(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether rows of `dtype` are multiplied there by weights that are quantised; not on a CPU. If it was tried in
-    vain, a warning says why."""
-    return device.type == "cuda" and _own_products(dtype, device, _CODE_BITS) is not None
+    """Whether weights of `_CODE_BITS` bits can stay quantised there: rows of `dtype` are multiplied by their codes, and
+    a row gets the same bits in any company. If not, a warning says why."""
+    return _own_products(dtype, device, _CODE_BITS) is not None
 
 
 def _own_products(dtype: torch.dtype, device: torch.device, code_bits: Sequence[int] = ()) -> MakeLinear | None:

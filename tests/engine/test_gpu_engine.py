@@ -67,6 +67,19 @@ def test_logits_are_the_same_with_drafts_and_without_graphs(
     assert decoded(load(folder, cuda_graphs=False), 3) == plain
 
 
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_codes_are_multiplied_and_give_the_same_logits_with_drafts(
+    tmp_path: Path, quantization: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, _ = save_tiny_pair("qwen3", tmp_path, **WIDE_SHAPE)
+    engine = load(folder, quantization=quantization)
+    assert engine.description.quantization == quantization
+    assert "quantised weights are expanded" not in caplog.text
+    plain = decoded(engine, 0)
+    assert decoded(engine, 3) == plain
+    assert plain != decoded(load(folder), 0)
+
+
 def test_tokens_are_those_of_transformers(tmp_path: Path) -> None:
     folder, draft_folder = save_tiny_pair("llama", tmp_path, **WIDE_SHAPE)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).cuda()

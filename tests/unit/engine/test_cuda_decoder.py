@@ -21,11 +21,15 @@ from transformers import (
 )
 
 from engine.attention.backends import Span
+from engine.cuda.setup import GpuPasses
 from engine.kv.paged_kv import LayerKv, PagedKv
 from engine.kv.pages import PagePool, PageTable
+from engine.models.families import linear_of
 from engine.passes.layout import BatchedSequence
 from engine.passes.runner import ModelRunner
-from tests.support.triton_kernel import interpreted_attention
+from engine.quantization.layers import QuantizedEmbedding, QuantizedLinear
+from engine.quantization.model import round_weights
+from tests.support.triton_kernel import interpreted_attention, multiply_in_one_order
 
 PAGE, PAGES, VOCABULARY = 16, 12, 96
 CPU = torch.device("cpu")
@@ -124,6 +128,34 @@ def test_logits_are_as_close_to_float32_as_those_of_transformers(
     error, eager_error = ((logits.double() - exact).square().mean().sqrt() for logits in (torch.cat(found), eager))
     assert error < 1.5 * eager_error
     assert error < 0.01 * exact.std()
+
+
+def test_a_rounded_model_gives_the_bits_of_its_expanded_weights(
+    fused_decoder: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    multiply_in_one_order(monkeypatch)
+    products = importlib.import_module("engine.cuda.triton_product")
+    gpu = GpuPasses("", lambda page_size: RowByRow(), None, products.TritonLinear)
+    found = []
+    for kept in (True, False):
+        model = tiny_model(Qwen3Config, hidden_size=96).to(torch.float16)
+        round_weights(model, 4)
+        if not kept:
+            expand(model)
+        gpu.fuse_decoder(model)
+        gpu.replace_linears(model)
+        assert not any(isinstance(module, QuantizedLinear) for module in model.modules())
+        found.append(Sequences(model).feed((0, tokens_of(0, sum(PIECES)))))
+    assert torch.equal(*found)
+
+
+def expand(model: PreTrainedModel) -> None:
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if isinstance(child, QuantizedEmbedding):
+                setattr(module, name, torch.nn.Embedding.from_pretrained(child.quantized.expanded().to(model.dtype)))
+            elif isinstance(child, QuantizedLinear):
+                setattr(module, name, linear_of(child.quantized.expanded().to(model.dtype), child.bias))
 
 
 OTHERS: dict[str, tuple[type[PreTrainedConfig], dict[str, object]]] = {

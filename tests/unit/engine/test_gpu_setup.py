@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from engine.cuda.setup import GpuPasses, load_gpu_passes
+from engine.cuda.setup import GpuPasses, load_gpu_passes, multiplies_codes
 from tests.support.tiny_models import tiny_model
 from tests.support.triton_kernel import interpreted, interpreted_attention, multiply_in_one_order
 
@@ -66,6 +66,8 @@ def test_products_of_other_values_or_bits_are_not_used(
     assert gpu is not None
     assert gpu.identity.endswith("torch's products")
     assert "products by torch's libraries, as their Triton kernel gives" in caplog.text
+    assert not multiplies_codes(torch.float16, torch.device("cpu"))
+    assert "quantised weights are expanded, as their Triton kernel gives" in caplog.text
 
 
 # The last row alone sees positions far from the first.
