@@ -56,9 +56,14 @@ def test_sanitizers_find_nothing(isa: InstructionSet, element: str, tmp_path: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(6, 6)
-@pytest.mark.parametrize("element", ELEMENTS)
-@pytest.mark.parametrize("options", reversed(ARM.values()), ids=reversed(ARM))
+@pytest.mark.parametrize(
+    ("options", "element"),
+    [
+        pytest.param(options, element, id=f"{name}-{element}", marks=[] if element == "BF16" else pytest.mark.long)
+        for name, options in ARM.items()
+        for element in ELEMENTS
+    ],
+)
 def test_kernels_for_arm_in_an_emulator(options: str, element: str, tmp_path: Path) -> None:
     if shutil.which(EMULATOR) is None:
         pytest.skip(f"there is no {EMULATOR} here")
