@@ -60,7 +60,7 @@ class Run:
             Block("trace", 40, self.trace),
             Block("sampling and contexts", 60, self.more_speed),
             Block("attention", 60, self.attention),
-            Block("products", 45, self.products),
+            Block("products", 90, self.products),
             Block("exactness without graphs", 60, self.exactness_without_graphs),
             Block("transformers", 60, self.peer),
             Block("processes", 120, self.processes),
@@ -108,7 +108,7 @@ class Run:
         return (1, 4) if self.small else (1, 8, 32)
 
     def products(self) -> None:
-        from engine.cuda.triton_product import product
+        from engine.cuda.triton_product import loads_words, product
 
         bench = self.bench
         bench.drop()
@@ -116,6 +116,10 @@ class Run:
             measure_products(bench.device, bench.findings, "cuBLAS", F.linear, bench.read_bandwidth)
             if bench.is_gpu:
                 measure_products(bench.device, bench.findings, "own", product, bench.read_bandwidth)
+                of_codes = partial(product, words=loads_words(bench.device))
+                for bits in (8, 4):
+                    name = f"own, {bits} bits"
+                    measure_products(bench.device, bench.findings, name, of_codes, bench.read_bandwidth, bits)
 
     def trace(self) -> None:
         engines = self.bench.engines(_SERVED)
