@@ -64,7 +64,6 @@ class Run:
             Block("exactness without graphs", 60, self.exactness_without_graphs),
             Block("transformers", 60, self.peer),
             Block("processes", 120, self.processes),
-            Block("transformers, compiled", 60, self.compiled_peer),
         ]
 
     def device(self) -> None:
@@ -144,13 +143,7 @@ class Run:
             check_attention(self.bench.device, self.bench.findings)
 
     def peer(self) -> None:
-        transformers_generate(self.bench, self.batches, 8 if self.small else 24, compiled=False)
-
-    def compiled_peer(self) -> None:
-        if self.small:
-            self.bench.findings.add("left out", reason="compiling for a CPU takes too long")
-            return
-        transformers_generate(self.bench, (1,), 64, compiled=True)
+        transformers_generate(self.bench, self.batches, 8 if self.small else 24)
 
     def processes(self) -> None:
         self.bench.drop()

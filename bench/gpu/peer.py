@@ -15,19 +15,18 @@ from bench.gpu.pair import SHAPES, Pair
 _PROMPT_TOKENS = 64
 
 
-def transformers_generate(bench: Bench, batches: tuple[int, ...], tokens: int, compiled: bool) -> None:
-    """By scaled-dot-product attention; `compiled` with a static cache and torch.compile. Greedy, no prefill counted:
-    the time of `tokens` new tokens less that of one."""
+def transformers_generate(bench: Bench, batches: tuple[int, ...], tokens: int) -> None:
+    """By scaled-dot-product attention. Greedy, no prefill counted: the time of `tokens` new tokens less that of one."""
     bench.drop()
     model = Pair(SHAPES[bench.shape](), bench.device, bench.dtype).target
     model.set_attn_implementation("sdpa")
     model.generation_config = GenerationConfig(do_sample=False, eos_token_id=None, pad_token_id=0)
     for batch in batches:
         ids = torch.tensor(prompts(batch, _PROMPT_TOKENS, model.config.vocab_size), device=bench.device)
-        seconds = {count: _seconds(bench, model, ids, count, compiled) for count in (1, tokens)}
+        seconds = {count: _seconds(bench, model, ids, count) for count in (1, tokens)}
         spent = seconds[tokens] - seconds[1]
         bench.findings.add(
-            f"transformers generate{', static cache and compiled' if compiled else ''}",
+            "transformers generate",
             batch=batch,
             tokens_per_second=batch * (tokens - 1) / spent,
             step_ms=spent / (tokens - 1) * 1000,
@@ -35,12 +34,11 @@ def transformers_generate(bench: Bench, batches: tuple[int, ...], tokens: int, c
 
 
 @torch.inference_mode()
-def _seconds(bench: Bench, model: PreTrainedModel, ids: torch.Tensor, count: int, compiled: bool) -> float:
-    more = {"cache_implementation": "static"} if compiled else {}
+def _seconds(bench: Bench, model: PreTrainedModel, ids: torch.Tensor, count: int) -> float:
     for _ in range(2):
         wait_for(bench.device)
         started = time.perf_counter()
-        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, min_new_tokens=count, **more)
+        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, min_new_tokens=count)
         wait_for(bench.device)
         seconds = time.perf_counter() - started
     return seconds
