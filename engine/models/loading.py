@@ -18,7 +18,7 @@ from transformers.utils.logging import disable_progress_bar
 from engine.attention.paged_step import ATTENTION_NAME
 from engine.cpu.kernels import CpuKernels, load_cpu_kernels
 from engine.cpu.logits_scan import KernelScan
-from engine.cuda.setup import GpuPasses, load_gpu_passes
+from engine.cuda.setup import GpuPasses, load_gpu_passes, multiplies_codes
 from engine.description import EngineDescription
 from engine.drafting.model_draft import DraftEngine
 from engine.errors import GpuMemoryError, UnsupportedModelError, UnsupportedProcessorError, one_line
@@ -30,7 +30,7 @@ from engine.kv.pages import PagePool, PageTable
 from engine.models.compatibility import PROBED_PAGES, check_config, check_passes
 from engine.models.draft_vocabulary import read_draft_vocabulary, restrict_head
 from engine.models.dtype import AUTO, COMPUTED, best_dtype, dtype_name
-from engine.models.families import FAMILIES, QUANTIZED_FAMILIES
+from engine.models.families import FAMILIES
 from engine.models.fetching import fetch_model
 from engine.models.loaded_model import KvShape, LoadedModel, attention_name
 from engine.models.memory_plan import model_memory, plan_memory
@@ -45,13 +45,14 @@ from engine.passes.graph_sizes import graphed_row_counts
 from engine.passes.layout import BatchedSequence
 from engine.passes.runner import ModelRunner
 from engine.quantization.model import (
-    NOT_QUANTIZED,
     build_model,
     is_quantized,
+    moved,
     round_weights,
     stored_quantization,
     weights_path,
 )
+from engine.quantization.sizes import NOT_QUANTIZED, QUANTIZED_FAMILIES, ROUNDED_BITS
 from engine.sampling.grammars import Grammars
 from engine.sampling.logits_scan import LogitsScan
 from engine.sampling.sampler import SamplingContext, sample_tokens
@@ -61,9 +62,6 @@ from scheduler.messages import Role
 from scheduler.sampling import SamplingParameters
 
 logger = logging.getLogger(__name__)
-
-ROUNDED_BITS = {"int8": 8, "int4": 4}
-"""By settings of `quantization`."""
 
 # Without a setting: the share of a CPU's free memory that KV may take, and a cap, for it is shared with everything else
 # that runs.
@@ -188,13 +186,13 @@ def _load_model(settings: EngineSettings, role: Role, progress: Progress, ranks:
     quantization = stored_quantization(source, config)
     if quantization == NOT_QUANTIZED:
         model, kernels = _read_plain(folder, config, device, settings, ranks, progress)
-        quantization = _round(model, settings, kernels is not None, progress)
+        quantization = _round(model, device, settings, kernels, progress)
     else:
         model, kernels, kept = _read_quantized(source, config, quantization, device, settings, ranks, progress)
         quantization = quantization if kept else NOT_QUANTIZED
     if kernels is not None:
         _report(f"CPU kernels for {kernels.isa}", progress)
-    model = model.to(device).eval()
+    model = moved(model, device).eval()
     gpu = _gpu_passes(model, settings.cuda_graphs and ranks is None, progress)
     vocabulary = read_vocabulary(folder, model.get_input_embeddings().num_embeddings)
     tokenizer = read_tokenizer(folder) if ranks is None or ranks.rank == 0 else None
@@ -245,7 +243,8 @@ def _read_quantized(
         if best != dtype:
             dtype, kernels = best, _cpu_kernels(best, device, settings, progress)
         _report(f"dtype {dtype_name(dtype)}: {reason}", progress)
-    keep = settings.quantization == AUTO and kernels is not None and config.model_type in QUANTIZED_FAMILIES
+    known = settings.quantization == AUTO and config.model_type in QUANTIZED_FAMILIES
+    keep = known and _takes_codes(kernels, dtype, device)
     try:
         model = build_model(source, config, dtype, keep, ranks)
     except UnsupportedModelError:
@@ -261,18 +260,29 @@ def _read_quantized(
     return model, kernels, False
 
 
-def _round(model: PreTrainedModel, settings: EngineSettings, has_kernels: bool, progress: Progress) -> str:
+def _round(
+    model: PreTrainedModel,
+    device: torch.device,
+    settings: EngineSettings,
+    kernels: CpuKernels | None,
+    progress: Progress,
+) -> str:
     """Rounds the weights of a plain model where the settings say so; gives the name of its quantisation."""
     bits = ROUNDED_BITS.get(settings.quantization)
     if bits is None:
         return NOT_QUANTIZED
-    if not has_kernels or model.config.model_type not in FAMILIES:
+    if model.config.model_type not in FAMILIES or not _takes_codes(kernels, model.dtype, device):
         _report(f"weights stay as they are: no kernel takes {settings.quantization} here", progress)
         return NOT_QUANTIZED
     progress(f"rounding weights to {bits} bits", None)
     round_weights(model, bits)
     _report(f"weights: {settings.quantization}", progress)
     return settings.quantization
+
+
+def _takes_codes(kernels: CpuKernels | None, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether there are kernels that multiply by quantised weights."""
+    return kernels is not None or (device.type == "cuda" and multiplies_codes(dtype, device))
 
 
 def _in_memory(model: PreTrainedModel, settings: EngineSettings, progress: Progress) -> LoadedModel:
@@ -288,7 +298,9 @@ def _in_memory(model: PreTrainedModel, settings: EngineSettings, progress: Progr
     model.eval()
     kernels = _cpu_kernels(model.dtype, model.device, settings, progress)
     vocabulary = Vocabulary(b"", model.get_input_embeddings().num_embeddings)
-    return LoadedModel(model, vocabulary, kernels, _gpu_passes(model, settings.cuda_graphs, progress))
+    quantization = _round(model, model.device, settings, kernels, progress)
+    gpu = _gpu_passes(model, settings.cuda_graphs, progress)
+    return LoadedModel(model, vocabulary, kernels, gpu, quantization=quantization)
 
 
 def _gpu_passes(model: PreTrainedModel, graphs: bool, progress: Progress) -> GpuPasses | None:
@@ -526,7 +538,8 @@ def _planned_kv_bytes(settings: EngineSettings, role: Role, folder: Path, device
     if device.type != "cuda" or settings.kv_pages or settings.kv_memory_bytes:
         return None
     ranks = settings.tensor_parallel_size
-    own = model_memory(role.value, folder, settings.dtype, settings.max_num_batched_tokens, ranks)
+    rows, quantization = settings.max_num_batched_tokens, settings.quantization
+    own = model_memory(role.value, folder, settings.dtype, rows, ranks, quantization)
     here = -(-ranks // torch.cuda.device_count())
     total = torch.cuda.mem_get_info(device)[1]
     return plan_memory(total, settings.gpu_memory_utilization, (*[own] * here, *settings.gpu_peers))[0]

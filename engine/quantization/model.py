@@ -95,6 +95,17 @@ def round_weights(model: PreTrainedModel, bits: int) -> None:
     _place(model, found)
 
 
+def moved(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
+    """`model` on `device`, where a head and its embedding still share their codes. In place."""
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    embedding, head = (getattr(end, "part", end) for end in ends)
+    shared = isinstance(head, QuantizedLinear) and head.codes is getattr(embedding, "codes", None)
+    model.to(device)
+    if shared:
+        head.codes, head.scales, head.minimums = embedding.codes, embedding.scales, embedding.minimums
+    return model
+
+
 def _place(model: PreTrainedModel, weights: Mapping[str, QuantizedWeight]) -> None:
     """Replaces the modules of these weights. A head that has its embedding's weight gets it as well."""
     embedding = f"{_name_of(model, model.get_input_embeddings())}.weight"

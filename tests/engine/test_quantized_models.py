@@ -15,7 +15,7 @@ from engine.models.loaded_model import LoadedModel
 from engine.models.loading import load_target_engine
 from engine.models.vocabulary import Vocabulary
 from engine.passes.layout import BatchedSequence
-from engine.quantization.model import build_model, is_quantized, round_weights
+from engine.quantization.model import build_model, is_quantized, moved, round_weights
 from engine.quantization.rounding import rounded
 from engine.settings import EngineSettings
 from tests.support.cpu_kernels import compiled_kernels
@@ -78,6 +78,17 @@ def test_a_checkpoint_of_compressed_tensors(tmp_path: Path) -> None:
     for quantization, found in (("auto", "compressed-tensors"), ("none", "none")):
         settings = EngineSettings(str(folder), quantization=quantization, kv_pages=40)
         assert load_target_engine(settings, lambda *_: None).description.quantization == found
+
+
+def test_a_head_shares_the_codes_of_its_embedding_on_any_device(tmp_path: Path) -> None:
+    folder, _ = save_tiny_pair("llama", tmp_path)
+    model = plain_model(folder)
+    model.get_output_embeddings().weight = model.get_input_embeddings().weight
+    round_weights(model, 4)
+    moved(model, torch.device("meta"))
+    embedding, head = model.get_input_embeddings().quantized, model.get_output_embeddings().quantized
+    assert embedding.codes.device.type == "meta"
+    assert all(getattr(head, name) is getattr(embedding, name) for name in ("codes", "scales", "minimums"))
 
 
 def test_rounding_asks_for_plain_weights(tmp_path: Path) -> None:
