@@ -27,10 +27,6 @@ SILU = (nn.SiLU, SiLUActivation)
 FAMILIES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe"}
 """Families of the Llama kind: the name of the module in transformers.models, and how the names of its classes begin."""
 
-QUANTIZED_FAMILIES = ("llama", "qwen2", "qwen3")
-"""Of these, weights stay quantised as a checkpoint has them: all but biases and norms are of linear layers and of the
-embedding."""
-
 
 @dataclass(frozen=True, slots=True)
 class FamilyClasses:
