@@ -52,9 +52,18 @@ SHAPES: dict[str, Callable[[], Shape]] = {
     "qwen3-8b": lambda: Shape(
         _qwen3(151936, 4096, 12288, 36, (32, 8, 128), 40960), _qwen3(151936, 1024, 3072, 28, (16, 8, 128), 40960)
     ),
-    # The sizes of HuggingFaceTB/SmolLM2-135M, and a tenth of its layers.
+    # The sizes of HuggingFaceTB/SmolLM2-135M, -360M and -1.7B and of Qwen/Qwen3-4B, each with a draft of a tenth.
     "smollm2-135m": lambda: Shape(
-        _qwen3(49152, 576, 1536, 30, (9, 3, 64), 8192), _qwen3(49152, 576, 1536, 3, (9, 3, 64), 8192)
+        _qwen3(49152, 576, 1536, 30, (9, 3, 64), 8192), _qwen3(49152, 192, 512, 4, (3, 1, 64), 8192)
+    ),
+    "smollm2-360m": lambda: Shape(
+        _qwen3(49152, 960, 2560, 32, (15, 5, 64), 8192), _qwen3(49152, 384, 1024, 6, (6, 2, 64), 8192)
+    ),
+    "smollm2-1.7b": lambda: Shape(
+        _qwen3(49152, 2048, 8192, 24, (32, 32, 64), 8192), _qwen3(49152, 576, 1536, 30, (9, 3, 64), 8192)
+    ),
+    "qwen3-4b": lambda: Shape(
+        _qwen3(151936, 2560, 9728, 36, (32, 8, 128), 40960), _qwen3(151936, 1024, 3072, 14, (16, 8, 128), 40960)
     ),
     "tiny": lambda: Shape(_qwen3(512, 96, 192, 2, (4, 2, 32), 2048), _qwen3(512, 64, 128, 1, (4, 2, 32), 2048)),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from engine.cpu.build import FLAGS, SOURCES
 from engine.cpu.isa import InstructionSet, available_isas, compiler_options
 
 PROGRAM = Path(__file__).parent / "kernels" / "check_kernels.c"
+EMULATED = PROGRAM.with_name("avx512_by_avx2.h")
 ELEMENTS = ("BF16", "F16", "F32")
 SANITIZED = ("-g", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all")
 
@@ -72,3 +74,14 @@ def test_kernels_for_arm_in_an_emulator(options: str, element: str, tmp_path: Pa
     assert done.returncode == 0, done.stdout + done.stderr
     pairs = element == "BF16" and "bf16" in options
     assert done.stdout == f"agree: 4 lanes, products{' of pairs' if pairs else ''}\n"
+
+
+# A processor with AVX2 does what one with AVX-512 would, instruction by instruction.
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="the instructions are emulated by AVX2")
+@pytest.mark.parametrize("vnni", [pytest.param([], marks=pytest.mark.long), ["-DWITH_VNNI"]], ids=["plain", "VNNI"])
+def test_kernels_for_avx512_in_an_emulator(vnni: Sequence[str], tmp_path: Path) -> None:
+    emulated = ["-O2", "-march=x86-64-v3", "-Wno-psabi", *vnni, "-include", str(EMULATED)]
+    done = run([built("gcc", emulated, "BF16", tmp_path)])
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout == "agree: 16 lanes, products\n"

@@ -8,6 +8,12 @@
 #include <stdatomic.h>
 #include <stddef.h>
 #include <stdlib.h>
+#ifdef __linux__
+#include <limits.h>
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 #if defined __x86_64__
 #define SPIN() __builtin_ia32_pause()
@@ -17,7 +23,7 @@
 #define SPIN() ((void)0)
 #endif
 
-// Turns of waiting before a thread lets others have its core: they may be those it waits for.
+// Turns of waiting, some 50 microseconds, before a thread leaves its core to others: they may be those it waits for.
 #define SPINS 4096
 
 // What the threads of a team share, all of it zero at first.
@@ -25,6 +31,7 @@ typedef struct {
     _Alignas(64) atomic_int arrived; // threads that wait
     atomic_ptrdiff_t taken;          // tasks of this part that somebody has taken
     _Alignas(64) atomic_int waits;   // waits that are over
+    atomic_int asleep;               // threads that wait for that to change
 } Meeting;
 
 // A thread of `count`.
@@ -32,6 +39,18 @@ typedef struct {
     Meeting *meeting;
     int index, count;
 } Team;
+
+// Until `waits` has another value.
+static inline void sleep_while(Meeting *meeting, int waits) {
+#ifdef __linux__
+    atomic_fetch_add(&meeting->asleep, 1);
+    while (atomic_load(&meeting->waits) == waits)
+        syscall(SYS_futex, &meeting->waits, FUTEX_WAIT_PRIVATE, waits, NULL, NULL, 0);
+    atomic_fetch_sub(&meeting->asleep, 1);
+#else
+    while (atomic_load(&meeting->waits) == waits) sched_yield();
+#endif
+}
 
 static inline void wait_for_team(const Team *team) {
     Meeting *meeting = team->meeting;
@@ -41,17 +60,24 @@ static inline void wait_for_team(const Team *team) {
     }
     // Cannot change before this thread arrives.
     int waits = atomic_load_explicit(&meeting->waits, memory_order_relaxed);
-    if (atomic_fetch_add_explicit(&meeting->arrived, 1, memory_order_acq_rel) == team->count - 1) {
+    if (atomic_fetch_add(&meeting->arrived, 1) == team->count - 1) {
         atomic_store_explicit(&meeting->arrived, 0, memory_order_relaxed);
         atomic_store_explicit(&meeting->taken, 0, memory_order_relaxed);
-        atomic_store_explicit(&meeting->waits, waits + 1, memory_order_release);
+        atomic_store(&meeting->waits, waits + 1);
+#ifdef __linux__
+        // Whoever is not counted yet sees the new value, for both sides write before they read.
+        if (atomic_load(&meeting->asleep))
+            syscall(SYS_futex, &meeting->waits, FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0);
+#endif
         return;
     }
-    for (int spins = 0; atomic_load_explicit(&meeting->waits, memory_order_acquire) == waits; spins++)
-        if (spins < SPINS)
-            SPIN();
-        else
-            sched_yield();
+    for (int spins = 0; atomic_load_explicit(&meeting->waits, memory_order_acquire) == waits; spins++) {
+        if (spins == SPINS) {
+            sleep_while(meeting, waits);
+            return;
+        }
+        SPIN();
+    }
 }
 
 // The next of a part's tasks, for tasks that differ in length.
