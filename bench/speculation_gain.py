@@ -1,4 +1,4 @@
-"""How much faster a draft makes decoding on this CPU, by size of the target, batch and agreement. JSON on the last line.
+"""How much faster a draft makes decoding on this CPU, by target size, batch and agreement. JSON on the last line.
 
     python -m bench.record speculation_gain -- python -m bench.speculation_gain
     python -m bench.speculation_gain --plot bench/results/speculation_gain.json docs/figures/speculation_gain.svg
