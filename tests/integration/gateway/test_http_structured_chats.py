@@ -15,6 +15,7 @@ import tokenizers
 from engine.sampling.grammars import GrammarTokens
 from services.backend.interface import GenerationRequest
 from services.gateway.answers.formats import FORMATS
+from tests.integration.gateway.expected import EXPONENTIAL
 from tests.integration.gateway.test_http_history import post
 from tests.integration.gateway.test_http_tools import (
     ASK,
@@ -28,7 +29,7 @@ from tests.integration.gateway.test_http_tools import (
     without_ids,
 )
 from tests.support import chat_templates
-from tests.support.chat_templates import QWEN3_CODER
+from tests.support.chat_templates import QWEN3_CODER, THINKING
 
 __all__ = ["talk"]
 
@@ -145,3 +146,47 @@ def test_required_calls_go_back_into_the_prompt(talk: Open, family: str) -> None
                 assert (
                     city in model.backend.prompt or json.dumps(city, ensure_ascii=False)[1:-1] in model.backend.prompt
                 )
+
+
+@pytest.mark.parametrize("asked", [{"tools": TOOLS, "tool_choice": "required"}, {"tools": TOOLS}, {}])
+def test_reasoning_is_free_and_what_follows_is_not(talk: Open, asked: dict[str, Any]) -> None:
+    request: dict[str, Any] = {**asked, "response_format": FORMAT}
+    with open_wanderer(talk, THINKING) as model:
+        # A model that need not reason may.
+        for begins, thought in (("<think>\nHm {, or <tool?\n</think>\n\n", "Hm {, or <tool?"), ("{", "")):
+            if begins != "{" or "tool_choice" not in asked:
+                model.backend.begins = begins
+                for answer in answers(model, 3, **request):
+                    assert answer["reasoning_content"] == thought
+                    assert is_call(answer) or "tool_choice" not in asked
+        # The prompt begins the reasoning, or ends it.
+        model.backend.begins = ""
+        begun = answers(model, 3, **request, extra_body={"chat_template_kwargs": {"begin_thinking": True}})
+        assert any(answer["reasoning_content"] for answer in begun)
+        assert model.backend.prompt.endswith("<think>\n")
+        ended = answers(model, 3, **request, extra_body={"chat_template_kwargs": {"enable_thinking": False}})
+        assert not any(answer["reasoning_content"] for answer in ended)
+        assert model.backend.prompt.endswith("</think>\n\n")
+        for answer in [*begun, *ended]:
+            assert is_call(answer) or "tool_choice" not in asked
+
+
+def test_reasoning_before_other_structures(talk: Open) -> None:
+    with open_wanderer(talk, THINKING) as model:
+        model.backend.begins = "<think>a</think>"
+        for structure, content in (
+            ({"choice": ["yes", "no"]}, ("yes", "no")),
+            ({"regex": "[ab]"}, ("a", "b")),
+            ({"grammar": 'root ::= "x" | "y"'}, ("x", "y")),
+            ({"grammar": 'start: "x" | "y"'}, ("x", "y")),
+        ):
+            [answer] = answers(model, 1, extra_body={"structured_outputs": structure})
+            assert (answer["reasoning_content"], answer["finish_reason"]) == ("a", "stop")
+            assert answer["content"] in content
+        # Errors name the field, whatever stands around the structure.
+        for schema in (
+            {"type": "array", "uniqueItems": True},
+            {"type": "string", "pattern": f"^{EXPONENTIAL}$"},
+        ):
+            response = post(model, "", structured_outputs={"json": schema}, tools=TOOLS)
+            assert (response.status_code, response.json()["error"]["param"]) == (400, "structured_outputs")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
 
 import pytest
 
@@ -22,14 +23,32 @@ from tests.support.cells import (
     Whereabouts,
     prompt_of,
     read,
+    read_some,
     request_of,
     running_cell,
 )
 from tests.support.stand_in_worker import continuation
-from tests.support.waiting import until
+from tests.support.waiting import LONG, until
 
 pytestmark = pytest.mark.slow
 STEP = 0.005
+
+
+@dataclass
+class Heard:
+    """Implements services.scheduler_client.remote.RecoveryListener."""
+
+    open: int = 0
+    moved: list[int] = field(default_factory=list)
+
+    def session_opened(self) -> None:
+        self.open += 1
+
+    def session_broke(self) -> None:
+        self.open -= 1
+
+    def resubmitted(self, sequences: int) -> None:
+        self.moved.append(sequences)
 
 
 @asynccontextmanager
@@ -51,6 +70,25 @@ async def two_cells(
             await stack.enter_async_context(running_cell(targets=targets, config=config, step_seconds=step_seconds))
             for _ in range(2)
         ]
+
+
+def test_sequences_leave_a_cell_that_has_lost_its_targets() -> None:
+    async def run() -> None:
+        heard = Heard()
+        async with two_cells() as cells, gateway([cell.resolve for cell in cells], heard) as backend:
+            streams = [await backend.submit(request_of(index, 200)) for index in range(20)]
+            begun = [await read_some(stream, 5) for stream in streams]
+            # It says goodbye as a replica does that is to go.
+            target = next(worker for worker in cells[0].workers if worker.worker_id == "target-0")
+            left = asyncio.create_task(target.registration.leave(LONG))
+            async with asyncio.timeout(2 * LONG):
+                for index, stream in enumerate(streams):
+                    assert begun[index] + await read(stream) == continuation(prompt_of(index), 200)
+                assert await left == 0
+            assert sum(heard.moved) >= 1
+            await cells[0].wait_empty()
+
+    asyncio.run(run())
 
 
 def test_a_full_cell_passes_on_and_only_full_cells_refuse() -> None:

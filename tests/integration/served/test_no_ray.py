@@ -200,3 +200,16 @@ def test_down_leaves_no_process_and_cuts_no_connection(served: NoRay) -> None:
     *_, error, end = events.read().decode().strip().split("\n\n")
     assert json.loads(error.removeprefix("data: "))["error"]["code"] == "unavailable"
     assert end == "data: [DONE]"
+
+
+def test_processes_end_with_whoever_keeps_them(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
+    """However that ends, and whatever they are doing: here, loading."""
+    port, grpc_port = free_ports(2)
+    command = ["serve", tiny_pair[0], "--draft", "ngram", "--no-ray", "--port", port, "--grpc-port", grpc_port]
+    with started(*command, cwd=tmp_path, environment={"SPOOL_STATE": str(tmp_path / "state")}) as process:
+        Told(process).wait_for("target-0: starting")
+        children = psutil.Process(process.pid).children(recursive=True)
+        assert children
+        process.kill()
+        process.wait(LONG)
+        assert psutil.wait_procs(children, LONG)[1] == []
