@@ -24,7 +24,7 @@ from services.scheduler.service import SchedulerService
 from services.scheduler.workers.worker_link import WorkerEndpoint
 from services.worker.executor import StepExecutor, TargetStepExecutor
 from services.worker.server import WorkerServer, step_thread
-from tests.support.cells import LINKS
+from tests.support.cells import LINKS, Worker, client, prompt_of, read, read_some, request_of, running_cell
 from tests.support.stand_in_worker import StandInEngine, continuation
 from tests.support.tiny_models import TORCH_SHAPE, VOCABULARY, save_tiny_pair
 from tests.support.waiting import LONG, until
@@ -34,6 +34,32 @@ pytestmark = pytest.mark.slow
 MOVING = SchedulerConfig(policy=Policy.RAGGED, max_running=32, kv_movement=KvMovement.ALWAYS)
 EPOCH = 7
 SCHEDULER_EPOCH = 11
+
+
+def target_of(workers: Sequence[Worker], worker_id: str) -> Worker:
+    return next(worker for worker in workers if worker.worker_id == worker_id)
+
+
+def test_target_that_leaves_hands_its_sequences_over_with_their_kv() -> None:
+    async def run() -> None:
+        async with running_cell(targets=2, config=MOVING, step_seconds=0.002) as cell, client(cell.resolve) as backend:
+            streams = [await backend.submit(request_of(index, 1000)) for index in range(12)]
+            begun = [await read_some(stream, 20) for stream in streams]
+            leaving = target_of(cell.workers, "target-0")
+            assert leaving.executor.sequences
+            assert await leaving.registration.leave(LONG) == 0
+            assert not leaving.pages_in_use
+            for index, (tokens, stream) in enumerate(zip(begun, streams, strict=True)):
+                assert tokens + await read(stream) == continuation(prompt_of(index), 1000)
+            moves = cell.service.core.snapshot().moves
+            assert moves.moves == 6
+            assert (moves.failed, moves.rehomed) == (0, 0)
+            page = leaving.executor.kv_transfer.layout.page_bytes
+            assert moves.bytes >= moves.positions * 8
+            assert moves.bytes % page == 0
+            await cell.wait_empty()
+
+    asyncio.run(run())
 
 
 @dataclass
