@@ -13,7 +13,7 @@ import pytest
 
 from engine.models.source import CACHE_VARIABLE, cache_folder
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[3]
 # A machine for measuring has little more than torch and transformers.
