@@ -15,6 +15,7 @@ import copy
 import gc
 import json
 import statistics
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -31,7 +32,7 @@ from services.launch.process_tuning import keep_loaded_objects
 MODELS = ("smollm2-135m", "smollm2-360m", "smollm2-1.7b", "qwen3-4b")
 BATCHES = (1, 2, 4, 8)
 AGREEMENTS = (0.6, 0.8)
-DRAFT_LENGTHS = (1, 2, 3, 4, 6)
+DRAFT_LENGTHS = (1, 2, 3, 4)
 _PROMPT = 64
 
 
@@ -44,15 +45,15 @@ def measure(model: str, threads: int, tokens: int, turns: int, console: Console)
     console.print(f"[bold]{model}[/bold]: weights")
     pair = Pair(SHAPES[model](), torch.device("cpu"), torch.bfloat16)
     pages = max(BATCHES) * (_PROMPT + 16 * tokens) // 16
-    common = {"threads": threads, "kv_pages": pages, "prefix_cache": False}
+    settings = EngineSettings(model, threads=threads, kv_pages=pages, prefix_cache=False)
     sizes = [sum(weight.numel() for weight in each.parameters()) for each in (pair.target, pair.draft)]
-    target = target_engine_of(pair.target, EngineSettings(model, quantization="int4", **common), progress)
+    target = target_engine_of(pair.target, replace(settings, quantization="int4"), progress)
     lines: list[dict[str, object]] = []
     for agreement in AGREEMENTS:
         pair.set_agreement(agreement)
         # Rounding takes the embedding away that the pair changes.
         rounded = copy.deepcopy(pair.draft)
-        draft = draft_engine_of(rounded, EngineSettings(model, quantization="int8", **common), progress)
+        draft = draft_engine_of(rounded, replace(settings, quantization="int8"), progress)
         keep_loaded_objects()
         for batch in BATCHES:
             plain, gains = _gains(target, draft, batch, tokens, turns, pair.target.config.vocab_size)
@@ -105,8 +106,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=SHAPES, default=MODELS)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--tokens", type=int, default=24, help="rounds of each turn")
-    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=12, help="rounds of each turn")
+    parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--plot", nargs=2, type=Path, metavar=("RESULTS", "IMAGE"), help="draw instead of measuring")
     asked = parser.parse_args()
     if asked.plot:
