@@ -6,6 +6,9 @@ input are the columns, so that tiles for few and for many rows use one instructi
 columns only. The inner dimension is cut in parts that do not depend on the rows; the sum of each part adds up block by
 block, and the parts are added in their order, in float32: by a kernel of their own, or by one that uses the product.
 
+Quantised weights are expanded block by block, in registers: each number is rounded to float32 as torch rounds it, then
+once to the type of the inputs. The rest is the same kernel, so that the product has the bits of the expanded weight's.
+
 Kernels that overlap begin while earlier ones still run (programmatic dependent launch, on GPUs since Hopper). Until it
 is its turn, such a kernel writes nothing, and reads nothing but weights.
 """
