@@ -86,7 +86,7 @@ def _gains(
 def plot(results: Path, image: Path) -> None:
     from matplotlib import pyplot
 
-    lines = json.loads(results.read_text(encoding="utf-8"))["lines"]
+    lines = json.loads(results.read_text(encoding="utf-8"))["result"]["lines"]
     figure, axes = pyplot.subplots(1, len(AGREEMENTS), figsize=(9, 3.4), sharey=True, layout="constrained")
     for axis, agreement in zip(axes, AGREEMENTS, strict=True):
         for model in MODELS:
