@@ -1,6 +1,8 @@
 # make serve   sets up what serving needs, then serves the demo model until Ctrl-C
 # make test    sets up everything, then runs the quick tests
 # make test-all  runs `make test`, then all other tests but the long ones, which `make test-long` runs
+# make image-test  builds the image with podman and runs it as the manifests say; make hosts-test runs a cell on hosts
+#              with addresses of their own, which lose links and die. Both need root, and are among the long tests
 # make lint    style and types
 # make sim     runs SEEDS schedules of faults in virtual time, on JOBS processes
 # make stubs   regenerates the protobuf stubs
@@ -27,7 +29,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PYTEST = $(BIN)/python -m pytest --durations=20
 BESIDE_OTHERS = OMP_NUM_THREADS=1 $(PYTEST) --dist worksteal
 # Where all tests are that use a Ray: reading the others takes half a minute.
-RAY_TESTS := tests/chaos tests/integration/ray tests/k8s
+RAY_TESTS := tests/chaos tests/integration/ray tests/k8s tests/hosts
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -38,7 +40,7 @@ COMPILE := UV_CUSTOM_COMPILE_COMMAND="make lock" $(BIN)/uv pip compile --quiet -
 TORCH := $(shell sed -n 's/^\(torch==[^ ]*\).*/\1/p' requirements.lock)
 
 .DELETE_ON_ERROR:
-.PHONY: setup serve test test-all test-slow test-slow-ray test-long sim lint format stubs lock test-oldest test-newest clean
+.PHONY: setup serve test test-all test-slow test-slow-ray test-long image-test hosts-test sim lint format stubs lock test-oldest test-newest clean
 
 setup: $(STAMP)
 
@@ -83,6 +85,13 @@ test-slow-ray: $(STAMP)
 test-long: $(STAMP)
 	$(BESIDE_OTHERS) -n $(JOBS) -m "long and not ray"
 	$(PYTEST) $(RAY_TESTS) -m "long and ray"
+
+# What they measure is printed.
+image-test: $(STAMP)
+	$(PYTEST) -s -m long tests/k8s/test_built_image.py
+
+hosts-test: $(STAMP)
+	$(PYTEST) -s -m long tests/hosts
 
 sim: $(STAMP)
 	$(BIN)/python -m tests.sim.soak --seeds $(SEEDS) --jobs $(JOBS) $(SIM)
