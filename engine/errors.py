@@ -6,7 +6,7 @@ class EngineError(Exception):
 
 
 class UnsupportedModelError(EngineError):
-    """The model needs something that the paged engine does not do (sliding windows, soft caps, attention sinks ...)."""
+    """The model needs something that the paged engine does not do (chunked, sparse or linear attention ...)."""
 
 
 class TokenizerError(EngineError, ValueError):

@@ -10,7 +10,7 @@ import torch
 
 from bench.gpu.device import graphed_seconds
 from bench.gpu.findings import Findings
-from engine.attention.backends import Span
+from engine.attention.backends import AttentionRule, Span
 from engine.cuda.triton_attention import TritonBackend
 from engine.kv.paged_kv import PagedKv
 
@@ -35,14 +35,14 @@ def check_attention(device: torch.device, findings: Findings) -> None:
         generator = torch.Generator(device).manual_seed(5)
         query = torch.empty(rows, query_heads, head_dim, dtype=dtype, device=device).normal_(generator=generator)
         backend = TritonBackend(query_heads, kv_heads, _PAGE_SIZE, device)
-        scaling = head_dim**-0.5
-        found = backend.plan(spans, rows).attend(kv.layers[0], query, scaling).clone()
+        rule = AttentionRule(head_dim**-0.5)
+        found = backend.plan(spans, rows).attend(kv.layers[0], query, rule).clone()
         unequal = 0
         for span in spans:
             for row in range(span.rows):
                 alone = Span(0, 1, span.start + row, span.pages)
                 place = span.first_row + row
-                one = backend.plan([alone], 1).attend(kv.layers[0], query[place : place + 1], scaling)
+                one = backend.plan([alone], 1).attend(kv.layers[0], query[place : place + 1], rule)
                 unequal += not torch.equal(one[0], found[place])
         findings.add(
             "attention against float32",
@@ -50,7 +50,7 @@ def check_attention(device: torch.device, findings: Findings) -> None:
             query_heads=query_heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
-            max_error=float((found.float() - _expected(kv, query, spans, scaling)).abs().max()),
+            max_error=float((found.float() - _expected(kv, query, spans, rule.scaling)).abs().max()),
             rows=rows,
             rows_unlike_alone=unequal,
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -32,6 +32,21 @@ class Span:
     rows: int
     start: int
     pages: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionRule:
+    """How a layer attends.
+
+    A score is the product of a query and a key times `scaling`; with `softcap` c it becomes c tanh(score / c). A row
+    sees the last `window` positions up to its own; None: all. `sinks`, float32 `[query heads]`, are one more score of
+    each head, which has a share and no value.
+    """
+
+    scaling: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +112,7 @@ def attention_forms(page_size: int) -> Iterator[AttentionForm]:
 
 
 class AttentionPlan(Protocol):
-    def attend(self, layer: LayerKv, query: torch.Tensor, scaling: float) -> torch.Tensor:
+    def attend(self, layer: LayerKv, query: torch.Tensor, rule: AttentionRule) -> torch.Tensor:
         """`query` `[rows, heads, head_dim]` over a layer's pages; gives the same shape."""
         ...
 
@@ -112,14 +127,29 @@ class AttentionBackend(Protocol):
 class _Call:
     """`n` sequences with `q` query rows each over one KV length.
 
-    `queries` `[n * q]` rows of the batch; `chunks` `[2 * n * kv_heads * pages]` rows of the pool, K before V; `mask`
-    `[n * kv_heads, q * group, kv length]`, additive.
+    `queries` `[n * q]` rows of the batch; `chunks` `[2 * n * kv_heads * pages]` rows of the pool, K before V;
+    `last_seen` `[n, q]` positions; `shape` of scores: n, KV heads, q, group, KV length.
     """
 
     sequences: int
     queries: torch.Tensor
     chunks: torch.Tensor
-    mask: torch.Tensor
+    last_seen: torch.Tensor
+    shape: tuple[int, ...]
+    masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
+
+    def mask(self, window: int | None, dtype: torch.dtype) -> torch.Tensor:
+        """`[n * kv_heads, q * group, kv length]`, additive; made once for all layers of that window."""
+        if window not in self.masks:
+            n, kv_heads, rows, group, kv_length = self.shape
+            positions, last_seen = torch.arange(kv_length, device=self.queries.device), self.last_seen.unsqueeze(-1)
+            hidden = positions > last_seen
+            if window is not None:
+                hidden |= positions <= last_seen - window
+            mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
+            mask = mask.view(n, 1, rows, 1, kv_length).expand(self.shape)
+            self.masks[window] = mask.reshape(n * kv_heads, rows * group, kv_length)
+        return self.masks[window]
 
 
 class MatmulPlan:
@@ -127,21 +157,32 @@ class MatmulPlan:
         self.calls = calls
         self._output_rows = output_rows
 
-    def attend(self, layer: LayerKv, query: torch.Tensor, scaling: float) -> torch.Tensor:
-        outputs = [self._attend(call, layer, query, scaling) for call in self.calls]
+    def attend(self, layer: LayerKv, query: torch.Tensor, rule: AttentionRule) -> torch.Tensor:
+        outputs = [self._attend(call, layer, query, rule) for call in self.calls]
         flat = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return flat if self._output_rows is None else flat.index_select(0, self._output_rows)
 
     @staticmethod
-    def _attend(call: _Call, layer: LayerKv, query: torch.Tensor, scaling: float) -> torch.Tensor:
+    def _attend(call: _Call, layer: LayerKv, query: torch.Tensor, rule: AttentionRule) -> torch.Tensor:
         n, kv_heads = call.sequences, layer.kv_heads
         heads, head_dim = query.shape[1:]
         # The query heads of a KV head become rows of one product, so that K and V are not repeated.
         queries = query.index_select(0, call.queries).view(n, -1, kv_heads, heads // kv_heads, head_dim)
         queries = queries.transpose(1, 2).reshape(n * kv_heads, -1, head_dim)
         keys, values = layer.chunks.index_select(0, call.chunks).view(2, n * kv_heads, -1, head_dim)
-        scores = torch.baddbmm(call.mask, queries, keys.transpose(1, 2), alpha=scaling)
-        out = torch.bmm(torch.softmax(scores, -1), values).view(n, kv_heads, -1, heads // kv_heads, head_dim)
+        mask = call.mask(rule.window, query.dtype)
+        if rule.softcap is None:
+            scores = torch.baddbmm(mask, queries, keys.transpose(1, 2), alpha=rule.scaling)
+        else:
+            products = torch.bmm(queries, keys.transpose(1, 2))
+            scores = torch.tanh(products * (rule.scaling / rule.softcap)) * rule.softcap + mask
+        if rule.sinks is None:
+            weights = torch.softmax(scores, -1)
+        else:
+            sinks = rule.sinks.to(scores.dtype).view(1, kv_heads, 1, -1, 1).expand(*call.shape[:-1], 1)
+            weights = torch.softmax(torch.cat((scores, sinks.reshape(*scores.shape[:-1], 1)), -1), -1)
+            weights = weights[..., :-1].contiguous()
+        out = torch.bmm(weights, values).view(n, kv_heads, -1, heads // kv_heads, head_dim)
         return out.transpose(1, 2).reshape(-1, heads, head_dim)
 
 
@@ -159,14 +200,12 @@ class MatmulBackend:
         kv_heads: int,
         page_size: int,
         pages: int,
-        dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         """`pages` counts the pages of the pool, with the one for padding."""
         self._form = form
         self._group = query_heads // kv_heads
         self._page_size = page_size
-        self._dtype = dtype
         self._device = device
         # Of K and V by KV head, as [2, 1, kv_heads, 1].
         self._chunk_offsets = (np.arange(2)[:, None] * pages * kv_heads + np.arange(kv_heads))[:, None, :, None]
@@ -218,16 +257,12 @@ class MatmulBackend:
         first_row, start, rows = edges[:, :, None].swapaxes(0, 1)
         # Rows past a block's end repeat its last one: their output is not used, and no row is fully masked.
         offset = np.minimum(np.arange(query_rows), rows - 1)
-        last_seen = torch.from_numpy(start + offset).to(self._device)
-        hidden = torch.arange(kv_length, device=self._device) > last_seen.unsqueeze(-1)
-        mask = torch.zeros(hidden.shape, dtype=self._dtype, device=self._device).masked_fill_(hidden, float("-inf"))
-        shape = (len(blocks), self._kv_heads, query_rows, self._group, kv_length)
-        mask = mask.view(len(blocks), 1, query_rows, 1, kv_length).expand(shape)
         return _Call(
             len(blocks),
             torch.from_numpy((first_row + offset).ravel()).to(self._device),
             torch.from_numpy(chunks.ravel()).to(self._device),
-            mask.reshape(len(blocks) * self._kv_heads, query_rows * self._group, kv_length),
+            torch.from_numpy(start + offset).to(self._device),
+            (len(blocks), self._kv_heads, query_rows, self._group, kv_length),
         )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import AttentionInterface, Cache
 
-from engine.attention.backends import AttentionPlan
+from engine.attention.backends import AttentionPlan, AttentionRule
 from engine.errors import UnsupportedModelError
 from engine.kv.paged_kv import PagedKv
 
@@ -67,6 +67,9 @@ def _paged_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     paged_step: PagedStep | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
@@ -74,12 +77,14 @@ def _paged_attention(
         raise UnsupportedModelError("the model does not pass keyword arguments on to its attention")
     if attention_mask is not None:
         raise UnsupportedModelError("the model masks its attention by itself")
-    for name in ("sliding_window", "softcap", "s_aux", "head_mask", "position_bias"):
+    if not getattr(module, "is_causal", True):
+        raise UnsupportedModelError("the model's attention sees later positions")
+    for name in ("head_mask", "position_bias"):
         if kwargs.get(name) is not None:
             raise UnsupportedModelError(f"the model's attention uses {name}, which paged attention does not support")
-    layer = module.layer_idx
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    output = paged_step.plan.attend(paged_step.kv.layers[layer], query[0].transpose(0, 1), scaling)
+    rule = AttentionRule(scaling, sliding_window, softcap, None if s_aux is None else s_aux.detach().float())
+    output = paged_step.plan.attend(paged_step.kv.layers[module.layer_idx], query[0].transpose(0, 1), rule)
     return output.unsqueeze(0), None
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from engine.attention.backends import Span, cut_into_blocks
+from engine.attention.backends import AttentionRule, Span, cut_into_blocks
 from engine.attention.paged_step import PagedStep
 from engine.cpu.kernels import LANES, AttentionBlocks, CpuKernels, LayerPass
 from engine.kv.paged_kv import LayerKv
@@ -47,8 +47,8 @@ class KernelPlan:
             page_count=step.kv.pages,
         )
 
-    def attend(self, layer: LayerKv, query: torch.Tensor, scaling: float) -> torch.Tensor:
-        return self._kernels.attend(query.contiguous(), layer.pool, self._blocks, scaling)
+    def attend(self, layer: LayerKv, query: torch.Tensor, rule: AttentionRule) -> torch.Tensor:
+        return self._kernels.attend(query.contiguous(), layer.pool, self._blocks, rule)
 
 
 class KernelBackend:

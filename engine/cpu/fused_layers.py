@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from engine.attention.paged_step import PagedStep, signed_rotation
 from engine.cpu.attention import KernelPlan
-from engine.cpu.kernels import LANES, CpuKernels, LayerWeights
+from engine.cpu.kernels import LANES, CpuKernels, LayerWeights, kernel_rule
 from engine.cpu.linear import KernelLinear, prepack_linear
 from engine.models.families import SILU, LlamaLayer, families_of, weight_and_epsilon
 
@@ -44,7 +44,7 @@ class FusedDecoderLayer(LlamaLayer):
             head_dim=self._head_dim,
             attention_epsilon=self._attention_norm[1],
             mlp_epsilon=self._mlp_norm[1],
-            scaling=self._scaling,
+            rule=kernel_rule(self._rule),
         )
         if self._head_norms is not None:
             query_norm, key_norm, weights.head_epsilon = self._head_norms
@@ -66,7 +66,7 @@ class FusedDecoderLayer(LlamaLayer):
         queries = kernels.rotate_write(
             self._qkv(rows), rotation, paged_step.slots, layer.pool, self._query_heads, self._head_norms
         )
-        attended = self._out(paged_step.plan.attend(layer, queries, self._scaling).flatten(1))
+        attended = self._out(paged_step.plan.attend(layer, queries, self._rule).flatten(1))
         rows = kernels.add_norm(residual, attended, *self._mlp_norm)
         residual.add_(self._down(kernels.silu_mul(self._gate_up(rows))))
         return hidden_states

@@ -13,6 +13,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from engine.attention.backends import AttentionRule
 from engine.cpu.build import CompilationError, compiled_library
 from engine.cpu.isa import AUTO, chosen_isa
 from engine.models.source import Progress
@@ -68,6 +69,23 @@ class LinearWeights(ctypes.Structure):
     )
 
 
+class KernelRule(ctypes.Structure):
+    """`Rule` of engine/cpu/csrc/kernels.h."""
+
+    _fields_ = (
+        ("sinks", ctypes.c_void_p),
+        ("window", ctypes.c_ssize_t),
+        ("scaling", ctypes.c_float),
+        ("cap", ctypes.c_float),
+    )
+
+
+def kernel_rule(rule: AttentionRule) -> KernelRule:
+    """Keeps no tensor alive."""
+    sinks = None if rule.sinks is None else rule.sinks.data_ptr()
+    return KernelRule(sinks, rule.window or 0, rule.scaling, rule.softcap or 0.0)
+
+
 class LayerWeights(ctypes.Structure):
     """`Layer` of engine/cpu/csrc/kernels.h."""
 
@@ -75,7 +93,8 @@ class LayerWeights(ctypes.Structure):
         *((name, LinearWeights) for name in ("qkv", "out", "gate_up", "down")),
         *((name, ctypes.c_void_p) for name in ("attention_norm", "mlp_norm", "query_norm", "key_norm")),
         *((name, ctypes.c_ssize_t) for name in ("hidden", "inner", "query_heads", "kv_heads", "head_dim")),
-        *((name, ctypes.c_float) for name in ("attention_epsilon", "mlp_epsilon", "head_epsilon", "scaling")),
+        *((name, ctypes.c_float) for name in ("attention_epsilon", "mlp_epsilon", "head_epsilon")),
+        ("rule", KernelRule),
     )
 
 
@@ -141,7 +160,7 @@ class CpuKernels:
         self._add_norm = function("spool_add_norm", [pointer] * 4 + [size] * 2 + [number])
         self._silu_mul = function("spool_silu_mul", [pointer] * 2 + [size] * 2)
         self._rotate_write = function("spool_rotate_write", [pointer] * 8 + [number] + [size] * 6)
-        self._attend = function("spool_attend", [pointer] * 5 + [size] * 3 + [number] + [size] * 5, ctypes.c_int)
+        self._attend = function("spool_attend", [pointer] * 5 + [size] * 3 + [pointer] + [size] * 5, ctypes.c_int)
         self._argmax = function("spool_argmax", [pointer] * 3 + [size] * 3)
         self._probabilities = function("spool_probabilities", [pointer] * 3 + [size] * 3)
         self._forbid = function("spool_forbid", [pointer] * 4 + [size] * 4)
@@ -283,12 +302,12 @@ class CpuKernels:
         return queries
 
     def attend(
-        self, queries: torch.Tensor, pool: torch.Tensor, blocks: AttentionBlocks, scaling: float
+        self, queries: torch.Tensor, pool: torch.Tensor, blocks: AttentionBlocks, rule: AttentionRule
     ) -> torch.Tensor:
         """Causal attention of `queries` `[rows, query_heads, head_dim]` over `pool` (as above), to the same shape; 0
         for rows of no block. Raises MemoryError.
         """
-        outputs = torch.zeros_like(queries)
+        outputs, described = torch.zeros_like(queries), kernel_rule(rule)
         page_count, kv_heads, page_size, head_dim = pool.shape[1:]
         failed = self._attend(
             outputs.data_ptr(),
@@ -299,7 +318,7 @@ class CpuKernels:
             len(blocks.edges),
             blocks.max_rows,
             blocks.longest,
-            scaling,
+            ctypes.addressof(described),
             queries.shape[1],
             kv_heads,
             head_dim,

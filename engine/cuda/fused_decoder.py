@@ -48,7 +48,7 @@ class CudaDecoderLayer(LlamaLayer):
         kv, overlap = paged_step.kv.layers[self._index], self._overlap
         qkv = self._product(self._qkv, add_norm(residual, added, *self._attention_norm, overlap))
         queries = rotate_write(qkv, cos, sin, paged_step.slots, kv.pool, self._query_heads, self._head_norms, overlap)
-        attended = self._product(self._out, paged_step.plan.attend(kv, queries, self._scaling).flatten(1))
+        attended = self._product(self._out, paged_step.plan.attend(kv, queries, self._rule).flatten(1))
         gate_up = self._product(self._gate_up, add_norm(residual, attended, *self._mlp_norm, overlap))
         return self._product(self._down, silu_mul(gate_up, residual.dtype, overlap))
 
@@ -112,8 +112,7 @@ def _fits(layer: nn.Module, family: FamilyClasses) -> bool:
         return False
     if type(layer.mlp) is not family.mlp:
         return False  # experts
-    sees_all = getattr(layer.self_attn, "sliding_window", None) is None
-    return sees_all and type(layer.mlp.act_fn) in SILU
+    return type(layer.mlp.act_fn) in SILU
 
 
 def _made(linear: nn.Linear | QuantizedLinear | SummedLinear, make_linear: MakeLinear) -> nn.Module:

@@ -17,7 +17,7 @@ import torch.nn.functional as F  # noqa: N812  (the name everybody knows)
 from torch import nn
 from transformers import PreTrainedModel
 
-from engine.attention.backends import AttentionBackend, MatmulBackend, Span, unrestricted_form
+from engine.attention.backends import AttentionBackend, AttentionRule, MatmulBackend, Span, unrestricted_form
 from engine.kv.paged_kv import PagedKv
 from engine.models.source import Progress
 from engine.passes.device import current
@@ -190,18 +190,17 @@ def _difference(
     generator = torch.Generator().manual_seed(0)
     layer = kv.layers[0]
     layer.pool.copy_(torch.randn(layer.pool.shape, generator=generator))
+    rule = AttentionRule(head_dim**-0.5)
     spans, rows, page = [], 0, 0
     for start, count in _TRIAL:
         pages = -(-(start + count) // page_size)
         spans.append(Span(rows, count, start, range(page, page + pages)))
         rows, page = rows + count, page + pages
     query = torch.randn(rows, query_heads, head_dim, generator=generator).to(device, dtype)
-    found = backend(page_size).plan(spans, rows).attend(layer, query, head_dim**-0.5)
+    found = backend(page_size).plan(spans, rows).attend(layer, query, rule)
     cpu = torch.device("cpu")
     exact = PagedKv(1, _TRIAL_PAGES, page_size, kv_heads, head_dim, torch.float32, cpu)
     exact.layers[0].pool.copy_(layer.pool)
-    products = MatmulBackend(
-        unrestricted_form(page_size), query_heads, kv_heads, page_size, exact.pages, torch.float32, cpu
-    )
-    expected = products.plan(spans, rows).attend(exact.layers[0], query.to(cpu, torch.float32), head_dim**-0.5)
+    products = MatmulBackend(unrestricted_form(page_size), query_heads, kv_heads, page_size, exact.pages, cpu)
+    expected = products.plan(spans, rows).attend(exact.layers[0], query.to(cpu, torch.float32), rule)
     return float((found.to(cpu, torch.float32) - expected).abs().max())

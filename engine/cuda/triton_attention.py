@@ -23,7 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
-from engine.attention.backends import Span, cut_into_blocks
+from engine.attention.backends import AttentionRule, Span, cut_into_blocks
 from engine.cuda.triton_product import launch_options, overlaps, wait_for_turn
 from engine.kv.paged_kv import LayerKv
 from engine.passes.device import on_device
@@ -52,6 +52,7 @@ _INTERPRETED_MULTIPROCESSORS = 2
 _ITEM_NUMBERS = tl.constexpr(6)
 # What rows that have seen nothing have for their highest score: less than scores are, and no cause of NaN.
 _LOWEST = tl.constexpr(-3.0e38)
+_LOG2_E = tl.constexpr(math.log2(math.e))
 
 KEPT_ROWS = 1 << 17
 """Rows of tiles, over all KV heads, whose sums of one split can be kept: 64 MiB for heads of 128 dimensions."""
@@ -91,7 +92,11 @@ def _attend(  # type: ignore[no-untyped-def]
     kept_rows,
     kept_sums,
     arrived,
+    sinks,
     scale,
+    softcap,
+    window: tl.constexpr,
+    capped: tl.constexpr,
     kv_heads: tl.constexpr,
     group: tl.constexpr,
     head_dim: tl.constexpr,
@@ -104,7 +109,8 @@ def _attend(  # type: ignore[no-untyped-def]
     precision: tl.constexpr,
     overlap: tl.constexpr,
 ):
-    """Items of one KV head. `scale` is for powers of 2; `tile_queries` and `dimensions` are padded.
+    """Items of one KV head. `scale`, or `softcap` where scores are `capped`, is for powers of 2; `window` 0: none;
+    `sinks` `[query heads]` or None; `tile_queries` and `dimensions` are padded.
 
     `kept_rows` `[splits, KV heads, 2, tile_queries]` highest scores and sums of weights, `kept_sums` `[splits, KV
     heads, tile_queries, head_dim]`; `arrived` `[splits, KV heads]` counts the splits of a block that are kept, 0
@@ -134,7 +140,11 @@ def _attend(  # type: ignore[no-untyped-def]
         total = tl.zeros([tile_queries], tl.float32)
         sums = tl.zeros([tile_queries, dimensions], tl.float32)
         split_highest, split_total, split_sums = highest, total, sums
-        for first in range(split * split_positions, stop, tile_positions):
+        begin = split * split_positions
+        if window > 0:
+            # Tiles that no row sees would change nothing.
+            begin = tl.maximum(begin, tl.maximum(start + 1 - window, 0) // tile_positions * tile_positions)
+        for first in range(begin, stop, tile_positions):
             if first % split_positions == 0:
                 highest, total, sums = _merged(highest, total, sums, split_highest, split_total, split_sums)
                 split_highest = tl.full([tile_queries], _LOWEST, tl.float32)
@@ -150,7 +160,13 @@ def _attend(  # type: ignore[no-untyped-def]
             is_kv = exists[:, None] & (dimension < head_dim)[None, :]
             key = tl.load(keys + kv_places, mask=is_kv, other=0.0)
             scores = tl.dot(query, tl.trans(key), input_precision=precision) * scale
-            scores = tl.where(position[None, :] <= last_seen[:, None], scores, float("-inf"))
+            if capped:
+                # Of tanh(x) as 1 - 2 / (e^2x + 1).
+                scores = softcap - tl.div_rn(softcap * 2, tl.exp2(scores) + 1)
+            is_seen = position[None, :] <= last_seen[:, None]
+            if window > 0:
+                is_seen &= position[None, :] > last_seen[:, None] - window
+            scores = tl.where(is_seen, scores, float("-inf"))
             # A tile that a row does not see changes none of its bits: the factor is 1, what is added is 0.
             higher = tl.maximum(split_highest, tl.max(scores, 1))
             weights = tl.exp2(scores - higher[:, None])
@@ -184,6 +200,9 @@ def _attend(  # type: ignore[no-untyped-def]
                     highest, total, sums = _merged(highest, total, sums, split_highest, split_total, split_sums)
                 tl.store(arrived + block, 0)
         if is_done:
+            if sinks is not None:
+                sink = tl.load(sinks + kv_head * group + tile_row % group) * _LOG2_E
+                highest, total, sums = _merged(highest, total, sums, sink, 1.0, tl.zeros_like(sums))
             output = sums * tl.div_rn(1.0, total)[:, None]
             tl.store(to + places, output.to(to.dtype.element_ty), mask=is_real)
         if index + tl.num_programs(0) < items:
@@ -234,7 +253,7 @@ class TritonPlan:
         self._kept: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
         self._values: dict[str, object] = {}
 
-    def attend(self, layer: LayerKv, query: torch.Tensor, scaling: float) -> torch.Tensor:
+    def attend(self, layer: LayerKv, query: torch.Tensor, rule: AttentionRule) -> torch.Tensor:
         """The output holds until the next call, which has the next layer's."""
         heads, head_dim = query.shape[1:]
         if self._output is None:
@@ -258,7 +277,11 @@ class TritonPlan:
             self._item_count,
             self._items,
             *self._kept,
-            scaling * math.log2(math.e),
+            rule.sinks,
+            rule.scaling * _LOG2_E.value * (2 / rule.softcap if rule.softcap else 1),
+            (rule.softcap or 0.0) * _LOG2_E.value,
+            window=rule.window or 0,
+            capped=rule.softcap is not None,
             **self._values,
         )
         return self._output

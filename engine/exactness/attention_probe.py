@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from engine.attention.backends import AttentionBackend, Span
+from engine.attention.backends import AttentionBackend, AttentionRule, Span
 from engine.kv.paged_kv import PagedKv
 
 _SEED = 2510
@@ -41,7 +41,7 @@ class AttentionProbe:
         generator = torch.Generator().manual_seed(_SEED)
         self._layer.pool.copy_(torch.randn(self._layer.pool.shape, generator=generator))
         queries = torch.randn(_SEQUENCES, longest, query_heads, head_dim, generator=generator)
-        self._scaling = head_dim**-0.5
+        self._rule = AttentionRule(head_dim**-0.5)
         keys, values = self._layer.pool
         for query, of_sequence, place in zip(queries, self._pages, _CANCELLING, strict=True):
             position = min(place, longest - 1)
@@ -50,7 +50,7 @@ class AttentionProbe:
             keys[page, :, offset] = sought
             values[first, :, 0] = _CANCELLING_VALUE
             values[page, :, offset] = -_CANCELLING_VALUE
-            towards = sought.float().cpu() / (sought.float().square().sum(-1, keepdim=True).cpu() * self._scaling)
+            towards = sought.float().cpu() / (sought.float().square().sum(-1, keepdim=True).cpu() * self._rule.scaling)
             query += _CANCELLING_SCORE * towards.repeat_interleave(query_heads // self._layer.kv_heads, dim=0)
         self._queries = queries.to(self._layer.pool)
 
@@ -88,4 +88,4 @@ class AttentionProbe:
             queries.append(self._queries[index, start : start + rows])
             batched += rows
         query = torch.cat(queries)
-        return self._backend.plan(spans, batched).attend(self._layer, query, self._scaling)
+        return self._backend.plan(spans, batched).attend(self._layer, query, self._rule)

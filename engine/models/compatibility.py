@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from engine.attention.backends import AttentionBackend, AttentionPlan, Span
+from engine.attention.backends import AttentionBackend, AttentionPlan, AttentionRule, Span
 from engine.attention.paged_step import ATTENTION_NAME
 from engine.errors import UnsupportedModelError, one_line
 from engine.kv.paged_kv import LayerKv
@@ -75,6 +75,7 @@ PROVED_FAMILIES = frozenset(
 """Model types whose output tests/engine/test_families.py compares with `model.generate` (docs/models.md). Any other is
 compared with itself when it is loaded, which takes a few small passes."""
 
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
 # Frequencies that depend on the longest sequence of a pass, so on the company that a sequence has there.
 _MOVING_ROPE = {"dynamic", "longrope"}
 # Relative to the spread of the logits. Rounding moves them by a hundredth of it; a token too many or too few in the
@@ -89,10 +90,9 @@ def check_config(config: PreTrainedConfig) -> None:
         raise UnsupportedModelError(f"{family} has an encoder, only decoders are supported")
     if not getattr(config, "num_attention_heads", None):
         raise UnsupportedModelError(f"{family} has no attention heads, only models of attention are supported")
-    layer_types = set(getattr(config, "layer_types", None) or ["full_attention"])
-    if layer_types != {"full_attention"}:
+    if others := set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES:
         raise UnsupportedModelError(
-            f"{family} has layers of type {', '.join(sorted(layer_types))}, only full_attention is supported"
+            f"{family} has layers of type {', '.join(sorted(others))}, must be of {' or '.join(sorted(_LAYER_TYPES))}"
         )
     for kind in _rope_types(getattr(config, "rope_parameters", None)):
         if kind in _MOVING_ROPE:
@@ -118,6 +118,10 @@ def check_passes(runner: ModelRunner, pool: PagePool) -> None:
         raise UnsupportedModelError(f"{family} cannot compute on paged KV: {one_line(error)}") from error
     if family in PROVED_FAMILIES:
         return
+    if counted.windows:
+        # The sequences that are compared below may be too short for them.
+        windows = ", ".join(map(str, sorted(counted.windows)))
+        raise UnsupportedModelError(f"{family} attends to windows of {windows} positions, which was not proved for it")
     if counted.calls != counted.plans * len(runner.kv.layers):
         raise UnsupportedModelError(
             f"{family} calls attention {counted.calls} times in {counted.plans} passes of {len(runner.kv.layers)} "
@@ -171,12 +175,13 @@ def _own_logits(model: PreTrainedModel) -> torch.Tensor:
 
 
 class _CountedAttention:
-    """A backend, and how often its plans attended."""
+    """A backend, and how often, and with which windows, its plans attended."""
 
     def __init__(self, backend: AttentionBackend) -> None:
         self._backend = backend
         self.plans = 0
         self.calls = 0
+        self.windows: set[int] = set()
 
     def plan(self, spans: Sequence[Span], batched_tokens: int) -> AttentionPlan:
         self.plans += 1
@@ -188,9 +193,11 @@ class _CountedPlan:
         self._counted = counted
         self._plan = plan
 
-    def attend(self, layer: LayerKv, query: torch.Tensor, scaling: float) -> torch.Tensor:
+    def attend(self, layer: LayerKv, query: torch.Tensor, rule: AttentionRule) -> torch.Tensor:
         self._counted.calls += 1
-        return self._plan.attend(layer, query, scaling)
+        if rule.window is not None:
+            self._counted.windows.add(rule.window)
+        return self._plan.attend(layer, query, rule)
 
 
 def _rope_types(parameters: Any) -> Iterator[str]:

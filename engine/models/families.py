@@ -16,6 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.activations import SiLUActivation
 
+from engine.attention.backends import AttentionRule
 from engine.quantization.layers import QuantizedLinear, joined_quantized
 
 logger = logging.getLogger(__name__)
@@ -75,7 +76,7 @@ class LlamaLayer(nn.Module):
         super().__init__()
         attention, mlp = layer.self_attn, layer.mlp
         self._index = attention.layer_idx
-        self._scaling = attention.scaling
+        self._rule = AttentionRule(attention.scaling, getattr(attention, "sliding_window", None))
         self._head_dim = attention.head_dim
         self._query_heads = attention.q_proj.out_features // attention.head_dim
         self._kv_heads = attention.k_proj.out_features // attention.head_dim

@@ -17,6 +17,7 @@ import torch.nn.functional as F  # noqa: N812  (the name everybody knows)
 from torch import nn
 from transformers import PreTrainedModel
 
+from engine.attention.backends import AttentionRule
 from engine.attention.paged_step import PagedStep
 from engine.cpu.experts import KernelExperts, runs_by_kernel
 from engine.cpu.kernels import CpuKernels
@@ -33,7 +34,7 @@ class JoinedAttention(nn.Module):
         super().__init__()
         self._layer = attention.layer_idx
         self._head_dim = attention.head_dim
-        self._scaling = attention.scaling
+        self._rule = AttentionRule(attention.scaling, getattr(attention, "sliding_window", None))
         self._query_heads = attention.q_proj.out_features // self._head_dim
         self._rotated_heads = self._query_heads + attention.k_proj.out_features // self._head_dim
         self._qkv = prepack_linear(joined([attention.q_proj, attention.k_proj, attention.v_proj]), kernels)
@@ -61,7 +62,7 @@ class JoinedAttention(nn.Module):
         rotated = exact.to(heads.dtype)
         paged_step.write(self._layer, rotated[:, self._query_heads :], heads[:, self._rotated_heads :])
         queries = rotated[:, : self._query_heads]
-        output = paged_step.plan.attend(paged_step.kv.layers[self._layer], queries, self._scaling)
+        output = paged_step.plan.attend(paged_step.kv.layers[self._layer], queries, self._rule)
         return self._out(output.flatten(1)).unsqueeze(0), None
 
 

@@ -111,4 +111,4 @@ class LoadedModel:
             return self.gpu.backend(kv.page_size)
         heads, model = self.model.config.num_attention_heads, self.model
         form = form or unrestricted_form(kv.page_size)
-        return MatmulBackend(form, heads, shape.kv_heads, kv.page_size, kv.pages, model.dtype, model.device)
+        return MatmulBackend(form, heads, shape.kv_heads, kv.page_size, kv.pages, model.device)

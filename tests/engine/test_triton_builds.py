@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
-from engine.attention.backends import Span
+from engine.attention.backends import AttentionRule, Span
 from engine.kv.paged_kv import PagedKv
 from engine.quantization.weights import QuantizedWeight
 
@@ -36,14 +36,15 @@ def overlapping(architecture: int) -> bool:
 
 
 def attention(
-    architecture: int, dtype: torch.dtype, head_dim: int, group: int, page_size: int
+    architecture: int, dtype: torch.dtype, head_dim: int, group: int, page_size: int, window: int | None = None
 ) -> Iterator[Callable[[], object]]:
     from engine.cuda.triton_attention import TritonBackend
 
     kv = PagedKv(1, 1, page_size, 2, head_dim, dtype, CPU)
     query = torch.zeros(1, 2 * group, head_dim, dtype=dtype)
     backend = TritonBackend(2 * group, 2, page_size, CPU, overlapping(architecture))
-    yield lambda: backend.plan([Span(0, 1, 0, [0])], 1).attend(kv.layers[0], query, 0.1)
+    rule = AttentionRule(0.1) if window is None else AttentionRule(0.1, window, 50.0, torch.zeros(2 * group))
+    yield lambda: backend.plan([Span(0, 1, 0, [0])], 1).attend(kv.layers[0], query, rule)
 
 
 def products(architecture: int, out_features: int, in_features: int, *all_rows: int) -> Iterator[Callable[[], object]]:
@@ -117,6 +118,8 @@ CASES: list[tuple[str, tuple[object, ...]]] = [
     ("attention", (90, BF16, 128, 4, 16)),
     ("attention", (90, FP32, 256, 8, 64)),
     ("attention", (100, FP16, 96, 5, 64)),
+    ("attention", (80, BF16, 256, 2, 16, 4096)),
+    ("attention", (90, BF16, 64, 8, 16, 128)),
     ("products", (80, 4096, 4096, 1, 192, 2048)),
     ("products", (90, 4096, 4096, 1, 64, 160, 2048)),
     ("products", (90, 24576, 4096, 1, 192)),

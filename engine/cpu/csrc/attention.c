@@ -84,7 +84,8 @@ static void attend_block(const Attention *call, const Block *block, ptrdiff_t kv
     float *scores = (float *)(keys + RUNS * row_factors);
     factor *queries = (factor *)(scores + count * stride);
     gather_queries(queries, call, block, kv_head);
-    for (ptrdiff_t position = 0; position < last; position += RUNS * LANES) {
+    ptrdiff_t begin = first_seen(call, block->start) / (RUNS * LANES) * (RUNS * LANES);
+    for (ptrdiff_t position = begin; position < last; position += RUNS * LANES) {
         int runs = take_keys(keys, call, block, kv_head, position);
         ptrdiff_t first = position > block->start ? (position - block->start) * group : 0;
         float *to = scores + first * stride + position;
@@ -96,7 +97,7 @@ static void attend_block(const Attention *call, const Block *block, ptrdiff_t kv
     for (ptrdiff_t row = 0; row < block->rows; row++) {
         float *weights = scores + row * group * stride;
         for (ptrdiff_t query = 0; query < group; query++)
-            softmax(weights + query * stride, block->start + row + 1, call->scaling);
+            softmax(weights + query * stride, call, block->start + row, kv_head * group + query);
         sum_row_values(call, block, kv_head, row, weights, weights, 0);
     }
 }
@@ -117,16 +118,17 @@ ptrdiff_t attend_scratch(
 // Causal attention of queries [rows, query_heads, head_dim] over pages; to the same shape. `scratch`: that of the whole
 // team.
 void team_attend(const Team *team, element *to, const element *queries, element *pool, const int64_t *pages,
-    const Block *blocks, ptrdiff_t block_count, ptrdiff_t max_rows, ptrdiff_t longest, float scaling,
+    const Block *blocks, ptrdiff_t block_count, ptrdiff_t max_rows, ptrdiff_t longest, const Rule *rule,
     ptrdiff_t query_heads, ptrdiff_t kv_heads, ptrdiff_t head_dim, ptrdiff_t page_size, ptrdiff_t page_count,
     char *scratch) {
     assert(page_size % LANES == 0 && head_dim % (2 * LANES) == 0 && query_heads % kv_heads == 0);
-    const Attention call = {to, queries, pool, pages, scaling, stride_of(longest),
+    const Attention call = {to, queries, pool, pages, *rule, stride_of(longest),
         {query_heads, kv_heads, head_dim, page_size, page_count}};
     ptrdiff_t tasks = block_count * kv_heads;
     void (*attend)(const Attention *, const Block *, ptrdiff_t, void *) = attend_block;
 #ifdef HAS_TILES
-    if (spool_has_tiles()) attend = tile_attend_block;
+    // What the one needs of scratch is enough for the other.
+    if (spool_has_tiles() && !rule->window) attend = tile_attend_block;
 #endif
     char *own = scratch + team->index * attend_scratch(max_rows, longest, query_heads, kv_heads, head_dim);
     for (ptrdiff_t task; (task = take_task(team)) < tasks;)
@@ -136,12 +138,12 @@ void team_attend(const Team *team, element *to, const element *queries, element 
 
 // The same with scratch of its own. Gives 0, or 1 where memory ran out.
 int spool_attend(element *to, const element *queries, element *pool, const int64_t *pages, const Block *blocks,
-    ptrdiff_t block_count, ptrdiff_t max_rows, ptrdiff_t longest, float scaling, ptrdiff_t query_heads,
+    ptrdiff_t block_count, ptrdiff_t max_rows, ptrdiff_t longest, const Rule *rule, ptrdiff_t query_heads,
     ptrdiff_t kv_heads, ptrdiff_t head_dim, ptrdiff_t page_size, ptrdiff_t page_count) {
     char *scratch = scratch_of_team(attend_scratch(max_rows, longest, query_heads, kv_heads, head_dim));
     if (!scratch) return 1;
     WITH_TEAM(block_count * kv_heads > 1, team_attend(team, to, queries, pool, pages, blocks, block_count, max_rows,
-        longest, scaling, query_heads, kv_heads, head_dim, page_size, page_count, scratch));
+        longest, rule, query_heads, kv_heads, head_dim, page_size, page_count, scratch));
     free(scratch);
     return 0;
 }

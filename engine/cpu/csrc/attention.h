@@ -17,13 +17,18 @@ typedef struct {
     const element *queries;
     element *pool;
     const int64_t *pages;
-    float scaling;
+    Rule rule;
     ptrdiff_t stride;
     Heads heads;
 } Attention;
 
 // How many query heads share a KV head.
 INLINE ptrdiff_t group_of(const Attention *call) { return call->heads.query_heads / call->heads.kv_heads; }
+
+// The first position that the row at `position` sees.
+INLINE ptrdiff_t first_seen(const Attention *call, ptrdiff_t position) {
+    return call->rule.window && position >= call->rule.window ? position + 1 - call->rule.window : 0;
+}
 
 // Where a row's query heads of a KV head are, in queries and in outputs.
 INLINE ptrdiff_t place_of(const Attention *call, ptrdiff_t row, ptrdiff_t kv_head) {
@@ -137,28 +142,39 @@ INLINE int take_keys(factors *to, const Attention *call, const Block *block, ptr
     return runs;
 }
 
-// Of scores times `scaling`, which is above 0: shares of the first `seen`, and zeros up to a whole run.
-INLINE void softmax(float *scores, ptrdiff_t seen, float scaling) {
-    ptrdiff_t whole = (seen + LANES - 1) / LANES * LANES;
+// Of the products of a query and keys: the shares of what the row at `position` sees, and zeros for the rest of these
+// runs. Other runs would add nothing to the sums.
+INLINE void softmax(float *scores, const Attention *call, ptrdiff_t position, ptrdiff_t query_head) {
+    ptrdiff_t first = first_seen(call, position), seen = position + 1;
+    ptrdiff_t begin = first / LANES * LANES, whole = (seen + LANES - 1) / LANES * LANES;
+    float scaling = call->rule.scaling, cap = call->rule.cap;
+    if (cap > 0.0f) {
+        for (ptrdiff_t i = begin; i < whole; i += LANES)
+            store(scores + i, splat(cap) * hyperbolic_tangent(load(scores + i) * splat(scaling / cap)));
+        scaling = 1.0f;
+    }
+    for (ptrdiff_t i = begin; i < first; i++) scores[i] = -INFINITY;
     for (ptrdiff_t i = seen; i < whole; i++) scores[i] = -INFINITY;
-    f32v maxima = load(scores);
-    for (ptrdiff_t i = LANES; i < whole; i += LANES) {
+    f32v maxima = load(scores + begin);
+    for (ptrdiff_t i = begin + LANES; i < whole; i += LANES) {
         f32v x = load(scores + i);
         maxima = blend(maxima < x, x, maxima);
     }
-    float highest = largest(maxima) * scaling;
+    float highest = largest(maxima) * scaling, sink = call->rule.sinks ? call->rule.sinks[query_head] : -INFINITY;
+    if (highest < sink) highest = sink;
     f32v total = splat(0.0f);
-    for (ptrdiff_t i = 0; i < whole; i += LANES) {
+    for (ptrdiff_t i = begin; i < whole; i += LANES) {
         f32v x = exponential(multiply_add(load(scores + i), splat(scaling), splat(-highest)));
         store(scores + i, x);
         total = total + x;
     }
-    float share = 1.0f / sum(total);
-    for (ptrdiff_t i = 0; i < whole; i += LANES) store(scores + i, load(scores + i) * share);
+    float share = 1.0f / (sum(total) + exponential(splat(sink - highest))[0]);
+    for (ptrdiff_t i = begin; i < whole; i += LANES) store(scores + i, load(scores + i) * share);
 }
 
-// Weighted sums of values from position `from` on, for `count` queries that see the same positions and `parts` times
-// LANES dimensions from `first` on. Each is one chain of sums in the order of positions that continues `begun`.
+// Weighted sums of values from position `from` on, or of all that the row sees where that is 0, for `count` queries that
+// see the same positions and `parts` times LANES dimensions from `first` on. Each is one chain of sums in the order of
+// positions that continues `begun`.
 INLINE void sum_values(int count, int parts, element *to, const float *weights, const float *begun, ptrdiff_t from,
     ptrdiff_t seen, const Attention *call, const Block *block, ptrdiff_t kv_head, ptrdiff_t first) {
     ptrdiff_t head_dim = call->heads.head_dim;
@@ -168,10 +184,11 @@ INLINE void sum_values(int count, int parts, element *to, const float *weights, 
 #pragma GCC unroll 4
         for (int part = 0; part < parts; part++)
             sums[query][part] = from ? load(begun + query * head_dim + first + part * LANES) : splat(0.0f);
-    for (ptrdiff_t run = from; run < seen; run += LANES) {
-        const element *values = kv_at(call, block, 1, run, kv_head) + first;
-        ptrdiff_t end = seen - run < LANES ? seen : run + LANES;
-        for (ptrdiff_t position = run; position < end; position++, values += head_dim) {
+    ptrdiff_t begin = from ? from : first_seen(call, seen - 1);
+    for (ptrdiff_t run = begin / LANES * LANES; run < seen; run += LANES) {
+        ptrdiff_t position = run < begin ? begin : run, end = seen - run < LANES ? seen : run + LANES;
+        const element *values = kv_at(call, block, 1, run, kv_head) + (position - run) * head_dim + first;
+        for (; position < end; position++, values += head_dim) {
 #pragma GCC unroll 4
             for (int part = 0; part < parts; part++) {
                 f32v value = load_element(values + part * LANES);

@@ -133,7 +133,7 @@ static void sum_spans(const Scratch *parts, const Attention *call, const Block *
             memcpy(parts->sums + (query + row) * head_dim + first, all[row], width * sizeof(float));
 }
 
-// As attend_block of attention.c, but for the order of sums: scores a tile of dimensions at a time; outputs a span of
+// As attend_block of attention.c without windows, but for the order of sums: scores a tile of dimensions at a time; outputs a span of
 // positions at a time, weights in two parts, then the positions that are left over.
 void tile_attend_block(const Attention *call, const Block *block, ptrdiff_t kv_head, void *scratch) {
     ptrdiff_t head_dim = call->heads.head_dim, stride = call->stride, group = group_of(call);
@@ -154,7 +154,7 @@ void tile_attend_block(const Attention *call, const Block *block, ptrdiff_t kv_h
     for (ptrdiff_t query = 0; query < count; query++) {
         ptrdiff_t seen = block->start + query / group + 1;
         float *weights = parts.scores + query * stride;
-        softmax(weights, seen, call->scaling);
+        softmax(weights, call, seen - 1, kv_head * group + query % group);
         split(parts.high + query * stride, parts.low + query * stride, weights, whole_spans(seen));
     }
     for (ptrdiff_t first = 0; first < head_dim; first += WIDTH)

@@ -19,6 +19,15 @@ typedef struct {
     int64_t first_row, rows, start, first_page;
 } Block;
 
+// How a layer attends. Scores are multiplied by `scaling`; where `cap` is above 0, they become cap * tanh(score / cap). A
+// row sees the last `window` positions up to its own, or all of them where that is 0. Of `sinks` [query_heads], which may
+// be missing, each is one more score of its head, which has a share and no value.
+typedef struct {
+    const float *sinks;
+    ptrdiff_t window;
+    float scaling, cap;
+} Rule;
+
 // Panels of weights of a linear layer, and its bias [panels * PANEL], which may be missing. `bits` 0: the weights are
 // elements (linear.c). Otherwise they are codes of 4 or 8 bits, and `group` inputs share a scale and a minimum, which are
 // float32 where `wide`, and float16 else (quantized.c).
@@ -33,7 +42,8 @@ typedef struct {
     Linear qkv, out, gate_up, down;
     const element *attention_norm, *mlp_norm, *query_norm, *key_norm;
     ptrdiff_t hidden, inner, query_heads, kv_heads, head_dim;
-    float attention_epsilon, mlp_epsilon, head_epsilon, scaling;
+    float attention_epsilon, mlp_epsilon, head_epsilon;
+    Rule rule;
 } Layer;
 
 // What all layers of a pass share. `scratch` has room for `rows` times what spool_layer_scratch says.
@@ -67,7 +77,7 @@ void spool_forbid(element *scores, const int64_t *which, const uint8_t *allowed,
     ptrdiff_t stride, ptrdiff_t size, ptrdiff_t bytes);
 
 int spool_attend(element *to, const element *queries, element *pool, const int64_t *pages, const Block *blocks,
-    ptrdiff_t block_count, ptrdiff_t max_rows, ptrdiff_t longest, float scaling, ptrdiff_t query_heads,
+    ptrdiff_t block_count, ptrdiff_t max_rows, ptrdiff_t longest, const Rule *rule, ptrdiff_t query_heads,
     ptrdiff_t kv_heads, ptrdiff_t head_dim, ptrdiff_t page_size, ptrdiff_t page_count);
 
 void spool_linear(element *to, const element *rows, const Linear *linear, float *scratch, ptrdiff_t count, ptrdiff_t in,
@@ -102,7 +112,7 @@ ptrdiff_t attend_scratch(
     ptrdiff_t max_rows, ptrdiff_t longest, ptrdiff_t query_heads, ptrdiff_t kv_heads, ptrdiff_t head_dim);
 
 void team_attend(const Team *team, element *to, const element *queries, element *pool, const int64_t *pages,
-    const Block *blocks, ptrdiff_t block_count, ptrdiff_t max_rows, ptrdiff_t longest, float scaling,
+    const Block *blocks, ptrdiff_t block_count, ptrdiff_t max_rows, ptrdiff_t longest, const Rule *rule,
     ptrdiff_t query_heads, ptrdiff_t kv_heads, ptrdiff_t head_dim, ptrdiff_t page_size, ptrdiff_t page_count,
     char *scratch);
 

@@ -32,7 +32,7 @@ static void add_layer(
     team_rotate_write(team, queries, pool, qkv, pass->cos, pass->sin, pass->slots, layer->query_norm, layer->key_norm,
         layer->head_epsilon, rows, layer->query_heads, layer->kv_heads, head_dim, pass->page_size, pass->page_count);
     team_attend(team, attended, queries, pool, pass->pages, pass->blocks, pass->block_count, pass->max_rows,
-        pass->longest, layer->scaling, layer->query_heads, layer->kv_heads, head_dim, pass->page_size, pass->page_count,
+        pass->longest, &layer->rule, layer->query_heads, layer->kv_heads, head_dim, pass->page_size, pass->page_count,
         scratch);
     team_linear(team, projected, attended, &layer->out, widened, rows, queries_size, hidden);
     team_add_norm(team, normed, residual, projected, layer->mlp_norm, rows, hidden, layer->mlp_epsilon);

@@ -294,17 +294,20 @@ static element *kv_of(element *pool, const Shape *shape, int values, int64_t pag
 }
 
 static void check_attention_row(const element *got, const element *query, element *pool, const Shape *shape,
-    const int64_t *pages, ptrdiff_t seen, ptrdiff_t kv_head, double scaling) {
-    double *weights = NEW(double, seen), total = 0;
-    for (ptrdiff_t position = 0; position < seen; position++) {
+    const int64_t *pages, ptrdiff_t seen, ptrdiff_t head, const Rule *rule) {
+    ptrdiff_t kv_head = head / (shape->query_heads / shape->kv_heads);
+    ptrdiff_t first = rule->window && seen > rule->window ? seen - rule->window : 0;
+    double *weights = NEW(double, seen), total = rule->sinks ? exp(rule->sinks[head]) : 0;
+    for (ptrdiff_t position = first; position < seen; position++) {
         const element *key = kv_of(pool, shape, 0, pages[position / shape->page_size], kv_head, position % shape->page_size);
         double score = 0;
         for (ptrdiff_t i = 0; i < shape->head_dim; i++) score += number(query[i]) * number(key[i]);
-        total += weights[position] = exp(score * scaling);
+        score *= rule->scaling;
+        total += weights[position] = exp(rule->cap ? rule->cap * tanh(score / rule->cap) : score);
     }
     for (ptrdiff_t i = 0; i < shape->head_dim; i++) {
         double exact = 0;
-        for (ptrdiff_t position = 0; position < seen; position++)
+        for (ptrdiff_t position = first; position < seen; position++)
             exact += weights[position] / total *
                      number(kv_of(pool, shape, 1, pages[position / shape->page_size], kv_head, position % shape->page_size)[i]);
         end_unless(fabs(number(got[i]) - exact) < 4 * HALF_BIT * fmax(fabs(exact), 0.5), "attend");
@@ -312,7 +315,7 @@ static void check_attention_row(const element *got, const element *query, elemen
     free(weights);
 }
 
-static void check_attention(const Shape *shape) {
+static void check_attention(const Shape *shape, const Rule *rule) {
     enum { BLOCKS = 3 };
     const ptrdiff_t starts[BLOCKS] = {0, 37, 15}, heights[BLOCKS] = {8, 5, 1};
     ptrdiff_t row_size = shape->query_heads * shape->head_dim, half = shape->pages * shape->kv_heads * shape->page_size;
@@ -329,8 +332,7 @@ static void check_attention(const Shape *shape) {
     end_unless(listed <= shape->pages, "too few pages");
     element *queries = random_elements(rows * row_size), *to = NEW(element, rows * row_size);
     element *alone = NEW(element, row_size);
-    float scaling = 0.125f;
-    end_unless(!spool_attend(to, queries, pool, pages, blocks, BLOCKS, 8, 42, scaling, shape->query_heads,
+    end_unless(!spool_attend(to, queries, pool, pages, blocks, BLOCKS, 8, 42, rule, shape->query_heads,
                    shape->kv_heads, shape->head_dim, shape->page_size, shape->pages),
         "attend: no memory");
     for (int i = 0; i < BLOCKS; i++)
@@ -339,8 +341,8 @@ static void check_attention(const Shape *shape) {
             const Block block = {0, 1, blocks[i].start + row, blocks[i].first_page};
             for (ptrdiff_t head = 0; head < shape->query_heads; head++)
                 check_attention_row(to + place + head * shape->head_dim, queries + place + head * shape->head_dim, pool,
-                    shape, pages + blocks[i].first_page, seen, head / (shape->query_heads / shape->kv_heads), scaling);
-            spool_attend(alone, queries + place, pool, pages, &block, 1, 1, seen, scaling, shape->query_heads,
+                    shape, pages + blocks[i].first_page, seen, head, rule);
+            spool_attend(alone, queries + place, pool, pages, &block, 1, 1, seen, rule, shape->query_heads,
                 shape->kv_heads, shape->head_dim, shape->page_size, shape->pages);
             end_unless(!memcmp(alone, to + place, row_size * sizeof *alone), "attend: a row alone has other bits");
         }
@@ -394,7 +396,7 @@ static void check_layers(const Shape *shape, ptrdiff_t hidden, ptrdiff_t inner, 
         layers[i] = (Layer){{random_panels(qkv, hidden), random_bias(qkv)}, {random_panels(hidden, queries)},
             {random_panels(2 * inner, hidden)}, {random_panels(hidden, inner)}, random_elements(hidden),
             random_elements(hidden), random_elements(shape->head_dim), random_elements(shape->head_dim), hidden, inner,
-            shape->query_heads, shape->kv_heads, shape->head_dim, 1e-5f, 1e-5f, 1e-6f, 0.125f};
+            shape->query_heads, shape->kv_heads, shape->head_dim, 1e-5f, 1e-5f, 1e-6f, {.scaling = 0.125f, .window = i * 5}};
     int64_t *pages = NEW(int64_t, shape->pages);
     for (ptrdiff_t i = 0; i < shape->pages; i++) pages[i] = shape->pages - 1 - i;
     element *inputs = random_elements(rows * hidden), *one_by_one = NEW(element, rows * hidden);
@@ -439,7 +441,11 @@ int main(void) {
     check_logits(2, 1000);
     check_forbid(3, 5);
     check_forbid(2, 1000);
-    for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++) check_attention(shapes + i);
+    const float sinks[] = {0.5f, -1, 2, 0, 1, 0.25f};
+    const Rule rules[] = {{NULL, 0, 0.125f, 0}, {NULL, 1, 0.125f, 0}, {NULL, 19, 0.125f, 0}, {NULL, 0, 0.25f, 1.5f},
+        {sinks, 0, 0.125f, 0}, {sinks, 33, 0.25f, 2}};
+    for (size_t i = 0; i < sizeof shapes / sizeof *shapes; i++)
+        for (size_t j = 0; j < sizeof rules / sizeof *rules; j++) check_attention(shapes + i, rules + j);
     check_layers(shapes, 64, 96, 19);
     check_layers(shapes + 1, 96, 32, 11);
     printf("agree: %d lanes, %s\n", LANES,

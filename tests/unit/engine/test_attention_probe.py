@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.attention.backends import Span
+from engine.attention.backends import AttentionRule, Span
 from engine.exactness.attention_probe import AttentionProbe
 from engine.kv.paged_kv import LayerKv, PagedKv
 
@@ -24,14 +24,14 @@ class OneByOne:
     spans: Sequence[Span]
     reversed_alone: bool
 
-    def attend(self, layer: LayerKv, query: torch.Tensor, scaling: float) -> torch.Tensor:
+    def attend(self, layer: LayerKv, query: torch.Tensor, rule: AttentionRule) -> torch.Tensor:
         out = torch.empty_like(query)
         for span in self.spans:
             for place in range(span.rows):
                 seen = span.start + place + 1
                 keys, values = layer.pool[:, list(span.pages)].transpose(1, 2).flatten(2, 3)[:, :, :seen]
                 row = query[span.first_row + place].view(KV_HEADS, -1, DIM)
-                weights = torch.softmax((row @ keys.transpose(1, 2)) * scaling, -1)
+                weights = torch.softmax((row @ keys.transpose(1, 2)) * rule.scaling, -1)
                 if self.reversed_alone and len(self.spans) == span.rows == 1:
                     weights, values = weights.flip(-1), values.flip(1)
                 out[span.first_row + place] = self._sum(weights, values).view(HEADS, DIM)

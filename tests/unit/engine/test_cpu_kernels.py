@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.attention.backends import Span
+from engine.attention.backends import AttentionRule, Span
 from engine.cpu.attention import KernelBackend
 from engine.cpu.kernels import CpuKernels
 from engine.kv.paged_kv import LayerKv
@@ -93,40 +93,55 @@ class Pages:
             first += rows
         return spans
 
-    def exact(self, span: Span, queries: torch.Tensor, scaling: float) -> torch.Tensor:
+    def exact(self, span: Span, queries: torch.Tensor, rule: AttentionRule) -> torch.Tensor:
         """Attention of a span's rows `[rows, query_heads, head_dim]`, in float64."""
         keys, values = self.layer.pool.double()[:, list(span.pages)].transpose(1, 2).flatten(2, 3)
         group = self.query_heads // keys.shape[0]
         keys, values = keys.repeat_interleave(group, 0), values.repeat_interleave(group, 0)
-        scores = torch.einsum("qhd,hkd->hqk", queries.double(), keys) * scaling
-        last_seen = torch.arange(span.start, span.start + span.rows)
-        scores[:, torch.arange(keys.shape[1]) > last_seen[:, None]] = -torch.inf
-        return torch.einsum("hqk,hkd->qhd", scores.softmax(-1), values)
+        scores = torch.einsum("qhd,hkd->hqk", queries.double(), keys) * rule.scaling
+        if rule.softcap:
+            scores = rule.softcap * torch.tanh(scores / rule.softcap)
+        ages = torch.arange(span.start, span.start + span.rows)[:, None] - torch.arange(keys.shape[1])
+        weights = scores.exp() * ((ages >= 0) & (ages < (rule.window or PAGES * self.page_size)))
+        totals = weights.sum(-1, keepdim=True)
+        if rule.sinks is not None:
+            totals += rule.sinks[: self.query_heads].double().exp()[:, None, None]
+        return torch.einsum("hqk,hkd->qhd", weights / totals, values)
 
 
 SHAPES = [(4, 4, 32, 16), (9, 3, 64, 16), (8, 2, 96, 32), (16, 2, 128, 16), (5, 1, 160, 48)]
+RULES = {
+    "plain": AttentionRule(0.2),
+    "window": AttentionRule(0.2, 23),
+    "cap": AttentionRule(0.2, softcap=2.0),
+    "all": AttentionRule(0.2, 64, 2.0, torch.arange(16) / 4),
+}
 PLACES = [(0, 1), (15, 1), (16, 1), (200, 5), (3, 40), (47, 2), (0, 17), (250, 1)]
 
 
 @pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_attention_and_the_bits_of_each_row_alone(kernels: CpuKernels, shape: tuple[int, int, int, int]) -> None:
+@pytest.mark.parametrize(
+    ("shape", "rule"), [(SHAPES[1], rule) for rule in list(RULES)[:-1]] + [(shape, "all") for shape in SHAPES], ids=str
+)
+def test_attention_and_the_bits_of_each_row_alone(
+    kernels: CpuKernels, shape: tuple[int, int, int, int], rule: str
+) -> None:
     pages = Pages(kernels, *shape)
     backend = KernelBackend(kernels, shape[3])
     spans = pages.spans(PLACES)
     rows = spans[-1].first_row + spans[-1].rows
     queries = rounded(kernels, rows + 3, shape[0], shape[2], seed=9)
-    attended = backend.plan(spans, rows + 3).attend(pages.layer, queries, 0.2)
+    attended = backend.plan(spans, rows + 3).attend(pages.layer, queries, RULES[rule])
     assert not attended[rows:].any()
     torch.set_num_threads(1)
     for span in spans:
         part = slice(span.first_row, span.first_row + span.rows)
-        error = (attended[part].double() - pages.exact(span, queries[part], 0.2)).abs()
+        error = (attended[part].double() - pages.exact(span, queries[part], RULES[rule])).abs()
         assert error.max() < 0.01
         for row in range(span.rows):
             alone = backend.plan([Span(0, 1, span.start + row, span.pages)], 1)
             place = slice(span.first_row + row, span.first_row + row + 1)
-            assert torch.equal(alone.attend(pages.layer, queries[place], 0.2), attended[place])
+            assert torch.equal(alone.attend(pages.layer, queries[place], RULES[rule]), attended[place])
 
 
 @pytest.mark.parametrize(("start", "first_bad"), [(20, 24), (29, 31), (60, 63)])
@@ -135,10 +150,10 @@ def test_what_a_row_does_not_see_may_be_no_number(kernels: CpuKernels, start: in
     (span,) = pages.spans([(start, 6)])
     backend = KernelBackend(kernels, 16)
     queries = rounded(kernels, 6, 6, 64, seed=9)
-    before = backend.plan([span], 6).attend(pages.layer, queries, 0.2)
+    before = backend.plan([span], 6).attend(pages.layer, queries, RULES["plain"])
     for position in range(first_bad, len(span.pages) * 16):
         pages.layer.pool[:, span.pages[position // 16], :, position % 16] = torch.nan
-    after = backend.plan([span], 6).attend(pages.layer, queries, 0.2)
+    after = backend.plan([span], 6).attend(pages.layer, queries, RULES["plain"])
     unharmed = first_bad - start
     assert torch.equal(after[:unharmed], before[:unharmed])
     assert after[unharmed:].isnan().all()

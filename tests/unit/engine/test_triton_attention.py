@@ -7,7 +7,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from engine.attention.backends import Span
+from engine.attention.backends import AttentionRule, Span
 from engine.kv.paged_kv import LayerKv, PagedKv
 from tests.support.triton_kernel import interpreted_attention, multiply_in_one_order
 
@@ -23,6 +23,9 @@ SHAPES = [(2, 2, 16), (6, 2, 8), (3, 1, 80), (20, 1, 16)]
 PLACES = [(20, 1), (62, 5), (0, 18), (0, 1), (1088, 1), (255, 2)]
 # Rows of one sequence on each side of where a split begins.
 BORDERS = [(254, 4), (510, 4)]
+PLAIN = AttentionRule(0.3)
+# Windows that begin before and after a tile and a split, and reach over several.
+RULES = [PLAIN, AttentionRule(0.3, 1), AttentionRule(0.3, 19), AttentionRule(0.3, 300), AttentionRule(0.3, softcap=2.0)]
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +59,7 @@ def spans(places: list[tuple[int, int]] = PLACES, page_size: int = PAGE_SIZES[0]
     return found
 
 
-def by_hand(layer: LayerKv, query: torch.Tensor, scaling: float, batch: list[Span]) -> torch.Tensor:
+def by_hand(layer: LayerKv, query: torch.Tensor, rule: AttentionRule, batch: list[Span]) -> torch.Tensor:
     """Row by row, in float64."""
     kv_heads, head_dim = layer.kv_heads, query.shape[2]
     out = torch.zeros(query.shape, dtype=torch.float64)
@@ -64,9 +67,16 @@ def by_hand(layer: LayerKv, query: torch.Tensor, scaling: float, batch: list[Spa
         keys, values = layer.pool[:, list(span.pages)].double().transpose(1, 2).flatten(2, 3)
         for place in range(span.rows):
             seen = span.start + place + 1
+            window = slice(max(0, seen - (rule.window or seen)), seen)
             row = query[span.first_row + place].double().view(kv_heads, -1, head_dim)
-            weights = torch.softmax(row @ keys[:, :seen].transpose(1, 2) * scaling, -1)
-            out[span.first_row + place] = (weights @ values[:, :seen]).flatten(0, 1)
+            scores = row @ keys[:, window].transpose(1, 2) * rule.scaling
+            if rule.softcap:
+                scores = rule.softcap * torch.tanh(scores / rule.softcap)
+            weights = scores.exp()
+            totals = weights.sum(-1, keepdim=True)
+            if rule.sinks is not None:
+                totals += rule.sinks.double().exp().view(kv_heads, -1, 1)
+            out[span.first_row + place] = (weights / totals @ values[:, window]).flatten(0, 1)
     return out
 
 
@@ -88,9 +98,10 @@ def test_each_row_attends_to_what_it_sees(
     query = random_query(rows + 2, heads, head_dim).to(dtype)
     plan = kernel.TritonBackend(heads, kv_heads, page_size, CPU).plan(batch, rows + 2)
     # The layers of a pass, whose plan leaves nothing of one to the next.
-    for scaling in (0.3, 0.1):
-        found = plan.attend(kv.layers[0], query, scaling)
-        assert torch.allclose(found.double(), by_hand(kv.layers[0], query, scaling, batch), atol=tolerance)
+    sinks = random_query(heads, 1, 1).flatten() * 3
+    for rule in (PLAIN, AttentionRule(0.1, 300, 2.0, sinks), AttentionRule(0.1, sinks=sinks)):
+        found = plan.attend(kv.layers[0], query, rule)
+        assert torch.allclose(found.double(), by_hand(kv.layers[0], query, rule, batch), atol=tolerance)
         assert not found[rows:].any()  # padding rows belong to no sequence
 
 
@@ -102,10 +113,10 @@ def test_what_lies_on_other_pages_does_not_leak_in(kernel: ModuleType) -> None:
     pool = kv.layers[0].pool
     for span in (Span(0, 5, 62, [7, 3, 11, 30, 2]), Span(0, 5, 254, [*range(40, 56), 2])):
         content = pool.clone()
-        before = backend.plan([span], 5).attend(kv.layers[0], query, 0.3)
+        before = backend.plan([span], 5).attend(kv.layers[0], query, PLAIN)
         pool[:, [page for page in range(kv.pages) if page not in span.pages]] = float("nan")
         pool[:, 2, :, (span.start + 5) % PAGE_SIZES[0] :] = float("nan")
-        assert torch.equal(backend.plan([span], 5).attend(kv.layers[0], query, 0.3), before)
+        assert torch.equal(backend.plan([span], 5).attend(kv.layers[0], query, PLAIN), before)
         pool.copy_(content)
 
 
@@ -113,29 +124,34 @@ HEADS, KV_HEADS, HEAD_DIM = 3, 1, 8
 COMPANIES = [[(20, 1), (62, 5), (0, 8), (130, 1), (0, 1)], [*BORDERS[::-1], (700, 1), (5, 2)]]
 
 
-def rows_with_other_bits(kernel: ModuleType, places: list[tuple[int, int]]) -> list[int]:
+def rows_with_other_bits(kernel: ModuleType, places: list[tuple[int, int]], rule: AttentionRule) -> list[int]:
     """The rows of a pass whose output is not that of the same row in a call of its own."""
     kv = filled(KV_HEADS, HEAD_DIM, torch.float32)
     query = random_query(sum(rows for _, rows in places), HEADS, HEAD_DIM)
     backend = kernel.TritonBackend(HEADS, KV_HEADS, PAGE_SIZES[0], CPU)
-    together = backend.plan(spans(places), len(query)).attend(kv.layers[0], query, 0.3)
+    together = backend.plan(spans(places), len(query)).attend(kv.layers[0], query, rule)
     found = []
     for span in spans(places):
         for place in range(span.rows):
             row = span.first_row + place
             alone = backend.plan([Span(0, 1, span.start + place, span.pages)], 1)
-            if not torch.equal(alone.attend(kv.layers[0], query[row : row + 1], 0.3)[0], together[row]):
+            if not torch.equal(alone.attend(kv.layers[0], query[row : row + 1], rule)[0], together[row]):
                 found.append(row)
     return found
 
 
 @pytest.mark.usefixtures("_fixed_order")
+@pytest.mark.parametrize("rule", RULES, ids=str)
 @pytest.mark.parametrize("places", COMPANIES)
-def test_bits_of_a_row_do_not_depend_on_its_company(kernel: ModuleType, places: list[tuple[int, int]]) -> None:
-    assert rows_with_other_bits(kernel, places) == []
+def test_bits_of_a_row_do_not_depend_on_its_company(
+    kernel: ModuleType, places: list[tuple[int, int]], rule: AttentionRule
+) -> None:
+    assert rows_with_other_bits(kernel, places, rule) == []
 
 
-def outputs_by_kept_splits(kernel: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
+def outputs_by_kept_splits(
+    kernel: ModuleType, monkeypatch: pytest.MonkeyPatch, rule: AttentionRule
+) -> list[torch.Tensor]:
     """The same pass with room for the sums of all splits, of some, and of none."""
     kv, query = filled(KV_HEADS, HEAD_DIM, torch.float32), random_query(6, HEADS, HEAD_DIM)
     batch = spans([(254, 3), (511, 2), (1100, 1)])
@@ -143,14 +159,15 @@ def outputs_by_kept_splits(kernel: ModuleType, monkeypatch: pytest.MonkeyPatch) 
     for kept_splits in (1000, 5, 0):
         monkeypatch.setattr(kernel, "KEPT_ROWS", kept_splits * 16 * KV_HEADS)
         plan = kernel.TritonBackend(HEADS, KV_HEADS, PAGE_SIZES[0], CPU).plan(batch, 6)
-        found.append(plan.attend(kv.layers[0], query, 0.3))
+        found.append(plan.attend(kv.layers[0], query, rule))
     return found
 
 
 @pytest.mark.usefixtures("_fixed_order")
+@pytest.mark.parametrize("rule", RULES, ids=str)
 def test_bits_of_a_row_do_not_depend_on_whether_its_block_is_split(
-    kernel: ModuleType, monkeypatch: pytest.MonkeyPatch
+    kernel: ModuleType, monkeypatch: pytest.MonkeyPatch, rule: AttentionRule
 ) -> None:
-    split, some, whole = outputs_by_kept_splits(kernel, monkeypatch)
+    split, some, whole = outputs_by_kept_splits(kernel, monkeypatch, rule)
     assert torch.equal(split, some)
     assert torch.equal(split, whole)
