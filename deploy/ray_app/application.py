@@ -33,8 +33,8 @@ _SCHEDULER_CALLS = 10_000
 # A worker that does not start twice will not the third time, and each time costs a loading of weights.
 _START_ATTEMPTS = 2
 
-# Serve replaces a replica that missed this limit three times in a row.
-_HEALTH = {"health_check_period_s": 1.0, "health_check_timeout_s": 10.0}
+# Serve replaces a replica that missed this limit three times in a row: not one whose host is cut off for half a minute.
+_HEALTH = {"health_check_period_s": 1.0, "health_check_timeout_s": 20.0}
 # While the scheduler hangs nothing goes on, and gateways wait for 40 s at most.
 _SCHEDULER_HEALTH = {"health_check_period_s": 1.0, "health_check_timeout_s": 3.0}
 

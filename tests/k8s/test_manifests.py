@@ -165,6 +165,7 @@ def test_pods_are_not_root_and_have_no_other_rights(manifests: list[Manifest]) -
         for container in [*spec["containers"], *spec.get("initContainers", [])]:
             assert container["securityContext"] == {
                 "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
                 "capabilities": {"drop": ["ALL"]},
             }
 
