@@ -159,15 +159,39 @@ def test_pods_run_ray_as_spool_serve_does(
     assert f"ray[serve]=={cluster(manifests)['rayVersion']}" in dependencies
 
 
-def test_pods_are_not_root_and_have_no_other_rights(manifests: list[Manifest]) -> None:
-    for spec in pod_specs(manifests).values():
+def test_pods_meet_the_restricted_profile(manifests: list[Manifest]) -> None:
+    """Kubernetes' Pod Security Standard `restricted`, and a root file system that nobody writes to."""
+    for spec in every_pod(manifests):
         assert spec["securityContext"]["runAsNonRoot"]
+        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert {"hostNetwork", "hostPID", "hostIPC"}.isdisjoint(spec)
+        kinds = {kind for volume in spec["volumes"] for kind in volume if kind != "name"}
+        assert kinds <= {"configMap", "emptyDir", "persistentVolumeClaim", "secret"}
         for container in [*spec["containers"], *spec.get("initContainers", [])]:
             assert container["securityContext"] == {
                 "allowPrivilegeEscalation": False,
                 "readOnlyRootFilesystem": True,
                 "capabilities": {"drop": ["ALL"]},
             }
+            assert all("hostPort" not in port for port in container.get("ports", []))
+
+
+def test_pods_say_what_they_need_and_whether_they_are_well(manifests: list[Manifest]) -> None:
+    for spec in every_pod(manifests):
+        for container in [*spec["containers"], *spec.get("initContainers", [])]:
+            resources = container["resources"]
+            assert set(resources["requests"]) >= {"cpu", "memory"}
+            assert resources["limits"]["memory"] == resources["requests"]["memory"]
+        for container in spec["containers"]:
+            assert "readinessProbe" in container
+    for spec in pod_specs(manifests).values():
+        assert "livenessProbe" in spec["containers"][0]
+
+
+def every_pod(manifests: list[Manifest]) -> list[Manifest]:
+    """Of the cell, and of what stands beside it."""
+    others = [one["spec"]["template"]["spec"] for one in manifests if one["kind"] == "StatefulSet"]
+    return [*pod_specs(manifests).values(), *({"volumes": [], **spec} for spec in others)]
 
 
 def test_the_autoscaler_gets_bounds_and_its_own_account() -> None:
