@@ -1,53 +1,68 @@
-"""The experts of a sparse layer, by kernels."""
+"""The experts of sparse layers, by kernels, in all families that compute them through transformers' interface."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from functools import cache
+
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
-from engine.cpu.kernels import LANES, CpuKernels
-from engine.cpu.linear import KernelLinear
-from engine.models.families import SILU, linear_of
+from engine.cpu.kernels import LANES, CpuKernels, load_cpu_kernels
+from engine.cpu.linear import KernelLinear, prepack_linear
+from engine.models.families import Experts, linear_of, sparse_blocks
 
 
 class KernelExperts(nn.Module):
-    """What a sparse block of the Qwen3-MoE kind computes: each row goes through a few of its experts.
+    """How many rows an expert computes at once depends on who shares the pass. The kernels give a row the same bits in
+    any company, and what its experts give is added up in the order of its choice, so that exact mode has such models,
+    too."""
 
-    How many rows an expert computes at once depends on who shares the pass. The kernels give a row the same bits in any
-    company, and what its experts give is added up in their order, so that exact mode has such models, too.
-    """
-
-    def __init__(self, block: nn.Module, kernels: CpuKernels) -> None:
+    def __init__(self, experts: Experts, kernels: CpuKernels) -> None:
         super().__init__()
-        router, experts = block.gate, block.experts
-        self._kernels = kernels
-        self._chosen = router.top_k
-        self._normalised = router.norm_topk_prob
-        self._router = KernelLinear(linear_of(router.weight), kernels)
-        self._gate_up = nn.ModuleList(KernelLinear(linear_of(weight), kernels) for weight in experts.gate_up_proj)
-        self._down = nn.ModuleList(KernelLinear(linear_of(weight), kernels) for weight in experts.down_proj)
+        self._gate_up = _linears(experts.gate_up, experts.gate_up_bias, kernels)
+        self._down = _linears(experts.down, experts.down_bias, kernels)
+        by_kernel = experts.has_silu and experts.down.shape[2] % LANES == 0
+        self._gate = kernels.silu_mul if by_kernel else experts.gate
 
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """`[1, rows, hidden]` to the same."""
-        rows = hidden_states[0]
-        chances = torch.softmax(self._router(rows), dim=-1, dtype=torch.float32)
-        shares, chosen = chances.topk(self._chosen, dim=-1)
-        if self._normalised:
-            shares = shares / shares.sum(dim=-1, keepdim=True)
-        shares = shares.to(rows.dtype)
-        total = torch.zeros_like(rows)
-        for expert in chosen.unique().tolist():
-            which, place = (chosen == expert).nonzero(as_tuple=True)
-            inner = self._kernels.silu_mul(self._gate_up[expert](rows[which]))
-            total[which] += self._down[expert](inner) * shares[which, place, None]
-        return total.unsqueeze(0)
+    def forward(self, rows: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+        """`[rows, hidden]` to the same; experts and their shares `[rows, top k]`. Shares and sums are in float32."""
+        by_expert = chosen.flatten().argsort(stable=True)
+        used, counts = (numbers.tolist() for numbers in chosen.unique(return_counts=True))
+        inner = self._gate(_through(self._gate_up, used, counts, rows[by_expert // chosen.shape[1]]))
+        outputs = torch.empty(len(by_expert), rows.shape[1])
+        outputs[by_expert] = _through(self._down, used, counts, inner).float()
+        outputs = outputs.view(*chosen.shape, -1) * shares.float().unsqueeze(-1)
+        total, *others = outputs.unbind(1)
+        for other in others:
+            total += other
+        return total.to(rows.dtype)
 
 
-def runs_by_kernel(block: nn.Module, kernels: CpuKernels) -> bool:
-    """Whether the kernels take all of a sparse block."""
-    experts = block.experts
-    return (
-        type(experts.act_fn) in SILU
-        and experts.down_proj.shape[2] % LANES == 0
-        and all(kernels.multiplies(w) for w in (block.gate.weight, experts.gate_up_proj[0], experts.down_proj[0]))
+def replace_experts(model: PreTrainedModel, kernels: CpuKernels) -> None:
+    """Replaces experts and their routers in place, where `kernels` take them."""
+
+    @cache
+    def kernels_of(dtype: torch.dtype) -> CpuKernels | None:
+        # Some routers multiply in float32.
+        return kernels if dtype == kernels.dtype else load_cpu_kernels(dtype, lambda *_: None, kernels.isa)
+
+    for block in sparse_blocks(model):
+        if kernels.multiplies(block.experts.gate_up[0]) and kernels.multiplies(block.experts.down[0]):
+            block.replace(
+                KernelExperts(block.experts, kernels),
+                lambda linear: prepack_linear(linear, kernels_of(linear.weight.dtype)),
+            )
+
+
+def _linears(weights: torch.Tensor, biases: torch.Tensor | None, kernels: CpuKernels) -> nn.ModuleList:
+    of_experts: Iterable[torch.Tensor | None] = [None] * len(weights) if biases is None else biases
+    return nn.ModuleList(
+        KernelLinear(linear_of(weight, bias), kernels) for weight, bias in zip(weights, of_experts, strict=True)
     )
+
+
+def _through(linears: nn.ModuleList, used: list[int], counts: list[int], rows: torch.Tensor) -> torch.Tensor:
+    """Rows, as many of each used expert as `counts` says, through the layers of their experts."""
+    return torch.cat([linears[expert](part) for expert, part in zip(used, rows.split(counts), strict=True)])

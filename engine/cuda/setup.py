@@ -77,9 +77,12 @@ class GpuPasses:
         fuse_decoder(model, self._make_linear or (lambda linear: linear))
 
     def replace_linears(self, model: PreTrainedModel) -> None:
-        """Replaces all linear layers by those that give a row the same bits in any company, in place."""
+        """Replaces experts and all linear layers by those that give a row the same bits in any company, in place."""
         if self._make_linear is None:
             return
+        from engine.cuda.triton_experts import replace_experts
+
+        replace_experts(model)
         for module in list(model.modules()):
             for name, child in module.named_children():
                 plain = type(child) is nn.Linear and child.weight.dtype in _MULTIPLIED

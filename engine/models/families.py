@@ -6,13 +6,17 @@ layers, not every model its engine.
 
 from __future__ import annotations
 
+import copy
 import importlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.nn.functional as F  # noqa: N812  (the name everybody knows)
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 from transformers.activations import SiLUActivation
 
@@ -31,14 +35,12 @@ FAMILIES = {"llama": "Llama", "qwen2": "Qwen2", "qwen3": "Qwen3", "qwen3_moe": "
 
 @dataclass(frozen=True, slots=True)
 class FamilyClasses:
-    """Classes of one family. Subclasses are other classes: they may compute something else. `experts` take the place
-    of `mlp` in some layers."""
+    """Classes of one family. Subclasses are other classes: they may compute something else."""
 
     decoder: type[nn.Module]
     layer: type[nn.Module]
     attention: type[nn.Module]
     mlp: type[nn.Module]
-    experts: type[nn.Module] | None
 
 
 def families_of(model: PreTrainedModel) -> list[FamilyClasses]:
@@ -62,7 +64,6 @@ def _resolved(model: PreTrainedModel) -> Iterator[FamilyClasses]:
                 layer=getattr(module, f"{prefix}DecoderLayer"),
                 attention=getattr(module, f"{prefix}Attention"),
                 mlp=getattr(module, f"{prefix}MLP"),
-                experts=getattr(module, f"{prefix}SparseMoeBlock", None),
             )
         except (ImportError, AttributeError) as error:
             logger.warning("%s models keep transformers' own layers, which are slower: %s", name, error)
@@ -90,6 +91,89 @@ class LlamaLayer(nn.Module):
         """Weights of the norms of a query head and of a key head, and their epsilon."""
         if hasattr(attention, "q_norm"):
             self._head_norms = (attention.q_norm.weight.detach(), *weight_and_epsilon(attention.k_norm))
+
+
+@dataclass(frozen=True, slots=True)
+class Experts:
+    """Those of a sparse layer: weights `[experts, out, in]`, biases `[experts, out]`, and `gate`, which makes
+    `[rows, inner]` of the outputs of `gate_up`. With `has_silu` that is silu of their first half times their second."""
+
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    gate_up_bias: torch.Tensor | None
+    down_bias: torch.Tensor | None
+    gate: Callable[[torch.Tensor], torch.Tensor]
+    has_silu: bool
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Experts:
+        """Of one that transformers' `use_experts_implementation` has decorated."""
+        gate_up, down = module.gate_up_proj.detach(), module.down_proj.detach()
+        if module.is_transposed:
+            gate_up, down = gate_up.transpose(1, 2), down.transpose(1, 2)
+        gate_up_bias = module.gate_up_proj_bias.detach() if module.has_bias else None
+        down_bias = module.down_proj_bias.detach() if module.has_bias else None
+        # The gate is to keep no weights alive.
+        gating = copy.copy(module)
+        gating._parameters = {}
+        has_silu = type(module)._apply_gate.__name__ == "_default_apply_gate" and type(module.act_fn) in SILU
+        return cls(gate_up, down, gate_up_bias, down_bias, gating._apply_gate, has_silu)
+
+
+@dataclass(frozen=True, slots=True)
+class SparseBlock:
+    """A module that routes rows to experts."""
+
+    module: nn.Module
+    experts: Experts
+
+    def replace(self, experts: nn.Module, make_linear: Callable[[nn.Linear], nn.Module]) -> None:
+        """`make_linear` makes what computes the product of the router."""
+        self.module.experts = experts
+        for name in ("gate", "router"):
+            router = getattr(self.module, name, None)
+            if router is not None and type(router) is not nn.Linear:
+                setattr(self.module, name, OwnRouter(router, make_linear))
+
+
+def sparse_blocks(model: PreTrainedModel) -> Iterator[SparseBlock]:
+    """Those whose experts use transformers' interface. Weights of replaced ones are free when the next one comes."""
+    blocks = [module for module in model.modules() if getattr(getattr(module, "experts", None), "has_gate", False)]
+    for block in blocks:
+        yield SparseBlock(block, Experts.of(block.experts))
+
+
+class OwnRouter(nn.Module):
+    """A router whose product is computed by another layer."""
+
+    def __init__(self, router: nn.Module, make_linear: Callable[[nn.Linear], nn.Module]) -> None:
+        super().__init__()
+        # No submodule: some routers are linear layers.
+        self._route = router.forward
+        self._product = _OwnProduct(make_linear)
+
+    def forward(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        with self._product:
+            return self._route(*given)
+
+
+class _OwnProduct(TorchFunctionMode):
+    """Computes what is given to `F.linear`, always with one weight and in one dtype, by a layer of its own."""
+
+    def __init__(self, make_linear: Callable[[nn.Linear], nn.Module]) -> None:
+        super().__init__()
+        self._make_linear = make_linear
+        self._linear: nn.Module | None = None
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is not F.linear:
+            return func(*args, **(kwargs or {}))
+        rows, *weights = args
+        if self._linear is None:
+            self._linear = self._make_linear(linear_of(*weights))
+        return self._linear(rows)
 
 
 def joined(layers: Sequence[nn.Linear | QuantizedLinear]) -> nn.Linear | QuantizedLinear:

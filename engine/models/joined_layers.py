@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from engine.attention.backends import AttentionRule
 from engine.attention.paged_step import PagedStep
-from engine.cpu.experts import KernelExperts, runs_by_kernel
+from engine.cpu.experts import replace_experts
 from engine.cpu.kernels import CpuKernels
 from engine.cpu.linear import can_prepack, prepack_linear, prepack_linears
 from engine.models.families import FamilyClasses, families_of, joined
@@ -136,6 +136,8 @@ def join_layers(model: PreTrainedModel, kernels: CpuKernels | None) -> None:
             replacement = _replacement(child, families, kernels)
             if replacement is not None:
                 setattr(module, name, replacement)
+    if kernels is not None:
+        replace_experts(model, kernels)
     prepack_linears(model, kernels)
 
 
@@ -147,6 +149,4 @@ def _replacement(module: nn.Module, families: Sequence[FamilyClasses], kernels: 
         return JoinedMlp(module, kernels)
     if is_plain_rms_norm(module):
         return FusedRmsNorm(module)
-    if any(kind is family.experts for family in families) and kernels is not None and runs_by_kernel(module, kernels):
-        return KernelExperts(module, kernels)
     return None

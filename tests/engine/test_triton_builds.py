@@ -104,12 +104,30 @@ def sampling(
     yield lambda: TritonScan().choose(logits, [(1, temperature)] * 2, token_ids)
 
 
+def experts(architecture: int, dtype: torch.dtype, has_bias: bool) -> Iterator[Callable[[], object]]:
+    """With biases, weights are transposed."""
+    from engine.cuda.triton_experts import TritonExperts, TritonRouting
+    from engine.models.families import Experts
+
+    gate_up, down = torch.empty(8, 2 * 768, 2048, dtype=dtype), torch.empty(8, 2048, 768, dtype=dtype)
+    biases = (None, None)
+    if has_bias:
+        gate_up, down = gate_up.reshape(8, 2048, -1).transpose(1, 2), down.reshape(8, 768, -1).transpose(1, 2)
+        biases = (torch.empty(8, 2 * 768, dtype=dtype), torch.empty(8, 2048, dtype=dtype))
+    chosen = torch.tensor([[3, 5]])
+    own = TritonExperts(Experts(gate_up, down, *biases, lambda rows: rows[:, :768], False))
+    yield lambda: own(torch.zeros(1, 2048, dtype=dtype), chosen, torch.zeros(1, 2, dtype=dtype))
+    linear = torch.nn.Linear(2048, 8, bias=has_bias, dtype=FP32 if has_bias else dtype)
+    yield lambda: TritonRouting(linear)(torch.zeros(1, 2048, dtype=linear.weight.dtype))
+
+
 MAKERS: dict[str, Callable[..., Iterator[Callable[[], object]]]] = {
     "attention": attention,
     "products": products,
     "products of codes": code_products,
     "rows": decoder_rows,
     "sampling": sampling,
+    "experts": experts,
 }
 CASES: list[tuple[str, tuple[object, ...]]] = [
     ("attention", (80, BF16, 64, 1, 16)),
@@ -136,6 +154,10 @@ CASES: list[tuple[str, tuple[object, ...]]] = [
     ("sampling", (90, FP32, 0.7, True)),
     ("sampling", (90, BF16, 0.0, True)),
     ("sampling", (100, FP32, 0.7, True)),
+    ("experts", (80, BF16, True)),
+    ("experts", (90, BF16, False)),
+    ("experts", (90, FP16, True)),
+    ("experts", (100, BF16, False)),
 ]
 
 
@@ -168,8 +190,8 @@ def test_kernels_compile(kind: str, arguments: tuple[int, ...], compiler: Proces
         # A multiplication and an addition in one operation would give other tokens than both.
         assert "fma.rn.f64" not in build.ptx
         waits = [build.ptx.count(f"griddepcontrol.{what};") for what in ("launch_dependents", "wait")]
-        assert waits == [kind != "sampling" and overlapping(architecture)] * 2, build.name
-        if kind.startswith("products"):
+        assert waits == [kind not in ("sampling", "experts") and overlapping(architecture)] * 2, build.name
+        if kind.startswith("products") or build.name == "_multiply_pairs":
             assert build.products
             assert all(re.fullmatch(PRODUCTS[architecture], shape) for shape in build.products)
             # Weights are expanded as torch does it, and instructions take the inner dimension in its order.
