@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from engine.attention.backends import AttentionBackend, AttentionPlan, AttentionRule, Span
 from engine.attention.paged_step import ATTENTION_NAME
@@ -19,26 +19,37 @@ from engine.quantization.checkpoints import check_quantization
 
 PROVED_FAMILIES = frozenset(
     [
+        "afmoe",
         "apertus",
         "arcee",
         "aria_text",
         "biogpt",
         "bitnet",
         "cohere",
+        "cohere2",
+        "cohere2_moe",
+        "cwm",
         "ctrl",
         "ernie4_5",
         "ernie4_5_moe",
+        "exaone4",
+        "exaone_moe",
         "flex_olmo",
         "fuyu",
         "gemma",
+        "gemma2",
+        "gemma3_text",
         "glm",
         "glm4",
         "glm4_moe",
         "gpt-sw3",
         "gpt2",
         "gpt_neox",
+        "gpt_oss",
         "granite",
+        "granite_swa",
         "granitemoe",
+        "granitemoe_swa",
         "granitemoeshared",
         "helium",
         "hy_v3",
@@ -50,12 +61,14 @@ PROVED_FAMILIES = frozenset(
         "mellum",
         "minimax_m2",
         "minimax_m3_vl_text",
+        "ministral",
         "ministral3",
         "mistral",
         "mixtral",
         "nanochat",
         "olmo",
         "olmo2",
+        "olmo3",
         "olmoe",
         "opt",
         "persimmon",
@@ -70,13 +83,16 @@ PROVED_FAMILIES = frozenset(
         "smollm3",
         "solar_open",
         "starcoder2",
+        "vaultgemma",
     ]
 )
 """Model types whose output tests/engine/test_families.py compares with `model.generate` (docs/models.md). Any other is
 compared with itself when it is loaded, which takes a few small passes."""
 
+# Families whose attention function is not told of their windows.
+_UNTOLD_WINDOWS = {"phimoe", "qwen2_moe"}
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
-# Frequencies that depend on the longest sequence of a pass, so on the company that a sequence has there.
+# Frequencies that transformers computes for the longest sequence of a pass.
 _MOVING_ROPE = {"dynamic", "longrope"}
 # Relative to the spread of the logits. Rounding moves them by a hundredth of it; a token too many or too few in the
 # attention, or one at another position, by much more than a tenth.
@@ -94,12 +110,26 @@ def check_config(config: PreTrainedConfig) -> None:
         raise UnsupportedModelError(
             f"{family} has layers of type {', '.join(sorted(others))}, must be of {' or '.join(sorted(_LAYER_TYPES))}"
         )
-    for kind in _rope_types(getattr(config, "rope_parameters", None)):
-        if kind in _MOVING_ROPE:
+    window = getattr(config, "sliding_window", None)
+    if family in _UNTOLD_WINDOWS and window and window < config.max_position_embeddings:
+        raise UnsupportedModelError(f"{family} has sliding windows of {window} positions, which are not supported")
+    for layer_type, rope in (getattr(config, "rope_parameters", None) or {}).items():
+        if isinstance(rope, dict) and rope.get("rope_type") in _MOVING_ROPE:
             raise UnsupportedModelError(
-                f"{family} has rotary positions of type {kind}, which depend on the other sequences of a pass"
+                f"{family} has rotary positions of type {rope['rope_type']} in {layer_type}, which is not supported"
             )
     check_quantization(config)
+
+
+def fix_frequencies(model: PreTrainedModel, max_model_len: int | None) -> None:
+    """Gives rotary positions, in place, the frequencies of the longest sequence that is served: those that transformers
+    picks depend on the other sequences of a pass."""
+    for module in model.modules():
+        kind = getattr(module, "rope_type", None)
+        if isinstance(kind, str) and kind in _MOVING_ROPE:
+            of_kind, longest = ROPE_INIT_FUNCTIONS[kind], max_model_len or module.config.max_position_embeddings
+            module.inv_freq, module.attention_scaling = of_kind(module.config, module.inv_freq.device, seq_len=longest)
+            module.rope_type = "default"
 
 
 def check_passes(runner: ModelRunner, pool: PagePool) -> None:
@@ -198,12 +228,3 @@ class _CountedPlan:
         if rule.window is not None:
             self._counted.windows.add(rule.window)
         return self._plan.attend(layer, query, rule)
-
-
-def _rope_types(parameters: Any) -> Iterator[str]:
-    """Of a model's parameters, which may have some for each type of layer."""
-    if isinstance(parameters, dict):
-        if "rope_type" in parameters:
-            yield str(parameters["rope_type"])
-        for value in parameters.values():
-            yield from _rope_types(value)

@@ -27,7 +27,7 @@ from engine.exactness.calibration_cache import calibration_file, calibration_key
 from engine.kv.kv_store import KvStore
 from engine.kv.paged_kv import PagedKvStore
 from engine.kv.pages import PagePool, PageTable
-from engine.models.compatibility import PROBED_PAGES, check_config, check_passes
+from engine.models.compatibility import PROBED_PAGES, check_config, check_passes, fix_frequencies
 from engine.models.draft_vocabulary import read_draft_vocabulary, restrict_head
 from engine.models.dtype import AUTO, COMPUTED, best_dtype, dtype_name
 from engine.models.families import FAMILIES
@@ -193,6 +193,7 @@ def _load_model(settings: EngineSettings, role: Role, progress: Progress, ranks:
     if kernels is not None:
         _report(f"CPU kernels for {kernels.isa}", progress)
     model = moved(model, device).eval()
+    fix_frequencies(model, settings.max_model_len)
     gpu = _gpu_passes(model, settings.cuda_graphs and ranks is None, progress)
     vocabulary = read_vocabulary(folder, model.get_input_embeddings().num_embeddings)
     tokenizer = read_tokenizer(folder) if ranks is None or ranks.rank == 0 else None
@@ -296,6 +297,7 @@ def _in_memory(model: PreTrainedModel, settings: EngineSettings, progress: Progr
     if settings.threads:
         use_threads(settings.threads)
     model.eval()
+    fix_frequencies(model, settings.max_model_len)
     kernels = _cpu_kernels(model.dtype, model.device, settings, progress)
     vocabulary = Vocabulary(b"", model.get_input_embeddings().num_embeddings)
     quantization = _round(model, model.device, settings, kernels, progress)

@@ -42,7 +42,12 @@ def transformers_model(folder: Path, dtype: Any) -> Any:
 
     # The file says less of the model than config.json.
     gguf: dict[str, Any] = {"gguf_file": GGUF_WEIGHTS} if (folder / GGUF_WEIGHTS).is_file() else {}
-    return AutoModelForCausalLM.from_pretrained(folder, config=AutoConfig.from_pretrained(folder), dtype=dtype, **gguf)
+    config = AutoConfig.from_pretrained(folder)
+    # SDPA leaves out soft caps.
+    attention = "eager" if getattr(config, "attn_logit_softcapping", None) else None
+    return AutoModelForCausalLM.from_pretrained(
+        folder, config=config, dtype=dtype, attn_implementation=attention, **gguf
+    )
 
 
 def generate_reference(request: ReferenceRequest) -> Iterator[ReferenceOutput]:

@@ -23,15 +23,16 @@ from scheduler.sampling import SamplingParameters
 VOCABULARY = 96
 WINDOW = 9
 NEW_TOKENS = 12
-PROMPTS = [
-    [(7 * place + number) % VOCABULARY for place in range(length)] for number, length in enumerate((2, 6, 11, 30))
-]
+LENGTHS = (2, 6, 11, 30)
+PROMPTS = [[(7 * place + number) % VOCABULARY for place in range(length)] for number, length in enumerate(LENGTHS)]
 WRONG_DRAFTS = (3, 5)
 NOT_EXACT = {
     *("aria_text", "ernie4_5_moe", "flex_olmo", "glm4_moe", "granitemoe", "granitemoeshared", "hy_v3", "laguna"),
     *("mellum", "minimax_m2", "minimax_m3_vl_text", "mixtral", "olmoe", "phimoe", "qwen2_moe", "solar_open"),
 }
 """Served with `--no-exact` only: experts compute rows of different sequences together."""
+WITHOUT_WINDOWS = ("phimoe", "qwen2_moe")
+"""They keep their windows from the attention function, and are refused with windows."""
 QUICK = ("gpt2", "phi")
 """One projection for query, key and value with learned positions; separate ones with partial rotation."""
 REFUSED = {
@@ -71,22 +72,26 @@ def tiny_config(family: str) -> PreTrainedConfig:
     }
     if "kv_lora_rank" in sizes:
         sizes["num_key_value_heads"] = sizes["num_attention_heads"]
-    options: dict[str, Any] = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-    windows = {"sliding_window": WINDOW, "use_sliding_window": True, "max_window_layers": 1}
-    optional = windows | {"attn_logit_softcapping": 2.0}
-    options |= {name: value for name, value in optional.items() if hasattr(default, name)}
-    if "sliding_attention" in (getattr(default, "layer_types", None) or ()):
-        options["layer_types"] = ["sliding_attention", "full_attention"]
+    optional: dict[str, Any] = {"sliding_window": WINDOW, "use_sliding_window": True, "max_window_layers": 1}
+    optional |= {"attn_logit_softcapping": 2.0, "layer_types": ["sliding_attention", "full_attention"]}
+    more = {name: value for name, value in optional.items() if hasattr(default, name)}
+    if family in WITHOUT_WINDOWS or not hasattr(default, "sliding_window"):
+        more = {}
+    if family == "ministral":
+        more["head_dim"] = SIZES["head_dim"]  # its default is no number
+    tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
     try:
-        return kind(**sizes, **options, tie_word_embeddings=False)
+        return kind(**sizes, **more, **tokens, tie_word_embeddings=False)
     except StrictDataclassError:
-        return kind(**sizes, tie_word_embeddings=False)  # this family must have special tokens and windows
+        return kind(**sizes, **more, tie_word_embeddings=False)  # this family must have special tokens
 
 
 def tiny_model(config: PreTrainedConfig) -> PreTrainedModel:
     """Weights spread widely enough that the next token depends on the context and no two logits are nearly equal."""
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    # Soft caps are left out by SDPA.
+    attention = "eager" if getattr(config, "attn_logit_softcapping", None) else None
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=attention)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
@@ -96,22 +101,29 @@ def tiny_model(config: PreTrainedConfig) -> PreTrainedModel:
     return model.eval()
 
 
-def load(folder: Path, exact: bool = False) -> TargetEngine:
+def load(folder: Path, exact: bool = False, max_model_len: int | None = None) -> TargetEngine:
     settings = EngineSettings(
-        str(folder), "float32", threads=1, page_size=8, kv_pages=64, max_num_batched_tokens=32, exact=exact
+        str(folder),
+        "float32",
+        threads=1,
+        page_size=8,
+        kv_pages=64,
+        max_num_batched_tokens=32,
+        max_model_len=max_model_len,
+        exact=exact,
     )
     return load_target_engine(settings, lambda *_: None)
 
 
-def decode(engine: TargetEngine) -> list[list[int]]:
+def decode(engine: TargetEngine, prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
     """The prompts in one batch. Every round also verifies wrong drafts, so that KV is written and dropped."""
-    tables = [PageTable() for _ in PROMPTS]
-    outputs: list[list[int]] = [[] for _ in PROMPTS]
-    fed = list(PROMPTS)
+    tables = [PageTable() for _ in prompts]
+    outputs: list[list[int]] = [[] for _ in prompts]
+    fed = list(prompts)
     while any(len(output) < NEW_TOKENS for output in outputs):
         rows = [
             VerifyRow(table, feed, WRONG_DRAFTS, True, [*prompt, *output], len(prompt), SamplingParameters())
-            for table, feed, prompt, output in zip(tables, fed, PROMPTS, outputs, strict=True)
+            for table, feed, prompt, output in zip(tables, fed, prompts, outputs, strict=True)
         ]
         for index, outcome in enumerate(engine.step(rows).rows):
             assert outcome.error is None
@@ -154,14 +166,38 @@ def save_llama(folder: Path, **changes: Any) -> None:
     file.write_text(json.dumps(json.loads(file.read_text(encoding="utf-8")) | changes), encoding="utf-8")
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
-def test_positions_that_depend_on_the_batch_are_refused(kind: str, tmp_path: Path) -> None:
-    rope: dict[str, Any] = {"rope_type": kind, "rope_theta": 10000.0, "factor": 2.0}
+# Prompts of which `model.generate` picks the frequencies that all sequences of the engine have: those of its longest.
+@pytest.mark.parametrize(
+    ("kind", "original", "max_model_len", "prompts"),
+    [("dynamic", None, None, PROMPTS), ("longrope", 8, None, PROMPTS[2:]), ("longrope", 32, 32, PROMPTS[:3])],
+)
+def test_positions_do_not_depend_on_the_batch(
+    kind: str, original: int | None, max_model_len: int | None, prompts: list[list[int]], tmp_path: Path
+) -> None:
+    rope: dict[str, Any] = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0}
     if kind == "longrope":
-        rope |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "original_max_position_embeddings": 64}
+        rope |= {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "original_max_position_embeddings": original}
     config = LlamaConfig(**tiny_config("llama").to_dict() | {"rope_parameters": rope})
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedModelError, match=f"rotary positions of type {kind}, which depend on the other"):
+    model = tiny_model(config)
+    model.save_pretrained(tmp_path)
+    assert decode(load(tmp_path, max_model_len=max_model_len), prompts) == [
+        generated(model, prompt) for prompt in prompts
+    ]
+
+
+@pytest.mark.parametrize(
+    ("family", "window"),
+    [
+        ("phimoe", {"sliding_window": WINDOW}),
+        ("qwen2_moe", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}),
+    ],
+)
+def test_windows_that_attention_does_not_hear_of_are_refused(
+    family: str, window: dict[str, Any], tmp_path: Path
+) -> None:
+    config = tiny_config(family)
+    tiny_model(type(config)(**config.to_dict() | {"layer_types": None} | window)).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match=f"{family} has sliding windows of {WINDOW} positions"):
         load(tmp_path)
 
 
