@@ -17,7 +17,7 @@ from scheduler.sampling import SamplingParameters
 from services.worker.executor import DraftStepExecutor, TargetStepExecutor
 from tests.support.cpu_kernels import ISAS, compiled_kernels
 from tests.support.in_process import Output, run_in_process
-from tests.support.tiny_models import TORCH_SHAPE, VOCABULARY, save_tiny_pair
+from tests.support.tiny_models import SPARSE, TORCH_SHAPE, VOCABULARY, save_tiny_pair
 
 pytestmark = pytest.mark.slow
 
@@ -85,6 +85,7 @@ class Workers:
                 assert output.logits_digests == expected.logits_digests
 
 
+WINDOW = {"sliding_window": 20, "max_window_layers": 1}
 # Instruction set, family, sizes other than usual, dtype, and what is compared. The dtypes differ in how kernels load
 # and store; with the sizes of TORCH_SHAPE, attention is matrix products in one form.
 PAIRS = [
@@ -92,8 +93,13 @@ PAIRS = [
     (AUTO, "llama", {}, "float16", SOME),
     (AUTO, "llama", {"head_dim": 128}, "float32", SOME),
     (AUTO, "llama", TORCH_SHAPE, "bfloat16", SOME),
-    (AUTO, "qwen3_moe", {}, "bfloat16", SOME),
+    *((AUTO, family, {"hidden_size": 128}, "bfloat16", SOME) for family in SPARSE),
     (AUTO, "glm4", {}, "bfloat16", SOME),
+    *((isa, "qwen3", {"use_sliding_window": True, **WINDOW}, "bfloat16", SOME) for isa in ISAS),
+    (AUTO, "gemma2", {}, "bfloat16", SOME),
+    (AUTO, "gemma3_text", {}, "bfloat16", SOME),
+    (AUTO, "gemma2", TORCH_SHAPE, "bfloat16", SOME),
+    (AUTO, "gpt_oss", {"hidden_size": 128}, "bfloat16", SOME),
 ]
 
 

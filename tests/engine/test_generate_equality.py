@@ -253,5 +253,5 @@ def outputs_by_kernels(pair: KernelPair, config: SchedulerConfig) -> list[list[i
 
 
 def test_output_by_kernels_is_that_of_generate(kernel_pair: KernelPair) -> None:
-    assert sum(map(len, kernel_pair.expected)) > 40
+    assert sum(map(len, kernel_pair.expected)) > 30
     assert outputs_by_kernels(kernel_pair, running(Policy.RAGGED)) == kernel_pair.expected

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
+    Gemma3TextConfig,
     Glm4Config,
     LlamaConfig,
     PreTrainedConfig,
@@ -44,9 +47,27 @@ CONFIGS: dict[str, type[PreTrainedConfig]] = {
     "qwen3": Qwen3Config,
     "qwen3_moe": Qwen3MoeConfig,
     "glm4": Glm4Config,
+    "gemma3_text": Gemma3TextConfig,
 }
-_EXPERTS = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "norm_topk_prob": True}
-_MORE = {"qwen3_moe": _EXPERTS}
+SPARSE = (
+    *("ernie4_5_moe", "glm4_moe", "granitemoe", "minimax_m2", "minimax_m3_vl_text", "mixtral", "olmoe", "phimoe"),
+    *("qwen2_moe", "qwen3_moe"),
+)
+"""Families with experts, which tiny models have, too."""
+
+_EXPERTS = {
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 6),
+    **dict.fromkeys(("num_experts_per_tok", "moe_k"), 2),
+    **{"moe_intermediate_size": 32, "shared_expert_intermediate_size": 64, "norm_topk_prob": True},
+}
+"""Under the names that some families have for them."""
+_WINDOW = {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"]}
+_MORE: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(SPARSE, _EXPERTS),
+    "gpt_oss": {**_EXPERTS, **_WINDOW},
+    "gemma2": {**_WINDOW, "attn_logit_softcapping": 2.0},
+    "gemma3_text": _WINDOW,
+}
 
 
 def tiny_model(family: str, seed: int = 0, **shape: int) -> PreTrainedModel:
@@ -55,7 +76,7 @@ def tiny_model(family: str, seed: int = 0, **shape: int) -> PreTrainedModel:
     `shape`: sizes of the configuration other than usual.
     """
     torch.manual_seed(seed)
-    config = CONFIGS[family](**(_SHAPE | _MORE.get(family, {}) | shape), tie_word_embeddings=False)
+    config = AutoConfig.for_model(family, **(_SHAPE | _MORE.get(family, {}) | shape), tie_word_embeddings=False)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for parameter in model.parameters():
