@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from engine.cpu.kernels import CpuKernels, LinearWeights, Panels
+from engine.models.families import apart
 from engine.parallel.layers import SummedLinear
 from engine.quantization.layers import QuantizedEmbedding, QuantizedLinear
 
@@ -37,8 +38,8 @@ class KernelLinear(nn.Module):
         flat = rows.reshape(-1, self.in_features).contiguous()
         outputs = self._kernels.linear(flat, self._panels, self._padded_bias, self.out_features)
         if self.out_features == 1:
-            # Numbers that lie apart go through torch's operations one by one: in a vector some have other bits.
-            outputs = nn.functional.pad(outputs, (0, 1))[:, :1]
+            # The gate of a shared expert, whose sigmoid is taken.
+            outputs = apart(outputs)
         return outputs.view(*rows.shape[:-1], self.out_features)
 
     @property

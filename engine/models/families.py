@@ -150,15 +150,16 @@ class OwnRouter(nn.Module):
         super().__init__()
         # No submodule: some routers are linear layers.
         self._route = router.forward
-        self._product = _OwnProduct(make_linear)
+        self._own = _OwnOperations(make_linear)
 
     def forward(self, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        with self._product:
+        with self._own:
             return self._route(*given)
 
 
-class _OwnProduct(TorchFunctionMode):
-    """Computes what is given to `F.linear`, always with one weight and in one dtype, by a layer of its own."""
+class _OwnOperations(TorchFunctionMode):
+    """Computes what is given to `F.linear`, always with one weight and in one dtype, by a layer of its own, and the
+    sigmoid of a number by itself."""
 
     def __init__(self, make_linear: Callable[[nn.Linear], nn.Module]) -> None:
         super().__init__()
@@ -168,12 +169,20 @@ class _OwnProduct(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func in (torch.sigmoid, torch.Tensor.sigmoid):
+            return func(apart(args[0]))
         if func is not F.linear:
             return func(*args, **(kwargs or {}))
         rows, *weights = args
         if self._linear is None:
             self._linear = self._make_linear(linear_of(*weights))
         return self._linear(rows)
+
+
+def apart(numbers: torch.Tensor) -> torch.Tensor:
+    """The same numbers, with room between them. On a CPU, torch then computes functions of them one by one: in a vector
+    some have other bits, and which ones fill a vector depends on how many there are."""
+    return F.pad(numbers.unsqueeze(-1), (0, 1))[..., 0]
 
 
 def joined(layers: Sequence[nn.Linear | QuantizedLinear]) -> nn.Linear | QuantizedLinear:
