@@ -65,6 +65,8 @@ def stored_tensors(files: Iterable[Path]) -> dict[str, StoredTensor]:
     stored = {}
     for file in files:
         try:
+            # Of a file that may not be read, safetensors says that it is not there.
+            file.open("rb").close()
             with safe_open(file, framework="pt") as content:
                 for name in content.keys():  # noqa: SIM118  (no mapping)
                     tensor = content.get_slice(name)

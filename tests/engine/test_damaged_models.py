@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,6 +18,7 @@ from tokenizers import Tokenizer, models
 
 from engine.errors import EngineError, UnsupportedModelError
 from engine.models.loading import load_draft_engine, load_target_engine
+from engine.models.weights import stored_tensors
 from engine.parallel.ranks import join_ranks
 from engine.settings import EngineSettings
 from tests.support.command_line import save_tokenizer, spool, write_lines
@@ -194,3 +197,19 @@ def test_the_command_line_names_the_tensor_that_is_missing(ranks: int, whole: Pa
     ended = spool("generate", folder, "--prompts", prompts, "--tensor-parallel-size", ranks)
     assert ended.code == 1
     assert "damaged holds no lm_head.weight" in ended.err
+
+
+def test_a_file_that_may_not_be_read_is_not_said_to_be_missing() -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder, file = Path(name), Path(name) / "model.safetensors"
+        save_file({"weight": torch.zeros(1)}, file)
+        file.chmod(0)
+        folder.chmod(0o755)
+        user = os.geteuid()
+        if user == 0:
+            os.seteuid(65534)  # nobody: root may read everything
+        try:
+            with pytest.raises(UnsupportedModelError, match=r"model\.safetensors cannot be read: .*Permission denied"):
+                stored_tensors([file])
+        finally:
+            os.seteuid(user)

@@ -67,10 +67,12 @@ def as_pip_here(folder: Path) -> list[str]:
     """Options that give pip in the build this machine's settings, and the files that they name."""
     listed = subprocess.run(["pip", "config", "list"], capture_output=True, text=True, check=True).stdout
     settings = dict(line.split("=", 1) for line in listed.splitlines())
-    values = {name.rpartition(".")[2]: value.strip("'") for name, value in settings.items()}
+    values = {name.rpartition(".")[2]: value.strip("'") for name, value in settings.items()} | {"retries": "1"}
     (folder / "pip.conf").write_text("[global]\n" + "".join(f"{name} = {one}\n" for name, one in values.items()))
-    named = {Path(word.removeprefix("file://")) for value in values.values() for word in value.split()}
-    files = sorted(path for path in named if path.is_absolute() and path.exists())
+    words = [word for value in values.values() for word in value.split()]
+    # The pages of an index on disk name files beside it.
+    indexes = {Path(word.removeprefix("file://")).parent for word in words if word.startswith("file://")}
+    files = sorted(indexes | {Path(word) for word in words if word.startswith("/") and Path(word).exists()})
     mounts = {f"{folder}/pip.conf": "/etc/pip.conf"} | {str(path): str(path) for path in files}
     return [f"--volume={there}:{here}:ro" for there, here in mounts.items()]
 
@@ -119,6 +121,9 @@ def as_the_manifest_says() -> list[str]:
 def served(image: str, tiny_pair: tuple[Path, Path]) -> Iterator[tuple[int, int]]:
     """Ports of HTTP and gRPC of a container that serves; at its end it has stopped by itself at SIGTERM."""
     http_port, grpc_port = free_ports(2)
+    # They were written for their owner alone, and the user in the image is another one.
+    for file in tiny_pair[0].parent.rglob("*.safetensors"):
+        file.chmod(0o644)
     target, draft = (f"/models/{folder.name}" for folder in tiny_pair)
     name = f"spool-{http_port}"
     began = time.monotonic()
