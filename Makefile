@@ -86,12 +86,12 @@ test-long: $(STAMP)
 	$(BESIDE_OTHERS) -n $(JOBS) -m "long and not ray"
 	$(PYTEST) $(RAY_TESTS) -m "long and ray"
 
-# What they measure is printed.
+# What they measure is printed; where podman or network namespaces are not to be had, they say so.
 image-test: $(STAMP)
-	$(PYTEST) -s -m long tests/k8s/test_built_image.py
+	$(PYTEST) -s -rs -m long tests/k8s/test_built_image.py
 
 hosts-test: $(STAMP)
-	$(PYTEST) -s -m long tests/hosts
+	OMP_NUM_THREADS=1 $(PYTEST) -s -rs -m long tests/hosts
 
 sim: $(STAMP)
 	$(BIN)/python -m tests.sim.soak --seeds $(SEEDS) --jobs $(JOBS) $(SIM)

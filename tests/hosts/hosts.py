@@ -23,6 +23,7 @@ from tests.support.waiting import wait_until
 MACHINE = "10.77.0.1"
 """This machine's own address on the network."""
 
+_OWN_SPACES = ("--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc")
 _OWN_DEVICE = "spool-1"
 _SPACES = Path("/run/netns")
 _RAY_FOLDER = "/tmp/ray"  # where Ray keeps its files unless it is told otherwise
@@ -33,9 +34,13 @@ def missing() -> str:
     programs = [name for name in ("ip", "ss", "unshare") if shutil.which(name) is None]
     if programs:
         return f"{' and '.join(programs)} not installed"
-    device = ["ip", "tuntap", "add", "spool", "mode", "tap"]
-    tried = subprocess.run(["unshare", "--net", "--mount", *device], capture_output=True, text=True, check=False)
-    return tried.stderr.strip()
+    inside = "mount -t tmpfs tmpfs /dev/shm && ip tuntap add spool mode tap"
+    script = f"""
+        ip netns add spool-tried || exit
+        ip netns exec spool-tried unshare {" ".join(_OWN_SPACES)} sh -c {shlex.quote(inside)}
+        ip netns delete spool-tried
+    """
+    return subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=False).stderr.strip()
 
 
 class Network:
@@ -124,10 +129,9 @@ class Host:
             mount --bind {self._folder / "ray"} {_RAY_FOLDER}
             while true; do {shlex.join(self._command)}; sleep 1; done
         """
-        spaces = ["--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc"]
         with (self._folder / "output.log").open("ab") as log:
             self._first = subprocess.Popen(
-                ["ip", "netns", "exec", self._space, "unshare", *spaces, "sh", "-c", script],
+                ["ip", "netns", "exec", self._space, "unshare", *_OWN_SPACES, "sh", "-c", script],
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=self._environment,
