@@ -49,8 +49,7 @@ def decoded(engine: TargetEngine, drafts: int) -> list[list[tuple[int, int]]]:
     return [output[:NEW_TOKENS] for output in outputs]
 
 
-# Experts are not exact on a GPU yet (docs/gpu.md).
-@pytest.mark.parametrize("family", sorted(CONFIGS.keys() - {"qwen3_moe"}))
+@pytest.mark.parametrize("family", sorted(CONFIGS))
 def test_logits_are_the_same_with_drafts_and_without_graphs(
     tmp_path: Path, family: str, caplog: pytest.LogCaptureFixture
 ) -> None:
