@@ -137,6 +137,7 @@ def served(image: str, tiny_pair: tuple[Path, Path]) -> Iterator[tuple[int, int]
     try:
         wait_until(lambda: healthy(name, http_port), "a container that serves", 3 * LONG, pause=1.0)
         print(f"\nserves after {time.monotonic() - began:.0f} s")
+        wait_until(lambda: "Ctrl-C stops it." in podman("logs", name).stderr, "all replicas are up", pause=1.0)
         yield http_port, grpc_port
         grace = pod().get("terminationGracePeriodSeconds", 30)
         stopped = podman("stop", "--time", grace, name)
