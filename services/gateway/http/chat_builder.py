@@ -116,7 +116,7 @@ class _ChoiceReader:
 
 class ChatBuilder:
     """`logprobs` says whether the client asked for log probabilities, `prompt_logprobs` for how many at each place of
-    the prompt. Reasoning is left out unless `include_reasoning`."""
+    the prompt, and `token_ids` whether for the ids of tokens. Reasoning is left out unless `include_reasoning`."""
 
     def __init__(
         self,
@@ -125,11 +125,15 @@ class ChatBuilder:
         logprobs: bool,
         include_reasoning: bool = True,
         prompt_logprobs: int | None = None,
+        token_ids: bool = False,
     ) -> None:
         self._completion = completion
         self._strings = strings
         self._logprobs = logprobs
         self._prompt_logprobs = prompt_logprobs
+        self._token_ids = token_ids
+        self._unshown: list[list[int]] = [[] for _ in completion.choices]
+        """Of each choice, the ids of tokens that are not shown yet."""
         self._id = f"chatcmpl-{completion.request_id}"
         self._readers = [
             _ChoiceReader(completion, choice.index, strings, include_reasoning, logprobs)
@@ -143,6 +147,7 @@ class ChatBuilder:
         async for piece in self._completion.pieces():
             scores += piece.prompt_logprobs if piece.index == 0 else ()
             deltas[piece.index] += self._readers[piece.index].read(piece)
+            self._unshown[piece.index] += piece.tokens
             last[piece.index] = piece
         choices = [
             ChatChoice(
@@ -165,11 +170,15 @@ class ChatBuilder:
         if self._prompt_logprobs is not None:
             tokens = self._completion.prompts[0].tokens
             completion.prompt_logprobs = prompt_shape(tokens, scores, self._prompt_logprobs, self._strings)
+        if self._token_ids:
+            completion.prompt_token_ids = list(self._completion.prompts[0].tokens)
+            for choice in choices:
+                choice.token_ids = self._unshown[choice.index]
         return completion
 
     def first_chunks(self) -> list[ChatChunk]:
         """The role of the speaker, once for each choice."""
-        return [
+        chunks = [
             self._chunk(
                 ChatChunkChoice(
                     index=choice.index, delta=ChatDelta(role="assistant", content=""), logprobs=None, finish_reason=None
@@ -177,10 +186,14 @@ class ChatBuilder:
             )
             for choice in self._completion.choices
         ]
+        if self._token_ids:
+            chunks[0].prompt_token_ids = list(self._completion.prompts[0].tokens)
+        return chunks
 
     def chunks(self, piece: Piece) -> list[ChatChunk]:
         """One for each part of the answer; none where nothing has become certain."""
         reader = self._readers[piece.index]
+        self._unshown[piece.index] += piece.tokens
         shapes = [self._delta(piece.index, delta) for delta in reader.read(piece)]
         if not shapes and piece.finish_reason is not None:
             shapes = [ChatDelta()]
@@ -193,6 +206,8 @@ class ChatBuilder:
             choices[-1].finish_reason = reader.finish_reason(piece)
             if piece.finish_reason is not None:
                 choices[-1].stop_reason = piece.stop_reason
+            if self._token_ids:
+                choices[0].token_ids, self._unshown[piece.index] = self._unshown[piece.index], []
         return [self._chunk(choice) for choice in choices]
 
     def usage_chunk(self) -> ChatChunk:

@@ -45,6 +45,7 @@ class _Whole:
     """The pieces of one choice joined together."""
 
     text: list[str] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
@@ -57,6 +58,7 @@ class _Whole:
 
     def add(self, piece: Piece) -> None:
         self.text.append(piece.text)
+        self.tokens.extend(piece.tokens)
         self.logprobs.extend(piece.logprobs)
         self.prompt_logprobs.extend(piece.prompt_logprobs)
         self.offsets.extend(piece.offsets)
@@ -88,8 +90,8 @@ async def _wholes(completion: Completion) -> list[tuple[_Whole, Piece]]:
 
 class CompletionBuilder:
     """For /v1/completions. `logprobs` and `prompt_logprobs` are what the client asked for, `echo` whether the log
-    probabilities are to begin with those of the prompt, and `best` how many choices of each prompt are returned: all of
-    them unless given."""
+    probabilities are to begin with those of the prompt, `best` how many choices of each prompt are returned: all of
+    them unless given, and `token_ids` whether the ids of tokens are among what is returned."""
 
     def __init__(
         self,
@@ -99,6 +101,7 @@ class CompletionBuilder:
         prompt_logprobs: int | None = None,
         echo: bool = False,
         best: int | None = None,
+        token_ids: bool = False,
     ) -> None:
         self._completion = completion
         self._strings = strings
@@ -107,6 +110,9 @@ class CompletionBuilder:
         # Choices whose log probabilities are still to begin with the prompt's.
         self._echoes = {choice.index for choice in completion.choices} if echo else set()
         self._best = best
+        self._token_ids = token_ids
+        # Choices that have not shown the ids of their prompt yet.
+        self._unshown = {choice.index for choice in completion.choices}
         self._id = f"cmpl-{completion.request_id}"
 
     async def whole(self) -> CompletionShape:
@@ -139,7 +145,16 @@ class CompletionBuilder:
         if self._prompt_logprobs is not None:
             tokens = self._completion.prompt_of(last.index).tokens
             choice.prompt_logprobs = prompt_shape(tokens, whole.prompt_logprobs, self._prompt_logprobs, self._strings)
+        self._add_ids(choice, last.index, whole.tokens)
         return choice
+
+    def _add_ids(self, choice: CompletionChoice, index: int, tokens: Sequence[int]) -> None:
+        if not self._token_ids:
+            return
+        choice.token_ids = list(tokens)
+        if index in self._unshown:
+            self._unshown.discard(index)
+            choice.prompt_token_ids = list(self._completion.prompt_of(index).tokens)
 
     def first_chunks(self) -> list[CompletionShape]:
         return []
@@ -153,6 +168,7 @@ class CompletionBuilder:
         )
         if piece.finish_reason is not None:
             choice.stop_reason = piece.stop_reason
+        self._add_ids(choice, piece.index, piece.tokens)
         return [self._chunk(choice)]
 
     def usage_chunk(self) -> CompletionShape:

@@ -66,7 +66,8 @@ def generation_router(engine: CompletionEngine, strings: TokenStrings) -> APIRou
         options = body.options(time_limit)
         completion = await start(scope, body.model, [body.prompt()], options)
         logprobs = options.top_logprobs is not None
-        builder = ChatBuilder(completion, strings, logprobs, body.include_reasoning, body.prompt_logprobs)
+        ids = bool(body.return_token_ids)
+        builder = ChatBuilder(completion, strings, logprobs, body.include_reasoning, body.prompt_logprobs, ids)
         if body.stream:
             return stream(builder, completion, body.usage_events)
         return _json(await builder.whole(), completion)
@@ -77,7 +78,8 @@ def generation_router(engine: CompletionEngine, strings: TokenStrings) -> APIRou
         completion = await start(scope, body.model, body.prompt, options)
         best = (body.n or 1) if body.picks_best else None
         echo = bool(body.echo)
-        builder = CompletionBuilder(completion, strings, body.logprobs, body.prompt_logprobs, echo, best)
+        ids = bool(body.return_token_ids)
+        builder = CompletionBuilder(completion, strings, body.logprobs, body.prompt_logprobs, echo, best, ids)
         if body.stream:
             return stream(builder, completion, body.usage_events)
         return _json(await builder.whole(), completion)

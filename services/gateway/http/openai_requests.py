@@ -81,7 +81,6 @@ _UNSUPPORTED: Mapping[str, tuple[Any, ...]] = {
     "length_penalty": (1,),
     "logits_processors": ([],),
     "repetition_detection": (),
-    "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "spaces_between_special_tokens": (True,),
     "structural_tag": (),
@@ -196,6 +195,8 @@ class _Generation(Body):
     space."""
     prompt_logprobs: WholeNumber | None = None
     """Log probabilities of the prompt's tokens, and of this many likeliest tokens beside each; not with `stream`."""
+    return_token_ids: bool | None = None
+    """Adds the ids of the prompt's tokens and of the output's."""
     priority: WholeNumber | None = None
     """Of requests with the same API key, those with the lower number are handled earlier; 0 unless given."""
     cache_salt: CacheSalt | None = None

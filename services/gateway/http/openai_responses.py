@@ -107,6 +107,7 @@ class ChatChoice(BaseModel):
     logprobs: ChatLogprobs | None
     finish_reason: ChatEndReason | None
     stop_reason: str | int | None
+    token_ids: list[int] | None = None
 
 
 class ChatCompletion(BaseModel):
@@ -117,6 +118,7 @@ class ChatCompletion(BaseModel):
     choices: list[ChatChoice]
     usage: UsageShape
     prompt_logprobs: PromptLogprobs | None = None
+    prompt_token_ids: list[int] | None = None
 
 
 class FunctionDelta(BaseModel):
@@ -149,15 +151,20 @@ class ChatChunkChoice(BaseModel):
     logprobs: ChatLogprobs | None
     finish_reason: ChatEndReason | None
     stop_reason: str | int | None = None
+    token_ids: list[int] | None = None
+    """Of the tokens that no event before has shown."""
 
 
 class ChatChunk(BaseModel):
+    """`prompt_token_ids` stands in the first event."""
+
     id: str
     object: Literal["chat.completion.chunk"]
     created: int
     model: str
     choices: list[ChatChunkChoice]
     usage: UsageShape | None = None
+    prompt_token_ids: list[int] | None = None
 
 
 # --- completions ------------------------------------------------------------------------------------------------------
@@ -179,6 +186,9 @@ class CompletionChoice(BaseModel):
     finish_reason: EndReason | None
     stop_reason: str | int | None = None
     prompt_logprobs: PromptLogprobs | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    """In a stream, in the first event of the choice."""
 
 
 class CompletionShape(BaseModel):

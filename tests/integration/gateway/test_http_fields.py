@@ -61,7 +61,7 @@ VLLM: Fields = {
     "repetition_penalty": (1.1, "has effect"),
     "request_id": ("a", "refused"),
     "response_format": ({"type": "json_object"}, "has effect"),
-    "return_token_ids": (True, "refused"),
+    "return_token_ids": (True, "has effect"),
     "return_tokens_as_token_ids": (True, "refused"),
     "skip_special_tokens": (False, "has none here"),
     "spaces_between_special_tokens": (False, "refused"),

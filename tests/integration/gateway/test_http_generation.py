@@ -133,6 +133,28 @@ def test_prompts_as_token_ids_and_echo(gateways: Gateways, http: httpx.Client) -
     assert text == PROMPT + expected_text(gateways, encoded(gateways), 5)
 
 
+@pytest.mark.parametrize("chat", [False, True])
+def test_ids_of_the_tokens_of_prompt_and_output(gateways: Gateways, http: httpx.Client, chat: bool) -> None:
+    prompt = list(gateways.tokenizer.encode_chat(CHAT) if chat else encoded(gateways))
+    tokens = expected_tokens(gateways, prompt, 40)
+    path = "/v1/chat/completions" if chat else "/v1/completions"
+    body = {"model": MODEL, "max_tokens": 40, "n": 2, **({"messages": CHAT} if chat else {"prompt": PROMPT})}
+    assert "token_ids" not in http.post(path, json=body).text
+    body["return_token_ids"] = True
+    whole = http.post(path, json=body).json()
+    assert [choice["token_ids"] for choice in whole["choices"]] == [tokens, tokens]
+    holders = [whole] if chat else whole["choices"]
+    assert [holder["prompt_token_ids"] for holder in holders] == [prompt] * len(holders)
+    lines = http.post(path, json=body | {"stream": True}).text.split("\n\n")
+    events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    choices = [choice for event in events for choice in event["choices"]]
+    for index in (0, 1):
+        own = [choice for choice in choices if choice["index"] == index]
+        assert [token for choice in own for token in choice.get("token_ids", [])] == tokens
+    shown = [one["prompt_token_ids"] for one in (events if chat else choices) if "prompt_token_ids" in one]
+    assert shown == [prompt] * len(holders)
+
+
 def test_the_best_of_several_choices(gateways: Gateways, http: httpx.Client) -> None:
     """All choices of the stand-in are alike: those with the smaller seeds are returned, and all are counted."""
     done = completion(http, prompt=["one", PROMPT], max_tokens=5, best_of=4, n=2)
