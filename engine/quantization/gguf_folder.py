@@ -20,13 +20,18 @@ from engine.errors import UnsupportedModelError, one_line
 from engine.models.source import GGUF_WEIGHTS, Progress, cache_folder
 from engine.quantization.gguf_file import GgufFile
 
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+ARCHITECTURES = {
+    "gemma3": "Gemma3ForCausalLM",
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
 
 # Raised when folders are made in another way, so that those of an older one are not used.
 _RECIPE = 1
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5
 # Tokens by name that end an answer, whatever the header calls them.
-_ENDS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>", "<|eom_id|>")
+_ENDS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>", "<|eom_id|>", "<end_of_turn>")
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
     r"|\s+(?!\S)|\s+"
@@ -37,6 +42,7 @@ _WORDS_BY_PRE = {
     "qwen2": _WORDS.replace("DIGITS", ""),
 }
 _PRES = (*_WORDS_BY_PRE, "smollm", "gpt-2")
+_GEMMA3_27B_LAYERS = 62
 # Of Llama 3's scaling of rotary positions, alike in all its versions.
 _LOW, _HIGH, _ORIGINAL_POSITIONS = 1.0, 4.0, 8192
 
@@ -111,7 +117,7 @@ def model_config(file: GgufFile) -> dict[str, Any]:
     if "token_embd.weight" not in file.tensors:
         raise UnsupportedModelError(f"{file.path.name} holds no token_embd.weight")
     types = {tensor.type for tensor in file.tensors.values()} - {"F32"}
-    return {
+    config = {
         "architectures": [ARCHITECTURES[kind]],
         "model_type": kind,
         "dtype": "float32" if not types else "float16" if types == {"F16"} else "bfloat16",
@@ -129,6 +135,21 @@ def model_config(file: GgufFile) -> dict[str, Any]:
         "bos_token_id": _token_id(file, "tokenizer.ggml.bos_token_id"),
         "eos_token_id": _token_id(file, "tokenizer.ggml.eos_token_id"),
         "pad_token_id": _token_id(file, "tokenizer.ggml.padding_token_id"),
+    }
+    return config | _gemma3(file, config) if kind == "gemma3" else config
+
+
+def _gemma3(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    local = {"rope_type": "default", "rope_theta": _float(file, "gemma3.rope.freq_base_swa", 10_000.0)}
+    # Files do not say what scores are scaled by, which differs in the largest model.
+    largest = config["num_hidden_layers"] == _GEMMA3_27B_LAYERS
+    return {
+        "model_type": "gemma3_text",
+        "sliding_window": _count(file, "gemma3.attention.sliding_window"),
+        "query_pre_attn_scalar": config["hidden_size"] // config["num_attention_heads"]
+        if largest
+        else config["head_dim"],
+        "rope_parameters": {"sliding_attention": local, "full_attention": config["rope_parameters"]},
     }
 
 

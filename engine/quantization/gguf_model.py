@@ -12,7 +12,7 @@ from engine.errors import UnsupportedModelError
 from engine.quantization.gguf_file import GgufFile
 from engine.quantization.weights import QuantizedWeight
 
-MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
+MODEL_TYPES = ("gemma3_text", "llama", "mistral", "qwen2", "qwen3")
 
 _OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 _OF_LAYER = {
@@ -27,6 +27,11 @@ _OF_LAYER = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+}
+_OF_GEMMA3_LAYER = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
 }
 # What scales rotary positions: the configuration says the same.
 _ROPE_FACTORS = "rope_freqs.weight"
@@ -46,20 +51,23 @@ def gguf_weights(file: GgufFile, config: PreTrainedConfig) -> Iterator[tuple[str
         if name == _ROPE_FACTORS:
             continue
         weight = file.read(name)
+        if config.model_type == "gemma3_text" and name.endswith("norm.weight") and isinstance(weight, torch.Tensor):
+            weight = weight - 1  # files have what the model multiplies by
         heads = _interleaved_heads(name, config)
         if heads:
             weight = _rows_by_halves(file, name, weight, heads)
-        yield _parameter_name(file, name), weight
+        yield _parameter_name(file, name, config), weight
 
 
-def _parameter_name(file: GgufFile, name: str) -> str:
+def _parameter_name(file: GgufFile, name: str, config: PreTrainedConfig) -> str:
+    of_layer = _OF_LAYER | (_OF_GEMMA3_LAYER if config.model_type == "gemma3_text" else {})
     found = _NAME.fullmatch(name)
     if found:
         layer, part, kind = found.groups()
         if layer is None and part in _OUTER:
             return f"{_OUTER[part]}.{kind}"
-        if layer is not None and part in _OF_LAYER:
-            return f"model.layers.{int(layer)}.{_OF_LAYER[part]}.{kind}"
+        if layer is not None and part in of_layer:
+            return f"model.layers.{int(layer)}.{of_layer[part]}.{kind}"
     raise UnsupportedModelError(f"{file.path.name} holds {name!r}, which is no tensor of a supported model")
 
 

@@ -42,6 +42,13 @@ SHAPE: dict[str, Any] = {
     "rms_norm_eps": 1e-6,
     "rope_parameters": {"rope_type": "default", "rope_theta": 500_000.0},
 }
+ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
+GEMMA3: dict[str, Any] = {
+    "sliding_window": 9,
+    "query_pre_attn_scalar": 16,
+    "layer_types": ["sliding_attention", "sliding_attention"],
+    "rope_parameters": {"sliding_attention": ROPE, "full_attention": SHAPE["rope_parameters"]},
+}
 SILENT: Callable[[str, float | None], None] = lambda message, fraction: None  # noqa: E731
 
 Change = Callable[[gguf.GGUFWriter], None]
@@ -66,12 +73,18 @@ def write_model(
     """The parameters of the model that the file then holds, by transformers' names. `types` of layers other than Q8_0,
     where it is `quantized`."""
     torch.manual_seed(3)
-    config = AutoConfig.for_model(kind, tie_word_embeddings=tied, **SHAPE)
+    config = AutoConfig.for_model(kind, tie_word_embeddings=tied, **shape_of(kind))
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[kind.upper()], SHAPE["num_hidden_layers"])
-    writer = gguf.GGUFWriter(path, kind)
+        if parameter.dim() == 1:
+            # So few digits that adding 1 rounds none off.
+            parameter.detach().copy_((parameter * 64).round() / 64)
+    architecture = kind.removesuffix("_text")
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], SHAPE["num_hidden_layers"])
+    writer = gguf.GGUFWriter(path, architecture)
+    if kind == "gemma3_text":
+        writer.add_sliding_window(GEMMA3["sliding_window"])
     writer.add_context_length(SHAPE["max_position_embeddings"])
     writer.add_embedding_length(SHAPE["hidden_size"])
     writer.add_feed_forward_length(SHAPE["intermediate_size"])
@@ -97,6 +110,8 @@ def write_model(
         stored = data
         if kind == "llama" and (heads := heads_of(name)):
             stored = interleaved(data, heads)
+        if kind == "gemma3_text" and name.endswith("norm.weight"):
+            stored = data + 1
         raw = None
         if quantized and data.ndim == 2:
             raw = gguf.GGMLQuantizationType[types.get(stem.rpartition(".")[2], "Q8_0")]
@@ -109,6 +124,10 @@ def write_model(
     writer.write_tensors_to_file()
     writer.close()
     return parameters
+
+
+def shape_of(kind: str) -> dict[str, Any]:
+    return SHAPE | GEMMA3 if kind == "gemma3_text" else SHAPE
 
 
 def heads_of(name: str) -> int:
@@ -125,7 +144,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("kind", ["gemma3_text", "llama", "qwen2", "qwen3"])
 def test_weights_and_configuration_are_those_of_the_model(
     kind: str, tied: bool, quantized: bool, tmp_path: Path
 ) -> None:
@@ -134,7 +153,7 @@ def test_weights_and_configuration_are_those_of_the_model(
     folder = gguf_folder(path, SILENT)
     config = AutoConfig.from_pretrained(folder)
     assert config.tie_word_embeddings == tied
-    assert {name: getattr(config, name) for name in SHAPE} == SHAPE
+    assert {name: getattr(config, name) for name in shape_of(kind)} == shape_of(kind)
     assert config.dtype == (torch.bfloat16 if quantized else torch.float32)
     found = dict(gguf_weights(GgufFile(folder / "model.gguf"), config))
     assert found.keys() == parameters.keys()
@@ -265,8 +284,8 @@ def stated(key: str, value: int | str | list[Any]) -> Change:
     ("change", "said"),
     [
         (
-            stated("general.architecture", "gemma3"),
-            "general.architecture is 'gemma3', must be one of llama, qwen2, qwen3",
+            stated("general.architecture", "gemma2"),
+            "general.architecture is 'gemma2', must be one of gemma3, llama, qwen2, qwen3",
         ),
         (stated("llama.block_count", "two"), "llama.block_count is 'two'"),
         (stated("llama.rope.dimension_count", 8), "llama.rope.dimension_count is 8, must be 16"),
@@ -298,7 +317,9 @@ def test_a_tensor_of_another_model_is_refused(tmp_path: Path) -> None:
     config = AutoConfig.from_pretrained(folder)
     with pytest.raises(UnsupportedModelError, match=r"blk\.0\.ffn_gate_exps\.weight"):
         list(gguf_weights(GgufFile(folder / "model.gguf"), config))
-    with pytest.raises(UnsupportedModelError, match=r"type gemma, must be one of llama, mistral, qwen2, qwen3"):
+    with pytest.raises(
+        UnsupportedModelError, match=r"type gemma, must be one of gemma3_text, llama, mistral, qwen2, qwen3"
+    ):
         next(gguf_weights(GgufFile(folder / "model.gguf"), AutoConfig.for_model("gemma")))
 
 
