@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -40,6 +41,7 @@ _PRODUCT_TOLERANCES = {torch.bfloat16: 2**-7, torch.float16: 2**-10}
 # Of the trial of attention: sequences (start and rows), some longer than what a kernel takes in one piece; and pages.
 _TRIAL = ((0, 1), (70, 5), (0, 40), (330, 3), (520, 1))
 _TRIAL_PAGES = 70
+_TRIAL_WINDOW = 300
 # An output below 4 is rounded by 2^-7 in bfloat16 and by 2^-10 in float16 at most; rounded weights add less than that.
 # A position too many or too few makes a difference of 0.02 and more.
 _TOLERANCES = {torch.bfloat16: 0.02, torch.float16: 0.0025, torch.float32: 1e-4}
@@ -91,10 +93,16 @@ class GpuPasses:
 
 
 def load_gpu_passes(
-    dtype: torch.dtype, device: torch.device, heads: tuple[int, int, int], graphs: bool, progress: Progress
+    dtype: torch.dtype,
+    device: torch.device,
+    heads: tuple[int, int, int],
+    graphs: bool,
+    progress: Progress,
+    has_rules: bool = False,
 ) -> GpuPasses | None:
-    """For `heads`: query heads, KV heads, dimensions of a head. None, with a warning, where the kernel of attention is
-    of no use; without one, products and layers are torch's, too."""
+    """For `heads`: query heads, KV heads, dimensions of a head; `has_rules`: whether layers have windows, soft caps or
+    sinks. None, with a warning, where the kernel of attention is of no use; without one, products and layers are
+    torch's, too."""
     progress("making the GPU kernels", None)
     try:
         import triton
@@ -105,13 +113,14 @@ def load_gpu_passes(
             return TritonBackend(heads[0], heads[1], page_size, device)
 
         with current(device):
-            difference = _difference(backend, dtype, device, heads)
+            differences = [_difference(backend, dtype, device, heads, by_rules) for by_rules in {False, has_rules}]
     # Triton has errors of its own, and those of the compiler that it calls.
     except Exception as error:
         logger.warning("attention by matrix products, as its Triton kernel cannot be made: %s", error)
         return None
-    if not difference <= _TOLERANCES[dtype]:
-        logger.warning("attention by matrix products, as its Triton kernel gives values that are %.3g off", difference)
+    wrong = [difference for difference in differences if not difference <= _TOLERANCES[dtype]]
+    if wrong:
+        logger.warning("attention by matrix products, as its Triton kernel gives values that are %.3g off", wrong[0])
         return None
     make_linear = _own_products(dtype, device)
     capture = CudaCapture(device) if graphs and device.type == "cuda" else None
@@ -184,7 +193,11 @@ def _product_fault(
 
 @torch.inference_mode()
 def _difference(
-    backend: Callable[[int], AttentionBackend], dtype: torch.dtype, device: torch.device, heads: tuple[int, int, int]
+    backend: Callable[[int], AttentionBackend],
+    dtype: torch.dtype,
+    device: torch.device,
+    heads: tuple[int, int, int],
+    by_rules: bool,
 ) -> float:
     """The largest one between attention by the kernel and by products in float32 on the CPU, on the same random KV."""
     page_size = 16
@@ -194,13 +207,16 @@ def _difference(
     layer = kv.layers[0]
     layer.pool.copy_(torch.randn(layer.pool.shape, generator=generator))
     rule = AttentionRule(head_dim**-0.5)
+    if by_rules:
+        rule = AttentionRule(head_dim**-0.5, _TRIAL_WINDOW, 2.0, torch.linspace(-1, 1, query_heads))
+    on_device = rule if rule.sinks is None else replace(rule, sinks=rule.sinks.to(device))
     spans, rows, page = [], 0, 0
     for start, count in _TRIAL:
         pages = -(-(start + count) // page_size)
         spans.append(Span(rows, count, start, range(page, page + pages)))
         rows, page = rows + count, page + pages
     query = torch.randn(rows, query_heads, head_dim, generator=generator).to(device, dtype)
-    found = backend(page_size).plan(spans, rows).attend(layer, query, rule)
+    found = backend(page_size).plan(spans, rows).attend(layer, query, on_device)
     cpu = torch.device("cpu")
     exact = PagedKv(1, _TRIAL_PAGES, page_size, kv_heads, head_dim, torch.float32, cpu)
     exact.layers[0].pool.copy_(layer.pool)

@@ -310,7 +310,8 @@ def _gpu_passes(model: PreTrainedModel, graphs: bool, progress: Progress) -> Gpu
         return None
     shape = KvShape.of(model.config)
     heads = (model.config.num_attention_heads, shape.kv_heads, shape.head_dim)
-    return load_gpu_passes(model.dtype, model.device, heads, graphs, progress)
+    has_rules = any(getattr(model.config, name, None) for name in ("sliding_window", "attn_logit_softcapping"))
+    return load_gpu_passes(model.dtype, model.device, heads, graphs, progress, has_rules)
 
 
 def logits_scan(loaded: LoadedModel, token_ids: torch.Tensor | None = None) -> LogitsScan:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import sys
+from dataclasses import replace
 from types import ModuleType
 
 import pytest
 import torch
 from torch import nn
 
+from engine.attention.backends import AttentionRule
 from engine.cuda.setup import GpuPasses, load_gpu_passes, multiplies_codes
 from tests.support.tiny_models import tiny_model
 from tests.support.triton_kernel import interpreted, interpreted_attention, multiply_in_one_order
@@ -24,9 +26,11 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-def load(caplog: pytest.LogCaptureFixture, dtype: torch.dtype = torch.float32) -> GpuPasses | None:
+def load(
+    caplog: pytest.LogCaptureFixture, dtype: torch.dtype = torch.float32, has_rules: bool = False
+) -> GpuPasses | None:
     caplog.set_level(logging.WARNING)
-    return load_gpu_passes(dtype, torch.device("cpu"), HEADS, True, lambda message, fraction: None)
+    return load_gpu_passes(dtype, torch.device("cpu"), HEADS, True, lambda message, fraction: None, has_rules)
 
 
 def linear_layers(model: nn.Module) -> list[str]:
@@ -89,6 +93,21 @@ def test_attention_of_other_values_is_not_used(
     monkeypatch.setattr(kernel.TritonPlan, "attend", off)
     assert load(caplog) is None
     assert "its Triton kernel gives values that are" in caplog.text
+
+
+@pytest.mark.parametrize("has_rules", [False, True])
+def test_windows_that_are_one_position_off_matter_to_models_that_have_some(
+    kernel: ModuleType, has_rules: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attend = kernel.TritonPlan.attend
+
+    def off(plan: object, layer: object, query: torch.Tensor, rule: AttentionRule) -> torch.Tensor:
+        window = None if rule.window is None else rule.window - 1
+        output: torch.Tensor = attend(plan, layer, query, replace(rule, window=window))
+        return output
+
+    monkeypatch.setattr(kernel.TritonPlan, "attend", off)
+    assert (load(caplog, has_rules=has_rules) is None) == has_rules
 
 
 def test_without_triton_torch_computes(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
