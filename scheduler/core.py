@@ -5,11 +5,14 @@ The rest of the package does the work; this module only says what follows from w
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
+from copy import deepcopy
+from dataclasses import fields
 from itertools import chain, islice
 
-from scheduler.batching.steps import StepPlanner
-from scheduler.batching.verify_grouping import make_policy
+from scheduler.batching.draft_steps import DraftPlanner
+from scheduler.batching.verify_steps import TargetPlanner
 from scheduler.config import SchedulerConfig
 from scheduler.messages import (
     MAX_PRIORITY,
@@ -21,8 +24,10 @@ from scheduler.messages import (
     KvMoved,
     RefusalCause,
     RefuseSequence,
+    SendStep,
     SequenceCancelled,
     SequenceRequest,
+    SequenceState,
     SequenceSubmitted,
     StepCompleted,
     WorkerDraining,
@@ -30,27 +35,12 @@ from scheduler.messages import (
     WorkerLost,
     WorkerSpec,
 )
-from scheduler.speculation.controller import Controller
-from scheduler.state.fleet import Fleet
 from scheduler.state.invariants import check_integrity
-from scheduler.state.live_set import LiveSet
-from scheduler.state.pending_kv_moves import KvMoves
-from scheduler.state.sequence_record import SequenceState, already_ended
-from scheduler.state.workers import DraftWorker, Sequence, TargetWorker
-from scheduler.statistics import (
-    Counters,
-    DraftingSnapshot,
-    KeySnapshot,
-    MoveStatistics,
-    SequenceSnapshot,
-    Snapshot,
-    WorkerSnapshot,
-)
+from scheduler.state.workers import DraftWorker, Sequence, TargetWorker, Work, Worker, already_ended
+from scheduler.statistics import Counters, DraftingSnapshot, KeySnapshot, SequenceSnapshot, Snapshot, WorkerSnapshot
 from scheduler.transitions.admission_limits import AdmissionLimits
 from scheduler.transitions.blame import blame, blame_on_draft, in_flight
 from scheduler.transitions.lifecycle import Lifecycle
-from scheduler.transitions.parts import CoreParts
-from scheduler.transitions.relocation import Relocation
 from scheduler.transitions.results import Rounds
 
 
@@ -63,28 +53,14 @@ class SchedulerCore:
     """
 
     def __init__(self, config: SchedulerConfig) -> None:
-        self._config = config
-        self._live = LiveSet(config.keys)
+        self._lifecycle = lifecycle = Lifecycle(config)
+        self._live, self._fleet, self._commands = lifecycle.live, lifecycle.fleet, lifecycle.commands
+        self._counters, self._controller = lifecycle.counters, lifecycle.controller
         self._admission = AdmissionLimits(config, self._live)
-        self._fleet = Fleet(config)
-        self._counters = Counters()
-        policy = make_policy(config.policy)
-        self._controller = Controller(config, self._fleet, self._counters)
-        self._commands: list[Command] = []
-        parts = CoreParts(
-            config,
-            self._live,
-            self._fleet,
-            self._controller,
-            KvMoves(config.kv_movement),
-            self._counters,
-            emit=self._commands.append,
-            max_per_target=config.batch_size if policy.lockstep else None,
-        )
-        self._lifecycle = Lifecycle(parts)
-        self._relocation = Relocation(parts, self._lifecycle)
-        self._steps = StepPlanner(parts, self._lifecycle, policy)
-        self._rounds = Rounds(parts, self._lifecycle)
+        self._drafts = DraftPlanner(self._lifecycle)
+        self._targets = TargetPlanner(self._lifecycle)
+        self._rounds = Rounds(self._lifecycle)
+        self._last_step_id = 0
         self._now = float("-inf")
 
     def apply(self, event: Event, now: float) -> list[Command]:
@@ -92,7 +68,9 @@ class SchedulerCore:
         now = self._begin(now)
         match event:
             case StepCompleted():
-                self._complete(event, now)
+                worker = self._fleet.find(event.worker_id)
+                if worker is not None:
+                    self._rounds.apply(worker, event, now)
             case SequenceSubmitted():
                 self._submit(event.request, now)
             case SequenceCancelled():
@@ -105,17 +83,47 @@ class SchedulerCore:
             case WorkerLost():
                 self._lose(event, now)
             case WorkerDraining():
-                self._relocation.drain(event.worker_id)
+                self._lifecycle.drain(event.worker_id)
             case KvMoved():
-                self._relocation.moved(event, now)
+                self._lifecycle.moved(event, now)
         return self._commands.copy()
 
     def plan(self, now: float) -> list[Command]:
-        """All steps that can be sent now. The more events before it, the fuller they are."""
+        """All steps that can be sent now. The more events before it, the fuller they are.
+
+        Asks the planners in passes, until no worker takes another step: only for workers for which the answer may be
+        another one than when they were asked last. In each pass sequences are admitted first, then every draft worker
+        is asked, then every target: a policy waits for proposals of draft steps that run, so a draft step that could
+        start must have started by then.
+        """
         now = self._begin(now)
-        self._steps.send_all(now)
-        self._relocation.report_drained()
+        progress, asked = True, list[Worker]()
+        while progress:
+            preemptions = self._counters.preemptions
+            progress = self._lifecycle.admit()
+            for draft in self._fleet.drafts.values():
+                if draft.changed or draft.watches_targets:
+                    asked.append(draft)
+                    progress |= self._send(self._drafts.plan(draft, self._last_step_id + 1, now))
+            for target in self._fleet.targets.values():
+                due = target.waits_until
+                if target.changed or (due is not None and due <= now):
+                    asked.append(target)
+                    progress |= self._send(self._targets.plan(target, self._last_step_id + 1, now))
+            # A preemption may have freed pages without a step: a waiting sequence may fit now.
+            progress |= self._counters.preemptions > preemptions
+        for worker in asked:
+            if worker.releases and not worker.outstanding:
+                self._send(worker.send(self._last_step_id + 1, (), Work(), now, None))
+        self._lifecycle.report_drained()
         return self._commands.copy()
+
+    def _send(self, step: SendStep | None) -> bool:
+        if step is None:
+            return False
+        self._last_step_id = step.step_id
+        self._commands.append(step)
+        return True
 
     def handle(self, events: Iterable[Event], now: float) -> list[Command]:
         """A batch of events, then one plan."""
@@ -124,7 +132,9 @@ class SchedulerCore:
 
     def next_deadline(self) -> float | None:
         """When to plan without an event: a worker waits for a larger step and must stop waiting then. None: never."""
-        return self._steps.next_deadline()
+        targets = self._fleet.targets.values()
+        waits = [due for target in targets if (due := target.waits_until) is not None and not target.in_flight]
+        return min(waits, default=None)
 
     @property
     def targets(self) -> int:
@@ -143,38 +153,30 @@ class SchedulerCore:
 
     def wait_bound(self, target_id: str) -> float:
         """Seconds that a drafted sequence may now wait voluntarily on this target. KeyError for an unknown one."""
-        return self._steps.wait_bound(self._fleet.targets[target_id])
+        return self._fleet.targets[target_id].wait_bound
 
     def snapshot(self) -> Snapshot:
-        live, counters, targets = self._live, self._counters, self._fleet.targets.values()
+        live, targets = self._live, self._fleet.targets.values()
+        states = Counter(sequence.state for sequence in live.running.values())
+        totals = {each.name: deepcopy(getattr(self._counters, each.name)) for each in fields(Counters)}
         return Snapshot(
+            **totals,
             waiting=len(live.waiting),
             running=len(live.running),
             max_running=self._fleet.max_running,
             live=len(live.sequences),
-            prefilling=sum(target.count(SequenceState.PREFILLING) for target in targets),
-            drafting=sum(target.coming.total for target in targets),
-            drafted=sum(target.count(SequenceState.DRAFTED) for target in targets),
-            verifying=sum(target.verifying for target in targets),
-            moving=sum(sequence.state is SequenceState.MOVING for sequence in live.running.values()),
+            prefilling=states[SequenceState.PREFILLING],
+            drafting=states[SequenceState.READY] + states[SequenceState.DRAFTING],
+            drafted=states[SequenceState.DRAFTED],
+            verifying=states[SequenceState.VERIFYING],
+            moving=states[SequenceState.MOVING],
             acceptance=self._controller.acceptance,
-            preemptions=counters.preemptions,
-            probes=counters.probes,
-            draft_lengths=dict(sorted(counters.draft_lengths.items())),
-            moves=MoveStatistics(
-                counters.moves,
-                counters.moved_positions,
-                counters.moved_bytes,
-                counters.move_seconds,
-                counters.failed_moves,
-                counters.rehomed,
-            ),
             workers=tuple(
                 WorkerSnapshot(
                     worker.worker_id,
                     worker.spec.role,
                     len(worker.sequences),
-                    worker.pages.free_pages,
+                    worker.free_pages,
                     worker.spec.total_pages,
                     len(worker.outstanding),
                     *self._controller.law(worker),
@@ -183,14 +185,9 @@ class SchedulerCore:
             ),
             keys=tuple(
                 KeySnapshot(
-                    account.key.name,
-                    account.running,
-                    account.waiting,
-                    account.prompt_tokens,
-                    account.output_tokens,
-                    dict(account.refusals),
+                    one.key.name, one.running, one.waiting, one.prompt_tokens, one.output_tokens, dict(one.refusals)
                 )
-                for account in live.accounts
+                for one in live.accounts
             ),
             drafting_now=tuple(
                 DraftingSnapshot(
@@ -199,14 +196,11 @@ class SchedulerCore:
                     choice.length,
                     choice.gain,
                     choice.rate,
-                    tuple(figures.acceptance.chances),
+                    tuple(self._fleet.drafts[draft_id].figures.acceptance.chances),
                 )
                 for target in targets
-                for draft_id, choice in self._controller.target(target).choices.items()
-                for figures in [self._controller.draft(self._fleet.drafts[draft_id])]
+                for draft_id, choice in target.figures.choices.items()
             ),
-            outcomes_sought=counters.outcomes_sought,
-            outcomes_found=counters.outcomes_found,
         )
 
     def sequences(self, limit: int) -> list[SequenceSnapshot]:
@@ -242,12 +236,10 @@ class SchedulerCore:
 
     def _submit(self, request: SequenceRequest, now: float) -> None:
         emit = self._commands.append
-        invalid = self._find_fault(request)
-        if invalid is not None:
+        if (invalid := self._find_fault(request)) is not None:
             emit(RefuseSequence(request.sequence_id, RefusalCause.INVALID, invalid))
             return
-        ended = already_ended(request)
-        if ended is not None:
+        if (ended := already_ended(request)) is not None:
             emit(FinishSequence(request.sequence_id, ended))
             return
         sequence = Sequence(request, self._live.next_order(), self._live.accounts.of(request.key))
@@ -260,11 +252,13 @@ class SchedulerCore:
             # Sequences that came since the last plan may have left the queue now.
             refusal = self._admission.refusal(sequence, now)
         if refusal is not None:
-            sequence.account.refusals[refusal.limit] += 1
-            emit(RefuseSequence(request.sequence_id, refusal.cause, refusal.message, refusal.retry_after_seconds))
+            limit, command = refusal
+            sequence.account.refusals[limit] += 1
+            emit(command)
             return
         self._admission.debit(sequence, now)
-        self._lifecycle.submit(sequence)
+        self._live.sequences[request.sequence_id] = sequence
+        self._live.waiting.push(sequence)
 
     def _find_fault(self, request: SequenceRequest) -> str | None:
         if request.sequence_id in self._live.sequences:
@@ -279,14 +273,6 @@ class SchedulerCore:
             return f"priority is {request.priority}, must be between {MIN_PRIORITY} and {MAX_PRIORITY}"
         return None
 
-    def _complete(self, event: StepCompleted, now: float) -> None:
-        results = {result.sequence_id: result for result in event.results}
-        worker = self._fleet.find(event.worker_id)
-        if isinstance(worker, TargetWorker):
-            self._rounds.target_step(worker, event.step_id, results, event.seconds, now)
-        elif isinstance(worker, DraftWorker):
-            self._rounds.draft_step(worker, event.step_id, results, event.seconds, now)
-
     def _join(self, spec: WorkerSpec) -> None:
         self._fleet.add(spec)
         if len(self._fleet.targets) == 1:
@@ -300,11 +286,11 @@ class SchedulerCore:
         self._controller.lose(event.worker_id)
         if isinstance(worker, TargetWorker):
             suspects = [] if event.blameless or worker.draining else in_flight(worker)
-            self._relocation.lose(worker, now)
-            blame(suspects, worker.worker_id, event.reason, self._lifecycle, self._commands.append)
+            self._lifecycle.lose_target(worker, now)
+            blame(suspects, worker.worker_id, event.reason, self._lifecycle)
         elif isinstance(worker, DraftWorker):
             if not event.blameless:
-                blame_on_draft(worker)
+                blame_on_draft(worker, self._live.sequences)
             for sequence in list(worker.sequences.values()):
                 self._lifecycle.leave_draft(sequence)
                 if sequence.state in (SequenceState.READY, SequenceState.DRAFTING):

@@ -1,7 +1,7 @@
 """The vocabulary between the scheduler core and the service around it: events in, commands out.
 
-Nobody changes these dataclasses once they are made. Those made for every row or step are not frozen, since making a
-frozen one takes five times as long. Times are seconds on any monotonic clock, always passed in.
+Nobody but the core changes these dataclasses once they are made. Those made for every row or step are not frozen,
+since making a frozen one takes five times as long. Times are seconds on any monotonic clock, always passed in.
 """
 
 from __future__ import annotations
@@ -30,6 +30,24 @@ class RowStatus(Enum):
     FAILED = "failed"
     VOID = "void"
     """A row that follows has nothing to follow: most often because the row before has failed or ended its sequence."""
+
+
+class SequenceState(Enum):
+    """Where a sequence stands."""
+
+    WAITING = "waiting"
+    """Has no target and no KV yet, or has lost both."""
+    PREFILLING = "prefilling"
+    """The target's KV lags behind the committed tokens. The row that feeds the last of them samples the next token."""
+    READY = "ready"
+    """Waits for a draft worker to propose."""
+    DRAFTING = "drafting"
+    DRAFTED = "drafted"
+    """Waits for the target, with a proposal or, in a plain decoding round, without."""
+    VERIFYING = "verifying"
+    MOVING = "moving"
+    """The sequence's KV is on the way from one target to another. Both have pages for it."""
+    ENDED = "ended"
 
 
 class FinishReason(Enum):
@@ -229,30 +247,32 @@ class PromptScoring:
 class Row:
     """One sequence's part in a step; fields as in protos/worker.proto, Row.
 
-    `opening` is set when the worker does not know the sequence yet. `committed` then holds the committed tokens for
-    which pages are reserved, those to feed included: the worker may have KV of them from other sequences. `known`: the
-    worker got all `tokens` as `committed` ones before, and they are not sent again. A row that `follows` feeds the
-    token that the row before it samples, which nobody knows yet, and has no `tokens`.
+    The row feeds tokens that are committed once it runs, up to position `end`. `opening` is set when the worker does
+    not know the sequence yet. `committed` then holds the committed tokens for which pages are reserved, those to feed
+    included: the worker may have KV of them from other sequences. `known`: the worker got all `tokens` as `committed`
+    ones before, and they are not sent again. A row that `follows` feeds the token that the row before it samples, which
+    nobody knows yet, and has no `tokens`.
+
+    `before` and `abandoned` are the core's own: the row of the sequence in flight on this worker that comes before this
+    one; and whether the answer is to be ignored, since the sequence left the worker or the row before it failed.
     """
 
     sequence_id: int
     kv_len: int
     prefix_digest: int
     tokens: tuple[int, ...]
+    end: int
     draft_tokens: tuple[int, ...] = ()
     draft_length: int = 0
     sample: bool = False
+    before: Row | None = field(default=None, repr=False, compare=False)
+    known: bool = False
     opening: SequenceRequest | None = None
     committed: tuple[int, ...] = ()
     scoring: PromptScoring | None = None
     outcomes: int = 0
-    known: bool = False
     follows: bool = False
-
-    @property
-    def end(self) -> int:
-        """Up to which position the row feeds tokens that are committed once it runs."""
-        return self.kv_len + len(self.tokens) + self.follows
+    abandoned: bool = field(default=False, repr=False, compare=False)
 
 
 @dataclass(slots=True)

@@ -8,47 +8,37 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from scheduler.messages import Role
-from scheduler.state.sequence_record import SequenceState
+from scheduler.messages import Role, SequenceState
+
+
+@dataclass(slots=True)
+class MoveStatistics:
+    """Sequences that left a draining target, since the start: `moves` with so many `positions`, `bytes` and
+    `seconds` of KV; `failed` ones, and those `rehomed` without their KV because that was sooner."""
+
+    moves: int = 0
+    positions: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+    failed: int = 0
+    rehomed: int = 0
 
 
 @dataclass(slots=True)
 class Counters:
-    """Totals since the start."""
+    """Totals since the start.
+
+    `draft_lengths` counts rounds (answers of targets to sequences that they verified) by the tokens asked of a draft, 0
+    for plain ones; `probes` are drafts only to see what they yield. `outcomes_sought` counts verifications during
+    which the draft was to prepare, `outcomes_found` those with an outcome that it had prepared for.
+    """
 
     preemptions: int = 0
     probes: int = 0
     outcomes_sought: int = 0
     outcomes_found: int = 0
-    moves: int = 0
-    moved_positions: int = 0
-    moved_bytes: int = 0
-    move_seconds: float = 0.0
-    failed_moves: int = 0
-    rehomed: int = 0
+    moves: MoveStatistics = field(default_factory=MoveStatistics)
     draft_lengths: dict[int, int] = field(default_factory=dict)
-
-    def count_move(self, positions: int, size: int, seconds: float) -> None:
-        self.moves += 1
-        self.moved_positions += positions
-        self.moved_bytes += size
-        self.move_seconds += seconds
-
-    def count_draft_length(self, requested: int) -> None:
-        self.draft_lengths[requested] = self.draft_lengths.get(requested, 0) + 1
-
-
-@dataclass(frozen=True, slots=True)
-class MoveStatistics:
-    """Sequences that left a draining target, since the start: `moves` with so many `positions`, `bytes` and
-    `seconds` of KV; `failed` ones, and those `rehomed` without their KV because that was sooner."""
-
-    moves: int
-    positions: int
-    bytes: int
-    seconds: float
-    failed: int
-    rehomed: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,16 +99,13 @@ class SequenceSnapshot:
     target_id: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """The core at one moment. `live` counts all unfinished sequences: those `waiting` and those `running`, of which
-    there may be `max_running`, or more for a while after a target began to leave.
+@dataclass(slots=True, kw_only=True)
+class Snapshot(Counters):
+    """The core at one moment, and its counters. `live` counts all unfinished sequences: those `waiting` and those
+    `running`, of which there may be `max_running`, or more for a while after a target began to leave.
 
     `prefilling`, `drafting` (ready or being proposed for), `drafted`, `verifying` and `moving` add up to `running`.
     `acceptance` is the measured chance that a token asked of a draft is proposed and taken, given those before it were.
-    `draft_lengths` counts rounds (answers of targets to sequences that they verified) by the tokens asked of a draft, 0
-    for plain ones; `probes` are drafts only to see what they yield. `outcomes_sought` counts verifications during
-    which the draft was to prepare, `outcomes_found` those with an outcome that it had prepared for.
     """
 
     waiting: int
@@ -131,12 +118,6 @@ class Snapshot:
     verifying: int
     moving: int
     acceptance: float
-    preemptions: int
-    probes: int
-    draft_lengths: dict[int, int]
-    moves: MoveStatistics
     workers: tuple[WorkerSnapshot, ...]
-    keys: tuple[KeySnapshot, ...] = ()
-    drafting_now: tuple[DraftingSnapshot, ...] = ()
-    outcomes_sought: int = 0
-    outcomes_found: int = 0
+    keys: tuple[KeySnapshot, ...]
+    drafting_now: tuple[DraftingSnapshot, ...]

@@ -2,37 +2,23 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable
+from collections.abc import Sequence as Items
 from itertools import islice
 
-from scheduler.batching.trimming import most_promising
-from scheduler.batching.verify_grouping import GroupingPolicy, GroupingView
-from scheduler.config import SchedulerConfig
+from scheduler.batching.verify_grouping import GroupingView, pick
 from scheduler.messages import GroupFormed, Row, SendStep
-from scheduler.speculation.controller import Controller
-from scheduler.state.worker_base import InFlightRow, TargetWork
-from scheduler.state.workers import Sequence, TargetWorker
-from scheduler.transitions.lifecycle import DRAFTED, PREFILLING, Lifecycle
+from scheduler.state.workers import DRAFTED, PREFILLING, VERIFYING, KvEntry, Sequence, TargetWorker, Work
+from scheduler.transitions.lifecycle import Lifecycle
 
 
 class TargetPlanner:
     """Asks the grouping policy for a verify group, and fits the group into the step's pages and tokens."""
 
-    def __init__(
-        self,
-        config: SchedulerConfig,
-        lifecycle: Lifecycle,
-        controller: Controller,
-        policy: GroupingPolicy,
-    ) -> None:
-        self._config = config
+    def __init__(self, lifecycle: Lifecycle) -> None:
+        self._config = lifecycle.config
         self._lifecycle = lifecycle
-        self._controller = controller
-        self._policy = policy
-
-    def bound(self, target: TargetWorker) -> float:
-        """Seconds that a DRAFTED sequence of this target may wait voluntarily."""
-        return self._config.wait_bound_steps * self._controller.target(target).typical
 
     def plan(self, target: TargetWorker, step_id: int, now: float) -> SendStep | None:
         """The next step for this worker, or None when it waits or has nothing to do.
@@ -44,85 +30,81 @@ class TargetPlanner:
             return None
         suspect = target.next_suspect() if target.suspects else None
         if suspect is not None and not target.lone_step_was_last:
-            step = None if target.busy else self._plan_alone(target, suspect, step_id, now)
-            if step is not None or target.busy:
+            if target.in_flight:
+                return None
+            if (step := self._plan_alone(target, suspect, step_id, now)) is not None:
                 return step
         step = self._plan_group(target, step_id, now) if target.sequences else None
         if step is not None:
             target.lone_step_was_last = False
-        elif suspect is not None and target.lone_step_was_last and not target.busy:
+        elif suspect is not None and target.lone_step_was_last and not target.in_flight:
             step = self._plan_alone(target, suspect, step_id, now)
-        if step is None and (oldest := target.drafted.oldest()) is not None:
-            target.waits_until = oldest.due
+        if step is None and target.drafted:
+            target.waits_until = next(iter(target.drafted.values())).due
         return step
 
     def _plan_alone(self, target: TargetWorker, suspect: Sequence, step_id: int, now: float) -> SendStep | None:
-        rows: dict[int, InFlightRow[Sequence]] = {}
-        work = TargetWork()
+        rows, work, group = list[Row](), Work(), None
         if suspect.state is PREFILLING:
             self._add_prefill(target, [suspect], rows, work, target.chunk)
         else:
             self._add_group(target, [suspect], [0], rows, work)
+            group = _describe(rows, False, now - suspect.drafted_at)
         if not rows:
             return None
-        group = None if work.prefill_tokens else self._describe(list(rows.values()), False, now)
         target.lone_step, target.lone_step_was_last = step_id, True
         return target.send(step_id, rows, work, now, group)
 
     def _plan_group(self, target: TargetWorker, step_id: int, now: float) -> SendStep | None:
         batch_size = self._config.batch_size
-        may_grow = target.busy and target.coming.total > 0
+        may_grow = bool(target.in_flight) and target.coming > 0
         # A second step is queued only if it is full, or no sequence is on its way that could still join it.
         if may_grow and len(target.drafted) < batch_size:
             return None
-        can_prefill = target.can_prefill()
+        can_prefill = bool(target.prefilling) and target.can_prefill()
         followers = self._followers(target)
         if not (target.drafted or target.prefilling or followers):
             return None
-        view = self._view(target, now, may_wait=not can_prefill)
-        if followers:
-            view.verifying = 0  # whoever does not follow ends
-        choice = self._policy.pick(view)
+        view = GroupingView(
+            target.sequences.values(),
+            target.drafted,
+            target.coming,
+            0 if followers else target.verifying,  # whoever does not follow ends
+            batch_size,
+            now,
+            not can_prefill,
+            target.figures.drafting,
+        )
+        picked, forced = pick(self._config.policy, view)
         # With prefill pending, some of the room is kept for it, so that verify groups cannot shut it out.
         room = target.spec.max_num_batched_tokens
         kept = min(target.chunk, room // 2) if target.prefilling else 0
-        chosen, drafted, left = self._fitting(choice.sequences if choice else [], room - kept)
+        chosen, drafted, left = self._fitting(picked, room - kept)
         if may_grow and not chosen:
             return None
-        rows: dict[int, InFlightRow[Sequence]] = {}
-        work = TargetWork()
+        rows, work = list[Row](), Work()
         self._add_group(target, chosen, drafted, rows, work)
-        group, all_fit = list(rows.values()), len(rows) == len(chosen)
+        group, all_fit = rows.copy(), len(rows) == len(chosen)
+        waited = now - target.sequences[rows[0].sequence_id].drafted_at if rows else 0.0
         if can_prefill or ((chosen or followers) and target.prefilling):
             # Each but those in flight takes at least one token of the chunk.
             most = (1 + self._config.steps_in_flight) * target.chunk
             next_ones = list(islice(target.prefilling.values(), most))
             all_fit &= self._add_prefill(target, next_ones, rows, work, min(target.chunk, left + kept))
         # As long as one finds no pages, the others must come to rest, so that their pages can be taken.
-        if all_fit and (chosen or not target.drafted):
-            most = min(batch_size - len(chosen), room - work.verify_tokens - work.prefill_tokens)
+        if followers and all_fit and (chosen or not target.drafted):
+            most = min(batch_size - len(chosen), room - work.decoded - work.fed)
             group += self._add_followers(target, followers[:most], rows, work)
-        shape = self._describe(group, choice is not None and choice.forced, now)
+        shape = _describe(group, forced, waited)
         return target.send(step_id, rows, work, now, shape) if rows else None
 
     def _followers(self, target: TargetWorker) -> list[Sequence]:
         """The sequences of the step sent last whose next row can be sent now, in which the worker feeds what that step
         samples. All that go on must, else they would be in two steps from then on where one would do."""
-        if target.draining:
+        if target.draining or not target.outstanding:
             return []
         followers = [one for one in target.can_follow() if one.length + 1 < one.end]
-        return followers if self._lifecycle.stay_plain(followers) else []
-
-    def _view(self, target: TargetWorker, now: float, may_wait: bool) -> GroupingView:
-        return GroupingView(
-            drafted=target.drafted,
-            coming=target.coming,
-            verifying=target.verifying,
-            batch_size=self._config.batch_size,
-            now=now,
-            may_wait=may_wait,
-            drafting=self._controller.target(target).drafting,
-        )
+        return followers if followers and self._lifecycle.stay_plain(followers) else []
 
     def _fitting(self, sequences: list[Sequence], room: int) -> tuple[list[Sequence], list[int], int]:
         """Fits a group into `room` tokens: its sequences, how many draft tokens of each, and the room that is left.
@@ -134,7 +116,7 @@ class TargetPlanner:
         if batched > room:
             sequences = sequences[:room]
             chances = [
-                self._controller.chances(sequence, sequence.confidences[:length], length)
+                self._lifecycle.controller.chances(sequence, sequence.confidences[:length], length)
                 for sequence, length in zip(sequences, drafted, strict=False)
             ]
             drafted = most_promising(chances, room - len(sequences))
@@ -142,64 +124,46 @@ class TargetPlanner:
         return sequences, drafted, room - batched
 
     def _add_group(
-        self,
-        target: TargetWorker,
-        chosen: list[Sequence],
-        lengths: list[int],
-        rows: dict[int, InFlightRow[Sequence]],
-        work: TargetWork,
+        self, target: TargetWorker, chosen: list[Sequence], lengths: list[int], rows: list[Row], work: Work
     ) -> None:
         for sequence, drafted in zip(chosen, lengths, strict=True):
             if sequence.state is not DRAFTED:
                 continue  # it gave its pages to one before it
-            length = sequence.length
-            if target.pages.reserve(sequence.sequence_id, length + drafted) or self._make_room(
-                target, sequence, length + drafted, rows
-            ):
-                row = target.make_row(sequence, length, sequence.draft_tokens[:drafted], sample=True)
-                before = target.in_flight.get(sequence.sequence_id)
-                rows[sequence.sequence_id] = InFlightRow(sequence, row, before=before)
-                work.verify_tokens += 1 + drafted
-                work.kv_tokens += row.kv_len
-                self._lifecycle.start_verifying(sequence)
+            sequence_id, length = sequence.sequence_id, sequence.length
+            entry = target.kv[sequence_id]
+            short = length + drafted > entry.pages * target.page_size
+            if short and not self._make_room(target, sequence, entry, length + drafted):
+                continue
+            row = target.make_row(sequence, entry, entry.valid, length, sequence.draft_tokens[:drafted], 0, True)
+            rows.append(row)
+            work.decoded += 1 + drafted
+            work.kv += row.kv_len
+            del (target.suspects if sequence.suspected else target.drafted)[sequence_id]
+            sequence.state = VERIFYING
+            target.verifying += 1
+            if sequence.draft is not None:
+                sequence.draft.verifying += 1
+                sequence.draft.changed = True
 
-    def _add_followers(
-        self,
-        target: TargetWorker,
-        followers: list[Sequence],
-        rows: dict[int, InFlightRow[Sequence]],
-        work: TargetWork,
-    ) -> list[InFlightRow[Sequence]]:
+    def _add_followers(self, target: TargetWorker, followers: list[Sequence], rows: list[Row], work: Work) -> list[Row]:
         """Returns the rows added. A sequence without a page for its next token waits for the answer instead: then
         others can make room."""
         added = []
         for sequence in followers:
-            length = sequence.length
-            if target.pages.reserve(sequence.sequence_id, length + 1):
-                row = Row(sequence.sequence_id, length, sequence.tokens.digest(length), (), sample=True, follows=True)
-                before = target.in_flight[sequence.sequence_id]
-                rows[sequence.sequence_id] = flight = InFlightRow(sequence, row, before=before)
-                added.append(flight)
-                work.verify_tokens += 1
-                work.kv_tokens += length
+            sequence_id, length = sequence.sequence_id, sequence.length
+            if target.reserve(target.kv[sequence_id], length + 1):
+                before = target.in_flight[sequence_id]
+                row = Row(sequence_id, length, sequence.tokens.digests[length], (), length + 1, (), 0, True, before)
+                row.follows = True
+                target.in_flight[sequence_id] = row
+                added.append(row)
+                work.decoded += 1
+                work.kv += length
+        rows += added
         return added
 
-    def _describe(self, group: list[InFlightRow[Sequence]], forced: bool, now: float) -> GroupFormed | None:
-        if not group:
-            return None
-        first = group[0].row
-        end, drafted = first.end, len(first.draft_tokens)
-        equal = all(one.row.end == end and len(one.row.draft_tokens) == drafted for one in group)
-        waited = 0.0 if first.follows else now - group[0].sequence.drafted_at
-        return GroupFormed(len(group), equal, forced, waited)
-
     def _add_prefill(
-        self,
-        target: TargetWorker,
-        sequences: Iterable[Sequence],
-        rows: dict[int, InFlightRow[Sequence]],
-        work: TargetWork,
-        budget: int,
+        self, target: TargetWorker, sequences: Iterable[Sequence], rows: list[Row], work: Work, budget: int
     ) -> bool:
         """Returns whether pages were found for all."""
         all_fit = True
@@ -209,34 +173,56 @@ class TargetPlanner:
             if sequence.state is not PREFILLING or (start := target.prefill_from(sequence)) is None:
                 continue
             end = min(sequence.length, start + budget)
-            before = target.in_flight.get(sequence.sequence_id)
-            if target.pages.reserve(sequence.sequence_id, end) or (
-                before is None and self._make_room(target, sequence, end, rows)
-            ):
+            entry, before = target.kv[sequence.sequence_id], target.in_flight.get(sequence.sequence_id)
+            if target.reserve(entry, end) or (before is None and self._make_room(target, sequence, entry, end)):
                 budget -= end - start
-                work.prefill_tokens += end - start
-                row = target.make_row(sequence, end, sample=end == sequence.length, after=before)
-                work.kv_tokens += row.kv_len
+                work.fed += end - start
+                row = target.make_row(sequence, entry, start, end, sample=end == sequence.length)
+                work.kv += row.kv_len
                 row.scoring = sequence.scoring(row.kv_len, end)
-                rows[sequence.sequence_id] = InFlightRow(sequence, row, before=before)
+                rows.append(row)
             else:
                 all_fit &= before is not None
         return all_fit
 
-    def _make_room(
-        self, target: TargetWorker, sequence: Sequence, positions: int, rows: dict[int, InFlightRow[Sequence]]
-    ) -> bool:
+    def _make_room(self, target: TargetWorker, sequence: Sequence, entry: KvEntry, positions: int) -> bool:
         """Makes room for the row, at the expense of the last in rank; False when the sequence must miss this step.
 
         The first in rank of a target's sequences always gets through, at the latest when the steps in flight are back.
         """
-        while not target.pages.reserve(sequence.sequence_id, positions):
-            victim = target.last_idle(sequence, rows)
-            if victim is not None:
-                self._lifecycle.preempt(victim)
-            elif target.has_behind(sequence):
+        while not target.reserve(entry, positions):
+            victim = target.last_idle(sequence)
+            if victim is None and target.has_behind(sequence):
                 return False  # one behind it has a row in flight, and can make room once that is answered
-            else:
-                self._lifecycle.preempt(sequence)
+            self._lifecycle.preempt(victim or sequence)
+            if victim is None:
                 return False
         return True
+
+
+def _describe(group: list[Row], forced: bool, waited: float) -> GroupFormed | None:
+    if not group:
+        return None
+    end, drafted, equal = group[0].end, len(group[0].draft_tokens), True
+    for row in group:
+        if row.end != end or len(row.draft_tokens) != drafted:
+            equal = False
+    return GroupFormed(len(group), equal, forced, waited)
+
+
+def most_promising(chances: Items[Items[float]], room: int) -> list[int]:
+    """How many leading tokens of each sequence to verify if only `room` tokens can be: those most likely accepted.
+
+    A token is worth nothing without those before it, and is never likelier to be accepted than they are. So taking the
+    likeliest next token, one at a time, is best (TETRIS, arXiv 2502.15197, section 4).
+    """
+    lengths = [0] * len(chances)
+    heap = [(-found[0], index) for index, found in enumerate(chances) if found]
+    heapq.heapify(heap)
+    while heap and room > 0:
+        _, index = heapq.heappop(heap)
+        lengths[index] += 1
+        room -= 1
+        if lengths[index] < len(chances[index]):
+            heapq.heappush(heap, (-chances[index][lengths[index]], index))
+    return lengths

@@ -1,4 +1,4 @@
-"""How likely draft tokens are to be accepted: by place, by sequence, and by the draft's own confidence."""
+"""How likely draft tokens are to be accepted: by place, and by the draft's own confidence."""
 
 from __future__ import annotations
 
@@ -46,9 +46,12 @@ class ModelAcceptance:
         `sequences` share the model, so that many observations are one round of each.
         """
         keep = 1 - (1 - FORGET) / max(1, sequences)
-        for place in range(min(tried, len(self._tried))):
-            self._tried[place] = self._tried[place] * keep + 1.0
-            self._taken[place] = self._taken[place] * keep + min(1.0, max(0.0, taken - place))
+        all_tried, all_taken = self._tried, self._taken
+        for place in range(tried if tried < len(all_tried) else len(all_tried)):
+            all_tried[place] = all_tried[place] * keep + 1.0
+            all_taken[place] = all_taken[place] * keep + (1.0 if place < accepted else taken - place)
+        if not confidences:
+            return
         keep = 1 - (1 - FORGET) / _BINS
         for place, confidence in enumerate(confidences[: accepted + 1]):
             which = confidence * _BINS // (MAX_CONFIDENCE + 1)
@@ -64,34 +67,3 @@ class ModelAcceptance:
         """The chance of each of `count` tokens to be accepted with all before it; without confidences, by place."""
         single = [self.chance(one) for one in confidences] or [*self.chances, *[PRIOR_CHANCE] * count][:count]
         return list(accumulate(single, mul))
-
-
-class OwnAcceptance:
-    """Of one sequence's draft tokens, `taken` of `tried`; older ones count less. `probing`: it drafts only to learn."""
-
-    __slots__ = ("probing", "taken", "tried")
-
-    def __init__(self) -> None:
-        self.taken = self.tried = 0.0
-        self.probing = False
-
-    def observe(self, taken: float, tried: int) -> None:
-        """A round ended."""
-        self.taken, self.tried = self.taken * FORGET + taken, self.tried * FORGET + tried
-
-    def chance(self, expected: float) -> float:
-        """The chance of a token that the model's chance is `expected` for, given that those before it were accepted."""
-        return (self.taken + _PRIOR_WEIGHT * expected) / (self.tried + _PRIOR_WEIGHT)
-
-    def survival(self, chances: list[float], lowest: float) -> list[float]:
-        """The chance of each token to be accepted with all before it, as long as that is at least `lowest`.
-
-        `chances` are the draft model's, by position.
-        """
-        survival, found = 1.0, []
-        for expected in chances:
-            survival *= self.chance(expected)
-            if survival < lowest:
-                break
-            found.append(survival)
-        return found

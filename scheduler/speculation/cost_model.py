@@ -14,6 +14,20 @@ _SHORTEST = 0.5
 """A step that took a smaller share of its expected time weighs as if it had taken this share."""
 
 
+class MeanSeconds:
+    """The mean of times, weighted so that relative errors count: one that stalled counts for next to nothing."""
+
+    def __init__(self) -> None:
+        self._sum = self._squares = self.seconds = 0.0
+
+    def observe(self, seconds: float) -> None:
+        if 0 < seconds < math.inf:
+            share = 1 / seconds
+            self._sum = self._sum * FORGET + share
+            self._squares = self._squares * FORGET + share * share
+            self.seconds = self._sum / self._squares
+
+
 class LinearCost:
     """Seconds = coefficients · features, all coefficients at least 0.
 
@@ -27,84 +41,72 @@ class LinearCost:
 
     def __init__(self, guess: tuple[float, ...], initial_seconds: float = 0.0) -> None:
         self._guess = guess
-        self.coefficients = [initial_seconds, *[0.0] * (len(guess) - 1)]
-        self._information: list[list[float]] = []
-        """A row for each feature."""
+        self._solution = [initial_seconds, *[0.0] * (len(guess) - 1)]
+        self._solved = True
+        self._matrix: list[list[float]] = []
+        """Of the normal equations, a row for each feature; `_right` is their right side."""
+        self._right: list[float] = []
 
     @property
     def known(self) -> bool:
-        return bool(self._information)
+        return bool(self._matrix)
+
+    @property
+    def coefficients(self) -> list[float]:
+        """Solved for when they are asked for, since steps come more often."""
+        if not self._solved:
+            self._solution, self._solved = _least_squares(self._matrix, self._right), True
+        return self._solution
 
     def predict(self, *features: float) -> float:
         """Features that are not given are 0."""
         return sum(map(mul, self.coefficients, features))
 
     def observe(self, seconds: float, *features: float) -> None:
-        if not math.isfinite(seconds) or seconds <= 0:
+        if not 0 < seconds < math.inf:
             return
-        if not self._information:
+        if not self._matrix:
             unit = seconds / sum(map(mul, self._guess, features))
-            self.coefficients = [unit * share for share in self._guess]
+            self._solution = [unit * share for share in self._guess]
             # The guess weighs so little that any few observations overrule it.
-            weights = [((1 - FORGET) / coefficient) ** 2 for coefficient in self.coefficients]
-            self._information = [
-                [weight if i == j else 0.0 for j in range(len(weights))] for i, weight in enumerate(weights)
-            ]
-        unit = max(seconds, _SHORTEST * self.predict(*features))
-        x = [feature / unit for feature in features] + [0.0] * (len(self._guess) - len(features))
-        before, coefficients = self._information, self.coefficients
-        spoken = [sum(map(mul, row, x)) for row in before]
+            self._right = [(1 - FORGET) ** 2 / coefficient for coefficient in self._solution]
+            weights = [right / coefficient for right, coefficient in zip(self._right, self._solution, strict=True)]
+            self._matrix = [[w if i == j else 0.0 for j in range(len(weights))] for i, w in enumerate(weights)]
+        unit = seconds
+        if seconds < _SHORTEST * sum(map(mul, self._solution, features)):
+            unit = max(seconds, _SHORTEST * self.predict(*features))
+        matrix, right = self._matrix, self._right
+        places = range(len(right))
+        x = [feature / unit for feature in features] + [0.0] * (len(right) - len(features))
+        spoken = [sum(map(mul, row, x)) for row in matrix]
         share = (1 - FORGET) / sum(map(mul, spoken, x))
-        lost, wanted = share * sum(map(mul, spoken, coefficients)), seconds / unit
-        right = [
-            sum(map(mul, row, coefficients)) - lost * u + wanted * feature
-            for row, u, feature in zip(before, spoken, x, strict=True)
-        ]
-        self._information = [
-            [a + feature * b - share * u * v for a, b, v in zip(row, x, spoken, strict=True)]
-            for row, feature, u in zip(before, x, spoken, strict=True)
-        ]
-        found = _least_squares(self._information, right)
-        if found is None:
-            self._information = []  # rounding has left nothing to solve: the next observation begins anew
-        else:
-            self.coefficients = found
+        lost, wanted = share * sum(map(mul, right, x)), seconds / unit
+        # Plain loops, in place: this runs for every step.
+        for i in places:
+            feature, forgotten, row = x[i], share * spoken[i], matrix[i]
+            right[i] += wanted * feature - lost * spoken[i]
+            for j in places:
+                row[j] += feature * x[j] - forgotten * spoken[j]
+        self._solved = False
 
 
-def _least_squares(matrix: list[list[float]], right: list[float]) -> list[float] | None:
-    """Solves a small positive definite system; what would be negative is left out, as 0. None where rounding left no
-    such system."""
-    places = list(range(len(right)))
-    while True:
-        found = _solution([[*(matrix[i][j] for j in places), right[i]] for i in places])
-        if found is None:
-            return None
-        lowest = min(found)
-        if lowest >= 0:
-            whole = [0.0] * len(right)
-            for place, value in zip(places, found, strict=True):
-                whole[place] = value
-            return whole
-        del places[found.index(lowest)]
-
-
-def _solution(rows: list[list[float]]) -> list[float] | None:
-    """By elimination, of a system whose last column is the right side. Plain loops: this runs for every step."""
-    count = len(rows)
-    for k in range(count):
-        pivot = rows[k]
-        if not 0 < pivot[k] < math.inf:
-            return None
-        for i in range(k + 1, count):
-            row = rows[i]
-            factor = row[k] / pivot[k]
-            for j in range(k + 1, count + 1):
-                row[j] -= factor * pivot[j]
-    found = [0.0] * count
-    for k in range(count - 1, -1, -1):
-        row = rows[k]
-        value = row[count]
-        for j in range(k + 1, count):
-            value -= row[j] * found[j]
-        found[k] = value / row[k]
+def _least_squares(matrix: list[list[float]], right: list[float]) -> list[float]:
+    """Solves a small positive definite system by elimination; what would be negative is left out, as 0, and so is what
+    rounding has left nothing of."""
+    places, found = list(range(len(right))), [0.0] * len(right)
+    while places:
+        rows = [[*(matrix[i][j] for j in places), right[i]] for i in places]
+        for k, pivot in enumerate(rows):
+            for row in rows[k + 1 :]:
+                factor = row[k] / pivot[k] if pivot[k] > 0 else 0.0
+                row[k:] = [a - factor * b for a, b in zip(row[k:], pivot[k:], strict=True)]
+        solution = [0.0] * len(rows)
+        for k in reversed(range(len(rows))):
+            rest = rows[k][-1] - sum(map(mul, rows[k][k + 1 : -1], solution[k + 1 :]))
+            solution[k] = rest / rows[k][k] if rows[k][k] > 0 else 0.0
+        if (lowest := min(solution)) >= 0:
+            for place, value in zip(places, solution, strict=True):
+                found[place] = value
+            break
+        del places[solution.index(lowest)]
     return found

@@ -1,4 +1,5 @@
-"""The draft length with the highest goodput, for the sequences that a target and a draft worker share.
+"""What is learnt of workers, and the draft length with the highest goodput for the sequences that a target and a draft
+worker share.
 
 After TurboSpec (arXiv 2406.14066, section 4). In a *cycle* each sequence of the target has one round.
 """
@@ -6,27 +7,59 @@ After TurboSpec (arXiv 2406.14066, section 4). In a *cycle* each sequence of the
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
 
-from scheduler.speculation.acceptance import OwnAcceptance
-from scheduler.speculation.cost_model import FORGET
+from scheduler.speculation.acceptance import PRIOR_CHANCE, ModelAcceptance
+from scheduler.speculation.cost_model import FORGET, TOKEN_SHARE, LinearCost, MeanSeconds
 
 
 @dataclass(slots=True)
 class Choice:
-    """What one target's sequences draft with one draft worker: up to `length` tokens each.
+    """What one target's sequences draft with one draft worker: `length` tokens each.
 
-    A token is worth drafting if its chance to be accepted is at least `price`, and worth verifying if its chance is at
-    least `verify_price`. `rate` is the expected tokens per second, `gain` times that of plain decoding. `chances` are
-    the draft model's, by position. `prepares`: the draft prepares proposals while the target verifies.
+    A token is worth verifying if its chance to be accepted is at least `verify_price`. `rate` is the expected tokens
+    per second, `gain` times that of plain decoding. `prepares`: the draft prepares proposals while the target verifies.
     """
 
     length: int
     rate: float
     gain: float
-    price: float
     verify_price: float
-    chances: list[float]
     prepares: bool = False
+
+
+class TargetFigures:
+    """What was learnt of one target, and decided for it.
+
+    `cost` is that of a step by (1, batched tokens, those of them to verify, tokens of KV that are read), `wire` the
+    delay of an answer beyond its step. `typical` are the mean seconds of a step that verifies; the last one read
+    `kv_share` tokens of KV for each token to verify. `choices` are by draft worker, and `drafting` tells whether any of
+    them is to draft. In a `plain_step`, no sequence drafts; `probe_due` lets one that decodes plainly draft one token.
+    """
+
+    def __init__(self, initial_step_seconds: float) -> None:
+        self.cost = LinearCost((1.0, TOKEN_SHARE, TOKEN_SHARE**2, TOKEN_SHARE**3), initial_step_seconds)
+        self.wire = MeanSeconds()
+        self.verification = MeanSeconds()
+        self.typical = initial_step_seconds
+        self.kv_share = 0.0
+        self.choices: dict[str, Choice] = {}
+        self.drafting = False
+        self.rounds = self.decided_for = self.steps = 0
+        self.plain_step = self.probe_due = False
+
+
+class DraftFigures:
+    """What was learnt of one draft worker: the `cost` of a step by (passes, tokens fed or proposed, tokens of KV that
+    are read), the delay of an answer beyond its step (`wire`), the acceptance of its model, and in which share of
+    verifications the outcome was `found` among those that it had prepared for."""
+
+    def __init__(self, initial_step_seconds: float, acceptance: ModelAcceptance) -> None:
+        self.cost = LinearCost((1.0, TOKEN_SHARE, TOKEN_SHARE**3), initial_step_seconds)
+        self.wire = MeanSeconds()
+        self.acceptance = acceptance
+        self.found = PRIOR_CHANCE
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,39 +111,27 @@ class Cycle:
 
 
 def choose(
-    cycle: Cycle,
-    chances: list[float],
-    members: list[OwnAcceptance | None],
-    before: Choice | None,
-    preparation: Preparation | None,
+    cycle: Cycle, chances: list[float], share: float, before: Choice | None, preparation: Preparation | None
 ) -> Choice:
-    """As if all sequences of the target were like the `members`: None for a sequence that cannot draft.
+    """As if all sequences of the target were alike, of which only a `share` can draft.
 
-    `chances` are the draft model's, `before` is the last choice. A cycle needs no draft step if all sequences find
-    their outcomes prepared.
+    `chances` are the draft model's, by position, `before` is the last choice. A cycle needs no draft step if all
+    sequences find their outcomes prepared.
     """
     plain = cycle.count / cycle.seconds()
     # A second is worth as many tokens as were committed in a second by the last choice.
-    value = plain * (before.gain if before else 1.0)
-    verify_price = value * cycle.row
-    price = verify_price + value * cycle.of_token if cycle.serial else verify_price
-    choice = Choice(0, plain, 1.0, price, verify_price, chances)
-    worth = [own.survival(chances, price) if own is not None else [] for own in members]
+    choice = Choice(0, plain, 1.0, plain * (before.gain if before else 1.0) * cycle.row)
     # To begin, drafting must promise more than one observation can change an estimate by.
     best = plain if before and before.length else plain / FORGET
-    accepted = drafted = 0.0
-    for length in range(1, len(chances) + 1):
-        reached = [survival[length - 1] for survival in worth if len(survival) >= length]
-        accepted += sum(reached) / len(members)
-        drafted += len(reached) / len(members)
-        rate = cycle.count * (1 + accepted) / cycle.seconds(length, drafted)
-        if reached and rate > best:
+    expected = [share * sum for sum in accumulate(accumulate(chances, mul))] if share else []
+    for length, accepted in enumerate(expected, 1):
+        rate = cycle.count * (1 + accepted) / cycle.seconds(length, share * length)
+        if rate > best:
             best, choice.length, choice.prepares = rate, length, False
-        if preparation is None or not reached:
+        if preparation is None:
             continue
-        found = preparation.found
-        prepared = sum(sum(survival[: preparation.length]) for survival in worth) / len(members)
-        all_found = found**cycle.count
+        found, prepared = preparation.found, expected[min(preparation.length, len(expected)) - 1]
+        all_found, drafted = found**cycle.count, share * length
         seconds = (1 - all_found) * cycle.seconds(length, drafted) + all_found * cycle.seconds(0, drafted)
         rate = cycle.count * (1 + found * prepared + (1 - found) * accepted) / seconds
         if rate > best:

@@ -16,26 +16,22 @@ _FACTOR = 0xBB873593CC9E2D5
 EMPTY_DIGEST = 0xBF29CE484222325
 
 
-def extend_digest(digest: int, token: int) -> int:
-    return (digest ^ token) * _FACTOR & _MASK
-
-
 class DigestedTokens:
     """A token list that knows the digest of each of its prefixes."""
 
-    __slots__ = ("_digests", "tokens")
+    __slots__ = ("digests", "tokens")
 
     def __init__(self, tokens: Collection[int] = ()) -> None:
         self.tokens: list[int] = []
         # Machine integers: a fifth of the memory of a list of int objects, and nothing for the collector to visit.
-        self._digests = array("Q", (EMPTY_DIGEST,))
+        self.digests = array("Q", (EMPTY_DIGEST,))
         self.extend(tokens)
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     def extend(self, tokens: Collection[int]) -> None:
-        digest, append = self._digests[-1], self._digests.append
+        digest, append = self.digests[-1], self.digests.append
         for token in tokens:
             digest = (digest ^ token) * _FACTOR & _MASK
             append(digest)
@@ -43,8 +39,8 @@ class DigestedTokens:
 
     def truncate(self, length: int) -> None:
         del self.tokens[length:]
-        del self._digests[length + 1 :]
+        del self.digests[length + 1 :]
 
     def digest(self, length: int) -> int:
         """Digest of the first `length` tokens. Raises IndexError past the end."""
-        return self._digests[length]
+        return self.digests[length]

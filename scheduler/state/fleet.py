@@ -8,6 +8,7 @@ from typing import TypeVar
 
 from scheduler.config import SchedulerConfig
 from scheduler.messages import Role, WorkerSpec
+from scheduler.speculation.acceptance import ModelAcceptance
 from scheduler.state.digests import DigestedTokens
 from scheduler.state.workers import DraftWorker, TargetWorker, Worker
 
@@ -24,6 +25,8 @@ class Fleet:
         self._config = config
         self.targets: dict[str, TargetWorker] = {}
         self.drafts: dict[str, DraftWorker] = {}
+        self.models: dict[str, ModelAcceptance] = {}
+        """What is learnt of draft models, by their ids."""
         self.accepting = 0
         """Targets that take new sequences: those that do not drain."""
         self.largest_capacity = 0
@@ -37,12 +40,12 @@ class Fleet:
         return self.targets.get(worker_id) or self.drafts.get(worker_id)
 
     def add(self, spec: WorkerSpec) -> None:
-        config = self._config
-        shared = (spec, config.prefill_chunk, config.steps_in_flight)
         if spec.role is Role.TARGET:
-            self.targets[spec.worker_id] = TargetWorker(*shared, config.batch_size)
+            self.targets[spec.worker_id] = TargetWorker(spec, self._config)
         else:
-            self.drafts[spec.worker_id] = DraftWorker(*shared)
+            model_id = spec.model_id or spec.worker_id
+            acceptance = self.models.setdefault(model_id, ModelAcceptance(self._config.draft_length))
+            self.drafts[spec.worker_id] = DraftWorker(spec, self._config, acceptance)
         self._note_workers()
 
     def remove(self, worker_id: str) -> Worker | None:

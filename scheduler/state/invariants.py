@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
+from scheduler.messages import Row, SequenceState
 from scheduler.state.fleet import Fleet
 from scheduler.state.live_set import LiveSet
-from scheduler.state.sequence_record import SequenceState
-from scheduler.state.workers import Sequence, Worker
+from scheduler.state.workers import (
+    DRAFTED,
+    DRAFTING,
+    PREFILLING,
+    READY,
+    STEADY_KV_LAG,
+    VERIFYING,
+    Sequence,
+    TargetWorker,
+    Worker,
+)
 
 
 def check_integrity(live: LiveSet, fleet: Fleet) -> None:
     """Raises RuntimeError when any two of them differ."""
-    live.check_integrity()
+    if not live.is_right():
+        raise RuntimeError("the live set disagrees with its waiting and running sequences, or with its keys")
     placed: dict[Worker, int] = dict.fromkeys(fleet.workers(), 0)
     for sequence in live.running.values():
         move = sequence.kv_move
@@ -20,51 +33,69 @@ def check_integrity(live: LiveSet, fleet: Fleet) -> None:
             if worker not in placed or worker.sequences.get(sequence.sequence_id) is not sequence:
                 raise RuntimeError(f"sequence {sequence.sequence_id} is unknown to its worker {worker.worker_id}")
             placed[worker] += 1
-        _check_indexed(sequence)
+        if not _is_indexed(sequence):
+            raise RuntimeError(f"sequence {sequence.sequence_id} is {sequence.state.value} but not in that index")
     for worker, count in placed.items():
-        worker.check_integrity()
-        if count != len(worker.sequences):
-            raise RuntimeError(
-                f"worker {worker.worker_id} has {len(worker.sequences)} sequences, {count} are placed there"
-            )
-    for target in fleet.targets.values():
-        moving = sum(sequence.state is SequenceState.MOVING for sequence in target.sequences.values())
-        indexed = len(target.prefilling) + target.coming.total + len(target.drafted) + target.verifying + moving
-        indexed += len(target.suspects)
-        if indexed != len(target.sequences):
-            raise RuntimeError(
-                f"target {target.worker_id} has {len(target.sequences)} sequences and {indexed} in its indexes"
-            )
-    for draft in fleet.drafts.values():
-        verifying = sum(s.state is SequenceState.VERIFYING for s in draft.sequences.values())
-        ready = sum(s.state is SequenceState.READY for s in draft.sequences.values())
-        if (verifying, ready) != (len(draft.verifying), len(draft.ready)):
-            raise RuntimeError(f"draft {draft.worker_id}: verifying or ready sequences are miscounted")
+        _require(worker, count == len(worker.sequences), f"has {len(worker.sequences)} sequences, {count} are placed")
+        _check_worker(worker)
 
 
-def _check_indexed(sequence: Sequence) -> None:
-    target, draft = sequence.target, sequence.draft
+def _is_indexed(sequence: Sequence) -> bool:
+    target, draft, sequence_id = sequence.target, sequence.draft, sequence.sequence_id
     if target is None:
-        raise RuntimeError(f"sequence {sequence.sequence_id} runs without a target")
+        return False
     match sequence.state:
+        case SequenceState.PREFILLING | SequenceState.DRAFTED if sequence.suspected:
+            return sequence_id in target.suspects
         case SequenceState.PREFILLING:
-            indexed = sequence.sequence_id in (target.suspects if sequence.suspected else target.prefilling)
-        case SequenceState.READY:
-            indexed = draft is not None and sequence.sequence_id in draft.ready
-        case SequenceState.DRAFTING:
-            indexed = draft is not None and _has_row(sequence, draft)
+            return sequence_id in target.prefilling
         case SequenceState.DRAFTED:
-            indexed = sequence.sequence_id in (target.suspects if sequence.suspected else target.drafted)
-        case SequenceState.VERIFYING:
-            indexed = _has_row(sequence, target)
+            return sequence_id in target.drafted
+        case SequenceState.READY:
+            return draft is not None and sequence_id in draft.ready
+        case SequenceState.DRAFTING | SequenceState.VERIFYING:
+            worker = draft if sequence.state is DRAFTING else target
+            row = None if worker is None else worker.in_flight.get(sequence_id)
+            return row is not None and not row.abandoned
         case SequenceState.MOVING:
-            indexed = sequence.kv_move is not None and sequence.sequence_id not in target.in_flight
-        case _:
-            indexed = False
-    if not indexed:
-        raise RuntimeError(f"sequence {sequence.sequence_id} is {sequence.state.value} but not in that index")
+            return sequence.kv_move is not None and sequence_id not in target.in_flight
+    return False
 
 
-def _has_row(sequence: Sequence, worker: Worker) -> bool:
-    flight = worker.in_flight.get(sequence.sequence_id)
-    return flight is not None and flight.sequence is sequence and not flight.abandoned
+def _check_worker(worker: Worker) -> None:
+    reserved = sum(entry.pages for entry in worker.kv.values()) + worker.pages_of_moves
+    pages = f"{reserved} pages reserved and {worker.free_pages} free of {worker.spec.total_pages}"
+    _require(worker, reserved + worker.free_pages == worker.spec.total_pages and worker.free_pages >= 0, pages)
+    _require(worker, worker.sequences.keys() == worker.kv.keys(), "sequences and KV entries differ")
+    for sequence_id, entry in worker.kv.items():
+        held = entry.valid + entry.ahead
+        _require(worker, entry.pages >= worker.pages_for(held), f"too few pages for {held} of sequence {sequence_id}")
+    sent = {id(row) for step in worker.outstanding.values() for row in step.rows}
+    for row in worker.in_flight.values():
+        known = row.abandoned or row.sequence_id in worker.sequences
+        _require(worker, known, f"a row is in flight for sequence {row.sequence_id}, which left")
+        before: Row | None = row
+        while before is not None:
+            _require(worker, id(before) in sent, "rows in flight and outstanding steps differ")
+            sent.remove(id(before))
+            before = before.before
+    _require(worker, not sent, "rows in flight and outstanding steps differ")
+    states = Counter(sequence.state for sequence in worker.sequences.values())
+    _require(worker, worker.verifying == states[VERIFYING], "verifying sequences are miscounted")
+    if isinstance(worker, TargetWorker):
+        indexed = len(worker.prefilling) + len(worker.drafted) + len(worker.suspects)
+        _require(worker, indexed == states[PREFILLING] + states[DRAFTED], "sequences that wait are miscounted")
+        _require(worker, worker.coming == states[READY] + states[DRAFTING], "sequences to draft for are miscounted")
+        return
+    _require(worker, len(worker.ready) == states[READY], "ready sequences are miscounted")
+    lags = {
+        sequence_id
+        for sequence_id, sequence in worker.sequences.items()
+        if sequence.wants_draft_kv and worker.kv_lag(sequence) > STEADY_KV_LAG
+    }
+    _require(worker, lags == worker.lagging.keys(), f"lagging is wrong about {lags ^ worker.lagging.keys()}")
+
+
+def _require(worker: Worker, holds: bool, what: str) -> None:
+    if not holds:
+        raise RuntimeError(f"worker {worker.worker_id}: {what}")

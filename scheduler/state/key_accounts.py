@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from scheduler.key_class import NOBODY, KeyClass
-from scheduler.state.token_bucket import TokenBucket
 
 
 class KeyAccount:
@@ -14,32 +13,21 @@ class KeyAccount:
 
     `served` is the virtual counter of Sheng et al., "Fairness in Serving Large Language Models" (arXiv 2401.00588): the
     tokens that the key was served, divided by its weight. `claimed` also counts the prompts of running sequences that
-    are not computed yet, so that a key is not admitted over and over before the first chunk is back.
-    """
+    are not computed yet, so that a key is not admitted over and over before the first chunk is back. `refusals` are by
+    the name of the limit.
 
-    __slots__ = (
-        "bucket",
-        "claimed",
-        "key",
-        "output_tokens",
-        "prompt_tokens",
-        "refusals",
-        "running",
-        "served",
-        "waiting",
-    )
+    The tokens that the key may still use in a minute fill at a constant rate and begin full. What a sequence will use
+    is known only once it was served, so the level may fall below zero; the debt is paid off before anything new is let
+    in, and the mean rate holds.
+    """
 
     def __init__(self, key: KeyClass) -> None:
         self.key = key
-        self.served = 0.0
-        self.claimed = 0.0
-        self.running = 0
-        self.waiting = 0
-        self.prompt_tokens = 0
-        self.output_tokens = 0
+        self.served = self.claimed = 0.0
+        self.running = self.waiting = self.prompt_tokens = self.output_tokens = 0
         self.refusals: Counter[str] = Counter()
-        """By the name of the limit."""
-        self.bucket = None if key.tokens_per_minute is None else TokenBucket(key.tokens_per_minute)
+        self._level = float(key.tokens_per_minute or 0)
+        self._filled_at: float | None = None
 
     @property
     def may_run_more(self) -> bool:
@@ -66,8 +54,24 @@ class KeyAccount:
         share = tokens / self.key.weight
         self.served += share
         self.claimed += share
-        if self.bucket is not None:
-            self.bucket.debit(tokens, now)
+        if self.key.tokens_per_minute is not None:
+            self.debit(tokens, now)
+
+    def debit(self, tokens: int, now: float) -> None:
+        """Takes tokens from those of the minute."""
+        self.seconds_until_token(now)
+        self._level -= tokens
+
+    def seconds_until_token(self, now: float) -> float:
+        """Until the key may use at least one token, if nothing is used meanwhile; 0 where it may."""
+        most = self.key.tokens_per_minute
+        if most is None:
+            return 0.0
+        rate = most / 60.0
+        if self._filled_at is not None and now > self._filled_at:
+            self._level = min(float(most), self._level + rate * (now - self._filled_at))
+        self._filled_at = now
+        return max(0.0, (1.0 - self._level) / rate)
 
 
 class KeyAccounts:

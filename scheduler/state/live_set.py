@@ -1,14 +1,98 @@
-"""Every live sequence: those that wait and those that run."""
+"""Every live sequence, and who is admitted next: fair among API keys by the tokens that they were served.
+
+The order among keys is that of the Virtual Token Counter (Sheng et al., "Fairness in Serving Large Language Models",
+arXiv 2401.00588, section 4): the key with the smallest counter is next. The counter of a key that begins to compete is
+raised to that of the key that is next or, where no key competes, of the key that competed last; so a key saves nothing
+up while it asks for less than its share. Unlike in the paper, prompts are computed in chunks, long after admission. So
+the order goes by what a key has claimed, and counters are raised to what was served.
+"""
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterable
+from operator import attrgetter
 
 from scheduler.key_class import KeyClass
-from scheduler.state.key_accounts import KeyAccounts
-from scheduler.state.waiting_queue import WaitingQueue
+from scheduler.state.key_accounts import KeyAccount, KeyAccounts
 from scheduler.state.workers import Sequence
+
+_rank = attrgetter("rank")
+
+
+class WaitingQueue:
+    """The waiting sequences. A key *competes* while sequences of it wait and it may run more.
+
+    The waiting sequences of a key are sorted by rank, so a sequence that ran before gets its old place back.
+    """
+
+    def __init__(self) -> None:
+        self._members: dict[int, Sequence] = {}
+        self._by_key: dict[KeyAccount, list[Sequence]] = {}
+        self._competing: dict[KeyAccount, None] = {}
+        self._last: KeyAccount | None = None
+        """The key that was the last to compete."""
+        self.tokens = 0
+        """Committed tokens of all waiting sequences."""
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __contains__(self, sequence_id: int) -> bool:
+        return sequence_id in self._members
+
+    def members(self) -> list[Sequence]:
+        """All waiting sequences, oldest first. Sorts them, so for rare events only."""
+        return sorted(self._members.values(), key=lambda sequence: sequence.order)
+
+    def push(self, sequence: Sequence) -> None:
+        account = sequence.account
+        self._members[sequence.sequence_id] = sequence
+        insort(self._by_key.setdefault(account, []), sequence, key=_rank)
+        self.tokens += sequence.length
+        account.waiting += 1
+        self.update(account)
+
+    def remove(self, sequence: Sequence) -> None:
+        account = sequence.account
+        del self._members[sequence.sequence_id]
+        line = self._by_key[account]
+        del line[bisect_left(line, sequence.rank, key=_rank)]
+        self.tokens -= sequence.length
+        account.waiting -= 1
+        self.update(account)
+
+    def first(self) -> Sequence | None:
+        """The sequence to admit next; None where no key competes."""
+        account = self._first_key()
+        return None if account is None else self._by_key[account][0]
+
+    def _first_key(self) -> KeyAccount | None:
+        """The competing key with the smallest claim; of equal claims, the key that began to compete last."""
+        return min(reversed(self._competing), key=lambda account: account.claimed, default=None)
+
+    def update(self, account: KeyAccount) -> None:
+        """To be called when the key has more or fewer waiting or running sequences."""
+        competes = account.waiting > 0 and account.may_run_more
+        if competes and account not in self._competing:
+            before = self._first_key() or self._last
+            if before is not None:
+                account.raise_to(before.served)
+            self._competing[account] = None
+        elif not competes and account in self._competing:
+            del self._competing[account]
+            self._last = account
+
+    def is_right(self) -> bool:
+        """Whether totals are right, and every sequence and key would be found."""
+        return (
+            self.tokens == sum(sequence.length for sequence in self._members.values())
+            and len(self._members) == sum(map(len, self._by_key.values()))
+            and all(line == sorted(line, key=_rank) for line in self._by_key.values())
+            and all(account.waiting == len(line) for account, line in self._by_key.items())
+            and self._competing.keys() == {one for one in self._by_key if one.waiting > 0 and one.may_run_more}
+        )
 
 
 class LiveSet:
@@ -27,33 +111,28 @@ class LiveSet:
 
     def start(self, sequence: Sequence) -> None:
         """A waiting sequence runs from now on."""
-        account = sequence.account
         self.waiting.remove(sequence)
         self.running[sequence.sequence_id] = sequence
-        account.running += 1
-        account.claim_prompt(sequence.prompt_left)
-        self.waiting.update(account)
+        self._count_running(sequence, 1)
 
     def stop(self, sequence: Sequence) -> None:
         """A running sequence runs no more."""
-        account = sequence.account
         del self.running[sequence.sequence_id]
-        account.running -= 1
-        account.claim_prompt(-sequence.prompt_left)
+        self._count_running(sequence, -1)
+
+    def _count_running(self, sequence: Sequence, by: int) -> None:
+        account = sequence.account
+        account.running += by
+        account.claim_prompt(by * sequence.prompt_left)
         self.waiting.update(account)
 
-    def check_integrity(self) -> None:
-        """Raises RuntimeError unless every sequence is in exactly one place."""
-        self.waiting.check_integrity()
-        for sequence_id, sequence in self.sequences.items():
-            if sequence.length != len(sequence.tokens):
-                raise RuntimeError(f"sequence {sequence_id} has {len(sequence.tokens)} tokens, not {sequence.length}")
-            if (sequence_id in self.waiting) == (sequence_id in self.running):
-                raise RuntimeError(f"sequence {sequence_id} is not exactly one of waiting and running")
-        if len(self.waiting) + len(self.running) != len(self.sequences):
-            raise RuntimeError("sequences wait or run that are not in the live set")
-        running = Counter(sequence.account.key.name for sequence in self.running.values())
-        for account in self.accounts:
-            name = account.key.name
-            if account.running != running[name]:
-                raise RuntimeError(f"key {name!r} counts {account.running} running sequences, {running[name]} run")
+    def is_right(self) -> bool:
+        """Whether every sequence is in exactly one place, and counted for its key."""
+        running = Counter(sequence.account for sequence in self.running.values())
+        return (
+            self.waiting.is_right()
+            and all((one in self.waiting) != (one in self.running) for one in self.sequences)
+            and len(self.waiting) + len(self.running) == len(self.sequences)
+            and all(sequence.length == len(sequence.tokens) for sequence in self.sequences.values())
+            and all(account.running == running[account] for account in self.accounts)
+        )

@@ -1,46 +1,162 @@
-"""Which workers hold which sequences: the two ends of one relation, so both are in one module.
-
-A sequence knows its target and its draft worker. A worker knows its sequences: by id, and by the state of each.
-"""
+"""Sequences and workers, and which workers hold which sequences: the two ends of one relation, so all in one module."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import sys
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+from typing import TypeAlias
 
-from scheduler.messages import SequenceRequest, WorkerSpec
-from scheduler.state.indexes import CountByLength, DraftedIndex
+from scheduler.config import SchedulerConfig
+from scheduler.messages import (
+    FinishReason,
+    GroupFormed,
+    Outcome,
+    PromptScoring,
+    Row,
+    SendStep,
+    SequenceRequest,
+    SequenceState,
+    TokenLogprobs,
+    WorkerSpec,
+)
+from scheduler.speculation.acceptance import ModelAcceptance
+from scheduler.speculation.goodput import DraftFigures, TargetFigures
+from scheduler.state.digests import DigestedTokens
 from scheduler.state.key_accounts import KeyAccount
-from scheduler.state.sequence_record import SequenceRecord, SequenceState
-from scheduler.state.worker_base import DraftWork, TargetWork, WorkerState
+from scheduler.state.prefixes import KnownPrefixes
 
 # Looked up for every row: names are faster than attributes of the enumeration.
-_PREFILLING, _READY, _DRAFTING = SequenceState.PREFILLING, SequenceState.READY, SequenceState.DRAFTING
-_DRAFTED, _VERIFYING = SequenceState.DRAFTED, SequenceState.VERIFYING
+WAITING, PREFILLING, MOVING = SequenceState.WAITING, SequenceState.PREFILLING, SequenceState.MOVING
+READY, DRAFTING = SequenceState.READY, SequenceState.DRAFTING
+DRAFTED, VERIFYING, ENDED = SequenceState.DRAFTED, SequenceState.VERIFYING, SequenceState.ENDED
 
 STEADY_KV_LAG = 2
 """The largest KV lag of a draft between rounds, in tokens: its own last proposal and the bonus token."""
+_NOTHING_TO_SCORE = sys.maxsize
+"""A position behind all others."""
 
 
-class Sequence(SequenceRecord):
-    """A live sequence and its place: a target worker and, if any had room, a draft worker; both hold KV of it.
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """All that the core knows of a live sequence.
 
-    `kv_move` is set while the KV moves to another target, where the sequence is placed as well then.
+    `order` is the order of arrival: smaller is older. `rank` (priority, then order) is the one order in which sequences
+    give way: where room is short, those of the highest rank lose theirs first. `length` counts committed tokens, and
+    changes only in PREFILLING and VERIFYING. At length `end` the sequence has all tokens that it may get.
     """
 
-    __slots__ = ("draft", "kv_move", "target")
+    request: SequenceRequest
+    order: int
+    account: KeyAccount
+    sequence_id: int = field(init=False)
+    rank: tuple[int, int] = field(init=False)
+    tokens: DigestedTokens = field(init=False)
+    length: int = field(init=False)
+    end: int = field(init=False)
+    state: SequenceState = WAITING
+    """Only `change_state`, the planners and `Lifecycle` change it, since the workers' indexes must follow."""
+    target: TargetWorker | None = None
+    draft: DraftWorker | None = None
+    """A draft worker, if any had room. Target and draft hold KV of the sequence."""
+    kv_move: KvMove | None = None
+    """Set while the KV moves to another target, where the sequence is placed as well then."""
 
-    def __init__(self, request: SequenceRequest, order: int, account: KeyAccount) -> None:
-        super().__init__(request, order, account)
-        self.target: TargetWorker | None = None
-        self.draft: DraftWorker | None = None
-        self.kv_move: KvMove | None = None
+    # One round.
+    planned_draft_length: int = 0
+    """Tokens to draft in the present round."""
+    requested_draft_length: int = 0
+    """Tokens that the draft was asked for in the round that waits for verification."""
+    draft_tokens: tuple[int, ...] = ()
+    confidences: bytes = b""
+    """The draft's confidence in each token that it proposed, whether or not the token is worth verifying."""
+    outcomes: tuple[Outcome, ...] = ()
+    """Those of the verification under way that the draft has prepared for."""
+    prepared_for: int = 0
+    """The draft is asked to prepare at most once at each length, the last time at this one."""
+    wants_draft_kv: bool = False
+    """Whether a draft worker should keep its KV of the sequence up to date; else that may lag behind."""
+    probing: bool = False
+    """Whether the sequence drafts only to learn what comes of it."""
+    drafted_at: float = 0.0
+    due: float = 0.0
+
+    # What the first output tells of the prompt.
+    prompt_left: int = field(init=False)
+    """Tokens of the prompt that no target has computed yet: those are served only once."""
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
+    score_from: int = _NOTHING_TO_SCORE
+    """Logits are still wanted from this position on, so that a target's KV counts as valid up to there at most."""
+    cached: int = 0
+
+    # Failures, and blame (scheduler/transitions/blame.py).
+    target_failures: int = 0
+    draft_failures: int = 0
+    drafting_refused: bool = False
+    suspected: bool = False
+    """The sequence had a row on a target that was lost. Its rows are alone in their steps."""
+    suspected_until: int = 0
+    """A suspect is cleared when its length passes this."""
+    suspicions: int = 0
+    draft_losses: int = 0
+    """Draft workers that were lost with a row of the sequence."""
+    proposals_owed: int = 0
+    """The sequence is drafted for no more if a draft is lost again while it owes any; each proposal is one less."""
+
+    def __post_init__(self) -> None:
+        request = self.request
+        self.sequence_id, self.rank = request.sequence_id, (request.priority, self.order)
+        self.tokens = DigestedTokens(request.prompt)
+        self.tokens.extend(request.committed_output)
+        self.length, self.prompt_left = len(self.tokens), len(request.prompt)
+        self.end = len(request.prompt) + request.max_tokens
+        if request.prompt_logprobs is not None and not request.committed_output and len(request.prompt) > 1:
+            self.score_from = 0
+        self.suspected, self.suspicions = request.suspicion.tokens > 0, request.suspicion.count
+        self.suspected_until = self.length + request.suspicion.tokens
+
+    def scoring(self, start: int, end: int) -> PromptScoring | None:
+        """What the target is to tell of the prompt with a row that feeds the tokens [start, end)."""
+        top = self.request.prompt_logprobs
+        if top is None:
+            return None
+        first = max(start, self.score_from) + 1
+        tokens = self.request.prompt[first : end + 1]
+        return PromptScoring(first, tokens, top) if tokens else None
+
+    def take_scores(self, logprobs: tuple[TokenLogprobs, ...]) -> None:
+        """Takes in the log probabilities that a row's `scoring` asked for."""
+        self.prompt_logprobs.extend(logprobs)
+        known = self.score_from + len(logprobs)
+        self.score_from = known if known < len(self.request.prompt) - 1 else _NOTHING_TO_SCORE
+
+    def prepared(self, accepted: int, token: int) -> Outcome | None:
+        """What the draft has prepared for this outcome of the verification, which is over now."""
+        outcomes, self.outcomes = self.outcomes, ()
+        return next((one for one in outcomes if one.accepted == accepted and one.token == token), None)
+
+    def commit(self, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], FinishReason | None]:
+        """Appends `tokens` up to the end of the sequence. Returns what was appended, and why it ends if it does."""
+        stop_token_ids, remaining = self.request.stop_token_ids, self.end - self.length
+        reason = None
+        if stop_token_ids:
+            for index, token in enumerate(tokens[:remaining]):
+                if token in stop_token_ids:
+                    tokens, reason = tokens[: index + 1], FinishReason.STOP
+                    break
+        if reason is None and len(tokens) >= remaining:
+            tokens, reason = tokens[:remaining], FinishReason.LENGTH
+        self.tokens.extend(tokens)
+        self.length += len(tokens)
+        return tokens, reason
 
 
 @dataclass(slots=True, eq=False)
 class KvMove:
     """One sequence's KV on its way between two targets.
 
-    `abandoned` once the sequence no longer needs it: the KV that arrives is released then.
+    `abandoned` once the sequence no longer needs it: the destination keeps `pages` for it until the move is answered,
+    and releases the KV that arrives.
     """
 
     move_id: int
@@ -49,42 +165,238 @@ class KvMove:
     destination: TargetWorker
     positions: int
     abandoned: bool = False
+    pages: int = 0
 
 
-class DraftWorker(WorkerState[Sequence, DraftWork]):
+@dataclass(slots=True)
+class KvEntry:
+    """One sequence's KV on one worker: `valid` committed positions, then `ahead` positions of a pending proposal, with
+    at least as many `pages` reserved as the worker really uses.
+
+    `opened` tells whether the worker got the sequence's parameters, with the first `known` tokens; then it may hold
+    something to release.
+    """
+
+    valid: int = 0
+    ahead: int = 0
+    pages: int = 0
+    opened: bool = False
+    known: int = 0
+
+    def settle_proposal(self, accepted: int) -> None:
+        """The proposal was verified: its first `accepted` tokens are committed, the others are dropped.
+
+        The last proposed token was never fed to the draft, hence the minimum: after full acceptance the draft's KV lags
+        by that token and the bonus token.
+        """
+        self.valid += accepted if accepted < self.ahead else self.ahead
+        self.ahead = 0
+
+    def lose(self) -> None:
+        """The worker does not know the sequence any more."""
+        self.valid = self.ahead = 0
+        self.opened = False
+
+
+@dataclass(slots=True)
+class Work:
+    """What a step does: its passes, the tokens that it verifies or proposes, the other tokens that it feeds (prefill,
+    or to catch up), and the tokens of KV that its passes read."""
+
+    passes: int = 1
+    decoded: int = 0
+    fed: int = 0
+    kv: int = 0
+
+    def leave_out(self, tokens: int) -> None:
+        """So many tokens to feed needed no work."""
+        self.fed = max(0, self.fed - tokens)
+
+
+@dataclass(slots=True)
+class Step:
+    """A step that was sent and not answered. `sent_at` is None where the worker had another step then."""
+
+    rows: tuple[Row, ...]
+    work: Work
+    sent_at: float | None
+
+
+class WorkerState:
+    """What the core knows of any worker: its KV and pages, and the steps that it has not answered."""
+
+    def __init__(self, spec: WorkerSpec, config: SchedulerConfig) -> None:
+        self.spec, self.worker_id, self.page_size = spec, spec.worker_id, spec.page_size
+        self.chunk = min(config.prefill_chunk, spec.max_num_batched_tokens)
+        self.capacity = min(spec.max_sequence_length, spec.total_pages * spec.page_size)
+        """Tokens of the longest sequence that fits when no other is placed here."""
+        self.free_pages = spec.total_pages
+        self.pages_of_moves = 0
+        """Reserved for KV that no sequence needs and that may still arrive."""
+        self.prefixes = KnownPrefixes(spec.page_size, spec.total_pages)
+        self.sequences: dict[int, Sequence] = {}
+        """Those placed here."""
+        self.kv: dict[int, KvEntry] = {}
+        self.in_flight: dict[int, Row] = {}
+        """The latest row of each sequence that has one in flight. A step that only releases takes no time."""
+        self.outstanding: dict[int, Step] = {}
+        self.releases: dict[int, None] = {}
+        """Sequences whose KV the worker may free."""
+        self.changed = True
+        """Whether anything here has changed since the worker was last asked for a step."""
+        self.draining = False
+        """Whether the worker gets no new sequences, since it will leave."""
+        self._steps_in_flight = config.steps_in_flight
+
+    @property
+    def can_take_step(self) -> bool:
+        return len(self.outstanding) < self._steps_in_flight
+
+    def pages_for(self, positions: int) -> int:
+        return -(-positions // self.page_size)
+
+    def reserve(self, entry: KvEntry, positions: int) -> bool:
+        """Grows the entry's pages to hold `positions`, if so many are free; else changes nothing: False."""
+        missing = -(-positions // self.page_size) - entry.pages
+        if missing <= 0:
+            return True
+        if missing > self.free_pages:
+            return False
+        entry.pages += missing
+        self.free_pages -= missing
+        return True
+
+    def has_room(self, positions: int) -> bool:
+        """Some pages are kept back from newcomers, for the sequences here to grow into."""
+        spare = -(-len(self.sequences) // 4)
+        return positions <= self.capacity and self.pages_for(positions) + spare <= self.free_pages
+
+    def place(self, sequence: Sequence, positions: int) -> None:
+        """Places the sequence here. `has_room` must have said yes; raises RuntimeError otherwise."""
+        entry = KvEntry()
+        if not self.reserve(entry, positions):
+            raise RuntimeError(f"no pages for sequence {sequence.sequence_id} on worker {self.worker_id}")
+        self.sequences[sequence.sequence_id] = sequence
+        self.kv[sequence.sequence_id] = entry
+        self.prefixes.add(sequence.request.cache_scope, sequence.tokens)
+
+    def evict(self, sequence: Sequence) -> None:
+        """Removes the sequence. What the worker holds of it is released with the next step."""
+        sequence_id = sequence.sequence_id
+        self.changed = True
+        del self.sequences[sequence_id]
+        entry = self.kv.pop(sequence_id)
+        self.free_pages += entry.pages
+        if entry.opened:
+            self.releases[sequence_id] = None
+        self.abandon_rows(sequence_id)
+
+    def abandon_rows(self, sequence_id: int) -> None:
+        """Ignores the answers to all rows of the sequence that are in flight."""
+        row = self.in_flight.get(sequence_id)
+        while row is not None:
+            row.abandoned = True
+            row = row.before
+
+    def row_answered(self, row: Row) -> None:
+        """The row is no longer in flight. The row is abandoned if its answer came before the answer to the sequence's
+        previous row: what the previous row fed is not known yet. So are rows that follow an abandoned one."""
+        later, before = self.in_flight[row.sequence_id], row.before
+        if before is not None:
+            row.abandoned = True
+        if later is not row:
+            later.abandoned |= row.abandoned and later.follows
+            while later.before is not None and later.before is not row:
+                later = later.before
+                later.abandoned |= row.abandoned and later.follows
+            later.before = before
+        elif before is not None:
+            self.in_flight[row.sequence_id] = before
+        else:
+            del self.in_flight[row.sequence_id]
+
+    def has_behind(self, sequence: Sequence) -> bool:
+        """Whether any sequence here gives way to this one: it is of less priority, or younger."""
+        return any(other.rank > sequence.rank for other in self.sequences.values())
+
+    def last_idle(self, sequence: Sequence) -> Sequence | None:
+        """The sequence that gives way first, of those here that give way to this one and have no row in flight."""
+        last, rank = None, sequence.rank
+        for sequence_id, other in self.sequences.items():
+            if other.rank > rank and sequence_id not in self.in_flight:
+                last, rank = other, other.rank
+        return last
+
+    def make_row(
+        self,
+        sequence: Sequence,
+        entry: KvEntry,
+        start: int,
+        end: int,
+        draft_tokens: tuple[int, ...] = (),
+        draft_length: int = 0,
+        sample: bool = False,
+    ) -> Row:
+        """A row that feeds committed tokens from `start` to `end`, at least one. It is in flight, and must be sent."""
+        sequence_id, tokens = sequence.sequence_id, sequence.tokens
+        if start >= end:
+            start = end - 1
+        row = self.in_flight[sequence_id] = Row(
+            sequence_id,
+            start,
+            tokens.digests[start],
+            tuple(tokens.tokens[start:end]),
+            end,
+            draft_tokens,
+            draft_length,
+            sample,
+            self.in_flight.get(sequence_id),
+        )
+        if not entry.opened:
+            entry.opened = True
+            row.opening = sequence.request
+            row.committed = tuple(tokens.tokens[: entry.pages * self.page_size])
+            entry.known = len(row.committed)
+        if end <= entry.known:
+            row.known = True
+        return row
+
+    def send(self, step_id: int, rows: Items[Row], work: Work, now: float, group: GroupFormed | None) -> SendStep:
+        """Records a step with these rows and all pending releases as sent; returns the command for it."""
+        self.changed = True
+        released, rows = tuple(self.releases), tuple(rows)
+        self.releases.clear()
+        self.outstanding[step_id] = Step(rows, work, None if self.outstanding else now)
+        return SendStep(self.worker_id, step_id, rows, released, group)
+
+
+class DraftWorker(WorkerState):
     """A draft worker: the sequences that are `ready` for a proposal, and those whose KV must catch up (`lagging`)."""
 
-    def __init__(self, spec: WorkerSpec, prefill_chunk: int, steps_in_flight: int) -> None:
-        super().__init__(spec, prefill_chunk, steps_in_flight)
+    def __init__(self, spec: WorkerSpec, config: SchedulerConfig, acceptance: ModelAcceptance) -> None:
+        super().__init__(spec, config)
+        self.figures = DraftFigures(config.initial_step_seconds, acceptance)
         self.ready: dict[int, Sequence] = {}
         self.lagging: dict[int, Sequence] = {}
         self.max_kv_lag = min(max(self.chunk, STEADY_KV_LAG), spec.max_num_batched_tokens)
         """Committed tokens that one step can feed before it proposes."""
-        self.verifying: dict[int, Sequence] = {}
+        self.verifying = 0
         """Those placed here that a target is verifying: they may come back any moment."""
         self.watches_targets = False
         """Whether a step that can be sent here depends on what the targets do next."""
-
-    def _no_work(self) -> DraftWork:
-        return DraftWork()
 
     def kv_lag(self, sequence: Sequence) -> int:
         """Committed tokens whose KV is missing; at least 1, since a proposal needs the logits of the last one."""
         missing = sequence.length - self.kv[sequence.sequence_id].valid
         return missing if missing > 1 else 1
 
-    def update_lagging(self, sequence: Sequence) -> int:
-        """Updates `lagging`; to be called when the sequence's length, KV or `wants_draft_kv` has changed.
-
-        Returns the sequence's KV lag.
-        """
-        missing = sequence.length - self.kv[sequence.sequence_id].valid
-        if missing > STEADY_KV_LAG and sequence.wants_draft_kv:
+    def update_lagging(self, sequence: Sequence) -> None:
+        """Updates `lagging`; to be called when the sequence's length, KV or `wants_draft_kv` has changed."""
+        if sequence.wants_draft_kv and self.kv_lag(sequence) > STEADY_KV_LAG:
             self.lagging.setdefault(sequence.sequence_id, sequence)
             self.changed = True
         elif self.lagging:
             self.lagging.pop(sequence.sequence_id, None)
-        return missing if missing > 1 else 1
 
     def place(self, sequence: Sequence, positions: int) -> None:
         super().place(sequence, positions)
@@ -94,101 +406,72 @@ class DraftWorker(WorkerState[Sequence, DraftWork]):
         super().evict(sequence)
         self.lagging.pop(sequence.sequence_id, None)
 
-    def reindex(self, sequence: Sequence, before: SequenceState, after: SequenceState) -> None:
-        """Moves the sequence from the index of one state to that of another.
-
-        WAITING has no index: it stands for a worker that the sequence comes from or goes to as well.
-        """
+    def index(self, sequence: Sequence, state: SequenceState, by: int) -> None:
+        """A sequence here has got into this state (`by` 1), or has left it (-1)."""
         self.changed = True
-        if before is _READY:
-            del self.ready[sequence.sequence_id]
-        elif before is _VERIFYING:
-            del self.verifying[sequence.sequence_id]
-        if after is _READY:
+        if state is VERIFYING:
+            self.verifying += by
+        elif state is READY and by > 0:
             self.ready[sequence.sequence_id] = sequence
-        elif after is _VERIFYING:
-            self.verifying[sequence.sequence_id] = sequence
-
-    @property
-    def works_ahead(self) -> bool:
-        """Whether all that is in flight here is preparation, which ends as soon as another step waits."""
-        return all(flight.row.outcomes for step in self.outstanding.values() for flight in step.rows)
-
-    def check_integrity(self) -> None:
-        super().check_integrity()
-        for sequence_id, sequence in self.sequences.items():
-            lags = sequence.wants_draft_kv and self.kv_lag(sequence) > STEADY_KV_LAG
-            if lags != (sequence_id in self.lagging):
-                raise RuntimeError(f"draft worker {self.worker_id}: lagging is wrong about sequence {sequence_id}")
-        if not (self.ready.keys() <= self.sequences.keys() and self.lagging.keys() <= self.sequences.keys()):
-            raise RuntimeError(f"draft worker {self.worker_id}: sequences that left are ready or lagging")
+        elif state is READY:
+            del self.ready[sequence.sequence_id]
 
 
-class TargetWorker(WorkerState[Sequence, TargetWork]):
+class TargetWorker(WorkerState):
     """A target worker: the sequences to prefill, those to verify, and those being drafted for."""
 
-    def __init__(self, spec: WorkerSpec, prefill_chunk: int, steps_in_flight: int, batch_size: int) -> None:
-        super().__init__(spec, prefill_chunk, steps_in_flight)
+    def __init__(self, spec: WorkerSpec, config: SchedulerConfig) -> None:
+        super().__init__(spec, config)
+        self.figures = TargetFigures(config.initial_step_seconds)
         self.longest_draft = max(0, spec.max_num_batched_tokens // 2 - 1)
         """The most draft tokens of a row: two rows always fit a step, so that verification cannot shut prefill out."""
         self.prefilling: dict[int, Sequence] = {}
         """PREFILLING sequences in the order in which they came here, which is the order of admission."""
-        self.drafted: DraftedIndex[Sequence] = DraftedIndex(batch_size)
-        self.coming = CountByLength()
-        """READY and DRAFTING sequences."""
+        self.drafted: dict[int, Sequence] = {}
+        """DRAFTED sequences in the order in which they were drafted."""
         self.suspects: dict[int, Sequence] = {}
         """Suspected sequences, PREFILLING or DRAFTED, which are in no other index: their rows go alone."""
+        self.coming = 0
+        """READY and DRAFTING sequences."""
+        self.verifying = 0
         self.lone_step: int | None = None
         """The last step with a suspect's row, beside which none may be in flight."""
         self.lone_step_was_last = False
-        self.verifying = 0
         self.waits_until: float | None = None
         """Until when those to verify wait at most, for others or for the step under way; None where nothing waits."""
-        self._batch_size = batch_size
         self._latest_due = 0.0
+        self._batch_size, self._wait_bound_steps = config.batch_size, config.wait_bound_steps
 
-    def _no_work(self) -> TargetWork:
-        return TargetWork()
-
-    def reindex(self, sequence: Sequence, before: SequenceState, after: SequenceState) -> None:
-        """Moves the sequence from the index of one state to that of another; WAITING has none, as in `DraftWorker`."""
+    def index(self, sequence: Sequence, state: SequenceState, by: int) -> None:
+        """A sequence here has got into this state (`by` 1), or has left it (-1)."""
         self.changed = True
-        if sequence.sequence_id in self.suspects:
-            del self.suspects[sequence.sequence_id]
-        elif before is _DRAFTED:
-            self.drafted.remove(sequence)
-        elif before is _VERIFYING:
-            self.verifying -= 1
-        elif before is _PREFILLING:
-            del self.prefilling[sequence.sequence_id]
-        elif (before is _READY or before is _DRAFTING) and after is not _DRAFTING:
-            self.coming.remove(sequence.length)
-        if sequence.suspected and (after is _DRAFTED or after is _PREFILLING):
-            self.suspects[sequence.sequence_id] = sequence
-        elif after is _DRAFTED:
-            self.drafted.add(sequence)
-        elif after is _VERIFYING:
-            self.verifying += 1
-        elif after is _PREFILLING:
-            self.prefilling[sequence.sequence_id] = sequence
-        elif after is _READY or (after is _DRAFTING and before is not _READY):
-            self.coming.add(sequence.length)
+        if state is VERIFYING:
+            self.verifying += by
+        elif state is READY or state is DRAFTING:
+            self.coming += by
+        elif state is DRAFTED or state is PREFILLING:
+            waiting = self.drafted if state is DRAFTED else self.prefilling
+            if by > 0:
+                (self.suspects if sequence.suspected else waiting)[sequence.sequence_id] = sequence
+            elif self.suspects.pop(sequence.sequence_id, None) is None:
+                del waiting[sequence.sequence_id]
 
-    def due(self, now: float, wait_bound_steps: float, step_seconds: float) -> float:
+    @property
+    def wait_bound(self) -> float:
+        """Seconds that a DRAFTED sequence may now wait voluntarily."""
+        return self._wait_bound_steps * self.figures.typical
+
+    def due(self, now: float) -> float:
         """Until when a sequence drafted now may be made to wait: the bound, counted from its place in the queue.
 
-        Sequences drafted earlier go first in any case, a batch in each step of `step_seconds`; that wait is not a
-        choice. No sequence is due before one that was drafted earlier.
+        Sequences drafted earlier go first in any case, a batch in each step; that wait is not a choice. No sequence is
+        due before one that was drafted earlier.
         """
-        due = now + (wait_bound_steps + len(self.drafted) // self._batch_size) * step_seconds
+        steps = self._wait_bound_steps + len(self.drafted) // self._batch_size
+        due = now + steps * self.figures.typical
         if due > self._latest_due:
             self._latest_due = due
         return self._latest_due
-
-    def count(self, state: SequenceState) -> int:
-        """Sequences that are PREFILLING or DRAFTED."""
-        suspects = sum(sequence.state is state for sequence in self.suspects.values())
-        return suspects + (len(self.prefilling) if state is _PREFILLING else len(self.drafted))
 
     def next_suspect(self) -> Sequence | None:
         """The suspect that came first of those that have no row in flight."""
@@ -199,19 +482,15 @@ class TargetWorker(WorkerState[Sequence, TargetWork]):
         """Whether any sequence to prefill has no row in flight."""
         return any(sequence_id not in self.in_flight for sequence_id in self.prefilling)
 
-    def following(self, sequence: Sequence) -> bool:
-        """Whether the sequence's next row is under way: it follows the one whose answer has just been committed."""
-        flight = self.in_flight.get(sequence.sequence_id)
-        return flight is not None and not flight.abandoned and flight.row.kv_len == sequence.length - 1
-
     def can_follow(self) -> list[Sequence]:
         """The sequences with a row in the step that was sent last, which feeds all committed tokens and samples one."""
         last = next(reversed(self.outstanding.values()), None)
         return [
-            flight.sequence
-            for flight in (last.rows if last is not None else ())
-            if flight.row.sample and not (flight.row.draft_tokens or flight.abandoned or flight.sequence.suspected)
-            if flight.row.end == flight.sequence.length
+            sequence
+            for row in (last.rows if last is not None else ())
+            if row.sample and not (row.draft_tokens or row.abandoned)
+            for sequence in (self.sequences[row.sequence_id],)
+            if row.end == sequence.length and not sequence.suspected
         ]
 
     def prefill_from(self, sequence: Sequence) -> int | None:
@@ -221,15 +500,29 @@ class TargetWorker(WorkerState[Sequence, TargetWork]):
         A chunk may follow another one that is in flight. Where the worker has more of the prompt from others, which it
         says in its answers, a chunk that was sent before costs it nothing, and the next goes on behind that.
         """
-        valid, flight = self.kv[sequence.sequence_id].valid, self.in_flight.get(sequence.sequence_id)
-        if flight is None:
+        valid, row = self.kv[sequence.sequence_id].valid, self.in_flight.get(sequence.sequence_id)
+        if row is None:
             return valid
-        if flight.abandoned or flight.row.sample or sequence.suspected:
+        if row.abandoned or row.sample or sequence.suspected:
             return None
-        return max(valid, flight.row.end)
-
-    def check_integrity(self) -> None:
-        super().check_integrity()
+        return max(valid, row.end)
 
 
-Worker = DraftWorker | TargetWorker
+Worker: TypeAlias = DraftWorker | TargetWorker
+
+
+def change_state(sequence: Sequence, state: SequenceState) -> None:
+    """Changes the state, and with it the sequence's place in the indexes of its workers."""
+    before, target, draft = sequence.state, sequence.target, sequence.draft
+    sequence.state = state
+    for worker in (target, draft):
+        if worker is not None:
+            worker.index(sequence, before, -1)
+            worker.index(sequence, state, 1)
+
+
+def already_ended(request: SequenceRequest) -> FinishReason | None:
+    """Why a resubmitted request has nothing left to generate; None if it has."""
+    if any(token in request.stop_token_ids for token in request.committed_output):
+        return FinishReason.STOP
+    return FinishReason.LENGTH if len(request.committed_output) >= request.max_tokens else None

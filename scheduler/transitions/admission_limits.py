@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from scheduler.config import SchedulerConfig
-from scheduler.messages import RefusalCause
+from scheduler.messages import RefusalCause, RefuseSequence
 from scheduler.state.live_set import LiveSet
 from scheduler.state.workers import Sequence
 
 TOKENS_PER_MINUTE, MAX_WAITING = "tokens_per_minute", "max_waiting"
 MAX_QUEUED_SEQUENCES, MAX_QUEUED_TOKENS = "max_queued_sequences", "max_queued_tokens"
 LIMITS = (TOKENS_PER_MINUTE, MAX_WAITING, MAX_QUEUED_SEQUENCES, MAX_QUEUED_TOKENS)
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """`retry_after_seconds`: when the limit lets a sequence in, where that is known."""
-
-    limit: str
-    cause: RefusalCause
-    message: str
-    retry_after_seconds: float | None = None
 
 
 class AdmissionLimits:
@@ -31,40 +19,32 @@ class AdmissionLimits:
         self._config = config
         self._live = live
 
-    def refusal(self, sequence: Sequence, now: float) -> Refusal | None:
-        """Why the sequence may not wait; None if it may."""
+    def refusal(self, sequence: Sequence, now: float) -> tuple[str, RefuseSequence] | None:
+        """The limit by which the sequence may not wait, and the refusal; None if it may."""
         if _is_known(sequence):
             return None
-        return self._beyond_key(sequence, now) or self._beyond_queue(sequence)
+        account, waiting, config = sequence.account, self._live.waiting, self._config
+        key, seconds, cause = account.key, account.seconds_until_token(now), RefusalCause.QUEUE_FULL
+        if seconds > 0:
+            limit, cause = TOKENS_PER_MINUTE, RefusalCause.KEY_LIMIT
+            message = f"tokens_per_minute of key {key.name} is {key.tokens_per_minute}, and all of them are used"
+        elif key.max_waiting is not None and account.waiting >= key.max_waiting:
+            limit, cause = MAX_WAITING, RefusalCause.KEY_LIMIT
+            message = f"{account.waiting} sequences wait, max_waiting of key {key.name} is {key.max_waiting}"
+        elif len(waiting) >= config.max_queued_sequences:
+            limit = MAX_QUEUED_SEQUENCES
+            message = f"{len(waiting)} sequences wait, the limit is {config.max_queued_sequences}"
+        elif (most := config.max_queued_tokens) is not None and 0 < waiting.tokens > most - sequence.length:
+            limit = MAX_QUEUED_TOKENS
+            message = f"{waiting.tokens} tokens wait, {sequence.length} more would pass the limit of {most}"
+        else:
+            return None
+        return limit, RefuseSequence(sequence.sequence_id, cause, message, seconds or None)
 
     def debit(self, sequence: Sequence, now: float) -> None:
         """Takes the prompt from the key's tokens at once: of prompts that come together, not all find the same ones."""
-        bucket = sequence.account.bucket
-        if bucket is not None and not _is_known(sequence):
-            bucket.debit(len(sequence.request.prompt), now)
-
-    def _beyond_key(self, sequence: Sequence, now: float) -> Refusal | None:
-        account = sequence.account
-        key, bucket = account.key, account.bucket
-        seconds = 0.0 if bucket is None else bucket.seconds_until_token(now)
-        if seconds > 0:
-            message = f"tokens_per_minute of key {key.name} is {key.tokens_per_minute}, and all of them are used"
-            return Refusal(TOKENS_PER_MINUTE, RefusalCause.KEY_LIMIT, message, seconds)
-        if key.max_waiting is not None and account.waiting >= key.max_waiting:
-            message = f"{account.waiting} sequences wait, max_waiting of key {key.name} is {key.max_waiting}"
-            return Refusal(MAX_WAITING, RefusalCause.KEY_LIMIT, message)
-        return None
-
-    def _beyond_queue(self, sequence: Sequence) -> Refusal | None:
-        waiting, limit = self._live.waiting, self._config.max_queued_sequences
-        if len(waiting) >= limit:
-            message = f"{len(waiting)} sequences wait, the limit is {limit}"
-            return Refusal(MAX_QUEUED_SEQUENCES, RefusalCause.QUEUE_FULL, message)
-        max_tokens, length = self._config.max_queued_tokens, sequence.length
-        if max_tokens is not None and len(waiting) and waiting.tokens + length > max_tokens:
-            message = f"{waiting.tokens} tokens wait, {length} more would pass the limit of {max_tokens}"
-            return Refusal(MAX_QUEUED_TOKENS, RefusalCause.QUEUE_FULL, message)
-        return None
+        if not _is_known(sequence):
+            sequence.account.debit(len(sequence.request.prompt), now)
 
 
 def _is_known(sequence: Sequence) -> bool:

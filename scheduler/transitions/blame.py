@@ -10,7 +10,7 @@ with each suspicion a sequence has to come twice as far for that. The mark goes 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from scheduler.messages import Command, SuspectSequence, Suspicion
 from scheduler.state.workers import DraftWorker, Sequence, TargetWorker
@@ -22,16 +22,14 @@ _MOST_DOUBLINGS = 20
 
 def in_flight(target: TargetWorker) -> list[Sequence]:
     """The sequences that the target computes, or has queued."""
-    return [flight.sequence for flight in target.in_flight.values() if not flight.abandoned]
+    return [target.sequences[sequence_id] for sequence_id, row in target.in_flight.items() if not row.abandoned]
 
 
-def blame(
-    sequences: list[Sequence], worker_id: str, reason: str, lifecycle: Lifecycle, emit: Callable[[Command], None]
-) -> None:
+def blame(sequences: list[Sequence], worker_id: str, reason: str, lifecycle: Lifecycle) -> None:
     """A target was lost with rows of these sequences in flight. They are in the queue again."""
     for sequence in sequences:
         if not sequence.suspected:
-            suspect(sequence, emit)
+            suspect(sequence, lifecycle.emit)
             continue
         lifecycle.fail(
             sequence,
@@ -40,14 +38,13 @@ def blame(
         )
 
 
-def blame_on_draft(draft: DraftWorker) -> None:
+def blame_on_draft(draft: DraftWorker, live: Mapping[int, Sequence]) -> None:
     """The draft worker was lost. A sequence that went down with another one is no longer drafted for, unless enough
     was proposed for it in between: once after the first loss, and twice as often after each that follows.
 
     Abandoned rows count: the draft may have been computing one when its sequence lost its target.
     """
-    for flight in draft.in_flight.values():
-        sequence = flight.sequence
+    for sequence in filter(None, map(live.get, draft.in_flight)):
         sequence.drafting_refused |= sequence.proposals_owed > 0
         sequence.proposals_owed = 1 << sequence.draft_losses
         sequence.draft_losses += 1

@@ -1,22 +1,40 @@
-"""How sequences move between states and between workers: the one place that changes either."""
+"""How sequences move between states and between workers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from scheduler.messages import FailSequence, FinishReason, FinishSequence, Outcome
-from scheduler.state.sequence_record import SequenceState
-from scheduler.state.workers import KvMove, Sequence, TargetWorker
-from scheduler.transitions.parts import CoreParts
-from scheduler.transitions.table import TRANSITIONS, Cause, IllegalTransitionError
-
-# Looked up for every row: names are faster than attributes of the enumeration.
-WAITING, PREFILLING = SequenceState.WAITING, SequenceState.PREFILLING
-READY, DRAFTING = SequenceState.READY, SequenceState.DRAFTING
-DRAFTED, VERIFYING = SequenceState.DRAFTED, SequenceState.VERIFYING
-ADMITTED, KV_MISSING = Cause.ADMITTED, Cause.KV_MISSING
-DRAFT_WANTED, DRAFT_SENT, DRAFT_SKIPPED = Cause.DRAFT_WANTED, Cause.DRAFT_SENT, Cause.DRAFT_SKIPPED
-PROPOSED, VERIFY_SENT = Cause.PROPOSED, Cause.VERIFY_SENT
+from scheduler.config import KvMovement, Policy, SchedulerConfig
+from scheduler.messages import (
+    Command,
+    FailSequence,
+    FinishReason,
+    FinishSequence,
+    KvMoved,
+    MoveKv,
+    Outcome,
+    SequenceState,
+    WorkerDrained,
+)
+from scheduler.speculation.controller import Controller
+from scheduler.state.fleet import Fleet
+from scheduler.state.live_set import LiveSet
+from scheduler.state.workers import (
+    DRAFTED,
+    DRAFTING,
+    ENDED,
+    MOVING,
+    PREFILLING,
+    READY,
+    STEADY_KV_LAG,
+    VERIFYING,
+    WAITING,
+    KvMove,
+    Sequence,
+    TargetWorker,
+    change_state,
+)
+from scheduler.statistics import Counters
 
 MAX_MOVES_PER_TARGET = 4
 """Sequences whose KV leaves a draining target at the same time; its other sequences go on decoding there."""
@@ -25,28 +43,21 @@ MAX_MOVES_PER_TARGET = 4
 class Lifecycle:
     """Moves sequences, and emits the commands that follow: ends, failures and moves of KV."""
 
-    def __init__(self, parts: CoreParts) -> None:
-        self._parts = parts
-
-    # --- states -------------------------------------------------------------------------------------------------------
-
-    def _change(self, sequence: Sequence, cause: Cause) -> None:
-        """Changes the state as the table says, and with it the sequence's place in the indexes of its workers.
-
-        Raises IllegalTransitionError when the table does not have such a change.
-        """
-        before = sequence.state
-        try:
-            after = TRANSITIONS[before][cause]
-        except KeyError:
-            name = f"sequence {sequence.sequence_id}"
-            raise IllegalTransitionError(f"{name} is {before.value}, which {cause.value!r} cannot change") from None
-        target, draft = sequence.target, sequence.draft
-        if target is not None:
-            target.reindex(sequence, before, after)
-        if draft is not None:
-            draft.reindex(sequence, before, after)
-        sequence.state = after
+    def __init__(self, config: SchedulerConfig) -> None:
+        self.config = config
+        self.live = LiveSet(config.keys)
+        self.fleet = Fleet(config)
+        self.counters = Counters()
+        self.controller = Controller(config, self.fleet, self.counters)
+        self.commands: list[Command] = []
+        self.emit = self.commands.append
+        self._auto = config.policy is Policy.AUTO
+        self._moves: dict[int, KvMove] = {}
+        """Those that were not answered yet."""
+        self._last_move_id = 0
+        self._draining: dict[str, TargetWorker] = {}
+        self._max_per_target = config.batch_size if config.policy is Policy.EQSPEC else None
+        """Sequences on one target: EQSPEC verifies all of them together."""
 
     # --- rounds -------------------------------------------------------------------------------------------------------
 
@@ -56,38 +67,43 @@ class Lifecycle:
 
         A sequence whose target drains moves to another target first, if one has room.
         """
-        if self.leave_target(sequence):
+        target, draft = sequence.target, sequence.draft
+        if target is not None and target.draining and self.leave_target(sequence):
             return
-        if sequence.draft is not None and sequence.length >= sequence.draft.spec.max_sequence_length:
+        if draft is not None and sequence.length >= draft.spec.max_sequence_length:
             self.leave_draft(sequence)
         planned = self.longest_draft(sequence)
-        if planned and sequence.request.draft_length is None:
-            planned = self._parts.controller.for_round(sequence, planned)
+        if planned and self._auto and sequence.request.draft_length is None:
+            planned = self.controller.for_round(sequence, planned)
         if planned and sequence.draft is None:
             self._find_draft(sequence)
             planned = min(planned, self.longest_draft(sequence))
         sequence.planned_draft_length = planned
         sequence.wants_draft_kv = planned > 0
-        draft = sequence.draft
-        if draft is None:
+        draft, sequence_id = sequence.draft, sequence.sequence_id
+        kv_lag = 0 if draft is None else sequence.length - draft.kv[sequence_id].valid
+        if draft is not None and (kv_lag > STEADY_KV_LAG or draft.lagging):
+            draft.update_lagging(sequence)
+        if draft is None or not planned:
             self.skip_draft(sequence, now)
             return
-        kv_lag = draft.update_lagging(sequence)
-        if not planned:
-            self.skip_draft(sequence, now)
-            return
-        if prepared is not None and not self._parts.controller.own(sequence).probing:
+        if prepared is not None and not sequence.probing:
             tokens = prepared.draft_tokens[: self.longest_draft(sequence)]
-            confidences = prepared.confidences[: len(tokens)]
-            self.become_drafted(sequence, tokens, len(tokens), now, confidences, Cause.PREPARED)
+            self.become_drafted(sequence, tokens, len(tokens), now, prepared.confidences[: len(tokens)])
             return
-        flight = draft.in_flight.get(sequence.sequence_id)
-        fed = 0 if flight is None or flight.abandoned else len(flight.row.tokens)
-        if kv_lag - fed <= draft.max_kv_lag:
-            sequence.ready_at = now
-            self._change(sequence, DRAFT_WANTED)
-        else:
+        row = draft.in_flight.get(sequence_id)
+        fed = 0 if row is None or row.abandoned else len(row.tokens)
+        if max(kv_lag, 1) - fed > draft.max_kv_lag:
             self.skip_draft(sequence, now)
+        elif sequence.state is VERIFYING and target is not None:
+            # As `change_state` does: most rounds begin here.
+            sequence.state, target.changed, draft.changed = READY, True, True
+            target.verifying -= 1
+            target.coming += 1
+            draft.verifying -= 1
+            draft.ready[sequence_id] = sequence
+        else:
+            change_state(sequence, READY)
 
     def go_on(self, sequence: Sequence) -> None:
         """The next round is a plain one, and its row is with the target already."""
@@ -96,62 +112,53 @@ class Lifecycle:
         if sequence.draft is not None:
             sequence.draft.update_lagging(sequence)
         if sequence.state is not VERIFYING:
-            self._change(sequence, Cause.FOLLOWED)
+            change_state(sequence, VERIFYING)
 
     def stay_plain(self, sequences: Iterable[Sequence]) -> bool:
         """Whether none of them drafts in its next round, as far as that is known before the present one ends."""
-        return not self._parts.fleet.drafts or not any(
-            self.longest_draft(one) and not self._parts.controller.stays_plain(one) for one in sequences
+        return not self.fleet.drafts or not any(
+            self.longest_draft(one) and not self.controller.stays_plain(one) for one in sequences
         )
-
-    def start_drafting(self, sequence: Sequence) -> None:
-        """The step in which the draft proposes is on its way."""
-        self._change(sequence, DRAFT_SENT)
-
-    def start_verifying(self, sequence: Sequence) -> None:
-        """The step in which the target verifies is on its way."""
-        self._change(sequence, VERIFY_SENT)
 
     def skip_draft(self, sequence: Sequence, now: float) -> None:
         """Goes on with a plain decoding round."""
-        self.become_drafted(sequence, (), 0, now, cause=DRAFT_SKIPPED)
+        self.become_drafted(sequence, (), 0, now)
 
     def become_drafted(
-        self,
-        sequence: Sequence,
-        draft_tokens: tuple[int, ...],
-        requested: int,
-        now: float,
-        confidences: bytes = b"",
-        cause: Cause = PROPOSED,
+        self, sequence: Sequence, draft_tokens: tuple[int, ...], requested: int, now: float, confidences: bytes = b""
     ) -> None:
         """The draft was asked for `requested` tokens. `confidences` has one number for each that came, or is empty."""
         if len(confidences) != len(draft_tokens):
             confidences = b""
         if confidences:
-            draft_tokens = draft_tokens[: self._parts.controller.worth_verifying(sequence, confidences)]
+            draft_tokens = draft_tokens[: self.controller.worth_verifying(sequence, confidences)]
         sequence.draft_tokens = draft_tokens
         sequence.confidences = confidences
         sequence.requested_draft_length = requested
         sequence.drafted_at = now
-        if sequence.target is not None:
-            step_seconds = self._parts.controller.target(sequence.target).typical
-            sequence.due = sequence.target.due(now, self._parts.config.wait_bound_steps, step_seconds)
-        self._change(sequence, cause)
+        target = sequence.target
+        if target is not None:
+            sequence.due = target.due(now)
+        if sequence.state is DRAFTING and target is not None:
+            # As `change_state` does: most proposals come here. No suspect is drafted for.
+            sequence.state, target.changed = DRAFTED, True
+            target.coming -= 1
+            target.drafted[sequence.sequence_id] = sequence
+        else:
+            change_state(sequence, DRAFTED)
 
     def catch_up(self, sequence: Sequence) -> None:
         """Goes back to feeding the target committed tokens, and drops a pending proposal."""
-        sequence.draft_tokens = ()
-        sequence.outcomes = ()
+        sequence.draft_tokens, sequence.outcomes = (), ()
         if sequence.draft is not None:
             sequence.draft.update_lagging(sequence)
-        self._change(sequence, KV_MISSING)
+        change_state(sequence, PREFILLING)
 
     def drafting_changed(self, target: TargetWorker) -> None:
         """The target begins to draft or ceases to: newcomers that will not draft need no draft KV."""
         for sequence in target.prefilling.values():
             if sequence.wants_draft_kv and sequence.request.draft_length is None:
-                sequence.wants_draft_kv = self._parts.controller.newcomer_drafts(target, sequence)
+                sequence.wants_draft_kv = self.controller.newcomer_drafts(target, sequence)
                 if sequence.draft is not None:
                     sequence.draft.update_lagging(sequence)
 
@@ -160,7 +167,7 @@ class Lifecycle:
         if sequence.drafting_refused or sequence.suspected:
             return 0
         requested, target, draft = sequence.request.draft_length, sequence.target, sequence.draft
-        length = self._parts.config.draft_length if requested is None else requested
+        length = self.config.draft_length if requested is None else requested
         if length >= (rest := sequence.end - sequence.length):
             length = rest - 1
         if target is not None and length > target.longest_draft:
@@ -171,15 +178,10 @@ class Lifecycle:
 
     # --- places -------------------------------------------------------------------------------------------------------
 
-    def submit(self, sequence: Sequence) -> None:
-        """A new sequence waits."""
-        self._parts.live.sequences[sequence.sequence_id] = sequence
-        self._parts.live.waiting.push(sequence)
-
     def admit(self) -> bool:
         """Lets waiting sequences run, in the order of the waiting queue. Returns whether any was let in."""
-        live, admitted = self._parts.live, False
-        while self._slot_is_free() and (sequence := live.waiting.first()) is not None:
+        live, admitted = self.live, False
+        while live.waiting and self._slot_is_free() and (sequence := live.waiting.first()) is not None:
             if not self.fits_somewhere(sequence):
                 self.fail(sequence, self.too_long(sequence))
                 continue
@@ -192,17 +194,17 @@ class Lifecycle:
             sequence.target = target
             requested = sequence.request.draft_length is not None
             sequence.wants_draft_kv = self.longest_draft(sequence) > 0 and (
-                requested or self._parts.controller.newcomer_drafts(target, sequence)
+                requested or self.controller.newcomer_drafts(target, sequence)
             )
             if sequence.wants_draft_kv:
                 self._find_draft(sequence)
-            self._change(sequence, ADMITTED)
+            change_state(sequence, PREFILLING)
             admitted = True
         return admitted
 
     def _pick_target(self, sequence: Sequence, positions: int) -> TargetWorker | None:
-        scope, most = sequence.request.cache_scope, self._parts.max_per_target
-        return self._parts.fleet.pick_target(scope, sequence.tokens, positions, most)
+        scope = sequence.request.cache_scope
+        return self.fleet.pick_target(scope, sequence.tokens, positions, self._max_per_target)
 
     def _next_positions(self, sequence: Sequence) -> int:
         """Positions with which a target takes the sequence in: those of its next two rows. The last token that it may
@@ -210,35 +212,35 @@ class Lifecycle:
         return min(sequence.length + self.longest_draft(sequence) + 1, sequence.end - 1)
 
     def _slot_is_free(self) -> bool:
-        most = self._parts.max_per_target
-        if len(self._parts.live.running) >= self._parts.fleet.max_running:
+        most = self._max_per_target
+        if len(self.live.running) >= self.fleet.max_running:
             return False
-        targets = self._parts.fleet.targets.values()
+        targets = self.fleet.targets.values()
         return most is None or any(not target.draining and len(target.sequences) < most for target in targets)
 
     def fits_somewhere(self, sequence: Sequence) -> bool:
-        return sequence.end - 1 <= self._parts.fleet.largest_capacity
+        return sequence.end - 1 <= self.fleet.largest_capacity
 
     def too_long(self, sequence: Sequence) -> str:
         request = sequence.request
         prompt, most = len(request.prompt), request.max_tokens
-        need, limit = sequence.end - 1, self._parts.fleet.largest_capacity
+        need, limit = sequence.end - 1, self.fleet.largest_capacity
         return f"prompt of {prompt} and max_tokens of {most} need {need} positions, the limit is {limit}"
 
     def _find_draft(self, sequence: Sequence) -> None:
         """Places the sequence on a draft worker, if one has room."""
         positions = sequence.length + self.longest_draft(sequence)
-        draft = self._parts.fleet.pick_draft(sequence.request.cache_scope, sequence.tokens, positions)
+        draft = self.fleet.pick_draft(sequence.request.cache_scope, sequence.tokens, positions)
         if draft is not None:
             draft.place(sequence, positions)
-            draft.reindex(sequence, WAITING, sequence.state)
+            draft.index(sequence, sequence.state, 1)
             sequence.draft = draft
 
     def leave_draft(self, sequence: Sequence) -> None:
         """Gives up the draft worker. A sequence that was READY or DRAFTING must begin its round again."""
         draft = sequence.draft
         if draft is not None:
-            draft.reindex(sequence, sequence.state, WAITING)
+            draft.index(sequence, sequence.state, -1)
             draft.evict(sequence)
             sequence.draft = None
 
@@ -255,100 +257,150 @@ class Lifecycle:
         if destination is None:
             return False
         valid = source.kv[sequence.sequence_id].valid
-        moving, computing = self._parts.controller.relocation_seconds(source, destination, valid)
-        with_kv = self._parts.moves.worth_it(valid, moving, computing)
-        if with_kv and self._parts.moves.leaving(source) >= MAX_MOVES_PER_TARGET:
-            return False
-        if with_kv:
-            self._move_kv(sequence, source, destination, positions)
-        else:
-            self._parts.counters.rehomed += 1
+        moving, computing = self.controller.relocation_seconds(source, destination, valid)
+        movement = self.config.kv_movement
+        sooner = moving < computing if movement is KvMovement.AUTO else movement is KvMovement.ALWAYS
+        if not (valid > 0 and sooner):
+            self.counters.moves.rehomed += 1
             destination.place(sequence, positions)
             self._change_target(sequence, source, destination)
             self.catch_up(sequence)
-        return True
-
-    def _move_kv(self, sequence: Sequence, source: TargetWorker, destination: TargetWorker, positions: int) -> None:
+            return True
+        if sum(move.source is source and not move.abandoned for move in self._moves.values()) >= MAX_MOVES_PER_TARGET:
+            return False
         if sequence.draft is not None:
             sequence.draft.update_lagging(sequence)
         destination.place(sequence, positions)
         # Whatever becomes of the move, the destination may hold something to release from now on.
         destination.kv[sequence.sequence_id].opened = True
-        self._parts.emit(self._parts.moves.begin(sequence, source, destination))
-        self._change(sequence, Cause.KV_LEAVES)
+        self._last_move_id += 1
+        move = KvMove(self._last_move_id, sequence, source, destination, valid)
+        self._moves[move.move_id] = sequence.kv_move = move
+        tokens, ids = sequence.tokens, (source.worker_id, destination.worker_id)
+        self.emit(MoveKv(move.move_id, *ids, tuple(tokens.tokens[:valid]), tokens.digests[valid], sequence.request))
+        change_state(sequence, MOVING)
+        return True
 
-    def arrive(self, move: KvMove, now: float) -> None:
-        """The KV of a MOVING sequence has reached its destination."""
-        sequence = move.sequence
-        self._change_target(sequence, move.source, move.destination)
-        move.destination.kv[sequence.sequence_id].valid = move.positions
-        if move.positions < sequence.length - 1:
+    def moved(self, event: KvMoved, now: float) -> None:
+        """The answer to a `MoveKv`."""
+        move = self._moves.pop(event.move_id, None)
+        if move is None:
+            return
+        sequence, destination, totals = move.sequence, move.destination, self.counters.moves
+        if event.moved:
+            self.controller.kv_moved(move.positions, event.seconds)
+            totals.moves += 1
+            totals.positions += move.positions
+            totals.bytes += event.size
+            totals.seconds += event.seconds
+        else:
+            totals.failed += 1
+        if move.abandoned:
+            # The KV that arrived is not needed any more: the destination releases it.
+            destination.free_pages += move.pages
+            destination.pages_of_moves -= move.pages
+            destination.changed = True
+            if sequence.sequence_id not in destination.sequences:
+                destination.releases[sequence.sequence_id] = None
+            return
+        self._change_target(sequence, move.source, destination)
+        entry = destination.kv[sequence.sequence_id]
+        if event.moved:
+            entry.valid = move.positions
+        else:
+            entry.opened = False
+            destination.releases[sequence.sequence_id] = None
+        if entry.valid < sequence.length - 1:
             self.catch_up(sequence)
         else:
             self.begin_round(sequence, now)
 
-    def arrive_without_kv(self, move: KvMove) -> None:
-        """The KV of a MOVING sequence did not get through: the destination computes it anew."""
-        sequence, destination = move.sequence, move.destination
-        self._change_target(sequence, move.source, destination)
-        destination.kv[sequence.sequence_id].opened = False
-        destination.releases[sequence.sequence_id] = None
-        self.catch_up(sequence)
+    def _abandon_move(self, sequence: Sequence) -> None:
+        """The sequence no longer needs its move. The destination keeps pages for the KV until the move is answered."""
+        move = sequence.kv_move
+        if move is not None:
+            move.abandoned, sequence.kv_move = True, None
+            move.pages = move.destination.pages_for(move.positions)
+            move.destination.free_pages -= move.pages
+            move.destination.pages_of_moves += move.pages
 
     def _change_target(self, sequence: Sequence, source: TargetWorker, destination: TargetWorker) -> None:
         """Takes the sequence off `source`; it was placed on `destination` before."""
-        source.reindex(sequence, sequence.state, WAITING)
+        source.index(sequence, sequence.state, -1)
         source.evict(sequence)
         sequence.kv_move = None
         sequence.target = destination
-        destination.reindex(sequence, WAITING, sequence.state)
+        destination.index(sequence, sequence.state, 1)
 
-    def stay(self, sequence: Sequence, now: float) -> None:
-        """The destination of a MOVING sequence is gone."""
-        self._parts.moves.abandon(sequence)
-        self.begin_round(sequence, now)
+    def drain(self, worker_id: str) -> None:
+        """Sequences leave the target between two rounds, when no row of them is in flight. Until then, and while no
+        other target has room, they go on where they are."""
+        target = self.fleet.targets.get(worker_id)
+        if target is None:
+            self.emit(WorkerDrained(worker_id))
+            return
+        self.fleet.drain(target)
+        self._draining[worker_id] = target
+        for sequence in list(target.sequences.values()):
+            untouched = not target.kv[sequence.sequence_id].valid and sequence.sequence_id not in target.in_flight
+            if sequence.state is PREFILLING and untouched:
+                self.leave_target(sequence)
+
+    def report_drained(self) -> None:
+        """Reports, once each, draining targets that hold nothing any more or are gone."""
+        for worker_id, target in list(self._draining.items()):
+            gone = self.fleet.targets.get(worker_id) is not target
+            if gone or not (target.sequences or target.outstanding or target.releases):
+                del self._draining[worker_id]
+                self.emit(WorkerDrained(worker_id))
+
+    def lose_target(self, target: TargetWorker, now: float) -> None:
+        """The target is gone: its sequences return to the queue with their tokens, and moves to it end."""
+        for sequence in list(target.sequences.values()):
+            if sequence.target is target:
+                self.return_to_queue(sequence)
+            else:
+                self._abandon_move(sequence)
+                self.begin_round(sequence, now)
 
     def preempt(self, sequence: Sequence) -> None:
         """Takes the pages of a running sequence for others."""
-        self._parts.counters.preemptions += 1
+        self.counters.preemptions += 1
         self.return_to_queue(sequence)
 
     def return_to_queue(self, sequence: Sequence) -> None:
         """Takes a sequence off its workers. It keeps its tokens, and gets its old place in the queue back."""
-        self._change(sequence, Cause.RETURNED)
-        self._leave_workers(sequence)
-        self._parts.live.waiting.push(sequence)
+        self._leave_workers(sequence, WAITING)
+        self.live.waiting.push(sequence)
 
-    def _leave_workers(self, sequence: Sequence) -> None:
+    def _leave_workers(self, sequence: Sequence, state: SequenceState) -> None:
         """What no longer runs is placed nowhere."""
         self.leave_draft(sequence)
-        move = sequence.kv_move
+        move, target = sequence.kv_move, sequence.target
         if move is not None:
             move.destination.evict(sequence)
-            self._parts.moves.abandon(sequence)
-        if sequence.target is not None:
-            sequence.target.evict(sequence)
-            sequence.target = None
-        sequence.draft_tokens = ()
-        sequence.outcomes = ()
-        self._parts.live.stop(sequence)
+            self._abandon_move(sequence)
+        if target is not None:
+            target.index(sequence, sequence.state, -1)
+            target.evict(sequence)
+        sequence.target, sequence.state = None, state
+        sequence.draft_tokens, sequence.outcomes = (), ()
+        self.live.stop(sequence)
 
     # --- ends ---------------------------------------------------------------------------------------------------------
 
     def finish(self, sequence: Sequence, reason: FinishReason) -> None:
-        self._end(sequence, Cause.CANCEL if reason is FinishReason.CANCELLED else Cause.ENDED)
-        self._parts.emit(FinishSequence(sequence.sequence_id, reason))
+        self._end(sequence)
+        self.emit(FinishSequence(sequence.sequence_id, reason))
 
     def fail(self, sequence: Sequence, error: str) -> None:
-        self._end(sequence, Cause.ERROR)
-        self._parts.emit(FailSequence(sequence.sequence_id, error))
+        self._end(sequence)
+        self.emit(FailSequence(sequence.sequence_id, error))
 
-    def _end(self, sequence: Sequence, cause: Cause) -> None:
-        self._parts.controller.forget(sequence)
-        waits = sequence.state is WAITING
-        self._change(sequence, cause)
-        if waits:
-            self._parts.live.waiting.remove(sequence)
+    def _end(self, sequence: Sequence) -> None:
+        if sequence.state is WAITING:
+            self.live.waiting.remove(sequence)
+            sequence.state = ENDED
         else:
-            self._leave_workers(sequence)
-        del self._parts.live.sequences[sequence.sequence_id]
+            self._leave_workers(sequence, ENDED)
+        del self.live.sequences[sequence.sequence_id]

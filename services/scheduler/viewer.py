@@ -10,7 +10,7 @@ from contextlib import aclosing
 import grpc.aio
 
 from protos import cell_view_pb2, cell_view_pb2_grpc, scheduler_pb2
-from scheduler.state.sequence_record import SequenceState
+from scheduler.messages import SequenceState
 from scheduler.statistics import SequenceSnapshot
 from services.rpc.conversion import WireEnum, to_wire
 from services.rpc.worker_codec import ROLES

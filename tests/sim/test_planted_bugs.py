@@ -14,9 +14,7 @@ from scheduler import core
 from scheduler.core import SchedulerCore
 from scheduler.messages import EmitTokens, Outcome, SequenceRequest
 from scheduler.state.key_accounts import KeyAccount
-from scheduler.state.kv_ledger import KvEntry
-from scheduler.state.worker_base import WorkerState
-from scheduler.state.workers import Sequence, TargetWorker
+from scheduler.state.workers import KvEntry, Sequence, TargetWorker, WorkerState
 from services.scheduler import session
 from services.scheduler.service import SchedulerService
 from services.scheduler.workers.worker_set import WorkerSet
@@ -90,7 +88,7 @@ def last_token_is_delivered_twice(patch: Patch) -> None:
 def releases_are_forgotten(patch: Patch) -> None:
     evict = WorkerState.evict
 
-    def forgetful(self: WorkerState[Any, Any], sequence: Sequence) -> None:
+    def forgetful(self: WorkerState, sequence: Sequence) -> None:
         evict(self, sequence)
         self.releases.pop(sequence.sequence_id, None)
 
@@ -146,7 +144,8 @@ def rows_follow_others_that_are_not_answered(patch: Patch) -> None:
 
     def can_follow(self: TargetWorker) -> list[Sequence]:
         last = next(reversed(self.outstanding.values()), None)
-        return [one.sequence for one in (last.rows if last is not None else ()) if one.row.sample and not one.abandoned]
+        rows = [row for row in (last.rows if last is not None else ()) if row.sample and not row.abandoned]
+        return [self.sequences[row.sequence_id] for row in rows]
 
     patch.setattr(TargetWorker, "can_follow", can_follow)
 

@@ -15,13 +15,13 @@ from scheduler.messages import (
     Role,
     SendStep,
     SequenceRequest,
+    SequenceState,
     SequenceSubmitted,
     StepCompleted,
     WorkerJoined,
     WorkerLost,
     WorkerSpec,
 )
-from scheduler.state.sequence_record import SequenceState
 
 if TYPE_CHECKING:
     from tests.sim.cell.scheduler import SimulatedScheduler

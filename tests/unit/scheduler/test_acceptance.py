@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.batching.trimming import most_promising
+from scheduler.batching.verify_steps import most_promising
 from scheduler.config import Policy
 from scheduler.messages import Role, Row, RowResult, SendStep
 from tests.unit.scheduler.driver import Driver, expected, of_type, outputs

@@ -13,8 +13,7 @@ from scheduler.messages import Role, SequenceRequest, WorkerSpec
 from scheduler.speculation.controller import Controller
 from scheduler.state.fleet import Fleet
 from scheduler.state.key_accounts import KeyAccount
-from scheduler.state.worker_base import DraftWork, TargetWork
-from scheduler.state.workers import DraftWorker, Sequence, TargetWorker
+from scheduler.state.workers import DraftWorker, Sequence, TargetWorker, Work
 from scheduler.statistics import Counters
 
 LONGEST = 6
@@ -75,10 +74,10 @@ class Cell:
         for draft in self.drafts:
             asked = [n for n, one in zip(lengths, self.sequences, strict=True) if one.draft is draft and n]
             if asked:
-                work = DraftWork(max(asked), sum(asked), 0)
+                work = Work(max(asked), sum(asked))
                 self.controller.draft_step(draft, work, self.law.draft(max(asked), sum(asked)), None)
         tokens = len(lengths) + sum(lengths)
-        self.controller.target_step(self.target, TargetWork(tokens), self.law.verify(tokens), None)
+        self.controller.target_step(self.target, Work(decoded=tokens), self.law.verify(tokens), None)
         for length, sequence in zip(lengths, self.sequences, strict=True):
             sequence.requested_draft_length = length
             accepted, chance = 0, acceptance[self.drafts.index(sequence.draft)] if sequence.draft else 0.0
@@ -95,14 +94,14 @@ class Cell:
         return [max(set(found), key=found.count) for found in zip(*last, strict=True)]
 
 
-def test_each_draft_model_has_its_own_acceptance_and_each_sequence_its_own_length() -> None:
+def test_each_draft_model_has_its_own_acceptance_and_its_own_length() -> None:
     cell = Cell(LAWS["rows cost"], drafts=2)
     for number in range(8):
         cell.submit(draft=number % 2)
     lengths = cell.settle({0: 0.97, 1: 0.05})
     assert all(length >= 2 for length in lengths[::2])
     assert all(length == 0 for length in lengths[1::2])
-    good, poor = (cell.controller.draft(draft).acceptance.chances[0] for draft in cell.drafts)
+    good, poor = (draft.figures.acceptance.chances[0] for draft in cell.drafts)
     assert good > 0.9
     assert poor < 0.35
 

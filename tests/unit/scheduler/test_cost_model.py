@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler.speculation.cost_model import LinearCost
+from scheduler.speculation.cost_model import LinearCost, MeanSeconds
 
 GUESS = (1.0, 1 / 32, 1 / 32)
 BASE, TOKEN, PREFILL = 0.015, 0.0007, 0.0005
@@ -40,6 +40,17 @@ def test_a_worker_that_has_become_twice_as_slow_is_noticed() -> None:
             tokens = rng.randrange(1, 40)
             cost.observe(factor * seconds(tokens) * rng.uniform(0.95, 1.05), 1, tokens)
     assert cost.predict(1, 20) == pytest.approx(2 * seconds(20), rel=0.2)
+
+
+@pytest.mark.parametrize("nonsense", [math.nan, math.inf, 0.0, -1.0])
+def test_a_mean_hardly_knows_of_stalls_and_follows_a_change(nonsense: float) -> None:
+    mean = MeanSeconds()
+    for step in range(100):
+        mean.observe(1.0 if step % 20 == 0 else nonsense if step % 20 == 8 else 0.01)
+    assert mean.seconds == pytest.approx(0.01, rel=0.06)
+    for _ in range(100):
+        mean.observe(0.02)
+    assert mean.seconds == pytest.approx(0.02, rel=0.06)
 
 
 @given(st.lists(st.tuples(st.floats(1e-5, 10), st.integers(0, 500), st.integers(0, 500)), max_size=60))

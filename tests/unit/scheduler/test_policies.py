@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from scheduler.batching.verify_grouping import GroupingView, make_policy
+from scheduler.batching.verify_grouping import GroupingView, pick
 from scheduler.config import Policy
 from scheduler.key_class import NOBODY
-from scheduler.messages import SequenceRequest
-from scheduler.state.indexes import CountByLength, DraftedIndex
+from scheduler.messages import SequenceRequest, SequenceState
 from scheduler.state.key_accounts import KeyAccount
 from scheduler.state.workers import Sequence
 
@@ -34,13 +33,11 @@ def view(
     may_wait: bool = True,
     drafting: bool = True,
 ) -> GroupingView:
-    index = DraftedIndex(batch_size)
-    for sequence in sequences:
-        index.add(sequence)
-    counts = CountByLength()
-    for length in coming:
-        counts.add(length)
-    return GroupingView(index, counts, verifying, batch_size, now, may_wait, drafting)
+    index = {sequence.sequence_id: sequence for sequence in sequences}
+    others = [drafted(number, length) for number, length in enumerate(coming, 100)]
+    for other in others:
+        other.state = SequenceState.READY
+    return GroupingView([*sequences, *others], index, len(coming), verifying, batch_size, now, may_wait, drafting)
 
 
 MIXED = (10, 20, 30, 20, 10, 20)
@@ -97,8 +94,8 @@ RAGGED, EQSPEC, EXSPEC, AUTO = Policy.RAGGED, Policy.EQSPEC, Policy.EXSPEC, Poli
 def test_which_rows_are_taken(
     policy: Policy, sequences: list[Sequence], more: dict[str, Any], expected: list[int] | None
 ) -> None:
-    choice = make_policy(policy).pick(view(sequences, **more))
-    assert (None if choice is None else [sequence.sequence_id for sequence in choice.sequences]) == expected
+    picked, _ = pick(policy, view(sequences, **more))
+    assert [sequence.sequence_id for sequence in picked] == (expected or [])
 
 
 @pytest.mark.parametrize("policy", [Policy.EQSPEC, Policy.EXSPEC, Policy.AUTO])
@@ -106,9 +103,7 @@ def test_an_overdue_row_goes_at_once_with_the_oldest(policy: Policy) -> None:
     sequences = mixed()
     sequences[0].due = 5.0
     waiting = {"coming": (20, 20, 20), "verifying": 1}
-    before = make_policy(policy).pick(view(sequences, now=4.999, **waiting))
-    assert before is None or not before.forced
-    at = make_policy(policy).pick(view(sequences, now=5.0, **waiting))
-    assert at is not None
-    assert at.forced
-    assert [sequence.sequence_id for sequence in at.sequences] == [1, 2, 3, 4]
+    assert not pick(policy, view(sequences, now=4.999, **waiting))[1]
+    picked, forced = pick(policy, view(sequences, now=5.0, **waiting))
+    assert forced
+    assert [sequence.sequence_id for sequence in picked] == [1, 2, 3, 4]
