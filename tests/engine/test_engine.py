@@ -163,12 +163,13 @@ def test_models_in_memory_compute_what_those_of_their_folders_do(folders: tuple[
     assert len(proposals[0]) == 5
 
 
-def test_sliding_windows_are_refused(tmp_path: Path) -> None:
+def test_windows_of_an_unknown_family_are_refused() -> None:
     sizes = {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 1, "num_attention_heads": 6}
-    config = MistralConfig(vocab_size=VOCABULARY, num_key_value_heads=2, sliding_window=4, **sizes)
-    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedModelError, match="sliding"):
-        load(tmp_path)
+    config = MistralConfig(vocab_size=VOCABULARY, num_key_value_heads=2, sliding_window=40, **sizes)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION_NAME)
+    model.config.model_type = "another"
+    with pytest.raises(UnsupportedModelError, match="another attends to windows of 40 positions, which was not proved"):
+        target_engine_of(model, settings(), silent)
 
 
 def test_sequences_end_where_the_settings_say(folder: Path) -> None:
