@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from engine.errors import UnsupportedModelError
 from engine.kv.pages import PageTable
@@ -166,21 +166,26 @@ def save_llama(folder: Path, **changes: Any) -> None:
 
 # Prompts of which `model.generate` picks the frequencies that all sequences of the engine have: those of its longest.
 @pytest.mark.parametrize(
-    ("kind", "original", "max_model_len", "prompts"),
-    [("dynamic", None, None, PROMPTS), ("longrope", 8, None, PROMPTS[2:]), ("longrope", 32, 32, PROMPTS[:3])],
+    ("family", "kind", "original", "max_model_len", "prompts"),
+    [
+        ("llama", "dynamic", None, None, PROMPTS),
+        ("llama", "longrope", 32, 32, PROMPTS[:3]),
+        ("phi3", "longrope", 8, None, PROMPTS[2:]),
+    ],
 )
 def test_positions_do_not_depend_on_the_batch(
-    kind: str, original: int | None, max_model_len: int | None, prompts: list[list[int]], tmp_path: Path
+    family: str, kind: str, original: int | None, max_model_len: int | None, prompts: list[list[int]], tmp_path: Path
 ) -> None:
     rope: dict[str, Any] = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0}
     if kind == "longrope":
         rope |= {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "original_max_position_embeddings": original}
-    config = LlamaConfig(**tiny_config("llama").to_dict() | {"rope_parameters": rope})
-    model = tiny_model(config)
+    config = tiny_config(family)
+    positions = {"rope_parameters": rope, "original_max_position_embeddings": original}
+    model = tiny_model(type(config)(**config.to_dict() | positions))
     model.save_pretrained(tmp_path)
-    assert decode(load(tmp_path, max_model_len=max_model_len), prompts) == [
-        generated(model, prompt) for prompt in prompts
-    ]
+    engine = load(tmp_path, max_model_len=max_model_len)
+    assert decode(engine, prompts) == [generated(model, prompt) for prompt in prompts]
+    assert decode(engine, PROMPTS[:1]) == decode(engine, [PROMPTS[0], prompts[-1]])[:1]
 
 
 @pytest.mark.parametrize(
