@@ -83,7 +83,8 @@ def _paged_attention(
         if kwargs.get(name) is not None:
             raise UnsupportedModelError(f"the model's attention uses {name}, which paged attention does not support")
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    rule = AttentionRule(scaling, sliding_window, softcap, None if s_aux is None else s_aux.detach().float())
+    sinks = None if s_aux is None else s_aux.detach().float()
+    rule = AttentionRule(scaling, sliding_window or None, softcap or None, sinks)
     output = paged_step.plan.attend(paged_step.kv.layers[module.layer_idx], query[0].transpose(0, 1), rule)
     return output.unsqueeze(0), None
 
