@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
+import httpx
 import pytest
 import yaml
 
@@ -100,7 +101,7 @@ def cell(tiny_pair: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory)
         "RAY_REDIS_ADDRESS": f"{MACHINE}:{REDIS_PORT}",
         "SPOOL_API_KEYS": KEY,
     }
-    for name in ("HF_HOME", "SPOOL_CACHE"):
+    for name in ("HF_HOME", "SPOOL_CACHE", "SPOOL_STATE"):
         del environment[name]
     hosts = {
         name: Host(
@@ -267,6 +268,18 @@ def test_the_head_dies_and_comes_back(cell: Cell) -> None:
         await watcher.until(lambda report: len(report.workers["target"]) < 2, "the loss is noticed", PATIENCE)
 
     through(cell, "a target was killed after the head's return", lose_worker)
+
+
+def test_the_manifests_probes_are_answered(cell: Cell) -> None:
+    """As a kubelet asks, which has no token."""
+    service = yaml.safe_load((K8S / "base" / "rayservice.yaml").read_text())["spec"]["rayClusterConfig"]
+    (container,) = service["headGroupSpec"]["template"]["spec"]["containers"]
+    raylet = container["livenessProbe"]["httpGet"]
+    for host in cell.hosts.values():
+        assert httpx.get(f"http://{host.address}:{raylet['port']}{raylet['path']}", timeout=LONG).is_success
+    (gateway,) = [group for group in service["workerGroupSpecs"] if group["groupName"] == "gateway"]
+    (container,) = gateway["template"]["spec"]["containers"]
+    assert httpx.get(cell.application.url + container["readinessProbe"]["httpGet"]["path"], timeout=LONG).is_success
 
 
 def test_strangers_get_nothing(cell: Cell) -> None:
