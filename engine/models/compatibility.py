@@ -94,6 +94,8 @@ _UNTOLD_WINDOWS = {"phimoe", "qwen2_moe"}
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 # Frequencies that transformers computes for the longest sequence of a pass.
 _MOVING_ROPE = {"dynamic", "longrope"}
+# Those whose rotary modules were tried with it. Others have such types of their own under the same names.
+_MOVING_ROPE_FAMILIES = {"llama", "phi3"}
 # Relative to the spread of the logits. Rounding moves them by a hundredth of it; a token too many or too few in the
 # attention, or one at another position, by much more than a tenth.
 _TOLERANCE = 0.1
@@ -113,12 +115,27 @@ def check_config(config: PreTrainedConfig) -> None:
     window = getattr(config, "sliding_window", None)
     if family in _UNTOLD_WINDOWS and window and window < config.max_position_embeddings:
         raise UnsupportedModelError(f"{family} has sliding windows of {window} positions, which are not supported")
-    for layer_type, rope in (getattr(config, "rope_parameters", None) or {}).items():
-        if isinstance(rope, dict) and rope.get("rope_type") in _MOVING_ROPE:
-            raise UnsupportedModelError(
-                f"{family} has rotary positions of type {rope['rope_type']} in {layer_type}, which is not supported"
-            )
+    heads = set(getattr(config, "num_attention_heads_per_layer", None) or ()) - {config.num_attention_heads}
+    if heads:
+        raise UnsupportedModelError(
+            f"{family} has layers of {', '.join(map(str, sorted(heads)))} attention heads, must be of "
+            f"num_attention_heads, which is {config.num_attention_heads}"
+        )
+    rope = getattr(config, "rope_parameters", None) or {}
+    of_layers = {place: one for place, one in rope.items() if isinstance(one, dict) and "rope_type" in one}
+    for kind in {one["rope_type"] for one in of_layers.values()} & _MOVING_ROPE:
+        raise UnsupportedModelError(f"{family} has rotary positions of type {kind} by layers, which is not supported")
+    if has_moving_rope(config) and family not in _MOVING_ROPE_FAMILIES:
+        raise UnsupportedModelError(
+            f"{family} has rotary positions of type {rope['rope_type']}, which is supported in "
+            f"{' and '.join(sorted(_MOVING_ROPE_FAMILIES))} only"
+        )
     check_quantization(config)
+
+
+def has_moving_rope(config: PreTrainedConfig) -> bool:
+    """Whether what the model computes depends on the longest sequence that is served (`fix_frequencies`)."""
+    return (getattr(config, "rope_parameters", None) or {}).get("rope_type") in _MOVING_ROPE
 
 
 def fix_frequencies(model: PreTrainedModel, max_model_len: int | None) -> None:

@@ -27,7 +27,7 @@ from engine.exactness.calibration_cache import calibration_file, calibration_key
 from engine.kv.kv_store import KvStore
 from engine.kv.paged_kv import PagedKvStore
 from engine.kv.pages import PagePool, PageTable
-from engine.models.compatibility import PROBED_PAGES, check_config, check_passes, fix_frequencies
+from engine.models.compatibility import PROBED_PAGES, check_config, check_passes, fix_frequencies, has_moving_rope
 from engine.models.draft_vocabulary import read_draft_vocabulary, restrict_head
 from engine.models.dtype import AUTO, COMPUTED, best_dtype, dtype_name
 from engine.models.families import FAMILIES
@@ -401,6 +401,8 @@ def _compute_digest(loaded: LoadedModel, settings: EngineSettings) -> bytes:
     """Names the weights, by a sample of each tensor, and in exact mode all that the bits of a pass depend on."""
     key = calibration_key(loaded.model, settings, loaded.kernel_identity)
     digest = hashlib.sha256(key.encode() if settings.exact else str(settings.tensor_parallel_size).encode())
+    if has_moving_rope(loaded.model.config):
+        digest.update(str(settings.max_model_len).encode())
     for name, weights in sorted(loaded.model.state_dict().items()):
         sample = weights.flatten()[:_SAMPLED_WEIGHTS].contiguous().cpu().view(torch.uint8)
         digest.update(name.encode() + sample.numpy().tobytes())

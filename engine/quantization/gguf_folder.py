@@ -117,10 +117,12 @@ def model_config(file: GgufFile) -> dict[str, Any]:
     if "token_embd.weight" not in file.tensors:
         raise UnsupportedModelError(f"{file.path.name} holds no token_embd.weight")
     types = {tensor.type for tensor in file.tensors.values()} - {"F32"}
+    # Activations of Gemma 3 exceed what float16 holds.
+    half = "bfloat16" if kind == "gemma3" else "float16"
     config = {
         "architectures": [ARCHITECTURES[kind]],
         "model_type": kind,
-        "dtype": "float32" if not types else "float16" if types == {"F16"} else "bfloat16",
+        "dtype": "float32" if not types else half if types == {"F16"} else "bfloat16",
         "hidden_size": hidden,
         "intermediate_size": _count(file, f"{kind}.feed_forward_length"),
         "num_hidden_layers": _count(file, f"{kind}.block_count"),

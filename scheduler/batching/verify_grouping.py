@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from itertools import islice
+from typing import assert_never
 
 from scheduler.config import Policy
 from scheduler.state.workers import DRAFTING, READY, Sequence
@@ -59,7 +60,7 @@ def pick(policy: Policy, view: GroupingView) -> tuple[list[Sequence], bool]:
         fit_one_step = len(view.drafted) + view.coming + view.verifying <= view.batch_size
         others_come = view.verifying or (view.coming and view.drafting)
         waits = bool(fit_one_step and view.may_wait and others_come)
-    else:
+    elif policy is Policy.EXSPEC:
         equals: dict[tuple[int, int], list[Sequence]] = {}
         for sequence in view.drafted.values():
             equals.setdefault((sequence.length, len(sequence.draft_tokens)), []).append(sequence)
@@ -70,4 +71,6 @@ def pick(policy: Policy, view: GroupingView) -> tuple[list[Sequence], bool]:
         group, length = largest[: view.batch_size], largest[0].length
         may_wait = len(group) < view.batch_size and view.may_wait and view.coming > 0
         waits = may_wait and any(one.length == length and one.state in (READY, DRAFTING) for one in view.sequences)
+    else:
+        assert_never(policy)
     return ([], False) if waits else (group, False)

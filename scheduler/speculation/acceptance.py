@@ -27,6 +27,11 @@ class ModelAcceptance:
         self._bins_tried = [_PRIOR_WEIGHT] * _BINS
 
     @property
+    def known(self) -> bool:
+        """Whether anything was observed."""
+        return any(self._tried)
+
+    @property
     def rate(self) -> float:
         """Over all places."""
         return (sum(self._taken) + PRIOR_CHANCE * _PRIOR_WEIGHT) / (sum(self._tried) + _PRIOR_WEIGHT)

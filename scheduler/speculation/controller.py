@@ -37,8 +37,8 @@ class Controller:
 
     @property
     def acceptance(self) -> float:
-        """The mean over all draft models."""
-        return fmean([model.rate for model in self._fleet.models.values()] or [ModelAcceptance(0).rate])
+        """The mean over all draft models that were tried."""
+        return fmean([model.rate for model in self._fleet.models.values() if model.known] or [ModelAcceptance(0).rate])
 
     def law(self, worker: Worker) -> tuple[float, float]:
         """Seconds of a target's step, or of a draft's pass: by itself, and for each token with the KV read for it."""
@@ -76,8 +76,7 @@ class Controller:
             figures.wire.observe(elapsed - seconds)
         if not work.decoded:
             return False
-        figures.verification.observe(seconds)
-        figures.typical = figures.verification.seconds or figures.typical
+        figures.features = features
         figures.kv_share = work.kv / work.decoded
         drafted, sequences = figures.drafting, len(target.sequences)
         # Once in a cycle, or when the target has at least twice as many sequences as when it was decided last.

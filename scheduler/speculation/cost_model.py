@@ -1,4 +1,4 @@
-"""Learns online what a step costs: recursive least squares with forgetting, over a few features."""
+"""Learns online what a step costs: least squares with forgetting, over a few features."""
 
 from __future__ import annotations
 
@@ -15,28 +15,29 @@ _SHORTEST = 0.5
 
 
 class MeanSeconds:
-    """The mean of times, weighted so that relative errors count: one that stalled counts for next to nothing."""
+    """The mean of times, weighted so that relative errors count: one that stalled counts for next to nothing, and a
+    much shorter one no more than a few (`_SHORTEST`)."""
 
     def __init__(self) -> None:
         self._sum = self._squares = self.seconds = 0.0
 
     def observe(self, seconds: float) -> None:
         if 0 < seconds < math.inf:
-            share = 1 / seconds
-            self._sum = self._sum * FORGET + share
-            self._squares = self._squares * FORGET + share * share
+            unit = max(seconds, _SHORTEST * self.seconds)
+            self._sum = self._sum * FORGET + seconds / unit**2
+            self._squares = self._squares * FORGET + 1 / unit**2
             self.seconds = self._sum / self._squares
 
 
 class LinearCost:
     """Seconds = coefficients · features, all coefficients at least 0.
 
-    Recursive least squares on relative errors: features are divided by the measured seconds, and the model is to give
-    1. So a step that stalled weighs next to nothing, and units do not matter; nor can a step that failed at once weigh
-    more than a few (`_SHORTEST`). Of earlier observations only what speaks of the same direction is forgotten (Cao and
-    Schwartz, Automatica 36, 2000, section 3): what a token costs stays known while all steps have one size.
-    Coefficients are first guessed to be in the proportions of `guess`. Before the first observation a step takes
-    `initial_seconds`, whatever its size. The first feature is never 0.
+    Least squares on relative errors: features are divided by the measured seconds, and the model is to give 1. So a
+    step that stalled weighs next to nothing, and units do not matter; nor can a step that failed at once weigh more
+    than a few (`_SHORTEST`, by the coefficients that were asked for last). Of earlier observations only what speaks of
+    the same direction is forgotten (Cao and Schwartz, Automatica 36, 2000, section 3): what a token costs stays known
+    while all steps have one size. Coefficients are first guessed to be in the proportions of `guess`. Before the first
+    observation a step takes `initial_seconds`, whatever its size. The first feature is never 0.
     """
 
     def __init__(self, guess: tuple[float, ...], initial_seconds: float = 0.0) -> None:

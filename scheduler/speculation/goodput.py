@@ -33,21 +33,26 @@ class TargetFigures:
     """What was learnt of one target, and decided for it.
 
     `cost` is that of a step by (1, batched tokens, those of them to verify, tokens of KV that are read), `wire` the
-    delay of an answer beyond its step. `typical` are the mean seconds of a step that verifies; the last one read
-    `kv_share` tokens of KV for each token to verify. `choices` are by draft worker, and `drafting` tells whether any of
-    them is to draft. In a `plain_step`, no sequence drafts; `probe_due` lets one that decodes plainly draft one token.
+    delay of an answer beyond its step. `features` are those of the last step that verified, for whose like `wait_bound`
+    makes others wait; it read `kv_share` tokens of KV for each token to verify. `choices` are by draft worker, and
+    `drafting` tells whether any of them is to draft. In a `plain_step`, no sequence drafts; `probe_due` lets one that
+    decodes plainly draft one token.
     """
 
     def __init__(self, initial_step_seconds: float) -> None:
         self.cost = LinearCost((1.0, TOKEN_SHARE, TOKEN_SHARE**2, TOKEN_SHARE**3), initial_step_seconds)
         self.wire = MeanSeconds()
-        self.verification = MeanSeconds()
-        self.typical = initial_step_seconds
+        self.features: tuple[float, ...] = (1.0,)
         self.kv_share = 0.0
         self.choices: dict[str, Choice] = {}
         self.drafting = False
         self.rounds = self.decided_for = self.steps = 0
         self.plain_step = self.probe_due = False
+
+    @property
+    def typical(self) -> float:
+        """Seconds that a step like the last one that verified takes."""
+        return self.cost.predict(*self.features)
 
 
 class DraftFigures:

@@ -96,7 +96,7 @@ class Sequence:
     suspected: bool = False
     """The sequence had a row on a target that was lost. Its rows are alone in their steps."""
     suspected_until: int = 0
-    """A suspect is cleared when its length passes this."""
+    """A suspect is cleared when its length reaches this."""
     suspicions: int = 0
     draft_losses: int = 0
     """Draft workers that were lost with a row of the sequence."""
@@ -238,7 +238,7 @@ class WorkerState:
         """Those placed here."""
         self.kv: dict[int, KvEntry] = {}
         self.in_flight: dict[int, Row] = {}
-        """The latest row of each sequence that has one in flight. A step that only releases takes no time."""
+        """The latest row of each sequence that has one in flight."""
         self.outstanding: dict[int, Step] = {}
         self.releases: dict[int, None] = {}
         """Sequences whose KV the worker may free."""

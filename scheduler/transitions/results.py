@@ -90,8 +90,9 @@ class Rounds:
         self, draft: DraftWorker, sequence: Sequence, row: Row, result: RowResult, together: bool, now: float
     ) -> None:
         entry, ahead = draft.kv[sequence.sequence_id], result.kv_len - row.end
-        if result.status is _OK and sequence.state is DRAFTING and ahead >= 0 and not row.outcomes:
-            # The usual answer: a proposal.
+        usual = result.status is _OK and sequence.state is DRAFTING and ahead >= 0 and not row.outcomes
+        if usual and not sequence.drafting_refused:
+            # A proposal.
             entry.valid, sequence.draft_failures = row.end, 0
             self._take_proposal(entry, sequence, row, result, ahead, now)
             if draft.lagging:

@@ -13,7 +13,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig,
 
 from engine.errors import UnsupportedModelError
 from engine.kv.pages import PageTable
-from engine.models.compatibility import PROVED_FAMILIES
+from engine.models.compatibility import PROVED_FAMILIES, check_config
 from engine.models.loading import load_target_engine
 from engine.settings import EngineSettings
 from engine.steps import VerifyRow
@@ -164,6 +164,11 @@ def save_llama(folder: Path, **changes: Any) -> None:
     file.write_text(json.dumps(json.loads(file.read_text(encoding="utf-8")) | changes), encoding="utf-8")
 
 
+FACTORS = {"factor": 4.0, "short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+LONGROPE: dict[str, Any] = {"rope_type": "longrope", "rope_theta": 10000.0, **FACTORS}
+MSCALES = {"short_mscale": 1.0, "long_mscale": 1.0}
+
+
 # Prompts of which `model.generate` picks the frequencies that all sequences of the engine have: those of its longest.
 @pytest.mark.parametrize(
     ("family", "kind", "original", "max_model_len", "prompts"),
@@ -178,7 +183,7 @@ def test_positions_do_not_depend_on_the_batch(
 ) -> None:
     rope: dict[str, Any] = {"rope_type": kind, "rope_theta": 10000.0, "factor": 4.0}
     if kind == "longrope":
-        rope |= {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "original_max_position_embeddings": original}
+        rope = LONGROPE | {"original_max_position_embeddings": original}
     config = tiny_config(family)
     positions = {"rope_parameters": rope, "original_max_position_embeddings": original}
     model = tiny_model(type(config)(**config.to_dict() | positions))
@@ -202,6 +207,20 @@ def test_windows_that_attention_does_not_hear_of_are_refused(
     tiny_model(type(config)(**config.to_dict() | {"layer_types": None} | window)).save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModelError, match=f"{family} has sliding windows of {WINDOW} positions"):
         load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("family", "changed", "reason"),
+    [
+        ("phimoe", {"rope_parameters": LONGROPE | MSCALES}, "type longrope, which is supported in llama and phi3 only"),
+        ("qwen2", {"rope_parameters": LONGROPE | {"rope_type": "dynamic"}}, "type dynamic, which is supported in"),
+        ("laguna", {"num_attention_heads_per_layer": [4, 8]}, "layers of 8 attention heads, must be of num_attention"),
+    ],
+)
+def test_layers_that_no_test_has_tried_are_refused(family: str, changed: dict[str, Any], reason: str) -> None:
+    config = tiny_config(family)
+    with pytest.raises(UnsupportedModelError, match=reason):
+        check_config(type(config)(**config.to_dict() | changed))
 
 
 def test_quantised_weights_are_refused(tmp_path: Path) -> None:

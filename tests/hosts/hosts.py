@@ -71,16 +71,19 @@ class Network:
                 _clear()
                 switch.kill()
 
-    def cut(self, host: Host) -> None:
-        """From now on every packet to and from this host is lost, and nobody is told."""
-        self.disturb(host, loss=1.0)
+    @contextmanager
+    def disturbed(self, *hosts: Host, delay: float = 0.0, loss: float = 0.0) -> Iterator[None]:
+        """For the length of the block, every packet to and from these hosts is late by `delay` seconds, or lost with
+        the probability `loss`, of which nobody is told."""
+        self._change(hosts, delay, loss)
+        try:
+            yield
+        finally:
+            self._change(hosts, 0.0, 0.0)
 
-    def disturb(self, host: Host, delay: float = 0.0, loss: float = 0.0) -> None:
-        """Both directions of its link. Without arguments it works again."""
-        self._lines.write(f"{host.device} {delay} {loss}\n")
+    def _change(self, hosts: tuple[Host, ...], delay: float, loss: float) -> None:
+        self._lines.writelines(f"{host.device} {delay} {loss}\n" for host in hosts)
         self._lines.flush()
-
-    mend = disturb
 
 
 class Host:

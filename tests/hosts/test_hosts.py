@@ -204,9 +204,8 @@ async def whole_again(watcher: Watcher, load: ConstantLoad) -> None:
 
 
 async def cut_for_a_while(cell: Cell, host: Host) -> None:
-    cell.network.cut(host)
-    await asyncio.sleep(CUT_SECONDS)
-    cell.network.mend(host)
+    with cell.network.disturbed(host, loss=1.0):
+        await asyncio.sleep(CUT_SECONDS)
 
 
 def victim(cell: Cell, deployment: str) -> Host:
@@ -227,9 +226,8 @@ def test_a_host_dies_and_another_takes_its_place(cell: Cell, deployment: str) ->
 
     async def die(watcher: Watcher, load: ConstantLoad) -> None:
         # Without a last packet, as when the power fails.
-        cell.network.cut(host)
-        host.kill()
-        cell.network.mend(host)
+        with cell.network.disturbed(host, loss=1.0):
+            host.kill()
         await watcher.until(lambda report: not is_whole(report), "the loss is noticed", PATIENCE)
         await asyncio.to_thread(host.start)
 
@@ -238,13 +236,10 @@ def test_a_host_dies_and_another_takes_its_place(cell: Cell, deployment: str) ->
 
 def test_slow_and_lossy_links(cell: Cell) -> None:
     async def wait_for_streams(watcher: Watcher, load: ConstantLoad) -> None:
-        for host in cell.hosts.values():
-            # A packet from one host to another passes two links.
-            cell.network.disturb(host, delay=0.01, loss=0.005)
-        enough = len(load.records) + STREAMS
-        await watcher.until(lambda _: len(load.records) >= enough, "sixteen streams end", PATIENCE)
-        for host in cell.hosts.values():
-            cell.network.mend(host)
+        # A packet from one host to another passes two links.
+        with cell.network.disturbed(*cell.hosts.values(), delay=0.01, loss=0.005):
+            enough = len(load.records) + STREAMS
+            await watcher.until(lambda _: len(load.records) >= enough, "sixteen streams end", PATIENCE)
 
     through(cell, "20 ms and 1 % loss between all hosts", wait_for_streams)
 
@@ -253,9 +248,8 @@ def test_the_head_dies_and_comes_back(cell: Cell) -> None:
     head = cell.hosts["head"]
 
     async def die(watcher: Watcher, load: ConstantLoad) -> None:
-        cell.network.cut(head)
-        head.kill()
-        cell.network.mend(head)
+        with cell.network.disturbed(head, loss=1.0):
+            head.kill()
         await asyncio.sleep(CUT_SECONDS)
         await asyncio.to_thread(head.start)
 
