@@ -32,6 +32,8 @@ SERVICE = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_n
 _HEALTH = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 _RECEIVE_LIMIT = "grpc.max_receive_message_length"
 _REUSE_PORT = "grpc.so_reuseport"
+# A client without keep-alive pings never hears that a server gave it up while their link was lost.
+_SILENCE = {"grpc.keepalive_timeout_ms": 60_000, "grpc.http2.ping_timeout_ms": 60_000}
 
 
 class GrpcServer:
@@ -71,7 +73,7 @@ class GrpcServer:
     async def __aenter__(self) -> Self:
         settings = self._engine.settings
         own = {_RECEIVE_LIMIT: settings.limits.body_bytes, _REUSE_PORT: int(self._share_port)}
-        options = [*(dict(SERVER_OPTIONS) | own).items()]
+        options = [*(dict(SERVER_OPTIONS) | _SILENCE | own).items()]
         self._server = server = grpc.aio.server(interceptors=self._guards, options=options)
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(
             GenerationService(self._engine, self._strings), server
