@@ -15,7 +15,6 @@ import grpc.aio
 import openai
 
 from bench.chaos.application import Application
-from spool_client.calls import CHANNEL_OPTIONS
 from spool_client.v1 import generation_pb2, generation_pb2_grpc
 
 _CALL_SECONDS = 900.0
@@ -166,7 +165,7 @@ async def streaming(application: Application) -> AsyncIterator[StreamClient]:
         openai.AsyncOpenAI(
             base_url=f"{application.url}/v1", api_key=application.key, max_retries=0, timeout=_CALL_SECONDS
         ) as http,
-        grpc.aio.insecure_channel(application.grpc_address, options=CHANNEL_OPTIONS) as channel,
+        grpc.aio.insecure_channel(application.grpc_address) as channel,
     ):
         yield StreamClient(http, generation_pb2_grpc.GenerationServiceStub(channel), application)
 
