@@ -31,7 +31,7 @@ from tests.support.command_line import spool
 from tests.support.serving import ENGINE, PACED, PlainDecoder, oracle
 from tests.support.waiting import LONG, wait_until
 
-pytestmark = [pytest.mark.long, pytest.mark.ray]
+pytestmark = [pytest.mark.long, pytest.mark.ray, pytest.mark.timeout(1800)]
 
 MODEL, KEY = "tiny", "a-key-of-this-test"
 HTTP_PORT, GRPC_PORT, RAY_PORT, DASHBOARD_PORT, REDIS_PORT = 8000, 8001, 6379, 8265, 6380

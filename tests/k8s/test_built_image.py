@@ -20,7 +20,7 @@ from tests.k8s.manifests import K8S, ROOT
 from tests.support.ports import free_ports
 from tests.support.waiting import LONG, wait_until
 
-pytestmark = [pytest.mark.long, pytest.mark.ray]
+pytestmark = [pytest.mark.long, pytest.mark.ray, pytest.mark.timeout(1800)]
 
 BASE, IMAGE = "localhost/spool-base", "localhost/spool-under-test"
 PROGRAMS = ("podman", "runc", "debootstrap")
