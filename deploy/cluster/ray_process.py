@@ -69,7 +69,6 @@ def _run(options: RayOptions, events: EventPipe, stop: threading.Event) -> None:
         num_gpus=options.num_gpus,
         object_store_memory=_OBJECT_STORE_BYTES,
         include_dashboard=options.dashboard,
-        dashboard_host="127.0.0.1",
         log_to_driver=False,
         _temp_dir=options.folder,
     )
