@@ -2,8 +2,8 @@
 
     python -m bench.perplexity MODEL TEXT [--quantization int8] [--llama FOLDER]
 
-The text is cut into chunks of 512 tokens; of each, the second half is scored, given all tokens of the chunk before. MODEL
-is a folder or a GGUF file. With --llama, the folder of llama.cpp's programs, the same file and text are given to
+The text is cut into chunks of 512 tokens; of each, the second half is scored, given all tokens of the chunk before.
+MODEL is a folder or a GGUF file. With --llama, the folder of llama.cpp's programs, the same file and text are given to
 llama-perplexity, which wants a GGUF file.
 """
 
