@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import inspect
 import os
 import shutil
 import signal
@@ -129,6 +131,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 if (number - number // every - 1) % of_the_rest:
                     item.add_marker(pytest.mark.long)
     items.sort(key=lambda item: item.get_closest_marker("ray") is None)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """A test may be a coroutine, and has an event loop of its own then."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = inspect.signature(pyfuncitem.obj).parameters
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True
 
 
 @pytest.hookimpl(wrapper=True)

@@ -97,11 +97,7 @@ def part(text: str, *tokens: int, end: pb.FinishReason = pb.FINISH_REASON_UNSPEC
         ([part("a", 1), part("b", 2)], [part("a", 1), part("c", 2)], "text at 1 that differ"),
         ([part("ab", 1, 2)], [part("a", 1, end=pb.FINISH_REASON_STOP)], "an end at 1 that differ"),
         ([part("a", 1, end=pb.FINISH_REASON_STOP)], [part("ab", 1, 2)], "another end at 1"),
-        (
-            [part("a", 1, end=pb.FINISH_REASON_STOP)],
-            [part("a", 1, end=pb.FINISH_REASON_LENGTH)],
-            "another end at 1",
-        ),
+        ([part("a", 1, end=pb.FINISH_REASON_STOP)], [part("a", 1, end=pb.FINISH_REASON_LENGTH)], "another end at 1"),
         ([part("ab", 1, 2)], [part("a", 1), USAGE], "choice 0 ended before"),
     ],
 )

@@ -63,21 +63,10 @@ BAD_INPUT = [
     (["--policy", "best"], "'best' is not one of 'eqspec', 'exspec', 'ragged', 'auto'"),
     (["--batch-size", "-1"], "batch_size is -1, must be at least 1"),
     (["--max-running", "4"], "max_running is 4, must be at least batch_size, which is 8"),
-    (["--draft-length", "-1"], "draft_length is -1"),
     (["--draft-length", "65"], "--draft-length is 65"),
-    (["--max-tokens", "-3"], "--max-tokens is -3"),
     (["--temperature", "-0.5"], "temperature is -0.5, must be between 0 and 100"),
     (["--temperature", "warm"], "Invalid value for '--temperature'"),
-    (["--top-k", "-1"], "top_k is -1"),
-    (["--top-k", "5000000000"], "top_k is 5000000000, must be 0 (off) or more, and at most 2147483647"),
-    (["--top-p", "0"], "top_p is 0.0"),
-    (["--min-p", "2"], "min_p is 2.0"),
-    (["--seed", "-1"], "seed is -1"),
-    (["--seed", str(2**64)], "must be between 0 and 18446744073709551615"),
-    (["--threads", "0"], "--threads is 0"),
     (["--draft-replicas", "0"], "--draft-replicas is 0"),
-    (["--target-replicas", "-2"], "--target-replicas is -2"),
-    (["--dtype", "int8"], "'int8' is not one of"),
     (["--quantization", "awq"], "'awq' is not one of 'auto', 'none', 'int8', 'int4'"),
     (["/no/such/model"], "target model /no/such/model: no such folder"),
     (["no-weights"], "target model no-weights: the folder holds no weights"),
@@ -85,10 +74,7 @@ BAD_INPUT = [
     (["good.jsonl"], "good.jsonl is a file"),
     (["target", "--draft", "/no/such/model"], "draft model /no/such/model: no such folder"),
     (["target", "--draft", "other"], "the draft other does not fit the target target"),
-    (
-        ["target", "--prompts", "long.jsonl"],
-        "long.jsonl:2: the prompt has 200 tokens, the model takes 200",
-    ),
+    (["target", "--prompts", "long.jsonl"], "long.jsonl:2: the prompt has 200 tokens, the model takes 200"),
     (["target", "--max-model-len", "300"], "max_model_len is 300, must be at most 200, the limit of target"),
     (
         ["target", "--prompts", "good.jsonl", "--max-model-len", "5"],
@@ -96,8 +82,6 @@ BAD_INPUT = [
     ),
     (["target", "--device", "gpu"], "device is 'gpu', must be auto, cpu, cuda or cuda:N"),
     (["--unknown"], "No such option: --unknown"),
-    (["--seed"], "requires an argument"),
-    (["target", "extra"], "unexpected extra argument"),
 ]
 
 
@@ -143,10 +127,3 @@ def test_shells_can_complete() -> None:
     words = {"_SPOOL_COMPLETE": "complete_bash", "COMP_WORDS": "spool serve --max-", "COMP_CWORD": "2"}
     ended = spool(environment=words)
     assert set(ended.out.split()) == {"--max-model-len", "--max-running", "--max-num-batched-tokens"}
-
-
-def test_help() -> None:
-    for arguments in ([], ["--help"], ["generate", "--help"], ["verify", "--help"], ["models", "fetch", "--help"]):
-        ended = spool_here(*arguments)
-        assert ended.code == 0
-        assert "Usage: spool" in ended.out

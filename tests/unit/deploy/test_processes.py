@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import pytest
@@ -13,17 +12,14 @@ from deploy.processes.task import FileEpochs
 from services.scheduler.epochs import EpochAuthority, SupersededError
 
 
-def test_schedulers_of_one_folder_are_numbered(tmp_path: Path) -> None:
-    async def run() -> None:
-        first, second = (EpochAuthority(FileEpochs(tmp_path / "epochs")) for _ in range(2))
-        epochs = [await first.claim(), await second.claim(), await first.claim()]
-        assert epochs == sorted(set(epochs))
-        with pytest.raises(SupersededError, match="a scheduler with number 3 has taken over, this one's is 1"):
-            await first.renew(epochs[0], above=epochs[1])
-        register = FileEpochs(tmp_path / "epochs")
-        assert (await register.take(4), await register.take(4)) == (True, False)
-
-    asyncio.run(run())
+async def test_schedulers_of_one_folder_are_numbered(tmp_path: Path) -> None:
+    first, second = (EpochAuthority(FileEpochs(tmp_path / "epochs")) for _ in range(2))
+    epochs = [await first.claim(), await second.claim(), await first.claim()]
+    assert epochs == sorted(set(epochs))
+    with pytest.raises(SupersededError, match="a scheduler with number 3 has taken over, this one's is 1"):
+        await first.renew(epochs[0], above=epochs[1])
+    register = FileEpochs(tmp_path / "epochs")
+    assert (await register.take(4), await register.take(4)) == (True, False)
 
 
 def devices(monkeypatch: pytest.MonkeyPatch, gpus: int, *overrides: str) -> dict[str, str]:

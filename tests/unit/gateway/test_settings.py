@@ -5,37 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-from pydantic import SecretStr, ValidationError
+from pydantic import SecretStr
 
 from services.gateway.api_keys import ApiKeys
 from services.gateway.errors import RequestError
-from services.gateway.settings import GatewaySettings, NamedKey, SamplingDefaults, model_sampling_defaults
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"api_keys": [""]},
-        {"api_keys": ["with space"]},
-        {"model_names": [""]},
-        {"limits": {"sequences": 0}},
-        {"sampling": {"temperature": float("nan")}},
-        {"unknown": 1},
-        *({"named_keys": [{"name": "a", "digest": digest}]} for digest in ("", "A" * 64, "0" * 63, "0" * 65)),
-    ],
-)
-def test_wrong_settings(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValidationError):
-        GatewaySettings.model_validate(wrong)
-
-
-def test_keys_are_not_shown() -> None:
-    settings = GatewaySettings(api_keys=(SecretStr("topsecret"),))
-    assert "topsecret" not in repr(settings) + settings.model_dump_json()
-
+from services.gateway.settings import NamedKey, SamplingDefaults, model_sampling_defaults
 
 SECRETS = {"team-a": b"tuesday", "team-b": b"wednesday"}
 

@@ -11,6 +11,7 @@ from scheduler.messages import (
     Command,
     EmitTokens,
     Event,
+    FinishSequence,
     KvMoved,
     MoveKv,
     Role,
@@ -167,3 +168,13 @@ def expected(driver: Driver, sequence_id: int) -> list[int]:
         if row.sequence_id == sequence_id and row.opening is not None
     )
     return plain_decoding(request)[0]
+
+
+def check_to_the_end(driver: Driver, *sequence_ids: int) -> None:
+    """Everything as plain decoding has it, each sequence finished once, and nothing left with any worker."""
+    driver.settle()
+    for sequence_id in sequence_ids:
+        assert outputs(driver, sequence_id) == expected(driver, sequence_id)
+        assert [end.sequence_id for end in of_type(driver.log, FinishSequence)].count(sequence_id) == 1
+    for worker in driver.core.snapshot().workers:
+        assert not driver.workers[worker.worker_id].held

@@ -6,15 +6,7 @@ protocol; the worker below only follows it.
 
 from __future__ import annotations
 
-from scheduler.messages import (
-    FinishReason,
-    Role,
-    Row,
-    RowResult,
-    RowStatus,
-    SequenceRequest,
-    WorkerSpec,
-)
+from scheduler.messages import FinishReason, Role, Row, RowResult, RowStatus, SequenceRequest, WorkerSpec
 from scheduler.state.digests import DigestedTokens
 
 VOCABULARY = 50

@@ -4,14 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from scheduler.messages import (
-    FailSequence,
-    FinishReason,
-    FinishSequence,
-    RefusalCause,
-    RefuseSequence,
-    SendStep,
-)
+from scheduler.messages import FailSequence, FinishReason, FinishSequence, RefusalCause, RefuseSequence, SendStep
 from tests.unit.scheduler.driver import Driver, expected, of_type, outputs, pair
 
 

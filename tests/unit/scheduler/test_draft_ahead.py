@@ -4,19 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from scheduler.messages import (
-    Command,
-    EmitTokens,
-    FinishSequence,
-    Outcome,
-    Role,
-    Row,
-    RowResult,
-    SendStep,
-)
+from scheduler.messages import Command, EmitTokens, Outcome, Role, Row, RowResult, SendStep
 from scheduler.sampling import Grammar, SamplingParameters
 from scheduler.state.digests import DigestedTokens
-from tests.unit.scheduler.driver import Answer, Driver, expected, of_type, outputs, pair
+from tests.unit.scheduler.driver import Answer, Driver, check_to_the_end, of_type, pair
 from tests.unit.scheduler.model_worker import VOCABULARY, target_token
 
 
@@ -89,15 +80,6 @@ def counted(driver: Driver) -> tuple[int, int]:
     return snapshot.outcomes_sought, snapshot.outcomes_found
 
 
-def check_to_the_end(driver: Driver, *sequence_ids: int) -> None:
-    """Everything as plain decoding has it, and nothing left anywhere."""
-    driver.settle()
-    for sequence_id in sequence_ids or (1,):
-        assert outputs(driver, sequence_id) == expected(driver, sequence_id)
-        assert [end.sequence_id for end in of_type(driver.log, FinishSequence)].count(sequence_id) == 1
-    assert not any(worker.held for worker in driver.workers.values())
-
-
 def prepared_rows(driver: Driver) -> list[Row]:
     """All that were ever sent."""
     return [row for step in of_type(driver.log, SendStep) for row in step.rows if row.outcomes]
@@ -111,7 +93,7 @@ def test_an_idle_draft_prepares_for_what_is_verified() -> None:
     verified, row = verify(driver), preparing(driver)
     assert (row.draft_tokens, row.outcomes, row.draft_length, row.sample) == (verified.draft_tokens, 4, 4, False)
     assert row.kv_len + len(row.tokens) == verified.kv_len + len(verified.tokens) == 9
-    check_to_the_end(driver)
+    check_to_the_end(driver, 1)
 
 
 @pytest.mark.parametrize("why", ["off", "one step at a time", "grammar", "plain", "request"])
@@ -128,7 +110,7 @@ def test_nothing_is_prepared(why: str) -> None:
             driver.answer("target")
     assert not prepared_rows(driver)
     assert counted(driver)[1] == 0
-    check_to_the_end(driver)
+    check_to_the_end(driver, 1)
 
 
 @pytest.mark.parametrize(("spare", "length"), [(0, None), (1, 1), (2, 2), (9, 4)])
@@ -142,7 +124,7 @@ def test_proposals_end_where_the_sequence_does(bound: str, spare: int, length: i
     driver.submit(1, prompt_length=8, max_tokens=most - 8 if bound == "max_tokens" else 40)
     assert len(verify(driver).draft_tokens) == 4
     assert [row.draft_length for row in rows_of(driver, "draft")] == ([] if length is None else [length])
-    check_to_the_end(driver)
+    check_to_the_end(driver, 1)
 
 
 # --- the verdict ---
@@ -162,7 +144,7 @@ def test_after_a_hit_the_next_verification_needs_no_draft_step() -> None:
     assert (ahead.kv_len, len(ahead.tokens), ahead.draft_tokens, ahead.outcomes) == (13, 1, row.draft_tokens, 4)
     driver.answer("target")
     assert of_type(driver.log, EmitTokens)[-1].accepted == 3
-    check_to_the_end(driver)
+    check_to_the_end(driver, 1)
 
 
 def test_after_a_miss_the_draft_proposes() -> None:
@@ -174,7 +156,7 @@ def test_after_a_miss_the_draft_proposes() -> None:
     assert (row.kv_len, len(row.tokens), row.draft_length, row.outcomes) == (13, 1, 4, 0)
     assert not driver.steps["target"]
     assert counted(driver) == (1, 0)
-    check_to_the_end(driver)
+    check_to_the_end(driver, 1)
 
 
 def test_where_the_verdict_is_sooner_the_draft_row_follows_at_once() -> None:
@@ -192,4 +174,4 @@ def test_where_the_verdict_is_sooner_the_draft_row_follows_at_once() -> None:
     draft(driver)
     assert len(driver.only_step("target").rows[0].draft_tokens) == 4
     assert counted(driver) == (1, 0)
-    check_to_the_end(driver)
+    check_to_the_end(driver, 1)

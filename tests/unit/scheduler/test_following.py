@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from scheduler.messages import FinishReason, FinishSequence, Role, Row, RowResult, RowStatus, SendStep
 from scheduler.state.digests import EMPTY_DIGEST
-from tests.unit.scheduler.driver import Driver, expected, of_type, outputs
+from tests.unit.scheduler.driver import Driver, check_to_the_end, expected, of_type, outputs
 
 
 def following(driver: Driver) -> Driver:
@@ -26,8 +26,7 @@ def test_the_next_step_is_there_before_the_answer() -> None:
     for _ in range(5):
         assert [sorted(step) for step in rows(driver)] == [[(1, True), (2, True)]] * 2
         driver.answer("target")
-    driver.settle()
-    assert [outputs(driver, one) for one in (1, 2)] == [expected(driver, one) for one in (1, 2)]
+    check_to_the_end(driver, 1, 2)
 
 
 def test_nothing_follows_the_last_token() -> None:
@@ -67,8 +66,7 @@ def test_after_a_row_that_failed_the_next_one_is_sent_again() -> None:
         return None
 
     driver.answer("target", instead=lost)
-    driver.settle()
-    assert [outputs(driver, one) for one in (1, 2)] == [expected(driver, one) for one in (1, 2)]
+    check_to_the_end(driver, 1, 2)
 
 
 def test_kv_that_is_lost_between_two_rows_is_computed_again() -> None:
@@ -85,8 +83,7 @@ def test_kv_that_is_lost_between_two_rows_is_computed_again() -> None:
 
     driver.answer("target", instead=void)
     driver.answer("target", instead=void)  # it was under way
-    driver.settle()
-    assert [outputs(driver, one) for one in (1, 2)] == [expected(driver, one) for one in (1, 2)]
+    check_to_the_end(driver, 1, 2)
 
 
 def test_sequences_that_draft_are_waited_for() -> None:
@@ -97,7 +94,7 @@ def test_sequences_that_draft_are_waited_for() -> None:
     assert drafting
     after = of_type(driver.log, SendStep).index(drafting[0])
     assert not any(row.follows for step in of_type(driver.log, SendStep)[after + 1 :] for row in step.rows)
-    assert [outputs(driver, one) for one in (1, 2)] == [expected(driver, one) for one in (1, 2)]
+    check_to_the_end(driver, 1, 2)
 
 
 def test_where_pages_are_short_the_first_in_rank_gets_them() -> None:
@@ -107,5 +104,5 @@ def test_where_pages_are_short_the_first_in_rank_gets_them() -> None:
     driver.submit(2, prompt_length=3, max_tokens=25)
     driver.settle()
     assert [one.sequence_id for one in of_type(driver.log, FinishSequence)] == [1, 2]
-    assert [outputs(driver, one) for one in (1, 2)] == [expected(driver, one) for one in (1, 2)]
+    check_to_the_end(driver, 1, 2)
     assert driver.core.snapshot().preemptions

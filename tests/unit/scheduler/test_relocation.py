@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from scheduler.config import KvMovement
-from scheduler.messages import EmitTokens, FinishSequence, MoveKv, SendStep, SequenceRequest, WorkerDrained
-from tests.unit.scheduler.driver import Driver, of_type
-from tests.unit.scheduler.model_worker import plain_decoding
+from scheduler.messages import MoveKv, SendStep, WorkerDrained
+from tests.unit.scheduler.driver import Driver, check_to_the_end, of_type
 
 
 def cell(movement: KvMovement = KvMovement.ALWAYS, sequences: int = 1, **config: object) -> Driver:
@@ -18,26 +17,6 @@ def cell(movement: KvMovement = KvMovement.ALWAYS, sequences: int = 1, **config:
         driver.answer("old")
     driver.join("new")
     return driver
-
-
-def ends(driver: Driver) -> set[int]:
-    return {command.sequence_id for command in of_type(driver.log, FinishSequence)}
-
-
-def check_outputs(driver: Driver, count: int) -> None:
-    driver.settle()
-    for sequence_id in range(1, count + 1):
-        emitted = [
-            token
-            for command in of_type(driver.log, EmitTokens)
-            if command.sequence_id == sequence_id
-            for token in command.tokens
-        ]
-        prompt = tuple((sequence_id * 7 + i) % 50 for i in range(3))
-        assert emitted == plain_decoding(SequenceRequest(sequence_id, prompt, 20))[0]
-    assert ends(driver) == set(range(1, count + 1))
-    for worker in driver.core.snapshot().workers:
-        assert not driver.workers[worker.worker_id].held
 
 
 def test_draining_target_gets_no_newcomers_and_decodes_on_until_there_is_room_elsewhere() -> None:
@@ -55,7 +34,7 @@ def test_draining_target_gets_no_newcomers_and_decodes_on_until_there_is_room_el
     assert [row.sequence_id for row in step.rows] == [2]
     (move,) = of_type(driver.answer("old"), MoveKv)
     driver.moved(move)
-    check_outputs(driver, 2)
+    check_to_the_end(driver, 1, 2)
 
 
 def test_target_without_sequences_is_drained_at_once() -> None:
@@ -79,7 +58,7 @@ def test_moves_are_few_at_a_time_and_the_others_decode_on() -> None:
     while not of_type(driver.log, WorkerDrained):
         for move in of_type(driver.answer("old"), MoveKv):
             driver.moved(move)
-    check_outputs(driver, 7)
+    check_to_the_end(driver, *range(1, 8))
 
 
 def test_without_moving_the_kv_is_computed_anew() -> None:
@@ -92,7 +71,7 @@ def test_without_moving_the_kv_is_computed_anew() -> None:
     assert row.opening is not None
     assert row.sample
     assert driver.core.snapshot().moves.rehomed == 1
-    check_outputs(driver, 1)
+    check_to_the_end(driver, 1)
 
 
 def test_the_measured_times_decide() -> None:
@@ -108,4 +87,4 @@ def test_the_measured_times_decide() -> None:
     driver.answer("new")
     assert len(of_type(driver.log, MoveKv)) == 2
     assert driver.core.snapshot().moves.rehomed == 2
-    check_outputs(driver, 2)
+    check_to_the_end(driver, 1, 2)

@@ -15,8 +15,7 @@ from scheduler.messages import (
     TokenLogprobs,
 )
 from scheduler.transitions.results import MAX_DRAFT_FAILURES, MAX_TARGET_FAILURES
-from tests.unit.scheduler.driver import Answer, Driver, of_type, pair
-from tests.unit.scheduler.model_worker import plain_decoding
+from tests.unit.scheduler.driver import Answer, Driver, check_to_the_end, of_type, pair
 
 
 def until_verifying(driver: Driver, sequence_id: int = 1) -> Row:
@@ -48,23 +47,6 @@ def next_row(driver: Driver, worker_id: str, sequence_id: int = 1) -> Row:
     raise AssertionError("no further row")
 
 
-def check_outputs(driver: Driver, *sequence_ids: int) -> None:
-    """To the end, everything as plain decoding has it."""
-    driver.settle()
-    for sequence_id in sequence_ids:
-        tokens = [t for e in of_type(driver.log, EmitTokens) if e.sequence_id == sequence_id for t in e.tokens]
-        opening = next(
-            row.opening
-            for step in of_type(driver.log, SendStep)
-            for row in step.rows
-            if row.sequence_id == sequence_id and row.opening
-        )
-        assert tokens == plain_decoding(opening)[0]
-        assert [f.sequence_id for f in of_type(driver.log, FinishSequence)].count(sequence_id) == 1
-    assert not driver.workers["target"].held
-    assert not driver.workers["draft"].held
-
-
 def test_endless_mismatches_end_in_an_error_for_that_sequence_alone() -> None:
     driver = pair()
     driver.submit(1, prompt_length=9)
@@ -80,7 +62,7 @@ def test_endless_mismatches_end_in_an_error_for_that_sequence_alone() -> None:
     assert failed.error.startswith("target worker target answered kv_mismatch: odd, ")
     assert str(MAX_TARGET_FAILURES + 1) in failed.error
     assert [f.sequence_id for f in of_type(driver.log, FinishSequence)] == [2]
-    check_outputs(driver, 2)
+    check_to_the_end(driver, 2)
 
 
 def test_a_target_that_says_ok_without_progress_is_not_asked_for_ever() -> None:
@@ -101,7 +83,7 @@ def test_a_row_that_the_target_cannot_run_fails_its_sequence_with_the_reason(kin
     commands = driver.answer("target", instead=for_row(1, status(kind, "no such kernel")))
     (failed,) = of_type(commands, FailSequence)
     assert (failed.sequence_id, failed.error) == (1, f"target worker target answered {kind.value}: no such kernel")
-    check_outputs(driver, 2)
+    check_to_the_end(driver, 2)
 
 
 @pytest.mark.parametrize(("tokens", "accepted"), [((), 0), ((1, 2), 0), ((9, 9, 9), 2), ((1,), -1), ((1,) * 9, 8)])
@@ -130,7 +112,7 @@ def test_a_proposal_longer_than_asked_is_cut() -> None:
 
     driver.answer("draft", instead=eager)
     assert len(next_row(driver, "target").draft_tokens) == 2
-    check_outputs(driver, 1)
+    check_to_the_end(driver, 1)
 
 
 @pytest.mark.parametrize("wrong", [range(0), range(2, 10), range(1, 8)])
@@ -158,7 +140,7 @@ def test_a_target_out_of_pages_sends_the_youngest_away() -> None:
         driver.answer("target")
     driver.answer("target", instead=for_row(1, status(RowStatus.OUT_OF_PAGES)))
     assert driver.core.snapshot().preemptions == preempted + 1
-    check_outputs(driver, 1, 2)
+    check_to_the_end(driver, 1, 2)
 
 
 @pytest.mark.parametrize("kind", [RowStatus.UNKNOWN_SEQUENCE, RowStatus.KV_MISMATCH, RowStatus.OUT_OF_PAGES])
@@ -173,4 +155,4 @@ def test_a_draft_that_keeps_failing_is_done_without(kind: RowStatus) -> None:
     rows = [row for step in of_type(driver.log, SendStep) if step.worker_id == "draft" for row in step.rows]
     assert len(rows) == MAX_DRAFT_FAILURES
     assert not of_type(driver.log, FailSequence)
-    check_outputs(driver, 1)
+    check_to_the_end(driver, 1)

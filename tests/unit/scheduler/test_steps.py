@@ -5,14 +5,7 @@ from __future__ import annotations
 import pytest
 
 from scheduler.config import Policy
-from scheduler.messages import (
-    FinishSequence,
-    Role,
-    Row,
-    RowResult,
-    RowStatus,
-    SendStep,
-)
+from scheduler.messages import FinishSequence, Role, Row, RowResult, RowStatus, SendStep
 from tests.unit.scheduler.driver import Driver, of_type, pair
 
 

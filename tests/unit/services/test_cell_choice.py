@@ -47,15 +47,14 @@ def test_prompts_of_other_scopes_do_not_draw_a_prompt() -> None:
     assert [choice.choose(scope, prompt, idle(4)) for scope in scopes] == homes
 
 
-@pytest.mark.parametrize("count", [1, 2, 3, 16])
-@pytest.mark.parametrize("prompts", [1, 5, 1000])
+@pytest.mark.parametrize(("count", "prompts"), [(1, 5), (2, 1), (3, 5), (3, 1000), (16, 1), (16, 1000)])
 def test_no_cell_gets_more_than_its_part(count: int, prompts: int) -> None:
     """Whatever the prompts are, and wherever the sequences end."""
     rng = random.Random(count * prompts)
     choice = CellChoice()
     targets = {number: rng.randrange(1, 5) for number in range(1, count + 1)}
     sequences = dict.fromkeys(targets, 0)
-    for _ in range(2000):
+    for _ in range(400):
         chosen = choice.choose(b"", prompt_of(2, rng.randrange(prompts)), cells_of(sequences, targets))
         part = (sum(sequences.values()) + 1) * targets[chosen] / sum(targets.values())
         assert sequences[chosen] + 1 <= math.ceil(BOUND * part)

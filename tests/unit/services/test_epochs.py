@@ -17,27 +17,21 @@ class SlowRegister(MemoryRegister):
         return before
 
 
-def test_schedulers_that_start_at_once_have_different_epochs() -> None:
-    async def run() -> None:
-        register = SlowRegister()
-        epochs = await asyncio.gather(*(EpochAuthority(register).claim() for _ in range(20)))
-        assert register.numbers == set(range(1, 21))
-        assert len(set(epochs)) == 20
-        # Each has room for its connections below the next.
-        ordered = sorted(epochs)
-        assert min(later - earlier for earlier, later in itertools.pairwise(ordered)) >= 1 << 32
-
-    asyncio.run(run())
+async def test_schedulers_that_start_at_once_have_different_epochs() -> None:
+    register = SlowRegister()
+    epochs = await asyncio.gather(*(EpochAuthority(register).claim() for _ in range(20)))
+    assert register.numbers == set(range(1, 21))
+    assert len(set(epochs)) == 20
+    # Each has room for its connections below the next.
+    ordered = sorted(epochs)
+    assert min(later - earlier for earlier, later in itertools.pairwise(ordered)) >= 1 << 32
 
 
-def test_of_two_that_renew_at_once_one_counts() -> None:
-    async def run() -> None:
-        register = SlowRegister()
-        authority = EpochAuthority(register)
-        epoch = await authority.claim()
-        outcomes = await asyncio.gather(
-            *(authority.renew(epoch, above=epoch + 5) for _ in range(2)), return_exceptions=True
-        )
-        assert sorted(isinstance(outcome, SupersededError) for outcome in outcomes) == [False, True]
-
-    asyncio.run(run())
+async def test_of_two_that_renew_at_once_one_counts() -> None:
+    register = SlowRegister()
+    authority = EpochAuthority(register)
+    epoch = await authority.claim()
+    outcomes = await asyncio.gather(
+        *(authority.renew(epoch, above=epoch + 5) for _ in range(2)), return_exceptions=True
+    )
+    assert sorted(isinstance(outcome, SupersededError) for outcome in outcomes) == [False, True]

@@ -9,15 +9,8 @@ import pytest
 from engine.steps import Computing, RowOutcome, StepOutcome, VerifyRow, no_callback
 from protos import worker_pb2
 from scheduler.state.digests import EMPTY_DIGEST, DigestedTokens
-from services.worker.executor import StepExecutor, TargetStepExecutor
-from tests.support.stand_in_worker import (
-    MAX_LENGTH,
-    ROW_FAILS,
-    STEP_FAILS,
-    VOCABULARY,
-    StandInEngine,
-    continuation,
-)
+from services.worker.executor import DraftStepExecutor, StepExecutor, TargetStepExecutor
+from tests.support.stand_in_worker import MAX_LENGTH, ROW_FAILS, STEP_FAILS, VOCABULARY, StandInEngine, continuation
 
 EPOCH = 77
 PROMPT = [5, 6, 7, 8, 9]
@@ -140,6 +133,10 @@ def scoring(first: int, *tokens: int) -> worker_pb2.PromptScoring:
     return worker_pb2.PromptScoring(first=first, tokens=tokens)
 
 
+def committing(tokens: list[int]) -> dict[str, object]:
+    return {"tokens": [1], "parameters": worker_pb2.SequenceParameters(prompt_length=1, committed_tokens=tokens)}
+
+
 @pytest.mark.parametrize(
     ("fields", "error"),
     [
@@ -155,6 +152,11 @@ def scoring(first: int, *tokens: int) -> worker_pb2.PromptScoring:
         ({"tokens": [1, 2], "scoring": scoring(2, 7), "sample": True}, "all of them between 1 and 1"),
         ({"tokens": [1, 2], "scoring": scoring(1, 5000)}, "scoring.tokens holds 5000"),
         ({"tokens": [1], "parameters": worker_pb2.SequenceParameters()}, "prompt_length is 0"),
+        (committing([VOCABULARY]), f"committed_tokens holds {VOCABULARY}, must be below vocabulary_size {VOCABULARY}"),
+        (
+            committing([1] * (MAX_LENGTH + 1)),
+            f"committed_tokens holds {MAX_LENGTH + 1} tokens, must hold at most {MAX_LENGTH}",
+        ),
         (
             {
                 "tokens": [1],
@@ -222,3 +224,19 @@ def test_engine_that_breaks_its_word_loses_the_sequence() -> None:
     assert "KV for 5 positions, must be 7" in lied.error
     assert other.status == worker_pb2.ROW_STATUS_OK
     assert target.executor.sequences == 1
+
+
+def test_proposals_of_a_draft_are_not_shared_before_they_are_committed() -> None:
+    draft = Conversation(DraftStepExecutor(StandInEngine(), EPOCH))
+    prompt = list(range(20, 35))
+
+    def whole(sequence_id: int, known: list[int], draft_length: int) -> tuple[int, int, list[int]]:
+        parameters = worker_pb2.SequenceParameters(prompt_length=len(known), committed_tokens=known)
+        (reply,) = draft.step(row(sequence_id, known, 0, parameters=parameters, draft_length=draft_length)).rows
+        return reply.kv_len, reply.reused, list(reply.tokens)
+
+    kv_len, _, proposal = whole(1, prompt, 6)
+    assert kv_len == 20
+    assert whole(2, [*prompt, *proposal], 2)[:2] == (22, 12)
+    draft.step(row(1, [*prompt, *proposal[:5], 7], 20, draft_length=2))
+    assert whole(3, [*prompt, *proposal], 2)[:2] == (22, 20)

@@ -5,13 +5,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from deploy.config.loading import load_configuration
-from deploy.config.problems import ConfigurationError
 from services.observability.otel import CONSOLE, tracer_provider
 from services.observability.tracing import begin_request_span, end_span
 from tests.support.waiting import LONG
@@ -62,11 +59,3 @@ def test_the_console(capfd: pytest.CaptureFixture[str]) -> None:
     assert '"name": "request"' in told.err
     assert "it failed" in told.err
     assert told.out == ""
-
-
-@pytest.mark.parametrize("endpoint", ["collector:4318", "ftp://collector", "http://", "stdout"])
-def test_endpoints_that_are_none(tmp_path: Path, endpoint: str) -> None:
-    file = tmp_path / "spool.yaml"
-    file.write_text(f"tracing: {{endpoint: '{endpoint}'}}")
-    with pytest.raises(ConfigurationError, match=r"tracing.endpoint is .*, must be `console` or an http or https URL"):
-        load_configuration(file)

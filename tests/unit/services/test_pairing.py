@@ -35,10 +35,7 @@ def test_what_fits() -> None:
             "draft worker d (d) does not fit target worker t (m): "
             "tokenizer digests differ (bbbbbbbbbbbb and aaaaaaaaaaaa); vocabulary sizes 100 and 100",
         ),
-        (
-            {"vocabulary_size": 90},
-            "draft worker d (d) does not fit target worker t (m): vocabulary sizes 90 and 100",
-        ),
+        ({"vocabulary_size": 90}, "draft worker d (d) does not fit target worker t (m): vocabulary sizes 90 and 100"),
         (
             {"tokenizer_digest": b"", "vocabulary_size": 90},
             "draft worker d does not fit target worker t: vocabulary sizes 90 and 100",

@@ -9,26 +9,16 @@ import pytest
 
 from protos import scheduler_pb2
 from scheduler.config import SchedulerConfig
-from scheduler.messages import MIN_PRIORITY, EmitTokens, FinishReason, RefusalCause, Suspicion, TokenLogprobs
+from scheduler.messages import MIN_PRIORITY, EmitTokens, FinishReason, RefusalCause, Suspicion
 from scheduler.sampling import SamplingParameters
 from services.backend.interface import BackendUnavailableError, DeadlineExceededError, GenerationRequest
 from services.backend.sequence_stream import AdmissionRefusedError, SequenceFailedError
-from services.backend.session_codec import (
-    read_end,
-    read_output,
-    request_from_wire,
-    write_end,
-    write_output,
-)
+from services.backend.session_codec import read_end, request_from_wire, write_end
 from services.rpc.conversion import to_wire
 from services.rpc.protocol_version import PROTOCOL_VERSION
 from services.scheduler.service import SchedulerService
 from services.scheduler.session import GatewaySession, RetryAdvice, SessionOptions
 from services.scheduler_client.remote_stream import RemoteStream
-
-
-def logprobs(token: int) -> TokenLogprobs:
-    return TokenLogprobs(token, -0.5, ((token, -0.5), (token + 1, -1.25)))
 
 
 def test_replies_are_bounded_and_no_sequence_is_passed_over() -> None:
@@ -106,16 +96,6 @@ def test_ends_that_are_not_known_are_named() -> None:
         read_end(scheduler_pb2.SequenceEvent(refused=refusal))
 
 
-def test_deltas_cross_the_wire() -> None:
-    delta = EmitTokens(0, (5, 6), 4, 1, logprobs=(logprobs(5), logprobs(6)))
-    event = scheduler_pb2.SequenceEvent()
-    write_output(delta, event)
-    assert read_output(event) == delta
-    del event.logprobs[1]
-    with pytest.raises(ValueError, match="1 log probabilities came with 2 tokens"):
-        read_output(event)
-
-
 def test_requests_cross_the_wire() -> None:
     sampling = SamplingParameters(temperature=0.7, top_k=5, logit_bias={3: 1.5}, seed=2**64 - 1)
     scope = b"\xff" * 32
@@ -157,38 +137,35 @@ def test_advice_follows_the_speed_of_late() -> None:
     assert advice.seconds(100, 5000.0) == 30
 
 
-def test_stream_remembers_what_it_received_and_how_often_it_was_sent() -> None:
-    async def run() -> None:
-        ends: list[RemoteStream] = []
-        request = GenerationRequest((1, 2), 9, deadline_seconds=1000, key="a", priority=5)
-        stream = RemoteStream(4, request, ends.append)
-        first = stream.submission()
-        assert (list(first.committed_output), first.admitted_before) == ([], False)
-        assert 900 < first.timeout_seconds <= 1000
-        stream.admit()
-        stream.push(EmitTokens(1, (5, 6), 1, 1))
-        assert stream.fruitless_submissions == 0
-        assert (await anext(stream)).tokens == (5, 6)
-        stream.push(EmitTokens(1, (7,), 1, 0))
-        again = stream.submission()
-        assert (list(again.committed_output), again.admitted_before) == ([5, 6, 7], True)
-        assert (again.key, again.priority) == (first.key, first.priority) == ("a", 5)
-        assert stream.fruitless_submissions == 1
-        assert not again.HasField("suspicion")
-        stream.suspect(Suspicion(2, 2))
-        stream.push(EmitTokens(1, (9,), 0, 0))
-        marked = stream.submission().suspicion
-        assert (marked.count, marked.tokens) == (2, 1)
-        stream.push(EmitTokens(1, (9, 9), 0, 0))
-        cleared = stream.submission().suspicion
-        assert (cleared.count, cleared.tokens) == (2, 0)
-        stream.cancel()
-        stream.push(EmitTokens(1, (8,), 0, 0))
-        stream.end(SequenceFailedError("late"))
-        assert [delta.tokens async for delta in stream] == [(7, 9, 9, 9)]
-        assert stream.finish_reason is FinishReason.CANCELLED
-        assert [delta async for delta in stream] == []
-        assert ends == [stream]
-        assert first.request_id == again.request_id == 4
-
-    asyncio.run(run())
+async def test_stream_remembers_what_it_received_and_how_often_it_was_sent() -> None:
+    ends: list[RemoteStream] = []
+    request = GenerationRequest((1, 2), 9, deadline_seconds=1000, key="a", priority=5)
+    stream = RemoteStream(4, request, ends.append)
+    first = stream.submission()
+    assert (list(first.committed_output), first.admitted_before) == ([], False)
+    assert 900 < first.timeout_seconds <= 1000
+    stream.admit()
+    stream.push(EmitTokens(1, (5, 6), 1, 1))
+    assert stream.fruitless_submissions == 0
+    assert (await anext(stream)).tokens == (5, 6)
+    stream.push(EmitTokens(1, (7,), 1, 0))
+    again = stream.submission()
+    assert (list(again.committed_output), again.admitted_before) == ([5, 6, 7], True)
+    assert (again.key, again.priority) == (first.key, first.priority) == ("a", 5)
+    assert stream.fruitless_submissions == 1
+    assert not again.HasField("suspicion")
+    stream.suspect(Suspicion(2, 2))
+    stream.push(EmitTokens(1, (9,), 0, 0))
+    marked = stream.submission().suspicion
+    assert (marked.count, marked.tokens) == (2, 1)
+    stream.push(EmitTokens(1, (9, 9), 0, 0))
+    cleared = stream.submission().suspicion
+    assert (cleared.count, cleared.tokens) == (2, 0)
+    stream.cancel()
+    stream.push(EmitTokens(1, (8,), 0, 0))
+    stream.end(SequenceFailedError("late"))
+    assert [delta.tokens async for delta in stream] == [(7, 9, 9, 9)]
+    assert stream.finish_reason is FinishReason.CANCELLED
+    assert [delta async for delta in stream] == []
+    assert ends == [stream]
+    assert first.request_id == again.request_id == 4
