@@ -28,39 +28,8 @@ assert STEP_SECONDS * ENDLESS["max_tokens"] > LONG
 
 # Three levels of repeats: the library's state for it grows with every token.
 EXPONENTIAL = "((a{1,1000}){1,1000}){1,1000}"
-CIRCULAR = {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}
-
-
-def nested(depth: int) -> dict[str, Any]:
-    """Lists of lists."""
-    schema: dict[str, Any] = {}
-    for _ in range(depth):
-        schema = {"items": schema}
-    return schema
-
-
-TWO = {"type": "object", "properties": {"s": {"type": "integer"}, "t": {"type": "integer"}}, "required": ["s", "t"]}
-LARGE = 9007199254740993
-BAD_SCHEMAS: list[tuple[dict[str, Any], str]] = [
-    # In these, the library would write a comma and find no name for what follows, or another number.
-    (
-        {**TWO, "patternProperties": {"^s$": {"type": "integer"}}, "additionalProperties": False},
-        r"cannot be used: patternProperties has '\^s\$', which matches no name",
-    ),
-    ({"enum": [LARGE]}, f"the number {LARGE} has too many digits, it would become {LARGE - 1}"),
-    ({"type": "integer", "minimum": LARGE, "maximum": LARGE}, f"minimum is {LARGE}, must be between"),
-    ({"const": 123456789.12345679}, "the number 123456789.12345679 has too many digits"),
-    (
-        {"$defs": {"a": {"type": "array", "items": {"$ref": "#/$defs/a"}, "minItems": 1}}},
-        r"cannot be used: \$defs\.a: no text fits",
-    ),
-    ({"type": "number?"}, "cannot be used: Invalid type: number"),
-    ({"$ref": "#"}, "cannot be used: no text fits$"),
-    (CIRCULAR, "cannot be used: no text fits$"),
-    (nested(300), "cannot be used: recursion limit exceeded"),
-    ({"description": "x" * 1_000_000}, "has 1000019 bytes, must have at most 65536"),
-    ({"type": "string", "pattern": f"^{EXPONENTIAL}$"}, "cannot be used: .*too many expressions"),
-]
+BAD_SCHEMA, FAULT = {"type": "integer", "minimum": 9007199254740993}, "minimum is 9007199254740993, must be between"
+"""tests/unit/gateway/test_schemas.py has the other faults."""
 
 
 def expected_tokens(gateways: Gateways, prompt: Sequence[int], count: int) -> list[int]:

@@ -66,32 +66,29 @@ async def held_gateway(folder: Path) -> AsyncIterator[tuple[Cell, Gate, HttpServ
             watched.gate.open()
 
 
-def test_a_gateway_that_stops_ends_answers_and_then_connections(tmp_path: Path) -> None:
-    async def run() -> None:
-        async with held_gateway(tmp_path) as (cell, gate, server):
-            url = server.url
-            idle, whole, streamed, sending = [await Connection.to(url) for _ in range(4)]
-            idle.send("GET /ping")
-            assert b"200 OK" in await idle.until(b"}")
-            whole.send("POST /v1/completions", json.dumps(BODY).encode())
-            # The first event of a chat comes before its tokens.
-            streamed.send("POST /v1/chat/completions", json.dumps(CHAT).encode())
-            await streamed.until(b"data: {")
-            sending.send("POST /v1/completions", json.dumps(BODY).encode(), missing=1)
-            await until(lambda: cell.live_sequences == 2)
-            stopped = asyncio.create_task(server.__aexit__(None, None, None))
-            assert await idle.rest() == b""
-            with pytest.raises(ConnectionRefusedError):
-                await Connection.to(url)
-            sending.writer.write(b"}")
-            await until(lambda: cell.live_sequences == 3)
-            gate.open()
-            for connection in (whole, sending):
-                head, _, body = (await connection.rest()).partition(b"\r\n\r\n")
-                assert head.startswith(b"HTTP/1.1 200 OK")
-                assert b"connection: close" in head.lower()
-                assert json.loads(body)["usage"]["completion_tokens"] == BODY["max_tokens"]
-            assert (await streamed.rest()).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
-            await stopped
-
-    asyncio.run(run())
+async def test_a_gateway_that_stops_ends_answers_and_then_connections(tmp_path: Path) -> None:
+    async with held_gateway(tmp_path) as (cell, gate, server):
+        url = server.url
+        idle, whole, streamed, sending = [await Connection.to(url) for _ in range(4)]
+        idle.send("GET /ping")
+        assert b"200 OK" in await idle.until(b"}")
+        whole.send("POST /v1/completions", json.dumps(BODY).encode())
+        # The first event of a chat comes before its tokens.
+        streamed.send("POST /v1/chat/completions", json.dumps(CHAT).encode())
+        await streamed.until(b"data: {")
+        sending.send("POST /v1/completions", json.dumps(BODY).encode(), missing=1)
+        await until(lambda: cell.live_sequences == 2)
+        stopped = asyncio.create_task(server.__aexit__(None, None, None))
+        assert await idle.rest() == b""
+        with pytest.raises(ConnectionRefusedError):
+            await Connection.to(url)
+        sending.writer.write(b"}")
+        await until(lambda: cell.live_sequences == 3)
+        gate.open()
+        for connection in (whole, sending):
+            head, _, body = (await connection.rest()).partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 200 OK")
+            assert b"connection: close" in head.lower()
+            assert json.loads(body)["usage"]["completion_tokens"] == BODY["max_tokens"]
+        assert (await streamed.rest()).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+        await stopped

@@ -17,10 +17,11 @@ from scheduler.config import SchedulerConfig
 from services.gateway.settings import GatewaySettings
 from services.text.tokenizer import ModelTokenizer
 from tests.integration.gateway.expected import (
-    BAD_SCHEMAS,
+    BAD_SCHEMA,
     CHAT,
     ENDLESS,
     EXPONENTIAL,
+    FAULT,
     PROMPT,
     TIMEOUT,
     NoScheduler,
@@ -35,13 +36,11 @@ Bad = list[tuple[dict[str, Any], str | None, str]]
 
 BAD_COMPLETIONS: Bad = [
     ({"prompt": None}, "prompt", "prompt is None, must be text"),
-    ({"prompt": ""}, "prompt", "prompt is empty, must have at least 1 token"),
     ({"prompt": []}, "prompt", r"prompt is \[\]"),
     ({"prompt": ["a", 1]}, "prompt", "prompt holds 'a' at index 0, must be token ids"),
     ({"prompt": ["a", ""]}, "prompt", r"prompt\[1\] is empty"),
     ({"prompt": [1, -1]}, "prompt", r"prompt\[1\] is -1, must be a token id between 0 and 999"),
     ({"prompt": [VOCABULARY]}, "prompt", r"prompt\[0\] is 1000, must be a token id between 0 and 999"),
-    ({"prompt": [10**40]}, "prompt", r"prompt\[0\] is 10000"),
     ({"prompt": [True]}, "prompt", "holds True"),
     ({"prompt": "\ud800"}, "prompt", "half a surrogate pair"),
     ({"prompt": "A" * 3000}, "prompt", "prompt has 3000 tokens.* makes 3001; the model's limit is 2000"),
@@ -49,19 +48,11 @@ BAD_COMPLETIONS: Bad = [
     ({"max_tokens": 0}, "max_tokens", "max_tokens is 0, must be at least 1"),
     ({"max_tokens": 10**30}, "prompt", "makes 10000000"),
     ({"max_tokens": "5"}, "max_tokens", "max_tokens is '5', must be a valid integer"),
-    ({"max_tokens": 1.5}, "max_tokens", "max_tokens is 1.5"),
     ({"n": 0}, "n", "n is 0, must be between 1 and 128"),
     ({"prompt": ["a"] * 100, "n": 2}, "n", "make 200 sequences, must be at most 128"),
     ({"temperature": -0.5}, "temperature", "temperature is -0.5, must be between 0 and 100"),
     ({"temperature": float("nan")}, "temperature", "temperature is nan"),
-    ({"temperature": 10**400}, "temperature", "temperature is 1000"),
-    ({"top_p": float("inf")}, "top_p", "top_p is inf"),
-    ({"top_p": 0}, "top_p", "top_p is 0.0, must be above 0"),
     ({"top_k": -2}, "top_k", "top_k is -2, must be 0"),
-    ({"top_k": 5 * 10**9}, "top_k", "top_k is 5000000000, must be 0"),
-    ({"min_p": 2}, "min_p", "min_p is 2.0, must be between 0 and 1"),
-    ({"presence_penalty": 3}, "presence_penalty", "must be between -2 and 2"),
-    ({"repetition_penalty": 0}, "repetition_penalty", "must be above 0"),
     ({"seed": 2**64}, "seed", "seed is 18446744073709551616, must be between"),
     ({"stop": ["", "b"]}, "stop", r"stop\[0\] has 0 characters"),
     ({"stop": ["b"] * 17}, "stop", "stop has 17 strings, must have at most 16"),
@@ -77,14 +68,14 @@ BAD_COMPLETIONS: Bad = [
     ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "with stream"),
     ({"best_of": 1, "n": 2}, "best_of", "best_of is 1, must be at least n, which is 2"),
     ({"best_of": 3, "stream": True}, "best_of", "best_of is 3 with stream, must equal n"),
-    ({"best_of": 129}, "best_of", "best_of is 129, must be between 1 and 128"),
     ({"bad_words": "b"}, "bad_words", "bad_words is 'b', must be a valid list"),
     ({"bad_words": ["b", ""]}, "bad_words", r"bad_words\[1\] has 0 characters"),
     ({"bad_words": [" "]}, "bad_words", "bad_words holds ' ', which makes no token"),
     ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream"),
-    ({"min_tokens": -1}, "min_tokens", "min_tokens is -1, must be at least 0"),
     ({"min_tokens": 6, "max_tokens": 5}, "min_tokens", "is 6, must be at most max_tokens, which is 5"),
-    ({"min_tokens": 1 << 70}, "min_tokens", "must be at most max_tokens"),
+    ({"cache_salt": ""}, "cache_salt", "should have at least 1 character"),
+    ({"cache_salt": 7}, "cache_salt", "must be a valid string"),
+    ({"cache_salt": "\ud800"}, "cache_salt", "half a surrogate pair"),
     ({"spool": {"draft_length": -1}}, "spool.draft_length", "draft_length is -1"),
     ({"spool": {"draft_length": 2, "speculation": False}}, "spool", "with speculation off"),
     ({"spool": {"speed": 2}}, "spool.speed", "not a known field"),
@@ -124,7 +115,6 @@ BAD_CHATS: Bad = [
     ({"messages": []}, "messages", "messages has 0 entries"),
     ({"messages": [{"role": "pirate", "content": "arr"}]}, "messages.0.role", "'pirate'"),
     ({"messages": [{"role": "user"}]}, "messages.0.content", "is missing"),
-    ({"messages": [{"role": "user", "content": None}]}, "messages.0.content", "is missing"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content", "at index 0, must be"),
     ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "a"}]}, "messages", "no tools here"),
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.tool_call_id", "messages.0.tool_call_id is missing"),
@@ -133,7 +123,6 @@ BAD_CHATS: Bad = [
     ({"tools": [{**TOOL, "type": "custom"}]}, "tools.0.type", "is 'custom', must be 'function'"),
     ({"tools": [tool(name=None)]}, "tools.0.function.name", "is None, must be a valid string"),
     ({"tools": [tool(name="a b")]}, "tools.0.function.name", "is 'a b', .* pattern"),
-    ({"tools": [tool(name="a" * 65)]}, "tools.0.function.name", "pattern"),
     ({"tools": [tool(parameters=[])]}, "tools.0.function.parameters", "must be a valid dictionary"),
     ({"tools": [TOOL, tool(name="g"), TOOL]}, "tools.2.function.name", "is 'f', which is that of tools.0, must differ"),
     ({"tools": [tool(name=f"f{n}") for n in range(129)]}, "tools", "has 129 entries, must have between 1 and 128"),
@@ -150,10 +139,8 @@ BAD_CHATS: Bad = [
     ),
     ({"tools": [tool(parameters={"const": "\ud800"})]}, "tools.0.function.parameters", "surrogate"),
     ({"tools": [TOOL], "tool_choice": "any"}, "tool_choice", "is 'any', must be 'none', 'auto', "),
-    ({"tools": [TOOL], "tool_choice": {"type": "function"}}, "tool_choice", "must be 'none'"),
     ({"tools": [TOOL], "tool_choice": chosen("g")}, "tool_choice", "names 'g', must be one of .*: f"),
     ({"tool_choice": "required"}, "tool_choice", "tool_choice asks for a call, which needs tools"),
-    ({"tool_choice": chosen("f"), "tools": []}, "tool_choice", "needs tools"),
     (
         {"messages": [*CHAT, {"role": "user", "content": "a", "tool_calls": [called("{}")]}]},
         "messages.2.tool_calls",
@@ -166,12 +153,11 @@ BAD_CHATS: Bad = [
         "response_format.json_schema.mode",
         "not a known field",
     ),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": BAD_SCHEMA}}}, "response_format", FAULT),
     ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos", "must be false with response_f"),
     ({"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
     ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "is 21, must be between 0 and 20"),
     ({"max_tokens": 1, "max_completion_tokens": 2}, "max_completion_tokens", "differ"),
-    ({"max_completion_tokens": 0}, "max_completion_tokens", "max_completion_tokens is 0"),
-    ({"max_tokens": 4000}, "messages", "max_tokens of 4000 makes"),
     ({"chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs", "no option of a template"),
 ]
 
@@ -187,17 +173,12 @@ BAD_STRUCTURES: Bad = [
     ({}, "structured_outputs", "must have one of json"),
     ({"regex": "a", "choice": ["a"]}, "structured_outputs", "must have one of json"),
     ({"structural_tag": "a"}, "structured_outputs.structural_tag", "not a known field"),
-    ({"json": {"type": "number?"}}, "structured_outputs", "cannot be used: Invalid type: number"),
     ({"json": {"$ref": "#/$defs/gone"}}, "structured_outputs", "cannot be used: .*does not exist"),
     ({"json": {"uniqueItems": True, "type": "array"}}, "structured_outputs", "cannot be used: Unimplemented keys"),
     ({"json": "{"}, "structured_outputs", "cannot be used: EOF while parsing"),
     ({"json": 1}, "structured_outputs.json", "is 1, must be an object"),
-    ({"json": {"minimum": 2, "maximum": 1, "type": "integer"}}, "structured_outputs", "Unsatisfiable schema"),
-    ({"json": {"description": "x" * 1_000_000}}, "structured_outputs", "has 1000019 bytes, must have at most 65536"),
-    ({"json": {"const": 1234567890123456789}}, "structured_outputs", "1234567890123456789 has too many digits"),
     ({"json": ENDLESS_SCHEMA}, "structured_outputs", "cannot be used: it takes more than 0.5 s of CPU time"),
     ({"regex": "(a"}, "structured_outputs", "cannot be used: .*unclosed group"),
-    ({"regex": "(" * 30_000}, "structured_outputs", "cannot be used: .*invalid regex"),
     ({"regex": EXPONENTIAL}, "structured_outputs", "cannot be used: .*too many expressions"),
     ({"grammar": "start: gone"}, "structured_outputs", 'cannot be used: .*unknown name: "gone"'),
     ({"choice": []}, "structured_outputs.choice", "structured_outputs.choice"),
@@ -208,12 +189,6 @@ BAD_STRUCTURES: Bad = [
 @pytest.mark.parametrize(("structure", "param", "message"), BAD_STRUCTURES)
 def test_bad_structures(http: httpx.Client, structure: dict[str, Any], param: str, message: str) -> None:
     refuse(http, "completions", {"prompt": "a", "structured_outputs": structure}, param, message)
-
-
-@pytest.mark.parametrize(("schema", "message"), BAD_SCHEMAS)
-def test_bad_schemas_of_chats(http: httpx.Client, schema: dict[str, Any], message: str) -> None:
-    form = {"type": "json_schema", "json_schema": {"schema": schema}}
-    refuse(http, "chat/completions", {"messages": CHAT, "response_format": form}, "response_format", message)
 
 
 @pytest.mark.parametrize("place", ["response_format", "structured_outputs", "tools.0.function.parameters"])
@@ -355,10 +330,7 @@ def test_sequences_that_fail(http: httpx.Client) -> None:
 
 @pytest.mark.parametrize("kind", [NoTarget, NoScheduler])
 def test_nobody_to_generate(gateways: Gateways, kind: type[Recorder]) -> None:
-    with (
-        gateways.serve(backend=kind(gateways)) as served,
-        httpx.Client(base_url=served.url, timeout=TIMEOUT) as http,
-    ):
+    with gateways.serve(backend=kind(gateways)) as served, httpx.Client(base_url=served.url, timeout=TIMEOUT) as http:
         response = http.post("/v1/completions", json={"prompt": "a"})
         assert response.status_code == http.get("/health").status_code == 503
         assert response.headers["retry-after"] == "1"

@@ -21,8 +21,15 @@ Outcome = Literal["has effect", "has none here", "ignored", "refused"]
 Fields = dict[str, tuple[Any, Outcome] | tuple[Any, Outcome, dict[str, Any]]]
 """A value, what comes of it, and the fields that it needs. Some values have no effect on a short answer."""
 
+
+def all_of(outcome: Outcome, names: str) -> Fields:
+    """Of fields on whose value nothing depends."""
+    return dict.fromkeys(names.split(), ("?", outcome))
+
+
 SAID = "Well, well."
 BOTH: Fields = {
+    **all_of("ignored", "user"),
     "frequency_penalty": (0.5, "has effect"),
     "logit_bias": ({"5": 10}, "has effect"),
     "max_tokens": (3, "has effect"),
@@ -35,92 +42,63 @@ BOTH: Fields = {
     "stream_options": ({"include_usage": True}, "has effect", {"stream": True}),
     "temperature": (0.5, "has effect"),
     "top_p": (0.5, "has effect"),
-    "user": ("me", "ignored"),
 }
 VLLM: Fields = {
-    "allowed_token_ids": ([1], "refused"),
+    **all_of(
+        "refused",
+        "early_stopping allowed_token_ids ec_transfer_params guided_choice guided_decoding_backend "
+        "guided_grammar guided_json guided_regex guided_whitespace_pattern kv_transfer_params "
+        "length_penalty logits_processors repetition_detection request_id return_tokens_as_token_ids "
+        "spaces_between_special_tokens structural_tag truncate_prompt_tokens use_beam_search vllm_xargs",
+    ),
     "bad_words": (["b"], "has effect"),
     "cache_salt": ("a", "has effect"),
-    "ec_transfer_params": ({"a": 1}, "refused"),
-    "guided_choice": (["a"], "refused"),
-    "guided_decoding_backend": ("outlines", "refused"),
-    "guided_grammar": ("start: A", "refused"),
-    "guided_json": ({}, "refused"),
-    "guided_regex": ("a", "refused"),
-    "guided_whitespace_pattern": (" ", "refused"),
     "ignore_eos": (True, "has effect"),
     "include_stop_str_in_output": (True, "has effect", {"stop": "l"}),
-    "kv_transfer_params": ({"a": 1}, "refused"),
-    "length_penalty": (0.5, "refused"),
-    "logits_processors": (["a"], "refused"),
     "min_p": (0.1, "has effect"),
     "min_tokens": (1, "has effect"),
     "priority": (3, "has effect"),
     "prompt_logprobs": (1, "has effect"),
-    "repetition_detection": ({"max_pattern_size": 3}, "refused"),
     "repetition_penalty": (1.1, "has effect"),
-    "request_id": ("a", "refused"),
     "response_format": ({"type": "json_object"}, "has effect"),
     "return_token_ids": (True, "has effect"),
-    "return_tokens_as_token_ids": (True, "refused"),
     "skip_special_tokens": (False, "has none here"),
-    "spaces_between_special_tokens": (False, "refused"),
     "stop_token_ids": ([5], "has effect"),
-    "structural_tag": ("{}", "refused"),
     "structured_outputs": ({"regex": "a+"}, "has effect"),
     "top_k": (5, "has effect"),
-    "truncate_prompt_tokens": (5, "refused"),
-    "use_beam_search": (True, "refused"),
-    "vllm_xargs": ({"a": 1}, "refused"),
 }
 COMPLETION: Fields = {
     **BOTH,
     **VLLM,
-    "add_special_tokens": (False, "refused"),
+    **all_of("refused", "add_special_tokens prompt_embeds suffix"),
     "best_of": (2, "has effect"),
     "echo": (True, "has effect"),
     "logprobs": (1, "has effect"),
-    "prompt_embeds": ("AAAA", "refused"),
-    "suffix": ("a", "refused"),
     "top_k": (-1, "has none here"),
 }
 CHAT: Fields = {
     **BOTH,
     **VLLM,
+    **all_of(
+        "ignored",
+        "metadata prompt_cache_key prompt_cache_options prompt_cache_retention safety_identifier service_tier store",
+    ),
+    **all_of(
+        "refused",
+        "add_special_tokens audio best_of chat_template documents echo function_call functions "
+        "media_io_kwargs mm_processor_kwargs modalities moderation prediction reasoning_effort "
+        "thinking_token_budget verbosity web_search_options",
+    ),
     "add_generation_prompt": (False, "has effect"),
-    "add_special_tokens": (True, "refused"),
-    "audio": ({"voice": "alloy", "format": "wav"}, "refused"),
-    "best_of": (2, "refused"),
-    "chat_template": ("{{ 1 }}", "refused"),
     "chat_template_kwargs": ({"enable_thinking": False}, "has none here"),
     "continue_final_message": (True, "has effect"),
-    "documents": ([{"text": "a"}], "refused"),
-    "echo": (True, "refused"),
-    "function_call": ({"name": "stop"}, "refused"),
-    "functions": ([{"name": "stop"}], "refused"),
     "include_reasoning": (False, "has none here"),
     "logprobs": (True, "has effect"),
     "max_completion_tokens": (3, "has effect"),
-    "media_io_kwargs": ({"image": {}}, "refused"),
-    "metadata": ({"a": "b"}, "ignored"),
-    "mm_processor_kwargs": ({"a": 1}, "refused"),
-    "modalities": (["text", "audio"], "refused"),
-    "moderation": ({"model": "omni-moderation-latest"}, "refused"),
     "parallel_tool_calls": (False, "has none here", {"tools": TOOLS}),
-    "prediction": ({"type": "content", "content": "a"}, "refused"),
-    "prompt_cache_key": ("a", "ignored"),
-    "prompt_cache_options": ({"mode": "explicit"}, "ignored"),
-    "prompt_cache_retention": ("24h", "ignored"),
-    "reasoning_effort": ("high", "refused"),
-    "safety_identifier": ("a", "ignored"),
-    "service_tier": ("flex", "ignored"),
-    "store": (True, "ignored"),
-    "thinking_token_budget": (5, "refused"),
     "tool_choice": ("required", "has effect", {"tools": TOOLS}),
     "tools": (TOOLS, "has effect"),
     "top_logprobs": (1, "has effect", {"logprobs": True}),
-    "verbosity": ("low", "refused"),
-    "web_search_options": ({}, "refused"),
 }
 ROUTES: dict[str, tuple[dict[str, Any], Fields, Any]] = {
     "completions": ({"prompt": "a"}, COMPLETION, completion_create_params),

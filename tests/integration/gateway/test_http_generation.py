@@ -73,15 +73,6 @@ def test_usage_in_every_event(http: httpx.Client) -> None:
     assert {usage["total_tokens"] - usage["completion_tokens"] for usage in usages} == {usages[0]["prompt_tokens"]}
 
 
-@pytest.mark.parametrize(("fields", "count"), [({}, 16), ({"min_tokens": 50}, 50), ({"max_completion_tokens": 3}, 3)])
-def test_length_of_continuations(http: httpx.Client, fields: dict[str, Any], count: int) -> None:
-    if "max_completion_tokens" in fields:
-        done = http.post("/v1/chat/completions", json={"messages": CHAT, **fields}).json()
-    else:
-        done = completion(http, **fields)
-    assert done["usage"]["completion_tokens"] == count
-
-
 @pytest.mark.parametrize(
     ("max_tokens", "fields"),
     [(0, {"echo": True, "logprobs": 0}), (1, {}), (7, {"n": 2}), (7, {"best_of": 2}), (1, {"echo": True, "n": 2})],
@@ -303,18 +294,6 @@ def test_parameters_reach_the_scheduler(gateways: Gateways) -> None:
     assert (defaults.max_tokens, defaults.top_logprobs, defaults.draft_length) == (16, None, None)
     assert defaults.deadline_seconds == pytest.approx(settings.limits.timeout_seconds, abs=5)
     assert openais.sampling.temperature == 1
-
-
-def test_tokens_of_the_prompt_that_were_cached(gateways: Gateways, http: httpx.Client) -> None:
-    """Pages have four tokens; the last token of a prompt is computed again, and a scored prompt is computed whole."""
-    prompt = "a prompt that no other test has sent before"
-    full = (len(encoded(gateways, prompt)) - 1) // 4 * 4
-    found = [
-        completion(http, prompt=prompt, max_tokens=2, **more)["usage"]["prompt_tokens_details"]["cached_tokens"]
-        for more in ({}, {}, {"n": 3}, {"prompt_logprobs": 0})
-    ]
-    assert found == [0, full, full, 0]
-    assert streamed(http, prompt=prompt, max_tokens=2)[-1]["usage"]["prompt_tokens_details"]["cached_tokens"] == full
 
 
 # --- many at once, and clients that go away ---------------------------------------------------------------------------
