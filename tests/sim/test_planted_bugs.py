@@ -177,12 +177,7 @@ def only_the_auditor_judges(patch: Patch) -> None:
         (fencing_is_skipped, 0, ("two schedulers",), "audit: .*is answered with status 1, epoch .* has spoken"),
         (fenced_scheduler_goes_on, 0, ("two schedulers",), "audit: .*although it has been fenced off"),
         (every_connection_has_the_same_epoch, 0, ("reset",), "audit: .*a connection to .* has epoch"),
-        (
-            resubmission_lacks_the_last_delivered_token,
-            0,
-            ("scheduler crash",),
-            "audit: .*submitted with .* received",
-        ),
+        (resubmission_lacks_the_last_delivered_token, 0, ("scheduler crash",), "audit: .*submitted with .* received"),
         (last_token_is_delivered_twice, 0, (), "audit: .*(which no target has made|asked for were)"),
         (releases_are_forgotten, 0, (), "audit: .*was not told to release"),
         (ledger_keeps_a_rejected_token, 4, (), "audit: .*counts on .* positions of KV"),

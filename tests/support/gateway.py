@@ -87,10 +87,7 @@ async def listening(
 
 @asynccontextmanager
 async def running_gateway(
-    cell: Cell,
-    tokenizer: ModelTokenizer,
-    settings: GatewaySettings | None = None,
-    tracing: Tracer | None = None,
+    cell: Cell, tokenizer: ModelTokenizer, settings: GatewaySettings | None = None, tracing: Tracer | None = None
 ) -> AsyncIterator[Served]:
     metrics = GatewayMetrics(MODEL)
     async with (

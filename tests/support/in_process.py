@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,7 @@ from scheduler.messages import (
     WorkerJoined,
     WorkerSpec,
 )
+from scheduler.sampling import SamplingParameters
 from services.rpc.worker_codec import results_from_wire, step_to_wire
 from services.worker.executor import StepExecutor
 
@@ -43,6 +44,17 @@ class Output:
     """(drafted, accepted) of each round."""
     reason: FinishReason | None = None
     error: str | None = None
+
+
+def requests_of(
+    prompts: Iterable[Sequence[int]], max_tokens: int, temperatures: Sequence[float] = (0.0,)
+) -> list[SequenceRequest]:
+    """For each prompt one with its number as the seed, temperatures in turn, that asks for digests of its logits."""
+    samplings = (SamplingParameters(temperature=one, seed=n) for n, one in enumerate(itertools.cycle(temperatures)))
+    return [
+        SequenceRequest(number, tuple(prompt), max_tokens, sampling=sampling, logits_digests=True)
+        for number, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=False))
+    ]
 
 
 def run_in_process(

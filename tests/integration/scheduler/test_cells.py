@@ -17,16 +17,7 @@ from services.backend.sequence_stream import AdmissionRefusedError
 from services.scheduler_client.cell_choice import PAGE_TOKENS
 from services.scheduler_client.cell_link import ClientOptions
 from services.scheduler_client.remote import RecoveryListener, SchedulerClient
-from tests.support.cells import (
-    CLIENT,
-    Cell,
-    Whereabouts,
-    prompt_of,
-    read,
-    read_some,
-    request_of,
-    running_cell,
-)
+from tests.support.cells import CLIENT, Cell, Whereabouts, prompt_of, read, read_some, request_of, running_cell
 from tests.support.stand_in_worker import continuation
 from tests.support.waiting import LONG, until
 
@@ -72,63 +63,49 @@ async def two_cells(
         ]
 
 
-def test_sequences_leave_a_cell_that_has_lost_its_targets() -> None:
-    async def run() -> None:
-        heard = Heard()
-        async with two_cells() as cells, gateway([cell.resolve for cell in cells], heard) as backend:
-            streams = [await backend.submit(request_of(index, 200)) for index in range(20)]
-            begun = [await read_some(stream, 5) for stream in streams]
-            # It says goodbye as a replica does that is to go.
-            target = next(worker for worker in cells[0].workers if worker.worker_id == "target-0")
-            left = asyncio.create_task(target.registration.leave(LONG))
-            async with asyncio.timeout(2 * LONG):
-                for index, stream in enumerate(streams):
-                    assert begun[index] + await read(stream) == continuation(prompt_of(index), 200)
-                assert await left == 0
-            assert sum(heard.moved) >= 1
-            await cells[0].wait_empty()
-
-    asyncio.run(run())
+async def test_sequences_leave_a_cell_that_has_lost_its_targets() -> None:
+    heard = Heard()
+    async with two_cells() as cells, gateway([cell.resolve for cell in cells], heard) as backend:
+        streams = [await backend.submit(request_of(index, 200)) for index in range(20)]
+        begun = [await read_some(stream, 5) for stream in streams]
+        # It says goodbye as a replica does that is to go.
+        target = next(worker for worker in cells[0].workers if worker.worker_id == "target-0")
+        left = asyncio.create_task(target.registration.leave(LONG))
+        async with asyncio.timeout(2 * LONG):
+            for index, stream in enumerate(streams):
+                assert begun[index] + await read(stream) == continuation(prompt_of(index), 200)
+            assert await left == 0
+        assert sum(heard.moved) >= 1
+        await cells[0].wait_empty()
 
 
-def test_a_full_cell_passes_on_and_only_full_cells_refuse() -> None:
+async def test_a_full_cell_passes_on_and_only_full_cells_refuse() -> None:
     config = SchedulerConfig(policy=Policy.RAGGED, batch_size=2, max_running=2, max_queued_sequences=2)
-
-    async def run() -> None:
-        async with two_cells(config, step_seconds=0.05) as cells:
-            async with gateway([cell.resolve for cell in cells]) as backend:
-                # All have one beginning, so all would go to one cell.
-                shared = tuple(range(20, 20 + PAGE_TOKENS))
-                asked = [GenerationRequest((*shared, number), 40) for number in range(8)]
-                streams = [await backend.submit(request) for request in asked]
-                assert [cell.live_sequences for cell in cells] == [4, 4]
-                with pytest.raises(AdmissionRefusedError) as refused:
-                    await backend.submit(request_of(1, 10))
-                assert refused.value.cause is RefusalCause.QUEUE_FULL
-                assert refused.value.retry_after_seconds
-                for request, stream in zip(asked, streams, strict=True):
-                    assert await read(stream) == continuation(request.prompt, 40)
-            for cell in cells:
-                await cell.wait_empty()
-
-    asyncio.run(run())
+    async with two_cells(config, step_seconds=0.05) as cells:
+        async with gateway([cell.resolve for cell in cells]) as backend:
+            # All have one beginning, so all would go to one cell.
+            shared = tuple(range(20, 20 + PAGE_TOKENS))
+            asked = [GenerationRequest((*shared, number), 40) for number in range(8)]
+            streams = [await backend.submit(request) for request in asked]
+            assert [cell.live_sequences for cell in cells] == [4, 4]
+            with pytest.raises(AdmissionRefusedError) as refused:
+                await backend.submit(request_of(1, 10))
+            assert refused.value.cause is RefusalCause.QUEUE_FULL
+            assert refused.value.retry_after_seconds
+            for request, stream in zip(asked, streams, strict=True):
+                assert await read(stream) == continuation(request.prompt, 40)
+        for cell in cells:
+            await cell.wait_empty()
 
 
-def test_limits_of_a_key_hold_over_all_cells() -> None:
+async def test_limits_of_a_key_hold_over_all_cells() -> None:
     key = KeyClass("a", max_waiting=4, max_running=2).part_of(2)
     assert (key.max_waiting, key.max_running, key.tokens_per_minute) == (2, 1, None)
     config = SchedulerConfig(policy=Policy.RAGGED, keys=(key,))
-
-    async def run() -> None:
-        async with (
-            two_cells(config, step_seconds=0.05) as cells,
-            gateway([cell.resolve for cell in cells]) as backend,
-        ):
-            streams = [await backend.submit(request_of(number, 30, key="a")) for number in range(6)]
-            with pytest.raises(AdmissionRefusedError) as refused:
-                await backend.submit(request_of(9, 30, key="a"))
-            assert refused.value.cause is RefusalCause.KEY_LIMIT
-            for index, stream in enumerate(streams):
-                assert await read(stream) == continuation(prompt_of(index), 30)
-
-    asyncio.run(run())
+    async with two_cells(config, step_seconds=0.05) as cells, gateway([cell.resolve for cell in cells]) as backend:
+        streams = [await backend.submit(request_of(number, 30, key="a")) for number in range(6)]
+        with pytest.raises(AdmissionRefusedError) as refused:
+            await backend.submit(request_of(9, 30, key="a"))
+        assert refused.value.cause is RefusalCause.KEY_LIMIT
+        for index, stream in enumerate(streams):
+            assert await read(stream) == continuation(prompt_of(index), 30)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -18,26 +17,22 @@ from tests.support.gateway import listening, save_tokenizer
 from tests.support.waiting import until
 
 
-def test_health_while_schedulers_are_stopped(tmp_path: Path) -> None:
+async def test_health_while_schedulers_are_stopped(tmp_path: Path) -> None:
     """A cell that answers is enough; 503 within two seconds where none does."""
-
-    async def run() -> None:
-        resolve = [Whereabouts(), Whereabouts()]
-        async with AsyncExitStack() as stack:
-            schedulers = [await stack.enter_async_context(scheduler_process()) for _ in resolve]
-            for place, scheduler in zip(resolve, schedulers, strict=True):
-                place.address = scheduler.address
-                await all_in_use([await stack.enter_async_context(running_worker("target-0", Role.TARGET, place))])
-            backend = await stack.enter_async_context(SchedulerClient(resolve, options=ClientOptions()))
-            await until(lambda: all(backend.scheduler_epochs))
-            gateway = listening(backend, save_tokenizer(tmp_path), None, GatewayMetrics())
-            served = await stack.enter_async_context(gateway)
-            async with httpx.AsyncClient(base_url=served.url, timeout=30) as http:
-                for status, scheduler in ((200, schedulers[0]), (503, schedulers[1])):
-                    assert (await http.get("/health")).status_code == 200
-                    scheduler.hang()
-                    began = time.monotonic()
-                    assert (await http.get("/health")).status_code == status
-                    assert time.monotonic() - began < 2
-
-    asyncio.run(run())
+    resolve = [Whereabouts(), Whereabouts()]
+    async with AsyncExitStack() as stack:
+        schedulers = [await stack.enter_async_context(scheduler_process()) for _ in resolve]
+        for place, scheduler in zip(resolve, schedulers, strict=True):
+            place.address = scheduler.address
+            await all_in_use([await stack.enter_async_context(running_worker("target-0", Role.TARGET, place))])
+        backend = await stack.enter_async_context(SchedulerClient(resolve, options=ClientOptions()))
+        await until(lambda: all(backend.scheduler_epochs))
+        gateway = listening(backend, save_tokenizer(tmp_path), None, GatewayMetrics())
+        served = await stack.enter_async_context(gateway)
+        async with httpx.AsyncClient(base_url=served.url, timeout=30) as http:
+            for status, scheduler in ((200, schedulers[0]), (503, schedulers[1])):
+                assert (await http.get("/health")).status_code == 200
+                scheduler.hang()
+                began = time.monotonic()
+                assert (await http.get("/health")).status_code == status
+                assert time.monotonic() - began < 2

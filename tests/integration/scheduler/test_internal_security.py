@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -71,117 +70,97 @@ async def call(channel: grpc.aio.Channel, path: str, method: Any, raw: bytes, me
         return None
 
 
-@pytest.mark.parametrize(("service", "method"), METHODS, ids=lambda value: getattr(value, "name", value))
-def test_strangers_are_refused_by_every_method(service: str, method: Any) -> None:
-    async def run() -> None:
-        async with running_cell(drafts=0, security=TOKEN) as cell:
+BEARER = TOKEN.metadata[0][1]
+STRANGERS: list[list[tuple[str, Any]]] = [
+    [],
+    *([("authorization", shown)] for shown in ("", "Bearer", f"Bearer {random_token()}", BEARER[:-1], BEARER + "x")),
+    [("authorization", BEARER), ("authorization", BEARER)],
+    [("authorization-bin", BEARER.encode())],
+    [("authorization", BEARER.upper())],
+]
+
+
+async def test_every_method_refuses_strangers_and_bytes_that_are_no_message() -> None:
+    async with running_cell(drafts=0, security=TOKEN) as cell:
+
+        async def refusal(service: str, method: Any, raw: bytes, metadata: Sequence[Any]) -> tuple[Any, str]:
             async with grpc.aio.insecure_channel(address_of(cell, service)) as channel:
-                bearer = TOKEN.metadata[0][1]
-                for metadata in (
-                    [],
-                    [("authorization", "")],
-                    [("authorization", "Bearer")],
-                    [("authorization", f"Bearer {random_token()}")],
-                    [("authorization", bearer[:-1])],
-                    [("authorization", bearer + "x")],
-                    [("authorization", bearer), ("authorization", bearer)],
-                    [("authorization-bin", bearer.encode())],
-                    [("Authorization".lower(), bearer.upper())],
-                ):
-                    for raw in (b"", b"\xff\xff\xff"):
-                        with pytest.raises(grpc.aio.AioRpcError) as caught:
-                            await call(channel, f"/{service}/{method.name}", method, raw, metadata)
-                        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
-                        assert TOKEN.token not in (caught.value.details() or "")
-            assert cell.live_sequences == 0
-            assert cell.service.workers.up == {"target-0"}
-            async with client(cell.resolve, TOKEN) as backend:
-                await check(backend, 1, 10)
+                with pytest.raises(grpc.aio.AioRpcError) as caught:
+                    await call(channel, f"/{service}/{method.name}", method, raw, metadata)
+            return caught.value.code(), caught.value.details() or ""
 
-    asyncio.run(run())
+        for service, method in METHODS:
+            for metadata in STRANGERS:
+                for raw in (b"", b"\xff\xff\xff"):
+                    code, details = await refusal(service, method, raw, metadata)
+                    assert code is grpc.StatusCode.UNAUTHENTICATED, (method.name, metadata)
+                    assert TOKEN.token not in details
+            for raw in (b"\xff\xff\xff\xff", b"\x0a\x05ab", b"\x0a\xff\xff\xff\xff\x0f"):
+                code, details = await refusal(service, method, raw, TOKEN.metadata)
+                assert code is grpc.StatusCode.INVALID_ARGUMENT, (method.name, raw)
+                assert "the message cannot be read" in details
+        assert cell.live_sequences == 0
+        assert cell.service.workers.up == {"target-0"}
+        async with client(cell.resolve, TOKEN) as backend:
+            await check(backend, 1, 10)
 
 
-@pytest.mark.parametrize(("service", "method"), METHODS, ids=lambda value: getattr(value, "name", value))
-def test_bytes_that_are_no_message_get_a_clear_answer(service: str, method: Any) -> None:
-    async def run() -> None:
-        async with running_cell(drafts=0, security=TOKEN) as cell:
-            async with grpc.aio.insecure_channel(address_of(cell, service)) as channel:
-                for raw in (b"\xff\xff\xff\xff", b"\x0a\x05ab", b"\x0a\xff\xff\xff\xff\x0f"):
-                    with pytest.raises(grpc.aio.AioRpcError) as caught:
-                        await call(channel, f"/{service}/{method.name}", method, raw, TOKEN.metadata)
-                    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-                    assert "the message cannot be read" in (caught.value.details() or "")
-            async with client(cell.resolve, TOKEN) as backend:
-                await check(backend, 1, 10)
-
-    asyncio.run(run())
-
-
-def test_health_is_open_and_there_is_no_reflection() -> None:
-    async def run() -> None:
-        async with running_cell(drafts=0, security=TOKEN) as cell:
-            for address, name in (
-                (cell.resolve.address, "spool.v1.Scheduler"),
-                (cell.workers[0].address, "spool.v1.Worker"),
-            ):
-                async with grpc.aio.insecure_channel(address) as channel:
-                    request = health_pb2.HealthCheckRequest(service=name)
-                    answer = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=LONG)
-                    assert answer.status == health_pb2.HealthCheckResponse.SERVING
-                    reflection = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
-                    for metadata, code in (
-                        ([], grpc.StatusCode.UNAUTHENTICATED),
-                        (TOKEN.metadata, grpc.StatusCode.UNIMPLEMENTED),
-                    ):
-                        # Nothing is sent: what a server says while its client still sends may be lost.
-                        assert await channel.stream_stream(reflection)(metadata=metadata, timeout=LONG).code() is code
-
-    asyncio.run(run())
-
-
-def test_mutual_tls(tmp_path: Path) -> None:
-    async def run() -> None:
-        security = issue(tmp_path / "ours", "127.0.0.1", token=random_token())
-        async with running_cell(security=security) as cell, client(cell.resolve, security) as backend:
-            await check(backend, 1, 30)
-            stranger = issue(tmp_path / "theirs", "127.0.0.1", token=security.token)
-            wrong_authority = ChannelSecurity("", security.ca_file, stranger.certificate_file, stranger.key_file)
-            no_token = ChannelSecurity("", security.ca_file, security.certificate_file, security.key_file)
-            for other, code in (
-                (security, None),
-                (stranger, grpc.StatusCode.UNAVAILABLE),
-                (ChannelSecurity(token=security.token), grpc.StatusCode.UNAVAILABLE),
-                (wrong_authority, grpc.StatusCode.UNAVAILABLE),
-                (no_token, grpc.StatusCode.UNAUTHENTICATED),
-            ):
-                assert await answer_to(other, cell.resolve.address) is code
-            # A worker that does not belong here fails to register, so the scheduler never hears of it.
-            async with running_worker("target-9", Role.TARGET, cell.resolve, stranger) as worker:
-                await until(lambda: "handshake failed" in worker.registration.reason)
-                assert not worker.registration.in_use
-                assert worker.server.highest_epoch == 0
-            assert {status.worker_id for status in cell.server.status().workers} == {"draft-0", "target-0"}
-            assert cell.service.workers.up == {"draft-0", "target-0"}
-            await check(backend, 2, 10)
-
-    asyncio.run(run())
-
-
-def test_worker_processes_get_the_token_out_of_sight() -> None:
-    async def run() -> None:
-        security = ChannelSecurity(token=random_token())
-        async with (
-            WorkerLauncher([stand_in(Role.TARGET)], security=security) as launcher,
-            SchedulerService(SchedulerConfig(), scheduler_epoch=1, link_options=LINKS, security=security) as service,
-            SchedulerService(SchedulerConfig(), scheduler_epoch=9, link_options=LINKS) as stranger,
+async def test_health_is_open_and_there_is_no_reflection() -> None:
+    async with running_cell(drafts=0, security=TOKEN) as cell:
+        for address, name in (
+            (cell.resolve.address, "spool.v1.Scheduler"),
+            (cell.workers[0].address, "spool.v1.Worker"),
         ):
-            (worker,) = launcher.workers
-            endpoint = WorkerEndpoint(worker.worker_id, worker.role, worker.address)
-            with pytest.raises(WorkerUnreachableError, match="UNAUTHENTICATED"):
-                await stranger.workers.add([endpoint])
-            await service.workers.add([endpoint])
-            assert await service.submit([1, 2, 3], 10).collect() == continuation([1, 2, 3], 10)
-            assert not any(security.token in argument for argument in psutil.Process(worker.process_id).cmdline())
-            assert worker.process_id != os.getpid()
+            async with grpc.aio.insecure_channel(address) as channel:
+                request = health_pb2.HealthCheckRequest(service=name)
+                answer = await health_pb2_grpc.HealthStub(channel).Check(request, timeout=LONG)
+                assert answer.status == health_pb2.HealthCheckResponse.SERVING
+                reflection = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+                for metadata, code in (
+                    ([], grpc.StatusCode.UNAUTHENTICATED),
+                    (TOKEN.metadata, grpc.StatusCode.UNIMPLEMENTED),
+                ):
+                    # Nothing is sent: what a server says while its client still sends may be lost.
+                    assert await channel.stream_stream(reflection)(metadata=metadata, timeout=LONG).code() is code
 
-    asyncio.run(run())
+
+async def test_mutual_tls(tmp_path: Path) -> None:
+    security = issue(tmp_path / "ours", "127.0.0.1", token=random_token())
+    async with running_cell(security=security) as cell, client(cell.resolve, security) as backend:
+        await check(backend, 1, 30)
+        stranger = issue(tmp_path / "theirs", "127.0.0.1", token=security.token)
+        wrong_authority = ChannelSecurity("", security.ca_file, stranger.certificate_file, stranger.key_file)
+        no_token = ChannelSecurity("", security.ca_file, security.certificate_file, security.key_file)
+        for other, code in (
+            (security, None),
+            (stranger, grpc.StatusCode.UNAVAILABLE),
+            (ChannelSecurity(token=security.token), grpc.StatusCode.UNAVAILABLE),
+            (wrong_authority, grpc.StatusCode.UNAVAILABLE),
+            (no_token, grpc.StatusCode.UNAUTHENTICATED),
+        ):
+            assert await answer_to(other, cell.resolve.address) is code
+        # A worker that does not belong here fails to register, so the scheduler never hears of it.
+        async with running_worker("target-9", Role.TARGET, cell.resolve, stranger) as worker:
+            await until(lambda: "handshake failed" in worker.registration.reason)
+            assert not worker.registration.in_use
+            assert worker.server.highest_epoch == 0
+        assert {status.worker_id for status in cell.server.status().workers} == {"draft-0", "target-0"}
+        assert cell.service.workers.up == {"draft-0", "target-0"}
+        await check(backend, 2, 10)
+
+
+async def test_worker_processes_get_the_token_out_of_sight() -> None:
+    security = ChannelSecurity(token=random_token())
+    async with (
+        WorkerLauncher([stand_in(Role.TARGET)], security=security) as launcher,
+        SchedulerService(SchedulerConfig(), scheduler_epoch=1, link_options=LINKS, security=security) as service,
+        SchedulerService(SchedulerConfig(), scheduler_epoch=9, link_options=LINKS) as stranger,
+    ):
+        (worker,) = launcher.workers
+        endpoint = WorkerEndpoint(worker.worker_id, worker.role, worker.address)
+        with pytest.raises(WorkerUnreachableError, match="UNAUTHENTICATED"):
+            await stranger.workers.add([endpoint])
+        await service.workers.add([endpoint])
+        assert await service.submit([1, 2, 3], 10).collect() == continuation([1, 2, 3], 10)
+        assert not any(security.token in argument for argument in psutil.Process(worker.process_id).cmdline())
+        assert worker.process_id != os.getpid()

@@ -410,6 +410,3 @@ def test_each_process_tells_of_its_own_alone(outcome: Outcome) -> None:
     assert figure(outcome.of_another_gateway, "scheduler_up") == 1
     assert figure(outcome.of_another_gateway, "generation_tokens_total") == 0
     assert told(outcome.of_another_gateway, "request_success_total") == {}
-
-
-# vLLM's own series, in which bucket, sum and count belong to one histogram.

@@ -71,67 +71,52 @@ def at_home(service: SchedulerService, worker_id: str) -> int:
 
 
 @pytest.mark.parametrize("role", Role)
-def test_sequences_of_a_lost_worker_are_counted_once(role: Role) -> None:
-    async def run() -> None:
-        async with (
-            running_cell(drafts=2, targets=2) as cell,
-            SchedulerClient([cell.resolve], options=CLIENT) as backend,
-        ):
-            gates = hold(cell)
-            streams = [await backend.submit(request_of(index, 20)) for index in range(COUNT)]
-            lost = f"{role.value}-0"
-            sequences = at_home(cell.service, lost)
-            assert sequences >= 2
-            removal = asyncio.create_task(cell.service.remove_worker(lost))
-            # Not until it is down: it registers again, and may be up at once.
-            await until(lambda: told(cell.server, "workers_lost_total") == {role.value: 1})
-            for gate in gates:
-                gate.open()
-            await removal
+async def test_sequences_of_a_lost_worker_are_counted_once(role: Role) -> None:
+    async with running_cell(drafts=2, targets=2) as cell, SchedulerClient([cell.resolve], options=CLIENT) as backend:
+        gates = hold(cell)
+        streams = [await backend.submit(request_of(index, 20)) for index in range(COUNT)]
+        lost = f"{role.value}-0"
+        sequences = at_home(cell.service, lost)
+        assert sequences >= 2
+        removal = asyncio.create_task(cell.service.remove_worker(lost))
+        # Not until it is down: it registers again, and may be up at once.
+        await until(lambda: told(cell.server, "workers_lost_total") == {role.value: 1})
+        for gate in gates:
+            gate.open()
+        await removal
+        outputs = [await read(stream) for stream in streams]
+        assert outputs == [continuation(prompt_of(index), 20) for index in range(COUNT)]
+        assert told(cell.server, "recoveries_total") == {f"{role.value}_lost": sequences}
+        assert told(cell.server, "workers_lost_total") == {role.value: 1}
+
+
+async def test_sequences_that_go_on_at_another_scheduler_are_counted() -> None:
+    listener = Listener()
+    async with running_cell() as cell, SchedulerClient([cell.resolve], options=CLIENT, listener=listener) as backend:
+        await until(lambda: backend.connected)
+        (gate,) = hold(cell)
+        streams = [await backend.submit(request_of(index, 20)) for index in range(COUNT)]
+        async with running_scheduler(cell.resolve) as (successor, server):
+            await until(lambda: successor.core.snapshot().live == COUNT)
+            assert (listener.opened, listener.breaks, listener.sequences) == (2, 1, COUNT)
+            gate.open()
             outputs = [await read(stream) for stream in streams]
             assert outputs == [continuation(prompt_of(index), 20) for index in range(COUNT)]
-            assert told(cell.server, "recoveries_total") == {f"{role.value}_lost": sequences}
-            assert told(cell.server, "workers_lost_total") == {role.value: 1}
-
-    asyncio.run(run())
+            assert told(server, "sequences_total") == {"length": COUNT}
+            assert told(server, "request_queue_time_seconds_count") == {"": COUNT}
 
 
-def test_sequences_that_go_on_at_another_scheduler_are_counted() -> None:
-    async def run() -> None:
-        listener = Listener()
-        async with (
-            running_cell() as cell,
-            SchedulerClient([cell.resolve], options=CLIENT, listener=listener) as backend,
-        ):
-            await until(lambda: backend.connected)
-            (gate,) = hold(cell)
-            streams = [await backend.submit(request_of(index, 20)) for index in range(COUNT)]
-            async with running_scheduler(cell.resolve) as (successor, server):
-                await until(lambda: successor.core.snapshot().live == COUNT)
-                assert (listener.opened, listener.breaks, listener.sequences) == (2, 1, COUNT)
-                gate.open()
-                outputs = [await read(stream) for stream in streams]
-                assert outputs == [continuation(prompt_of(index), 20) for index in range(COUNT)]
-                assert told(server, "sequences_total") == {"length": COUNT}
-                assert told(server, "request_queue_time_seconds_count") == {"": COUNT}
-
-    asyncio.run(run())
-
-
-def test_a_gateway_that_falls_silent_is_counted() -> None:
+async def test_a_gateway_that_falls_silent_is_counted() -> None:
     async def silence() -> AsyncIterator[scheduler_pb2.SessionRequest]:
         yield scheduler_pb2.SessionRequest(
             opening=scheduler_pb2.SessionOpening(gateway_id="silent", protocol_version=PROTOCOL_VERSION)
         )
         await asyncio.Event().wait()
 
-    async def run() -> None:
-        sessions = SessionOptions(lease_seconds=0.2)
-        async with running_cell(sessions=sessions) as cell, grpc.aio.insecure_channel(cell.resolve.address) as channel:
-            call = scheduler_pb2_grpc.SchedulerStub(channel).Session(silence())
-            with pytest.raises(grpc.aio.AioRpcError) as ended:
-                await asyncio.wait_for(replies(call), LONG)
-            assert ended.value.code() is grpc.StatusCode.UNAVAILABLE
-            assert told(cell.server, "lease_expiries_total") == {"": 1}
-
-    asyncio.run(run())
+    sessions = SessionOptions(lease_seconds=0.2)
+    async with running_cell(sessions=sessions) as cell, grpc.aio.insecure_channel(cell.resolve.address) as channel:
+        call = scheduler_pb2_grpc.SchedulerStub(channel).Session(silence())
+        with pytest.raises(grpc.aio.AioRpcError) as ended:
+            await asyncio.wait_for(replies(call), LONG)
+        assert ended.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert told(cell.server, "lease_expiries_total") == {"": 1}

@@ -145,11 +145,8 @@ def test_a_removal_that_is_cancelled_leaves_no_ghost() -> None:
     in_a_cell(test)
 
 
-def test_a_step_may_take_longer_than_a_worker_may_be_silent() -> None:
-    async def run() -> None:
-        seconds = 2.5 * LINKS.silence_timeout
-        async with running_cell(drafts=0, step_seconds=seconds) as cell, client(cell.resolve) as backend:
-            await check(backend, 1, 2)
-            assert cell.service.statistics().workers_lost == 0
-
-    asyncio.run(run())
+async def test_a_step_may_take_longer_than_a_worker_may_be_silent() -> None:
+    seconds = 2.5 * LINKS.silence_timeout
+    async with running_cell(drafts=0, step_seconds=seconds) as cell, client(cell.resolve) as backend:
+        await check(backend, 1, 2)
+        assert cell.service.statistics().workers_lost == 0

@@ -144,68 +144,64 @@ def ahead_step(step_id: int) -> worker_pb2.StepRequest:
     return worker_pb2.StepRequest(worker_epoch=EPOCH, scheduler_epoch=1, step_id=step_id, rows=rows)
 
 
-def test_another_step_ends_one_that_prepares(engine: DraftEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_another_step_ends_one_that_prepares(engine: DraftEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over gRPC. The step has begun its third pass, of five, when the other one comes."""
+    executor = DraftStepExecutor(engine, EPOCH)
+    server = WorkerServer(executor)
+    third_pass, arrived = threading.Event(), threading.Event()
+    watched = Watched(monkeypatch)
 
-    async def run() -> None:
-        executor = DraftStepExecutor(engine, EPOCH)
-        server = WorkerServer(executor)
-        third_pass, arrived = threading.Event(), threading.Event()
-        watched = Watched(monkeypatch)
+    def wait_for_the_other() -> None:
+        third_pass.set()
+        assert arrived.wait(LONG)
 
-        def wait_for_the_other() -> None:
-            third_pass.set()
-            assert arrived.wait(LONG)
+    added: list[int] = []
+    add = StepQueue.add
 
-        added: list[int] = []
-        add = StepQueue.add
+    def watched_add(queue: StepQueue, request: worker_pb2.StepRequest) -> asyncio.Future[worker_pb2.StepReply]:
+        reply = add(queue, request)
+        # Workers of other tests may still be asked for a sign of life.
+        if request.worker_epoch == EPOCH:
+            added.append(request.step_id)
+            if request.step_id == 3:
+                arrived.set()
+        return reply
 
-        def watched_add(queue: StepQueue, request: worker_pb2.StepRequest) -> asyncio.Future[worker_pb2.StepReply]:
-            reply = add(queue, request)
-            # Workers of other tests may still be asked for a sign of life.
-            if request.worker_epoch == EPOCH:
-                added.append(request.step_id)
-                if request.step_id == 3:
-                    arrived.set()
-            return reply
+    monkeypatch.setattr(StepQueue, "add", watched_add)
+    address = await server.start()
+    requests: asyncio.Queue[worker_pb2.StepRequest | None] = asyncio.Queue()
 
-        monkeypatch.setattr(StepQueue, "add", watched_add)
-        address = await server.start()
-        requests: asyncio.Queue[worker_pb2.StepRequest | None] = asyncio.Queue()
+    async def sent() -> AsyncIterator[worker_pb2.StepRequest]:
+        while (request := await requests.get()) is not None:
+            yield request
 
-        async def sent() -> AsyncIterator[worker_pb2.StepRequest]:
-            while (request := await requests.get()) is not None:
-                yield request
-
-        try:
-            async with asyncio.timeout(LONG), grpc.aio.insecure_channel(address) as channel:
-                call = worker_pb2_grpc.WorkerStub(channel).Steps(sent())
-                requests.put_nowait(ahead_step(1))
-                whole = await call.read()
-                assert watched.passes == 5
-                watched.passes, watched.before = 0, {3: wait_for_the_other}
-                requests.put_nowait(ahead_step(2))
-                assert await asyncio.to_thread(third_pass.wait, LONG)
-                following = [row(1, [*PROMPT, 3, 70], 6, draft_length=2)]
-                requests.put_nowait(
-                    worker_pb2.StepRequest(worker_epoch=EPOCH, scheduler_epoch=1, step_id=3, rows=following)
-                )
-                cut = await call.read()
-                after = await call.read()
-                requests.put_nowait(None)
-        finally:
-            await server.stop(1)
-        assert added == [1, 2, 3]
-        assert [len(one) for one in outcomes_of(whole)] == [3, 3]
-        assert outcomes_of(cut) == [
-            tuple(Outcome(o.accepted, o.token, o.draft_tokens[:2], o.confidences[:2]) for o in one)
-            for one in outcomes_of(whole)
-        ]
-        assert [one.kv_len for one in cut.rows] == [one.kv_len for one in whole.rows] == [8, 8]
-        assert [len(one.tokens) for one in after.rows] == [2]
-        assert watched.passes == 3 + 2
-        executor.check_integrity()
-        executor.execute(worker_pb2.StepRequest(worker_epoch=EPOCH, scheduler_epoch=2), 0.0)  # frees all of the first's
-        assert engine.pool.free_pages == engine.pool.total_pages
-
-    asyncio.run(run())
+    try:
+        async with asyncio.timeout(LONG), grpc.aio.insecure_channel(address) as channel:
+            call = worker_pb2_grpc.WorkerStub(channel).Steps(sent())
+            requests.put_nowait(ahead_step(1))
+            whole = await call.read()
+            assert watched.passes == 5
+            watched.passes, watched.before = 0, {3: wait_for_the_other}
+            requests.put_nowait(ahead_step(2))
+            assert await asyncio.to_thread(third_pass.wait, LONG)
+            following = [row(1, [*PROMPT, 3, 70], 6, draft_length=2)]
+            requests.put_nowait(
+                worker_pb2.StepRequest(worker_epoch=EPOCH, scheduler_epoch=1, step_id=3, rows=following)
+            )
+            cut = await call.read()
+            after = await call.read()
+            requests.put_nowait(None)
+    finally:
+        await server.stop(1)
+    assert added == [1, 2, 3]
+    assert [len(one) for one in outcomes_of(whole)] == [3, 3]
+    assert outcomes_of(cut) == [
+        tuple(Outcome(o.accepted, o.token, o.draft_tokens[:2], o.confidences[:2]) for o in one)
+        for one in outcomes_of(whole)
+    ]
+    assert [one.kv_len for one in cut.rows] == [one.kv_len for one in whole.rows] == [8, 8]
+    assert [len(one.tokens) for one in after.rows] == [2]
+    assert watched.passes == 3 + 2
+    executor.check_integrity()
+    executor.execute(worker_pb2.StepRequest(worker_epoch=EPOCH, scheduler_epoch=2), 0.0)  # frees all of the first's
+    assert engine.pool.free_pages == engine.pool.total_pages

@@ -40,26 +40,23 @@ def target_of(workers: Sequence[Worker], worker_id: str) -> Worker:
     return next(worker for worker in workers if worker.worker_id == worker_id)
 
 
-def test_target_that_leaves_hands_its_sequences_over_with_their_kv() -> None:
-    async def run() -> None:
-        async with running_cell(targets=2, config=MOVING, step_seconds=0.002) as cell, client(cell.resolve) as backend:
-            streams = [await backend.submit(request_of(index, 1000)) for index in range(12)]
-            begun = [await read_some(stream, 20) for stream in streams]
-            leaving = target_of(cell.workers, "target-0")
-            assert leaving.executor.sequences
-            assert await leaving.registration.leave(LONG) == 0
-            assert not leaving.pages_in_use
-            for index, (tokens, stream) in enumerate(zip(begun, streams, strict=True)):
-                assert tokens + await read(stream) == continuation(prompt_of(index), 1000)
-            moves = cell.service.core.snapshot().moves
-            assert moves.moves == 6
-            assert (moves.failed, moves.rehomed) == (0, 0)
-            page = leaving.executor.kv_transfer.layout.page_bytes
-            assert moves.bytes >= moves.positions * 8
-            assert moves.bytes % page == 0
-            await cell.wait_empty()
-
-    asyncio.run(run())
+async def test_target_that_leaves_hands_its_sequences_over_with_their_kv() -> None:
+    async with running_cell(targets=2, config=MOVING, step_seconds=0.002) as cell, client(cell.resolve) as backend:
+        streams = [await backend.submit(request_of(index, 1000)) for index in range(12)]
+        begun = [await read_some(stream, 20) for stream in streams]
+        leaving = target_of(cell.workers, "target-0")
+        assert leaving.executor.sequences
+        assert await leaving.registration.leave(LONG) == 0
+        assert not leaving.pages_in_use
+        for index, (tokens, stream) in enumerate(zip(begun, streams, strict=True)):
+            assert tokens + await read(stream) == continuation(prompt_of(index), 1000)
+        moves = cell.service.core.snapshot().moves
+        assert moves.moves == 6
+        assert (moves.failed, moves.rehomed) == (0, 0)
+        page = leaving.executor.kv_transfer.layout.page_bytes
+        assert moves.bytes >= moves.positions * 8
+        assert moves.bytes % page == 0
+        await cell.wait_empty()
 
 
 @dataclass
@@ -150,27 +147,24 @@ async def refusal(worker: Served, request: worker_pb2.ImportKvRequest) -> tuple[
     return caught.value.code(), caught.value.details() or ""
 
 
-def test_imported_sequence_goes_on_as_if_it_had_always_been_there() -> None:
-    async def run() -> None:
-        async with two() as (source, destination):
-            scoped = worker_pb2.SequenceParameters(prompt_length=len(TOKENS), cache_scope=b"s" * 32)
-            reply = await destination.stub.ImportKv(import_from(source.address, parameters=scoped), timeout=LONG)
-            assert reply.bytes == 3 * 4 * 8
-            assert reply.seconds > 0
-            bonus = continuation(TOKENS, 2)
-            (row,) = (await destination.step(feed(len(TOKENS), bonus[:1]))).rows
-            assert (row.status, list(row.tokens)) == (worker_pb2.ROW_STATUS_OK, bonus[1:])
-            # Its pages are for others of its scope.
-            for number, (parameters, reused) in enumerate(((PARAMETERS, 0), (scoped, 8)), 6):
-                another = opening()
-                another.sequence_id = number
-                another.parameters.CopyFrom(parameters)
-                assert [one.reused for one in (await destination.step(another)).rows] == [reused]
-            destination.executor.check_integrity()
-            # The source keeps what it has until it is told to release it.
-            assert source.executor.sequences == 1
-
-    asyncio.run(run())
+async def test_imported_sequence_goes_on_as_if_it_had_always_been_there() -> None:
+    async with two() as (source, destination):
+        scoped = worker_pb2.SequenceParameters(prompt_length=len(TOKENS), cache_scope=b"s" * 32)
+        reply = await destination.stub.ImportKv(import_from(source.address, parameters=scoped), timeout=LONG)
+        assert reply.bytes == 3 * 4 * 8
+        assert reply.seconds > 0
+        bonus = continuation(TOKENS, 2)
+        (row,) = (await destination.step(feed(len(TOKENS), bonus[:1]))).rows
+        assert (row.status, list(row.tokens)) == (worker_pb2.ROW_STATUS_OK, bonus[1:])
+        # Its pages are for others of its scope.
+        for number, (parameters, reused) in enumerate(((PARAMETERS, 0), (scoped, 8)), 6):
+            another = opening()
+            another.sequence_id = number
+            another.parameters.CopyFrom(parameters)
+            assert [one.reused for one in (await destination.step(another)).rows] == [reused]
+        destination.executor.check_integrity()
+        # The source keeps what it has until it is told to release it.
+        assert source.executor.sequences == 1
 
 
 @pytest.mark.parametrize(
@@ -189,14 +183,11 @@ def test_imported_sequence_goes_on_as_if_it_had_always_been_there() -> None:
         ({"source_address": "127.0.0.1:1"}, grpc.StatusCode.UNAVAILABLE, "127.0.0.1:1 gave no KV"),
     ],
 )
-def test_import_that_cannot_be_is_refused(fields: dict[str, object], code: grpc.StatusCode, reason: str) -> None:
-    async def run() -> None:
-        async with two() as (source, destination):
-            given = await refusal(destination, import_from(source.address, **fields))
-            assert given[0] is code
-            assert reason in given[1]
-
-    asyncio.run(run())
+async def test_import_that_cannot_be_is_refused(fields: dict[str, object], code: grpc.StatusCode, reason: str) -> None:
+    async with two() as (source, destination):
+        given = await refusal(destination, import_from(source.address, **fields))
+        assert given[0] is code
+        assert reason in given[1]
 
 
 # --- real engines -----------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""A common beginning is computed once: real engines bit for bit, and whole cells over gRPC."""
+"""A common beginning is computed once, and what follows has the bits that it has without sharing."""
 
 from __future__ import annotations
 
@@ -13,11 +13,10 @@ from engine.settings import EngineSettings
 from protos import worker_pb2
 from scheduler.config import Policy, SchedulerConfig
 from scheduler.messages import Role, SequenceRequest
-from scheduler.sampling import SamplingParameters
 from scheduler.state.digests import DigestedTokens
 from services.worker.executor import DraftStepExecutor, TargetStepExecutor
 from services.worker.process import WorkerArguments, load_executor
-from tests.support.in_process import Output, run_in_process
+from tests.support.in_process import Output, requests_of, run_in_process
 from tests.support.tiny_models import VOCABULARY, save_tiny_pair
 
 pytestmark = pytest.mark.slow
@@ -53,74 +52,6 @@ def row(sequence_id: int, known: Sequence[int], kv_len: int, end: int, **fields:
     )
 
 
-class Worker:
-    """One target worker, asked step by step."""
-
-    def __init__(self, settings: EngineSettings) -> None:
-        engine = load_target_engine(settings, silent)
-        self.executor = TargetStepExecutor(engine, worker_epoch=1, prefix_cache=settings.prefix_cache)
-        self._steps = 0
-
-    def step(self, *rows: worker_pb2.Row, released: Sequence[int] = ()) -> worker_pb2.StepReply:
-        self._steps += 1
-        request = worker_pb2.StepRequest(
-            worker_epoch=1, scheduler_epoch=1, step_id=self._steps, rows=rows, released_sequence_ids=released
-        )
-        reply = self.executor.execute(request, self.executor.clock())
-        self.executor.check_integrity()
-        assert {each.status for each in reply.rows} <= {worker_pb2.ROW_STATUS_OK}, reply
-        return reply
-
-    def generate(self, sequence_id: int, prompt: Sequence[int], count: int) -> tuple[list[int], list[int]]:
-        """Tokens and digests of their logits, after the prompt in one row."""
-        known, kv_len, digests = list(prompt), 0, []
-        while len(known) < len(prompt) + count:
-            (reply,) = self.step(row(sequence_id, known, kv_len, len(known), sample=True)).rows
-            kv_len = reply.kv_len
-            known += reply.tokens
-            digests += reply.logits_digests
-        return known[len(prompt) :], digests
-
-
-def test_logits_after_a_shared_beginning_have_the_same_bits(models: dict[str, EngineSettings]) -> None:
-    """bfloat16, exact mode: four prompts that share ten pages, in other pieces and company than without the cache."""
-    rng = random.Random(5)
-    prompts = [[*SYSTEM, *rng.choices(range(VOCABULARY), k=length)] for length in (1, 5, 9, 13)]
-    exclusive = Worker(replace(models["target"], prefix_cache=False))
-    expected = [exclusive.generate(number, prompt, 12) for number, prompt in enumerate(prompts)]
-    worker = Worker(models["target"])
-    first = worker.step(row(0, prompts[0], 0, 50))
-    assert first.timings.packed_rows == 50
-    # The second takes over the six pages that are there and feeds the rest; the first then finds the others.
-    second = worker.step(row(1, prompts[1], 0, len(prompts[1]), sample=True))
-    assert (second.timings.packed_rows, second.rows[0].reused) == (len(prompts[1]) - 48, 48)
-    assert (list(second.rows[0].tokens), list(second.rows[0].logits_digests)) == tuple(part[:1] for part in expected[1])
-    reply = worker.step(row(0, prompts[0], 50, 60)).rows[0]
-    assert (reply.kv_len, reply.reused) == (60, 0)
-    (reply,) = worker.step(row(0, prompts[0], 60, len(prompts[0]), sample=True)).rows
-    assert list(reply.logits_digests) == expected[0][1][:1]
-    both = worker.step(*(row(n, prompts[n], 0, len(prompts[n]), sample=True) for n in (2, 3)), released=[0, 1])
-    assert [each.reused for each in both.rows] == [80, 80]
-    assert both.timings.packed_rows == 12 + 16
-    for number in (2, 3):
-        assert list(both.rows[number - 2].logits_digests) == expected[number][1][:1]
-        worker.step(released=[number])
-        assert worker.generate(number, prompts[number], 12) == expected[number]
-
-
-def requests(prompts: Sequence[Sequence[int]], temperature: float) -> list[SequenceRequest]:
-    return [
-        SequenceRequest(
-            index,
-            tuple(prompt),
-            24,
-            sampling=SamplingParameters(temperature=temperature, seed=index),
-            logits_digests=True,
-        )
-        for index, prompt in enumerate(prompts)
-    ]
-
-
 @pytest.fixture(scope="module")
 def plainly(models: dict[str, EngineSettings]) -> list[tuple[list[SequenceRequest], dict[int, Output]]]:
     """Requests that begin alike, greedy and sampled, and what comes of each by itself, without the cache."""
@@ -129,12 +60,11 @@ def plainly(models: dict[str, EngineSettings]) -> list[tuple[list[SequenceReques
     prompts = [[*front, *rng.choices(range(VOCABULARY), k=rng.randint(1, 30))] for front in shared]
     plain = TargetStepExecutor(load_target_engine(models["target"], silent), worker_epoch=1, prefix_cache=False)
     config = SchedulerConfig(batch_size=1, max_running=1, draft_length=0)
-    both = [requests(prompts, temperature) for temperature in (0.0, 0.8)]
+    both = [requests_of(prompts, 24, (temperature,)) for temperature in (0.0, 0.8)]
     return [(wanted, run_in_process(config, {"target": plain}, wanted)) for wanted in both]
 
 
-@pytest.mark.parametrize("pages", [200, 45])
-@pytest.mark.parametrize("policy", list(Policy))
+@pytest.mark.parametrize(("policy", "pages"), [(Policy.RAGGED, 200), *((policy, 45) for policy in Policy)])
 def test_speculation_over_shared_pages_is_exact(
     models: dict[str, EngineSettings],
     plainly: list[tuple[list[SequenceRequest], dict[int, Output]]],
@@ -151,6 +81,7 @@ def test_speculation_over_shared_pages_is_exact(
             assert outputs[index].error is None
             assert outputs[index].tokens == expected[index].tokens
             assert outputs[index].logits_digests == expected[index].logits_digests
+        assert sum(output.cached for output in outputs.values()) >= PAGE
     assert target.free_pages == draft.free_pages == pages
 
 

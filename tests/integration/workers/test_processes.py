@@ -16,6 +16,7 @@ import grpc
 import psutil
 import pytest
 
+from engine.settings import EngineSettings
 from protos import worker_pb2, worker_pb2_grpc
 from scheduler.messages import Role
 from scheduler.state.digests import EMPTY_DIGEST
@@ -72,190 +73,146 @@ def alive(process_id: int) -> bool:
         return False
 
 
-def test_draft_and_target_are_processes_of_their_own() -> None:
+async def test_draft_and_target_are_processes_of_their_own() -> None:
+    messages: list[tuple[str, str, float | None]] = []
+    launches = [stand_in(Role.DRAFT), stand_in(Role.TARGET), replace(stand_in(Role.TARGET), threads=3)]
+    async with WorkerLauncher(launches, on_loading=lambda *message: messages.append(message)) as launcher:
+        workers = launcher.workers
+        assert [worker.worker_id for worker in workers] == ["draft-0", "target-0", "target-1"]
+        assert len({os.getpid(), *(worker.process_id for worker in workers)}) == 4
+        epochs = set()
+        for worker in workers:
+            async with stub_of(worker.address) as stub:
+                description = await stub.Describe(DESCRIBE, timeout=LONG)
+            assert description.process_id == worker.process_id
+            assert description.role == (worker_pb2.ROLE_DRAFT if worker.role is Role.DRAFT else worker_pb2.ROLE_TARGET)
+            threads = 3 if worker.worker_id == "target-1" else 1
+            assert psutil.Process(worker.process_id).environ()["OMP_NUM_THREADS"] == str(description.threads)
+            assert description.threads == threads
+            epochs.add(description.worker_epoch)
+        assert len(epochs) == 3
+    assert {worker_id for worker_id, _, _ in messages} == {"draft-0", "target-0", "target-1"}
+    assert {message[1:] for message in messages} >= {
+        ("starting", None),
+        ("thinking", None),
+        ("thinking", 1.0),
+        ("up", 1.0),
+    }
+    assert not any(alive(worker.process_id) for worker in workers)
+
+
+async def test_steps_run_in_order_and_the_server_stays_live() -> None:
+    async with (
+        WorkerLauncher([stand_in(Role.TARGET, step_seconds=2)]) as launcher,
+        stub_of(launcher.workers[0].address) as stub,
+    ):
+        description = await stub.Describe(DESCRIBE, timeout=LONG)
+        requests = [step(description, n, opening(n, sample=True)) for n in (1, 2, 3)]
+        call = stub.Steps(iter(requests), timeout=LONG)
+        replies = [await call.read()]
+        # The second step runs now.
+        second = asyncio.ensure_future(call.read())
+        await stub.Describe(DESCRIBE, timeout=LONG)
+        assert not second.done()
+        replies += [await second, await call.read()]
+        assert await call.read() is grpc.aio.EOF
+        assert [reply.step_id for reply in replies] == [1, 2, 3]
+        for reply in replies:
+            assert list(reply.rows[0].tokens) == continuation(PROMPT, 1)
+        assert replies[2].timings.queued > 2
+        assert replies[2].timings.idle < 1
+
+        # A stream of its own, as after a broken connection, repeats a step.
+        assert await exchange(stub, [requests[2]]) == [replies[2]]
+
+
+async def test_steps_of_a_broken_stream_that_wait_are_not_run() -> None:
+    async with (
+        WorkerLauncher([stand_in(Role.TARGET, step_seconds=1.5)]) as launcher,
+        stub_of(launcher.workers[0].address) as stub,
+    ):
+        description = await stub.Describe(DESCRIBE, timeout=LONG)
+        call = stub.Steps(iter([step(description, n, opening(n)) for n in (1, 2, 3, 4)]))
+        assert (await call.read()).step_id == 1
+        call.cancel()
+        (reply,) = await exchange(stub, [step(description, 4, opening(40, sample=True))])
+        assert [row.sequence_id for row in reply.rows] == [40]
+        assert (await stub.Describe(DESCRIBE)).free_pages >= 1000 - 3 * 2
+
+
+async def test_worker_that_is_stopped_still_answers_what_has_arrived() -> None:
+    async with (
+        WorkerLauncher([stand_in(Role.TARGET, step_seconds=1)]) as launcher,
+        stub_of(launcher.workers[0].address) as stub,
+    ):
+        description = await stub.Describe(DESCRIBE, timeout=LONG)
+        call = stub.Steps()
+        for step_id in (1, 2):
+            await call.write(step(description, step_id, opening(step_id)))
+        assert (await call.read()).step_id == 1
+        os.kill(launcher.workers[0].process_id, signal.SIGTERM)
+        assert (await call.read()).step_id == 2
+        assert await call.read() is grpc.aio.EOF
+        await until(lambda: not alive(launcher.workers[0].process_id))
+
+
+def test_wrong_settings_are_named() -> None:
     async def run() -> None:
-        messages: list[tuple[str, str, float | None]] = []
-        launches = [stand_in(Role.DRAFT), stand_in(Role.TARGET), stand_in(Role.TARGET)]
-        async with WorkerLauncher(launches, on_loading=lambda *message: messages.append(message)) as launcher:
-            workers = launcher.workers
-            assert [worker.worker_id for worker in workers] == ["draft-0", "target-0", "target-1"]
-            assert len({os.getpid(), *(worker.process_id for worker in workers)}) == 4
-            epochs = set()
-            for worker in workers:
-                async with stub_of(worker.address) as stub:
-                    description = await stub.Describe(DESCRIBE, timeout=LONG)
-                assert description.process_id == worker.process_id
-                assert description.role == (
-                    worker_pb2.ROLE_DRAFT if worker.role is Role.DRAFT else worker_pb2.ROLE_TARGET
-                )
-                epochs.add(description.worker_epoch)
-            assert len(epochs) == 3
-        assert {worker_id for worker_id, _, _ in messages} == {"draft-0", "target-0", "target-1"}
-        assert {message[1:] for message in messages} >= {
-            ("starting", None),
-            ("thinking", None),
-            ("thinking", 1.0),
-            ("up", 1.0),
-        }
-        assert not any(alive(worker.process_id) for worker in workers)
+        with pytest.raises(ProcessStartError, match=r"^target-0: settings hold colour, must be among"):
+            await WorkerLauncher([WorkerLaunch(Role.TARGET, {"model": "m", "colour": "red"})]).__aenter__()
 
     asyncio.run(run())
+    for settings, message in (({}, "settings hold no model"), ({"model": "m", "dtype": "int3"}, "dtype is 'int3', ")):
+        with pytest.raises(ValueError, match=message):
+            EngineSettings.from_plain(settings)
 
 
-def test_steps_run_in_order_and_the_server_stays_live() -> None:
-    async def run() -> None:
-        async with (
-            WorkerLauncher([stand_in(Role.TARGET, step_seconds=2)]) as launcher,
-            stub_of(launcher.workers[0].address) as stub,
-        ):
-            description = await stub.Describe(DESCRIBE, timeout=LONG)
-            requests = [step(description, n, opening(n, sample=True)) for n in (1, 2, 3)]
-            call = stub.Steps(iter(requests), timeout=LONG)
-            replies = [await call.read()]
-            # The second step runs now.
-            second = asyncio.ensure_future(call.read())
-            await stub.Describe(DESCRIBE, timeout=LONG)
-            assert not second.done()
-            replies += [await second, await call.read()]
-            assert await call.read() is grpc.aio.EOF
-            assert [reply.step_id for reply in replies] == [1, 2, 3]
-            for reply in replies:
-                assert list(reply.rows[0].tokens) == continuation(PROMPT, 1)
-            assert replies[2].timings.queued > 2
-            assert replies[2].timings.idle < 1
-
-            # A stream of its own, as after a broken connection, repeats a step.
-            assert await exchange(stub, [requests[2]]) == [replies[2]]
-
-    asyncio.run(run())
+async def test_failure_to_load_reaches_the_parent_and_nothing_is_left() -> None:
+    launches = [stand_in(Role.DRAFT), stand_in(Role.TARGET, fail="model: no such\n  folder")]
+    launcher = WorkerLauncher(launches)
+    with pytest.raises(ProcessStartError) as caught:
+        await launcher.__aenter__()
+    assert str(caught.value) == "target-0: model: no such folder"
+    assert not any(alive(worker.process_id) for worker in launcher.workers if worker.process_id)
 
 
-def test_steps_of_a_broken_stream_that_wait_are_not_run() -> None:
-    async def run() -> None:
-        async with (
-            WorkerLauncher([stand_in(Role.TARGET, step_seconds=1.5)]) as launcher,
-            stub_of(launcher.workers[0].address) as stub,
-        ):
-            description = await stub.Describe(DESCRIBE, timeout=LONG)
-            call = stub.Steps(iter([step(description, n, opening(n)) for n in (1, 2, 3, 4)]))
-            assert (await call.read()).step_id == 1
-            call.cancel()
-            (reply,) = await exchange(stub, [step(description, 4, opening(40, sample=True))])
-            assert [row.sequence_id for row in reply.rows] == [40]
-            assert (await stub.Describe(DESCRIBE)).free_pages >= 1000 - 3 * 2
-
-    asyncio.run(run())
+async def test_worker_that_dies_without_a_word_is_reported_with_its_last_words() -> None:
+    launcher = WorkerLauncher([stand_in(Role.TARGET, die="out of luck")])
+    with pytest.raises(ProcessStartError, match="target-0: exit code 1: out of luck"):
+        await launcher.__aenter__()
 
 
-def test_worker_that_is_stopped_still_answers_what_has_arrived() -> None:
-    async def run() -> None:
-        async with (
-            WorkerLauncher([stand_in(Role.TARGET, step_seconds=1)]) as launcher,
-            stub_of(launcher.workers[0].address) as stub,
-        ):
-            description = await stub.Describe(DESCRIBE, timeout=LONG)
-            call = stub.Steps()
-            for step_id in (1, 2):
-                await call.write(step(description, step_id, opening(step_id)))
-            assert (await call.read()).step_id == 1
-            os.kill(launcher.workers[0].process_id, signal.SIGTERM)
-            assert (await call.read()).step_id == 2
-            assert await call.read() is grpc.aio.EOF
-            await until(lambda: not alive(launcher.workers[0].process_id))
-
-    asyncio.run(run())
+async def test_worker_that_never_gets_ready_is_given_up() -> None:
+    launcher = WorkerLauncher([stand_in(Role.TARGET, hang=60)], start_timeout_seconds=1.5)
+    with pytest.raises(ProcessStartError, match=r"target-0: not ready after 1.5 s"):
+        await launcher.__aenter__()
+    assert not alive(launcher.workers[0].process_id)
 
 
-def test_threads_are_the_launchers_choice() -> None:
-    async def run() -> None:
-        launch = replace(stand_in(Role.TARGET), threads=3)
-        async with WorkerLauncher([launch]) as launcher, stub_of(launcher.workers[0].address) as stub:
-            process_id = launcher.workers[0].process_id
-            assert psutil.Process(process_id).environ()["OMP_NUM_THREADS"] == "3"
-            assert (await stub.Describe(DESCRIBE, timeout=LONG)).threads == 3
-
-    asyncio.run(run())
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({}, "target-0: settings hold no model"),
-        ({"model": "m", "colour": "red"}, "target-0: settings hold colour, must be among"),
-        ({"model": "m", "dtype": "int3"}, "target-0: dtype is 'int3', must be one of"),
-        ({"model": "m", "quantization": "int3"}, "target-0: quantization is 'int3', must be one of"),
-    ],
-)
-def test_wrong_settings_are_named(settings: dict[str, Any], message: str) -> None:
-    async def run() -> None:
-        with pytest.raises(ProcessStartError) as caught:
-            await WorkerLauncher([WorkerLaunch(Role.TARGET, settings)]).__aenter__()
-        assert str(caught.value).startswith(message)
-
-    asyncio.run(run())
+async def test_cancelled_start_leaves_nothing() -> None:
+    launcher = WorkerLauncher([stand_in(Role.TARGET, hang=60)])
+    start = asyncio.create_task(launcher.__aenter__())
+    await until(lambda: bool(launcher.workers) and launcher.workers[0].process_id > 0)
+    start.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await start
+    assert not alive(launcher.workers[0].process_id)
 
 
-def test_failure_to_load_reaches_the_parent_and_nothing_is_left() -> None:
-    async def run() -> None:
-        launches = [stand_in(Role.DRAFT), stand_in(Role.TARGET, fail="model: no such\n  folder")]
-        launcher = WorkerLauncher(launches)
-        with pytest.raises(ProcessStartError) as caught:
-            await launcher.__aenter__()
-        assert str(caught.value) == "target-0: model: no such folder"
-        assert not any(alive(worker.process_id) for worker in launcher.workers if worker.process_id)
-
-    asyncio.run(run())
-
-
-def test_worker_that_dies_without_a_word_is_reported_with_its_last_words() -> None:
-    async def run() -> None:
-        launcher = WorkerLauncher([stand_in(Role.TARGET, die="out of luck")])
-        with pytest.raises(ProcessStartError, match="target-0: exit code 1: out of luck"):
-            await launcher.__aenter__()
-
-    asyncio.run(run())
-
-
-def test_worker_that_never_gets_ready_is_given_up() -> None:
-    async def run() -> None:
-        launcher = WorkerLauncher([stand_in(Role.TARGET, hang=60)], start_timeout_seconds=1.5)
-        with pytest.raises(ProcessStartError, match=r"target-0: not ready after 1.5 s"):
-            await launcher.__aenter__()
-        assert not alive(launcher.workers[0].process_id)
-
-    asyncio.run(run())
-
-
-def test_cancelled_start_leaves_nothing() -> None:
-    async def run() -> None:
-        launcher = WorkerLauncher([stand_in(Role.TARGET, hang=60)])
-        start = asyncio.create_task(launcher.__aenter__())
-        await until(lambda: bool(launcher.workers) and launcher.workers[0].process_id > 0)
-        start.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await start
-        assert not alive(launcher.workers[0].process_id)
-
-    asyncio.run(run())
-
-
-def test_worker_started_again_keeps_its_address() -> None:
-    async def run() -> None:
-        deaths: list[tuple[str, str]] = []
-        launcher = WorkerLauncher(
-            [stand_in(Role.TARGET)], restart_seconds=0.05, on_exit=lambda *death: deaths.append(death)
-        )
-        async with launcher:
-            (before,) = launcher.workers
-            os.kill(before.process_id, signal.SIGKILL)
-            async with stub_of(before.address) as stub:
-                await until(lambda: launcher.workers[0].process_id != before.process_id)
-                description = await stub.Describe(DESCRIBE, timeout=LONG, wait_for_ready=True)
-            assert description.process_id == launcher.workers[0].process_id
-            assert launcher.workers[0].address == before.address
-            assert deaths == [("target-0", "died: killed by signal 9")]
-
-    asyncio.run(run())
+async def test_worker_started_again_keeps_its_address() -> None:
+    deaths: list[tuple[str, str]] = []
+    launcher = WorkerLauncher(
+        [stand_in(Role.TARGET)], restart_seconds=0.05, on_exit=lambda *death: deaths.append(death)
+    )
+    async with launcher:
+        (before,) = launcher.workers
+        os.kill(before.process_id, signal.SIGKILL)
+        async with stub_of(before.address) as stub:
+            await until(lambda: launcher.workers[0].process_id != before.process_id)
+            description = await stub.Describe(DESCRIBE, timeout=LONG, wait_for_ready=True)
+        assert description.process_id == launcher.workers[0].process_id
+        assert launcher.workers[0].address == before.address
+        assert deaths == [("target-0", "died: killed by signal 9")]
 
 
 PARENT = """
@@ -273,22 +230,19 @@ asyncio.run(main())
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_worker_does_not_outlive_its_parent(number: signal.Signals) -> None:
-    async def run() -> None:
-        parent = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-c", PARENT.format(root=str(ROOT), settings={})),
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.DEVNULL,
-        )
-        try:
-            assert parent.stdout is not None
-            worker = int(await asyncio.wait_for(parent.stdout.readline(), LONG))
-            assert alive(worker)
-            parent.send_signal(number)
-            await asyncio.wait_for(parent.wait(), LONG)
-            await until(lambda: not alive(worker))
-        finally:
-            if parent.returncode is None:
-                parent.kill()
-
-    asyncio.run(run())
+async def test_worker_does_not_outlive_its_parent(number: signal.Signals) -> None:
+    parent = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", PARENT.format(root=str(ROOT), settings={})),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.DEVNULL,
+    )
+    try:
+        assert parent.stdout is not None
+        worker = int(await asyncio.wait_for(parent.stdout.readline(), LONG))
+        assert alive(worker)
+        parent.send_signal(number)
+        await asyncio.wait_for(parent.wait(), LONG)
+        await until(lambda: not alive(worker))
+    finally:
+        if parent.returncode is None:
+            parent.kill()

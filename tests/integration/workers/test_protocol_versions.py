@@ -16,15 +16,7 @@ from services.backend.interface import BackendUnavailableError
 from services.rpc.protocol_version import PROTOCOL_VERSION
 from services.scheduler_client.cell_link import ClientOptions
 from services.scheduler_client.remote import SchedulerClient
-from tests.support.cells import (
-    Whereabouts,
-    all_in_use,
-    check,
-    client,
-    running_cell,
-    running_scheduler,
-    running_worker,
-)
+from tests.support.cells import Whereabouts, all_in_use, check, client, running_cell, running_scheduler, running_worker
 from tests.support.waiting import LONG, until
 
 OTHERS = [0, PROTOCOL_VERSION + 1]
@@ -68,46 +60,40 @@ async def until_told(backend: SchedulerClient, version: int) -> None:
 
 
 @pytest.mark.parametrize("version", OTHERS)
-def test_worker_of_another_release_is_refused(version: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def run() -> None:
-        worker_speaks(monkeypatch, version)
-        async with (
-            running_cell(drafts=0, targets=0) as cell,
-            running_worker("target-0", Role.TARGET, cell.resolve) as worker,
-        ):
-            await until(lambda: both_named(worker.registration.reason, version, PROTOCOL_VERSION))
-            assert not worker.registration.in_use
-            (status,) = cell.server.status().workers
-            assert status.state == scheduler_pb2.WORKER_STATE_REFUSED
-            assert both_named(status.reason, version, PROTOCOL_VERSION)
-            assert not cell.service.workers.up
-            # A release of the scheduler that fits takes the worker.
-            worker_speaks(monkeypatch, PROTOCOL_VERSION)
-            await all_in_use([worker])
-
-    asyncio.run(run())
+async def test_worker_of_another_release_is_refused(version: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker_speaks(monkeypatch, version)
+    async with (
+        running_cell(drafts=0, targets=0) as cell,
+        running_worker("target-0", Role.TARGET, cell.resolve) as worker,
+    ):
+        await until(lambda: both_named(worker.registration.reason, version, PROTOCOL_VERSION))
+        assert not worker.registration.in_use
+        (status,) = cell.server.status().workers
+        assert status.state == scheduler_pb2.WORKER_STATE_REFUSED
+        assert both_named(status.reason, version, PROTOCOL_VERSION)
+        assert not cell.service.workers.up
+        # A release of the scheduler that fits takes the worker.
+        worker_speaks(monkeypatch, PROTOCOL_VERSION)
+        await all_in_use([worker])
 
 
-def test_whoever_names_no_version_gets_no_description() -> None:
-    async def run() -> None:
-        async with (
-            running_worker("target-0", Role.TARGET, Whereabouts()) as worker,
-            grpc.aio.insecure_channel(worker.address) as channel,
-        ):
-            stub = worker_pb2_grpc.WorkerStub(channel)
-            with pytest.raises(grpc.aio.AioRpcError) as caught:
-                await stub.Describe(worker_pb2.DescribeRequest(), timeout=LONG)
-            assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
-            assert both_named(caught.value.details() or "", 0, PROTOCOL_VERSION)
-            described = await stub.Describe(worker_pb2.DescribeRequest(protocol_version=PROTOCOL_VERSION), timeout=LONG)
-            assert described.protocol_version == PROTOCOL_VERSION
-
-    asyncio.run(run())
+async def test_whoever_names_no_version_gets_no_description() -> None:
+    async with (
+        running_worker("target-0", Role.TARGET, Whereabouts()) as worker,
+        grpc.aio.insecure_channel(worker.address) as channel,
+    ):
+        stub = worker_pb2_grpc.WorkerStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Describe(worker_pb2.DescribeRequest(), timeout=LONG)
+        assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        assert both_named(caught.value.details() or "", 0, PROTOCOL_VERSION)
+        described = await stub.Describe(worker_pb2.DescribeRequest(protocol_version=PROTOCOL_VERSION), timeout=LONG)
+        assert described.protocol_version == PROTOCOL_VERSION
 
 
 @pytest.mark.parametrize("version", OTHERS)
 @pytest.mark.parametrize("other", ["gateway", "scheduler"])
-def test_gateway_says_why_it_has_no_session_and_goes_on_with_a_scheduler_that_fits(
+async def test_gateway_says_why_it_has_no_session_and_goes_on_with_a_scheduler_that_fits(
     other: str, version: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     speaks = gateway_speaks if other == "gateway" else scheduler_speaks
@@ -117,19 +103,16 @@ def test_gateway_says_why_it_has_no_session_and_goes_on_with_a_scheduler_that_fi
             record.getMessage(), version, PROTOCOL_VERSION
         )
 
-    async def run() -> None:
-        resolve = Whereabouts()
-        async with client(resolve, options=IMPATIENT) as backend:
-            with monkeypatch.context() as patch:
-                speaks(patch, version)
-                async with running_scheduler(resolve):
-                    submitted = asyncio.create_task(check(backend, 1, 10))
+    resolve = Whereabouts()
+    async with client(resolve, options=IMPATIENT) as backend:
+        with monkeypatch.context() as patch:
+            speaks(patch, version)
+            async with running_scheduler(resolve):
+                submitted = asyncio.create_task(check(backend, 1, 10))
 
-                    await until(lambda: any(named(record) for record in caplog.records))
-                    await until_told(backend, version)
-                    assert not backend.connected
-                    assert not submitted.done()
-            async with running_scheduler(resolve), running_worker("target-0", Role.TARGET, resolve):
-                await asyncio.wait_for(submitted, LONG)
-
-    asyncio.run(run())
+                await until(lambda: any(named(record) for record in caplog.records))
+                await until_told(backend, version)
+                assert not backend.connected
+                assert not submitted.done()
+        async with running_scheduler(resolve), running_worker("target-0", Role.TARGET, resolve):
+            await asyncio.wait_for(submitted, LONG)

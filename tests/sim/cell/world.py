@@ -101,9 +101,7 @@ class World:
             loop.call_at(fault.time, self.faults.strike, fault)
         loop.call_at(plan.horizon, self.faults.mend)
         await asyncio.wait(
-            [self._failed, self._all_ended],
-            timeout=plan.horizon + MOST_SECONDS,
-            return_when=asyncio.FIRST_COMPLETED,
+            [self._failed, self._all_ended], timeout=plan.horizon + MOST_SECONDS, return_when=asyncio.FIRST_COMPLETED
         )
         if self.failure is None and not self._all_ended.done():
             open_ones = [call.plan.number for call in self.calls if call.outcome is None]
